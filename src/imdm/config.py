@@ -1,0 +1,64 @@
+"""The base of every typed config: frozen, unknown keys refused, errors told in one sentence."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from imdm.errors import UserError
+
+C = TypeVar("C", bound="Config")
+
+
+class Config(BaseModel):
+    """A small typed config that sits beside the code it configures."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @classmethod
+    def parse(cls: type[C], values: Any, where: str = "") -> C:
+        """Validate plain data; what is wrong comes back as one UserError that names each field."""
+        if isinstance(values, cls):
+            return values
+        if not isinstance(values, dict):
+            raise UserError(f"{where or cls.__name__}: expected a mapping of settings, got {values!r}")
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise UserError(explain(error, cls, where)) from None
+
+    def digest(self) -> str:
+        return digest(self.model_dump(mode="json"))
+
+
+def explain(error: ValidationError, cls: type[BaseModel], where: str) -> str:
+    """A pydantic report as a sentence: field, value, what would be right."""
+    parts = []
+    for item in error.errors():
+        path = ".".join(str(step) for step in ((where,) if where else ()) + item["loc"])
+        if item["type"] == "extra_forbidden":
+            parts.append(f"unknown key {path!r}{_siblings(cls, item['loc'])}")
+        elif item["type"] == "missing":
+            parts.append(f"{path!r} is required")
+        else:
+            message = item["msg"].removeprefix("Value error, ")
+            parts.append(f"{path!r} = {item['input']!r}: {message[:1].lower()}{message[1:]}")
+    return "; ".join(parts)
+
+
+def _siblings(cls: type[BaseModel], location: tuple[int | str, ...]) -> str:
+    """The keys that may stand where an unknown one was found, when the place is a plain nested config."""
+    model: Any = cls
+    for step in location[:-1]:
+        field = getattr(model, "model_fields", {}).get(step)
+        model = field.annotation if field else None
+    fields = getattr(model, "model_fields", None)
+    return f" (known: {', '.join(sorted(fields))})" if fields else ""
+
+
+def digest(value: Any) -> str:
+    """A short hash of plain data that does not depend on the order of keys."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -1,0 +1,132 @@
+"""Where training rows come from: anything with a length and rows by index."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Protocol
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from imdm.config import Config, digest
+from imdm.data.synthetic import Language, languages
+from imdm.errors import UserError
+from imdm.files import read_tensors
+from imdm.models.denoiser import check_tokens
+from imdm.randomness import Purpose, as_key, permutation, uniform
+
+
+class Source(Protocol):
+    """Rows of equal length, by index, always the same."""
+
+    length: int
+    fingerprint: str
+
+    def __len__(self) -> int: ...
+
+    def rows(self, index: Tensor) -> dict[str, Tensor]:
+        """Columns of the rows at `index` (b,); `tokens` (b, L) is always among them."""
+
+
+class LanguageSource:
+    """Exact draws from an enumerated language; row i is the draw keyed by i."""
+
+    SIZE = 1 << 18
+
+    def __init__(self, language: Language, seed: int = 0) -> None:
+        self.language, self.seed = language, seed
+        self.length = language.length
+        self.fingerprint = digest([language.name, language.joint.flatten().tolist(), seed])
+
+    def __len__(self) -> int:
+        return self.SIZE
+
+    def rows(self, index: Tensor) -> dict[str, Tensor]:
+        return {"tokens": self.language.at(uniform(as_key(self.seed), Purpose.DATA, index))}
+
+
+class TokenSource:
+    """Rows of token ids held in memory: a tensor (N, L)."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        self.tokens = tokens
+        self.length = tokens.shape[1]
+        edge = tokens[:: max(1, len(tokens) // 1024)].tolist()
+        self.fingerprint = digest([list(tokens.shape), int(tokens.long().sum()), edge])
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def rows(self, index: Tensor) -> dict[str, Tensor]:
+        return {"tokens": self.tokens[index].long()}
+
+
+class LanguageData(Config):
+    """`data: {kind: language, name: aligned, settings: {length: 2, symbols: 2}}`: an enumerated language."""
+
+    kind: Literal["language"] = "language"
+    name: str = "aligned"
+    settings: dict[str, Any] = {}
+
+    def language(self) -> Language:
+        make = languages[self.name]
+        try:
+            return make(**self.settings)
+        except TypeError as error:
+            raise UserError(f"data.settings: {str(error).replace('()', '')}") from None
+
+    def source(self, seed: int) -> Source:
+        return LanguageSource(self.language(), seed)
+
+    def vocabulary(self) -> tuple[int, int]:
+        """(vocab_size, mask_token_id)."""
+        return self.language().vocab_size, self.language().mask_id
+
+
+class TokenData(Config):
+    """`data: {kind: tokens, path: train.safetensors, vocab_size: 30522, mask_token_id: 103}`: a safetensors file whose
+    tensor `tokens` (N, L) holds ids; the mask is the last id unless given."""
+
+    kind: Literal["tokens"] = "tokens"
+    path: Path
+    vocab_size: int = Field(ge=2)
+    mask_token_id: int | None = None
+
+    def language(self) -> None:
+        return None
+
+    def vocabulary(self) -> tuple[int, int]:
+        return self.vocab_size, self.vocab_size - 1 if self.mask_token_id is None else self.mask_token_id
+
+    def source(self, seed: int) -> Source:
+        where = f"data: {self.path}"
+        tokens = read_tensors(self.path, "data").get("tokens")
+        if tokens is None or tokens.ndim != 2 or tokens.is_floating_point() or tokens.numel() == 0:
+            raise UserError(f"{where} must hold an integer tensor 'tokens' of shape (rows, length)")
+        vocab_size, mask_id = self.vocabulary()
+        check_tokens(tokens, vocab_size, where)
+        if bool((tokens == mask_id).any()):
+            raise UserError(f"{where} contains the mask token {mask_id}; data must not")
+        return TokenSource(tokens)
+
+
+DataConfig = Annotated[LanguageData | TokenData, Field(discriminator="kind")]
+
+
+class Order:
+    """Which row a training position reads: a new keyed permutation every epoch. There is no iterator to save: the
+    position is the step, so a resumed run reads on where it stopped."""
+
+    def __init__(self, seed: int, size: int) -> None:
+        self.seed, self.size = seed, size
+        self._epoch, self._order = -1, torch.empty(0, dtype=torch.int64)
+
+    def __call__(self, position: Tensor) -> Tensor:
+        rows = torch.empty_like(position)
+        for epoch in (position // self.size).unique().tolist():
+            if epoch != self._epoch:
+                self._epoch, self._order = epoch, permutation(self.seed, self.size, epoch)
+            here = position // self.size == epoch
+            rows[here] = self._order[position[here] % self.size]
+        return rows

@@ -1,0 +1,91 @@
+"""Small exact languages: every sequence and its probability are known, so any claim can be checked by enumeration."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from imdm.errors import UserError
+from imdm.randomness import Purpose, as_key, uniform
+from imdm.registry import Registry
+
+languages: Registry[Callable[..., Language]] = Registry("language")
+LARGEST = 4096  # sequences
+
+
+@dataclass(frozen=True)
+class Language:
+    """A distribution over V^L given as a table.
+
+    joint (V, …, V): float64 probabilities, one axis a position. The mask's id is V, just after the data tokens.
+
+    >>> aligned(length=2, symbols=2).joint.tolist()
+    [[0.5, 0.0], [0.0, 0.5]]
+    """
+
+    name: str
+    joint: Tensor
+
+    def __post_init__(self) -> None:
+        if len(set(self.joint.shape)) != 1 or self.joint.numel() > LARGEST:
+            raise UserError(f"language {self.name!r}: needs equal axes and at most {LARGEST} sequences")
+
+    @property
+    def symbols(self) -> int:
+        return self.joint.shape[0]
+
+    @property
+    def length(self) -> int:
+        return self.joint.ndim
+
+    @property
+    def mask_id(self) -> int:
+        return self.symbols
+
+    @property
+    def vocab_size(self) -> int:
+        return self.symbols + 1
+
+    def sequences(self) -> Tensor:
+        """All of V^L in the order of `joint.flatten()`: (V^L, L)."""
+        return _sequences(self.symbols, self.length)
+
+    def index(self, tokens: Tensor) -> Tensor:
+        """The row of each sequence (B, L) in `sequences()`."""
+        place = self.symbols ** torch.arange(self.length - 1, -1, -1, device=tokens.device)
+        return (tokens * place).sum(-1)
+
+    def valid(self, tokens: Tensor) -> Tensor:
+        """Whether each sequence (B, L) has positive probability."""
+        return self.joint.flatten().to(tokens.device)[self.index(tokens)] > 0
+
+    def at(self, u: Tensor) -> Tensor:
+        """The sequences at which the cumulative probability passes u (B,) in [0, 1): exact draws (B, L)."""
+        edge = self.joint.flatten().cumsum(0)
+        row = torch.searchsorted(edge, u * edge[-1], right=True).clamp(max=edge.numel() - 1)
+        return self.sequences()[row]
+
+    def sample(self, num: int, seed: int = 0) -> Tensor:
+        """Exact draws (num, L), keyed by seed."""
+        return self.at(uniform(as_key(seed), Purpose.DATA, torch.arange(num)))
+
+
+@lru_cache
+def _sequences(symbols: int, length: int) -> Tensor:
+    return torch.tensor(list(itertools.product(range(symbols), repeat=length)))
+
+
+@languages.register("aligned")
+def aligned(length: int = 2, symbols: int = 2) -> Language:
+    """`length` equal tokens over `symbols` symbols; the paper's {00, 11} by default."""
+    if length < 1 or symbols < 2 or symbols**length > LARGEST:
+        raise UserError(f"aligned(length={length}, symbols={symbols}): needs 1 < symbols and symbols^length ≤ {LARGEST}")
+    joint = torch.zeros([symbols] * length, dtype=torch.float64)
+    for symbol in range(symbols):
+        joint[(symbol,) * length] = 1 / symbols
+    return Language("{00,11}" if (length, symbols) == (2, 2) else f"aligned-{length}x{symbols}", joint)

@@ -1,0 +1,92 @@
+"""Files that are whole or not there: everything is written aside, flushed, then renamed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from imdm.errors import UserError
+
+PARTIAL = ".partial-"  # a name that begins so is an unfinished write and is never read
+
+
+@contextmanager
+def written_aside(path: Path) -> Iterator[Path]:
+    """Yield a place to write; on success it replaces `path` (a file, or a folder that is not there yet)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f"{PARTIAL}{path.name}")
+    _remove(aside)
+    try:
+        yield aside
+        for file in [aside] if aside.is_file() else [f for f in aside.rglob("*") if f.is_file()]:
+            with open(file, "rb") as handle:
+                os.fsync(handle.fileno())
+        if aside.is_dir():
+            _remove(path)
+        os.replace(aside, path)
+    except BaseException:
+        _remove(aside)
+        raise
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    with written_aside(path) as aside:
+        aside.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path, what: str) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UserError(f"{what}: {path} is missing") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{what}: {path} is not valid JSON ({error}); it is damaged or not ours") from None
+
+
+def read_tensors(path: Path, what: str) -> dict[str, Tensor]:
+    """Tensors by name from safetensors; nothing is ever unpickled."""
+    try:
+        return load_file(path)
+    except FileNotFoundError:
+        raise UserError(f"{what}: {path} is missing") from None
+    except (SafetensorError, OSError, ValueError) as error:
+        raise UserError(f"{what}: {path} is not a readable safetensors file ({error})") from None
+
+
+
+def append_line(path: Path, value: Any) -> None:
+    """One JSON object a line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a") as file:
+        file.write(json.dumps(value, ensure_ascii=False) + "\n")
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSON-lines file; a last line cut short by a crash is left out."""
+    if not path.exists():
+        return []
+    lines = path.read_text().splitlines()
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            if number < len(lines):
+                raise UserError(f"{path}: line {number} is not JSON") from None
+    return rows

@@ -1,0 +1,66 @@
+"""The interface of a mask: the law of its noise, and what it adds to the mask token's embedding (Eq. 15)."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from imdm.config import Config
+from imdm.errors import UserError
+from imdm.registry import Registry
+
+masks: Registry[type[Mask]] = Registry("mask")
+
+
+class Mask(Config):
+    """A kind of mask: immutable settings that know how to draw noise and how to build the layer that reads it.
+
+    Noise is a function of (sample key, position, draw): position ℓ of a sequence has draw 0 at the start, and another
+    draw number whenever the reverse process redraws it. So the noise of a state need not be stored, only its draws.
+    """
+
+    kind: str
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """The name in result rows, e.g. `infinite-uniform-768-1.0`."""
+
+    @abstractmethod
+    def noise(self, keys: Tensor, position: Tensor, draw: Tensor) -> Tensor | None:
+        """The noise of positions (R,), (R, d) or (R,); None when the mask carries none."""
+
+    @abstractmethod
+    def embedding(self, width: int) -> nn.Module:
+        """The layer noise → what is added to E(mask): (…, width). Its last parameters start at zero."""
+
+    def draw(self, keys: Tensor, draws: Tensor, where: Tensor) -> Tensor | None:
+        """Noise of a batch: keys (B,), draws (B, L); computed where `where` (B, L) is True, zero elsewhere."""
+        row, position = where.nonzero(as_tuple=True)
+        values = self.noise(keys[row], position, draws[row, position])
+        if values is None:
+            return None
+        out = torch.zeros(*where.shape, *values.shape[1:], dtype=values.dtype, device=values.device)
+        out[row, position] = values
+        return out
+
+
+def parse_mask(value: Any) -> Mask:
+    """A mask from its settings or its name: `{"kind": "infinite", "dim": 768}`, `"single"`, `"finite-6144"`,
+    `"infinite-uniform-768-1.0"`."""
+    if isinstance(value, Mask):
+        return value
+    if isinstance(value, str):
+        kind, *parts = value.split("-")
+        fields = [name for name in masks[kind].model_fields if name != "kind"]
+        if len(parts) > len(fields):
+            raise UserError(f"mask {value!r}: {kind!r} takes {len(fields)} settings ({', '.join(fields) or 'none'})")
+        value = {"kind": kind, **dict(zip(fields, parts, strict=False))}
+    if not isinstance(value, dict) or "kind" not in value:
+        raise UserError(f"mask: expected a name or settings with 'kind' ({', '.join(masks)}), got {value!r}")
+    return masks[value["kind"]].parse(value, "mask")
+
+

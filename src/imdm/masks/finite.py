@@ -1,0 +1,34 @@
+"""A finite set of mask tokens (the paper's multi-mask comparison)."""
+
+from __future__ import annotations
+
+from pydantic import Field
+from torch import Tensor, nn
+
+from imdm.masks.base import Mask, masks
+from imdm.randomness import Purpose, integers
+
+
+class ZeroEmbedding(nn.Embedding):
+    """A table that starts at zero, so that a fresh mask looks like the mask token alone."""
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+
+@masks.register("finite")
+class Finite(Mask):
+    """`count` masks, drawn uniformly; mask k looks like E(mask) + table[k]."""
+
+    kind: str = "finite"
+    count: int = Field(6144, ge=1)
+
+    @property
+    def name(self) -> str:
+        return f"finite-{self.count}"
+
+    def noise(self, keys: Tensor, position: Tensor, draw: Tensor) -> Tensor:
+        return integers(keys, Purpose.NOISE, position, draw, self.count)
+
+    def embedding(self, width: int) -> nn.Module:
+        return ZeroEmbedding(self.count, width)

@@ -1,0 +1,55 @@
+"""The infinite mask: every masked position carries continuous noise of its own (Eq. 15)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+from torch import Tensor, nn
+
+from imdm.masks.base import Mask, masks
+from imdm.randomness import Purpose, normal, symmetric
+
+
+class NoiseInput(nn.Linear):
+    def reset_parameters(self) -> None:
+        nn.init.trunc_normal_(self.weight, std=0.02)
+        nn.init.zeros_(self.bias)
+
+
+class NoiseOutput(nn.Linear):
+    """No bias: the mask token's embedding already is one."""
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+
+class NoiseMLP(nn.Sequential):
+    """MLP(ε): d_noise → 4·width → width. The output layer is zero, so a fresh IMDM equals its MDM."""
+
+    def __init__(self, dim: int, width: int) -> None:
+        super().__init__(NoiseInput(dim, 4 * width), nn.GELU(), NoiseOutput(4 * width, width, bias=False))
+
+    def forward(self, noise: Tensor) -> Tensor:
+        return super().forward(noise.to(self[0].weight.dtype))
+
+
+@masks.register("infinite")
+class Infinite(Mask):
+    """ε ~ scale · Unif(−1, 1)^dim or scale · N(0, I_dim); a masked position looks like E(mask) + MLP(ε)."""
+
+    kind: str = "infinite"
+    law: Literal["uniform", "normal"] = "uniform"
+    dim: int = Field(768, ge=1)
+    scale: float = Field(1.0, gt=0)
+
+    @property
+    def name(self) -> str:
+        return f"infinite-{self.law}-{self.dim}-{self.scale}"
+
+    def noise(self, keys: Tensor, position: Tensor, draw: Tensor) -> Tensor:
+        law = symmetric if self.law == "uniform" else normal
+        return law(keys, Purpose.NOISE, position, draw, self.dim) * self.scale
+
+    def embedding(self, width: int) -> nn.Module:
+        return NoiseMLP(self.dim, width)

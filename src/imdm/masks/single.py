@@ -1,0 +1,24 @@
+"""The deterministic mask of an ordinary masked diffusion model."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from imdm.masks.base import Mask, masks
+
+
+@masks.register("single")
+class Single(Mask):
+    """One mask token without noise: |M| = 1. Its factorization error has a floor (Theorem 4.1)."""
+
+    kind: str = "single"
+
+    @property
+    def name(self) -> str:
+        return "single"
+
+    def noise(self, keys: Tensor, position: Tensor, draw: Tensor) -> None:
+        return None
+
+    def embedding(self, width: int) -> nn.Module:
+        return nn.Identity()

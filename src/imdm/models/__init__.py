@@ -1,0 +1,25 @@
+"""The denoiser: a diffusion transformer in two stages, and its configuration."""
+
+from imdm.models.configuration import PRESETS, MaskedDiffusionConfig
+from imdm.models.denoiser import (
+    Denoiser,
+    MaskedDiffusionLM,
+    check_tokens,
+    fold_conditioning,
+    to_infinite,
+    with_mask,
+)
+from imdm.models.loading import fingerprint, load_model
+
+__all__ = [
+    "PRESETS",
+    "Denoiser",
+    "MaskedDiffusionConfig",
+    "MaskedDiffusionLM",
+    "check_tokens",
+    "fingerprint",
+    "fold_conditioning",
+    "load_model",
+    "to_infinite",
+    "with_mask",
+]

@@ -1,0 +1,80 @@
+"""The configuration of a masked diffusion language model, in the shape `transformers` expects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from imdm.errors import UserError, unknown
+from imdm.masks import parse_mask
+from imdm.schedule import parse_schedule
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": {"width": 128, "blocks": 4, "heads": 4, "condition": 32},
+    "mini": {"width": 256, "blocks": 6, "heads": 4, "condition": 64},
+    "small": {"width": 768, "blocks": 12, "heads": 12, "condition": 128},
+    "large": {"width": 1536, "blocks": 24, "heads": 16, "condition": 128},
+}
+"""Sizes: `mini` stays under 10M parameters with a vocabulary of 4,096; `small` is GPT-2 Small's, `large` the 860M."""
+
+
+class MaskedDiffusionConfig(PreTrainedConfig):
+    """What a model is made of.
+
+    vocab_size      V, the mask token included
+    mask_token_id   the mask's id (the last id unless given: V − 1)
+    length          the longest sequence
+    mask            `single`, `finite-6144`, `infinite-uniform-768-1.0`, or their settings
+    schedule        `log-linear`, or its settings
+    width, blocks, heads, dropout, softcap    the transformer; `preset` fills width, blocks, heads and condition
+    condition       width of adaLN's conditioning; 0: folded into the other weights (`imdm.fold`)
+    """
+
+    model_type = "imdm"
+
+    def __init__(
+        self,
+        vocab_size: int = 50_258,
+        mask_token_id: int | None = None,
+        length: int = 1024,
+        width: int = 768,
+        blocks: int = 12,
+        heads: int = 12,
+        condition: int = 128,
+        dropout: float = 0.1,
+        softcap: float | None = None,
+        mask: Any = "single",
+        schedule: Any = "log-linear",
+        tie_word_embeddings: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        sizes = {"vocab_size": (vocab_size, 2), "length": (length, 1), "width": (width, 1), "blocks": (blocks, 1)}
+        sizes |= {"heads": (heads, 1), "condition": (condition, 0)}
+        for field, (value, least) in sizes.items():
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise UserError(f"model.{field} = {value!r}: must be a whole number of at least {least}")
+        if width % (2 * heads):
+            raise UserError(f"model.width = {width}: must be a multiple of 2·heads = {2 * heads}")
+        if not 0 <= dropout < 1:
+            raise UserError(f"model.dropout = {dropout!r}: must be in [0, 1)")
+        if softcap is not None and not softcap > 0:
+            raise UserError(f"model.softcap = {softcap!r}: must be positive, or null for none")
+        mask_token_id = vocab_size - 1 if mask_token_id is None else mask_token_id
+        if not 0 <= mask_token_id < vocab_size:
+            raise UserError(f"model.mask_token_id = {mask_token_id}: must be an id below vocab_size = {vocab_size}")
+        self.vocab_size, self.length = vocab_size, length
+        self.width, self.blocks, self.heads, self.condition = width, blocks, heads, condition
+        self.dropout, self.softcap = float(dropout), softcap
+        self.mask = parse_mask(mask).model_dump()
+        self.schedule = parse_schedule(schedule).model_dump()
+        self.mask_token_id = mask_token_id
+        super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
+        self.mask_token_id = mask_token_id
+
+    @classmethod
+    def preset(cls, name: str, **settings: Any) -> MaskedDiffusionConfig:
+        """A named size with anything else set by keyword: `preset("small", vocab_size=30522, length=128)`."""
+        if name not in PRESETS:
+            raise unknown("model preset", name, PRESETS)
+        return cls(**(PRESETS[name] | settings))

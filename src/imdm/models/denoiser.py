@@ -1,0 +1,277 @@
+"""The denoiser x_θ: a trunk (tokens and noise → hidden) and a head (chosen rows → log-probabilities of data tokens).
+
+Nothing that runs often builds (B, L, V): the sampler asks the head where a token is revealed, losses ask where a
+position is masked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from imdm.errors import UserError
+from imdm.masks import Infinite, Mask, parse_mask
+from imdm.models.configuration import MaskedDiffusionConfig
+from imdm.models.layers import Block, Norm, TimeCondition, TokenEmbedding, ZeroLinear, rotary
+from imdm.process import NoisePolicy, Process
+from imdm.randomness import Purpose, as_key, fold
+from imdm.sampling import Generation, sample
+from imdm.schedule import parse_schedule
+from imdm.state import Noised
+
+
+class Denoiser(Protocol):
+    """What the sampler, the objectives and the metrics ask of a model. Enumerated oracles satisfy it too."""
+
+    process: Process
+    vocab_size: int
+
+    def trunk(self, state: Noised) -> Tensor:
+        """Hidden states (B, L, ·)."""
+
+    def head(self, rows: Tensor) -> Tensor:
+        """Log-probabilities (R, V) for rows (R, ·) of the hidden states; −∞ at the mask."""
+
+
+class MaskedDiffusionLM(PreTrainedModel):
+    """A masked diffusion language model with any kind of mask.
+
+    >>> config = MaskedDiffusionConfig(vocab_size=3, length=2, width=16, blocks=1, heads=2, condition=8)
+    >>> model = MaskedDiffusionLM(config)
+    >>> model.generate(num=5, steps=1).tokens.shape
+    torch.Size([5, 2])
+    """
+
+    config_class = MaskedDiffusionConfig
+    config: MaskedDiffusionConfig
+    base_model_prefix = ""
+    _supports_sdpa = True
+    _tied_weights_keys = {"output.weight": "embedding.weight"}  # noqa: RUF012  (transformers' own convention)
+
+    def __init__(self, config: MaskedDiffusionConfig) -> None:
+        super().__init__(config)
+        self.mask: Mask = parse_mask(config.mask)
+        config.mask = self.mask.model_dump()
+        self.process = Process(parse_schedule(config.schedule), self.mask, config.mask_token_id)
+        D, C = config.width, config.condition
+        self.embedding = TokenEmbedding(config.vocab_size, D)
+        self.mask_embedding = self.mask.embedding(D)
+        self.time = TimeCondition(C) if C else None
+        self.blocks = nn.ModuleList(
+            Block(D, config.heads, config.softcap, config.dropout, C) for _ in range(config.blocks)
+        )
+        self.norm = Norm(D, bias=not C)
+        self.modulation = ZeroLinear(C, 2 * D) if C else None
+        self.output = ZeroLinear(D, config.vocab_size)
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Every layer knows its own start; `transformers` skips what was loaded."""
+        if isinstance(module, nn.Linear | nn.Embedding | Norm):
+            module.reset_parameters()
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> MaskedDiffusionLM:
+        """As in `transformers`, from safetensors only, and refusing weights that do not fit: there, a missing layer
+        would come back random. `mask=...` loads an MDM as an IMDM with identical log-probabilities."""
+        where = f"model {str(pretrained_model_name_or_path)!r}"
+        new_mask = "mask" in kwargs
+        kwargs |= {"use_safetensors": True, "output_loading_info": True}
+        try:
+            model, info = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        except (OSError, SafetensorError, RuntimeError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise UserError(f"{where} cannot be loaded: {reason}") from error
+        missing = {name for name in info["missing_keys"] if not (new_mask and name.startswith("mask_embedding."))}
+        ignored = {name for name in info["unexpected_keys"] if not (new_mask and name.startswith("mask_embedding."))}
+        if missing or ignored:
+            problem = f"lacks {sorted(missing)[0]!r}" if missing else f"has the unknown {sorted(ignored)[0]!r}"
+            raise UserError(f"{where} does not fit its config.json: it {problem}; it is damaged or not ours")
+        return model
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embedding
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.embedding = value  # type: ignore[assignment]
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.output
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        self.output = new_embeddings  # type: ignore[assignment]
+
+    # --- the two stages -------------------------------------------------------------------------------------------
+
+    def embed(self, state: Noised) -> Tensor:
+        """Eq. 15: E(z) for data tokens, E(mask) + MLP(ε) for masked positions: (B, L, D)."""
+        x = self.embedding(state.tokens)
+        if state.noise is None:
+            return x
+        return x + self.mask_embedding(state.noise).to(x.dtype) * state.masked[..., None]
+
+    def trunk(self, state: Noised) -> Tensor:
+        if state.noise is None and self.mask.kind != "single":
+            raise UserError(f"the state carries no noise, but the model's mask is {self.mask.name}; use model.noised()")
+        x = self.embed(state)
+        c = self.time() if self.time is not None else None
+        rope = rotary(x.shape[1], self.config.width // self.config.heads, x.device)
+        for block in self.blocks:
+            x = block(x, c, rope)
+        x = self.norm(x)
+        if self.modulation is not None:
+            shift, scale = self.modulation(c).chunk(2, dim=-1)
+            x = x * (1 + scale) + shift
+        return x
+
+    def head(self, rows: Tensor) -> Tensor:
+        """SUBS: the mask is never predicted. Log-probabilities in float32."""
+        logits = self.output(rows).float()
+        never = torch.arange(logits.shape[-1], device=logits.device) == self.config.mask_token_id
+        return torch.log_softmax(logits.masked_fill(never, -torch.inf), dim=-1)
+
+    def forward(self, state: Noised | Tensor, rows: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
+        """Log-probabilities of data tokens.
+
+        rows (B, L) bool: only there, (R, V); with targets (R,): only theirs, (R,).
+        Without rows: all of (B, L, V), revealed tokens carried over.
+        """
+        if isinstance(state, Tensor):
+            state = self.noised(state)
+        hidden = self.trunk(state)
+        if rows is not None:
+            log_probs = self.head(hidden[rows])
+            return log_probs if targets is None else log_probs.gather(-1, targets[:, None])[:, 0]
+        carried = torch.full((*state.tokens.shape, self.vocab_size), -torch.inf, device=hidden.device)
+        carried.scatter_(-1, state.tokens[..., None], 0.0)
+        return torch.where(state.masked[..., None], self.head(hidden), carried)
+
+    # --- what people call -----------------------------------------------------------------------------------------
+
+    def noised(self, tokens: Tensor, seed: int = 0) -> Noised:
+        """The state of `tokens` (B, L) at t = 1, masked where they hold the mask id, with noise drawn under `seed`."""
+        keys = fold(as_key(seed, tokens.device), Purpose.SAMPLE, torch.arange(len(tokens), device=tokens.device))
+        return self.process.noised(tokens, torch.ones(len(tokens), device=tokens.device), keys)
+
+    def generate(
+        self,
+        input_ids: Tensor | None = None,
+        *,
+        length: int | None = None,
+        num: int = 1,
+        steps: int = 8,
+        seed: int = 0,
+        noise: NoisePolicy = "posterior",
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        trace: bool = False,
+        batch_size: int | None = None,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> Generation:
+        """Write `num` sequences in at most `steps` network evaluations each.
+
+        input_ids  a canvas (B, L) whose holes are `mask_token_id`; each row is completed `num` times, rows in order.
+                   Without it: `num` sequences of `length` from nothing.
+        noise      what a mask's noise does between steps: `posterior` (Eq. 13) or `keep`.
+        """
+        canvas = self._canvas(input_ids, length, num)
+        keys = fold(as_key(seed, canvas.device), Purpose.SAMPLE, torch.arange(len(canvas), device=canvas.device))
+        training = self.training
+        self.eval()
+        try:
+            return sample(
+                self, canvas, keys=keys, steps=steps, policy=noise, temperature=temperature, top_p=top_p,
+                trace=trace, batch_size=batch_size, on_progress=on_progress,
+            )  # fmt: skip
+        finally:
+            self.train(training)
+
+    def _canvas(self, input_ids: Tensor | None, length: int | None, num: int) -> Tensor:
+        if num < 1:
+            raise UserError(f"num = {num}: must be at least 1")
+        if input_ids is None:
+            length = self.config.length if length is None else length
+            if not 1 <= length <= self.config.length:
+                raise UserError(f"length = {length}: the model writes 1 to {self.config.length} tokens")
+            return torch.full((num, length), self.config.mask_token_id, device=self.device)
+        input_ids = torch.as_tensor(input_ids, dtype=torch.int64, device=self.device)
+        if input_ids.ndim != 2 or input_ids.numel() == 0:
+            raise UserError(f"input_ids: expected a canvas (sequences, length), got shape {tuple(input_ids.shape)}")
+        if length is not None and input_ids.shape[1] > length:
+            raise UserError(f"input_ids: the prompt has {input_ids.shape[1]} tokens, more than length = {length}")
+        if input_ids.shape[1] > self.config.length:
+            raise UserError(
+                f"input_ids: the prompt has {input_ids.shape[1]} tokens, the model takes at most {self.config.length}"
+            )
+        check_tokens(input_ids, self.vocab_size, "input_ids")
+        if length is not None:
+            holes = self.config.mask_token_id
+            input_ids = nn.functional.pad(input_ids, (0, length - input_ids.shape[1]), value=holes)
+        return input_ids.repeat_interleave(num, dim=0)
+
+
+def check_tokens(tokens: Tensor, vocab_size: int, where: str) -> None:
+    """Every id names a token."""
+    if tokens.numel() and (int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size):
+        bad = tokens[(tokens < 0) | (tokens >= vocab_size)][0]
+        raise UserError(f"{where}: token {int(bad)} is outside the vocabulary 0…{vocab_size - 1}")
+
+
+def with_mask(model: MaskedDiffusionLM, mask: Any) -> MaskedDiffusionLM:
+    """A copy of `model` with another mask. The new mask adds zero until trained, so log-probabilities are identical."""
+    mask = parse_mask(mask)
+    weights = model.state_dict()
+    if mask != model.mask:
+        weights = {name: w for name, w in weights.items() if not name.startswith("mask_embedding.")}
+    other = MaskedDiffusionLM(_config_like(model, mask=mask.model_dump())).to(model.device, model.dtype)
+    missing, unexpected = other.load_state_dict(weights, strict=False)
+    if unexpected or any(not name.startswith("mask_embedding.") for name in missing):
+        raise UserError(f"the model's weights do not fit its own config: {(missing + unexpected)[0]!r}")
+    return other.train(model.training)
+
+
+def to_infinite(
+    model: MaskedDiffusionLM, dim: int = 768, law: str = "uniform", scale: float = 1.0
+) -> MaskedDiffusionLM:
+    """Turn a trained MDM into an IMDM whose log-probabilities are identical until trained (Eq. 15)."""
+    return with_mask(model, Infinite.parse({"law": law, "dim": dim, "scale": scale}, "mask"))
+
+
+@torch.no_grad()
+def fold_conditioning(model: MaskedDiffusionLM) -> MaskedDiffusionLM:
+    """A copy without adaLN: as the model does not see time, shift, scale and gate are constants, and they move into
+    the norms and the output layers. Same function, fewer parameters, less work."""
+    if model.time is None or model.modulation is None:
+        return with_mask(model, model.mask)
+    folded = MaskedDiffusionLM(_config_like(model, condition=0)).to(model.device, model.dtype)
+    weights = {name: w.clone() for name, w in model.state_dict().items()}
+    c = model.time()
+
+    def move(norm: str, shift: Tensor, scale: Tensor) -> None:
+        weights[f"{norm}.weight"] *= 1 + scale
+        weights[f"{norm}.bias"] = shift.clone()
+
+    for index, block in enumerate(model.blocks):
+        shift1, scale1, gate1, shift2, scale2, gate2 = block.modulation(c).chunk(6)  # type: ignore[operator]
+        prefix = f"blocks.{index}"
+        move(f"{prefix}.norm1", shift1, scale1)
+        move(f"{prefix}.norm2", shift2, scale2)
+        weights[f"{prefix}.attention.out.weight"] *= gate1[:, None]
+        weights[f"{prefix}.mlp.down.weight"] *= gate2[:, None]
+        weights[f"{prefix}.mlp.down.bias"] *= gate2
+    move("norm", *model.modulation(c).chunk(2))
+    folded.load_state_dict({n: w for n, w in weights.items() if "modulation." not in n and not n.startswith("time.")})
+    return folded.train(model.training)
+
+
+def _config_like(model: MaskedDiffusionLM, **changes: Any) -> MaskedDiffusionConfig:
+    return MaskedDiffusionConfig.from_dict(model.config.to_dict() | changes)

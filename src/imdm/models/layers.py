@@ -1,0 +1,154 @@
+"""The layers of the diffusion transformer. Shapes: B sequences, L positions, D width, H heads, C conditioning width."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class ZeroLinear(nn.Linear):
+    """A linear layer that starts at zero."""
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+class TokenEmbedding(nn.Embedding):
+    """Kaiming-uniform rows, as the public models have."""
+
+    def reset_parameters(self) -> None:
+        nn.init.kaiming_uniform_(self.weight, a=5**0.5)
+
+
+class Norm(nn.Module):
+    """LayerNorm in float32 with a weight, and a bias only where a folded adaLN needs one."""
+
+    def __init__(self, width: int, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+        self.bias = nn.Parameter(torch.empty(width)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.float()
+        bias = None if self.bias is None else self.bias.float()
+        return F.layer_norm(x.float(), weight.shape, weight, bias).to(x.dtype)
+
+
+class TimeCondition(nn.Module):
+    """c(σ) at σ = 0: the model does not see time, so what a time embedding would give is one learned vector (C,)."""
+
+    FREQUENCIES = 256
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(self.FREQUENCIES, width), nn.SiLU(), nn.Linear(width, width))
+
+    def forward(self) -> Tensor:
+        weight = self.mlp[0].weight
+        half = torch.ones(self.FREQUENCIES // 2, dtype=weight.dtype, device=weight.device)
+        at_zero = torch.cat((half, torch.zeros_like(half)))  # cos(0·f), sin(0·f)
+        return F.silu(self.mlp(at_zero))
+
+
+def rotary(length: int, dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin of the rotary position embedding, base 10,000: (L, dim) each. Computed, never stored: a buffer
+    would come back as garbage from a meta-device load."""
+    frequency = 10_000.0 ** (-torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
+    angle = torch.arange(length, dtype=torch.float32, device=device)[:, None] * frequency  # (L, dim/2)
+    angle = torch.cat((angle, angle), dim=-1)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate pairs (i, i + dim/2) of x (B, H, L, dim) by their position's angle."""
+    first, second = x.float().chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    return (x.float() * cos + turned * sin).to(x.dtype)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, softcap: float | None) -> Tensor:
+    """Bidirectional attention (B, H, L, dim). With a soft cap c the scores become c·tanh(score/c): FlexAttention on
+    CUDA, a plain softmax elsewhere (FlexAttention has no backward on CPU)."""
+    if softcap is None:
+        return F.scaled_dot_product_attention(q, k, v)
+    if q.is_cuda:
+        return _flex(softcap)(q, k, v)
+    return capped_attention(q, k, v, softcap)
+
+
+def capped_attention(q: Tensor, k: Tensor, v: Tensor, softcap: float) -> Tensor:
+    scores = (q @ k.transpose(-1, -2)).float() * q.shape[-1] ** -0.5
+    return torch.softmax(softcap * torch.tanh(scores / softcap), dim=-1).to(v.dtype) @ v
+
+
+@lru_cache
+def _flex(softcap: float) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return partial(torch.compile(flex_attention), score_mod=soft_cap_score(softcap))
+
+
+def soft_cap_score(softcap: float) -> Callable[..., Tensor]:
+    def score(value: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return softcap * torch.tanh(value / softcap)
+
+    return score
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int, softcap: float | None, out: type[nn.Linear]) -> None:
+        super().__init__()
+        self.heads, self.softcap = heads, softcap
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = out(width, width, bias=False)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        B, L, D = x.shape
+        q, k, v = self.qkv(x).view(B, L, 3, self.heads, D // self.heads).permute(2, 0, 3, 1, 4)  # (B, H, L, D/H) each
+        mixed = attend(rotate(q, *rope), rotate(k, *rope), v, self.softcap)
+        return self.out(mixed.transpose(1, 2).reshape(B, L, D))
+
+
+class MLP(nn.Module):
+    def __init__(self, width: int, out: type[nn.Linear]) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width)
+        self.down = out(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    """Pre-norm attention and MLP. With `condition` > 0 each is shifted, scaled and gated by adaLN-zero; with 0 those
+    constants live in the norms and the output layers (`fold`)."""
+
+    def __init__(self, width: int, heads: int, softcap: float | None, dropout: float, condition: int) -> None:
+        super().__init__()
+        out = nn.Linear if condition else ZeroLinear
+        self.norm1 = Norm(width, bias=not condition)
+        self.attention = Attention(width, heads, softcap, out)
+        self.norm2 = Norm(width, bias=not condition)
+        self.mlp = MLP(width, out)
+        self.modulation = ZeroLinear(condition, 6 * width) if condition else None
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, c: Tensor | None, rope: tuple[Tensor, Tensor]) -> Tensor:
+        if self.modulation is None:
+            x = x + self.dropout(self.attention(self.norm1(x), rope))
+            return x + self.dropout(self.mlp(self.norm2(x)))
+        shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(c).chunk(6, dim=-1)  # (D,) each
+        x = x + gate1 * self.dropout(self.attention(self.norm1(x) * (1 + scale1) + shift1, rope))
+        return x + gate2 * self.dropout(self.mlp(self.norm2(x) * (1 + scale2) + shift2))

@@ -1,0 +1,42 @@
+"""Models from disk or hub, and the hash that says which model this is."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+
+from imdm.errors import UserError
+from imdm.files import read_json
+from imdm.models.denoiser import MaskedDiffusionLM
+
+
+def fingerprint(model: MaskedDiffusionLM) -> str:
+    """A hash of every weight (by name) and of what makes a state: masks, schedule, vocabulary. Layout and dtype on
+    disk do not matter, the numbers do."""
+    config = model.config
+    total = hashlib.sha256()
+    law = [config.mask, config.schedule, config.mask_token_id, config.vocab_size, config.heads, config.softcap]
+    total.update(json.dumps(law, sort_keys=True).encode())
+    for name, weight in sorted(model.state_dict().items()):
+        total.update(name.encode())
+        total.update(weight.detach().to("cpu", torch.float32).contiguous().numpy().tobytes())
+    return total.hexdigest()[:16]
+
+
+def load_model(path: str | Path) -> MaskedDiffusionLM:
+    """A model folder for the command line: local paths get precise answers, anything else is a hub id."""
+    folder = Path(path)
+    if not folder.exists():
+        return MaskedDiffusionLM.from_pretrained(str(path))
+    if not folder.is_dir():
+        raise UserError(f"model {str(path)!r} is a file; give the folder that holds config.json and model.safetensors")
+    if not (folder / "config.json").exists():
+        hint = f"; did you mean {folder / 'model'}?" if (folder / "model" / "config.json").exists() else ""
+        raise UserError(f"model {str(path)!r} has no config.json{hint}")
+    kind = read_json(folder / "config.json", f"model {str(path)!r}").get("model_type")
+    if kind != MaskedDiffusionLM.config_class.model_type:
+        raise UserError(f"model {str(path)!r} is of type {kind!r}, not {MaskedDiffusionLM.config_class.model_type!r}")
+    return MaskedDiffusionLM.from_pretrained(folder)

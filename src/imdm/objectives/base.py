@@ -1,0 +1,82 @@
+"""What a training step minimises. One file an objective; each registers itself by name."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from imdm.config import Config
+from imdm.errors import UserError
+from imdm.process import Process
+from imdm.randomness import Purpose, as_key, fold, uniform
+from imdm.registry import Registry
+from imdm.state import Noised
+
+objectives: Registry[type[Objective]] = Registry("objective")
+
+EARLIEST = 1e-3
+"""Training times are in [10⁻³, 1]."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """Where in the run a batch stands: randomness is keyed by this, never by the process that computes it.
+
+    slots (b,): the places of these sequences in the global batch of size `batch`.
+    """
+
+    seed: int
+    index: int
+    slots: Tensor
+    batch: int
+
+    def keys(self) -> Tensor:
+        """One key a sequence: (b,)."""
+        key = fold(as_key(self.seed, self.slots.device), Purpose.STEP, self.index)
+        return fold(key, Purpose.SAMPLE, self.slots)
+
+    def times(self) -> Tensor:
+        """Low-discrepancy times: slot i of B draws from the i-th of B equal parts of [10⁻³, 1]: (b,), float32."""
+        within = uniform(self.keys(), Purpose.TIME)
+        return (EARLIEST + (1 - EARLIEST) * (self.slots + within) / self.batch).float()
+
+
+class Objective(Config):
+    """Settings and law of one objective.
+
+    `needs` names the columns a batch must have. `loss` divides by constants of the global batch only, so that the mean
+    over processes is the loss of the whole batch.
+    """
+
+    kind: str
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return ("tokens",)
+
+    @abstractmethod
+    def loss(self, model: nn.Module, process: Process, batch: Mapping[str, Tensor], step: Step) -> Tensor:
+        """The loss of these sequences, as their share of the global batch times the number of such shares."""
+
+
+def nelbo(model: nn.Module, process: Process, state: Noised, x: Tensor) -> Tensor:
+    """Eq. 14 in nats a token: Σ over masked positions of −α'_t/(1 − α_t) · (−log⟨x_θ(z_t), x⟩), over B·L."""
+    log_probs = model(state, rows=state.masked, targets=x[state.masked])  # (R,)
+    weight = process.schedule.weight(state.t)[:, None].expand_as(state.masked)[state.masked]  # (R,)
+    return -(weight * log_probs).sum() / x.numel()
+
+
+def parse_objective(value: Any) -> Objective:
+    """An objective from its name or its settings: `"nelbo"`, `{"kind": "redi", "noise": "fresh"}`."""
+    if isinstance(value, Objective):
+        return value
+    settings = {"kind": value} if isinstance(value, str) else value
+    if not isinstance(settings, dict) or "kind" not in settings:
+        raise UserError(f"objective: expected a name or settings with 'kind' ({', '.join(objectives)}), got {value!r}")
+    return objectives[settings["kind"]].parse(settings, "objective")
+
+

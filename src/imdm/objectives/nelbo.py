@@ -1,0 +1,21 @@
+"""Training from data: the negative evidence lower bound (Eqs. 5 and 14)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from imdm.objectives.base import Objective, Step, nelbo, objectives
+from imdm.process import Process
+
+
+@objectives.register("nelbo")
+class Nelbo(Objective):
+    """Corrupt data to a random time and predict what was masked. The same for every kind of mask."""
+
+    kind: str = "nelbo"
+
+    def loss(self, model: nn.Module, process: Process, batch: Mapping[str, Tensor], step: Step) -> Tensor:
+        x = batch["tokens"]
+        return nelbo(model, process, process.corrupt(x, step.times(), step.keys()), x)

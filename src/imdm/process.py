@@ -1,0 +1,91 @@
+"""The forward and reverse processes of (infinite) mask diffusion, position by position (Eqs. 12 and 13)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from imdm.errors import unknown
+from imdm.masks import Mask
+from imdm.randomness import Purpose, uniform
+from imdm.schedule import Schedule
+from imdm.state import Noised
+
+NoisePolicy = Literal["posterior", "keep"]
+"""What a masked position's noise does while it stays masked: `posterior` redraws it as Eq. 13 says, `keep` holds it."""
+
+
+def check_policy(policy: str) -> None:
+    if policy not in get_args(NoisePolicy):
+        raise unknown("noise policy", policy, get_args(NoisePolicy))
+
+
+@dataclass(frozen=True)
+class Split:
+    """What happens to a masked position between t and s < t; the three probabilities sum to 1."""
+
+    reveal: Tensor
+    keep: Tensor
+    redraw: Tensor
+
+
+@dataclass(frozen=True)
+class Process:
+    """Mask diffusion over V ∪ M (Eq. 10) for one schedule and one kind of mask.
+
+    >>> from imdm.masks import Single
+    >>> from imdm.schedule import LogLinear
+    >>> process = Process(LogLinear(floor=0.0), Single(), mask_id=2)
+    >>> split = process.split(torch.tensor(1.0), torch.tensor(0.5))
+    >>> float(split.reveal), float(split.keep + split.redraw)
+    (0.5, 0.5)
+    """
+
+    schedule: Schedule
+    mask: Mask
+    mask_id: int
+
+    def corrupt(self, x: Tensor, t: Tensor, keys: Tensor) -> Noised:
+        """z_t ~ q(·|x) = α_t·x + (1 − α_t)·π_M (Eq. 12): x (B, L), t (B,), one key a sequence (B,)."""
+        position = torch.arange(x.shape[1], device=x.device)
+        alpha_t = self.schedule.alpha(t.to(torch.float64))  # (B,)
+        masked = uniform(keys[:, None], Purpose.CORRUPT, position) >= alpha_t[:, None]  # (B, L)
+        return self.noised(x.masked_fill(masked, self.mask_id), t, keys)
+
+    def noised(self, tokens: Tensor, t: Tensor, keys: Tensor) -> Noised:
+        """The state whose masked positions are those that hold the mask id, each with its first noise under its key."""
+        masked = tokens == self.mask_id
+        return Noised(tokens, masked, self.mask.draw(keys, torch.zeros_like(tokens), masked), t)
+
+    def split(self, t: Tensor, s: Tensor) -> Split:
+        """Eq. 13 for a masked position, with α_{t|s} = α_t/α_s:
+
+        reveal (α_s − α_t)/(1 − α_t), keep α_{t|s}(1 − α_s)/(1 − α_t), redraw (1 − α_{t|s})(1 − α_s)/(1 − α_t).
+        """
+        alpha_t, alpha_s = self.schedule.alpha(t.to(torch.float64)), self.schedule.alpha(s.to(torch.float64))
+        stay = (1 - alpha_s) / (1 - alpha_t)
+        alpha_ts = alpha_t / alpha_s
+        return Split(reveal=(alpha_s - alpha_t) / (1 - alpha_t), keep=alpha_ts * stay, redraw=(1 - alpha_ts) * stay)
+
+    def reverse(
+        self, state: Noised, s: Tensor, proposal: Tensor, keys: Tensor, step: int, policy: NoisePolicy = "posterior"
+    ) -> Noised:
+        """z_t → z_s (Eq. 13) when every masked position's token, were it revealed now, is `proposal` (B, L).
+
+        One number a position decides: revealed, kept or redrawn. `step` ≥ 1 numbers the draws of this trajectory.
+        """
+        check_policy(policy)
+        position = torch.arange(state.tokens.shape[1], device=state.tokens.device)
+        split = self.split(state.t, s)
+        u = uniform(keys[:, None], Purpose.REVEAL, position, step)  # (B, L)
+        reveal = state.masked & (u < split.reveal[:, None])
+        masked = state.masked & ~reveal
+        noise = state.noise
+        if noise is not None and policy == "posterior":
+            redraw = masked & (u >= (split.reveal + split.keep)[:, None])
+            fresh = self.mask.draw(keys, torch.full_like(state.tokens, step), redraw)
+            noise = torch.where(redraw if noise.ndim == 2 else redraw[..., None], fresh, noise)  # type: ignore[arg-type]
+        return Noised(torch.where(reveal, proposal, state.tokens), masked, noise, s)

@@ -1,0 +1,125 @@
+"""Keyed randomness: every random number is a function of a 64-bit key and a place, never of what was drawn before.
+
+The generator is Philox-4x32-10 (Salmon et al., SC 2011), written in integer tensor operations, so the same key gives
+the same bits on every device, in any batch order and on any number of processes. A *key* belongs to one sample (or to
+a whole run); a *place* is (purpose, a, b), usually (what the number is for, position, draw). The counter is
+
+    (block, a, b, purpose)          four 32-bit words
+    (low word, high word) of key    two 32-bit words
+
+so two numbers coincide only if key, purpose, a, b and block all do.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+GENERATOR = "philox-4x32-10/1"  # named in coupling manifests; changes when any drawn number changes
+
+_WORD = 0xFFFFFFFF
+_M0, _M1 = 0xD2511F53, 0xCD9E8D57
+_W0, _W1 = 0x9E3779B9, 0xBB67AE85
+
+
+class Purpose(IntEnum):
+    """What a number is for. Numbers of different purposes never meet."""
+
+    NOISE = 1  # ε or mask index of a masked position; a = position, b = draw
+    REVEAL = 2  # when a position is revealed; a = position
+    REDRAW = 3  # whether a masked position redraws its noise; a = position, b = step
+    TOKEN = 4  # which token a revealed position takes; a = position
+    CORRUPT = 5  # whether the forward process masks a position; a = position
+    TIME = 6  # diffusion time of a training sample
+    ORDER = 7  # permutation of a data set; b = epoch
+    SAMPLE = 8  # key of sample a
+    STEP = 9  # key of training step a
+    DROPOUT = 10  # torch's generator for dropout; a = rank
+    BOOTSTRAP = 11  # resampling
+    DATA = 12  # draws from an enumerated language, and choices of data rows
+    INIT = 13  # fresh weights
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Philox-4x32-10 on int64 tensors that hold unsigned 32-bit words (broadcast together).
+
+    The 64-bit product of two words wraps around int64, which leaves its bits intact; both halves are read by masking.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        p0, p1 = c0 * _M0, c2 * _M1
+        c0, c1, c2, c3 = (
+            ((p1 >> 32) & _WORD) ^ c1 ^ k0,
+            p1 & _WORD,
+            ((p0 >> 32) & _WORD) ^ c3 ^ k1,
+            p0 & _WORD,
+        )
+        k0, k1 = (k0 + _W0) & _WORD, (k1 + _W1) & _WORD
+    return c0, c1, c2, c3
+
+
+def as_key(seed: int | Tensor, device: torch.device | str | None = None) -> Tensor:
+    """A 64-bit key (int64 tensor) from a Python integer or a tensor of them."""
+    if isinstance(seed, Tensor):
+        return seed.to(device=device, dtype=torch.int64)
+    value = int(seed) & 0xFFFFFFFFFFFFFFFF
+    return torch.tensor(value - (1 << 64) if value >> 63 else value, dtype=torch.int64, device=device)
+
+
+def bits(key: Tensor, purpose: Purpose, a: Tensor | int = 0, b: Tensor | int = 0, blocks: int = 1) -> Tensor:
+    """Random 32-bit words for every (key, a, b), which broadcast: (..., 4·blocks), int64."""
+    device = key.device
+    a, b = (torch.as_tensor(v, dtype=torch.int64, device=device) for v in (a, b))
+    key, a, b = (v.unsqueeze(-1) for v in torch.broadcast_tensors(key, a, b))
+    block = torch.arange(blocks, dtype=torch.int64, device=device)
+    place = torch.full((), int(purpose), dtype=torch.int64, device=device)
+    words = philox((block, a & _WORD, b & _WORD, place), (key & _WORD, (key >> 32) & _WORD))
+    return torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(-2)
+
+
+def fold(key: Tensor | int, purpose: Purpose, a: Tensor | int = 0, b: Tensor | int = 0) -> Tensor:
+    """A new 64-bit key for (purpose, a, b) under `key`."""
+    words = bits(as_key(key), purpose, a, b)
+    return (words[..., 0] << 32) | words[..., 1]
+
+
+def unit(high: Tensor, low: Tensor) -> Tensor:
+    """Two words as a float64 in [0, 1): resolution 2⁻⁶⁴ near 0 and 2⁻⁵³ near 1; never 1.0."""
+    u = high.to(torch.float64) * 2.0**-32 + low.to(torch.float64) * 2.0**-64
+    return u.clamp(max=1.0 - 2.0**-53)
+
+
+def uniform(key: Tensor, purpose: Purpose, a: Tensor | int = 0, b: Tensor | int = 0) -> Tensor:
+    """One float64 in [0, 1) for every (key, a, b)."""
+    words = bits(key, purpose, a, b)
+    return unit(words[..., 0], words[..., 1])
+
+
+def symmetric(key: Tensor, purpose: Purpose, a: Tensor | int, b: Tensor | int, dim: int) -> Tensor:
+    """Unif(−1, 1) in float32: the odd multiples of 2⁻²⁴, all exact, so never ±1 and never 0: (..., dim)."""
+    words = bits(key, purpose, a, b, blocks=math.ceil(dim / 4))[..., :dim]
+    return (2 * (words >> 8) + 1 - (1 << 24)).to(torch.float32) * 2.0**-24
+
+
+def normal(key: Tensor, purpose: Purpose, a: Tensor | int, b: Tensor | int, dim: int) -> Tensor:
+    """Standard normal by Box–Muller, computed in float64 and rounded to float32: (..., dim)."""
+    words = bits(key, purpose, a, b, blocks=math.ceil(dim / 4)).to(torch.float64)
+    radius = torch.sqrt(-2.0 * torch.log((words[..., 0::2] + 0.5) * 2.0**-32))
+    angle = words[..., 1::2] * (2.0 * math.pi * 2.0**-32)
+    pair = torch.stack((radius * torch.cos(angle), radius * torch.sin(angle)), dim=-1)
+    return pair.flatten(-2)[..., :dim].to(torch.float32)
+
+
+def integers(key: Tensor, purpose: Purpose, a: Tensor | int, b: Tensor | int, high: int) -> Tensor:
+    """Uniform on {0, …, high − 1} (int64)."""
+    return (uniform(key, purpose, a, b) * high).to(torch.int64)
+
+
+def permutation(key: Tensor | int, size: int, epoch: int = 0) -> Tensor:
+    """The order of a data set in one epoch: a sort by 64 random bits."""
+    key = as_key(key)
+    return fold(key, Purpose.ORDER, torch.arange(size, device=key.device), epoch).argsort(stable=True)

@@ -1,0 +1,46 @@
+"""One mechanism for everything that is chosen by name: schedules, masks, objectives, metrics, languages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+from imdm.errors import unknown
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """A table name → thing. A new entry is one new file that registers itself:
+
+    >>> shapes: Registry[type] = Registry("shape")
+    >>> @shapes.register("circle")
+    ... class Circle: ...
+    >>> shapes["circle"] is Circle
+    True
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._entries: dict[str, T] = {}
+
+    def register(self, name: str) -> Callable[[T], T]:
+        def add(entry: T) -> T:
+            if name in self._entries:
+                raise ValueError(f"{self.kind} {name!r} is registered twice")
+            self._entries[name] = entry
+            return entry
+
+        return add
+
+    def __getitem__(self, name: str) -> T:
+        try:
+            return self._entries[name]
+        except (KeyError, TypeError):
+            raise unknown(self.kind, name, self._entries) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def items(self) -> list[tuple[str, T]]:
+        return list(self._entries.items())

@@ -1,0 +1,29 @@
+"""Exact categorical draws: one 64-bit uniform a row, inverted through a float64 cumulative sum.
+
+Single-precision Gumbel noise silently lowers the temperature (arXiv 2409.02908); here a token of probability p is
+drawn with probability p up to 2⁻⁵³, whatever the size of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def draw(log_probs: Tensor, u: Tensor, temperature: float = 1.0, top_p: float = 1.0) -> Tensor:
+    """The token of each row (R, V) whose slice of [0, 1) holds u (R,), float64."""
+    p = torch.softmax(log_probs.to(torch.float64) / temperature, dim=-1)
+    if top_p < 1.0:
+        p = _nucleus(p, top_p)
+    edge = p.cumsum(-1)
+    total = edge[:, -1:]
+    token = torch.searchsorted(edge, u[:, None] * total, right=True)
+    last = p.shape[-1] - 1 - (p > 0).flip(-1).to(torch.int8).argmax(-1, keepdim=True)  # rounding must not pass it
+    return torch.minimum(token, last)[:, 0]
+
+
+def _nucleus(p: Tensor, top_p: float) -> Tensor:
+    """Keep the smallest set of most likely tokens whose probability reaches top_p."""
+    ranked, order = p.sort(dim=-1, descending=True, stable=True)
+    outside = ranked.cumsum(-1) - ranked >= top_p
+    return torch.zeros_like(p).scatter(-1, order, ranked.masked_fill(outside, 0.0))

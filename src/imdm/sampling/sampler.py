@@ -1,0 +1,159 @@
+"""The sampler: N reverse steps (Eq. 13) at the price of the reveals alone.
+
+Whether a position is revealed at a step does not depend on the network. So the reveal step of every masked position is
+drawn first. Then the network runs only for sequences that reveal something at a step, on their current tokens and
+current noise; the head runs only at the revealed positions; and since the network does not see time, sequences at
+different steps share a batch and none waits for another. The law is that of the plain N-step loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from imdm.errors import UserError
+from imdm.process import NoisePolicy, check_policy
+from imdm.randomness import Purpose, uniform
+from imdm.sampling.categorical import draw
+from imdm.state import Noised
+
+if TYPE_CHECKING:
+    from imdm.models import Denoiser
+
+END = 1e-5  # the time grid ends here; the last step reveals whatever is left
+DRAWN_AT_ONCE = 1 << 24  # elements of (rows, V) in memory at a time
+
+
+@dataclass(frozen=True)
+class Trace:
+    """How the text appeared. canvases (B, N + 1, L): the tokens before the first step and after each;
+    log_probs (B, L): what the model gave each written token when it was drawn (0 where given);
+    draws (B, L): the step at which the noise that was used had been drawn."""
+
+    canvases: Tensor
+    log_probs: Tensor
+    draws: Tensor
+
+
+@dataclass(frozen=True)
+class Generation:
+    """tokens (B, L); revealed_at (B, L): the step of each token, −1 where given; evaluations (B,): how often the
+    network ran for each sequence; trace: on request."""
+
+    tokens: Tensor
+    revealed_at: Tensor
+    evaluations: Tensor
+    trace: Trace | None = None
+
+
+def time_grid(steps: int, t: Tensor) -> Tensor:
+    """N steps from each sequence's t (B,), linear: t·linspace(1, 10⁻⁵), the last one to 0: (B, N + 1), float64."""
+    grid = torch.linspace(1.0, END, steps + 1, dtype=torch.float64, device=t.device)
+    grid[-1] = 0.0
+    return t.to(torch.float64)[:, None] * grid
+
+
+def reveal_steps(survival: Tensor, u: Tensor) -> Tensor:
+    """The step at which each position is revealed: survival (B, N + 1) falls from 1 to 0, u (B, L) in [0, 1).
+
+    A position masked at the start is still masked after step k with probability (1 − α_{k+1})/(1 − α_0), by
+    telescoping Eq. 13; it is revealed in the first step whose survival does not exceed u.
+    """
+    return torch.searchsorted(-survival[:, 1:].contiguous(), -u.contiguous())
+
+
+@torch.no_grad()
+def sample(
+    denoiser: Denoiser,
+    tokens: Tensor,
+    *,
+    keys: Tensor,
+    steps: int,
+    t: Tensor | None = None,
+    policy: NoisePolicy = "posterior",
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    trace: bool = False,
+    batch_size: int | None = None,
+    on_progress: Callable[[int], None] | None = None,
+) -> Generation:
+    """Reveal every mask of `tokens` (B, L) in `steps` reverse steps from time t (B,), 1 unless given.
+
+    keys (B,)    64-bit keys; a sequence's text depends on its own key alone
+    batch_size   the most sequences in one network evaluation
+    on_progress  called with the number of tokens written so far
+    """
+    _check(steps, temperature, top_p, batch_size)
+    check_policy(policy)
+    process = denoiser.process
+    B, L = tokens.shape
+    t = torch.ones(B, device=tokens.device) if t is None else t
+    if B and not bool(((t > 0) & (t <= 1)).all()):
+        raise UserError("t: every starting time must be in (0, 1]")
+
+    # 1. When is each position revealed?
+    alpha = process.schedule.alpha(time_grid(steps, t))  # (B, N + 1)
+    position = torch.arange(L, device=tokens.device)
+    masked = tokens == process.mask_id
+    survival = (1 - alpha) / (1 - alpha[:, :1])
+    reveal = reveal_steps(survival, uniform(keys[:, None], Purpose.REVEAL, position))  # (B, L)
+    revealed_at = torch.where(masked, reveal, -1)
+
+    # 2. Evaluate each sequence at its own next reveal step until nothing is masked.
+    tokens = tokens.clone()
+    draws = torch.zeros_like(tokens)  # which draw of its noise each position carries
+    seen = torch.zeros(B, dtype=torch.int64, device=tokens.device)  # step of each sequence's last evaluation
+    evaluations = torch.zeros_like(seen)
+    log_probs = torch.zeros(B, L, device=tokens.device)
+    written = 0
+    while True:
+        upcoming = torch.where(masked, revealed_at, steps).amin(dim=1)  # (B,)
+        active = (upcoming < steps).nonzero()[:, 0][:batch_size]  # (A,)
+        if not len(active):
+            break
+        now, key, holes = upcoming[active], keys[active], masked[active]
+        if policy == "posterior":
+            kept = alpha[active, seen[active]] / alpha[active, now]  # α_t/α_s telescopes over skipped steps
+            redraw = uniform(key[:, None], Purpose.REDRAW, position, now[:, None]) >= kept[:, None]
+            draws[active] = torch.where(holes & redraw, now[:, None], draws[active])
+        state = Noised(tokens[active], holes, process.mask.draw(key, draws[active], holes), t[active])
+        hidden = denoiser.trunk(state)  # (A, L, ·)
+
+        row, column = (holes & (revealed_at[active] == now[:, None])).nonzero(as_tuple=True)
+        u = uniform(key[row], Purpose.TOKEN, column)
+        chunk = max(1, DRAWN_AT_ONCE // denoiser.vocab_size)
+        for part in range(0, len(row), chunk):
+            where = row[part : part + chunk], column[part : part + chunk]
+            given = denoiser.head(hidden[where])
+            drawn = draw(given, u[part : part + chunk], temperature, top_p)
+            tokens[active[where[0]], where[1]] = drawn
+            if trace:
+                log_probs[active[where[0]], where[1]] = given.gather(-1, drawn[:, None])[:, 0].float()
+        masked[active[row], column] = False
+        seen[active] = now
+        evaluations[active] += 1
+        written += len(row)
+        if on_progress is not None:
+            on_progress(written)
+
+    story = None
+    if trace:
+        step = torch.arange(steps + 1, device=tokens.device)[:, None]
+        shown = revealed_at[:, None, :] < step  # (B, N + 1, L)
+        story = Trace(torch.where(shown, tokens[:, None, :], process.mask_id), log_probs, draws)
+    return Generation(tokens, revealed_at, evaluations, story)
+
+
+def _check(steps: int, temperature: float, top_p: float, batch_size: int | None) -> None:
+    if steps < 1:
+        raise UserError(f"steps = {steps}: at least one step is needed")
+    if not temperature > 0:
+        raise UserError(f"temperature = {temperature}: must be positive (1.0 samples the model as it is)")
+    if not 0 < top_p <= 1:
+        raise UserError(f"top_p = {top_p}: must be in (0, 1] (1.0 samples the model as it is)")
+    if batch_size is not None and batch_size < 1:
+        raise UserError(f"batch_size = {batch_size}: must be at least 1")

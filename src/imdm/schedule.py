@@ -1,0 +1,84 @@
+"""Noise schedules: α(t), the probability that a token is still itself at time t (§3.1)."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from typing import Any
+
+from torch import Tensor
+
+from imdm.config import Config
+from imdm.errors import UserError
+from imdm.registry import Registry
+
+schedules: Registry[type[Schedule]] = Registry("schedule")
+
+
+class Schedule(Config):
+    """A decreasing α: [0, 1] → [0, 1] with α(0) = 1.
+
+    A new schedule is one class with `alpha`, `slope` and `inverse`, registered under its `kind`.
+    """
+
+    kind: str
+
+    @abstractmethod
+    def alpha(self, t: Tensor) -> Tensor:
+        """α_t."""
+
+    @abstractmethod
+    def slope(self, t: Tensor) -> Tensor:
+        """α'_t = ∂α_t/∂t, negative."""
+
+    @abstractmethod
+    def inverse(self, alpha: Tensor) -> Tensor:
+        """The t with α(t) = alpha."""
+
+    def weight(self, t: Tensor) -> Tensor:
+        """−α'_t / (1 − α_t), the NELBO's weight on −log⟨x_θ, x⟩ (Eq. 14; its sign is A.3's)."""
+        return -self.slope(t) / (1 - self.alpha(t))
+
+
+@schedules.register("log-linear")
+class LogLinear(Schedule):
+    """α_t = 1 − (1 − floor)·t, so that α_1 = floor."""
+
+    kind: str = "log-linear"
+    floor: float = 1e-3
+
+    def alpha(self, t: Tensor) -> Tensor:
+        return 1 - (1 - self.floor) * t
+
+    def slope(self, t: Tensor) -> Tensor:
+        return (t * 0) - (1 - self.floor)
+
+    def inverse(self, alpha: Tensor) -> Tensor:
+        return (1 - alpha) / (1 - self.floor)
+
+
+@schedules.register("cosine")
+class Cosine(Schedule):
+    """α_t = 1 − (1 − floor)·(1 − cos(πt/2)): slow masking at first."""
+
+    kind: str = "cosine"
+    floor: float = 1e-3
+
+    def alpha(self, t: Tensor) -> Tensor:
+        return 1 - (1 - self.floor) * (1 - (t * (math.pi / 2)).cos())
+
+    def slope(self, t: Tensor) -> Tensor:
+        return -(1 - self.floor) * (math.pi / 2) * (t * (math.pi / 2)).sin()
+
+    def inverse(self, alpha: Tensor) -> Tensor:
+        return (1 - (1 - alpha) / (1 - self.floor)).clamp(-1, 1).acos() / (math.pi / 2)
+
+
+def parse_schedule(value: Any) -> Schedule:
+    """A schedule from its name or its settings: `"log-linear"`, `{"kind": "log-linear", "floor": 0.001}`."""
+    if isinstance(value, Schedule):
+        return value
+    settings = {"kind": value} if isinstance(value, str) else value
+    if not isinstance(settings, dict) or "kind" not in settings:
+        raise UserError(f"schedule: expected a name or settings with 'kind', got {value!r}")
+    return schedules[settings["kind"]].parse(settings, "schedule")

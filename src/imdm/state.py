@@ -1,0 +1,36 @@
+"""The state z_t of the diffusion: tokens, which of them are masked, and what each mask carries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Noised:
+    """z_t for a batch of sequences.
+
+    tokens (B, L): data tokens, and the mask id where masked
+    masked (B, L): True where the position is masked
+    noise  (B, L, d) float: ε; (B, L) integer: mask index; None for the single mask. Read only where masked
+    t      (B,): time
+    """
+
+    tokens: Tensor
+    masked: Tensor
+    noise: Tensor | None
+    t: Tensor
+
+    def __getitem__(self, index: Tensor | slice) -> Noised:
+        """The sequences at `index`."""
+        noise = None if self.noise is None else self.noise[index]
+        return Noised(self.tokens[index], self.masked[index], noise, self.t[index])
+
+    def to(self, device: torch.device | str) -> Noised:
+        noise = None if self.noise is None else self.noise.to(device)
+        return Noised(self.tokens.to(device), self.masked.to(device), noise, self.t.to(device))
+
+    def with_noise(self, noise: Tensor | None) -> Noised:
+        return replace(self, noise=noise)

@@ -1,0 +1,71 @@
+"""Exact denoisers of an enumerated language: the best MDM, and Theorem 4.2's IMDM with zero factorization error."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from imdm.data.synthetic import Language
+from imdm.masks import Finite, Infinite, Mask, Single
+from imdm.process import Process
+from imdm.schedule import LogLinear, Schedule
+from imdm.state import Noised
+
+
+class _Enumerated:
+    """A denoiser read off a table: the trunk already gives log-probabilities (B, L, V + 1), the head passes them on."""
+
+    def __init__(self, language: Language, mask: Mask, schedule: Schedule | None) -> None:
+        self.language = language
+        self.process = Process(schedule or LogLinear(), mask, language.mask_id)
+        self.vocab_size = language.vocab_size
+        self.sequences = language.sequences()  # (S, L)
+        self.joint = language.joint.flatten()  # (S,)
+
+    def posterior(self, state: Noised) -> Tensor:
+        """p(x | revealed tokens) over all sequences: (B, S)."""
+        agrees = (self.sequences == state.tokens[:, None, :]) | state.masked[:, None, :]  # (B, S, L)
+        weight = self.joint * agrees.all(-1)
+        return weight / weight.sum(-1, keepdim=True)
+
+    def head(self, rows: Tensor) -> Tensor:
+        return rows
+
+
+class ExactMarginals(_Enumerated):
+    """The best a single mask can do: every position predicts its true marginal p(x^ℓ | revealed)."""
+
+    def __init__(self, language: Language, mask: Mask | None = None, schedule: Schedule | None = None) -> None:
+        super().__init__(language, mask or Single(), schedule)
+
+    def trunk(self, state: Noised) -> Tensor:
+        onehot = torch.nn.functional.one_hot(self.sequences, self.vocab_size).to(torch.float64)  # (S, L, V + 1)
+        return torch.einsum("bs,slv->blv", self.posterior(state), onehot).log()
+
+
+class PartitionOracle(_Enumerated):
+    """Theorem 4.2's construction. u = (Σ over masked positions of their noise) mod 1 is uniform; x̂ is the inverse CDF
+    of p(x_masked | revealed) at u; every masked position predicts its token of x̂ with certainty.
+
+    A position that is revealed takes its noise out of the sum, so the next u is independent of what was written.
+    """
+
+    def __init__(
+        self, language: Language, mask: Finite | Infinite | None = None, schedule: Schedule | None = None
+    ) -> None:
+        super().__init__(language, mask or Infinite(dim=1), schedule)
+
+    def trunk(self, state: Noised) -> Tensor:
+        u = self._uniform(state)
+        edge = self.posterior(state).cumsum(-1)
+        row = torch.searchsorted(edge, u[:, None] * edge[:, -1:], right=True).clamp(max=len(self.joint) - 1)
+        return torch.nn.functional.one_hot(self.sequences[row[:, 0]], self.vocab_size).to(torch.float64).log()
+
+    def _uniform(self, state: Noised) -> Tensor:
+        if state.noise is None:
+            raise ValueError("PartitionOracle: the state carries no noise; its mask must be finite or infinite")
+        mask = self.process.mask
+        if isinstance(mask, Finite):
+            return (state.noise * state.masked).sum(-1) % mask.count / mask.count + 0.5 / mask.count
+        share = (state.noise[..., 0].to(torch.float64) / mask.scale + 1) / 2  # type: ignore[attr-defined]
+        return (share * state.masked).sum(-1) % 1.0

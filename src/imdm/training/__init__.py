@@ -1,0 +1,6 @@
+"""One loop over objectives, its checkpoints and its averaged weights."""
+
+from imdm.training.ema import EMA
+from imdm.training.trainer import Progress, TrainConfig, Trainer
+
+__all__ = ["EMA", "Progress", "TrainConfig", "Trainer"]

@@ -1,0 +1,84 @@
+"""Checkpoints: a folder that holds a whole run by name, in safetensors and JSON, or is not there at all.
+
+    step-00000500/
+      model.safetensors  config.json     raw weights, loadable by from_pretrained
+      ema.safetensors                    averaged weights by parameter name
+      optimizer.safetensors              AdamW's moments by parameter name
+      state.json                         step, hash of what is being trained, objective state, sizes of the files
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from imdm.errors import UserError
+from imdm.files import read_json, read_tensors, write_json, written_aside
+from imdm.models import MaskedDiffusionConfig
+
+FORMAT = 1
+TENSORS = ("model", "ema", "optimizer")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The state of a run after `step` steps. `run` is the hash of everything that determines its numbers."""
+
+    step: int
+    run: str
+    model: Mapping[str, Tensor]
+    ema: Mapping[str, Tensor]
+    optimizer: Mapping[str, Tensor]
+    objective: Mapping[str, Any] = field(default_factory=dict)
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08d}"
+
+
+def steps_present(folder: Path) -> list[int]:
+    """The finished checkpoints of a run, oldest first."""
+    return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*") if path.is_dir())
+
+
+def save(folder: Path, checkpoint: Checkpoint, config: MaskedDiffusionConfig, keep: int) -> Path:
+    """Write aside, rename, then drop all but the newest `keep`."""
+    path = checkpoint_path(folder, checkpoint.step)
+    with written_aside(path) as aside:
+        aside.mkdir(parents=True)
+        for name in TENSORS:
+            tensors = {key: value.detach().cpu().contiguous() for key, value in getattr(checkpoint, name).items()}
+            save_file(tensors, aside / f"{name}.safetensors", metadata={"format": "pt"})
+        config.save_pretrained(aside)
+        sizes = {file.name: file.stat().st_size for file in aside.iterdir()}
+        state = {"format": FORMAT, "step": checkpoint.step, "run": checkpoint.run, "files": sizes}
+        write_json(aside / "state.json", state | {"objective": dict(checkpoint.objective)})
+    for step in steps_present(folder)[:-keep]:
+        old = checkpoint_path(folder, step)
+        for file in old.iterdir():
+            file.unlink()
+        old.rmdir()
+    return path
+
+
+def load(path: Path, run: str) -> Checkpoint:
+    """Read a checkpoint of this very run; anything else is refused."""
+    what = f"checkpoint {str(path)!r}"
+    state = read_json(path / "state.json", what)
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise UserError(f"{what} is not an imdm checkpoint of format {FORMAT}")
+    if state["run"] != run:
+        raise UserError(
+            f"{what} belongs to run {state['run']}, not to {run}: the recipe, its start or its data changed; "
+            "choose another --out, or delete that folder to start over"
+        )
+    for name, size in state["files"].items():
+        if not (path / name).exists() or (path / name).stat().st_size != size:
+            raise UserError(f"{what} is damaged: {name} is missing or cut short; delete that folder to go on without it")
+    tensors = {name: read_tensors(path / f"{name}.safetensors", what) for name in TENSORS}
+    return Checkpoint(step=state["step"], run=run, objective=state["objective"], **tensors)

@@ -1,0 +1,53 @@
+"""An exponential moving average of weights, kept by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from imdm.errors import UserError
+
+
+class EMA:
+    """θ̄ ← decay·θ̄ + (1 − decay)·θ after every step; the decay warms up as (1 + n)/(10 + n) so that a short run's
+    average forgets its start. Held in float32 by parameter name: reordering a model's layers cannot mix them up."""
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.decay, self.updates = decay, 0
+        self.weights = {n: p.detach().clone().float() for n, p in model.named_parameters() if p.requires_grad}
+
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        self.updates += 1
+        decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
+        current = dict(model.named_parameters())
+        averages = list(self.weights.values())
+        torch._foreach_lerp_(averages, [current[name].detach().float() for name in self.weights], 1 - decay)
+
+    def load(self, weights: Mapping[str, Tensor], updates: int) -> None:
+        if set(weights) != set(self.weights):
+            odd = sorted(set(weights) ^ set(self.weights))[0]
+            raise UserError(f"checkpoint: the averaged weights do not match the model ({odd!r}); it is not of this run")
+        for name, average in self.weights.items():
+            average.copy_(weights[name])
+        self.updates = updates
+
+    @contextmanager
+    def applied(self, model: nn.Module) -> Iterator[None]:
+        """The model carries the averaged weights inside this block."""
+        current = dict(model.named_parameters())
+        saved = {name: current[name].detach().clone() for name in self.weights}
+        _copy(self.weights, current)
+        try:
+            yield
+        finally:
+            _copy(saved, current)
+
+
+@torch.no_grad()
+def _copy(values: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> None:
+    for name, value in values.items():
+        into[name].copy_(value)

@@ -1,0 +1,308 @@
+"""One loop for pretraining and every distillation: rows → objective → AdamW → average, on Accelerate."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from accelerate import Accelerator
+from pydantic import Field
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from imdm.config import Config, digest
+from imdm.data.source import Order, Source
+from imdm.errors import UserError
+from imdm.files import append_line, read_lines, written_aside
+from imdm.models import MaskedDiffusionLM, fingerprint
+from imdm.objectives import Objective, Step
+from imdm.randomness import Purpose, as_key, fold
+from imdm.training import checkpoint
+from imdm.training.ema import EMA
+
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+class TrainConfig(Config):
+    """How long and how fast.
+
+    batch        sequences a step over all processes; micro_batch: at most so many at once on one (None: all)
+    lr, warmup   constant rate after a linear warm-up
+    ema          decay of the averaged weights, which are what a finished run hands over
+    """
+
+    steps: int = Field(ge=1)
+    batch: int = Field(512, ge=1)
+    micro_batch: int | None = Field(None, ge=1)
+    lr: float = Field(3e-4, gt=0)
+    warmup: int = Field(2500, ge=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    clip: float = Field(1.0, gt=0)
+    ema: float = Field(0.9999, ge=0, lt=1)
+    precision: Literal["float32", "bf16"] = "float32"
+    checkpoint_every: int = Field(1000, ge=1)
+    keep_checkpoints: int = Field(2, ge=1)
+    log_every: int = Field(50, ge=1)
+    watch_every: int = Field(0, ge=0)
+    tensorboard: bool = False
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a progress bar shows."""
+
+    step: int
+    steps: int
+    loss: float
+    tokens_per_second: float
+
+
+Watch = Callable[[MaskedDiffusionLM], Mapping[str, float]]
+
+
+class Trainer:
+    """Trains `model` on `source` under `objective` and leaves in `out`:
+
+    `model/` the averaged weights, `raw/` the last ones, `checkpoints/`, and `history.jsonl`, one line per `log_every`
+    and `watch_every` steps. A run that stopped goes on from its newest checkpoint, bit for bit on CPU; a finished one
+    returns at once.
+    """
+
+    def __init__(
+        self,
+        model: MaskedDiffusionLM,
+        objective: Objective,
+        source: Source,
+        config: TrainConfig,
+        out: str | Path,
+        *,
+        seed: int = 0,
+        watch: Watch | None = None,
+        on_progress: Callable[[Progress], None] | None = None,
+    ) -> None:
+        self.objective, self.source, self.config, self.out, self.seed = objective, source, config, Path(out), seed
+        self.watch, self.on_progress = watch, on_progress
+        self.accelerator = Accelerator(mixed_precision="bf16" if config.precision == "bf16" else "no")
+        self._check(model)
+        loop = {"steps", "checkpoint_every", "keep_checkpoints", "log_every", "watch_every", "tensorboard"}
+        settings = config.model_dump(exclude=loop | {"micro_batch"})
+        self.run = digest([settings, objective.model_dump(), fingerprint(model), source.fingerprint, seed])
+        self.process = model.process
+        self.order = Order(seed, len(source))
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
+        )
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.bare: MaskedDiffusionLM = self.accelerator.unwrap_model(self.model)
+        self.ema = EMA(self.bare, config.ema)
+        self.step = 0
+
+    def _check(self, model: MaskedDiffusionLM) -> None:
+        sample = self.source.rows(torch.zeros(1, dtype=torch.int64))
+        lacking = [name for name in self.objective.needs if name not in sample]
+        if lacking:
+            raise UserError(
+                f"objective {self.objective.kind!r} needs the column {lacking[0]!r}, which its data does not have; "
+                "give it a coupling"
+            )
+        if self.source.length > model.config.length:
+            raise UserError(
+                f"the data has {self.source.length} tokens a row, the model takes at most {model.config.length}"
+            )
+        world, batch = self.accelerator.num_processes, self.config.batch
+        if batch % (world * self.accumulation):
+            raise UserError(
+                f"training.batch = {batch}: must be a multiple of processes × accumulation = {world}×{self.accumulation}"
+            )
+
+    @property
+    def accumulation(self) -> int:
+        share = -(-self.config.batch // self.accelerator.num_processes)
+        return -(-share // (self.config.micro_batch or share))
+
+    # --- one step ---------------------------------------------------------------------------------------------------
+
+    def slots(self, micro: int) -> Tensor:
+        """This process' places in the global batch for one micro-batch: interleaved, so that each sees all times."""
+        stride = self.accelerator.num_processes * self.accumulation
+        first = self.accelerator.process_index * self.accumulation + micro
+        return torch.arange(first, self.config.batch, stride)
+
+    def batch(self, micro: int) -> tuple[dict[str, Tensor], Step]:
+        slots, device = self.slots(micro), self.accelerator.device
+        rows = self.source.rows(self.order(self.step * self.config.batch + slots))
+        step = Step(self.seed, self.step, slots.to(device), self.config.batch)
+        return {name: column.to(device) for name, column in rows.items()}, step
+
+    def train_step(self) -> Tensor:
+        """One optimiser step; returns the loss of the global batch."""
+        self._seed_dropout()
+        rate = self.config.lr * min(1.0, (self.step + 1) / max(1, self.config.warmup))
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        total = torch.zeros((), device=self.accelerator.device)
+        for micro in range(self.accumulation):
+            batch, step = self.batch(micro)
+            last = micro == self.accumulation - 1
+            with nullcontext() if last else self.accelerator.no_sync(self.model):
+                loss = self.objective.loss(self.model, self.process, batch, step) / self.accumulation
+                self.accelerator.backward(loss)
+            total += loss.detach()
+        self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.ema.update(self.bare)
+        self.step += 1
+        return self.accelerator.reduce(total, reduction="mean")  # type: ignore[return-value]
+
+    def _seed_dropout(self) -> None:
+        """Dropout uses torch's own generator; key it by (seed, step, process) so that a resumed run repeats it."""
+        key = fold(fold(as_key(self.seed), Purpose.STEP, self.step), Purpose.DROPOUT, self.accelerator.process_index)
+        torch.manual_seed(int(key) & 0x7FFFFFFFFFFFFFFF)
+
+    # --- the run ----------------------------------------------------------------------------------------------------
+
+    def train(self) -> Path:
+        """Run to the end; returns the folder of the finished model."""
+        self.resume()
+        writer = self._tensorboard()
+        self.model.train()
+        started, losses = time.perf_counter(), []
+        for _ in range(self.step, self.config.steps):
+            losses.append(self.train_step())
+            if self._due(self.config.log_every):
+                loss = float(torch.stack(losses).mean())
+                if not torch.isfinite(torch.tensor(loss)):
+                    raise UserError(f"the loss is {loss} at step {self.step}; lower training.lr = {self.config.lr}")
+                tokens = len(losses) * self.config.batch * self.source.length
+                speed = tokens / (time.perf_counter() - started)
+                self._record({"step": self.step, "loss": loss, "tokens_per_second": round(speed)}, writer)
+                if self.on_progress is not None:
+                    self.on_progress(Progress(self.step, self.config.steps, loss, speed))
+                started, losses = time.perf_counter(), []
+            if self.watch is not None and self.config.watch_every and self._due(self.config.watch_every):
+                paused = time.perf_counter()
+                with self.averaged():
+                    self._record({"step": self.step, **self.watch(self.bare)}, writer)
+                started += time.perf_counter() - paused
+            if self._due(self.config.checkpoint_every):
+                self.save()
+        self.export()
+        if writer is not None:
+            writer.close()
+        return self.out / "model"
+
+    def _due(self, every: int) -> bool:
+        return self.step % every == 0 or self.step == self.config.steps
+
+    def averaged(self) -> Any:
+        """The averaged weights, in evaluation mode."""
+        return _Evaluating(self.bare, self.ema)
+
+    def _record(self, row: dict[str, Any], writer: Any) -> None:
+        if not self.accelerator.is_main_process:
+            return
+        append_line(self.out / "history.jsonl", row)
+        if writer is not None:
+            for name, value in row.items():
+                if name != "step":
+                    writer.add_scalar(name, value, row["step"])
+
+    def _tensorboard(self) -> Any:
+        if not self.config.tensorboard or not self.accelerator.is_main_process:
+            return None
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise UserError("training.tensorboard = true needs the extra: pip install 'imdm[tensorboard]'") from None
+        return SummaryWriter(self.out / "tensorboard")
+
+    # --- stopping and going on --------------------------------------------------------------------------------------
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.out / "checkpoints"
+
+    def save(self) -> None:
+        """All processes gather, the first one writes, none goes on before it is done."""
+        model = get_model_state_dict(self.model, options=WHOLE)
+        moments = get_optimizer_state_dict(self.model, self.optimizer.optimizer, options=WHOLE)["state"]
+        if self.accelerator.is_main_process:
+            flat = {f"{kind}.{name}": value for name, state in moments.items() for kind, value in state.items()}
+            point = checkpoint.Checkpoint(self.step, self.run, model, self.ema.weights, flat, {"ema": self.ema.updates})
+            checkpoint.save(self.checkpoints, point, self.bare.config, self.config.keep_checkpoints)
+        self.accelerator.wait_for_everyone()
+
+    def resume(self) -> None:
+        """Go on from the newest checkpoint of this run, if there is one."""
+        self.accelerator.wait_for_everyone()
+        present = checkpoint.steps_present(self.checkpoints)
+        if not present:
+            self._forget_history()
+            return
+        path = checkpoint.checkpoint_path(self.checkpoints, present[-1])
+        point = checkpoint.load(path, self.run)
+        if point.step > self.config.steps:
+            raise UserError(
+                f"checkpoint {str(path)!r} is at step {point.step}, beyond training.steps = {self.config.steps}"
+            )
+        set_model_state_dict(self.model, dict(point.model), options=WHOLE)
+        state: dict[str, dict[str, Tensor]] = {}
+        for key, value in point.optimizer.items():
+            kind, name = key.split(".", 1)
+            state.setdefault(name, {})[kind] = value
+        current = get_optimizer_state_dict(self.model, self.optimizer.optimizer, options=WHOLE)
+        loaded: Any = {"state": state, "param_groups": current["param_groups"]}
+        set_optimizer_state_dict(self.model, self.optimizer.optimizer, optim_state_dict=loaded, options=WHOLE)
+        self.ema.load(point.ema, point.objective["ema"])
+        self.step = point.step
+        self._forget_history()
+
+    def _forget_history(self) -> None:
+        """Lines beyond the step we go on from will be written again."""
+        path = self.out / "history.jsonl"
+        if self.accelerator.is_main_process and path.exists():
+            rows = [row for row in read_lines(path) if row["step"] <= self.step]
+            path.unlink()
+            for row in rows:
+                append_line(path, row)
+
+    def export(self) -> None:
+        """`raw/` and `model/` (averaged), each whole or not there."""
+        if self.accelerator.is_main_process:
+            self._export("raw", nullcontext())
+            self._export("model", self.ema.applied(self.bare))
+        self.accelerator.wait_for_everyone()
+
+    def _export(self, name: str, weights: Any) -> None:
+        with weights, written_aside(self.out / name) as aside:
+            self.bare.save_pretrained(aside)
+
+
+class _Evaluating:
+    """Averaged weights and no dropout inside a block; both put back after it."""
+
+    def __init__(self, model: nn.Module, ema: EMA) -> None:
+        self.model, self.weights = model, ema.applied(model)
+
+    def __enter__(self) -> None:
+        self.training = self.model.training
+        self.weights.__enter__()
+        self.model.eval()
+
+    def __exit__(self, *error: Any) -> None:
+        self.weights.__exit__(*error)
+        self.model.train(self.training)
