@@ -127,7 +127,7 @@ def _read_manifest(folder: Path) -> Manifest:
 
 def couple(
     teacher: MaskedDiffusionLM,
-    source: Source,
+    source: Source | None,
     config: CoupleConfig,
     out: str | Path,
     *,
@@ -136,29 +136,36 @@ def couple(
     world: int = 1,
     on_progress: Callable[[int], None] | None = None,
 ) -> Manifest:
-    """Make the pairs that are not there yet; process `rank` of `world` takes every world-th shard."""
+    """Make the pairs that are not there yet; process `rank` of `world` takes every world-th shard.
+
+    `source` gives the data that is perturbed; with `start: prior` there is none to give.
+    """
     folder = Path(out)
+    if (source is None) != (config.start == "prior"):
+        raise UserError("couplings that start from data (start: perturbed) need data, those from the prior take none")
+    length = teacher.config.length if source is None else source.length
     manifest = Manifest(
         teacher=fingerprint(teacher), mask=teacher.mask.name, schedule=teacher.config.schedule, generator=GENERATOR,
         noise=config.noise, steps=config.steps, start=config.start, pairs=config.pairs, shard=config.shard, seed=seed,
-        data=source.fingerprint, length=source.length, vocab_size=teacher.config.vocab_size,
+        data=source.fingerprint if source else "", length=length, vocab_size=teacher.config.vocab_size,
         mask_token_id=teacher.config.mask_token_id,
     )  # fmt: skip
-    if source.length > teacher.config.length:
-        raise UserError(f"the data has {source.length} tokens a row, the teacher takes at most {teacher.config.length}")
+    if length > teacher.config.length:
+        raise UserError(f"the data has {length} tokens a row, the teacher takes at most {teacher.config.length}")
     if (folder / "manifest.json").exists():
         _refuse_other(folder, manifest)
     elif rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "manifest.json", manifest.model_dump())
-    order = Order(seed, len(source))
+    order = Order(seed, len(source)) if source else None
     done = 0
     for index in range(rank, manifest.shards, world):
         first = index * manifest.shard
         pairs = torch.arange(first, min(first + manifest.shard, manifest.pairs))
         if not shard_path(folder, index).exists():
             report = None if on_progress is None else (lambda n, d=done: on_progress(d + n))
-            columns = _make(teacher, source.rows(order(pairs))["tokens"], pairs, config, seed, report)
+            x = source.rows(order(pairs))["tokens"] if source and order else None
+            columns = _make(teacher, x, pairs, config, seed, report)
             with written_aside(shard_path(folder, index)) as aside:
                 save_file({name: c.contiguous() for name, c in columns.items()}, aside)
         done += len(pairs)
@@ -179,23 +186,23 @@ def _refuse_other(folder: Path, manifest: Manifest) -> None:
 
 def _make(
     teacher: MaskedDiffusionLM,
-    x: Tensor,
+    x: Tensor | None,
     pairs: Tensor,
     config: CoupleConfig,
     seed: int,
     on_progress: Callable[[int], None] | None,
 ) -> dict[str, Tensor]:
-    """Pairs (P,) from data rows x (P, L): z_t by the forward process, x̂ by the teacher's reverse process."""
+    """Pairs (P,): z_t by the forward process from data rows x (P, L), or all masks; x̂ by the teacher's reverse process."""
     device = teacher.device
-    x, keys = x.to(device), fold(as_key(seed), Purpose.SAMPLE, pairs).to(device)
-    if config.start == "perturbed":
+    keys = fold(as_key(seed), Purpose.SAMPLE, pairs).to(device)
+    if x is not None:
         t = (EARLIEST + (1 - EARLIEST) * uniform(keys, Purpose.TIME)).float()
-        noised = teacher.process.corrupt(x, t, keys).tokens
+        noised = teacher.process.corrupt(x.to(device), t, keys).tokens
     else:
-        t = torch.ones(len(x), device=device)
-        noised = torch.full_like(x, teacher.config.mask_token_id)
+        t = torch.ones(len(pairs), device=device)
+        noised = torch.full((len(pairs), teacher.config.length), teacher.config.mask_token_id, device=device)
     masks = max(1, int((noised == teacher.config.mask_token_id).sum()))
-    report = None if on_progress is None else (lambda written: on_progress(len(x) * written // masks))
+    report = None if on_progress is None else (lambda written: on_progress(len(pairs) * written // masks))
     teacher.eval()
     made = sample(
         teacher, noised, keys=keys, steps=config.steps, t=t, policy=config.noise, batch_size=config.batch_size,

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from imdm.config import Config
@@ -64,10 +65,12 @@ class Objective(Config):
 
 
 def nelbo(model: nn.Module, process: Process, state: Noised, x: Tensor) -> Tensor:
-    """Eq. 14 in nats a token: Σ over masked positions of −α'_t/(1 − α_t) · (−log⟨x_θ(z_t), x⟩), over B·L."""
+    """Eq. 14 for each sequence, in nats a token: Σ over masked positions of −α'_t/(1 − α_t) · (−log⟨x_θ(z_t), x⟩),
+    divided by L: (B,)."""
     log_probs = model(state, rows=state.masked, targets=x[state.masked])  # (R,)
     weight = process.schedule.weight(state.t)[:, None].expand_as(state.masked)[state.masked]  # (R,)
-    return -(weight * log_probs).sum() / x.numel()
+    terms = torch.zeros(x.shape, dtype=log_probs.dtype, device=x.device)
+    return terms.masked_scatter(state.masked, -weight * log_probs).mean(1)
 
 
 def parse_objective(value: Any) -> Objective:

@@ -18,4 +18,4 @@ class Nelbo(Objective):
 
     def loss(self, model: nn.Module, process: Process, batch: Mapping[str, Tensor], step: Step) -> Tensor:
         x = batch["tokens"]
-        return nelbo(model, process, process.corrupt(x, step.times(), step.keys()), x)
+        return nelbo(model, process, process.corrupt(x, step.times(), step.keys()), x).mean()

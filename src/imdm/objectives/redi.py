@@ -28,4 +28,4 @@ class ReDi(Objective):
 
     def loss(self, model: nn.Module, process: Process, batch: Mapping[str, Tensor], step: Step) -> Tensor:
         keys = batch["seed"] if self.noise == "coupling" else step.keys()
-        return nelbo(model, process, process.noised(batch["noised"], batch["t"], keys), batch["tokens"])
+        return nelbo(model, process, process.noised(batch["noised"], batch["t"], keys), batch["tokens"]).mean()

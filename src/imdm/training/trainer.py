@@ -103,7 +103,8 @@ class Trainer:
         self.process = model.process
         self.order = Order(seed, len(source))
         optimizer = torch.optim.AdamW(
-            model.parameters(), lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
+            model.parameters(), lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay,
+            fused=True,
         )
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.bare: MaskedDiffusionLM = self.accelerator.unwrap_model(self.model)

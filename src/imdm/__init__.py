@@ -1,0 +1,33 @@
+"""imdm: infinite mask diffusion language models, and few-step generation from them.
+
+>>> import imdm
+>>> config = imdm.MaskedDiffusionConfig(vocab_size=3, length=2, width=16, blocks=1, heads=2, condition=8)
+>>> model = imdm.to_infinite(imdm.MaskedDiffusionLM(config), dim=8)
+>>> model.generate(num=4, steps=1).tokens.shape
+torch.Size([4, 2])
+"""
+
+from imdm.errors import UserError
+from imdm.masks import Finite, Infinite, Single
+from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM, fold_conditioning, load_model, to_infinite, with_mask
+from imdm.recipes import load_recipe
+from imdm.sampling import Generation
+from imdm.state import Noised
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Finite",
+    "Generation",
+    "Infinite",
+    "MaskedDiffusionConfig",
+    "MaskedDiffusionLM",
+    "Noised",
+    "Single",
+    "UserError",
+    "fold_conditioning",
+    "load_model",
+    "load_recipe",
+    "to_infinite",
+    "with_mask",
+]

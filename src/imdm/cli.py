@@ -1,0 +1,317 @@
+"""The command line: recipes, train, couple, generate, evaluate, reproduce, report."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from imdm.errors import UserError
+
+app = typer.Typer(
+    name="imdm",
+    help="Infinite mask diffusion: text from a diffusion language model in a handful of network evaluations.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+console = Console()
+
+Overrides = Annotated[list[str] | None, typer.Argument(help="Settings to change, such as stages.teacher.training.steps=100.")]
+OutRun = Annotated[Path | None, typer.Option("--out", help="Folder of the run; runs/RECIPE unless given.")]
+ModelPath = Annotated[str, typer.Argument(help="Model folder (config.json, model.safetensors) or hub id.")]
+Data = Annotated[str, typer.Option("--data", help="A language such as aligned:length=2,symbols=2, or a safetensors file of tokens.")]
+Seed = Annotated[int, typer.Option(help="Everything random follows from it.")]
+Noise = Annotated[str, typer.Option(help="What a mask's noise does while it stays masked: posterior (the paper) or keep.")]
+
+
+@app.command()
+def recipes(name: Annotated[str | None, typer.Argument(help="Show this recipe whole.")] = None) -> None:
+    """List the recipes, or show one."""
+    from imdm.recipes import load_recipe, recipe_names
+
+    if name is not None:
+        console.print(yaml.safe_dump(load_recipe(name).resolved(), sort_keys=False, allow_unicode=True), end="", markup=False)
+        return
+    table = RichTable("recipe", "what it does", box=None, pad_edge=False)
+    for known in recipe_names():
+        table.add_row(known, load_recipe(known).summary)
+    console.print(table)
+
+
+@app.command()
+def train(
+    recipe: Annotated[str, typer.Argument(help="A recipe's name or YAML file.")],
+    overrides: Overrides = None,
+    out: OutRun = None,
+    stage: Annotated[str | None, typer.Option(help="The stage to train; the recipe's first training stage unless given.")] = None,
+) -> None:
+    """Train one stage of a recipe, and what it builds on. Run it again to go on after a stop."""
+    from imdm.pipeline import Run
+    from imdm.recipes import TrainStage, load_recipe
+
+    chosen = load_recipe(recipe, overrides or ())
+    trainable = [name for name, s in chosen.stages.items() if isinstance(s, TrainStage)]
+    if stage is not None and stage not in trainable:
+        raise UserError(f"--stage {stage}: recipe {chosen.name!r} trains {', '.join(trainable)}")
+    run = Run(chosen, out or Path("runs") / chosen.name, _reporter())
+    run.stage(stage or trainable[0])
+    _say(f"model: {run.folder / (stage or trainable[0]) / 'model'}")
+
+
+@app.command()
+def couple(
+    model: ModelPath,
+    out: Annotated[Path, typer.Option(help="Folder for the pairs.")],
+    data: Annotated[str | None, typer.Option("--data", help="What is perturbed: a language or a safetensors file of tokens.")] = None,
+    pairs: Annotated[int, typer.Option(help="How many.")] = 100_000,
+    steps: Annotated[int, typer.Option(help="Reverse steps of the teacher.")] = 1024,
+    noise: Noise = "posterior",
+    start: Annotated[str, typer.Option(help="perturbed: data corrupted to a random time; prior: everything masked.")] = "perturbed",
+    batch_size: Annotated[int, typer.Option(help="Sequences in one network evaluation.")] = 256,
+    seed: Seed = 0,
+) -> None:
+    """Make (z_t, t, seed) → x̂ pairs with a teacher. Run it again to go on after a stop."""
+    from accelerate import PartialState
+
+    from imdm.data import CoupleConfig
+    from imdm.data import couple as make
+    from imdm.models import load_model
+
+    teacher = load_model(model)
+    config = CoupleConfig.parse(
+        {"pairs": pairs, "steps": steps, "noise": noise, "start": start, "batch_size": batch_size}, "couple"
+    )
+    source = _data(data, teacher).source(seed) if data is not None else None
+    state = PartialState()
+    with _reporter().bar("pairs", pairs) as bar:
+        make(
+            teacher.to(state.device), source, config, out, seed=seed, rank=state.process_index,
+            world=state.num_processes, on_progress=bar,
+        )  # fmt: skip
+    state.wait_for_everyone()
+    _say(f"coupling: {out}")
+
+
+@app.command()
+def generate(
+    model: ModelPath,
+    num: Annotated[int, typer.Option(help="How many sequences (of each prompt).")] = 1,
+    steps: Annotated[int, typer.Option(help="Reverse steps: at most so many network evaluations a sequence.")] = 8,
+    length: Annotated[int | None, typer.Option(help="Tokens a sequence; the model's length unless given.")] = None,
+    canvas: Annotated[list[str] | None, typer.Option(help="Token ids with holes to fill, such as '0 ? ? 1'; may be repeated.")] = None,
+    noise: Noise = "posterior",
+    temperature: Annotated[float, typer.Option(help="1.0 samples the model as it is.")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="1.0 samples the model as it is.")] = 1.0,
+    seed: Seed = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, with the step of each token.")] = False,
+    trace: Annotated[bool, typer.Option(help="Show the canvas after every step.")] = False,
+) -> None:
+    """Write sequences of token ids, from nothing or around given tokens."""
+    from imdm.models import load_model
+
+    writer = load_model(model).to(_device())
+    start = _canvas(canvas, writer, length) if canvas else None
+    made = writer.generate(
+        start, length=length, num=num, steps=steps, seed=seed, noise=noise, temperature=temperature, top_p=top_p,
+        trace=trace,
+    )  # fmt: skip
+    hole = writer.config.mask_token_id
+    for row in range(len(made.tokens)):
+        tokens = made.tokens[row].tolist()
+        if as_json:
+            line: dict[str, Any] = {"tokens": tokens, "revealed_at": made.revealed_at[row].tolist()}
+            line["evaluations"] = int(made.evaluations[row])
+            if made.trace is not None:
+                line["log_probs"] = [round(v, 6) for v in made.trace.log_probs[row].tolist()]
+            print(json.dumps(line))
+        elif made.trace is not None:
+            for step, shown in enumerate(made.trace.canvases[row].tolist()):
+                print(f"{step:>4}  " + " ".join("?" if token == hole else str(token) for token in shown))
+        else:
+            print(" ".join(map(str, tokens)))
+
+
+@app.command()
+def evaluate(
+    model: ModelPath,
+    data: Data,
+    metrics: Annotated[str, typer.Option(help="Comma-separated: validity, token_entropy, factorization_error, nelbo.")] = "validity",
+    steps: Annotated[str, typer.Option(help="Comma-separated step counts.")] = "1,2,4,8",
+    samples: Annotated[int, typer.Option(help="Sequences to generate.")] = 1024,
+    draws: Annotated[int, typer.Option(help="Noise draws of the factorization error.")] = 10_000,
+    noise: Noise = "posterior",
+    seed: Seed = 0,
+    method: Annotated[str, typer.Option(help="The method's name in the result rows.")] = "model",
+    out: Annotated[Path | None, typer.Option(help="Append result rows to this JSON-lines file.")] = None,
+) -> None:
+    """Measure a model: a table here, result rows in a file."""
+    from imdm.evaluation import Subject, append, measure, to_row
+    from imdm.evaluation import metrics as known
+    from imdm.models import load_model
+    from imdm.process import check_policy
+    from imdm.report import all_results
+
+    names = [name.strip() for name in metrics.split(",")]
+    counts = _counts(steps)
+    for name in names:
+        known[name]
+    check_policy(noise)
+    if samples < 1 or draws < 1:
+        raise UserError(f"--samples {samples} --draws {draws}: both must be at least 1")
+    subject_model = load_model(model).to(_device())
+    section = _data(data, subject_model)
+    rows = []
+    for count in counts:
+        subject = Subject(
+            subject_model, steps=count, samples=samples, draws=draws, seed=seed, noise=noise,  # type: ignore[arg-type]
+            truth=section.language(), data=section.source(seed),
+        )  # fmt: skip
+        found = measure(names, subject)
+        rows += [
+            to_row(name, value, subject, experiment=data, method=method, seed=seed, recipe_hash="")
+            for name, value in found.items()
+        ]
+    console.print(all_results(rows).rich())
+    if out is not None:
+        append(out, rows)
+
+
+@app.command()
+def reproduce(
+    recipe: Annotated[str, typer.Argument(help="A recipe's name or YAML file.")],
+    overrides: Overrides = None,
+    out: OutRun = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Run seeds 0 to N − 1.")] = 1,
+) -> None:
+    """Run a whole recipe and write its report. Finished stages are skipped, stopped ones go on."""
+    from imdm.pipeline import Run
+    from imdm.recipes import load_recipe
+    from imdm.report import build_report
+
+    chosen = load_recipe(recipe, overrides or ())
+    folder = out or Path("runs") / chosen.name
+    reporter = _reporter()
+    for seed in range(seeds):
+        _say(f"{chosen.name}, seed {seed}")
+        Run(chosen.model_copy(update={"seed": seed}), folder, reporter).all()
+    if not _is_main():
+        return
+    report = build_report(folder)
+    page = report.write(folder)
+    _show(report)
+    _say(f"results: {folder / 'results.jsonl'}   report: {page}")
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
+    html: Annotated[Path | None, typer.Option(help="Where the page goes; RUN/report.html unless given.")] = None,
+) -> None:
+    """Write a run's report.md and report.html, and print its tables."""
+    from imdm.report import build_report
+
+    if not run.is_dir():
+        raise UserError(f"{run}: no such folder")
+    made = build_report(run)
+    page = made.write(run, html)
+    _show(made)
+    _say(f"report: {page}")
+
+
+# --- helpers --------------------------------------------------------------------------------------------------------
+
+
+def _is_main() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _say(text: str) -> None:
+    if _is_main():
+        console.print(text, highlight=False, soft_wrap=True)
+
+
+def _reporter() -> Any:
+    from imdm.console import Terminal
+    from imdm.pipeline import Quiet
+
+    return Terminal() if _is_main() else Quiet()
+
+
+def _device() -> Any:
+    from accelerate import PartialState
+
+    return PartialState().device
+
+
+def _show(made: Any) -> None:
+    from imdm.report import Table
+
+    for part in made.sections[0].parts:
+        if isinstance(part, Table):
+            console.print()
+            console.print(part.rich())
+    console.print()
+
+
+def _counts(text: str) -> list[int]:
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise UserError(f"--steps {text!r}: expected whole numbers separated by commas") from None
+    if min(counts) < 1:
+        raise UserError(f"--steps {text!r}: at least one step is needed")
+    return counts
+
+
+def _data(text: str, model: Any) -> Any:
+    """`--data`: a language with settings, or a file of tokens."""
+    from imdm.data import LanguageData, TokenData, languages
+
+    if text.endswith(".safetensors"):
+        config = model.config
+        values = {"path": text, "vocab_size": config.vocab_size, "mask_token_id": config.mask_token_id}
+        return TokenData.parse(values, "--data")
+    name, _, settings = text.partition(":")
+    languages[name]
+    pairs = [item.partition("=") for item in settings.split(",") if item]
+    return LanguageData.parse({"name": name, "settings": {k: yaml.safe_load(v) for k, _, v in pairs}}, "--data")
+
+
+def _canvas(rows: list[str], model: Any, length: int | None) -> Any:
+    """Rows of ids and holes as one canvas; shorter rows end in holes."""
+    import torch
+
+    hole = model.config.mask_token_id
+    try:
+        parsed = [[hole if word in ("?", "_") else int(word) for word in row.split()] for row in rows]
+    except ValueError:
+        raise UserError(f"--canvas {rows!r}: write token ids and ? for holes, such as '0 ? ? 1'") from None
+    longest = max(max(map(len, parsed)), length or 0)
+    return torch.tensor([row + [hole] * (longest - len(row)) for row in parsed])
+
+
+def main() -> None:
+    """Bad input is one sentence and exit code 2; a stop by Ctrl-C says how to go on."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()  # ours show what matters
+    try:
+        app(standalone_mode=True)
+    except UserError as error:
+        Console(stderr=True).print(f"[bold red]error:[/] {_plain(str(error))}", highlight=False, soft_wrap=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("stopped; run the same command again to go on from the last checkpoint", file=sys.stderr)
+        sys.exit(130)
+
+
+def _plain(text: str) -> str:
+    return text.replace("[", r"\[")

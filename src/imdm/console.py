@@ -1,0 +1,41 @@
+"""What the terminal shows: progress bars on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from imdm.pipeline import Bar
+
+
+class Terminal:
+    """A reporter for people: one bar a stage, with loss, tokens/s and time left; one line when it is done."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(stderr=True)
+
+    def say(self, text: str) -> None:
+        self.console.print(f"  {text}", highlight=False)
+
+    @contextmanager
+    def bar(self, title: str, total: int) -> Iterator[Bar]:
+        columns = (
+            TextColumn("  {task.description}"), BarColumn(bar_width=28), MofNCompleteColumn(),
+            TextColumn("{task.fields[note]}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
+        )  # fmt: skip
+        started, last = time.perf_counter(), ""
+        with Progress(*columns, console=self.console, transient=True) as progress:
+            task = progress.add_task(title, total=total, note="")
+
+            def update(done: int, note: str = "") -> None:
+                nonlocal last
+                last = note or last
+                progress.update(task, completed=done, note=last)
+
+            yield update
+        seconds = time.perf_counter() - started
+        self.say(f"{title:<28} {total:>7,} in {seconds:5.1f} s   {last}")

@@ -1,0 +1,74 @@
+"""What an evaluation reports: a value with its standard error and n. One file a metric; each registers itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from imdm.data.source import Source
+from imdm.data.synthetic import Language
+from imdm.errors import UserError
+from imdm.models import MaskedDiffusionLM
+from imdm.process import NoisePolicy
+from imdm.registry import Registry
+from imdm.sampling import Generation
+
+metrics: Registry[Callable[[Subject], Measurement]] = Registry("metric")
+
+
+@dataclass(frozen=True)
+class Measurement:
+    value: float
+    stderr: float
+    n: int
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model under evaluation. Samples are made once, by the first metric that asks for them."""
+
+    model: MaskedDiffusionLM
+    steps: int = 1
+    samples: int = 1024
+    draws: int = 10_000
+    seed: int = 0
+    noise: NoisePolicy = "posterior"
+    batch_size: int = 4096
+    truth: Language | None = None
+    data: Source | None = None
+
+    @cached_property
+    def generation(self) -> Generation:
+        return self.model.generate(
+            num=self.samples, steps=self.steps, seed=self.seed, noise=self.noise, batch_size=self.batch_size
+        )
+
+    @property
+    def language(self) -> Language:
+        """The enumerated truth, for metrics that need one."""
+        if self.truth is None:
+            raise UserError("this metric needs an enumerated language; evaluate with --data LANGUAGE")
+        if (self.truth.vocab_size, self.truth.mask_id) != (self.model.vocab_size, self.model.config.mask_token_id):
+            raise UserError(
+                f"language {self.truth.name!r} has {self.truth.vocab_size} ids with the mask, "
+                f"the model has {self.model.vocab_size}; they must agree"
+            )
+        return self.truth
+
+
+def mean(values: torch.Tensor) -> Measurement:
+    """The mean of independent values with its standard error."""
+    values = values.double()
+    spread = float(values.std(correction=1)) / len(values) ** 0.5 if len(values) > 1 else float("nan")
+    return Measurement(float(values.mean()), spread, len(values))
+
+
+def measure(names: list[str], subject: Subject) -> dict[str, Measurement]:
+    """Each named metric of a subject; unknown names are refused before any work."""
+    chosen = {name: metrics[name] for name in names}
+    subject.model.eval()
+    with torch.no_grad():
+        return {name: metric(subject) for name, metric in chosen.items()}

@@ -1,0 +1,96 @@
+"""The factorization error TC_θ of Eq. 6: how far one factorized reverse step is from the true joint.
+
+A model with noise is a mixture of factorized laws, p̂(x) = E_ε ∏_ℓ p_θ(x^ℓ | z, ε); with a single mask there is one
+component and the value is exact.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from imdm.data.synthetic import Language
+from imdm.evaluation.base import Measurement, Subject, metrics
+from imdm.models import Denoiser
+from imdm.randomness import Purpose, as_key, fold, integers
+from imdm.state import Noised
+from imdm.theory.information import contexts, marginal, revealed_subsets
+
+REPLICATES = 200
+
+
+def component_laws(denoiser: Denoiser, tokens: Tensor, draws: int, seed: int) -> Tensor:
+    """log p_θ of every data token at every position of one sequence (L,), under `draws` noises: (n, L, V)."""
+    n = 1 if denoiser.process.mask.kind == "single" else draws
+    keys = fold(as_key(seed), Purpose.SAMPLE, torch.arange(n))
+    parts = []
+    for key in keys.split(4096):
+        state = _state(denoiser, tokens, key)
+        parts.append(denoiser.head(denoiser.trunk(state).flatten(0, 1)).unflatten(0, state.tokens.shape).cpu())
+    return torch.cat(parts).double()
+
+
+def _state(denoiser: Denoiser, tokens: Tensor, keys: Tensor) -> Noised:
+    device = getattr(denoiser, "device", torch.device("cpu"))
+    batch = tokens.to(device).expand(len(keys), -1)
+    return denoiser.process.noised(batch, torch.ones(len(keys), device=device), keys.to(device))
+
+
+def joint_under(laws: Tensor, positions: tuple[int, ...], symbols: int) -> Tensor:
+    """∏ over `positions` of each component's law, for all values there: (n, V, …, V)."""
+    joint = torch.ones(len(laws), dtype=torch.float64)
+    for position in positions:
+        factor = laws[:, position, :symbols].exp()  # (n, V)
+        joint = joint.unsqueeze(-1) * factor.view(len(laws), *[1] * (joint.ndim - 1), symbols)
+    return joint
+
+
+def divergence(p: Tensor, q: Tensor) -> Tensor:
+    """KL(p ‖ q) = Σ p ln(p/q), nats."""
+    return torch.where(p > 0, p * (p.log() - q.log()), 0.0).sum()
+
+
+def single_step_error(
+    denoiser: Denoiser, language: Language, t: float, s: float, draws: int = 10_000, seed: int = 0
+) -> Tensor:
+    """TC_θ(z_s | z_t), enumerated over every context and every set of positions revealed between t and s."""
+    process = denoiser.process
+    keep = float(process.schedule.alpha(torch.tensor(t, dtype=torch.float64)))
+    reveal = float(process.split(torch.tensor(t), torch.tensor(s)).reveal)
+    total = torch.zeros((), dtype=torch.float64)
+    for context in contexts(language, keep):
+        if not context.masked:
+            continue
+        laws = component_laws(denoiser, context.tokens, draws, seed)
+        for subset, weight in revealed_subsets(len(context.masked), reveal):
+            if subset:
+                positions = tuple(context.masked[i] for i in subset)
+                model = joint_under(laws, positions, language.symbols).mean(0)
+                total += context.probability * weight * divergence(marginal(context.conditional, subset), model)
+    return total
+
+
+@metrics.register("factorization_error")
+def factorization_error(subject: Subject) -> Measurement:
+    """Eq. 6 at full masking, Σ_x p(x) ln[p(x)/p̂(x)], standard error by bootstrap over the noise draws."""
+    language = subject.language
+    everything = tuple(range(language.length))
+    masked = torch.full((language.length,), language.mask_id)
+    laws = component_laws(subject.model, masked, subject.draws, subject.seed)
+    joint = joint_under(laws, everything, language.symbols).flatten(1)  # (n, V^L)
+    truth = language.joint.flatten()
+    value = float(divergence(truth, joint.mean(0)))
+    return Measurement(value, _bootstrap(truth, joint, subject.seed), len(joint))
+
+
+def _bootstrap(truth: Tensor, joint: Tensor, seed: int) -> float:
+    n = len(joint)
+    if n == 1:
+        return 0.0
+    support = truth > 0
+    values = []
+    for replicate in range(REPLICATES):
+        pick = integers(as_key(seed), Purpose.BOOTSTRAP, torch.arange(n), replicate, n)
+        weight = torch.bincount(pick, minlength=n).double() / n
+        values.append(divergence(truth[support], weight @ joint[:, support]))
+    return float(torch.stack(values).std(correction=1))

@@ -1,0 +1,71 @@
+"""Result rows: one JSON object a line, appended, never overwritten; a report takes the last row of a key."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from imdm.config import Config
+from imdm.evaluation.base import Measurement, Subject
+from imdm.files import append_line, read_lines
+from imdm.masks import Mask
+
+
+class Row(Config):
+    """One figure with everything needed to know what it is."""
+
+    experiment: str
+    method: str
+    model: str
+    mask: str
+    steps: int
+    evaluations: float
+    metric: str
+    value: float
+    stderr: float | None
+    n: int
+    seed: int
+    split: str | None
+    judge: str | None
+    precision: str
+    length: int
+    temperature: float
+    recipe_hash: str
+    time: str
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return tuple(v for k, v in self.model_dump().items() if k not in ("value", "stderr", "time"))
+
+
+def family(mask: Mask) -> str:
+    """The model's name in tables: what its mask makes it."""
+    return {"single": "mdlm", "infinite": "imdm"}.get(mask.kind, mask.kind)
+
+
+def to_row(
+    metric: str, found: Measurement, subject: Subject, *, experiment: str, method: str, seed: int, recipe_hash: str
+) -> Row:
+    return Row(
+        experiment=experiment, method=method, model=family(subject.model.mask), mask=subject.model.mask.name,
+        steps=subject.steps, evaluations=round(float(subject.generation.evaluations.double().mean()), 4), metric=metric,
+        value=found.value, stderr=None if found.stderr != found.stderr else found.stderr, n=found.n, seed=seed,
+        split=None, judge=None, precision=str(subject.model.dtype).removeprefix("torch."),
+        length=subject.generation.tokens.shape[1], temperature=1.0, recipe_hash=recipe_hash,
+        time=datetime.now(UTC).isoformat(timespec="seconds"),
+    )  # fmt: skip
+
+
+def append(path: Path, rows: list[Row]) -> None:
+    for row in rows:
+        append_line(path, row.model_dump())
+
+
+def read(path: Path) -> list[Row]:
+    """The last row of each key, in the order in which the keys first appeared."""
+    latest: dict[tuple[Any, ...], Row] = {}
+    for number, values in enumerate(read_lines(path), 1):
+        row = Row.parse(values, f"{path}: line {number}")
+        latest[row.key] = row
+    return list(latest.values())

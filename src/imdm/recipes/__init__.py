@@ -1,0 +1,75 @@
+"""Recipes: found by name in this folder or by path, one level of `extends`, `key=value` overrides."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from imdm.errors import UserError, unknown
+from imdm.recipes.schema import CoupleStage, EvaluateStage, Recipe, TrainStage
+
+HERE = Path(__file__).parent
+
+__all__ = ["CoupleStage", "EvaluateStage", "Recipe", "TrainStage", "load_recipe", "recipe_names"]
+
+
+def recipe_names() -> list[str]:
+    """The recipes that come with the package."""
+    return sorted(path.stem for path in HERE.glob("*.yaml"))
+
+
+def load_recipe(name: str | Path, overrides: tuple[str, ...] | list[str] = ()) -> Recipe:
+    """A recipe by name or path, with overrides such as `stages.teacher.training.steps=100`."""
+    values = _read(name)
+    base = values.pop("extends", None)
+    if base is not None:
+        parent = _read(base)
+        if "extends" in parent:
+            raise UserError(f"recipe {str(name)!r} extends {base!r}, which itself extends; one level is allowed")
+        values = _merge(parent, values)
+    for override in overrides:
+        _override(values, override)
+    return Recipe.parse(values, "")
+
+
+def _read(name: str | Path) -> dict[str, Any]:
+    path = Path(name) if str(name).endswith((".yaml", ".yml")) else HERE / f"{name}.yaml"
+    if not path.exists():
+        if path.parent == HERE:
+            raise unknown("recipe", name, recipe_names())
+        raise UserError(f"recipe {str(name)!r}: no such file")
+    try:
+        values = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise UserError(f"recipe {str(name)!r} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"recipe {str(name)!r}: expected a mapping of settings")
+    return values
+
+
+def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in changes.items():
+        nested = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if nested else value
+    return merged
+
+
+def _override(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise UserError(f"override {override!r}: write key=value, such as stages.teacher.training.steps=100")
+    *parents, last = key.split(".")
+    place = values
+    for depth, parent in enumerate(parents):
+        if parents[:depth] == ["stages"] and parent not in place:
+            raise unknown("stage", parent, place)
+        place = place.setdefault(parent, {})
+        if not isinstance(place, dict):
+            raise UserError(f"override {override!r}: {'.'.join(parents[: depth + 1])!r} is a value, not a section")
+    try:
+        place[last] = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise UserError(f"override {override!r}: {text!r} is not a valid value") from None

@@ -1,0 +1,134 @@
+"""A recipe: one YAML file that is one reproducible experiment: data, model, and stages that build on each other."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
+
+from imdm.config import Config, digest
+from imdm.data import CoupleConfig, DataConfig
+from imdm.errors import unknown
+from imdm.evaluation import metrics
+from imdm.masks import Mask, parse_mask
+from imdm.models import MaskedDiffusionConfig
+from imdm.objectives import Objective, parse_objective
+from imdm.process import NoisePolicy
+from imdm.schedule import Schedule, parse_schedule
+from imdm.training import TrainConfig
+
+MaskField = Annotated[SerializeAsAny[Mask], BeforeValidator(parse_mask)]
+ObjectiveField = Annotated[SerializeAsAny[Objective], BeforeValidator(parse_objective)]
+ScheduleField = Annotated[SerializeAsAny[Schedule], BeforeValidator(parse_schedule)]
+
+
+def _known_metric(name: str) -> str:
+    if name not in list(metrics):
+        raise unknown("metric", name, metrics)
+    return name
+
+
+MetricName = Annotated[str, BeforeValidator(_known_metric)]
+
+
+class ModelSettings(Config):
+    """The denoiser: a `preset` size, or sizes one by one. Vocabulary and length follow the data unless given."""
+
+    preset: str | None = None
+    width: int | None = None
+    blocks: int | None = None
+    heads: int | None = None
+    condition: int | None = None
+    length: int | None = None
+    dropout: float = 0.1
+    softcap: float | None = None
+    tie_word_embeddings: bool = False
+    mask: MaskField = Field(default_factory=lambda: parse_mask("single"))
+    schedule: ScheduleField = Field(default_factory=lambda: parse_schedule("log-linear"))
+
+    def build(self, vocab_size: int, mask_token_id: int, length: int) -> MaskedDiffusionConfig:
+        given = {k: v for k, v in self.model_dump().items() if v is not None and k != "preset"}
+        given = {"length": length, "vocab_size": vocab_size, "mask_token_id": mask_token_id} | given
+        return MaskedDiffusionConfig.preset(self.preset, **given) if self.preset else MaskedDiffusionConfig(**given)
+
+
+class Watch(Config):
+    """Metrics measured while training, with few samples: `watch: {metrics: [validity], samples: 2000}`."""
+
+    metrics: tuple[MetricName, ...] = ()
+    steps: int = Field(1, ge=1)
+    samples: int = Field(2000, ge=1)
+
+
+class TrainStage(Config):
+    """Train a model. start: the stage (or model folder) it starts from, None for fresh weights; data: the coupling
+    stage (or folder) it reads, None for the recipe's data; mask: another mask than the start's."""
+
+    kind: Literal["train"]
+    start: str | None = None
+    data: str | None = None
+    mask: MaskField | None = None
+    objective: ObjectiveField = Field(default_factory=lambda: parse_objective("nelbo"))
+    training: TrainConfig
+    watch: Watch = Watch()
+
+    def inputs(self) -> list[str]:
+        return [name for name in (self.start, self.data) if name is not None]
+
+
+class CoupleStage(CoupleConfig):
+    """Make couplings with the model of a stage (or folder)."""
+
+    kind: Literal["couple"]
+    teacher: str
+
+    def inputs(self) -> list[str]:
+        return [self.teacher]
+
+
+class EvaluateStage(Config):
+    """Measure models: stage (or folder) → its method's name in the result rows."""
+
+    kind: Literal["evaluate"]
+    models: dict[str, str]
+    metrics: tuple[MetricName, ...]
+    steps: tuple[Annotated[int, Field(ge=1)], ...] = (1,)
+    samples: int = Field(1024, ge=1)
+    draws: int = Field(10_000, ge=1)
+    noise: NoisePolicy = "posterior"
+
+    def inputs(self) -> list[str]:
+        return list(self.models)
+
+
+Stage = Annotated[TrainStage | CoupleStage | EvaluateStage, Field(discriminator="kind")]
+
+
+class Recipe(Config):
+    """An experiment of the paper."""
+
+    name: str
+    summary: str
+    experiment: str
+    seed: int = 0
+    data: DataConfig
+    model: ModelSettings
+    stages: dict[str, Stage]
+
+    @model_validator(mode="after")
+    def _stages_in_order(self) -> Recipe:
+        """A stage may only build on stages above it (or on folders)."""
+        above: set[str] = set()
+        for name, stage in self.stages.items():
+            for needed in stage.inputs():
+                if needed in self.stages and needed not in above:
+                    raise ValueError(f"stage {name!r} builds on {needed!r}, which must stand above it")
+            above.add(name)
+        return self
+
+    def digest(self) -> str:
+        """The hash in result rows: everything but the seed."""
+        return digest(self.model_dump(mode="json", exclude={"seed"}))
+
+    def resolved(self) -> dict[str, Any]:
+        return self.model_dump(mode="json")

@@ -1,0 +1,77 @@
+"""Assembling a report from sections: one Markdown file, and one self-contained HTML page."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from imdm.files import written_aside
+from imdm.report.tables import Table
+
+STYLE = Path(__file__).with_name("page.css")
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image as a data address, with what it shows in words."""
+
+    address: str
+    caption: str
+
+
+@dataclass(frozen=True)
+class Section:
+    title: str
+    text: str = ""
+    parts: Sequence[Table | Picture] = ()
+
+
+@dataclass(frozen=True)
+class Report:
+    title: str
+    lead: str
+    highlights: Sequence[tuple[str, str]] = ()
+    sections: Sequence[Section] = ()
+    facts: dict[str, str] = field(default_factory=dict)
+
+    def markdown(self) -> str:
+        parts = [f"# {self.title}", self.lead]
+        parts += [f"- **{value}** {label}" for value, label in self.highlights]
+        for section in self.sections:
+            parts += [f"## {section.title}", section.text]
+            for part in section.parts:
+                shown = part.markdown() if isinstance(part, Table) else f"*{part.caption} (picture in report.html)*"
+                parts.append(shown)
+        parts.append(" · ".join(f"{name}: {value}" for name, value in self.facts.items()))
+        return "\n\n".join(part for part in parts if part) + "\n"
+
+    def html(self) -> str:
+        tiles = "".join(f"<div><b>{html.escape(v)}</b><span>{html.escape(t)}</span></div>" for v, t in self.highlights)
+        body = [f"<h1>{html.escape(self.title)}</h1><p class=lead>{html.escape(self.lead)}</p>"]
+        body.append(f"<div class=big>{tiles}</div>" if tiles else "")
+        for section in self.sections:
+            body.append(f"<h2>{html.escape(section.title)}</h2>")
+            body.append(f"<p>{html.escape(section.text)}</p>" if section.text else "")
+            body += [part.html() if isinstance(part, Table) else _image(part) for part in section.parts]
+        facts = " · ".join(f"{html.escape(name)}: {html.escape(value)}" for name, value in self.facts.items())
+        return (
+            "<!doctype html><html lang=en><head><meta charset=utf-8>"
+            '<meta name=viewport content="width=device-width, initial-scale=1">'
+            f"<title>{html.escape(self.title)}</title><style>{STYLE.read_text()}</style></head>"
+            f"<body>{''.join(body)}<p class=facts>{facts}</p></body></html>\n"
+        )
+
+    def write(self, folder: Path, page: Path | None = None) -> Path:
+        """`report.md` in the folder and `report.html` there, or where `page` says."""
+        page = page or folder / "report.html"
+        for path, text in ((folder / "report.md", self.markdown()), (page, self.html())):
+            with written_aside(path) as aside:
+                aside.write_text(text)
+        return page
+
+
+def _image(picture: Picture) -> str:
+    caption = html.escape(picture.caption)
+    return f'<figure><img src="{picture.address}" alt="{caption}"><p class=note>{caption}</p></figure>'

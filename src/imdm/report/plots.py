@@ -1,0 +1,65 @@
+"""Pictures, as self-contained SVG."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt  # noqa: E402  (the backend is chosen first)
+from matplotlib.figure import Figure  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+COLOURS = {"mdm": "#8a8f98", "imdm": "#c2410c", "teacher": "#1d4ed8"}
+STYLE: dict[str, Any] = {
+    "font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25,
+    "figure.constrained_layout.use": True, "svg.fonttype": "none", "font.family": "sans-serif",
+}  # fmt: skip
+
+Curves = Mapping[str, Sequence[tuple[int, float]]]
+
+
+def embed(figure: Figure) -> str:
+    """A figure as a data address that an <img> can show without any network."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    plt.close(figure)
+    return "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def training_curves(panels: Mapping[str, Curves], lines: Mapping[str, tuple[float, str]]) -> Figure:
+    """One panel a quantity, one curve a model, over training steps; `lines` draws a bound into a panel."""
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(1, len(panels), figsize=(4.6 * len(panels), 3.2), squeeze=False)
+        for axis, (title, curves) in zip(axes[0], panels.items(), strict=True):
+            for name, points in curves.items():
+                axis.plot(*zip(*points, strict=True), label=name.upper(), color=COLOURS.get(name), linewidth=1.8)
+            if title in lines:
+                height, label = lines[title]
+                axis.axhline(height, color="black", linewidth=0.9, linestyle=":", label=label)
+            axis.set(title=title, xlabel="training step")
+            axis.legend(frameon=False, loc="best")
+        return figure
+
+
+def noise_planes(planes: Mapping[str, Tensor], reach: float) -> Figure:
+    """P(token = 0) of both tokens over a plane of the noise space: one row a model, planes (2, R, R)."""
+    with plt.rc_context(STYLE | {"axes.grid": False}):
+        figure, axes = plt.subplots(len(planes), 2, figsize=(6.4, 2.9 * len(planes)), squeeze=False)
+        image = None
+        for row, (name, plane) in zip(axes, planes.items(), strict=True):
+            for token, axis in enumerate(row):
+                image = axis.imshow(
+                    plane[token].numpy(), origin="lower", extent=(-reach, reach) * 2, vmin=0, vmax=1, cmap="RdBu_r",
+                    interpolation="nearest",
+                )  # fmt: skip
+                axis.plot([1, 0], [0, 1], "o", color="black", markersize=3)
+                axis.annotate("ε₁", (1, 0), textcoords="offset points", xytext=(4, 4))
+                axis.annotate("ε₂", (0, 1), textcoords="offset points", xytext=(4, 4))
+                axis.set(title=f"{name}, token {token + 1}", xlabel="share of ε₁", ylabel="share of ε₂")
+        figure.colorbar(image, ax=axes, label="P(token = 0)", shrink=0.8)
+        return figure

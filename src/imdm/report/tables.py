@@ -1,0 +1,58 @@
+"""Tables: built once, shown as Markdown, HTML or in the terminal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from html import escape
+
+from rich.table import Table as RichTable
+
+from imdm.evaluation import Row
+
+
+@dataclass(frozen=True)
+class Table:
+    title: str
+    columns: tuple[str, ...]
+    rows: list[tuple[str, ...]] = field(default_factory=list)
+    note: str = ""
+
+    def markdown(self) -> str:
+        lines = [f"**{self.title}**", "", "| " + " | ".join(self.columns) + " |", "|" + "---|" * len(self.columns)]
+        lines += ["| " + " | ".join(row) + " |" for row in self.rows]
+        return "\n".join([*lines, "", self.note]).rstrip() + "\n"
+
+    def html(self) -> str:
+        head = "".join(f"<th>{escape(column)}</th>" for column in self.columns)
+        body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in self.rows)
+        note = f"<p class=note>{escape(self.note)}</p>" if self.note else ""
+        return (
+            f"<figure><figcaption>{escape(self.title)}</figcaption><div class=scroll><table>"
+            f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{note}</figure>"
+        )
+
+    def rich(self) -> RichTable:
+        table = RichTable(title=self.title, caption=self.note or None, title_justify="left", caption_justify="left")
+        for index, column in enumerate(self.columns):
+            table.add_column(column, justify="left" if index == 0 else "right")
+        for row in self.rows:
+            table.add_row(*row)
+        return table
+
+
+def figure(value: float, stderr: float | None, percent: bool = False) -> str:
+    """A value with its standard error: `97.93 ± 0.10%`."""
+    scale, unit, digits = (100, "%", 2) if percent else (1, "", 4)
+    spread = "" if not stderr else f" ± {stderr * scale:.{digits}f}"
+    return f"{value * scale:.{digits}f}{spread}{unit}"
+
+
+def all_results(rows: list[Row]) -> Table:
+    """Every figure of a run, a row each."""
+    columns = ("method", "model", "mask", "steps", "evaluations", "metric", "value", "n", "seed")
+    table = Table("All figures", columns)
+    for row in rows:
+        value = figure(row.value, row.stderr, percent=row.metric == "validity")
+        cells = (row.method, row.model, row.mask, str(row.steps), f"{row.evaluations:g}", row.metric, value)
+        table.rows.append((*cells, f"{row.n:,}", str(row.seed)))
+    return table
