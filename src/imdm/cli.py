@@ -24,12 +24,18 @@ app = typer.Typer(
 )
 console = Console()
 
-Overrides = Annotated[list[str] | None, typer.Argument(help="Settings to change, such as stages.teacher.training.steps=100.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Settings to change, such as stages.teacher.training.steps=100.")
+]
 OutRun = Annotated[Path | None, typer.Option("--out", help="Folder of the run; runs/RECIPE unless given.")]
 ModelPath = Annotated[str, typer.Argument(help="Model folder (config.json, model.safetensors) or hub id.")]
-Data = Annotated[str, typer.Option("--data", help="A language such as aligned:length=2,symbols=2, or a safetensors file of tokens.")]
+Data = Annotated[
+    str, typer.Option("--data", help="A language such as aligned:length=2,symbols=2, or a safetensors file of tokens.")
+]
 Seed = Annotated[int, typer.Option(help="Everything random follows from it.")]
-Noise = Annotated[str, typer.Option(help="What a mask's noise does while it stays masked: posterior (the paper) or keep.")]
+Noise = Annotated[
+    str, typer.Option(help="What a mask's noise does while it stays masked: posterior (the paper) or keep.")
+]
 
 
 @app.command()
@@ -38,7 +44,9 @@ def recipes(name: Annotated[str | None, typer.Argument(help="Show this recipe wh
     from imdm.recipes import load_recipe, recipe_names
 
     if name is not None:
-        console.print(yaml.safe_dump(load_recipe(name).resolved(), sort_keys=False, allow_unicode=True), end="", markup=False)
+        console.print(
+            yaml.safe_dump(load_recipe(name).resolved(), sort_keys=False, allow_unicode=True), end="", markup=False
+        )
         return
     table = RichTable("recipe", "what it does", box=None, pad_edge=False)
     for known in recipe_names():
@@ -51,7 +59,9 @@ def train(
     recipe: Annotated[str, typer.Argument(help="A recipe's name or YAML file.")],
     overrides: Overrides = None,
     out: OutRun = None,
-    stage: Annotated[str | None, typer.Option(help="The stage to train; the recipe's first training stage unless given.")] = None,
+    stage: Annotated[
+        str | None, typer.Option(help="The stage to train; the recipe's first training stage unless given.")
+    ] = None,
 ) -> None:
     """Train one stage of a recipe, and what it builds on. Run it again to go on after a stop."""
     from imdm.pipeline import Run
@@ -70,11 +80,15 @@ def train(
 def couple(
     model: ModelPath,
     out: Annotated[Path, typer.Option(help="Folder for the pairs.")],
-    data: Annotated[str | None, typer.Option("--data", help="What is perturbed: a language or a safetensors file of tokens.")] = None,
+    data: Annotated[
+        str | None, typer.Option("--data", help="What is perturbed: a language or a safetensors file of tokens.")
+    ] = None,
     pairs: Annotated[int, typer.Option(help="How many.")] = 100_000,
     steps: Annotated[int, typer.Option(help="Reverse steps of the teacher.")] = 1024,
     noise: Noise = "posterior",
-    start: Annotated[str, typer.Option(help="perturbed: data corrupted to a random time; prior: everything masked.")] = "perturbed",
+    start: Annotated[
+        str, typer.Option(help="perturbed: data corrupted to a random time; prior: everything masked.")
+    ] = "perturbed",
     batch_size: Annotated[int, typer.Option(help="Sequences in one network evaluation.")] = 256,
     seed: Seed = 0,
 ) -> None:
@@ -93,9 +107,15 @@ def couple(
     state = PartialState()
     with _reporter().bar("pairs", pairs) as bar:
         make(
-            teacher.to(state.device), source, config, out, seed=seed, rank=state.process_index,
-            world=state.num_processes, on_progress=bar,
-        )  # fmt: skip
+            teacher.to(state.device),
+            source,
+            config,
+            out,
+            seed=seed,
+            rank=state.process_index,
+            world=state.num_processes,
+            on_progress=bar,
+        )
     state.wait_for_everyone()
     _say(f"coupling: {out}")
 
@@ -106,12 +126,16 @@ def generate(
     num: Annotated[int, typer.Option(help="How many sequences (of each prompt).")] = 1,
     steps: Annotated[int, typer.Option(help="Reverse steps: at most so many network evaluations a sequence.")] = 8,
     length: Annotated[int | None, typer.Option(help="Tokens a sequence; the model's length unless given.")] = None,
-    canvas: Annotated[list[str] | None, typer.Option(help="Token ids with holes to fill, such as '0 ? ? 1'; may be repeated.")] = None,
+    canvas: Annotated[
+        list[str] | None, typer.Option(help="Token ids with holes to fill, such as '0 ? ? 1'; may be repeated.")
+    ] = None,
     noise: Noise = "posterior",
     temperature: Annotated[float, typer.Option(help="1.0 samples the model as it is.")] = 1.0,
     top_p: Annotated[float, typer.Option(help="1.0 samples the model as it is.")] = 1.0,
     seed: Seed = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, with the step of each token.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object a line, with the step of each token.")
+    ] = False,
     trace: Annotated[bool, typer.Option(help="Show the canvas after every step.")] = False,
 ) -> None:
     """Write sequences of token ids, from nothing or around given tokens."""
@@ -120,9 +144,16 @@ def generate(
     writer = load_model(model).to(_device())
     start = _canvas(canvas, writer, length) if canvas else None
     made = writer.generate(
-        start, length=length, num=num, steps=steps, seed=seed, noise=noise, temperature=temperature, top_p=top_p,
+        start,
+        length=length,
+        num=num,
+        steps=steps,
+        seed=seed,
+        noise=noise,
+        temperature=temperature,
+        top_p=top_p,
         trace=trace,
-    )  # fmt: skip
+    )
     hole = writer.config.mask_token_id
     for row in range(len(made.tokens)):
         tokens = made.tokens[row].tolist()
@@ -143,7 +174,9 @@ def generate(
 def evaluate(
     model: ModelPath,
     data: Data,
-    metrics: Annotated[str, typer.Option(help="Comma-separated: validity, token_entropy, factorization_error, nelbo.")] = "validity",
+    metrics: Annotated[
+        str, typer.Option(help="Comma-separated: validity, token_entropy, factorization_error, nelbo.")
+    ] = "validity",
     steps: Annotated[str, typer.Option(help="Comma-separated step counts.")] = "1,2,4,8",
     samples: Annotated[int, typer.Option(help="Sequences to generate.")] = 1024,
     draws: Annotated[int, typer.Option(help="Noise draws of the factorization error.")] = 10_000,
@@ -171,9 +204,15 @@ def evaluate(
     rows = []
     for count in counts:
         subject = Subject(
-            subject_model, steps=count, samples=samples, draws=draws, seed=seed, noise=noise,  # type: ignore[arg-type]
-            truth=section.language(), data=section.source(seed),
-        )  # fmt: skip
+            subject_model,
+            steps=count,
+            samples=samples,
+            draws=draws,
+            seed=seed,
+            noise=noise,  # type: ignore[arg-type]
+            truth=section.language(),
+            data=section.source(seed),
+        )
         found = measure(names, subject)
         rows += [
             to_row(name, value, subject, experiment=data, method=method, seed=seed, recipe_hash="")
@@ -303,6 +342,7 @@ def main() -> None:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()  # ours show what matters
+    transformers.utils.logging.set_verbosity_error()  # and our refusals say what is wrong
     try:
         app(standalone_mode=True)
     except UserError as error:

@@ -24,9 +24,14 @@ class Terminal:
     @contextmanager
     def bar(self, title: str, total: int) -> Iterator[Bar]:
         columns = (
-            TextColumn("  {task.description}"), BarColumn(bar_width=28), MofNCompleteColumn(),
-            TextColumn("{task.fields[note]}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
-        )  # fmt: skip
+            TextColumn("  {task.description}"),
+            BarColumn(bar_width=28),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[note]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+        )
         started, last = time.perf_counter(), ""
         with Progress(*columns, console=self.console, transient=True) as progress:
             task = progress.add_task(title, total=total, note="")

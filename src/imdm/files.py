@@ -69,7 +69,6 @@ def read_tensors(path: Path, what: str) -> dict[str, Tensor]:
         raise UserError(f"{what}: {path} is not a readable safetensors file ({error})") from None
 
 
-
 def append_line(path: Path, value: Any) -> None:
     """One JSON object a line."""
     path.parent.mkdir(parents=True, exist_ok=True)

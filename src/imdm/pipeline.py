@@ -1,8 +1,8 @@
 """Running a recipe: stage after stage, each skipped when its output is there and was made from the same inputs.
 
-    OUT/recipe.json                 the resolved recipe
-    OUT/results.jsonl               result rows of all seeds
-    OUT/seed-0/teacher/model/ …     one folder a seed, one folder a stage, `done.json` when it is finished
+OUT/recipe.json                 the resolved recipe
+OUT/results.jsonl               result rows of all seeds
+OUT/seed-0/teacher/model/ …     one folder a seed, one folder a stage, `done.json` when it is finished
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ class Run:
     recipe: Recipe
     out: Path
     reporter: Reporter = field(default_factory=Quiet)
+    _ready: set[str] = field(default_factory=set)
 
     @property
     def folder(self) -> Path:
@@ -76,6 +77,8 @@ class Run:
 
     def stage(self, name: str) -> None:
         """Run one stage and, first, the stages it builds on."""
+        if name in self._ready:
+            return
         if name not in self.recipe.stages:
             raise unknown("stage", name, self.recipe.stages)
         stage = self.recipe.stages[name]
@@ -91,15 +94,19 @@ class Run:
                     "choose another --out, or delete that folder to make it again"
                 )
             self.reporter.say(f"{name}: already there")
+            self._ready.add(name)
             return
         work: dict[str, Callable[[str, Any], str]] = {
-            "train": self._train, "couple": self._couple, "evaluate": self._evaluate,
-        }  # fmt: skip
+            "train": self._train,
+            "couple": self._couple,
+            "evaluate": self._evaluate,
+        }
         output = work[stage.kind](name, stage)
         state = PartialState()
         if state.is_main_process:
             write_json(marker, {"inputs": inputs, "output": output})
         state.wait_for_everyone()
+        self._ready.add(name)
 
     def all(self) -> None:
         """Every stage in order."""
@@ -159,9 +166,15 @@ class Run:
                 bar(p.step, f"loss {p.loss:.4f}  {p.tokens_per_second:,.0f} tok/s")
 
             trainer = Trainer(
-                model, stage.objective, source, stage.training, self.folder / name, seed=seed,
-                watch=self._watch(stage) if stage.watch.metrics else None, on_progress=progress,
-            )  # fmt: skip
+                model,
+                stage.objective,
+                source,
+                stage.training,
+                self.folder / name,
+                seed=seed,
+                watch=self._watch(stage) if stage.watch.metrics else None,
+                on_progress=progress,
+            )
             return fingerprint(load_model(trainer.train()))
 
     def _watch(self, stage: TrainStage) -> Callable[[MaskedDiffusionLM], Mapping[str, float]]:
@@ -182,9 +195,15 @@ class Run:
         state = PartialState()
         with self.reporter.bar(f"{name}: {config.steps}-step teacher", config.pairs) as bar:
             manifest = couple(
-                self.model(stage.teacher).to(state.device), source, config, self.folder / name, seed=self.recipe.seed,
-                rank=state.process_index, world=state.num_processes, on_progress=bar,
-            )  # fmt: skip
+                self.model(stage.teacher).to(state.device),
+                source,
+                config,
+                self.folder / name,
+                seed=self.recipe.seed,
+                rank=state.process_index,
+                world=state.num_processes,
+                on_progress=bar,
+            )
         state.wait_for_everyone()
         return manifest.digest()
 
@@ -198,15 +217,26 @@ class Run:
                 model = self.model(model_name).to(state.device)
                 for steps in stage.steps:
                     subject = Subject(
-                        model, steps=steps, samples=stage.samples, draws=stage.draws, seed=recipe.seed,
-                        noise=stage.noise, truth=language, data=recipe.data.source(recipe.seed),
-                    )  # fmt: skip
+                        model,
+                        steps=steps,
+                        samples=stage.samples,
+                        draws=stage.draws,
+                        seed=recipe.seed,
+                        noise=stage.noise,
+                        truth=language,
+                        data=recipe.data.source(recipe.seed),
+                    )
                     found = measure(list(stage.metrics), subject)
                     rows += [
                         to_row(
-                            metric, value, subject, experiment=recipe.experiment, method=method, seed=recipe.seed,
+                            metric,
+                            value,
+                            subject,
+                            experiment=recipe.experiment,
+                            method=method,
+                            seed=recipe.seed,
                             recipe_hash=recipe.digest(),
-                        )  # fmt: skip
+                        )
                         for metric, value in found.items()
                     ]
                     bar(len(rows) // len(stage.metrics), model_name)

@@ -73,11 +73,11 @@ def as_key(seed: int | Tensor, device: torch.device | str | None = None) -> Tens
 def bits(key: Tensor, purpose: Purpose, a: Tensor | int = 0, b: Tensor | int = 0, blocks: int = 1) -> Tensor:
     """Random 32-bit words for every (key, a, b), which broadcast: (..., 4·blocks), int64."""
     device = key.device
-    a, b = (torch.as_tensor(v, dtype=torch.int64, device=device) for v in (a, b))
-    key, a, b = (v.unsqueeze(-1) for v in torch.broadcast_tensors(key, a, b))
+    first, second = (torch.as_tensor(v, dtype=torch.int64, device=device) for v in (a, b))
+    key, first, second = (v.unsqueeze(-1) for v in torch.broadcast_tensors(key, first, second))
     block = torch.arange(blocks, dtype=torch.int64, device=device)
     place = torch.full((), int(purpose), dtype=torch.int64, device=device)
-    words = philox((block, a & _WORD, b & _WORD, place), (key & _WORD, (key >> 32) & _WORD))
+    words = philox((block, first & _WORD, second & _WORD, place), (key & _WORD, (key >> 32) & _WORD))
     return torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(-2)
 
 
@@ -93,6 +93,11 @@ def unit(high: Tensor, low: Tensor) -> Tensor:
     return u.clamp(max=1.0 - 2.0**-53)
 
 
+def centred(word: Tensor) -> Tensor:
+    """A word as a float32 in (−1, 1): an odd multiple of 2⁻²⁴, exact, so never ±1 and never 0."""
+    return (2 * (word >> 8) + 1 - (1 << 24)).to(torch.float32) * 2.0**-24
+
+
 def uniform(key: Tensor, purpose: Purpose, a: Tensor | int = 0, b: Tensor | int = 0) -> Tensor:
     """One float64 in [0, 1) for every (key, a, b)."""
     words = bits(key, purpose, a, b)
@@ -100,9 +105,8 @@ def uniform(key: Tensor, purpose: Purpose, a: Tensor | int = 0, b: Tensor | int 
 
 
 def symmetric(key: Tensor, purpose: Purpose, a: Tensor | int, b: Tensor | int, dim: int) -> Tensor:
-    """Unif(−1, 1) in float32: the odd multiples of 2⁻²⁴, all exact, so never ±1 and never 0: (..., dim)."""
-    words = bits(key, purpose, a, b, blocks=math.ceil(dim / 4))[..., :dim]
-    return (2 * (words >> 8) + 1 - (1 << 24)).to(torch.float32) * 2.0**-24
+    """Unif(−1, 1) in float32: (..., dim)."""
+    return centred(bits(key, purpose, a, b, blocks=math.ceil(dim / 4))[..., :dim])
 
 
 def normal(key: Tensor, purpose: Purpose, a: Tensor | int, b: Tensor | int, dim: int) -> Tensor:

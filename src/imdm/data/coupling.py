@@ -88,14 +88,18 @@ class Coupling:
         columns = read_tensors(shard_path(self.folder, index), f"coupling {str(self.folder)!r}")
         rows = min(self.manifest.shard, self.manifest.pairs - index * self.manifest.shard)
         if {name: len(c) for name, c in columns.items()} != dict.fromkeys(("tokens", "noised", "t", "seed"), rows):
-            raise UserError(f"coupling: {shard_path(self.folder, index)} does not hold {rows} pairs; delete and remake it")
+            raise UserError(
+                f"coupling: {shard_path(self.folder, index)} does not hold {rows} pairs; delete and remake it"
+            )
         return columns
 
     def __len__(self) -> int:
         return self.manifest.pairs
 
     def rows(self, index: Tensor) -> dict[str, Tensor]:
-        return {name: c[index].long() if name in ("tokens", "noised") else c[index] for name, c in self._columns.items()}
+        return {
+            name: c[index].long() if name in ("tokens", "noised") else c[index] for name, c in self._columns.items()
+        }
 
     def check(self, student: MaskedDiffusionLM, teacher: str, uses_seed: bool) -> None:
         """Refuse a student that these pairs were not made for."""
@@ -112,9 +116,13 @@ class Coupling:
         if m.length > config.length:
             raise UserError(f"{where} has sequences of {m.length} tokens, the student takes at most {config.length}")
         if uses_seed and m.generator != GENERATOR:
-            raise UserError(f"{where} was drawn by generator {m.generator!r}, this version draws {GENERATOR!r}; remake it")
+            raise UserError(
+                f"{where} was drawn by generator {m.generator!r}, this version draws {GENERATOR!r}; remake it"
+            )
         if uses_seed and m.mask not in ("single", student.mask.name):
-            raise UserError(f"{where} was made under mask {m.mask}, the student's is {student.mask.name}; they must agree")
+            raise UserError(
+                f"{where} was made under mask {m.mask}, the student's is {student.mask.name}; they must agree"
+            )
 
 
 def shard_path(folder: Path, index: int) -> Path:
@@ -145,11 +153,21 @@ def couple(
         raise UserError("couplings that start from data (start: perturbed) need data, those from the prior take none")
     length = teacher.config.length if source is None else source.length
     manifest = Manifest(
-        teacher=fingerprint(teacher), mask=teacher.mask.name, schedule=teacher.config.schedule, generator=GENERATOR,
-        noise=config.noise, steps=config.steps, start=config.start, pairs=config.pairs, shard=config.shard, seed=seed,
-        data=source.fingerprint if source else "", length=length, vocab_size=teacher.config.vocab_size,
+        teacher=fingerprint(teacher),
+        mask=teacher.mask.name,
+        schedule=teacher.config.schedule,
+        generator=GENERATOR,
+        noise=config.noise,
+        steps=config.steps,
+        start=config.start,
+        pairs=config.pairs,
+        shard=config.shard,
+        seed=seed,
+        data=source.fingerprint if source else "",
+        length=length,
+        vocab_size=teacher.config.vocab_size,
         mask_token_id=teacher.config.mask_token_id,
-    )  # fmt: skip
+    )
     if length > teacher.config.length:
         raise UserError(f"the data has {length} tokens a row, the teacher takes at most {teacher.config.length}")
     if (folder / "manifest.json").exists():
@@ -192,7 +210,7 @@ def _make(
     seed: int,
     on_progress: Callable[[int], None] | None,
 ) -> dict[str, Tensor]:
-    """Pairs (P,): z_t by the forward process from data rows x (P, L), or all masks; x̂ by the teacher's reverse process."""
+    """Pairs (P,): z_t from data rows x (P, L) by the forward process, or all masks; x̂ from z_t by the teacher."""
     device = teacher.device
     keys = fold(as_key(seed), Purpose.SAMPLE, pairs).to(device)
     if x is not None:
@@ -205,8 +223,14 @@ def _make(
     report = None if on_progress is None else (lambda written: on_progress(len(pairs) * written // masks))
     teacher.eval()
     made = sample(
-        teacher, noised, keys=keys, steps=config.steps, t=t, policy=config.noise, batch_size=config.batch_size,
+        teacher,
+        noised,
+        keys=keys,
+        steps=config.steps,
+        t=t,
+        policy=config.noise,
+        batch_size=config.batch_size,
         on_progress=report,
-    )  # fmt: skip
+    )
     columns = {"tokens": made.tokens.int(), "noised": noised.int(), "t": t, "seed": keys}
     return {name: column.cpu() for name, column in columns.items()}

@@ -67,7 +67,7 @@ class LanguageData(Config):
 
     kind: Literal["language"] = "language"
     name: str = "aligned"
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = Field(default_factory=dict)
 
     def language(self) -> Language:
         make = languages[self.name]

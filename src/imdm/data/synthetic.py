@@ -84,7 +84,9 @@ def _sequences(symbols: int, length: int) -> Tensor:
 def aligned(length: int = 2, symbols: int = 2) -> Language:
     """`length` equal tokens over `symbols` symbols; the paper's {00, 11} by default."""
     if length < 1 or symbols < 2 or symbols**length > LARGEST:
-        raise UserError(f"aligned(length={length}, symbols={symbols}): needs 1 < symbols and symbols^length ≤ {LARGEST}")
+        raise UserError(
+            f"aligned(length={length}, symbols={symbols}): needs 1 < symbols and symbols^length ≤ {LARGEST}"
+        )
     joint = torch.zeros([symbols] * length, dtype=torch.float64)
     for symbol in range(symbols):
         joint[(symbol,) * length] = 1 / symbols

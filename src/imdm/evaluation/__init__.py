@@ -5,4 +5,15 @@ from imdm.evaluation.base import Measurement, Subject, measure, metrics
 from imdm.evaluation.factorization import single_step_error
 from imdm.evaluation.results import Row, append, family, read, to_row
 
-__all__ = ["Measurement", "Row", "Subject", "append", "family", "measure", "metrics", "read", "single_step_error", "to_row"]
+__all__ = [
+    "Measurement",
+    "Row",
+    "Subject",
+    "append",
+    "family",
+    "measure",
+    "metrics",
+    "read",
+    "single_step_error",
+    "to_row",
+]

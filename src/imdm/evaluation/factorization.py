@@ -11,29 +11,37 @@ from torch import Tensor
 
 from imdm.data.synthetic import Language
 from imdm.evaluation.base import Measurement, Subject, metrics
+from imdm.masks import Finite, Single
 from imdm.models import Denoiser
 from imdm.randomness import Purpose, as_key, fold, integers
-from imdm.state import Noised
-from imdm.theory.information import contexts, marginal, revealed_subsets
+from imdm.theory.information import contexts, keep_and_reveal, marginal, revealed_subsets
 
 REPLICATES = 200
 
 
 def component_laws(denoiser: Denoiser, tokens: Tensor, draws: int, seed: int) -> Tensor:
-    """log p_θ of every data token at every position of one sequence (L,), under `draws` noises: (n, L, V)."""
-    n = 1 if denoiser.process.mask.kind == "single" else draws
-    keys = fold(as_key(seed), Purpose.SAMPLE, torch.arange(n))
-    parts = []
-    for key in keys.split(4096):
-        state = _state(denoiser, tokens, key)
-        parts.append(denoiser.head(denoiser.trunk(state).flatten(0, 1)).unflatten(0, state.tokens.shape).cpu())
-    return torch.cat(parts).double()
+    """log p_θ of every data token at every position of one sequence (L,), under each noise: (n, L, V).
 
-
-def _state(denoiser: Denoiser, tokens: Tensor, keys: Tensor) -> Noised:
+    Every noise is enumerated, and the laws are exact, when there are no more than `draws` of them: one for a single
+    mask, K^masked for a finite one. Otherwise there are `draws` independent noises.
+    """
     device = getattr(denoiser, "device", torch.device("cpu"))
-    batch = tokens.to(device).expand(len(keys), -1)
-    return denoiser.process.noised(batch, torch.ones(len(keys), device=device), keys.to(device))
+    mask, masked = denoiser.process.mask, tokens == denoiser.process.mask_id
+    n = draws
+    if isinstance(mask, Single):
+        n = 1
+    elif isinstance(mask, Finite) and mask.count ** int(masked.sum()) <= draws:
+        n = mask.count ** int(masked.sum())
+    keys = fold(as_key(seed), Purpose.SAMPLE, torch.arange(n)).to(device)
+    state = denoiser.process.noised(tokens.to(device).expand(n, -1), torch.ones(n, device=device), keys)
+    if isinstance(mask, Finite) and n < draws:
+        every = torch.cartesian_prod(*[torch.arange(mask.count)] * int(masked.sum())).view(n, -1)
+        state = state.with_noise(torch.zeros_like(state.tokens).masked_scatter(state.masked, every.to(device)))
+    parts = []
+    for part in torch.arange(n, device=device).split(4096):
+        some = state[part]
+        parts.append(denoiser.head(denoiser.trunk(some).flatten(0, 1)).unflatten(0, some.tokens.shape).cpu())
+    return torch.cat(parts).double()
 
 
 def joint_under(laws: Tensor, positions: tuple[int, ...], symbols: int) -> Tensor:
@@ -54,9 +62,7 @@ def single_step_error(
     denoiser: Denoiser, language: Language, t: float, s: float, draws: int = 10_000, seed: int = 0
 ) -> Tensor:
     """TC_θ(z_s | z_t), enumerated over every context and every set of positions revealed between t and s."""
-    process = denoiser.process
-    keep = float(process.schedule.alpha(torch.tensor(t, dtype=torch.float64)))
-    reveal = float(process.split(torch.tensor(t), torch.tensor(s)).reveal)
+    keep, reveal = keep_and_reveal(denoiser.process, t, s)
     total = torch.zeros((), dtype=torch.float64)
     for context in contexts(language, keep):
         if not context.masked:

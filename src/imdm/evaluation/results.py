@@ -48,13 +48,25 @@ def to_row(
     metric: str, found: Measurement, subject: Subject, *, experiment: str, method: str, seed: int, recipe_hash: str
 ) -> Row:
     return Row(
-        experiment=experiment, method=method, model=family(subject.model.mask), mask=subject.model.mask.name,
-        steps=subject.steps, evaluations=round(float(subject.generation.evaluations.double().mean()), 4), metric=metric,
-        value=found.value, stderr=None if found.stderr != found.stderr else found.stderr, n=found.n, seed=seed,
-        split=None, judge=None, precision=str(subject.model.dtype).removeprefix("torch."),
-        length=subject.generation.tokens.shape[1], temperature=1.0, recipe_hash=recipe_hash,
+        experiment=experiment,
+        method=method,
+        model=family(subject.model.mask),
+        mask=subject.model.mask.name,
+        steps=subject.steps,
+        evaluations=round(float(subject.generation.evaluations.double().mean()), 4),
+        metric=metric,
+        value=found.value,
+        stderr=None if found.stderr != found.stderr else found.stderr,
+        n=found.n,
+        seed=seed,
+        split=None,
+        judge=None,
+        precision=str(subject.model.dtype).removeprefix("torch."),
+        length=subject.generation.tokens.shape[1],
+        temperature=1.0,
+        recipe_hash=recipe_hash,
         time=datetime.now(UTC).isoformat(timespec="seconds"),
-    )  # fmt: skip
+    )
 
 
 def append(path: Path, rows: list[Row]) -> None:

@@ -62,5 +62,3 @@ def parse_mask(value: Any) -> Mask:
     if not isinstance(value, dict) or "kind" not in value:
         raise UserError(f"mask: expected a name or settings with 'kind' ({', '.join(masks)}), got {value!r}")
     return masks[value["kind"]].parse(value, "mask")
-
-

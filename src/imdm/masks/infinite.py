@@ -24,14 +24,16 @@ class NoiseOutput(nn.Linear):
         nn.init.zeros_(self.weight)
 
 
-class NoiseMLP(nn.Sequential):
+class NoiseMLP(nn.Module):
     """MLP(ε): d_noise → 4·width → width. The output layer is zero, so a fresh IMDM equals its MDM."""
 
     def __init__(self, dim: int, width: int) -> None:
-        super().__init__(NoiseInput(dim, 4 * width), nn.GELU(), NoiseOutput(4 * width, width, bias=False))
+        super().__init__()
+        self.input = NoiseInput(dim, 4 * width)
+        self.output = NoiseOutput(4 * width, width, bias=False)
 
     def forward(self, noise: Tensor) -> Tensor:
-        return super().forward(noise.to(self[0].weight.dtype))
+        return self.output(nn.functional.gelu(self.input(noise.to(self.input.weight.dtype))))
 
 
 @masks.register("infinite")

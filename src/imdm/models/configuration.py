@@ -69,8 +69,8 @@ class MaskedDiffusionConfig(PreTrainedConfig):
         self.mask = parse_mask(mask).model_dump()
         self.schedule = parse_schedule(schedule).model_dump()
         self.mask_token_id = mask_token_id
-        super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
-        self.mask_token_id = mask_token_id
+        self.tie_word_embeddings = tie_word_embeddings
+        super().__init__(**kwargs)
 
     @classmethod
     def preset(cls, name: str, **settings: Any) -> MaskedDiffusionConfig:

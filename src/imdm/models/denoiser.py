@@ -29,7 +29,10 @@ class Denoiser(Protocol):
     """What the sampler, the objectives and the metrics ask of a model. Enumerated oracles satisfy it too."""
 
     process: Process
-    vocab_size: int
+
+    @property
+    def vocab_size(self) -> int:
+        """V, the mask token included."""
 
     def trunk(self, state: Noised) -> Tensor:
         """Hidden states (B, L, ·)."""
@@ -87,10 +90,11 @@ class MaskedDiffusionLM(PreTrainedModel):
         new_mask = "mask" in kwargs
         kwargs |= {"use_safetensors": True, "output_loading_info": True}
         try:
-            model, info = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+            loaded: Any = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         except (OSError, SafetensorError, RuntimeError) as error:
             reason = str(error).strip().splitlines()[0]
             raise UserError(f"{where} cannot be loaded: {reason}") from error
+        model, info = loaded
         missing = {name for name in info["missing_keys"] if not (new_mask and name.startswith("mask_embedding."))}
         ignored = {name for name in info["unexpected_keys"] if not (new_mask and name.startswith("mask_embedding."))}
         if missing or ignored:
@@ -189,9 +193,17 @@ class MaskedDiffusionLM(PreTrainedModel):
         self.eval()
         try:
             return sample(
-                self, canvas, keys=keys, steps=steps, policy=noise, temperature=temperature, top_p=top_p,
-                trace=trace, batch_size=batch_size, on_progress=on_progress,
-            )  # fmt: skip
+                self,
+                canvas,
+                keys=keys,
+                steps=steps,
+                policy=noise,
+                temperature=temperature,
+                top_p=top_p,
+                trace=trace,
+                batch_size=batch_size,
+                on_progress=on_progress,
+            )
         finally:
             self.train(training)
 
@@ -232,7 +244,7 @@ def with_mask(model: MaskedDiffusionLM, mask: Any) -> MaskedDiffusionLM:
     weights = model.state_dict()
     if mask != model.mask:
         weights = {name: w for name, w in weights.items() if not name.startswith("mask_embedding.")}
-    other = MaskedDiffusionLM(_config_like(model, mask=mask.model_dump())).to(model.device, model.dtype)
+    other = _like(model, mask=mask.model_dump())
     missing, unexpected = other.load_state_dict(weights, strict=False)
     if unexpected or any(not name.startswith("mask_embedding.") for name in missing):
         raise UserError(f"the model's weights do not fit its own config: {(missing + unexpected)[0]!r}")
@@ -252,7 +264,7 @@ def fold_conditioning(model: MaskedDiffusionLM) -> MaskedDiffusionLM:
     the norms and the output layers. Same function, fewer parameters, less work."""
     if model.time is None or model.modulation is None:
         return with_mask(model, model.mask)
-    folded = MaskedDiffusionLM(_config_like(model, condition=0)).to(model.device, model.dtype)
+    folded = _like(model, condition=0)
     weights = {name: w.clone() for name, w in model.state_dict().items()}
     c = model.time()
 
@@ -273,5 +285,8 @@ def fold_conditioning(model: MaskedDiffusionLM) -> MaskedDiffusionLM:
     return folded.train(model.training)
 
 
-def _config_like(model: MaskedDiffusionLM, **changes: Any) -> MaskedDiffusionConfig:
-    return MaskedDiffusionConfig.from_dict(model.config.to_dict() | changes)
+def _like(model: MaskedDiffusionLM, **changes: Any) -> MaskedDiffusionLM:
+    """A fresh model with another config, where and as the old one is."""
+    fresh = MaskedDiffusionLM(MaskedDiffusionConfig.from_dict(model.config.to_dict() | changes))
+    nn.Module.to(fresh, device=model.device, dtype=model.dtype)
+    return fresh

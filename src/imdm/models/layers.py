@@ -53,13 +53,13 @@ class TimeCondition(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.mlp = nn.Sequential(nn.Linear(self.FREQUENCIES, width), nn.SiLU(), nn.Linear(width, width))
+        self.first = nn.Linear(self.FREQUENCIES, width)
+        self.second = nn.Linear(width, width)
 
     def forward(self) -> Tensor:
-        weight = self.mlp[0].weight
-        half = torch.ones(self.FREQUENCIES // 2, dtype=weight.dtype, device=weight.device)
+        half = self.first.weight.new_ones(self.FREQUENCIES // 2)
         at_zero = torch.cat((half, torch.zeros_like(half)))  # cos(0·f), sin(0·f)
-        return F.silu(self.mlp(at_zero))
+        return F.silu(self.second(F.silu(self.first(at_zero))))
 
 
 def rotary(length: int, dim: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -81,5 +81,3 @@ def parse_objective(value: Any) -> Objective:
     if not isinstance(settings, dict) or "kind" not in settings:
         raise UserError(f"objective: expected a name or settings with 'kind' ({', '.join(objectives)}), got {value!r}")
     return objectives[settings["kind"]].parse(settings, "objective")
-
-

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import platform
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from imdm.errors import UserError
 from imdm.evaluation import Row, read
-from imdm.files import read_json, read_lines
-from imdm.models import MaskedDiffusionLM, load_model
-from imdm.report import paper, plots
-from imdm.report.page import Picture, Report, Section
-from imdm.report.tables import Table, all_results, figure
+from imdm.files import read_json
+from imdm.registry import Registry
+from imdm.report.page import Report, Section
+from imdm.report.tables import all_results
 
-MODELS = {"mdm": "MDM", "imdm": "IMDM"}  # stages of the synthetic recipe, as the paper names them
-FAMILY = {"mdm": "mdlm", "imdm": "imdm"}  # and as result rows do
-REACH = 1.6  # how far the pictured plane of noise goes, in units of the two draws that span it
+pages: Registry[Callable[[Path, list[Row], dict[str, str]], Report]] = Registry("report page")
+"""Experiments with a page of their own, by recipe name; every other run gets the plain table."""
 
 
 def build_report(run: Path) -> Report:
@@ -28,128 +25,19 @@ def build_report(run: Path) -> Report:
         raise UserError(f"{run}: no results.jsonl there; run 'imdm reproduce' or 'imdm evaluate' first")
     rows = read(run / "results.jsonl")
     recipe = read_json(run / "recipe.json", "report") if (run / "recipe.json").exists() else {}
-    seeds = sorted({row.seed for row in rows})
+    name = recipe.get("name", run.name)
     facts = {
-        "recipe": recipe.get("name", "–"), "recipe hash": ", ".join(sorted({row.recipe_hash for row in rows})),
-        "seeds": ", ".join(map(str, seeds)), "precision": ", ".join(sorted({row.precision for row in rows})),
+        "recipe": name,
+        "recipe hash": _distinct(row.recipe_hash for row in rows),
+        "seeds": _distinct(row.seed for row in rows),
+        "precision": _distinct(row.precision for row in rows),
         "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
-    }  # fmt: skip
-    if recipe.get("name") == "synthetic":
-        return _synthetic(run, rows, seeds, facts)
+    }
+    if name in list(pages):
+        return pages[name](run, rows, facts)
     lead = recipe.get("summary", "Results of this folder.")
-    return Report(recipe.get("name", run.name), lead, (), [Section("Results", parts=[all_results(rows)])], facts)
+    return Report(name, lead, (), [Section("Results", parts=[all_results(rows)])], facts)
 
 
-def _synthetic(run: Path, rows: list[Row], seeds: list[int], facts: dict[str, str]) -> Report:
-    first = seeds[0]
-    models = {stage: load_model(run / f"seed-{first}" / stage / "model") for stage in MODELS}
-    best = {row.metric: row for row in rows if (row.model, row.method, row.seed) == ("imdm", "redi", first)}
-    floor = {row.metric: row for row in rows if (row.model, row.method, row.seed) == ("mdlm", "redi", first)}
-    highlights = [
-        (f"{best['validity'].value:.1%}", f"valid in one step with the infinite mask (single: {floor['validity'].value:.1%})"),
-        (f"{best['factorization_error'].value:.4f}", "nats of factorization error left"),
-        (f"{floor['factorization_error'].value:.4f}", f"the single mask's floor; Theorem 4.1 says ≥ ln 2 = {math.log(2):.4f}"),
-    ]  # fmt: skip
-    sections = [
-        Section(
-            "The paper's Tables 1 and 2, and ours",
-            "Both students are distilled by ReDi from one teacher and the same pairs; only the mask differs.",
-            [table_1(rows, seeds), table_2(models)],
-        ),
-        Section(
-            "While training",
-            "Measured on the averaged weights with 2,000 samples and noise draws. The single mask stays on the bound "
-            "however long it trains.",
-            [Picture(plots.embed(_curves(run / f"seed-{first}")), "Validity and factorization error per training step")],
-        ),
-        Section(
-            "The partition of Theorem 4.2",
-            "All masked, one network evaluation: P(token = 0) over the plane spanned by the first two noise draws of this "
-            "seed. The infinite mask has cut the noise space into a region that writes 00 and one that writes 11, the "
-            "same cut for both tokens; the single mask sees no noise and is flat.",
-            [Picture(plots.embed(partition(models)), "P(token = 0) of both tokens over a plane of the noise space")],
-        ),
-        Section("Everything measured", "Standard errors: over samples, by bootstrap over noise draws for the error.",
-                [all_results(rows)]),
-    ]  # fmt: skip
-    lead = (
-        "A language with two sentences, 00 and 11, written in one step. A single mask draws both tokens independently and "
-        "is right half the time; a mask that carries noise lets both tokens read the same coin."
-    )
-    return Report("Infinite masks on {00, 11}", lead, highlights, sections, facts)
-
-
-def table_1(rows: list[Row], seeds: list[int]) -> Table:
-    """Table 1, ours beside the paper's, a column a seed."""
-    theirs = {row[0]: row[1:] for row in paper.TABLE_1.rows}
-    columns = ("model", "metric", "paper", *(f"ours, seed {seed}" for seed in seeds))
-    table = Table(f"Table 1. {paper.TABLE_1.caption}", columns, note=paper.ERROR_NOTE)
-    for stage, name in MODELS.items():
-        for place, metric in enumerate(("validity", "token_entropy", "factorization_error")):
-            ours = {
-                row.seed: figure(row.value, row.stderr, percent=metric == "validity")
-                for row in rows
-                if (row.method, row.model, row.metric, row.steps) == ("redi", FAMILY[stage], metric, 1)
-            }
-            table.rows.append((name, paper.TABLE_1.columns[place + 1], theirs[name][place], *(ours[s] for s in seeds)))
-    return table
-
-
-@torch.no_grad()
-def table_2(models: dict[str, MaskedDiffusionLM], candidates: int = 1000) -> Table:
-    """Table 2: ε_A is the first keyed draw under which both tokens lean to 0, ε_B the first under which both lean to 1."""
-    law = zero_probability(models["imdm"], _masked(candidates))  # (n, 2)
-    agree = float(((law > 0.5).all(1) | (law < 0.5).all(1)).double().mean())
-    picks = {"ε_A": (law > 0.5).all(1), "ε_B": (law < 0.5).all(1)}
-    note = (
-        f"ε_A and ε_B: the first of {candidates:,} noise draws under which both tokens lean to 0, and to 1; "
-        f"both tokens lean the same way under {agree:.1%} of the draws."
-    )
-    table = Table(f"Table 2. {paper.TABLE_2.caption}", ("model", "noise", "paper", "ours"), note=note)
-    for name, noise, *theirs in paper.TABLE_2.rows:
-        if name == "IMDM":
-            ours = law[picks[noise].nonzero()[0, 0]] if picks[noise].any() else None
-        else:
-            ours = zero_probability(models["mdm"], _masked(1))[0]
-        shown = "none found" if ours is None else " / ".join(f"{p:.1%}" for p in ours.tolist())
-        table.rows.append((name, noise, " / ".join(theirs), shown))
-    return table
-
-
-def _masked(count: int) -> Tensor:
-    return torch.full((count, 2), 2)
-
-
-@torch.no_grad()
-def zero_probability(model: MaskedDiffusionLM, tokens: Tensor, noise: Tensor | None = None) -> Tensor:
-    """P(token = 0) at both positions: (n, 2)."""
-    state = model.noised(tokens)
-    if noise is not None:
-        state = state.with_noise(noise)
-    return model(state)[..., 0].exp()
-
-
-def _curves(folder: Path) -> plots.Figure:
-    panels: dict[str, dict[str, list[tuple[int, float]]]] = {"validity": {}, "factorization error (nats)": {}}
-    for stage in MODELS:
-        history = [row for row in read_lines(folder / stage / "history.jsonl") if "validity" in row]
-        panels["validity"][stage] = [(row["step"], row["validity"]) for row in history]
-        panels["factorization error (nats)"][stage] = [(row["step"], row["factorization_error"]) for row in history]
-    return plots.training_curves(panels, {"factorization error (nats)": (math.log(2), "bound, ln 2")})
-
-
-@torch.no_grad()
-def partition(models: dict[str, MaskedDiffusionLM], resolution: int = 81) -> plots.Figure:
-    """P(token = 0) on the plane a·ε₁ + b·ε₂ through the model's first two noise draws."""
-    axis = torch.linspace(-REACH, REACH, resolution)
-    b, a = torch.meshgrid(axis, axis, indexing="ij")
-    planes = {}
-    for stage, name in MODELS.items():
-        model = models[stage].eval()
-        state = model.noised(_masked(2))
-        noise = None
-        if state.noise is not None:
-            noise = a.reshape(-1, 1, 1) * state.noise[0] + b.reshape(-1, 1, 1) * state.noise[1]
-        law = zero_probability(model, _masked(resolution**2), noise)
-        planes[name] = law.T.reshape(2, resolution, resolution)
-    return plots.noise_planes(planes, REACH)
+def _distinct(values: Iterable[object]) -> str:
+    return ", ".join(map(str, sorted(set(values), key=str)))

@@ -10,15 +10,21 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402  (the backend is chosen first)
-from matplotlib.figure import Figure  # noqa: E402
-from torch import Tensor  # noqa: E402
+from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
+from torch import Tensor
 
 COLOURS = {"mdm": "#8a8f98", "imdm": "#c2410c", "teacher": "#1d4ed8"}
-STYLE: dict[str, Any] = {
-    "font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25,
-    "figure.constrained_layout.use": True, "svg.fonttype": "none", "font.family": "sans-serif",
-}  # fmt: skip
+STYLE: Any = {
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.25,
+    "figure.constrained_layout.use": True,
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+}
 
 Curves = Mapping[str, Sequence[tuple[int, float]]]
 
@@ -50,16 +56,20 @@ def noise_planes(planes: Mapping[str, Tensor], reach: float) -> Figure:
     """P(token = 0) of both tokens over a plane of the noise space: one row a model, planes (2, R, R)."""
     with plt.rc_context(STYLE | {"axes.grid": False}):
         figure, axes = plt.subplots(len(planes), 2, figsize=(6.4, 2.9 * len(planes)), squeeze=False)
-        image = None
         for row, (name, plane) in zip(axes, planes.items(), strict=True):
             for token, axis in enumerate(row):
-                image = axis.imshow(
-                    plane[token].numpy(), origin="lower", extent=(-reach, reach) * 2, vmin=0, vmax=1, cmap="RdBu_r",
+                axis.imshow(
+                    plane[token].numpy(),
+                    origin="lower",
+                    extent=(-reach, reach) * 2,
+                    vmin=0,
+                    vmax=1,
+                    cmap="RdBu_r",
                     interpolation="nearest",
-                )  # fmt: skip
+                )
                 axis.plot([1, 0], [0, 1], "o", color="black", markersize=3)
                 axis.annotate("ε₁", (1, 0), textcoords="offset points", xytext=(4, 4))
                 axis.annotate("ε₂", (0, 1), textcoords="offset points", xytext=(4, 4))
                 axis.set(title=f"{name}, token {token + 1}", xlabel="share of ε₁", ylabel="share of ε₂")
-        figure.colorbar(image, ax=axes, label="P(token = 0)", shrink=0.8)
+        figure.colorbar(axes[0][0].images[0], ax=axes, label="P(token = 0)", shrink=0.8)
         return figure

@@ -80,13 +80,18 @@ def marginal(joint: Tensor, axes: tuple[int, ...]) -> Tensor:
     return joint.sum(rest) if rest else joint
 
 
+def keep_and_reveal(process: Process, t: float, s: float) -> tuple[float, float]:
+    """α_t, and the probability that a masked position is revealed between t and s."""
+    times = torch.tensor([t, s], dtype=torch.float64)
+    return float(process.schedule.alpha(times)[0]), float(process.split(times[0], times[1]).reveal)
+
+
 def step_total_correlation(language: Language, process: Process, t: float, s: float) -> Tensor:
     """TC(z_s | z_t) of the data (the θ-free part of Eq. 6): what any factorized reverse step from t to s must lose.
 
     Which positions a step reveals is independent, so only the values revealed together contribute.
     """
-    keep = float(process.schedule.alpha(torch.tensor(t, dtype=torch.float64)))
-    reveal = float(process.split(torch.tensor(t), torch.tensor(s)).reveal)
+    keep, reveal = keep_and_reveal(process, t, s)
     total = torch.zeros((), dtype=torch.float64)
     for context in contexts(language, keep):
         for subset, weight in revealed_subsets(len(context.masked), reveal):

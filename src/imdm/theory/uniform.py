@@ -1,4 +1,4 @@
-"""Where IMDM comes from: uniform diffusion over N data tokens and M masks (Eq. 11), whose limit M → ∞ is mask diffusion.
+"""Where IMDM comes from: uniform diffusion over N data tokens and M masks (Eq. 11), which tends to it as M grows.
 
 K = N + M categories. The M masks are interchangeable, so nothing of size K is ever built: a vector that is constant
 over the masks is kept as its N data entries and its one mask entry.

@@ -1,10 +1,10 @@
 """Checkpoints: a folder that holds a whole run by name, in safetensors and JSON, or is not there at all.
 
-    step-00000500/
-      model.safetensors  config.json     raw weights, loadable by from_pretrained
-      ema.safetensors                    averaged weights by parameter name
-      optimizer.safetensors              AdamW's moments by parameter name
-      state.json                         step, hash of what is being trained, objective state, sizes of the files
+step-00000500/
+  model.safetensors  config.json     raw weights, loadable by from_pretrained
+  ema.safetensors                    averaged weights by parameter name
+  optimizer.safetensors              AdamW's moments by parameter name
+  state.json                         step, hash of what is being trained, objective state, sizes of the files
 """
 
 from __future__ import annotations
@@ -79,6 +79,6 @@ def load(path: Path, run: str) -> Checkpoint:
         )
     for name, size in state["files"].items():
         if not (path / name).exists() or (path / name).stat().st_size != size:
-            raise UserError(f"{what} is damaged: {name} is missing or cut short; delete that folder to go on without it")
+            raise UserError(f"{what} is damaged: {name} is missing or cut short; delete that folder to go on")
     tensors = {name: read_tensors(path / f"{name}.safetensors", what) for name in TENSORS}
     return Checkpoint(step=state["step"], run=run, objective=state["objective"], **tensors)

@@ -103,7 +103,11 @@ class Trainer:
         self.process = model.process
         self.order = Order(seed, len(source))
         optimizer = torch.optim.AdamW(
-            model.parameters(), lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay,
+            model.parameters(),
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
             fused=True,
         )
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
@@ -126,7 +130,7 @@ class Trainer:
         world, batch = self.accelerator.num_processes, self.config.batch
         if batch % (world * self.accumulation):
             raise UserError(
-                f"training.batch = {batch}: must be a multiple of processes × accumulation = {world}×{self.accumulation}"
+                f"training.batch = {batch}: must be a multiple of {world} processes × {self.accumulation} micro-batches"
             )
 
     @property
@@ -167,7 +171,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self.ema.update(self.bare)
         self.step += 1
-        return self.accelerator.reduce(total, reduction="mean")  # type: ignore[return-value]
+        return self.accelerator.reduce(total, reduction="mean")
 
     def _seed_dropout(self) -> None:
         """Dropout uses torch's own generator; key it by (seed, step, process) so that a resumed run repeats it."""
@@ -239,8 +243,8 @@ class Trainer:
 
     def save(self) -> None:
         """All processes gather, the first one writes, none goes on before it is done."""
-        model = get_model_state_dict(self.model, options=WHOLE)
-        moments = get_optimizer_state_dict(self.model, self.optimizer.optimizer, options=WHOLE)["state"]
+        model: Any = get_model_state_dict(self.model, options=WHOLE)
+        moments: Any = get_optimizer_state_dict(self.model, self.optimizer.optimizer, options=WHOLE)["state"]
         if self.accelerator.is_main_process:
             flat = {f"{kind}.{name}": value for name, state in moments.items() for kind, value in state.items()}
             point = checkpoint.Checkpoint(self.step, self.run, model, self.ema.weights, flat, {"ema": self.ema.updates})

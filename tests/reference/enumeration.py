@@ -1,0 +1,98 @@
+"""The reverse chain, state by state: exact laws on vocabularies of 2–3 and lengths 2–3."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from imdm.masks import Finite, Single
+from imdm.process import Process
+from imdm.sampling import time_grid
+from imdm.schedule import LogLinear, Schedule
+from imdm.state import Noised
+
+State = tuple[tuple[str, int], ...]  # per position ("token", value) or ("mask", index)
+
+
+class TableDenoiser:
+    """A denoiser whose prediction is an arbitrary function of all tokens and all mask indices: a random table."""
+
+    def __init__(self, symbols: int, length: int, masks: int, seed: int, schedule: Schedule | None = None) -> None:
+        self.symbols, self.length, self.masks = symbols, length, masks
+        self.vocab_size = symbols + 1
+        mask = Single() if masks == 1 else Finite(count=masks)
+        self.process = Process(schedule or LogLinear(), mask, symbols)
+        generator = torch.Generator().manual_seed(seed)
+        shape = ((symbols + masks) ** length, length, symbols)
+        logits = 2.0 * torch.randn(*shape, generator=generator, dtype=torch.float64)
+        never = torch.full((*shape[:2], 1), -torch.inf, dtype=torch.float64)
+        self.table = torch.cat((logits.log_softmax(-1), never), dim=-1)
+
+    def trunk(self, state: Noised) -> Tensor:
+        index = state.tokens if state.noise is None else state.tokens + state.noise * state.masked
+        place = (self.symbols + self.masks) ** torch.arange(self.length - 1, -1, -1)
+        return self.table[(index * place).sum(-1)]
+
+    def head(self, rows: Tensor) -> Tensor:
+        return rows
+
+
+def states_to_batch(states: list[State], denoiser: object) -> Noised:
+    process = denoiser.process  # type: ignore[attr-defined]
+    masked = torch.tensor([[kind == "mask" for kind, _ in state] for state in states])
+    value = torch.tensor([[v for _, v in state] for state in states])
+    tokens = torch.where(masked, process.mask_id, value)
+    noise = None if isinstance(process.mask, Single) else torch.where(masked, value, 0)
+    return Noised(tokens, masked, noise, torch.ones(len(states)))
+
+
+def chain_law(
+    denoiser: object, start: dict[State, float], steps: int, policy: str, t: float = 1.0
+) -> dict[State, float]:
+    """The law after the plain N-step loop of Eq. 13, by summing over every outcome of every position at every step."""
+    process = denoiser.process  # type: ignore[attr-defined]
+    count = getattr(process.mask, "count", 1)
+    grid = time_grid(steps, torch.tensor([t]))[0]
+    law = dict(start)
+    for step in range(steps):
+        split = process.split(grid[step], grid[step + 1])
+        reveal, keep, redraw = float(split.reveal), float(split.keep), float(split.redraw)
+        if policy == "keep":
+            keep, redraw = keep + redraw, 0.0
+        states = list(law)
+        probs = denoiser.trunk(states_to_batch(states, denoiser)).exp()  # type: ignore[attr-defined]
+        following: dict[State, float] = {}
+        for row, state in enumerate(states):
+            options = []
+            for position, (kind, value) in enumerate(state):
+                if kind == "token":
+                    options.append([((kind, value), 1.0)])
+                    continue
+                here = [(("token", v), reveal * float(probs[row, position, v])) for v in range(process.mask_id)]
+                here += [(("mask", k), keep * (k == value) + redraw / count) for k in range(count)]
+                options.append([(outcome, p) for outcome, p in here if p > 0])
+            for combination in itertools.product(*options):
+                outcome = tuple(o for o, _ in combination)
+                weight = law[state]
+                for _, p in combination:
+                    weight *= p
+                following[outcome] = following.get(outcome, 0.0) + weight
+        law = following
+    return law
+
+
+def all_masked(length: int, masks: int) -> dict[State, float]:
+    """z_1: every combination of mask indices, equally likely."""
+    every = itertools.product(range(masks), repeat=length)
+    return {tuple(("mask", k) for k in combination): masks**-length for combination in every}
+
+
+def sequence_law(law: dict[State, float], symbols: int, length: int) -> Tensor:
+    """The law over finished sequences, in the order of `Language.sequences()`."""
+    table = torch.zeros([symbols] * length, dtype=torch.float64)
+    for state, p in law.items():
+        assert all(kind == "token" for kind, _ in state), "the chain ended with masks left"
+        table[tuple(value for _, value in state)] += p
+    return table.flatten()

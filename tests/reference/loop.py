@@ -1,0 +1,23 @@
+"""The plain sampler: N network evaluations for everybody, every masked position drawn at every step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from imdm.randomness import Purpose, uniform
+from imdm.sampling import draw, time_grid
+
+
+def plain_sample(denoiser: object, tokens: Tensor, keys: Tensor, steps: int, policy: str, t: float = 1.0) -> Tensor:
+    process = denoiser.process  # type: ignore[attr-defined]
+    grid = time_grid(steps, torch.full((len(tokens),), t))
+    state = process.noised(tokens, grid[:, 0], keys)
+    position = torch.arange(tokens.shape[1])
+    for step in range(1, steps + 1):
+        log_probs = denoiser.trunk(state)  # type: ignore[attr-defined]
+        u = uniform(keys[:, None], Purpose.TOKEN, position, step)
+        proposal = draw(log_probs.flatten(0, 1), u.flatten()).view_as(tokens)
+        state = process.reverse(state, grid[:, step], proposal, keys, step, policy)
+    assert not state.masked.any()
+    return state.tokens

@@ -1,0 +1,221 @@
+"""The sampler against enumerated truth: same law as the plain loop, at the price of the reveals alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from imdm.data import aligned
+from imdm.errors import UserError
+from imdm.randomness import Purpose, fold
+from imdm.sampling import draw, reveal_steps, sample, time_grid
+from imdm.theory import ExactMarginals
+from tests.conftest import tiny_model
+from tests.reference.enumeration import TableDenoiser, all_masked, chain_law, sequence_law
+from tests.reference.statistics import assert_law, counts_of
+
+N = 40_000
+KEYS = fold(21, Purpose.SAMPLE, torch.arange(N))
+
+
+@pytest.mark.parametrize("policy", ["posterior", "keep"])
+@pytest.mark.parametrize("steps", [1, 2, 5])
+@pytest.mark.parametrize(("symbols", "length", "masks"), [(2, 2, 2), (2, 3, 2), (3, 2, 1)])
+def test_law_is_that_of_the_plain_loop(policy: str, steps: int, symbols: int, length: int, masks: int) -> None:
+    """A denoiser that depends on every token and every ε; the whole N-step chain enumerated (false alarm 1e-5 each)."""
+    denoiser = TableDenoiser(symbols, length, masks, seed=length)
+    law = sequence_law(chain_law(denoiser, all_masked(length, masks), steps, policy), symbols, length)
+    made = sample(denoiser, torch.full((N, length), symbols), keys=KEYS, steps=steps, policy=policy)
+    assert_law(counts_of(made.tokens, symbols), law)
+
+
+@pytest.mark.parametrize("policy", ["posterior", "keep"])
+def test_law_from_a_perturbed_start(policy: str) -> None:
+    """A partly revealed sequence at t = 0.6, as couplings start."""
+    denoiser = TableDenoiser(symbols=2, length=3, masks=2, seed=9)
+    start = {(("token", 1), ("mask", a), ("mask", b)): 0.25 for a in range(2) for b in range(2)}
+    law = sequence_law(chain_law(denoiser, start, 3, policy, t=0.6), 2, 3)
+    canvas = torch.tensor([1, 2, 2]).expand(N, 3)
+    made = sample(denoiser, canvas, keys=KEYS, steps=3, policy=policy, t=torch.full((N,), 0.6))
+    assert_law(counts_of(made.tokens, 2), law)
+
+
+def test_one_step_of_the_best_mdm_is_wrong_half_the_time_and_single_reveals_never_are() -> None:
+    language = aligned()
+    denoiser, canvas = ExactMarginals(language), torch.full((N, 2), 2)
+    one = sample(denoiser, canvas, keys=KEYS, steps=1).tokens
+    assert_law(counts_of(one, 2), torch.full((4,), 0.25, dtype=torch.float64))
+    many = sample(denoiser, canvas[:4000], keys=KEYS[:4000], steps=64)
+    together = many.revealed_at[:, 0] == many.revealed_at[:, 1]
+    assert 0 < together.sum() < 400
+    assert language.valid(many.tokens[~together]).all()
+    assert not language.valid(many.tokens[together]).all()
+
+
+class Counting(TableDenoiser):
+    """Counts what the sampler asks for."""
+
+    def __init__(self, *args: int) -> None:
+        super().__init__(*args, seed=0)
+        self.sequences, self.rows, self.batches = 0, 0, []
+
+    def trunk(self, state):  # noqa: ANN001, ANN201
+        assert state.masked.any(1).all(), "a finished sequence was evaluated"
+        self.sequences += len(state.tokens)
+        self.batches.append(len(state.tokens))
+        return super().trunk(state)
+
+    def head(self, rows):  # noqa: ANN001, ANN201
+        self.rows += len(rows)
+        return super().head(rows)
+
+
+@pytest.mark.parametrize("steps", [1, 3, 1000])
+def test_network_runs_only_for_reveals_and_head_once_a_position(steps: int) -> None:
+    denoiser = Counting(2, 3, 2)
+    made = sample(denoiser, torch.full((500, 3), 2), keys=KEYS[:500], steps=steps)
+    distinct = sum(len(set(row)) for row in made.revealed_at.tolist())
+    assert denoiser.sequences == distinct == int(made.evaluations.sum())
+    assert denoiser.rows == 500 * 3
+    assert made.evaluations.max() <= min(steps, 3)
+
+
+def test_sequences_do_not_wait_for_one_another() -> None:
+    """1,000 steps, length 3: three evaluations of the whole batch do, not a thousand; with a batch size, full batches."""
+    denoiser = Counting(2, 3, 2)
+    sample(denoiser, torch.full((500, 3), 2), keys=KEYS[:500], steps=1000)
+    assert len(denoiser.batches) == 3
+    denoiser = Counting(2, 3, 2)
+    sample(denoiser, torch.full((500, 3), 2), keys=KEYS[:500], steps=1000, batch_size=64)
+    assert set(denoiser.batches[:-3]) == {64}
+
+
+def test_reveal_steps_follow_the_schedule() -> None:
+    grid = time_grid(4, torch.ones(1))[0]
+    assert grid.tolist() == pytest.approx([1.0, 0.7500025, 0.500005, 0.2500075, 0.0])
+    alpha = 1 - (1 - 1e-3) * grid
+    survival = (1 - alpha) / (1 - alpha[0])
+    u = torch.tensor([[0.999999, 0.8, 0.6, 0.4, 0.1, 0.0]], dtype=torch.float64)
+    assert reveal_steps(survival[None], u).tolist() == [[0, 0, 1, 2, 3, 3]]
+
+
+def test_batch_size_and_order_do_not_change_the_text() -> None:
+    """Same keys, another batch: at least 99.9% of tokens equal (rounding may flip a draw)."""
+    model = tiny_model(mask="infinite-uniform-8-1.0")
+    whole = model.generate(num=256, steps=3, seed=5)
+    parts = model.generate(num=256, steps=3, seed=5, batch_size=7)
+    assert (whole.tokens == parts.tokens).double().mean() >= 0.999
+    assert torch.equal(whole.revealed_at, parts.revealed_at)
+    again = model.generate(num=256, steps=3, seed=5)
+    assert torch.equal(whole.tokens, again.tokens)
+    assert not torch.equal(whole.tokens, model.generate(num=256, steps=3, seed=6).tokens)
+
+
+def test_prompts_are_kept_and_holes_filled() -> None:
+    model = tiny_model(mask="infinite-uniform-8-1.0")
+    hole = model.config.mask_token_id
+    canvas = torch.tensor([[0, 1, hole, hole, 2, hole], [3, hole, hole, hole, hole, hole]])
+    made = model.generate(canvas, num=5, steps=2)
+    assert made.tokens.shape == (10, 6)
+    given = canvas.repeat_interleave(5, 0)
+    assert torch.equal(made.tokens[given != hole], given[given != hole])
+    assert not (made.tokens == hole).any()
+    assert (made.revealed_at[given != hole] == -1).all()
+    longer = model.generate(torch.tensor([[1, 2]]), length=5, steps=2)
+    assert longer.tokens.shape == (1, 5)
+    assert longer.tokens[0, :2].tolist() == [1, 2]
+
+
+def test_a_full_canvas_comes_back_without_any_evaluation() -> None:
+    model = tiny_model()
+    canvas = torch.tensor([[0, 1, 2, 3, 2, 1]])
+    made = model.generate(canvas, steps=4)
+    assert torch.equal(made.tokens, canvas)
+    assert made.evaluations.tolist() == [0]
+
+
+def test_trace_tells_the_story() -> None:
+    model = tiny_model(mask="infinite-uniform-8-1.0")
+    hole = model.config.mask_token_id
+    made = model.generate(num=20, steps=4, trace=True)
+    canvases = made.trace.canvases
+    assert canvases.shape == (20, 5, 6)
+    assert (canvases[:, 0] == hole).all()
+    assert torch.equal(canvases[:, -1], made.tokens)
+    shown = canvases != hole
+    assert (shown[:, 1:] >= shown[:, :-1]).all()
+    assert (made.trace.log_probs < 0).all()
+    assert model.generate(num=1).trace is None
+
+
+def test_progress_counts_tokens() -> None:
+    seen: list[int] = []
+    tiny_model().generate(num=3, steps=2, on_progress=seen.append)
+    assert seen[-1] == 18
+    assert seen == sorted(seen)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"steps": 0}, "steps = 0"),
+        ({"num": 0}, "num = 0"),
+        ({"length": 7}, "length = 7: the model writes 1 to 6"),
+        ({"temperature": 0.0}, "temperature = 0.0"),
+        ({"top_p": 1.5}, "top_p = 1.5"),
+        ({"noise": "hold"}, "unknown noise policy 'hold'"),
+        ({"batch_size": 0}, "batch_size = 0"),
+        ({"input_ids": torch.zeros(1, 7, dtype=torch.int64)}, "the prompt has 7 tokens, the model takes at most 6"),
+        ({"input_ids": torch.zeros(1, 4, dtype=torch.int64), "length": 3}, "more than length = 3"),
+        ({"input_ids": torch.tensor([[9]])}, "token 9 is outside the vocabulary 0…4"),
+        ({"input_ids": torch.tensor([[-1]])}, "token -1 is outside"),
+        ({"input_ids": torch.tensor([1])}, "expected a canvas"),
+    ],
+)
+def test_bad_requests_get_a_sentence(arguments: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message.replace("(", r"\(")):
+        tiny_model().generate(**arguments)
+
+
+# --- the categorical draw ---------------------------------------------------------------------------------------------
+
+
+def test_draw_partitions_the_unit_interval() -> None:
+    p = torch.tensor([0.0, 0.25, 0.5, 0.0, 0.25, 0.0], dtype=torch.float64)
+    u = torch.tensor([0.0, 0.2499999, 0.25, 0.7499999, 0.75, 1 - 2**-53], dtype=torch.float64)
+    assert draw(p.log().expand(6, 6), u).tolist() == [1, 1, 2, 2, 4, 4]
+
+
+def test_draws_follow_the_law() -> None:
+    log_p = torch.randn(11, generator=torch.Generator().manual_seed(0)).log_softmax(0)
+    u = torch.rand(200_000, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    assert_law(torch.bincount(draw(log_p.expand(200_000, 11), u), minlength=11), log_p.double().softmax(0))
+
+
+@pytest.mark.parametrize("k", [8, 16, 24, 32, 40])
+def test_rare_tokens_keep_their_probability(k: int) -> None:
+    """A token of probability 2⁻ᵏ in a vocabulary of 50,258 owns a slice of u of that length: float32 noise would lose it.
+    Its two edges are found by bisection."""
+    V, rare = 50_258, 30_000
+    p = torch.full((V,), (1 - 2.0**-k) / (V - 1), dtype=torch.float64)
+    p[rare] = 2.0**-k
+    log_p = p.log()
+
+    def edge(token: int) -> float:
+        low, high = 0.0, 1.0
+        for _ in range(60):
+            middle = (low + high) / 2
+            reached = int(draw(log_p[None], torch.tensor([middle], dtype=torch.float64))[0]) >= token
+            low, high = (low, middle) if reached else (middle, high)
+        return high
+
+    assert edge(rare + 1) - edge(rare) == pytest.approx(2.0**-k, rel=1e-3)
+
+
+def test_temperature_and_nucleus() -> None:
+    p = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
+    u = torch.rand(100_000, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    cold = p**2 / (p**2).sum()
+    assert_law(torch.bincount(draw(p.log().expand(100_000, 4), u, temperature=0.5), minlength=4), cold)
+    kept = torch.tensor([0.625, 0.375, 0.0, 0.0])
+    assert_law(torch.bincount(draw(p.log().expand(100_000, 4), u, top_p=0.7), minlength=4), kept)
