@@ -6,7 +6,7 @@ import torch
 
 from imdm.errors import UserError
 from imdm.evaluation.base import Measurement, Subject, mean, metrics
-from imdm.objectives import Step, nelbo
+from imdm.objectives import Step, nelbo_terms
 
 
 @metrics.register("nelbo")
@@ -20,5 +20,5 @@ def held_out_nelbo(subject: Subject) -> Measurement:
         x = subject.data.rows(part % len(subject.data))["tokens"].to(model.device)
         step = Step(subject.seed, 0, part.to(model.device), len(slots))
         state = model.process.corrupt(x, step.times(), step.keys())
-        values.append(nelbo(model, model.process, state, x).cpu())
+        values.append(nelbo_terms(model, model.process, state, x).cpu())
     return mean(torch.cat(values))

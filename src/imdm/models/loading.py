@@ -30,6 +30,8 @@ def load_model(path: str | Path) -> MaskedDiffusionLM:
     """A model folder for the command line: local paths get precise answers, anything else is a hub id."""
     folder = Path(path)
     if not folder.exists():
+        if folder.is_absolute() or len(folder.parts) != 2 or folder.parent.exists():  # cannot be a hub's owner/name
+            raise UserError(f"model {str(path)!r}: no such folder")
         return MaskedDiffusionLM.from_pretrained(str(path))
     if not folder.is_dir():
         raise UserError(f"model {str(path)!r} is a file; give the folder that holds config.json and model.safetensors")

@@ -64,7 +64,7 @@ class Objective(Config):
         """The loss of these sequences, as their share of the global batch times the number of such shares."""
 
 
-def nelbo(model: nn.Module, process: Process, state: Noised, x: Tensor) -> Tensor:
+def nelbo_terms(model: nn.Module, process: Process, state: Noised, x: Tensor) -> Tensor:
     """Eq. 14 for each sequence, in nats a token: Σ over masked positions of −α'_t/(1 − α_t) · (−log⟨x_θ(z_t), x⟩),
     divided by L: (B,)."""
     log_probs = model(state, rows=state.masked, targets=x[state.masked])  # (R,)

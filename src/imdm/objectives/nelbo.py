@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from imdm.objectives.base import Objective, Step, nelbo, objectives
+from imdm.objectives.base import Objective, Step, nelbo_terms, objectives
 from imdm.process import Process
 
 
@@ -18,4 +18,4 @@ class Nelbo(Objective):
 
     def loss(self, model: nn.Module, process: Process, batch: Mapping[str, Tensor], step: Step) -> Tensor:
         x = batch["tokens"]
-        return nelbo(model, process, process.corrupt(x, step.times(), step.keys()), x).mean()
+        return nelbo_terms(model, process, process.corrupt(x, step.times(), step.keys()), x).mean()

@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from imdm.objectives.base import Objective, Step, nelbo, objectives
+from imdm.objectives.base import Objective, Step, nelbo_terms, objectives
 from imdm.process import Process
 
 
@@ -28,4 +28,4 @@ class ReDi(Objective):
 
     def loss(self, model: nn.Module, process: Process, batch: Mapping[str, Tensor], step: Step) -> Tensor:
         keys = batch["seed"] if self.noise == "coupling" else step.keys()
-        return nelbo(model, process, process.noised(batch["noised"], batch["t"], keys), batch["tokens"]).mean()
+        return nelbo_terms(model, process, process.noised(batch["noised"], batch["t"], keys), batch["tokens"]).mean()

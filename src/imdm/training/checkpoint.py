@@ -52,8 +52,7 @@ def save(folder: Path, checkpoint: Checkpoint, config: MaskedDiffusionConfig, ke
     with written_aside(path) as aside:
         aside.mkdir(parents=True)
         for name in TENSORS:
-            tensors = {key: value.detach().cpu().contiguous() for key, value in getattr(checkpoint, name).items()}
-            save_file(tensors, aside / f"{name}.safetensors", metadata={"format": "pt"})
+            save_file(_apart(getattr(checkpoint, name)), aside / f"{name}.safetensors", metadata={"format": "pt"})
         config.save_pretrained(aside)
         sizes = {file.name: file.stat().st_size for file in aside.iterdir()}
         state = {"format": FORMAT, "step": checkpoint.step, "run": checkpoint.run, "files": sizes}
@@ -64,6 +63,17 @@ def save(folder: Path, checkpoint: Checkpoint, config: MaskedDiffusionConfig, ke
             file.unlink()
         old.rmdir()
     return path
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """On the CPU, and none sharing memory with another, as tied weights do."""
+    seen: set[int] = set()
+    apart = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().cpu().contiguous()
+        apart[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
+        seen.add(tensor.data_ptr())
+    return apart
 
 
 def load(path: Path, run: str) -> Checkpoint:

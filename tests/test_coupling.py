@@ -1,0 +1,201 @@
+"""Couplings: exact z_t, keyed seeds, manifests, resuming and refusing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import imdm
+from imdm.data import CoupleConfig, Coupling, LanguageSource, aligned, couple
+from imdm.data.coupling import shard_path
+from imdm.errors import UserError
+from imdm.models import MaskedDiffusionLM, fingerprint
+from imdm.objectives import EARLIEST
+from tests.conftest import tiny_model
+from tests.reference.statistics import assert_mean
+
+SOURCE = LanguageSource(aligned(length=3, symbols=2), seed=0)
+CONFIG = CoupleConfig(pairs=50, steps=16, shard=20)
+
+
+def teacher(**changes: object) -> MaskedDiffusionLM:
+    return tiny_model(vocab_size=3, length=3, **changes)
+
+
+def columns(folder: Path) -> dict[str, torch.Tensor]:
+    return Coupling(folder).rows(torch.arange(len(Coupling(folder))))
+
+
+def test_pairs_are_completions_of_corrupted_data(tmp_path: Path) -> None:
+    couple(teacher(), SOURCE, CONFIG, tmp_path, seed=1)
+    rows = columns(tmp_path)
+    revealed = rows["noised"] != 2
+    assert torch.equal(rows["tokens"][revealed], rows["noised"][revealed])
+    assert not (rows["tokens"] == 2).any()
+    assert (rows["t"] >= EARLIEST).all()
+    assert (rows["t"] <= 1).all()
+    assert len(rows["seed"].unique()) == 50
+    assert len(Coupling(tmp_path)) == 50
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "manifest.json",
+        *(f"pairs-0000{i}.safetensors" for i in range(3)),
+    ]
+
+
+def test_times_are_uniform_and_masking_follows_them(tmp_path: Path) -> None:
+    couple(teacher(), SOURCE, CoupleConfig(pairs=4000, steps=2), tmp_path)
+    rows = columns(tmp_path)
+    assert_mean(rows["t"], (1 + EARLIEST) / 2)
+    masked = (rows["noised"] == 2).double().mean(1)
+    assert_mean(masked - rows["t"].double() * (1 - 1e-3), 0.0)
+
+
+def test_manifest_says_what_made_the_pairs(tmp_path: Path) -> None:
+    model = teacher(mask="infinite-uniform-4-1.0")
+    couple(model, SOURCE, CoupleConfig(pairs=5, steps=4, noise="keep"), tmp_path, seed=7)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert manifest == {
+        "teacher": fingerprint(model),
+        "mask": "infinite-uniform-4-1.0",
+        "schedule": {"kind": "log-linear", "floor": 1e-3},
+        "generator": "philox-4x32-10/1",
+        "noise": "keep",
+        "steps": 4,
+        "start": "perturbed",
+        "pairs": 5,
+        "shard": 4096,
+        "seed": 7,
+        "data": SOURCE.fingerprint,
+        "length": 3,
+        "vocab_size": 3,
+        "mask_token_id": 2,
+    }
+
+
+@pytest.mark.parametrize("mask", ["single", "infinite-uniform-4-1.0"])
+def test_shards_batches_and_processes_do_not_change_the_pairs(tmp_path: Path, mask: str) -> None:
+    """Seeds, t and z_t are equal to the bit in any order and world size; x̂ up to rounding, here entirely."""
+    model = teacher(mask=mask)
+    couple(model, SOURCE, CONFIG, tmp_path / "one")
+    for rank in (1, 0):
+        couple(model, SOURCE, CONFIG, tmp_path / "two", rank=rank, world=2)
+    couple(model, SOURCE, CONFIG.model_copy(update={"batch_size": 3}), tmp_path / "small")
+    first = columns(tmp_path / "one")
+    for other in ("two", "small"):
+        again = columns(tmp_path / other)
+        for name in ("seed", "t", "noised"):
+            assert torch.equal(first[name], again[name])
+        assert (first["tokens"] == again["tokens"]).double().mean() >= 0.999
+
+
+def test_a_stopped_run_goes_on(tmp_path: Path) -> None:
+    couple(teacher(), SOURCE, CONFIG, tmp_path)
+    whole = columns(tmp_path)
+    untouched = shard_path(tmp_path, 0).stat().st_mtime_ns
+    shard_path(tmp_path, 1).unlink()
+    (tmp_path / ".partial-pairs-00001.safetensors").write_bytes(b"half a shard")
+    with pytest.raises(UserError, match=r"unfinished \(2 of 3 shards\); run the same 'imdm couple' again"):
+        Coupling(tmp_path)
+    seen: list[int] = []
+    couple(teacher(), SOURCE, CONFIG, tmp_path, on_progress=seen.append)
+    assert shard_path(tmp_path, 0).stat().st_mtime_ns == untouched
+    assert all(torch.equal(whole[name], column) for name, column in columns(tmp_path).items())
+    assert seen[-1] == 50
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"config": {"steps": 8}}, "steps"),
+        ({"config": {"noise": "keep"}}, "noise"),
+        ({"seed": 2}, "seed"),
+        ({"teacher": 1}, "teacher"),
+    ],
+)
+def test_another_run_into_the_same_folder_is_refused(tmp_path: Path, change: dict, field: str) -> None:
+    couple(teacher(), SOURCE, CONFIG, tmp_path, seed=1)
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    config = CONFIG.model_copy(update=change.get("config", {}))
+    with pytest.raises(UserError, match=f"was made with {field} = .*; choose another folder or delete that one"):
+        couple(teacher(seed=change.get("teacher", 0)), SOURCE, config, tmp_path, seed=change.get("seed", 1))
+    assert before == {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+
+
+def test_prior_couplings_need_no_data(tmp_path: Path) -> None:
+    config = CoupleConfig(pairs=8, steps=4, start="prior")
+    couple(teacher(), None, config, tmp_path)
+    rows = columns(tmp_path)
+    assert (rows["noised"] == 2).all()
+    assert (rows["t"] == 1).all()
+    with pytest.raises(UserError, match="need data"):
+        couple(teacher(), SOURCE, config, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+def test_an_imdm_teacher_starts_from_the_noise_the_seed_gives(tmp_path: Path) -> None:
+    """Steps = 1 from all masks: x̂ is the draw under ε(seed), so the student sees the very noise that made x̂."""
+    model = teacher(mask="infinite-uniform-4-1.0")
+    couple(model, None, CoupleConfig(pairs=30, steps=1, start="prior"), tmp_path)
+    rows = columns(tmp_path)
+    from imdm.sampling import sample
+
+    again = sample(model, rows["noised"], keys=rows["seed"], steps=1)
+    assert torch.equal(again.tokens, rows["tokens"])
+
+
+# --- refusing students ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Coupling:
+    couple(teacher(mask="infinite-uniform-4-1.0"), SOURCE, CONFIG, tmp_path)
+    return Coupling(tmp_path)
+
+
+def test_the_student_it_was_made_for_is_taken(made: Coupling) -> None:
+    model = teacher(mask="infinite-uniform-4-1.0")
+    made.check(model, fingerprint(model), uses_seed=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 4, "mask_token_id": 2}, "has vocab_size 3, the student has 4"),
+        ({"schedule": "cosine"}, "has schedule"),
+        ({"length": 2}, "sequences of 3 tokens, the student takes at most 2"),
+        ({"mask": "infinite-normal-4-1.0"}, "was made under mask infinite-uniform-4-1.0"),
+    ],
+)
+def test_other_students_are_refused(made: Coupling, changes: dict, message: str) -> None:
+    settings = {"vocab_size": 3, "length": 3, "mask": "infinite-uniform-4-1.0"}
+    with pytest.raises(UserError, match=message):
+        made.check(tiny_model(**(settings | changes)), made.manifest.teacher, uses_seed=True)
+
+
+def test_another_teacher_or_generator_is_refused(made: Coupling) -> None:
+    model = teacher(mask="infinite-uniform-4-1.0")
+    with pytest.raises(UserError, match="was made by teacher .* make couplings with the model you start from"):
+        made.check(model, fingerprint(teacher(seed=1)), uses_seed=True)
+    made.manifest = made.manifest.model_copy(update={"generator": "philox-4x32-10/0"})
+    with pytest.raises(UserError, match="drawn by generator"):
+        made.check(model, made.manifest.teacher, uses_seed=True)
+    made.check(imdm.with_mask(model, "finite-3"), made.manifest.teacher, uses_seed=False)
+
+
+def test_damaged_couplings_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such folder; make one with 'imdm couple'"):
+        Coupling(tmp_path / "none")
+    with pytest.raises(UserError, match=r"manifest.json is missing"):
+        Coupling(tmp_path)
+    couple(teacher(), SOURCE, CONFIG, tmp_path)
+    shard = shard_path(tmp_path, 2)
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-10])
+    with pytest.raises(UserError, match="not a readable safetensors file"):
+        Coupling(tmp_path)
+    shard.write_bytes(shard_path(tmp_path, 0).read_bytes())
+    with pytest.raises(UserError, match="does not hold 10 pairs"):
+        Coupling(tmp_path)

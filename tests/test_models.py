@@ -1,0 +1,259 @@
+"""The denoiser: sizes, initialisation, saving and loading, folding, attention."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import imdm
+from imdm.errors import UserError
+from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM, fingerprint, load_model
+from imdm.models.layers import attend, capped_attention, rotary, rotate, soft_cap_score
+from tests.conftest import tiny_config, tiny_model
+
+MASKS = ["single", "finite-7", "infinite-uniform-8-1.0"]
+TOKENS = torch.tensor([[4, 1, 4, 4, 0, 2], [4, 4, 4, 4, 4, 4]])
+
+
+def same(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Equal up to the last bits: weights mapped from a file lie elsewhere in memory, and kernels sum in another order."""
+    return torch.allclose(first, second, atol=1e-5)
+
+
+def size(model: MaskedDiffusionLM) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "mask", "parameters"),
+    [
+        (30_522, "single", 139_292_986),
+        (50_258, "single", 169_627_218),
+        (30_522, "infinite-uniform-768-1.0", 144_014_650),
+        (50_258, "infinite-uniform-768-1.0", 174_348_882),
+    ],
+)
+def test_small_has_exactly_the_public_models_parameters(vocab_size: int, mask: str, parameters: int) -> None:
+    with torch.device("meta"):
+        model = MaskedDiffusionLM(MaskedDiffusionConfig.preset("small", vocab_size=vocab_size, mask=mask))
+    assert size(model) == parameters
+
+
+@pytest.mark.parametrize(("name", "low", "high"), [("tiny", 1e6, 3e6), ("mini", 5e6, 10e6), ("large", 840e6, 890e6)])
+def test_presets_have_their_size(name: str, low: float, high: float) -> None:
+    vocab_size = 50_258 if name == "large" else 4096
+    with torch.device("meta"):
+        config = MaskedDiffusionConfig.preset(name, vocab_size=vocab_size, mask="infinite-uniform-256-1.0")
+        assert low < size(MaskedDiffusionLM(config)) < high
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_fresh_model_is_uniform_over_data_tokens(mask: str) -> None:
+    """Zero head: every data token equally likely, the mask impossible; zero adaLN, zero noise output."""
+    model = tiny_model(trained=False, mask=mask)
+    law = model(model.noised(TOKENS)).exp()
+    masked = TOKENS == 4
+    assert torch.allclose(law[masked][:, :4], torch.tensor(0.25))
+    assert (law[..., 4] == 0).all()
+    zero = [name for name, p in model.named_parameters() if (p == 0).all()]
+    expected = {"output.weight", "output.bias", "modulation.weight", "modulation.bias"}
+    expected |= {f"blocks.{i}.modulation.{kind}" for i in range(2) for kind in ("weight", "bias")}
+    expected |= {"finite-7": {"mask_embedding.weight"}, "single": set()}.get(
+        mask, {"mask_embedding.output.weight", "mask_embedding.input.bias"}
+    )
+    assert set(zero) == expected
+
+
+def test_revealed_tokens_are_carried_over_and_the_mask_is_never_predicted(model: MaskedDiffusionLM) -> None:
+    law = model(TOKENS).exp()
+    assert law[0, 1].tolist() == [0, 1, 0, 0, 0]
+    assert torch.allclose(law.sum(-1), torch.ones(2, 6))
+    assert (law[..., 4] == 0).all()
+
+
+def test_rows_and_targets_agree_with_the_whole(model: MaskedDiffusionLM) -> None:
+    state = model.noised(TOKENS)
+    whole = model(state)
+    rows = model(state, rows=state.masked)
+    assert torch.allclose(rows, whole[state.masked], atol=1e-6)
+    targets = torch.arange(len(rows)) % 4
+    picked = model(state, rows=state.masked, targets=targets)
+    assert torch.allclose(picked, rows.gather(1, targets[:, None])[:, 0])
+
+
+def test_neither_time_nor_neighbours_in_the_batch_matter(model: MaskedDiffusionLM) -> None:
+    state = model.noised(TOKENS)
+    assert torch.allclose(model(state)[:1], model(state[0:1]), atol=1e-6)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("condition", [8, 0])
+def test_save_and_load_give_equal_outputs(tmp_path: Path, mask: str, condition: int) -> None:
+    model = tiny_model(mask=mask, condition=condition)
+    model.save_pretrained(tmp_path)
+    loaded = MaskedDiffusionLM.from_pretrained(tmp_path)
+    assert same(model(model.noised(TOKENS)), loaded(loaded.noised(TOKENS)))
+    assert all(torch.equal(w, loaded.state_dict()[name]) for name, w in model.state_dict().items())
+    assert loaded.config.mask == model.config.mask
+    assert fingerprint(loaded) == fingerprint(model)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_tied_embeddings_survive_saving(tmp_path: Path) -> None:
+    model = tiny_model(tie_word_embeddings=True)
+    assert model.output.weight is model.embedding.weight
+    model.save_pretrained(tmp_path)
+    loaded = MaskedDiffusionLM.from_pretrained(tmp_path)
+    assert loaded.output.weight is loaded.embedding.weight
+    assert same(model(TOKENS), loaded(TOKENS))
+    assert size(model) < size(tiny_model())
+
+
+def test_an_mdm_checkpoint_loads_as_an_imdm_with_equal_outputs(tmp_path: Path) -> None:
+    teacher = tiny_model()
+    teacher.save_pretrained(tmp_path)
+    student = MaskedDiffusionLM.from_pretrained(tmp_path, mask="infinite-normal-8-1.0")
+    assert student.mask.name == "infinite-normal-8-1.0"
+    assert same(teacher(TOKENS), student(student.noised(TOKENS, seed=1)))
+    student.save_pretrained(tmp_path / "student")
+    assert json.loads((tmp_path / "student" / "config.json").read_text())["mask"]["kind"] == "infinite"
+
+
+def test_fingerprint_follows_the_weights_and_the_law() -> None:
+    model = tiny_model()
+    assert fingerprint(model) == fingerprint(tiny_model())
+    assert fingerprint(model) != fingerprint(tiny_model(seed=1))
+    assert fingerprint(model) != fingerprint(imdm.to_infinite(model, dim=4))
+    other = tiny_model(schedule={"kind": "log-linear", "floor": 0.01})
+    assert fingerprint(model) != fingerprint(other)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_folding_keeps_the_function_and_drops_parameters(tmp_path: Path, mask: str) -> None:
+    model = tiny_model(mask=mask)
+    folded = imdm.fold_conditioning(model)
+    state = model.noised(TOKENS)
+    assert torch.allclose(model(state), folded(state), atol=1e-5)
+    assert size(folded) < size(model)
+    assert folded.config.condition == 0
+    assert not [name for name, _ in folded.named_parameters() if "modulation" in name or name.startswith("time")]
+    folded.save_pretrained(tmp_path)
+    assert same(MaskedDiffusionLM.from_pretrained(tmp_path)(state), folded(state))
+    assert torch.equal(imdm.fold_conditioning(folded)(state), folded(state))
+
+
+def test_soft_cap_paths_agree() -> None:
+    """The plain softmax path and FlexAttention's forward give the same attention; gradients exist on CPU."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    q, k, v = (3 * torch.randn(2, 2, 16, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    plain = capped_attention(q, k, v, 5.0)
+    assert torch.allclose(plain, flex_attention(q, k, v, score_mod=soft_cap_score(5.0)), atol=1e-5)
+    assert not torch.allclose(plain, attend(q, k, v, None), atol=1e-2)
+    assert torch.allclose(capped_attention(q, k, v, 1e6), attend(q, k, v, None), atol=1e-4)
+    capped = tiny_model(softcap=5.0).train()
+    capped(TOKENS, rows=TOKENS == 4).exp()[:, 0].sum().backward()
+    assert all(p.grad is not None for p in capped.parameters())
+
+
+def test_rotary_positions_are_relative() -> None:
+    """⟨rotate(q, i), rotate(k, j)⟩ depends on i − j alone."""
+    cos, sin = rotary(12, 8, torch.device("cpu"))
+    q, k = torch.randn(8), torch.randn(8)
+    dots = rotate(q.expand(1, 1, 12, 8), cos, sin)[0, 0] @ rotate(k.expand(1, 1, 12, 8), cos, sin)[0, 0].T
+    for offset in (-3, 0, 4):
+        assert torch.allclose(dots.diagonal(offset), dots.diagonal(offset)[0].expand(12 - abs(offset)), atol=1e-5)
+
+
+def test_dropout_acts_in_training_only() -> None:
+    model = tiny_model(dropout=0.5)
+    assert torch.equal(model(TOKENS), model(TOKENS))
+    model.train()
+    assert not torch.equal(model(TOKENS), model(TOKENS))
+    model.generate(num=1)
+    assert model.training
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"width": 17}, "width = 17: must be a multiple of 2·heads"),
+        ({"vocab_size": 1}, "vocab_size = 1"),
+        ({"blocks": "many"}, "blocks = 'many': must be a whole number"),
+        ({"mask_token_id": 5}, "mask_token_id = 5"),
+        ({"dropout": 1.0}, "dropout = 1.0"),
+        ({"softcap": -1.0}, "softcap = -1.0"),
+        ({"mask": "double"}, "unknown mask 'double'"),
+    ],
+)
+def test_bad_configs_get_a_sentence(settings: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        tiny_config(**settings)
+    with pytest.raises(UserError, match="unknown model preset 'huge'; known: large, mini, small, tiny"):
+        MaskedDiffusionConfig.preset("huge")
+
+
+def test_a_state_without_noise_is_refused_by_an_imdm() -> None:
+    model = tiny_model(mask="infinite-uniform-8-1.0")
+    with pytest.raises(UserError, match="carries no noise"):
+        model(model.noised(TOKENS).with_noise(None))
+
+
+def test_damaged_and_foreign_models_are_refused(tmp_path: Path) -> None:
+    tiny_model(mask="infinite-uniform-8-1.0").save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    whole = path.read_bytes()
+
+    weights = load_file(path)
+    del weights["blocks.1.mlp.up.weight"]
+    save_file(weights, path, metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"lacks 'blocks.1.mlp.up.weight'; it is damaged or not ours"):
+        load_model(tmp_path)
+
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UserError, match="cannot be loaded"):
+        load_model(tmp_path)
+
+    path.unlink()
+    (tmp_path / "pytorch_model.bin").write_bytes(b"a pickle")
+    with pytest.raises(UserError, match="cannot be loaded"):
+        load_model(tmp_path)
+
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    with pytest.raises(UserError, match="is of type 'gpt2', not 'imdm'"):
+        load_model(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match="not valid JSON"):
+        load_model(tmp_path)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(UserError, match="has no config.json"):
+        load_model(tmp_path)
+    with pytest.raises(UserError, match="is a file; give the folder"):
+        load_model(tmp_path / "pytorch_model.bin")
+
+
+def test_a_missing_model_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match="model 'nowhere/at-all' cannot be loaded"):
+        load_model("nowhere/at-all")
+    with pytest.raises(UserError, match="no such folder"):
+        load_model(tmp_path / "model")
+
+
+def test_nothing_heavy_is_imported() -> None:
+    """No flash-attn, no dataset library, no plotting until a report is asked for."""
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, imdm; print([m for m in ('flash_attn', 'datasets', 'matplotlib', 'triton') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "[]"
