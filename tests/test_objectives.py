@@ -111,7 +111,7 @@ def test_a_batch_without_masks_has_loss_zero_and_still_reaches_every_parameter()
     state = model.process.noised(tokens, torch.tensor([0.5, 0.5]), torch.tensor([1, 2]))
     loss = nelbo_terms(model, model.process, state, tokens).mean()
     loss.backward()
-    assert float(loss) == 0.0
+    assert loss.item() == 0.0
     assert all(p.grad is not None for p in model.parameters())
 
 

@@ -31,7 +31,8 @@ from imdm.randomness import Purpose, as_key, fold
 from imdm.training import checkpoint
 from imdm.training.ema import EMA
 
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+WHOLE = StateDictOptions(full_state_dict=True)  # every process sees all of it
+HOME = StateDictOptions(full_state_dict=True, cpu_offload=True)  # only the first process does
 
 
 class TrainConfig(Config):
@@ -243,10 +244,10 @@ class Trainer:
 
     def save(self) -> None:
         """All processes gather, the first one writes, none goes on before it is done."""
-        model: Any = get_model_state_dict(self.model, options=WHOLE)
-        moments: Any = get_optimizer_state_dict(self.model, self.optimizer.optimizer, options=WHOLE)["state"]
+        model: Any = get_model_state_dict(self.model, options=HOME)
+        moments: Any = get_optimizer_state_dict(self.model, self.optimizer.optimizer, options=HOME)
         if self.accelerator.is_main_process:
-            flat = {f"{kind}.{name}": value for name, state in moments.items() for kind, value in state.items()}
+            flat = {f"{kind}.{name}": v for name, state in moments["state"].items() for kind, v in state.items()}
             point = checkpoint.Checkpoint(self.step, self.run, model, self.ema.weights, flat, {"ema": self.ema.updates})
             checkpoint.save(self.checkpoints, point, self.bare.config, self.config.keep_checkpoints)
         self.accelerator.wait_for_everyone()

@@ -1,0 +1,360 @@
+"""The trainer: exact resume, checkpoints whole or absent, averages by name, any number of processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from imdm.data import CoupleConfig, Coupling, LanguageSource, Order, TokenSource, aligned, couple
+from imdm.errors import UserError
+from imdm.models import MaskedDiffusionLM, load_model
+from imdm.objectives import Nelbo, Objective, ReDi
+from imdm.training import EMA, TrainConfig, Trainer
+from tests.conftest import tiny_model
+
+SOURCE = LanguageSource(aligned(length=3, symbols=2), seed=0)
+CONFIG = TrainConfig(steps=20, batch=16, lr=1e-2, warmup=5, ema=0.9, checkpoint_every=5, log_every=5)
+
+
+def fresh(**changes: object) -> MaskedDiffusionLM:
+    settings = {"vocab_size": 3, "length": 3, "dropout": 0.1, "mask": "infinite-uniform-4-1.0"} | changes
+    return tiny_model(trained=False, **settings)
+
+
+def trainer(out: Path, config: TrainConfig = CONFIG, objective: Objective | None = None, **changes: object) -> Trainer:
+    return Trainer(fresh(**changes), objective or Nelbo(), SOURCE, config, out, seed=3)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_training_learns_and_hands_over(tmp_path: Path) -> None:
+    """On {000, 111} the NELBO falls from ln 2 a token towards ln 2 / 3, which is the language's entropy."""
+    config = CONFIG.model_copy(update={"steps": 150, "batch": 64, "log_every": 150})
+    folder = Trainer(fresh(dropout=0.0), Nelbo(), SOURCE, config, tmp_path).train()
+    model = load_model(folder)
+    history = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
+    assert history[-1]["step"] == 150
+    law = model(torch.tensor([[0, 2, 2]])).exp()[0]
+    assert law[1, 0] > 0.9
+    assert (tmp_path / "raw" / "model.safetensors").exists()
+    assert model.mask.name == "infinite-uniform-4-1.0"
+
+
+def test_train_20_equals_train_10_and_resume_10(tmp_path: Path) -> None:
+    """Bit for bit: weights, averages, optimiser, history. Dropout included."""
+    trainer(tmp_path / "whole").train()
+    trainer(tmp_path / "parts", CONFIG.model_copy(update={"steps": 10})).train()
+    trainer(tmp_path / "parts").train()
+    for place in ("model", "raw", "checkpoints/step-00000020"):
+        assert equal(weights(tmp_path / "whole" / place), weights(tmp_path / "parts" / place))
+    for name in ("ema", "optimizer"):
+        file = f"checkpoints/step-00000020/{name}.safetensors"
+        assert equal(load_file(tmp_path / "whole" / file), load_file(tmp_path / "parts" / file))
+    losses = [
+        [json.loads(line)["loss"] for line in (tmp_path / run / "history.jsonl").read_text().splitlines()]
+        for run in ("whole", "parts")
+    ]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 4
+
+
+def test_resume_after_a_crash_between_checkpoints(tmp_path: Path) -> None:
+    """A run that dies at step 13 goes on from 10 and ends in the same bits; its lines beyond 10 are written again."""
+    trainer(tmp_path / "whole").train()
+    dying = trainer(tmp_path / "parts", CONFIG.model_copy(update={"log_every": 1}))
+    step, steps = dying.train_step, []
+
+    def crash() -> torch.Tensor:
+        steps.append(dying.step)
+        if dying.step == 13:
+            raise KeyboardInterrupt
+        return step()
+
+    dying.train_step = crash  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        dying.train()
+    trainer(tmp_path / "parts").train()
+    assert equal(weights(tmp_path / "whole/model"), weights(tmp_path / "parts/model"))
+    lines = [json.loads(line)["step"] for line in (tmp_path / "parts/history.jsonl").read_text().splitlines()]
+    assert lines == [*range(1, 11), 15, 20]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_accumulation_gives_the_same_batch(tmp_path: Path, tied: bool) -> None:
+    whole = trainer(tmp_path / "a", dropout=0.0, tie_word_embeddings=tied)
+    parts = trainer(tmp_path / "b", CONFIG.model_copy(update={"micro_batch": 4}), dropout=0.0, tie_word_embeddings=tied)
+    assert (whole.accumulation, parts.accumulation) == (1, 4)
+    assert sorted(torch.cat([parts.slots(i) for i in range(4)]).tolist()) == list(range(16))
+    for _ in range(3):
+        assert float(whole.train_step()) == pytest.approx(float(parts.train_step()), abs=1e-6)
+    whole.save()
+    resumed = trainer(tmp_path / "a", dropout=0.0, tie_word_embeddings=tied)
+    resumed.resume()
+    assert resumed.step == 3
+    assert equal(dict(resumed.bare.state_dict()), dict(whole.bare.state_dict()))
+
+
+def test_redi_trains_on_a_coupling(tmp_path: Path) -> None:
+    model = fresh(dropout=0.0)
+    couple(model, SOURCE, CoupleConfig(pairs=64, steps=4), tmp_path / "pairs")
+    config = CONFIG.model_copy(update={"steps": 60, "batch": 32, "log_every": 20})
+    Trainer(model, ReDi(), Coupling(tmp_path / "pairs"), config, tmp_path / "run").train()
+    history = [json.loads(line)["loss"] for line in (tmp_path / "run" / "history.jsonl").read_text().splitlines()]
+    assert history[-1] < history[0]
+
+
+def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
+    trainer(tmp_path).train()
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-00000015", "step-00000020"]
+
+
+def test_a_half_written_checkpoint_is_never_loaded(tmp_path: Path) -> None:
+    trainer(tmp_path, CONFIG.model_copy(update={"steps": 10})).train()
+    half = tmp_path / "checkpoints" / ".partial-step-00000015"
+    half.mkdir()
+    (half / "model.safetensors").write_bytes(b"half")
+    again = trainer(tmp_path)
+    again.resume()
+    assert again.step == 10
+
+
+def damage(folder: Path, how: str) -> None:
+    if how == "cut":
+        path = folder / "optimizer.safetensors"
+        path.write_bytes(path.read_bytes()[:-7])
+    elif how == "gone":
+        (folder / "ema.safetensors").unlink()
+    elif how == "no state":
+        (folder / "state.json").write_text("{}")
+    elif how == "not json":
+        (folder / "state.json").write_text("{")
+    elif how == "other names":
+        tensors = load_file(folder / "ema.safetensors")
+        tensors["foreign"] = tensors.pop("norm.weight")
+        save_file(tensors, folder / "ema.safetensors")
+        state = json.loads((folder / "state.json").read_text())
+        state["files"]["ema.safetensors"] = (folder / "ema.safetensors").stat().st_size
+        (folder / "state.json").write_text(json.dumps(state))
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("cut", "damaged: optimizer.safetensors is missing or cut short; delete that folder"),
+        ("gone", "damaged: ema.safetensors is missing"),
+        ("no state", "not an imdm checkpoint of format 1"),
+        ("not json", "not valid JSON"),
+        ("other names", "averaged weights do not match the model"),
+    ],
+)
+def test_damaged_checkpoints_are_refused(tmp_path: Path, how: str, message: str) -> None:
+    trainer(tmp_path, CONFIG.model_copy(update={"steps": 10})).train()
+    damage(tmp_path / "checkpoints" / "step-00000010", how)
+    with pytest.raises(UserError, match=message):
+        trainer(tmp_path).train()
+
+
+def test_another_runs_checkpoint_is_refused(tmp_path: Path) -> None:
+    trainer(tmp_path, CONFIG.model_copy(update={"steps": 10})).train()
+    with pytest.raises(UserError, match="belongs to run .* choose another --out, or delete that folder"):
+        trainer(tmp_path, CONFIG.model_copy(update={"lr": 1e-3})).train()
+    with pytest.raises(UserError, match="at step 10, beyond training.steps = 5"):
+        trainer(tmp_path, CONFIG.model_copy(update={"steps": 5})).train()
+
+
+def test_bad_settings_get_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="objective 'redi' needs the column 'noised'.* give it a coupling"):
+        trainer(tmp_path, objective=ReDi())
+    with pytest.raises(UserError, match="the data has 3 tokens a row, the model takes at most 2"):
+        trainer(tmp_path, length=2)
+    with pytest.raises(UserError, match="training.batch = 16: must be a multiple of 1 processes × 6 micro-batches"):
+        trainer(tmp_path, CONFIG.model_copy(update={"micro_batch": 3}))
+    with pytest.raises(UserError, match=r"'lr' = 0.0: input should be greater than 0"):
+        TrainConfig.parse({"steps": 1, "lr": 0.0})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_diverging_run_stops_with_a_sentence(tmp_path: Path) -> None:
+    broken = trainer(tmp_path)
+    with torch.no_grad():
+        broken.bare.embedding.weight.fill_(float("nan"))
+    with pytest.raises(UserError, match="the loss is nan at step 5; lower training.lr = 0.01"):
+        broken.train()
+
+
+def test_watch_measures_the_average_and_leaves_training_alone(tmp_path: Path) -> None:
+    seen: list[bool] = []
+
+    def watch(model: MaskedDiffusionLM) -> dict[str, float]:
+        seen.append(model.training)
+        torch.rand(100)  # a careless metric must not disturb the run
+        return {"size": float(model.output.weight.detach().abs().sum())}
+
+    config = CONFIG.model_copy(update={"watch_every": 10})
+    Trainer(fresh(), Nelbo(), SOURCE, config, tmp_path / "watched", seed=3, watch=watch).train()
+    trainer(tmp_path / "alone").train()
+    assert seen == [False, False]
+    assert equal(weights(tmp_path / "watched/model"), weights(tmp_path / "alone/model"))
+    rows = [json.loads(line) for line in (tmp_path / "watched/history.jsonl").read_text().splitlines()]
+    final = float(load_model(tmp_path / "watched/model").output.weight.detach().abs().sum())
+    assert rows[-1]["size"] == pytest.approx(final, rel=1e-5)
+
+
+def test_tensorboard_is_optional_and_works(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    trainer(tmp_path, CONFIG.model_copy(update={"tensorboard": True})).train()
+    assert list((tmp_path / "tensorboard").glob("events*"))
+
+
+# --- averages -------------------------------------------------------------------------------------------------------
+
+
+class Two(nn.Module):
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        for name in order:
+            setattr(self, name, nn.Linear(2, 2, bias=False))
+
+
+def test_averages_follow_names_not_positions() -> None:
+    """Two layers of one shape in another order: an average matched by position would swap them."""
+    first, second = Two("ab"), Two("ba")
+    ema = EMA(first, 0.5)
+    other = EMA(second, 0.5)
+    other.load(ema.weights, ema.updates)
+    with other.applied(second):
+        assert torch.equal(second.a.weight, first.a.weight)
+        assert torch.equal(second.b.weight, first.b.weight)
+
+
+def test_average_is_the_recursion_with_warm_up() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    ema, expected = EMA(model, 0.9), float(model.weight)
+    for n in range(1, 30):
+        with torch.no_grad():
+            model.weight.fill_(float(n))
+        ema.update(model)
+        decay = min(0.9, (1 + n) / (10 + n))
+        expected = decay * expected + (1 - decay) * n
+    assert float(ema.weights["weight"]) == pytest.approx(expected, rel=1e-5)
+
+
+# --- data order -----------------------------------------------------------------------------------------------------
+
+
+def test_every_epoch_visits_every_row_once_in_another_order() -> None:
+    order = Order(seed=1, size=10)
+    epochs = order(torch.arange(30)).view(3, 10)
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs.tolist())
+    assert epochs[0].tolist() != epochs[1].tolist()
+    assert torch.equal(Order(1, 10)(torch.tensor([7, 25, 3])), order(torch.arange(30))[[7, 25, 3]])
+
+
+def test_token_rows() -> None:
+    source = TokenSource(torch.arange(12).view(4, 3))
+    assert source.rows(torch.tensor([2, 0]))["tokens"].tolist() == [[6, 7, 8], [0, 1, 2]]
+    assert source.fingerprint != TokenSource(torch.arange(12).view(3, 4)).fingerprint
+
+
+# --- processes ------------------------------------------------------------------------------------------------------
+
+WORKER = """
+import json, sys, torch
+from pathlib import Path
+from imdm.data import LanguageSource, aligned
+from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
+from imdm.objectives import Nelbo
+from imdm.training import TrainConfig, Trainer
+torch.manual_seed(0)
+config = MaskedDiffusionConfig(vocab_size=3, length=3, width=16, blocks=2, heads=2, condition=8, dropout=0.0,
+                               mask="infinite-uniform-4-1.0")
+source = LanguageSource(aligned(length=3, symbols=2))
+settings = TrainConfig(steps=8, batch=16, lr=1e-2, warmup=2, checkpoint_every=4, log_every=1)
+trainer = Trainer(MaskedDiffusionLM(config), Nelbo(), source, settings, sys.argv[1], seed=5)
+world, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
+assert world == int(sys.argv[2]), world
+seen = []
+for micro in range(trainer.accumulation):
+    batch, step = trainer.batch(micro)
+    state = trainer.process.corrupt(batch["tokens"], step.times(), step.keys())
+    seen += [(int(s), state.tokens[i].tolist(), state.noise[i].sum().item(), float(state.t[i]))
+             for i, s in enumerate(step.slots)]
+Path(sys.argv[1]).mkdir(exist_ok=True)
+Path(sys.argv[1], f"seen-{rank}.json").write_text(json.dumps(seen))
+trainer.train()
+"""
+
+
+def launch(folder: Path, world: int) -> None:
+    script = folder.parent / "worker.py"
+    script.write_text(WORKER)
+    environment = os.environ | {"ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(script)]
+    if world > 1:
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc_per_node={world}",
+            str(script),
+        ]
+    subprocess.run([*command, str(folder), str(world)], check=True, env=environment, capture_output=True, timeout=300)
+
+
+def test_two_processes_corrupt_the_same_batch_and_give_the_same_losses(tmp_path: Path) -> None:
+    for world in (1, 2):
+        launch(tmp_path / str(world), world)
+    seen = {
+        w: sum((json.loads((tmp_path / str(w) / f"seen-{r}.json").read_text()) for r in range(w)), []) for w in (1, 2)
+    }
+    assert sorted(seen[1]) == sorted(seen[2])
+    losses = [
+        [json.loads(line)["loss"] for line in (tmp_path / str(w) / "history.jsonl").read_text().splitlines()]
+        for w in (1, 2)
+    ]
+    assert len(losses[0]) == 8
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    one, two = weights(tmp_path / "1/model"), weights(tmp_path / "2/model")
+    assert all(torch.allclose(one[name], two[name], atol=1e-4) for name in one)
+    shutil.rmtree(tmp_path / "2/model")
+    shutil.rmtree(tmp_path / "2/checkpoints/step-00000008")
+    launch(tmp_path / "2", 2)
+    assert equal(weights(tmp_path / "2/model"), two)
+
+
+def test_kill_9_loses_at_most_the_steps_since_the_last_checkpoint(tmp_path: Path) -> None:
+    """A real process, really killed; the next one goes on and ends in the bits of an undisturbed run."""
+    code = WORKER.replace("steps=8", "steps=400").replace("log_every=1", "log_every=10")
+    (tmp_path / "worker.py").write_text(code)
+    environment = os.environ | {"ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(tmp_path / "worker.py")]
+    process = subprocess.Popen([*command, str(tmp_path / "killed"), "1"], env=environment, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not list((tmp_path / "killed" / "checkpoints").glob("step-0000004*")):
+        assert time.monotonic() < deadline
+        assert process.poll() is None, "the run ended before it could be killed"
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "killed" / "model").exists()
+    for name in ("killed", "whole"):
+        subprocess.run([*command, str(tmp_path / name), "1"], check=True, env=environment, capture_output=True)
+    assert equal(weights(tmp_path / "killed/model"), weights(tmp_path / "whole/model"))
