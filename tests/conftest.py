@@ -6,8 +6,7 @@ import pytest
 import torch
 import transformers
 
-import imdm
-from imdm.masks import Mask
+from imdm.masks import Mask, parse_mask
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
 
 transformers.utils.logging.disable_progress_bar()
@@ -37,4 +36,4 @@ def model() -> MaskedDiffusionLM:
 
 @pytest.fixture(params=["single", "finite-7", "infinite-uniform-8-1.0", "infinite-normal-8-2.0"])
 def mask(request: pytest.FixtureRequest) -> Mask:
-    return imdm.masks.parse_mask(request.param)
+    return parse_mask(request.param)

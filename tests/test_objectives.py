@@ -18,7 +18,7 @@ from tests.reference.statistics import assert_law, assert_mean
 LANGUAGE = aligned(length=3, symbols=2)
 
 
-def enumerated_nelbo(model, schedule: Schedule) -> float:  # noqa: ANN001
+def enumerated_nelbo(model, schedule: Schedule) -> float:
     """E over x, t ~ U(10⁻³, 1) and every mask pattern of Eq. 14, a token: Gauss–Legendre in t, sums for the rest."""
     nodes, weights = np.polynomial.legendre.leggauss(40)
     total = 0.0

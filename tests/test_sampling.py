@@ -59,13 +59,13 @@ class Counting(TableDenoiser):
         super().__init__(*args, seed=0)
         self.sequences, self.rows, self.batches = 0, 0, []
 
-    def trunk(self, state):  # noqa: ANN001, ANN201
+    def trunk(self, state):
         assert state.masked.any(1).all(), "a finished sequence was evaluated"
         self.sequences += len(state.tokens)
         self.batches.append(len(state.tokens))
         return super().trunk(state)
 
-    def head(self, rows):  # noqa: ANN001, ANN201
+    def head(self, rows):
         self.rows += len(rows)
         return super().head(rows)
 

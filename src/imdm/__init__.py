@@ -7,12 +7,25 @@
 torch.Size([4, 2])
 """
 
-from imdm.errors import UserError
-from imdm.masks import Finite, Infinite, Single
-from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM, fold_conditioning, load_model, to_infinite, with_mask
-from imdm.recipes import load_recipe
-from imdm.sampling import Generation
-from imdm.state import Noised
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from imdm.errors import UserError
+    from imdm.masks import Finite, Infinite, Single
+    from imdm.models import (
+        MaskedDiffusionConfig,
+        MaskedDiffusionLM,
+        fold_conditioning,
+        load_model,
+        to_infinite,
+        with_mask,
+    )
+    from imdm.recipes import load_recipe
+    from imdm.sampling import Generation
+    from imdm.state import Noised
 
 __version__ = "0.1.0"
 
@@ -31,3 +44,27 @@ __all__ = [
     "to_infinite",
     "with_mask",
 ]
+
+_HOMES = {
+    "imdm.errors": ("UserError",),
+    "imdm.masks": ("Finite", "Infinite", "Single"),
+    "imdm.models": (
+        "MaskedDiffusionConfig",
+        "MaskedDiffusionLM",
+        "fold_conditioning",
+        "load_model",
+        "to_infinite",
+        "with_mask",
+    ),
+    "imdm.recipes": ("load_recipe",),
+    "imdm.sampling": ("Generation",),
+    "imdm.state": ("Noised",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Names are imported when first used, so that `imdm --help` does not wait for torch."""
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(home), name)
+    raise AttributeError(f"module 'imdm' has no attribute {name!r}")

@@ -38,6 +38,14 @@ Noise = Annotated[
 ]
 
 
+@app.callback()
+def _quiet() -> None:
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()  # ours show what matters
+    transformers.utils.logging.set_verbosity_error()  # and our refusals say what is wrong
+
+
 @app.command()
 def recipes(name: Annotated[str | None, typer.Argument(help="Show this recipe whole.")] = None) -> None:
     """List the recipes, or show one."""
@@ -339,10 +347,6 @@ def _canvas(rows: list[str], model: Any, length: int | None) -> Any:
 
 def main() -> None:
     """Bad input is one sentence and exit code 2; a stop by Ctrl-C says how to go on."""
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()  # ours show what matters
-    transformers.utils.logging.set_verbosity_error()  # and our refusals say what is wrong
     try:
         app(standalone_mode=True)
     except UserError as error:

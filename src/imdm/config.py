@@ -28,19 +28,20 @@ class Config(BaseModel):
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            raise UserError(explain(error, cls, where)) from None
+            raise UserError(explain(error, cls, values, where)) from None
 
     def digest(self) -> str:
         return digest(self.model_dump(mode="json"))
 
 
-def explain(error: ValidationError, cls: type[BaseModel], where: str) -> str:
+def explain(error: ValidationError, cls: type[BaseModel], values: Any, where: str) -> str:
     """A pydantic report as a sentence: field, value, what would be right."""
     parts = []
     for item in error.errors():
-        path = ".".join(str(step) for step in ((where,) if where else ()) + item["loc"])
+        location = _location(item["loc"], values)
+        path = ".".join((where, *location) if where else location)
         if item["type"] == "extra_forbidden":
-            parts.append(f"unknown key {path!r}{_siblings(cls, item['loc'])}")
+            parts.append(f"unknown key {path!r}{_siblings(cls, location)}")
         elif item["type"] == "missing":
             parts.append(f"{path!r} is required")
         else:
@@ -49,7 +50,19 @@ def explain(error: ValidationError, cls: type[BaseModel], where: str) -> str:
     return "; ".join(parts)
 
 
-def _siblings(cls: type[BaseModel], location: tuple[int | str, ...]) -> str:
+def _location(steps: tuple[int | str, ...], values: Any) -> tuple[str, ...]:
+    """Where in the settings: pydantic's path less the names of union members, which no one wrote."""
+    path, node = [], values
+    for depth, step in enumerate(steps):
+        inside = (isinstance(node, dict) and step in node) or (isinstance(node, list | tuple) and isinstance(step, int))
+        if inside:
+            node = node[step]
+        if inside or depth == len(steps) - 1:
+            path.append(str(step))
+    return tuple(path)
+
+
+def _siblings(cls: type[BaseModel], location: tuple[str, ...]) -> str:
     """The keys that may stand where an unknown one was found, when the place is a plain nested config."""
     model: Any = cls
     for step in location[:-1]:

@@ -19,6 +19,7 @@ from imdm.theory.information import contexts, keep_and_reveal, marginal, reveale
 REPLICATES = 200
 
 
+@torch.no_grad()
 def component_laws(denoiser: Denoiser, tokens: Tensor, draws: int, seed: int) -> Tensor:
     """log p_θ of every data token at every position of one sequence (L,), under each noise: (n, L, V).
 

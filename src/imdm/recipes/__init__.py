@@ -46,7 +46,14 @@ def _read(name: str | Path) -> dict[str, Any]:
         raise UserError(f"recipe {str(name)!r} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise UserError(f"recipe {str(name)!r}: expected a mapping of settings")
-    return values
+    return _unshared(values)
+
+
+def _unshared(value: Any) -> Any:
+    """YAML aliases point at one object; overriding it in one place must not change the other."""
+    if isinstance(value, dict):
+        return {key: _unshared(item) for key, item in value.items()}
+    return [_unshared(item) for item in value] if isinstance(value, list) else value
 
 
 def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ STYLE: Any = {
     "grid.alpha": 0.25,
     "figure.constrained_layout.use": True,
     "svg.fonttype": "none",
+    "svg.hashsalt": "imdm",  # the same data gives the same file
     "font.family": "sans-serif",
 }
 

@@ -1,0 +1,229 @@
+"""The command line, as a person uses it: every command once for real, every mistake one sentence and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from imdm.evaluation import read
+from imdm.models import MaskedDiffusionLM
+from tests.conftest import tiny_model
+
+SMALL = [
+    "stages.teacher.training.steps=40",
+    "stages.mdm.training.steps=20",
+    "stages.mdm.training.watch_every=10",
+    "stages.imdm.training.steps=20",
+    "stages.imdm.training.watch_every=10",
+    "stages.mdm.watch.samples=50",
+    "stages.imdm.watch.samples=50",
+    "stages.pairs.pairs=64",
+    "stages.pairs.steps=16",
+    "stages.evaluate.samples=200",
+    "stages.evaluate.draws=50",
+]
+
+
+def imdm(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+    command = [sys.executable, "-m", "imdm", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=cwd, timeout=300)
+
+
+def refused(result: subprocess.CompletedProcess[str]) -> str:
+    """The one sentence of a refusal."""
+    assert result.returncode == 2, result.stderr
+    assert "Traceback" not in result.stderr
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1, result.stderr
+    return lines[0]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The synthetic experiment, small."""
+    out = tmp_path_factory.mktemp("run") / "synthetic"
+    result = imdm("reproduce", "synthetic", *SMALL, "--out", out)
+    assert result.returncode == 0, result.stderr
+    assert "Table 1" in result.stdout
+    assert "Table 2" in result.stdout
+    return out
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model(vocab_size=3, length=2, mask="infinite-uniform-4-1.0").save_pretrained(folder)
+    return folder
+
+
+def test_help_shows_the_tree() -> None:
+    shown = imdm("--help").stdout
+    for command in ("recipes", "train", "couple", "generate", "evaluate", "reproduce", "report"):
+        assert re.search(rf"\b{command}\b", shown)
+
+
+def test_reproduce_leaves_results_and_reports(run: Path) -> None:
+    rows = read(run / "results.jsonl")
+    found = {(r.method, r.model, r.metric) for r in rows}
+    for method, family in (("teacher", "mdlm"), ("redi", "mdlm"), ("redi", "imdm")):
+        assert {(method, family, m) for m in ("validity", "token_entropy", "factorization_error")} <= found
+    assert {r.seed for r in rows} == {0}
+    assert len({r.recipe_hash for r in rows}) == 1
+    page = (run / "report.html").read_text()
+    assert page.count("data:image/svg+xml;base64,") == 2
+    assert not re.search(r"(src|href)=[\"']?(https?:|/)", page)
+    assert "97.7%" in page
+    assert "Table 1" in (run / "report.md").read_text()
+    assert MaskedDiffusionLM.from_pretrained(run / "seed-0" / "imdm" / "model").mask.kind == "infinite"
+    history = [json.loads(line) for line in (run / "seed-0" / "imdm" / "history.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in history if "validity" in row] == [10, 20]
+
+
+def test_reproducing_again_skips_what_is_there(run: Path) -> None:
+    before = (run / "results.jsonl").read_text()
+    again = imdm("reproduce", "synthetic", *SMALL, "--out", run)
+    assert again.returncode == 0
+    assert again.stderr.count("already there") == 5
+    assert (run / "results.jsonl").read_text() == before
+
+
+def test_other_settings_into_the_same_folder_are_refused(run: Path) -> None:
+    told = refused(imdm("reproduce", "synthetic", *SMALL, "stages.teacher.training.lr=0.1", "--out", run))
+    assert "stage 'teacher'" in told
+    assert "choose another --out" in told
+
+
+def test_same_seed_same_results(run: Path, tmp_path: Path) -> None:
+    result = imdm("reproduce", "synthetic", *SMALL, "--out", tmp_path)
+    assert result.returncode == 0
+    values = [[(r.metric, r.value) for r in read(folder / "results.jsonl")] for folder in (run, tmp_path)]
+    assert values[0] == values[1]
+
+
+def test_report_can_be_made_again(run: Path, tmp_path: Path) -> None:
+    assert imdm("report", run, "--html", tmp_path / "page.html").returncode == 0
+    assert (tmp_path / "page.html").read_text() == (run / "report.html").read_text()
+
+
+def test_train_one_stage_and_what_it_builds_on(tmp_path: Path) -> None:
+    result = imdm("train", "synthetic", *SMALL, "--stage", "imdm", "--out", tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert sorted(p.name for p in (tmp_path / "seed-0").iterdir()) == ["imdm", "pairs", "teacher"]
+    assert str(tmp_path / "seed-0" / "imdm" / "model") in result.stdout
+
+
+def test_recipes_are_listed_and_shown() -> None:
+    assert re.search(r"synthetic\s+The paper's \{00, 11\} task", imdm("recipes").stdout)
+    assert "objective:" in imdm("recipes", "synthetic").stdout
+
+
+def test_generate_prints_tokens(model: Path) -> None:
+    result = imdm("generate", model, "--num", "3", "--steps", "1", "--seed", "4")
+    assert re.fullmatch(r"([01] [01]\n){3}", result.stdout)
+    assert imdm("generate", model, "--num", "3", "--steps", "1", "--seed", "4").stdout == result.stdout
+
+
+def test_generate_fills_holes_and_tells_how(model: Path) -> None:
+    lines = imdm("generate", model, "--canvas", "1 ?", "--canvas", "?", "--num", "2", "--json").stdout.splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert [row["tokens"][0] for row in rows[:2]] == [1, 1]
+    assert rows[0]["revealed_at"][0] == -1
+    assert rows[0]["evaluations"] == 1
+    assert all(len(row["tokens"]) == 2 for row in rows)
+    traced = imdm("generate", model, "--canvas", "1 ?", "--steps", "3", "--trace").stdout.splitlines()
+    assert traced[0].split() == ["0", "1", "?"]
+    assert len(traced) == 4
+
+
+def test_couple_then_train_on_it(run: Path, tmp_path: Path) -> None:
+    teacher = run / "seed-0" / "teacher" / "model"
+    arguments = ["couple", teacher, "--data", "aligned:length=2,symbols=2", "--pairs", "32", "--steps", "8"]
+    assert imdm(*arguments, "--out", tmp_path / "pairs").returncode == 0
+    settings = [f"stages.imdm.start={teacher}", f"stages.imdm.data={tmp_path / 'pairs'}"]
+    result = imdm("train", "synthetic", *SMALL, *settings, "--stage", "imdm", "--out", tmp_path / "run")
+    assert result.returncode == 0, result.stderr
+    student = run / "seed-0" / "imdm" / "model"
+    settings[0] = f"stages.imdm.start={student}"
+    told = refused(imdm("train", "synthetic", *SMALL, *settings, "--stage", "imdm", "--out", tmp_path / "other"))
+    assert "was made by teacher" in told
+
+
+def test_evaluate_prints_and_appends(model: Path, tmp_path: Path) -> None:
+    arguments = ["evaluate", model, "--data", "aligned", "--steps", "1,2", "--samples", "100"]
+    result = imdm(*arguments, "--metrics", "validity,nelbo", "--out", tmp_path / "rows.jsonl")
+    assert result.returncode == 0, result.stderr
+    assert "validity" in result.stdout
+    assert [(r.steps, r.metric) for r in read(tmp_path / "rows.jsonl")] == [
+        (1, "validity"),
+        (1, "nelbo"),
+        (2, "validity"),
+        (2, "nelbo"),
+    ]
+
+
+def test_train_on_a_file_of_tokens(tmp_path: Path) -> None:
+    """One's own data: ids in a safetensors file, a recipe of a dozen lines."""
+    save_file({"tokens": torch.randint(0, 9, (200, 6))}, tmp_path / "train.safetensors")
+    (tmp_path / "mine.yaml").write_text(
+        "name: mine\nsummary: my tokens\nexperiment: mine\n"
+        f"data: {{kind: tokens, path: {tmp_path / 'train.safetensors'}, vocab_size: 10}}\n"
+        "model: {width: 16, blocks: 1, heads: 2, condition: 8}\n"
+        "stages:\n  teacher: {kind: train, training: {steps: 5, batch: 8, warmup: 2}}\n"
+    )
+    result = imdm("train", "mine.yaml", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    model = MaskedDiffusionLM.from_pretrained(tmp_path / "runs" / "mine" / "seed-0" / "teacher" / "model")
+    assert (model.config.vocab_size, model.config.mask_token_id, model.config.length) == (10, 9, 6)
+
+
+def test_bad_token_files_are_refused(tmp_path: Path) -> None:
+    for number, (tensors, message) in enumerate(
+        [
+            ({"ids": torch.zeros(2, 3, dtype=torch.int64)}, "integer tensor 'tokens'"),
+            ({"tokens": torch.full((2, 3), 12)}, "token 12 is outside the vocabulary"),
+            ({"tokens": torch.full((2, 3), 9)}, "contains the mask token 9"),
+        ]
+    ):
+        path = tmp_path / f"{number}.safetensors"
+        save_file(tensors, path)
+        data = f"data={{kind: tokens, path: {path}, vocab_size: 10}}"
+        assert message in refused(imdm("train", "synthetic", data, "--out", tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+MISTAKES = {
+    "unknown recipe": (["reproduce", "lm2b"], "unknown recipe 'lm2b'; known: "),
+    "unknown key": (["reproduce", "synthetic", "colour=red"], "unknown key 'colour'"),
+    "wrong type": (["train", "synthetic", "seed=x"], "'seed' = 'x': input should be a valid integer"),
+    "unknown stage": (["train", "synthetic", "--stage", "pairs"], "recipe 'synthetic' trains teacher, mdm, imdm"),
+    "missing model": (["generate", "/no/such/model"], "no such folder"),
+    "no steps": (["generate", "MODEL", "--steps", "0"], "steps = 0: at least one step is needed"),
+    "too long": (["generate", "MODEL", "--canvas", "0 0 0"], "the prompt has 3 tokens, the model takes at most 2"),
+    "outside": (["generate", "MODEL", "--canvas", "7 ?"], "token 7 is outside the vocabulary 0…2"),
+    "not ids": (["generate", "MODEL", "--canvas", "the cat"], "write token ids and ? for holes"),
+    "policy": (["generate", "MODEL", "--noise", "hold"], "unknown noise policy 'hold'; known: keep, posterior"),
+    "metric": (["evaluate", "MODEL", "--data", "aligned", "--metrics", "bleu"], "unknown metric 'bleu'"),
+    "counts": (["evaluate", "MODEL", "--data", "aligned", "--steps", "1,x"], "expected whole numbers"),
+    "language": (["evaluate", "MODEL", "--data", "klingon"], "unknown language 'klingon'; known: aligned"),
+    "setting": (["evaluate", "MODEL", "--data", "aligned:depth=2"], "unexpected keyword argument 'depth'"),
+    "no file": (["evaluate", "MODEL", "--data", "none.safetensors"], "none.safetensors is missing"),
+    "no data": (["couple", "MODEL", "--out", "OUT"], "need data"),
+    "no run": (["report", "/no/such/run"], "no such folder"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_get_one_sentence_and_write_nothing(mistake: str, model: Path, tmp_path: Path) -> None:
+    arguments, message = MISTAKES[mistake]
+    places = {"MODEL": str(model), "OUT": str(tmp_path / "out")}
+    assert message in refused(imdm(*(places.get(a, a) for a in arguments), cwd=tmp_path))
+    assert not list(tmp_path.iterdir())

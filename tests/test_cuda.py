@@ -1,0 +1,121 @@
+"""What must hold on a GPU as on a CPU. Skipped where there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from imdm.data import CoupleConfig, Coupling, LanguageSource, aligned, couple
+from imdm.masks import Mask
+from imdm.models import load_model
+from imdm.models.layers import attend, capped_attention
+from imdm.objectives import Nelbo, ReDi
+from imdm.randomness import Purpose, bits, fold, normal, symmetric, uniform
+from imdm.sampling import sample
+from imdm.training import TrainConfig, Trainer
+from tests.conftest import tiny_model
+from tests.reference.statistics import assert_law, counts_of
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def test_bits_and_noise_are_the_same_on_every_device() -> None:
+    keys = fold(0, Purpose.SAMPLE, torch.arange(1000))
+    position = torch.arange(16)
+    for draw in (bits, uniform):
+        assert torch.equal(
+            draw(keys[:, None], Purpose.NOISE, position),
+            draw(keys.cuda()[:, None], Purpose.NOISE, position.cuda()).cpu(),
+        )
+    here = symmetric(keys[:, None], Purpose.NOISE, position, 0, 37)
+    assert torch.equal(here, symmetric(keys.cuda()[:, None], Purpose.NOISE, position.cuda(), 0, 37).cpu())
+    here = normal(keys[:, None], Purpose.NOISE, position, 0, 37)
+    there = normal(keys.cuda()[:, None], Purpose.NOISE, position.cuda(), 0, 37).cpu()
+    ulp = torch.maximum(here.abs(), there.abs()) * 2.0**-23
+    assert ((here - there).abs() <= ulp).all()
+
+
+def test_reveals_and_noise_agree_across_devices(mask: Mask) -> None:
+    model = tiny_model(mask=mask.model_dump())
+    here = model.generate(num=64, steps=3, seed=1, trace=True)
+    there = model.cuda().generate(num=64, steps=3, seed=1, trace=True)
+    assert torch.equal(here.revealed_at, there.revealed_at.cpu())
+    assert torch.equal(here.evaluations, there.evaluations.cpu())
+    assert (here.tokens == there.tokens.cpu()).double().mean() > 0.95
+
+
+def test_outputs_agree_with_the_cpu(mask: Mask) -> None:
+    model = tiny_model(mask=mask.model_dump())
+    tokens = torch.tensor([[4, 1, 4, 4, 0, 2]])
+    here = model(model.noised(tokens))
+    there = model.cuda()(model.noised(tokens.cuda())).cpu()
+    assert torch.allclose(here, there, atol=1e-3)
+
+
+def test_soft_cap_kernels_agree_forward_and_backward() -> None:
+    q, k, v = (torch.randn(2, 4, 128, 64, device="cuda", requires_grad=True) for _ in range(3))
+    plain, fused = capped_attention(q, k, v, 20.0), attend(q, k, v, 20.0)
+    assert torch.allclose(plain, fused, atol=2e-3)
+    weight = torch.randn_like(plain)
+    expected = torch.autograd.grad((plain * weight).sum(), (q, k, v))
+    found = torch.autograd.grad((fused * weight).sum(), (q, k, v))
+    assert all(torch.allclose(a, b, atol=2e-2) for a, b in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_train_couple_distil_and_write(tmp_path: Path, precision: str) -> None:
+    """The whole chain on the GPU, in both precisions; IMDM passes the single mask's floor."""
+    language = aligned()
+    source = LanguageSource(language)
+    config = TrainConfig(steps=300, batch=256, lr=3e-3, warmup=20, ema=0.99, precision=precision, log_every=100)
+    model = tiny_model(trained=False, vocab_size=3, length=2, width=64, heads=4)
+    teacher = load_model(Trainer(model, Nelbo(), source, config, tmp_path / "teacher").train()).cuda()
+    couple(teacher, source, CoupleConfig(pairs=512, steps=64), tmp_path / "pairs")
+    from imdm.models import to_infinite
+
+    student = to_infinite(teacher, dim=256)
+    config = config.model_copy(update={"steps": 600, "lr": 1e-3})
+    run = Trainer(student, ReDi(), Coupling(tmp_path / "pairs"), config, tmp_path / "student")
+    student = load_model(run.train()).cuda()
+    assert language.valid(student.generate(num=4000, steps=1).tokens.cpu()).double().mean() > 0.85
+    assert language.valid(teacher.generate(num=4000, steps=1).tokens.cpu()).double().mean() < 0.6
+
+
+def test_resume_on_the_gpu(tmp_path: Path) -> None:
+    source = LanguageSource(aligned())
+
+    def run(steps: int, out: str) -> dict[str, torch.Tensor]:
+        config = TrainConfig(steps=steps, batch=16, lr=1e-2, warmup=5, checkpoint_every=5)
+        model = tiny_model(trained=False, vocab_size=3, length=2, dropout=0.1)
+        return load_model(Trainer(model, Nelbo(), source, config, tmp_path / out).train()).state_dict()
+
+    whole = run(20, "whole")
+    run(10, "parts")
+    parts = run(20, "parts")
+    assert all(torch.allclose(whole[name], parts[name], atol=1e-5) for name in whole)
+
+
+def test_a_small_model_writes_long_text() -> None:
+    """GPT-2 Small's size, length 1,024, IMDM, bf16 trunk: it runs and reveals everything."""
+    from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
+
+    config = MaskedDiffusionConfig.preset("small", vocab_size=50_258, length=1024, mask="infinite-uniform-768-1.0")
+    model = MaskedDiffusionLM(config).cuda().eval()
+    with torch.autocast("cuda", torch.bfloat16):
+        made = model.generate(num=8, steps=4)
+    assert not (made.tokens == config.mask_token_id).any()
+    assert made.evaluations.tolist() == [4] * 8
+
+
+def test_the_sampler_has_the_plain_loops_law() -> None:
+    from imdm.theory import ExactMarginals
+
+    language = aligned()
+    keys = fold(3, Purpose.SAMPLE, torch.arange(20_000))
+    made = sample(ExactMarginals(language), torch.full((20_000, 2), 2), keys=keys, steps=1)
+    assert_law(counts_of(made.tokens, 2), torch.full((4,), 0.25, dtype=torch.float64))
