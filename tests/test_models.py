@@ -20,7 +20,7 @@ TOKENS = torch.tensor([[4, 1, 4, 4, 0, 2], [4, 4, 4, 4, 4, 4]])
 
 
 def same(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Equal up to the last bits: weights mapped from a file lie elsewhere in memory, and kernels sum in another order."""
+    """Equal up to the last bits: weights read from a file lie elsewhere in memory, and kernels sum in another order."""
     return torch.allclose(first, second, atol=1e-5)
 
 

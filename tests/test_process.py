@@ -53,7 +53,7 @@ def test_corruption_keeps_revealed_tokens_and_gives_noise_only_to_masks(mask: Ma
 @pytest.mark.parametrize("name", ["log-linear", "cosine"])
 @pytest.mark.parametrize(("t", "s"), [(1.0, 0.5), (0.9, 0.89), (0.3, 1e-5), (0.7, 0.0)])
 def test_split_is_the_posterior(name: str, t: float, s: float) -> None:
-    """Summing to 1, and Bayes: q(z_t)·q(z_s | z_t) = q(z_s)·q(z_t | z_s) for every pair of states over V ∪ {K masks}."""
+    """Summing to 1, and Bayes: q(z_t)·q(z_s | z_t) = q(z_s)·q(z_t | z_s) for every pair of states, K masks."""
     K = 3
     schedule = parse_schedule(name)
     process = Process(schedule, Finite(count=K), 2)
@@ -77,7 +77,7 @@ def test_split_is_the_posterior(name: str, t: float, s: float) -> None:
 
 
 def test_corrupt_then_reverse_equals_corrupt() -> None:
-    """Corrupt to t, take the exact reverse step to s: the law of (token or mask index) at s is that of corrupting to s."""
+    """Corrupt to t, then the exact reverse step to s: the law of (token or mask index) is that of corrupting to s."""
     K = 3
     process = Process(parse_schedule("log-linear"), Finite(count=K), 1)
     x = torch.zeros(N, 1, dtype=torch.int64)

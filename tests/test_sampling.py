@@ -81,7 +81,7 @@ def test_network_runs_only_for_reveals_and_head_once_a_position(steps: int) -> N
 
 
 def test_sequences_do_not_wait_for_one_another() -> None:
-    """1,000 steps, length 3: three evaluations of the whole batch do, not a thousand; with a batch size, full batches."""
+    """1,000 steps, length 3: three evaluations of the whole batch, not a thousand; with a batch size, full batches."""
     denoiser = Counting(2, 3, 2)
     sample(denoiser, torch.full((500, 3), 2), keys=KEYS[:500], steps=1000)
     assert len(denoiser.batches) == 3
@@ -194,7 +194,7 @@ def test_draws_follow_the_law() -> None:
 
 @pytest.mark.parametrize("k", [8, 16, 24, 32, 40])
 def test_rare_tokens_keep_their_probability(k: int) -> None:
-    """A token of probability 2⁻ᵏ in a vocabulary of 50,258 owns a slice of u of that length: float32 noise would lose it.
+    """A token of probability 2⁻ᵏ in a vocabulary of 50,258 owns a slice of u of that length; float32 would lose it.
     Its two edges are found by bisection."""
     V, rare = 50_258, 30_000
     p = torch.full((V,), (1 - 2.0**-k) / (V - 1), dtype=torch.float64)

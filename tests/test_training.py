@@ -186,6 +186,9 @@ def test_bad_settings_get_a_sentence(tmp_path: Path) -> None:
         trainer(tmp_path, length=2)
     with pytest.raises(UserError, match="training.batch = 16: must be a multiple of 1 processes × 6 micro-batches"):
         trainer(tmp_path, CONFIG.model_copy(update={"micro_batch": 3}))
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match="bf16 needs a GPU; use float32 on a CPU"):
+            trainer(tmp_path, CONFIG.model_copy(update={"precision": "bf16"}))
     with pytest.raises(UserError, match=r"'lr' = 0.0: input should be greater than 0"):
         TrainConfig.parse({"steps": 1, "lr": 0.0})
     assert not list(tmp_path.iterdir())

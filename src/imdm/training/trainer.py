@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -96,7 +96,7 @@ class Trainer:
     ) -> None:
         self.objective, self.source, self.config, self.out, self.seed = objective, source, config, Path(out), seed
         self.watch, self.on_progress = watch, on_progress
-        self.accelerator = Accelerator(mixed_precision="bf16" if config.precision == "bf16" else "no")
+        self.accelerator = Accelerator()
         self._check(model)
         loop = {"steps", "checkpoint_every", "keep_checkpoints", "log_every", "watch_every", "tensorboard"}
         settings = config.model_dump(exclude=loop | {"micro_batch"})
@@ -128,6 +128,8 @@ class Trainer:
             raise UserError(
                 f"the data has {self.source.length} tokens a row, the model takes at most {model.config.length}"
             )
+        if self.config.precision == "bf16" and self.accelerator.device.type == "cpu":
+            raise UserError("training.precision = bf16 needs a GPU; use float32 on a CPU")
         world, batch = self.accelerator.num_processes, self.config.batch
         if batch % (world * self.accumulation):
             raise UserError(
@@ -164,7 +166,8 @@ class Trainer:
             batch, step = self.batch(micro)
             last = micro == self.accumulation - 1
             with nullcontext() if last else self.accelerator.no_sync(self.model):
-                loss = self.objective.loss(self.model, self.process, batch, step) / self.accumulation
+                with self._precision():
+                    loss = self.objective.loss(self.model, self.process, batch, step) / self.accumulation
                 self.accelerator.backward(loss)
             total += loss.detach()
         self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.clip)
@@ -173,6 +176,13 @@ class Trainer:
         self.ema.update(self.bare)
         self.step += 1
         return self.accelerator.reduce(total, reduction="mean")
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        """bf16 where it is fast; weights, norms, softmax and optimiser stay in float32. Not Accelerate's own,
+        which holds for the whole process: the stages of a recipe may differ."""
+        if self.config.precision == "float32":
+            return nullcontext()
+        return torch.autocast(self.accelerator.device.type, torch.bfloat16)
 
     def _seed_dropout(self) -> None:
         """Dropout uses torch's own generator; key it by (seed, step, process) so that a resumed run repeats it."""
