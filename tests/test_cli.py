@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import save_file
 
+from imdm.cli import main
 from imdm.evaluation import read
 from imdm.models import MaskedDiffusionLM
 from tests.conftest import tiny_model
@@ -32,18 +37,33 @@ SMALL = [
 ]
 
 
-def imdm(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
-    command = [sys.executable, "-m", "imdm", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=cwd, timeout=300)
+@dataclass
+class Result:
+    returncode: int
+    stdout: str
+    stderr: str
 
 
-def refused(result: subprocess.CompletedProcess[str]) -> str:
+def imdm(*arguments: str | Path) -> Result:
+    """The command in this process: a new one would import torch each time. `test_as_a_process` starts a real one."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(sys, "argv", ["imdm", *map(str, arguments)])
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        patch.setattr("imdm.cli.console", Console(width=200))
+        try:
+            main()
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+    return Result(code, out.getvalue(), err.getvalue())
+
+
+def refused(result: Result) -> str:
     """The one sentence of a refusal."""
     assert result.returncode == 2, result.stderr
-    assert "Traceback" not in result.stderr
     lines = result.stderr.strip().splitlines()
     assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("error: ")
     return lines[0]
 
 
@@ -170,7 +190,7 @@ def test_evaluate_prints_and_appends(model: Path, tmp_path: Path) -> None:
     ]
 
 
-def test_train_on_a_file_of_tokens(tmp_path: Path) -> None:
+def test_train_on_a_file_of_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One's own data: ids in a safetensors file, a recipe of a dozen lines."""
     save_file({"tokens": torch.randint(0, 9, (200, 6))}, tmp_path / "train.safetensors")
     (tmp_path / "mine.yaml").write_text(
@@ -179,7 +199,8 @@ def test_train_on_a_file_of_tokens(tmp_path: Path) -> None:
         "model: {width: 16, blocks: 1, heads: 2, condition: 8}\n"
         "stages:\n  teacher: {kind: train, training: {steps: 5, batch: 8, warmup: 2}}\n"
     )
-    result = imdm("train", "mine.yaml", cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    result = imdm("train", "mine.yaml")
     assert result.returncode == 0, result.stderr
     model = MaskedDiffusionLM.from_pretrained(tmp_path / "runs" / "mine" / "seed-0" / "teacher" / "model")
     assert (model.config.vocab_size, model.config.mask_token_id, model.config.length) == (10, 9, 6)
@@ -222,8 +243,31 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_get_one_sentence_and_write_nothing(mistake: str, model: Path, tmp_path: Path) -> None:
+def test_mistakes_get_one_sentence_and_write_nothing(
+    mistake: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     arguments, message = MISTAKES[mistake]
     places = {"MODEL": str(model), "OUT": str(tmp_path / "out")}
-    assert message in refused(imdm(*(places.get(a, a) for a in arguments), cwd=tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert message in refused(imdm(*(places.get(a, a) for a in arguments)))
     assert not list(tmp_path.iterdir())
+
+
+def test_as_a_process(tmp_path: Path) -> None:
+    """Exit codes and streams of the real command."""
+    command = [sys.executable, "-m", "imdm", "reproduce", "lm2b"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=os.environ | {"COLUMNS": "80"})
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: unknown recipe 'lm2b'; known: ")
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_ctrl_c_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("imdm.training.trainer.Trainer.train_step", stop)
+    result = imdm("train", "synthetic", *SMALL, "--out", tmp_path)
+    assert result.returncode == 130
+    assert "run the same command again to go on" in result.stderr

@@ -23,6 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 console = Console()
+INTERRUPTED = 130  # what Typer exits with on Ctrl-C
 
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Settings to change, such as stages.teacher.training.steps=100.")
@@ -352,9 +353,10 @@ def main() -> None:
     except UserError as error:
         Console(stderr=True).print(f"[bold red]error:[/] {_plain(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(2)
-    except KeyboardInterrupt:
-        print("stopped; run the same command again to go on from the last checkpoint", file=sys.stderr)
-        sys.exit(130)
+    except SystemExit as stop:
+        if stop.code == INTERRUPTED:
+            print("stopped; run the same command again to go on from the last checkpoint", file=sys.stderr)
+        raise
 
 
 def _plain(text: str) -> str:

@@ -33,7 +33,8 @@ Curves = Mapping[str, Sequence[tuple[int, float]]]
 def embed(figure: Figure) -> str:
     """A figure as a data address that an <img> can show without any network."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    with plt.rc_context(STYLE):
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
     plt.close(figure)
     return "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode()
 

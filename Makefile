@@ -1,0 +1,28 @@
+# make setup   a virtual environment in .venv with the `imdm` command
+# make run     the paper's synthetic experiment, end to end, with a report in runs/synthetic
+# make test    tests, linter, formatter, types
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: setup run test clean
+
+setup: .venv/ready
+
+.venv/ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "imdm needs Python 3.11 or newer; set PYTHON=…")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,tensorboard]'
+	@touch $@
+
+run: setup
+	$(BIN)/imdm reproduce synthetic
+
+test: setup
+	$(BIN)/pytest -n auto --dist loadfile
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv runs .pytest_cache .ruff_cache .mypy_cache .hypothesis
