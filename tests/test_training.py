@@ -202,6 +202,13 @@ def test_a_diverging_run_stops_with_a_sentence(tmp_path: Path) -> None:
         broken.train()
 
 
+def test_dropout_of_a_run_may_differ_from_the_models(tmp_path: Path) -> None:
+    run = trainer(tmp_path, CONFIG.model_copy(update={"dropout": 0.5}), dropout=0.0)
+    assert {m.p for m in run.bare.modules() if isinstance(m, nn.Dropout)} == {0.5}
+    assert load_model(run.train()).config.dropout == 0.5
+    assert run.run != trainer(tmp_path / "other", dropout=0.0).run
+
+
 def test_watch_measures_the_average_and_leaves_training_alone(tmp_path: Path) -> None:
     seen: list[bool] = []
 

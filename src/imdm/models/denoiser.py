@@ -82,6 +82,13 @@ class MaskedDiffusionLM(PreTrainedModel):
     def vocab_size(self) -> int:
         return self.config.vocab_size
 
+    def set_dropout(self, rate: float) -> None:
+        """Another dropout rate for further training."""
+        self.config.dropout = rate
+        for module in self.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = rate
+
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> MaskedDiffusionLM:
         """As in `transformers`, from safetensors only, and refusing weights that do not fit: there, a missing layer

@@ -7,10 +7,7 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
+from matplotlib import patheffects, rc_context
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -21,7 +18,6 @@ STYLE: Any = {
     "axes.spines.right": False,
     "axes.grid": True,
     "grid.alpha": 0.25,
-    "figure.constrained_layout.use": True,
     "svg.fonttype": "none",
     "svg.hashsalt": "imdm",  # the same data gives the same file
     "font.family": "sans-serif",
@@ -33,16 +29,16 @@ Curves = Mapping[str, Sequence[tuple[int, float]]]
 def embed(figure: Figure) -> str:
     """A figure as a data address that an <img> can show without any network."""
     buffer = io.BytesIO()
-    with plt.rc_context(STYLE):
+    with rc_context(STYLE):
         figure.savefig(buffer, format="svg", metadata={"Date": None})
-    plt.close(figure)
     return "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
 def training_curves(panels: Mapping[str, Curves], lines: Mapping[str, tuple[float, str]]) -> Figure:
     """One panel a quantity, one curve a model, over training steps; `lines` draws a bound into a panel."""
-    with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(1, len(panels), figsize=(4.6 * len(panels), 3.2), squeeze=False)
+    with rc_context(STYLE):
+        figure = Figure(figsize=(4.6 * len(panels), 3.2), layout="constrained")
+        axes = figure.subplots(1, len(panels), squeeze=False)
         for axis, (title, curves) in zip(axes[0], panels.items(), strict=True):
             for name, points in curves.items():
                 axis.plot(*zip(*points, strict=True), label=name.upper(), color=COLOURS.get(name), linewidth=1.8)
@@ -56,8 +52,9 @@ def training_curves(panels: Mapping[str, Curves], lines: Mapping[str, tuple[floa
 
 def noise_planes(planes: Mapping[str, Tensor], reach: float) -> Figure:
     """P(token = 0) of both tokens over a plane of the noise space: one row a model, planes (2, R, R)."""
-    with plt.rc_context(STYLE | {"axes.grid": False}):
-        figure, axes = plt.subplots(len(planes), 2, figsize=(6.4, 2.9 * len(planes)), squeeze=False)
+    with rc_context(STYLE | {"axes.grid": False}):
+        figure = Figure(figsize=(6.4, 2.9 * len(planes)), layout="constrained")
+        axes = figure.subplots(len(planes), 2, squeeze=False)
         for row, (name, plane) in zip(axes, planes.items(), strict=True):
             for token, axis in enumerate(row):
                 axis.imshow(
@@ -69,9 +66,10 @@ def noise_planes(planes: Mapping[str, Tensor], reach: float) -> Figure:
                     cmap="RdBu_r",
                     interpolation="nearest",
                 )
-                axis.plot([1, 0], [0, 1], "o", color="black", markersize=3)
-                axis.annotate("ε₁", (1, 0), textcoords="offset points", xytext=(4, 4))
-                axis.annotate("ε₂", (0, 1), textcoords="offset points", xytext=(4, 4))
+                for label, place in (("ε₁", (1, 0)), ("ε₂", (0, 1))):
+                    axis.plot(*place, "o", color="white", markeredgecolor="black", markersize=4)
+                    text = axis.annotate(label, place, textcoords="offset points", xytext=(5, 4))
+                    text.set_path_effects([patheffects.withStroke(linewidth=2.5, foreground="white")])
                 axis.set(title=f"{name}, token {token + 1}", xlabel="share of ε₁", ylabel="share of ε₂")
         figure.colorbar(axes[0][0].images[0], ax=axes, label="P(token = 0)", shrink=0.8)
         return figure

@@ -41,6 +41,7 @@ class TrainConfig(Config):
     batch        sequences a step over all processes; micro_batch: at most so many at once on one (None: all)
     lr, warmup   constant rate after a linear warm-up
     ema          decay of the averaged weights, which are what a finished run hands over
+    dropout      another rate than the model's own
     """
 
     steps: int = Field(ge=1)
@@ -53,6 +54,7 @@ class TrainConfig(Config):
     weight_decay: float = Field(0.0, ge=0)
     clip: float = Field(1.0, gt=0)
     ema: float = Field(0.9999, ge=0, lt=1)
+    dropout: float | None = Field(None, ge=0, lt=1)
     precision: Literal["float32", "bf16"] = "float32"
     checkpoint_every: int = Field(1000, ge=1)
     keep_checkpoints: int = Field(2, ge=1)
@@ -101,6 +103,8 @@ class Trainer:
         loop = {"steps", "checkpoint_every", "keep_checkpoints", "log_every", "watch_every", "tensorboard"}
         settings = config.model_dump(exclude=loop | {"micro_batch"})
         self.run = digest([settings, objective.model_dump(), fingerprint(model), source.fingerprint, seed])
+        if config.dropout is not None:
+            model.set_dropout(config.dropout)
         self.process = model.process
         self.order = Order(seed, len(source))
         optimizer = torch.optim.AdamW(
