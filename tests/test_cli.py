@@ -102,7 +102,11 @@ def test_reproduce_leaves_results_and_reports(run: Path) -> None:
     assert page.count("data:image/svg+xml;base64,") == 2
     assert not re.search(r"(src|href)=[\"']?(https?:|/)", page)
     assert "97.7%" in page
-    assert "Table 1" in (run / "report.md").read_text()
+    text = (run / "report.md").read_text()
+    assert "Table 1" in text
+    pictures = re.findall(r"\]\((pictures/.*?)\)", text)
+    assert len(pictures) == 2
+    assert all((run / picture).read_text().startswith("<?xml") for picture in pictures)
     assert MaskedDiffusionLM.from_pretrained(run / "seed-0" / "imdm" / "model").mask.kind == "infinite"
     history = [json.loads(line) for line in (run / "seed-0" / "imdm" / "history.jsonl").read_text().splitlines()]
     assert [row["step"] for row in history if "validity" in row] == [10, 20]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import html
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,10 +16,28 @@ STYLE = Path(__file__).with_name("page.css")
 
 @dataclass(frozen=True)
 class Picture:
-    """An image as a data address, with what it shows in words."""
+    """An image with a name and what it shows in words."""
 
-    address: str
+    name: str
+    svg: str
     caption: str
+
+    @property
+    def file(self) -> str:
+        """Where report.md finds it."""
+        return f"pictures/{self.name}.svg"
+
+    @property
+    def address(self) -> str:
+        """The image itself as an address, which needs no network."""
+        return "data:image/svg+xml;base64," + base64.b64encode(self.svg.encode()).decode()
+
+    def markdown(self) -> str:
+        return f"![{self.caption}]({self.file})"
+
+    def html(self) -> str:
+        caption = html.escape(self.caption)
+        return f'<figure><img src="{self.address}" alt="{caption}"><p class=note>{caption}</p></figure>'
 
 
 @dataclass(frozen=True)
@@ -40,10 +59,7 @@ class Report:
         parts = [f"# {self.title}", self.lead]
         parts += [f"- **{value}** {label}" for value, label in self.highlights]
         for section in self.sections:
-            parts += [f"## {section.title}", section.text]
-            for part in section.parts:
-                shown = part.markdown() if isinstance(part, Table) else f"*{part.caption} (picture in report.html)*"
-                parts.append(shown)
+            parts += [f"## {section.title}", section.text, *(part.markdown() for part in section.parts)]
         parts.append(" · ".join(f"{name}: {value}" for name, value in self.facts.items()))
         return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -54,7 +70,7 @@ class Report:
         for section in self.sections:
             body.append(f"<h2>{html.escape(section.title)}</h2>")
             body.append(f"<p>{html.escape(section.text)}</p>" if section.text else "")
-            body += [part.html() if isinstance(part, Table) else _image(part) for part in section.parts]
+            body += [part.html() for part in section.parts]
         facts = " · ".join(f"{html.escape(name)}: {html.escape(value)}" for name, value in self.facts.items())
         return (
             "<!doctype html><html lang=en><head><meta charset=utf-8>"
@@ -64,14 +80,12 @@ class Report:
         )
 
     def write(self, folder: Path, page: Path | None = None) -> Path:
-        """`report.md` in the folder and `report.html` there, or where `page` says."""
+        """`report.md` and its pictures in the folder, `report.html` there or where `page` says."""
         page = page or folder / "report.html"
-        for path, text in ((folder / "report.md", self.markdown()), (page, self.html())):
+        files = {folder / "report.md": self.markdown(), page: self.html()}
+        for section in self.sections:
+            files |= {folder / part.file: part.svg for part in section.parts if isinstance(part, Picture)}
+        for path, text in files.items():
             with written_aside(path) as aside:
                 aside.write_text(text)
         return page
-
-
-def _image(picture: Picture) -> str:
-    caption = html.escape(picture.caption)
-    return f'<figure><img src="{picture.address}" alt="{caption}"><p class=note>{caption}</p></figure>'

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import io
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,19 +18,19 @@ STYLE: Any = {
     "axes.grid": True,
     "grid.alpha": 0.25,
     "svg.fonttype": "none",
-    "svg.hashsalt": "imdm",  # the same data gives the same file
+    "svg.hashsalt": "imdm",
     "font.family": "sans-serif",
 }
 
 Curves = Mapping[str, Sequence[tuple[int, float]]]
 
 
-def embed(figure: Figure) -> str:
-    """A figure as a data address that an <img> can show without any network."""
-    buffer = io.BytesIO()
+def svg(figure: Figure) -> str:
+    """A figure as the text of an SVG file, the same for the same data."""
+    buffer = io.StringIO()
     with rc_context(STYLE):
         figure.savefig(buffer, format="svg", metadata={"Date": None})
-    return "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode()
+    return buffer.getvalue()
 
 
 def training_curves(panels: Mapping[str, Curves], lines: Mapping[str, tuple[float, str]]) -> Figure:

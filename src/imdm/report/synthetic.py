@@ -49,14 +49,14 @@ def synthetic_page(run: Path, rows: list[Row], facts: dict[str, str]) -> Report:
             "While training",
             "Measured on the averaged weights with 2,000 samples and noise draws. The single mask stays on the bound "
             "however long it trains.",
-            [Picture(plots.embed(curves(run / f"seed-{first}")), "Validity and error per training step")],
+            [Picture("training", plots.svg(curves(run / f"seed-{first}")), "Validity and error per training step")],
         ),
         Section(
             "The partition of Theorem 4.2",
             "All masked, one network evaluation: P(token = 0) over the plane spanned by the model's first two noise "
             "draws. The infinite mask has cut the noise space into a region that writes 00 and one that writes 11, the "
             "same cut for both tokens; the single mask sees no noise and is flat.",
-            [Picture(plots.embed(partition(models)), "P(token = 0) of both tokens over a plane of the noise space")],
+            [Picture("partition", plots.svg(partition(models)), "P(token = 0) of both tokens over a plane of noise")],
         ),
         Section(
             "Everything measured",
