@@ -146,9 +146,6 @@ def test_an_imdm_teacher_starts_from_the_noise_the_seed_gives(tmp_path: Path) ->
     assert torch.equal(again.tokens, rows["tokens"])
 
 
-# --- refusing students ----------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def made(tmp_path: Path) -> Coupling:
     couple(teacher(mask="infinite-uniform-4-1.0"), SOURCE, CONFIG, tmp_path)

@@ -106,9 +106,6 @@ def test_metrics_refuse_what_they_cannot_measure() -> None:
         measure(["nelbo"], subject())
 
 
-# --- rows -----------------------------------------------------------------------------------------------------------
-
-
 def row(**changes: object) -> Row:
     s = subject(data=LanguageSource(LANGUAGE))
     found = measure(["validity"], s)["validity"]

@@ -178,9 +178,6 @@ def test_dropout_acts_in_training_only() -> None:
     assert model.training
 
 
-# --- refusals -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -177,9 +177,6 @@ def test_bad_requests_get_a_sentence(arguments: dict, message: str) -> None:
         tiny_model().generate(**arguments)
 
 
-# --- the categorical draw ---------------------------------------------------------------------------------------------
-
-
 def test_draw_partitions_the_unit_interval() -> None:
     p = torch.tensor([0.0, 0.25, 0.5, 0.0, 0.25, 0.0], dtype=torch.float64)
     u = torch.tensor([0.0, 0.2499999, 0.25, 0.7499999, 0.75, 1 - 2**-53], dtype=torch.float64)

@@ -233,9 +233,6 @@ def test_tensorboard_is_optional_and_works(tmp_path: Path) -> None:
     assert list((tmp_path / "tensorboard").glob("events*"))
 
 
-# --- averages -------------------------------------------------------------------------------------------------------
-
-
 class Two(nn.Module):
     def __init__(self, order: str) -> None:
         super().__init__()
@@ -266,9 +263,6 @@ def test_average_is_the_recursion_with_warm_up() -> None:
     assert float(ema.weights["weight"]) == pytest.approx(expected, rel=1e-5)
 
 
-# --- data order -----------------------------------------------------------------------------------------------------
-
-
 def test_every_epoch_visits_every_row_once_in_another_order() -> None:
     order = Order(seed=1, size=10)
     epochs = order(torch.arange(30)).view(3, 10)
@@ -282,8 +276,6 @@ def test_token_rows() -> None:
     assert source.rows(torch.tensor([2, 0]))["tokens"].tolist() == [[6, 7, 8], [0, 1, 2]]
     assert source.fingerprint != TokenSource(torch.arange(12).view(3, 4)).fingerprint
 
-
-# --- processes ------------------------------------------------------------------------------------------------------
 
 WORKER = """
 import json, sys, torch

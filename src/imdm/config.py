@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from imdm.errors import UserError
+from imdm.registry import Registry
 
 C = TypeVar("C", bound="Config")
 
@@ -32,6 +33,15 @@ class Config(BaseModel):
 
     def digest(self) -> str:
         return digest(self.model_dump(mode="json"))
+
+
+def parse_kind(kinds: Registry[type[C]], value: Any) -> C:
+    """One of several kinds of config by its name or its settings: `"redi"`, `{"kind": "redi", "noise": "fresh"}`."""
+    settings = {"kind": value} if isinstance(value, str) else value
+    if not isinstance(settings, dict) or "kind" not in settings:
+        known = ", ".join(kinds)
+        raise UserError(f"{kinds.kind}: expected a name or settings with 'kind' ({known}), got {value!r}")
+    return kinds[settings["kind"]].parse(settings, kinds.kind)
 
 
 def explain(error: ValidationError, cls: type[BaseModel], values: Any, where: str) -> str:

@@ -139,8 +139,6 @@ class Run:
         """The finished model of a stage, or of a folder."""
         return load_model(self.folder / name / "model" if name in self.recipe.stages else name)
 
-    # --- the kinds of stage -----------------------------------------------------------------------------------------
-
     def _train(self, name: str, stage: TrainStage) -> str:
         recipe, seed = self.recipe, self.recipe.seed
         if stage.data is None:

@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from imdm.config import Config
-from imdm.errors import UserError
+from imdm.config import Config, parse_kind
 from imdm.registry import Registry
 
 schedules: Registry[type[Schedule]] = Registry("schedule")
@@ -76,9 +75,4 @@ class Cosine(Schedule):
 
 def parse_schedule(value: Any) -> Schedule:
     """A schedule from its name or its settings: `"log-linear"`, `{"kind": "log-linear", "floor": 0.001}`."""
-    if isinstance(value, Schedule):
-        return value
-    settings = {"kind": value} if isinstance(value, str) else value
-    if not isinstance(settings, dict) or "kind" not in settings:
-        raise UserError(f"schedule: expected a name or settings with 'kind', got {value!r}")
-    return schedules[settings["kind"]].parse(settings, "schedule")
+    return value if isinstance(value, Schedule) else parse_kind(schedules, value)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 
@@ -27,10 +26,6 @@ class Noised:
         """The sequences at `index`."""
         noise = None if self.noise is None else self.noise[index]
         return Noised(self.tokens[index], self.masked[index], noise, self.t[index])
-
-    def to(self, device: torch.device | str) -> Noised:
-        noise = None if self.noise is None else self.noise.to(device)
-        return Noised(self.tokens.to(device), self.masked.to(device), noise, self.t.to(device))
 
     def with_noise(self, noise: Tensor | None) -> Noised:
         return replace(self, noise=noise)

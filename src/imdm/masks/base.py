@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from imdm.config import Config
+from imdm.config import Config, parse_kind
 from imdm.errors import UserError
 from imdm.registry import Registry
 
@@ -59,6 +59,4 @@ def parse_mask(value: Any) -> Mask:
         if len(parts) > len(fields):
             raise UserError(f"mask {value!r}: {kind!r} takes {len(fields)} settings ({', '.join(fields) or 'none'})")
         value = {"kind": kind, **dict(zip(fields, parts, strict=False))}
-    if not isinstance(value, dict) or "kind" not in value:
-        raise UserError(f"mask: expected a name or settings with 'kind' ({', '.join(masks)}), got {value!r}")
-    return masks[value["kind"]].parse(value, "mask")
+    return parse_kind(masks, value)

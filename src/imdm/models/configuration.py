@@ -66,11 +66,15 @@ class MaskedDiffusionConfig(PreTrainedConfig):
         self.vocab_size, self.length = vocab_size, length
         self.width, self.blocks, self.heads, self.condition = width, blocks, heads, condition
         self.dropout, self.softcap = float(dropout), softcap
-        self.mask = parse_mask(mask).model_dump()
-        self.schedule = parse_schedule(schedule).model_dump()
+        self.mask, self.schedule = mask, schedule
         self.mask_token_id = mask_token_id
         self.tie_word_embeddings = tie_word_embeddings
         super().__init__(**kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Masks and schedules are kept as plain settings, however they were given."""
+        parse = {"mask": parse_mask, "schedule": parse_schedule}.get(name)
+        super().__setattr__(name, parse(value).model_dump() if parse else value)
 
     @classmethod
     def preset(cls, name: str, **settings: Any) -> MaskedDiffusionConfig:

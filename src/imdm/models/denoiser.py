@@ -59,7 +59,6 @@ class MaskedDiffusionLM(PreTrainedModel):
     def __init__(self, config: MaskedDiffusionConfig) -> None:
         super().__init__(config)
         self.mask: Mask = parse_mask(config.mask)
-        config.mask = self.mask.model_dump()
         self.process = Process(parse_schedule(config.schedule), self.mask, config.mask_token_id)
         D, C = config.width, config.condition
         self.embedding = TokenEmbedding(config.vocab_size, D)
@@ -121,8 +120,6 @@ class MaskedDiffusionLM(PreTrainedModel):
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
         self.output = new_embeddings  # type: ignore[assignment]
 
-    # --- the two stages -------------------------------------------------------------------------------------------
-
     def embed(self, state: Noised) -> Tensor:
         """Eq. 15: E(z) for data tokens, E(mask) + MLP(ε) for masked positions: (B, L, D)."""
         x = self.embedding(state.tokens)
@@ -165,8 +162,6 @@ class MaskedDiffusionLM(PreTrainedModel):
         carried = torch.full((*state.tokens.shape, self.vocab_size), -torch.inf, device=hidden.device)
         carried.scatter_(-1, state.tokens[..., None], 0.0)
         return torch.where(state.masked[..., None], self.head(hidden), carried)
-
-    # --- what people call -----------------------------------------------------------------------------------------
 
     def noised(self, tokens: Tensor, seed: int = 0) -> Noised:
         """The state of `tokens` (B, L) at t = 1, masked where they hold the mask id, with noise drawn under `seed`."""

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from imdm.config import Config
-from imdm.errors import UserError
+from imdm.config import Config, parse_kind
 from imdm.process import Process
 from imdm.randomness import Purpose, as_key, fold, uniform
 from imdm.registry import Registry
@@ -75,9 +74,4 @@ def nelbo_terms(model: nn.Module, process: Process, state: Noised, x: Tensor) ->
 
 def parse_objective(value: Any) -> Objective:
     """An objective from its name or its settings: `"nelbo"`, `{"kind": "redi", "noise": "fresh"}`."""
-    if isinstance(value, Objective):
-        return value
-    settings = {"kind": value} if isinstance(value, str) else value
-    if not isinstance(settings, dict) or "kind" not in settings:
-        raise UserError(f"objective: expected a name or settings with 'kind' ({', '.join(objectives)}), got {value!r}")
-    return objectives[settings["kind"]].parse(settings, "objective")
+    return value if isinstance(value, Objective) else parse_kind(objectives, value)

@@ -32,11 +32,6 @@ def mutual_information(joint: Tensor) -> Tensor:
     return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64)
 
 
-def entropy_given(joint: Tensor) -> Tensor:
-    """H(A | rest) of a joint whose first axis is A."""
-    return entropy(joint) - entropy(joint.sum(0))
-
-
 @dataclass(frozen=True)
 class Context:
     """One thing the revealed tokens can say: which positions are masked, what the others hold, how likely that is at

@@ -145,8 +145,6 @@ class Trainer:
         share = -(-self.config.batch // self.accelerator.num_processes)
         return -(-share // (self.config.micro_batch or share))
 
-    # --- one step ---------------------------------------------------------------------------------------------------
-
     def slots(self, micro: int) -> Tensor:
         """This process' places in the global batch for one micro-batch: interleaved, so that each sees all times."""
         stride = self.accelerator.num_processes * self.accumulation
@@ -192,8 +190,6 @@ class Trainer:
         """Dropout uses torch's own generator; key it by (seed, step, process) so that a resumed run repeats it."""
         key = fold(fold(as_key(self.seed), Purpose.STEP, self.step), Purpose.DROPOUT, self.accelerator.process_index)
         torch.manual_seed(int(key) & 0x7FFFFFFFFFFFFFFF)
-
-    # --- the run ----------------------------------------------------------------------------------------------------
 
     def train(self) -> Path:
         """Run to the end; returns the folder of the finished model."""
@@ -249,8 +245,6 @@ class Trainer:
         except ImportError:
             raise UserError("training.tensorboard = true needs the extra: pip install 'imdm[tensorboard]'") from None
         return SummaryWriter(self.out / "tensorboard")
-
-    # --- stopping and going on --------------------------------------------------------------------------------------
 
     @property
     def checkpoints(self) -> Path:
