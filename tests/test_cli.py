@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -18,6 +19,7 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 from imdm.cli import main
+from imdm.data import Coupling
 from imdm.evaluation import read
 from imdm.models import MaskedDiffusionLM
 from tests.conftest import tiny_model
@@ -25,9 +27,9 @@ from tests.conftest import tiny_model
 SMALL = [
     "stages.teacher.training.steps=40",
     "stages.mdm.training.steps=20",
-    "stages.mdm.training.watch_every=10",
+    "stages.mdm.watch.every=10",
     "stages.imdm.training.steps=20",
-    "stages.imdm.training.watch_every=10",
+    "stages.imdm.watch.every=10",
     "stages.mdm.watch.samples=50",
     "stages.imdm.watch.samples=50",
     "stages.pairs.pairs=64",
@@ -120,10 +122,18 @@ def test_reproducing_again_skips_what_is_there(run: Path) -> None:
     assert (run / "results.jsonl").read_text() == before
 
 
+def everything(folder: Path) -> dict[str, bytes]:
+    return {str(p): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
 def test_other_settings_into_the_same_folder_are_refused(run: Path) -> None:
+    before = everything(run)
     told = refused(imdm("reproduce", "synthetic", *SMALL, "stages.teacher.training.lr=0.1", "--out", run))
     assert "stage 'teacher'" in told
     assert "choose another --out" in told
+    told = refused(imdm("reproduce", "synthetic", *SMALL, "stages.imdm.training.lr=0.1", "--out", run))
+    assert "stage 'imdm'" in told
+    assert everything(run) == before
 
 
 def test_same_seed_same_results(run: Path, tmp_path: Path) -> None:
@@ -225,11 +235,79 @@ def test_bad_token_files_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_another_mask_gets_the_plain_report(tmp_path: Path) -> None:
+    """The README's example of an override."""
+    result = imdm("reproduce", "synthetic", *SMALL, "stages.imdm.mask=finite-64", "--out", tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "finite-64" in (tmp_path / "report.html").read_text()
+    assert (
+        imdm("reproduce", "synthetic", *SMALL, "stages.evaluate.steps=[2]", "--out", tmp_path / "two").returncode == 0
+    )
+
+
+def test_the_recipes_seed_is_the_first(tmp_path: Path) -> None:
+    assert imdm("reproduce", "synthetic", *SMALL, "seed=4", "--seeds", "2", "--out", tmp_path).returncode == 0
+    assert sorted(p.name for p in tmp_path.glob("seed-*")) == ["seed-4", "seed-5"]
+    assert {row.seed for row in read(tmp_path / "results.jsonl")} == {4, 5}
+
+
+def test_lost_results_are_measured_again(run: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(run, tmp_path / "copy")
+    (copy / "results.jsonl").unlink()
+    assert imdm("reproduce", "synthetic", *SMALL, "--out", copy).returncode == 0
+    values = [[(r.metric, r.value) for r in read(folder / "results.jsonl")] for folder in (run, copy)]
+    assert values[0] == values[1]
+
+
+def test_two_processes_share_the_work(tmp_path: Path) -> None:
+    """`torchrun` over the whole recipe: real processes, one run, the same pairs as one process."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "imdm"]
+    few = [*SMALL, "stages.pairs.shard=16"]
+    command = [*launcher, "reproduce", "synthetic", *few, "--out", str(tmp_path / "two")]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Table 1") == 1
+    assert len(read(tmp_path / "two" / "results.jsonl")) == 9
+    assert imdm("train", "synthetic", *few, "--stage", "imdm", "--out", tmp_path / "one").returncode == 0
+    pairs = [Coupling(tmp_path / world / "seed-0" / "pairs").rows(torch.arange(64)) for world in ("one", "two")]
+    assert torch.equal(pairs[0]["seed"], pairs[1]["seed"])
+    assert len(list((tmp_path / "two" / "seed-0" / "pairs").glob("pairs-*"))) == 4
+
+
+def test_the_recipe_still_passes_the_floor(tmp_path: Path) -> None:
+    """The recipe itself, shortened: one step, MDM on the bound of Theorem 4.1, IMDM well below it."""
+    short = ["stages.teacher.training.steps=200", "stages.mdm.training.steps=50", "stages.imdm.training.steps=400"]
+    result = imdm("reproduce", "synthetic", *short, "--out", tmp_path)
+    assert result.returncode == 0, result.stderr
+    found = {(r.method, r.model, r.metric): r.value for r in read(tmp_path / "results.jsonl")}
+    assert 0.69 < found["redi", "mdlm", "factorization_error"] < 0.72
+    assert found["redi", "imdm", "factorization_error"] < 0.2
+    assert found["redi", "imdm", "validity"] > 0.85
+
+
 MISTAKES = {
     "unknown recipe": (["reproduce", "lm2b"], "unknown recipe 'lm2b'; known: "),
     "unknown key": (["reproduce", "synthetic", "colour=red"], "unknown key 'colour'"),
     "wrong type": (["train", "synthetic", "seed=x"], "'seed' = 'x': input should be a valid integer"),
     "unknown stage": (["train", "synthetic", "--stage", "pairs"], "recipe 'synthetic' trains teacher, mdm, imdm"),
+    "unknown start": (
+        ["train", "synthetic", "stages.imdm.start=techer", "--stage", "imdm"],
+        "neither a stage (teacher, ",
+    ),
+    "no gpu": (["train", "synthetic", "stages.imdm.training.precision=bf16", "--stage", "imdm"], "bf16 needs a GPU"),
+    "bad batch": (
+        ["train", "synthetic", "stages.imdm.training.micro_batch=100", "--stage", "imdm"],
+        "must be a multiple",
+    ),
+    "bad floor": (["train", "synthetic", "model.schedule={kind: log-linear, floor: 1.0}"], "'schedule.floor' = 1.0"),
+    "out is a file": (["reproduce", "synthetic", "--out", "MODEL/config.json"], "is a file; give a folder"),
+    "rows in a folder": (["evaluate", "MODEL", "--data", "aligned", "--out", "MODEL"], "is a folder; give a file"),
+    "huge id": (["generate", "MODEL", "--canvas", "99999999999999999999"], "write token ids and ? for holes"),
+    "not a number": (["evaluate", "MODEL", "--data", "aligned:length=a"], "needs whole numbers"),
+    "other length": (["evaluate", "MODEL", "--data", "aligned:length=3"], "the model takes at most 2"),
+    "other symbols": (["couple", "MODEL", "--data", "aligned:symbols=5", "--out", "OUT"], "the data has 6 token ids"),
     "missing model": (["generate", "/no/such/model"], "no such folder"),
     "no steps": (["generate", "MODEL", "--steps", "0"], "steps = 0: at least one step is needed"),
     "too long": (["generate", "MODEL", "--canvas", "0 0 0"], "the prompt has 3 tokens, the model takes at most 2"),
@@ -251,9 +329,11 @@ def test_mistakes_get_one_sentence_and_write_nothing(
     mistake: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments, message = MISTAKES[mistake]
-    places = {"MODEL": str(model), "OUT": str(tmp_path / "out")}
+    if mistake == "no gpu" and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
     monkeypatch.chdir(tmp_path)
-    assert message in refused(imdm(*(places.get(a, a) for a in arguments)))
+    filled = [a.replace("MODEL", str(model)).replace("OUT", str(tmp_path / "out")) for a in arguments]
+    assert message in refused(imdm(*filled))
     assert not list(tmp_path.iterdir())
 
 

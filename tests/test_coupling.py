@@ -124,6 +124,21 @@ def test_another_run_into_the_same_folder_is_refused(tmp_path: Path, change: dic
     assert before == {p.name: p.read_bytes() for p in tmp_path.iterdir()}
 
 
+def test_shards_of_another_manifest_are_made_again(tmp_path: Path) -> None:
+    couple(teacher(), SOURCE, CONFIG, tmp_path, seed=1)
+    old = columns(tmp_path)
+    (tmp_path / "manifest.json").unlink()
+    couple(teacher(seed=1), SOURCE, CONFIG, tmp_path, seed=2)
+    assert not torch.equal(old["seed"], columns(tmp_path)["seed"])
+
+
+def test_data_the_teacher_cannot_read_is_refused(tmp_path: Path) -> None:
+    for language in (aligned(length=3, symbols=3), aligned(length=4, symbols=2)):
+        with pytest.raises(UserError, match="the data has"):
+            couple(teacher(), LanguageSource(language), CONFIG, tmp_path / "pairs")
+    assert not (tmp_path / "pairs").exists()
+
+
 def test_prior_couplings_need_no_data(tmp_path: Path) -> None:
     config = CoupleConfig(pairs=8, steps=4, start="prior")
     couple(teacher(), None, config, tmp_path)
@@ -160,9 +175,9 @@ def test_the_student_it_was_made_for_is_taken(made: Coupling) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"vocab_size": 4, "mask_token_id": 2}, "has vocab_size 3, the student has 4"),
+        ({"vocab_size": 4, "mask_token_id": 2}, "the data has 3 token ids with mask 2, the model has 4 with mask 2"),
         ({"schedule": "cosine"}, "has schedule"),
-        ({"length": 2}, "sequences of 3 tokens, the student takes at most 2"),
+        ({"length": 2}, "the data has 3 tokens a row, the model takes at most 2"),
         ({"mask": "infinite-normal-4-1.0"}, "was made under mask infinite-uniform-4-1.0"),
     ],
 )
@@ -194,5 +209,5 @@ def test_damaged_couplings_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not a readable safetensors file"):
         Coupling(tmp_path)
     shard.write_bytes(shard_path(tmp_path, 0).read_bytes())
-    with pytest.raises(UserError, match="does not hold 10 pairs"):
+    with pytest.raises(UserError, match="does not hold 10 pairs; delete and remake it"):
         Coupling(tmp_path)

@@ -16,6 +16,7 @@ from imdm.randomness import Purpose, bits, fold, normal, symmetric, uniform
 from imdm.sampling import sample
 from imdm.training import TrainConfig, Trainer
 from tests.conftest import tiny_model
+from tests.reference.enumeration import TableDenoiser, all_masked, chain_law, sequence_law
 from tests.reference.statistics import assert_law, counts_of
 
 pytestmark = [
@@ -112,10 +113,11 @@ def test_a_small_model_writes_long_text() -> None:
     assert made.evaluations.tolist() == [4] * 8
 
 
-def test_the_sampler_has_the_plain_loops_law() -> None:
-    from imdm.theory import ExactMarginals
-
-    language = aligned()
-    keys = fold(3, Purpose.SAMPLE, torch.arange(20_000))
-    made = sample(ExactMarginals(language), torch.full((20_000, 2), 2), keys=keys, steps=1)
-    assert_law(counts_of(made.tokens, 2), torch.full((4,), 0.25, dtype=torch.float64))
+@pytest.mark.parametrize("policy", ["posterior", "keep"])
+def test_the_sampler_has_the_plain_loops_law(policy: str) -> None:
+    denoiser = TableDenoiser(symbols=2, length=2, masks=2, seed=2, device="cuda")
+    keys = fold(3, Purpose.SAMPLE, torch.arange(40_000)).cuda()
+    made = sample(denoiser, torch.full((40_000, 2), 2, device="cuda"), keys=keys, steps=3, policy=policy)
+    reference = TableDenoiser(symbols=2, length=2, masks=2, seed=2)
+    law = sequence_law(chain_law(reference, all_masked(2, 2), 3, policy), 2, 2)
+    assert_law(counts_of(made.tokens.cpu(), 2), law)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy import stats
 
-from imdm.data import LanguageSource, aligned
+from imdm.data import CoupleConfig, Coupling, LanguageSource, aligned, couple
 from imdm.errors import UserError
 from imdm.evaluation import Row, Subject, append, family, measure, read, to_row
 from imdm.evaluation.factorization import component_laws, factorization_error, joint_under
@@ -54,9 +54,11 @@ def test_error_of_a_finite_mask_is_enumerated() -> None:
     model = tiny_model(vocab_size=3, length=2, mask="finite-4")
     found = [factorization_error(subject(model=model, draws=d, seed=d)) for d in (100, 5000)]
     assert found[0].value == pytest.approx(found[1].value, abs=1e-12)
-    assert found[0].n == 16
-    laws = component_laws(model, torch.tensor([2, 2]), 100, 0)
-    assert len(joint_under(laws, (0, 1), 2)) == 16
+    assert (found[0].n, found[0].stderr) == (16, 0.0)
+    laws = component_laws(model, torch.tensor([2, 2]), 16, 0)
+    assert laws.exact
+    assert len(joint_under(laws.log_probs, (0, 1), 2)) == 16
+    assert factorization_error(subject(model=model, draws=16)).value == pytest.approx(found[0].value, abs=1e-12)
     sampled = factorization_error(subject(model=model, draws=15))
     assert sampled.n == 15
     assert abs(sampled.value - found[0].value) < 5 * sampled.stderr
@@ -84,13 +86,29 @@ def test_error_equals_minus_log_validity_when_marginals_are_balanced() -> None:
     assert error == pytest.approx(-math.log(v))
 
 
-def test_component_laws_are_the_samplers_own() -> None:
-    """The estimator sees the noise that generation sees: same key, same ε, same law."""
+def test_component_laws_are_the_models_own() -> None:
     model = tiny_model(vocab_size=3, length=2, mask="infinite-uniform-8-1.0")
     laws = component_laws(model, torch.tensor([2, 2]), 6, seed=9)
-    keys = fold(as_key(9), Purpose.SAMPLE, torch.arange(6))
+    keys = fold(as_key(9), Purpose.COMPONENT, torch.arange(6))
     state = model.process.noised(torch.full((6, 2), 2), torch.ones(6), keys)
-    assert torch.allclose(laws, model(state).double(), atol=1e-6)
+    assert torch.allclose(laws.log_probs, model(state).double(), atol=1e-6)
+    assert not laws.exact
+
+
+def test_a_student_is_never_measured_on_the_noise_it_was_trained_on(tmp_path: Path) -> None:
+    """Under one seed, pairs, generated samples and noise draws of the error have different keys."""
+    model = tiny_model(vocab_size=3, length=2, mask="infinite-uniform-8-1.0")
+    couple(model, None, CoupleConfig(pairs=50, steps=1, start="prior"), tmp_path, seed=0)
+    trained = model.process.noised(
+        torch.full((50, 2), 2), torch.ones(50), Coupling(tmp_path).rows(torch.arange(50))["seed"]
+    )
+    seen = {tuple(row) for row in trained.noise.flatten(1).tolist()}
+    fresh = model.noised(torch.full((500, 2), 2), seed=0).noise.flatten(1).tolist()
+    assert not seen & {tuple(row) for row in fresh}
+    keys = [
+        fold(as_key(0), purpose, torch.arange(500)) for purpose in (Purpose.PAIR, Purpose.SAMPLE, Purpose.COMPONENT)
+    ]
+    assert len(torch.cat(keys).unique()) == 1500
 
 
 def test_metrics_refuse_what_they_cannot_measure() -> None:
@@ -100,8 +118,10 @@ def test_metrics_refuse_what_they_cannot_measure() -> None:
         measure(["bleu"], subject())
     with pytest.raises(UserError, match="needs an enumerated language"):
         measure(["validity"], Subject(tiny_model()))
-    with pytest.raises(UserError, match="has 3 ids with the mask, the model has 5"):
+    with pytest.raises(UserError, match="the data has 3 token ids with mask 2, the model has 5 with mask 4"):
         measure(["validity"], Subject(tiny_model(), truth=LANGUAGE))
+    with pytest.raises(UserError, match="has 2 tokens a sequence, the model writes 6"):
+        measure(["validity"], Subject(tiny_model(vocab_size=3), truth=LANGUAGE))
     with pytest.raises(UserError, match="'nelbo' needs data"):
         measure(["nelbo"], subject())
 
@@ -133,6 +153,8 @@ def test_a_line_cut_short_by_a_crash_is_left_out(tmp_path: Path) -> None:
     with open(path, "a") as file:
         file.write('{"experiment": "syn')
     assert len(read(path)) == 1
+    append(path, [row(metric="other")])
+    assert [r.metric for r in read(path)] == ["validity", "other"]
     path.write_text('{"experiment": "syn\n' + path.read_text())
     with pytest.raises(UserError, match="line 1 is not JSON"):
         read(path)

@@ -82,6 +82,8 @@ def test_to_infinite_takes_law_dim_and_scale() -> None:
     assert (student.mask_embedding.output.weight == 0).all()
     assert student.mask_embedding.input.weight.std() > 0.01
     assert student.mask_embedding.output.bias is None
+    again = imdm.to_infinite(tiny_model(), dim=12, law="normal", scale=0.5)
+    assert torch.equal(student.mask_embedding.input.weight, again.mask_embedding.input.weight)  # by seed, not by chance
 
 
 def test_noise_moves_only_masked_positions() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,7 @@ def test_rows_and_targets_agree_with_the_whole(model: MaskedDiffusionLM) -> None
 
 def test_neither_time_nor_neighbours_in_the_batch_matter(model: MaskedDiffusionLM) -> None:
     state = model.noised(TOKENS)
+    assert torch.equal(model(state), model(replace(state, t=state.t * 0.1)))
     assert torch.allclose(model(state)[:1], model(state[0:1]), atol=1e-6)
 
 
@@ -216,6 +218,16 @@ def test_damaged_and_foreign_models_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"lacks 'blocks.1.mlp.up.weight'; it is damaged or not ours"):
         load_model(tmp_path)
 
+    config = json.loads((tmp_path / "config.json").read_text())
+    path.write_bytes(whole)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"width": 32}))
+    with pytest.raises(UserError, match="weights do not have the shapes its config.json says"):
+        load_model(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"dropout": "x"}))
+    with pytest.raises(UserError, match="dropout = 'x'"):
+        load_model(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
     path.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(UserError, match="cannot be loaded"):
         load_model(tmp_path)
@@ -227,6 +239,9 @@ def test_damaged_and_foreign_models_are_refused(tmp_path: Path) -> None:
 
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     with pytest.raises(UserError, match="is of type 'gpt2', not 'imdm'"):
+        load_model(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(UserError, match="is of type None"):
         load_model(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match="not valid JSON"):

@@ -26,6 +26,23 @@ def test_slope_is_the_derivative_and_inverse_inverts(name: str) -> None:
     assert (schedule.slope(TIMES) < 0).all()
 
 
+def test_weights_are_exact_at_float32_times() -> None:
+    """Training times are float32; the weight is computed in float64, where 1 − α_t does not cancel."""
+    t = torch.tensor([1e-3, 2e-3, 0.5])
+    for name, exact in (
+        ("log-linear", lambda u: 1 / u),
+        ("cosine", lambda u: torch.pi / 2 / torch.tan(torch.pi * u / 4)),
+    ):
+        weight = parse_schedule(name).weight(t.double())
+        assert torch.allclose(weight, exact(t.double()), rtol=1e-9)
+
+
+@pytest.mark.parametrize("floor", [1.0, -0.1])
+def test_floors_that_are_no_probability_are_refused(floor: float) -> None:
+    with pytest.raises(UserError, match="'schedule.floor'"):
+        parse_schedule({"kind": "log-linear", "floor": floor})
+
+
 def test_unknown_schedule_lists_the_known() -> None:
     with pytest.raises(UserError, match="unknown schedule 'linear'; known: cosine, log-linear"):
         parse_schedule("linear")

@@ -193,6 +193,8 @@ def test_a_point_language_costs_nothing() -> None:
 def test_the_oracle_needs_noise() -> None:
     oracle = PartitionOracle(aligned(), Infinite(dim=1))
     state = oracle.process.noised(torch.full((1, 2), 2), torch.ones(1), fold(0, Purpose.SAMPLE, torch.arange(1)))
+    with pytest.raises(ValueError, match="for uniform noise only"):
+        PartitionOracle(aligned(), Infinite(law="normal", dim=1))
     with pytest.raises(ValueError, match="carries no noise"):
         oracle.trunk(state.with_noise(None))
 

@@ -57,6 +57,12 @@ def test_training_learns_and_hands_over(tmp_path: Path) -> None:
     assert model.mask.name == "infinite-uniform-4-1.0"
 
 
+def test_checkpoints_carry_the_recipe(tmp_path: Path) -> None:
+    Trainer(fresh(), Nelbo(), SOURCE, CONFIG, tmp_path, recipe={"name": "mine"}).train()
+    state = json.loads((tmp_path / "checkpoints/step-00000020/state.json").read_text())
+    assert (state["recipe"], state["step"]) == ({"name": "mine"}, 20)
+
+
 def test_train_20_equals_train_10_and_resume_10(tmp_path: Path) -> None:
     """Bit for bit: weights, averages, optimiser, history. Dropout included."""
     trainer(tmp_path / "whole").train()
@@ -184,6 +190,10 @@ def test_bad_settings_get_a_sentence(tmp_path: Path) -> None:
         trainer(tmp_path, objective=ReDi())
     with pytest.raises(UserError, match="the data has 3 tokens a row, the model takes at most 2"):
         trainer(tmp_path, length=2)
+    with pytest.raises(UserError, match="the data has 3 token ids with mask 2, the model has 4 with mask 3"):
+        trainer(tmp_path, vocab_size=4)
+    with pytest.raises(UserError, match=r"'betas.1' = 1.5"):
+        TrainConfig.parse({"steps": 1, "betas": [0.9, 1.5]})
     with pytest.raises(UserError, match="training.batch = 16: must be a multiple of 1 processes × 6 micro-batches"):
         trainer(tmp_path, CONFIG.model_copy(update={"micro_batch": 3}))
     if not torch.cuda.is_available():
@@ -200,6 +210,12 @@ def test_a_diverging_run_stops_with_a_sentence(tmp_path: Path) -> None:
         broken.bare.embedding.weight.fill_(float("nan"))
     with pytest.raises(UserError, match="the loss is nan at step 5; lower training.lr = 0.01"):
         broken.train()
+    broken = trainer(tmp_path, CONFIG.model_copy(update={"log_every": 20}))
+    with torch.no_grad():
+        broken.bare.embedding.weight.fill_(float("nan"))
+    with pytest.raises(UserError, match="the loss is nan at step 5"):
+        broken.train()
+    assert not (tmp_path / "checkpoints").exists()  # none was made of it
 
 
 def test_dropout_of_a_run_may_differ_from_the_models(tmp_path: Path) -> None:
@@ -217,8 +233,7 @@ def test_watch_measures_the_average_and_leaves_training_alone(tmp_path: Path) ->
         torch.rand(100)  # a careless metric must not disturb the run
         return {"size": float(model.output.weight.detach().abs().sum())}
 
-    config = CONFIG.model_copy(update={"watch_every": 10})
-    Trainer(fresh(), Nelbo(), SOURCE, config, tmp_path / "watched", seed=3, watch=watch).train()
+    Trainer(fresh(), Nelbo(), SOURCE, CONFIG, tmp_path / "watched", seed=3, watch=watch, watch_every=10).train()
     trainer(tmp_path / "alone").train()
     assert seen == [False, False]
     assert equal(weights(tmp_path / "watched/model"), weights(tmp_path / "alone/model"))
@@ -272,9 +287,12 @@ def test_every_epoch_visits_every_row_once_in_another_order() -> None:
 
 
 def test_token_rows() -> None:
-    source = TokenSource(torch.arange(12).view(4, 3))
+    tokens = torch.arange(12).view(4, 3)
+    source = TokenSource(tokens, 13, 12)
     assert source.rows(torch.tensor([2, 0]))["tokens"].tolist() == [[6, 7, 8], [0, 1, 2]]
-    assert source.fingerprint != TokenSource(torch.arange(12).view(3, 4)).fingerprint
+    assert source.fingerprint == TokenSource(tokens.clone(), 13, 12).fingerprint
+    for other in (tokens.view(3, 4), tokens.flip(0), tokens.flip(1)):
+        assert source.fingerprint != TokenSource(other, 13, 12).fingerprint
 
 
 WORKER = """

@@ -78,10 +78,12 @@ def train(
 
     chosen = load_recipe(recipe, overrides or ())
     trainable = [name for name, s in chosen.stages.items() if isinstance(s, TrainStage)]
+    if not trainable:
+        raise UserError(f"recipe {chosen.name!r} has no training stage")
     if stage is not None and stage not in trainable:
         raise UserError(f"--stage {stage}: recipe {chosen.name!r} trains {', '.join(trainable)}")
     run = Run(chosen, out or Path("runs") / chosen.name, _reporter())
-    run.stage(stage or trainable[0])
+    run.run([stage or trainable[0]])
     _say(f"model: {run.folder / (stage or trainable[0]) / 'model'}")
 
 
@@ -102,10 +104,9 @@ def couple(
     seed: Seed = 0,
 ) -> None:
     """Make (z_t, t, seed) → x̂ pairs with a teacher. Run it again to go on after a stop."""
-    from accelerate import PartialState
-
     from imdm.data import CoupleConfig
     from imdm.data import couple as make
+    from imdm.devices import processes
     from imdm.models import load_model
 
     teacher = load_model(model)
@@ -113,7 +114,7 @@ def couple(
         {"pairs": pairs, "steps": steps, "noise": noise, "start": start, "batch_size": batch_size}, "couple"
     )
     source = _data(data, teacher).source(seed) if data is not None else None
-    state = PartialState()
+    state = processes()
     with _reporter().bar("pairs", pairs) as bar:
         make(
             teacher.to(state.device),
@@ -195,9 +196,10 @@ def evaluate(
     out: Annotated[Path | None, typer.Option(help="Append result rows to this JSON-lines file.")] = None,
 ) -> None:
     """Measure a model: a table here, result rows in a file."""
+    from imdm.config import digest
     from imdm.evaluation import Subject, append, measure, to_row
     from imdm.evaluation import metrics as known
-    from imdm.models import load_model
+    from imdm.models import fingerprint, load_model
     from imdm.process import check_policy
     from imdm.report import all_results
 
@@ -208,8 +210,11 @@ def evaluate(
     check_policy(noise)
     if samples < 1 or draws < 1:
         raise UserError(f"--samples {samples} --draws {draws}: both must be at least 1")
+    if out is not None and out.is_dir():
+        raise UserError(f"--out {out} is a folder; give a file for the result rows")
     subject_model = load_model(model).to(_device())
     section = _data(data, subject_model)
+    settings = digest([fingerprint(subject_model), noise, samples, draws])  # so that rows of two models stay apart
     rows = []
     for count in counts:
         subject = Subject(
@@ -224,7 +229,7 @@ def evaluate(
         )
         found = measure(names, subject)
         rows += [
-            to_row(name, value, subject, experiment=data, method=method, seed=seed, recipe_hash="")
+            to_row(name, value, subject, experiment=data, method=method, seed=seed, recipe_hash=settings)
             for name, value in found.items()
         ]
     console.print(all_results(rows).rich())
@@ -237,7 +242,7 @@ def reproduce(
     recipe: Annotated[str, typer.Argument(help="A recipe's name or YAML file.")],
     overrides: Overrides = None,
     out: OutRun = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Run seeds 0 to N − 1.")] = 1,
+    seeds: Annotated[int, typer.Option(min=1, help="How many seeds, from the recipe's (0) on.")] = 1,
 ) -> None:
     """Run a whole recipe and write its report. Finished stages are skipped, stopped ones go on."""
     from imdm.pipeline import Run
@@ -247,10 +252,13 @@ def reproduce(
     chosen = load_recipe(recipe, overrides or ())
     folder = out or Path("runs") / chosen.name
     reporter = _reporter()
-    for seed in range(seeds):
+    for seed in range(chosen.seed, chosen.seed + seeds):
         _say(f"{chosen.name}, seed {seed}")
         Run(chosen.model_copy(update={"seed": seed}), folder, reporter).all()
     if not _is_main():
+        return
+    if not (folder / "results.jsonl").exists():
+        _say(f"done: {folder} (the recipe evaluates nothing, so there is no report)")
         return
     report = build_report(folder)
     page = report.write(folder)
@@ -291,9 +299,9 @@ def _reporter() -> Any:
 
 
 def _device() -> Any:
-    from accelerate import PartialState
+    from imdm.devices import processes
 
-    return PartialState().device
+    return processes().device
 
 
 def _show(made: Any) -> None:
@@ -337,17 +345,17 @@ def _canvas(rows: list[str], model: Any, length: int | None) -> Any:
     hole = model.config.mask_token_id
     try:
         parsed = [[hole if word in ("?", "_") else int(word) for word in row.split()] for row in rows]
-    except ValueError:
+        longest = max(max(map(len, parsed)), length or 0)
+        return torch.tensor([row + [hole] * (longest - len(row)) for row in parsed])
+    except (ValueError, RuntimeError):  # not a number, or not one that a token id can be
         raise UserError(f"--canvas {rows!r}: write token ids and ? for holes, such as '0 ? ? 1'") from None
-    longest = max(max(map(len, parsed)), length or 0)
-    return torch.tensor([row + [hole] * (longest - len(row)) for row in parsed])
 
 
 def main() -> None:
     """Bad input is one sentence and exit code 2; a stop by Ctrl-C says how to go on."""
     try:
         app(standalone_mode=True)
-    except UserError as error:
+    except (UserError, OSError) as error:
         Console(stderr=True).print(f"[bold red]error:[/] {_plain(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(2)
     except SystemExit as stop:

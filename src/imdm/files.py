@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -61,8 +61,20 @@ def read_json(path: Path, what: str) -> Any:
 
 def read_tensors(path: Path, what: str) -> dict[str, Tensor]:
     """Tensors by name from safetensors; nothing is ever unpickled."""
-    try:
+    with _safetensors(path, what):
         return load_file(path)
+
+
+def read_metadata(path: Path, what: str) -> dict[str, str]:
+    """What was written beside the tensors."""
+    with _safetensors(path, what), safe_open(path, framework="pt") as file:
+        return file.metadata() or {}
+
+
+@contextmanager
+def _safetensors(path: Path, what: str) -> Iterator[None]:
+    try:
+        yield
     except FileNotFoundError:
         raise UserError(f"{what}: {path} is missing") from None
     except (SafetensorError, OSError, ValueError) as error:
@@ -70,10 +82,14 @@ def read_tensors(path: Path, what: str) -> dict[str, Tensor]:
 
 
 def append_line(path: Path, value: Any) -> None:
-    """One JSON object a line."""
+    """One JSON object a line. A last line that a crash cut short is dropped first, so that it cannot spoil this one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a") as file:
-        file.write(json.dumps(value, ensure_ascii=False) + "\n")
+    with open(path, "a+b") as file:
+        file.seek(0)
+        whole = file.read()
+        if whole and not whole.endswith(b"\n"):
+            file.truncate(whole.rfind(b"\n") + 1)
+        file.write((json.dumps(value, ensure_ascii=False) + "\n").encode())
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -13,17 +13,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-from accelerate import PartialState
-
 from imdm.config import digest
 from imdm.data import CoupleConfig, Coupling, couple
+from imdm.devices import processes
 from imdm.errors import UserError, unknown
-from imdm.evaluation import Subject, append, measure, to_row
+from imdm.evaluation import Subject, append, measure, read, to_row
 from imdm.files import read_json, write_json
 from imdm.models import MaskedDiffusionLM, fingerprint, load_model, with_mask
 from imdm.objectives import ReDi
-from imdm.randomness import Purpose, as_key, fold
+from imdm.randomness import Purpose, as_key, fold, seeded
 from imdm.recipes import CoupleStage, EvaluateStage, Recipe, TrainStage
 from imdm.training import Progress, Trainer
 
@@ -53,15 +51,6 @@ class Quiet:
         yield lambda done, note="": None
 
 
-@contextmanager
-def keyed_init(seed: int, name: str) -> Iterator[None]:
-    """Fresh weights depend on the seed and the stage's name, and leave torch's own generator as it was."""
-    key = fold(as_key(seed), Purpose.INIT, int(digest(name)[:8], 16))
-    with torch.random.fork_rng():
-        torch.manual_seed(int(key) & 0x7FFFFFFFFFFFFFFF)
-        yield
-
-
 @dataclass
 class Run:
     """One recipe, one seed, one folder."""
@@ -69,57 +58,91 @@ class Run:
     recipe: Recipe
     out: Path
     reporter: Reporter = field(default_factory=Quiet)
-    _ready: set[str] = field(default_factory=set)
 
     @property
     def folder(self) -> Path:
         return self.out / f"seed-{self.recipe.seed}"
 
-    def stage(self, name: str) -> None:
-        """Run one stage and, first, the stages it builds on."""
-        if name in self._ready:
-            return
-        if name not in self.recipe.stages:
-            raise unknown("stage", name, self.recipe.stages)
-        stage = self.recipe.stages[name]
-        for needed in stage.inputs():
-            if needed in self.recipe.stages:
-                self.stage(needed)
-        inputs = self._inputs_hash(name)
-        marker = self.folder / name / "done.json"
-        if marker.exists():
-            if read_json(marker, f"stage {name!r}")["inputs"] != inputs:
-                raise UserError(
-                    f"stage {name!r} in {self.folder / name} was made with other settings or inputs; "
-                    "choose another --out, or delete that folder to make it again"
-                )
-            self.reporter.say(f"{name}: already there")
-            self._ready.add(name)
-            return
-        work: dict[str, Callable[[str, Any], str]] = {
-            "train": self._train,
-            "couple": self._couple,
-            "evaluate": self._evaluate,
-        }
-        output = work[stage.kind](name, stage)
-        state = PartialState()
-        if state.is_main_process:
-            write_json(marker, {"inputs": inputs, "output": output})
-        state.wait_for_everyone()
-        self._ready.add(name)
-
     def all(self) -> None:
         """Every stage in order."""
-        self._check_models()
-        if PartialState().is_main_process:
-            write_json(self.out / "recipe.json", self.recipe.resolved())
-        for name in self.recipe.stages:
-            self.stage(name)
+        self.run(list(self.recipe.stages))
 
-    def _check_models(self) -> None:
-        """Build the fresh model's config before any work, so that bad sizes are refused first."""
-        vocab_size, mask_id = self.recipe.data.vocabulary()
-        self.recipe.model.build(vocab_size, mask_id, length=1)
+    def run(self, names: list[str]) -> None:
+        """The named stages, each after those it builds on. All that can be refused is refused before any work."""
+        wanted = [name for name in self.recipe.stages if name in self._closure(names)]
+        self._check(wanted)
+        if processes().is_main_process:
+            write_json(self.out / "recipe.json", self.recipe.resolved())
+        for name in wanted:
+            if self._is_done(name):
+                self.reporter.say(f"{name}: already there")
+            else:
+                self._make(name)
+
+    def _closure(self, names: list[str]) -> set[str]:
+        """The stages named and all they build on."""
+        found: set[str] = set()
+        for name in names:
+            if name not in self.recipe.stages:
+                raise unknown("stage", name, self.recipe.stages)
+            needed = [n for n in self.recipe.stages[name].inputs() if n in self.recipe.stages]
+            found |= {name} | self._closure(needed)
+        return found
+
+    def _check(self, names: list[str]) -> None:
+        """Bad sizes, missing data or folders, settings this machine cannot run, other runs in the same place."""
+        if self.out.exists() and not self.out.is_dir():
+            raise UserError(f"--out {self.out} is a file; give a folder")
+        recipe, state = self.recipe, processes()
+        source = recipe.data.source(recipe.seed)
+        recipe.model.build(*recipe.data.vocabulary(), source.length)
+        for name in names:
+            stage = recipe.stages[name]
+            for needed in stage.inputs():
+                if needed not in recipe.stages and not Path(needed).is_dir():
+                    known = ", ".join(recipe.stages)
+                    raise UserError(f"stage {name!r} builds on {needed!r}: neither a stage ({known}) nor a folder")
+            metrics: tuple[str, ...] = ()
+            if isinstance(stage, TrainStage):
+                stage.training.check(state.num_processes, state.device)
+                metrics = stage.watch.metrics
+            elif isinstance(stage, EvaluateStage):
+                metrics = stage.metrics
+            if recipe.data.language() is None and (enumerated := [m for m in metrics if m != "nelbo"]):
+                raise UserError(f"stage {name!r}: metric {enumerated[0]!r} needs an enumerated language as data")
+        for name in names:
+            if all(
+                (self.folder / n / "done.json").exists() for n in recipe.stages[name].inputs() if n in recipe.stages
+            ):
+                self._is_done(name)
+
+    def _is_done(self, name: str) -> bool:
+        """Whether a stage's output is there; refused when it was made from something else."""
+        marker = self.folder / name / "done.json"
+        if not marker.exists():
+            return False
+        if read_json(marker, f"stage {name!r}")["inputs"] != self._inputs_hash(name):
+            raise UserError(
+                f"stage {name!r} in {self.folder / name} was made with other settings or inputs; "
+                "choose another --out, or delete that folder to make it again"
+            )
+        if isinstance(self.recipe.stages[name], EvaluateStage):
+            mine = (self.recipe.digest(), self.recipe.seed)
+            return any((row.recipe_hash, row.seed) == mine for row in read(self.out / "results.jsonl"))
+        return True
+
+    def _make(self, name: str) -> None:
+        inputs, stage = self._inputs_hash(name), self.recipe.stages[name]
+        if isinstance(stage, TrainStage):
+            output = self._train(name, stage)
+        elif isinstance(stage, CoupleStage):
+            output = self._couple(name, stage)
+        else:
+            output = self._evaluate(name, stage)
+        state = processes()
+        if state.is_main_process:
+            write_json(self.folder / name / "done.json", {"inputs": inputs, "output": output})
+        state.wait_for_everyone()
 
     def _inputs_hash(self, name: str) -> str:
         stage = self.recipe.stages[name]
@@ -145,16 +168,14 @@ class Run:
             source: Any = recipe.data.source(seed)
         else:
             source = Coupling(self.folder / stage.data if stage.data in recipe.stages else stage.data)
-        with keyed_init(seed, name):
-            if stage.start is None:
-                vocab_size, mask_id = recipe.data.vocabulary()
-                model = MaskedDiffusionLM(recipe.model.build(vocab_size, mask_id, source.length))
-                teacher = fingerprint(model)
-            else:
-                model = self.model(stage.start)
-                teacher = fingerprint(model)
-            if stage.mask is not None and stage.mask != model.mask:
-                model = with_mask(model, stage.mask)
+        if stage.start is None:
+            with seeded(fold(as_key(seed), Purpose.INIT)):
+                model = MaskedDiffusionLM(recipe.model.build(*recipe.data.vocabulary(), source.length))
+        else:
+            model = self.model(stage.start)
+        teacher = fingerprint(model)
+        if stage.mask is not None and stage.mask != model.mask:
+            model = with_mask(model, stage.mask, seed)
         if isinstance(source, Coupling):
             uses_seed = not isinstance(stage.objective, ReDi) or stage.objective.noise == "coupling"
             source.check(model, teacher, uses_seed)
@@ -171,26 +192,29 @@ class Run:
                 self.folder / name,
                 seed=seed,
                 watch=self._watch(stage) if stage.watch.metrics else None,
+                watch_every=stage.watch.every,
+                recipe=recipe.resolved(),
                 on_progress=progress,
             )
             return fingerprint(load_model(trainer.train()))
 
     def _watch(self, stage: TrainStage) -> Callable[[MaskedDiffusionLM], Mapping[str, float]]:
-        language = self.recipe.data.language()
+        recipe, watched = self.recipe, stage.watch
+        language, data = recipe.data.language(), recipe.data.source(recipe.seed)
 
         def watch(model: MaskedDiffusionLM) -> Mapping[str, float]:
-            w = stage.watch
+            n = watched.samples
             subject = Subject(
-                model, steps=w.steps, samples=w.samples, draws=w.samples, seed=self.recipe.seed, truth=language
+                model, steps=watched.steps, samples=n, draws=n, seed=recipe.seed, truth=language, data=data
             )
-            return {name: found.value for name, found in measure(list(w.metrics), subject).items()}
+            return {name: found.value for name, found in measure(list(watched.metrics), subject).items()}
 
         return watch
 
     def _couple(self, name: str, stage: CoupleStage) -> str:
         config = CoupleConfig(**stage.model_dump(exclude={"kind", "teacher"}))
         source = self.recipe.data.source(self.recipe.seed) if config.start == "perturbed" else None
-        state = PartialState()
+        state = processes()
         with self.reporter.bar(f"{name}: {config.steps}-step teacher", config.pairs) as bar:
             manifest = couple(
                 self.model(stage.teacher).to(state.device),
@@ -206,7 +230,7 @@ class Run:
         return manifest.digest()
 
     def _evaluate(self, name: str, stage: EvaluateStage) -> str:
-        recipe, state = self.recipe, PartialState()
+        recipe, state = self.recipe, processes()
         if not state.is_main_process:
             return ""
         language, rows = recipe.data.language(), []

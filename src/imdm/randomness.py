@@ -13,6 +13,8 @@ so two numbers coincide only if key, purpose, a, b and block all do.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 
 import torch
@@ -26,7 +28,8 @@ _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 
 
 class Purpose(IntEnum):
-    """What a number is for. Numbers of different purposes never meet."""
+    """What a number is for. Numbers of different purposes never meet: under one seed, the noise a student was trained
+    on is not the noise it is measured on."""
 
     NOISE = 1  # ε or mask index of a masked position; a = position, b = draw
     REVEAL = 2  # when a position is revealed; a = position
@@ -41,6 +44,8 @@ class Purpose(IntEnum):
     BOOTSTRAP = 11  # resampling
     DATA = 12  # draws from an enumerated language, and choices of data rows
     INIT = 13  # fresh weights
+    PAIR = 14  # key of coupling pair a
+    COMPONENT = 15  # key of noise draw a of the factorization error
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
@@ -121,6 +126,18 @@ def normal(key: Tensor, purpose: Purpose, a: Tensor | int, b: Tensor | int, dim:
 def integers(key: Tensor, purpose: Purpose, a: Tensor | int, b: Tensor | int, high: int) -> Tensor:
     """Uniform on {0, …, high − 1} (int64)."""
     return (uniform(key, purpose, a, b) * high).to(torch.int64)
+
+
+@contextmanager
+def seeded(key: Tensor) -> Iterator[None]:
+    """Torch's own generator under a key, for what draws from it (fresh layers), and as it was afterwards."""
+    with torch.random.fork_rng():
+        torch.manual_seed(torch_seed(key))
+        yield
+
+
+def torch_seed(key: Tensor) -> int:
+    return int(key) & 0x7FFFFFFFFFFFFFFF
 
 
 def permutation(key: Tensor | int, size: int, epoch: int = 0) -> Tensor:

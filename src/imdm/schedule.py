@@ -6,6 +6,7 @@ import math
 from abc import abstractmethod
 from typing import Any
 
+from pydantic import Field
 from torch import Tensor
 
 from imdm.config import Config, parse_kind
@@ -44,7 +45,7 @@ class LogLinear(Schedule):
     """α_t = 1 − (1 − floor)·t, so that α_1 = floor."""
 
     kind: str = "log-linear"
-    floor: float = 1e-3
+    floor: float = Field(1e-3, ge=0, lt=1)
 
     def alpha(self, t: Tensor) -> Tensor:
         return 1 - (1 - self.floor) * t
@@ -61,7 +62,7 @@ class Cosine(Schedule):
     """α_t = 1 − (1 − floor)·(1 − cos(πt/2)): slow masking at first."""
 
     kind: str = "cosine"
-    floor: float = 1e-3
+    floor: float = Field(1e-3, ge=0, lt=1)
 
     def alpha(self, t: Tensor) -> Tensor:
         return 1 - (1 - self.floor) * (1 - (t * (math.pi / 2)).cos())

@@ -10,7 +10,7 @@ from torch import Tensor
 from imdm.masks import Finite, Single
 from imdm.process import Process
 from imdm.sampling import time_grid
-from imdm.schedule import LogLinear, Schedule
+from imdm.schedule import LogLinear
 from imdm.state import Noised
 
 State = tuple[tuple[str, int], ...]  # per position ("token", value) or ("mask", index)
@@ -19,20 +19,20 @@ State = tuple[tuple[str, int], ...]  # per position ("token", value) or ("mask",
 class TableDenoiser:
     """A denoiser whose prediction is an arbitrary function of all tokens and all mask indices: a random table."""
 
-    def __init__(self, symbols: int, length: int, masks: int, seed: int, schedule: Schedule | None = None) -> None:
+    def __init__(self, symbols: int, length: int, masks: int, seed: int, device: str = "cpu") -> None:
         self.symbols, self.length, self.masks = symbols, length, masks
         self.vocab_size = symbols + 1
         mask = Single() if masks == 1 else Finite(count=masks)
-        self.process = Process(schedule or LogLinear(), mask, symbols)
+        self.process = Process(LogLinear(), mask, symbols)
         generator = torch.Generator().manual_seed(seed)
         shape = ((symbols + masks) ** length, length, symbols)
         logits = 2.0 * torch.randn(*shape, generator=generator, dtype=torch.float64)
         never = torch.full((*shape[:2], 1), -torch.inf, dtype=torch.float64)
-        self.table = torch.cat((logits.log_softmax(-1), never), dim=-1)
+        self.table = torch.cat((logits.log_softmax(-1), never), dim=-1).to(device)
 
     def trunk(self, state: Noised) -> Tensor:
         index = state.tokens if state.noise is None else state.tokens + state.noise * state.masked
-        place = (self.symbols + self.masks) ** torch.arange(self.length - 1, -1, -1)
+        place = (self.symbols + self.masks) ** torch.arange(self.length - 1, -1, -1, device=state.tokens.device)
         return self.table[(index * place).sum(-1)]
 
     def head(self, rows: Tensor) -> Tensor:

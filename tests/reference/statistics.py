@@ -29,14 +29,6 @@ def assert_law(counts: Tensor | np.ndarray, law: Tensor | np.ndarray, alarm: flo
     assert p > alarm, f"chi-square p = {p:.2e}: observed {counts / counts.sum()}, law {law}"
 
 
-def assert_same_law(first: np.ndarray, second: np.ndarray, alarm: float = ALARM) -> None:
-    """Two-sample chi-square on counts of the same outcomes."""
-    table = np.stack([np.ravel(first), np.ravel(second)]).astype(float)
-    table = table[:, table.sum(0) > 0]
-    p = stats.chi2_contingency(table).pvalue
-    assert p > alarm, f"two-sample p = {p:.2e}"
-
-
 def assert_mean(values: Tensor, expected: float, alarm: float = ALARM) -> None:
     """The mean of independent values against its expectation, by the normal law."""
     values = values.double()

@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from imdm.config import Config
-from imdm.data.source import Order, Source
+from imdm.data.source import Order, Source, check_fits
 from imdm.errors import UserError
-from imdm.files import read_json, read_tensors, write_json, written_aside
+from imdm.files import read_json, read_metadata, read_tensors, write_json, written_aside
 from imdm.models import MaskedDiffusionLM, fingerprint
 from imdm.objectives import EARLIEST
 from imdm.process import NoisePolicy
@@ -73,13 +73,14 @@ class Coupling:
         if not self.folder.is_dir():
             raise UserError(f"coupling {str(folder)!r}: no such folder; make one with 'imdm couple'")
         self.manifest = _read_manifest(self.folder)
-        have = [i for i in range(self.manifest.shards) if shard_path(self.folder, i).exists()]
+        have = [i for i in range(self.manifest.shards) if _made_for(shard_path(self.folder, i), self.manifest)]
         if len(have) < self.manifest.shards:
             raise UserError(
                 f"coupling {str(folder)!r} is unfinished ({len(have)} of {self.manifest.shards} shards); "
                 "run the same 'imdm couple' again to finish it"
             )
-        self.length = self.manifest.length
+        self.length, self.vocab_size = self.manifest.length, self.manifest.vocab_size
+        self.mask_id = self.manifest.mask_token_id
         self.fingerprint = self.manifest.digest()
         shards = [self._shard(i) for i in have]
         self._columns = {name: torch.cat([shard[name] for shard in shards]) for name in shards[0]}
@@ -109,12 +110,9 @@ class Coupling:
                 f"{where} was made by teacher {m.teacher}, but training starts from model {teacher}; "
                 "make couplings with the model you start from"
             )
-        mine = {"vocab_size": config.vocab_size, "mask_token_id": config.mask_token_id, "schedule": config.schedule}
-        for field, value in mine.items():
-            if getattr(m, field) != value:
-                raise UserError(f"{where} has {field} {getattr(m, field)}, the student has {value}")
-        if m.length > config.length:
-            raise UserError(f"{where} has sequences of {m.length} tokens, the student takes at most {config.length}")
+        check_fits(self, student)
+        if m.schedule != config.schedule:
+            raise UserError(f"{where} has schedule {m.schedule}, the student has {config.schedule}")
         if uses_seed and m.generator != GENERATOR:
             raise UserError(
                 f"{where} was drawn by generator {m.generator!r}, this version draws {GENERATOR!r}; remake it"
@@ -127,6 +125,11 @@ class Coupling:
 
 def shard_path(folder: Path, index: int) -> Path:
     return folder / f"pairs-{index:05d}.safetensors"
+
+
+def _made_for(path: Path, manifest: Manifest) -> bool:
+    """Whether a shard is there and was made under this very manifest."""
+    return path.exists() and read_metadata(path, "coupling").get("manifest") == manifest.digest()
 
 
 def _read_manifest(folder: Path) -> Manifest:
@@ -168,8 +171,8 @@ def couple(
         vocab_size=teacher.config.vocab_size,
         mask_token_id=teacher.config.mask_token_id,
     )
-    if length > teacher.config.length:
-        raise UserError(f"the data has {length} tokens a row, the teacher takes at most {teacher.config.length}")
+    if source is not None:
+        check_fits(source, teacher)
     if (folder / "manifest.json").exists():
         _refuse_other(folder, manifest)
     elif rank == 0:
@@ -180,12 +183,13 @@ def couple(
     for index in range(rank, manifest.shards, world):
         first = index * manifest.shard
         pairs = torch.arange(first, min(first + manifest.shard, manifest.pairs))
-        if not shard_path(folder, index).exists():
+        if not _made_for(shard_path(folder, index), manifest):
             report = None if on_progress is None else (lambda n, d=done: on_progress(d + n))
             x = source.rows(order(pairs))["tokens"] if source and order else None
             columns = _make(teacher, x, pairs, config, seed, report)
             with written_aside(shard_path(folder, index)) as aside:
-                save_file({name: c.contiguous() for name, c in columns.items()}, aside)
+                tensors = {name: c.contiguous() for name, c in columns.items()}
+                save_file(tensors, aside, metadata={"manifest": manifest.digest()})
         done += len(pairs)
         if on_progress is not None:
             on_progress(done)
@@ -212,7 +216,7 @@ def _make(
 ) -> dict[str, Tensor]:
     """Pairs (P,): z_t from data rows x (P, L) by the forward process, or all masks; x̂ from z_t by the teacher."""
     device = teacher.device
-    keys = fold(as_key(seed), Purpose.SAMPLE, pairs).to(device)
+    keys = fold(as_key(seed), Purpose.PAIR, pairs).to(device)
     if x is not None:
         t = (EARLIEST + (1 - EARLIEST) * uniform(keys, Purpose.TIME)).float()
         noised = teacher.process.corrupt(x.to(device), t, keys).tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
@@ -13,7 +14,7 @@ from imdm.config import Config, digest
 from imdm.data.synthetic import Language, languages
 from imdm.errors import UserError
 from imdm.files import read_tensors
-from imdm.models.denoiser import check_tokens
+from imdm.models import MaskedDiffusionLM, check_tokens
 from imdm.randomness import Purpose, as_key, permutation, uniform
 
 
@@ -21,6 +22,8 @@ class Source(Protocol):
     """Rows of equal length, by index, always the same."""
 
     length: int
+    vocab_size: int
+    mask_id: int
     fingerprint: str
 
     def __len__(self) -> int: ...
@@ -36,7 +39,7 @@ class LanguageSource:
 
     def __init__(self, language: Language, seed: int = 0) -> None:
         self.language, self.seed = language, seed
-        self.length = language.length
+        self.length, self.vocab_size, self.mask_id = language.length, language.vocab_size, language.mask_id
         self.fingerprint = digest([language.name, language.joint.flatten().tolist(), seed])
 
     def __len__(self) -> int:
@@ -49,11 +52,11 @@ class LanguageSource:
 class TokenSource:
     """Rows of token ids held in memory: a tensor (N, L)."""
 
-    def __init__(self, tokens: Tensor) -> None:
+    def __init__(self, tokens: Tensor, vocab_size: int, mask_id: int) -> None:
         self.tokens = tokens
-        self.length = tokens.shape[1]
-        edge = tokens[:: max(1, len(tokens) // 1024)].tolist()
-        self.fingerprint = digest([list(tokens.shape), int(tokens.long().sum()), edge])
+        self.length, self.vocab_size, self.mask_id = tokens.shape[1], vocab_size, mask_id
+        content = hashlib.sha256(tokens.contiguous().numpy().tobytes()).hexdigest()
+        self.fingerprint = digest([list(tokens.shape), str(tokens.dtype), content])
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -108,7 +111,19 @@ class TokenData(Config):
         check_tokens(tokens, vocab_size, where)
         if bool((tokens == mask_id).any()):
             raise UserError(f"{where} contains the mask token {mask_id}; data must not")
-        return TokenSource(tokens)
+        return TokenSource(tokens, vocab_size, mask_id)
+
+
+def check_fits(source: Source, model: MaskedDiffusionLM) -> None:
+    """Refuse a model that cannot read this data."""
+    config = model.config
+    if (source.vocab_size, source.mask_id) != (config.vocab_size, config.mask_token_id):
+        raise UserError(
+            f"the data has {source.vocab_size} token ids with mask {source.mask_id}, "
+            f"the model has {config.vocab_size} with mask {config.mask_token_id}; they must agree"
+        )
+    if source.length > config.length:
+        raise UserError(f"the data has {source.length} tokens a row, the model takes at most {config.length}")
 
 
 DataConfig = Annotated[LanguageData | TokenData, Field(discriminator="kind")]

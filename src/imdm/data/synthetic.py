@@ -83,10 +83,10 @@ def _sequences(symbols: int, length: int) -> Tensor:
 @languages.register("aligned")
 def aligned(length: int = 2, symbols: int = 2) -> Language:
     """`length` equal tokens over `symbols` symbols; the paper's {00, 11} by default."""
-    if length < 1 or symbols < 2 or symbols**length > LARGEST:
-        raise UserError(
-            f"aligned(length={length}, symbols={symbols}): needs 1 < symbols and symbols^length ≤ {LARGEST}"
-        )
+    whole = isinstance(length, int) and isinstance(symbols, int)
+    if not whole or length < 1 or symbols < 2 or length > 12 or symbols**length > LARGEST:
+        given = f"length={length}, symbols={symbols}"
+        raise UserError(f"language aligned({given}): needs whole numbers, symbols > 1, symbols^length ≤ {LARGEST}")
     joint = torch.zeros([symbols] * length, dtype=torch.float64)
     for symbol in range(symbols):
         joint[(symbol,) * length] = 1 / symbols

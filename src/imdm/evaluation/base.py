@@ -8,7 +8,7 @@ from functools import cached_property
 
 import torch
 
-from imdm.data.source import Source
+from imdm.data.source import LanguageSource, Source, check_fits
 from imdm.data.synthetic import Language
 from imdm.errors import UserError
 from imdm.models import MaskedDiffusionLM
@@ -51,10 +51,11 @@ class Subject:
         """The enumerated truth, for metrics that need one."""
         if self.truth is None:
             raise UserError("this metric needs an enumerated language; evaluate with --data LANGUAGE")
-        if (self.truth.vocab_size, self.truth.mask_id) != (self.model.vocab_size, self.model.config.mask_token_id):
+        check_fits(LanguageSource(self.truth), self.model)
+        if self.truth.length != self.model.config.length:
             raise UserError(
-                f"language {self.truth.name!r} has {self.truth.vocab_size} ids with the mask, "
-                f"the model has {self.model.vocab_size}; they must agree"
+                f"language {self.truth.name!r} has {self.truth.length} tokens a sequence, "
+                f"the model writes {self.model.config.length}; they must agree"
             )
         return self.truth
 

@@ -6,6 +6,8 @@ component and the value is exact.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -19,30 +21,34 @@ from imdm.theory.information import contexts, keep_and_reveal, marginal, reveale
 REPLICATES = 200
 
 
-@torch.no_grad()
-def component_laws(denoiser: Denoiser, tokens: Tensor, draws: int, seed: int) -> Tensor:
-    """log p_θ of every data token at every position of one sequence (L,), under each noise: (n, L, V).
+@dataclass(frozen=True)
+class Components:
+    """The factorized laws a model mixes: log p_θ of every data token at every position, (n, L, V); `exact` when these
+    are all there are and equally likely, rather than n independent draws."""
 
-    Every noise is enumerated, and the laws are exact, when there are no more than `draws` of them: one for a single
-    mask, K^masked for a finite one. Otherwise there are `draws` independent noises.
-    """
+    log_probs: Tensor
+    exact: bool
+
+
+@torch.no_grad()
+def component_laws(denoiser: Denoiser, tokens: Tensor, draws: int, seed: int) -> Components:
+    """The laws of one sequence (L,) under each noise of its masks. Every noise is enumerated when there are at most
+    `draws` of them: one for a single mask, K^masked for a finite one."""
     device = getattr(denoiser, "device", torch.device("cpu"))
-    mask, masked = denoiser.process.mask, tokens == denoiser.process.mask_id
-    n = draws
-    if isinstance(mask, Single):
-        n = 1
-    elif isinstance(mask, Finite) and mask.count ** int(masked.sum()) <= draws:
-        n = mask.count ** int(masked.sum())
-    keys = fold(as_key(seed), Purpose.SAMPLE, torch.arange(n)).to(device)
+    mask, holes = denoiser.process.mask, int((tokens == denoiser.process.mask_id).sum())
+    possible = {Single: 1, Finite: getattr(mask, "count", 0) ** holes}.get(type(mask))
+    exact = possible is not None and possible <= draws
+    n = possible if exact and possible else draws
+    keys = fold(as_key(seed), Purpose.COMPONENT, torch.arange(n)).to(device)
     state = denoiser.process.noised(tokens.to(device).expand(n, -1), torch.ones(n, device=device), keys)
-    if isinstance(mask, Finite) and n < draws:
-        every = torch.cartesian_prod(*[torch.arange(mask.count)] * int(masked.sum())).view(n, -1)
-        state = state.with_noise(torch.zeros_like(state.tokens).masked_scatter(state.masked, every.to(device)))
+    if exact and isinstance(mask, Finite):
+        every = torch.cartesian_prod(*[torch.arange(mask.count)] * holes).to(device)
+        state = state.with_noise(torch.zeros_like(state.tokens).masked_scatter(state.masked, every))
     parts = []
     for part in torch.arange(n, device=device).split(4096):
         some = state[part]
         parts.append(denoiser.head(denoiser.trunk(some).flatten(0, 1)).unflatten(0, some.tokens.shape).cpu())
-    return torch.cat(parts).double()
+    return Components(torch.cat(parts).double(), exact)
 
 
 def joint_under(laws: Tensor, positions: tuple[int, ...], symbols: int) -> Tensor:
@@ -68,7 +74,7 @@ def single_step_error(
     for context in contexts(language, keep):
         if not context.masked:
             continue
-        laws = component_laws(denoiser, context.tokens, draws, seed)
+        laws = component_laws(denoiser, context.tokens, draws, seed).log_probs
         for subset, weight in revealed_subsets(len(context.masked), reveal):
             if subset:
                 positions = tuple(context.masked[i] for i in subset)
@@ -84,16 +90,14 @@ def factorization_error(subject: Subject) -> Measurement:
     everything = tuple(range(language.length))
     masked = torch.full((language.length,), language.mask_id)
     laws = component_laws(subject.model, masked, subject.draws, subject.seed)
-    joint = joint_under(laws, everything, language.symbols).flatten(1)  # (n, V^L)
+    joint = joint_under(laws.log_probs, everything, language.symbols).flatten(1)  # (n, V^L)
     truth = language.joint.flatten()
     value = float(divergence(truth, joint.mean(0)))
-    return Measurement(value, _bootstrap(truth, joint, subject.seed), len(joint))
+    return Measurement(value, 0.0 if laws.exact else _bootstrap(truth, joint, subject.seed), len(joint))
 
 
 def _bootstrap(truth: Tensor, joint: Tensor, seed: int) -> float:
     n = len(joint)
-    if n == 1:
-        return 0.0
     support = truth > 0
     values = []
     for replicate in range(REPLICATES):

@@ -1,4 +1,4 @@
-"""The NELBO of held-out rows (Eq. 14), in nats a token."""
+"""The NELBO of data rows (Eq. 14), in nats a token."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from imdm.objectives import Step, nelbo_terms
 
 
 @metrics.register("nelbo")
-def held_out_nelbo(subject: Subject) -> Measurement:
-    """Monte Carlo over rows, times and masks: one low-discrepancy time a row, the rows in a keyed order."""
+def nelbo_of_rows(subject: Subject) -> Measurement:
+    """Monte Carlo over rows, times and masks: the first `samples` rows, one low-discrepancy time a row. On an
+    enumerated language rows are exact draws; a token file should be one that was not trained on."""
     if subject.data is None:
         raise UserError("metric 'nelbo' needs data; evaluate with --data")
     model, values = subject.model, []

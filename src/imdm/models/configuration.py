@@ -28,7 +28,7 @@ class MaskedDiffusionConfig(PreTrainedConfig):
     mask            `single`, `finite-6144`, `infinite-uniform-768-1.0`, or their settings
     schedule        `log-linear`, or its settings
     width, blocks, heads, dropout, softcap    the transformer; `preset` fills width, blocks, heads and condition
-    condition       width of adaLN's conditioning; 0: folded into the other weights (`imdm.fold`)
+    condition       width of adaLN's conditioning; 0: folded into the other weights (`fold_conditioning`)
     """
 
     model_type = "imdm"
@@ -56,9 +56,9 @@ class MaskedDiffusionConfig(PreTrainedConfig):
                 raise UserError(f"model.{field} = {value!r}: must be a whole number of at least {least}")
         if width % (2 * heads):
             raise UserError(f"model.width = {width}: must be a multiple of 2·heads = {2 * heads}")
-        if not 0 <= dropout < 1:
+        if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
             raise UserError(f"model.dropout = {dropout!r}: must be in [0, 1)")
-        if softcap is not None and not softcap > 0:
+        if softcap is not None and not (isinstance(softcap, int | float) and softcap > 0):
             raise UserError(f"model.softcap = {softcap!r}: must be positive, or null for none")
         mask_token_id = vocab_size - 1 if mask_token_id is None else mask_token_id
         if not 0 <= mask_token_id < vocab_size:

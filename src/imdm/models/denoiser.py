@@ -19,7 +19,7 @@ from imdm.masks import Infinite, Mask, parse_mask
 from imdm.models.configuration import MaskedDiffusionConfig
 from imdm.models.layers import Block, Norm, TimeCondition, TokenEmbedding, ZeroLinear, rotary
 from imdm.process import NoisePolicy, Process
-from imdm.randomness import Purpose, as_key, fold
+from imdm.randomness import Purpose, as_key, fold, seeded
 from imdm.sampling import Generation, sample
 from imdm.schedule import parse_schedule
 from imdm.state import Noised
@@ -97,7 +97,9 @@ class MaskedDiffusionLM(PreTrainedModel):
         kwargs |= {"use_safetensors": True, "output_loading_info": True}
         try:
             loaded: Any = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
-        except (OSError, SafetensorError, RuntimeError) as error:
+        except RuntimeError as error:
+            raise UserError(f"{where}: its weights do not have the shapes its config.json says") from error
+        except (OSError, SafetensorError) as error:
             reason = str(error).strip().splitlines()[0]
             raise UserError(f"{where} cannot be loaded: {reason}") from error
         model, info = loaded
@@ -212,11 +214,11 @@ class MaskedDiffusionLM(PreTrainedModel):
     def _canvas(self, input_ids: Tensor | None, length: int | None, num: int) -> Tensor:
         if num < 1:
             raise UserError(f"num = {num}: must be at least 1")
+        if length is not None and not 1 <= length <= self.config.length:
+            raise UserError(f"length = {length}: the model writes 1 to {self.config.length} tokens")
         if input_ids is None:
-            length = self.config.length if length is None else length
-            if not 1 <= length <= self.config.length:
-                raise UserError(f"length = {length}: the model writes 1 to {self.config.length} tokens")
-            return torch.full((num, length), self.config.mask_token_id, device=self.device)
+            shape = num, self.config.length if length is None else length
+            return torch.full(shape, self.config.mask_token_id, device=self.device)
         input_ids = torch.as_tensor(input_ids, dtype=torch.int64, device=self.device)
         if input_ids.ndim != 2 or input_ids.numel() == 0:
             raise UserError(f"input_ids: expected a canvas (sequences, length), got shape {tuple(input_ids.shape)}")
@@ -240,13 +242,14 @@ def check_tokens(tokens: Tensor, vocab_size: int, where: str) -> None:
         raise UserError(f"{where}: token {int(bad)} is outside the vocabulary 0…{vocab_size - 1}")
 
 
-def with_mask(model: MaskedDiffusionLM, mask: Any) -> MaskedDiffusionLM:
-    """A copy of `model` with another mask. The new mask adds zero until trained, so log-probabilities are identical."""
+def with_mask(model: MaskedDiffusionLM, mask: Any, seed: int = 0) -> MaskedDiffusionLM:
+    """A copy of `model` with another mask, whose fresh layer follows from `seed`. A new mask adds zero until trained:
+    an MDM's copy has identical log-probabilities. What the old mask had learned of its own noise is left behind."""
     mask = parse_mask(mask)
     weights = model.state_dict()
     if mask != model.mask:
         weights = {name: w for name, w in weights.items() if not name.startswith("mask_embedding.")}
-    other = _like(model, mask=mask.model_dump())
+    other = _like(model, seed, mask=mask.model_dump())
     missing, unexpected = other.load_state_dict(weights, strict=False)
     if unexpected or any(not name.startswith("mask_embedding.") for name in missing):
         raise UserError(f"the model's weights do not fit its own config: {(missing + unexpected)[0]!r}")
@@ -254,10 +257,10 @@ def with_mask(model: MaskedDiffusionLM, mask: Any) -> MaskedDiffusionLM:
 
 
 def to_infinite(
-    model: MaskedDiffusionLM, dim: int = 768, law: str = "uniform", scale: float = 1.0
+    model: MaskedDiffusionLM, dim: int = 768, law: str = "uniform", scale: float = 1.0, seed: int = 0
 ) -> MaskedDiffusionLM:
     """Turn a trained MDM into an IMDM whose log-probabilities are identical until trained (Eq. 15)."""
-    return with_mask(model, Infinite.parse({"law": law, "dim": dim, "scale": scale}, "mask"))
+    return with_mask(model, Infinite.parse({"law": law, "dim": dim, "scale": scale}, "mask"), seed)
 
 
 @torch.no_grad()
@@ -266,7 +269,7 @@ def fold_conditioning(model: MaskedDiffusionLM) -> MaskedDiffusionLM:
     the norms and the output layers. Same function, fewer parameters, less work."""
     if model.time is None or model.modulation is None:
         return with_mask(model, model.mask)
-    folded = _like(model, condition=0)
+    folded = _like(model, 0, condition=0)
     weights = {name: w.clone() for name, w in model.state_dict().items()}
     c = model.time()
 
@@ -287,8 +290,9 @@ def fold_conditioning(model: MaskedDiffusionLM) -> MaskedDiffusionLM:
     return folded.train(model.training)
 
 
-def _like(model: MaskedDiffusionLM, **changes: Any) -> MaskedDiffusionLM:
+def _like(model: MaskedDiffusionLM, seed: int, **changes: Any) -> MaskedDiffusionLM:
     """A fresh model with another config, where and as the old one is."""
-    fresh = MaskedDiffusionLM(MaskedDiffusionConfig.from_dict(model.config.to_dict() | changes))
+    with seeded(fold(as_key(seed), Purpose.INIT)):
+        fresh = MaskedDiffusionLM(MaskedDiffusionConfig.from_dict(model.config.to_dict() | changes))
     nn.Module.to(fresh, device=model.device, dtype=model.dtype)
     return fresh

@@ -133,7 +133,7 @@ class MLP(nn.Module):
 
 class Block(nn.Module):
     """Pre-norm attention and MLP. With `condition` > 0 each is shifted, scaled and gated by adaLN-zero; with 0 those
-    constants live in the norms and the output layers (`fold`)."""
+    constants live in the norms and the output layers (`fold_conditioning`)."""
 
     def __init__(self, width: int, heads: int, softcap: float | None, dropout: float, condition: int) -> None:
         super().__init__()

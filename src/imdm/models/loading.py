@@ -38,7 +38,8 @@ def load_model(path: str | Path) -> MaskedDiffusionLM:
     if not (folder / "config.json").exists():
         hint = f"; did you mean {folder / 'model'}?" if (folder / "model" / "config.json").exists() else ""
         raise UserError(f"model {str(path)!r} has no config.json{hint}")
-    kind = read_json(folder / "config.json", f"model {str(path)!r}").get("model_type")
+    config = read_json(folder / "config.json", f"model {str(path)!r}")
+    kind = config.get("model_type") if isinstance(config, dict) else None
     if kind != MaskedDiffusionLM.config_class.model_type:
         raise UserError(f"model {str(path)!r} is of type {kind!r}, not {MaskedDiffusionLM.config_class.model_type!r}")
     return MaskedDiffusionLM.from_pretrained(folder)

@@ -67,9 +67,9 @@ def nelbo_terms(model: nn.Module, process: Process, state: Noised, x: Tensor) ->
     """Eq. 14 for each sequence, in nats a token: Σ over masked positions of −α'_t/(1 − α_t) · (−log⟨x_θ(z_t), x⟩),
     divided by L: (B,)."""
     log_probs = model(state, rows=state.masked, targets=x[state.masked])  # (R,)
-    weight = process.schedule.weight(state.t)[:, None].expand_as(state.masked)[state.masked]  # (R,)
+    weight = process.schedule.weight(state.t.double()).float()  # (B,); 1 − α_t cancels in float32
     terms = torch.zeros(x.shape, dtype=log_probs.dtype, device=x.device)
-    return terms.masked_scatter(state.masked, -weight * log_probs).mean(1)
+    return -weight * terms.masked_scatter(state.masked, log_probs).mean(1)
 
 
 def parse_objective(value: Any) -> Objective:

@@ -42,7 +42,7 @@ def _read(name: str | Path) -> dict[str, Any]:
         raise UserError(f"recipe {str(name)!r}: no such file")
     try:
         values = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"recipe {str(name)!r} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise UserError(f"recipe {str(name)!r}: expected a mapping of settings")

@@ -53,8 +53,9 @@ class ModelSettings(Config):
 
 
 class Watch(Config):
-    """Metrics measured while training, with few samples: `watch: {metrics: [validity], samples: 2000}`."""
+    """Metrics measured while training, with few samples: `watch: {every: 100, metrics: [validity], samples: 2000}`."""
 
+    every: int = Field(100, ge=1)
     metrics: tuple[MetricName, ...] = ()
     steps: int = Field(1, ge=1)
     samples: int = Field(2000, ge=1)

@@ -15,8 +15,9 @@ from imdm.registry import Registry
 from imdm.report.page import Report, Section
 from imdm.report.tables import all_results
 
-pages: Registry[Callable[[Path, list[Row], dict[str, str]], Report]] = Registry("report page")
-"""Experiments with a page of their own, by recipe name; every other run gets the plain table."""
+pages: Registry[Callable[[Path, list[Row], dict[str, str]], Report | None]] = Registry("report page")
+"""Experiments with a page of their own, by recipe name. A page answers None when a run's settings were changed so that
+it has not what the page shows; that run, like any other, gets the plain table."""
 
 
 def build_report(run: Path) -> Report:
@@ -33,8 +34,9 @@ def build_report(run: Path) -> Report:
         "precision": _distinct(row.precision for row in rows),
         "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
     }
-    if name in list(pages):
-        return pages[name](run, rows, facts)
+    own = pages[name](run, rows, facts) if name in list(pages) else None
+    if own is not None:
+        return own
     lead = recipe.get("summary", "Results of this folder.")
     return Report(name, lead, (), [Section("Results", parts=[all_results(rows)])], facts)
 

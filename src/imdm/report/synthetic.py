@@ -18,12 +18,18 @@ from imdm.report.tables import Table, all_results, figure
 
 MODELS = {"mdm": "MDM", "imdm": "IMDM"}  # stages of the recipe, as the paper names them
 FAMILY = {"mdm": "mdlm", "imdm": "imdm"}  # and as result rows do
+METRICS = ("validity", "token_entropy", "factorization_error")
 REACH = 1.6  # how far the pictured plane of noise goes, in units of the two draws that span it
 
 
 @pages.register("synthetic")
-def synthetic_page(run: Path, rows: list[Row], facts: dict[str, str]) -> Report:
+def synthetic_page(run: Path, rows: list[Row], facts: dict[str, str]) -> Report | None:
+    rows = [row for row in rows if row.steps == 1]
     seeds = sorted({row.seed for row in rows})
+    measured = {(row.method, row.model, row.metric, row.seed) for row in rows}
+    shown = {("redi", family, metric, seed) for family in FAMILY.values() for metric in METRICS for seed in seeds}
+    if not seeds or not shown <= measured:
+        return None
     first = seeds[0]
     models = {stage: load_model(run / f"seed-{first}" / stage / "model") for stage in MODELS}
     best = {row.metric: row for row in rows if (row.model, row.method, row.seed) == ("imdm", "redi", first)}
@@ -77,11 +83,11 @@ def table_1(rows: list[Row], seeds: list[int]) -> Table:
     columns = ("model", "metric", "paper", *(f"ours, seed {seed}" for seed in seeds))
     table = Table(f"Table 1. {paper.TABLE_1.caption}", columns, note=paper.ERROR_NOTE)
     for stage, name in MODELS.items():
-        for place, metric in enumerate(("validity", "token_entropy", "factorization_error")):
+        for place, metric in enumerate(METRICS):
             ours = {
                 row.seed: figure(row.value, row.stderr, percent=metric == "validity")
                 for row in rows
-                if (row.method, row.model, row.metric, row.steps) == ("redi", FAMILY[stage], metric, 1)
+                if (row.method, row.model, row.metric) == ("redi", FAMILY[stage], metric)
             }
             table.rows.append((name, paper.TABLE_1.columns[place + 1], theirs[name][place], *(ours[s] for s in seeds)))
     return table

@@ -96,7 +96,8 @@ def sample(
         raise UserError("t: every starting time must be in (0, 1]")
 
     # 1. When is each position revealed?
-    alpha = process.schedule.alpha(time_grid(steps, t))  # (B, N + 1)
+    grid = time_grid(steps, t)  # (B, N + 1)
+    alpha = process.schedule.alpha(grid)
     position = torch.arange(L, device=tokens.device)
     masked = tokens == process.mask_id
     survival = (1 - alpha) / (1 - alpha[:, :1])
@@ -120,7 +121,7 @@ def sample(
             kept = alpha[active, seen[active]] / alpha[active, now]  # α_t/α_s telescopes over skipped steps
             redraw = uniform(key[:, None], Purpose.REDRAW, position, now[:, None]) >= kept[:, None]
             draws[active] = torch.where(holes & redraw, now[:, None], draws[active])
-        state = Noised(tokens[active], holes, process.mask.draw(key, draws[active], holes), t[active])
+        state = Noised(tokens[active], holes, process.mask.draw(key, draws[active], holes), grid[active, now])
         hidden = denoiser.trunk(state)  # (A, L, ·)
 
         row, column = (holes & (revealed_at[active] == now[:, None])).nonzero(as_tuple=True)
@@ -151,8 +152,8 @@ def sample(
 def _check(steps: int, temperature: float, top_p: float, batch_size: int | None) -> None:
     if steps < 1:
         raise UserError(f"steps = {steps}: at least one step is needed")
-    if not temperature > 0:
-        raise UserError(f"temperature = {temperature}: must be positive (1.0 samples the model as it is)")
+    if not 1e-6 <= temperature <= 1e6:
+        raise UserError(f"temperature = {temperature}: must be in [1e-6, 1e6] (1.0 samples the model as it is)")
     if not 0 < top_p <= 1:
         raise UserError(f"top_p = {top_p}: must be in (0, 1] (1.0 samples the model as it is)")
     if batch_size is not None and batch_size < 1:

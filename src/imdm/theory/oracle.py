@@ -54,6 +54,8 @@ class PartitionOracle(_Enumerated):
         self, language: Language, mask: Finite | Infinite | None = None, schedule: Schedule | None = None
     ) -> None:
         super().__init__(language, mask or Infinite(dim=1), schedule)
+        if getattr(mask, "law", "uniform") != "uniform":
+            raise ValueError("PartitionOracle: the sum of noises mod 1 is uniform for uniform noise only")
 
     def trunk(self, state: Noised) -> Tensor:
         u = self._uniform(state)

@@ -4,13 +4,13 @@ step-00000500/
   model.safetensors  config.json     raw weights, loadable by from_pretrained
   ema.safetensors                    averaged weights by parameter name
   optimizer.safetensors              AdamW's moments by parameter name
-  state.json                         step, hash of what is being trained, objective state, sizes of the files
+  state.json                         step, hash of the run, its resolved recipe, sizes of the files
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,11 @@ class Checkpoint:
 
     step: int
     run: str
+    ema_updates: int
+    recipe: Mapping[str, Any]
     model: Mapping[str, Tensor]
     ema: Mapping[str, Tensor]
     optimizer: Mapping[str, Tensor]
-    objective: Mapping[str, Any] = field(default_factory=dict)
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -56,7 +57,8 @@ def save(folder: Path, checkpoint: Checkpoint, config: MaskedDiffusionConfig, ke
         config.save_pretrained(aside)
         sizes = {file.name: file.stat().st_size for file in aside.iterdir()}
         state = {"format": FORMAT, "step": checkpoint.step, "run": checkpoint.run, "files": sizes}
-        write_json(aside / "state.json", state | {"objective": dict(checkpoint.objective)})
+        state |= {"ema_updates": checkpoint.ema_updates, "recipe": dict(checkpoint.recipe)}
+        write_json(aside / "state.json", state)
     for step in steps_present(folder)[:-keep]:
         old = checkpoint_path(folder, step)
         for file in old.iterdir():
@@ -91,4 +93,4 @@ def load(path: Path, run: str) -> Checkpoint:
         if not (path / name).exists() or (path / name).stat().st_size != size:
             raise UserError(f"{what} is damaged: {name} is missing or cut short; delete that folder to go on")
     tensors = {name: read_tensors(path / f"{name}.safetensors", what) for name in TENSORS}
-    return Checkpoint(step=state["step"], run=run, objective=state["objective"], **tensors)
+    return Checkpoint(state["step"], run, state["ema_updates"], state["recipe"], **tensors)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from accelerate import Accelerator
 from pydantic import Field
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -22,12 +23,13 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from imdm.config import Config, digest
-from imdm.data.source import Order, Source
+from imdm.data.source import Order, Source, check_fits
+from imdm.devices import accelerator
 from imdm.errors import UserError
 from imdm.files import append_line, read_lines, written_aside
 from imdm.models import MaskedDiffusionLM, fingerprint
 from imdm.objectives import Objective, Step
-from imdm.randomness import Purpose, as_key, fold
+from imdm.randomness import Purpose, as_key, fold, torch_seed
 from imdm.training import checkpoint
 from imdm.training.ema import EMA
 
@@ -49,7 +51,7 @@ class TrainConfig(Config):
     micro_batch: int | None = Field(None, ge=1)
     lr: float = Field(3e-4, gt=0)
     warmup: int = Field(2500, ge=0)
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.0, ge=0)
     clip: float = Field(1.0, gt=0)
@@ -59,8 +61,22 @@ class TrainConfig(Config):
     checkpoint_every: int = Field(1000, ge=1)
     keep_checkpoints: int = Field(2, ge=1)
     log_every: int = Field(50, ge=1)
-    watch_every: int = Field(0, ge=0)
     tensorboard: bool = False
+
+    def accumulation(self, world: int) -> int:
+        """Micro-batches a step on each of `world` processes."""
+        share = -(-self.batch // world)
+        return -(-share // (self.micro_batch or share))
+
+    def check(self, world: int, device: torch.device) -> None:
+        """Refuse what this machine cannot run."""
+        if self.precision == "bf16" and device.type == "cpu":
+            raise UserError("training.precision = bf16 needs a GPU; use float32 on a CPU")
+        if self.batch % (world * self.accumulation(world)):
+            raise UserError(
+                f"training.batch = {self.batch}: must be a multiple of "
+                f"{world} processes × {self.accumulation(world)} micro-batches"
+            )
 
 
 @dataclass(frozen=True)
@@ -79,9 +95,9 @@ Watch = Callable[[MaskedDiffusionLM], Mapping[str, float]]
 class Trainer:
     """Trains `model` on `source` under `objective` and leaves in `out`:
 
-    `model/` the averaged weights, `raw/` the last ones, `checkpoints/`, and `history.jsonl`, one line per `log_every`
-    and `watch_every` steps. A run that stopped goes on from its newest checkpoint, bit for bit on CPU; a finished one
-    returns at once.
+    `model/` the averaged weights, `raw/` the last ones, `checkpoints/` (which carry `recipe`, the settings that made
+    them), and `history.jsonl`: the loss every `log_every` steps, what `watch` measures every `watch_every`.
+    A run that stopped goes on from its newest checkpoint, bit for bit on CPU; a finished one returns at once.
     """
 
     def __init__(
@@ -94,13 +110,15 @@ class Trainer:
         *,
         seed: int = 0,
         watch: Watch | None = None,
+        watch_every: int = 100,
+        recipe: Mapping[str, Any] | None = None,
         on_progress: Callable[[Progress], None] | None = None,
     ) -> None:
         self.objective, self.source, self.config, self.out, self.seed = objective, source, config, Path(out), seed
-        self.watch, self.on_progress = watch, on_progress
-        self.accelerator = Accelerator()
+        self.watch, self.watch_every, self.recipe, self.on_progress = watch, watch_every, recipe or {}, on_progress
+        self.accelerator = accelerator()
         self._check(model)
-        loop = {"steps", "checkpoint_every", "keep_checkpoints", "log_every", "watch_every", "tensorboard"}
+        loop = {"steps", "checkpoint_every", "keep_checkpoints", "log_every", "tensorboard"}
         settings = config.model_dump(exclude=loop | {"micro_batch"})
         self.run = digest([settings, objective.model_dump(), fingerprint(model), source.fingerprint, seed])
         if config.dropout is not None:
@@ -128,22 +146,12 @@ class Trainer:
                 f"objective {self.objective.kind!r} needs the column {lacking[0]!r}, which its data does not have; "
                 "give it a coupling"
             )
-        if self.source.length > model.config.length:
-            raise UserError(
-                f"the data has {self.source.length} tokens a row, the model takes at most {model.config.length}"
-            )
-        if self.config.precision == "bf16" and self.accelerator.device.type == "cpu":
-            raise UserError("training.precision = bf16 needs a GPU; use float32 on a CPU")
-        world, batch = self.accelerator.num_processes, self.config.batch
-        if batch % (world * self.accumulation):
-            raise UserError(
-                f"training.batch = {batch}: must be a multiple of {world} processes × {self.accumulation} micro-batches"
-            )
+        check_fits(self.source, model)
+        self.config.check(self.accelerator.num_processes, self.accelerator.device)
 
     @property
     def accumulation(self) -> int:
-        share = -(-self.config.batch // self.accelerator.num_processes)
-        return -(-share // (self.config.micro_batch or share))
+        return self.config.accumulation(self.accelerator.num_processes)
 
     def slots(self, micro: int) -> Tensor:
         """This process' places in the global batch for one micro-batch: interleaved, so that each sees all times."""
@@ -189,7 +197,7 @@ class Trainer:
     def _seed_dropout(self) -> None:
         """Dropout uses torch's own generator; key it by (seed, step, process) so that a resumed run repeats it."""
         key = fold(fold(as_key(self.seed), Purpose.STEP, self.step), Purpose.DROPOUT, self.accelerator.process_index)
-        torch.manual_seed(int(key) & 0x7FFFFFFFFFFFFFFF)
+        torch.manual_seed(torch_seed(key))
 
     def train(self) -> Path:
         """Run to the end; returns the folder of the finished model."""
@@ -199,17 +207,18 @@ class Trainer:
         started, losses = time.perf_counter(), []
         for _ in range(self.step, self.config.steps):
             losses.append(self.train_step())
-            if self._due(self.config.log_every):
+            if self._due(self.config.log_every) or self._due(self.config.checkpoint_every):
                 loss = float(torch.stack(losses).mean())
-                if not torch.isfinite(torch.tensor(loss)):
+                if not math.isfinite(loss):  # before a checkpoint could be made of it
                     raise UserError(f"the loss is {loss} at step {self.step}; lower training.lr = {self.config.lr}")
+            if self._due(self.config.log_every):
                 tokens = len(losses) * self.config.batch * self.source.length
                 speed = tokens / (time.perf_counter() - started)
                 self._record({"step": self.step, "loss": loss, "tokens_per_second": round(speed)}, writer)
                 if self.on_progress is not None:
                     self.on_progress(Progress(self.step, self.config.steps, loss, speed))
                 started, losses = time.perf_counter(), []
-            if self.watch is not None and self.config.watch_every and self._due(self.config.watch_every):
+            if self.watch is not None and self._due(self.watch_every):
                 paused = time.perf_counter()
                 with self.averaged():
                     self._record({"step": self.step, **self.watch(self.bare)}, writer)
@@ -256,7 +265,9 @@ class Trainer:
         moments: Any = get_optimizer_state_dict(self.model, self.optimizer.optimizer, options=HOME)
         if self.accelerator.is_main_process:
             flat = {f"{kind}.{name}": v for name, state in moments["state"].items() for kind, v in state.items()}
-            point = checkpoint.Checkpoint(self.step, self.run, model, self.ema.weights, flat, {"ema": self.ema.updates})
+            point = checkpoint.Checkpoint(
+                self.step, self.run, self.ema.updates, self.recipe, model, self.ema.weights, flat
+            )
             checkpoint.save(self.checkpoints, point, self.bare.config, self.config.keep_checkpoints)
         self.accelerator.wait_for_everyone()
 
@@ -281,7 +292,7 @@ class Trainer:
         current = get_optimizer_state_dict(self.model, self.optimizer.optimizer, options=WHOLE)
         loaded: Any = {"state": state, "param_groups": current["param_groups"]}
         set_optimizer_state_dict(self.model, self.optimizer.optimizer, optim_state_dict=loaded, options=WHOLE)
-        self.ema.load(point.ema, point.objective["ema"])
+        self.ema.load(point.ema, point.ema_updates)
         self.step = point.step
         self._forget_history()
 
@@ -290,9 +301,8 @@ class Trainer:
         path = self.out / "history.jsonl"
         if self.accelerator.is_main_process and path.exists():
             rows = [row for row in read_lines(path) if row["step"] <= self.step]
-            path.unlink()
-            for row in rows:
-                append_line(path, row)
+            with written_aside(path) as aside:
+                aside.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def export(self) -> None:
         """`raw/` and `model/` (averaged), each whole or not there."""
