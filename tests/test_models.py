@@ -78,14 +78,24 @@ def test_revealed_tokens_are_carried_over_and_the_mask_is_never_predicted(model:
     assert (law[..., 4] == 0).all()
 
 
-def test_rows_and_targets_agree_with_the_whole(model: MaskedDiffusionLM) -> None:
+def test_rows_and_chunks_agree_with_the_whole(model: MaskedDiffusionLM, monkeypatch: pytest.MonkeyPatch) -> None:
     state = model.noised(TOKENS)
     whole = model(state)
     rows = model(state, rows=state.masked)
     assert torch.allclose(rows, whole[state.masked], atol=1e-6)
-    targets = torch.arange(len(rows)) % 4
-    picked = model(state, rows=state.masked, targets=targets)
-    assert torch.allclose(picked, rows.gather(1, targets[:, None])[:, 0])
+    targets = torch.arange(len(rows))[:, None] % 4
+
+    def pick(some: torch.Tensor, part: slice) -> torch.Tensor:
+        return some.gather(1, targets[part])[:, 0]
+
+    expected = rows.gather(1, targets)[:, 0]
+    (wanted,) = torch.autograd.grad(expected.sum(), model.embedding.weight, retain_graph=True)
+    for at_once in (10**6, 10, 1):  # all rows, two at a time, one at a time
+        monkeypatch.setattr("imdm.models.denoiser.AT_ONCE", at_once)
+        picked = model(state, rows=state.masked, reduce=pick)
+        assert torch.allclose(picked, expected, atol=1e-6)
+        (found,) = torch.autograd.grad(picked.sum(), model.embedding.weight)
+        assert torch.allclose(found, wanted, atol=1e-5)
 
 
 def test_neither_time_nor_neighbours_in_the_batch_matter(model: MaskedDiffusionLM) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from imdm.errors import UserError
@@ -23,6 +24,9 @@ from imdm.randomness import Purpose, as_key, fold, seeded
 from imdm.sampling import Generation, sample
 from imdm.schedule import parse_schedule
 from imdm.state import Noised
+
+Reduce = Callable[[Tensor, slice], Tensor]
+AT_ONCE = 1 << 26  # elements of (rows, V) that a loss holds at a time
 
 
 class Denoiser(Protocol):
@@ -149,21 +153,34 @@ class MaskedDiffusionLM(PreTrainedModel):
         never = torch.arange(logits.shape[-1], device=logits.device) == self.config.mask_token_id
         return torch.log_softmax(logits.masked_fill(never, -torch.inf), dim=-1)
 
-    def forward(self, state: Noised | Tensor, rows: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
+    def forward(self, state: Noised | Tensor, rows: Tensor | None = None, reduce: Reduce | None = None) -> Tensor:
         """Log-probabilities of data tokens.
 
-        rows (B, L) bool: only there, (R, V); with targets (R,): only theirs, (R,).
+        rows (B, L) bool: only there, (R, V). With reduce, a function of the log-probabilities of some rows (r, V) and
+        the slice of 0…R they are: what it makes of each row, (R,), without ever holding (R, V).
         Without rows: all of (B, L, V), revealed tokens carried over.
         """
         if isinstance(state, Tensor):
             state = self.noised(state)
         hidden = self.trunk(state)
         if rows is not None:
-            log_probs = self.head(hidden[rows])
-            return log_probs if targets is None else log_probs.gather(-1, targets[:, None])[:, 0]
+            chosen = hidden[rows]
+            return self.head(chosen) if reduce is None else self._reduced(chosen, reduce)
         carried = torch.full((*state.tokens.shape, self.vocab_size), -torch.inf, device=hidden.device)
         carried.scatter_(-1, state.tokens[..., None], 0.0)
         return torch.where(state.masked[..., None], self.head(hidden), carried)
+
+    def _reduced(self, rows: Tensor, reduce: Reduce) -> Tensor:
+        """The head chunk by chunk; a chunk's (r, V) is computed again for its gradient rather than kept."""
+        size = max(1, AT_ONCE // self.vocab_size)
+        if len(rows) <= size:
+            return reduce(self.head(rows), slice(0, len(rows)))
+        parts = [slice(first, first + size) for first in range(0, len(rows), size)]
+
+        def chunk(some: Tensor, part: slice) -> Tensor:
+            return reduce(self.head(some), part)
+
+        return torch.cat([checkpoint(chunk, rows[part], part, use_reentrant=False) for part in parts])
 
     def noised(self, tokens: Tensor, seed: int = 0) -> Noised:
         """The state of `tokens` (B, L) at t = 1, masked where they hold the mask id, with noise drawn under `seed`."""

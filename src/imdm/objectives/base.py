@@ -66,7 +66,8 @@ class Objective(Config):
 def nelbo_terms(model: nn.Module, process: Process, state: Noised, x: Tensor) -> Tensor:
     """Eq. 14 for each sequence, in nats a token: Σ over masked positions of −α'_t/(1 − α_t) · (−log⟨x_θ(z_t), x⟩),
     divided by L: (B,)."""
-    log_probs = model(state, rows=state.masked, targets=x[state.masked])  # (R,)
+    targets = x[state.masked][:, None]  # (R, 1)
+    log_probs = model(state, rows=state.masked, reduce=lambda rows, part: rows.gather(-1, targets[part])[:, 0])  # (R,)
     weight = process.schedule.weight(state.t.double()).float()  # (B,); 1 − α_t cancels in float32
     terms = torch.zeros(x.shape, dtype=log_probs.dtype, device=x.device)
     return -weight * terms.masked_scatter(state.masked, log_probs).mean(1)

@@ -6,7 +6,7 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from matplotlib import patheffects, rc_context
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -67,8 +67,8 @@ def noise_planes(planes: Mapping[str, Tensor], reach: float) -> Figure:
                 )
                 for label, place in (("ε₁", (1, 0)), ("ε₂", (0, 1))):
                     axis.plot(*place, "o", color="white", markeredgecolor="black", markersize=4)
-                    text = axis.annotate(label, place, textcoords="offset points", xytext=(5, 4))
-                    text.set_path_effects([patheffects.withStroke(linewidth=2.5, foreground="white")])
+                    paper = {"facecolor": "white", "alpha": 0.85, "edgecolor": "none", "pad": 1.0}
+                    axis.annotate(label, place, textcoords="offset points", xytext=(6, 4), fontsize=8, bbox=paper)
                 axis.set(title=f"{name}, token {token + 1}", xlabel="share of ε₁", ylabel="share of ε₂")
         figure.colorbar(axes[0][0].images[0], ax=axes, label="P(token = 0)", shrink=0.8)
         return figure
