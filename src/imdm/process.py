@@ -50,10 +50,13 @@ class Process:
 
     def corrupt(self, x: Tensor, t: Tensor, keys: Tensor) -> Noised:
         """z_t ~ q(·|x) = α_t·x + (1 − α_t)·π_M (Eq. 12): x (B, L), t (B,), one key a sequence (B,)."""
-        position = torch.arange(x.shape[1], device=x.device)
+        return self.noised(x.masked_fill(self.masks(t, keys, x.shape[1]), self.mask_id), t, keys)
+
+    def masks(self, t: Tensor, keys: Tensor, length: int) -> Tensor:
+        """Which positions `corrupt` masks, (B, L): it depends on time and key alone, not on the data."""
+        position = torch.arange(length, device=keys.device)
         alpha_t = self.schedule.alpha(t.to(torch.float64))  # (B,)
-        masked = uniform(keys[:, None], Purpose.CORRUPT, position) >= alpha_t[:, None]  # (B, L)
-        return self.noised(x.masked_fill(masked, self.mask_id), t, keys)
+        return uniform(keys[:, None], Purpose.CORRUPT, position) >= alpha_t[:, None]
 
     def noised(self, tokens: Tensor, t: Tensor, keys: Tensor) -> Noised:
         """The state whose masked positions are those that hold the mask id, each with its first noise under its key."""
@@ -70,17 +73,25 @@ class Process:
         alpha_ts = alpha_t / alpha_s
         return Split(reveal=(alpha_s - alpha_t) / (1 - alpha_t), keep=alpha_ts * stay, redraw=(1 - alpha_ts) * stay)
 
+    def reveals(self, state: Noised, s: Tensor, keys: Tensor, step: int) -> Tensor:
+        """Which positions `reverse` will reveal, (B, L): known before the network is asked what they hold."""
+        return state.masked & (self._fate(state, keys, step) < self.split(state.t, s).reveal[:, None])
+
+    def _fate(self, state: Noised, keys: Tensor, step: int) -> Tensor:
+        position = torch.arange(state.tokens.shape[1], device=state.tokens.device)
+        return uniform(keys[:, None], Purpose.REVEAL, position, step)
+
     def reverse(
         self, state: Noised, s: Tensor, proposal: Tensor, keys: Tensor, step: int, policy: NoisePolicy = "posterior"
     ) -> Noised:
         """z_t → z_s (Eq. 13) when every masked position's token, were it revealed now, is `proposal` (B, L).
 
         One number a position decides: revealed, kept or redrawn. `step` ≥ 1 numbers the draws of this trajectory.
+        The proposal is read only where `reveals` says so.
         """
         check_policy(policy)
-        position = torch.arange(state.tokens.shape[1], device=state.tokens.device)
         split = self.split(state.t, s)
-        u = uniform(keys[:, None], Purpose.REVEAL, position, step)  # (B, L)
+        u = self._fate(state, keys, step)
         reveal = state.masked & (u < split.reveal[:, None])
         masked = state.masked & ~reveal
         noise = state.noise

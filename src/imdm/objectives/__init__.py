@@ -1,7 +1,19 @@
-"""What a training step minimises: `nelbo`, `redi`."""
+"""What a training step minimises: `nelbo`, `redi`, `sdtt`."""
 
-from imdm.objectives.base import EARLIEST, Objective, Step, nelbo_terms, objectives, parse_objective
+from imdm.objectives.base import EARLIEST, Companion, Objective, Step, nelbo_terms, objectives, parse_objective
 from imdm.objectives.nelbo import Nelbo
 from imdm.objectives.redi import ReDi
+from imdm.objectives.sdtt import SDTT
 
-__all__ = ["EARLIEST", "Nelbo", "Objective", "ReDi", "Step", "nelbo_terms", "objectives", "parse_objective"]
+__all__ = [
+    "EARLIEST",
+    "SDTT",
+    "Companion",
+    "Nelbo",
+    "Objective",
+    "ReDi",
+    "Step",
+    "nelbo_terms",
+    "objectives",
+    "parse_objective",
+]

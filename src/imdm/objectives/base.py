@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,9 @@ from imdm.process import Process
 from imdm.randomness import Purpose, as_key, fold, uniform
 from imdm.registry import Registry
 from imdm.state import Noised
+
+if TYPE_CHECKING:
+    from imdm.models import MaskedDiffusionLM
 
 objectives: Registry[type[Objective]] = Registry("objective")
 
@@ -39,10 +42,24 @@ class Step:
         key = fold(as_key(self.seed, self.slots.device), Purpose.STEP, self.index)
         return fold(key, Purpose.SAMPLE, self.slots)
 
+    def everyone(self) -> Step:
+        """All sequences of the global batch: what is keyed can be known of those that other processes compute."""
+        return replace(self, slots=torch.arange(self.batch, device=self.slots.device))
+
     def times(self) -> Tensor:
         """Low-discrepancy times: slot i of B draws from the i-th of B equal parts of [10⁻³, 1]: (b,), float32."""
         within = uniform(self.keys(), Purpose.TIME)
         return (EARLIEST + (1 - EARLIEST) * (self.slots + within) / self.batch).float()
+
+
+class Companion(Protocol):
+    """What an objective keeps beside the student while it trains, such as a teacher; it is in every checkpoint."""
+
+    def tensors(self) -> dict[str, Tensor]: ...
+
+    def values(self) -> dict[str, Any]: ...
+
+    def load(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None: ...
 
 
 class Objective(Config):
@@ -58,8 +75,18 @@ class Objective(Config):
     def needs(self) -> tuple[str, ...]:
         return ("tokens",)
 
+    def companion(self, model: MaskedDiffusionLM) -> Companion | None:
+        """What must be kept beside the student, as it is before the first step."""
+        return None
+
+    def turn(self, companion: Any, step: int, model: MaskedDiffusionLM, average: Mapping[str, Tensor]) -> bool:
+        """Called before each step with the student and its averaged weights; True: start with a new optimiser."""
+        return False
+
     @abstractmethod
-    def loss(self, model: nn.Module, process: Process, batch: Mapping[str, Tensor], step: Step) -> Tensor:
+    def loss(
+        self, model: nn.Module, process: Process, batch: Mapping[str, Tensor], step: Step, companion: Any = None
+    ) -> Tensor:
         """The loss of these sequences, as their share of the global batch times the number of such shares."""
 
 

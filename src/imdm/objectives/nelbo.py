@@ -16,6 +16,8 @@ class Nelbo(Objective):
 
     kind: str = "nelbo"
 
-    def loss(self, model: nn.Module, process: Process, batch: Mapping[str, Tensor], step: Step) -> Tensor:
+    def loss(
+        self, model: nn.Module, process: Process, batch: Mapping[str, Tensor], step: Step, companion: None = None
+    ) -> Tensor:
         x = batch["tokens"]
         return nelbo_terms(model, process, process.corrupt(x, step.times(), step.keys()), x).mean()

@@ -26,6 +26,8 @@ class ReDi(Objective):
     def needs(self) -> tuple[str, ...]:
         return ("tokens", "noised", "t", "seed")
 
-    def loss(self, model: nn.Module, process: Process, batch: Mapping[str, Tensor], step: Step) -> Tensor:
+    def loss(
+        self, model: nn.Module, process: Process, batch: Mapping[str, Tensor], step: Step, companion: None = None
+    ) -> Tensor:
         keys = batch["seed"] if self.noise == "coupling" else step.keys()
         return nelbo_terms(model, process, process.noised(batch["noised"], batch["t"], keys), batch["tokens"]).mean()

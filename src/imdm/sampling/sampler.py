@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from imdm.models import Denoiser
 
 END = 1e-5  # the time grid ends here; the last step reveals whatever is left
-DRAWN_AT_ONCE = 1 << 24  # elements of (rows, V) in memory at a time
+AT_ONCE = 1 << 24  # elements of (rows, V) in memory at a time
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,27 @@ def reveal_steps(survival: Tensor, u: Tensor) -> Tensor:
     telescoping Eq. 13; it is revealed in the first step whose survival does not exceed u.
     """
     return torch.searchsorted(-survival[:, 1:].contiguous(), -u.contiguous())
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """tokens (R,) and the log-probability (R,) the model gave each."""
+
+    tokens: Tensor
+    log_probs: Tensor
+
+
+def draw_tokens(denoiser: Denoiser, rows: Tensor, u: Tensor, temperature: float = 1.0, top_p: float = 1.0) -> Drawn:
+    """A token for each hidden row (R, ·) from the head, in chunks, so that (R, V) is never held whole."""
+    size = max(1, AT_ONCE // denoiser.vocab_size)
+    tokens = torch.empty(len(rows), dtype=torch.int64, device=rows.device)
+    log_probs = torch.empty(len(rows), device=rows.device)
+    for first in range(0, len(rows), size):
+        part = slice(first, first + size)
+        given = denoiser.head(rows[part])
+        tokens[part] = draw(given, u[part], temperature, top_p)
+        log_probs[part] = given.gather(-1, tokens[part, None])[:, 0].float()
+    return Drawn(tokens, log_probs)
 
 
 @torch.no_grad()
@@ -126,14 +147,9 @@ def sample(
 
         row, column = (holes & (revealed_at[active] == now[:, None])).nonzero(as_tuple=True)
         u = uniform(key[row], Purpose.TOKEN, column)
-        chunk = max(1, DRAWN_AT_ONCE // denoiser.vocab_size)
-        for part in range(0, len(row), chunk):
-            where = row[part : part + chunk], column[part : part + chunk]
-            given = denoiser.head(hidden[where])
-            drawn = draw(given, u[part : part + chunk], temperature, top_p)
-            tokens[active[where[0]], where[1]] = drawn
-            if trace:
-                log_probs[active[where[0]], where[1]] = given.gather(-1, drawn[:, None])[:, 0].float()
+        drawn = draw_tokens(denoiser, hidden[row, column], u, temperature, top_p)
+        tokens[active[row], column] = drawn.tokens
+        log_probs[active[row], column] = drawn.log_probs
         masked[active[row], column] = False
         seen[active] = now
         evaluations[active] += 1

@@ -4,6 +4,7 @@ step-00000500/
   model.safetensors  config.json     raw weights, loadable by from_pretrained
   ema.safetensors                    averaged weights by parameter name
   optimizer.safetensors              AdamW's moments by parameter name
+  companion.safetensors              what the objective keeps beside the student, such as the round's teacher
   state.json                         step, hash of the run, its resolved recipe, sizes of the files
 """
 
@@ -22,7 +23,7 @@ from imdm.files import read_json, read_tensors, write_json, written_aside
 from imdm.models import MaskedDiffusionConfig
 
 FORMAT = 1
-TENSORS = ("model", "ema", "optimizer")
+TENSORS = ("model", "ema", "optimizer", "companion")
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,11 @@ class Checkpoint:
     run: str
     ema_updates: int
     recipe: Mapping[str, Any]
+    companion_values: Mapping[str, Any]
     model: Mapping[str, Tensor]
     ema: Mapping[str, Tensor]
     optimizer: Mapping[str, Tensor]
+    companion: Mapping[str, Tensor]
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -58,6 +61,7 @@ def save(folder: Path, checkpoint: Checkpoint, config: MaskedDiffusionConfig, ke
         sizes = {file.name: file.stat().st_size for file in aside.iterdir()}
         state = {"format": FORMAT, "step": checkpoint.step, "run": checkpoint.run, "files": sizes}
         state |= {"ema_updates": checkpoint.ema_updates, "recipe": dict(checkpoint.recipe)}
+        state |= {"companion": dict(checkpoint.companion_values)}
         write_json(aside / "state.json", state)
     for step in steps_present(folder)[:-keep]:
         old = checkpoint_path(folder, step)
@@ -93,4 +97,4 @@ def load(path: Path, run: str) -> Checkpoint:
         if not (path / name).exists() or (path / name).stat().st_size != size:
             raise UserError(f"{what} is damaged: {name} is missing or cut short; delete that folder to go on")
     tensors = {name: read_tensors(path / f"{name}.safetensors", what) for name in TENSORS}
-    return Checkpoint(state["step"], run, state["ema_updates"], state["recipe"], **tensors)
+    return Checkpoint(state["step"], run, state["ema_updates"], state["recipe"], state["companion"], **tensors)

@@ -136,6 +136,7 @@ class Trainer:
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.bare: MaskedDiffusionLM = self.accelerator.unwrap_model(self.model)
         self.ema = EMA(self.bare, config.ema)
+        self.companion = objective.companion(self.bare)
         self.step = 0
 
     def _check(self, model: MaskedDiffusionLM) -> None:
@@ -167,6 +168,8 @@ class Trainer:
 
     def train_step(self) -> Tensor:
         """One optimiser step; returns the loss of the global batch."""
+        if self.objective.turn(self.companion, self.step, self.bare, self.ema.weights):
+            self.optimizer.state.clear()
         self._seed_dropout()
         rate = self.config.lr * min(1.0, (self.step + 1) / max(1, self.config.warmup))
         for group in self.optimizer.param_groups:
@@ -177,7 +180,8 @@ class Trainer:
             last = micro == self.accumulation - 1
             with nullcontext() if last else self.accelerator.no_sync(self.model):
                 with self._precision():
-                    loss = self.objective.loss(self.model, self.process, batch, step) / self.accumulation
+                    loss = self.objective.loss(self.model, self.process, batch, step, self.companion)
+                    loss = loss / self.accumulation
                 self.accelerator.backward(loss)
             total += loss.detach()
         self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.clip)
@@ -265,8 +269,10 @@ class Trainer:
         moments: Any = get_optimizer_state_dict(self.model, self.optimizer.optimizer, options=HOME)
         if self.accelerator.is_main_process:
             flat = {f"{kind}.{name}": v for name, state in moments["state"].items() for kind, v in state.items()}
+            companion = self.companion.tensors() if self.companion else {}
+            values = self.companion.values() if self.companion else {}
             point = checkpoint.Checkpoint(
-                self.step, self.run, self.ema.updates, self.recipe, model, self.ema.weights, flat
+                self.step, self.run, self.ema.updates, self.recipe, values, model, self.ema.weights, flat, companion
             )
             checkpoint.save(self.checkpoints, point, self.bare.config, self.config.keep_checkpoints)
         self.accelerator.wait_for_everyone()
@@ -293,6 +299,8 @@ class Trainer:
         loaded: Any = {"state": state, "param_groups": current["param_groups"]}
         set_optimizer_state_dict(self.model, self.optimizer.optimizer, optim_state_dict=loaded, options=WHOLE)
         self.ema.load(point.ema, point.ema_updates)
+        if self.companion:
+            self.companion.load(point.companion, point.companion_values)
         self.step = point.step
         self._forget_history()
 
