@@ -316,11 +316,21 @@ MISTAKES = {
     "policy": (["generate", "MODEL", "--noise", "hold"], "unknown noise policy 'hold'; known: keep, posterior"),
     "metric": (["evaluate", "MODEL", "--data", "aligned", "--metrics", "bleu"], "unknown metric 'bleu'"),
     "counts": (["evaluate", "MODEL", "--data", "aligned", "--steps", "1,x"], "expected whole numbers"),
-    "language": (["evaluate", "MODEL", "--data", "klingon"], "unknown language 'klingon'; known: aligned"),
+    "language": (["evaluate", "MODEL", "--data", "klingon"], "unknown language 'klingon'; known: aligned, markov"),
     "setting": (["evaluate", "MODEL", "--data", "aligned:depth=2"], "unexpected keyword argument 'depth'"),
     "no file": (["evaluate", "MODEL", "--data", "none.safetensors"], "none.safetensors is missing"),
     "no data": (["couple", "MODEL", "--out", "OUT"], "need data"),
     "no run": (["report", "/no/such/run"], "no such folder"),
+    "no status": (["status", "MODEL"], "it is not the folder of a run"),
+    "method": (["distill", "magic", "MODEL", "--data", "aligned", "--out", "OUT"], "unknown distillation 'magic'"),
+    "rounds": (
+        ["distill", "sdtt", "MODEL", "--data", "aligned", "--out", "OUT", "--rounds", "12"],
+        "would push the step size to 1.998, beyond 1",
+    ),
+    "other words": (
+        ["distill", "sdtt", "MODEL", "--data", "aligned:symbols=3", "--out", "OUT"],
+        "the data has 4 token ids with mask 3, the model has 3 with mask 2",
+    ),
 }
 
 
@@ -355,3 +365,46 @@ def test_ctrl_c_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     result = imdm("train", "synthetic", *SMALL, "--out", tmp_path)
     assert result.returncode == 130
     assert "run the same command again to go on" in result.stderr
+
+
+def test_distil_by_sdtt_then_redi_and_look_at_it(run: Path, tmp_path: Path) -> None:
+    """The chain teacher → sdtt → couple → redi by commands, and what `status` says of it."""
+    teacher = run / "seed-0" / "teacher" / "model"
+    sdtt = ["distill", "sdtt", teacher, "--data", "aligned", "--rounds", "2", "--iterations", "4", "--batch", "8"]
+    sdtt += [
+        "--mask",
+        "infinite-uniform-4-1.0",
+        "--out",
+        tmp_path / "sdtt",
+        "stages.student.training.checkpoint_every=2",
+    ]
+    result = imdm(*sdtt)
+    assert result.returncode == 0, result.stderr
+    student = tmp_path / "sdtt" / "seed-0" / "student" / "model"
+    assert MaskedDiffusionLM.from_pretrained(student).mask.name == "infinite-uniform-4-1.0"
+    shown = imdm("status", tmp_path / "sdtt").stdout
+    assert re.search(r"0\s+student\s+sdtt\s+done\s+8 of 8\s+2\s", shown)
+    redi = ["distill", "redi", student, "--data", "aligned", "--rounds", "2", "--iterations", "3", "--batch", "8"]
+    result = imdm(*redi, "--pairs", "16", "--out", tmp_path / "redi")
+    assert result.returncode == 0, result.stderr
+    shown = imdm("status", tmp_path / "redi").stdout
+    assert [line.split()[1] for line in shown.splitlines()[1:]] == ["pairs-1", "student-1", "pairs-2", "student-2"]
+    assert "already there" in imdm(*redi, "--pairs", "16", "--out", tmp_path / "redi").stderr
+
+
+def test_status_of_a_stopped_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from imdm.training import Trainer
+
+    step = Trainer.train_step
+
+    def stop(self: Trainer) -> torch.Tensor:
+        if self.step == 25:
+            raise KeyboardInterrupt
+        return step(self)
+
+    monkeypatch.setattr(Trainer, "train_step", stop)
+    few = [*SMALL, "stages.teacher.training.log_every=5", "stages.teacher.training.checkpoint_every=10"]
+    assert imdm("train", "synthetic", *few, "--out", tmp_path).returncode == 130
+    shown = imdm("status", tmp_path).stdout
+    assert re.search(r"teacher\s+nelbo\s+stopped or running\s+25 of 40\s+0\.\d+\s+0\.\d min", shown)
+    assert re.search(r"imdm\s+redi\s+waiting\s+0 of 20", shown)

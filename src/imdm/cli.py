@@ -1,4 +1,4 @@
-"""The command line: recipes, train, couple, generate, evaluate, reproduce, report."""
+"""The command line: recipes, train, couple, distill, generate, evaluate, reproduce, report, status."""
 
 from __future__ import annotations
 
@@ -128,6 +128,72 @@ def couple(
         )
     state.wait_for_everyone()
     _say(f"coupling: {out}")
+
+
+@app.command()
+def distill(
+    method: Annotated[str, typer.Argument(help="sdtt, or redi.")],
+    model: Annotated[Path, typer.Argument(help="The teacher: a model folder.")],
+    data: Data,
+    out: Annotated[Path, typer.Option(help="Folder of the run.")],
+    overrides: Overrides = None,
+    mask: Annotated[
+        str | None,
+        typer.Option(help="The student's mask, such as infinite-uniform-768-1.0; the teacher's unless given."),
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(help="Rounds; 7 for sdtt and 1 for redi unless given.")] = None,
+    iterations: Annotated[int | None, typer.Option(help="Training steps a round; the paper's unless given.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences a step; the paper's unless given.")] = None,
+    pairs: Annotated[int, typer.Option(help="redi: pairs a round.")] = 100_000,
+    seed: Seed = 0,
+) -> None:
+    """Distil a model with the paper's settings. Run it again to go on after a stop."""
+    from imdm.distilling import distillation
+    from imdm.models import load_model
+    from imdm.pipeline import Run
+    from imdm.recipes import parse_recipe
+
+    section = _data(data, load_model(model))
+    values = distillation(
+        method,
+        str(model),
+        section.model_dump(mode="json"),
+        mask=mask,
+        rounds=rounds,
+        iterations=iterations,
+        batch=batch,
+        pairs=pairs,
+        seed=seed,
+    )
+    chosen = parse_recipe(values, overrides or ())
+    run = Run(chosen, out, _reporter())
+    run.all()
+    _say(f"model: {run.folder / list(chosen.stages)[-1] / 'model'}")
+
+
+@app.command()
+def status(run: Annotated[Path, typer.Argument(help="Folder of a run.")]) -> None:
+    """Show how far a run is: stages, rounds, losses, time left."""
+    from imdm.status import status as read_status
+
+    if not run.is_dir():
+        raise UserError(f"{run}: no such folder")
+    table = RichTable("seed", "stage", "kind", "state", "done", "round", "loss", "time left", box=None, pad_edge=False)
+    for row in read_status(run):
+        done = f"{row.done:,} of {row.total:,}" if row.total else ""
+        left = "" if row.seconds_left is None else f"{row.seconds_left / 60:.1f} min"
+        loss = "" if row.loss is None else f"{row.loss:.4f}"
+        table.add_row(
+            str(row.seed),
+            row.name,
+            row.kind,
+            row.state,
+            done,
+            "" if row.round is None else str(row.round + 1),
+            loss,
+            left,
+        )
+    console.print(table)
 
 
 @app.command()

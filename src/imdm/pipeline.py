@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from imdm.config import digest
-from imdm.data import CoupleConfig, Coupling, couple
+from imdm.data import CoupleConfig, Coupling, check_fits, couple
 from imdm.devices import processes
 from imdm.errors import UserError, unknown
 from imdm.evaluation import Subject, append, measure, read, to_row
@@ -102,6 +102,8 @@ class Run:
                 if needed not in recipe.stages and not Path(needed).is_dir():
                     known = ", ".join(recipe.stages)
                     raise UserError(f"stage {name!r} builds on {needed!r}: neither a stage ({known}) nor a folder")
+                if needed not in recipe.stages and not (Path(needed) / "manifest.json").exists():
+                    check_fits(source, load_model(needed))
             metrics: tuple[str, ...] = ()
             if isinstance(stage, TrainStage):
                 stage.training.check(state.num_processes, state.device)

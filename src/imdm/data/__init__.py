@@ -1,8 +1,17 @@
 """What is trained on: enumerated languages, token files, couplings."""
 
 from imdm.data.coupling import CoupleConfig, Coupling, Manifest, couple
-from imdm.data.source import DataConfig, LanguageData, LanguageSource, Order, Source, TokenData, TokenSource
-from imdm.data.synthetic import Language, aligned, languages
+from imdm.data.source import (
+    DataConfig,
+    LanguageData,
+    LanguageSource,
+    Order,
+    Source,
+    TokenData,
+    TokenSource,
+    check_fits,
+)
+from imdm.data.synthetic import Language, aligned, languages, markov, two_topic
 
 __all__ = [
     "CoupleConfig",
@@ -17,6 +26,9 @@ __all__ = [
     "TokenData",
     "TokenSource",
     "aligned",
+    "check_fits",
     "couple",
     "languages",
+    "markov",
+    "two_topic",
 ]

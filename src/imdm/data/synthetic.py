@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from imdm.errors import UserError
-from imdm.randomness import Purpose, as_key, uniform
+from imdm.randomness import Purpose, as_key, normal, uniform
 from imdm.registry import Registry
 
 languages: Registry[Callable[..., Language]] = Registry("language")
@@ -80,14 +80,41 @@ def _sequences(symbols: int, length: int) -> Tensor:
     return torch.tensor(list(itertools.product(range(symbols), repeat=length)))
 
 
+@languages.register("markov")
+def markov(length: int = 6, symbols: int = 4, sharpness: float = 2.0, seed: int = 0) -> Language:
+    """A first-order Markov chain: each token depends on the one before it. Start and transitions follow from `seed`."""
+    _check_size("markov", length, symbols)
+    table = sharpness * normal(as_key(seed), Purpose.DATA, torch.arange(symbols + 1), 0, symbols).double()
+    start, step = table[0].softmax(0), table[1:].softmax(1)  # (V,), (V, V)
+    joint = start
+    for _ in range(length - 1):
+        joint = joint.unsqueeze(-1) * step  # the last axis so far against the next
+    return Language(f"markov-{length}x{symbols}", joint)
+
+
+@languages.register("two-topic")
+def two_topic(length: int = 6, symbols: int = 4, sharpness: float = 2.0, seed: int = 0) -> Language:
+    """One hidden coin decides which of two vocabularies all positions use: every pair of positions is correlated."""
+    _check_size("two-topic", length, symbols)
+    topics = (sharpness * normal(as_key(seed), Purpose.DATA, torch.arange(2), 0, symbols).double()).softmax(1)  # (2, V)
+    joint = torch.full((2,), 0.5, dtype=torch.float64)
+    for _ in range(length):
+        joint = joint.unsqueeze(-1) * topics.view(2, *[1] * (joint.ndim - 1), symbols)
+    return Language(f"two-topic-{length}x{symbols}", joint.sum(0))
+
+
 @languages.register("aligned")
 def aligned(length: int = 2, symbols: int = 2) -> Language:
     """`length` equal tokens over `symbols` symbols; the paper's {00, 11} by default."""
-    whole = isinstance(length, int) and isinstance(symbols, int)
-    if not whole or length < 1 or symbols < 2 or length > 12 or symbols**length > LARGEST:
-        given = f"length={length}, symbols={symbols}"
-        raise UserError(f"language aligned({given}): needs whole numbers, symbols > 1, symbols^length ≤ {LARGEST}")
+    _check_size("aligned", length, symbols)
     joint = torch.zeros([symbols] * length, dtype=torch.float64)
     for symbol in range(symbols):
         joint[(symbol,) * length] = 1 / symbols
     return Language("{00,11}" if (length, symbols) == (2, 2) else f"aligned-{length}x{symbols}", joint)
+
+
+def _check_size(name: str, length: int, symbols: int) -> None:
+    whole = isinstance(length, int) and isinstance(symbols, int)
+    if not whole or not 1 <= length <= 12 or symbols < 2 or symbols**length > LARGEST:
+        given = f"length={length}, symbols={symbols}"
+        raise UserError(f"language {name}({given}): needs whole numbers, symbols > 1, symbols^length ≤ {LARGEST}")

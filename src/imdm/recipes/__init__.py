@@ -12,7 +12,7 @@ from imdm.recipes.schema import CoupleStage, EvaluateStage, Recipe, TrainStage
 
 HERE = Path(__file__).parent
 
-__all__ = ["CoupleStage", "EvaluateStage", "Recipe", "TrainStage", "load_recipe", "recipe_names"]
+__all__ = ["CoupleStage", "EvaluateStage", "Recipe", "TrainStage", "load_recipe", "parse_recipe", "recipe_names"]
 
 
 def recipe_names() -> list[str]:
@@ -29,6 +29,11 @@ def load_recipe(name: str | Path, overrides: tuple[str, ...] | list[str] = ()) -
         if "extends" in parent:
             raise UserError(f"recipe {str(name)!r} extends {base!r}, which itself extends; one level is allowed")
         values = _merge(parent, values)
+    return parse_recipe(values, overrides)
+
+
+def parse_recipe(values: dict[str, Any], overrides: tuple[str, ...] | list[str] = ()) -> Recipe:
+    """A recipe from plain settings."""
     for override in overrides:
         _override(values, override)
     return Recipe.parse(values, "")

@@ -216,9 +216,10 @@ class Trainer:
                 if not math.isfinite(loss):  # before a checkpoint could be made of it
                     raise UserError(f"the loss is {loss} at step {self.step}; lower training.lr = {self.config.lr}")
             if self._due(self.config.log_every):
-                tokens = len(losses) * self.config.batch * self.source.length
-                speed = tokens / (time.perf_counter() - started)
-                self._record({"step": self.step, "loss": loss, "tokens_per_second": round(speed)}, writer)
+                pace = len(losses) / (time.perf_counter() - started)  # steps a second
+                speed = pace * self.config.batch * self.source.length
+                figures = {"loss": loss, "tokens_per_second": round(speed), "steps_per_second": round(pace, 3)}
+                self._record({"step": self.step, **figures}, writer)
                 if self.on_progress is not None:
                     self.on_progress(Progress(self.step, self.config.steps, loss, speed))
                 started, losses = time.perf_counter(), []

@@ -1,0 +1,58 @@
+"""A distillation of one model as a recipe: the paper's settings for each method (§5.3, App. B)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from imdm.errors import UserError, unknown
+
+Settings = dict[str, Any]
+
+
+def distillation(
+    method: str,
+    model: str,
+    data: Settings,
+    *,
+    mask: str | None = None,
+    rounds: int | None = None,
+    iterations: int | None = None,
+    batch: int | None = None,
+    pairs: int = 100_000,
+    seed: int = 0,
+) -> Settings:
+    """The recipe, as plain settings, that distils the model in folder `model` by `method`."""
+    if method not in ("sdtt", "redi"):
+        raise unknown("distillation", method, ("sdtt", "redi"))
+    if rounds is not None and rounds < 1:
+        raise UserError(f"--rounds {rounds}: at least one round is needed")
+    if method == "sdtt":
+        stages = _sdtt(model, mask, rounds or 7, iterations or 10_000, batch or 32)
+    else:
+        stages = _redi(model, mask, rounds or 1, iterations or 50_000, batch or 512, pairs)
+    named = {"name": method, "summary": f"{method} from {model}", "experiment": method, "seed": seed}
+    return named | {"data": data, "model": {}, "stages": stages}
+
+
+def _sdtt(model: str, mask: str | None, rounds: int, iterations: int, batch: int) -> Settings:
+    training = {"steps": rounds * iterations, "batch": batch, "lr": 6e-5, "warmup": 500}
+    objective = {"kind": "sdtt", "rounds": rounds, "iterations": iterations}
+    return {"student": {"kind": "train", "start": model, "mask": mask, "objective": objective, "training": training}}
+
+
+def _redi(model: str, mask: str | None, rounds: int, iterations: int, batch: int, pairs: int) -> Settings:
+    """k rounds of couple → train, each from the last student."""
+    stages: Settings = {}
+    for number in range(1, rounds + 1):
+        training = {"steps": iterations, "batch": batch}
+        stages[f"pairs-{number}"] = {"kind": "couple", "teacher": model, "pairs": pairs}
+        stages[f"student-{number}"] = {
+            "kind": "train",
+            "start": model,
+            "data": f"pairs-{number}",
+            "mask": mask,
+            "objective": "redi",
+            "training": training,
+        }
+        model = f"student-{number}"
+    return stages

@@ -1,0 +1,61 @@
+"""How far a run is: stage by stage, read from what the run has written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from imdm.errors import UserError
+from imdm.files import read_json, read_lines
+from imdm.recipes import CoupleStage, Recipe, TrainStage
+from imdm.training.checkpoint import checkpoint_path, steps_present
+
+
+@dataclass(frozen=True)
+class StageStatus:
+    """state: `done`, `stopped or running`, `waiting`; done and total count steps, shards or nothing."""
+
+    seed: int
+    name: str
+    kind: str
+    state: str
+    done: int = 0
+    total: int = 0
+    round: int | None = None
+    loss: float | None = None
+    seconds_left: float | None = None
+
+
+def status(run: Path) -> list[StageStatus]:
+    """Every stage of every seed of a run folder."""
+    if not (run / "recipe.json").exists():
+        raise UserError(f"{run}: no recipe.json there; it is not the folder of a run")
+    recipe = Recipe.parse(read_json(run / "recipe.json", "status"))
+    seeds = sorted(int(path.name.removeprefix("seed-")) for path in run.glob("seed-*"))
+    return [_stage(run / f"seed-{seed}" / name, recipe, seed, name) for seed in seeds for name in recipe.stages]
+
+
+def _stage(folder: Path, recipe: Recipe, seed: int, name: str) -> StageStatus:
+    stage = recipe.stages[name]
+    finished, begun = (folder / "done.json").exists(), folder.exists()
+    state = "done" if finished else "stopped or running" if begun else "waiting"
+    if isinstance(stage, TrainStage):
+        return _training(folder, stage, seed, name, state)
+    if isinstance(stage, CoupleStage):
+        shards = -(-stage.pairs // stage.shard)
+        return StageStatus(seed, name, stage.kind, state, len(list(folder.glob("pairs-*"))), shards)
+    return StageStatus(seed, name, stage.kind, state)
+
+
+def _training(folder: Path, stage: TrainStage, seed: int, name: str, state: str) -> StageStatus:
+    rows = [row for row in read_lines(folder / "history.jsonl") if "loss" in row]
+    step, steps = (rows[-1]["step"] if rows else 0), stage.training.steps
+    saved, point = steps_present(folder / "checkpoints"), {}
+    if saved:
+        point = read_json(checkpoint_path(folder / "checkpoints", saved[-1]) / "state.json", "status")
+    speeds = [row["steps_per_second"] for row in rows[-5:]]
+    left = (steps - step) / (sum(speeds) / len(speeds)) if speeds and state != "done" else None
+    loss = rows[-1]["loss"] if rows else None
+    return StageStatus(
+        seed, name, stage.objective.kind, state, step, steps, point.get("companion", {}).get("round"), loss, left
+    )
