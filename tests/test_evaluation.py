@@ -113,7 +113,8 @@ def test_a_student_is_never_measured_on_the_noise_it_was_trained_on(tmp_path: Pa
 
 def test_metrics_refuse_what_they_cannot_measure() -> None:
     with pytest.raises(
-        UserError, match="unknown metric 'bleu'; known: factorization_error, nelbo, token_entropy, validity"
+        UserError,
+        match="unknown metric 'bleu'; known: factorization_error, kl, kl_half, nelbo, token_entropy, tv, validity",
     ):
         measure(["bleu"], subject())
     with pytest.raises(UserError, match="needs an enumerated language"):

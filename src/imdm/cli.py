@@ -251,7 +251,7 @@ def evaluate(
     model: ModelPath,
     data: Data,
     metrics: Annotated[
-        str, typer.Option(help="Comma-separated: validity, token_entropy, factorization_error, nelbo.")
+        str, typer.Option(help="Comma-separated: validity, token_entropy, factorization_error, kl, kl_half, tv, nelbo.")
     ] = "validity",
     steps: Annotated[str, typer.Option(help="Comma-separated step counts.")] = "1,2,4,8",
     samples: Annotated[int, typer.Option(help="Sequences to generate.")] = 1024,

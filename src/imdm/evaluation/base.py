@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from imdm.data.source import LanguageSource, Source, check_fits
 from imdm.data.synthetic import Language
@@ -16,6 +18,7 @@ from imdm.process import NoisePolicy
 from imdm.registry import Registry
 from imdm.sampling import Generation
 
+T = TypeVar("T")
 metrics: Registry[Callable[[Subject], Measurement]] = Registry("metric")
 
 
@@ -39,6 +42,18 @@ class Subject:
     batch_size: int = 4096
     truth: Language | None = None
     data: Source | None = None
+    _made: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def once(self, what: str, make: Callable[[], T]) -> T:
+        """What several metrics share is made by the first that asks."""
+        if what not in self._made:
+            self._made[what] = make()
+        return self._made[what]
+
+    @property
+    def keys(self) -> Tensor:
+        """The keys of the generated samples."""
+        return self.model.sample_keys(self.samples, self.seed)
 
     @cached_property
     def generation(self) -> Generation:
@@ -60,7 +75,7 @@ class Subject:
         return self.truth
 
 
-def mean(values: torch.Tensor) -> Measurement:
+def mean(values: Tensor) -> Measurement:
     """The mean of independent values with its standard error."""
     values = values.double()
     spread = float(values.std(correction=1)) / len(values) ** 0.5 if len(values) > 1 else float("nan")

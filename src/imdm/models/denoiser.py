@@ -184,8 +184,12 @@ class MaskedDiffusionLM(PreTrainedModel):
 
     def noised(self, tokens: Tensor, seed: int = 0) -> Noised:
         """The state of `tokens` (B, L) at t = 1, masked where they hold the mask id, with noise drawn under `seed`."""
-        keys = fold(as_key(seed, tokens.device), Purpose.SAMPLE, torch.arange(len(tokens), device=tokens.device))
-        return self.process.noised(tokens, torch.ones(len(tokens), device=tokens.device), keys)
+        start = torch.ones(len(tokens), device=tokens.device)
+        return self.process.noised(tokens, start, self.sample_keys(len(tokens), seed).to(tokens.device))
+
+    def sample_keys(self, num: int, seed: int) -> Tensor:
+        """The keys of the first `num` sequences that `generate` writes under `seed`: (num,)."""
+        return fold(as_key(seed, self.device), Purpose.SAMPLE, torch.arange(num, device=self.device))
 
     def generate(
         self,
@@ -209,7 +213,7 @@ class MaskedDiffusionLM(PreTrainedModel):
         noise      what a mask's noise does between steps: `posterior` (Eq. 13) or `keep`.
         """
         canvas = self._canvas(input_ids, length, num)
-        keys = fold(as_key(seed, canvas.device), Purpose.SAMPLE, torch.arange(len(canvas), device=canvas.device))
+        keys = self.sample_keys(len(canvas), seed)
         training = self.training
         self.eval()
         try:

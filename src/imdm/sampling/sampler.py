@@ -31,22 +31,22 @@ AT_ONCE = 1 << 24  # elements of (rows, V) in memory at a time
 @dataclass(frozen=True)
 class Trace:
     """How the text appeared. canvases (B, N + 1, L): the tokens before the first step and after each;
-    log_probs (B, L): what the model gave each written token when it was drawn (0 where given);
-    draws (B, L): the step at which the noise that was used had been drawn."""
+    log_probs (B, L): what the model gave each written token when it was drawn (0 where given)."""
 
     canvases: Tensor
     log_probs: Tensor
-    draws: Tensor
 
 
 @dataclass(frozen=True)
 class Generation:
     """tokens (B, L); revealed_at (B, L): the step of each token, −1 where given; evaluations (B,): how often the
-    network ran for each sequence; trace: on request."""
+    network ran for each sequence; draws (B, L): which draw of its noise each position was written under; trace: on
+    request."""
 
     tokens: Tensor
     revealed_at: Tensor
     evaluations: Tensor
+    draws: Tensor
     trace: Trace | None = None
 
 
@@ -161,8 +161,8 @@ def sample(
     if trace:
         step = torch.arange(steps + 1, device=tokens.device)[:, None]
         shown = revealed_at[:, None, :] < step  # (B, N + 1, L)
-        story = Trace(torch.where(shown, tokens[:, None, :], process.mask_id), log_probs, draws)
-    return Generation(tokens, revealed_at, evaluations, story)
+        story = Trace(torch.where(shown, tokens[:, None, :], process.mask_id), log_probs)
+    return Generation(tokens, revealed_at, evaluations, draws, story)
 
 
 def _check(steps: int, temperature: float, top_p: float, batch_size: int | None) -> None:
