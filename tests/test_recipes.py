@@ -59,7 +59,10 @@ def test_the_resolved_recipe_is_itself_a_recipe(tmp_path: Path) -> None:
     [
         (["stages.imdm.training.step=7"], "unknown key 'stages.imdm.training.step'"),
         (["stages.imd.training.steps=7"], "unknown stage 'imd'; known: evaluate, imdm, mdm, pairs, teacher"),
-        (["colour=red"], r"unknown key 'colour' \(known: data, experiment, model, name, seed, stages, summary\)"),
+        (
+            ["colour=red"],
+            r"unknown key 'colour' \(known: data, experiment, model, name, seed, stages, summary, threads\)",
+        ),
         (
             ["stages.imdm.training.steps=many"],
             "'stages.imdm.training.steps' = 'many': input should be a valid integer",

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 from imdm.config import digest
 from imdm.data import CoupleConfig, Coupling, check_fits, couple
 from imdm.devices import processes
@@ -51,6 +53,16 @@ class Quiet:
         yield lambda done, note="": None
 
 
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 @dataclass
 class Run:
     """One recipe, one seed, one folder."""
@@ -73,11 +85,12 @@ class Run:
         self._check(wanted)
         if processes().is_main_process:
             write_json(self.out / "recipe.json", self.recipe.resolved())
-        for name in wanted:
-            if self._is_done(name):
-                self.reporter.say(f"{name}: already there")
-            else:
-                self._make(name)
+        with _threads(self.recipe.threads):
+            for name in wanted:
+                if self._is_done(name):
+                    self.reporter.say(f"{name}: already there")
+                else:
+                    self._make(name)
 
     def _closure(self, names: list[str]) -> set[str]:
         """The stages named and all they build on."""

@@ -106,12 +106,13 @@ Stage = Annotated[TrainStage | CoupleStage | EvaluateStage, Field(discriminator=
 
 
 class Recipe(Config):
-    """An experiment of the paper."""
+    """An experiment of the paper. threads: CPU threads to use, where the work is too small to share."""
 
     name: str
     summary: str
     experiment: str
     seed: int = 0
+    threads: int | None = Field(None, ge=1)
     data: DataConfig
     model: ModelSettings
     stages: dict[str, Stage]
