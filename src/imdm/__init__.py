@@ -62,6 +62,10 @@ _HOMES = {
 }
 
 
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
+
+
 def __getattr__(name: str) -> Any:
     """Names are imported when first used, so that `imdm --help` does not wait for torch."""
     for home, names in _HOMES.items():

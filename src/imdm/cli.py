@@ -39,8 +39,20 @@ Noise = Annotated[
 ]
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        from imdm import __version__
+
+        print(f"imdm {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _quiet() -> None:
+def _quiet(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()  # ours show what matters
@@ -53,9 +65,7 @@ def recipes(name: Annotated[str | None, typer.Argument(help="Show this recipe wh
     from imdm.recipes import load_recipe, recipe_names
 
     if name is not None:
-        console.print(
-            yaml.safe_dump(load_recipe(name).resolved(), sort_keys=False, allow_unicode=True), end="", markup=False
-        )
+        print(yaml.safe_dump(load_recipe(name).resolved(), sort_keys=False, allow_unicode=True, width=1000), end="")
         return
     table = RichTable("recipe", "what it does", box=None, pad_edge=False)
     for known in recipe_names():
@@ -251,8 +261,12 @@ def evaluate(
     model: ModelPath,
     data: Data,
     metrics: Annotated[
-        str, typer.Option(help="Comma-separated: validity, token_entropy, factorization_error, kl, kl_half, tv, nelbo.")
-    ] = "validity",
+        str | None,
+        typer.Option(
+            help="Comma-separated; unless given, validity on a language and nelbo on a token file. "
+            "Known: validity, token_entropy, factorization_error, kl, kl_half, tv, nelbo."
+        ),
+    ] = None,
     steps: Annotated[str, typer.Option(help="Comma-separated step counts.")] = "1,2,4,8",
     samples: Annotated[int, typer.Option(help="Sequences to generate.")] = 1024,
     draws: Annotated[int, typer.Option(help="Noise draws of the factorization error.")] = 10_000,
@@ -263,13 +277,14 @@ def evaluate(
 ) -> None:
     """Measure a model: a table here, result rows in a file."""
     from imdm.config import digest
-    from imdm.evaluation import Subject, append, measure, to_row
+    from imdm.evaluation import Subject, append, for_steps, measure, to_row
     from imdm.evaluation import metrics as known
     from imdm.models import fingerprint, load_model
     from imdm.process import check_policy
     from imdm.report import all_results
 
-    names = [name.strip() for name in metrics.split(",")]
+    default = "nelbo" if data.endswith(".safetensors") else "validity"
+    names = [name.strip() for name in (metrics or default).split(",")]
     counts = _counts(steps)
     for name in names:
         known[name]
@@ -293,7 +308,7 @@ def evaluate(
             truth=section.language(),
             data=section.source(seed),
         )
-        found = measure(names, subject)
+        found = measure(for_steps(names, count == counts[0]), subject)
         rows += [
             to_row(name, value, subject, experiment=data, method=method, seed=seed, recipe_hash=settings)
             for name, value in found.items()
@@ -426,7 +441,9 @@ def main() -> None:
         sys.exit(2)
     except SystemExit as stop:
         if stop.code == INTERRUPTED:
-            print("stopped; run the same command again to go on from the last checkpoint", file=sys.stderr)
+            print(
+                "stopped; run the same command again to go on from the last checkpoint, if one was due", file=sys.stderr
+            )
         raise
 
 

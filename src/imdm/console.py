@@ -11,6 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from imdm.pipeline import Bar
 
+EVERY = 30.0  # seconds between lines where there is no terminal to draw a bar on
+
 
 class Terminal:
     """A reporter for people: one bar a stage, with loss, tokens/s and time left; one line when it is done."""
@@ -33,13 +35,17 @@ class Terminal:
             TimeRemainingColumn(),
         )
         started, last = time.perf_counter(), ""
+        told = started
         with Progress(*columns, console=self.console, transient=True) as progress:
             task = progress.add_task(title, total=total, note="")
 
             def update(done: int, note: str = "") -> None:
-                nonlocal last
+                nonlocal last, told
                 last = note or last
                 progress.update(task, completed=done, note=last)
+                if not self.console.is_terminal and time.perf_counter() - told > EVERY:
+                    told = time.perf_counter()
+                    self.say(f"{title}: {done:,} of {total:,}   {last}")
 
             yield update
         seconds = time.perf_counter() - started

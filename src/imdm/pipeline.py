@@ -19,7 +19,7 @@ from imdm.config import digest
 from imdm.data import CoupleConfig, Coupling, check_fits, couple
 from imdm.devices import processes
 from imdm.errors import UserError, unknown
-from imdm.evaluation import Subject, append, measure, read, to_row
+from imdm.evaluation import Subject, append, for_steps, measure, read, to_row
 from imdm.files import read_json, write_json
 from imdm.models import MaskedDiffusionLM, fingerprint, load_model, with_mask
 from imdm.objectives import ReDi
@@ -108,7 +108,9 @@ class Run:
             raise UserError(f"--out {self.out} is a file; give a folder")
         recipe, state = self.recipe, processes()
         source = recipe.data.source(recipe.seed)
-        recipe.model.build(*recipe.data.vocabulary(), source.length)
+        length = recipe.model.build(*recipe.data.vocabulary(), source.length).length
+        if source.length > length:
+            raise UserError(f"the data has {source.length} tokens a row, model.length = {length} is shorter")
         for name in names:
             stage = recipe.stages[name]
             for needed in stage.inputs():
@@ -120,10 +122,17 @@ class Run:
             metrics: tuple[str, ...] = ()
             if isinstance(stage, TrainStage):
                 stage.training.check(state.num_processes, state.device)
+                if stage.data is None and len(stage.objective.needs) > 1:
+                    raise UserError(
+                        f"stage {name!r}: objective {stage.objective.kind!r} trains on a coupling; "
+                        "set 'data' to a couple stage or to a folder of pairs"
+                    )
                 metrics = stage.watch.metrics
             elif isinstance(stage, EvaluateStage):
                 metrics = stage.metrics
-            if recipe.data.language() is None and (enumerated := [m for m in metrics if m != "nelbo"]):
+            if recipe.data.language() is None and (
+                enumerated := [m for m in metrics if m not in ("nelbo", "token_entropy")]
+            ):
                 raise UserError(f"stage {name!r}: metric {enumerated[0]!r} needs an enumerated language as data")
         for name in names:
             if all(
@@ -248,7 +257,7 @@ class Run:
         recipe, state = self.recipe, processes()
         if not state.is_main_process:
             return ""
-        language, rows = recipe.data.language(), []
+        language, rows, done = recipe.data.language(), [], 0
         with self.reporter.bar(f"{name}: {stage.samples:,} samples", len(stage.models) * len(stage.steps)) as bar:
             for model_name, method in stage.models.items():
                 model = self.model(model_name).to(state.device)
@@ -263,7 +272,7 @@ class Run:
                         truth=language,
                         data=recipe.data.source(recipe.seed),
                     )
-                    found = measure(list(stage.metrics), subject)
+                    found = measure(for_steps(stage.metrics, steps == stage.steps[0]), subject)
                     rows += [
                         to_row(
                             metric,
@@ -276,6 +285,7 @@ class Run:
                         )
                         for metric, value in found.items()
                     ]
-                    bar(len(rows) // len(stage.metrics), model_name)
+                    done += 1
+                    bar(done, model_name)
         append(self.out / "results.jsonl", rows)
         return digest([row.model_dump(exclude={"time"}) for row in rows])

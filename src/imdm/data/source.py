@@ -104,6 +104,8 @@ class TokenData(Config):
 
     def source(self, seed: int) -> Source:
         where = f"data: {self.path}"
+        if not self.path.exists():
+            raise UserError(f"{where} is missing; paths are taken from the folder you run in, {Path.cwd()}")
         tokens = read_tensors(self.path, "data").get("tokens")
         if tokens is None or tokens.ndim != 2 or tokens.is_floating_point() or tokens.numel() == 0:
             raise UserError(f"{where} must hold an integer tensor 'tokens' of shape (rows, length)")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -65,7 +65,7 @@ class Subject:
     def language(self) -> Language:
         """The enumerated truth, for metrics that need one."""
         if self.truth is None:
-            raise UserError("this metric needs an enumerated language; evaluate with --data LANGUAGE")
+            raise UserError("the metric needs an enumerated language as data; token files have nelbo and token_entropy")
         check_fits(LanguageSource(self.truth), self.model)
         if self.truth.length != self.model.config.length:
             raise UserError(
@@ -80,6 +80,14 @@ def mean(values: Tensor) -> Measurement:
     values = values.double()
     spread = float(values.std(correction=1)) / len(values) ** 0.5 if len(values) > 1 else float("nan")
     return Measurement(float(values.mean()), spread, len(values))
+
+
+STEPLESS = ("factorization_error", "nelbo")
+"""Metrics that do not depend on the number of steps: measured once, at the first step count."""
+
+
+def for_steps(names: Sequence[str], first: bool) -> list[str]:
+    return [name for name in names if first or name not in STEPLESS]
 
 
 def measure(names: list[str], subject: Subject) -> dict[str, Measurement]:

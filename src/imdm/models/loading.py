@@ -31,7 +31,7 @@ def load_model(path: str | Path) -> MaskedDiffusionLM:
     folder = Path(path)
     if not folder.exists():
         if folder.is_absolute() or len(folder.parts) != 2 or folder.parent.exists():  # cannot be a hub's owner/name
-            raise UserError(f"model {str(path)!r}: no such folder")
+            raise UserError(f"model {str(path)!r}: no such folder, nor a hub id (owner/name)")
         return MaskedDiffusionLM.from_pretrained(str(path))
     if not folder.is_dir():
         raise UserError(f"model {str(path)!r} is a file; give the folder that holds config.json and model.safetensors")

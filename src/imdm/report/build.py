@@ -38,6 +38,10 @@ def build_report(run: Path) -> Report:
     if own is not None:
         return own
     lead = recipe.get("summary", "Results of this folder.")
+    if name in list(pages):
+        lead += (
+            ". Settings were changed, so that what this experiment's own page shows was not measured: plain figures."
+        )
     return Report(name, lead, (), [Section("Results", parts=[all_results(rows)])], facts)
 
 

@@ -36,6 +36,6 @@ TABLE_2 = PaperTable(
 )
 
 ERROR_NOTE = (
-    "With balanced marginals the error is −ln(validity), so the paper's 0.082 does not follow from its own 97.7% and "
-    "0.69; those would give 0.02–0.03."
+    "With balanced marginals the error is about −ln(validity), so the paper's 0.082 does not follow from its own 97.7% "
+    "and 0.69; those would give 0.02–0.03."
 )

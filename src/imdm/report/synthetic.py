@@ -37,12 +37,12 @@ def synthetic_page(run: Path, rows: list[Row], facts: dict[str, str]) -> Report 
     highlights = [
         (
             f"{best['validity'].value:.1%}",
-            f"valid in one step with the infinite mask (single: {floor['validity'].value:.1%})",
+            f"valid in one step with the infinite mask (single: {floor['validity'].value:.1%}), seed {first}",
         ),
-        (f"{best['factorization_error'].value:.4f}", "nats of factorization error left"),
+        (f"{best['factorization_error'].value:.4f}", f"nats of factorization error with it, seed {first}"),
         (
             f"{floor['factorization_error'].value:.4f}",
-            f"the single mask's floor; Theorem 4.1 says ≥ ln 2 = {math.log(2):.4f}",
+            f"nats with the single mask; Theorem 4.1: at least ln 2 = {math.log(2):.4f}",
         ),
     ]
     sections = [
@@ -53,15 +53,16 @@ def synthetic_page(run: Path, rows: list[Row], facts: dict[str, str]) -> Report 
         ),
         Section(
             "While training",
-            "Measured on the averaged weights with 2,000 samples and noise draws. The single mask stays on the bound "
-            "however long it trains.",
+            f"Seed {first}, averaged weights, the same 2,000 samples and noise draws at every point. However long it "
+            "trains, the single mask cannot pass below the bound.",
             [Picture("training", plots.svg(curves(run / f"seed-{first}")), "Validity and error per training step")],
         ),
         Section(
             "The partition of Theorem 4.2",
-            "All masked, one network evaluation: P(token = 0) over the plane spanned by the model's first two noise "
-            "draws. The infinite mask has cut the noise space into a region that writes 00 and one that writes 11, the "
-            "same cut for both tokens; the single mask sees no noise and is flat.",
+            f"Seed {first}, all masked, one network evaluation: P(token = 0) over the plane spanned by the model's "
+            "first two noise draws. Theorem 4.2 builds a model that cuts the noise space into a region for 00 and one "
+            "for 11, the same for both tokens; this is the cut that training found. The single mask sees no noise and "
+            "is flat.",
             [Picture("partition", plots.svg(partition(models)), "P(token = 0) of both tokens over a plane of noise")],
         ),
         Section(

@@ -48,11 +48,23 @@ def figure(value: float, stderr: float | None, percent: bool = False) -> str:
 
 
 def all_results(rows: list[Row]) -> Table:
-    """Every figure of a run, a row each."""
-    columns = ("method", "model", "mask", "steps", "evaluations", "metric", "value", "n", "seed")
-    table = Table("All figures", columns)
-    for row in rows:
-        value = figure(row.value, row.stderr, percent=row.metric == "validity")
-        cells = (row.method, row.model, row.mask, str(row.steps), f"{row.evaluations:g}", row.metric, value)
-        table.rows.append((*cells, f"{row.n:,}", str(row.seed)))
-    return table
+    """Every figure of a run, a row each; what is the same in all of them is said once, below."""
+    cells = [
+        {
+            "metric": row.metric,
+            "value": figure(row.value, row.stderr, percent=row.metric == "validity"),
+            "steps": str(row.steps),
+            "method": row.method,
+            "model": row.model,
+            "mask": row.mask,
+            "evaluations": f"{row.evaluations:g}",
+            "n": f"{row.n:,}",
+            "seed": str(row.seed),
+        }
+        for row in rows
+    ]
+    columns = list(cells[0]) if cells else []
+    same = [name for name in columns if name != "value" and len({row[name] for row in cells}) == 1]
+    shown = tuple(name for name in columns if name not in same)
+    note = "In all rows: " + ", ".join(f"{name} {cells[0][name]}" for name in same) if same else ""
+    return Table("All figures", shown, [tuple(row[name] for name in shown) for row in cells], note)
