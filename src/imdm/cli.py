@@ -13,6 +13,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table as RichTable
 
+from imdm.arguments import parse_canvas, parse_counts, parse_data
 from imdm.errors import UserError
 
 app = typer.Typer(
@@ -123,7 +124,7 @@ def couple(
     config = CoupleConfig.parse(
         {"pairs": pairs, "steps": steps, "noise": noise, "start": start, "batch_size": batch_size}, "couple"
     )
-    source = _data(data, teacher).source(seed) if data is not None else None
+    source = parse_data(data, teacher).source(seed) if data is not None else None
     state = processes()
     with _reporter().bar("pairs", pairs) as bar:
         make(
@@ -163,7 +164,7 @@ def distill(
     from imdm.pipeline import Run
     from imdm.recipes import parse_recipe
 
-    section = _data(data, load_model(model))
+    section = parse_data(data, load_model(model))
     values = distillation(
         method,
         str(model),
@@ -228,7 +229,7 @@ def generate(
     from imdm.models import load_model
 
     writer = load_model(model).to(_device())
-    start = _canvas(canvas, writer, length) if canvas else None
+    start = parse_canvas(canvas, writer, length) if canvas else None
     made = writer.generate(
         start,
         length=length,
@@ -285,7 +286,7 @@ def evaluate(
 
     default = "nelbo" if data.endswith(".safetensors") else "validity"
     names = [name.strip() for name in (metrics or default).split(",")]
-    counts = _counts(steps)
+    counts = parse_counts(steps)
     for name in names:
         known[name]
     check_policy(noise)
@@ -294,7 +295,7 @@ def evaluate(
     if out is not None and out.is_dir():
         raise UserError(f"--out {out} is a folder; give a file for the result rows")
     subject_model = load_model(model).to(_device())
-    section = _data(data, subject_model)
+    section = parse_data(data, subject_model)
     settings = digest([fingerprint(subject_model), noise, samples, draws])  # so that rows of two models stay apart
     rows = []
     for count in counts:
@@ -393,43 +394,6 @@ def _show(made: Any) -> None:
             console.print()
             console.print(part.rich())
     console.print()
-
-
-def _counts(text: str) -> list[int]:
-    try:
-        counts = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise UserError(f"--steps {text!r}: expected whole numbers separated by commas") from None
-    if min(counts) < 1:
-        raise UserError(f"--steps {text!r}: at least one step is needed")
-    return counts
-
-
-def _data(text: str, model: Any) -> Any:
-    """`--data`: a language with settings, or a file of tokens."""
-    from imdm.data import LanguageData, TokenData, languages
-
-    if text.endswith(".safetensors"):
-        config = model.config
-        values = {"path": text, "vocab_size": config.vocab_size, "mask_token_id": config.mask_token_id}
-        return TokenData.parse(values, "--data")
-    name, _, settings = text.partition(":")
-    languages[name]
-    pairs = [item.partition("=") for item in settings.split(",") if item]
-    return LanguageData.parse({"name": name, "settings": {k: yaml.safe_load(v) for k, _, v in pairs}}, "--data")
-
-
-def _canvas(rows: list[str], model: Any, length: int | None) -> Any:
-    """Rows of ids and holes as one canvas; shorter rows end in holes."""
-    import torch
-
-    hole = model.config.mask_token_id
-    try:
-        parsed = [[hole if word in ("?", "_") else int(word) for word in row.split()] for row in rows]
-        longest = max(max(map(len, parsed)), length or 0)
-        return torch.tensor([row + [hole] * (longest - len(row)) for row in parsed])
-    except (ValueError, RuntimeError):  # not a number, or not one that a token id can be
-        raise UserError(f"--canvas {rows!r}: write token ids and ? for holes, such as '0 ? ? 1'") from None
 
 
 def main() -> None:

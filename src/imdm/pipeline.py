@@ -16,10 +16,10 @@ from typing import Any, Protocol
 import torch
 
 from imdm.config import digest
-from imdm.data import CoupleConfig, Coupling, check_fits, couple
+from imdm.data import CoupleConfig, Coupling, Source, check_fits, couple
 from imdm.devices import processes
 from imdm.errors import UserError, unknown
-from imdm.evaluation import Subject, append, for_steps, measure, read, to_row
+from imdm.evaluation import ANY_DATA, Subject, append, for_steps, measure, read, to_row
 from imdm.files import read_json, write_json
 from imdm.models import MaskedDiffusionLM, fingerprint, load_model, with_mask
 from imdm.objectives import ReDi
@@ -106,39 +106,42 @@ class Run:
         """Bad sizes, missing data or folders, settings this machine cannot run, other runs in the same place."""
         if self.out.exists() and not self.out.is_dir():
             raise UserError(f"--out {self.out} is a file; give a folder")
-        recipe, state = self.recipe, processes()
+        recipe = self.recipe
         source = recipe.data.source(recipe.seed)
         length = recipe.model.build(*recipe.data.vocabulary(), source.length).length
         if source.length > length:
             raise UserError(f"the data has {source.length} tokens a row, model.length = {length} is shorter")
         for name in names:
-            stage = recipe.stages[name]
-            for needed in stage.inputs():
-                if needed not in recipe.stages and not Path(needed).is_dir():
-                    known = ", ".join(recipe.stages)
-                    raise UserError(f"stage {name!r} builds on {needed!r}: neither a stage ({known}) nor a folder")
-                if needed not in recipe.stages and not (Path(needed) / "manifest.json").exists():
-                    check_fits(source, load_model(needed))
-            metrics: tuple[str, ...] = ()
-            if isinstance(stage, TrainStage):
-                stage.training.check(state.num_processes, state.device)
-                if stage.data is None and len(stage.objective.needs) > 1:
-                    raise UserError(
-                        f"stage {name!r}: objective {stage.objective.kind!r} trains on a coupling; "
-                        "set 'data' to a couple stage or to a folder of pairs"
-                    )
-                metrics = stage.watch.metrics
-            elif isinstance(stage, EvaluateStage):
-                metrics = stage.metrics
-            if recipe.data.language() is None and (
-                enumerated := [m for m in metrics if m not in ("nelbo", "token_entropy")]
-            ):
-                raise UserError(f"stage {name!r}: metric {enumerated[0]!r} needs an enumerated language as data")
+            self._check_stage(name, source)
         for name in names:
-            if all(
-                (self.folder / n / "done.json").exists() for n in recipe.stages[name].inputs() if n in recipe.stages
-            ):
+            above = [needed for needed in recipe.stages[name].inputs() if needed in recipe.stages]
+            if all((self.folder / needed / "done.json").exists() for needed in above):
                 self._is_done(name)
+
+    def _check_stage(self, name: str, source: Source) -> None:
+        recipe, stage, state = self.recipe, self.recipe.stages[name], processes()
+        for needed in stage.inputs():
+            if needed in recipe.stages:
+                continue
+            if not Path(needed).is_dir():
+                known = ", ".join(recipe.stages)
+                raise UserError(f"stage {name!r} builds on {needed!r}: neither a stage ({known}) nor a folder")
+            if not (Path(needed) / "manifest.json").exists():
+                check_fits(source, load_model(needed))
+        metrics: tuple[str, ...] = ()
+        if isinstance(stage, TrainStage):
+            stage.training.check(state.num_processes, state.device)
+            if stage.data is None and len(stage.objective.needs) > 1:
+                raise UserError(
+                    f"stage {name!r}: objective {stage.objective.kind!r} trains on a coupling; "
+                    "set 'data' to a couple stage or to a folder of pairs"
+                )
+            metrics = stage.watch.metrics
+        elif isinstance(stage, EvaluateStage):
+            metrics = stage.metrics
+        enumerated = [metric for metric in metrics if metric not in ANY_DATA]
+        if enumerated and recipe.data.language() is None:
+            raise UserError(f"stage {name!r}: metric {enumerated[0]!r} needs an enumerated language as data")
 
     def _is_done(self, name: str) -> bool:
         """Whether a stage's output is there; refused when it was made from something else."""

@@ -86,6 +86,10 @@ STEPLESS = ("factorization_error", "nelbo")
 """Metrics that do not depend on the number of steps: measured once, at the first step count."""
 
 
+ANY_DATA = ("nelbo", "token_entropy")
+"""Metrics that need no enumerated language."""
+
+
 def for_steps(names: Sequence[str], first: bool) -> list[str]:
     return [name for name in names if first or name not in STEPLESS]
 

@@ -1,0 +1,52 @@
+"""What the command line's words mean: step counts, data, canvases."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import yaml
+
+from imdm.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from imdm.data import LanguageData, TokenData
+    from imdm.models import MaskedDiffusionLM
+
+
+def parse_counts(text: str) -> list[int]:
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise UserError(f"--steps {text!r}: expected whole numbers separated by commas") from None
+    if min(counts) < 1:
+        raise UserError(f"--steps {text!r}: at least one step is needed")
+    return counts
+
+
+def parse_data(text: str, model: MaskedDiffusionLM) -> LanguageData | TokenData:
+    """`--data`: a language with settings, or a file of tokens."""
+    from imdm.data import LanguageData, TokenData, languages
+
+    if text.endswith(".safetensors"):
+        config = model.config
+        values = {"path": text, "vocab_size": config.vocab_size, "mask_token_id": config.mask_token_id}
+        return TokenData.parse(values, "--data")
+    name, _, settings = text.partition(":")
+    languages[name]
+    pairs = [item.partition("=") for item in settings.split(",") if item]
+    return LanguageData.parse({"name": name, "settings": {k: yaml.safe_load(v) for k, _, v in pairs}}, "--data")
+
+
+def parse_canvas(rows: list[str], model: MaskedDiffusionLM, length: int | None) -> Tensor:
+    """Rows of ids and holes as one canvas; shorter rows end in holes."""
+    import torch
+
+    hole = model.config.mask_token_id
+    try:
+        parsed = [[hole if word in ("?", "_") else int(word) for word in row.split()] for row in rows]
+        longest = max(max(map(len, parsed)), length or 0)
+        return torch.tensor([row + [hole] * (longest - len(row)) for row in parsed])
+    except (ValueError, RuntimeError):  # not a number, or not one that a token id can be
+        raise UserError(f"--canvas {rows!r}: write token ids and ? for holes, such as '0 ? ? 1'") from None
