@@ -278,7 +278,7 @@ def evaluate(
 ) -> None:
     """Measure a model: a table here, result rows in a file."""
     from imdm.config import digest
-    from imdm.evaluation import Subject, append, for_steps, measure, to_row
+    from imdm.evaluation import Subject, append, measure_steps
     from imdm.evaluation import metrics as known
     from imdm.models import fingerprint, load_model
     from imdm.process import check_policy
@@ -297,23 +297,17 @@ def evaluate(
     subject_model = load_model(model).to(_device())
     section = parse_data(data, subject_model)
     settings = digest([fingerprint(subject_model), noise, samples, draws])  # so that rows of two models stay apart
-    rows = []
-    for count in counts:
-        subject = Subject(
-            subject_model,
-            steps=count,
-            samples=samples,
-            draws=draws,
-            seed=seed,
-            noise=noise,  # type: ignore[arg-type]
-            truth=section.language(),
-            data=section.source(seed),
-        )
-        found = measure(for_steps(names, count == counts[0]), subject)
-        rows += [
-            to_row(name, value, subject, experiment=data, method=method, seed=seed, recipe_hash=settings)
-            for name, value in found.items()
-        ]
+    subject = Subject(
+        subject_model,
+        samples=samples,
+        draws=draws,
+        seed=seed,
+        noise=noise,  # type: ignore[arg-type]
+        truth=section.language(),
+        data=section.source(seed),
+    )
+    found = measure_steps(subject, names, counts, experiment=data, method=method, recipe_hash=settings)
+    rows = [row for some in found for row in some]
     console.print(all_results(rows).rich())
     if out is not None:
         append(out, rows)

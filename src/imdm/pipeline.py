@@ -19,7 +19,7 @@ from imdm.config import digest
 from imdm.data import CoupleConfig, Coupling, Source, check_fits, couple
 from imdm.devices import processes
 from imdm.errors import UserError, unknown
-from imdm.evaluation import ANY_DATA, Subject, append, for_steps, measure, read, to_row
+from imdm.evaluation import ANY_DATA, Subject, append, measure, measure_steps, read
 from imdm.files import read_json, write_json
 from imdm.models import MaskedDiffusionLM, fingerprint, load_model, with_mask
 from imdm.objectives import ReDi
@@ -260,34 +260,22 @@ class Run:
         recipe, state = self.recipe, processes()
         if not state.is_main_process:
             return ""
-        language, rows, done = recipe.data.language(), [], 0
+        truth, data = recipe.data.language(), recipe.data.source(recipe.seed)
+        rows, done = [], 0
         with self.reporter.bar(f"{name}: {stage.samples:,} samples", len(stage.models) * len(stage.steps)) as bar:
             for model_name, method in stage.models.items():
-                model = self.model(model_name).to(state.device)
-                for steps in stage.steps:
-                    subject = Subject(
-                        model,
-                        steps=steps,
-                        samples=stage.samples,
-                        draws=stage.draws,
-                        seed=recipe.seed,
-                        noise=stage.noise,
-                        truth=language,
-                        data=recipe.data.source(recipe.seed),
-                    )
-                    found = measure(for_steps(stage.metrics, steps == stage.steps[0]), subject)
-                    rows += [
-                        to_row(
-                            metric,
-                            value,
-                            subject,
-                            experiment=recipe.experiment,
-                            method=method,
-                            seed=recipe.seed,
-                            recipe_hash=recipe.digest(),
-                        )
-                        for metric, value in found.items()
-                    ]
+                subject = Subject(
+                    self.model(model_name).to(state.device),
+                    samples=stage.samples,
+                    draws=stage.draws,
+                    seed=recipe.seed,
+                    noise=stage.noise,
+                    truth=truth,
+                    data=data,
+                )
+                labels = {"experiment": recipe.experiment, "method": method, "recipe_hash": recipe.digest()}
+                for found in measure_steps(subject, stage.metrics, stage.steps, **labels):
+                    rows += found
                     done += 1
                     bar(done, model_name)
         append(self.out / "results.jsonl", rows)

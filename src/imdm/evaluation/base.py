@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -85,13 +85,8 @@ def mean(values: Tensor) -> Measurement:
 STEPLESS = ("factorization_error", "nelbo")
 """Metrics that do not depend on the number of steps: measured once, at the first step count."""
 
-
 ANY_DATA = ("nelbo", "token_entropy")
 """Metrics that need no enumerated language."""
-
-
-def for_steps(names: Sequence[str], first: bool) -> list[str]:
-    return [name for name in names if first or name not in STEPLESS]
 
 
 def measure(names: list[str], subject: Subject) -> dict[str, Measurement]:

@@ -37,8 +37,8 @@ def component_laws(denoiser: Denoiser, tokens: Tensor, draws: int, seed: int) ->
     device = getattr(denoiser, "device", torch.device("cpu"))
     mask, holes = denoiser.process.mask, int((tokens == denoiser.process.mask_id).sum())
     possible = {Single: 1, Finite: getattr(mask, "count", 0) ** holes}.get(type(mask))
-    exact = possible is not None and possible <= draws
-    n = possible if exact and possible else draws
+    n = possible if possible is not None and possible <= draws else draws
+    exact = n == possible
     keys = fold(as_key(seed), Purpose.COMPONENT, torch.arange(n)).to(device)
     state = denoiser.process.noised(tokens.to(device).expand(n, -1), torch.ones(n, device=device), keys)
     if exact and isinstance(mask, Finite):

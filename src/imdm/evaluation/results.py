@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from imdm.config import Config
-from imdm.evaluation.base import Measurement, Subject
+from imdm.evaluation.base import STEPLESS, Measurement, Subject, measure
 from imdm.files import append_line, read_lines
 from imdm.masks import Mask
 
@@ -67,6 +69,19 @@ def to_row(
         recipe_hash=recipe_hash,
         time=datetime.now(UTC).isoformat(timespec="seconds"),
     )
+
+
+def measure_steps(
+    subject: Subject, names: Sequence[str], steps: Sequence[int], *, experiment: str, method: str, recipe_hash: str
+) -> Iterator[list[Row]]:
+    """The rows of a subject at each step count, one list a count; what does not depend on steps only at the first."""
+    for count in steps:
+        here = replace(subject, steps=count, _made={})
+        found = measure([name for name in names if count == steps[0] or name not in STEPLESS], here)
+        yield [
+            to_row(name, value, here, experiment=experiment, method=method, seed=subject.seed, recipe_hash=recipe_hash)
+            for name, value in found.items()
+        ]
 
 
 def append(path: Path, rows: list[Row]) -> None:

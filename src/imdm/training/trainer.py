@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -238,9 +238,16 @@ class Trainer:
     def _due(self, every: int) -> bool:
         return self.step % every == 0 or self.step == self.config.steps
 
-    def averaged(self) -> Any:
-        """The averaged weights, in evaluation mode."""
-        return _Evaluating(self.bare, self.ema)
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Averaged weights and no dropout inside this block; both put back after it."""
+        training = self.bare.training
+        with self.ema.applied(self.bare):
+            self.bare.eval()
+            try:
+                yield
+            finally:
+                self.bare.train(training)
 
     def _record(self, row: dict[str, Any], writer: Any) -> None:
         if not self.accelerator.is_main_process:
@@ -323,19 +330,3 @@ class Trainer:
     def _export(self, name: str, weights: Any) -> None:
         with weights, written_aside(self.out / name) as aside:
             self.bare.save_pretrained(aside)
-
-
-class _Evaluating:
-    """Averaged weights and no dropout inside a block; both put back after it."""
-
-    def __init__(self, model: nn.Module, ema: EMA) -> None:
-        self.model, self.weights = model, ema.applied(model)
-
-    def __enter__(self) -> None:
-        self.training = self.model.training
-        self.weights.__enter__()
-        self.model.eval()
-
-    def __exit__(self, *error: Any) -> None:
-        self.weights.__exit__(*error)
-        self.model.train(self.training)
