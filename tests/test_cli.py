@@ -347,6 +347,10 @@ MISTAKES = {
         ["distill", "sdtt", "MODEL", "--data", "aligned", "--out", "OUT", "--rounds", "12"],
         "would push the step size to 1.998, beyond 1",
     ),
+    "no latent": (
+        ["distill", "di4c", "MODEL", "--data", "aligned", "--out", "OUT"],
+        "needs a latent that the whole sequence shares, and a single mask has none",
+    ),
     "other words": (
         ["distill", "sdtt", "MODEL", "--data", "aligned:symbols=3", "--out", "OUT"],
         "the data has 4 token ids with mask 3, the model has 3 with mask 2",
@@ -404,6 +408,12 @@ def test_distil_by_sdtt_then_redi_and_look_at_it(run: Path, tmp_path: Path) -> N
     assert MaskedDiffusionLM.from_pretrained(student).mask.name == "infinite-uniform-4-1.0"
     shown = imdm("status", tmp_path / "sdtt").stdout
     assert re.search(r"0\s+student\s+sdtt\s+done\s+8 of 8\s+2\s", shown)
+    di4c = ["distill", "di4c", teacher, "--data", "aligned", "--rounds", "2", "--iterations", "2", "--batch", "8"]
+    for start, latent in ((teacher, ["--mixture"]), (student, [])):  # a new λ; the mask noise of an SDTT student
+        di4c[2], out = start, tmp_path / f"di4c-{start.parent.name}"
+        result = imdm(*di4c, *latent, "--out", out)
+        assert result.returncode == 0, result.stderr
+        assert MaskedDiffusionLM.from_pretrained(out / "seed-0/student/model").config.mixture is bool(latent)
     redi = ["distill", "redi", student, "--data", "aligned", "--rounds", "2", "--iterations", "3", "--batch", "8"]
     result = imdm(*redi, "--pairs", "16", "--out", tmp_path / "redi")
     assert result.returncode == 0, result.stderr

@@ -187,6 +187,13 @@ def test_other_students_are_refused(made: Coupling, changes: dict, message: str)
         made.check(tiny_model(**(settings | changes)), made.manifest.teacher, uses_seed=True)
 
 
+def test_another_noise_policy_is_refused(made: Coupling) -> None:
+    model = teacher(mask="infinite-uniform-4-1.0")
+    made.check(model, made.manifest.teacher, uses_seed=True, policy="posterior")
+    with pytest.raises(UserError, match="was made under noise policy 'posterior', but 'keep' is asked for"):
+        made.check(model, made.manifest.teacher, uses_seed=True, policy="keep")
+
+
 def test_another_teacher_or_generator_is_refused(made: Coupling) -> None:
     model = teacher(mask="infinite-uniform-4-1.0")
     with pytest.raises(UserError, match="was made by teacher .* make couplings with the model you start from"):

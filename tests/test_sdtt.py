@@ -15,7 +15,8 @@ from imdm.data import LanguageSource, aligned
 from imdm.errors import UserError
 from imdm.models import MaskedDiffusionLM, fingerprint
 from imdm.objectives import SDTT, Step, parse_objective
-from imdm.objectives.sdtt import Teacher, divergence, teacher_rows, teacher_times
+from imdm.objectives.rounds import Teacher
+from imdm.objectives.sdtt import divergence, teacher_rows, teacher_times
 from imdm.randomness import Purpose, fold
 from imdm.state import Noised
 from imdm.training import TrainConfig, Trainer
@@ -99,7 +100,7 @@ def test_one_teacher_step_of_oneself_costs_nothing_and_two_do(mask: str) -> None
     with torch.no_grad():
         for steps, low, high in ((1, -1e-6, 1e-6), (2, 1e-4, 10.0)):
             objective = SDTT(teacher_steps=steps, first_dt=0.5, rounds=1)
-            loss = objective.loss(model, model.process, batch, step, Teacher(model))
+            loss = objective.loss(model, model.process, batch, step, Teacher(model, model))
             assert low < float(loss) < high
 
 
@@ -125,7 +126,7 @@ def test_gradients_are_finite_although_the_mask_has_probability_zero() -> None:
 def test_loss_is_the_mean_over_masked_positions_of_the_global_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Computed whole, in shares of other processes, and in chunks of the vocabulary: one number."""
     model, objective = tiny_model(vocab_size=3, length=3, mask="finite-5"), SDTT(first_dt=0.3, rounds=1)
-    teacher = Teacher(tiny_model(seed=1, vocab_size=3, length=3, mask="finite-5"))
+    teacher = Teacher(tiny_model(seed=1, vocab_size=3, length=3, mask="finite-5"), model)
 
     def share(slots: Tensor) -> float:
         step = Step(4, 2, slots, 32)

@@ -143,7 +143,7 @@ def couple(
 
 @app.command()
 def distill(
-    method: Annotated[str, typer.Argument(help="sdtt, or redi.")],
+    method: Annotated[str, typer.Argument(help="sdtt, redi or di4c.")],
     model: Annotated[Path, typer.Argument(help="The teacher: a model folder.")],
     data: Data,
     out: Annotated[Path, typer.Option(help="Folder of the run.")],
@@ -152,7 +152,10 @@ def distill(
         str | None,
         typer.Option(help="The student's mask, such as infinite-uniform-768-1.0; the teacher's unless given."),
     ] = None,
-    rounds: Annotated[int | None, typer.Option(help="Rounds; 7 for sdtt and 1 for redi unless given.")] = None,
+    mixture: Annotated[
+        bool, typer.Option("--mixture", help="di4c: give the student a latent λ; a single mask has none of its own.")
+    ] = False,
+    rounds: Annotated[int | None, typer.Option(help="Rounds; 7 for sdtt, 1 for redi, 2 for di4c unless given.")] = None,
     iterations: Annotated[int | None, typer.Option(help="Training steps a round; the paper's unless given.")] = None,
     batch: Annotated[int | None, typer.Option(help="Sequences a step; the paper's unless given.")] = None,
     pairs: Annotated[int, typer.Option(help="redi: pairs a round.")] = 100_000,
@@ -170,6 +173,7 @@ def distill(
         str(model),
         section.model_dump(mode="json"),
         mask=mask,
+        mixture=mixture,
         rounds=rounds,
         iterations=iterations,
         batch=batch,

@@ -7,6 +7,7 @@ from typing import Any
 from imdm.errors import UserError, unknown
 
 Settings = dict[str, Any]
+METHODS = ("sdtt", "redi", "di4c")
 
 
 def distillation(
@@ -15,6 +16,7 @@ def distillation(
     data: Settings,
     *,
     mask: str | None = None,
+    mixture: bool = False,
     rounds: int | None = None,
     iterations: int | None = None,
     batch: int | None = None,
@@ -22,12 +24,14 @@ def distillation(
     seed: int = 0,
 ) -> Settings:
     """The recipe, as plain settings, that distils the model in folder `model` by `method`."""
-    if method not in ("sdtt", "redi"):
-        raise unknown("distillation", method, ("sdtt", "redi"))
+    if method not in METHODS:
+        raise unknown("distillation", method, METHODS)
     if rounds is not None and rounds < 1:
         raise UserError(f"--rounds {rounds}: at least one round is needed")
     if method == "sdtt":
         stages = _sdtt(model, mask, rounds or 7, iterations or 10_000, batch or 32)
+    elif method == "di4c":
+        stages = _di4c(model, mask, mixture, rounds or 2, iterations or 10_000, batch or 32)
     else:
         stages = _redi(model, mask, rounds or 1, iterations or 50_000, batch or 512, pairs)
     named = {"name": method, "summary": f"{method} from {model}", "experiment": method, "seed": seed}
@@ -38,6 +42,13 @@ def _sdtt(model: str, mask: str | None, rounds: int, iterations: int, batch: int
     training = {"steps": rounds * iterations, "batch": batch, "lr": 6e-5, "warmup": 500}
     objective = {"kind": "sdtt", "rounds": rounds, "iterations": iterations}
     return {"student": {"kind": "train", "start": model, "mask": mask, "objective": objective, "training": training}}
+
+
+def _di4c(model: str, mask: str | None, mixture: bool, rounds: int, iterations: int, batch: int) -> Settings:
+    training = {"steps": rounds * iterations, "batch": batch, "lr": 3e-5, "warmup": 500}
+    objective = {"kind": "di4c", "rounds": rounds, "iterations": iterations}
+    student = {"kind": "train", "start": model, "mask": mask, "mixture": mixture}
+    return {"student": student | {"objective": objective, "training": training}}
 
 
 def _redi(model: str, mask: str | None, rounds: int, iterations: int, batch: int, pairs: int) -> Settings:

@@ -21,6 +21,7 @@ from imdm.devices import processes
 from imdm.errors import UserError, unknown
 from imdm.evaluation import ANY_DATA, Subject, append, measure, measure_steps, read
 from imdm.files import read_json, write_json
+from imdm.masks import Mask, parse_mask
 from imdm.models import MaskedDiffusionLM, fingerprint, load_model, with_mask
 from imdm.objectives import ReDi
 from imdm.randomness import Purpose, as_key, fold, seeded
@@ -61,6 +62,11 @@ def _threads(count: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def _check_pairs(pairs: Coupling, stage: TrainStage, student: MaskedDiffusionLM, teacher: str) -> None:
+    objective = stage.objective if isinstance(stage.objective, ReDi) else ReDi()
+    pairs.check(student, teacher, objective.noise == "coupling", objective.policy)
 
 
 @dataclass
@@ -136,12 +142,30 @@ class Run:
                     f"stage {name!r}: objective {stage.objective.kind!r} trains on a coupling; "
                     "set 'data' to a couple stage or to a folder of pairs"
                 )
+            stage.objective.check(*self._latent(name))
+            outside = [needed for needed in stage.inputs() if needed not in recipe.stages]
+            if stage.start in outside and stage.data in outside:  # else the pairs' teacher is still to be made
+                start = load_model(str(stage.start))
+                student = with_mask(start, stage.mask, mixture=stage.mixture)
+                _check_pairs(Coupling(str(stage.data)), stage, student, fingerprint(start))
             metrics = stage.watch.metrics
         elif isinstance(stage, EvaluateStage):
             metrics = stage.metrics
         enumerated = [metric for metric in metrics if metric not in ANY_DATA]
         if enumerated and recipe.data.language() is None:
             raise UserError(f"stage {name!r}: metric {enumerated[0]!r} needs an enumerated language as data")
+
+    def _latent(self, name: str) -> tuple[Mask, bool]:
+        """The mask of a model that a stage makes or a folder holds, and whether it is a mixture."""
+        stage = self.recipe.stages.get(name)
+        if not isinstance(stage, TrainStage):
+            config = load_model(name).config
+            return parse_mask(config.mask), config.mixture
+        if stage.start is None:
+            mask, mixture = self.recipe.model.mask, self.recipe.model.mixture
+        else:
+            mask, mixture = self._latent(stage.start)
+        return stage.mask or mask, stage.mixture or mixture
 
     def _is_done(self, name: str) -> bool:
         """Whether a stage's output is there; refused when it was made from something else."""
@@ -200,12 +224,15 @@ class Run:
                 model = MaskedDiffusionLM(recipe.model.build(*recipe.data.vocabulary(), source.length))
         else:
             model = self.model(stage.start)
-        teacher = fingerprint(model)
+        teacher = fingerprint(model)  # of the model as it was loaded: couplings name it
+        start = model
         if stage.mask is not None and stage.mask != model.mask:
             model = with_mask(model, stage.mask, seed)
+            start = start if start.mask.kind == "single" else model  # who teaches must read the student's noise
+        if stage.mixture and not model.config.mixture:
+            model = with_mask(model, seed=seed, mixture=True)
         if isinstance(source, Coupling):
-            uses_seed = not isinstance(stage.objective, ReDi) or stage.objective.noise == "coupling"
-            source.check(model, teacher, uses_seed)
+            _check_pairs(source, stage, model, teacher)
         with self.reporter.bar(f"{name}: {stage.objective.kind}", stage.training.steps) as bar:
 
             def progress(p: Progress) -> None:
@@ -221,6 +248,7 @@ class Run:
                 watch=self._watch(stage) if stage.watch.metrics else None,
                 watch_every=stage.watch.every,
                 recipe=recipe.resolved(),
+                start=start,
                 on_progress=progress,
             )
             return fingerprint(load_model(trainer.train()))

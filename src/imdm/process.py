@@ -34,7 +34,8 @@ class Split:
 
 @dataclass(frozen=True)
 class Process:
-    """Mask diffusion over V ∪ M (Eq. 10) for one schedule and one kind of mask.
+    """Mask diffusion over V ∪ M (Eq. 10) for one schedule and one kind of mask; with `mixture`, each state also
+    carries one latent λ ~ U(0, 1).
 
     >>> from imdm.masks import Single
     >>> from imdm.schedule import LogLinear
@@ -47,6 +48,7 @@ class Process:
     schedule: Schedule
     mask: Mask
     mask_id: int
+    mixture: bool = False
 
     def corrupt(self, x: Tensor, t: Tensor, keys: Tensor) -> Noised:
         """z_t ~ q(·|x) = α_t·x + (1 − α_t)·π_M (Eq. 12): x (B, L), t (B,), one key a sequence (B,)."""
@@ -61,7 +63,11 @@ class Process:
     def noised(self, tokens: Tensor, t: Tensor, keys: Tensor) -> Noised:
         """The state whose masked positions are those that hold the mask id, each with its first noise under its key."""
         masked = tokens == self.mask_id
-        return Noised(tokens, masked, self.mask.draw(keys, torch.zeros_like(tokens), masked), t)
+        return Noised(tokens, masked, self.mask.draw(keys, torch.zeros_like(tokens), masked), t, self.latents(keys))
+
+    def latents(self, keys: Tensor, step: Tensor | int = 0) -> Tensor | None:
+        """The λ under which each sequence's step number `step` is taken, (B,); None without `mixture`."""
+        return uniform(keys, Purpose.LATENT, step).float() if self.mixture else None
 
     def split(self, t: Tensor, s: Tensor) -> Split:
         """Eq. 13 for a masked position, with α_{t|s} = α_t/α_s:
@@ -87,7 +93,7 @@ class Process:
         """z_t → z_s (Eq. 13) when every masked position's token, were it revealed now, is `proposal` (B, L).
 
         One number a position decides: revealed, kept or redrawn. `step` ≥ 1 numbers the draws of this trajectory.
-        The proposal is read only where `reveals` says so.
+        The proposal is read only where `reveals` says so. λ is new at every step, unless noise is kept.
         """
         check_policy(policy)
         split = self.split(state.t, s)
@@ -99,4 +105,5 @@ class Process:
             redraw = masked & (u >= (split.reveal + split.keep)[:, None])
             fresh = self.mask.draw(keys, torch.full_like(state.tokens, step), redraw)
             noise = torch.where(redraw if noise.ndim == 2 else redraw[..., None], fresh, noise)  # type: ignore[arg-type]
-        return Noised(torch.where(reveal, proposal, state.tokens), masked, noise, s)
+        latent = state.latent if policy == "keep" else self.latents(keys, step)
+        return Noised(torch.where(reveal, proposal, state.tokens), masked, noise, s, latent)

@@ -102,8 +102,10 @@ class Coupling:
             name: c[index].long() if name in ("tokens", "noised") else c[index] for name, c in self._columns.items()
         }
 
-    def check(self, student: MaskedDiffusionLM, teacher: str, uses_seed: bool) -> None:
-        """Refuse a student that these pairs were not made for."""
+    def check(
+        self, student: MaskedDiffusionLM, teacher: str, uses_seed: bool, policy: NoisePolicy | None = None
+    ) -> None:
+        """Refuse a student that these pairs were not made for; `policy`: the noise policy they should have."""
         m, config, where = self.manifest, student.config, f"coupling {str(self.folder)!r}"
         if m.teacher != teacher:
             raise UserError(
@@ -111,6 +113,12 @@ class Coupling:
                 "make couplings with the model you start from"
             )
         check_fits(self, student)
+        if m.length != config.length:
+            raise UserError(
+                f"{where} has {m.length} tokens a pair, the student writes {config.length}; they must agree"
+            )
+        if policy is not None and m.noise != policy:
+            raise UserError(f"{where} was made under noise policy {m.noise!r}, but {policy!r} is asked for; remake it")
         if m.schedule != config.schedule:
             raise UserError(f"{where} has schedule {m.schedule}, the student has {config.schedule}")
         if uses_seed and m.generator != GENERATOR:

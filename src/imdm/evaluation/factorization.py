@@ -33,10 +33,11 @@ class Components:
 @torch.no_grad()
 def component_laws(denoiser: Denoiser, tokens: Tensor, draws: int, seed: int) -> Components:
     """The laws of one sequence (L,) under each noise of its masks. Every noise is enumerated when there are at most
-    `draws` of them: one for a single mask, K^masked for a finite one."""
+    `draws` of them: one for a single mask without mixture, K^masked for a finite one."""
     device = getattr(denoiser, "device", torch.device("cpu"))
     mask, holes = denoiser.process.mask, int((tokens == denoiser.process.mask_id).sum())
-    possible = {Single: 1, Finite: getattr(mask, "count", 0) ** holes}.get(type(mask))
+    known = {Single: 1, Finite: getattr(mask, "count", 0) ** holes}
+    possible = None if denoiser.process.mixture else known.get(type(mask))
     n = possible if possible is not None and possible <= draws else draws
     exact = n == possible
     keys = fold(as_key(seed), Purpose.COMPONENT, torch.arange(n)).to(device)

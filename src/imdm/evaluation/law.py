@@ -32,7 +32,7 @@ def last_laws(denoiser: Denoiser, made: Generation, keys: Tensor) -> Tensor:
     last = made.revealed_at == made.revealed_at.amax(1, keepdim=True)  # (n, L)
     tokens = made.tokens.masked_fill(last, denoiser.process.mask_id)
     noise = denoiser.process.mask.draw(keys, made.draws, last)
-    state = Noised(tokens, last, noise, torch.ones(len(tokens), device=tokens.device))
+    state = Noised(tokens, last, noise, torch.ones(len(tokens), device=tokens.device), made.latents)
     laws = []
     for part in torch.arange(len(tokens), device=tokens.device).split(4096):
         some = state[part]

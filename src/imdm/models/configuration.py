@@ -26,6 +26,8 @@ class MaskedDiffusionConfig(PreTrainedConfig):
     mask_token_id   the mask's id (the last id unless given: V − 1)
     length          the longest sequence
     mask            `single`, `finite-6144`, `infinite-uniform-768-1.0`, or their settings
+    mixture         one extra token, appended to the sequence, shows the model a latent λ ~ U(0, 1) that all positions
+                    share (Di4C's mixture model)
     schedule        `log-linear`, or its settings
     width, blocks, heads, dropout, softcap    the transformer; `preset` fills width, blocks, heads and condition
     condition       width of adaLN's conditioning; 0: folded into the other weights (`fold_conditioning`)
@@ -45,6 +47,7 @@ class MaskedDiffusionConfig(PreTrainedConfig):
         dropout: float = 0.1,
         softcap: float | None = None,
         mask: Any = "single",
+        mixture: bool = False,
         schedule: Any = "log-linear",
         tie_word_embeddings: bool = False,
         **kwargs: Any,
@@ -66,7 +69,7 @@ class MaskedDiffusionConfig(PreTrainedConfig):
         self.vocab_size, self.length = vocab_size, length
         self.width, self.blocks, self.heads, self.condition = width, blocks, heads, condition
         self.dropout, self.softcap = float(dropout), softcap
-        self.mask, self.schedule = mask, schedule
+        self.mask, self.mixture, self.schedule = mask, bool(mixture), schedule
         self.mask_token_id = mask_token_id
         self.tie_word_embeddings = tie_word_embeddings
         super().__init__(**kwargs)

@@ -18,13 +18,14 @@ from transformers import PreTrainedModel
 from imdm.errors import UserError
 from imdm.masks import Infinite, Mask, parse_mask
 from imdm.models.configuration import MaskedDiffusionConfig
-from imdm.models.layers import Block, Norm, TimeCondition, TokenEmbedding, ZeroLinear, rotary
+from imdm.models.layers import Block, MixtureToken, Norm, TimeCondition, TokenEmbedding, ZeroLinear, rotary
 from imdm.process import NoisePolicy, Process
 from imdm.randomness import Purpose, as_key, fold, seeded
 from imdm.sampling import Generation, sample
 from imdm.schedule import parse_schedule
 from imdm.state import Noised
 
+Rows = Tensor | tuple[Tensor, Tensor]
 Reduce = Callable[[Tensor, slice], Tensor]
 AT_ONCE = 1 << 26  # elements of (rows, V) that a loss holds at a time
 
@@ -63,10 +64,11 @@ class MaskedDiffusionLM(PreTrainedModel):
     def __init__(self, config: MaskedDiffusionConfig) -> None:
         super().__init__(config)
         self.mask: Mask = parse_mask(config.mask)
-        self.process = Process(parse_schedule(config.schedule), self.mask, config.mask_token_id)
+        self.process = Process(parse_schedule(config.schedule), self.mask, config.mask_token_id, config.mixture)
         D, C = config.width, config.condition
         self.embedding = TokenEmbedding(config.vocab_size, D)
         self.mask_embedding = self.mask.embedding(D)
+        self.mixture = MixtureToken(D) if config.mixture else None
         self.time = TimeCondition(C) if C else None
         self.blocks = nn.ModuleList(
             Block(D, config.heads, config.softcap, config.dropout, C) for _ in range(config.blocks)
@@ -127,9 +129,9 @@ class MaskedDiffusionLM(PreTrainedModel):
         self.output = new_embeddings  # type: ignore[assignment]
 
     def embed(self, state: Noised) -> Tensor:
-        """Eq. 15: E(z) for data tokens, E(mask) + MLP(ε) for masked positions: (B, L, D)."""
+        """Eq. 15: E(z) for data tokens, E(mask) + MLP(ε) for masked positions: (B, L, D). A single mask reads none."""
         x = self.embedding(state.tokens)
-        if state.noise is None:
+        if state.noise is None or self.mask.kind == "single":
             return x
         return x + self.mask_embedding(state.noise).to(x.dtype) * state.masked[..., None]
 
@@ -137,11 +139,15 @@ class MaskedDiffusionLM(PreTrainedModel):
         if state.noise is None and self.mask.kind != "single":
             raise UserError(f"the state carries no noise, but the model's mask is {self.mask.name}; use model.noised()")
         x = self.embed(state)
+        if self.mixture is not None:
+            if state.latent is None:
+                raise UserError("the state carries no latent, but the model is a mixture; use model.noised()")
+            x = torch.cat((x, self.mixture(state.latent).to(x.dtype)[:, None]), dim=1)  # (B, L + 1, D)
         c = self.time() if self.time is not None else None
         rope = rotary(x.shape[1], self.config.width // self.config.heads, x.device)
         for block in self.blocks:
             x = block(x, c, rope)
-        x = self.norm(x)
+        x = self.norm(x[:, : state.tokens.shape[1]])
         if self.modulation is not None:
             shift, scale = self.modulation(c).chunk(2, dim=-1)
             x = x * (1 + scale) + shift
@@ -153,11 +159,14 @@ class MaskedDiffusionLM(PreTrainedModel):
         never = torch.arange(logits.shape[-1], device=logits.device) == self.config.mask_token_id
         return torch.log_softmax(logits.masked_fill(never, -torch.inf), dim=-1)
 
-    def forward(self, state: Noised | Tensor, rows: Tensor | None = None, reduce: Reduce | None = None) -> Tensor:
+    def forward(
+        self, state: Noised | Tensor, rows: Rows | None = None, reduce: Reduce | None = None, group: int = 1
+    ) -> Tensor:
         """Log-probabilities of data tokens.
 
-        rows (B, L) bool: only there, (R, V). With reduce, a function of the log-probabilities of some rows (r, V) and
-        the slice of 0…R they are: what it makes of each row, (R,), without ever holding (R, V).
+        rows (B, L) bool, or the sequences (R,) and positions (R,) of chosen rows: only there, (R, V). With reduce, a
+        function of the log-probabilities of some rows (r, V) and the slice of 0…R they are: what it makes of them,
+        one after another, without ever holding (R, V); each `group` rows that follow one another come together.
         Without rows: all of (B, L, V), revealed tokens carried over.
         """
         if isinstance(state, Tensor):
@@ -165,14 +174,14 @@ class MaskedDiffusionLM(PreTrainedModel):
         hidden = self.trunk(state)
         if rows is not None:
             chosen = hidden[rows]
-            return self.head(chosen) if reduce is None else self._reduced(chosen, reduce)
+            return self.head(chosen) if reduce is None else self._reduced(chosen, reduce, group)
         carried = torch.full((*state.tokens.shape, self.vocab_size), -torch.inf, device=hidden.device)
         carried.scatter_(-1, state.tokens[..., None], 0.0)
         return torch.where(state.masked[..., None], self.head(hidden), carried)
 
-    def _reduced(self, rows: Tensor, reduce: Reduce) -> Tensor:
+    def _reduced(self, rows: Tensor, reduce: Reduce, group: int) -> Tensor:
         """The head chunk by chunk; a chunk's (r, V) is computed again for its gradient rather than kept."""
-        size = max(1, AT_ONCE // self.vocab_size)
+        size = max(1, AT_ONCE // self.vocab_size // group) * group
         if len(rows) <= size:
             return reduce(self.head(rows), slice(0, len(rows)))
         parts = [slice(first, first + size) for first in range(0, len(rows), size)]
@@ -263,16 +272,17 @@ def check_tokens(tokens: Tensor, vocab_size: int, where: str) -> None:
         raise UserError(f"{where}: token {int(bad)} is outside the vocabulary 0…{vocab_size - 1}")
 
 
-def with_mask(model: MaskedDiffusionLM, mask: Any, seed: int = 0) -> MaskedDiffusionLM:
-    """A copy of `model` with another mask, whose fresh layer follows from `seed`. A new mask adds zero until trained:
-    an MDM's copy has identical log-probabilities. What the old mask had learned of its own noise is left behind."""
-    mask = parse_mask(mask)
+def with_mask(model: MaskedDiffusionLM, mask: Any = None, seed: int = 0, *, mixture: bool = False) -> MaskedDiffusionLM:
+    """A copy of `model` with another mask (None: the same), whose fresh layer follows from `seed`. A new mask adds zero
+    until trained: an MDM's copy has identical log-probabilities. What the old mask had learned of its own noise is left
+    behind. With `mixture`, the copy also reads a latent λ; its extra token changes what the model says at once."""
+    mask = model.mask if mask is None else parse_mask(mask)
     weights = model.state_dict()
     if mask != model.mask:
         weights = {name: w for name, w in weights.items() if not name.startswith("mask_embedding.")}
-    other = _like(model, seed, mask=mask.model_dump())
+    other = _like(model, seed, mask=mask.model_dump(), mixture=mixture or model.config.mixture)
     missing, unexpected = other.load_state_dict(weights, strict=False)
-    if unexpected or any(not name.startswith("mask_embedding.") for name in missing):
+    if unexpected or any(not name.startswith(("mask_embedding.", "mixture.")) for name in missing):
         raise UserError(f"the model's weights do not fit its own config: {(missing + unexpected)[0]!r}")
     return other.train(model.training)
 

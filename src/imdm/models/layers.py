@@ -62,6 +62,25 @@ class TimeCondition(nn.Module):
         return F.silu(self.second(F.silu(self.first(at_zero))))
 
 
+class MixtureToken(nn.Module):
+    """The token that shows the network its latent: λ (B,) in (0, 1) → (B, D), through sines and cosines and an MLP."""
+
+    FREQUENCIES = 128
+    FASTEST = 1000.0
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(self.FREQUENCIES, width)
+        self.second = nn.Linear(width, width)
+
+    def forward(self, latent: Tensor) -> Tensor:
+        half = self.FREQUENCIES // 2
+        frequency = self.FASTEST * 10_000.0 ** (-torch.arange(half, device=latent.device) / half)
+        angle = latent.float()[:, None] * frequency  # (B, 64)
+        waves = torch.cat((angle.cos(), angle.sin()), dim=-1).to(self.first.weight.dtype)
+        return self.second(F.silu(self.first(waves)))
+
+
 def rotary(length: int, dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos and sin of the rotary position embedding, base 10,000: (L, dim) each. Computed, never stored: a buffer
     would come back as garbage from a meta-device load."""

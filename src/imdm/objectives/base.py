@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from imdm.config import Config, parse_kind
+from imdm.masks import Mask
 from imdm.process import Process
 from imdm.randomness import Purpose, as_key, fold, uniform
 from imdm.registry import Registry
@@ -75,12 +76,17 @@ class Objective(Config):
     def needs(self) -> tuple[str, ...]:
         return ("tokens",)
 
-    def companion(self, model: MaskedDiffusionLM) -> Companion | None:
-        """What must be kept beside the student, as it is before the first step."""
+    def check(self, mask: Mask, mixture: bool) -> None:
+        """Refuse, in a sentence, a student that this objective cannot train."""
+        return
+
+    def companion(self, model: MaskedDiffusionLM, start: MaskedDiffusionLM | None = None) -> Companion | None:
+        """What must be kept beside the student, as it is before the first step; start: the model the student was made
+        from, where that is another."""
         return None
 
-    def turn(self, companion: Any, step: int, model: MaskedDiffusionLM, average: Mapping[str, Tensor]) -> bool:
-        """Called before each step with the student and its averaged weights; True: start with a new optimiser."""
+    def turn(self, companion: Any, step: int, average: Mapping[str, Tensor]) -> bool:
+        """Called before each step with the student's averaged weights; True: start with a new optimiser."""
         return False
 
     @abstractmethod

@@ -8,7 +8,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from imdm.objectives.base import Objective, Step, nelbo_terms, objectives
-from imdm.process import Process
+from imdm.process import NoisePolicy, Process
 
 
 @objectives.register("redi")
@@ -17,10 +17,12 @@ class ReDi(Objective):
 
     noise: `coupling` — the ε that the pair's stored seed gives, the same at every pass, so that the student can learn
     which noise leads where; `fresh` — new noise at every step.
+    policy: the noise policy under which the teacher must have completed the pairs; None takes either.
     """
 
     kind: str = "redi"
     noise: Literal["coupling", "fresh"] = "coupling"
+    policy: NoisePolicy | None = None
 
     @property
     def needs(self) -> tuple[str, ...]:

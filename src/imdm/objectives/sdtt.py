@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from imdm.errors import UserError
-from imdm.objectives.base import Objective, Step, objectives
+from imdm.objectives.base import Step, objectives
+from imdm.objectives.rounds import Rounds, Teacher
 from imdm.process import Process
 from imdm.randomness import Purpose, uniform
 from imdm.sampling import draw_tokens
@@ -23,56 +22,21 @@ if TYPE_CHECKING:
 Divergence = Literal["backward-kl", "forward-kl", "tv", "mse"]
 
 
-class Teacher:
-    """A frozen copy of the student as it was when the round began."""
-
-    def __init__(self, model: MaskedDiffusionLM) -> None:
-        self.model = copy.deepcopy(model).eval().requires_grad_(False)
-        self.round = 0
-
-    def promote(self, weights: Mapping[str, Tensor]) -> None:
-        """The next round's teacher has these weights."""
-        for name, parameter in self.model.named_parameters():
-            parameter.copy_(weights[name])
-        self.round += 1
-
-    def tensors(self) -> dict[str, Tensor]:
-        return dict(self.model.named_parameters())
-
-    def values(self) -> dict[str, Any]:
-        from imdm.models import fingerprint
-
-        return {"round": self.round, "teacher": fingerprint(self.model)}
-
-    def load(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        if set(tensors) != set(dict(self.model.named_parameters())):
-            raise UserError("checkpoint: the teacher in it does not match the model; it is not of this run")
-        self.promote(tensors)
-        self.round = values["round"]
-        if self.values() != dict(values):
-            raise UserError("checkpoint: the teacher in it is not the one its hash names; it is damaged")
-
-
 @objectives.register("sdtt")
-class SDTT(Objective):
+class SDTT(Rounds):
     """From z_t the teacher takes `teacher_steps` reverse steps of size dt, its noise kept; each masked position's
     target is the teacher's law at the step that revealed it, or the last one's. The student, seeing z_t and the same
     noise, is to give that law at once. dt doubles each round, and the student becomes the teacher.
 
-    divergence      how student and teacher are compared: `backward-kl` KL(student ‖ teacher), `forward-kl`, `tv` (total
-                    variation of the probabilities), `mse` (squared difference of the probabilities)
-    promote         which student becomes the teacher: the `raw` weights or their `ema`
-    keep_optimizer  whether AdamW's moments live on into the next round
+    divergence  how student and teacher are compared: `backward-kl` KL(student ‖ teacher), `forward-kl`, `tv` (total
+                variation of the probabilities), `mse` (squared difference of the probabilities)
     """
 
     kind: str = "sdtt"
     rounds: int = Field(7, ge=1)
-    iterations: int = Field(10_000, ge=1)
     first_dt: float = Field((1 - 1e-3) / 1024, gt=0, le=1)
     teacher_steps: int = Field(2, ge=1)
     divergence: Divergence = "backward-kl"
-    promote: Literal["raw", "ema"] = "raw"
-    keep_optimizer: bool = True
 
     @model_validator(mode="after")
     def _steps_fit(self) -> SDTT:
@@ -85,17 +49,6 @@ class SDTT(Objective):
 
     def dt(self, round: int) -> float:
         return self.first_dt * 2**round
-
-    def companion(self, model: MaskedDiffusionLM) -> Teacher:
-        return Teacher(model)
-
-    @torch.no_grad()
-    def turn(self, companion: Teacher, step: int, model: MaskedDiffusionLM, average: Mapping[str, Tensor]) -> bool:
-        """At the end of a round the student becomes the teacher; the last round has no end."""
-        if step // self.iterations <= companion.round or companion.round == self.rounds - 1:
-            return False
-        companion.promote(average if self.promote == "ema" else dict(model.named_parameters()))
-        return not self.keep_optimizer
 
     def loss(
         self,

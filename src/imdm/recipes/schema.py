@@ -44,6 +44,7 @@ class ModelSettings(Config):
     softcap: float | None = None
     tie_word_embeddings: bool = False
     mask: MaskField = Field(default_factory=lambda: parse_mask("single"))
+    mixture: bool = False
     schedule: ScheduleField = Field(default_factory=lambda: parse_schedule("log-linear"))
 
     def build(self, vocab_size: int, mask_token_id: int, length: int) -> MaskedDiffusionConfig:
@@ -63,12 +64,14 @@ class Watch(Config):
 
 class TrainStage(Config):
     """Train a model. start: the stage (or model folder) it starts from, None for fresh weights; data: the coupling
-    stage (or folder) it reads, None for the recipe's data; mask: another mask than the start's."""
+    stage (or folder) it reads, None for the recipe's data; mask: another mask than the start's; mixture: give the
+    student a latent λ (Di4C on a single mask)."""
 
     kind: Literal["train"]
     start: str | None = None
     data: str | None = None
     mask: MaskField | None = None
+    mixture: bool = False
     objective: ObjectiveField = Field(default_factory=lambda: parse_objective("nelbo"))
     training: TrainConfig
     watch: Watch = Watch()

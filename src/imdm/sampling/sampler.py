@@ -40,13 +40,14 @@ class Trace:
 @dataclass(frozen=True)
 class Generation:
     """tokens (B, L); revealed_at (B, L): the step of each token, −1 where given; evaluations (B,): how often the
-    network ran for each sequence; draws (B, L): which draw of its noise each position was written under; trace: on
-    request."""
+    network ran for each sequence; draws (B, L): which draw of its noise each position was written under;
+    latents (B,): the λ of each sequence's last evaluation, for a model with `mixture`; trace: on request."""
 
     tokens: Tensor
     revealed_at: Tensor
     evaluations: Tensor
     draws: Tensor
+    latents: Tensor | None = None
     trace: Trace | None = None
 
 
@@ -130,6 +131,7 @@ def sample(
     draws = torch.zeros_like(tokens)  # which draw of its noise each position carries
     seen = torch.zeros(B, dtype=torch.int64, device=tokens.device)  # step of each sequence's last evaluation
     evaluations = torch.zeros_like(seen)
+    latents = process.latents(keys)
     log_probs = torch.zeros(B, L, device=tokens.device)
     written = 0
     while True:
@@ -142,7 +144,11 @@ def sample(
             kept = alpha[active, seen[active]] / alpha[active, now]  # α_t/α_s telescopes over skipped steps
             redraw = uniform(key[:, None], Purpose.REDRAW, position, now[:, None]) >= kept[:, None]
             draws[active] = torch.where(holes & redraw, now[:, None], draws[active])
-        state = Noised(tokens[active], holes, process.mask.draw(key, draws[active], holes), grid[active, now])
+        latent = process.latents(key, now if policy == "posterior" else 0)
+        if latents is not None and latent is not None:
+            latents[active] = latent
+        noise = process.mask.draw(key, draws[active], holes)
+        state = Noised(tokens[active], holes, noise, grid[active, now], latent)
         hidden = denoiser.trunk(state)  # (A, L, ·)
 
         row, column = (holes & (revealed_at[active] == now[:, None])).nonzero(as_tuple=True)
@@ -162,7 +168,7 @@ def sample(
         step = torch.arange(steps + 1, device=tokens.device)[:, None]
         shown = revealed_at[:, None, :] < step  # (B, N + 1, L)
         story = Trace(torch.where(shown, tokens[:, None, :], process.mask_id), log_probs)
-    return Generation(tokens, revealed_at, evaluations, draws, story)
+    return Generation(tokens, revealed_at, evaluations, draws, latents, story)
 
 
 def _check(steps: int, temperature: float, top_p: float, batch_size: int | None) -> None:

@@ -97,6 +97,7 @@ class Trainer:
 
     `model/` the averaged weights, `raw/` the last ones, `checkpoints/` (which carry `recipe`, the settings that made
     them), and `history.jsonl`: the loss every `log_every` steps, what `watch` measures every `watch_every`.
+    `start` is the model that the student was made from, where it is another; the first teacher of a self-distillation.
     A run that stopped goes on from its newest checkpoint, bit for bit on CPU; a finished one returns at once.
     """
 
@@ -112,6 +113,7 @@ class Trainer:
         watch: Watch | None = None,
         watch_every: int = 100,
         recipe: Mapping[str, Any] | None = None,
+        start: MaskedDiffusionLM | None = None,
         on_progress: Callable[[Progress], None] | None = None,
     ) -> None:
         self.objective, self.source, self.config, self.out, self.seed = objective, source, config, Path(out), seed
@@ -136,7 +138,7 @@ class Trainer:
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.bare: MaskedDiffusionLM = self.accelerator.unwrap_model(self.model)
         self.ema = EMA(self.bare, config.ema)
-        self.companion = objective.companion(self.bare)
+        self.companion = objective.companion(self.bare, start and start.to(self.accelerator.device))
         self.step = 0
 
     def _check(self, model: MaskedDiffusionLM) -> None:
@@ -147,6 +149,7 @@ class Trainer:
                 f"objective {self.objective.kind!r} needs the column {lacking[0]!r}, which its data does not have; "
                 "give it a coupling"
             )
+        self.objective.check(model.mask, model.config.mixture)
         check_fits(self.source, model)
         self.config.check(self.accelerator.num_processes, self.accelerator.device)
 
@@ -168,7 +171,7 @@ class Trainer:
 
     def train_step(self) -> Tensor:
         """One optimiser step; returns the loss of the global batch."""
-        if self.objective.turn(self.companion, self.step, self.bare, self.ema.weights):
+        if self.objective.turn(self.companion, self.step, self.ema.weights):
             self.optimizer.state.clear()
         self._seed_dropout()
         rate = self.config.lr * min(1.0, (self.step + 1) / max(1, self.config.warmup))

@@ -1,0 +1,216 @@
+"""Di4C: a mixture of factorized laws learns the correlations that its teacher makes over many steps.
+
+Given z_t, the student's law of x is mean_λ ∏_ℓ p(x^ℓ | z_t, λ). The latent λ is whatever the sequence shares: the λ of
+a model with `mixture`, or the noise of its masks. M latents stand for the mean. Three terms, in nats a token:
+
+    distillation  t below the threshold: there a teacher's step is nearly factorized, so every component learns it,
+                  mean_λ KL(teacher's marginals ‖ p(· | λ))
+    consistency   t above it: the teacher steps to u = t − 1/T, the student (held fixed) completes z_u to x̂, and the
+                  student at z_t is to say x̂:  −log mean_λ ∏_ℓ p(x̂^ℓ | λ)
+    data          the same for the data x, weighted by w·sigmoid(20(t − ½))
+
+The last two are noisy, mostly in their independent part Σ_ℓ log mean_λ p(x^ℓ | λ), whose mean is known from marginals
+alone. The control variate replaces it: `correlation` is what remains of the sample, the KL of marginals comes exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import log
+from typing import TYPE_CHECKING
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from imdm.errors import UserError
+from imdm.masks import Mask
+from imdm.objectives.base import EARLIEST, Step, objectives
+from imdm.objectives.rounds import Rounds, Teacher
+from imdm.process import Process
+from imdm.randomness import Purpose, fold, uniform
+from imdm.sampling import draw_tokens
+from imdm.state import Noised
+
+if TYPE_CHECKING:
+    from imdm.models import MaskedDiffusionLM
+
+NEVER = -1e9  # in place of log 0, whose mixture would have no gradient
+
+
+@objectives.register("di4c")
+class Di4C(Rounds):
+    """See above. The student of a round is the next round's teacher; its marginals are then means over its latents.
+
+    latents           M, how many stand for the mixture
+    threshold         below this time: distillation; above: consistency
+    distil_share      the share of training times below it
+    teacher_steps     T: a teacher's step has size 1/T, or t/2 where that is less
+    data_weight       w of the data term's correlation
+    control_variate   off: plain sampled losses, of the same mean up to a constant where marginals are right
+    """
+
+    kind: str = "di4c"
+    rounds: int = Field(2, ge=1)
+    latents: int = Field(16, ge=2)
+    threshold: float = Field(0.02, ge=0, le=1)
+    distil_share: float = Field(0.3, ge=0, le=1)
+    teacher_steps: int = Field(1024, ge=1)
+    data_weight: float = Field(0.1, ge=0)
+    control_variate: bool = True
+
+    def check(self, mask: Mask, mixture: bool) -> None:
+        if mask.kind == "single" and not mixture:
+            raise UserError(
+                "objective 'di4c' needs a latent that the whole sequence shares, and a single mask has none; "
+                "give the student mixture: true, or a finite or infinite mask"
+            )
+
+    def times(self, step: Step) -> Tensor:
+        """Low-discrepancy times, a share `distil_share` of them below the threshold: (b,)."""
+        place = (step.times().double() - EARLIEST) / (1 - EARLIEST)  # even in [0, 1)
+        share, low = (self.distil_share, self.threshold) if self.threshold > EARLIEST else (0.0, EARLIEST)
+        near = EARLIEST + (low - EARLIEST) * place / max(share, 1e-9)
+        far = low + (1 - low) * (place - share) / max(1 - share, 1e-9)
+        return torch.where(place < share, near, far).float()
+
+    def loss(
+        self,
+        model: nn.Module,
+        process: Process,
+        batch: Mapping[str, Tensor],
+        step: Step,
+        companion: Teacher | None = None,
+    ) -> Tensor:
+        if companion is None:
+            raise ValueError("Di4C.loss needs the companion that Di4C.companion(model) makes")
+        self.check(process.mask, process.mixture)
+        x, t, keys, M = batch["tokens"], self.times(step), step.keys(), self.latents
+        tokens = process.corrupt(x, t, keys).tokens
+        copy = fold(keys[:, None], Purpose.LATENT, torch.arange(M, device=keys.device)).flatten()  # (B·M,)
+        state = process.noised(tokens.repeat_interleave(M, 0), t.repeat_interleave(M), copy)
+        ahead = look_ahead(companion.model, companion.student, state, copy, M, self.teacher_steps)
+        said = torch.cat((x[:, None], ahead.written.unflatten(0, (-1, M))), 1)  # (B, 1 + M, L): x, and each copy's x̂
+
+        row, position = (tokens == process.mask_id).nonzero(as_tuple=True)  # (R,): every masked position
+        compare = _Compare(companion, ahead, row, position, said, M)
+        rows = compare.copies(M).flatten(), position.repeat_interleave(M)
+        found = model(state, rows=rows, reduce=compare, group=M)  # (R, M·(1 + M) + 3)
+
+        def summed(values: Tensor) -> Tensor:
+            """Over the masked positions of each sequence: (R, …) → (B, …)."""
+            return values.new_zeros(len(x), *values.shape[1:]).index_add(0, row, values)
+
+        log_p = found[:, :-3].unflatten(1, (M, M + 1))  # (R, λ, said)
+        likelihood = mixture_log(summed(log_p))  # (B, said): log mean_λ ∏_ℓ p(said^ℓ | λ)
+        correlation = summed(mixture_log(log_p)) - likelihood
+        distilled, to_teacher, to_ahead = summed(found[:, -3:]).unbind(1)  # (B,) each
+        weight = self.data_weight * torch.sigmoid(20 * (t - 0.5))
+        if self.control_variate:
+            data, consistency = weight * correlation[:, 0] + to_teacher, correlation[:, 1:].mean(1) + to_ahead
+        else:
+            data, consistency = -weight * likelihood[:, 0], -likelihood[:, 1:].mean(1)
+        return (torch.where(t < self.threshold, distilled, consistency) + data).mean() / x.shape[1]
+
+
+def mixture_log(log_p: Tensor) -> Tensor:
+    """log mean_λ of log-probabilities (·, λ, …): the second axis goes."""
+    return log_p.logsumexp(1) - log(log_p.shape[1])
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """A little later than z_t, for each sequence and latent: where the teacher's step led, and what the student, held
+    fixed, makes of it. written (B·M, L): x̂; masked (B·M, L): at u; hidden (B·M, L, D): the student's at u; teacher
+    (B, L, D) or (B·M, L, D): the teacher's at z_t, one for all latents where it has none."""
+
+    written: Tensor
+    masked: Tensor
+    hidden: Tensor
+    teacher: Tensor
+
+
+@torch.no_grad()
+def look_ahead(
+    teacher: MaskedDiffusionLM, student: MaskedDiffusionLM, state: Noised, keys: Tensor, copies: int, steps: int
+) -> Ahead:
+    """One teacher step of size min(1/T, t/2) from z_t, then x̂ from the student under latents of its own. The state
+    holds each sequence `copies` times, one after another."""
+    process, t = student.process, state.t.double()
+    u = t - torch.minimum(torch.full_like(t, 1 / steps), t / 2)
+    position = torch.arange(state.tokens.shape[1], device=keys.device)
+    chance = uniform(keys[:, None], Purpose.TOKEN, position)  # (B·M, L): a position is written once, now or later
+    alone = teacher.mask.kind == "single" and not teacher.process.mixture
+    known = teacher.trunk(state[::copies] if alone else state)
+    revealed = process.reveals(state, u, keys, 1)
+    row, column = revealed.nonzero(as_tuple=True)
+    drawn = draw_tokens(teacher, known[row // copies if alone else row, column], chance[revealed])
+    tokens = state.tokens.masked_scatter(revealed, drawn.tokens)
+    later = process.noised(tokens, u.float(), fold(keys, Purpose.LATENT, 1))
+    with _still(student):
+        hidden = student.trunk(later)
+        drawn = draw_tokens(student, hidden[later.masked], chance[later.masked])
+    return Ahead(later.tokens.masked_scatter(later.masked, drawn.tokens), later.masked, hidden, known)
+
+
+@contextmanager
+def _still(model: MaskedDiffusionLM) -> Iterator[None]:
+    """No dropout inside this block."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
+@dataclass(frozen=True)
+class _Compare:
+    """What is read off the student's rows, chunk by chunk. row, position (R,): the masked positions of the batch, each
+    with `latents` rows; said (B, 1 + M, L): the data and each x̂."""
+
+    companion: Teacher
+    ahead: Ahead
+    row: Tensor
+    position: Tensor
+    said: Tensor
+    latents: int
+
+    def copies(self, each: int) -> Tensor:
+        """The places of each masked position's sequence in a batch that holds every one so many times: (R, each)."""
+        return self.row[:, None] * each + torch.arange(each, device=self.row.device)
+
+    def __call__(self, rows: Tensor, part: slice) -> Tensor:
+        """Rows (G·M, V) of G masked positions → (G, M·(1 + M) + 3): log p(said | λ), then mean_λ KL(teacher ‖ p_λ),
+        KL(teacher ‖ p) and KL(student a little later ‖ p), p the mean over λ."""
+        M = self.latents
+        some = slice(part.start // M, part.start // M + len(rows) // M)
+        log_p = rows.unflatten(0, (-1, M)).clamp(min=NEVER)  # (G, M, V)
+        mixed = mixture_log(log_p)  # (G, V)
+        with torch.no_grad():
+            teacher, later = self._teacher(some), self._later(some)
+            said = self.said[self.row[some], :, self.position[some]]  # (G, 1 + M)
+        chosen = log_p.gather(-1, said[:, None].expand(-1, M, -1)).flatten(1)
+        each = kl(teacher[:, None], log_p).mean(1)
+        return torch.cat((chosen, torch.stack((each, kl(teacher, mixed), kl(later, mixed)), 1)), 1)
+
+    def _teacher(self, some: slice) -> Tensor:
+        """The teacher's marginals at z_t: (G, V)."""
+        each = len(self.ahead.teacher) // len(self.said)
+        hidden = self.ahead.teacher[self.copies(each)[some], self.position[some, None]]  # (G, each, D)
+        return mixture_log(self.companion.model.head(hidden.flatten(0, 1)).unflatten(0, (-1, each)))
+
+    def _later(self, some: slice) -> Tensor:
+        """The student's marginals after the teacher's step, certain where that has written: (G, V)."""
+        place = self.copies(self.latents)[some], self.position[some, None]
+        law = self.companion.student.head(self.ahead.hidden[place].flatten(0, 1))
+        sure = torch.full_like(law, -torch.inf).scatter(-1, self.ahead.written[place].view(-1, 1), 0.0)
+        law = torch.where(self.ahead.masked[place].view(-1, 1), law, sure)
+        return mixture_log(law.unflatten(0, (-1, self.latents)))
+
+
+def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL(p ‖ q) over the last axis; where p is 0 there is nothing to pay."""
+    return torch.where(torch.isfinite(log_p), log_p.exp() * (log_p - log_q), 0.0).sum(-1)

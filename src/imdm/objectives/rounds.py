@@ -1,0 +1,83 @@
+"""Self-distillation in rounds: a teacher beside the student, and the moment when the student takes its place."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from imdm.errors import UserError
+from imdm.objectives.base import Objective
+
+if TYPE_CHECKING:
+    from imdm.models import MaskedDiffusionLM
+
+
+class Teacher:
+    """A frozen model: in round 0 the one the student was made from, later the student as it was when the round
+    began."""
+
+    def __init__(self, start: MaskedDiffusionLM, student: MaskedDiffusionLM) -> None:
+        self.student = student
+        self.round = 0
+        self.model = _frozen(start)
+
+    def promote(self, weights: Mapping[str, Tensor]) -> None:
+        """The next round's teacher is the student with these weights."""
+        self.model = _frozen(self.student)
+        self._set(weights)
+        self.round += 1
+
+    @torch.no_grad()
+    def _set(self, weights: Mapping[str, Tensor]) -> None:
+        for name, parameter in self.model.named_parameters():
+            parameter.copy_(weights[name])
+
+    def tensors(self) -> dict[str, Tensor]:
+        return dict(self.model.named_parameters())
+
+    def values(self) -> dict[str, Any]:
+        from imdm.models import fingerprint
+
+        return {"round": self.round, "teacher": fingerprint(self.model)}
+
+    def load(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        if values["round"] > 0:
+            self.model = _frozen(self.student)
+        if set(tensors) != set(dict(self.model.named_parameters())):
+            raise UserError("checkpoint: the teacher in it does not match the model; it is not of this run")
+        self._set(tensors)
+        self.round = values["round"]
+        if self.values() != dict(values):
+            raise UserError("checkpoint: the teacher in it is not the one its hash names; it is damaged")
+
+
+def _frozen(model: MaskedDiffusionLM) -> MaskedDiffusionLM:
+    return copy.deepcopy(model).eval().requires_grad_(False)
+
+
+class Rounds(Objective):
+    """An objective with a teacher that the student replaces after every `iterations` steps.
+
+    promote         which student becomes the teacher: the `raw` weights or their `ema`
+    keep_optimizer  whether AdamW's moments live on into the next round
+    """
+
+    rounds: int = Field(1, ge=1)
+    iterations: int = Field(10_000, ge=1)
+    promote: Literal["raw", "ema"] = "raw"
+    keep_optimizer: bool = True
+
+    def companion(self, model: MaskedDiffusionLM, start: MaskedDiffusionLM | None = None) -> Teacher:
+        return Teacher(start or model, model)
+
+    def turn(self, companion: Teacher, step: int, average: Mapping[str, Tensor]) -> bool:
+        """At the end of a round the student becomes the teacher; the last round has no end."""
+        if step // self.iterations <= companion.round or companion.round == self.rounds - 1:
+            return False
+        companion.promote(average if self.promote == "ema" else dict(companion.student.named_parameters()))
+        return not self.keep_optimizer
