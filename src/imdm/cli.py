@@ -193,21 +193,15 @@ def status(run: Annotated[Path, typer.Argument(help="Folder of a run.")]) -> Non
 
     if not run.is_dir():
         raise UserError(f"{run}: no such folder")
-    table = RichTable("seed", "stage", "kind", "state", "done", "round", "loss", "time left", box=None, pad_edge=False)
+    columns = ("seed", "stage", "kind", "state", "done", "round", "loss", "fitted", "time left")
+    table = RichTable(*columns, box=None, pad_edge=False)
     for row in read_status(run):
         done = f"{row.done:,} of {row.total:,}" if row.total else ""
         left = "" if row.seconds_left is None else f"{row.seconds_left / 60:.1f} min"
         loss = "" if row.loss is None else f"{row.loss:.4f}"
-        table.add_row(
-            str(row.seed),
-            row.name,
-            row.kind,
-            row.state,
-            done,
-            "" if row.round is None else str(row.round + 1),
-            loss,
-            left,
-        )
+        round = "" if row.round is None else str(row.round + 1)
+        fitted = "" if row.fitted is None else f"{row.fitted:.0%}"
+        table.add_row(str(row.seed), row.name, row.kind, row.state, done, round, loss, fitted, left)
     console.print(table)
 
 
@@ -323,18 +317,25 @@ def reproduce(
     overrides: Overrides = None,
     out: OutRun = None,
     seeds: Annotated[int, typer.Option(min=1, help="How many seeds, from the recipe's (0) on.")] = 1,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Only the part that the recipe names for a first look.")
+    ] = False,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Runs at a time; one a core where a run uses one thread, else one, unless given."),
+    ] = None,
 ) -> None:
     """Run a whole recipe and write its report. Finished stages are skipped, stopped ones go on."""
-    from imdm.pipeline import Run
+    from imdm.jobs import plan, run_jobs, workers_for
     from imdm.recipes import load_recipe
     from imdm.report import build_report
 
     chosen = load_recipe(recipe, overrides or ())
     folder = out or Path("runs") / chosen.name
-    reporter = _reporter()
-    for seed in range(chosen.seed, chosen.seed + seeds):
-        _say(f"{chosen.name}, seed {seed}")
-        Run(chosen.model_copy(update={"seed": seed}), folder, reporter).all()
+    jobs = plan(chosen, folder, seeds, quick)
+    many = workers or workers_for(chosen, len(jobs))
+    _say(chosen.name + (f": {len(jobs)} runs, {many} at a time" if len(jobs) > 1 else ""))
+    run_jobs(chosen, jobs, folder, many, _reporter())
     if not _is_main():
         return
     if not (folder / "results.jsonl").exists():

@@ -56,7 +56,11 @@ def explain(error: ValidationError, cls: type[BaseModel], values: Any, where: st
             parts.append(f"{path!r} is required")
         else:
             message = item["msg"].removeprefix("Value error, ")
-            parts.append(f"{path!r} = {item['input']!r}: {message[:1].lower()}{message[1:]}")
+            message = message[:1].lower() + message[1:]
+            if isinstance(item["input"], dict):  # a whole section: what is wrong in it, not all of it
+                parts.append(f"{path!r}: {message}" if path else message)
+            else:
+                parts.append(f"{path!r} = {item['input']!r}: {message}")
     return "; ".join(parts)
 
 

@@ -15,13 +15,15 @@ EVERY = 30.0  # seconds between lines where there is no terminal to draw a bar o
 
 
 class Terminal:
-    """A reporter for people: one bar a stage, with loss, tokens/s and time left; one line when it is done."""
+    """A reporter for people: one bar a stage, with loss, tokens/s and time left; one line when it is done. Those who
+    share a terminal say who they are and draw no bars."""
 
-    def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console(stderr=True)
+    def __init__(self, console: Console | None = None, who: str = "") -> None:
+        self.console = console or (Console(stderr=True, force_terminal=False) if who else Console(stderr=True))
+        self.who = f"{who}: " if who else ""
 
     def say(self, text: str) -> None:
-        self.console.print(f"  {text}", highlight=False)
+        self.console.print(f"  {self.who}{text}", highlight=False, soft_wrap=bool(self.who))
 
     @contextmanager
     def bar(self, title: str, total: int) -> Iterator[Bar]:
@@ -43,7 +45,7 @@ class Terminal:
                 nonlocal last, told
                 last = note or last
                 progress.update(task, completed=done, note=last)
-                if not self.console.is_terminal and time.perf_counter() - told > EVERY:
+                if not self.who and not self.console.is_terminal and time.perf_counter() - told > EVERY:
                     told = time.perf_counter()
                     self.say(f"{title}: {done:,} of {total:,}   {last}")
 

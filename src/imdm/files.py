@@ -8,13 +8,18 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
 from imdm.errors import UserError
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
 
 PARTIAL = ".partial-"  # a name that begins so is an unfinished write and is never read
 
@@ -81,10 +86,18 @@ def _safetensors(path: Path, what: str) -> Iterator[None]:
         raise UserError(f"{what}: {path} is not a readable safetensors file ({error})") from None
 
 
+@contextmanager
+def _alone(file: IO[bytes]) -> Iterator[None]:
+    """No other process in this block with the same file, where the system can lock one (closing unlocks it)."""
+    if fcntl is not None:
+        fcntl.flock(file, fcntl.LOCK_EX)
+    yield
+
+
 def append_line(path: Path, value: Any) -> None:
     """One JSON object a line. A last line that a crash cut short is dropped first, so that it cannot spoil this one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a+b") as file:
+    with open(path, "a+b") as file, _alone(file):
         file.seek(0)
         whole = file.read()
         if whole and not whole.endswith(b"\n"):

@@ -3,6 +3,7 @@
 OUT/recipe.json                 the resolved recipe
 OUT/results.jsonl               result rows of all seeds
 OUT/seed-0/teacher/model/ …     one folder a seed, one folder a stage, `done.json` when it is finished
+OUT/VARIANT/seed-0/ …           the same below a folder a variant, where the recipe has variants
 """
 
 from __future__ import annotations
@@ -71,11 +72,12 @@ def _check_pairs(pairs: Coupling, stage: TrainStage, student: MaskedDiffusionLM,
 
 @dataclass
 class Run:
-    """One recipe, one seed, one folder."""
+    """One recipe, one seed, one folder. results: where result rows go, OUT/results.jsonl unless given."""
 
     recipe: Recipe
     out: Path
     reporter: Reporter = field(default_factory=Quiet)
+    results: Path | None = None
 
     @property
     def folder(self) -> Path:
@@ -87,8 +89,8 @@ class Run:
 
     def run(self, names: list[str]) -> None:
         """The named stages, each after those it builds on. All that can be refused is refused before any work."""
-        wanted = [name for name in self.recipe.stages if name in self._closure(names)]
-        self._check(wanted)
+        self.check(names)
+        wanted = self._wanted(names)
         if processes().is_main_process:
             write_json(self.out / "recipe.json", self.recipe.resolved())
         with _threads(self.recipe.threads):
@@ -97,6 +99,14 @@ class Run:
                     self.reporter.say(f"{name}: already there")
                 else:
                     self._make(name)
+
+    def check(self, names: list[str]) -> None:
+        """Refuse what can be refused before any work."""
+        self._check(self._wanted(names))
+
+    def _wanted(self, names: list[str]) -> list[str]:
+        closure = self._closure(names)
+        return [name for name in self.recipe.stages if name in closure]
 
     def _closure(self, names: list[str]) -> set[str]:
         """The stages named and all they build on."""
@@ -177,10 +187,15 @@ class Run:
                 f"stage {name!r} in {self.folder / name} was made with other settings or inputs; "
                 "choose another --out, or delete that folder to make it again"
             )
-        if isinstance(self.recipe.stages[name], EvaluateStage):
-            mine = (self.recipe.digest(), self.recipe.seed)
-            return any((row.recipe_hash, row.seed) == mine for row in read(self.out / "results.jsonl"))
+        stage = self.recipe.stages[name]
+        if isinstance(stage, EvaluateStage):
+            mine = {(self.recipe.digest(), self.recipe.seed, method) for method in stage.models.values()}
+            return mine <= {(row.recipe_hash, row.seed, row.method) for row in read(self._results)}
         return True
+
+    @property
+    def _results(self) -> Path:
+        return self.results or self.out / "results.jsonl"
 
     def _make(self, name: str) -> None:
         inputs, stage = self._inputs_hash(name), self.recipe.stages[name]
@@ -250,6 +265,7 @@ class Run:
                 recipe=recipe.resolved(),
                 start=start,
                 on_progress=progress,
+                on_warning=lambda text: self.reporter.say(f"{name}: warning: {text}"),
             )
             return fingerprint(load_model(trainer.train()))
 
@@ -306,5 +322,5 @@ class Run:
                     rows += found
                     done += 1
                     bar(done, model_name)
-        append(self.out / "results.jsonl", rows)
+        append(self._results, rows)
         return digest([row.model_dump(exclude={"time"}) for row in rows])

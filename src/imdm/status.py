@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from imdm.errors import UserError
 from imdm.files import read_json, read_lines
-from imdm.recipes import CoupleStage, Recipe, TrainStage
+from imdm.recipes import CoupleStage, Recipe, TrainStage, variants
 from imdm.training.checkpoint import checkpoint_path, steps_present
 
 
 @dataclass(frozen=True)
 class StageStatus:
-    """state: `done`, `stopped or running`, `waiting`; done and total count steps, shards or nothing."""
+    """state: `done`, `stopped or running`, `waiting`; done and total count steps, shards or nothing; fitted: the share
+    of its pairs' tokens that a ReDi student has learned."""
 
     seed: int
     name: str
@@ -23,6 +24,7 @@ class StageStatus:
     total: int = 0
     round: int | None = None
     loss: float | None = None
+    fitted: float | None = None
     seconds_left: float | None = None
 
 
@@ -31,8 +33,16 @@ def status(run: Path) -> list[StageStatus]:
     if not (run / "recipe.json").exists():
         raise UserError(f"{run}: no recipe.json there; it is not the folder of a run")
     recipe = Recipe.parse(read_json(run / "recipe.json", "status"))
-    seeds = sorted(int(path.name.removeprefix("seed-")) for path in run.glob("seed-*"))
-    return [_stage(run / f"seed-{seed}" / name, recipe, seed, name) for seed in seeds for name in recipe.stages]
+    return [
+        replace(row, name=f"{variant}: {row.name}" if variant else row.name)
+        for variant, member in variants(recipe).items()
+        for row in _run(run / variant, member)
+    ]
+
+
+def _run(folder: Path, recipe: Recipe) -> list[StageStatus]:
+    seeds = sorted(int(path.name.removeprefix("seed-")) for path in folder.glob("seed-*"))
+    return [_stage(folder / f"seed-{seed}" / name, recipe, seed, name) for seed in seeds for name in recipe.stages]
 
 
 def _stage(folder: Path, recipe: Recipe, seed: int, name: str) -> StageStatus:
@@ -48,7 +58,8 @@ def _stage(folder: Path, recipe: Recipe, seed: int, name: str) -> StageStatus:
 
 
 def _training(folder: Path, stage: TrainStage, seed: int, name: str, state: str) -> StageStatus:
-    rows = [row for row in read_lines(folder / "history.jsonl") if "loss" in row]
+    history = read_lines(folder / "history.jsonl")
+    rows, signals = [row for row in history if "loss" in row], [row for row in history if "fitted" in row]
     step, steps = (rows[-1]["step"] if rows else 0), stage.training.steps
     saved, point = steps_present(folder / "checkpoints"), {}
     if saved:
@@ -56,6 +67,5 @@ def _training(folder: Path, stage: TrainStage, seed: int, name: str, state: str)
     speeds = [row["steps_per_second"] for row in rows[-5:]]
     left = (steps - step) / (sum(speeds) / len(speeds)) if speeds and state != "done" else None
     loss = rows[-1]["loss"] if rows else None
-    return StageStatus(
-        seed, name, stage.objective.kind, state, step, steps, point.get("companion", {}).get("round"), loss, left
-    )
+    fitted, round = (signals[-1]["fitted"] if signals else None), point.get("companion", {}).get("round")
+    return StageStatus(seed, name, stage.objective.kind, state, step, steps, round, loss, fitted, left)

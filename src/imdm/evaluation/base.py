@@ -15,6 +15,7 @@ from imdm.data.synthetic import Language
 from imdm.errors import UserError
 from imdm.models import MaskedDiffusionLM
 from imdm.process import NoisePolicy
+from imdm.randomness import Purpose, as_key, uniform
 from imdm.registry import Registry
 from imdm.sampling import Generation
 
@@ -80,6 +81,22 @@ def mean(values: Tensor) -> Measurement:
     values = values.double()
     spread = float(values.std(correction=1)) / len(values) ** 0.5 if len(values) > 1 else float("nan")
     return Measurement(float(values.mean()), spread, len(values))
+
+
+REPLICATES = 200
+
+
+def bootstrap_weights(n: int, seed: int) -> Tensor:
+    """Weights of n draws in each replicate of the Bayesian bootstrap, (r, n), rows summing to 1: exponential rather
+    than counted, so that no draw is ever left out and a logarithm of a mean stays finite."""
+    u = uniform(as_key(seed), Purpose.BOOTSTRAP, torch.arange(n), torch.arange(REPLICATES)[:, None])
+    weight = -torch.log1p(-u)
+    return weight / weight.sum(1, keepdim=True)
+
+
+def spread(values: list[Tensor]) -> float:
+    """The standard deviation over replicates."""
+    return float(torch.stack(values).std(correction=1))
 
 
 STEPLESS = ("factorization_error", "nelbo")

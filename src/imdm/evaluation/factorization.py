@@ -12,13 +12,11 @@ import torch
 from torch import Tensor
 
 from imdm.data.synthetic import Language
-from imdm.evaluation.base import Measurement, Subject, metrics
+from imdm.evaluation.base import Measurement, Subject, bootstrap_weights, metrics, spread
 from imdm.masks import Finite, Single
 from imdm.models import Denoiser
-from imdm.randomness import Purpose, as_key, fold, integers
+from imdm.randomness import Purpose, as_key, fold
 from imdm.theory.information import contexts, keep_and_reveal, marginal, revealed_subsets
-
-REPLICATES = 200
 
 
 @dataclass(frozen=True)
@@ -94,15 +92,7 @@ def factorization_error(subject: Subject) -> Measurement:
     joint = joint_under(laws.log_probs, everything, language.symbols).flatten(1)  # (n, V^L)
     truth = language.joint.flatten()
     value = float(divergence(truth, joint.mean(0)))
-    return Measurement(value, 0.0 if laws.exact else _bootstrap(truth, joint, subject.seed), len(joint))
-
-
-def _bootstrap(truth: Tensor, joint: Tensor, seed: int) -> float:
-    n = len(joint)
-    support = truth > 0
-    values = []
-    for replicate in range(REPLICATES):
-        pick = integers(as_key(seed), Purpose.BOOTSTRAP, torch.arange(n), replicate, n)
-        weight = torch.bincount(pick, minlength=n).double() / n
-        values.append(divergence(truth[support], weight @ joint[:, support]))
-    return float(torch.stack(values).std(correction=1))
+    if laws.exact:
+        return Measurement(value, 0.0, len(joint))
+    again = bootstrap_weights(len(joint), subject.seed) @ joint  # (r, V^L)
+    return Measurement(value, spread([divergence(truth, law) for law in again]), len(joint))

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from imdm.data.synthetic import Language
-from imdm.evaluation.base import Measurement, Subject, metrics
-from imdm.evaluation.factorization import REPLICATES, divergence, joint_under
+from imdm.evaluation.base import Measurement, Subject, bootstrap_weights, metrics, spread
+from imdm.evaluation.factorization import divergence, joint_under
 from imdm.models import Denoiser
-from imdm.randomness import Purpose, as_key, integers
 from imdm.sampling import Generation
 from imdm.state import Noised
 
@@ -55,13 +54,12 @@ class OutputLaw:
 def output_law(laws: Tensor, language: Language, seed: int) -> OutputLaw:
     """p̂ from the laws (n, L, V) of n trajectories."""
     n, positions = len(laws), tuple(range(language.length))
-    pick = integers(as_key(seed), Purpose.BOOTSTRAP, torch.arange(n), torch.arange(REPLICATES)[:, None], n)  # (r, n)
-    weight = torch.zeros(REPLICATES + 2, n, dtype=torch.float64)
-    weight[0] = 1 / n
-    weight[1, n // 2 :] = 1 / (n - n // 2)
-    weight[2:].scatter_add_(1, pick, torch.full_like(pick, 1 / n, dtype=torch.float64))
+    means = torch.zeros(2, n, dtype=torch.float64)
+    means[0] = 1 / n
+    means[1, n // 2 :] = 1 / (n - n // 2)
+    weight = torch.cat((means, bootstrap_weights(n, seed)))
     size = max(1, AT_ONCE // language.joint.numel())
-    total = torch.zeros(REPLICATES + 2, language.joint.numel(), dtype=torch.float64)
+    total = torch.zeros(len(weight), language.joint.numel(), dtype=torch.float64)
     for part in torch.arange(n).split(size):
         total += weight[:, part] @ joint_under(laws[part], positions, language.symbols).flatten(1)
     return OutputLaw(total[0], total[1], total[2:], n)
@@ -75,16 +73,12 @@ def _law(subject: Subject) -> OutputLaw:
     return subject.once("output law", make)
 
 
-def _spread(values: list[Tensor]) -> float:
-    return float(torch.stack(values).std(correction=1))
-
-
 @metrics.register("kl")
 def kl(subject: Subject) -> Measurement:
     """KL(truth ‖ p̂) in nats, standard error by bootstrap over trajectories."""
     truth, law = subject.language.joint.flatten(), _law(subject)
-    spread = _spread([divergence(truth, replicate) for replicate in law.replicates])
-    return Measurement(float(divergence(truth, law.whole)), spread, law.n)
+    error = spread([divergence(truth, replicate) for replicate in law.replicates])
+    return Measurement(float(divergence(truth, law.whole)), error, law.n)
 
 
 @metrics.register("kl_half")
@@ -98,5 +92,5 @@ def kl_half(subject: Subject) -> Measurement:
 def tv(subject: Subject) -> Measurement:
     """Total variation ½ Σ |truth − p̂|, standard error by bootstrap over trajectories."""
     truth, law = subject.language.joint.flatten(), _law(subject)
-    spread = _spread([0.5 * (truth - replicate).abs().sum() for replicate in law.replicates])
-    return Measurement(float(0.5 * (truth - law.whole).abs().sum()), spread, law.n)
+    error = spread([0.5 * (truth - replicate).abs().sum() for replicate in law.replicates])
+    return Measurement(float(0.5 * (truth - law.whole).abs().sum()), error, law.n)

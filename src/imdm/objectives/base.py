@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,6 +18,7 @@ from imdm.registry import Registry
 from imdm.state import Noised
 
 if TYPE_CHECKING:
+    from imdm.data.source import Source
     from imdm.models import MaskedDiffusionLM
 
 objectives: Registry[type[Objective]] = Registry("objective")
@@ -88,6 +89,14 @@ class Objective(Config):
     def turn(self, companion: Any, step: int, average: Mapping[str, Tensor]) -> bool:
         """Called before each step with the student's averaged weights; True: start with a new optimiser."""
         return False
+
+    def signals(self, model: MaskedDiffusionLM, source: Source, seed: int) -> dict[str, float]:
+        """Early signs of how training goes beside the loss, measured without dropout on averaged weights."""
+        return {}
+
+    def worry(self, signals: Sequence[tuple[int, Mapping[str, float]]], steps: int) -> str | None:
+        """What there is to fear for the end of the run, in a sentence, from the signals (step, values) so far."""
+        return None
 
     @abstractmethod
     def loss(

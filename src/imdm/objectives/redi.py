@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from math import log
+from typing import TYPE_CHECKING, Literal
 
+import torch
 from torch import Tensor, nn
 
 from imdm.objectives.base import Objective, Step, nelbo_terms, objectives
 from imdm.process import NoisePolicy, Process
+from imdm.randomness import Purpose, as_key, fold
+
+if TYPE_CHECKING:
+    from imdm.data.source import Source
+    from imdm.models import MaskedDiffusionLM
+
+LOOKED_AT = 256  # pairs
+FITTED = 0.9  # the share of fitted tokens below which a student has not learned its pairs
 
 
 @objectives.register("redi")
@@ -33,3 +43,39 @@ class ReDi(Objective):
     ) -> Tensor:
         keys = batch["seed"] if self.noise == "coupling" else step.keys()
         return nelbo_terms(model, process, process.noised(batch["noised"], batch["t"], keys), batch["tokens"]).mean()
+
+    @torch.no_grad()
+    def signals(self, model: MaskedDiffusionLM, source: Source, seed: int) -> dict[str, float]:
+        """`fitted`: the share of masked tokens of the first pairs that the student says with a chance above ½. What
+        makes a few-step student is that this comes near 1. `decided`: the share of the same positions where, under
+        noise it was not trained on, it gives some token a chance above ½."""
+        pairs = {name: c.to(model.device) for name, c in source.rows(torch.arange(min(LOOKED_AT, len(source)))).items()}
+        unseen = fold(as_key(seed, model.device), Purpose.SAMPLE, torch.arange(len(pairs["t"]), device=model.device))
+
+        def share(keys: Tensor, targets: Tensor | None) -> float:
+            state = model.process.noised(pairs["noised"], pairs["t"], keys)
+
+            def sure(rows: Tensor, part: slice) -> Tensor:
+                chosen = rows.amax(-1) if targets is None else rows.gather(-1, targets[part, None])[:, 0]
+                return (chosen > log(0.5)).double()
+
+            return float(model(state, rows=state.masked, reduce=sure).mean())
+
+        fitted = share(pairs["seed"], pairs["tokens"][pairs["noised"] == model.process.mask_id])
+        if model.mask.kind == "single" and not model.config.mixture:
+            return {"fitted": fitted}  # without noise it cannot tell its pairs apart, nor decide
+        return {"fitted": fitted, "decided": share(unseen, None)}
+
+    def worry(self, signals: Sequence[tuple[int, Mapping[str, float]]], steps: int) -> str | None:
+        """From half of the run on: whether the fitted share, rising as it did of late, will reach 90%."""
+        if len(signals) < 3 or signals[-1][0] < steps / 2 or "decided" not in signals[-1][1]:
+            return None
+        (before, earlier), (now, latest) = signals[-3], signals[-1]
+        pace = max(0.0, (latest["fitted"] - earlier["fitted"]) / (now - before))
+        expected = min(1.0, latest["fitted"] + pace * (steps - now))
+        if expected >= FITTED:
+            return None
+        return (
+            f"this run will end unfitted: {latest['fitted']:.0%} of the pairs' tokens at step {now}, "
+            f"about {expected:.0%} at the end; train longer, on fewer pairs, or a larger model"
+        )

@@ -12,7 +12,16 @@ from imdm.recipes.schema import CoupleStage, EvaluateStage, Recipe, TrainStage
 
 HERE = Path(__file__).parent
 
-__all__ = ["CoupleStage", "EvaluateStage", "Recipe", "TrainStage", "load_recipe", "parse_recipe", "recipe_names"]
+__all__ = [
+    "CoupleStage",
+    "EvaluateStage",
+    "Recipe",
+    "TrainStage",
+    "load_recipe",
+    "parse_recipe",
+    "recipe_names",
+    "variants",
+]
 
 
 def recipe_names() -> list[str]:
@@ -36,7 +45,19 @@ def parse_recipe(values: dict[str, Any], overrides: tuple[str, ...] | list[str] 
     """A recipe from plain settings."""
     for override in overrides:
         _override(values, override)
-    return Recipe.parse(values, "")
+    recipe = Recipe.parse(values, "")
+    variants(recipe)  # they must parse too
+    return recipe
+
+
+def variants(recipe: Recipe) -> dict[str, Recipe]:
+    """The recipe of each variant by name; of a recipe without variants, itself under the name ''."""
+    alone: dict[str, Any] = {"variants": {}, "quick": None}
+    made = {
+        name: Recipe.parse(_merge(recipe.resolved(), changes) | alone, f"variants.{name}")
+        for name, changes in recipe.variants.items()
+    }
+    return made or {"": recipe}
 
 
 def _read(name: str | Path) -> dict[str, Any]:

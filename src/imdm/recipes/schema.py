@@ -108,8 +108,16 @@ class EvaluateStage(Config):
 Stage = Annotated[TrainStage | CoupleStage | EvaluateStage, Field(discriminator="kind")]
 
 
+class Quick(Config):
+    """A smaller part of a recipe, for a first look: some of its variants, and the stages named with all they need."""
+
+    variants: tuple[str, ...] = ()
+    stages: tuple[str, ...]
+
+
 class Recipe(Config):
-    """An experiment of the paper. threads: CPU threads to use, where the work is too small to share."""
+    """An experiment of the paper. threads: CPU threads to use, where the work is too small to share; variants: settings
+    that are changed to make the same experiment on other data, each in a folder of its own."""
 
     name: str
     summary: str
@@ -119,6 +127,8 @@ class Recipe(Config):
     data: DataConfig
     model: ModelSettings
     stages: dict[str, Stage]
+    variants: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    quick: Quick | None = None
 
     @model_validator(mode="after")
     def _stages_in_order(self) -> Recipe:
@@ -131,9 +141,20 @@ class Recipe(Config):
             above.add(name)
         return self
 
+    @model_validator(mode="after")
+    def _quick_is_a_part(self) -> Recipe:
+        for kind, named, known in (
+            ("variant", self.quick.variants if self.quick else (), self.variants),
+            ("stage", self.quick.stages if self.quick else (), self.stages),
+        ):
+            for name in named:
+                if name not in known:
+                    raise unknown(kind, name, known)
+        return self
+
     def digest(self) -> str:
-        """The hash in result rows: everything but the seed."""
-        return digest(self.model_dump(mode="json", exclude={"seed"}))
+        """The hash in result rows: everything but the seed, and what is run of it."""
+        return digest(self.model_dump(mode="json", exclude={"seed", "variants", "quick"}))
 
     def resolved(self) -> dict[str, Any]:
         return self.model_dump(mode="json")

@@ -1,6 +1,6 @@
 """Tables, pictures and the page."""
 
-from imdm.report import synthetic  # noqa: F401  (registers its page)
+from imdm.report import compatibility, languages, synthetic  # noqa: F401  (each registers its page)
 from imdm.report.build import build_report, pages
 from imdm.report.page import Picture, Report, Section
 from imdm.report.tables import Table, all_results

@@ -10,7 +10,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from torch import Tensor
 
-COLOURS = {"mdm": "#8a8f98", "imdm": "#c2410c", "teacher": "#1d4ed8"}
+COLOURS = {"mdm": "#8a8f98", "mdlm": "#8a8f98", "finite": "#0f766e", "imdm": "#c2410c", "teacher": "#1d4ed8"}
 STYLE: Any = {
     "font.size": 10,
     "axes.spines.top": False,
@@ -22,6 +22,7 @@ STYLE: Any = {
     "font.family": "sans-serif",
 }
 
+Bands = dict[str, dict[int, list[float]]]  # model → steps → one value a seed
 Curves = Mapping[str, Sequence[tuple[int, float]]]
 
 
@@ -46,6 +47,33 @@ def training_curves(panels: Mapping[str, Curves], lines: Mapping[str, tuple[floa
                 axis.axhline(height, color="black", linewidth=0.9, linestyle=":", label=label)
             axis.set(title=title, xlabel="training step")
             axis.legend(frameon=False, loc="best")
+        return figure
+
+
+def error_over_steps(panels: Mapping[str, Bands], bound: float, bound_name: str) -> Figure:
+    """KL over the number of steps, one panel a method, one curve a model: the mean over seeds, bars to the farthest
+    ones. The bound holds at one step for a single mask and is drawn there."""
+    with rc_context(STYLE):
+        figure = Figure(figsize=(3.1 * len(panels), 3.0), layout="constrained")
+        axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)
+        for axis, (method, models) in zip(axes[0], panels.items(), strict=True):
+            for model, points in models.items():
+                steps = sorted(points)
+                middle = [sum(points[k]) / len(points[k]) for k in steps]
+                reach = [
+                    [m - min(points[k]) for k, m in zip(steps, middle, strict=True)],
+                    [max(points[k]) - m for k, m in zip(steps, middle, strict=True)],
+                ]
+                axis.errorbar(
+                    steps, middle, reach, marker="o", markersize=3.5, capsize=2, label=model, color=COLOURS[model]
+                )
+            axis.plot([0.85, 1.18], [bound, bound], color="black", linewidth=1.4, label=f"{bound_name}, 1 step")
+            ticks = sorted({k for points in models.values() for k in points})
+            axis.set(title=method, xlabel="steps", xscale="log", yscale="log")
+            axis.set_xticks(ticks, [str(k) for k in ticks])
+            axis.minorticks_off()
+        axes[0][0].set_ylabel("KL to the truth (nats)")
+        axes[0][-1].legend(frameon=False, fontsize=8, loc="best")
         return figure
 
 

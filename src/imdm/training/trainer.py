@@ -96,7 +96,8 @@ class Trainer:
     """Trains `model` on `source` under `objective` and leaves in `out`:
 
     `model/` the averaged weights, `raw/` the last ones, `checkpoints/` (which carry `recipe`, the settings that made
-    them), and `history.jsonl`: the loss every `log_every` steps, what `watch` measures every `watch_every`.
+    them), and `history.jsonl`: the loss every `log_every` steps; every `watch_every` what `watch` measures and the
+    objective's early signals, with a warning once they promise a bad end.
     `start` is the model that the student was made from, where it is another; the first teacher of a self-distillation.
     A run that stopped goes on from its newest checkpoint, bit for bit on CPU; a finished one returns at once.
     """
@@ -115,9 +116,11 @@ class Trainer:
         recipe: Mapping[str, Any] | None = None,
         start: MaskedDiffusionLM | None = None,
         on_progress: Callable[[Progress], None] | None = None,
+        on_warning: Callable[[str], None] | None = None,
     ) -> None:
         self.objective, self.source, self.config, self.out, self.seed = objective, source, config, Path(out), seed
-        self.watch, self.watch_every, self.recipe, self.on_progress = watch, watch_every, recipe or {}, on_progress
+        self.watch, self.watch_every, self.recipe = watch, watch_every, recipe or {}
+        self.on_progress, self.on_warning = on_progress, on_warning
         self.accelerator = accelerator()
         self._check(model)
         loop = {"steps", "checkpoint_every", "keep_checkpoints", "log_every", "tensorboard"}
@@ -226,10 +229,9 @@ class Trainer:
                 if self.on_progress is not None:
                     self.on_progress(Progress(self.step, self.config.steps, loss, speed))
                 started, losses = time.perf_counter(), []
-            if self.watch is not None and self._due(self.watch_every):
+            if self._due(self.watch_every):
                 paused = time.perf_counter()
-                with self.averaged():
-                    self._record({"step": self.step, **self.watch(self.bare)}, writer)
+                self._look(writer)
                 started += time.perf_counter() - paused
             if self._due(self.config.checkpoint_every):
                 self.save()
@@ -237,6 +239,25 @@ class Trainer:
         if writer is not None:
             writer.close()
         return self.out / "model"
+
+    def _look(self, writer: Any) -> None:
+        """The objective's early signals and what `watch` measures, and a warning where they promise nothing good."""
+        with self.averaged():
+            signals = self.objective.signals(self.bare, self.source, self.seed)
+            seen = signals | dict(self.watch(self.bare) if self.watch is not None else {})
+        if not seen:
+            return
+        passes = {"passes": round(self.step * self.config.batch / len(self.source), 2)} if signals else {}
+        self._record({"step": self.step, **passes, **seen}, writer)
+        if not signals or not self.accelerator.is_main_process:
+            return
+        rows = read_lines(self.out / "history.jsonl")
+        seen_before = [(row["step"], row) for row in rows if signals.keys() <= row.keys()]
+        fear = self.objective.worry(seen_before, self.config.steps)
+        if fear is not None and not any("warning" in row for row in rows):
+            self._record({"step": self.step, "warning": fear}, None)
+            if self.on_warning is not None:
+                self.on_warning(fear)
 
     def _due(self, every: int) -> bool:
         return self.step % every == 0 or self.step == self.config.steps

@@ -1,0 +1,249 @@
+"""Variants of a recipe, several runs at a time, and one cell of the language grid with its bars."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from imdm.errors import UserError
+from imdm.evaluation import Row, read
+from imdm.files import append_line
+from imdm.jobs import plan, run_jobs, workers_for
+from imdm.models import load_model
+from imdm.pipeline import Quiet, Run
+from imdm.recipes import load_recipe, parse_recipe, variants
+from imdm.recipes.schema import Quick
+from imdm.report import build_report
+from imdm.report.languages import Figures, below_the_bound, margins
+from imdm.status import status
+from imdm.theory import total_correlation
+
+TRAINING = {"steps": 4, "batch": 8, "warmup": 0, "log_every": 2}
+SMALL = {
+    "name": "small",
+    "summary": "two languages",
+    "experiment": "a",
+    "threads": 1,
+    "data": {"kind": "language", "name": "aligned"},
+    "model": {"width": 16, "blocks": 1, "heads": 2, "condition": 8},
+    "stages": {
+        "teacher": {"kind": "train", "training": TRAINING},
+        "look": {"kind": "evaluate", "models": {"teacher": "teacher"}, "metrics": ["validity"], "samples": 20},
+        "student": {"kind": "train", "start": "teacher", "mask": "finite-4", "training": TRAINING},
+        "look-again": {"kind": "evaluate", "models": {"student": "student"}, "metrics": ["validity"], "samples": 20},
+    },
+    "variants": {"two": {}, "three": {"experiment": "b", "data": {"settings": {"length": 3}}}},
+    "quick": {"variants": ["two"], "stages": ["look"]},
+}
+
+
+def test_a_variant_changes_what_it_names_and_nothing_else() -> None:
+    recipe = parse_recipe(SMALL)
+    two, three = variants(recipe).values()
+    assert two.data.language().length == 2
+    assert three.data.language().length == 3
+    assert (two.experiment, three.experiment) == ("a", "b")
+    assert two.stages == three.stages == recipe.stages
+    assert two.digest() != three.digest()
+    assert not two.variants
+    assert variants(two) == {"": two}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"quick": {"stages": ["lok"]}}, "^unknown stage 'lok'"),
+        ({"quick": {"variants": ["four"], "stages": ["look"]}}, "unknown variant 'four'"),
+        ({"quick": None, "variants": {"odd": {"data": {"nam": "aligned"}}}}, "unknown key 'variants.odd.data.nam'"),
+    ],
+)
+def test_bad_variants_get_a_sentence(change: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        parse_recipe(SMALL | change)
+
+
+def test_the_plan_is_every_variant_on_every_seed(tmp_path: Path) -> None:
+    recipe = parse_recipe(SMALL)
+    names = [job.name for job in plan(recipe, tmp_path, seeds=2, quick=False)]
+    assert names == ["two, seed 0", "three, seed 0", "two, seed 1", "three, seed 1"]
+    (quick,) = plan(recipe, tmp_path, seeds=1, quick=True)
+    assert (quick.name, quick.stages) == ("two, seed 0", ("look",))
+    with pytest.raises(UserError, match="recipe 'synthetic' has no quick part"):
+        plan(load_recipe("synthetic"), tmp_path, seeds=1, quick=True)
+    assert workers_for(recipe, 1) == 1
+    assert workers_for(recipe.model_copy(update={"threads": None}), 4) == 1
+
+
+def test_a_quick_run_is_a_part_of_the_whole_one(tmp_path: Path) -> None:
+    """Two processes at a time, one results file; what the quick part made is not made again."""
+    recipe = parse_recipe(SMALL)
+    run_jobs(recipe, plan(recipe, tmp_path, 1, quick=True), tmp_path, 1, Quiet())
+    marker = tmp_path / "two/seed-0/look/done.json"
+    made = marker.stat().st_mtime_ns
+    run_jobs(recipe, plan(recipe, tmp_path, 2, quick=False), tmp_path, 2, Quiet())
+    assert marker.stat().st_mtime_ns == made
+    rows = read(tmp_path / "results.jsonl")
+    assert {(row.experiment, row.model, row.seed) for row in rows} == {
+        (e, m, s) for e in "ab" for m in ("mdlm", "finite") for s in (0, 1)
+    }
+    assert len(rows) == 8
+    stages = status(tmp_path)
+    assert len(stages) == 16
+    assert {stage.state for stage in stages} == {"done"}
+    assert stages[0].name == "two: teacher"
+    (alone,) = plan(recipe, tmp_path / "alone", 1, quick=True)
+    alone.run(Quiet())
+    assert [r.value for r in read(tmp_path / "alone/results.jsonl")] == [r.value for r in rows if r.key[:1] == ("a",)][
+        :1
+    ]
+
+
+def test_refusals_come_before_any_work(tmp_path: Path) -> None:
+    recipe = parse_recipe(SMALL | {"variants": {"two": {}, "far": {"stages": {"teacher": {"start": "/no/model"}}}}})
+    with pytest.raises(UserError, match="builds on '/no/model': neither a stage"):
+        run_jobs(recipe, plan(recipe, tmp_path, 1, quick=False), tmp_path, 1, Quiet())
+    assert not list(tmp_path.iterdir())
+
+
+def test_pairs_of_another_teacher_are_refused_before_any_work(tmp_path: Path) -> None:
+    recipe = parse_recipe(SMALL)
+    two = variants(recipe)["two"]
+    Run(two, tmp_path / "a").run(["teacher"])
+    Run(two.model_copy(update={"seed": 1}), tmp_path / "a").run(["teacher"])
+    first, other = (tmp_path / f"a/seed-{seed}/teacher/model" for seed in (0, 1))
+    couple = {"kind": "couple", "teacher": str(other), "pairs": 8, "steps": 2}
+    Run(parse_recipe(SMALL | {"variants": {}, "quick": None, "stages": {"pairs": couple}}), tmp_path / "b").all()
+    redi = {"kind": "train", "start": str(first), "data": str(tmp_path / "b/seed-0/pairs"), "training": TRAINING}
+    stages = {"fresh": SMALL["stages"]["teacher"], "redi": redi | {"objective": "redi"}}
+    recipe = parse_recipe(SMALL | {"variants": {}, "quick": None, "stages": stages})
+    with pytest.raises(UserError, match="was made by teacher .* but training starts from model"):
+        Run(recipe, tmp_path / "c").all()
+    assert not (tmp_path / "c").exists()
+
+
+def test_the_quick_part_of_the_grid_is_what_it_should_be() -> None:
+    recipe = load_recipe("languages")
+    methods = {m for stage in recipe.quick.stages for m in recipe.stages[stage].models.values()}
+    assert methods == {"teacher", "redi", "sdtt+redi"}
+    experiments = {variants(recipe)[name].experiment for name in recipe.quick.variants}
+    assert experiments == {"{00,11}", "two-topic-4x3"}
+    measured = {
+        (method, name.split("-")[0])
+        for stage in recipe.stages.values()
+        if stage.kind == "evaluate"
+        for name, method in stage.models.items()
+    }
+    students = {
+        (method, model) for method in ("sdtt", "redi", "sdtt+redi", "di4c") for model in ("mdlm", "finite", "imdm")
+    }
+    assert measured == students | {("teacher", "teacher")}
+    for member in variants(recipe).values():
+        assert member.data.language().joint.numel() <= 4096
+
+
+def cell(tmp_path: Path) -> Path:
+    """{00, 11} under ReDi, shortened."""
+    short = ["stages.teacher.training.steps=400", "stages.pairs.pairs=1000", "stages.pairs.steps=64"]
+    for student in ("mdlm-redi", "imdm-redi"):
+        short += [f"stages.{student}.training.steps=500", f"stages.{student}.watch.samples=200"]
+    short.append("stages.evaluate-redi.models={mdlm-redi: redi, imdm-redi: redi}")
+    short += ["stages.evaluate-redi.steps=[1, 2]", "stages.evaluate-redi.samples=4000"]
+    recipe = load_recipe("languages", short)
+    only = {"variants": {"aligned-2x2": recipe.variants["aligned-2x2"]}}
+    recipe = recipe.model_copy(update=only | {"quick": Quick(stages=("evaluate-redi",))})
+    run_jobs(recipe, plan(recipe, tmp_path, 1, quick=True), tmp_path, 1, Quiet())
+    return tmp_path
+
+
+def test_one_cell_of_the_grid_passes_its_bars(tmp_path: Path) -> None:
+    run = cell(tmp_path)
+    rows = read(run / "results.jsonl")
+    figures = Figures.of(rows)
+    found = margins(figures, ["{00,11}"])
+    assert [(m.method, m.steps) for m in found] == [("redi", 1), ("redi", 2)]
+    assert all(m.errors > 4 for m in found)
+    truth = variants(load_recipe("languages"))["aligned-2x2"].data.language()
+    assert not below_the_bound(figures, {"{00,11}": float(total_correlation(truth.joint))})
+    history = [json.loads(line) for line in (run / "aligned-2x2/seed-0/imdm-redi/history.jsonl").open()]
+    last = [row for row in history if "fitted" in row][-1]
+    assert last["passes"] == 128.0
+    assert last["fitted"] > 0.9
+    assert last["decided"] > 0.9
+    assert "kl" in last
+    assert not any("warning" in row for row in history)
+    single = [json.loads(line) for line in (run / "aligned-2x2/seed-0/mdlm-redi/history.jsonl").open()]
+    assert [row for row in single if "fitted" in row][-1][
+        "fitted"
+    ] < 0.9  # a single mask cannot fit, and is not scolded
+    assert not any("warning" in row for row in single)
+    report = build_report(run)
+    assert report.highlights[0][0] == "2 of 2"
+    assert report.highlights[1][0] == "0 of 1"
+    page = report.write(run).read_text()
+    assert "data:image/svg+xml" in page
+    assert "Lead of the infinite mask" in page
+
+
+def row(model: str, steps: int, value: float, stderr: float, method: str = "redi", seed: int = 0) -> Row:
+    fixed = {"experiment": "x", "mask": model, "evaluations": 1.0, "metric": "kl", "n": 9, "split": None, "judge": None}
+    fixed |= {"precision": "float32", "length": 2, "temperature": 1.0, "recipe_hash": "h", "time": "now"}
+    return Row(**fixed, method=method, model=model, steps=steps, value=value, stderr=stderr, seed=seed)
+
+
+def test_margins_by_hand() -> None:
+    figures = Figures.of([row("mdlm", 1, 1.0, 0.3), row("imdm", 1, 0.5, 0.4), row("imdm", 2, 0.5, 0.4)])
+    (found,) = margins(figures, ["x"])
+    assert found.difference == 0.5
+    assert found.errors == pytest.approx(1.0)
+
+
+def test_the_bound_is_a_single_masks_at_one_step() -> None:
+    low = [
+        row("mdlm", 1, 0.5, 0.01),
+        row("mdlm", 2, 0.5, 0.01),
+        row("imdm", 1, 0.5, 0.01),
+        row("mdlm", 1, 0.5, 0.01, "di4c"),
+    ]
+    assert below_the_bound(Figures.of(low), {"x": 0.53}) == []  # within four errors
+    assert below_the_bound(Figures.of(low), {"x": 0.6}) == low[:1]
+
+
+def test_compatibility_reports_both_ways(tmp_path: Path) -> None:
+    short = ["stages.evaluate.samples=300", "stages.evaluate.steps=[4]"]
+    for stage in ("mdlm", "imdm", "mdlm-finetuned", "imdm-finetuned"):
+        short.append(f"stages.{stage}.training.steps=20")
+    Run(load_recipe("compatibility-cpu", short), tmp_path).all()
+    report = build_report(tmp_path)
+    table = report.sections[0].parts[0]
+    assert [cells[:2] for cells in table.rows] == [
+        ("from scratch", "MDLM"),
+        ("from scratch", "IMDM"),
+        ("fine-tuned", "MDLM"),
+        ("fine-tuned", "IMDM"),
+    ]
+    assert [cells[-1] for cells in table.rows] == ["30.94", "31.69", "30.85", "30.91"]
+    assert re.fullmatch(r"0\.\d{4}", report.highlights[0][0])
+    for stage, mask in (("imdm", "infinite-uniform-128-1.0"), ("mdlm-finetuned", "single")):
+        assert load_model(tmp_path / "seed-0" / stage / "model").mask.name == mask
+
+
+def test_lines_of_several_processes_stay_whole(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(_write, args=(str(tmp_path / "lines.jsonl"),), nprocs=2)
+    lines = [json.loads(line) for line in (tmp_path / "lines.jsonl").open()]
+    assert sorted((line["who"], line["i"]) for line in lines) == [(w, i) for w in range(2) for i in range(100)]
+
+
+def _write(who: int, path: str) -> None:
+    for i in range(100):
+        append_line(Path(path), {"who": who, "i": i, "text": "x" * 500})
+
+
+def test_the_recipe_file_of_a_grid_is_itself_a_recipe(tmp_path: Path) -> None:
+    recipe = load_recipe("languages")
+    (tmp_path / "again.yaml").write_text(yaml.safe_dump(recipe.resolved(), sort_keys=False))
+    assert load_recipe(tmp_path / "again.yaml") == recipe
