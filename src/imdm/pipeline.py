@@ -22,7 +22,6 @@ from imdm.devices import processes
 from imdm.errors import UserError, unknown
 from imdm.evaluation import ANY_DATA, Subject, append, measure, measure_steps, read
 from imdm.files import read_json, write_json
-from imdm.masks import Mask, parse_mask
 from imdm.models import MaskedDiffusionLM, fingerprint, load_model, with_mask
 from imdm.objectives import ReDi
 from imdm.randomness import Purpose, as_key, fold, seeded
@@ -152,7 +151,7 @@ class Run:
                     f"stage {name!r}: objective {stage.objective.kind!r} trains on a coupling; "
                     "set 'data' to a couple stage or to a folder of pairs"
                 )
-            stage.objective.check(*self._latent(name))
+            stage.objective.check(any(self._reads(name)))
             outside = [needed for needed in stage.inputs() if needed not in recipe.stages]
             if stage.start in outside and stage.data in outside:  # else the pairs' teacher is still to be made
                 start = load_model(str(stage.start))
@@ -165,17 +164,15 @@ class Run:
         if enumerated and recipe.data.language() is None:
             raise UserError(f"stage {name!r}: metric {enumerated[0]!r} needs an enumerated language as data")
 
-    def _latent(self, name: str) -> tuple[Mask, bool]:
-        """The mask of a model that a stage makes or a folder holds, and whether it is a mixture."""
+    def _reads(self, name: str) -> tuple[bool, bool]:
+        """Whether the model that a stage makes, or a folder holds, has noisy masks, and whether it is a mixture."""
         stage = self.recipe.stages.get(name)
         if not isinstance(stage, TrainStage):
-            config = load_model(name).config
-            return parse_mask(config.mask), config.mixture
-        if stage.start is None:
-            mask, mixture = self.recipe.model.mask, self.recipe.model.mixture
-        else:
-            mask, mixture = self._latent(stage.start)
-        return stage.mask or mask, stage.mixture or mixture
+            process = load_model(name).process
+            return process.mask.noisy, process.mixture
+        settings = self.recipe.model
+        noisy, mixture = (settings.mask.noisy, settings.mixture) if stage.start is None else self._reads(stage.start)
+        return stage.mask.noisy if stage.mask is not None else noisy, mixture or stage.mixture
 
     def _is_done(self, name: str) -> bool:
         """Whether a stage's output is there; refused when it was made from something else."""
@@ -243,7 +240,7 @@ class Run:
         start = model
         if stage.mask is not None and stage.mask != model.mask:
             model = with_mask(model, stage.mask, seed)
-            start = start if start.mask.kind == "single" else model  # who teaches must read the student's noise
+            start = model if start.mask.noisy else start  # who teaches must read the student's noise
         if stage.mixture and not model.config.mixture:
             model = with_mask(model, seed=seed, mixture=True)
         if isinstance(source, Coupling):

@@ -50,6 +50,11 @@ class Process:
     mask_id: int
     mixture: bool = False
 
+    @property
+    def noisy(self) -> bool:
+        """Whether a state carries more than its tokens: noise in its masks, or a latent."""
+        return self.mask.noisy or self.mixture
+
     def corrupt(self, x: Tensor, t: Tensor, keys: Tensor) -> Noised:
         """z_t ~ q(·|x) = α_t·x + (1 − α_t)·π_M (Eq. 12): x (B, L), t (B,), one key a sequence (B,)."""
         return self.noised(x.masked_fill(self.masks(t, keys, x.shape[1]), self.mask_id), t, keys)

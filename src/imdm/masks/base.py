@@ -25,6 +25,11 @@ class Mask(Config):
     kind: str
 
     @property
+    def noisy(self) -> bool:
+        """Whether two masked positions may look different."""
+        return True
+
+    @property
     @abstractmethod
     def name(self) -> str:
         """The name in result rows, e.g. `infinite-uniform-768-1.0`."""

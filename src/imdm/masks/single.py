@@ -14,6 +14,10 @@ class Single(Mask):
     kind: str = "single"
 
     @property
+    def noisy(self) -> bool:
+        return False
+
+    @property
     def name(self) -> str:
         return "single"
 

@@ -131,12 +131,12 @@ class MaskedDiffusionLM(PreTrainedModel):
     def embed(self, state: Noised) -> Tensor:
         """Eq. 15: E(z) for data tokens, E(mask) + MLP(ε) for masked positions: (B, L, D). A single mask reads none."""
         x = self.embedding(state.tokens)
-        if state.noise is None or self.mask.kind == "single":
+        if state.noise is None or not self.mask.noisy:
             return x
         return x + self.mask_embedding(state.noise).to(x.dtype) * state.masked[..., None]
 
     def trunk(self, state: Noised) -> Tensor:
-        if state.noise is None and self.mask.kind != "single":
+        if state.noise is None and self.mask.noisy:
             raise UserError(f"the state carries no noise, but the model's mask is {self.mask.name}; use model.noised()")
         x = self.embed(state)
         if self.mixture is not None:

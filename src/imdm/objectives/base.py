@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from imdm.config import Config, parse_kind
-from imdm.masks import Mask
 from imdm.process import Process
 from imdm.randomness import Purpose, as_key, fold, uniform
 from imdm.registry import Registry
@@ -77,8 +76,8 @@ class Objective(Config):
     def needs(self) -> tuple[str, ...]:
         return ("tokens",)
 
-    def check(self, mask: Mask, mixture: bool) -> None:
-        """Refuse, in a sentence, a student that this objective cannot train."""
+    def check(self, noisy: bool) -> None:
+        """Refuse, in a sentence, a student that this objective cannot train; noisy: its states carry noise or λ."""
         return
 
     def companion(self, model: MaskedDiffusionLM, start: MaskedDiffusionLM | None = None) -> Companion | None:

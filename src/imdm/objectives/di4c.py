@@ -26,7 +26,6 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from imdm.errors import UserError
-from imdm.masks import Mask
 from imdm.objectives.base import EARLIEST, Step, objectives
 from imdm.objectives.rounds import Rounds, Teacher
 from imdm.process import Process
@@ -61,8 +60,8 @@ class Di4C(Rounds):
     data_weight: float = Field(0.1, ge=0)
     control_variate: bool = True
 
-    def check(self, mask: Mask, mixture: bool) -> None:
-        if mask.kind == "single" and not mixture:
+    def check(self, noisy: bool) -> None:
+        if not noisy:
             raise UserError(
                 "objective 'di4c' needs a latent that the whole sequence shares, and a single mask has none; "
                 "give the student mixture: true, or a finite or infinite mask"
@@ -86,7 +85,7 @@ class Di4C(Rounds):
     ) -> Tensor:
         if companion is None:
             raise ValueError("Di4C.loss needs the companion that Di4C.companion(model) makes")
-        self.check(process.mask, process.mixture)
+        self.check(process.noisy)
         x, t, keys, M = batch["tokens"], self.times(step), step.keys(), self.latents
         tokens = process.corrupt(x, t, keys).tokens
         copy = fold(keys[:, None], Purpose.LATENT, torch.arange(M, device=keys.device)).flatten()  # (B·M,)
@@ -142,7 +141,7 @@ def look_ahead(
     u = t - torch.minimum(torch.full_like(t, 1 / steps), t / 2)
     position = torch.arange(state.tokens.shape[1], device=keys.device)
     chance = uniform(keys[:, None], Purpose.TOKEN, position)  # (B·M, L): a position is written once, now or later
-    alone = teacher.mask.kind == "single" and not teacher.process.mixture
+    alone = not teacher.process.noisy
     known = teacher.trunk(state[::copies] if alone else state)
     revealed = process.reveals(state, u, keys, 1)
     row, column = revealed.nonzero(as_tuple=True)

@@ -62,7 +62,7 @@ class ReDi(Objective):
             return float(model(state, rows=state.masked, reduce=sure).mean())
 
         fitted = share(pairs["seed"], pairs["tokens"][pairs["noised"] == model.process.mask_id])
-        if model.mask.kind == "single" and not model.config.mixture:
+        if not model.process.noisy:
             return {"fitted": fitted}  # without noise it cannot tell its pairs apart, nor decide
         return {"fitted": fitted, "decided": share(unseen, None)}
 

@@ -152,7 +152,7 @@ class Trainer:
                 f"objective {self.objective.kind!r} needs the column {lacking[0]!r}, which its data does not have; "
                 "give it a coupling"
             )
-        self.objective.check(model.mask, model.config.mixture)
+        self.objective.check(model.process.noisy)
         check_fits(self.source, model)
         self.config.check(self.accelerator.num_processes, self.accelerator.device)
 
