@@ -348,7 +348,7 @@ MISTAKES = {
         "would push the step size to 1.998, beyond 1",
     ),
     "no latent": (
-        ["distill", "di4c", "MODEL", "--data", "aligned", "--out", "OUT"],
+        ["distill", "di4c", "MODEL", "--data", "aligned", "--out", "OUT", "--mask", "single"],
         "needs a latent that the whole sequence shares, and a single mask has none",
     ),
     "other words": (
@@ -407,7 +407,7 @@ def test_distil_by_sdtt_then_redi_and_look_at_it(run: Path, tmp_path: Path) -> N
     student = tmp_path / "sdtt" / "seed-0" / "student" / "model"
     assert MaskedDiffusionLM.from_pretrained(student).mask.name == "infinite-uniform-4-1.0"
     shown = imdm("status", tmp_path / "sdtt").stdout
-    assert re.search(r"0\s+student\s+sdtt\s+done\s+8 of 8\s+2\s", shown)
+    assert re.search(r"seed 0:\nstage .*\nstudent\s+sdtt\s+done\s+8 of 8\s+2\s", shown)
     di4c = ["distill", "di4c", teacher, "--data", "aligned", "--rounds", "2", "--iterations", "2", "--batch", "8"]
     for start, latent in ((teacher, ["--mixture"]), (student, [])):  # a new λ; the mask noise of an SDTT student
         di4c[2], out = start, tmp_path / f"di4c-{start.parent.name}"
@@ -418,7 +418,8 @@ def test_distil_by_sdtt_then_redi_and_look_at_it(run: Path, tmp_path: Path) -> N
     result = imdm(*redi, "--pairs", "16", "--out", tmp_path / "redi")
     assert result.returncode == 0, result.stderr
     shown = imdm("status", tmp_path / "redi").stdout
-    assert [line.split()[1] for line in shown.splitlines()[1:]] == ["pairs-1", "student-1", "pairs-2", "student-2"]
+    assert [line.split()[0] for line in shown.splitlines()[2:]] == ["pairs-1", "student-1", "pairs-2", "student-2"]
+    assert re.search(r"student-2\s+redi\s+done\s+3 of 3\s+\d\.\d+\s+\d+%", shown)  # the share of tokens it has fitted
     assert "already there" in imdm(*redi, "--pairs", "16", "--out", tmp_path / "redi").stderr
 
 

@@ -92,10 +92,10 @@ def test_a_quick_run_is_a_part_of_the_whole_one(tmp_path: Path) -> None:
         (e, m, s) for e in "ab" for m in ("mdlm", "finite") for s in (0, 1)
     }
     assert len(rows) == 8
-    stages = status(tmp_path)
-    assert len(stages) == 16
-    assert {stage.state for stage in stages} == {"done"}
-    assert stages[0].name == "two: teacher"
+    runs = status(tmp_path)
+    assert list(runs) == ["two, seed 0", "two, seed 1", "three, seed 0", "three, seed 1"]
+    assert {stage.state for stages in runs.values() for stage in stages} == {"done"}
+    assert [stage.name for stage in runs["two, seed 0"]] == ["teacher", "look", "student", "look-again"]
     (alone,) = plan(recipe, tmp_path / "alone", 1, quick=True)
     alone.run(Quiet())
     assert [r.value for r in read(tmp_path / "alone/results.jsonl")] == [r.value for r in rows if r.key[:1] == ("a",)][

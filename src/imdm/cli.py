@@ -193,16 +193,21 @@ def status(run: Annotated[Path, typer.Argument(help="Folder of a run.")]) -> Non
 
     if not run.is_dir():
         raise UserError(f"{run}: no such folder")
-    columns = ("seed", "stage", "kind", "state", "done", "round", "loss", "fitted", "time left")
-    table = RichTable(*columns, box=None, pad_edge=False)
-    for row in read_status(run):
-        done = f"{row.done:,} of {row.total:,}" if row.total else ""
-        left = "" if row.seconds_left is None else f"{row.seconds_left / 60:.1f} min"
-        loss = "" if row.loss is None else f"{row.loss:.4f}"
-        round = "" if row.round is None else str(row.round + 1)
-        fitted = "" if row.fitted is None else f"{row.fitted:.0%}"
-        table.add_row(str(row.seed), row.name, row.kind, row.state, done, round, loss, fitted, left)
-    console.print(table)
+    runs = read_status(run)
+    for name, stages in runs.items():
+        if len(runs) > 1 and all(row.state == "done" for row in stages):
+            _say(f"{name}: all {len(stages)} stages done")
+            continue
+        _say(f"{name}:")
+        table = RichTable("stage", "kind", "state", "done", "round", "loss", "fitted", "left", box=None, pad_edge=False)
+        for row in stages:
+            done = f"{row.done:,} of {row.total:,}" if row.total else ""
+            left = "" if row.seconds_left is None else f"{row.seconds_left / 60:.1f} min"
+            loss = "" if row.loss is None else f"{row.loss:.4f}"
+            round = "" if row.round is None else str(row.round + 1)
+            fitted = "" if row.fitted is None else f"{row.fitted:.0%}"
+            table.add_row(row.name, row.kind, row.state, done, round, loss, fitted, left)
+        console.print(table)
 
 
 @app.command()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from imdm.errors import UserError
@@ -16,7 +16,6 @@ class StageStatus:
     """state: `done`, `stopped or running`, `waiting`; done and total count steps, shards or nothing; fitted: the share
     of its pairs' tokens that a ReDi student has learned."""
 
-    seed: int
     name: str
     kind: str
     state: str
@@ -28,36 +27,33 @@ class StageStatus:
     seconds_left: float | None = None
 
 
-def status(run: Path) -> list[StageStatus]:
-    """Every stage of every seed of a run folder."""
+def status(run: Path) -> dict[str, list[StageStatus]]:
+    """Every stage of every seed, and of every variant where there are some, of a run folder."""
     if not (run / "recipe.json").exists():
         raise UserError(f"{run}: no recipe.json there; it is not the folder of a run")
     recipe = Recipe.parse(read_json(run / "recipe.json", "status"))
-    return [
-        replace(row, name=f"{variant}: {row.name}" if variant else row.name)
-        for variant, member in variants(recipe).items()
-        for row in _run(run / variant, member)
-    ]
+    found = {}
+    for variant, member in variants(recipe).items():
+        for seed in sorted(int(path.name.removeprefix("seed-")) for path in (run / variant).glob("seed-*")):
+            folder = run / variant / f"seed-{seed}"
+            name = f"{variant}, seed {seed}" if variant else f"seed {seed}"
+            found[name] = [_stage(folder / stage, member, stage) for stage in member.stages]
+    return found
 
 
-def _run(folder: Path, recipe: Recipe) -> list[StageStatus]:
-    seeds = sorted(int(path.name.removeprefix("seed-")) for path in folder.glob("seed-*"))
-    return [_stage(folder / f"seed-{seed}" / name, recipe, seed, name) for seed in seeds for name in recipe.stages]
-
-
-def _stage(folder: Path, recipe: Recipe, seed: int, name: str) -> StageStatus:
+def _stage(folder: Path, recipe: Recipe, name: str) -> StageStatus:
     stage = recipe.stages[name]
     finished, begun = (folder / "done.json").exists(), folder.exists()
     state = "done" if finished else "stopped or running" if begun else "waiting"
     if isinstance(stage, TrainStage):
-        return _training(folder, stage, seed, name, state)
+        return _training(folder, stage, name, state)
     if isinstance(stage, CoupleStage):
         shards = -(-stage.pairs // stage.shard)
-        return StageStatus(seed, name, stage.kind, state, len(list(folder.glob("pairs-*"))), shards)
-    return StageStatus(seed, name, stage.kind, state)
+        return StageStatus(name, stage.kind, state, len(list(folder.glob("pairs-*"))), shards)
+    return StageStatus(name, stage.kind, state)
 
 
-def _training(folder: Path, stage: TrainStage, seed: int, name: str, state: str) -> StageStatus:
+def _training(folder: Path, stage: TrainStage, name: str, state: str) -> StageStatus:
     history = read_lines(folder / "history.jsonl")
     rows, signals = [row for row in history if "loss" in row], [row for row in history if "fitted" in row]
     step, steps = (rows[-1]["step"] if rows else 0), stage.training.steps
@@ -68,4 +64,4 @@ def _training(folder: Path, stage: TrainStage, seed: int, name: str, state: str)
     left = (steps - step) / (sum(speeds) / len(speeds)) if speeds and state != "done" else None
     loss = rows[-1]["loss"] if rows else None
     fitted, round = (signals[-1]["fitted"] if signals else None), point.get("companion", {}).get("round")
-    return StageStatus(seed, name, stage.objective.kind, state, step, steps, round, loss, fitted, left)
+    return StageStatus(name, stage.objective.kind, state, step, steps, round, loss, fitted, left)
