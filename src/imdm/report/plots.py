@@ -54,9 +54,11 @@ def error_over_steps(panels: Mapping[str, Bands], bound: float, bound_name: str)
     """KL over the number of steps, one panel a method, one curve a model: the mean over seeds, bars to the farthest
     ones. The bound holds at one step for a single mask and is drawn there."""
     with rc_context(STYLE):
-        figure = Figure(figsize=(3.1 * len(panels), 3.0), layout="constrained")
-        axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)
-        for axis, (method, models) in zip(axes[0], panels.items(), strict=True):
+        across = min(2, len(panels))
+        down = -(-len(panels) // across)
+        figure = Figure(figsize=(3.8 * across, 2.7 * down), layout="constrained")
+        axes = figure.subplots(down, across, squeeze=False, sharey=True)
+        for axis, (method, models) in zip(axes.flat, panels.items(), strict=False):
             for model, points in models.items():
                 steps = sorted(points)
                 middle = [sum(points[k]) / len(points[k]) for k in steps]
@@ -72,8 +74,11 @@ def error_over_steps(panels: Mapping[str, Bands], bound: float, bound_name: str)
             axis.set(title=method, xlabel="steps", xscale="log", yscale="log")
             axis.set_xticks(ticks, [str(k) for k in ticks])
             axis.minorticks_off()
-        axes[0][0].set_ylabel("KL to the truth (nats)")
-        axes[0][-1].legend(frameon=False, fontsize=8, loc="best")
+        for row in axes:
+            row[0].set_ylabel("KL to the truth (nats)")
+        for spare in axes.flat[len(panels) :]:
+            spare.remove()
+        axes[0][0].legend(frameon=False, fontsize=8, loc="best")
         return figure
 
 
