@@ -143,7 +143,7 @@ def language_section(name: str, truth: Language, figures: Figures, bound: float)
     steps = sorted({key[3] for key in figures.rows if key[0] == name and key[4] == "kl"})
     kls = (f"KL, {k} step{'s' if k > 1 else ''}" for k in steps)
     columns = ("method", "model", *kls)
-    note = "Mean over seeds ± the farthest seed; one seed: ± its standard error. Total variation, validity and the rest are in results.jsonl."
+    note = "Mean over seeds ± the farthest seed; one seed: ± its standard error. TV, validity and more: results.jsonl."
     table = Table(name, columns, note=note)
     panels: dict[str, plots.Bands] = {}
     for method in ("teacher", *METHODS):
