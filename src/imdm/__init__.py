@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from imdm.recipes import load_recipe
     from imdm.sampling import Generation
     from imdm.state import Noised
+    from imdm.writer import Writer, load
 
 __version__ = "0.1.0"
 
@@ -38,7 +39,9 @@ __all__ = [
     "Noised",
     "Single",
     "UserError",
+    "Writer",
     "fold_conditioning",
+    "load",
     "load_model",
     "load_recipe",
     "to_infinite",
@@ -59,6 +62,7 @@ _HOMES = {
     "imdm.recipes": ("load_recipe",),
     "imdm.sampling": ("Generation",),
     "imdm.state": ("Noised",),
+    "imdm.writer": ("Writer", "load"),
 }
 
 

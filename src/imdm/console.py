@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
 
-from imdm.pipeline import Bar
+if TYPE_CHECKING:
+    from imdm.pipeline import Bar
+    from imdm.writer import Piece
 
 EVERY = 30.0  # seconds between lines where there is no terminal to draw a bar on
+
+
+def coloured(pieces: Sequence[Piece], steps: int) -> Text:
+    """Text whose colour says when each token appeared, from first (blue) to last (red); what was given is bold."""
+    shown = Text()
+    for piece in pieces:
+        late = piece.step / max(1, steps - 1)
+        red, blue = round(60 + 180 * late), round(240 - 180 * late)
+        shown.append(piece.text, "bold" if piece.step < 0 else f"rgb({red},110,{blue})")
+    return shown
 
 
 class Terminal:

@@ -31,6 +31,9 @@ class Job:
     def check(self) -> None:
         self._run(Quiet()).check(list(self.stages))
 
+    def prepare(self, reporter: Reporter) -> None:
+        self._run(reporter).prepare()
+
     def _run(self, reporter: Reporter) -> Run:
         return Run(self.recipe, self.out, reporter, self.results)
 
@@ -67,6 +70,8 @@ def run_jobs(recipe: Recipe, jobs: list[Job], out: Path, workers: int, reporter:
     """All that can be refused is refused before any work; finished stages are skipped."""
     for job in jobs:
         job.check()
+    for job in {job.out: job for job in jobs}.values():
+        job.prepare(reporter)
     if recipe.variants and processes().is_main_process:
         write_json(out / "recipe.json", recipe.resolved())
     if workers == 1 or len(jobs) == 1:

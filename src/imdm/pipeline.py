@@ -1,6 +1,7 @@
 """Running a recipe: stage after stage, each skipped when its output is there and was made from the same inputs.
 
 OUT/recipe.json                 the resolved recipe
+OUT/data/train, valid           prepared text, where the recipe's data is text
 OUT/results.jsonl               result rows of all seeds
 OUT/seed-0/teacher/model/ …     one folder a seed, one folder a stage, `done.json` when it is finished
 OUT/VARIANT/seed-0/ …           the same below a folder a variant, where the recipe has variants
@@ -10,17 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from imdm.config import digest
-from imdm.data import CoupleConfig, Coupling, Source, check_fits, couple
+from imdm.data import CoupleConfig, Coupling, Data, Source, check_fits, couple
+from imdm.data.tokenizers import copy_tokenizer, load_tokenizer
 from imdm.devices import processes
 from imdm.errors import UserError, unknown
-from imdm.evaluation import ANY_DATA, Subject, append, measure, measure_steps, read
+from imdm.evaluation import ENUMERATED, JUDGED, Judge, Subject, append, load_judge, measure, measure_steps, read
 from imdm.files import read_json, write_json
 from imdm.models import MaskedDiffusionLM, fingerprint, load_model, with_mask
 from imdm.objectives import ReDi
@@ -77,6 +79,10 @@ class Run:
     out: Path
     reporter: Reporter = field(default_factory=Quiet)
     results: Path | None = None
+    data: Data = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.data = self.recipe.data
 
     @property
     def folder(self) -> Path:
@@ -89,7 +95,9 @@ class Run:
     def run(self, names: list[str]) -> None:
         """The named stages, each after those it builds on. All that can be refused is refused before any work."""
         self.check(names)
+        self.prepare()
         wanted = self._wanted(names)
+        self._check(wanted)
         if processes().is_main_process:
             write_json(self.out / "recipe.json", self.recipe.resolved())
         with _threads(self.recipe.threads):
@@ -101,7 +109,22 @@ class Run:
 
     def check(self, names: list[str]) -> None:
         """Refuse what can be refused before any work."""
-        self._check(self._wanted(names))
+        if self.out.exists() and not self.out.is_dir():
+            raise UserError(f"--out {self.out} is a file; give a folder")
+        self.data.check()
+        if self.data.is_ready:
+            self._check(self._wanted(names))
+
+    def prepare(self) -> None:
+        """Text is tokenised and packed into OUT/data, once for all seeds."""
+        if self.data.is_ready:
+            return
+        state = processes()
+        if state.is_main_process:
+            with self.reporter.bar("data: tokenise and pack", 0) as bar:
+                self.recipe.data.ready(self.out / "data", bar)
+        state.wait_for_everyone()
+        self.data = self.recipe.data.ready(self.out / "data")
 
     def _wanted(self, names: list[str]) -> list[str]:
         closure = self._closure(names)
@@ -119,11 +142,9 @@ class Run:
 
     def _check(self, names: list[str]) -> None:
         """Bad sizes, missing data or folders, settings this machine cannot run, other runs in the same place."""
-        if self.out.exists() and not self.out.is_dir():
-            raise UserError(f"--out {self.out} is a file; give a folder")
         recipe = self.recipe
-        source = recipe.data.source(recipe.seed)
-        length = recipe.model.build(*recipe.data.vocabulary(), source.length).length
+        source = self.data.source(recipe.seed)
+        length = recipe.model.build(*self.data.vocabulary(), source.length).length
         if source.length > length:
             raise UserError(f"the data has {source.length} tokens a row, model.length = {length} is shorter")
         for name in names:
@@ -160,8 +181,8 @@ class Run:
             metrics = stage.watch.metrics
         elif isinstance(stage, EvaluateStage):
             metrics = stage.metrics
-        enumerated = [metric for metric in metrics if metric not in ANY_DATA]
-        if enumerated and recipe.data.language() is None:
+        enumerated = [metric for metric in metrics if metric in ENUMERATED]
+        if enumerated and self.data.language() is None:
             raise UserError(f"stage {name!r}: metric {enumerated[0]!r} needs an enumerated language as data")
 
     def _reads(self, name: str) -> tuple[bool, bool]:
@@ -228,12 +249,12 @@ class Run:
     def _train(self, name: str, stage: TrainStage) -> str:
         recipe, seed = self.recipe, self.recipe.seed
         if stage.data is None:
-            source: Any = recipe.data.source(seed)
+            source: Any = self.data.source(seed)
         else:
             source = Coupling(self.folder / stage.data if stage.data in recipe.stages else stage.data)
         if stage.start is None:
             with seeded(fold(as_key(seed), Purpose.INIT)):
-                model = MaskedDiffusionLM(recipe.model.build(*recipe.data.vocabulary(), source.length))
+                model = MaskedDiffusionLM(recipe.model.build(*self.data.vocabulary(), source.length))
         else:
             model = self.model(stage.start)
         teacher = fingerprint(model)  # of the model as it was loaded: couplings name it
@@ -264,24 +285,31 @@ class Run:
                 on_progress=progress,
                 on_warning=lambda text: self.reporter.say(f"{name}: warning: {text}"),
             )
-            return fingerprint(load_model(trainer.train()))
+            folder = trainer.train()
+        self._carry_tokenizer(stage, folder)
+        return fingerprint(load_model(folder))
+
+    def _carry_tokenizer(self, stage: TrainStage, folder: Path) -> None:
+        """A model that was trained on text, or made from one that was, has its tokenizer beside it."""
+        home = self.data.tokenizer_folder()
+        if home is None and stage.start is not None and stage.start not in self.recipe.stages:
+            home = Path(stage.start)
+        if home is not None and processes().is_main_process:
+            for target in (folder, folder.parent / "raw"):
+                copy_tokenizer(home, target)
 
     def _watch(self, stage: TrainStage) -> Callable[[MaskedDiffusionLM], Mapping[str, float]]:
-        recipe, watched = self.recipe, stage.watch
-        language, data = recipe.data.language(), recipe.data.source(recipe.seed)
+        watched = stage.watch
 
         def watch(model: MaskedDiffusionLM) -> Mapping[str, float]:
-            n = watched.samples
-            subject = Subject(
-                model, steps=watched.steps, samples=n, draws=n, seed=recipe.seed, truth=language, data=data
-            )
+            subject = replace(self._subject(model, watched.samples), steps=watched.steps)
             return {name: found.value for name, found in measure(list(watched.metrics), subject).items()}
 
         return watch
 
     def _couple(self, name: str, stage: CoupleStage) -> str:
         config = CoupleConfig(**stage.model_dump(exclude={"kind", "teacher"}))
-        source = self.recipe.data.source(self.recipe.seed) if config.start == "perturbed" else None
+        source = self.data.source(self.recipe.seed) if config.start == "perturbed" else None
         state = processes()
         with self.reporter.bar(f"{name}: {config.steps}-step teacher", config.pairs) as bar:
             manifest = couple(
@@ -301,23 +329,57 @@ class Run:
         recipe, state = self.recipe, processes()
         if not state.is_main_process:
             return ""
-        truth, data = recipe.data.language(), recipe.data.source(recipe.seed)
+        judge = self._judge(name, stage)
+        metrics = [metric for metric in stage.metrics if judge is not None or metric not in JUDGED]
         rows, done = [], 0
         with self.reporter.bar(f"{name}: {stage.samples:,} samples", len(stage.models) * len(stage.steps)) as bar:
             for model_name, method in stage.models.items():
-                subject = Subject(
-                    self.model(model_name).to(state.device),
-                    samples=stage.samples,
+                subject = replace(
+                    self._subject(self.model(model_name).to(state.device), stage.samples),
                     draws=stage.draws,
-                    seed=recipe.seed,
                     noise=stage.noise,
-                    truth=truth,
-                    data=data,
+                    pairs=self._pairs_of(model_name),
+                    judge=judge,
                 )
                 labels = {"experiment": recipe.experiment, "method": method, "recipe_hash": recipe.digest()}
-                for found in measure_steps(subject, stage.metrics, stage.steps, **labels):
+                chosen = [m for m in metrics if m != "pair_overlap" or subject.pairs is not None]
+                for found in measure_steps(subject, chosen, stage.steps, **labels):
                     rows += found
                     done += 1
                     bar(done, model_name)
         append(self._results, rows)
         return digest([row.model_dump(exclude={"time"}) for row in rows])
+
+    def _subject(self, model: MaskedDiffusionLM, samples: int) -> Subject:
+        """A model before this recipe's data: held-out rows where there are some."""
+        seed = self.recipe.seed
+        train, held_out, home = self.data.source(seed), self.data.held_out(seed), self.data.tokenizer_folder()
+        return Subject(
+            model,
+            samples=samples,
+            draws=samples,
+            seed=seed,
+            truth=self.data.language(),
+            data=held_out or train,
+            split="valid" if held_out is not None else None,
+            train=train,
+            tokenizer=load_tokenizer(home) if home is not None else None,
+        )
+
+    def _judge(self, name: str, stage: EvaluateStage) -> Judge | None:
+        """The stage's judge; None, with a line that says why, where it is not to be had."""
+        judged = [metric for metric in stage.metrics if metric in JUDGED]
+        if not judged:
+            return None
+        try:
+            return load_judge(stage.judge, stage.judge_precision, processes().device)
+        except UserError as error:
+            self.reporter.say(f"{name}: {', '.join(judged)} left out: {error}")
+            return None
+
+    def _pairs_of(self, name: str) -> Coupling | None:
+        """The couplings that a stage's model was distilled on."""
+        stage = self.recipe.stages.get(name)
+        if not isinstance(stage, TrainStage) or stage.data is None:
+            return None
+        return Coupling(self.folder / stage.data if stage.data in self.recipe.stages else stage.data)

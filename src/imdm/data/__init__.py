@@ -1,8 +1,10 @@
-"""What is trained on: enumerated languages, token files, couplings."""
+"""What is trained on: enumerated languages, token files, text, couplings."""
 
+from imdm.data.corpora import Corpus
 from imdm.data.coupling import CoupleConfig, Coupling, Manifest, couple
+from imdm.data.packing import PrepareConfig, PreparedSource, prepare
 from imdm.data.source import (
-    DataConfig,
+    Data,
     LanguageData,
     LanguageSource,
     Order,
@@ -12,17 +14,24 @@ from imdm.data.source import (
     check_fits,
 )
 from imdm.data.synthetic import Language, aligned, languages, markov, two_topic
+from imdm.data.text import DataConfig, PreparedData, TextData
 
 __all__ = [
+    "Corpus",
     "CoupleConfig",
     "Coupling",
+    "Data",
     "DataConfig",
     "Language",
     "LanguageData",
     "LanguageSource",
     "Manifest",
     "Order",
+    "PrepareConfig",
+    "PreparedData",
+    "PreparedSource",
     "Source",
+    "TextData",
     "TokenData",
     "TokenSource",
     "aligned",
@@ -30,5 +39,6 @@ __all__ = [
     "couple",
     "languages",
     "markov",
+    "prepare",
     "two_topic",
 ]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from abc import abstractmethod
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from pydantic import Field
@@ -16,6 +18,9 @@ from imdm.errors import UserError
 from imdm.files import read_tensors
 from imdm.models import MaskedDiffusionLM, check_tokens
 from imdm.randomness import Purpose, as_key, permutation, uniform
+
+Progress = Callable[[int, str], None]
+"""How far a preparation is: documents so far, and what to say beside that."""
 
 
 class Source(Protocol):
@@ -65,7 +70,43 @@ class TokenSource:
         return {"tokens": self.tokens[index].long()}
 
 
-class LanguageData(Config):
+class Data(Config):
+    """What a recipe's `data` section can do, whatever its kind."""
+
+    @abstractmethod
+    def source(self, seed: int) -> Source:
+        """The rows to train on."""
+
+    @abstractmethod
+    def vocabulary(self) -> tuple[int, int]:
+        """(vocab_size, mask_token_id)."""
+
+    def check(self) -> None:
+        """Refuse, before any work, what cannot be read."""
+        self.source(0)
+
+    def ready(self, folder: Path, progress: Progress | None = None) -> Data:
+        """The same data, able to give rows; what must be made for that goes into `folder`."""
+        return self
+
+    @property
+    def is_ready(self) -> bool:
+        return True
+
+    def held_out(self, seed: int) -> Source | None:
+        """Rows that are not trained on, where there are some."""
+        return None
+
+    def language(self) -> Language | None:
+        """The enumerated truth, where there is one."""
+        return None
+
+    def tokenizer_folder(self) -> Path | None:
+        """Where the tokenizer is, for text."""
+        return None
+
+
+class LanguageData(Data):
     """`data: {kind: language, name: aligned, settings: {length: 2, symbols: 2}}`: an enumerated language."""
 
     kind: Literal["language"] = "language"
@@ -83,11 +124,10 @@ class LanguageData(Config):
         return LanguageSource(self.language(), seed)
 
     def vocabulary(self) -> tuple[int, int]:
-        """(vocab_size, mask_token_id)."""
         return self.language().vocab_size, self.language().mask_id
 
 
-class TokenData(Config):
+class TokenData(Data):
     """`data: {kind: tokens, path: train.safetensors, vocab_size: 30522, mask_token_id: 103}`: a safetensors file whose
     tensor `tokens` (N, L) holds ids; the mask is the last id unless given."""
 
@@ -95,9 +135,6 @@ class TokenData(Config):
     path: Path
     vocab_size: int = Field(ge=2)
     mask_token_id: int | None = None
-
-    def language(self) -> None:
-        return None
 
     def vocabulary(self) -> tuple[int, int]:
         return self.vocab_size, self.vocab_size - 1 if self.mask_token_id is None else self.mask_token_id
@@ -126,9 +163,6 @@ def check_fits(source: Source, model: MaskedDiffusionLM) -> None:
         )
     if source.length > config.length:
         raise UserError(f"the data has {source.length} tokens a row, the model takes at most {config.length}")
-
-
-DataConfig = Annotated[LanguageData | TokenData, Field(discriminator="kind")]
 
 
 class Order:

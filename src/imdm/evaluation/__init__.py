@@ -1,17 +1,30 @@
 """What an evaluation reports, and the rows it writes."""
 
-from imdm.evaluation import entropy, factorization, law, likelihood, validity  # noqa: F401  (they register their metrics)
-from imdm.evaluation.base import ANY_DATA, Measurement, Subject, measure, metrics
+from imdm.evaluation import (  # noqa: F401  (they register their metrics)
+    entropy,
+    factorization,
+    judge,
+    law,
+    likelihood,
+    mauve,
+    text,
+    validity,
+)
+from imdm.evaluation.base import ENUMERATED, JUDGED, Measurement, Subject, measure, metrics
 from imdm.evaluation.factorization import single_step_error
+from imdm.evaluation.judge import Judge, load_judge
 from imdm.evaluation.results import Row, append, family, measure_steps, read, to_row
 
 __all__ = [
-    "ANY_DATA",
+    "ENUMERATED",
+    "JUDGED",
+    "Judge",
     "Measurement",
     "Row",
     "Subject",
     "append",
     "family",
+    "load_judge",
     "measure",
     "measure_steps",
     "metrics",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,20 +19,33 @@ from imdm.randomness import Purpose, as_key, uniform
 from imdm.registry import Registry
 from imdm.sampling import Generation
 
+if TYPE_CHECKING:
+    from imdm.evaluation.judge import Judge
+
 T = TypeVar("T")
 metrics: Registry[Callable[[Subject], Measurement]] = Registry("metric")
 
 
 @dataclass(frozen=True)
 class Measurement:
+    """judge: who read the samples; split: which rows of data were used."""
+
     value: float
     stderr: float
     n: int
+    judge: str | None = None
+    split: str | None = None
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model under evaluation. Samples are made once, by the first metric that asks for them."""
+    """A model under evaluation. Samples are made once, by the first metric that asks for them.
+
+    truth   the enumerated language, for metrics that compare with it
+    data    rows to evaluate on, and which `split` they are; train: what the teacher was trained on; pairs: what the
+            model was distilled on
+    judge   who scores generated text, read through `tokenizer`
+    """
 
     model: MaskedDiffusionLM
     steps: int = 1
@@ -43,6 +56,11 @@ class Subject:
     batch_size: int = 4096
     truth: Language | None = None
     data: Source | None = None
+    split: str | None = None
+    train: Source | None = None
+    pairs: Source | None = None
+    tokenizer: Any = None
+    judge: Judge | None = None
     _made: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def once(self, what: str, make: Callable[[], T]) -> T:
@@ -61,6 +79,15 @@ class Subject:
         return self.model.generate(
             num=self.samples, steps=self.steps, seed=self.seed, noise=self.noise, batch_size=self.batch_size
         )
+
+    def decode(self, rows: Tensor) -> list[str]:
+        """Rows of ids as text, special tokens kept."""
+        if self.tokenizer is None:
+            raise UserError("the metric reads text, but the model has no tokenizer")
+        return self.tokenizer.batch_decode(rows.tolist(), skip_special_tokens=False)
+
+    def texts(self) -> list[str]:
+        return self.once("texts", lambda: self.decode(self.generation.tokens.cpu()))
 
     @property
     def language(self) -> Language:
@@ -99,11 +126,14 @@ def spread(values: list[Tensor]) -> float:
     return float(torch.stack(values).std(correction=1))
 
 
-STEPLESS = ("factorization_error", "nelbo")
+STEPLESS = ("factorization_error", "nelbo", "val_ppl", "real_ppl")
 """Metrics that do not depend on the number of steps: measured once, at the first step count."""
 
-ANY_DATA = ("nelbo", "token_entropy")
-"""Metrics that need no enumerated language."""
+ENUMERATED = ("validity", "factorization_error", "kl", "kl_half", "tv")
+"""Metrics that need an enumerated language."""
+
+JUDGED = ("gen_ppl", "real_ppl", "mauve")
+"""Metrics that need a judge."""
 
 
 def measure(names: list[str], subject: Subject) -> dict[str, Measurement]:

@@ -103,6 +103,10 @@ def _override(values: dict[str, Any], override: str) -> None:
         if not isinstance(place, dict):
             raise UserError(f"override {override!r}: {'.'.join(parents[: depth + 1])!r} is a value, not a section")
     try:
-        place[last] = yaml.safe_load(text)
+        value = yaml.safe_load(text)
     except yaml.YAMLError:
         raise UserError(f"override {override!r}: {text!r} is not a valid value") from None
+    if isinstance(value, str) and isinstance(place.get(last), dict) and "path" in place[last]:
+        place[last]["path"] = value  # data=PATH: a section that has a path takes another one
+    else:
+        place[last] = value

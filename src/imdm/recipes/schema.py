@@ -91,7 +91,11 @@ class CoupleStage(CoupleConfig):
 
 
 class EvaluateStage(Config):
-    """Measure models: stage (or folder) → its method's name in the result rows."""
+    """Measure models: stage (or folder) → its method's name in the result rows.
+
+    judge: who reads generated text (a fetched judge's name, a folder, a .gguf file or a hub id), in `judge_precision`;
+    where it is not to be had, the metrics that need it are left out and the rest goes on.
+    """
 
     kind: Literal["evaluate"]
     models: dict[str, str]
@@ -100,6 +104,8 @@ class EvaluateStage(Config):
     samples: int = Field(1024, ge=1)
     draws: int = Field(10_000, ge=1)
     noise: NoisePolicy = "posterior"
+    judge: str = "gpt2-large"
+    judge_precision: Literal["float32", "bf16"] = "float32"
 
     def inputs(self) -> list[str]:
         return list(self.models)

@@ -1,0 +1,225 @@
+"""Documents from anywhere: text, JSON lines, parquet, a folder of these, standard input, or a dataset of a hub.
+
+A corpus is read as a stream, so that its size does not matter. A broken row (bytes that are not UTF-8, a line that is
+not JSON, no text) stops the reading with its place, unless broken rows are to be skipped; then they are counted.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from imdm.errors import UserError, unknown
+
+SAMPLE = Path(__file__).with_name("sample")
+ENDINGS = (".txt", ".jsonl", ".parquet")
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A corpus of the paper: where it is, its splits, and how its text is cleaned."""
+
+    hub: str
+    config: str | None
+    splits: dict[str, str]
+    clean: Callable[[str], str]
+    length: int
+    about: str
+
+
+def unspace(text: str) -> str:
+    """LM1B comes as spaced tokens ("do n't , he said"); this puts words and punctuation back together."""
+    text = re.sub(r" (n't|'s|'re|'ve|'m|'ll|'d)\b", r"\1", text)
+    text = re.sub(r" ([.,!?;:%)\]])", r"\1", text)
+    text = re.sub(r"([(\[$]) ", r"\1", text)
+    return re.sub(r'" ([^"]*?) "', r'"\1"', text)
+
+
+PRESETS = {
+    "lm1b": Preset(
+        "billion-word-benchmark/lm1b",
+        None,
+        {"train": "train", "valid": "test"},
+        unspace,
+        128,
+        "single sentences, shuffled; the benchmark's test split is what perplexities are reported on",
+    ),
+    "openwebtext": Preset(
+        "Skylion007/openwebtext",
+        None,
+        {"train": "train[:-100000]", "valid": "train[-100000:]"},
+        lambda text: text,
+        1024,
+        "web pages; the last 100,000 documents are held out",
+    ),
+}
+
+
+@dataclass
+class Corpus:
+    """Where documents come from.
+
+    source    a file, a folder, "-" for standard input, "sample" for the sentences that come with the package, the name
+              of a preset, or a hub id (owner/name)
+    split     of a preset or a hub dataset; of a folder whose files are named after splits (train-00.parquet, valid.txt)
+    field     of a JSON line or a parquet column
+    hold_out  where the source has no splits: every so-many-th document is `valid`, the others `train`; 0: all are both
+    """
+
+    source: str
+    split: str = "train"
+    field: str = "text"
+    skip_broken: bool = False
+    hold_out: int = 0
+    broken: int = 0
+
+    def check(self) -> None:
+        """Refuse what cannot be read before anything is written."""
+        if self._is_local():
+            self.files()
+        elif self.source in PRESETS and self.split not in PRESETS[self.source].splits:
+            raise unknown(f"split of {self.source}", self.split, PRESETS[self.source].splits)
+
+    def has_splits(self) -> bool:
+        """Whether the source itself says what is held out."""
+        return not self._is_local() or self._named_splits(self._found())
+
+    def _is_local(self) -> bool:
+        return self.source != "-" and self.source not in PRESETS and not self._is_hub()
+
+    def _is_hub(self) -> bool:
+        path = Path(self.source)
+        return not path.exists() and not path.is_absolute() and len(path.parts) == 2 and path.suffix not in ENDINGS
+
+    def files(self) -> list[Path]:
+        """The local files of the split, in order."""
+        found = self._found()
+        if self._named_splits(found):
+            found = [p for p in found if p.stem.startswith(self.split)]
+        if not found:
+            raise UserError(f"corpus {self.source!r}: no {', '.join(ENDINGS)} file for {self.split!r} in that folder")
+        if found[0].suffix not in ENDINGS:
+            ending = found[0].suffix or "a file without ending"
+            raise UserError(f"corpus {self.source!r}: {ending} is not known; known: {', '.join(ENDINGS)}")
+        return found
+
+    def _found(self) -> list[Path]:
+        path = SAMPLE if self.source == "sample" else Path(self.source)
+        if not path.exists():
+            raise UserError(f"corpus {self.source!r}: no such file or folder; presets are {', '.join(sorted(PRESETS))}")
+        return sorted(p for p in path.rglob("*") if p.suffix in ENDINGS) if path.is_dir() else [path]
+
+    @staticmethod
+    def _named_splits(files: list[Path]) -> bool:
+        return any(p.stem.startswith("train") for p in files) and len(files) > 1
+
+    def identity(self) -> list[Any]:
+        """What the corpus is, as far as can be told without reading it."""
+        names = [[p.name, p.stat().st_size] for p in self.files()] if self._is_local() else []
+        return [self.source if not names else "", self.split, self.field, self.hold_out, names]
+
+    def size(self) -> int | None:
+        """Bytes to read, where that is known."""
+        return sum(p.stat().st_size for p in self.files()) if self._is_local() else None
+
+    def documents(self) -> Iterator[str]:
+        """Every document of the split, in order."""
+        for number, text in enumerate(self._all(), 1):
+            if not self.hold_out or (number % self.hold_out == 0) == (self.split == "valid"):
+                yield text
+
+    def _all(self) -> Iterator[str]:
+        if self.source == "-":
+            yield from self._lines(sys.stdin.buffer, "standard input")
+        elif self._is_local():
+            for path in self.files():
+                yield from self._file(path)
+        else:
+            yield from self._hub()
+
+    def _file(self, path: Path) -> Iterator[str]:
+        if path.suffix == ".parquet":
+            yield from self._parquet(path)
+            return
+        with open(path, "rb") as file:
+            yield from self._lines(file, str(path), as_json=path.suffix == ".jsonl")
+
+    def _lines(self, file: IO[bytes], where: str, as_json: bool = False) -> Iterator[str]:
+        for number, line in enumerate(file, 1):
+            try:
+                text = line.decode("utf-8").strip()
+                if text and as_json:
+                    text = json.loads(text)[self.field]
+                    if not isinstance(text, str):
+                        raise TypeError(f"{self.field!r} is not text")
+            except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+                self._broken(f"{where}, line {number}", error)
+                continue
+            if text:
+                yield text
+
+    def _parquet(self, path: Path) -> Iterator[str]:
+        parquet = _pyarrow()
+        try:
+            file = parquet.ParquetFile(path)
+        except Exception as error:  # pyarrow's own, and OSError
+            raise UserError(f"corpus: {path} is not a readable parquet file ({error})") from None
+        if self.field not in file.schema_arrow.names:
+            raise UserError(f"corpus: {path} has no column {self.field!r}; it has {', '.join(file.schema_arrow.names)}")
+        row = 0
+        for batch in file.iter_batches(batch_size=4096, columns=[self.field]):
+            for text in batch.column(0).to_pylist():
+                row += 1
+                if not isinstance(text, str):
+                    self._broken(f"{path}, row {row}", "no text")
+                elif text.strip():
+                    yield text.strip()
+
+    def _hub(self) -> Iterator[str]:
+        preset = PRESETS.get(self.source)
+        try:
+            from datasets import load_dataset
+        except ImportError:
+            raise UserError("datasets of a hub need the extra: pip install 'imdm[text]'") from None
+        name, config = (preset.hub, preset.config) if preset else (self.source, None)
+        split = preset.splits[self.split] if preset else self.split
+        base, _, part = split.partition("[")
+        try:
+            rows = load_dataset(name, config, split=base if part else split, streaming=True)
+        except Exception as error:  # the hub's errors are many
+            raise UserError(f"dataset {name!r} cannot be loaded: {str(error).splitlines()[0]}") from None
+        if part:
+            rows = _part(rows, part.rstrip("]"), name)
+        for number, row in enumerate(rows, 1):
+            text = row.get(self.field)
+            if not isinstance(text, str):
+                self._broken(f"{name}, row {number}", f"no {self.field!r}")
+            elif text.strip():
+                yield preset.clean(text.strip()) if preset else text.strip()
+
+    def _broken(self, where: str, why: object) -> None:
+        self.broken += 1
+        if not self.skip_broken:
+            raise UserError(f"corpus: {where} is broken ({why}); mend it, or skip broken rows with --skip-broken")
+
+
+def _part(rows: Any, part: str, name: str) -> Any:
+    """`:-100000` or `-100000:` of a stream whose length the dataset states."""
+    total = rows.info.splits["train"].num_examples if rows.info.splits else None
+    if not total:
+        raise UserError(f"dataset {name!r} does not say how many rows it has; its held-out part cannot be found")
+    first, last = part.split(":")
+    return rows.take(total + int(last)) if last else rows.skip(total + int(first))
+
+
+def _pyarrow() -> Any:
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise UserError("parquet files need the extra: pip install 'imdm[text]'") from None
+    return pyarrow.parquet

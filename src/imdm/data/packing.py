@@ -1,0 +1,265 @@
+"""From documents to rows of token ids on disk: `prepare`.
+
+A folder holds `manifest.json` (source, tokenizer's hash, packing, counts), the tokenizer's files, and memory-mapped
+shards `tokens-00000.npy`, … of shape (rows, length). Packing, as the paper's models were trained:
+
+    wrapped     documents joined by the end token, cut every L − 2 tokens, a begin and an end token around each piece
+    unwrapped   a document a row: begin, its first L − 2 tokens, end, then padding, which the model reads like any token
+
+The two give different perplexities, so the packing is named. A run that stopped goes on behind its last shard.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from imdm.config import Config
+from imdm.data.corpora import Corpus
+from imdm.data.tokenizers import load_tokenizer, special_ids, tokenizer_hash, train_bpe
+from imdm.errors import UserError
+from imdm.files import read_json, write_json, written_aside
+
+AT_ONCE = 2048  # documents that the tokenizer works on in parallel
+SHARD_TOKENS = 1 << 24
+Packing = Literal["wrapped", "unwrapped"]
+
+
+class PrepareConfig(Config):
+    """How text becomes rows.
+
+    tokenizer   a folder or hub id; or train_bpe: the size of a byte-pair encoding trained on the source
+    limit       at most so many documents
+    """
+
+    length: int = Field(128, ge=4)
+    tokenizer: str | None = None
+    train_bpe: int | None = None
+    packing: Packing = "wrapped"
+    limit: int | None = Field(None, ge=1)
+    bpe_documents: int = Field(100_000, ge=1)
+
+
+class Counts(Config):
+    """How much was read and written."""
+
+    documents: int = 0
+    tokens: int = 0
+    rows: int = 0
+    broken: int = 0
+
+
+class Prepared(Config):
+    """What a folder of prepared text says of itself."""
+
+    source: str
+    identity: list[Any]
+    split: str
+    length: int
+    packing: Packing
+    limit: int | None
+    tokenizer: str
+    vocab_size: int
+    mask_token_id: int
+    begin: int
+    end: int
+    pad: int
+    counts: Counts = Counts()
+    shards: tuple[tuple[int, str], ...] = ()
+    carry: tuple[int, ...] = ()
+    finished: bool = False
+
+    def settings(self) -> dict[str, Any]:
+        """What must agree for a stopped run to go on."""
+        return self.model_dump(mode="json", exclude={"source", "counts", "shards", "carry", "finished"})
+
+
+@dataclass
+class Packer:
+    """Turns token lists into rows. carry: what is left over for the next row."""
+
+    manifest: Prepared
+    carry: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+
+    def rows(self, documents: list[list[int]]) -> np.ndarray:
+        """The rows (n, L) that these documents complete."""
+        m, inner = self.manifest, self.manifest.length - 2
+        if m.packing == "unwrapped":
+            out = np.full((len(documents), m.length), m.pad, np.int64)
+            for row, ids in zip(out, documents, strict=True):
+                kept = ids[:inner]
+                row[0], row[1 : 1 + len(kept)], row[1 + len(kept)] = m.begin, kept, m.end
+            return out
+        total = sum(map(len, documents)) + len(documents)
+        stream = np.empty(len(self.carry) + total, np.int64)
+        stream[: len(self.carry)] = self.carry
+        place = len(self.carry)
+        for ids in documents:
+            stream[place : place + len(ids)] = ids
+            stream[place + len(ids)] = m.end
+            place += len(ids) + 1
+        whole = len(stream) // inner
+        self.carry = stream[whole * inner :]
+        out = np.empty((whole, m.length), np.int64)
+        out[:, 0], out[:, 1:-1], out[:, -1] = m.begin, stream[: whole * inner].reshape(whole, inner), m.end
+        return out
+
+
+def shard_file(folder: Path, index: int) -> Path:
+    return folder / f"tokens-{index:05d}.npy"
+
+
+def prepare(
+    corpus: Corpus,
+    config: PrepareConfig,
+    out: str | Path,
+    *,
+    tokenizer: Any = None,
+    on_progress: Callable[[Counts], None] | None = None,
+) -> Prepared:
+    """Tokenise and pack a corpus into `out`; a finished folder made from the same is left as it is."""
+    folder = Path(out)
+    corpus.check()
+    tokenizer = tokenizer if tokenizer is not None else _tokenizer(corpus, config, folder)
+    special = special_ids(tokenizer)
+    fresh = Prepared(
+        source=corpus.source,
+        identity=corpus.identity(),
+        split=corpus.split,
+        length=config.length,
+        packing=config.packing,
+        limit=config.limit,
+        tokenizer=tokenizer_hash(tokenizer),
+        vocab_size=special.vocab_size,
+        mask_token_id=special.mask,
+        begin=special.begin,
+        end=special.end,
+        pad=special.pad,
+    )
+    manifest = _resume(folder, fresh)
+    if manifest.finished:
+        return manifest
+    if not (folder / "tokenizer.json").exists():
+        tokenizer.save_pretrained(folder)
+    write_json(folder / "manifest.json", manifest.model_dump(mode="json"))
+    corpus.broken = 0  # rows read before, by a stopped run or to train a BPE, are passed over and counted again
+    documents = islice(corpus.documents(), manifest.counts.documents, config.limit)
+    packer = Packer(manifest, np.array(manifest.carry, np.int64))
+    counts, waiting = manifest.counts, []
+    for batch in _batches(documents):
+        ids = [
+            encoding.ids for encoding in tokenizer.backend_tokenizer.encode_batch_fast(batch, add_special_tokens=False)
+        ]
+        rows = packer.rows(ids)
+        waiting.append(rows)
+        counts = Counts(
+            documents=counts.documents + len(batch),
+            tokens=counts.tokens + sum(map(len, ids)),
+            rows=counts.rows + len(rows),
+            broken=corpus.broken,
+        )
+        if on_progress is not None:
+            on_progress(counts)
+        if sum(len(r) for r in waiting) * config.length >= SHARD_TOKENS:
+            manifest, waiting = _write(folder, manifest, waiting, counts, packer), []
+    if waiting and sum(map(len, waiting)):
+        manifest = _write(folder, manifest, waiting, counts, packer)
+    if not manifest.shards:
+        raise UserError(f"corpus {corpus.source!r}: too little text for one row of {config.length} tokens")
+    manifest = manifest.model_copy(update={"counts": counts, "finished": True})
+    write_json(folder / "manifest.json", manifest.model_dump(mode="json"))
+    return manifest
+
+
+def _tokenizer(corpus: Corpus, config: PrepareConfig, folder: Path) -> Any:
+    if (config.tokenizer is None) == (config.train_bpe is None):
+        raise UserError("give either a tokenizer (folder or hub id) or the size of a BPE to train (--train-bpe)")
+    if config.tokenizer is not None:
+        return load_tokenizer(config.tokenizer)
+    if (folder / "tokenizer.json").exists():  # of a run that stopped
+        return load_tokenizer(folder)
+    if corpus.source == "-":
+        raise UserError("a BPE cannot be trained on standard input, which can be read only once; use a file")
+    return train_bpe(islice(corpus.documents(), config.bpe_documents), int(config.train_bpe or 0))
+
+
+def _resume(folder: Path, fresh: Prepared) -> Prepared:
+    if not (folder / "manifest.json").exists():
+        return fresh
+    there = Prepared.parse(read_json(folder / "manifest.json", f"prepared text {str(folder)!r}"), "manifest")
+    for name, value in fresh.settings().items():
+        if there.settings()[name] != value:
+            raise UserError(
+                f"prepared text {str(folder)!r} was made with {name} = {there.settings()[name]!r}, now asked for "
+                f"{value!r}; choose another folder or delete that one"
+            )
+    return there
+
+
+def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
+    while batch := list(islice(documents, AT_ONCE)):
+        yield batch
+
+
+def _write(folder: Path, manifest: Prepared, rows: list[np.ndarray], counts: Counts, packer: Packer) -> Prepared:
+    """One more shard, then a manifest that knows it: a crash between the two costs only that shard."""
+    small = np.uint16 if manifest.vocab_size <= 1 << 16 else np.uint32
+    tokens = np.concatenate(rows).astype(small)
+    index = len(manifest.shards)
+    with written_aside(shard_file(folder, index)) as aside, open(aside, "wb") as file:
+        np.save(file, tokens)
+    digest = hashlib.sha256(tokens.tobytes()).hexdigest()[:16]
+    shards = (*manifest.shards, (len(tokens), digest))
+    manifest = manifest.model_copy(update={"shards": shards, "counts": counts, "carry": tuple(packer.carry.tolist())})
+    write_json(folder / "manifest.json", manifest.model_dump(mode="json"))
+    return manifest
+
+
+class PreparedSource:
+    """Rows of prepared text, read from disk as they are asked for."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        where = f"prepared text {str(folder)!r}"
+        if not (self.folder / "manifest.json").exists():
+            raise UserError(f"{where}: no such folder, or no manifest in it; make it with 'imdm prepare'")
+        self.manifest = Prepared.parse(read_json(self.folder / "manifest.json", where), where)
+        if not self.manifest.finished:
+            raise UserError(f"{where} is unfinished; run the same 'imdm prepare' again to finish it")
+        m = self.manifest
+        self.length, self.vocab_size, self.mask_id = m.length, m.vocab_size, m.mask_token_id
+        self.fingerprint = hashlib.sha256(repr((m.settings(), m.shards)).encode()).hexdigest()[:16]
+        self._shards = [self._open(i, rows) for i, (rows, _) in enumerate(m.shards)]
+        self._first = torch.tensor([0, *(len(s) for s in self._shards)]).cumsum(0)
+
+    def _open(self, index: int, rows: int) -> np.ndarray:
+        path = shard_file(self.folder, index)
+        try:
+            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"prepared text: {path} cannot be read ({error}); delete the folder and prepare again"
+            ) from None
+        if tokens.shape != (rows, self.length):
+            raise UserError(f"prepared text: {path} does not hold {rows} rows; delete the folder and prepare again")
+        return tokens
+
+    def __len__(self) -> int:
+        return int(self._first[-1])
+
+    def rows(self, index: Tensor) -> dict[str, Tensor]:
+        out = np.empty((len(index), self.length), np.int64)
+        shard = torch.searchsorted(self._first, index, right=True) - 1
+        for number in shard.unique().tolist():
+            mine = (shard == number).nonzero()[:, 0]
+            out[mine.numpy()] = self._shards[number][(index[mine] - self._first[number]).numpy()]
+        return {"tokens": torch.from_numpy(out)}

@@ -1,0 +1,103 @@
+"""Text as a recipe's data: prepared beforehand, or prepared on the way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from imdm.data.corpora import Corpus
+from imdm.data.packing import Counts, Packing, PrepareConfig, PreparedSource, prepare
+from imdm.data.source import Data, LanguageData, Progress, Source, TokenData
+from imdm.data.tokenizers import load_tokenizer
+from imdm.errors import UserError
+
+EVERY = 50  # of a source without splits, one document in so many is held out
+
+
+class PreparedData(Data):
+    """`data: {kind: prepared, path: DIR}`: what `imdm prepare` made; DIR itself, or DIR/train and DIR/valid."""
+
+    kind: Literal["prepared"] = "prepared"
+    path: Path
+
+    def vocabulary(self) -> tuple[int, int]:
+        manifest = PreparedSource(self._train).manifest
+        return manifest.vocab_size, manifest.mask_token_id
+
+    def source(self, seed: int) -> Source:
+        return PreparedSource(self._train)
+
+    def held_out(self, seed: int) -> Source | None:
+        valid = self.path / "valid"
+        return PreparedSource(valid) if valid.exists() else None
+
+    def tokenizer_folder(self) -> Path:
+        return self._train
+
+    @property
+    def _train(self) -> Path:
+        return self.path / "train" if (self.path / "train" / "manifest.json").exists() else self.path
+
+
+class TextData(Data):
+    """`data: {kind: text, path: PATH, train_bpe: 4096, length: 128}`: any text, prepared into the run's folder.
+
+    path        a file or folder of .txt, .jsonl or .parquet, a preset, a hub id, or `sample` (comes with the package)
+    valid       held-out text; unless given, the source's own valid split, or one document in 50
+    tokenizer   a folder or hub id; or train_bpe: the size of a byte-pair encoding trained on the text
+    """
+
+    kind: Literal["text"] = "text"
+    path: str
+    valid: str | None = None
+    field: str = "text"
+    tokenizer: str | None = None
+    train_bpe: int | None = None
+    length: int = Field(128, ge=4)
+    packing: Packing = "wrapped"
+    limit: int | None = Field(None, ge=1)
+    skip_broken: bool = False
+
+    @property
+    def is_ready(self) -> bool:
+        return False
+
+    def _corpus(self, split: str) -> Corpus:
+        name = self.valid if split == "valid" and self.valid is not None else self.path
+        corpus = Corpus(name, split=split, field=self.field, skip_broken=self.skip_broken)
+        if self.valid is None and not corpus.has_splits():
+            corpus.hold_out = EVERY
+        return corpus
+
+    def check(self) -> None:
+        for split in ("train", "valid"):
+            self._corpus(split).check()
+        if (self.tokenizer is None) == (self.train_bpe is None):
+            raise UserError("data: give either a tokenizer (folder or hub id) or train_bpe, the size of one to train")
+        if self.tokenizer is not None:
+            load_tokenizer(self.tokenizer)
+
+    def ready(self, folder: Path, progress: Progress | None = None) -> PreparedData:
+        """Prepare both splits into `folder`, unless they are there."""
+        names = ("length", "tokenizer", "train_bpe", "packing", "limit")
+        config = PrepareConfig(**{name: getattr(self, name) for name in names})
+        for split in ("train", "valid"):
+
+            def told(counts: Counts, split: str = split) -> None:
+                if progress is not None:
+                    progress(counts.documents, f"{split}: {counts.rows:,} rows")
+
+            tokenizer = load_tokenizer(folder / "train") if split == "valid" else None
+            prepare(self._corpus(split), config, folder / split, tokenizer=tokenizer, on_progress=told)
+        return PreparedData(path=folder)
+
+    def vocabulary(self) -> tuple[int, int]:
+        raise UserError("data: this text is not prepared yet")
+
+    def source(self, seed: int) -> Source:
+        raise UserError("data: this text is not prepared yet")
+
+
+DataConfig = Annotated[LanguageData | TokenData | PreparedData | TextData, Field(discriminator="kind")]

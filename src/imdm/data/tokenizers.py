@@ -1,0 +1,110 @@
+"""Tokenizers: any `AutoTokenizer`, or a byte-pair encoding trained on the spot; and the ids a model needs of them."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from imdm.errors import UserError
+from imdm.files import written_aside
+
+FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt", "vocab.txt")
+
+
+@dataclass(frozen=True)
+class Special:
+    """The ids around the text. mask: the tokenizer's own, or one more id after its last; begin and end: [CLS] and
+    [SEP], or end-of-text at both ends; vocab_size counts the mask."""
+
+    mask: int
+    begin: int
+    end: int
+    pad: int
+    vocab_size: int
+
+
+def load_tokenizer(name: str | Path) -> Any:
+    """A fast tokenizer by folder or hub id."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import GPT2TokenizerFast as ByteLevelBPE  # type: ignore[attr-defined]
+
+    folder = Path(name)
+    if folder.is_dir() and not has_tokenizer(folder):
+        raise UserError(f"tokenizer {str(name)!r}: no tokenizer files in that folder")
+    if not folder.exists() and (folder.is_absolute() or len(folder.parts) > 2):
+        raise UserError(f"tokenizer {str(name)!r}: no such folder, nor a hub id")
+    try:
+        if folder.is_dir() and (folder / "merges.txt").exists() and not (folder / "tokenizer.json").exists():
+            tokenizer: Any = ByteLevelBPE.from_pretrained(str(name))  # vocab.json and merges.txt alone
+        elif (folder / "tokenizer.json").exists():  # whatever config.json lies beside it
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(str(name))
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(str(name))
+    except Exception as error:  # of many kinds: missing, damaged, no network
+        raise UserError(f"tokenizer {str(name)!r} cannot be loaded: {str(error).splitlines()[0]}") from None
+    if not getattr(tokenizer, "is_fast", False):
+        raise UserError(f"tokenizer {str(name)!r} has no fast version; use one with a tokenizer.json")
+    tokenizer.model_max_length = 1 << 40  # we cut ourselves
+    tokenizer.backend_tokenizer.no_truncation()  # a tokenizer.json may carry the settings of whoever saved it
+    tokenizer.backend_tokenizer.no_padding()
+    return tokenizer
+
+
+def special_ids(tokenizer: Any) -> Special:
+    """The ids a model needs, found the way the paper's models have them."""
+    size = len(tokenizer)
+    begin = tokenizer.cls_token_id if tokenizer.cls_token_id is not None else tokenizer.bos_token_id
+    end = tokenizer.sep_token_id if tokenizer.sep_token_id is not None else tokenizer.eos_token_id
+    if end is None and begin is None:
+        raise UserError("the tokenizer has neither an end-of-text nor a [SEP] token; documents could not be told apart")
+    end = begin if end is None else end
+    begin = end if begin is None else begin
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end
+    if tokenizer.mask_token_id is not None:
+        return Special(tokenizer.mask_token_id, begin, end, pad, size)
+    return Special(size, begin, end, pad, size + 1)
+
+
+def train_bpe(documents: Iterable[str], vocab_size: int) -> Any:
+    """A byte-level BPE of `vocab_size` ids, the mask included, with <bos>, <eos>, <pad> and <mask>."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    if vocab_size < 300:
+        raise UserError(f"--train-bpe {vocab_size}: at least 300 ids are needed, 256 of them for single bytes")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<bos>", "<eos>", "<pad>", "<mask>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", mask_token="<mask>"
+    )
+
+
+def tokenizer_hash(tokenizer: Any) -> str:
+    """What the tokenizer does, as far as its own description says."""
+    backend = tokenizer.backend_tokenizer.to_str().encode()
+    special = repr(sorted((k, str(v)) for k, v in tokenizer.special_tokens_map.items())).encode()
+    return hashlib.sha256(backend + special).hexdigest()[:16]
+
+
+def has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).exists() for name in FILES)
+
+
+def copy_tokenizer(home: Path, target: Path) -> None:
+    """The tokenizer's files, where there are some."""
+    for name in FILES:
+        if (home / name).exists():
+            with written_aside(target / name) as aside:
+                shutil.copyfile(home / name, aside)

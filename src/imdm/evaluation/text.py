@@ -1,0 +1,108 @@
+"""What generated text is made of: how varied it is, how much it repeats, how much of it was read before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from imdm.data.source import Source
+from imdm.errors import UserError
+from imdm.evaluation.base import Measurement, Subject, mean, metrics
+
+ODD, MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
+NOVEL = 6  # tokens: as long as that, text that was read before was copied
+
+
+@metrics.register("entropy")
+def entropy(subject: Subject) -> Measurement:
+    """The unigram entropy in nats of each sample's token counts, averaged over samples (data: 4.31 LM1B, 5.44 OWT)."""
+    return mean(sample_entropy(subject.generation.tokens.cpu()))
+
+
+def sample_entropy(tokens: Tensor) -> Tensor:
+    """Of each row (n, L): (n,), float64."""
+    ordered = tokens.sort(1).values
+    out = torch.zeros(len(tokens), dtype=torch.float64)
+    for row, values in enumerate(ordered):
+        share = values.unique_consecutive(return_counts=True)[1].double() / len(values)
+        out[row] = -(share * share.log()).sum()
+    return out
+
+
+def grams(tokens: np.ndarray, n: int) -> np.ndarray:
+    """A 64-bit hash of every n tokens in a row that follow one another: (rows, L − n + 1). Different n-grams may share
+    a hash with a chance of about 2⁻⁶⁴ a pair."""
+    width = tokens.shape[1] - n + 1
+    total = np.zeros((len(tokens), width), np.uint64)
+    for offset in range(n):
+        part = tokens[:, offset : offset + width].astype(np.uint64)
+        total = (total ^ (part + ODD + (total << np.uint64(6)))) * MIX  # wraps around, as it should
+        total ^= total >> np.uint64(31)
+    return total
+
+
+def _distinct(subject: Subject, n: int) -> Measurement:
+    """The share of different n-grams among all n-grams of a sample, averaged over samples."""
+    shares = [len(np.unique(row)) / len(row) for row in grams(subject.generation.tokens.cpu().numpy(), n)]
+    return mean(torch.tensor(shares))
+
+
+@metrics.register("distinct_1")
+def distinct_1(subject: Subject) -> Measurement:
+    return _distinct(subject, 1)
+
+
+@metrics.register("distinct_2")
+def distinct_2(subject: Subject) -> Measurement:
+    return _distinct(subject, 2)
+
+
+@metrics.register("distinct_3")
+def distinct_3(subject: Subject) -> Measurement:
+    return _distinct(subject, 3)
+
+
+@metrics.register("repetition")
+def repetition(subject: Subject) -> Measurement:
+    """The share of a sample's 4-grams that it has already written, averaged over samples."""
+    fresh = _distinct(subject, 4)
+    return Measurement(1 - fresh.value, fresh.stderr, fresh.n)
+
+
+@metrics.register("novelty")
+def novelty(subject: Subject) -> Measurement:
+    """The share of a sample's 6-grams that the training text does not have. All of that text is read once."""
+    if subject.train is None:
+        raise UserError("metric 'novelty' needs the training text; evaluate on prepared text")
+    return mean(1 - found_in(subject.generation.tokens.cpu(), _rows(subject.train)))
+
+
+@metrics.register("pair_overlap")
+def pair_overlap(subject: Subject) -> Measurement:
+    """The share of a sample's 6-grams that the couplings have which the model was distilled on: does it copy them?"""
+    if subject.pairs is None:
+        raise UserError("metric 'pair_overlap' needs the couplings that the model was distilled on")
+    return mean(found_in(subject.generation.tokens.cpu(), _rows(subject.pairs)))
+
+
+def found_in(tokens: Tensor, texts: Iterable[np.ndarray], n: int = NOVEL) -> Tensor:
+    """The share of each row's n-grams that some of the texts (rows, L) has: (rows,). The samples' own n-grams are kept,
+    the texts pass by, so that their size does not matter."""
+    n = min(n, tokens.shape[1])
+    mine = grams(tokens.numpy(), n)
+    known, place = np.unique(mine, return_inverse=True)
+    seen = np.zeros(len(known), bool)
+    for rows in texts:
+        if rows.shape[1] >= n:
+            there = np.unique(grams(rows, n))
+            index = np.searchsorted(known, there).clip(max=len(known) - 1)
+            seen[index[known[index] == there]] = True
+    return torch.from_numpy(seen[place.reshape(mine.shape)].mean(1))
+
+
+def _rows(source: Source) -> Iterator[np.ndarray]:
+    for part in torch.arange(len(source)).split(8192):
+        yield source.rows(part)["tokens"].numpy()

@@ -1,0 +1,242 @@
+"""Text to rows: sources, tokenizers, packing, resume, and what is refused."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from imdm.data import Corpus, PrepareConfig, PreparedData, PreparedSource, TextData, prepare
+from imdm.data.corpora import unspace
+from imdm.data.packing import Packer, Prepared
+from imdm.data.tokenizers import load_tokenizer, special_ids, tokenizer_hash, train_bpe
+from imdm.errors import UserError
+
+SENTENCES = [f"The {a} {v} the {b}." for a in ("cat", "dog", "bird") for v in ("saw", "met") for b in ("sea", "moon")]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_bpe(SENTENCES * 5, 320).save_pretrained(folder)
+    return folder
+
+
+def manifest(**changes: object) -> Prepared:
+    settings = {"source": "", "identity": [], "split": "train", "length": 6, "packing": "wrapped", "limit": None}
+    settings |= {"tokenizer": "", "vocab_size": 100, "mask_token_id": 99, "begin": 1, "end": 2, "pad": 0}
+    return Prepared(**(settings | changes))
+
+
+def test_wrapped_packing_by_hand() -> None:
+    packer = Packer(manifest())
+    assert packer.rows([[10, 11, 12], [13]]).tolist() == [[1, 10, 11, 12, 2, 2]]
+    assert packer.carry.tolist() == [13, 2]
+    assert packer.rows([[14, 15, 16, 17, 18]]).tolist() == [[1, 13, 2, 14, 15, 2], [1, 16, 17, 18, 2, 2]]
+    assert packer.carry.tolist() == []
+
+
+def test_unwrapped_packing_by_hand() -> None:
+    packer = Packer(manifest(packing="unwrapped"))
+    assert packer.rows([[10, 11], [10, 11, 12, 13, 14, 15]]).tolist() == [[1, 10, 11, 2, 0, 0], [1, 10, 11, 12, 13, 2]]
+
+
+@pytest.mark.parametrize("ending", ["txt", "jsonl", "parquet"])
+def test_every_format_gives_the_same_documents(ending: str, tmp_path: Path) -> None:
+    path = tmp_path / f"corpus.{ending}"
+    write(path, SENTENCES)
+    assert list(Corpus(str(path)).documents()) == SENTENCES
+    assert list(Corpus(str(tmp_path)).documents()) == SENTENCES
+
+
+def write(path: Path, texts: list[str]) -> None:
+    if path.suffix == ".txt":
+        path.write_text("\n".join(texts) + "\n\n")
+    elif path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    else:
+        import pyarrow as pa
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pa.table({"text": texts}), path)
+
+
+def test_a_folder_named_after_splits_is_read_by_split(tmp_path: Path) -> None:
+    for name, texts in (("train-00", SENTENCES[:3]), ("train-01", SENTENCES[3:5]), ("valid", SENTENCES[5:])):
+        write(tmp_path / f"{name}.txt", texts)
+    assert list(Corpus(str(tmp_path)).documents()) == SENTENCES[:5]
+    assert list(Corpus(str(tmp_path), split="valid").documents()) == SENTENCES[5:]
+    with pytest.raises(UserError, match="no .* file for 'test'"):
+        Corpus(str(tmp_path), split="test").check()
+
+
+def test_without_splits_some_documents_are_held_out(tmp_path: Path) -> None:
+    write(tmp_path / "all.txt", SENTENCES)
+    train = list(Corpus(str(tmp_path), hold_out=4).documents())
+    valid = list(Corpus(str(tmp_path), split="valid", hold_out=4).documents())
+    assert valid == SENTENCES[3::4]
+    assert sorted(train + valid) == sorted(SENTENCES)
+
+
+def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("eins\nzwei — drei\n".encode())))
+    assert list(Corpus("-").documents()) == ["eins", "zwei — drei"]
+
+
+BROKEN = {
+    "corpus.txt": b"fine\n\xff\xfe broken\nfine too\n",
+    "corpus.jsonl": b'{"text": "fine"}\n{"text": 3}\nnot json\n{"other": "x"}\n{"text": "fine too"}\n',
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_rows_stop_or_are_counted(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(BROKEN[name])
+    with pytest.raises(UserError, match=rf"{name}, line 2 is broken .* skip broken rows with --skip-broken"):
+        list(Corpus(str(tmp_path / name)).documents())
+    corpus = Corpus(str(tmp_path / name), skip_broken=True)
+    assert list(corpus.documents()) == ["fine", "fine too"]
+    assert corpus.broken == (1 if name.endswith("txt") else 3)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("nowhere.txt", "no such file or folder; presets are lm1b, openwebtext"),
+        ("EMPTY", "no .txt, .jsonl, .parquet file for 'train' in that folder"),
+        ("EMPTY/odd.csv", ".csv is not known; known: .txt, .jsonl, .parquet"),
+    ],
+)
+def test_sources_that_cannot_be_read(source: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "odd.csv").write_text("a,b")
+    with pytest.raises(UserError, match=message):
+        Corpus(source.replace("EMPTY", str(tmp_path))).check()
+
+
+def test_the_sample_that_comes_with_the_package() -> None:
+    texts = list(Corpus("sample").documents())
+    assert 900_000 < sum(len(text.encode()) + 1 for text in texts) < 1_100_000
+    held_out = list(Corpus("sample", split="valid").documents())
+    assert not set(texts) & set(held_out)
+
+
+def test_lm1b_is_put_back_together() -> None:
+    spaced = "He did n't say \" yes , of course \" ( at all ) : it 's $ 5 ."
+    assert unspace(spaced) == "He didn't say \"yes, of course\" (at all): it's $5."
+
+
+def prepared(tmp_path: Path, tokenizer: Path, **changes: object) -> PreparedSource:
+    write(tmp_path / "c.txt", SENTENCES * 20)
+    config = PrepareConfig(length=16, tokenizer=str(tokenizer), **changes)
+    prepare(Corpus(str(tmp_path / "c.txt")), config, tmp_path / "out")
+    return PreparedSource(tmp_path / "out")
+
+
+def test_rows_say_what_was_written(tmp_path: Path, tokenizer: Path) -> None:
+    source, words = prepared(tmp_path, tokenizer), load_tokenizer(tokenizer)
+    special = special_ids(words)
+    rows = source.rows(torch.arange(len(source)))["tokens"]
+    assert (rows[:, 0] == special.begin).all()
+    assert (rows[:, -1] == special.end).all()
+    stream = rows[:, 1:-1].flatten().tolist()
+    ids = [i for text in SENTENCES * 20 for i in (*words(text, add_special_tokens=False)["input_ids"], special.end)]
+    assert stream == ids[: len(stream)]
+    assert len(ids) - len(stream) < 14
+    m = source.manifest
+    assert (m.counts.documents, m.counts.rows) == (240, len(source))
+    assert m.counts.tokens == len(ids) - 240
+    assert (m.vocab_size, m.mask_token_id) == (special.vocab_size, special.mask)
+    assert not (rows == special.mask).any()
+
+
+def test_a_stopped_run_goes_on_to_the_same_rows(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("imdm.data.packing.AT_ONCE", 16)
+    monkeypatch.setattr("imdm.data.packing.SHARD_TOKENS", 600)
+    whole = prepared(tmp_path / "a", tokenizer) if (tmp_path / "a").mkdir() is None else None
+    (tmp_path / "b").mkdir()
+
+    def stop(counts: object) -> None:
+        if counts.documents >= 150:  # type: ignore[attr-defined]
+            raise KeyboardInterrupt
+
+    write(tmp_path / "b/c.txt", SENTENCES * 20)
+    config = PrepareConfig(length=16, tokenizer=str(tokenizer))
+    with pytest.raises(KeyboardInterrupt):
+        prepare(Corpus(str(tmp_path / "b/c.txt")), config, tmp_path / "b/out", on_progress=stop)
+    with pytest.raises(UserError, match="is unfinished; run the same 'imdm prepare' again"):
+        PreparedSource(tmp_path / "b/out")
+    assert list((tmp_path / "b/out").glob("tokens-*.npy"))
+    again = prepared(tmp_path / "b", tokenizer)
+    assert len(whole.manifest.shards) > 2
+    assert whole.manifest.shards == again.manifest.shards
+    index = torch.tensor([0, len(whole) - 1, 7, len(whole) // 2])
+    assert torch.equal(whole.rows(index)["tokens"], again.rows(index)["tokens"])
+    assert whole.fingerprint == again.fingerprint
+
+
+def test_other_settings_into_the_same_folder_are_refused(tmp_path: Path, tokenizer: Path) -> None:
+    prepared(tmp_path, tokenizer)
+    with pytest.raises(UserError, match="was made with packing = 'wrapped', now asked for 'unwrapped'"):
+        prepared(tmp_path, tokenizer, packing="unwrapped")
+
+
+def test_damaged_shards_are_refused(tmp_path: Path, tokenizer: Path) -> None:
+    prepared(tmp_path, tokenizer)
+    np.save(tmp_path / "out/tokens-00000.npy", np.zeros((2, 16), np.uint16))
+    with pytest.raises(UserError, match="does not hold .* rows; delete the folder and prepare again"):
+        PreparedSource(tmp_path / "out")
+
+
+def test_too_little_text_is_refused(tmp_path: Path, tokenizer: Path) -> None:
+    write(tmp_path / "c.txt", ["Hi."])
+    with pytest.raises(UserError, match="too little text for one row of 64 tokens"):
+        prepare(Corpus(str(tmp_path / "c.txt")), PrepareConfig(length=64, tokenizer=str(tokenizer)), tmp_path / "out")
+
+
+def test_text_data_prepares_both_splits_with_one_tokenizer(tmp_path: Path) -> None:
+    write(tmp_path / "c.txt", SENTENCES * 20)
+    data = TextData(path=str(tmp_path / "c.txt"), train_bpe=320, length=16)
+    data.check()
+    ready = data.ready(tmp_path / "data")
+    assert isinstance(ready, PreparedData)
+    train, valid = ready.source(0), ready.held_out(0)
+    assert train.manifest.tokenizer == valid.manifest.tokenizer
+    assert train.manifest.counts.documents == 236
+    assert valid.manifest.counts.documents == 4
+    assert ready.vocabulary() == (len(load_tokenizer(tmp_path / "data/train")), 3)
+    assert data.ready(tmp_path / "data") == ready
+    with pytest.raises(UserError, match="give either a tokenizer .* or train_bpe"):
+        TextData(path=str(tmp_path / "c.txt")).check()
+
+
+def test_tokenizers_that_cannot_be_used(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no tokenizer files in that folder"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(UserError, match="no such folder, nor a hub id"):
+        load_tokenizer(tmp_path / "nowhere")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match="cannot be loaded"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(UserError, match="at least 300 ids"):
+        train_bpe(SENTENCES, 100)
+
+
+def test_a_tokenizer_is_known_by_its_hash(tokenizer: Path) -> None:
+    assert tokenizer_hash(load_tokenizer(tokenizer)) == tokenizer_hash(load_tokenizer(tokenizer))
+    assert tokenizer_hash(load_tokenizer(tokenizer)) != tokenizer_hash(train_bpe(SENTENCES[:1], 310))
+
+
+def test_settings_of_whoever_saved_the_tokenizer_do_not_matter(tokenizer: Path, tmp_path: Path) -> None:
+    """A tokenizer.json may carry padding and truncation; rows would be full of padding."""
+    loaded = load_tokenizer(tokenizer)
+    loaded.backend_tokenizer.enable_padding(length=64)
+    loaded.backend_tokenizer.enable_truncation(2)
+    loaded.save_pretrained(tmp_path)
+    assert len(load_tokenizer(tmp_path).backend_tokenizer.encode(SENTENCES[0]).ids) > 2
+    assert len(load_tokenizer(tmp_path).backend_tokenizer.encode(SENTENCES[0]).ids) < 64

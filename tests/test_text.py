@@ -1,0 +1,256 @@
+"""Text out and text measured: the writer, the judge against plain transformers, entropy against scipy, and by hand."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import imdm
+from imdm.data import Corpus, PrepareConfig, PreparedSource, TokenSource, prepare
+from imdm.data.tokenizers import load_tokenizer, train_bpe
+from imdm.errors import UserError
+from imdm.evaluation import Judge, Subject, load_judge, measure
+from imdm.evaluation.judge import fetch
+from imdm.evaluation.text import found_in, sample_entropy
+from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
+from imdm.writer import Writer, load
+from tests.conftest import tiny_model
+from tests.test_corpora import SENTENCES
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model of text with its tokenizer, and prepared rows beside it."""
+    home = tmp_path_factory.mktemp("text")
+    tokenizer = train_bpe(SENTENCES * 5, 320)
+    torch.manual_seed(0)
+    config = MaskedDiffusionConfig(
+        vocab_size=len(tokenizer), mask_token_id=3, length=24, width=16, blocks=1, heads=2, condition=8
+    )
+    MaskedDiffusionLM(config).save_pretrained(home / "model")
+    tokenizer.save_pretrained(home / "model")
+    (home / "text.txt").write_text("\n".join(SENTENCES * 10))
+    prepare(Corpus(str(home / "text.txt")), PrepareConfig(length=24, tokenizer=str(home / "model")), home / "rows")
+    return home
+
+
+@pytest.fixture(scope="module")
+def writer(folder: Path) -> Writer:
+    return imdm.load(folder / "model")
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory: pytest.TempPathFactory) -> Judge:
+    home = tmp_path_factory.mktemp("judge")
+    tokenizer = train_bpe(SENTENCES, 300)
+    torch.manual_seed(1)
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 1024, "bos_token_id": 0, "eos_token_id": 1}
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), **sizes))
+    for parameter in model.parameters():
+        parameter.data.mul_(4)  # so that its opinions differ
+    model.save_pretrained(home)
+    tokenizer.save_pretrained(home)
+    return load_judge(str(home))
+
+
+# Writing
+
+
+def test_a_prompt_is_continued_and_kept(writer: Writer) -> None:
+    texts = writer.write("The cat", steps=3, num=2, seed=4)
+    assert [text.prompt for text in texts] == ["The cat"] * 2
+    assert all(text.text.startswith("The cat") for text in texts)
+    assert all(len(text.tokens) == 24 for text in texts)
+    assert texts[0].tokens[0] == 0
+    assert texts[0].tokens[-1] == 1
+    assert 3 not in texts[0].tokens
+    assert max(text.evaluations for text in texts) <= 3
+    assert texts[0].text != texts[1].text
+    assert writer.write("The cat", steps=3, num=2, seed=4) == texts
+    assert writer.write(["The cat", "A dog"], steps=2, length=12)[1].prompt == "A dog"
+
+
+def test_from_nothing(writer: Writer) -> None:
+    (text,) = writer.write(steps=2, length=10)
+    assert text.revealed_at.count(-1) == 2  # begin and end
+    assert len(text.tokens) == 10
+
+
+def test_blanks_are_filled_and_the_rest_is_kept(writer: Writer) -> None:
+    (text,) = writer.infill("The ___ saw the ___.", steps=2, blank=2)
+    assert text.revealed_at.count(-1) == len(text.tokens) - 4
+    assert text.text.startswith("The ")
+    assert text.text.endswith(".")
+    assert " saw the " in text.text
+
+
+def test_pieces_put_together_are_the_text(writer: Writer) -> None:
+    (text,) = writer.write("The cat", steps=4)
+    pieces = writer.pieces(text)
+    assert "".join(piece.text for piece in pieces) == text.text
+    assert pieces[0].step == -1
+    assert max(piece.step for piece in pieces) <= 3
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda w: w.write(""), "the prompt is empty; leave it out to write from nothing"),
+        (lambda w: w.write(["fine", "  "]), "the prompt is empty"),
+        (lambda w: w.write("the cat saw " * 30), "with 24 in all there is no room to write"),
+        (lambda w: w.infill("nothing to do"), "the text has no ___"),
+        (lambda w: w.infill("___ " * 20), "the model takes at most 24"),
+    ],
+)
+def test_prompts_that_cannot_be_used(writer: Writer, call: object, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        call(writer)  # type: ignore[operator]
+
+
+def test_a_tokenizer_of_another_model_is_refused(writer: Writer) -> None:
+    with pytest.raises(UserError, match="they do not belong together"):
+        Writer(tiny_model(), writer.tokenizer)
+
+
+def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="has no tokenizer beside it"):
+        load(tmp_path)
+
+
+# The judge
+
+
+def by_hand(judge: Judge, text: str) -> tuple[float, int]:
+    """Plain transformers, one text, no padding."""
+    ids = judge.tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        loss = judge.model(input_ids=ids, labels=ids).loss
+    return float(loss) * (ids.shape[1] - 1), ids.shape[1] - 1
+
+
+def test_the_judge_agrees_with_plain_transformers(judge: Judge) -> None:
+    total = [by_hand(judge, text) for text in SENTENCES]
+    expected = np.exp(sum(nll for nll, _ in total) / sum(n for _, n in total))
+    for size in (1, 3, 64):
+        found = replace(judge, batch_size=size).score(SENTENCES)
+        assert found.perplexity() == pytest.approx(expected, rel=1e-4)
+        assert found.nll.tolist() == pytest.approx([nll for nll, _ in total], rel=1e-4)
+
+
+def test_end_of_text_counts_once(judge: Judge) -> None:
+    """Text after an end-of-text counts; further end-of-text tokens do not."""
+    once, twice = judge.score(["The cat<eos>saw"]), judge.score(["The cat<eos>saw<eos><eos>"])
+    assert torch.equal(once.count, twice.count)
+    assert float(once.nll) == pytest.approx(float(twice.nll), rel=1e-5)
+    tokens = judge.tokenizer("The cat<eos>saw", add_special_tokens=False)["input_ids"]
+    assert float(once.count) == len(tokens) - 1
+
+
+def test_long_texts_are_read_in_windows(judge: Judge) -> None:
+    text = " ".join(SENTENCES * 30)
+    ids = judge.tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert len(ids) > 1024
+    windows = -(-len(ids) // 1024)
+    assert float(judge.score([text]).count) == len(ids) - windows
+
+
+def test_a_begin_token_is_read_but_not_counted(judge: Judge) -> None:
+    plain, begun = judge.score(["The cat saw"]), replace(judge, begin=0).score(["The cat saw"])
+    assert float(begun.count) == float(plain.count) + 1  # now the first word counts too
+
+
+def subject(folder: Path, **changes: object) -> Subject:
+    model = MaskedDiffusionLM.from_pretrained(folder / "model")
+    rows = PreparedSource(folder / "rows")
+    settings = {"steps": 2, "samples": 12, "data": rows, "train": rows, "tokenizer": load_tokenizer(folder / "model")}
+    return Subject(model, **(settings | changes))
+
+
+def test_generative_perplexity_is_the_judges(folder: Path, judge: Judge) -> None:
+    s = subject(folder, judge=judge)
+    found = measure(["gen_ppl", "real_ppl"], s)
+    assert found["gen_ppl"].value == pytest.approx(judge.score(s.texts()).perplexity())
+    assert found["gen_ppl"].judge == judge.name
+    assert 0 < found["gen_ppl"].stderr < found["gen_ppl"].value
+    assert found["gen_ppl"].n == 12
+    assert found["real_ppl"].value != found["gen_ppl"].value
+    assert s.decode(s.data.rows(torch.arange(1))["tokens"])[0].startswith("<bos>")  # special tokens are kept
+
+
+def test_judges_that_are_missing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("IMDM_HOME", str(tmp_path))
+    with pytest.raises(UserError, match="judge 'smollm2' is not here; get it with 'imdm judge fetch smollm2'"):
+        load_judge("smollm2")
+    with pytest.raises(UserError, match="cannot be loaded"):
+        load_judge(str(tmp_path / "nothing"))
+    with pytest.raises(UserError, match="unknown judge to fetch 'gpt9'; known: smollm2"):
+        fetch("gpt9")
+    with pytest.raises(UserError, match="generative perplexity needs a judge"):
+        measure(["gen_ppl"], subject(folder))
+
+
+# Measures of text
+
+
+def test_entropy_is_scipys(folder: Path) -> None:
+    s = subject(folder)
+    expected = [scipy.stats.entropy(list(Counter(row).values())) for row in s.generation.tokens.tolist()]
+    assert sample_entropy(s.generation.tokens).tolist() == pytest.approx(expected)
+    assert measure(["entropy"], s)["entropy"].value == pytest.approx(np.mean(expected))
+
+
+def test_found_in_by_hand() -> None:
+    text = np.array([[1, 2, 3, 4, 5, 6]])
+    samples = torch.tensor([[9, 1, 2, 3, 9, 9], [1, 2, 3, 4, 5, 6], [6, 5, 4, 3, 2, 1]])
+    assert found_in(samples, [text], n=3).tolist() == [0.25, 1.0, 0.0]
+    assert found_in(samples, [text[:, :4], text[:, 2:]], n=3).tolist() == [0.25, 1.0, 0.0]
+    assert found_in(samples, [], n=3).tolist() == [0, 0, 0]
+
+
+def test_novelty_and_repetition(folder: Path) -> None:
+    rows = PreparedSource(folder / "rows").rows(torch.arange(4))["tokens"]
+    s = subject(folder)
+    copied = replace(s.generation, tokens=rows)
+    s.__dict__["generation"] = copied  # a model that copies
+    found = measure(["novelty", "repetition", "distinct_1"], s)
+    assert found["novelty"].value == 0
+    assert 0 < found["distinct_1"].value < 1
+    copied_pairs = subject(folder, pairs=TokenSource(rows, s.model.vocab_size, 3))
+    copied_pairs.__dict__["generation"] = copied
+    assert measure(["pair_overlap"], copied_pairs)["pair_overlap"].value == 1
+    s.__dict__["generation"] = replace(copied, tokens=torch.full_like(rows, 7))
+    assert measure(["repetition"], s)["repetition"].value == pytest.approx(1 - 1 / 21)
+
+
+def test_validation_perplexity_is_exp_of_the_nelbo(folder: Path) -> None:
+    found = measure(["nelbo", "val_ppl"], subject(folder, samples=64, split="valid"))
+    assert found["val_ppl"].value == pytest.approx(np.exp(found["nelbo"].value))
+    assert found["val_ppl"].split == "valid"
+    vocabulary = len(load_tokenizer(folder / "model")) - 1
+    assert found["val_ppl"].value == pytest.approx(vocabulary, rel=0.2)  # a fresh model knows nothing
+
+
+def test_mauve_says_what_it_needs(folder: Path, judge: Judge) -> None:
+    with pytest.raises(UserError, match="needs a judge for its features"):
+        measure(["mauve"], subject(folder))
+    mauve = pytest.importorskip("mauve")
+    from imdm.evaluation.mauve import features
+
+    s = subject(folder, judge=judge, samples=30)
+    found = measure(["mauve"], s)["mauve"]
+    rows = s.data.rows(torch.arange(30))["tokens"]
+    real, written = features(judge, s.decode(rows)).numpy(), features(judge, s.texts()).numpy()
+    values = [
+        mauve.compute_mauve(p_features=real, q_features=written, num_buckets=3, seed=seed, verbose=False).mauve
+        for seed in range(1, 6)
+    ]
+    assert found.value == pytest.approx(np.mean(values), abs=1e-6)
+    assert found.stderr == pytest.approx(np.std(values, ddof=1), abs=1e-6)
