@@ -349,7 +349,7 @@ MISTAKES = {
     ),
     "no latent": (
         ["distill", "di4c", "MODEL", "--data", "aligned", "--out", "OUT", "--mask", "single"],
-        "needs a latent that the whole sequence shares, and a single mask has none",
+        "needs a latent that the whole sequence shares, and this student has none",
     ),
     "other words": (
         ["distill", "sdtt", "MODEL", "--data", "aligned:symbols=3", "--out", "OUT"],

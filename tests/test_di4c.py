@@ -16,7 +16,7 @@ from imdm.evaluation import Subject, measure
 from imdm.masks import parse_mask
 from imdm.models import MaskedDiffusionLM, fold_conditioning, with_mask
 from imdm.objectives import Di4C, Step, parse_objective
-from imdm.objectives.di4c import kl, look_ahead, mixture_log
+from imdm.objectives.di4c import Ahead, kl, look_ahead, mixture_log
 from imdm.objectives.rounds import Teacher
 from imdm.process import Process
 from imdm.randomness import Purpose, fold
@@ -25,6 +25,7 @@ from imdm.schedule import LogLinear
 from imdm.state import Noised
 from imdm.training import TrainConfig, Trainer
 from tests.conftest import tiny_model
+from tests.reference.enumeration import TableDenoiser
 from tests.reference.statistics import assert_mean
 
 LATENTS = [{"mixture": True}, {"mask": "finite-5"}, {"mask": "infinite-uniform-4-1.0"}]
@@ -118,10 +119,12 @@ def by_loops(objective: Di4C, model: MaskedDiffusionLM, teacher: MaskedDiffusion
     """The loss of the module's docstring, sequence by sequence, position by position, in float64."""
     M, process, t, keys = objective.latents, model.process, objective.times(step), step.keys()
     tokens = process.corrupt(x, t, keys).tokens
-    copies = fold(keys[:, None], Purpose.LATENT, torch.arange(M)).flatten()
+    copies = fold(keys[:, None], Purpose.COPY, torch.arange(M)).flatten()
     state = process.noised(tokens.repeat_interleave(M, 0), t.repeat_interleave(M), copies)
     ahead = look_ahead(teacher, model, state, copies, M, objective.teacher_steps)
-    at_t, by_teacher = model(state).exp().double(), teacher(state).exp().double()  # (B·M, L, V)
+    at_t = model(state).exp().double()  # (B·M, L, V)
+    elsewhere = process.noised(state.tokens, state.t, fold(copies, Purpose.COPY, 0))
+    by_teacher = teacher(elsewhere).exp().double()  # under latents of its own
     at_u = model.head(ahead.hidden).exp().double()
     total = 0.0
     for b in range(len(x)):
@@ -225,6 +228,76 @@ def test_the_teachers_step_has_the_reverse_law(latent: dict[str, object]) -> Non
     assert_mean((~look_ahead(student(), model, small, KEYS, 1, steps=4).masked[:, 0]).double(), float(half))
 
 
+class Table(TableDenoiser):
+    """A table that may be asked to keep still."""
+
+    training = False
+
+    def eval(self) -> None: ...
+
+    def train(self, mode: bool) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def looked() -> tuple[Noised, Ahead, Tensor]:
+    """20,000 looks ahead from two masks at t = 0.6 with a teacher's step of 1/4, and the exact law of x̂: (2, 2)."""
+    teacher, learner = Table(symbols=2, length=2, masks=2, seed=3), Table(symbols=2, length=2, masks=2, seed=4)
+    keys = fold(9, Purpose.SAMPLE, torch.arange(20_000))
+    state = learner.process.noised(torch.full((20_000, 2), 2), torch.full((20_000,), 0.6), keys)
+    ahead = look_ahead(teacher, learner, state, keys, 1, steps=4)
+    times = torch.tensor([0.6, 0.35], dtype=torch.float64)
+    reveal = float(learner.process.split(times[0], times[1]).reveal)
+    noises = list(itertools.product(range(2), repeat=2))
+
+    def law(table: Table, tokens: tuple[int, int], noise: tuple[int, int]) -> Tensor:
+        z = torch.tensor([tokens])
+        return table.trunk(Noised(z, z == 2, torch.tensor([noise]), torch.ones(1)))[0].exp()  # (L, V)
+
+    exact = torch.zeros(2, 2, dtype=torch.float64)
+    for noise, x in itertools.product(noises, noises):
+        for shown in itertools.product((False, True), repeat=2):
+            chance = torch.tensor([reveal if r else 1 - reveal for r in shown], dtype=torch.float64).prod() / 4
+            first = law(teacher, (2, 2), noise)
+            by_teacher = [first[i, x[i]] for i in range(2) if shown[i]]
+            z_u = tuple(x[i] if shown[i] else 2 for i in range(2))
+            by_student = [
+                torch.stack([law(learner, z_u, other)[i, x[i]] for i in range(2) if not shown[i]]).prod()
+                for other in noises
+                if not all(shown)
+            ]
+            rest = torch.stack(by_student).mean() if by_student else torch.ones((), dtype=torch.float64)
+            exact[x] += chance * torch.stack([*by_teacher, torch.ones((), dtype=torch.float64)]).prod() * rest
+    return state, ahead, exact
+
+
+@pytest.mark.parametrize("x", list(itertools.product(range(2), repeat=2)))
+def test_what_is_said_ahead_has_the_enumerated_law(x: tuple[int, int], looked: tuple[Noised, Ahead, Tensor]) -> None:
+    _, ahead, exact = looked
+    assert float(exact.sum()) == pytest.approx(1)
+    said = (ahead.written == torch.tensor(x)).all(1).double()
+    assert_mean(said, float(exact[x]))
+
+
+def test_what_is_said_ahead_does_not_know_the_latents_it_is_read_under(looked: tuple[Noised, Ahead, Tensor]) -> None:
+    state, ahead, exact = looked
+    for noise in itertools.product(range(2), repeat=2):
+        mine = (state.noise == torch.tensor(noise)).all(1)
+        for x in itertools.product(range(2), repeat=2):
+            assert_mean((ahead.written[mine] == torch.tensor(x)).all(1).double(), float(exact[x]))
+
+
+@pytest.mark.parametrize("latent", LATENTS)
+def test_the_student_ahead_keeps_still(latent: dict[str, object]) -> None:
+    """Dropout is for the student that learns, not for the one that it learns from."""
+    model = student(**latent, dropout=0.5)
+    state = model.process.noised(torch.full((500, 3), 2), torch.full((500,), 0.6), KEYS[:500])
+    still = look_ahead(student(), model.eval(), state, KEYS[:500], 1, steps=4)
+    moving = look_ahead(student(), model.train(), state, KEYS[:500], 1, steps=4)
+    assert torch.equal(still.hidden, moving.hidden)
+    assert torch.equal(still.written, moving.written)
+    assert model.training
+
+
 def test_times_have_their_share_below_the_threshold() -> None:
     step = Step(0, 0, torch.arange(1000), 1000)
     t = Di4C(threshold=0.2, distil_share=0.3).times(step)
@@ -241,6 +314,15 @@ def test_times_have_their_share_below_the_threshold() -> None:
 @pytest.mark.parametrize("latent", [{"mixture": True}, {"mask": "finite-16"}, {"mask": "infinite-uniform-32-1.0"}])
 def test_training_teaches_correlations(latent: dict[str, object], tmp_path: Path) -> None:
     """The teacher knows {00, 11} but writes both tokens independently in one step; the student does not."""
+    valid = taught(tmp_path, latent)
+    assert valid[0] < 0.55
+    assert valid[1] > 0.9
+
+
+def taught(
+    tmp_path: Path, latent: dict[str, object], data_weight: float, teacher_steps: int, steps: int
+) -> list[float]:
+    """The one-step validity of a teacher on {00, 11} and of its student."""
     truth, config = aligned(), TrainConfig(steps=150, batch=64, lr=3e-3, warmup=20, ema=0.9, checkpoint_every=1000)
     source = LanguageSource(truth, seed=0)
     fresh = tiny_model(trained=False, vocab_size=3, length=2, width=32, heads=4)
@@ -250,12 +332,10 @@ def test_training_teaches_correlations(latent: dict[str, object], tmp_path: Path
     model = with_mask(start, latent.get("mask"), mixture=bool(latent.get("mixture", False)))
     objective = Di4C(latents=8, iterations=75, rounds=2, teacher_steps=8, threshold=0.05, data_weight=10.0)
     folder = Trainer(model, objective, source, config, tmp_path / "student", start=start).train()
-    valid = [
+    return [
         measure(["validity"], Subject(m, samples=2000, truth=truth))["validity"].value
         for m in (start, MaskedDiffusionLM.from_pretrained(folder))
     ]
-    assert valid[0] < 0.55
-    assert valid[1] > 0.9
 
 
 @pytest.mark.parametrize("stop", [2, 5])
@@ -282,6 +362,6 @@ def test_a_stopped_run_goes_on_bit_for_bit(tmp_path: Path, stop: int) -> None:
 
 def test_a_single_mask_without_a_latent_is_refused(tmp_path: Path) -> None:
     config = TrainConfig(steps=1, batch=8)
-    with pytest.raises(UserError, match="needs a latent that the whole sequence shares, and a single mask has none"):
+    with pytest.raises(UserError, match="needs a latent that the whole sequence shares, and this student has none"):
         Trainer(student(), Di4C(), SOURCE, config, tmp_path)
     assert not any(tmp_path.iterdir())

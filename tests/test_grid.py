@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from imdm.jobs import plan, run_jobs, workers_for
 from imdm.models import load_model
 from imdm.pipeline import Quiet, Run
 from imdm.recipes import load_recipe, parse_recipe, variants
-from imdm.recipes.schema import Quick
+from imdm.recipes.schema import Quick, Recipe
 from imdm.report import build_report
 from imdm.report.languages import Figures, below_the_bound, margins
 from imdm.status import status
@@ -110,6 +111,91 @@ def test_refusals_come_before_any_work(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_seeds_of_one_recipe_run_side_by_side(tmp_path: Path) -> None:
+    """Without variants all seeds share a folder, and its recipe.json is the recipe's, not that of some seed."""
+    recipe = parse_recipe(SMALL | {"variants": {}, "quick": None})
+    run_jobs(recipe, plan(recipe, tmp_path, 4, quick=False), tmp_path, 2, Quiet())
+    assert {row.seed for row in read(tmp_path / "results.jsonl")} == {0, 1, 2, 3}
+    assert load_recipe_of(tmp_path) == recipe
+    assert not list(tmp_path.rglob(".partial-*"))
+
+
+def load_recipe_of(run: Path) -> Recipe:
+    return Recipe.parse(json.loads((run / "recipe.json").read_text()))
+
+
+def test_a_run_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
+    lines: list[str] = []
+
+    class Heard(Quiet):
+        def say(self, text: str) -> None:
+            lines.append(text)
+
+    recipe = parse_recipe(SMALL)
+    jobs = plan(recipe, tmp_path, 1, quick=False)
+    (tmp_path / "two/seed-0/teacher").mkdir(parents=True)
+    (tmp_path / "two/seed-0/teacher/checkpoints").write_text("in the way")
+    with pytest.raises(OSError):  # noqa: PT011  (the system's own words)
+        run_jobs(recipe, jobs, tmp_path, 2, Heard())
+    assert any(line.startswith("two, seed 0: failed: ") for line in lines)
+    assert any(line.startswith("three, seed 0: finished") for line in lines)
+    assert {row.experiment for row in read(tmp_path / "results.jsonl")} == {"b"}
+
+
+def test_workers_and_torchrun_do_not_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = parse_recipe(SMALL)
+    monkeypatch.setattr("imdm.jobs.processes", lambda: SimpleNamespace(num_processes=2, device=torch.device("cpu")))
+    with pytest.raises(UserError, match="--workers 2: a run that is itself spread over processes"):
+        run_jobs(recipe, plan(recipe, tmp_path, 1, quick=False), tmp_path, 2, Quiet())
+    assert workers_for(recipe, 4) == 1
+
+
+PAIRS = {"kind": "couple", "teacher": "teacher", "pairs": 8, "steps": 2}
+STUDENT = {"kind": "train", "start": "teacher", "data": "pairs", "objective": "redi", "training": TRAINING}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"student": STUDENT | {"start": "other"}}, "starts from 'other', but its pairs 'pairs' are made by 'teacher'"),
+        (
+            {"student": STUDENT | {"objective": {"kind": "redi", "policy": "keep"}}},
+            "wants pairs made under noise policy 'keep', but 'pairs' makes them under 'posterior'",
+        ),
+        (
+            {"teacher": SMALL["stages"]["teacher"] | {"mask": "finite-4"}, "student": STUDENT | {"mask": "finite-5"}},
+            "has mask finite-5, but its pairs 'pairs' are made under finite-4",
+        ),
+        ({"student": STUDENT | {"objective": "di4c", "data": None}}, "this student has none"),
+    ],
+)
+def test_pairs_that_will_not_fit_are_refused_before_the_teacher_is_trained(
+    changes: dict, message: str, tmp_path: Path
+) -> None:
+    teacher = SMALL["stages"]["teacher"]
+    stages = {"teacher": teacher, "other": teacher, "pairs": PAIRS, "student": STUDENT} | changes
+    recipe = parse_recipe(SMALL | {"variants": {}, "quick": None, "stages": stages})
+    with pytest.raises(UserError, match=message):
+        Run(recipe, tmp_path / "run").all()
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_unfinished_grid_has_a_report(tmp_path: Path) -> None:
+    """One language is measured, of another only the teacher."""
+    (tmp_path / "recipe.json").write_text(json.dumps(load_recipe("languages").resolved()))
+    for language, method, model, mask in (
+        ("{00,11}", "redi", "mdlm", "single"),
+        ("{00,11}", "redi", "imdm", "infinite-uniform-128-1.0"),
+        ("markov-6x4", "teacher", "mdlm", "single"),
+    ):
+        values = row(model, 1, 3.0 if model == "mdlm" else 0.1, 0.01, method, mask).model_dump()
+        append_line(tmp_path / "results.jsonl", values | {"experiment": language})
+    report = build_report(tmp_path)
+    assert report.highlights[0][0] == "1 of 1"
+    assert report.highlights[1][0] == "0 of 2"
+    assert report.write(tmp_path).exists()
+
+
 def test_pairs_of_another_teacher_are_refused_before_any_work(tmp_path: Path) -> None:
     recipe = parse_recipe(SMALL)
     two = variants(recipe)["two"]
@@ -189,10 +275,10 @@ def test_one_cell_of_the_grid_passes_its_bars(tmp_path: Path) -> None:
     assert "Lead of the infinite mask" in page
 
 
-def row(model: str, steps: int, value: float, stderr: float, method: str = "redi", seed: int = 0) -> Row:
-    fixed = {"experiment": "x", "mask": model, "evaluations": 1.0, "metric": "kl", "n": 9, "split": None, "judge": None}
-    fixed |= {"precision": "float32", "length": 2, "temperature": 1.0, "recipe_hash": "h", "time": "now"}
-    return Row(**fixed, method=method, model=model, steps=steps, value=value, stderr=stderr, seed=seed)
+def row(model: str, steps: int, value: float, stderr: float, method: str = "redi", mask: str = "single") -> Row:
+    fixed = {"experiment": "x", "mask": mask, "seed": 0, "evaluations": 1.0, "metric": "kl", "n": 9, "split": None}
+    fixed |= {"judge": None, "precision": "float32", "length": 2, "temperature": 1.0, "recipe_hash": "h", "time": "now"}
+    return Row(**fixed, method=method, model=model, steps=steps, value=value, stderr=stderr)
 
 
 def test_margins_by_hand() -> None:
@@ -206,8 +292,8 @@ def test_the_bound_is_a_single_masks_at_one_step() -> None:
     low = [
         row("mdlm", 1, 0.5, 0.01),
         row("mdlm", 2, 0.5, 0.01),
-        row("imdm", 1, 0.5, 0.01),
-        row("mdlm", 1, 0.5, 0.01, "di4c"),
+        row("imdm", 1, 0.5, 0.01, mask="infinite-uniform-8-1.0"),
+        row("mdlm", 1, 0.5, 0.01, "di4c", mask="single+mixture"),
     ]
     assert below_the_bound(Figures.of(low), {"x": 0.53}) == []  # within four errors
     assert below_the_bound(Figures.of(low), {"x": 0.6}) == low[:1]

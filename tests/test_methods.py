@@ -13,7 +13,7 @@ from imdm.data import CoupleConfig, Coupling, LanguageSource, aligned, couple
 from imdm.files import read_lines
 from imdm.masks import parse_mask
 from imdm.models import MaskedDiffusionLM, with_mask
-from imdm.objectives import SDTT, Di4C, Nelbo, Objective, ReDi, nelbo, redi, sdtt
+from imdm.objectives import SDTT, Di4C, Nelbo, Objective, ReDi, di4c, nelbo, redi, sdtt
 from imdm.training import TrainConfig, Trainer
 from tests.conftest import tiny_model
 
@@ -61,7 +61,7 @@ def test_finite_means_6144_masks_unless_said() -> None:
     assert parse_mask("finite").name == "finite-6144"
 
 
-@pytest.mark.parametrize("module", [nelbo, redi, sdtt])
+@pytest.mark.parametrize("module", [di4c, nelbo, redi, sdtt])
 def test_objectives_do_not_know_the_masks(module: object) -> None:
     text = inspect.getsource(module)  # type: ignore[arg-type]
     assert not re.search(r"\b(Single|Finite|Infinite|single|finite|infinite|kind ==)\b", text)
@@ -88,6 +88,7 @@ def test_signals_by_hand(pairs: Coupling) -> None:
     assert found["fitted"] == pytest.approx(float((chance > 0.5).double().mean()))
     assert found["decided"] == pytest.approx(float((best > 0.5).double().mean()))
     assert set(ReDi().signals(tiny_model(vocab_size=3, length=3), pairs, seed=5)) == {"fitted"}
+    assert ReDi(noise="fresh").signals(model, pairs, seed=5) == {}  # nothing to fit, nothing to fear
 
 
 def signals(*fitted: float) -> list[tuple[int, dict[str, float]]]:

@@ -192,11 +192,12 @@ def distill(
         typer.Option(help="The student's mask, such as infinite-uniform-768-1.0; the teacher's unless given."),
     ] = None,
     mixture: Annotated[
-        bool, typer.Option("--mixture", help="di4c: give the student a latent λ; a single mask has none of its own.")
+        bool,
+        typer.Option("--mixture", help="Give the student a latent λ, which di4c needs and a single mask has not."),
     ] = False,
     rounds: Annotated[int | None, typer.Option(help="Rounds; 7 for sdtt, 1 for redi, 2 for di4c unless given.")] = None,
-    iterations: Annotated[int | None, typer.Option(help="Training steps a round; the paper's unless given.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Sequences a step; the paper's unless given.")] = None,
+    iterations: Annotated[int | None, typer.Option(help="Training steps a round; the paper's (di4c: 10,000).")] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences a step; the paper's (di4c: 32) unless given.")] = None,
     pairs: Annotated[int, typer.Option(help="redi: pairs a round.")] = 100_000,
     seed: Seed = 0,
 ) -> None:

@@ -28,42 +28,37 @@ def distillation(
         raise unknown("distillation", method, METHODS)
     if rounds is not None and rounds < 1:
         raise UserError(f"--rounds {rounds}: at least one round is needed")
+    student = {"kind": "train", "start": model, "mask": mask, "mixture": mixture}
     if method == "sdtt":
-        stages = _sdtt(model, mask, rounds or 7, iterations or 10_000, batch or 32)
+        stages = _sdtt(student, rounds or 7, iterations or 10_000, batch or 32)
     elif method == "di4c":
-        stages = _di4c(model, mask, mixture, rounds or 2, iterations or 10_000, batch or 32)
+        stages = _di4c(student, rounds or 2, iterations or 10_000, batch or 32)
     else:
-        stages = _redi(model, mask, rounds or 1, iterations or 50_000, batch or 512, pairs)
+        stages = _redi(student, rounds or 1, iterations or 50_000, batch or 512, pairs)
     named = {"name": method, "summary": f"{method} from {model}", "experiment": method, "seed": seed}
     return named | {"data": data, "model": {}, "stages": stages}
 
 
-def _sdtt(model: str, mask: str | None, rounds: int, iterations: int, batch: int) -> Settings:
+def _sdtt(student: Settings, rounds: int, iterations: int, batch: int) -> Settings:
     training = {"steps": rounds * iterations, "batch": batch, "lr": 6e-5, "warmup": 500}
     objective = {"kind": "sdtt", "rounds": rounds, "iterations": iterations}
-    return {"student": {"kind": "train", "start": model, "mask": mask, "objective": objective, "training": training}}
-
-
-def _di4c(model: str, mask: str | None, mixture: bool, rounds: int, iterations: int, batch: int) -> Settings:
-    training = {"steps": rounds * iterations, "batch": batch, "lr": 3e-5, "warmup": 500}
-    objective = {"kind": "di4c", "rounds": rounds, "iterations": iterations}
-    student = {"kind": "train", "start": model, "mask": mask, "mixture": mixture}
     return {"student": student | {"objective": objective, "training": training}}
 
 
-def _redi(model: str, mask: str | None, rounds: int, iterations: int, batch: int, pairs: int) -> Settings:
+def _di4c(student: Settings, rounds: int, iterations: int, batch: int) -> Settings:
+    """The rate is that of the method's public code; the paper names neither iterations nor batch, these are SDTT's."""
+    training = {"steps": rounds * iterations, "batch": batch, "lr": 3e-5, "warmup": 500}
+    objective = {"kind": "di4c", "rounds": rounds, "iterations": iterations}
+    return {"student": student | {"objective": objective, "training": training}}
+
+
+def _redi(student: Settings, rounds: int, iterations: int, batch: int, pairs: int) -> Settings:
     """k rounds of couple → train, each from the last student."""
     stages: Settings = {}
     for number in range(1, rounds + 1):
         training = {"steps": iterations, "batch": batch}
-        stages[f"pairs-{number}"] = {"kind": "couple", "teacher": model, "pairs": pairs}
-        stages[f"student-{number}"] = {
-            "kind": "train",
-            "start": model,
-            "data": f"pairs-{number}",
-            "mask": mask,
-            "objective": "redi",
-            "training": training,
-        }
-        model = f"student-{number}"
+        stages[f"pairs-{number}"] = {"kind": "couple", "teacher": student["start"], "pairs": pairs}
+        rest = {"data": f"pairs-{number}", "objective": "redi", "training": training}
+        stages[f"student-{number}"] = student | rest
+        student = student | {"start": f"student-{number}"}
     return stages

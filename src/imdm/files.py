@@ -28,7 +28,7 @@ PARTIAL = ".partial-"  # a name that begins so is an unfinished write and is nev
 def written_aside(path: Path) -> Iterator[Path]:
     """Yield a place to write; on success it replaces `path` (a file, or a folder that is not there yet)."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f"{PARTIAL}{path.name}")
+    aside = path.with_name(f"{PARTIAL}{os.getpid()}-{path.name}")
     _remove(aside)
     try:
         yield aside

@@ -35,7 +35,7 @@ class Job:
         self._run(reporter).prepare()
 
     def _run(self, reporter: Reporter) -> Run:
-        return Run(self.recipe, self.out, reporter, self.results)
+        return Run(self.recipe, self.out, reporter, self.results, alone=False)
 
 
 def plan(recipe: Recipe, out: Path, seeds: int, quick: bool) -> list[Job]:
@@ -63,40 +63,53 @@ def workers_for(recipe: Recipe, jobs: int) -> int:
     state = processes()
     if recipe.threads != 1 or state.num_processes > 1 or state.device.type != "cpu":
         return 1
-    return min(jobs, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    return min(jobs, cores())
 
 
 def run_jobs(recipe: Recipe, jobs: list[Job], out: Path, workers: int, reporter: Reporter) -> None:
-    """All that can be refused is refused before any work; finished stages are skipped."""
+    """All that can be refused is refused before any work; finished stages are skipped. A run that fails is said to at
+    once and does not stop the others."""
+    state = processes()
+    if workers > 1 and state.num_processes > 1:
+        raise UserError(f"--workers {workers}: a run that is itself spread over processes (torchrun) has no workers")
     for job in jobs:
         job.check()
     for job in {job.out: job for job in jobs}.values():
         job.prepare(reporter)
-    if recipe.variants and processes().is_main_process:
+        if state.is_main_process:
+            write_json(job.out / "recipe.json", job.recipe.model_copy(update={"seed": recipe.seed}).resolved())
+    if state.is_main_process:
         write_json(out / "recipe.json", recipe.resolved())
     if workers == 1 or len(jobs) == 1:
         for job in jobs:
             reporter.say(job.name)
             job.run(reporter)
         return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        futures = {pool.submit(_work, job): job for job in jobs}
-        try:
-            for done, future in enumerate(as_completed(futures), 1):
-                future.result()
-                reporter.say(f"{futures[future].name}: finished, {done} of {len(jobs)}")
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    failures: list[BaseException] = []
+    threads = max(1, cores() // workers)
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        futures = {pool.submit(_work, job, threads): job for job in jobs}
+        for done, future in enumerate(as_completed(futures), 1):
+            failure = future.exception()
+            how = "finished" if failure is None else f"failed: {failure}"
+            reporter.say(f"{futures[future].name}: {how}; {done} of {len(jobs)}")
+            failures += [failure] if failure is not None else []
+    if failures:
+        raise failures[0]
 
 
-def _work(job: Job) -> None:
+def cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _work(job: Job, threads: int) -> None:
     """In a process of its own, which speaks in whole lines."""
+    import torch
     import transformers
 
     from imdm.console import Terminal
 
+    torch.set_num_threads(threads)
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     job.run(Terminal(who=job.name))

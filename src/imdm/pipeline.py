@@ -24,6 +24,7 @@ from imdm.devices import processes
 from imdm.errors import UserError, unknown
 from imdm.evaluation import ENUMERATED, JUDGED, Judge, Subject, append, load_judge, measure, measure_steps, read
 from imdm.files import read_json, write_json
+from imdm.masks import Mask
 from imdm.models import MaskedDiffusionLM, fingerprint, load_model, with_mask
 from imdm.objectives import ReDi
 from imdm.randomness import Purpose, as_key, fold, seeded
@@ -73,12 +74,14 @@ def _check_pairs(pairs: Coupling, stage: TrainStage, student: MaskedDiffusionLM,
 
 @dataclass
 class Run:
-    """One recipe, one seed, one folder. results: where result rows go, OUT/results.jsonl unless given."""
+    """One recipe, one seed, one folder. results: where result rows go, OUT/results.jsonl unless given; alone: whether
+    it is this run that says in OUT/recipe.json what the folder is."""
 
     recipe: Recipe
     out: Path
     reporter: Reporter = field(default_factory=Quiet)
     results: Path | None = None
+    alone: bool = True
     data: Data = field(init=False)
 
     def __post_init__(self) -> None:
@@ -98,7 +101,7 @@ class Run:
         self.prepare()
         wanted = self._wanted(names)
         self._check(wanted)
-        if processes().is_main_process:
+        if self.alone and processes().is_main_process:
             write_json(self.out / "recipe.json", self.recipe.resolved())
         with _threads(self.recipe.threads):
             for name in wanted:
@@ -172,7 +175,8 @@ class Run:
                     f"stage {name!r}: objective {stage.objective.kind!r} trains on a coupling; "
                     "set 'data' to a couple stage or to a folder of pairs"
                 )
-            stage.objective.check(any(self._reads(name)))
+            stage.objective.check(self._mask(name).noisy or self._mixture(name))
+            self._check_couple(name, stage)
             outside = [needed for needed in stage.inputs() if needed not in recipe.stages]
             if stage.start in outside and stage.data in outside:  # else the pairs' teacher is still to be made
                 start = load_model(str(stage.start))
@@ -185,15 +189,44 @@ class Run:
         if enumerated and self.data.language() is None:
             raise UserError(f"stage {name!r}: metric {enumerated[0]!r} needs an enumerated language as data")
 
-    def _reads(self, name: str) -> tuple[bool, bool]:
-        """Whether the model that a stage makes, or a folder holds, has noisy masks, and whether it is a mixture."""
+    def _check_couple(self, name: str, stage: TrainStage) -> None:
+        """Refuse pairs that a stage above will make for another student."""
+        couple = self.recipe.stages.get(stage.data or "")
+        if not isinstance(couple, CoupleStage):
+            return
+        if couple.teacher != stage.start:
+            raise UserError(
+                f"stage {name!r} starts from {stage.start!r}, but its pairs {stage.data!r} are made by "
+                f"{couple.teacher!r}; make pairs with the model you start from"
+            )
+        objective = stage.objective if isinstance(stage.objective, ReDi) else ReDi()
+        if objective.policy not in (None, couple.noise):
+            raise UserError(
+                f"stage {name!r} wants pairs made under noise policy {objective.policy!r}, but {stage.data!r} makes "
+                f"them under {couple.noise!r}"
+            )
+        mask, start = stage.mask, self._mask(str(stage.start))
+        if mask is not None and start.noisy and mask != start and objective.noise == "coupling":
+            raise UserError(
+                f"stage {name!r} has mask {mask.name}, but its pairs {stage.data!r} are made under {start.name}; "
+                "they must agree"
+            )
+
+    def _mask(self, name: str) -> Mask:
+        """The mask of a model that a stage makes, or a folder holds."""
         stage = self.recipe.stages.get(name)
         if not isinstance(stage, TrainStage):
-            process = load_model(name).process
-            return process.mask.noisy, process.mixture
-        settings = self.recipe.model
-        noisy, mixture = (settings.mask.noisy, settings.mixture) if stage.start is None else self._reads(stage.start)
-        return stage.mask.noisy if stage.mask is not None else noisy, mixture or stage.mixture
+            return load_model(name).mask
+        if stage.mask is not None:
+            return stage.mask
+        return self.recipe.model.mask if stage.start is None else self._mask(stage.start)
+
+    def _mixture(self, name: str) -> bool:
+        stage = self.recipe.stages.get(name)
+        if not isinstance(stage, TrainStage):
+            return load_model(name).process.mixture
+        before = self.recipe.model.mixture if stage.start is None else self._mixture(stage.start)
+        return stage.mixture or before
 
     def _is_done(self, name: str) -> bool:
         """Whether a stage's output is there; refused when it was made from something else."""

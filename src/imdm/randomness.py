@@ -46,7 +46,8 @@ class Purpose(IntEnum):
     INIT = 13  # fresh weights
     PAIR = 14  # key of coupling pair a
     COMPONENT = 15  # key of noise draw a of the factorization error
-    LATENT = 16  # λ of a mixture, a = step; and the key of latent a of a training sample
+    LATENT = 16  # λ of a mixture; a = step
+    COPY = 17  # key of copy a of a training sample, each with latents of its own
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:

@@ -113,10 +113,6 @@ class Coupling:
                 "make couplings with the model you start from"
             )
         check_fits(self, student)
-        if m.length != config.length:
-            raise UserError(
-                f"{where} has {m.length} tokens a pair, the student writes {config.length}; they must agree"
-            )
         if policy is not None and m.noise != policy:
             raise UserError(f"{where} was made under noise policy {m.noise!r}, but {policy!r} is asked for; remake it")
         if m.schedule != config.schedule:

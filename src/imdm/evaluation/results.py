@@ -53,7 +53,7 @@ def to_row(
         experiment=experiment,
         method=method,
         model=family(subject.model.mask),
-        mask=subject.model.mask.name,
+        mask=subject.model.mask.name + ("+mixture" if subject.model.config.mixture else ""),
         steps=subject.steps,
         evaluations=round(float(subject.generation.evaluations.double().mean()), 4),
         metric=metric,

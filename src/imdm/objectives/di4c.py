@@ -1,16 +1,20 @@
 """Di4C: a mixture of factorized laws learns the correlations that its teacher makes over many steps.
 
 Given z_t, the student's law of x is mean_λ ∏_ℓ p(x^ℓ | z_t, λ). The latent λ is whatever the sequence shares: the λ of
-a model with `mixture`, or the noise of its masks. M latents stand for the mean. Three terms, in nats a token:
+a model with `mixture`, or the noise of its masks. M latents stand for the mean. For a sequence said at z_t, call
 
-    distillation  t below the threshold: there a teacher's step is nearly factorized, so every component learns it,
-                  mean_λ KL(teacher's marginals ‖ p(· | λ))
-    consistency   t above it: the teacher steps to u = t − 1/T, the student (held fixed) completes z_u to x̂, and the
-                  student at z_t is to say x̂:  −log mean_λ ∏_ℓ p(x̂^ℓ | λ)
-    data          the same for the data x, weighted by w·sigmoid(20(t − ½))
+    correlation(x) = Σ_ℓ log mean_λ p(x^ℓ | λ) − log mean_λ ∏_ℓ p(x^ℓ | λ)
 
-The last two are noisy, mostly in their independent part Σ_ℓ log mean_λ p(x^ℓ | λ), whose mean is known from marginals
-alone. The control variate replaces it: `correlation` is what remains of the sample, the KL of marginals comes exactly.
+what the mixture says of it beyond its marginals mean_λ p(· | λ). The loss, in nats a token, is
+
+    below the threshold   mean_λ KL(teacher ‖ p(· | λ)): there a teacher's step is nearly factorized, and every
+                          component learns its marginals
+    above it              correlation(x̂) + KL(ahead ‖ marginals): the teacher steps to u = t − 1/T, the student, held
+                          fixed, completes z_u to x̂ and has its marginals there; the student at z_t is to say the same
+    at all times, data    w·sigmoid(20(t − ½))·correlation(x) + KL(teacher ‖ marginals)
+
+Correlation plus KL is −log mean_λ ∏_ℓ p with its independent part, the noisier one, replaced by its mean (the control
+variate): exactly that mean for x̂, and for the data x as far as the teacher's marginals are the data's.
 """
 
 from __future__ import annotations
@@ -48,7 +52,7 @@ class Di4C(Rounds):
     distil_share      the share of training times below it
     teacher_steps     T: a teacher's step has size 1/T, or t/2 where that is less
     data_weight       w of the data term's correlation
-    control_variate   off: plain sampled losses, of the same mean up to a constant where marginals are right
+    control_variate   off: −log mean_λ ∏_ℓ p of x̂ and, weighted, of x, and no KL of marginals above the threshold
     """
 
     kind: str = "di4c"
@@ -63,8 +67,8 @@ class Di4C(Rounds):
     def check(self, noisy: bool) -> None:
         if not noisy:
             raise UserError(
-                "objective 'di4c' needs a latent that the whole sequence shares, and a single mask has none; "
-                "give the student mixture: true, or a finite or infinite mask"
+                "objective 'di4c' needs a latent that the whole sequence shares, and this student has none; "
+                "give it mixture: true (--mixture), or a mask that carries noise"
             )
 
     def times(self, step: Step) -> Tensor:
@@ -88,7 +92,7 @@ class Di4C(Rounds):
         self.check(process.noisy)
         x, t, keys, M = batch["tokens"], self.times(step), step.keys(), self.latents
         tokens = process.corrupt(x, t, keys).tokens
-        copy = fold(keys[:, None], Purpose.LATENT, torch.arange(M, device=keys.device)).flatten()  # (B·M,)
+        copy = fold(keys[:, None], Purpose.COPY, torch.arange(M, device=keys.device)).flatten()  # (B·M,)
         state = process.noised(tokens.repeat_interleave(M, 0), t.repeat_interleave(M), copy)
         ahead = look_ahead(companion.model, companion.student, state, copy, M, self.teacher_steps)
         said = torch.cat((x[:, None], ahead.written.unflatten(0, (-1, M))), 1)  # (B, 1 + M, L): x, and each copy's x̂
@@ -135,9 +139,11 @@ class Ahead:
 def look_ahead(
     teacher: MaskedDiffusionLM, student: MaskedDiffusionLM, state: Noised, keys: Tensor, copies: int, steps: int
 ) -> Ahead:
-    """One teacher step of size min(1/T, t/2) from z_t, then x̂ from the student under latents of its own. The state
-    holds each sequence `copies` times, one after another."""
+    """One teacher step of size min(1/T, t/2) from z_t, then x̂ from the student. Both under latents of their own, not
+    those of the state: x̂ must not know under which of them it will be read. The state holds each sequence `copies`
+    times, one after another."""
     process, t = student.process, state.t.double()
+    state = process.noised(state.tokens, state.t, fold(keys, Purpose.COPY, 0))
     u = t - torch.minimum(torch.full_like(t, 1 / steps), t / 2)
     position = torch.arange(state.tokens.shape[1], device=keys.device)
     chance = uniform(keys[:, None], Purpose.TOKEN, position)  # (B·M, L): a position is written once, now or later
@@ -147,7 +153,7 @@ def look_ahead(
     row, column = revealed.nonzero(as_tuple=True)
     drawn = draw_tokens(teacher, known[row // copies if alone else row, column], chance[revealed])
     tokens = state.tokens.masked_scatter(revealed, drawn.tokens)
-    later = process.noised(tokens, u.float(), fold(keys, Purpose.LATENT, 1))
+    later = process.noised(tokens, u.float(), fold(keys, Purpose.COPY, 1))
     with _still(student):
         hidden = student.trunk(later)
         drawn = draw_tokens(student, hidden[later.masked], chance[later.masked])

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from imdm.data.source import Source
     from imdm.models import MaskedDiffusionLM
 
-LOOKED_AT = 256  # pairs
+LOOKED_AT, AT_ONCE = 256, 32  # pairs, and how many of them in one network evaluation
 FITTED = 0.9  # the share of fitted tokens below which a student has not learned its pairs
 
 
@@ -48,23 +48,28 @@ class ReDi(Objective):
     def signals(self, model: MaskedDiffusionLM, source: Source, seed: int) -> dict[str, float]:
         """`fitted`: the share of masked tokens of the first pairs that the student says with a chance above ½. What
         makes a few-step student is that this comes near 1. `decided`: the share of the same positions where, under
-        noise it was not trained on, it gives some token a chance above ½."""
+        noise it was not trained on, it gives some token a chance above ½. With fresh noise there is nothing to fit."""
+        if self.noise == "fresh":
+            return {}
         pairs = {name: c.to(model.device) for name, c in source.rows(torch.arange(min(LOOKED_AT, len(source)))).items()}
         unseen = fold(as_key(seed, model.device), Purpose.SAMPLE, torch.arange(len(pairs["t"]), device=model.device))
 
-        def share(keys: Tensor, targets: Tensor | None) -> float:
-            state = model.process.noised(pairs["noised"], pairs["t"], keys)
+        def share(keys: Tensor, known: bool) -> float:
+            sure = []
+            for some in torch.arange(len(keys), device=keys.device).split(AT_ONCE):
+                state = model.process.noised(pairs["noised"][some], pairs["t"][some], keys[some])
+                targets = pairs["tokens"][some][state.masked]
 
-            def sure(rows: Tensor, part: slice) -> Tensor:
-                chosen = rows.amax(-1) if targets is None else rows.gather(-1, targets[part, None])[:, 0]
-                return (chosen > log(0.5)).double()
+                def chosen(rows: Tensor, part: slice, targets: Tensor = targets) -> Tensor:
+                    return rows.gather(-1, targets[part, None])[:, 0] if known else rows.amax(-1)
 
-            return float(model(state, rows=state.masked, reduce=sure).mean())
+                sure.append(model(state, rows=state.masked, reduce=chosen) > log(0.5))
+            return float(torch.cat(sure).double().mean())
 
-        fitted = share(pairs["seed"], pairs["tokens"][pairs["noised"] == model.process.mask_id])
+        fitted = share(pairs["seed"], known=True)
         if not model.process.noisy:
             return {"fitted": fitted}  # without noise it cannot tell its pairs apart, nor decide
-        return {"fitted": fitted, "decided": share(unseen, None)}
+        return {"fitted": fitted, "decided": share(unseen, known=False)}
 
     def worry(self, signals: Sequence[tuple[int, Mapping[str, float]]], steps: int) -> str | None:
         """From half of the run on: whether the fitted share, rising as it did of late, will reach 90%."""

@@ -24,7 +24,7 @@ class Teacher:
     def __init__(self, start: MaskedDiffusionLM, student: MaskedDiffusionLM) -> None:
         self.student = student
         self.round = 0
-        self.model = _frozen(start)
+        self.model = _frozen(start) if start is student else _still(start, student.device)
 
     def promote(self, weights: Mapping[str, Tensor]) -> None:
         """The next round's teacher is the student with these weights."""
@@ -57,7 +57,12 @@ class Teacher:
 
 
 def _frozen(model: MaskedDiffusionLM) -> MaskedDiffusionLM:
-    return copy.deepcopy(model).eval().requires_grad_(False)
+    return _still(copy.deepcopy(model), model.device)
+
+
+def _still(model: MaskedDiffusionLM, device: torch.device) -> MaskedDiffusionLM:
+    torch.nn.Module.to(model, device)
+    return model.eval().requires_grad_(False)
 
 
 class Rounds(Objective):

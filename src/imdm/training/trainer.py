@@ -141,7 +141,7 @@ class Trainer:
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.bare: MaskedDiffusionLM = self.accelerator.unwrap_model(self.model)
         self.ema = EMA(self.bare, config.ema)
-        self.companion = objective.companion(self.bare, start and start.to(self.accelerator.device))
+        self.companion = objective.companion(self.bare, start)
         self.step = 0
 
     def _check(self, model: MaskedDiffusionLM) -> None:
@@ -242,7 +242,7 @@ class Trainer:
 
     def _look(self, writer: Any) -> None:
         """The objective's early signals and what `watch` measures, and a warning where they promise nothing good."""
-        with self.averaged():
+        with self.averaged(), self._precision():
             signals = self.objective.signals(self.bare, self.source, self.seed)
             seen = signals | dict(self.watch(self.bare) if self.watch is not None else {})
         if not seen:
