@@ -319,9 +319,7 @@ def test_training_teaches_correlations(latent: dict[str, object], tmp_path: Path
     assert valid[1] > 0.9
 
 
-def taught(
-    tmp_path: Path, latent: dict[str, object], data_weight: float, teacher_steps: int, steps: int
-) -> list[float]:
+def taught(tmp_path: Path, latent: dict[str, object]) -> list[float]:
     """The one-step validity of a teacher on {00, 11} and of its student."""
     truth, config = aligned(), TrainConfig(steps=150, batch=64, lr=3e-3, warmup=20, ema=0.9, checkpoint_every=1000)
     source = LanguageSource(truth, seed=0)
