@@ -436,17 +436,22 @@ def reproduce(
 
 @app.command()
 def report(
-    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs; several make one page.")],
     html: Annotated[Path | None, typer.Option(help="Where the page goes; RUN/report.html unless given.")] = None,
 ) -> None:
-    """Write a run's report.md and report.html, and print its tables."""
-    from imdm.report import build_report
+    """Write the report.md and report.html of a run, or one page of several, and print the tables."""
+    from imdm.report import build_report, combine
 
-    if not run.is_dir():
-        raise UserError(f"{run}: no such folder")
-    made = build_report(run)
-    page = made.write(run, html)
-    _show(made)
+    for run in runs:
+        if not run.is_dir():
+            raise UserError(f"{run}: no such folder")
+    if len(runs) > 1 and html is None:
+        raise UserError("several runs make one page; say where with --html PAGE")
+    made = {run.name: build_report(run) for run in runs}
+    whole = combine(made) if len(made) > 1 else next(iter(made.values()))
+    page = whole.write(html.parent if len(made) > 1 and html is not None else runs[0], html)
+    for one in made.values():
+        _show(one)
     _say(f"report: {page}")
 
 

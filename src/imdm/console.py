@@ -18,13 +18,17 @@ if TYPE_CHECKING:
 EVERY = 30.0  # seconds between lines where there is no terminal to draw a bar on
 
 
+def colour(step: int, steps: int) -> tuple[int, int, int]:
+    """From blue (written first) to red (written last)."""
+    late = step / max(1, steps - 1)
+    return round(60 + 180 * late), 110, round(240 - 180 * late)
+
+
 def coloured(pieces: Sequence[Piece], steps: int) -> Text:
     """Text whose colour says when each token appeared, from first (blue) to last (red); what was given is bold."""
     shown = Text()
     for piece in pieces:
-        late = piece.step / max(1, steps - 1)
-        red, blue = round(60 + 180 * late), round(240 - 180 * late)
-        shown.append(piece.text, "bold" if piece.step < 0 else f"rgb({red},110,{blue})")
+        shown.append(piece.text, "bold" if piece.step < 0 else "rgb({},{},{})".format(*colour(piece.step, steps)))
     return shown
 
 

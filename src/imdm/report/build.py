@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from imdm.files import read_json
 from imdm.registry import Registry
 from imdm.report.page import Report, Section
 from imdm.report.tables import all_results
+from imdm.report.text import all_paper_tables, text_page
 
 pages: Registry[Callable[[Path, list[Row], dict[str, str]], Report | None]] = Registry("report page")
 """Experiments with a page of their own, by recipe name. A page answers None when a run's settings were changed so that
@@ -35,8 +37,10 @@ def build_report(run: Path) -> Report:
         "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
     }
     own = pages[name](run, rows, facts) if name in list(pages) else None
+    if own is None and recipe.get("data", {}).get("kind") in ("text", "prepared", "tokens"):
+        own = text_page(run, rows, facts)
     if own is not None:
-        return own
+        return replace(own, sections=[*own.sections, all_paper_tables()])
     lead = recipe.get("summary", "Results of this folder.")
     if name in list(pages):
         lead += (
@@ -47,3 +51,16 @@ def build_report(run: Path) -> Report:
 
 def _distinct(values: Iterable[object]) -> str:
     return ", ".join(map(str, sorted(set(values), key=str)))
+
+
+def combine(reports: dict[str, Report]) -> Report:
+    """Several runs on one page: each run's sections under its name, the paper's tables once."""
+    sections = [
+        replace(section, title=f"{name}: {section.title}")
+        for name, report in reports.items()
+        for section in report.sections
+        if section.title != all_paper_tables().title
+    ]
+    facts = {f"{name}, {fact}": value for name, report in reports.items() for fact, value in report.facts.items()}
+    lead = " ".join(f"{name}: {report.lead}" for name, report in reports.items())
+    return Report(", ".join(reports), lead, (), [*sections, all_paper_tables()], facts)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from imdm.console import colour
 from imdm.files import written_aside
 from imdm.report.tables import Table
 
@@ -41,10 +42,36 @@ class Picture:
 
 
 @dataclass(frozen=True)
+class Written:
+    """A text, with the step at which each piece of it appeared (−1: given)."""
+
+    label: str
+    pieces: Sequence[tuple[str, int]]
+    steps: int
+
+    def markdown(self) -> str:
+        text = " ".join("".join(text for text, _ in self.pieces).split())
+        return f"> **{self.label}** {text}"
+
+    def html(self) -> str:
+        spans = []
+        for text, step in self.pieces:
+            style = "font-weight:600" if step < 0 else "color:rgb({},{},{})".format(*colour(step, self.steps))
+            spans.append(f'<span style="{style}" title="step {step + 1}">{html.escape(text)}</span>')
+        return f"<p class=written><b>{html.escape(self.label)}</b> {''.join(spans)}</p>"
+
+
+Part = Table | Picture | Written
+
+
+@dataclass(frozen=True)
 class Section:
+    """folded: shown on the page only when opened, and not in Markdown."""
+
     title: str
     text: str = ""
-    parts: Sequence[Table | Picture] = ()
+    parts: Sequence[Part] = ()
+    folded: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,7 +85,7 @@ class Report:
     def markdown(self) -> str:
         parts = [f"# {self.title}", self.lead]
         parts += [f"- **{value}** {label}" for value, label in self.highlights]
-        for section in self.sections:
+        for section in (s for s in self.sections if not s.folded):
             parts += [f"## {section.title}", section.text, *(part.markdown() for part in section.parts)]
         parts.append(" · ".join(f"{name}: {value}" for name, value in self.facts.items()))
         return "\n\n".join(part for part in parts if part) + "\n"
@@ -68,9 +95,11 @@ class Report:
         body = [f"<h1>{html.escape(self.title)}</h1><p class=lead>{html.escape(self.lead)}</p>"]
         body.append(f"<div class=big>{tiles}</div>" if tiles else "")
         for section in self.sections:
-            body.append(f"<h2>{html.escape(section.title)}</h2>")
-            body.append(f"<p>{html.escape(section.text)}</p>" if section.text else "")
+            title, text = html.escape(section.title), html.escape(section.text)
+            body.append(f"<details><summary>{title}</summary>" if section.folded else f"<h2>{title}</h2>")
+            body.append(f"<p>{text}</p>" if text else "")
             body += [part.html() for part in section.parts]
+            body.append("</details>" if section.folded else "")
         facts = " · ".join(f"{html.escape(name)}: {html.escape(value)}" for name, value in self.facts.items())
         return (
             "<!doctype html><html lang=en><head><meta charset=utf-8>"

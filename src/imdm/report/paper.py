@@ -97,8 +97,8 @@ TABLE_6 = _table(
 TABLE_7 = _table(
     7,
     "Conditional generation on OpenWebText: Gen. PPL, entropy, MAUVE",
-    "steps, MDLM PPL, MDLM entropy, MDLM MAUVE, SDTT PPL, SDTT entropy, SDTT MAUVE, Di4C PPL, Di4C entropy, Di4C MAUVE, "
-    "IMDM PPL, IMDM entropy, IMDM MAUVE",
+    "steps, MDLM PPL, MDLM entropy, MDLM MAUVE, SDTT PPL, SDTT entropy, SDTT MAUVE, Di4C PPL, Di4C entropy, "
+    "Di4C MAUVE, IMDM PPL, IMDM entropy, IMDM MAUVE",
     """
     2 392.12 4.16 0.062 222.82 4.09 0.201 209.31 4.09 0.225 132.26 4.06 0.810
     4 253.02 4.15 0.369 117.19 4.08 0.864 101.27 4.08 0.910 70.45 4.05 0.963

@@ -82,6 +82,26 @@ def error_over_steps(panels: Mapping[str, Bands], bound: float, bound_name: str)
         return figure
 
 
+def over_steps(panels: Mapping[str, Mapping[str, Mapping[int, tuple[float, float]]]], log: Sequence[str]) -> Figure:
+    """One panel a quantity, one curve a model, over the number of steps: (value, standard error) each; `log` names the
+    panels with a logarithmic scale."""
+    with rc_context(STYLE):
+        figure = Figure(figsize=(4.2 * len(panels), 3.2), layout="constrained")
+        axes = figure.subplots(1, len(panels), squeeze=False)
+        for axis, (title, curves) in zip(axes[0], panels.items(), strict=True):
+            for name, points in curves.items():
+                steps = sorted(points)
+                values, errors = zip(*(points[k] for k in steps), strict=True)
+                shade = COLOURS.get(name.split()[-1]) if name != "teacher" else COLOURS["teacher"]
+                axis.errorbar(steps, values, errors, marker="o", markersize=3.5, capsize=2, label=name, color=shade)
+            ticks = sorted({k for points in curves.values() for k in points})
+            axis.set(title=title, xlabel="steps", xscale="log", yscale="log" if title in log else "linear")
+            axis.set_xticks(ticks, [str(k) for k in ticks])
+            axis.minorticks_off()
+        axes[0][0].legend(frameon=False, fontsize=8, loc="best")
+        return figure
+
+
 def noise_planes(planes: Mapping[str, Tensor], reach: float) -> Figure:
     """P(token = 0) of both tokens over a plane of the noise space: one row a model, planes (2, R, R)."""
     with rc_context(STYLE | {"axes.grid": False}):

@@ -1,0 +1,131 @@
+"""The page of a run on text: figures over steps, the paper's beside them, and texts written side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from imdm.errors import UserError
+from imdm.evaluation import Row
+from imdm.files import read_json
+from imdm.recipes import EvaluateStage, Recipe
+from imdm.report import paper, plots
+from imdm.report.page import Part, Picture, Report, Section, Written
+from imdm.report.tables import Table, all_results, figure
+from imdm.writer import load
+
+CURVES = {"gen_ppl": "generative perplexity", "entropy": "entropy (nats)", "mauve": "MAUVE"}
+PAPER = {"lm1b": (paper.TABLE_4, paper.TABLE_5), "owt": (paper.TABLE_6,), "owt-860m": (paper.TABLE_9,)}
+SHOWN = 2  # texts a model and step count
+
+
+def text_page(run: Path, rows: list[Row], facts: dict[str, str]) -> Report | None:
+    """None for a run that was not measured over steps."""
+    recipe = Recipe.parse(read_json(run / "recipe.json", "report"))
+    panels = {title: curves(rows, metric) for metric, title in CURVES.items()}
+    panels = {title: found for title, found in panels.items() if found}
+    if not panels:
+        return None
+    judges = sorted({row.judge for row in rows if row.judge})
+    samples = sorted({row.n for row in rows if row.metric in CURVES})
+    text = f"{' or '.join(map(str, samples))} samples a point; bars are standard errors over samples. " + (
+        f"Judge: {', '.join(judges)}." if judges else "No judge was at hand, so that nobody read the text."
+    )
+    log = [CURVES["gen_ppl"]]
+    picture = Picture("steps", plots.svg(plots.over_steps(panels, log)), f"{', '.join(panels)} over steps")
+    sections = [Section("Quality over steps", text, [picture, step_table(rows)])]
+    beside = paper_beside(recipe.experiment, rows)
+    if beside:
+        sections.append(Section("The paper's figures, and ours", "", beside))
+    texts = side_by_side(run, recipe)
+    if texts:
+        words = "The same seed for every model. Blue was written first, red last; nothing is left out or chosen."
+        sections.append(Section("Written side by side", words, texts))
+    sections.append(Section("Everything measured", "", [all_results(rows)], folded=True))
+    return Report(recipe.name, recipe.summary, highlights(rows), sections, facts)
+
+
+def curves(rows: list[Row], metric: str) -> dict[str, dict[int, tuple[float, float]]]:
+    """`method model` → steps → the mean over seeds and its standard error."""
+    found: dict[str, dict[int, list[Row]]] = {}
+    for row in rows:
+        if row.metric == metric:
+            name = row.method if row.method == "teacher" else f"{row.method} {row.model}"
+            found.setdefault(name, {}).setdefault(row.steps, []).append(row)
+    return {name: {steps: _mean(seeds) for steps, seeds in points.items()} for name, points in found.items()}
+
+
+def _mean(rows: list[Row]) -> tuple[float, float]:
+    error = sum((row.stderr or 0) ** 2 for row in rows) ** 0.5 / len(rows)
+    return sum(row.value for row in rows) / len(rows), error
+
+
+def step_table(rows: list[Row]) -> Table:
+    """Generative perplexity (entropy), a row a model, a column a step count, as the paper prints them."""
+    ppl, entropy = curves(rows, "gen_ppl"), curves(rows, "entropy")
+    steps = sorted({k for points in (ppl or entropy).values() for k in points})
+    real = [row for row in rows if row.metric == "real_ppl"]
+    note = f"Real held-out text under the same judge: {figure(*_mean(real))}." if real else ""
+    title = "Generative perplexity (entropy)" if ppl else "Entropy"
+    table = Table(title, ("model", *(f"{k} step{'s' if k > 1 else ''}" for k in steps)), note=note)
+    for name in ppl or entropy:
+        cells = []
+        for k in steps:
+            spread = f"{entropy[name][k][0]:.2f}" if k in entropy.get(name, {}) else "–"
+            cells.append(f"{ppl[name][k][0]:.1f} ({spread})" if k in ppl.get(name, {}) else spread)
+        table.rows.append((name, *cells))
+    return table
+
+
+def highlights(rows: list[Row]) -> list[tuple[str, str]]:
+    """How much the infinite mask gains over the single one at each step count, under the same distillation."""
+    ppl, found = curves(rows, "gen_ppl"), []
+    for name in ppl:
+        method, _, model = name.rpartition(" ")
+        single = ppl.get(f"{method} mdlm", {})
+        if model == "imdm" and single:
+            for k in sorted(ppl[name].keys() & single.keys())[:3]:
+                ratio = ppl[name][k][0] / single[k][0]
+                found.append(
+                    (f"{ratio:.2f}", f"of the single mask's perplexity, {method}, {k} step{'s' if k > 1 else ''}")
+                )
+    return found[:3]
+
+
+def paper_beside(experiment: str, rows: list[Row]) -> list[Part]:
+    """The paper's tables of this experiment with our columns added."""
+    parts: list[Part] = []
+    for table in PAPER.get(experiment, ()):
+        metric = "entropy" if table.number == 5 else "gen_ppl"
+        ours = curves(rows, metric)
+        columns = (*table.columns, *(f"ours: {name}" for name in ours))
+        shown = Table(f"Table {table.number}. {table.caption}", columns)
+        for cells in table.rows:
+            mine = [f"{p[int(cells[0])][0]:.2f}" if int(cells[0]) in p else "–" for p in ours.values()]
+            shown.rows.append((*cells, *mine))
+        parts.append(shown)
+    return parts
+
+
+def side_by_side(run: Path, recipe: Recipe) -> list[Part]:
+    """The first texts of every measured model, at each of its step counts; none where models have no tokenizer."""
+    parts: list[Part] = []
+    folder = next(iter(sorted(run.glob("seed-*"))), run)
+    for stage in recipe.stages.values():
+        if not isinstance(stage, EvaluateStage):
+            continue
+        for name in stage.models:
+            try:
+                writer = load(folder / name / "model")
+            except UserError:
+                continue
+            for steps in stage.steps:
+                for text in writer.write(steps=steps, num=SHOWN, seed=0):
+                    pieces = [(piece.text, piece.step) for piece in writer.pieces(text)]
+                    parts.append(Written(f"{name}, {steps} step{'s' if steps > 1 else ''}:", pieces, steps))
+    return parts
+
+
+def all_paper_tables() -> Section:
+    """Tables 1 to 14 as they stand in the paper."""
+    tables = [Table(f"Table {t.number}. {t.caption}", t.columns, list(t.rows)) for t in paper.TABLES]
+    return Section("The paper's tables", "As printed in the paper.", tables, folded=True)

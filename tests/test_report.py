@@ -1,0 +1,99 @@
+"""Reports: the paper's tables whole, a page for text, several runs on one page."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from imdm.errors import UserError
+from imdm.files import append_line
+from imdm.recipes import load_recipe
+from imdm.report import build_report, combine
+from imdm.report.page import Written
+from imdm.report.paper import TABLES
+from imdm.report.text import curves, paper_beside
+from tests.test_grid import row
+
+ROWS = {1: 3, 2: 3, 3: 4, 4: 4, 5: 4, 6: 6, 7: 6, 8: 4, 9: 6, 10: 6, 11: 4, 12: 2, 13: 1, 14: 6}
+
+
+def test_the_papers_fourteen_tables_are_whole() -> None:
+    assert {table.number: len(table.rows) for table in TABLES} == ROWS
+    for table in TABLES:
+        assert all(len(cells) == len(table.columns) for cells in table.rows)
+    by_number = {table.number: table for table in TABLES}
+    assert by_number[4].rows[0] == ("2", "584.22", "524.31", "530.36", "284.62", "353.90", "165.85")
+    assert by_number[9].rows[-1][-2:] == ("11.60 (14.90)", "4.95 (5.14)")
+    assert by_number[2].rows[0][:2] == ("IMDM", "ε_A")
+    assert [table.rows[0][-1] for table in (by_number[3], by_number[8])] == ["164.23", "4.14"]
+
+
+def text_run(folder: Path, recipe: str = "sentences-cpu", **changes: object) -> Path:
+    folder.mkdir()
+    values = load_recipe(recipe).resolved() | changes
+    (folder / "recipe.json").write_text(json.dumps(values))
+    for model, factor in (("mdlm", 2.0), ("imdm", 1.0)):
+        for steps in (1, 4):
+            for metric, value in (("gen_ppl", 100 * factor / steps), ("entropy", 4.2)):
+                made = row(model, steps, value, 1.0, "redi").model_dump()
+                append_line(folder / "results.jsonl", made | {"metric": metric, "judge": "j", "n": 64})
+    return folder
+
+
+def test_a_page_of_text(tmp_path: Path) -> None:
+    report = build_report(text_run(tmp_path / "run"))
+    assert [value for value, _ in report.highlights] == ["0.50", "0.50"]
+    assert [section.title for section in report.sections] == [
+        "Quality over steps",
+        "Everything measured",
+        "The paper's tables",
+    ]
+    table = report.sections[0].parts[1]
+    assert table.rows == [("redi mdlm", "200.0 (4.20)", "50.0 (4.20)"), ("redi imdm", "100.0 (4.20)", "25.0 (4.20)")]
+    page = report.write(tmp_path / "run").read_text()
+    assert page.count("<details>") == page.count("</details>") == 2
+    assert "Judge: j." in page
+    assert all(f"Table {number}." in page for number in ROWS)
+    assert not re.search(r"(src|href)=\"?http", page)  # no network
+    assert "Table 14." not in (tmp_path / "run/report.md").read_text()
+
+
+def test_ours_stands_beside_the_papers(tmp_path: Path) -> None:
+    rows = [row("imdm", 4, 90.0, 1.0, "sdtt+redi").model_copy(update={"metric": "gen_ppl"})]
+    (first, second) = paper_beside("lm1b", rows)
+    assert first.columns[-1] == "ours: sdtt+redi imdm"
+    assert [cells[-1] for cells in first.rows] == ["–", "90.00", "–", "–"]
+    assert second.title.startswith("Table 5.")
+    assert paper_beside("elsewhere", rows) == []
+
+
+def test_seeds_are_averaged() -> None:
+    rows = [row("imdm", 1, value, 3.0).model_copy(update={"seed": seed}) for seed, value in enumerate((10.0, 20.0))]
+    assert curves(rows, "kl") == {"redi imdm": {1: (15.0, pytest.approx(18**0.5 / 2))}}
+
+
+def test_several_runs_make_one_page(tmp_path: Path) -> None:
+    reports = {name: build_report(text_run(tmp_path / name)) for name in ("a", "b")}
+    whole = combine(reports)
+    titles = [section.title for section in whole.sections]
+    assert titles.count("The paper's tables") == 1
+    assert "a: Quality over steps" in titles
+    assert "b: Quality over steps" in titles
+    page = whole.write(tmp_path, tmp_path / "both.html")
+    assert page.read_text().count("<img") == 2
+
+
+def test_written_text_is_escaped_and_coloured() -> None:
+    shown = Written("x:", [("<b>", -1), (" & ", 0), ("late", 3)], steps=4)
+    assert '<span style="font-weight:600" title="step 0">&lt;b&gt;</span>' in shown.html()
+    assert "rgb(60,110,240)" in shown.html()
+    assert "rgb(240,110,60)" in shown.html()
+    assert shown.markdown() == "> **x:** <b> & late"
+
+
+def test_no_results_is_said(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no results.jsonl there"):
+        build_report(tmp_path)
