@@ -57,7 +57,7 @@ class Terminal:
         started, last = time.perf_counter(), ""
         told = started
         with Progress(*columns, console=self.console, transient=True) as progress:
-            task = progress.add_task(title, total=total, note="")
+            task = progress.add_task(title, total=total or None, note="")
 
             def update(done: int, note: str = "") -> None:
                 nonlocal last, told
@@ -69,4 +69,6 @@ class Terminal:
 
             yield update
         seconds = time.perf_counter() - started
-        self.say(f"{title:<28} {total:>7,} in {seconds:5.1f} s   {last}")
+        if total or last:  # of unknown size, and nothing was to be done: nothing to say
+            count = f"{total:>7,} in" if total else "       in"
+            self.say(f"{title:<28} {count} {seconds:5.1f} s   {last}")

@@ -1,0 +1,159 @@
+"""Text by the command line: prepare, a recipe from text to report, writing, measuring, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from imdm.data.tokenizers import has_tokenizer
+from imdm.evaluation import read
+from tests.test_cli import imdm, refused
+from tests.test_corpora import SENTENCES
+
+TRAINING = {"steps": 6, "batch": 8, "warmup": 0, "ema": 0.5, "log_every": 3}
+RECIPE = {
+    "name": "mine",
+    "summary": "My text",
+    "experiment": "mine",
+    "threads": 1,
+    "data": {"kind": "text", "path": "TEXT", "train_bpe": 320, "length": 20},
+    "model": {"width": 16, "blocks": 1, "heads": 2, "condition": 8},
+    "stages": {
+        "teacher": {"kind": "train", "training": TRAINING},
+        "pairs": {"kind": "couple", "teacher": "teacher", "pairs": 16, "steps": 4},
+        "student": {
+            "kind": "train",
+            "start": "teacher",
+            "data": "pairs",
+            "mask": "infinite-uniform-4-1.0",
+            "objective": "redi",
+            "training": TRAINING,
+        },
+        "measure": {
+            "kind": "evaluate",
+            "models": {"teacher": "teacher", "student": "redi"},
+            "metrics": ["gen_ppl", "entropy", "novelty", "pair_overlap", "val_ppl"],
+            "steps": [1, 2],
+            "samples": 8,
+            "judge": "smollm2",
+        },
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("text")
+    (home / "text.txt").write_text("\n".join(SENTENCES * 20))
+    recipe = RECIPE | {"data": RECIPE["data"] | {"path": str(home / "text.txt")}}
+    (home / "mine.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("IMDM_HOME", str(home / "empty"))
+        result = imdm("reproduce", home / "mine.yaml", "--out", home / "run")
+    assert result.returncode == 0, result.stderr
+    (home / "said.txt").write_text(result.stderr)
+    return home / "run"
+
+
+def test_text_becomes_a_report(run: Path) -> None:
+    rows = read(run / "results.jsonl")
+    found = {(row.method, row.metric, row.steps) for row in rows}
+    for steps in (1, 2):
+        assert {("teacher", "entropy", steps), ("redi", "novelty", steps), ("redi", "pair_overlap", steps)} <= found
+    assert not any(metric == "gen_ppl" for _, metric, _ in found)  # nobody was there to judge
+    assert not any(metric == "pair_overlap" for method, metric, _ in found if method == "teacher")
+    assert {row.split for row in rows if row.metric == "val_ppl"} == {"valid"}
+    said = " ".join((run.parent / "said.txt").read_text().split())
+    assert "measure: gen_ppl left out: judge 'smollm2' is not here; get it with 'imdm judge fetch smollm2'" in said
+    page = (run / "report.html").read_text()
+    assert "Written side by side" in page
+    assert "No judge was at hand" in page
+    for stage in ("teacher", "student"):
+        assert has_tokenizer(run / "seed-0" / stage / "model")
+    assert (run / "data/valid/manifest.json").exists()
+
+
+def test_text_is_prepared_once(run: Path) -> None:
+    made = (run / "data/train/tokens-00000.npy").stat().st_mtime_ns
+    result = imdm("reproduce", run.parent / "mine.yaml", "--out", run)
+    assert result.returncode == 0
+    assert "teacher: already there" in result.stderr
+    assert (run / "data/train/tokens-00000.npy").stat().st_mtime_ns == made
+
+
+def test_other_text_by_path(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "other.txt").write_text("\n".join(reversed(SENTENCES * 20)))
+    result = imdm("train", run.parent / "mine.yaml", f"data={tmp_path / 'other.txt'}", "--out", tmp_path / "run")
+    assert result.returncode == 0, result.stderr
+    made = json.loads((tmp_path / "run/data/train/manifest.json").read_text())
+    assert made["source"].endswith("other.txt")
+
+
+def test_writing(run: Path, tmp_path: Path) -> None:
+    model = run / "seed-0/student/model"
+    two = imdm("generate", model, "--prompt", "The cat", "--steps", "2", "--num", "2", "--json")
+    lines = [json.loads(line) for line in two.stdout.splitlines()]
+    assert [line["prompt"] for line in lines] == ["The cat", "The cat"]
+    assert all(line["text"].startswith("The cat") for line in lines)
+    assert lines[0]["revealed_at"][0] == -1
+    assert imdm("generate", model, "--prompt", "The cat", "--steps", "2").stdout.startswith("The cat")
+    (tmp_path / "prompts.txt").write_text("The dog\n\nThe bird\n")
+    many = imdm("generate", model, "--prompts", tmp_path / "prompts.txt", "--json", "--steps", "1").stdout
+    assert [json.loads(line)["prompt"] for line in many.splitlines()] == ["The dog", "The bird"]
+    filled = imdm("generate", model, "--infill", "The ___ saw the ___.", "--blank", "1", "--json").stdout
+    assert " saw the " in json.loads(filled)["text"]
+    assert imdm("generate", model, "--steps", "2", "--trace").returncode == 0
+    assert imdm("generate", model, "--canvas", "0 ? ? 1").stdout.startswith("0 ")
+
+
+def test_prepare_says_what_it_did_and_evaluate_reads_it(run: Path, tmp_path: Path) -> None:
+    tokenizer = run / "seed-0/teacher/model"
+    (tmp_path / "c.txt").write_bytes("\n".join(SENTENCES * 5).encode() + b"\n\xff\xfe\n")
+    command = ["prepare", tmp_path / "c.txt", "--tokenizer", tokenizer, "--length", "20", "--out", tmp_path / "rows"]
+    assert "c.txt, line 61 is broken" in refused(imdm(*command))
+    done = imdm(*command, "--skip-broken")
+    assert done.returncode == 0, done.stderr
+    assert "60 documents" in done.stdout
+    assert "1 broken rows skipped" in done.stdout
+    out = tmp_path / "results.jsonl"
+    result = imdm("evaluate", tokenizer, "--data", tmp_path / "rows", "--samples", "8", "--steps", "2", "--out", out)
+    assert result.returncode == 0, result.stderr
+    assert {row.metric for row in read(out)} == {"entropy", "val_ppl"}
+
+
+def test_refusals(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("IMDM_HOME", str(tmp_path))
+    model, data = run / "seed-0/student/model", run / "data"
+    mistakes = {
+        "the prompt is empty": ["generate", model, "--prompt", " "],
+        "there is no room to write": ["generate", model, "--prompt", "the cat " * 30],
+        "the text has no ___": ["generate", model, "--infill", "nothing"],
+        "give one of --prompt": ["generate", model, "--prompt", "a", "--infill", "b ___"],
+        "no such file": ["generate", model, "--prompts", tmp_path / "none.txt"],
+        "is not here; get it with": ["evaluate", model, "--data", data, "--metrics", "gen_ppl", "--judge", "smollm2"],
+        "float32 or bf16": ["evaluate", model, "--data", data, "--judge-precision", "int4"],
+        "give either a tokenizer": ["prepare", run.parent / "text.txt", "--out", tmp_path / "rows"],
+        "unknown judge to fetch 'gpt9'": ["judge", "fetch", "gpt9"],
+        "several runs make one page": ["report", run, run],
+    }
+    for message, command in mistakes.items():
+        assert message in refused(imdm(*command))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_said_and_nothing_is_half_written(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("numpy.save", full)
+    command = ["prepare", run.parent / "text.txt", "--train-bpe", "320", "--length", "20", "--out", tmp_path / "rows"]
+    assert "No space left on device" in refused(imdm(*command))
+    assert not list((tmp_path / "rows").glob("*.npy"))
+    assert not list((tmp_path / "rows").glob(".partial-*"))
+    monkeypatch.undo()
+    assert imdm(*command).returncode == 0  # goes on
