@@ -489,6 +489,7 @@ def _show(made: Any) -> None:
 
 def main() -> None:
     """Bad input is one sentence and exit code 2; a stop by Ctrl-C says how to go on."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin while they wait starve a busy machine
     try:
         app(standalone_mode=True)
     except (UserError, OSError) as error:
