@@ -114,7 +114,7 @@ def test_a_student_is_never_measured_on_the_noise_it_was_trained_on(tmp_path: Pa
 def test_metrics_refuse_what_they_cannot_measure() -> None:
     with pytest.raises(
         UserError,
-        match="unknown metric 'bleu'; known: factorization_error, kl, kl_half, nelbo, token_entropy, tv, validity",
+        match="unknown metric 'bleu'; known: distinct_1, .* entropy, factorization_error, gen_ppl, .* validity",
     ):
         measure(["bleu"], subject())
     with pytest.raises(UserError, match="needs an enumerated language"):
@@ -123,7 +123,7 @@ def test_metrics_refuse_what_they_cannot_measure() -> None:
         measure(["validity"], Subject(tiny_model(), truth=LANGUAGE))
     with pytest.raises(UserError, match="has 2 tokens a sequence, the model writes 6"):
         measure(["validity"], Subject(tiny_model(vocab_size=3), truth=LANGUAGE))
-    with pytest.raises(UserError, match="'nelbo' needs data"):
+    with pytest.raises(UserError, match="'nelbo' and 'val_ppl' need data"):
         measure(["nelbo"], subject())
 
 
