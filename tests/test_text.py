@@ -16,7 +16,8 @@ import imdm
 from imdm.data import Corpus, PrepareConfig, PreparedSource, TokenSource, prepare
 from imdm.data.tokenizers import load_tokenizer, train_bpe
 from imdm.errors import UserError
-from imdm.evaluation import Judge, Subject, load_judge, measure
+from imdm.evaluation import Conditional, Judge, Subject, load_judge, measure
+from imdm.evaluation.conditional import continued
 from imdm.evaluation.judge import fetch
 from imdm.evaluation.text import found_in, sample_entropy
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
@@ -195,6 +196,62 @@ def test_judges_that_are_missing(folder: Path, tmp_path: Path, monkeypatch: pyte
         fetch("gpt9")
     with pytest.raises(UserError, match="generative perplexity needs a judge"):
         measure(["gen_ppl"], subject(folder))
+
+
+# Conditional generation
+
+
+def unwrapped(folder: Path, tmp_path: Path) -> PreparedSource:
+    texts = [" ".join(SENTENCES[i:] + SENTENCES[:i]) if i % 3 else "Short." for i in range(12)]
+    (tmp_path / "d.txt").write_text("\n".join(texts))
+    config = PrepareConfig(length=24, tokenizer=str(folder / "model"), packing="unwrapped")
+    prepare(Corpus(str(tmp_path / "d.txt")), config, tmp_path / "rows")
+    return PreparedSource(tmp_path / "rows")
+
+
+@pytest.mark.parametrize("window", ["generated", "sequence"])
+def test_the_conditional_protocol(folder: Path, tmp_path: Path, judge: Judge, window: str) -> None:
+    rows = unwrapped(folder, tmp_path)
+    how = Conditional(prompts=6, prefix=5, continuations=2, window=window, tokens=8)
+    s = subject(folder, data=rows, judge=judge, conditional=how, split="test")
+    made = continued(s)
+    documents = rows.rows(torch.tensor([1, 2, 4, 5, 7, 8]))["tokens"]  # the others are too short, and padded
+    first = 6 if window == "generated" else 1
+    assert made.real == s.decode(documents[:, first : first + 8])
+    assert len(made.written) == 12
+    assert made.tokens.shape == (12, 8)
+    if window == "sequence":
+        assert torch.equal(made.tokens[:, :5], documents[:, 1:6].repeat_interleave(2, 0))  # prompt included
+        assert made.prompts == [""] * 12
+    else:
+        assert made.prompts == [text for text in s.decode(documents[:, 1:6]) for _ in range(2)]
+    found = measure(["cond_gen_ppl", "cond_entropy"], s)
+    assert found["cond_gen_ppl"].n == 12
+    assert (found["cond_gen_ppl"].judge, found["cond_gen_ppl"].split) == (judge.name, "test")
+    expected = judge.score(made.written, made.prompts).perplexity()
+    assert found["cond_gen_ppl"].value == pytest.approx(expected)
+
+
+def test_prompts_are_read_but_not_counted(judge: Judge) -> None:
+    """The NLL of the whole, less that of the prompt's own tokens."""
+    whole, prompt = "The cat saw the moon.", "The cat saw"
+    ids = [*judge.tokenizer(prompt)["input_ids"], *judge.tokenizer(" the moon.")["input_ids"]]
+    with torch.no_grad():
+        log_p = judge.model(input_ids=torch.tensor([ids])).logits.log_softmax(-1)[0]
+    known = len(judge.tokenizer(prompt)["input_ids"])
+    expected = -sum(float(log_p[i - 1, ids[i]]) for i in range(known, len(ids)))
+    score = judge.score([" the moon."], [prompt])
+    assert float(score.nll) == pytest.approx(expected, rel=1e-4)
+    assert float(score.count) == len(ids) - known
+    assert judge.score([whole]).count > score.count
+
+
+def test_prompts_that_are_not_there(folder: Path, tmp_path: Path, judge: Judge) -> None:
+    rows = unwrapped(folder, tmp_path)
+    with pytest.raises(UserError, match="20 prompts are asked for, but only 8 rows"):
+        continued(subject(folder, data=rows, conditional=Conditional(prompts=20, prefix=5, tokens=8)))
+    with pytest.raises(UserError, match="rows of 24 tokens are too short for a prompt of 50"):
+        continued(subject(folder, data=rows, conditional=Conditional(prompts=2)))
 
 
 # Measures of text

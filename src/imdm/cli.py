@@ -328,7 +328,8 @@ def evaluate(
         typer.Option(
             help="Comma-separated; unless given, validity on a language, entropy and val_ppl on text, nelbo on ids. "
             "On languages: validity, token_entropy, factorization_error, kl, kl_half, tv. On any data: nelbo, val_ppl, "
-            "entropy, distinct_1, distinct_2, distinct_3, repetition. On text: gen_ppl, real_ppl, novelty, mauve."
+            "entropy, distinct_1, distinct_2, distinct_3, repetition. On text: gen_ppl, real_ppl, novelty, mauve, and "
+            "after prompts cond_gen_ppl, cond_entropy, cond_mauve."
         ),
     ] = None,
     steps: Annotated[str, typer.Option(help="Comma-separated step counts.")] = "1,2,4,8",

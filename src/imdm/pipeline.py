@@ -373,6 +373,7 @@ class Run:
                     noise=stage.noise,
                     pairs=self._pairs_of(model_name),
                     judge=judge,
+                    conditional=stage.conditional,
                 )
                 labels = {"experiment": recipe.experiment, "method": method, "recipe_hash": recipe.digest()}
                 chosen = [m for m in metrics if m != "pair_overlap" or subject.pairs is not None]

@@ -1,6 +1,7 @@
 """What an evaluation reports, and the rows it writes."""
 
 from imdm.evaluation import (  # noqa: F401  (they register their metrics)
+    conditional,
     entropy,
     factorization,
     judge,
@@ -11,6 +12,7 @@ from imdm.evaluation import (  # noqa: F401  (they register their metrics)
     validity,
 )
 from imdm.evaluation.base import ENUMERATED, JUDGED, Measurement, Subject, measure, metrics
+from imdm.evaluation.conditional import Conditional
 from imdm.evaluation.factorization import single_step_error
 from imdm.evaluation.judge import Judge, load_judge
 from imdm.evaluation.results import Row, append, family, measure_steps, read, to_row
@@ -18,6 +20,7 @@ from imdm.evaluation.results import Row, append, family, measure_steps, read, to
 __all__ = [
     "ENUMERATED",
     "JUDGED",
+    "Conditional",
     "Judge",
     "Measurement",
     "Row",

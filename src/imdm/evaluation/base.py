@@ -20,6 +20,7 @@ from imdm.registry import Registry
 from imdm.sampling import Generation
 
 if TYPE_CHECKING:
+    from imdm.evaluation.conditional import Conditional
     from imdm.evaluation.judge import Judge
 
 T = TypeVar("T")
@@ -44,7 +45,7 @@ class Subject:
     truth   the enumerated language, for metrics that compare with it
     data    rows to evaluate on, and which `split` they are; train: what the teacher was trained on; pairs: what the
             model was distilled on
-    judge   who scores generated text, read through `tokenizer`
+    judge   who scores generated text, read through `tokenizer`; conditional: how continuations are made
     """
 
     model: MaskedDiffusionLM
@@ -61,6 +62,7 @@ class Subject:
     pairs: Source | None = None
     tokenizer: Any = None
     judge: Judge | None = None
+    conditional: Conditional | None = None
     _made: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def once(self, what: str, make: Callable[[], T]) -> T:
@@ -132,7 +134,7 @@ STEPLESS = ("factorization_error", "nelbo", "val_ppl", "real_ppl")
 ENUMERATED = ("validity", "factorization_error", "kl", "kl_half", "tv")
 """Metrics that need an enumerated language."""
 
-JUDGED = ("gen_ppl", "real_ppl", "mauve")
+JUDGED = ("gen_ppl", "real_ppl", "mauve", "cond_gen_ppl", "cond_mauve")
 """Metrics that need a judge."""
 
 

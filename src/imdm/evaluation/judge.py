@@ -33,6 +33,15 @@ class Score:
         return float((self.nll.sum() / self.count.sum()).exp())
 
 
+@dataclass(frozen=True)
+class Window:
+    """Some ids of a text that are read at once; the first `known` of them do not count."""
+
+    text: int
+    ids: list[int]
+    known: int
+
+
 @dataclass
 class Judge:
     """A causal language model that reads text.
@@ -48,37 +57,49 @@ class Judge:
     batch_size: int = 8
 
     @torch.no_grad()
-    def score(self, texts: list[str]) -> Score:
+    def score(self, texts: list[str], prompts: list[str] | None = None) -> Score:
         """Every token from the second on counts, except end-of-text tokens after the first (which pad). Long texts are
-        read in windows of 1,024 tokens, whose first token does not count either."""
-        windows: list[tuple[int, list[int]]] = []
+        read in windows of 1,024 tokens, whose first token does not count either. Prompts are read before their texts
+        and do not count."""
+        windows: list[Window] = []
         for number, text in enumerate(texts):
-            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-            ids = ids if self.begin is None else [self.begin, *ids]
-            windows += [(number, ids[i : i + CONTEXT]) for i in range(0, len(ids), CONTEXT) if len(ids[i:]) > 1]
+            before = self._ids(prompts[number]) if prompts is not None else []
+            before = before if self.begin is None else [self.begin, *before]
+            ids = [*before, *self._ids(text)]
+            known = max(1, len(before)) if prompts is not None else 1
+            windows += [
+                Window(number, ids[i : i + CONTEXT], max(1, known - i))
+                for i in range(0, len(ids), CONTEXT)
+                if len(ids) - i > 1
+            ]
         nll, count = torch.zeros(len(texts), dtype=torch.float64), torch.zeros(len(texts), dtype=torch.float64)
-        windows.sort(key=lambda w: len(w[1]))  # little padding
+        windows.sort(key=lambda window: len(window.ids))  # little padding
         for first in range(0, len(windows), self.batch_size):
             some = windows[first : first + self.batch_size]
-            for (number, _), (loss, tokens) in zip(some, self._read([ids for _, ids in some]), strict=True):
-                nll[number] += loss
-                count[number] += tokens
+            for window, (loss, tokens) in zip(some, self._read(some), strict=True):
+                nll[window.text] += loss
+                count[window.text] += tokens
         return Score(nll, count)
 
-    def _read(self, windows: list[list[int]]) -> list[tuple[float, int]]:
+    def _ids(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+
+    def _read(self, windows: list[Window]) -> list[tuple[float, int]]:
         end, device = self.tokenizer.eos_token_id, next(self.model.parameters()).device
-        longest = max(map(len, windows))
+        longest = max(len(window.ids) for window in windows)
         ids = torch.full((len(windows), longest), end or 0, device=device)
-        real = torch.zeros_like(ids)
+        real, counted = torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
         for row, window in enumerate(windows):
-            ids[row, : len(window)] = torch.tensor(window, device=device)
-            real[row, : len(window)] = 1
+            size = len(window.ids)
+            ids[row, :size] = torch.tensor(window.ids, device=device)
+            real[row, :size] = 1
+            counted[row, window.known : size] = True
         log_p = torch.log_softmax(self.model(input_ids=ids, attention_mask=real).logits[:, :-1].float(), -1)
         loss = -log_p.gather(-1, ids[:, 1:, None])[..., 0].double()  # (B, T − 1)
-        is_end = ids == end if end is not None else torch.zeros_like(ids, dtype=torch.bool)
-        later_end = is_end & (is_end.cumsum(1) > 1)
-        counts = (real[:, 1:] == 1) & ~later_end[:, 1:]
-        return list(zip((loss * counts).sum(1).tolist(), counts.sum(1).tolist(), strict=True))
+        if end is not None:
+            is_end = (ids == end) & counted
+            counted &= ~(is_end & (is_end.cumsum(1) > 1))
+        return list(zip((loss * counted[:, 1:]).sum(1).tolist(), counted[:, 1:].sum(1).tolist(), strict=True))
 
 
 def home() -> Path:

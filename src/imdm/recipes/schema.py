@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 from imdm.config import Config, digest
 from imdm.data import CoupleConfig, DataConfig
 from imdm.errors import unknown
-from imdm.evaluation import metrics
+from imdm.evaluation import Conditional, metrics
 from imdm.masks import Mask, parse_mask
 from imdm.models import MaskedDiffusionConfig
 from imdm.objectives import Objective, parse_objective
@@ -106,6 +106,7 @@ class EvaluateStage(Config):
     noise: NoisePolicy = "posterior"
     judge: str = "gpt2-large"
     judge_precision: Literal["float32", "bf16"] = "float32"
+    conditional: Conditional = Conditional()
 
     def inputs(self) -> list[str]:
         return list(self.models)
