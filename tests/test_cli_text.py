@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,20 @@ def test_prepare_says_what_it_did_and_evaluate_reads_it(run: Path, tmp_path: Pat
     result = imdm("evaluate", tokenizer, "--data", tmp_path / "rows", "--samples", "8", "--steps", "2", "--out", out)
     assert result.returncode == 0, result.stderr
     assert {row.metric for row in read(out)} == {"entropy", "val_ppl"}
+
+
+def test_measuring_at_other_temperatures(run: Path, tmp_path: Path) -> None:
+    student, out = run / "seed-0/student/model", tmp_path / "results.jsonl"
+    command = ["evaluate", student, "--data", run / "data", "--metrics", "entropy", "--samples", "8", "--steps", "1"]
+    assert imdm(*command, "--temperature", "0.5,1.0", "--out", out).returncode == 0
+    assert [row.temperature for row in read(out)] == [0.5, 1.0]
+    result = imdm(*command, "--match", run / "seed-0/teacher/model", "--out", tmp_path / "matched.jsonl")
+    assert result.returncode in (0, 2)  # so few samples of so small a model may not meet
+    if result.returncode == 0:
+        assert re.search(r"1 steps: entropy \d\.\d+ at temperature \d\.\d+", result.stdout)
+    else:
+        assert "no temperature gives an entropy of" in result.stderr
+    assert "must be positive" in refused(imdm(*command, "--temperature", "0"))
 
 
 def test_refusals(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

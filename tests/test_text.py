@@ -19,7 +19,7 @@ from imdm.errors import UserError
 from imdm.evaluation import Conditional, Judge, Subject, load_judge, measure
 from imdm.evaluation.conditional import continued
 from imdm.evaluation.judge import fetch
-from imdm.evaluation.text import found_in, sample_entropy
+from imdm.evaluation.text import found_in, matched, sample_entropy
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
 from imdm.writer import Writer, load
 from tests.conftest import tiny_model
@@ -262,6 +262,20 @@ def test_entropy_is_scipys(folder: Path) -> None:
     expected = [scipy.stats.entropy(list(Counter(row).values())) for row in s.generation.tokens.tolist()]
     assert sample_entropy(s.generation.tokens).tolist() == pytest.approx(expected)
     assert measure(["entropy"], s)["entropy"].value == pytest.approx(np.mean(expected))
+
+
+def test_entropies_are_matched_by_temperature(folder: Path) -> None:
+    s = subject(folder, samples=64)
+    with torch.no_grad():
+        s.model.output.weight.normal_()  # so that temperature matters
+        s.model.output.bias.normal_(0, 2)
+    plain = measure(["entropy"], s)["entropy"].value
+    for wanted in (plain - 0.3, plain + 0.2):
+        found = matched(s, wanted)
+        assert measure(["entropy"], found)["entropy"].value == pytest.approx(wanted, abs=0.005)
+        assert (found.temperature < 1) == (wanted < plain)
+    with pytest.raises(UserError, match="no temperature gives an entropy of 9.000"):
+        matched(s, 9.0)
 
 
 def test_found_in_by_hand() -> None:

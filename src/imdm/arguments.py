@@ -26,6 +26,16 @@ def parse_counts(text: str) -> list[int]:
     return counts
 
 
+def parse_temperatures(text: str) -> list[float]:
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise UserError(f"--temperature {text!r}: expected numbers separated by commas") from None
+    if min(values) <= 0:
+        raise UserError(f"--temperature {text!r}: must be positive")
+    return values
+
+
 def parse_data(text: str, model: MaskedDiffusionLM) -> LanguageData | TokenData | PreparedData:
     """`--data`: a language with settings, a file of tokens, or a folder of prepared text."""
     from imdm.data import LanguageData, PreparedData, TokenData, languages

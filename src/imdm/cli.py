@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +15,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from imdm.arguments import parse_canvas, parse_counts, parse_data, read_prompts
+from imdm.arguments import parse_canvas, parse_counts, parse_data, parse_temperatures, read_prompts
 from imdm.console import coloured
 from imdm.errors import UserError
 
@@ -342,13 +343,19 @@ def evaluate(
         str, typer.Option(help="Who reads generated text: a fetched judge, a folder, a .gguf file or a hub id.")
     ] = "gpt2-large",
     judge_precision: Annotated[str, typer.Option(help="float32 (the paper's) or bf16.")] = "float32",
+    temperature: Annotated[str, typer.Option(help="Comma-separated; the paper's figures have 1.0.")] = "1.0",
+    match: Annotated[
+        str | None,
+        typer.Option(help="Another model: at each step count, measure at the temperature where entropies agree."),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Append result rows to this JSON-lines file.")] = None,
 ) -> None:
     """Measure a model: a table here, result rows in a file."""
     from imdm.config import digest
     from imdm.data.tokenizers import load_tokenizer
-    from imdm.evaluation import JUDGED, Subject, append, load_judge, measure_steps
+    from imdm.evaluation import JUDGED, Subject, append, load_judge, measure, measure_steps
     from imdm.evaluation import metrics as known
+    from imdm.evaluation.text import matched
     from imdm.models import fingerprint, load_model
     from imdm.process import check_policy
     from imdm.report import all_results
@@ -384,8 +391,18 @@ def evaluate(
         tokenizer=load_tokenizer(home) if home is not None else None,
         judge=load_judge(judge, judge_precision, _device()) if reads else None,  # type: ignore[arg-type]
     )
-    found = measure_steps(subject, names, counts, experiment=data, method=method, recipe_hash=settings)
-    rows = [row for some in found for row in some]
+    labels = {"experiment": data, "method": method, "recipe_hash": settings}
+    subjects = [replace(subject, temperature=value) for value in parse_temperatures(temperature)]
+    rows = []
+    if match is not None:
+        other = replace(subject, model=load_model(match).to(_device()))
+        for count in counts:
+            wanted = measure(["entropy"], replace(other, steps=count, _made={}))["entropy"].value
+            equal = matched(replace(subject, steps=count), wanted)
+            _say(f"{count} steps: entropy {wanted:.3f} at temperature {equal.temperature:.4f}")
+            rows += [row for some in measure_steps(equal, names, [count], **labels) for row in some]
+    else:
+        rows = [row for one in subjects for some in measure_steps(one, names, counts, **labels) for row in some]
     console.print(all_results(rows).rich())
     if out is not None:
         append(out, rows)

@@ -54,6 +54,7 @@ class Subject:
     draws: int = 10_000
     seed: int = 0
     noise: NoisePolicy = "posterior"
+    temperature: float = 1.0
     batch_size: int = 4096
     truth: Language | None = None
     data: Source | None = None
@@ -79,7 +80,12 @@ class Subject:
     @cached_property
     def generation(self) -> Generation:
         return self.model.generate(
-            num=self.samples, steps=self.steps, seed=self.seed, noise=self.noise, batch_size=self.batch_size
+            num=self.samples,
+            steps=self.steps,
+            seed=self.seed,
+            noise=self.noise,
+            temperature=self.temperature,
+            batch_size=self.batch_size,
         )
 
     def decode(self, rows: Tensor) -> list[str]:

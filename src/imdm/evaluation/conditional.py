@@ -73,6 +73,7 @@ def _continue(subject: Subject) -> Continued:
         steps=subject.steps,
         seed=subject.seed,
         noise=subject.noise,
+        temperature=subject.temperature,
         batch_size=subject.batch_size,
     ).tokens.cpu()
     before = slice(1, how.part().start)

@@ -59,6 +59,8 @@ def all_results(rows: list[Row]) -> Table:
             "mask": row.mask,
             "evaluations": f"{row.evaluations:g}",
             "n": f"{row.n:,}",
+            "temperature": f"{row.temperature:g}",
+            "judge": row.judge or "",
             "seed": str(row.seed),
         }
         for row in rows
