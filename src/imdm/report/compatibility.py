@@ -33,8 +33,8 @@ def compatibility_page(run: Path, rows: list[Row], facts: dict[str, str]) -> Rep
     per_token = float(entropy(truth.joint)) / truth.length
     columns = ("training", "model", "seed", "NELBO, nats a token", f"TV, {steps} steps", "validation PPL in the paper")
     note = (
-        f"The language's own entropy is {per_token:.4f} nats a token: no NELBO can be lower. TV: total variation between "
-        "the language and what is written."
+        f"The language's own entropy is {per_token:.4f} nats a token: no NELBO can be lower. TV: total variation "
+        "between the language and what is written."
     )
     ours = Table("Ours, and the paper's on LM1B", columns, note=note)
     for way, theirs in zip(WAYS, PAPER, strict=True):
