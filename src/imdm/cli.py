@@ -352,10 +352,8 @@ def evaluate(
 ) -> None:
     """Measure a model: a table here, result rows in a file."""
     from imdm.config import digest
-    from imdm.data.tokenizers import load_tokenizer
-    from imdm.evaluation import JUDGED, Subject, append, load_judge, measure, measure_steps
+    from imdm.evaluation import JUDGED, Subject, append, load_judge, measure_matched, measure_steps
     from imdm.evaluation import metrics as known
-    from imdm.evaluation.text import matched
     from imdm.models import fingerprint, load_model
     from imdm.process import check_policy
     from imdm.report import all_results
@@ -376,33 +374,25 @@ def evaluate(
     subject_model = load_model(model).to(_device())
     section = parse_data(data, subject_model)
     settings = digest([fingerprint(subject_model), noise, samples, draws])  # so that rows of two models stay apart
-    reads, home = any(name in JUDGED for name in names), section.tokenizer_folder()
-    held_out = section.held_out(seed)
-    subject = Subject(
+    reads = any(name in JUDGED for name in names)
+    subject = Subject.before(
         subject_model,
+        section,
+        seed=seed,
         samples=samples,
         draws=draws,
-        seed=seed,
-        noise=noise,  # type: ignore[arg-type]
-        truth=section.language(),
-        data=held_out or section.source(seed),
-        split="valid" if held_out is not None else None,
-        train=section.source(seed),
-        tokenizer=load_tokenizer(home) if home is not None else None,
+        noise=noise,
         judge=load_judge(judge, judge_precision, _device()) if reads else None,  # type: ignore[arg-type]
     )
     labels = {"experiment": data, "method": method, "recipe_hash": settings}
-    subjects = [replace(subject, temperature=value) for value in parse_temperatures(temperature)]
-    rows = []
     if match is not None:
-        other = replace(subject, model=load_model(match).to(_device()))
-        for count in counts:
-            wanted = measure(["entropy"], replace(other, steps=count, _made={}))["entropy"].value
-            equal = matched(replace(subject, steps=count), wanted)
-            _say(f"{count} steps: entropy {wanted:.3f} at temperature {equal.temperature:.4f}")
-            rows += [row for some in measure_steps(equal, names, [count], **labels) for row in some]
+        found = measure_matched(subject, load_model(match).to(_device()), names, counts, **labels)
     else:
-        rows = [row for one in subjects for some in measure_steps(one, names, counts, **labels) for row in some]
+        values = parse_temperatures(temperature)
+        found = (
+            some for t in values for some in measure_steps(replace(subject, temperature=t), names, counts, **labels)
+        )
+    rows = [row for some in found for row in some]
     console.print(all_results(rows).rich())
     if out is not None:
         append(out, rows)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ import torch
 
 from imdm.config import digest
 from imdm.data import CoupleConfig, Coupling, Data, Source, check_fits, couple
-from imdm.data.tokenizers import copy_tokenizer, load_tokenizer
+from imdm.data.tokenizers import copy_tokenizer
 from imdm.devices import processes
 from imdm.errors import UserError, unknown
 from imdm.evaluation import ENUMERATED, JUDGED, Judge, Subject, append, load_judge, measure, measure_steps, read
@@ -335,7 +335,8 @@ class Run:
         watched = stage.watch
 
         def watch(model: MaskedDiffusionLM) -> Mapping[str, float]:
-            subject = replace(self._subject(model, watched.samples), steps=watched.steps)
+            few = {"seed": self.recipe.seed, "samples": watched.samples, "draws": watched.samples}
+            subject = Subject.before(model, self.data, **few, steps=watched.steps)
             return {name: found.value for name, found in measure(list(watched.metrics), subject).items()}
 
         return watch
@@ -367,8 +368,11 @@ class Run:
         rows, done = [], 0
         with self.reporter.bar(f"{name}: {stage.samples:,} samples", len(stage.models) * len(stage.steps)) as bar:
             for model_name, method in stage.models.items():
-                subject = replace(
-                    self._subject(self.model(model_name).to(state.device), stage.samples),
+                subject = Subject.before(
+                    self.model(model_name).to(state.device),
+                    self.data,
+                    seed=recipe.seed,
+                    samples=stage.samples,
                     draws=stage.draws,
                     noise=stage.noise,
                     pairs=self._pairs_of(model_name),
@@ -383,22 +387,6 @@ class Run:
                     bar(done, model_name)
         append(self._results, rows)
         return digest([row.model_dump(exclude={"time"}) for row in rows])
-
-    def _subject(self, model: MaskedDiffusionLM, samples: int) -> Subject:
-        """A model before this recipe's data: held-out rows where there are some."""
-        seed = self.recipe.seed
-        train, held_out, home = self.data.source(seed), self.data.held_out(seed), self.data.tokenizer_folder()
-        return Subject(
-            model,
-            samples=samples,
-            draws=samples,
-            seed=seed,
-            truth=self.data.language(),
-            data=held_out or train,
-            split="valid" if held_out is not None else None,
-            train=train,
-            tokenizer=load_tokenizer(home) if home is not None else None,
-        )
 
     def _judge(self, name: str, stage: EvaluateStage) -> Judge | None:
         """The stage's judge; None, with a line that says why, where it is not to be had."""

@@ -15,7 +15,7 @@ from imdm.evaluation.base import ENUMERATED, JUDGED, Measurement, Subject, measu
 from imdm.evaluation.conditional import Conditional
 from imdm.evaluation.factorization import single_step_error
 from imdm.evaluation.judge import Judge, load_judge
-from imdm.evaluation.results import Row, append, family, measure_steps, read, to_row
+from imdm.evaluation.results import Row, append, family, measure_matched, measure_steps, read, to_row
 
 __all__ = [
     "ENUMERATED",
@@ -29,6 +29,7 @@ __all__ = [
     "family",
     "load_judge",
     "measure",
+    "measure_matched",
     "measure_steps",
     "metrics",
     "read",

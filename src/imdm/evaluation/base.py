@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from imdm.data.source import LanguageSource, Source, check_fits
+from imdm.data.source import Data, LanguageSource, Source, check_fits
 from imdm.data.synthetic import Language
+from imdm.data.tokenizers import load_tokenizer
 from imdm.errors import UserError
 from imdm.models import MaskedDiffusionLM
 from imdm.process import NoisePolicy
@@ -65,6 +66,22 @@ class Subject:
     judge: Judge | None = None
     conditional: Conditional | None = None
     _made: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def before(cls, model: MaskedDiffusionLM, data: Data, *, seed: int, samples: int, **settings: Any) -> Subject:
+        """A model before data: held-out rows where there are some, and the tokenizer of text."""
+        train, held_out, home = data.source(seed), data.held_out(seed), data.tokenizer_folder()
+        return cls(
+            model,
+            seed=seed,
+            samples=samples,
+            truth=data.language(),
+            data=held_out or train,
+            split="valid" if held_out is not None else None,
+            train=train,
+            tokenizer=load_tokenizer(home) if home is not None else None,
+            **settings,
+        )
 
     def once(self, what: str, make: Callable[[], T]) -> T:
         """What several metrics share is made by the first that asks."""

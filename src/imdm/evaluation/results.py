@@ -10,8 +10,10 @@ from typing import Any
 
 from imdm.config import Config
 from imdm.evaluation.base import STEPLESS, Measurement, Subject, measure
+from imdm.evaluation.text import matched
 from imdm.files import append_line, read_lines
 from imdm.masks import Mask
+from imdm.models import MaskedDiffusionLM
 
 
 class Row(Config):
@@ -82,6 +84,16 @@ def measure_steps(
             to_row(name, value, here, experiment=experiment, method=method, seed=subject.seed, recipe_hash=recipe_hash)
             for name, value in found.items()
         ]
+
+
+def measure_matched(
+    subject: Subject, other: MaskedDiffusionLM, names: Sequence[str], steps: Sequence[int], **labels: str
+) -> Iterator[list[Row]]:
+    """The rows of a subject at the temperature where, at each step count, its entropy is that of another model."""
+    for count in steps:
+        reference = replace(subject, model=other, steps=count, _made={})
+        equal = matched(replace(subject, steps=count), measure(["entropy"], reference)["entropy"].value)
+        yield from measure_steps(equal, names, [count], **labels)
 
 
 def append(path: Path, rows: list[Row]) -> None:

@@ -47,8 +47,8 @@ def compatibility_page(run: Path, rows: list[Row], facts: dict[str, str]) -> Rep
         abs(found[way, "imdm", "nelbo", s].value - found[way, "mdlm", "nelbo", s].value) for way in WAYS for s in seeds
     )
     lead = (
-        "Trained on data alone, nothing is gained or lost by a mask that carries noise: the noise says nothing about "
-        "the data. So an MDM can become an IMDM at no cost, and what IMDM gains later comes from distillation."
+        "A mask's noise says nothing about the data. So, trained on data alone, both masks can learn the same; what "
+        "differs here is that of two trainings; an MDM can become an IMDM, and what that gains comes from distillation."
     )
     highlights = [(f"{gap:.4f}", "nats a token: the largest difference of the two masks' NELBO")]
     return Report("One model, two masks", lead, highlights, [Section("NELBO training", "", [ours])], facts)
