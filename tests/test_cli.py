@@ -347,6 +347,10 @@ MISTAKES = {
         ["distill", "sdtt", "MODEL", "--data", "aligned", "--out", "OUT", "--rounds", "12"],
         "would push the step size to 1.998, beyond 1",
     ),
+    "iterations": (
+        ["distill", "sdtt", "MODEL", "--data", "aligned", "--out", "OUT", "--iterations", "0"],
+        "--iterations 0: must be at least 1",
+    ),
     "no latent": (
         ["distill", "di4c", "MODEL", "--data", "aligned", "--out", "OUT", "--mask", "single"],
         "needs a latent that the whole sequence shares, and this student has none",

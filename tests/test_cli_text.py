@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,29 @@ def test_prepare_says_what_it_did_and_evaluate_reads_it(run: Path, tmp_path: Pat
     result = imdm("evaluate", tokenizer, "--data", tmp_path / "rows", "--samples", "8", "--steps", "2", "--out", out)
     assert result.returncode == 0, result.stderr
     assert {row.metric for row in read(out)} == {"entropy", "val_ppl"}
+
+
+def test_rows_of_another_tokenizer_are_refused(run: Path, tmp_path: Path) -> None:
+    """As many ids, other words: figures would be wrong without a word."""
+    (tmp_path / "c.txt").write_text("\n".join(SENTENCES[:6] * 40))
+    other = ["prepare", tmp_path / "c.txt", "--train-bpe", "320", "--length", "20", "--out", tmp_path / "rows"]
+    assert imdm(*other).returncode == 0
+    model = run / "seed-0/teacher/model"
+    for command in (
+        ["evaluate", model, "--data", tmp_path / "rows"],
+        ["couple", model, "--data", tmp_path / "rows", "--out", tmp_path / "pairs"],
+        ["distill", "sdtt", model, "--data", tmp_path / "rows", "--out", tmp_path / "run"],
+    ):
+        assert re.search("another tokenizer than the model's own|they must agree", refused(imdm(*command)))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_judge_that_came_later_is_asked(run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("IMDM_HOME", str(tmp_path))
+    (tmp_path / "judges/smollm2").mkdir(parents=True)  # there, if not a good one
+    again = imdm("reproduce", run.parent / "mine.yaml", "--out", run)
+    assert "measure: already there" not in again.stderr
+    assert "gen_ppl left out" in " ".join(again.stderr.split())
 
 
 def test_measuring_at_other_temperatures(run: Path, tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ BROKEN = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_rows_stop_or_are_counted(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(BROKEN[name])
-    with pytest.raises(UserError, match=rf"{name}, line 2 is broken .* skip broken rows with --skip-broken"):
+    with pytest.raises(UserError, match=rf"{name}, line 2 is broken .* skip broken rows .--skip-broken"):
         list(Corpus(str(tmp_path / name)).documents())
     corpus = Corpus(str(tmp_path / name), skip_broken=True)
     assert list(corpus.documents()) == ["fine", "fine too"]
@@ -106,7 +106,7 @@ def test_broken_rows_stop_or_are_counted(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("nowhere.txt", "no such file or folder; presets are lm1b, openwebtext"),
+        ("nowhere.txt", "no such file or folder; by name there are sample, lm1b, openwebtext"),
         ("EMPTY", "no .txt, .jsonl, .parquet file for 'train' in that folder"),
         ("EMPTY/odd.csv", ".csv is not known; known: .txt, .jsonl, .parquet"),
     ],

@@ -87,9 +87,16 @@ def test_from_nothing(writer: Writer) -> None:
 def test_blanks_are_filled_and_the_rest_is_kept(writer: Writer) -> None:
     (text,) = writer.infill("The ___ saw the ___.", steps=2, blank=2)
     assert text.revealed_at.count(-1) == len(text.tokens) - 4
-    assert text.text.startswith("The ")
+    assert text.text.startswith("The")
     assert text.text.endswith(".")
+    the = writer.tokenizer("The", add_special_tokens=False)["input_ids"]
+    assert text.tokens[1 : 1 + len(the)] == the  # no lone space before the blank, which brings its own
     assert " saw the " in text.text
+
+
+def test_documents_stand_on_lines_of_their_own(writer: Writer) -> None:
+    ids = writer.tokenizer("The cat.", add_special_tokens=False)["input_ids"]
+    assert writer.decode([0, *ids, 1, *ids, 1, 1, *ids, 1]) == "The cat.\nThe cat.\nThe cat."
 
 
 def test_pieces_put_together_are_the_text(writer: Writer) -> None:

@@ -127,6 +127,28 @@ def test_redi_trains_on_a_coupling(tmp_path: Path) -> None:
     assert history[-1] < history[0]
 
 
+def test_ctrl_c_ends_the_step_and_leaves_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the run goes on from there to the same bits."""
+    trainer(tmp_path / "whole").train()
+    step = Trainer.train_step
+
+    def interrupted(self: Trainer) -> torch.Tensor:
+        if self.step == 7:
+            signal.raise_signal(signal.SIGINT)
+        return step(self)
+
+    monkeypatch.setattr(Trainer, "train_step", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        trainer(tmp_path / "parts").train()
+    assert signal.getsignal(signal.SIGINT) is before
+    monkeypatch.undo()
+    assert (tmp_path / "parts/checkpoints/step-00000008").is_dir()
+    trainer(tmp_path / "parts").train()
+    last = "checkpoints/step-00000020/model.safetensors"
+    assert equal(load_file(tmp_path / "whole" / last), load_file(tmp_path / "parts" / last))
+
+
 def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     trainer(tmp_path).train()
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-00000015", "step-00000020"]

@@ -48,7 +48,8 @@ def parse_data(text: str, model: MaskedDiffusionLM) -> LanguageData | TokenData 
         values = {"path": text, "vocab_size": config.vocab_size, "mask_token_id": config.mask_token_id}
         return TokenData.parse(values, "--data")
     name, _, settings = text.partition(":")
-    languages[name]
+    if name not in list(languages) and (Path(text).exists() or "/" in text or "." in text or not text):
+        raise UserError(f"--data {text!r}: neither a language, a .safetensors file nor prepared text; see imdm prepare")
     pairs = [item.partition("=") for item in settings.split(",") if item]
     return LanguageData.parse({"name": name, "settings": {k: yaml.safe_load(v) for k, _, v in pairs}}, "--data")
 

@@ -37,7 +37,8 @@ Overrides = Annotated[
 OutRun = Annotated[Path | None, typer.Option("--out", help="Folder of the run; runs/RECIPE unless given.")]
 ModelPath = Annotated[str, typer.Argument(help="Model folder (config.json, model.safetensors) or hub id.")]
 Data = Annotated[
-    str, typer.Option("--data", help="A language such as aligned:length=2,symbols=2, or a safetensors file of tokens.")
+    str,
+    typer.Option("--data", help="A language (aligned:length=2,symbols=2), prepared text, or a file of tokens."),
 ]
 Seed = Annotated[int, typer.Option(help="Everything random follows from it.")]
 Noise = Annotated[
@@ -157,6 +158,7 @@ def couple(
     """Make (z_t, t, seed) → x̂ pairs with a teacher. Run it again to go on after a stop."""
     from imdm.data import CoupleConfig
     from imdm.data import couple as make
+    from imdm.data.tokenizers import check_same
     from imdm.devices import processes
     from imdm.models import load_model
 
@@ -164,7 +166,10 @@ def couple(
     config = CoupleConfig.parse(
         {"pairs": pairs, "steps": steps, "noise": noise, "start": start, "batch_size": batch_size}, "couple"
     )
-    source = parse_data(data, teacher).source(seed) if data is not None else None
+    section = parse_data(data, teacher) if data is not None else None
+    if section is not None:
+        check_same(Path(model), section.tokenizer_folder())
+    source = section.source(seed) if section is not None else None
     state = processes()
     with _reporter().bar("pairs", pairs) as bar:
         make(
@@ -352,6 +357,7 @@ def evaluate(
 ) -> None:
     """Measure a model: a table here, result rows in a file."""
     from imdm.config import digest
+    from imdm.data.tokenizers import check_same
     from imdm.evaluation import JUDGED, Subject, append, load_judge, measure_matched, measure_steps
     from imdm.evaluation import metrics as known
     from imdm.models import fingerprint, load_model
@@ -374,6 +380,7 @@ def evaluate(
     subject_model = load_model(model).to(_device())
     section = parse_data(data, subject_model)
     settings = digest([fingerprint(subject_model), noise, samples, draws])  # so that rows of two models stay apart
+    check_same(Path(model), section.tokenizer_folder())
     reads = any(name in JUDGED for name in names)
     subject = Subject.before(
         subject_model,

@@ -26,8 +26,9 @@ def distillation(
     """The recipe, as plain settings, that distils the model in folder `model` by `method`."""
     if method not in METHODS:
         raise unknown("distillation", method, METHODS)
-    if rounds is not None and rounds < 1:
-        raise UserError(f"--rounds {rounds}: at least one round is needed")
+    for name, value in (("rounds", rounds), ("iterations", iterations), ("batch", batch), ("pairs", pairs)):
+        if value is not None and value < 1:
+            raise UserError(f"--{name} {value}: must be at least 1")
     student = {"kind": "train", "start": model, "mask": mask, "mixture": mixture}
     if method == "sdtt":
         stages = _sdtt(student, rounds or 7, iterations or 10_000, batch or 32)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,14 +86,20 @@ def run_jobs(recipe: Recipe, jobs: list[Job], out: Path, workers: int, reporter:
             job.run(reporter)
         return
     failures: list[BaseException] = []
-    threads = max(1, cores() // workers)
+    threads, waiting, done = max(1, cores() // workers), list(jobs), 0
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        futures = {pool.submit(_work, job, threads): job for job in jobs}
-        for done, future in enumerate(as_completed(futures), 1):
-            failure = future.exception()
-            how = "finished" if failure is None else f"failed: {failure}"
-            reporter.say(f"{futures[future].name}: {how}; {done} of {len(jobs)}")
-            failures += [failure] if failure is not None else []
+        running: dict[Future[None], Job] = {}
+        while waiting or running:
+            while waiting and len(running) < workers:  # no more than can begin: what is queued could not be called back
+                job = waiting.pop(0)
+                running[pool.submit(_work, job, threads)] = job
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                job, failure, done = running.pop(future), future.exception(), done + 1
+                if isinstance(failure, KeyboardInterrupt):
+                    raise failure
+                how = "finished" if failure is None else f"failed: {failure}"
+                reporter.say(f"{job.name}: {how}; {done} of {len(jobs)}")
+                failures += [failure] if failure is not None else []
     if failures:
         raise failures[0]
 

@@ -19,10 +19,11 @@ import torch
 
 from imdm.config import digest
 from imdm.data import CoupleConfig, Coupling, Data, Source, check_fits, couple
-from imdm.data.tokenizers import copy_tokenizer
+from imdm.data.tokenizers import check_same, copy_tokenizer
 from imdm.devices import processes
 from imdm.errors import UserError, unknown
 from imdm.evaluation import ENUMERATED, JUDGED, Judge, Subject, append, load_judge, measure, measure_steps, read
+from imdm.evaluation.judge import FETCHABLE, fetched
 from imdm.files import read_json, write_json
 from imdm.masks import Mask
 from imdm.models import MaskedDiffusionLM, fingerprint, load_model, with_mask
@@ -117,6 +118,10 @@ class Run:
         self.data.check()
         if self.data.is_ready:
             self._check(self._wanted(names))
+            return
+        self.recipe.model.build(self.recipe.data.train_bpe or 1000, 3, self.recipe.data.length)  # type: ignore[union-attr]
+        for name in self._wanted(names):
+            self._check_stage(name, None)
 
     def prepare(self) -> None:
         """Text is tokenised and packed into OUT/data, once for all seeds."""
@@ -157,7 +162,7 @@ class Run:
             if all((self.folder / needed / "done.json").exists() for needed in above):
                 self._is_done(name)
 
-    def _check_stage(self, name: str, source: Source) -> None:
+    def _check_stage(self, name: str, source: Source | None) -> None:
         recipe, stage, state = self.recipe, self.recipe.stages[name], processes()
         for needed in stage.inputs():
             if needed in recipe.stages:
@@ -165,8 +170,9 @@ class Run:
             if not Path(needed).is_dir():
                 known = ", ".join(recipe.stages)
                 raise UserError(f"stage {name!r} builds on {needed!r}: neither a stage ({known}) nor a folder")
-            if not (Path(needed) / "manifest.json").exists():
+            if source is not None and not (Path(needed) / "manifest.json").exists():
                 check_fits(source, load_model(needed))
+                check_same(Path(needed), self.data.tokenizer_folder())
         metrics: tuple[str, ...] = ()
         if isinstance(stage, TrainStage):
             stage.training.check(state.num_processes, state.device)
@@ -240,8 +246,14 @@ class Run:
             )
         stage = self.recipe.stages[name]
         if isinstance(stage, EvaluateStage):
-            mine = {(self.recipe.digest(), self.recipe.seed, method) for method in stage.models.values()}
-            return mine <= {(row.recipe_hash, row.seed, row.method) for row in read(self._results)}
+            mine = [
+                row
+                for row in read(self._results)
+                if (row.recipe_hash, row.seed) == (self.recipe.digest(), self.recipe.seed)
+            ]
+            unread = set(stage.metrics) & set(JUDGED) - {row.metric for row in mine}
+            judge_came = bool(unread) and stage.judge in FETCHABLE and fetched(stage.judge).exists()
+            return set(stage.models.values()) <= {row.method for row in mine} and not judge_came
         return True
 
     @property

@@ -81,9 +81,11 @@ class Writer:
         """Fill every `marker` in the text with `blank` tokens."""
         if marker not in text:
             raise UserError(f"nothing to fill in: the text has no {marker}")
-        special, ids = special_ids(self.tokenizer), []
-        for number, part in enumerate(text.split(marker)):
-            ids += [special.mask] * blank * (number > 0) + self._encode(part)
+        special, ids, parts = special_ids(self.tokenizer), [], text.split(marker)
+        for number, part in enumerate(parts):
+            last = number == len(parts) - 1
+            ids += [special.mask] * blank * (number > 0)
+            ids += self._encode(part if last else part.rstrip(" "))  # a blank's first token brings its own space
         row = [special.begin, *ids, special.end]
         if len(row) > self.model.config.length:
             raise UserError(f"the text has {len(row)} tokens, the model takes at most {self.model.config.length}")
@@ -108,8 +110,16 @@ class Writer:
         tokens = made.tokens[row].tolist()
         return Text(prompt, self.decode(tokens), tokens, made.revealed_at[row].tolist(), int(made.evaluations[row]))
 
-    def decode(self, tokens: list[int], keep_special: bool = False) -> str:
-        return self.tokenizer.decode(tokens, skip_special_tokens=not keep_special)
+    def decode(self, tokens: list[int]) -> str:
+        """Text without special tokens; a new line where one document ends and another begins."""
+        end, documents = special_ids(self.tokenizer).end, list[list[int]]([[]])
+        for token in tokens:
+            if token == end:
+                documents.append([])
+            else:
+                documents[-1].append(token)
+        texts = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in documents if ids]
+        return "\n".join(text for text in texts if text)
 
     def pieces(self, written: Text) -> list[Piece]:
         """Each token's share of the text, in order, with the step at which it appeared."""

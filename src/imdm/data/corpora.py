@@ -111,7 +111,9 @@ class Corpus:
     def _found(self) -> list[Path]:
         path = SAMPLE if self.source == "sample" else Path(self.source)
         if not path.exists():
-            raise UserError(f"corpus {self.source!r}: no such file or folder; presets are {', '.join(sorted(PRESETS))}")
+            raise UserError(
+                f"corpus {self.source!r}: no such file or folder; else give sample, {', '.join(sorted(PRESETS))}"
+            )
         return sorted(p for p in path.rglob("*") if p.suffix in ENDINGS) if path.is_dir() else [path]
 
     @staticmethod
@@ -205,7 +207,9 @@ class Corpus:
     def _broken(self, where: str, why: object) -> None:
         self.broken += 1
         if not self.skip_broken:
-            raise UserError(f"corpus: {where} is broken ({why}); mend it, or skip broken rows with --skip-broken")
+            raise UserError(
+                f"corpus: {where} is broken ({why}); mend it, or skip broken rows (--skip-broken, skip_broken: true)"
+            )
 
 
 def _part(rows: Any, part: str, name: str) -> Any:

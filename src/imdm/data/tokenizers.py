@@ -108,3 +108,15 @@ def copy_tokenizer(home: Path, target: Path) -> None:
         if (home / name).exists():
             with written_aside(target / name) as aside:
                 shutil.copyfile(home / name, aside)
+
+
+def check_same(model: Path, data: Path | None) -> None:
+    """Refuse data whose ids mean other words than the model's own tokenizer says, where both have one."""
+    if data is None or not has_tokenizer(model) or not has_tokenizer(data):
+        return
+    mine, theirs = tokenizer_hash(load_tokenizer(model)), tokenizer_hash(load_tokenizer(data))
+    if mine != theirs:
+        raise UserError(
+            f"the data in {str(data)!r} was made with another tokenizer than the model's own ({theirs}, not {mine}); "
+            f"prepare it with --tokenizer {model}"
+        )

@@ -71,6 +71,7 @@ class Subject:
     def before(cls, model: MaskedDiffusionLM, data: Data, *, seed: int, samples: int, **settings: Any) -> Subject:
         """A model before data: held-out rows where there are some, and the tokenizer of text."""
         train, held_out, home = data.source(seed), data.held_out(seed), data.tokenizer_folder()
+        check_fits(train, model)
         return cls(
             model,
             seed=seed,
@@ -118,7 +119,7 @@ class Subject:
     def language(self) -> Language:
         """The enumerated truth, for metrics that need one."""
         if self.truth is None:
-            raise UserError("the metric needs an enumerated language as data; token files have nelbo and token_entropy")
+            raise UserError("the metric needs an enumerated language as data; for text see imdm evaluate --help")
         check_fits(LanguageSource(self.truth), self.model)
         if self.truth.length != self.model.config.length:
             raise UserError(

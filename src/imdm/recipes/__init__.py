@@ -64,7 +64,7 @@ def _read(name: str | Path) -> dict[str, Any]:
     path = Path(name) if str(name).endswith((".yaml", ".yml")) else HERE / f"{name}.yaml"
     if not path.exists():
         if path.parent == HERE:
-            raise unknown("recipe", name, [*recipe_names(), "or any .yaml file"])
+            raise UserError(f"unknown recipe {str(name)!r}; known: {', '.join(recipe_names())}, or any .yaml file")
         raise UserError(f"recipe {str(name)!r}: no such file")
     try:
         values = yaml.safe_load(path.read_text())

@@ -51,6 +51,7 @@ def all_results(rows: list[Row]) -> Table:
     """Every figure of a run, a row each; what is the same in all of them is said once, below."""
     cells = [
         {
+            "experiment": row.experiment,
             "metric": row.metric,
             "value": figure(row.value, row.stderr, percent=row.metric == "validity"),
             "steps": str(row.steps),

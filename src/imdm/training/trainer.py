@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -143,6 +145,7 @@ class Trainer:
         self.ema = EMA(self.bare, config.ema)
         self.companion = objective.companion(self.bare, start)
         self.step = 0
+        self._asked_to_stop = False
 
     def _check(self, model: MaskedDiffusionLM) -> None:
         sample = self.source.rows(torch.zeros(1, dtype=torch.int64))
@@ -210,8 +213,31 @@ class Trainer:
         torch.manual_seed(torch_seed(key))
 
     def train(self) -> Path:
-        """Run to the end; returns the folder of the finished model."""
+        """Run to the end; returns the folder of the finished model. Ctrl-C ends the step and leaves a checkpoint; once
+        more, and it ends at once."""
         self.resume()
+        with self._stoppable():
+            return self._train()
+
+    @contextmanager
+    def _stoppable(self) -> Iterator[None]:
+        """Signals can be caught in the main thread of a process that runs alone; elsewhere they act as ever."""
+        if self.accelerator.num_processes > 1 or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.getsignal(signal.SIGINT)
+
+        def stop(*_: Any) -> None:
+            self._asked_to_stop = True
+            signal.signal(signal.SIGINT, before)
+
+        signal.signal(signal.SIGINT, stop)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _train(self) -> Path:
         writer = self._tensorboard()
         self.model.train()
         started, losses = time.perf_counter(), []
@@ -233,8 +259,10 @@ class Trainer:
                 paused = time.perf_counter()
                 self._look(writer)
                 started += time.perf_counter() - paused
-            if self._due(self.config.checkpoint_every):
+            if self._due(self.config.checkpoint_every) or self._asked_to_stop:
                 self.save()
+            if self._asked_to_stop:
+                raise KeyboardInterrupt
         self.export()
         if writer is not None:
             writer.close()
