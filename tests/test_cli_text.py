@@ -59,6 +59,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home / "run"
 
 
+@pytest.fixture(autouse=True)
+def no_judges(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Whatever judges the user of this machine has fetched."""
+    monkeypatch.setenv("IMDM_HOME", str(tmp_path_factory.mktemp("home")))
+
+
 def test_text_becomes_a_report(run: Path) -> None:
     rows = read(run / "results.jsonl")
     found = {(row.method, row.metric, row.steps) for row in rows}
@@ -105,7 +111,7 @@ def test_writing(run: Path, tmp_path: Path) -> None:
     many = imdm("generate", model, "--prompts", tmp_path / "prompts.txt", "--json", "--steps", "1").stdout
     assert [json.loads(line)["prompt"] for line in many.splitlines()] == ["The dog", "The bird"]
     filled = imdm("generate", model, "--infill", "The ___ saw the ___.", "--blank", "1", "--json").stdout
-    assert " saw the " in json.loads(filled)["text"]
+    assert " saw the" in json.loads(filled)["text"]
     assert imdm("generate", model, "--steps", "2", "--trace").returncode == 0
     assert imdm("generate", model, "--canvas", "0 ? ? 1").stdout.startswith("0 ")
 

@@ -91,7 +91,7 @@ def test_blanks_are_filled_and_the_rest_is_kept(writer: Writer) -> None:
     assert text.text.endswith(".")
     the = writer.tokenizer("The", add_special_tokens=False)["input_ids"]
     assert text.tokens[1 : 1 + len(the)] == the  # no lone space before the blank, which brings its own
-    assert " saw the " in text.text
+    assert " saw the" in text.text
 
 
 def test_documents_stand_on_lines_of_their_own(writer: Writer) -> None:

@@ -111,9 +111,8 @@ class Corpus:
     def _found(self) -> list[Path]:
         path = SAMPLE if self.source == "sample" else Path(self.source)
         if not path.exists():
-            raise UserError(
-                f"corpus {self.source!r}: no such file or folder; else give sample, {', '.join(sorted(PRESETS))}"
-            )
+            known = ", ".join(("sample", *sorted(PRESETS)))
+            raise UserError(f"corpus {self.source!r}: no such file or folder; by name there are {known}")
         return sorted(p for p in path.rglob("*") if p.suffix in ENDINGS) if path.is_dir() else [path]
 
     @staticmethod
