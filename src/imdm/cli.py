@@ -513,7 +513,7 @@ def main() -> None:
     except SystemExit as stop:
         if stop.code == INTERRUPTED:
             print(
-                "stopped; run the same command again to go on from the last checkpoint, if one was due", file=sys.stderr
+                "stopped; run the same command again to go on", file=sys.stderr
             )
         raise
 
