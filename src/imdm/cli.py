@@ -512,9 +512,7 @@ def main() -> None:
         sys.exit(2)
     except SystemExit as stop:
         if stop.code == INTERRUPTED:
-            print(
-                "stopped; run the same command again to go on", file=sys.stderr
-            )
+            print("stopped; run the same command again to go on", file=sys.stderr)
         raise
 
 
