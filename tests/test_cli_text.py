@@ -91,6 +91,13 @@ def test_text_is_prepared_once(run: Path) -> None:
     assert (run / "data/train/tokens-00000.npy").stat().st_mtime_ns == made
 
 
+def test_a_refusal_leaves_the_recipe_as_it_was(run: Path) -> None:
+    before = (run / "recipe.json").read_text()
+    other = imdm("reproduce", run.parent / "mine.yaml", "stages.teacher.training.steps=7", "--out", run)
+    assert "was made with other settings or inputs" in refused(other)
+    assert (run / "recipe.json").read_text() == before
+
+
 def test_other_text_by_path(run: Path, tmp_path: Path) -> None:
     (tmp_path / "other.txt").write_text("\n".join(reversed(SENTENCES * 20)))
     result = imdm("train", run.parent / "mine.yaml", f"data={tmp_path / 'other.txt'}", "--out", tmp_path / "run")

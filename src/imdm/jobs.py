@@ -32,7 +32,10 @@ class Job:
         self._run(Quiet()).check(list(self.stages))
 
     def prepare(self, reporter: Reporter) -> None:
-        self._run(reporter).prepare()
+        """Text is made into rows; then what could not be checked without them is."""
+        run = self._run(reporter)
+        run.prepare()
+        run.check(list(self.stages))
 
     def _run(self, reporter: Reporter) -> Run:
         return Run(self.recipe, self.out, reporter, self.results, alone=False)
