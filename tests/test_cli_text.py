@@ -166,12 +166,10 @@ def test_measuring_at_other_temperatures(run: Path, tmp_path: Path) -> None:
     command = ["evaluate", student, "--data", run / "data", "--metrics", "entropy", "--samples", "8", "--steps", "1"]
     assert imdm(*command, "--temperature", "0.5,1.0", "--out", out).returncode == 0
     assert [row.temperature for row in read(out)] == [0.5, 1.0]
-    result = imdm(*command, "--match", run / "seed-0/teacher/model", "--out", tmp_path / "matched.jsonl")
-    assert result.returncode in (0, 2)  # so few samples of so small a model may not meet
-    if result.returncode == 0:
-        assert [row.metric for row in read(tmp_path / "matched.jsonl")] == ["entropy"]
-    else:
-        assert "no temperature gives an entropy of" in result.stderr
+    result = imdm(*command, "--match", student, "--out", tmp_path / "matched.jsonl")  # itself: at 1.0, or near it
+    assert result.returncode == 0, result.stderr
+    (matched,), plain = read(tmp_path / "matched.jsonl"), read(out)[1]
+    assert matched.value == pytest.approx(plain.value, abs=0.005)
     assert "must be positive" in refused(imdm(*command, "--temperature", "0"))
 
 
