@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 
 import imdm
 from imdm.data import Corpus, PrepareConfig, PreparedSource, TokenSource, prepare
 from imdm.data.tokenizers import load_tokenizer, train_bpe
 from imdm.errors import UserError
-from imdm.evaluation import Conditional, Judge, Subject, load_judge, measure
+from imdm.evaluation import Conditional, Judge, Subject, load_embedder, load_judge, measure
 from imdm.evaluation.conditional import continued
 from imdm.evaluation.judge import fetch
 from imdm.evaluation.text import found_in, matched, sample_entropy
@@ -316,19 +316,49 @@ def test_validation_perplexity_is_exp_of_the_nelbo(folder: Path) -> None:
     assert found["val_ppl"].value == pytest.approx(vocabulary, rel=0.2)  # a fresh model knows nothing
 
 
-def test_mauve_says_what_it_needs(folder: Path, judge: Judge) -> None:
-    with pytest.raises(UserError, match="needs a judge for its features"):
-        measure(["mauve"], subject(folder))
-    mauve = pytest.importorskip("mauve")
-    from imdm.evaluation.mauve import features
+def mauve_by_hand(real: torch.Tensor, written: torch.Tensor) -> list[float]:
+    compute = pytest.importorskip("mauve").compute_mauve
+    texts = {"p_features": real.numpy(), "q_features": written.numpy()}
+    return [compute(**texts, num_buckets=3, seed=seed, verbose=False).mauve for seed in range(1, 6)]
 
+
+def test_mauve_is_that_of_the_library(folder: Path, judge: Judge) -> None:
+    pytest.importorskip("mauve")
     s = subject(folder, judge=judge, samples=30)
     found = measure(["mauve"], s)["mauve"]
     rows = s.data.rows(torch.arange(30))["tokens"]
-    real, written = features(judge, s.decode(rows)).numpy(), features(judge, s.texts()).numpy()
-    values = [
-        mauve.compute_mauve(p_features=real, q_features=written, num_buckets=3, seed=seed, verbose=False).mauve
-        for seed in range(1, 6)
-    ]
+    values = mauve_by_hand(judge.features(s.decode(rows)), judge.features(s.texts()))
     assert found.value == pytest.approx(np.mean(values), abs=1e-6)
     assert found.stderr == pytest.approx(np.std(values, ddof=1), abs=1e-6)
+
+
+def test_mauve_by_a_sentence_embedder(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("mauve")
+    tokenizer = train_bpe(SENTENCES, 300)
+    torch.manual_seed(2)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    encoder = BertModel(BertConfig(vocab_size=len(tokenizer), **sizes)).eval()
+    encoder.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    embedder = load_embedder(str(tmp_path))
+    texts = ["The cat saw the dog.", "A dog."]
+    found = embedder.features(texts)
+    for text, vector in zip(texts, found, strict=True):  # without padding, by hand
+        ids = torch.tensor([tokenizer(text)["input_ids"]])
+        with torch.no_grad():
+            alone = encoder(ids, attention_mask=torch.ones_like(ids)).last_hidden_state[0].mean(0)
+        assert torch.allclose(vector, alone / alone.norm(), atol=1e-5)
+
+    s = subject(folder, embedder=embedder, samples=30)
+    rows = s.data.rows(torch.arange(30))["tokens"]
+    measured = measure(["mauve"], s)["mauve"]
+    values = mauve_by_hand(embedder.features(s.decode(rows)), embedder.features(s.texts()))
+    assert measured.value == pytest.approx(np.mean(values), abs=1e-6)
+    assert measured.judge == str(tmp_path)
+
+
+def test_mauve_says_what_it_needs(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="needs a judge or a sentence embedder"):
+        measure(["mauve"], subject(folder))
+    with pytest.raises(UserError, match="embedder '.*' cannot be loaded"):
+        load_embedder(str(tmp_path))

@@ -48,6 +48,7 @@ class Purpose(IntEnum):
     COMPONENT = 15  # key of noise draw a of the factorization error
     LATENT = 16  # λ of a mixture; a = step
     COPY = 17  # key of copy a of a training sample, each with latents of its own
+    HELD_OUT = 18  # key of held-out row a, where the cost of steps is measured; then which pair, b = step
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,15 +15,17 @@ from imdm.data.source import Data, LanguageSource, Source, check_fits
 from imdm.data.synthetic import Language
 from imdm.data.tokenizers import load_tokenizer
 from imdm.errors import UserError
-from imdm.models import MaskedDiffusionLM
+from imdm.evaluation.parts import Parts
+from imdm.models import MaskedDiffusionLM, fingerprint
 from imdm.process import NoisePolicy
 from imdm.randomness import Purpose, as_key, uniform
 from imdm.registry import Registry
-from imdm.sampling import Generation
+from imdm.sampling import Generation, sample
 
 if TYPE_CHECKING:
     from imdm.evaluation.conditional import Conditional
     from imdm.evaluation.judge import Judge
+    from imdm.evaluation.mauve import Embedder
 
 T = TypeVar("T")
 metrics: Registry[Callable[[Subject], Measurement]] = Registry("metric")
@@ -46,7 +49,9 @@ class Subject:
     truth   the enumerated language, for metrics that compare with it
     data    rows to evaluate on, and which `split` they are; train: what the teacher was trained on; pairs: what the
             model was distilled on
-    judge   who scores generated text, read through `tokenizer`; conditional: how continuations are made
+    judge   who scores generated text, read through `tokenizer`; embedder: who compares it for MAUVE, in the judge's
+            place; conditional: how continuations are made
+    reference  whose conditionals stand in for the truth of text (the teacher's); parts: where finished work is kept
     """
 
     model: MaskedDiffusionLM
@@ -64,7 +69,10 @@ class Subject:
     pairs: Source | None = None
     tokenizer: Any = None
     judge: Judge | None = None
+    embedder: Embedder | None = None
     conditional: Conditional | None = None
+    reference: MaskedDiffusionLM | None = None
+    parts: Parts = field(default_factory=Parts)
     _made: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -97,14 +105,31 @@ class Subject:
 
     @cached_property
     def generation(self) -> Generation:
-        return self.model.generate(
-            num=self.samples,
-            steps=self.steps,
-            seed=self.seed,
-            noise=self.noise,
-            temperature=self.temperature,
-            batch_size=self.batch_size,
-        )
+        """What the model writes from nothing, on the CPU."""
+        config = self.model.config
+        return self.complete(torch.full((self.samples, config.length), config.mask_token_id))
+
+    def complete(self, canvas: Tensor) -> Generation:
+        """What the model writes into the holes of a canvas (n, L), as `generate` does with one text a row."""
+        model, keys = self.model, self.model.sample_keys(len(canvas), self.seed)
+
+        def make(part: Tensor) -> dict[str, Tensor]:
+            made = sample(
+                model.eval(),
+                canvas[part].to(model.device),
+                keys=keys[part.to(keys.device)],
+                steps=self.steps,
+                policy=self.noise,
+                temperature=self.temperature,
+                batch_size=self.batch_size,
+            )
+            return {name: column for name, column in vars(made).items() if column is not None}
+
+        def identity() -> list[Any]:
+            how = [self.steps, self.seed, self.noise, self.temperature]
+            return [fingerprint(model), *how, hashlib.sha256(canvas.numpy().tobytes()).hexdigest()]
+
+        return Generation(**self.parts.collect(len(canvas), identity, make))  # type: ignore[arg-type]
 
     def decode(self, rows: Tensor) -> list[str]:
         """Rows of ids as text, special tokens kept."""
@@ -113,7 +138,7 @@ class Subject:
         return self.tokenizer.batch_decode(rows.tolist(), skip_special_tokens=False)
 
     def texts(self) -> list[str]:
-        return self.once("texts", lambda: self.decode(self.generation.tokens.cpu()))
+        return self.once("texts", lambda: self.decode(self.generation.tokens))
 
     @property
     def language(self) -> Language:
@@ -158,8 +183,11 @@ STEPLESS = ("factorization_error", "nelbo", "val_ppl", "real_ppl")
 ENUMERATED = ("validity", "factorization_error", "kl", "kl_half", "tv")
 """Metrics that need an enumerated language."""
 
-JUDGED = ("gen_ppl", "real_ppl", "mauve", "cond_gen_ppl", "cond_mauve")
+JUDGED = ("gen_ppl", "real_ppl", "cond_gen_ppl", "mauve", "cond_mauve")
 """Metrics that need a judge."""
+
+EMBEDDED = ("mauve", "cond_mauve")
+"""Those that a sentence embedder serves as well."""
 
 
 def measure(names: list[str], subject: Subject) -> dict[str, Measurement]:

@@ -17,8 +17,8 @@ from torch import Tensor
 from imdm.config import Config
 from imdm.errors import UserError
 from imdm.evaluation.base import Measurement, Subject, bootstrap_weights, mean, metrics, spread
-from imdm.evaluation.judge import Judge
-from imdm.evaluation.mauve import features, mauve_of
+from imdm.evaluation.judge import Judge, scored
+from imdm.evaluation.mauve import mauve_of
 from imdm.evaluation.text import sample_entropy
 
 
@@ -67,15 +67,7 @@ def _continue(subject: Subject) -> Continued:
     holes = torch.arange(length) > how.prefix
     holes[-1] = False  # the end token frames every row
     canvas = rows.masked_fill(holes, model.config.mask_token_id)
-    made = model.generate(
-        canvas.to(model.device),
-        num=how.continuations,
-        steps=subject.steps,
-        seed=subject.seed,
-        noise=subject.noise,
-        temperature=subject.temperature,
-        batch_size=subject.batch_size,
-    ).tokens.cpu()
+    made = subject.complete(canvas.repeat_interleave(how.continuations, 0)).tokens
     before = slice(1, how.part().start)
     repeated = rows.repeat_interleave(how.continuations, 0)
     prompts = subject.decode(repeated[:, before]) if how.window == "generated" else [""] * len(repeated)
@@ -101,7 +93,7 @@ def _documents(subject: Subject, how: Conditional) -> Tensor:
 
 def _judge(subject: Subject) -> Judge:
     if subject.judge is None:
-        raise UserError("conditional perplexity and MAUVE need a judge; give one with --judge")
+        raise UserError("conditional perplexity needs a judge; give one with --judge")
     return subject.judge
 
 
@@ -109,7 +101,7 @@ def _judge(subject: Subject) -> Judge:
 def conditional_perplexity(subject: Subject) -> Measurement:
     """The judge's perplexity of the window given the prompt, whose own tokens do not count."""
     judge, made = _judge(subject), continued(subject)
-    score = judge.score(made.written, made.prompts)
+    score = scored(subject, judge, made.written, made.prompts)
     again = bootstrap_weights(len(made.written), subject.seed)
     replicates = ((again @ score.nll) / (again @ score.count)).exp()
     return Measurement(score.perplexity(), spread(list(replicates)), len(made.written), judge.name, subject.split)
@@ -125,8 +117,5 @@ def conditional_entropy(subject: Subject) -> Measurement:
 @metrics.register("cond_mauve")
 def conditional_mauve(subject: Subject) -> Measurement:
     """MAUVE of the written windows against the documents' own, over five clustering seeds."""
-    judge, made = _judge(subject), continued(subject)
-    values = torch.tensor(mauve_of(features(judge, made.real), features(judge, made.written)))
-    return Measurement(
-        float(values.mean()), float(values.std(correction=1)), len(made.written), judge.name, subject.split
-    )
+    made = continued(subject)
+    return mauve_of(subject, made.real, made.written)

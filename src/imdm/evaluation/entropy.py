@@ -10,7 +10,7 @@ from imdm.evaluation.base import Measurement, Subject, mean, metrics
 @metrics.register("token_entropy")
 def token_entropy(subject: Subject) -> Measurement:
     """The entropy of the pooled token frequencies of all samples (Table 1), with the delta method's standard error."""
-    tokens = subject.generation.tokens.cpu()
+    tokens = subject.generation.tokens
     frequency = torch.bincount(tokens.flatten(), minlength=subject.model.vocab_size).double() / tokens.numel()
     surprise = -frequency.log()[tokens].mean(1)  # (n,): its mean is the entropy, its spread the error
     return mean(surprise)

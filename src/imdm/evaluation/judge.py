@@ -81,6 +81,17 @@ class Judge:
                 count[window.text] += tokens
         return Score(nll, count)
 
+    @torch.no_grad()
+    def features(self, texts: list[str]) -> Tensor:
+        """The last hidden state at each text's last token: (n, D)."""
+        device, out = next(self.model.parameters()).device, []
+        for text in texts:
+            ids = self._ids(text)[:CONTEXT]
+            ids = ids if self.begin is None else [self.begin, *ids]
+            read = self.model(input_ids=torch.tensor([ids or [0]], device=device), output_hidden_states=True)
+            out.append(read.hidden_states[-1][0, -1].float().cpu())
+        return torch.stack(out)
+
     def _ids(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
 
@@ -194,6 +205,17 @@ def _convert(weights: Path, target: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+def scored(subject: Subject, judge: Judge, texts: list[str], prompts: list[str] | None = None) -> Score:
+    """The judge's score of texts, in parts."""
+
+    def make(part: Tensor) -> dict[str, Tensor]:
+        some = [texts[i] for i in part]
+        return vars(judge.score(some, None if prompts is None else [prompts[i] for i in part]))
+
+    identity = ["score", judge.name, judge.precision, texts, prompts]
+    return Score(**subject.parts.collect(len(texts), lambda: identity, make))
+
+
 @metrics.register("gen_ppl")
 def generative_perplexity(subject: Subject) -> Measurement:
     """The judge's perplexity of the samples, decoded with special tokens kept; standard error over samples."""
@@ -212,7 +234,7 @@ def real_perplexity(subject: Subject) -> Measurement:
 def _judged(subject: Subject, texts: list[str]) -> Measurement:
     if subject.judge is None:
         raise UserError(f"generative perplexity needs a judge; give one with --judge (the paper's is {DEFAULT})")
-    score = subject.judge.score(texts)
+    score = scored(subject, subject.judge, texts)
     if not float(score.count.sum()):
         raise UserError("generative perplexity: the texts have no token that counts")
     again = bootstrap_weights(len(texts), subject.seed)

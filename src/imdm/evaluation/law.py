@@ -67,7 +67,7 @@ def output_law(laws: Tensor, language: Language, seed: int) -> OutputLaw:
 
 def _law(subject: Subject) -> OutputLaw:
     def make() -> OutputLaw:
-        laws = last_laws(subject.model, subject.generation, subject.keys)
+        laws = last_laws(subject.model, subject.generation.to(subject.model.device), subject.keys)
         return output_law(laws, subject.language, subject.seed)
 
     return subject.once("output law", make)

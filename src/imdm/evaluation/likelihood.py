@@ -10,6 +10,7 @@ from torch import Tensor
 
 from imdm.errors import UserError
 from imdm.evaluation.base import Measurement, Subject, mean, metrics
+from imdm.models import fingerprint
 from imdm.objectives import Step, nelbo_terms
 
 
@@ -37,11 +38,17 @@ def _terms(subject: Subject) -> Tensor:
 def _measure(subject: Subject) -> Tensor:
     if subject.data is None:
         raise UserError("metrics 'nelbo' and 'val_ppl' need data; evaluate with --data")
-    model, values = subject.model, []
-    slots = torch.arange(min(subject.samples, len(subject.data)))  # a row counts once
-    for part in slots.split(subject.batch_size):
-        x = subject.data.rows(part)["tokens"].to(model.device)
-        step = Step(subject.seed, 0, part.to(model.device), len(slots))
-        state = model.process.corrupt(x, step.times(), step.keys())
-        values.append(nelbo_terms(model, model.process, state, x).cpu())
-    return torch.cat(values)
+    model, data = subject.model, subject.data
+    n = min(subject.samples, len(data))  # a row counts once
+
+    def make(part: Tensor) -> dict[str, Tensor]:
+        values = []
+        for some in part.split(subject.batch_size):
+            x = data.rows(some)["tokens"].to(model.device)
+            step = Step(subject.seed, 0, some.to(model.device), n)
+            state = model.process.corrupt(x, step.times(), step.keys())
+            values.append(nelbo_terms(model, model.process, state, x))
+        return {"nelbo": torch.cat(values)}
+
+    identity = ["nelbo", subject.seed, data.fingerprint]
+    return subject.parts.collect(n, lambda: [*identity, fingerprint(model)], make)["nelbo"]

@@ -1,65 +1,119 @@
-"""MAUVE: how close the generated texts are, as a set, to real ones, through `mauve-text`."""
+"""MAUVE: how close the generated texts are, as a set, to real ones, through `mauve-text`.
+
+Texts are compared by features: the judge's last hidden state, or the vectors of a sentence embedder.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from imdm.errors import UserError
 from imdm.evaluation.base import Measurement, Subject, metrics
-from imdm.evaluation.judge import CONTEXT, Judge
 
 SEEDS = 5
 SCALING = 5.0
 
 
-@torch.no_grad()
-def features(judge: Judge, texts: list[str]) -> Tensor:
-    """The judge's last hidden state at each text's last token: (n, D)."""
-    device, out = next(judge.model.parameters()).device, []
-    for text in texts:
-        ids = judge.tokenizer(text, add_special_tokens=False)["input_ids"][:CONTEXT]
-        ids = ids if judge.begin is None else [judge.begin, *ids]
-        hidden = judge.model(input_ids=torch.tensor([ids or [0]], device=device), output_hidden_states=True)
-        out.append(hidden.hidden_states[-1][0, -1].float().cpu())
-    return torch.stack(out)
+class Reader(Protocol):
+    """Who turns texts into vectors."""
+
+    name: str
+
+    def features(self, texts: list[str]) -> Tensor:
+        """One vector a text: (n, D)."""
 
 
-def mauve_of(real: Tensor, written: Tensor, seeds: int = SEEDS) -> list[float]:
-    """MAUVE under clustering seeds 1…, a tenth as many clusters as texts."""
+@dataclass
+class Embedder:
+    """A sentence embedder: the mean of an encoder's last hidden states over a text's tokens, of length one."""
+
+    name: str
+    model: Any
+    tokenizer: Any
+    batch_size: int = 32
+
+    @torch.no_grad()
+    def features(self, texts: list[str]) -> Tensor:
+        device, out = next(self.model.parameters()).device, []
+        for first in range(0, len(texts), self.batch_size):
+            some = texts[first : first + self.batch_size]
+            read = self.tokenizer(some, padding=True, truncation=True, return_tensors="pt").to(device)
+            hidden = self.model(**read).last_hidden_state  # (b, T, D)
+            real = read["attention_mask"][..., None]
+            average = (hidden * real).sum(1) / real.sum(1).clamp(min=1)
+            out.append(torch.nn.functional.normalize(average.float()).cpu())
+        return torch.cat(out)
+
+
+def load_embedder(name: str, device: str | torch.device = "cpu") -> Embedder:
+    """A sentence embedder by its folder or hub id."""
+    from transformers import AutoModel, AutoTokenizer
+
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(name)
+        model: Any = AutoModel.from_pretrained(name)
+    except Exception as error:  # missing, damaged, no network: the reasons are many
+        raise UserError(f"embedder {name!r} cannot be loaded: {str(error).strip().splitlines()[0]}") from None
+    if tokenizer.pad_token_id is None:
+        raise UserError(f"embedder {name!r} has no padding token; a causal model reads as --judge")
+    return Embedder(name, model.to(device).eval(), tokenizer)
+
+
+def features(subject: Subject, texts: list[str]) -> Tensor:
+    """Vectors of texts by the subject's reader, in parts."""
+    reader = _reader(subject)
+
+    def make(part: Tensor) -> dict[str, Tensor]:
+        return {"features": reader.features([texts[i] for i in part])}
+
+    return subject.parts.collect(len(texts), lambda: ["features", reader.name, texts], make)["features"]
+
+
+def mauve_of(subject: Subject, real: list[str], written: list[str]) -> Measurement:
+    """The mean over five clustering seeds and their spread, a tenth as many clusters as texts."""
     compute = _library()
+    p, q = features(subject, real), features(subject, written)
     buckets = max(2, min(len(real), len(written)) // 10)
     found = []
-    for seed in range(1, seeds + 1):
+    for seed in range(1, SEEDS + 1):
         done = compute(
-            p_features=real.numpy(),
-            q_features=written.numpy(),
+            p_features=p.numpy(),
+            q_features=q.numpy(),
             num_buckets=buckets,
             seed=seed,
             verbose=False,
             mauve_scaling_factor=SCALING,
         )
         found.append(float(done.mauve))
-    return found
+    values = torch.tensor(found, dtype=torch.float64)
+    reader, error = _reader(subject).name, float(values.std(correction=1))
+    return Measurement(float(values.mean()), error, len(written), judge=reader, split=subject.split)
+
+
+def _reader(subject: Subject) -> Reader:
+    reader = subject.embedder or subject.judge
+    if reader is None:
+        raise UserError("MAUVE needs a judge or a sentence embedder for its features")
+    return reader
 
 
 def _library() -> Any:
     try:
         from mauve import compute_mauve
     except ImportError:
-        raise UserError("metric 'mauve' needs the extra: pip install 'imdm[mauve]' (mauve-text, GPL)") from None
+        raise UserError("MAUVE needs the extra: pip install 'imdm[mauve]' (mauve-text, GPL)") from None
     return compute_mauve
 
 
 @metrics.register("mauve")
 def mauve(subject: Subject) -> Measurement:
-    """The mean over five clustering seeds and their spread; features from the judge, references from held-out rows."""
-    if subject.judge is None or subject.data is None:
-        raise UserError("metric 'mauve' needs a judge for its features and held-out text to compare with")
+    """The generated texts against as many held-out rows."""
+    if subject.data is None:
+        raise UserError("metric 'mauve' needs held-out text to compare with")
+    _reader(subject)
     rows = subject.data.rows(torch.arange(min(subject.samples, len(subject.data))))["tokens"]
-    real = subject.decode(rows)
-    values = torch.tensor(mauve_of(features(subject.judge, real), features(subject.judge, subject.texts())))
-    spread = float(values.std(correction=1))
-    return Measurement(float(values.mean()), spread, subject.samples, judge=subject.judge.name, split=subject.split)
+    return mauve_of(subject, subject.decode(rows), subject.texts())

@@ -20,7 +20,7 @@ NOVEL = 6  # tokens: as long as that, text that was read before was copied
 @metrics.register("entropy")
 def entropy(subject: Subject) -> Measurement:
     """The unigram entropy in nats of each sample's token counts, averaged over samples (data: 4.31 LM1B, 5.44 OWT)."""
-    return mean(sample_entropy(subject.generation.tokens.cpu()))
+    return mean(sample_entropy(subject.generation.tokens))
 
 
 def sample_entropy(tokens: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ def matched(subject: Subject, entropy_wanted: float, within: float = 0.005, trie
     found = subject
     for _ in range(tries):
         found = replace(subject, temperature=(low * high) ** 0.5, _made={})
-        reached = float(sample_entropy(found.generation.tokens.cpu()).mean())
+        reached = float(sample_entropy(found.generation.tokens).mean())
         if abs(reached - entropy_wanted) <= within:
             return found
         low, high = (found.temperature, high) if reached < entropy_wanted else (low, found.temperature)
@@ -62,7 +62,7 @@ def grams(tokens: np.ndarray, n: int) -> np.ndarray:
 
 def _distinct(subject: Subject, n: int) -> Measurement:
     """The share of different n-grams among all n-grams of a sample, averaged over samples."""
-    shares = [len(np.unique(row)) / len(row) for row in grams(subject.generation.tokens.cpu().numpy(), n)]
+    shares = [len(np.unique(row)) / len(row) for row in grams(subject.generation.tokens.numpy(), n)]
     return mean(torch.tensor(shares))
 
 
@@ -93,7 +93,7 @@ def novelty(subject: Subject) -> Measurement:
     """The share of a sample's 6-grams that the training text does not have. All of that text is read once."""
     if subject.train is None:
         raise UserError("metric 'novelty' needs the training text; evaluate on prepared text")
-    return mean(1 - found_in(subject.generation.tokens.cpu(), _rows(subject.train)))
+    return mean(1 - found_in(subject.generation.tokens, _rows(subject.train)))
 
 
 @metrics.register("pair_overlap")
@@ -101,7 +101,7 @@ def pair_overlap(subject: Subject) -> Measurement:
     """The share of a sample's 6-grams that the couplings have which the model was distilled on: does it copy them?"""
     if subject.pairs is None:
         raise UserError("metric 'pair_overlap' needs the couplings that the model was distilled on")
-    return mean(found_in(subject.generation.tokens.cpu(), _rows(subject.pairs)))
+    return mean(found_in(subject.generation.tokens, _rows(subject.pairs)))
 
 
 def found_in(tokens: Tensor, texts: Iterable[np.ndarray], n: int = NOVEL) -> Tensor:

@@ -7,4 +7,4 @@ from imdm.evaluation.base import Measurement, Subject, mean, metrics
 
 @metrics.register("validity")
 def validity(subject: Subject) -> Measurement:
-    return mean(subject.language.valid(subject.generation.tokens.cpu()))
+    return mean(subject.language.valid(subject.generation.tokens))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from imdm.errors import UserError
-from imdm.process import NoisePolicy, check_policy
+from imdm.process import NoisePolicy, Process, check_policy
 from imdm.randomness import Purpose, uniform
 from imdm.sampling.categorical import draw
 from imdm.state import Noised
@@ -50,6 +50,11 @@ class Generation:
     latents: Tensor | None = None
     trace: Trace | None = None
 
+    def to(self, device: torch.device) -> Generation:
+        """The same on another device, without its trace."""
+        columns = (self.tokens, self.revealed_at, self.evaluations, self.draws, self.latents)
+        return Generation(*(None if column is None else column.to(device) for column in columns))  # type: ignore[arg-type]
+
 
 def time_grid(steps: int, t: Tensor) -> Tensor:
     """N steps from each sequence's t (B,), linear: t·linspace(1, 10⁻⁵), the last one to 0: (B, N + 1), float64."""
@@ -65,6 +70,25 @@ def reveal_steps(survival: Tensor, u: Tensor) -> Tensor:
     telescoping Eq. 13; it is revealed in the first step whose survival does not exceed u.
     """
     return torch.searchsorted(-survival[:, 1:].contiguous(), -u.contiguous())
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a generation does whatever the network says: times and α after each step (B, N + 1), and the step at which
+    each position, if masked, is revealed (B, L)."""
+
+    grid: Tensor
+    alpha: Tensor
+    reveal: Tensor
+
+
+def plan(process: Process, keys: Tensor, t: Tensor, steps: int, length: int) -> Plan:
+    """The plan of each key's sequence, from time t (B,) on."""
+    grid = time_grid(steps, t)
+    alpha = process.schedule.alpha(grid)
+    survival = (1 - alpha) / (1 - alpha[:, :1])
+    position = torch.arange(length, device=keys.device)
+    return Plan(grid, alpha, reveal_steps(survival, uniform(keys[:, None], Purpose.REVEAL, position)))
 
 
 @dataclass(frozen=True)
@@ -118,13 +142,11 @@ def sample(
         raise UserError("t: every starting time must be in (0, 1]")
 
     # 1. When is each position revealed?
-    grid = time_grid(steps, t)  # (B, N + 1)
-    alpha = process.schedule.alpha(grid)
+    planned = plan(process, keys, t, steps, L)
+    grid, alpha = planned.grid, planned.alpha
     position = torch.arange(L, device=tokens.device)
     masked = tokens == process.mask_id
-    survival = (1 - alpha) / (1 - alpha[:, :1])
-    reveal = reveal_steps(survival, uniform(keys[:, None], Purpose.REVEAL, position))  # (B, L)
-    revealed_at = torch.where(masked, reveal, -1)
+    revealed_at = torch.where(masked, planned.reveal, -1)
 
     # 2. Evaluate each sequence at its own next reveal step until nothing is masked.
     tokens = tokens.clone()

@@ -1,0 +1,67 @@
+"""Work over many samples, done in parts: a finished part is kept on disk, so that a stopped evaluation goes on where it
+stopped, and several processes share the parts among them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from imdm.config import digest
+from imdm.devices import processes
+from imdm.errors import UserError
+from imdm.files import read_tensors, written_aside
+
+Columns = dict[str, Tensor]
+
+MOST = 16  # parts
+LEAST = 64  # samples a part, so that small work is not cut up
+
+
+@dataclass(frozen=True)
+class Parts:
+    """folder: where finished parts are kept; None keeps nothing, and every process does everything."""
+
+    folder: Path | None = None
+
+    def collect(self, n: int, identity: Callable[[], Any], make: Callable[[Tensor], Columns]) -> Columns:
+        """What `make` gives for samples 0…n − 1, asked for some of them at a time: columns with a row a sample, on the
+        CPU. identity: all that the result follows from; it names the parts on disk."""
+        parts = torch.arange(n).split(max(LEAST, -(-n // MOST)))
+        if self.folder is None:
+            return _joined([_settled(make(part)) for part in parts])
+        state, folder = processes(), self.folder / digest([identity(), n])
+        files = [folder / f"part-{number:02d}.safetensors" for number in range(len(parts))]
+        for number in range(state.process_index, len(parts), state.num_processes):
+            if not _is_whole(files[number]):
+                with written_aside(files[number]) as aside:
+                    save_file(_settled(make(parts[number])), aside)
+        state.wait_for_everyone()
+        return _joined([read_tensors(file, "evaluation") for file in files])
+
+    def forget(self) -> None:
+        """Remove what is kept, once its results are written."""
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _settled(columns: Columns) -> Columns:
+    return {name: column.cpu().contiguous() for name, column in columns.items()}
+
+
+def _joined(parts: list[Columns]) -> Columns:
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def _is_whole(file: Path) -> bool:
+    """Whether a part is there and can be read; one that a full disk has spoilt is made again."""
+    try:
+        return file.exists() and bool(read_tensors(file, "evaluation"))
+    except UserError:
+        return False

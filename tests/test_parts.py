@@ -1,0 +1,80 @@
+"""Evaluation in parts: nothing is done twice, nothing depends on how the work was cut, processes share it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from imdm.data import LanguageSource
+from imdm.data.synthetic import languages
+from imdm.evaluation import Parts, Subject, measure
+from tests.conftest import tiny_model
+
+
+class StopError(Exception):
+    pass
+
+
+def columns(part: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"square": part**2, "half": part / 2}
+
+
+def test_parts_are_joined_in_order(tmp_path: Path) -> None:
+    for parts in (Parts(), Parts(tmp_path)):
+        found = parts.collect(1000, lambda: "squares", columns)
+        assert torch.equal(found["square"], torch.arange(1000) ** 2)
+        assert torch.equal(found["half"], torch.arange(1000) / 2)
+
+
+def test_a_stopped_evaluation_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def breaks(part: torch.Tensor) -> dict[str, torch.Tensor]:
+        if len(asked) == 5:
+            raise StopError
+        asked.append(int(part[0]))
+        return columns(part)
+
+    with pytest.raises(StopError):
+        Parts(tmp_path).collect(1024, lambda: "squares", breaks)
+    assert asked == [0, 64, 128, 192, 256]
+
+    asked.clear()
+
+    def counts(part: torch.Tensor) -> dict[str, torch.Tensor]:
+        asked.append(int(part[0]))
+        return columns(part)
+
+    found = Parts(tmp_path).collect(1024, lambda: "squares", counts)
+    assert asked == list(range(320, 1024, 64))  # what was done is not done again
+    assert torch.equal(found["square"], torch.arange(1024) ** 2)
+
+    asked.clear()
+    Parts(tmp_path).collect(1024, lambda: "other work", counts)
+    Parts(tmp_path).collect(1023, lambda: "squares", counts)
+    assert len(asked) == 32  # other work, or another number, is not taken for it
+
+
+def test_a_spoilt_part_is_made_again(tmp_path: Path) -> None:
+    Parts(tmp_path).collect(200, lambda: "squares", columns)
+    spoilt = sorted(tmp_path.rglob("part-*.safetensors"))[1]
+    spoilt.write_bytes(spoilt.read_bytes()[:20])
+    found = Parts(tmp_path).collect(200, lambda: "squares", columns)
+    assert torch.equal(found["square"], torch.arange(200) ** 2)
+    Parts(tmp_path).forget()
+    assert not tmp_path.exists()
+
+
+def test_a_measurement_is_the_same_in_parts(tmp_path: Path) -> None:
+    language = languages["aligned"](length=3, symbols=2)
+    model = tiny_model(length=3, vocab_size=3)
+    about = {"samples": 300, "steps": 2, "truth": language, "data": LanguageSource(language)}
+    names = ["validity", "entropy", "nelbo", "kl"]
+    plain = measure(names, Subject(model, **about))
+    kept = measure(names, Subject(model, **about, parts=Parts(tmp_path)))
+    again = measure(names, Subject(model, **about, parts=Parts(tmp_path)))
+    assert plain == kept == again
+    written = model.generate(num=300, steps=2).tokens  # what generate writes is what is measured
+    assert torch.equal(Subject(model, **about).generation.tokens, written)
