@@ -52,7 +52,7 @@ def imdm(*arguments: str | Path) -> Result:
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         patch.setattr(sys, "argv", ["imdm", *map(str, arguments)])
         patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-        patch.setattr("imdm.cli.console", Console(width=200))
+        patch.setattr("imdm.cli.app.console", Console(width=200))
         try:
             main()
         except SystemExit as stop:

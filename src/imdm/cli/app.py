@@ -1,0 +1,115 @@
+"""What all commands share: the app, its options, how it speaks, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from imdm.errors import UserError
+
+app = typer.Typer(
+    name="imdm",
+    help="Infinite mask diffusion: text from a diffusion language model in a handful of network evaluations.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+judges = typer.Typer(no_args_is_help=True, help="Language models that score generated text.")
+app.add_typer(judges, name="judge")
+console = Console()
+INTERRUPTED = 130  # what Typer exits with on Ctrl-C
+
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Settings to change, such as stages.teacher.training.steps=100.")
+]
+OutRun = Annotated[Path | None, typer.Option("--out", help="Folder of the run; runs/RECIPE unless given.")]
+ModelPath = Annotated[str, typer.Argument(help="Model folder (config.json, model.safetensors) or hub id.")]
+Data = Annotated[
+    str,
+    typer.Option("--data", help="A language (aligned:length=2,symbols=2), prepared text, or a file of tokens."),
+]
+Seed = Annotated[int, typer.Option(help="Everything random follows from it.")]
+Noise = Annotated[
+    str, typer.Option(help="What a mask's noise does while it stays masked: posterior (the paper) or keep.")
+]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from imdm import __version__
+
+        print(f"imdm {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _quiet(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()  # ours show what matters
+    transformers.utils.logging.set_verbosity_error()  # and our refusals say what is wrong
+
+
+def is_main() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def say(text: str) -> None:
+    if is_main():
+        console.print(text, highlight=False, soft_wrap=True)
+
+
+def show(*things: Any) -> None:
+    """Print tables and other things of rich."""
+    console.print(*things)
+
+
+def reporter() -> Any:
+    from imdm.console import Terminal
+    from imdm.pipeline import Quiet
+
+    return Terminal() if is_main() else Quiet()
+
+
+def device() -> Any:
+    from imdm.devices import processes
+
+    return processes().device
+
+
+def show_tables(made: Any) -> None:
+    """The tables of a report's first section."""
+    from imdm.report import Table
+
+    for part in made.sections[0].parts:
+        if isinstance(part, Table):
+            show()
+            show(part.rich())
+    show()
+
+
+def main() -> None:
+    """Bad input is one sentence and exit code 2; a stop by Ctrl-C says how to go on."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin while they wait starve a busy machine
+    try:
+        app(standalone_mode=True)
+    except (UserError, OSError) as error:
+        Console(stderr=True).print(f"[bold red]error:[/] {_plain(str(error))}", highlight=False, soft_wrap=True)
+        sys.exit(2)
+    except SystemExit as stop:
+        if stop.code == INTERRUPTED:
+            print("stopped; run the same command again to go on", file=sys.stderr)
+        raise
+
+
+def _plain(text: str) -> str:
+    return text.replace("[", r"\[")

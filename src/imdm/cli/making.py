@@ -1,0 +1,253 @@
+"""Commands that make models: recipes, train, prepare, couple, distill, reproduce, status."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import yaml
+from rich.table import Table as RichTable
+
+from imdm.cli.app import (
+    Data,
+    ModelPath,
+    Noise,
+    OutRun,
+    Overrides,
+    Seed,
+    app,
+    is_main,
+    reporter,
+    say,
+    show,
+    show_tables,
+)
+from imdm.cli.arguments import parse_data
+from imdm.errors import UserError
+
+
+@app.command()
+def recipes(name: Annotated[str | None, typer.Argument(help="Show this recipe whole.")] = None) -> None:
+    """List the recipes, or show one."""
+    from imdm.recipes import load_recipe, recipe_names
+
+    if name is not None:
+        print(yaml.safe_dump(load_recipe(name).resolved(), sort_keys=False, allow_unicode=True, width=1000), end="")
+        return
+    table = RichTable("recipe", "what it does", box=None, pad_edge=False)
+    for known in recipe_names():
+        table.add_row(known, load_recipe(known).summary)
+    show(table)
+
+
+@app.command()
+def train(
+    recipe: Annotated[str, typer.Argument(help="A recipe's name or YAML file.")],
+    overrides: Overrides = None,
+    out: OutRun = None,
+    stage: Annotated[
+        str | None, typer.Option(help="The stage to train; the recipe's first training stage unless given.")
+    ] = None,
+) -> None:
+    """Train one stage of a recipe, and what it builds on. Run it again to go on after a stop."""
+    from imdm.pipeline import Run
+    from imdm.recipes import TrainStage, load_recipe
+
+    chosen = load_recipe(recipe, overrides or ())
+    trainable = [name for name, s in chosen.stages.items() if isinstance(s, TrainStage)]
+    if not trainable:
+        raise UserError(f"recipe {chosen.name!r} has no training stage")
+    if stage is not None and stage not in trainable:
+        raise UserError(f"--stage {stage}: recipe {chosen.name!r} trains {', '.join(trainable)}")
+    run = Run(chosen, out or Path("runs") / chosen.name, reporter())
+    run.run([stage or trainable[0]])
+    say(f"model: {run.folder / (stage or trainable[0]) / 'model'}")
+
+
+@app.command()
+def prepare(
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="A .txt (a document a line), .jsonl or .parquet file, a folder of these, - for standard input, "
+            "sample, lm1b, openwebtext, or a hub dataset (owner/name)."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for the token shards.")],
+    tokenizer: Annotated[str | None, typer.Option(help="A tokenizer's folder or hub id.")] = None,
+    train_bpe: Annotated[int | None, typer.Option(help="Train a byte-pair encoding of so many ids instead.")] = None,
+    length: Annotated[int, typer.Option(help="Tokens a row.")] = 128,
+    packing: Annotated[
+        str, typer.Option(help="wrapped: documents joined and cut; unwrapped: a document a row, padded.")
+    ] = "wrapped",
+    split: Annotated[str, typer.Option(help="Of a preset, a hub dataset, or a folder named after splits.")] = "train",
+    field: Annotated[str, typer.Option(help="The text's name in JSON lines and parquet.")] = "text",
+    limit: Annotated[int | None, typer.Option(help="At most so many documents.")] = None,
+    skip_broken: Annotated[bool, typer.Option("--skip-broken", help="Count broken rows and go on.")] = False,
+) -> None:
+    """Tokenise and pack text into rows. Run it again to go on after a stop."""
+    from imdm.data import Corpus, PrepareConfig
+    from imdm.data import prepare as make
+
+    corpus = Corpus(source, split, field, skip_broken)
+    values = {"length": length, "tokenizer": tokenizer, "train_bpe": train_bpe, "packing": packing, "limit": limit}
+    config = PrepareConfig.parse(values, "prepare")
+    with reporter().bar(f"{source}: documents", limit or 0) as bar:
+        made = make(corpus, config, out, on_progress=lambda c: bar(c.documents, f"{c.rows:,} rows"))
+    counts = made.counts
+    broken = f", {counts.broken:,} broken rows skipped" if counts.broken else ""
+    say(f"{counts.documents:,} documents, {counts.tokens:,} tokens, {counts.rows:,} rows{broken}: {out}")
+
+
+@app.command()
+def couple(
+    model: ModelPath,
+    out: Annotated[Path, typer.Option(help="Folder for the pairs.")],
+    data: Annotated[
+        str | None, typer.Option("--data", help="What is perturbed: a language or a safetensors file of tokens.")
+    ] = None,
+    pairs: Annotated[int, typer.Option(help="How many.")] = 100_000,
+    steps: Annotated[int, typer.Option(help="Reverse steps of the teacher.")] = 1024,
+    noise: Noise = "posterior",
+    start: Annotated[
+        str, typer.Option(help="perturbed: data corrupted to a random time; prior: everything masked.")
+    ] = "perturbed",
+    batch_size: Annotated[int, typer.Option(help="Sequences in one network evaluation.")] = 256,
+    seed: Seed = 0,
+) -> None:
+    """Make (z_t, t, seed) → x̂ pairs with a teacher. Run it again to go on after a stop."""
+    from imdm.data import CoupleConfig
+    from imdm.data import couple as make
+    from imdm.data.tokenizers import check_same
+    from imdm.devices import processes
+    from imdm.models import load_model
+
+    teacher = load_model(model)
+    config = CoupleConfig.parse(
+        {"pairs": pairs, "steps": steps, "noise": noise, "start": start, "batch_size": batch_size}, "couple"
+    )
+    section = parse_data(data, teacher) if data is not None else None
+    if section is not None:
+        check_same(Path(model), section.tokenizer_folder())
+    source = section.source(seed) if section is not None else None
+    state = processes()
+    with reporter().bar("pairs", pairs) as bar:
+        make(
+            teacher.to(state.device),
+            source,
+            config,
+            out,
+            seed=seed,
+            rank=state.process_index,
+            world=state.num_processes,
+            on_progress=bar,
+        )
+    state.wait_for_everyone()
+    say(f"coupling: {out}")
+
+
+@app.command()
+def distill(
+    method: Annotated[str, typer.Argument(help="sdtt, redi or di4c.")],
+    model: Annotated[Path, typer.Argument(help="The teacher: a model folder.")],
+    data: Data,
+    out: Annotated[Path, typer.Option(help="Folder of the run.")],
+    overrides: Overrides = None,
+    mask: Annotated[
+        str | None,
+        typer.Option(help="The student's mask, such as infinite-uniform-768-1.0; the teacher's unless given."),
+    ] = None,
+    mixture: Annotated[
+        bool,
+        typer.Option("--mixture", help="Give the student a latent λ, which di4c needs and a single mask has not."),
+    ] = False,
+    rounds: Annotated[int | None, typer.Option(help="Rounds; 7 for sdtt, 1 for redi, 2 for di4c unless given.")] = None,
+    iterations: Annotated[int | None, typer.Option(help="Training steps a round; the paper's (di4c: 10,000).")] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences a step; the paper's (di4c: 32) unless given.")] = None,
+    pairs: Annotated[int, typer.Option(help="redi: pairs a round.")] = 100_000,
+    seed: Seed = 0,
+) -> None:
+    """Distil a model with the paper's settings. Run it again to go on after a stop."""
+    from imdm.distilling import distillation
+    from imdm.models import load_model
+    from imdm.pipeline import Run
+    from imdm.recipes import parse_recipe
+
+    section = parse_data(data, load_model(model))
+    values = distillation(
+        method,
+        str(model),
+        section.model_dump(mode="json"),
+        mask=mask,
+        mixture=mixture,
+        rounds=rounds,
+        iterations=iterations,
+        batch=batch,
+        pairs=pairs,
+        seed=seed,
+    )
+    chosen = parse_recipe(values, overrides or ())
+    run = Run(chosen, out, reporter())
+    run.all()
+    say(f"model: {run.folder / list(chosen.stages)[-1] / 'model'}")
+
+
+@app.command()
+def reproduce(
+    recipe: Annotated[str, typer.Argument(help="A recipe's name or YAML file.")],
+    overrides: Overrides = None,
+    out: OutRun = None,
+    seeds: Annotated[int, typer.Option(min=1, help="How many seeds, from the recipe's (0) on.")] = 1,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Only the part that the recipe names for a first look.")
+    ] = False,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Runs at a time; one a core where a run uses one thread, else one, unless given."),
+    ] = None,
+) -> None:
+    """Run a whole recipe and write its report. Finished stages are skipped, stopped ones go on."""
+    from imdm.jobs import plan, run_jobs, workers_for
+    from imdm.recipes import load_recipe
+    from imdm.report import build_report
+
+    chosen = load_recipe(recipe, overrides or ())
+    folder = out or Path("runs") / chosen.name
+    jobs = plan(chosen, folder, seeds, quick)
+    many = workers or workers_for(chosen, len(jobs))
+    say(chosen.name + (f": {len(jobs)} runs, {many} at a time" if len(jobs) > 1 else ""))
+    run_jobs(chosen, jobs, folder, many, reporter())
+    if not is_main():
+        return
+    if not (folder / "results.jsonl").exists():
+        say(f"done: {folder} (the recipe evaluates nothing, so there is no report)")
+        return
+    report = build_report(folder)
+    page = report.write(folder)
+    show_tables(report)
+    say(f"results: {folder / 'results.jsonl'}   report: {page}")
+
+
+@app.command()
+def status(run: Annotated[Path, typer.Argument(help="Folder of a run.")]) -> None:
+    """Show how far a run is: stages, rounds, losses, time left."""
+    from imdm.status import status as read_status
+
+    if not run.is_dir():
+        raise UserError(f"{run}: no such folder")
+    runs = read_status(run)
+    for name, stages in runs.items():
+        if len(runs) > 1 and all(row.state == "done" for row in stages):
+            say(f"{name}: all {len(stages)} stages done")
+            continue
+        say(f"{name}:")
+        table = RichTable("stage", "kind", "state", "done", "round", "loss", "fitted", "left", box=None, pad_edge=False)
+        for row in stages:
+            done = f"{row.done:,} of {row.total:,}" if row.total else ""
+            left = "" if row.seconds_left is None else f"{row.seconds_left / 60:.1f} min"
+            loss = "" if row.loss is None else f"{row.loss:.4f}"
+            round = "" if row.round is None else str(row.round + 1)
+            fitted = "" if row.fitted is None else f"{row.fitted:.0%}"
+            table.add_row(row.name, row.kind, row.state, done, round, loss, fitted, left)
+        show(table)

@@ -1,0 +1,84 @@
+"""Commands that write: generate."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from imdm.cli.app import ModelPath, Noise, Seed, app, device, show
+from imdm.cli.arguments import parse_canvas, read_prompts
+from imdm.console import coloured
+from imdm.errors import UserError
+
+
+@app.command()
+def generate(
+    model: ModelPath,
+    prompt: Annotated[list[str] | None, typer.Option(help="Text to continue; may be repeated.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="A file of prompts, one a line.")] = None,
+    infill: Annotated[str | None, typer.Option(help="Text with blanks to fill: 'The ___ sat on ___.'")] = None,
+    blank: Annotated[int, typer.Option(min=1, help="Tokens that each ___ of --infill becomes.")] = 4,
+    canvas: Annotated[
+        list[str] | None, typer.Option(help="Token ids with holes to fill, such as '0 ? ? 1'; may be repeated.")
+    ] = None,
+    num: Annotated[int, typer.Option(help="How many texts (of each prompt).")] = 1,
+    steps: Annotated[int, typer.Option(help="Reverse steps: at most so many network evaluations a text.")] = 8,
+    length: Annotated[int | None, typer.Option(help="Tokens a text; the model's length unless given.")] = None,
+    noise: Noise = "posterior",
+    temperature: Annotated[float, typer.Option(help="1.0 samples the model as it is.")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="1.0 samples the model as it is.")] = 1.0,
+    seed: Seed = 0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object a line, with the step of each token.")
+    ] = False,
+    trace: Annotated[bool, typer.Option(help="Show when each token appeared: in colour, or canvas by canvas.")] = False,
+) -> None:
+    """Write: from nothing, after a prompt, into blanks. A model without a tokenizer writes token ids."""
+    from imdm.data.tokenizers import has_tokenizer
+    from imdm.models import load_model
+    from imdm.writer import load
+
+    if sum(given is not None for given in (prompt, prompts, infill, canvas)) > 1:
+        raise UserError("give one of --prompt, --prompts, --infill and --canvas")
+    options: dict[str, Any] = {"num": num, "steps": steps, "seed": seed, "noise": noise}
+    options |= {"temperature": temperature, "top_p": top_p}
+    ids_only = Path(model).is_dir() and not has_tokenizer(Path(model))
+    if canvas or (ids_only and prompt is None and prompts is None and infill is None):
+        writer = load_model(model).to(device())
+        start = parse_canvas(canvas, writer, length) if canvas else None
+        made = writer.generate(start, length=length, trace=trace, **options)
+        _print_ids(made, writer.config.mask_token_id, as_json)
+        return
+    author = load(model, device())
+    if infill is not None:
+        texts = author.infill(infill, blank=blank, **options)
+    else:
+        texts = author.write(read_prompts(prompts) if prompts is not None else prompt, length=length, **options)
+    for number, text in enumerate(texts):
+        if as_json:
+            print(json.dumps(dataclasses.asdict(text), ensure_ascii=False))
+        elif trace:
+            show(coloured(author.pieces(text), steps))
+        else:
+            if number and "\n" in text.text:
+                print()
+            print(text.text)
+
+
+def _print_ids(made: Any, hole: int, as_json: bool) -> None:
+    for row, tokens in enumerate(made.tokens.tolist()):
+        if as_json:
+            line: dict[str, Any] = {"tokens": tokens, "revealed_at": made.revealed_at[row].tolist()}
+            line["evaluations"] = int(made.evaluations[row])
+            if made.trace is not None:
+                line["log_probs"] = [round(v, 6) for v in made.trace.log_probs[row].tolist()]
+            print(json.dumps(line))
+        elif made.trace is not None:
+            for step, shown in enumerate(made.trace.canvases[row].tolist()):
+                print(f"{step:>4}  " + " ".join("?" if token == hole else str(token) for token in shown))
+        else:
+            print(" ".join(map(str, tokens)))
