@@ -283,6 +283,21 @@ def test_two_processes_share_the_work(tmp_path: Path) -> None:
     pairs = [Coupling(tmp_path / world / "seed-0" / "pairs").rows(torch.arange(64)) for world in ("one", "two")]
     assert torch.equal(pairs[0]["seed"], pairs[1]["seed"])
     assert len(list((tmp_path / "two" / "seed-0" / "pairs").glob("pairs-*"))) == 4
+    (shared,) = (r for r in read(tmp_path / "two/results.jsonl") if (r.model, r.metric) == ("imdm", "validity"))
+    about = [
+        "--data",
+        "aligned:length=2,symbols=2",
+        "--metrics",
+        "validity",
+        "--steps",
+        "1",
+        "--samples",
+        str(shared.n),
+    ]
+    alone = imdm("evaluate", tmp_path / "two/seed-0/imdm/model", *about, "--out", tmp_path / "alone.jsonl")
+    assert alone.returncode == 0, alone.stderr
+    assert read(tmp_path / "alone.jsonl")[0].value == shared.value  # two processes measured halves of the same samples
+    assert not list(tmp_path.rglob("*parts*"))  # nothing is left lying about
 
 
 def test_the_recipe_still_passes_the_floor(tmp_path: Path) -> None:

@@ -138,6 +138,48 @@ def test_prepare_says_what_it_did_and_evaluate_reads_it(run: Path, tmp_path: Pat
     assert {row.metric for row in read(out)} == {"entropy", "val_ppl"}
 
 
+def test_text_as_it_is_is_read_in_the_models_tokens(run: Path, tmp_path: Path) -> None:
+    model, out = run / "seed-0/teacher/model", tmp_path / "results.jsonl"
+    (tmp_path / "notes.txt").write_text("\n".join(SENTENCES * 5))
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/b.jsonl").write_text("".join(json.dumps({"text": s}) + "\n" for s in SENTENCES * 5))
+    both = ["--data", tmp_path / "notes.txt", "--data", tmp_path / "folder"]
+    done = imdm("evaluate", model, *both, "--steps", "1", "--samples", "16", "--out", out)
+    assert done.returncode == 0, done.stderr
+    rows = read(out)
+    assert [row.metric for row in rows] == ["val_ppl", "val_ppl"]
+    assert {row.split for row in rows} == {"valid"}
+    assert rows[0].value == rows[1].value  # the same sentences
+    assert not out.with_name("results.jsonl.parts").exists()
+    said = refused(imdm("evaluate", model, "--data", tmp_path / "notes.txt", "--metrics", "novelty"))
+    assert "needs the training text" in said
+    (tmp_path / "notes.txt").write_text("\n".join(reversed(SENTENCES * 5)))
+    again = imdm("evaluate", model, *both, "--steps", "1", "--samples", "16", "--out", out)
+    assert again.returncode == 0
+    assert read(out)[0].value != rows[0].value  # a changed file is read anew
+
+
+def test_what_steps_cost(run: Path, tmp_path: Path) -> None:
+    student, teacher, out = run / "seed-0/student/model", run / "seed-0/teacher/model", tmp_path / "results.jsonl"
+    about = ["--data", run / "data", "--metrics", "step_error,step_correlation,step_bound", "--steps", "1,2"]
+    assert "name the teacher with --reference" in refused(imdm("evaluate", student, *about))
+    done = imdm("evaluate", student, *about, "--reference", teacher, "--samples", "4", "--out", out)
+    assert done.returncode == 0, done.stderr
+    assert {(row.metric, row.steps) for row in read(out)} == {
+        (metric, steps) for metric in ("step_error", "step_correlation", "step_bound") for steps in (1, 2)
+    }
+
+
+def test_continuations_stand_side_by_side_in_a_terminal(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("imdm.cli.writing.wide", lambda: True)
+    model = run / "seed-0/student/model"
+    shown = imdm("generate", model, "--prompt", "The cat", "--num", "2", "--steps", "2").stdout
+    assert shown.splitlines()[0].strip() == "The cat"
+    assert shown.splitlines()[1].count("The cat") == 2
+    traced = imdm("generate", model, "--prompt", "The cat", "--num", "2", "--steps", "2", "--trace").stdout
+    assert traced.splitlines()[0].split() == ["given", "step", "1", "step", "2"]
+
+
 def test_rows_of_another_tokenizer_are_refused(run: Path, tmp_path: Path) -> None:
     """As many ids, other words: figures would be wrong without a word."""
     (tmp_path / "c.txt").write_text("\n".join(SENTENCES[:6] * 40))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from imdm.data import Corpus, PrepareConfig, PreparedData, PreparedSource, TextData, prepare
-from imdm.data.corpora import unspace
+from imdm.data.corpora import PRESETS, unspace, unspace_wikitext
 from imdm.data.packing import Packer, Prepared
 from imdm.data.tokenizers import load_tokenizer, special_ids, tokenizer_hash, train_bpe
 from imdm.errors import UserError
@@ -74,6 +74,52 @@ def test_a_folder_named_after_splits_is_read_by_split(tmp_path: Path) -> None:
         Corpus(str(tmp_path), split="test").check()
 
 
+class Hub:
+    """A stand-in for the hub: it knows one dataset, which comes as a script."""
+
+    def __init__(self, rows: list[dict[str, object]]) -> None:
+        self.rows, self.asked = rows, list[tuple[object, ...]]()
+
+    def load(
+        self, name: str, config: str | None, *, split: str, streaming: bool, revision: str | None = None
+    ) -> object:
+        assert streaming
+        self.asked.append((name, config, split, revision))
+        if name == "nobody/nothing":
+            raise ValueError("Dataset 'nobody/nothing' doesn't exist on the Hub\nmore words")
+        if revision is None:
+            raise RuntimeError(f"Dataset scripts are no longer supported, but found {name}.py")
+        return self.rows
+
+
+def test_datasets_of_the_hub_are_streamed_and_cleaned(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = Hub([{"sentence": "he did n't , of course"}, {"sentence": "  "}, {"sentence": "mr. <unk> is N"}])
+    monkeypatch.setattr("datasets.load_dataset", hub.load)
+    assert list(Corpus("ptb", split="valid").documents()) == ["he didn't, of course", "mr. <unk> is N"]
+    name = "ptb-text-only/ptb_text_only"
+    assert hub.asked == [(name, None, "validation", None), (name, None, "validation", "refs/convert/parquet")]
+    with pytest.raises(UserError, match="some/where, row 1 is broken"):
+        list(Corpus("some/where").documents())
+    assert "he did n't , of course" in Corpus("some/where", split="test", field="sentence").documents()
+    assert hub.asked[-1][2] == "test"
+    with pytest.raises(UserError, match="^dataset 'nobody/nothing' cannot be loaded: Dataset 'nobody/nothing' doesn't"):
+        list(Corpus("nobody/nothing").documents())
+    with pytest.raises(UserError, match="unknown split of lambada 'train'; known: valid"):
+        Corpus("lambada").check()
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_presets_have_a_held_out_split(name: str) -> None:
+    Corpus(name, split="valid").check()
+    assert PRESETS[name].hub.count("/") == 1
+    assert PRESETS[name].clean("Plain words stay.") == "Plain words stay."
+
+
+def test_wikitext_is_put_together() -> None:
+    spaced = 'a well @-@ known " band " sold 1 @,@ 000 records , i.e. 2 @.@ 5 % ( of 40 )'
+    assert unspace_wikitext(spaced) == 'a well-known "band" sold 1,000 records, i.e. 2.5% (of 40)'
+
+
 def test_without_splits_some_documents_are_held_out(tmp_path: Path) -> None:
     write(tmp_path / "all.txt", SENTENCES)
     train = list(Corpus(str(tmp_path), hold_out=4).documents())
@@ -106,7 +152,7 @@ def test_broken_rows_stop_or_are_counted(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("nowhere.txt", "no such file or folder; by name there are sample, lm1b, openwebtext"),
+        ("nowhere.txt", "no such file or folder; by name there are sample, ag-news, arxiv, lambada, lm1b"),
         ("EMPTY", "no .txt, .jsonl, .parquet file for 'train' in that folder"),
         ("EMPTY/odd.csv", ".csv is not known; known: .txt, .jsonl, .parquet"),
     ],

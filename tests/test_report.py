@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from imdm.errors import UserError
+from imdm.evaluation import Row
 from imdm.files import append_line
 from imdm.recipes import load_recipe
 from imdm.report import build_report, combine
-from imdm.report.page import Written
+from imdm.report.page import Beside, Strip, Written
 from imdm.report.paper import TABLES
-from imdm.report.text import curves, paper_beside
+from imdm.report.text import cost_of_steps, curves, frontier, paper_beside
 from tests.test_grid import row
 
 ROWS = {1: 3, 2: 3, 3: 4, 4: 4, 5: 4, 6: 6, 7: 6, 8: 4, 9: 6, 10: 6, 11: 4, 12: 2, 13: 1, 14: 6}
@@ -92,6 +93,53 @@ def test_written_text_is_escaped_and_coloured() -> None:
     assert "rgb(60,110,240)" in shown.html()
     assert "rgb(240,110,60)" in shown.html()
     assert shown.markdown() == "> **x:** <b> & late"
+
+
+def test_a_text_appears_step_by_step() -> None:
+    strip = Strip("imdm", [("The", -1), (" <cat>", 1), (" sat", 0)], steps=2)
+    assert strip.frames == [0, 1, 2]
+    assert Strip("x", [], steps=16).frames == [0, 1, 2, 4, 8, 16]
+    assert Strip("x", [], steps=6).frames == [0, 1, 2, 4, 6]
+    assert strip.html().count("<s>") == 3
+    assert "<s> &lt;cat&gt;</s><span> sat</span>" in strip.html()
+    assert strip.markdown().splitlines()[3:6] == [
+        "    0  The░░░░░░░░░░",
+        "    1  The░░░░░░ sat",
+        "    2  The <cat> sat",
+    ]
+
+
+def test_texts_stand_beside_one_another() -> None:
+    both = Beside([Written("a:", [("x", 0)], 1), Written("b:", [("y", 0)], 1)])
+    assert both.html().count("class=written") == 2
+    assert both.markdown() == "> **a:** x\n>\n> **b:** y"
+
+
+def test_the_frontier_needs_several_temperatures() -> None:
+    def at(metric: str, value: float, temperature: float) -> Row:
+        changes = {"metric": metric, "temperature": temperature}
+        return row("imdm", 4, value, 1.0).model_copy(update=changes)
+
+    rows = [at("gen_ppl", 90.0, 1.0), at("entropy", 4.0, 1.0)]
+    assert frontier(rows) == []
+    rows += [at("gen_ppl", 60.0, 0.8), at("entropy", 3.8, 0.8)]
+    (section,) = frontier(rows)
+    assert "star" not in section.text
+    assert "0.8" in section.parts[0].svg
+    rows += [at("real_ppl", 50.0, 1.0), at("real_entropy", 4.1, 1.0)]
+    assert "star" in frontier(rows)[0].text
+    assert curves(rows, "gen_ppl") == {"redi imdm": {4: (90.0, 1.0)}}  # the paper's temperature alone
+
+
+def test_what_steps_cost_is_drawn_with_the_bound() -> None:
+    rows = [
+        row("imdm", 4, value, 1.0).model_copy(update={"metric": metric})
+        for metric, value in (("step_error", 3.0), ("step_correlation", 5.0), ("step_bound", 0.1))
+    ]
+    (section,) = cost_of_steps(rows)
+    assert "total correlation of the text" in section.parts[0].svg
+    assert "bound from neighbouring pairs" in section.parts[0].svg
+    assert cost_of_steps(rows[1:]) == []
 
 
 def test_no_results_is_said(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
@@ -30,6 +31,25 @@ def coloured(pieces: Sequence[Piece], steps: int) -> Text:
     for piece in pieces:
         shown.append(piece.text, "bold" if piece.step < 0 else "rgb({},{},{})".format(*colour(piece.step, steps)))
     return shown
+
+
+def legend(steps: int) -> Text:
+    """What the colours of `coloured` mean."""
+    shown = Text("given", "bold")
+    for step in sorted({0, steps // 2, steps - 1}):
+        shown.append(f"  step {step + 1}", "rgb({},{},{})".format(*colour(step, steps)))
+    return shown
+
+
+def side_by_side(texts: Sequence[Text]) -> Table:
+    """Texts in columns, as many as there is room for: two, or three in a wide terminal."""
+    across = min(len(texts), 3 if Console().width >= 120 else 2)
+    table = Table(box=None, show_header=False, expand=True, pad_edge=False, padding=(0, 3, 1, 0))
+    for _ in range(across):
+        table.add_column(ratio=1)
+    for first in range(0, len(texts), across):
+        table.add_row(*texts[first : first + across])
+    return table
 
 
 class Terminal:

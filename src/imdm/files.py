@@ -24,6 +24,11 @@ except ImportError:  # not on Windows
 PARTIAL = ".partial-"  # a name that begins so is an unfinished write and is never read
 
 
+def home() -> Path:
+    """Where fetched judges and text prepared on the way are kept: IMDM_HOME, or a cache folder of the user."""
+    return Path(os.environ.get("IMDM_HOME", Path.home() / ".cache" / "imdm"))
+
+
 @contextmanager
 def written_aside(path: Path) -> Iterator[Path]:
     """Yield a place to write; on success it replaces `path` (a file, or a folder that is not there yet)."""

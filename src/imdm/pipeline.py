@@ -22,8 +22,10 @@ from imdm.data import CoupleConfig, Coupling, Data, Source, check_fits, couple
 from imdm.data.tokenizers import check_same, copy_tokenizer
 from imdm.devices import processes
 from imdm.errors import UserError, unknown
-from imdm.evaluation import ENUMERATED, JUDGED, Judge, Subject, append, load_judge, measure, measure_steps, read
+from imdm.evaluating import run_evaluation
+from imdm.evaluation import EMBEDDED, ENUMERATED, JUDGED, Subject, measure, read
 from imdm.evaluation.judge import FETCHABLE, fetched
+from imdm.evaluation.mauve import has_mauve
 from imdm.files import read_json, write_json
 from imdm.masks import Mask
 from imdm.models import MaskedDiffusionLM, fingerprint, load_model, with_mask
@@ -248,16 +250,18 @@ class Run:
         if isinstance(stage, EvaluateStage):
             mine = [
                 row
-                for row in read(self._results)
+                for row in read(self.results_file)
                 if (row.recipe_hash, row.seed) == (self.recipe.digest(), self.recipe.seed)
             ]
-            unread = set(stage.metrics) & set(JUDGED) - {row.metric for row in mine}
+            unread = set(stage.metrics) & set(JUDGED) - {row.metric for row in mine} - set(
+                () if has_mauve() else EMBEDDED
+            )
             judge_came = bool(unread) and stage.judge in FETCHABLE and fetched(stage.judge).exists()
             return set(stage.models.values()) <= {row.method for row in mine} and not judge_came
         return True
 
     @property
-    def _results(self) -> Path:
+    def results_file(self) -> Path:
         return self.results or self.out / "results.jsonl"
 
     def _make(self, name: str) -> None:
@@ -267,7 +271,7 @@ class Run:
         elif isinstance(stage, CoupleStage):
             output = self._couple(name, stage)
         else:
-            output = self._evaluate(name, stage)
+            output = run_evaluation(self, name, stage)
         state = processes()
         if state.is_main_process:
             write_json(self.folder / name / "done.json", {"inputs": inputs, "output": output})
@@ -370,50 +374,3 @@ class Run:
             )
         state.wait_for_everyone()
         return manifest.digest()
-
-    def _evaluate(self, name: str, stage: EvaluateStage) -> str:
-        recipe, state = self.recipe, processes()
-        if not state.is_main_process:
-            return ""
-        judge = self._judge(name, stage)
-        metrics = [metric for metric in stage.metrics if judge is not None or metric not in JUDGED]
-        rows, done = [], 0
-        with self.reporter.bar(f"{name}: {stage.samples:,} samples", len(stage.models) * len(stage.steps)) as bar:
-            for model_name, method in stage.models.items():
-                subject = Subject.before(
-                    self.model(model_name).to(state.device),
-                    self.data,
-                    seed=recipe.seed,
-                    samples=stage.samples,
-                    draws=stage.draws,
-                    noise=stage.noise,
-                    pairs=self._pairs_of(model_name),
-                    judge=judge,
-                    conditional=stage.conditional,
-                )
-                labels = {"experiment": recipe.experiment, "method": method, "recipe_hash": recipe.digest()}
-                chosen = [m for m in metrics if m != "pair_overlap" or subject.pairs is not None]
-                for found in measure_steps(subject, chosen, stage.steps, **labels):
-                    rows += found
-                    done += 1
-                    bar(done, model_name)
-        append(self._results, rows)
-        return digest([row.model_dump(exclude={"time"}) for row in rows])
-
-    def _judge(self, name: str, stage: EvaluateStage) -> Judge | None:
-        """The stage's judge; None, with a line that says why, where it is not to be had."""
-        judged = [metric for metric in stage.metrics if metric in JUDGED]
-        if not judged:
-            return None
-        try:
-            return load_judge(stage.judge, stage.judge_precision, processes().device)
-        except UserError as error:
-            self.reporter.say(f"{name}: {', '.join(judged)} left out: {error}")
-            return None
-
-    def _pairs_of(self, name: str) -> Coupling | None:
-        """The couplings that a stage's model was distilled on."""
-        stage = self.recipe.stages.get(name)
-        if not isinstance(stage, TrainStage) or stage.data is None:
-            return None
-        return Coupling(self.folder / stage.data if stage.data in self.recipe.stages else stage.data)

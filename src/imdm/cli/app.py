@@ -68,9 +68,14 @@ def say(text: str) -> None:
         console.print(text, highlight=False, soft_wrap=True)
 
 
-def show(*things: Any) -> None:
+def show(*things: Any, soft_wrap: bool = False) -> None:
     """Print tables and other things of rich."""
-    console.print(*things)
+    console.print(*things, soft_wrap=soft_wrap)
+
+
+def wide() -> bool:
+    """Whether there is a terminal with room for two columns of text."""
+    return console.is_terminal and console.width >= 80
 
 
 def reporter() -> Any:

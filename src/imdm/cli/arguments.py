@@ -12,7 +12,7 @@ from imdm.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from imdm.data import LanguageData, PreparedData, TokenData
+    from imdm.data import Data, LanguageData, PreparedData, TokenData
     from imdm.models import MaskedDiffusionLM
 
 
@@ -52,6 +52,21 @@ def parse_data(text: str, model: MaskedDiffusionLM) -> LanguageData | TokenData 
         raise UserError(f"--data {text!r}: neither a language, a .safetensors file nor prepared text; see imdm prepare")
     pairs = [item.partition("=") for item in settings.split(",") if item]
     return LanguageData.parse({"name": name, "settings": {k: yaml.safe_load(v) for k, _, v in pairs}}, "--data")
+
+
+def parse_held_out(text: str, model: MaskedDiffusionLM, path: str) -> tuple[Data, bool]:
+    """`--data` of an evaluation: also text as it is, prepared in the model's own tokens; and whether it was that."""
+    from imdm.data import prepared_for
+    from imdm.data.corpora import ENDINGS, PRESETS
+    from imdm.data.tokenizers import has_tokenizer
+
+    place = Path(text)
+    raw_folder = place.is_dir() and not any((place / part / "manifest.json").exists() for part in ("", "train"))
+    if not (raw_folder or text in PRESETS or text == "sample" or (place.suffix in ENDINGS and place.is_file())):
+        return parse_data(text, model), False
+    if Path(path).is_dir() and not has_tokenizer(Path(path)):
+        raise UserError(f"--data {text!r} is text, but model {path!r} has no tokenizer to read it with")
+    return prepared_for(text, path, model.config.length), True
 
 
 def parse_canvas(rows: list[str], model: MaskedDiffusionLM, length: int | None) -> Tensor:

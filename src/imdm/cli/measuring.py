@@ -4,31 +4,39 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from imdm.cli.app import Data, ModelPath, Noise, Seed, app, device, judges, say, show, show_tables
-from imdm.cli.arguments import parse_counts, parse_data, parse_temperatures
+from imdm.cli.app import ModelPath, Noise, Seed, app, device, is_main, judges, say, show, show_tables
+from imdm.cli.arguments import parse_counts, parse_held_out, parse_temperatures
 from imdm.errors import UserError
 
 
 @app.command()
 def evaluate(
     model: ModelPath,
-    data: Data,
+    data: Annotated[
+        list[str],
+        typer.Option(
+            help="A language (aligned:length=2,symbols=2), prepared text, a file of tokens; or text as it is, for "
+            "perplexity without training on it: a file, a folder, ptb, wikitext, lm1b, lambada, ag-news, arxiv, "
+            "pubmed. May be repeated."
+        ),
+    ],
     metrics: Annotated[
         str | None,
         typer.Option(
-            help="Comma-separated; unless given, validity on a language, entropy and val_ppl on text, nelbo on ids. "
-            "On languages: validity, token_entropy, factorization_error, kl, kl_half, tv. On any data: nelbo, val_ppl, "
-            "entropy, distinct_1, distinct_2, distinct_3, repetition. On text: gen_ppl, real_ppl, novelty, mauve, and "
-            "after prompts cond_gen_ppl, cond_entropy, cond_mauve."
+            help="Comma-separated; unless given, validity on a language, entropy and val_ppl on prepared text, val_ppl "
+            "on text as it is, nelbo on ids. On languages: validity, token_entropy, factorization_error, kl, kl_half, "
+            "tv. On any data: nelbo, val_ppl, entropy, distinct_1, distinct_2, distinct_3, repetition. On text: "
+            "gen_ppl, real_ppl, real_entropy, novelty, mauve, step_error, step_correlation, step_bound, and after "
+            "prompts cond_gen_ppl, cond_entropy, cond_mauve."
         ),
     ] = None,
     steps: Annotated[str, typer.Option(help="Comma-separated step counts.")] = "1,2,4,8",
-    samples: Annotated[int, typer.Option(help="Sequences to generate.")] = 1024,
-    draws: Annotated[int, typer.Option(help="Noise draws of the factorization error.")] = 10_000,
+    samples: Annotated[int, typer.Option(min=1, help="Sequences to generate.")] = 1024,
+    draws: Annotated[int, typer.Option(min=1, help="Noise draws of the factorization error.")] = 10_000,
     noise: Noise = "posterior",
     seed: Seed = 0,
     method: Annotated[str, typer.Option(help="The method's name in the result rows.")] = "model",
@@ -36,61 +44,94 @@ def evaluate(
         str, typer.Option(help="Who reads generated text: a fetched judge, a folder, a .gguf file or a hub id.")
     ] = "gpt2-large",
     judge_precision: Annotated[str, typer.Option(help="float32 (the paper's) or bf16.")] = "float32",
+    embedder: Annotated[
+        str | None, typer.Option(help="A sentence embedder for MAUVE, a folder or hub id; the judge unless given.")
+    ] = None,
+    reference: Annotated[
+        str | None, typer.Option(help="The teacher, whose conditionals step_error is measured against.")
+    ] = None,
     temperature: Annotated[str, typer.Option(help="Comma-separated; the paper's figures have 1.0.")] = "1.0",
     match: Annotated[
         str | None,
         typer.Option(help="Another model: at each step count, measure at the temperature where entropies agree."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Append result rows to this JSON-lines file.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Append result rows to this JSON-lines file; a stopped evaluation then goes on."),
+    ] = None,
 ) -> None:
     """Measure a model: a table here, result rows in a file."""
     from imdm.config import digest
     from imdm.data.tokenizers import check_same
-    from imdm.evaluation import JUDGED, Subject, append, load_judge, measure_matched, measure_steps
+    from imdm.evaluation import (
+        EMBEDDED,
+        JUDGED,
+        Parts,
+        Subject,
+        append,
+        load_embedder,
+        load_judge,
+        measure_matched,
+        measure_temperatures,
+    )
     from imdm.evaluation import metrics as known
     from imdm.models import fingerprint, load_model
     from imdm.process import check_policy
     from imdm.report import all_results
 
-    text = "entropy,val_ppl" if Path(data).is_dir() else "validity"
-    default = "nelbo" if data.endswith(".safetensors") else text
-    names = [name.strip() for name in (metrics or default).split(",")]
-    counts = parse_counts(steps)
-    for name in names:
+    asked = [name.strip() for name in metrics.split(",")] if metrics is not None else []
+    for name in asked:
         known[name]
+    counts, temperatures = parse_counts(steps), parse_temperatures(temperature)
     check_policy(noise)
     if judge_precision not in ("float32", "bf16"):
         raise UserError(f"--judge-precision {judge_precision}: float32 or bf16")
-    if samples < 1 or draws < 1:
-        raise UserError(f"--samples {samples} --draws {draws}: both must be at least 1")
     if out is not None and out.is_dir():
         raise UserError(f"--out {out} is a folder; give a file for the result rows")
-    subject_model = load_model(model).to(device())
-    section = parse_data(data, subject_model)
-    settings = digest([fingerprint(subject_model), noise, samples, draws])  # so that rows of two models stay apart
-    check_same(Path(model), section.tokenizer_folder())
-    reads = any(name in JUDGED for name in names)
-    subject = Subject.before(
-        subject_model,
-        section,
-        seed=seed,
-        samples=samples,
-        draws=draws,
-        noise=noise,
-        judge=load_judge(judge, judge_precision, device()) if reads else None,  # type: ignore[arg-type]
-    )
-    labels = {"experiment": data, "method": method, "recipe_hash": settings}
-    if match is not None:
-        found = measure_matched(subject, load_model(match).to(device()), names, counts, **labels)
-    else:
-        values = parse_temperatures(temperature)
-        found = (
-            some for t in values for some in measure_steps(replace(subject, temperature=t), names, counts, **labels)
-        )
-    rows = [row for some in found for row in some]
+    measured = load_model(model).to(device())
+    before = [(text, *parse_held_out(text, measured, model)) for text in data]
+    for _, section, _ in before:
+        check_same(Path(model), section.tokenizer_folder())
+    judged = [name for name in asked if name in JUDGED and not (embedder and name in EMBEDDED)]
+    parts = Parts(out.with_name(out.name + ".parts") if out is not None else None)
+    common: dict[str, Any] = {
+        "seed": seed,
+        "samples": samples,
+        "draws": draws,
+        "noise": noise,
+        "judge": load_judge(judge, judge_precision, device()) if judged else None,  # type: ignore[arg-type]
+        "embedder": load_embedder(embedder, device()) if embedder is not None else None,
+        "reference": load_model(reference).to(device()) if reference is not None else None,
+        "parts": parts,
+    }
+    other = load_model(match).to(device()) if match is not None else None
+    rows = []
+    for text, section, foreign in before:
+        subject = Subject.before(measured, section, **common)
+        subject = replace(subject, train=None) if foreign else subject
+        names = asked or _usual(text, foreign)
+        settings = digest([fingerprint(measured), noise, samples, draws])  # so that rows of two models stay apart
+        labels = {"experiment": text, "method": method, "recipe_hash": settings}
+        if other is not None:
+            found = measure_matched(subject, other, names, counts, **labels)
+        else:
+            found = measure_temperatures(subject, names, counts, temperatures, **labels)
+        rows += [row for some in found for row in some]
+    if not is_main():
+        return
     show(all_results(rows).rich())
     if out is not None:
         append(out, rows)
+        parts.forget()
+
+
+def _usual(data: str, foreign: bool) -> list[str]:
+    """What is measured unless asked for something else."""
+    if foreign:
+        return ["val_ppl"]
+    if data.endswith(".safetensors"):
+        return ["nelbo"]
+    return ["entropy", "val_ppl"] if Path(data).is_dir() else ["validity"]
 
 
 @judges.command()

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.text import Text as Plain
 
-from imdm.cli.app import ModelPath, Noise, Seed, app, device, show
+from imdm.cli.app import ModelPath, Noise, Seed, app, device, show, wide
 from imdm.cli.arguments import parse_canvas, read_prompts
-from imdm.console import coloured
+from imdm.console import coloured, legend, side_by_side
 from imdm.errors import UserError
 
 
@@ -58,15 +59,23 @@ def generate(
         texts = author.infill(infill, blank=blank, **options)
     else:
         texts = author.write(read_prompts(prompts) if prompts is not None else prompt, length=length, **options)
-    for number, text in enumerate(texts):
-        if as_json:
+    if as_json:
+        for text in texts:
             print(json.dumps(dataclasses.asdict(text), ensure_ascii=False))
-        elif trace:
-            show(coloured(author.pieces(text), steps))
-        else:
-            if number and "\n" in text.text:
-                print()
-            print(text.text)
+        return
+    if trace:
+        show(legend(steps))
+    shown = [coloured(author.pieces(text), steps) if trace else Plain(text.text) for text in texts]
+    if num > 1 and wide():
+        for first in range(0, len(texts), num):
+            if texts[first].prompt and infill is None:
+                show(Plain(texts[first].prompt, "bold"))
+            show(side_by_side(shown[first : first + num]))
+        return
+    for number, one in enumerate(shown):
+        if number and "\n" in one.plain:
+            print()
+        show(one, soft_wrap=True)
 
 
 def _print_ids(made: Any, hole: int, as_json: bool) -> None:

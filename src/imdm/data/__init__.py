@@ -14,7 +14,7 @@ from imdm.data.source import (
     check_fits,
 )
 from imdm.data.synthetic import Language, aligned, languages, markov, two_topic
-from imdm.data.text import DataConfig, PreparedData, TextData
+from imdm.data.text import DataConfig, PreparedData, TextData, prepared_for
 
 __all__ = [
     "Corpus",
@@ -40,5 +40,6 @@ __all__ = [
     "languages",
     "markov",
     "prepare",
+    "prepared_for",
     "two_topic",
 ]

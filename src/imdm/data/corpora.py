@@ -22,14 +22,15 @@ ENDINGS = (".txt", ".jsonl", ".parquet")
 
 @dataclass(frozen=True)
 class Preset:
-    """A corpus of the paper: where it is, its splits, and how its text is cleaned."""
+    """A corpus of the paper: where it is on the hub, its splits (ours → its own), the column that holds the text, and
+    how the text is cleaned."""
 
     hub: str
-    config: str | None
     splits: dict[str, str]
-    clean: Callable[[str], str]
-    length: int
     about: str
+    config: str | None = None
+    field: str = "text"
+    clean: Callable[[str], str] = str
 
 
 def unspace(text: str) -> str:
@@ -40,22 +41,44 @@ def unspace(text: str) -> str:
     return re.sub(r'" ([^"]*?) "', r'"\1"', text)
 
 
+def unspace_wikitext(text: str) -> str:
+    """WikiText also marks hyphens and separators inside words and numbers ("well @-@ known , 1 @,@ 000")."""
+    return unspace(re.sub(r" @([-,.])@ ", r"\1", text))
+
+
+TRAIN_VALID_TEST = {"train": "train", "valid": "validation", "test": "test"}
+
 PRESETS = {
     "lm1b": Preset(
         "billion-word-benchmark/lm1b",
-        None,
         {"train": "train", "valid": "test"},
-        unspace,
-        128,
         "single sentences, shuffled; the benchmark's test split is what perplexities are reported on",
+        clean=unspace,
     ),
     "openwebtext": Preset(
         "Skylion007/openwebtext",
-        None,
         {"train": "train[:-100000]", "valid": "train[-100000:]"},
-        lambda text: text,
-        1024,
         "web pages; the last 100,000 documents are held out",
+    ),
+    "ptb": Preset(
+        "ptb-text-only/ptb_text_only",
+        TRAIN_VALID_TEST,
+        "Penn Treebank: sentences of newspapers, rare words replaced by <unk>, numbers by N",
+        field="sentence",
+        clean=unspace,
+    ),
+    "wikitext": Preset(
+        "Salesforce/wikitext",
+        TRAIN_VALID_TEST,
+        "WikiText-103, lines of articles",
+        config="wikitext-103-raw-v1",
+        clean=unspace_wikitext,
+    ),
+    "lambada": Preset("EleutherAI/lambada_openai", {"valid": "test"}, "passages of novels", config="default"),
+    "ag-news": Preset("fancyzhx/ag_news", {"train": "train", "valid": "test"}, "short news items"),
+    "arxiv": Preset("armanc/scientific_papers", TRAIN_VALID_TEST, "papers from arXiv", config="arxiv", field="article"),
+    "pubmed": Preset(
+        "armanc/scientific_papers", TRAIN_VALID_TEST, "papers from PubMed", config="pubmed", field="article"
     ),
 }
 
@@ -80,16 +103,17 @@ class Corpus:
 
     def check(self) -> None:
         """Refuse what cannot be read before anything is written."""
-        if self._is_local():
+        if self.is_local:
             self.files()
         elif self.source in PRESETS and self.split not in PRESETS[self.source].splits:
             raise unknown(f"split of {self.source}", self.split, PRESETS[self.source].splits)
 
     def has_splits(self) -> bool:
         """Whether the source itself says what is held out."""
-        return not self._is_local() or self._named_splits(self._found())
+        return not self.is_local or self._named_splits(self._found())
 
-    def _is_local(self) -> bool:
+    @property
+    def is_local(self) -> bool:
         return self.source != "-" and self.source not in PRESETS and not self._is_hub()
 
     def _is_hub(self) -> bool:
@@ -121,12 +145,12 @@ class Corpus:
 
     def identity(self) -> list[Any]:
         """What the corpus is, as far as can be told without reading it."""
-        names = [[p.name, p.stat().st_size] for p in self.files()] if self._is_local() else []
+        names = [[p.name, p.stat().st_size] for p in self.files()] if self.is_local else []
         return [self.source if not names else "", self.split, self.field, self.hold_out, names]
 
     def size(self) -> int | None:
         """Bytes to read, where that is known."""
-        return sum(p.stat().st_size for p in self.files()) if self._is_local() else None
+        return sum(p.stat().st_size for p in self.files()) if self.is_local else None
 
     def documents(self) -> Iterator[str]:
         """Every document of the split, in order."""
@@ -137,7 +161,7 @@ class Corpus:
     def _all(self) -> Iterator[str]:
         if self.source == "-":
             yield from self._lines(sys.stdin.buffer, "standard input")
-        elif self._is_local():
+        elif self.is_local:
             for path in self.files():
                 yield from self._file(path)
         else:
@@ -182,26 +206,17 @@ class Corpus:
                     yield text.strip()
 
     def _hub(self) -> Iterator[str]:
-        preset = PRESETS.get(self.source)
-        try:
-            from datasets import load_dataset
-        except ImportError:
-            raise UserError("datasets of a hub need the extra: pip install 'imdm[text]'") from None
-        name, config = (preset.hub, preset.config) if preset else (self.source, None)
-        split = preset.splits[self.split] if preset else self.split
-        base, _, part = split.partition("[")
-        try:
-            rows = load_dataset(name, config, split=base if part else split, streaming=True)
-        except Exception as error:  # the hub's errors are many
-            raise UserError(f"dataset {name!r} cannot be loaded: {str(error).splitlines()[0]}") from None
+        preset = PRESETS.get(self.source) or Preset(self.source, {self.split: self.split}, "", field=self.field)
+        name, (base, _, part) = preset.hub, preset.splits[self.split].partition("[")
+        rows = _stream(name, preset.config, base)
         if part:
             rows = _part(rows, part.rstrip("]"), name)
         for number, row in enumerate(rows, 1):
-            text = row.get(self.field)
+            text = row.get(preset.field)
             if not isinstance(text, str):
-                self._broken(f"{name}, row {number}", f"no {self.field!r}")
+                self._broken(f"{name}, row {number}", f"no {preset.field!r}")
             elif text.strip():
-                yield preset.clean(text.strip()) if preset else text.strip()
+                yield preset.clean(text.strip())
 
     def _broken(self, where: str, why: object) -> None:
         self.broken += 1
@@ -209,6 +224,25 @@ class Corpus:
             raise UserError(
                 f"corpus: {where} is broken ({why}); mend it, or skip broken rows (--skip-broken, skip_broken: true)"
             )
+
+
+def _stream(name: str, config: str | None, split: str) -> Any:
+    """The rows of a hub dataset. One that comes as a script, which `datasets` no longer runs, is read from the parquet
+    files that the hub makes of it."""
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise UserError("datasets of a hub need the extra: pip install 'imdm[text]'") from None
+    options: dict[str, Any] = {"split": split, "streaming": True}
+    try:
+        try:
+            return load_dataset(name, config, **options)
+        except RuntimeError as error:
+            if "script" not in str(error):
+                raise
+            return load_dataset(name, config, revision="refs/convert/parquet", **options)
+    except Exception as error:  # the hub's errors are many
+        raise UserError(f"dataset {name!r} cannot be loaded: {str(error).splitlines()[0]}") from None
 
 
 def _part(rows: Any, part: str, name: str) -> Any:

@@ -97,6 +97,10 @@ class Data(Config):
         """Rows that are not trained on, where there are some."""
         return None
 
+    def split(self) -> str | None:
+        """What the rows of `source` are called, where they have a name."""
+        return None
+
     def language(self) -> Language | None:
         """The enumerated truth, where there is one."""
         return None

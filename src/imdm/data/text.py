@@ -7,11 +7,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from imdm.config import digest
 from imdm.data.corpora import Corpus
 from imdm.data.packing import Counts, Packing, PrepareConfig, PreparedSource, prepare
 from imdm.data.source import Data, LanguageData, Progress, Source, TokenData
-from imdm.data.tokenizers import load_tokenizer
+from imdm.data.tokenizers import load_tokenizer, tokenizer_hash
 from imdm.errors import UserError
+from imdm.files import home
 
 EVERY = 50  # of a source without splits, one document in so many is held out
 
@@ -32,6 +34,9 @@ class PreparedData(Data):
     def held_out(self, seed: int) -> Source | None:
         valid = self.path / "valid"
         return PreparedSource(valid) if valid.exists() else None
+
+    def split(self) -> str:
+        return PreparedSource(self._train).manifest.split
 
     def tokenizer_folder(self) -> Path:
         return self._train
@@ -98,6 +103,24 @@ class TextData(Data):
 
     def source(self, seed: int) -> Source:
         raise UserError("data: this text is not prepared yet")
+
+
+def prepared_for(source: str, model: str | Path, length: int, progress: Progress | None = None) -> PreparedData:
+    """The held-out part of any text, in the tokens and rows of a model; kept, so that it is made once."""
+    tokenizer = load_tokenizer(model)
+    corpus = Corpus(source, split="valid")
+    corpus.check()
+    files = [[str(p.resolve()), p.stat().st_mtime_ns] for p in corpus.files()] if corpus.is_local else []
+    identity = digest([corpus.identity(), files, tokenizer_hash(tokenizer), length])
+    config = PrepareConfig(length=length, tokenizer=str(model))
+
+    def told(counts: Counts) -> None:
+        if progress is not None:
+            progress(counts.documents, f"{counts.rows:,} rows")
+
+    folder = home() / "prepared" / identity
+    prepare(corpus, config, folder, tokenizer=tokenizer, on_progress=told)
+    return PreparedData(path=folder)
 
 
 DataConfig = Annotated[LanguageData | TokenData | PreparedData | TextData, Field(discriminator="kind")]

@@ -18,7 +18,16 @@ from imdm.evaluation.factorization import single_step_error
 from imdm.evaluation.judge import Judge, load_judge
 from imdm.evaluation.mauve import Embedder, load_embedder
 from imdm.evaluation.parts import Parts
-from imdm.evaluation.results import Row, append, family, measure_matched, measure_steps, read, to_row
+from imdm.evaluation.results import (
+    Row,
+    append,
+    family,
+    measure_matched,
+    measure_steps,
+    measure_temperatures,
+    read,
+    to_row,
+)
 
 __all__ = [
     "EMBEDDED",
@@ -38,6 +47,7 @@ __all__ = [
     "measure",
     "measure_matched",
     "measure_steps",
+    "measure_temperatures",
     "metrics",
     "read",
     "single_step_error",

@@ -86,7 +86,7 @@ class Subject:
             samples=samples,
             truth=data.language(),
             data=held_out or train,
-            split="valid" if held_out is not None else None,
+            split="valid" if held_out is not None else data.split(),
             train=train,
             tokenizer=load_tokenizer(home) if home is not None else None,
             **settings,
@@ -177,8 +177,11 @@ def spread(values: list[Tensor]) -> float:
     return float(torch.stack(values).std(correction=1))
 
 
-STEPLESS = ("factorization_error", "nelbo", "val_ppl", "real_ppl")
+STEPLESS = ("factorization_error", "nelbo", "val_ppl", "real_ppl", "real_entropy")
 """Metrics that do not depend on the number of steps: measured once, at the first step count."""
+
+UNWRITTEN = (*STEPLESS, "step_error", "step_correlation", "step_bound")
+"""Metrics that read nothing generated, so that the temperature does not matter."""
 
 ENUMERATED = ("validity", "factorization_error", "kl", "kl_half", "tv")
 """Metrics that need an enumerated language."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from imdm.errors import UserError, unknown
 from imdm.evaluation.base import Measurement, Subject, bootstrap_weights, metrics, spread
+from imdm.files import home, written_aside
 
 CONTEXT = 1024
 DEFAULT = "gpt2-large"
@@ -113,11 +113,6 @@ class Judge:
         return list(zip((loss * counted[:, 1:]).sum(1).tolist(), counted[:, 1:].sum(1).tolist(), strict=True))
 
 
-def home() -> Path:
-    """Where fetched judges are kept: IMDM_HOME, or a cache folder of the user."""
-    return Path(os.environ.get("IMDM_HOME", Path.home() / ".cache" / "imdm"))
-
-
 def fetched(name: str) -> Path:
     """Where a fetched judge is, or would be."""
     return home() / "judges" / name
@@ -186,8 +181,6 @@ def fetch(name: str, say: Any = print) -> Path:
 def _convert(weights: Path, target: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    from imdm.files import written_aside
-
     try:
         import gguf  # noqa: F401
     except ImportError:
@@ -228,7 +221,7 @@ def real_perplexity(subject: Subject) -> Measurement:
     if subject.data is None:
         raise UserError("metric 'real_ppl' needs held-out text; evaluate on prepared text")
     rows = subject.data.rows(torch.arange(min(subject.samples, len(subject.data))))["tokens"]
-    return _judged(subject, subject.decode(rows))
+    return replace(_judged(subject, subject.decode(rows)), split=subject.split)
 
 
 def _judged(subject: Subject, texts: list[str]) -> Measurement:

@@ -5,6 +5,7 @@ Texts are compared by features: the judge's last hidden state, or the vectors of
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -99,6 +100,10 @@ def _reader(subject: Subject) -> Reader:
     if reader is None:
         raise UserError("MAUVE needs a judge or a sentence embedder for its features")
     return reader
+
+
+def has_mauve() -> bool:
+    return importlib.util.find_spec("mauve") is not None
 
 
 def _library() -> Any:

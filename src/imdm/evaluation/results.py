@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from imdm.config import Config
-from imdm.evaluation.base import STEPLESS, Measurement, Subject, measure
+from imdm.evaluation.base import STEPLESS, UNWRITTEN, Measurement, Subject, measure
 from imdm.evaluation.text import matched
 from imdm.files import append_line, read_lines
 from imdm.masks import Mask
@@ -84,6 +84,15 @@ def measure_steps(
             to_row(name, value, here, experiment=experiment, method=method, seed=subject.seed, recipe_hash=recipe_hash)
             for name, value in found.items()
         ]
+
+
+def measure_temperatures(
+    subject: Subject, names: Sequence[str], steps: Sequence[int], temperatures: Sequence[float], **labels: str
+) -> Iterator[list[Row]]:
+    """The rows of a subject at each temperature; what is not generated only at the first."""
+    for number, value in enumerate(temperatures):
+        chosen = [name for name in names if not number or name not in UNWRITTEN]
+        yield from measure_steps(replace(subject, temperature=value), chosen, steps, **labels)
 
 
 def measure_matched(

@@ -23,6 +23,15 @@ def entropy(subject: Subject) -> Measurement:
     return mean(sample_entropy(subject.generation.tokens))
 
 
+@metrics.register("real_entropy")
+def real_entropy(subject: Subject) -> Measurement:
+    """The same of as many rows of held-out text."""
+    if subject.data is None:
+        raise UserError("metric 'real_entropy' needs held-out text; evaluate on prepared text")
+    rows = subject.data.rows(torch.arange(min(subject.samples, len(subject.data))))["tokens"]
+    return replace(mean(sample_entropy(rows)), split=subject.split)
+
+
 def sample_entropy(tokens: Tensor) -> Tensor:
     """Of each row (n, L): (n,), float64."""
     ordered = tokens.sort(1).values

@@ -94,7 +94,8 @@ class EvaluateStage(Config):
     """Measure models: stage (or folder) → its method's name in the result rows.
 
     judge: who reads generated text (a fetched judge's name, a folder, a .gguf file or a hub id), in `judge_precision`;
-    where it is not to be had, the metrics that need it are left out and the rest goes on.
+    where it is not to be had, the metrics that need it are left out and the rest goes on. embedder: a sentence embedder
+    (folder or hub id) for MAUVE in the judge's place. temperatures: the paper's figures have 1.0 alone.
     """
 
     kind: Literal["evaluate"]
@@ -106,6 +107,8 @@ class EvaluateStage(Config):
     noise: NoisePolicy = "posterior"
     judge: str = "gpt2-large"
     judge_precision: Literal["float32", "bf16"] = "float32"
+    embedder: str | None = None
+    temperatures: tuple[Annotated[float, Field(gt=0)], ...] = Field((1.0,), min_length=1)
     conditional: Conditional = Conditional()
 
     def inputs(self) -> list[str]:

@@ -61,7 +61,52 @@ class Written:
         return f"<p class=written><b>{html.escape(self.label)}</b> {''.join(spans)}</p>"
 
 
-Part = Table | Picture | Written
+@dataclass(frozen=True)
+class Beside:
+    """Texts next to one another, below one another where there is no room."""
+
+    texts: Sequence[Written]
+
+    def markdown(self) -> str:
+        return "\n>\n".join(text.markdown() for text in self.texts)
+
+    def html(self) -> str:
+        return f"<div class=beside>{''.join(text.html() for text in self.texts)}</div>"
+
+
+@dataclass(frozen=True)
+class Strip:
+    """A text as it appears: after some steps, what is written and what is still masked."""
+
+    label: str
+    pieces: Sequence[tuple[str, int]]
+    steps: int
+
+    @property
+    def frames(self) -> list[int]:
+        """Steps to show: all of a few, else every doubling."""
+        doubled = [0, *(1 << k for k in range(self.steps.bit_length())), self.steps]
+        return list(range(self.steps + 1)) if self.steps <= 4 else sorted(set(doubled))
+
+    def markdown(self) -> str:
+        lines = []
+        for frame in self.frames:
+            shown = "".join(text if step < frame else "░" * len(text) for text, step in self.pieces)
+            lines.append(f"{frame:>5}  {' '.join(shown.split())}")
+        return "\n".join([f"**{self.label}**, after so many steps:", "", "```", *lines, "```"])
+
+    def html(self) -> str:
+        rows = []
+        for frame in self.frames:
+            spans = "".join(
+                f"<span>{html.escape(text)}</span>" if step < frame else f"<s>{html.escape(text)}</s>"
+                for text, step in self.pieces
+            )
+            rows.append(f"<p class=written><b>after {frame}</b> {spans}</p>")
+        return f"<figure class=strip><figcaption>{html.escape(self.label)}</figcaption>{''.join(rows)}</figure>"
+
+
+Part = Table | Picture | Written | Beside | Strip
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ STYLE: Any = {
 }
 
 Bands = dict[str, dict[int, list[float]]]  # model → steps → one value a seed
+Point = tuple[float, float, float]  # temperature, entropy, perplexity
 Curves = Mapping[str, Sequence[tuple[int, float]]]
 
 
@@ -92,14 +93,39 @@ def over_steps(panels: Mapping[str, Mapping[str, Mapping[int, tuple[float, float
             for name, points in curves.items():
                 steps = sorted(points)
                 values, errors = zip(*(points[k] for k in steps), strict=True)
-                shade = COLOURS.get(name.split()[-1]) if name != "teacher" else COLOURS["teacher"]
-                axis.errorbar(steps, values, errors, marker="o", markersize=3.5, capsize=2, label=name, color=shade)
+                axis.errorbar(
+                    steps, values, errors, marker="o", markersize=3.5, capsize=2, label=name, color=_shade(name)
+                )
             ticks = sorted({k for points in curves.values() for k in points})
             axis.set(title=title, xlabel="steps", xscale="log", yscale="log" if title in log else "linear")
             axis.set_xticks(ticks, [str(k) for k in ticks])
             axis.minorticks_off()
         axes[0][0].legend(frameon=False, fontsize=8, loc="best")
         return figure
+
+
+def frontier(panels: Mapping[str, Mapping[str, Sequence[Point]]], goal: tuple[float, float] | None) -> Figure:
+    """Perplexity over entropy, one panel a step count, one curve a model: (temperature, entropy, perplexity) each, and
+    real text as a star."""
+    with rc_context(STYLE):
+        figure = Figure(figsize=(4.6 * len(panels), 3.6), layout="constrained")
+        axes = figure.subplots(1, len(panels), squeeze=False)
+        for axis, (title, models) in zip(axes[0], panels.items(), strict=True):
+            for name, points in models.items():
+                _, entropy, perplexity = zip(*points, strict=True)
+                axis.plot(entropy, perplexity, marker="o", markersize=3.5, label=name, color=_shade(name))
+                for temperature, *place in points:
+                    axis.annotate(f"{temperature:g}", place, textcoords="offset points", xytext=(4, 3), fontsize=7)
+            if goal is not None:
+                axis.plot(*goal, "*", color="black", markersize=9, label="real text")
+            axis.set(title=title, xlabel="entropy (nats)", ylabel="generative perplexity", yscale="log")
+        axes[0][0].legend(frameon=False, fontsize=8, loc="best")
+        return figure
+
+
+def _shade(name: str) -> str | None:
+    """A curve's colour, by the model that ends its name."""
+    return COLOURS.get(name.split()[-1])
 
 
 def noise_planes(planes: Mapping[str, Tensor], reach: float) -> Figure:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from imdm.errors import UserError
 from imdm.evaluation import Row
 from imdm.files import read_json
-from imdm.recipes import EvaluateStage, Recipe
+from imdm.recipes import Recipe
 from imdm.report import paper, plots
-from imdm.report.page import Part, Picture, Report, Section, Written
+from imdm.report.page import Part, Picture, Report, Section
 from imdm.report.tables import Table, all_results, figure
-from imdm.writer import load
+from imdm.report.writing import written_by
 
 CURVES = {"gen_ppl": "generative perplexity", "entropy": "entropy (nats)", "mauve": "MAUVE"}
 PAPER = {"lm1b": (paper.TABLE_4, paper.TABLE_5), "owt": (paper.TABLE_6,), "owt-860m": (paper.TABLE_9,)}
-SHOWN = 2  # texts a model and step count
+COST = {"step_correlation": "total correlation of the text", "step_bound": "bound from neighbouring pairs"}
 
 
 def text_page(run: Path, rows: list[Row], facts: dict[str, str]) -> Report | None:
@@ -36,10 +35,7 @@ def text_page(run: Path, rows: list[Row], facts: dict[str, str]) -> Report | Non
     beside = paper_beside(recipe.experiment, rows)
     if beside:
         sections.append(Section("The paper's figures, and ours", "", beside))
-    texts = side_by_side(run, recipe)
-    if texts:
-        words = "The same seed for every model. Blue was written first, red last; nothing is left out or chosen."
-        sections.append(Section("Written side by side", words, texts))
+    sections += frontier(rows) + cost_of_steps(rows) + written_by(run, recipe)
     sections.append(Section("Everything measured", "", [all_results(rows)], folded=True))
     return Report(recipe.name, recipe.summary, highlights(rows), sections, facts)
 
@@ -48,10 +44,13 @@ def curves(rows: list[Row], metric: str) -> dict[str, dict[int, tuple[float, flo
     """`method model` → steps → the mean over seeds and its standard error."""
     found: dict[str, dict[int, list[Row]]] = {}
     for row in rows:
-        if row.metric == metric:
-            name = row.method if row.method == "teacher" else f"{row.method} {row.model}"
-            found.setdefault(name, {}).setdefault(row.steps, []).append(row)
+        if row.metric == metric and row.temperature == 1.0:
+            found.setdefault(_name(row), {}).setdefault(row.steps, []).append(row)
     return {name: {steps: _mean(seeds) for steps, seeds in points.items()} for name, points in found.items()}
+
+
+def _name(row: Row) -> str:
+    return row.method if row.method == "teacher" else f"{row.method} {row.model}"
 
 
 def _mean(rows: list[Row]) -> tuple[float, float]:
@@ -74,6 +73,48 @@ def step_table(rows: list[Row]) -> Table:
             cells.append(f"{ppl[name][k][0]:.1f} ({spread})" if k in ppl.get(name, {}) else spread)
         table.rows.append((name, *cells))
     return table
+
+
+def frontier(rows: list[Row]) -> list[Section]:
+    """Perplexity against entropy as the temperature goes: a model that is merely less varied moves along its own curve.
+    Only where several temperatures were measured."""
+    points: dict[tuple[int, str, float], dict[str, list[Row]]] = {}
+    for row in rows:
+        if row.metric in ("gen_ppl", "entropy"):
+            points.setdefault((row.steps, _name(row), row.temperature), {}).setdefault(row.metric, []).append(row)
+    panels: dict[str, dict[str, list[plots.Point]]] = {}
+    for (steps, name, temperature), found in sorted(points.items()):
+        if len(found) == 2:
+            place = temperature, _mean(found["entropy"])[0], _mean(found["gen_ppl"])[0]
+            title = f"{steps} step{'s' if steps > 1 else ''}"
+            panels.setdefault(title, {}).setdefault(name, []).append(place)
+    panels = {title: models for title, models in panels.items() if any(len(m) > 1 for m in models.values())}
+    if not panels:
+        return []
+    varied, likely = ([row for row in rows if row.metric == name] for name in ("real_entropy", "real_ppl"))
+    goal = (_mean(varied)[0], _mean(likely)[0]) if varied and likely else None
+    words = "Each point is a temperature, named beside it. Lower is likelier to the judge, further right is more varied"
+    words += "; the star is real held-out text." if goal else "."
+    picture = Picture("frontier", plots.svg(plots.frontier(panels, goal)), "generative perplexity against entropy")
+    return [Section("Perplexity and entropy", words, [picture])]
+
+
+def cost_of_steps(rows: list[Row]) -> list[Section]:
+    """The factorization error on held-out text, with what Theorem 4.1 says of it."""
+    lines = curves(rows, "step_error")
+    if not lines:
+        return []
+    for metric, name in COST.items():
+        known = curves(rows, metric)
+        if known:
+            lines[name] = next(iter(known.values()))  # the reference's, the same for every model
+    words = (
+        "Nats a sequence lost by drawing the positions of one step together, on held-out text: the teacher's joint, "
+        "read position by position, against the model's law of each step. One factorized law a step cannot lose less "
+        "than the text's total correlation; a mixture over noise can."
+    )
+    picture = plots.svg(plots.over_steps({"factorization error (nats a sequence)": lines}, ()))
+    return [Section("What steps cost", words, [Picture("cost", picture, "factorization error over steps")])]
 
 
 def highlights(rows: list[Row]) -> list[tuple[str, str]]:
@@ -103,25 +144,6 @@ def paper_beside(experiment: str, rows: list[Row]) -> list[Part]:
             mine = [f"{p[int(cells[0])][0]:.2f}" if int(cells[0]) in p else "–" for p in ours.values()]
             shown.rows.append((*cells, *mine))
         parts.append(shown)
-    return parts
-
-
-def side_by_side(run: Path, recipe: Recipe) -> list[Part]:
-    """The first texts of every measured model, at each of its step counts; none where models have no tokenizer."""
-    parts: list[Part] = []
-    folder = next(iter(sorted(run.glob("seed-*"))), run)
-    for stage in recipe.stages.values():
-        if not isinstance(stage, EvaluateStage):
-            continue
-        for name in stage.models:
-            try:
-                writer = load(folder / name / "model")
-            except UserError:
-                continue
-            for steps in stage.steps:
-                for text in writer.write(steps=steps, num=SHOWN, seed=0):
-                    pieces = [(piece.text, piece.step) for piece in writer.pieces(text)]
-                    parts.append(Written(f"{name}, {steps} step{'s' if steps > 1 else ''}:", pieces, steps))
     return parts
 
 

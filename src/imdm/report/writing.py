@@ -1,0 +1,114 @@
+"""What the models of a run write: from nothing, after one prompt, and step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from imdm.data import PreparedData, TextData
+from imdm.data.tokenizers import special_ids
+from imdm.errors import UserError
+from imdm.recipes import EvaluateStage, Recipe
+from imdm.report.page import Beside, Part, Section, Strip, Written
+from imdm.writer import Text, Writer, load
+
+ORDER = "The same seed for every model; nothing is left out or chosen. Blue was written first, red last."
+CONTINUATIONS = 3
+FEW = 4  # steps, where one number must do
+
+
+@dataclass(frozen=True)
+class Author:
+    """A measured model that can write: its name, its writer, and the step counts it was measured at."""
+
+    name: str
+    writer: Writer
+    steps: tuple[int, ...]
+
+    def shown(self, text: Text, steps: int, label: str) -> Written:
+        pieces = [(piece.text, piece.step) for piece in self.writer.pieces(text)]
+        return Written(f"{self.name}, {label}:", pieces, steps)
+
+
+def written_by(run: Path, recipe: Recipe) -> list[Section]:
+    """Nothing where models have no tokenizer beside them."""
+    authors = _authors(run, recipe)
+    if not authors:
+        return []
+    sections = [Section("Written side by side", ORDER, _from_nothing(authors))]
+    prompt = _prompt(run, recipe, authors[0].writer)
+    if prompt is not None:
+        few = _few(authors)
+        words = f"{CONTINUATIONS} continuations of a held-out beginning (bold) in {few} step{'s' * (few > 1)}, by each."
+        sections.append(Section("The same prompt continued", words, _continued(authors, prompt, few)))
+    most = max(k for author in authors for k in author.steps)
+    words = "Grey is still masked. The last model above, one text."
+    sections.append(Section("How a text appears", words, [_appearing(authors[-1], most)]))
+    return sections
+
+
+def _authors(run: Path, recipe: Recipe) -> list[Author]:
+    folder = next(iter(sorted(run.glob("seed-*"))), run)
+    found: dict[str, Author] = {}
+    for stage in [stage for stage in recipe.stages.values() if isinstance(stage, EvaluateStage)]:
+        for name in stage.models:
+            if name in found:
+                steps = {*found[name].steps, *stage.steps}
+                found[name] = replace(found[name], steps=tuple(sorted(steps)))
+                continue
+            try:
+                found[name] = Author(name, load(folder / name / "model"), stage.steps)
+            except UserError:
+                continue
+    return list(found.values())
+
+
+def _few(authors: Sequence[Author]) -> int:
+    """The measured step count nearest to a few."""
+    return min((k for author in authors for k in author.steps), key=lambda k: (abs(k - FEW), k))
+
+
+def _from_nothing(authors: Sequence[Author]) -> list[Part]:
+    """At each step count, the first text of every model."""
+    parts: list[Part] = []
+    for steps in sorted({k for author in authors for k in author.steps}):
+        label = f"{steps} step{'s' if steps > 1 else ''}"
+        row = [
+            author.shown(author.writer.write(steps=steps, seed=0)[0], steps, label)
+            for author in authors
+            if steps in author.steps
+        ]
+        parts.append(Beside(row))
+    return parts
+
+
+def _prompt(run: Path, recipe: Recipe, writer: Writer) -> str | None:
+    """How the first held-out row begins: a quarter of what the model writes, 50 tokens at most."""
+    data = PreparedData(path=run / "data") if isinstance(recipe.data, TextData) else recipe.data
+    try:
+        rows = data.held_out(0)
+    except UserError:
+        return None
+    if rows is None:
+        return None
+    size = min(50, writer.model.config.length // 4)
+    ids = rows.rows(torch.arange(1))["tokens"][0, 1 : 1 + size].tolist()
+    end = special_ids(writer.tokenizer).end
+    text = writer.decode(ids[: ids.index(end)] if end in ids[1:] else ids).strip()
+    return text or None
+
+
+def _continued(authors: Sequence[Author], prompt: str, steps: int) -> list[Part]:
+    parts: list[Part] = []
+    for author in authors:
+        texts = author.writer.write(prompt, steps=steps, num=CONTINUATIONS, seed=0)
+        parts.append(Beside([author.shown(text, steps, str(number)) for number, text in enumerate(texts, 1)]))
+    return parts
+
+
+def _appearing(author: Author, steps: int) -> Strip:
+    text = author.writer.write(steps=steps, seed=0)[0]
+    return Strip(author.name, [(piece.text, piece.step) for piece in author.writer.pieces(text)], steps)
