@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -286,3 +287,17 @@ def test_settings_of_whoever_saved_the_tokenizer_do_not_matter(tokenizer: Path, 
     loaded.save_pretrained(tmp_path)
     assert len(load_tokenizer(tmp_path).backend_tokenizer.encode(SENTENCES[0]).ids) > 2
     assert len(load_tokenizer(tmp_path).backend_tokenizer.encode(SENTENCES[0]).ids) < 64
+
+
+def test_memory_does_not_grow_with_the_text(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("imdm.data.packing.AT_ONCE", 200)
+    monkeypatch.setattr("imdm.data.packing.SHARD_TOKENS", 4000)
+    config, peaks = PrepareConfig(length=16, tokenizer=str(tokenizer)), []
+    for times in (100, 100, 800):  # the first warms up
+        source = tmp_path / f"{times}.txt"
+        write(source, SENTENCES * times)
+        tracemalloc.start()
+        prepare(Corpus(str(source)), config, tmp_path / f"rows-{len(peaks)}")
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[2] < 1.3 * peaks[1]

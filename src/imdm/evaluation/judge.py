@@ -84,27 +84,35 @@ class Judge:
     @torch.no_grad()
     def features(self, texts: list[str]) -> Tensor:
         """The last hidden state at each text's last token: (n, D)."""
-        device, out = next(self.model.parameters()).device, []
-        for text in texts:
-            ids = self._ids(text)[:CONTEXT]
-            ids = ids if self.begin is None else [self.begin, *ids]
-            read = self.model(input_ids=torch.tensor([ids or [0]], device=device), output_hidden_states=True)
-            out.append(read.hidden_states[-1][0, -1].float().cpu())
-        return torch.stack(out)
+        begin = [] if self.begin is None else [self.begin]
+        windows = [Window(i, [*begin, *self._ids(text)[:CONTEXT]] or [0], 0) for i, text in enumerate(texts)]
+        windows.sort(key=lambda window: len(window.ids))  # little padding
+        out: dict[int, Tensor] = {}
+        for first in range(0, len(windows), self.batch_size):
+            some = windows[first : first + self.batch_size]
+            ids, real = self._padded(some)
+            hidden = self.model(input_ids=ids, attention_mask=real, output_hidden_states=True).hidden_states[-1]
+            last = hidden[torch.arange(len(some), device=ids.device), real.sum(1) - 1].float().cpu()  # (b, D)
+            out |= {window.text: vector for window, vector in zip(some, last, strict=True)}
+        return torch.stack([out[i] for i in range(len(texts))])
 
     def _ids(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
 
-    def _read(self, windows: list[Window]) -> list[tuple[float, int]]:
-        end, device = self.tokenizer.eos_token_id, next(self.model.parameters()).device
-        longest = max(len(window.ids) for window in windows)
-        ids = torch.full((len(windows), longest), end or 0, device=device)
-        real, counted = torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
+    def _padded(self, windows: list[Window]) -> tuple[Tensor, Tensor]:
+        """Ids (b, T), and 1 where they are real, 0 where they pad at the end."""
+        device, longest = next(self.model.parameters()).device, max(len(window.ids) for window in windows)
+        ids = torch.full((len(windows), longest), self.tokenizer.eos_token_id or 0)
+        real = torch.zeros_like(ids)
         for row, window in enumerate(windows):
-            size = len(window.ids)
-            ids[row, :size] = torch.tensor(window.ids, device=device)
-            real[row, :size] = 1
-            counted[row, window.known : size] = True
+            ids[row, : len(window.ids)] = torch.tensor(window.ids)
+            real[row, : len(window.ids)] = 1
+        return ids.to(device), real.to(device)
+
+    def _read(self, windows: list[Window]) -> list[tuple[float, int]]:
+        end, (ids, real) = self.tokenizer.eos_token_id, self._padded(windows)
+        known = torch.tensor([window.known for window in windows], device=ids.device)
+        counted = (real == 1) & (torch.arange(ids.shape[1], device=ids.device) >= known[:, None])
         log_p = torch.log_softmax(self.model(input_ids=ids, attention_mask=real).logits[:, :-1].float(), -1)
         loss = -log_p.gather(-1, ids[:, 1:, None])[..., 0].double()  # (B, T − 1)
         if end is not None:
