@@ -62,10 +62,11 @@ class Judge:
         read in windows of 1,024 tokens, whose first token does not count either. Prompts are read before their texts
         and do not count."""
         windows: list[Window] = []
-        for number, text in enumerate(texts):
-            before = self._ids(prompts[number]) if prompts is not None else []
-            before = before if self.begin is None else [self.begin, *before]
-            ids = [*before, *self._ids(text)]
+        start = [] if self.begin is None else [self.begin]
+        given = self._ids(prompts) if prompts is not None else [[] for _ in texts]
+        for number, (prompt, text) in enumerate(zip(given, self._ids(texts), strict=True)):
+            before = [*start, *prompt]
+            ids = [*before, *text]
             known = max(1, len(before)) if prompts is not None else 1
             windows += [
                 Window(number, ids[i : i + CONTEXT], max(1, known - i))
@@ -85,7 +86,7 @@ class Judge:
     def features(self, texts: list[str]) -> Tensor:
         """The last hidden state at each text's last token: (n, D)."""
         begin = [] if self.begin is None else [self.begin]
-        windows = [Window(i, [*begin, *self._ids(text)[:CONTEXT]] or [0], 0) for i, text in enumerate(texts)]
+        windows = [Window(i, [*begin, *ids[:CONTEXT]] or [0], 0) for i, ids in enumerate(self._ids(texts))]
         windows.sort(key=lambda window: len(window.ids))  # little padding
         out: dict[int, Tensor] = {}
         for first in range(0, len(windows), self.batch_size):
@@ -96,8 +97,8 @@ class Judge:
             out |= {window.text: vector for window, vector in zip(some, last, strict=True)}
         return torch.stack([out[i] for i in range(len(texts))])
 
-    def _ids(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        return self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
 
     def _padded(self, windows: list[Window]) -> tuple[Tensor, Tensor]:
         """Ids (b, T), and 1 where they are real, 0 where they pad at the end."""
