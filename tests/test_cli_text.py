@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import yaml
 
 from imdm.data.tokenizers import has_tokenizer
 from imdm.evaluation import read
+from imdm.sampling import sample
 from tests.test_cli import imdm, refused
 from tests.test_corpora import SENTENCES
 
@@ -38,6 +40,14 @@ RECIPE = {
             "models": {"teacher": "teacher", "student": "redi"},
             "metrics": ["gen_ppl", "entropy", "novelty", "pair_overlap", "val_ppl"],
             "steps": [1, 2],
+            "samples": 8,
+            "judge": "smollm2",
+        },
+        "frontier": {
+            "kind": "evaluate",
+            "models": {"student": "redi"},
+            "metrics": ["gen_ppl", "entropy"],
+            "temperatures": [0.8],
             "samples": 8,
             "judge": "smollm2",
         },
@@ -71,7 +81,7 @@ def test_text_becomes_a_report(run: Path) -> None:
     for steps in (1, 2):
         assert {("teacher", "entropy", steps), ("redi", "novelty", steps), ("redi", "pair_overlap", steps)} <= found
     assert not any(metric == "gen_ppl" for _, metric, _ in found)  # nobody was there to judge
-    assert not any(metric == "pair_overlap" for method, metric, _ in found if method == "teacher")
+    assert ("teacher", "pair_overlap", 1) in found  # what a student's is compared with
     assert {row.split for row in rows if row.metric == "val_ppl"} == {"valid"}
     said = " ".join((run.parent / "said.txt").read_text().split())
     assert "measure: gen_ppl left out: judge 'smollm2' is not here; get it with 'imdm judge fetch smollm2'" in said
@@ -161,12 +171,12 @@ def test_text_as_it_is_is_read_in_the_models_tokens(run: Path, tmp_path: Path) -
 
 def test_what_steps_cost(run: Path, tmp_path: Path) -> None:
     student, teacher, out = run / "seed-0/student/model", run / "seed-0/teacher/model", tmp_path / "results.jsonl"
-    about = ["--data", run / "data", "--metrics", "step_error,step_correlation,step_bound", "--steps", "1,2"]
+    about = ["--data", run / "data", "--metrics", "step_error,pair_error,pair_bound", "--steps", "1,2"]
     assert "name the teacher with --reference" in refused(imdm("evaluate", student, *about))
     done = imdm("evaluate", student, *about, "--reference", teacher, "--samples", "4", "--out", out)
     assert done.returncode == 0, done.stderr
     assert {(row.metric, row.steps) for row in read(out)} == {
-        (metric, steps) for metric in ("step_error", "step_correlation", "step_bound") for steps in (1, 2)
+        (metric, steps) for metric in ("step_error", "pair_error", "pair_bound") for steps in (1, 2)
     }
 
 
@@ -199,8 +209,36 @@ def test_a_judge_that_came_later_is_asked(run: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("IMDM_HOME", str(tmp_path))
     (tmp_path / "judges/smollm2").mkdir(parents=True)  # there, if not a good one
     again = imdm("reproduce", run.parent / "mine.yaml", "--out", run)
-    assert "measure: already there" not in again.stderr
-    assert "gen_ppl left out" in " ".join(again.stderr.split())
+    said = " ".join(again.stderr.split())
+    for stage in ("measure", "frontier"):
+        assert f"{stage}: already there" not in said
+        assert f"{stage}: gen_ppl left out" in said
+    monkeypatch.setenv("IMDM_HOME", str(tmp_path / "elsewhere"))  # gone again: what was measured stays
+    assert "measure: already there" in imdm("reproduce", run.parent / "mine.yaml", "--out", run).stderr
+
+
+def test_a_stopped_evaluation_goes_on(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, out, asked = run / "seed-0/student/model", tmp_path / "results.jsonl", list[int]()
+    about = ["evaluate", model, "--data", run / "data", "--metrics", "entropy", "--steps", "1,2", "--samples", "12"]
+    monkeypatch.setattr("imdm.evaluation.parts.LEAST", 4)
+
+    def counted(*given: object, stop_at: int = 0, **options: object) -> object:
+        if stop_at and len(asked) == stop_at:
+            raise KeyboardInterrupt
+        asked.append(1)
+        return sample(*given, **options)
+
+    monkeypatch.setattr("imdm.evaluation.base.sample", partial(counted, stop_at=4))
+    assert imdm(*about, "--out", out).returncode == 130
+    assert not out.exists()
+    asked.clear()
+    monkeypatch.setattr("imdm.evaluation.base.sample", counted)
+    assert imdm(*about, "--out", out).returncode == 0
+    assert len(asked) == 2  # of six parts, four were there
+    found = {row.steps: row.value for row in read(out)}
+    assert imdm(*about, "--out", tmp_path / "whole.jsonl").returncode == 0
+    assert found == {row.steps: row.value for row in read(tmp_path / "whole.jsonl")}
+    assert {p.name for p in tmp_path.iterdir()} == {"results.jsonl", "whole.jsonl"}
 
 
 def test_measuring_at_other_temperatures(run: Path, tmp_path: Path) -> None:

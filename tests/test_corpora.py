@@ -82,10 +82,18 @@ class Hub:
         self.rows, self.asked = rows, list[tuple[object, ...]]()
 
     def load(
-        self, name: str, config: str | None, *, split: str, streaming: bool, revision: str | None = None
+        self,
+        name: str,
+        config: str | None = None,
+        *,
+        split: str,
+        streaming: bool,
+        revision: str | None = None,
+        data_dir: str | None = None,
     ) -> object:
         assert streaming
-        self.asked.append((name, config, split, revision))
+        assert revision is None or config is None  # the hub's own parquet files know folders, not configurations
+        self.asked.append((name, config or data_dir, split, revision))
         if name == "nobody/nothing":
             raise ValueError("Dataset 'nobody/nothing' doesn't exist on the Hub\nmore words")
         if revision is None:
@@ -103,6 +111,9 @@ def test_datasets_of_the_hub_are_streamed_and_cleaned(monkeypatch: pytest.Monkey
         list(Corpus("some/where").documents())
     assert "he did n't , of course" in Corpus("some/where", split="test", field="sentence").documents()
     assert hub.asked[-1][2] == "test"
+    with pytest.raises(UserError, match="scientific_papers, row 1 is broken"):
+        list(Corpus("arxiv", split="valid").documents())
+    assert hub.asked[-1] == ("armanc/scientific_papers", "arxiv", "validation", "refs/convert/parquet")
     with pytest.raises(UserError, match="^dataset 'nobody/nothing' cannot be loaded: Dataset 'nobody/nothing' doesn't"):
         list(Corpus("nobody/nothing").documents())
     with pytest.raises(UserError, match="unknown split of lambada 'train'; known: valid"):
@@ -143,7 +154,7 @@ BROKEN = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_rows_stop_or_are_counted(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(BROKEN[name])
-    with pytest.raises(UserError, match=rf"{name}, line 2 is broken .* skip broken rows .--skip-broken"):
+    with pytest.raises(UserError, match=rf"{name}, line 2 is broken .* skip broken rows .imdm prepare --skip-broken"):
         list(Corpus(str(tmp_path / name)).documents())
     corpus = Corpus(str(tmp_path / name), skip_broken=True)
     assert list(corpus.documents()) == ["fine", "fine too"]

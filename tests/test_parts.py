@@ -1,4 +1,5 @@
-"""Evaluation in parts: nothing is done twice, nothing depends on how the work was cut, processes share it."""
+"""Evaluation in parts: nothing is done twice, nothing depends on how the work was cut. Real processes share parts in
+test_cli.py."""
 
 from __future__ import annotations
 
@@ -63,8 +64,17 @@ def test_a_spoilt_part_is_made_again(tmp_path: Path) -> None:
     spoilt.write_bytes(spoilt.read_bytes()[:20])
     found = Parts(tmp_path).collect(200, lambda: "squares", columns)
     assert torch.equal(found["square"], torch.arange(200) ** 2)
-    Parts(tmp_path).forget()
-    assert not tmp_path.exists()
+
+
+def test_only_ones_own_parts_are_forgotten(tmp_path: Path) -> None:
+    mine, others = Parts(tmp_path / "parts"), Parts(tmp_path / "parts")
+    mine.collect(100, lambda: "mine", columns)
+    others.collect(100, lambda: "theirs", columns)
+    mine.forget()
+    assert len(list((tmp_path / "parts").iterdir())) == 1
+    others.forget()
+    assert not (tmp_path / "parts").exists()
+    Parts().forget()
 
 
 def test_a_measurement_is_the_same_in_parts(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ def test_every_recipe_parses_and_builds_its_model(name: str) -> None:
     recipe = load_recipe(name)
     assert recipe.name == name
     assert recipe.summary
-    vocabulary = recipe.data.vocabulary() if recipe.data.is_ready else (recipe.data.train_bpe, 3)
+    vocabulary = recipe.data.vocabulary() if recipe.data.is_ready else (recipe.data.train_bpe or 30522, 3)
     config = recipe.model.build(*vocabulary, length=8)
     with torch.device("meta"):
         MaskedDiffusionLM(config)

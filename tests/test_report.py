@@ -64,11 +64,16 @@ def test_a_page_of_text(tmp_path: Path) -> None:
 
 def test_ours_stands_beside_the_papers(tmp_path: Path) -> None:
     rows = [row("imdm", 4, 90.0, 1.0, "sdtt+redi").model_copy(update={"metric": "gen_ppl"})]
+    rows.append(rows[0].model_copy(update={"metric": "entropy", "value": 4.2}))
     (first, second) = paper_beside("lm1b", rows)
-    assert first.columns[-1] == "ours: sdtt+redi imdm"
+    assert first.columns[-1] == "ours: sdtt+redi imdm, gen_ppl"
     assert [cells[-1] for cells in first.rows] == ["–", "90.00", "–", "–"]
     assert second.title.startswith("Table 5.")
     assert paper_beside("elsewhere", rows) == []
+    after_prompts = [rows[0].model_copy(update={"metric": metric}) for metric in ("cond_gen_ppl", "cond_mauve")]
+    (third,) = paper_beside("owt", after_prompts)
+    assert third.title.startswith("Table 7.")
+    assert third.columns[-1] == "ours: sdtt+redi imdm, cond_mauve"
 
 
 def test_seeds_are_averaged() -> None:
@@ -134,12 +139,12 @@ def test_the_frontier_needs_several_temperatures() -> None:
 def test_what_steps_cost_is_drawn_with_the_bound() -> None:
     rows = [
         row("imdm", 4, value, 1.0).model_copy(update={"metric": metric})
-        for metric, value in (("step_error", 3.0), ("step_correlation", 5.0), ("step_bound", 0.1))
+        for metric, value in (("step_correlation", 5.0), ("step_error", 3.0), ("pair_error", 0.1), ("pair_bound", 0.2))
     ]
     (section,) = cost_of_steps(rows)
     assert "total correlation of the text" in section.parts[0].svg
-    assert "bound from neighbouring pairs" in section.parts[0].svg
-    assert cost_of_steps(rows[1:]) == []
+    assert "bound of Theorem 4.1" in section.parts[0].svg
+    assert cost_of_steps(rows[:1]) == []
 
 
 def test_no_results_is_said(tmp_path: Path) -> None:

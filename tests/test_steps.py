@@ -13,7 +13,7 @@ from imdm.data import LanguageSource
 from imdm.data.synthetic import Language, languages
 from imdm.errors import UserError
 from imdm.evaluation import Subject, measure
-from imdm.evaluation.steps import in_steps, neighbours, one_by_one
+from imdm.evaluation.steps import in_steps, one_by_one, pairs_at_once, pairs_one_by_one
 from imdm.masks import Infinite
 from imdm.models import with_mask
 from imdm.randomness import Purpose, as_key, fold
@@ -75,15 +75,23 @@ def test_the_bound_of_neighbours_is_the_theorems_where_there_is_one_pair(steps: 
     language = languages["aligned"](length=2, symbols=3)
     oracle = ExactMarginals(language, schedule=LogLinear(floor=0.0))
     x, keys = rows_of(language)
-    found = neighbours(oracle, x, keys, steps)
+    found = pairs_one_by_one(oracle, x, keys, steps) - pairs_at_once(oracle, x, keys, steps)
     assert agrees(found, over_steps(pair_bound, language, oracle, steps))
+
+
+def test_an_infinite_mask_loses_nothing_on_a_pair() -> None:
+    language = languages["aligned"](length=2, symbols=3)
+    exact, noisy = ExactMarginals(language), PartitionOracle(language, Infinite(dim=1))
+    x, keys = rows_of(language)
+    lost = pairs_one_by_one(exact, x, keys, 2) - pairs_at_once(noisy, x, keys, 2, draws=400)
+    assert abs(float(lost.mean())) < 0.01
 
 
 def test_the_bound_of_neighbours_lies_below_the_theorems_maximum() -> None:
     language = languages["markov"](length=4, symbols=3)
     oracle = ExactMarginals(language, schedule=LogLinear(floor=0.0))
     x, keys = rows_of(language)
-    found = neighbours(oracle, x, keys, 2)
+    found = pairs_one_by_one(oracle, x, keys, 2) - pairs_at_once(oracle, x, keys, 2)
     limit = over_steps(pair_bound, language, oracle, 2)
     assert 0 < float(found.mean()) < limit < over_steps(step_total_correlation, language, oracle, 2)
 
@@ -92,13 +100,23 @@ def test_metrics_measure_a_model_against_its_reference() -> None:
     language = languages["aligned"](length=3, symbols=2)
     teacher = tiny_model(length=3, vocab_size=3)
     student = with_mask(teacher, Infinite(dim=4))
-    names = ["step_error", "step_correlation", "step_bound"]
+    names = ["step_error", "step_error_half", "step_correlation", "pair_error", "pair_bound"]
     about = {"samples": 100, "steps": 2, "data": LanguageSource(language), "split": "valid"}
     found = measure(names, Subject(student, reference=teacher, **about))
     assert found["step_error"].n == 100
     assert found["step_error"].split == "valid"
     assert found["step_error"].value == pytest.approx(found["step_correlation"].value)  # a new mask adds nothing yet
+    assert found["pair_error"].value == pytest.approx(found["pair_bound"].value)
+    with torch.no_grad():
+        for parameter in student.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    changed = measure(names, Subject(student, reference=teacher, **about))
+    assert changed["step_error"].value != pytest.approx(found["step_error"].value, abs=1e-3)  # the student's own law
+    assert changed["pair_error"].value != pytest.approx(found["pair_error"].value, abs=1e-3)
+    assert changed["step_error_half"].value > changed["step_error"].value  # fewer draws, a looser bound
+    for name in ("step_correlation", "pair_bound"):
+        assert changed[name] == found[name]  # the reference's
     with pytest.raises(UserError, match="name the teacher with --reference"):
         measure(["step_error"], Subject(student, **about))
     with pytest.raises(UserError, match="held-out text"):
-        measure(["step_bound"], Subject(teacher))
+        measure(["pair_bound"], Subject(teacher))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from imdm.config import digest
@@ -19,9 +20,12 @@ from imdm.evaluation import (
     load_embedder,
     load_judge,
     measure_temperatures,
+    read,
 )
+from imdm.evaluation.base import COSTS, STEPLESS, UNWRITTEN
+from imdm.evaluation.judge import FETCHABLE, fetched
 from imdm.evaluation.mauve import has_mauve
-from imdm.recipes import EvaluateStage, TrainStage
+from imdm.recipes import CoupleStage, EvaluateStage, Recipe, TrainStage
 
 if TYPE_CHECKING:
     from imdm.pipeline import Run
@@ -32,6 +36,7 @@ def run_evaluation(run: Run, name: str, stage: EvaluateStage) -> str:
     recipe, state = run.recipe, processes()
     parts = Parts(run.folder / name / "parts")
     judge, embedder, metrics = _readers(run, name, stage)
+    costs = any(metric in COSTS for metric in metrics)
     rows, done = [], 0
     total = len(stage.models) * len(stage.steps) * len(stage.temperatures)
     with run.reporter.bar(f"{name}: {stage.samples:,} samples", total) as bar:
@@ -47,7 +52,7 @@ def run_evaluation(run: Run, name: str, stage: EvaluateStage) -> str:
                 judge=judge,
                 embedder=embedder,
                 conditional=stage.conditional,
-                reference=run.model(_first(run, model_name)).to(state.device),
+                reference=run.model(first_of(run.recipe, model_name)).to(state.device) if costs else None,
                 parts=parts,
             )
             labels = {"experiment": recipe.experiment, "method": method, "recipe_hash": recipe.digest()}
@@ -58,8 +63,7 @@ def run_evaluation(run: Run, name: str, stage: EvaluateStage) -> str:
                 bar(done, model_name)
     if state.is_main_process:
         append(run.results_file, rows)
-        parts.forget()
-    state.wait_for_everyone()
+    parts.forget()
     return digest([row.model_dump(exclude={"time"}) for row in rows])
 
 
@@ -67,31 +71,63 @@ def _readers(run: Run, name: str, stage: EvaluateStage) -> tuple[Judge | None, E
     """The stage's judge and embedder, and the metrics that can be had; a line says what is left out and why."""
     device, judge, embedder = processes().device, None, None
     missing: dict[str, str] = {}
-    if any(metric in EMBEDDED for metric in stage.metrics) and not has_mauve():
-        missing |= dict.fromkeys(EMBEDDED, "it needs the extra: pip install 'imdm[mauve]' (mauve-text, GPL)")
-    if stage.embedder is not None:
-        embedder = load_embedder(stage.embedder, device)
-    judged = [m for m in stage.metrics if m in JUDGED and not (m in EMBEDDED and (embedder or m in missing))]
+    embedded = [metric for metric in stage.metrics if metric in EMBEDDED]
+    if embedded and not has_mauve():
+        missing |= dict.fromkeys(embedded, "it needs the extra: pip install 'imdm[mauve]' (mauve-text, GPL)")
+    elif embedded and stage.embedder is not None:
+        try:
+            embedder = load_embedder(stage.embedder, device)
+        except UserError as error:
+            missing |= dict.fromkeys(embedded, str(error))
+    own = stage.embedder is not None
+    judged = [m for m in stage.metrics if m in JUDGED and m not in missing and not (own and m in EMBEDDED)]
     if judged:
         try:
             judge = load_judge(stage.judge, stage.judge_precision, device)
         except UserError as error:
             missing |= dict.fromkeys(judged, str(error))
-    left_out = [metric for metric in stage.metrics if metric in missing]
-    for reason in dict.fromkeys(missing[metric] for metric in left_out):
-        run.reporter.say(f"{name}: {', '.join(m for m in left_out if missing[m] == reason)} left out: {reason}")
-    return judge, embedder, [metric for metric in stage.metrics if metric not in left_out]
+    for reason in dict.fromkeys(missing.values()):
+        run.reporter.say(f"{name}: {', '.join(m for m in missing if missing[m] == reason)} left out: {reason}")
+    return judge, embedder, [metric for metric in stage.metrics if metric not in missing]
 
 
-def _first(run: Run, name: str) -> str:
+def is_measured(run: Run, stage: EvaluateStage) -> bool:
+    """Whether the rows of a stage are there: all that it asks for, or all that could be had. A judge that has come
+    since, or the extra for MAUVE, makes it worth asking again."""
+    mine = (run.recipe.digest(), run.recipe.seed)
+    there = {
+        (row.method, row.metric, row.steps, row.temperature)
+        for row in read(run.results_file)
+        if (row.recipe_hash, row.seed) == mine
+    }
+    judge_here = fetched(stage.judge).exists() if stage.judge in FETCHABLE else Path(stage.judge).is_dir()
+    for method in set(stage.models.values()):
+        for metric in stage.metrics:
+            if metric in EMBEDDED and not has_mauve():
+                continue
+            if metric in JUDGED and not judge_here and not (metric in EMBEDDED and stage.embedder):
+                continue
+            steps = stage.steps[:1] if metric in STEPLESS else stage.steps
+            temperatures = (1.0,) if metric in UNWRITTEN else stage.temperatures
+            wanted = {(method, metric, k, t) for k in steps for t in temperatures}
+            optional = metric == "pair_overlap" or (metric in EMBEDDED and stage.embedder is not None)
+            if not wanted <= there and not optional:
+                return False
+    return True
+
+
+def first_of(recipe: Recipe, name: str) -> str:
     """The model that a stage's model goes back to: its teacher's teacher, and so on."""
-    stage = run.recipe.stages.get(name)
-    return _first(run, stage.start) if isinstance(stage, TrainStage) and stage.start is not None else name
+    stage = recipe.stages.get(name)
+    return first_of(recipe, stage.start) if isinstance(stage, TrainStage) and stage.start is not None else name
 
 
 def _pairs_of(run: Run, name: str) -> Coupling | None:
-    """The couplings that a stage's model was distilled on."""
-    stage = run.recipe.stages.get(name)
-    if not isinstance(stage, TrainStage) or stage.data is None:
+    """The couplings that a stage's model was distilled on; of a teacher those that it made, to compare with."""
+    stages = run.recipe.stages
+    stage = stages.get(name)
+    made = [place for place, s in stages.items() if isinstance(s, CoupleStage) and s.teacher == name]
+    data = stage.data if isinstance(stage, TrainStage) and stage.data is not None else next(iter(made), None)
+    if data is None or (data in made and not (run.folder / data / "done.json").exists()):
         return None
-    return Coupling(run.folder / stage.data if stage.data in run.recipe.stages else stage.data)
+    return Coupling(run.folder / data if data in stages else data)

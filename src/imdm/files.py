@@ -43,9 +43,19 @@ def written_aside(path: Path) -> Iterator[Path]:
         if aside.is_dir():
             _remove(path)
         os.replace(aside, path)
-    except BaseException:
+    except BaseException as error:
         _remove(aside)
+        if isinstance(error, SafetensorError):  # what safetensors makes of a full disk
+            raise UserError(f"{path} cannot be written: {error}") from None
         raise
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """No other process in this block with the same path, where the system can lock files."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path.with_name(path.name + ".lock"), "wb") as file, _alone(file):
+        yield
 
 
 def _remove(path: Path) -> None:

@@ -22,10 +22,9 @@ from imdm.data import CoupleConfig, Coupling, Data, Source, check_fits, couple
 from imdm.data.tokenizers import check_same, copy_tokenizer
 from imdm.devices import processes
 from imdm.errors import UserError, unknown
-from imdm.evaluating import run_evaluation
-from imdm.evaluation import EMBEDDED, ENUMERATED, JUDGED, Subject, measure, read
-from imdm.evaluation.judge import FETCHABLE, fetched
-from imdm.evaluation.mauve import has_mauve
+from imdm.evaluating import first_of, is_measured, run_evaluation
+from imdm.evaluation import ENUMERATED, Subject, measure
+from imdm.evaluation.base import COSTS
 from imdm.files import read_json, write_json
 from imdm.masks import Mask
 from imdm.models import MaskedDiffusionLM, fingerprint, load_model, with_mask
@@ -193,9 +192,20 @@ class Run:
             metrics = stage.watch.metrics
         elif isinstance(stage, EvaluateStage):
             metrics = stage.metrics
+            self._check_costs(name, stage)
         enumerated = [metric for metric in metrics if metric in ENUMERATED]
         if enumerated and self.data.language() is None:
             raise UserError(f"stage {name!r}: metric {enumerated[0]!r} needs an enumerated language as data")
+
+    def _check_costs(self, name: str, stage: EvaluateStage) -> None:
+        costs = [metric for metric in stage.metrics if metric in COSTS]
+        for model in stage.models if costs else ():
+            first = first_of(self.recipe, model)
+            if self._mask(first).noisy or self._mixture(first):
+                raise UserError(
+                    f"stage {name!r}: metric {costs[0]!r} compares {model!r} with the model it goes back to, "
+                    f"{first!r}, which must have a single mask"
+                )
 
     def _check_couple(self, name: str, stage: TrainStage) -> None:
         """Refuse pairs that a stage above will make for another student."""
@@ -247,18 +257,7 @@ class Run:
                 "choose another --out, or delete that folder to make it again"
             )
         stage = self.recipe.stages[name]
-        if isinstance(stage, EvaluateStage):
-            mine = [
-                row
-                for row in read(self.results_file)
-                if (row.recipe_hash, row.seed) == (self.recipe.digest(), self.recipe.seed)
-            ]
-            unread = set(stage.metrics) & set(JUDGED) - {row.metric for row in mine} - set(
-                () if has_mauve() else EMBEDDED
-            )
-            judge_came = bool(unread) and stage.judge in FETCHABLE and fetched(stage.judge).exists()
-            return set(stage.models.values()) <= {row.method for row in mine} and not judge_came
-        return True
+        return is_measured(self, stage) if isinstance(stage, EvaluateStage) else True
 
     @property
     def results_file(self) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from imdm.data import Data, LanguageData, PreparedData, TokenData
+    from imdm.evaluation import Conditional
     from imdm.models import MaskedDiffusionLM
 
 
@@ -54,19 +55,36 @@ def parse_data(text: str, model: MaskedDiffusionLM) -> LanguageData | TokenData 
     return LanguageData.parse({"name": name, "settings": {k: yaml.safe_load(v) for k, _, v in pairs}}, "--data")
 
 
-def parse_held_out(text: str, model: MaskedDiffusionLM, path: str) -> tuple[Data, bool]:
+def parse_held_out(text: str, model: MaskedDiffusionLM, path: str, reporter: Any) -> tuple[Data, bool]:
     """`--data` of an evaluation: also text as it is, prepared in the model's own tokens; and whether it was that."""
-    from imdm.data import prepared_for
+    from imdm.data import languages, prepared_for
     from imdm.data.corpora import ENDINGS, PRESETS
     from imdm.data.tokenizers import has_tokenizer
 
     place = Path(text)
-    raw_folder = place.is_dir() and not any((place / part / "manifest.json").exists() for part in ("", "train"))
-    if not (raw_folder or text in PRESETS or text == "sample" or (place.suffix in ENDINGS and place.is_file())):
+    marks = ("manifest.json", "train/manifest.json", "config.json", "recipe.json")
+    ours = any((place / mark).exists() for mark in marks)
+    is_text = place.is_dir() or place.suffix in ENDINGS or text == "sample" or text in PRESETS
+    if not is_text and not ours and not text.endswith(".safetensors") and text.partition(":")[0] not in list(languages):
+        named = ", ".join(("sample", *sorted(PRESETS)))
+        raise UserError(
+            f"--data {text!r}: neither a language ({', '.join(languages)}), a .safetensors file, prepared text, a text "
+            f"({', '.join(ENDINGS)}, a folder of these) nor one of {named}"
+        )
+    if ours or not is_text:
         return parse_data(text, model), False
     if Path(path).is_dir() and not has_tokenizer(Path(path)):
         raise UserError(f"--data {text!r} is text, but model {path!r} has no tokenizer to read it with")
-    return prepared_for(text, path, model.config.length), True
+    with reporter.bar(f"{text}: documents", 0) as bar:
+        return prepared_for(text, path, model.config.length, bar), True
+
+
+def parse_conditional(text: str | None) -> Conditional:
+    """`--conditional prefix=50,continuations=5`: changes to the paper's protocol."""
+    from imdm.evaluation import Conditional
+
+    pairs = [item.partition("=") for item in (text or "").split(",") if item]
+    return Conditional.parse({name.strip(): yaml.safe_load(value) for name, _, value in pairs}, "--conditional")
 
 
 def parse_canvas(rows: list[str], model: MaskedDiffusionLM, length: int | None) -> Tensor:

@@ -71,7 +71,7 @@ def prepare(
         str,
         typer.Argument(
             help="A .txt (a document a line), .jsonl or .parquet file, a folder of these, - for standard input, "
-            "sample, lm1b, openwebtext, or a hub dataset (owner/name)."
+            "sample, lm1b, openwebtext, ptb, wikitext, lambada, ag-news, arxiv, pubmed, or a hub dataset (owner/name)."
         ),
     ],
     out: Annotated[Path, typer.Option(help="Folder for the token shards.")],

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from imdm.cli.app import ModelPath, Noise, Seed, app, device, is_main, judges, say, show, show_tables
-from imdm.cli.arguments import parse_counts, parse_held_out, parse_temperatures
+from imdm.cli.app import ModelPath, Noise, Seed, app, device, is_main, judges, reporter, say, show, show_tables
+from imdm.cli.arguments import parse_conditional, parse_counts, parse_held_out, parse_temperatures
 from imdm.errors import UserError
 
 
@@ -30,8 +30,8 @@ def evaluate(
             help="Comma-separated; unless given, validity on a language, entropy and val_ppl on prepared text, val_ppl "
             "on text as it is, nelbo on ids. On languages: validity, token_entropy, factorization_error, kl, kl_half, "
             "tv. On any data: nelbo, val_ppl, entropy, distinct_1, distinct_2, distinct_3, repetition. On text: "
-            "gen_ppl, real_ppl, real_entropy, novelty, mauve, step_error, step_correlation, step_bound, and after "
-            "prompts cond_gen_ppl, cond_entropy, cond_mauve."
+            "gen_ppl, real_ppl, real_entropy, novelty, mauve, step_error, step_error_half, step_correlation, "
+            "pair_error, pair_bound, and after prompts cond_gen_ppl, cond_entropy, cond_mauve."
         ),
     ] = None,
     steps: Annotated[str, typer.Option(help="Comma-separated step counts.")] = "1,2,4,8",
@@ -48,7 +48,14 @@ def evaluate(
         str | None, typer.Option(help="A sentence embedder for MAUVE, a folder or hub id; the judge unless given.")
     ] = None,
     reference: Annotated[
-        str | None, typer.Option(help="The teacher, whose conditionals step_error is measured against.")
+        str | None, typer.Option(help="The teacher, whose conditionals step_error and pair_error are measured against.")
+    ] = None,
+    conditional: Annotated[
+        str | None,
+        typer.Option(
+            help="Changes to how prompts are continued: prompts=256,prefix=50,suffix=0,continuations=5,"
+            "window=generated,tokens=100 are the paper's."
+        ),
     ] = None,
     temperature: Annotated[str, typer.Option(help="Comma-separated; the paper's figures have 1.0.")] = "1.0",
     match: Annotated[
@@ -62,6 +69,7 @@ def evaluate(
 ) -> None:
     """Measure a model: a table here, result rows in a file."""
     from imdm.config import digest
+    from imdm.data import check_fits
     from imdm.data.tokenizers import check_same
     from imdm.evaluation import (
         EMBEDDED,
@@ -75,6 +83,7 @@ def evaluate(
         measure_temperatures,
     )
     from imdm.evaluation import metrics as known
+    from imdm.evaluation.mauve import has_mauve
     from imdm.models import fingerprint, load_model
     from imdm.process import check_policy
     from imdm.report import all_results
@@ -88,10 +97,17 @@ def evaluate(
         raise UserError(f"--judge-precision {judge_precision}: float32 or bf16")
     if out is not None and out.is_dir():
         raise UserError(f"--out {out} is a folder; give a file for the result rows")
+    if any(name in EMBEDDED for name in asked) and not has_mauve():
+        raise UserError("MAUVE needs the extra: pip install 'imdm[mauve]' (mauve-text, GPL)")
+    protocol = parse_conditional(conditional)
     measured = load_model(model).to(device())
-    before = [(text, *parse_held_out(text, measured, model)) for text in data]
+    before = [(text, *parse_held_out(text, measured, model, reporter())) for text in data]
+    others = {path: load_model(path).to(device()) for path in (reference, match) if path is not None}
     for _, section, _ in before:
         check_same(Path(model), section.tokenizer_folder())
+        for path, other in others.items():
+            check_fits(section.source(seed), other)
+            check_same(Path(path), section.tokenizer_folder())
     judged = [name for name in asked if name in JUDGED and not (embedder and name in EMBEDDED)]
     parts = Parts(out.with_name(out.name + ".parts") if out is not None else None)
     common: dict[str, Any] = {
@@ -101,28 +117,28 @@ def evaluate(
         "noise": noise,
         "judge": load_judge(judge, judge_precision, device()) if judged else None,  # type: ignore[arg-type]
         "embedder": load_embedder(embedder, device()) if embedder is not None else None,
-        "reference": load_model(reference).to(device()) if reference is not None else None,
+        "reference": others[reference] if reference is not None else None,
+        "conditional": protocol,
         "parts": parts,
     }
-    other = load_model(match).to(device()) if match is not None else None
+    settings = [fingerprint(measured), noise, samples, draws, protocol.model_dump()]
+    settings += [fingerprint(other) for other in others.values()]  # so that rows of other work stay apart
     rows = []
     for text, section, foreign in before:
         subject = Subject.before(measured, section, **common)
         subject = replace(subject, train=None) if foreign else subject
         names = asked or _usual(text, foreign)
-        settings = digest([fingerprint(measured), noise, samples, draws])  # so that rows of two models stay apart
-        labels = {"experiment": text, "method": method, "recipe_hash": settings}
-        if other is not None:
-            found = measure_matched(subject, other, names, counts, **labels)
+        labels = {"experiment": text, "method": method, "recipe_hash": digest(settings)}
+        if match is not None:
+            found = measure_matched(subject, others[match], names, counts, **labels)
         else:
             found = measure_temperatures(subject, names, counts, temperatures, **labels)
         rows += [row for some in found for row in some]
-    if not is_main():
-        return
-    show(all_results(rows).rich())
-    if out is not None:
-        append(out, rows)
-        parts.forget()
+    if is_main():
+        show(all_results(rows).rich())
+        if out is not None:
+            append(out, rows)
+    parts.forget()
 
 
 def _usual(data: str, foreign: bool) -> list[str]:

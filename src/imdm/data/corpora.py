@@ -52,13 +52,13 @@ PRESETS = {
     "lm1b": Preset(
         "billion-word-benchmark/lm1b",
         {"train": "train", "valid": "test"},
-        "single sentences, shuffled; the benchmark's test split is what perplexities are reported on",
+        "single sentences, shuffled; perplexities are reported on the benchmark's test split, wrapped to 128 tokens",
         clean=unspace,
     ),
     "openwebtext": Preset(
         "Skylion007/openwebtext",
         {"train": "train[:-100000]", "valid": "train[-100000:]"},
-        "web pages; the last 100,000 documents are held out",
+        "web pages, wrapped to 1,024 tokens; the last 100,000 documents are held out",
     ),
     "ptb": Preset(
         "ptb-text-only/ptb_text_only",
@@ -222,7 +222,8 @@ class Corpus:
         self.broken += 1
         if not self.skip_broken:
             raise UserError(
-                f"corpus: {where} is broken ({why}); mend it, or skip broken rows (--skip-broken, skip_broken: true)"
+                f"corpus: {where} is broken ({why}); mend it, or skip broken rows (imdm prepare --skip-broken; in a "
+                "recipe skip_broken: true)"
             )
 
 
@@ -240,7 +241,7 @@ def _stream(name: str, config: str | None, split: str) -> Any:
         except RuntimeError as error:
             if "script" not in str(error):
                 raise
-            return load_dataset(name, config, revision="refs/convert/parquet", **options)
+            return load_dataset(name, data_dir=config, revision="refs/convert/parquet", **options)
     except Exception as error:  # the hub's errors are many
         raise UserError(f"dataset {name!r} cannot be loaded: {str(error).splitlines()[0]}") from None
 

@@ -97,6 +97,10 @@ class Data(Config):
         """Rows that are not trained on, where there are some."""
         return None
 
+    def documents(self, seed: int) -> Source | None:
+        """Held-out rows that each begin a document, where there are some."""
+        return None
+
     def split(self) -> str | None:
         """What the rows of `source` are called, where they have a name."""
         return None

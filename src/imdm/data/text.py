@@ -13,7 +13,7 @@ from imdm.data.packing import Counts, Packing, PrepareConfig, PreparedSource, pr
 from imdm.data.source import Data, LanguageData, Progress, Source, TokenData
 from imdm.data.tokenizers import load_tokenizer, tokenizer_hash
 from imdm.errors import UserError
-from imdm.files import home
+from imdm.files import home, locked
 
 EVERY = 50  # of a source without splits, one document in so many is held out
 
@@ -38,6 +38,10 @@ class PreparedData(Data):
     def split(self) -> str:
         return PreparedSource(self._train).manifest.split
 
+    def documents(self, seed: int) -> Source | None:
+        folder = self.path / "documents"
+        return PreparedSource(folder) if folder.exists() else None
+
     def tokenizer_folder(self) -> Path:
         return self._train
 
@@ -52,6 +56,7 @@ class TextData(Data):
     path        a file or folder of .txt, .jsonl or .parquet, a preset, a hub id, or `sample` (comes with the package)
     valid       held-out text; unless given, the source's own valid split, or one document in 50
     tokenizer   a folder or hub id; or train_bpe: the size of a byte-pair encoding trained on the text
+    with_documents   also prepare the held-out text a document a row, for prompts that begin where a document does
     """
 
     kind: Literal["text"] = "text"
@@ -62,6 +67,7 @@ class TextData(Data):
     train_bpe: int | None = None
     length: int = Field(128, ge=4)
     packing: Packing = "wrapped"
+    with_documents: bool = False
     limit: int | None = Field(None, ge=1)
     skip_broken: bool = False
 
@@ -88,14 +94,16 @@ class TextData(Data):
         """Prepare both splits into `folder`, unless they are there."""
         names = ("length", "tokenizer", "train_bpe", "packing", "limit")
         config = PrepareConfig(**{name: getattr(self, name) for name in names})
-        for split in ("train", "valid"):
+        folders = {"train": "train", "valid": "valid"} | ({"documents": "valid"} if self.with_documents else {})
+        for place, split in folders.items():
 
             def told(counts: Counts, split: str = split) -> None:
                 if progress is not None:
                     progress(counts.documents, f"{split}: {counts.rows:,} rows")
 
             tokenizer = load_tokenizer(folder / "train") if split == "valid" else None
-            prepare(self._corpus(split), config, folder / split, tokenizer=tokenizer, on_progress=told)
+            how = config.model_copy(update={"packing": "unwrapped"}) if place == "documents" else config
+            prepare(self._corpus(split), how, folder / place, tokenizer=tokenizer, on_progress=told)
         return PreparedData(path=folder)
 
     def vocabulary(self) -> tuple[int, int]:
@@ -119,7 +127,8 @@ def prepared_for(source: str, model: str | Path, length: int, progress: Progress
             progress(counts.documents, f"{counts.rows:,} rows")
 
     folder = home() / "prepared" / identity
-    prepare(corpus, config, folder, tokenizer=tokenizer, on_progress=told)
+    with locked(folder):  # another command, or another process of this one, may want the same
+        prepare(corpus, config, folder, tokenizer=tokenizer, on_progress=told)
     return PreparedData(path=folder)
 
 

@@ -51,6 +51,7 @@ class Subject:
             model was distilled on
     judge   who scores generated text, read through `tokenizer`; embedder: who compares it for MAUVE, in the judge's
             place; conditional: how continuations are made
+    documents  held-out rows that each begin a document, for prompts
     reference  whose conditionals stand in for the truth of text (the teacher's); parts: where finished work is kept
     """
 
@@ -65,6 +66,7 @@ class Subject:
     truth: Language | None = None
     data: Source | None = None
     split: str | None = None
+    documents: Source | None = None
     train: Source | None = None
     pairs: Source | None = None
     tokenizer: Any = None
@@ -87,6 +89,7 @@ class Subject:
             truth=data.language(),
             data=held_out or train,
             split="valid" if held_out is not None else data.split(),
+            documents=data.documents(seed),
             train=train,
             tokenizer=load_tokenizer(home) if home is not None else None,
             **settings,
@@ -137,6 +140,12 @@ class Subject:
             raise UserError("the metric reads text, but the model has no tokenizer")
         return self.tokenizer.batch_decode(rows.tolist(), skip_special_tokens=False)
 
+    def held_out(self, metric: str) -> Tensor:
+        """As many rows of held-out data as there are samples, or all there are."""
+        if self.data is None:
+            raise UserError(f"metric {metric!r} needs held-out text; evaluate on prepared text")
+        return self.data.rows(torch.arange(min(self.samples, len(self.data))))["tokens"]
+
     def texts(self) -> list[str]:
         return self.once("texts", lambda: self.decode(self.generation.tokens))
 
@@ -180,7 +189,10 @@ def spread(values: list[Tensor]) -> float:
 STEPLESS = ("factorization_error", "nelbo", "val_ppl", "real_ppl", "real_entropy")
 """Metrics that do not depend on the number of steps: measured once, at the first step count."""
 
-UNWRITTEN = (*STEPLESS, "step_error", "step_correlation", "step_bound")
+COSTS = ("step_error", "step_error_half", "step_correlation", "pair_error", "pair_bound")
+"""Metrics that compare with a reference's conditionals."""
+
+UNWRITTEN = (*STEPLESS, *COSTS)
 """Metrics that read nothing generated, so that the temperature does not matter."""
 
 ENUMERATED = ("validity", "factorization_error", "kl", "kl_half", "tv")

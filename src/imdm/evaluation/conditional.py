@@ -7,8 +7,8 @@ rows with padding, documents too short for the model, are passed over.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -16,21 +16,29 @@ from torch import Tensor
 
 from imdm.config import Config
 from imdm.errors import UserError
-from imdm.evaluation.base import Measurement, Subject, bootstrap_weights, mean, metrics, spread
-from imdm.evaluation.judge import Judge, scored
+from imdm.evaluation.base import Measurement, Subject, mean, metrics
+from imdm.evaluation.judge import perplexity
 from imdm.evaluation.mauve import mauve_of
 from imdm.evaluation.text import sample_entropy
 
 
 class Conditional(Config):
-    """prompts × continuations texts, each after the first `prefix` tokens of a row; window: which `tokens` of a text
-    are judged, the first that were `generated` (the paper's words) or those of the `sequence` (public code)."""
+    """prompts × continuations texts, each after the first `prefix` tokens of a row (and, to fill in a span, before its
+    last `suffix`); window: which `tokens` of a text are judged, the first that were `generated` (the paper's words) or
+    those of the `sequence` (public code)."""
 
     prompts: int = Field(256, ge=1)
     prefix: int = Field(50, ge=1)
+    suffix: int = Field(0, ge=0)
     continuations: int = Field(5, ge=1)
     window: Literal["generated", "sequence"] = "generated"
     tokens: int = Field(100, ge=1)
+
+    @property
+    def label(self) -> str:
+        """The window's name in result rows."""
+        after = f" before {self.suffix}" if self.suffix else ""
+        return f"{self.window}[0:{self.tokens}] after {self.prefix}{after}"
 
     def part(self) -> slice:
         """The window's place in a row, whose first token is the begin token."""
@@ -56,16 +64,17 @@ def continued(subject: Subject) -> Continued:
 
 def _continue(subject: Subject) -> Continued:
     how, model = subject.conditional or Conditional(), subject.model
-    if subject.data is None:
+    if subject.data is None and subject.documents is None:
         raise UserError("conditional metrics need held-out text for their prompts")
     rows = _documents(subject, how)
     length = rows.shape[1]
-    if how.part().stop >= length:
+    if how.part().stop >= length - how.suffix:
         raise UserError(
-            f"rows of {length} tokens are too short for a prompt of {how.prefix} and a window of {how.tokens}"
+            f"rows of {length} tokens are too short for a prompt of {how.prefix + how.suffix} and a window of "
+            f"{how.tokens}; change them with --conditional prefix=…,tokens=…"
         )
-    holes = torch.arange(length) > how.prefix
-    holes[-1] = False  # the end token frames every row
+    position = torch.arange(length)
+    holes = (position > how.prefix) & (position < length - 1 - how.suffix)  # the end token frames every row
     canvas = rows.masked_fill(holes, model.config.mask_token_id)
     made = subject.complete(canvas.repeat_interleave(how.continuations, 0)).tokens
     before = slice(1, how.part().start)
@@ -77,12 +86,14 @@ def _continue(subject: Subject) -> Continued:
 
 def _documents(subject: Subject, how: Conditional) -> Tensor:
     """The first rows that hold no padding: (prompts, L)."""
-    pad = getattr(getattr(subject.data, "manifest", None), "pad", None)
-    unwrapped = getattr(getattr(subject.data, "manifest", None), "packing", "") == "unwrapped"
-    found: list[Tensor] = []
-    for part in torch.arange(len(subject.data)).split(1024):  # type: ignore[arg-type]
-        rows = subject.data.rows(part)["tokens"]  # type: ignore[union-attr]
-        found.append(rows[(rows[:, -1] != pad)] if unwrapped and pad is not None else rows)
+    source: Any = subject.documents or subject.data
+    manifest, found = getattr(source, "manifest", None), list[Tensor]()
+    for part in torch.arange(len(source)).split(1024):
+        rows = source.rows(part)["tokens"]
+        if manifest is not None and manifest.packing == "unwrapped":
+            last = rows[:, -2]  # of a document that fills its row; the end token may also be what pads
+            rows = rows[(last != manifest.end) & (last != manifest.pad)]
+        found.append(rows)
         if sum(map(len, found)) >= how.prompts:
             break
     rows = torch.cat(found)[: how.prompts]
@@ -91,31 +102,29 @@ def _documents(subject: Subject, how: Conditional) -> Tensor:
     return rows
 
 
-def _judge(subject: Subject) -> Judge:
-    if subject.judge is None:
-        raise UserError("conditional perplexity needs a judge; give one with --judge")
-    return subject.judge
+def _split(subject: Subject) -> str:
+    """Which part of the data, and which window of it, a figure is about."""
+    label = (subject.conditional or Conditional()).label
+    return label if subject.split is None else f"{subject.split}, {label}"
 
 
 @metrics.register("cond_gen_ppl")
 def conditional_perplexity(subject: Subject) -> Measurement:
     """The judge's perplexity of the window given the prompt, whose own tokens do not count."""
-    judge, made = _judge(subject), continued(subject)
-    score = scored(subject, judge, made.written, made.prompts)
-    again = bootstrap_weights(len(made.written), subject.seed)
-    replicates = ((again @ score.nll) / (again @ score.count)).exp()
-    return Measurement(score.perplexity(), spread(list(replicates)), len(made.written), judge.name, subject.split)
+    if subject.judge is None:
+        raise UserError("conditional perplexity needs a judge; give one with --judge")
+    made = continued(subject)
+    return replace(perplexity(subject, made.written, made.prompts), split=_split(subject))
 
 
 @metrics.register("cond_entropy")
 def conditional_entropy(subject: Subject) -> Measurement:
     """The unigram entropy of each window, averaged."""
-    found = mean(sample_entropy(continued(subject).tokens))
-    return Measurement(found.value, found.stderr, found.n, split=subject.split)
+    return replace(mean(sample_entropy(continued(subject).tokens)), split=_split(subject))
 
 
 @metrics.register("cond_mauve")
 def conditional_mauve(subject: Subject) -> Measurement:
     """MAUVE of the written windows against the documents' own, over five clustering seeds."""
     made = continued(subject)
-    return mauve_of(subject, made.real, made.written)
+    return replace(mauve_of(subject, made.real, made.written), split=_split(subject))

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,6 +56,16 @@ class Judge:
     precision: Precision = "float32"
     begin: int | None = None
     batch_size: int = 8
+
+    @property
+    def label(self) -> str:
+        """The judge's name in result rows, which says in what precision it reads."""
+        return self.name if self.precision == "float32" else f"{self.name} ({self.precision})"
+
+    @cached_property
+    def identity(self) -> list[Any]:
+        """What its opinions follow from: two judges of one name may have other weights."""
+        return ["judge", self.label, self.begin, weight_sum(self.model)]
 
     @torch.no_grad()
     def score(self, texts: list[str], prompts: list[str] | None = None) -> Score:
@@ -120,6 +131,11 @@ class Judge:
             is_end = (ids == end) & counted
             counted &= ~(is_end & (is_end.cumsum(1) > 1))
         return list(zip((loss * counted[:, 1:]).sum(1).tolist(), counted[:, 1:].sum(1).tolist(), strict=True))
+
+
+def weight_sum(model: Any) -> float:
+    """A number that tells two models of one name apart."""
+    return float(sum(parameter.detach().double().sum() for parameter in model.parameters()))
 
 
 def fetched(name: str) -> Path:
@@ -214,31 +230,28 @@ def scored(subject: Subject, judge: Judge, texts: list[str], prompts: list[str] 
         some = [texts[i] for i in part]
         return vars(judge.score(some, None if prompts is None else [prompts[i] for i in part]))
 
-    identity = ["score", judge.name, judge.precision, texts, prompts]
-    return Score(**subject.parts.collect(len(texts), lambda: identity, make))
+    return Score(**subject.parts.collect(len(texts), lambda: ["score", judge.identity, texts, prompts], make))
+
+
+def perplexity(subject: Subject, texts: list[str], prompts: list[str] | None = None) -> Measurement:
+    """The judge's perplexity of texts (given their prompts), standard error by bootstrap over texts."""
+    if subject.judge is None:
+        raise UserError(f"generative perplexity needs a judge; give one with --judge (the paper's is {DEFAULT})")
+    score = scored(subject, subject.judge, texts, prompts)
+    if not float(score.count.sum()):
+        raise UserError("generative perplexity: the texts have no token that counts")
+    again = bootstrap_weights(len(texts), subject.seed)
+    replicates = ((again @ score.nll) / (again @ score.count)).exp()
+    return Measurement(score.perplexity(), spread(list(replicates)), len(texts), judge=subject.judge.label)
 
 
 @metrics.register("gen_ppl")
 def generative_perplexity(subject: Subject) -> Measurement:
     """The judge's perplexity of the samples, decoded with special tokens kept; standard error over samples."""
-    return _judged(subject, subject.texts())
+    return perplexity(subject, subject.texts())
 
 
 @metrics.register("real_ppl")
 def real_perplexity(subject: Subject) -> Measurement:
     """The same judge on as many rows of real held-out text: what a perfect model would score."""
-    if subject.data is None:
-        raise UserError("metric 'real_ppl' needs held-out text; evaluate on prepared text")
-    rows = subject.data.rows(torch.arange(min(subject.samples, len(subject.data))))["tokens"]
-    return replace(_judged(subject, subject.decode(rows)), split=subject.split)
-
-
-def _judged(subject: Subject, texts: list[str]) -> Measurement:
-    if subject.judge is None:
-        raise UserError(f"generative perplexity needs a judge; give one with --judge (the paper's is {DEFAULT})")
-    score = scored(subject, subject.judge, texts)
-    if not float(score.count.sum()):
-        raise UserError("generative perplexity: the texts have no token that counts")
-    again = bootstrap_weights(len(texts), subject.seed)
-    replicates = ((again @ score.nll) / (again @ score.count)).exp()
-    return Measurement(score.perplexity(), spread(list(replicates)), len(texts), judge=subject.judge.name)
+    return replace(perplexity(subject, subject.decode(subject.held_out("real_ppl"))), split=subject.split)

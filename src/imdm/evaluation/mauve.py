@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from imdm.errors import UserError
 from imdm.evaluation.base import Measurement, Subject, metrics
+from imdm.evaluation.judge import weight_sum
 
 SEEDS = 5
 SCALING = 5.0
@@ -26,7 +28,13 @@ SCALING = 5.0
 class Reader(Protocol):
     """Who turns texts into vectors."""
 
-    name: str
+    @property
+    def label(self) -> str:
+        """Its name in result rows."""
+
+    @property
+    def identity(self) -> list[Any]:
+        """What its features follow from."""
 
     def features(self, texts: list[str]) -> Tensor:
         """One vector a text: (n, D)."""
@@ -40,6 +48,14 @@ class Embedder:
     model: Any
     tokenizer: Any
     batch_size: int = 32
+
+    @property
+    def label(self) -> str:
+        return self.name
+
+    @cached_property
+    def identity(self) -> list[Any]:
+        return ["embedder", self.name, weight_sum(self.model)]
 
     @torch.no_grad()
     def features(self, texts: list[str]) -> Tensor:
@@ -75,28 +91,26 @@ def features(subject: Subject, texts: list[str]) -> Tensor:
     def make(part: Tensor) -> dict[str, Tensor]:
         return {"features": reader.features([texts[i] for i in part])}
 
-    return subject.parts.collect(len(texts), lambda: ["features", reader.name, texts], make)["features"]
+    return subject.parts.collect(len(texts), lambda: ["features", reader.identity, texts], make)["features"]
 
 
 def mauve_of(subject: Subject, real: list[str], written: list[str]) -> Measurement:
-    """The mean over five clustering seeds and their spread, a tenth as many clusters as texts."""
+    """The mean over five clustering seeds and their spread."""
     compute = _library()
     p, q = features(subject, real), features(subject, written)
-    buckets = max(2, min(len(real), len(written)) // 10)
     found = []
     for seed in range(1, SEEDS + 1):
         with _hushed():
             done = compute(
                 p_features=p.numpy(),
                 q_features=q.numpy(),
-                num_buckets=buckets,
                 seed=seed,
                 verbose=False,
                 mauve_scaling_factor=SCALING,
             )
         found.append(float(done.mauve))
     values = torch.tensor(found, dtype=torch.float64)
-    reader, error = _reader(subject).name, float(values.std(correction=1))
+    reader, error = _reader(subject).label, float(values.std(correction=1))
     return Measurement(float(values.mean()), error, len(written), judge=reader, split=subject.split)
 
 
@@ -136,8 +150,5 @@ def _library() -> Any:
 @metrics.register("mauve")
 def mauve(subject: Subject) -> Measurement:
     """The generated texts against as many held-out rows."""
-    if subject.data is None:
-        raise UserError("metric 'mauve' needs held-out text to compare with")
-    _reader(subject)
-    rows = subject.data.rows(torch.arange(min(subject.samples, len(subject.data))))["tokens"]
-    return mauve_of(subject, subject.decode(rows), subject.texts())
+    _reader(subject), _library()  # before anything is written
+    return mauve_of(subject, subject.decode(subject.held_out("mauve")), subject.texts())

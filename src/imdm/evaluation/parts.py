@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from imdm.config import digest
 from imdm.devices import processes
 from imdm.errors import UserError
 from imdm.files import read_tensors, written_aside
+from imdm.randomness import GENERATOR
 
 Columns = dict[str, Tensor]
 
@@ -29,6 +31,7 @@ class Parts:
     """folder: where finished parts are kept; None keeps nothing, and every process does everything."""
 
     folder: Path | None = None
+    _used: set[Path] = field(default_factory=set, repr=False)
 
     def collect(self, n: int, identity: Callable[[], Any], make: Callable[[Tensor], Columns]) -> Columns:
         """What `make` gives for samples 0…n − 1, asked for some of them at a time: columns with a row a sample, on the
@@ -36,19 +39,28 @@ class Parts:
         parts = torch.arange(n).split(max(LEAST, -(-n // MOST)))
         if self.folder is None:
             return _joined([_settled(make(part)) for part in parts])
-        state, folder = processes(), self.folder / digest([identity(), n])
+        state, folder = processes(), self.folder / digest([identity(), n, GENERATOR])
+        self._used.add(folder)
         files = [folder / f"part-{number:02d}.safetensors" for number in range(len(parts))]
         for number in range(state.process_index, len(parts), state.num_processes):
             if not _is_whole(files[number]):
                 with written_aside(files[number]) as aside:
                     save_file(_settled(make(parts[number])), aside)
         state.wait_for_everyone()
-        return _joined([read_tensors(file, "evaluation") for file in files])
+        found = _joined([read_tensors(file, "evaluation") for file in files])
+        if any(len(column) != n for column in found.values()):
+            raise UserError(f"evaluation: the parts in {folder} are not of {n} samples; delete that folder")
+        return found
 
     def forget(self) -> None:
-        """Remove what is kept, once its results are written."""
-        if self.folder is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
+        """Remove what was collected here, once its results are written; others' unfinished work stays."""
+        processes().wait_for_everyone()
+        if self.folder is None or not processes().is_main_process:
+            return
+        for folder in self._used:
+            shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):  # not there, or not empty
+            self.folder.rmdir()
 
 
 def _settled(columns: Columns) -> Columns:

@@ -67,7 +67,7 @@ def to_row(
         judge=found.judge,
         precision=str(subject.model.dtype).removeprefix("torch."),
         length=subject.generation.tokens.shape[1],
-        temperature=round(subject.temperature, 6),
+        temperature=1.0 if metric in UNWRITTEN else round(subject.temperature, 6),
         recipe_hash=recipe_hash,
         time=datetime.now(UTC).isoformat(timespec="seconds"),
     )

@@ -27,10 +27,7 @@ def entropy(subject: Subject) -> Measurement:
 @metrics.register("real_entropy")
 def real_entropy(subject: Subject) -> Measurement:
     """The same of as many rows of held-out text."""
-    if subject.data is None:
-        raise UserError("metric 'real_entropy' needs held-out text; evaluate on prepared text")
-    rows = subject.data.rows(torch.arange(min(subject.samples, len(subject.data))))["tokens"]
-    return replace(mean(sample_entropy(rows)), split=subject.split)
+    return replace(mean(sample_entropy(subject.held_out("real_entropy"))), split=subject.split)
 
 
 def sample_entropy(tokens: Tensor) -> Tensor:

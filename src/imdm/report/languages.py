@@ -13,7 +13,7 @@ from imdm.recipes import Recipe, variants
 from imdm.report import plots
 from imdm.report.build import pages
 from imdm.report.page import Picture, Report, Section
-from imdm.report.tables import Table, figure
+from imdm.report.tables import Table, figure, steps_in_words
 from imdm.theory import total_correlation
 
 METHODS = ("sdtt", "redi", "sdtt+redi", "di4c")
@@ -141,7 +141,7 @@ def margin_table(ahead: list[Margin]) -> Table:
 
 def language_section(name: str, truth: Language, figures: Figures, bound: float) -> Section:
     steps = sorted({key[3] for key in figures.rows if key[0] == name and key[4] == "kl"})
-    kls = (f"KL, {k} step{'s' if k > 1 else ''}" for k in steps)
+    kls = (f"KL, {steps_in_words(k)}" for k in steps)
     columns = ("method", "model", *kls)
     note = "Mean over seeds ± the farthest seed; one seed: ± its standard error. TV, validity and more: results.jsonl."
     table = Table(name, columns, note=note)

@@ -23,6 +23,7 @@ STYLE: Any = {
 }
 
 Bands = dict[str, dict[int, list[float]]]  # model → steps → one value a seed
+Measured = Mapping[str, Mapping[int, tuple[float, float]]]  # curve → steps → value and standard error
 Point = tuple[float, float, float]  # temperature, entropy, perplexity
 Curves = Mapping[str, Sequence[tuple[int, float]]]
 
@@ -83,9 +84,9 @@ def error_over_steps(panels: Mapping[str, Bands], bound: float, bound_name: str)
         return figure
 
 
-def over_steps(panels: Mapping[str, Mapping[str, Mapping[int, tuple[float, float]]]], log: Sequence[str]) -> Figure:
+def over_steps(panels: Mapping[str, Measured], log: Sequence[str], floors: Sequence[str] = ()) -> Figure:
     """One panel a quantity, one curve a model, over the number of steps: (value, standard error) each; `log` names the
-    panels with a logarithmic scale."""
+    panels with a logarithmic scale, `floors` the curves (by how they begin) that are dotted."""
     with rc_context(STYLE):
         figure = Figure(figsize=(4.2 * len(panels), 3.2), layout="constrained")
         axes = figure.subplots(1, len(panels), squeeze=False)
@@ -94,13 +95,22 @@ def over_steps(panels: Mapping[str, Mapping[str, Mapping[int, tuple[float, float
                 steps = sorted(points)
                 values, errors = zip(*(points[k] for k in steps), strict=True)
                 axis.errorbar(
-                    steps, values, errors, marker="o", markersize=3.5, capsize=2, label=name, color=_shade(name)
+                    steps,
+                    values,
+                    errors,
+                    marker="o",
+                    markersize=3.5,
+                    capsize=2,
+                    label=name,
+                    color="black" if name.startswith(tuple(floors)) else _shade(name),
+                    linestyle=":" if name.startswith(tuple(floors)) else "-",
                 )
             ticks = sorted({k for points in curves.values() for k in points})
             axis.set(title=title, xlabel="steps", xscale="log", yscale="log" if title in log else "linear")
             axis.set_xticks(ticks, [str(k) for k in ticks])
             axis.minorticks_off()
-        axes[0][0].legend(frameon=False, fontsize=8, loc="best")
+            if axis is axes[0][0] or list(curves) != list(next(iter(panels.values()))):
+                axis.legend(frameon=False, fontsize=8, loc="best")
         return figure
 
 

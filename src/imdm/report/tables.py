@@ -71,3 +71,8 @@ def all_results(rows: list[Row]) -> Table:
     shown = tuple(name for name in columns if name not in same)
     note = "In all rows: " + ", ".join(f"{name} {cells[0][name]}" for name in same) if same else ""
     return Table("All figures", shown, [tuple(row[name] for name in shown) for row in cells], note)
+
+
+def steps_in_words(count: int) -> str:
+    """`1 step`, `4 steps`."""
+    return f"{count} step{'s' if count > 1 else ''}"

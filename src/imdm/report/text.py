@@ -9,12 +9,21 @@ from imdm.files import read_json
 from imdm.recipes import Recipe
 from imdm.report import paper, plots
 from imdm.report.page import Part, Picture, Report, Section
-from imdm.report.tables import Table, all_results, figure
+from imdm.report.tables import Table, all_results, figure, steps_in_words
 from imdm.report.writing import written_by
 
 CURVES = {"gen_ppl": "generative perplexity", "entropy": "entropy (nats)", "mauve": "MAUVE"}
-PAPER = {"lm1b": (paper.TABLE_4, paper.TABLE_5), "owt": (paper.TABLE_6,), "owt-860m": (paper.TABLE_9,)}
-COST = {"step_correlation": "total correlation of the text", "step_bound": "bound from neighbouring pairs"}
+WRITTEN, CONTINUED = ("gen_ppl", "entropy"), ("cond_gen_ppl", "cond_entropy", "cond_mauve")
+PAPER = {
+    "lm1b": ((paper.TABLE_4, ("gen_ppl",)), (paper.TABLE_5, ("entropy",))),
+    "owt": ((paper.TABLE_6, WRITTEN), (paper.TABLE_7, CONTINUED)),
+    "owt-860m": ((paper.TABLE_9, WRITTEN), (paper.TABLE_10, CONTINUED)),
+}
+"""The paper's tables of an experiment, and which of our metrics stand beside them."""
+COST = {
+    "all positions of a step (nats a sequence)": ("step_error", "step_correlation", "total correlation of the text"),
+    "pairs of neighbours": ("pair_error", "pair_bound", "bound of Theorem 4.1"),
+}
 
 
 def text_page(run: Path, rows: list[Row], facts: dict[str, str]) -> Report | None:
@@ -26,9 +35,11 @@ def text_page(run: Path, rows: list[Row], facts: dict[str, str]) -> Report | Non
         return None
     judges = sorted({row.judge for row in rows if row.judge})
     samples = sorted({row.n for row in rows if row.metric in CURVES})
-    text = f"{' or '.join(map(str, samples))} samples a point; bars are standard errors over samples. " + (
-        f"Judge: {', '.join(judges)}." if judges else "No judge was at hand, so that nobody read the text."
+    text = (
+        f"{' or '.join(map(str, samples))} samples a point; bars are standard errors over samples, of MAUVE the spread "
+        "over clusterings. "
     )
+    text += f"Judge: {', '.join(judges)}." if judges else "No judge was at hand, so that nobody read the text."
     log = [CURVES["gen_ppl"]]
     picture = Picture("steps", plots.svg(plots.over_steps(panels, log)), f"{', '.join(panels)} over steps")
     sections = [Section("Quality over steps", text, [picture, step_table(rows)])]
@@ -53,6 +64,11 @@ def _name(row: Row) -> str:
     return row.method if row.method == "teacher" else f"{row.method} {row.model}"
 
 
+def _once(rows: list[Row], metric: str) -> list[Row]:
+    """One row a seed of what is the same for every model."""
+    return list({row.seed: row for row in rows if row.metric == metric}.values())
+
+
 def _mean(rows: list[Row]) -> tuple[float, float]:
     error = sum((row.stderr or 0) ** 2 for row in rows) ** 0.5 / len(rows)
     return sum(row.value for row in rows) / len(rows), error
@@ -62,10 +78,10 @@ def step_table(rows: list[Row]) -> Table:
     """Generative perplexity (entropy), a row a model, a column a step count, as the paper prints them."""
     ppl, entropy = curves(rows, "gen_ppl"), curves(rows, "entropy")
     steps = sorted({k for points in (ppl or entropy).values() for k in points})
-    real = [row for row in rows if row.metric == "real_ppl"]
+    real = _once(rows, "real_ppl")
     note = f"Real held-out text under the same judge: {figure(*_mean(real))}." if real else ""
     title = "Generative perplexity (entropy)" if ppl else "Entropy"
-    table = Table(title, ("model", *(f"{k} step{'s' if k > 1 else ''}" for k in steps)), note=note)
+    table = Table(title, ("model", *map(steps_in_words, steps)), note=note)
     for name in ppl or entropy:
         cells = []
         for k in steps:
@@ -86,12 +102,11 @@ def frontier(rows: list[Row]) -> list[Section]:
     for (steps, name, temperature), found in sorted(points.items()):
         if len(found) == 2:
             place = temperature, _mean(found["entropy"])[0], _mean(found["gen_ppl"])[0]
-            title = f"{steps} step{'s' if steps > 1 else ''}"
-            panels.setdefault(title, {}).setdefault(name, []).append(place)
+            panels.setdefault(steps_in_words(steps), {}).setdefault(name, []).append(place)
     panels = {title: models for title, models in panels.items() if any(len(m) > 1 for m in models.values())}
     if not panels:
         return []
-    varied, likely = ([row for row in rows if row.metric == name] for name in ("real_entropy", "real_ppl"))
+    varied, likely = _once(rows, "real_entropy"), _once(rows, "real_ppl")
     goal = (_mean(varied)[0], _mean(likely)[0]) if varied and likely else None
     words = "Each point is a temperature, named beside it. Lower is likelier to the judge, further right is more varied"
     words += "; the star is real held-out text." if goal else "."
@@ -100,20 +115,23 @@ def frontier(rows: list[Row]) -> list[Section]:
 
 
 def cost_of_steps(rows: list[Row]) -> list[Section]:
-    """The factorization error on held-out text, with what Theorem 4.1 says of it."""
-    lines = curves(rows, "step_error")
-    if not lines:
+    """The factorization error on held-out text, with what one factorized law a step must lose."""
+    panels = {}
+    for title, (error, floor, name) in COST.items():
+        lines, floors = curves(rows, error), curves(rows, floor)
+        if lines:
+            same = len({tuple(points.items()) for points in floors.values()}) == 1  # models that share their teacher
+            floors = {name: next(iter(floors.values()))} if same else {f"{name}, {m}": p for m, p in floors.items()}
+            panels[title] = lines | floors
+    if not panels:
         return []
-    for metric, name in COST.items():
-        known = curves(rows, metric)
-        if known:
-            lines[name] = next(iter(known.values()))  # the reference's, the same for every model
     words = (
-        "Nats a sequence lost by drawing the positions of one step together, on held-out text: the teacher's joint, "
-        "read position by position, against the model's law of each step. One factorized law a step cannot lose less "
-        "than the text's total correlation; a mixture over noise can."
+        "What is lost by drawing the positions of one step together, on held-out text: the teacher's joint, read one "
+        "position after another, against the model's law of each step. One factorized law a step cannot lose less than "
+        "the dotted floors; a mixture over noise can. For models with noise the left figures are upper bounds, loose "
+        "where 64 draws are few; the right ones need few draws."
     )
-    picture = plots.svg(plots.over_steps({"factorization error (nats a sequence)": lines}, ()))
+    picture = plots.svg(plots.over_steps(panels, (), floors=[name for _, _, name in COST.values()]))
     return [Section("What steps cost", words, [Picture("cost", picture, "factorization error over steps")])]
 
 
@@ -126,24 +144,21 @@ def highlights(rows: list[Row]) -> list[tuple[str, str]]:
         if model == "imdm" and single:
             for k in sorted(ppl[name].keys() & single.keys())[:3]:
                 ratio = ppl[name][k][0] / single[k][0]
-                found.append(
-                    (f"{ratio:.2f}", f"of the single mask's perplexity, {method}, {k} step{'s' if k > 1 else ''}")
-                )
+                found.append((f"{ratio:.2f}", f"of the single mask's perplexity, {method}, {steps_in_words(k)}"))
     return found[:3]
 
 
 def paper_beside(experiment: str, rows: list[Row]) -> list[Part]:
     """The paper's tables of this experiment with our columns added."""
     parts: list[Part] = []
-    for table in PAPER.get(experiment, ()):
-        metric = "entropy" if table.number == 5 else "gen_ppl"
-        ours = curves(rows, metric)
-        columns = (*table.columns, *(f"ours: {name}" for name in ours))
-        shown = Table(f"Table {table.number}. {table.caption}", columns)
+    for table, metrics in PAPER.get(experiment, ()):
+        ours = {f"{name}, {metric}": points for metric in metrics for name, points in curves(rows, metric).items()}
+        shown = Table(f"Table {table.number}. {table.caption}", (*table.columns, *(f"ours: {name}" for name in ours)))
         for cells in table.rows:
             mine = [f"{p[int(cells[0])][0]:.2f}" if int(cells[0]) in p else "–" for p in ours.values()]
             shown.rows.append((*cells, *mine))
-        parts.append(shown)
+        if ours:
+            parts.append(shown)
     return parts
 
 

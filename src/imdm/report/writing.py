@@ -13,6 +13,7 @@ from imdm.data.tokenizers import special_ids
 from imdm.errors import UserError
 from imdm.recipes import EvaluateStage, Recipe
 from imdm.report.page import Beside, Part, Section, Strip, Written
+from imdm.report.tables import steps_in_words
 from imdm.writer import Text, Writer, load
 
 ORDER = "The same seed for every model; nothing is left out or chosen. Blue was written first, red last."
@@ -42,7 +43,7 @@ def written_by(run: Path, recipe: Recipe) -> list[Section]:
     prompt = _prompt(run, recipe, authors[0].writer)
     if prompt is not None:
         few = _few(authors)
-        words = f"{CONTINUATIONS} continuations of a held-out beginning (bold) in {few} step{'s' * (few > 1)}, by each."
+        words = f"{CONTINUATIONS} continuations of a held-out beginning (bold) in {steps_in_words(few)}, by each."
         sections.append(Section("The same prompt continued", words, _continued(authors, prompt, few)))
     most = max(k for author in authors for k in author.steps)
     words = "Grey is still masked. The last model above, one text."
@@ -75,7 +76,7 @@ def _from_nothing(authors: Sequence[Author]) -> list[Part]:
     """At each step count, the first text of every model."""
     parts: list[Part] = []
     for steps in sorted({k for author in authors for k in author.steps}):
-        label = f"{steps} step{'s' if steps > 1 else ''}"
+        label = steps_in_words(steps)
         row = [
             author.shown(author.writer.write(steps=steps, seed=0)[0], steps, label)
             for author in authors
