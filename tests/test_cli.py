@@ -348,7 +348,7 @@ MISTAKES = {
     "policy": (["generate", "MODEL", "--noise", "hold"], "unknown noise policy 'hold'; known: keep, posterior"),
     "metric": (["evaluate", "MODEL", "--data", "aligned", "--metrics", "bleu"], "unknown metric 'bleu'"),
     "counts": (["evaluate", "MODEL", "--data", "aligned", "--steps", "1,x"], "expected whole numbers"),
-    "language": (["evaluate", "MODEL", "--data", "klingon"], "unknown language 'klingon'; known: aligned, markov"),
+    "language": (["evaluate", "MODEL", "--data", "klingon"], "--data 'klingon': neither a language (aligned, markov"),
     "setting": (["evaluate", "MODEL", "--data", "aligned:depth=2"], "unexpected keyword argument 'depth'"),
     "no file": (
         ["evaluate", "MODEL", "--data", "none.safetensors"],
