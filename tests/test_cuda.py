@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,13 @@ from imdm.models.layers import attend, capped_attention
 from imdm.objectives import Nelbo, ReDi
 from imdm.randomness import Purpose, bits, fold, normal, symmetric, uniform
 from imdm.sampling import sample
+from imdm.sampling.categorical import draw
 from imdm.training import TrainConfig, Trainer
 from tests.conftest import tiny_model
 from tests.reference.enumeration import TableDenoiser, all_masked, chain_law, sequence_law
 from tests.reference.statistics import assert_law, counts_of
+
+Draw = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 pytestmark = [
     pytest.mark.cuda,
@@ -28,10 +32,10 @@ pytestmark = [
 def test_bits_and_noise_are_the_same_on_every_device() -> None:
     keys = fold(0, Purpose.SAMPLE, torch.arange(1000))
     position = torch.arange(16)
-    for draw in (bits, uniform):
+    for law in (bits, uniform):
         assert torch.equal(
-            draw(keys[:, None], Purpose.NOISE, position),
-            draw(keys.cuda()[:, None], Purpose.NOISE, position.cuda()).cpu(),
+            law(keys[:, None], Purpose.NOISE, position),
+            law(keys.cuda()[:, None], Purpose.NOISE, position.cuda()).cpu(),
         )
     here = symmetric(keys[:, None], Purpose.NOISE, position, 0, 37)
     assert torch.equal(here, symmetric(keys.cuda()[:, None], Purpose.NOISE, position.cuda(), 0, 37).cpu())
@@ -39,6 +43,67 @@ def test_bits_and_noise_are_the_same_on_every_device() -> None:
     there = normal(keys.cuda()[:, None], Purpose.NOISE, position.cuda(), 0, 37).cpu()
     ulp = torch.maximum(here.abs(), there.abs()) * 2.0**-23
     assert ((here - there).abs() <= ulp).all()
+
+
+def test_keys_and_empty_draws_are_the_same_on_every_device() -> None:
+    keys = fold(7, Purpose.SAMPLE, torch.arange(300))
+    step = torch.arange(5)[:, None]
+    assert torch.equal(fold(keys, Purpose.STEP, step, 9), fold(keys.cuda(), Purpose.STEP, step.cuda(), 9).cpu())
+    assert uniform(keys.cuda()[:0], Purpose.TIME).shape == (0,)
+    assert symmetric(keys.cuda()[:0], Purpose.NOISE, 0, 0, 5).shape == (0, 5)
+    for dim in (1, 4, 768, 2048):
+        here = symmetric(keys[:9], Purpose.NOISE, 2, 3, dim)
+        assert torch.equal(here, symmetric(keys[:9].cuda(), Purpose.NOISE, 2, 3, dim).cpu())
+
+
+@pytest.fixture
+def draw_from_head() -> Draw:
+    return pytest.importorskip("imdm.kernels.draw", exc_type=ImportError).draw_from_head
+
+
+def head(rows: int, width: int, vocabulary: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator("cuda").manual_seed(0)
+    made = [
+        torch.randn(*shape, device="cuda", generator=generator)
+        for shape in ((rows, width), (vocabulary, width), (vocabulary,))
+    ]
+    return made[0].to(dtype), (made[1] / width**0.5 * 2).to(dtype), made[2].to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocabulary", [3, 128, 5001, 50258])
+def test_the_fused_draw_is_the_plain_one(draw_from_head: Draw, vocabulary: int, dtype: torch.dtype) -> None:
+    rows, weight, bias = head(3000, 96, vocabulary, dtype)
+    never = vocabulary - 1
+    u = uniform(fold(1, Purpose.SAMPLE, torch.arange(3000)).cuda(), Purpose.TOKEN)
+    tokens, log_probs = draw_from_head(rows, weight, bias, never, u)
+    logits = rows.double() @ weight.double().T + bias.double()
+    logits[:, never] = -torch.inf
+    exact = logits.log_softmax(-1)
+    edge = exact.exp().cumsum(-1).gather(1, tokens[:, None])[:, 0]  # the drawn token's slice holds u, up to rounding
+    width = exact.gather(1, tokens[:, None])[:, 0].exp()
+    assert bool(((u > edge - width - 1e-5) & (u < edge + 1e-5)).all())
+    assert (tokens == draw(exact, u)).double().mean() > 0.95
+    assert torch.allclose(log_probs.double(), exact.gather(1, tokens[:, None])[:, 0], atol=1e-3)
+
+
+def test_the_fused_draw_finds_every_token_in_the_tail(draw_from_head: Draw) -> None:
+    """u in the middle of each token's slice, for probabilities from e⁻⁶³ on: no token is too unlikely to be drawn."""
+    logits = torch.linspace(-60.0, 0.0, 600)
+    weight, rows = torch.zeros(600, 16, device="cuda"), torch.zeros(599, 16, device="cuda")
+    p = logits[:-1].double().softmax(0)
+    tokens, _ = draw_from_head(rows, weight, logits.cuda(), 599, (p.cumsum(0) - p / 2).cuda())
+    assert torch.equal(tokens.cpu(), torch.arange(599))
+
+
+def test_the_fused_draw_has_the_law_of_the_head(draw_from_head: Draw) -> None:
+    rows, weight, bias = head(1, 32, 40, torch.bfloat16)
+    n = 1_000_000
+    u = uniform(fold(2, Purpose.SAMPLE, torch.arange(n)).cuda(), Purpose.TOKEN)
+    tokens, _ = draw_from_head(rows.expand(n, -1), weight, bias, 39, u)
+    logits = rows.double() @ weight.double().T + bias.double()
+    logits[:, 39] = -torch.inf
+    assert_law(torch.bincount(tokens, minlength=40).cpu(), logits.softmax(-1)[0].cpu())
 
 
 def test_reveals_and_noise_agree_across_devices(mask: Mask) -> None:

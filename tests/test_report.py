@@ -89,7 +89,7 @@ def test_several_runs_make_one_page(tmp_path: Path) -> None:
     assert "a: Quality over steps" in titles
     assert "b: Quality over steps" in titles
     page = whole.write(tmp_path, tmp_path / "both.html")
-    assert page.read_text().count("<img") == 2
+    assert page.read_text().count("<img") == 4
 
 
 def test_written_text_is_escaped_and_coloured() -> None:
@@ -130,7 +130,7 @@ def test_the_frontier_needs_several_temperatures() -> None:
     rows += [at("gen_ppl", 60.0, 0.8), at("entropy", 3.8, 0.8)]
     (section,) = frontier(rows)
     assert "star" not in section.text
-    assert "0.8" in section.parts[0].svg
+    assert "0.8" in section.parts[0].parts[0].svg
     rows += [at("real_ppl", 50.0, 1.0), at("real_entropy", 4.1, 1.0)]
     assert "star" in frontier(rows)[0].text
     assert curves(rows, "gen_ppl") == {"redi imdm": {4: (90.0, 1.0)}}  # the paper's temperature alone
@@ -142,8 +142,8 @@ def test_what_steps_cost_is_drawn_with_the_bound() -> None:
         for metric, value in (("step_correlation", 5.0), ("step_error", 3.0), ("pair_error", 0.1), ("pair_bound", 0.2))
     ]
     (section,) = cost_of_steps(rows)
-    assert "total correlation of the text" in section.parts[0].svg
-    assert "bound of Theorem 4.1" in section.parts[0].svg
+    assert "total correlation of the text" in section.parts[0].parts[0].svg
+    assert "bound of Theorem 4.1" in section.parts[0].parts[1].svg
     assert cost_of_steps(rows[:1]) == []
 
 

@@ -20,6 +20,8 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from imdm.kernels import kernels
+
 GENERATOR = "philox-4x32-10/1"  # named in coupling manifests; changes when any drawn number changes
 
 _WORD = 0xFFFFFFFF
@@ -91,7 +93,10 @@ def bits(key: Tensor, purpose: Purpose, a: Tensor | int = 0, b: Tensor | int = 0
 
 def fold(key: Tensor | int, purpose: Purpose, a: Tensor | int = 0, b: Tensor | int = 0) -> Tensor:
     """A new 64-bit key for (purpose, a, b) under `key`."""
-    words = bits(as_key(key), purpose, a, b)
+    key = as_key(key)
+    if key.is_cuda and (fast := kernels("numbers")):
+        return fast.fold(key, int(purpose), a, b)
+    words = bits(key, purpose, a, b)
     return (words[..., 0] << 32) | words[..., 1]
 
 
@@ -108,12 +113,16 @@ def centred(word: Tensor) -> Tensor:
 
 def uniform(key: Tensor, purpose: Purpose, a: Tensor | int = 0, b: Tensor | int = 0) -> Tensor:
     """One float64 in [0, 1) for every (key, a, b)."""
+    if key.is_cuda and (fast := kernels("numbers")):
+        return fast.uniform(key, int(purpose), a, b)
     words = bits(key, purpose, a, b)
     return unit(words[..., 0], words[..., 1])
 
 
 def symmetric(key: Tensor, purpose: Purpose, a: Tensor | int, b: Tensor | int, dim: int) -> Tensor:
     """Unif(−1, 1) in float32: (..., dim)."""
+    if key.is_cuda and (fast := kernels("numbers")):
+        return fast.symmetric(key, int(purpose), a, b, dim)
     return centred(bits(key, purpose, a, b, blocks=math.ceil(dim / 4))[..., :dim])
 
 

@@ -63,15 +63,16 @@ class Written:
 
 @dataclass(frozen=True)
 class Beside:
-    """Texts next to one another, below one another where there is no room."""
+    """Texts or pictures next to one another, below one another where there is no room."""
 
-    texts: Sequence[Written]
+    parts: Sequence[Written] | Sequence[Picture]
 
     def markdown(self) -> str:
-        return "\n>\n".join(text.markdown() for text in self.texts)
+        between = "\n>\n" if isinstance(self.parts[0], Written) else "\n\n"
+        return between.join(part.markdown() for part in self.parts)
 
     def html(self) -> str:
-        return f"<div class=beside>{''.join(text.html() for text in self.texts)}</div>"
+        return f"<div class=beside>{''.join(part.html() for part in self.parts)}</div>"
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,9 @@ class Report:
         page = page or folder / "report.html"
         files = {folder / "report.md": self.markdown(), page: self.html()}
         for section in self.sections:
-            files |= {folder / part.file: part.svg for part in section.parts if isinstance(part, Picture)}
+            for part in section.parts:
+                pictures = part.parts if isinstance(part, Beside) else [part]
+                files |= {folder / p.file: p.svg for p in pictures if isinstance(p, Picture)}
         for path, text in files.items():
             with written_aside(path) as aside:
                 aside.write_text(text)

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib import rc_context
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter
 from torch import Tensor
 
 COLOURS = {"mdm": "#8a8f98", "mdlm": "#8a8f98", "finite": "#0f766e", "imdm": "#c2410c", "teacher": "#1d4ed8"}
@@ -84,53 +86,60 @@ def error_over_steps(panels: Mapping[str, Bands], bound: float, bound_name: str)
         return figure
 
 
-def over_steps(panels: Mapping[str, Measured], log: Sequence[str], floors: Sequence[str] = ()) -> Figure:
-    """One panel a quantity, one curve a model, over the number of steps: (value, standard error) each; `log` names the
-    panels with a logarithmic scale, `floors` the curves (by how they begin) that are dotted."""
+def over_steps(title: str, curves: Measured, log: bool = False, floors: Sequence[str] = ()) -> Figure:
+    """A quantity over the number of steps, one curve a model, with standard errors; `floors` names the curves (by how
+    they begin) that are dotted."""
     with rc_context(STYLE):
-        figure = Figure(figsize=(4.2 * len(panels), 3.2), layout="constrained")
-        axes = figure.subplots(1, len(panels), squeeze=False)
-        for axis, (title, curves) in zip(axes[0], panels.items(), strict=True):
-            for name, points in curves.items():
-                steps = sorted(points)
-                values, errors = zip(*(points[k] for k in steps), strict=True)
-                axis.errorbar(
-                    steps,
-                    values,
-                    errors,
-                    marker="o",
-                    markersize=3.5,
-                    capsize=2,
-                    label=name,
-                    color="black" if name.startswith(tuple(floors)) else _shade(name),
-                    linestyle=":" if name.startswith(tuple(floors)) else "-",
-                )
-            ticks = sorted({k for points in curves.values() for k in points})
-            axis.set(title=title, xlabel="steps", xscale="log", yscale="log" if title in log else "linear")
-            axis.set_xticks(ticks, [str(k) for k in ticks])
-            axis.minorticks_off()
-            if axis is axes[0][0] or list(curves) != list(next(iter(panels.values()))):
-                axis.legend(frameon=False, fontsize=8, loc="best")
+        figure = Figure(figsize=(4.2, 3.2), layout="constrained")
+        axis = figure.subplots()
+        for name, points in curves.items():
+            steps = sorted(points)
+            values, errors = zip(*(points[k] for k in steps), strict=True)
+            floor = name.startswith(tuple(floors))
+            axis.errorbar(
+                steps,
+                values,
+                errors,
+                marker="o",
+                markersize=3.5,
+                capsize=2,
+                label=name,
+                color="black" if floor else _shade(name),
+                linestyle=":" if floor else "-",
+            )
+        ticks = sorted({k for points in curves.values() for k in points})
+        axis.set(title=title, xlabel="steps", xscale="log", yscale="log" if log else "linear")
+        axis.set_xticks(ticks, [str(k) for k in ticks])
+        axis.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
+        _plain_numbers(axis)
+        axis.legend(frameon=False, fontsize=8, loc="best")
         return figure
 
 
-def frontier(panels: Mapping[str, Mapping[str, Sequence[Point]]], goal: tuple[float, float] | None) -> Figure:
-    """Perplexity over entropy, one panel a step count, one curve a model: (temperature, entropy, perplexity) each, and
-    real text as a star."""
+def frontier(title: str, models: Mapping[str, Sequence[Point]], goal: tuple[float, float] | None) -> Figure:
+    """Perplexity over entropy, one curve a model, each point with its temperature, and real text as a star."""
     with rc_context(STYLE):
-        figure = Figure(figsize=(4.6 * len(panels), 3.6), layout="constrained")
-        axes = figure.subplots(1, len(panels), squeeze=False)
-        for axis, (title, models) in zip(axes[0], panels.items(), strict=True):
-            for name, points in models.items():
-                _, entropy, perplexity = zip(*points, strict=True)
-                axis.plot(entropy, perplexity, marker="o", markersize=3.5, label=name, color=_shade(name))
-                for temperature, *place in points:
-                    axis.annotate(f"{temperature:g}", place, textcoords="offset points", xytext=(4, 3), fontsize=7)
-            if goal is not None:
-                axis.plot(*goal, "*", color="black", markersize=9, label="real text")
-            axis.set(title=title, xlabel="entropy (nats)", ylabel="generative perplexity", yscale="log")
-        axes[0][0].legend(frameon=False, fontsize=8, loc="best")
+        figure = Figure(figsize=(4.2, 3.2), layout="constrained")
+        axis = figure.subplots()
+        for name, points in models.items():
+            _, entropy, perplexity = zip(*points, strict=True)
+            axis.plot(entropy, perplexity, marker="o", markersize=3.5, label=name, color=_shade(name))
+            for temperature, x, y in points:
+                axis.annotate(f"{temperature:g}", (x, y), textcoords="offset points", xytext=(4, 3), fontsize=7)
+        if goal is not None:
+            axis.plot(*goal, "*", color="black", markersize=9, label="real text")
+        axis.set(title=title, xlabel="entropy (nats)", ylabel="generative perplexity", yscale="log")
+        _plain_numbers(axis)
+        axis.legend(frameon=False, fontsize=8, loc="best")
         return figure
+
+
+def _plain_numbers(axis: Axes) -> None:
+    """300 and 2000, not powers of ten, where a logarithmic scale spans little."""
+    if axis.get_yscale() == "log":
+        for which in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
+            which(LogFormatter(labelOnlyBase=False, minor_thresholds=(3, 1)))
+        axis.tick_params(axis="y", which="minor", labelsize=8)
 
 
 def _shade(name: str) -> str | None:

@@ -8,7 +8,7 @@ from imdm.evaluation import Row
 from imdm.files import read_json
 from imdm.recipes import Recipe
 from imdm.report import paper, plots
-from imdm.report.page import Part, Picture, Report, Section
+from imdm.report.page import Beside, Part, Picture, Report, Section
 from imdm.report.tables import Table, all_results, figure, steps_in_words
 from imdm.report.writing import written_by
 
@@ -40,9 +40,11 @@ def text_page(run: Path, rows: list[Row], facts: dict[str, str]) -> Report | Non
         "over clusterings. "
     )
     text += f"Judge: {', '.join(judges)}." if judges else "No judge was at hand, so that nobody read the text."
-    log = [CURVES["gen_ppl"]]
-    picture = Picture("steps", plots.svg(plots.over_steps(panels, log)), f"{', '.join(panels)} over steps")
-    sections = [Section("Quality over steps", text, [picture, step_table(rows)])]
+    pictures = []
+    for number, (title, found) in enumerate(panels.items(), 1):
+        drawn = plots.over_steps(title, found, log=title == CURVES["gen_ppl"])
+        pictures.append(Picture(f"steps-{number}", plots.svg(drawn), f"{title} over steps"))
+    sections = [Section("Quality over steps", text, [Beside(pictures), step_table(rows)])]
     beside = paper_beside(recipe.experiment, rows)
     if beside:
         sections.append(Section("The paper's figures, and ours", "", beside))
@@ -110,8 +112,11 @@ def frontier(rows: list[Row]) -> list[Section]:
     goal = (_mean(varied)[0], _mean(likely)[0]) if varied and likely else None
     words = "Each point is a temperature, named beside it. Lower is likelier to the judge, further right is more varied"
     words += "; the star is real held-out text." if goal else "."
-    picture = Picture("frontier", plots.svg(plots.frontier(panels, goal)), "generative perplexity against entropy")
-    return [Section("Perplexity and entropy", words, [picture])]
+    pictures = [
+        Picture(f"frontier-{number}", plots.svg(plots.frontier(title, found, goal)), f"in {title}")
+        for number, (title, found) in enumerate(panels.items(), 1)
+    ]
+    return [Section("Perplexity and entropy", words, [Beside(pictures)])]
 
 
 def cost_of_steps(rows: list[Row]) -> list[Section]:
@@ -128,11 +133,16 @@ def cost_of_steps(rows: list[Row]) -> list[Section]:
     words = (
         "What is lost by drawing the positions of one step together, on held-out text: the teacher's joint, read one "
         "position after another, against the model's law of each step. One factorized law a step cannot lose less than "
-        "the dotted floors; a mixture over noise can. For models with noise the left figures are upper bounds, loose "
-        "where 64 draws are few; the right ones need few draws."
+        "the dotted floors; a mixture over noise can. For models with noise the figures of all positions are upper "
+        "bounds, loose where 64 draws are few; pairs need few draws. A student that has learnt few pairs by heart "
+        "loses more on text that is not theirs."
     )
-    picture = plots.svg(plots.over_steps(panels, (), floors=[name for _, _, name in COST.values()]))
-    return [Section("What steps cost", words, [Picture("cost", picture, "factorization error over steps")])]
+    dotted = [name for _, _, name in COST.values()]
+    pictures = [
+        Picture(f"cost-{number}", plots.svg(plots.over_steps(title, found, floors=dotted)), "factorization error")
+        for number, (title, found) in enumerate(panels.items(), 1)
+    ]
+    return [Section("What steps cost", words, [Beside(pictures)])]
 
 
 def highlights(rows: list[Row]) -> list[tuple[str, str]]:

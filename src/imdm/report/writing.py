@@ -98,8 +98,8 @@ def _prompt(run: Path, recipe: Recipe, writer: Writer) -> str | None:
     size = min(50, writer.model.config.length // 4)
     ids = rows.rows(torch.arange(1))["tokens"][0, 1 : 1 + size].tolist()
     end = special_ids(writer.tokenizer).end
-    text = writer.decode(ids[: ids.index(end)] if end in ids[1:] else ids).strip()
-    return text or None
+    words = writer.decode(ids[: ids.index(end)] if end in ids[1:] else ids).split()
+    return " ".join(words[:-1] or words) or None  # the last word may be cut
 
 
 def _continued(authors: Sequence[Author], prompt: str, steps: int) -> list[Part]:

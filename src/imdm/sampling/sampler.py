@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from imdm.errors import UserError
+from imdm.kernels import kernels
 from imdm.process import NoisePolicy, Process, check_policy
 from imdm.randomness import Purpose, uniform
 from imdm.sampling.categorical import draw
@@ -100,7 +101,12 @@ class Drawn:
 
 
 def draw_tokens(denoiser: Denoiser, rows: Tensor, u: Tensor, temperature: float = 1.0, top_p: float = 1.0) -> Drawn:
-    """A token for each hidden row (R, ·) from the head, in chunks, so that (R, V) is never held whole."""
+    """A token for each hidden row (R, ·) from the head, so that (R, V) is never held whole: by one kernel on a GPU, in
+    chunks elsewhere."""
+    layer = getattr(denoiser, "output", None)
+    as_it_is = temperature == top_p == 1.0
+    if rows.is_cuda and as_it_is and isinstance(layer, nn.Linear) and (fast := kernels("draw")):
+        return Drawn(*fast.draw_from_head(rows, layer.weight, layer.bias, denoiser.process.mask_id, u))
     size = max(1, AT_ONCE // denoiser.vocab_size)
     tokens = torch.empty(len(rows), dtype=torch.int64, device=rows.device)
     log_probs = torch.empty(len(rows), device=rows.device)
