@@ -68,7 +68,7 @@ def parse_held_out(text: str, model: MaskedDiffusionLM, path: str, reporter: Any
     if not is_text and not ours and not text.endswith(".safetensors") and text.partition(":")[0] not in list(languages):
         named = ", ".join(("sample", *sorted(PRESETS)))
         raise UserError(
-            f"--data {text!r}: neither a language ({', '.join(languages)}), a .safetensors file, prepared text, a text "
+            f"--data {text!r}: neither a language ({', '.join(sorted(languages))}), a .safetensors file, prepared text, a text "
             f"({', '.join(ENDINGS)}, a folder of these) nor one of {named}"
         )
     if ours or not is_text:
