@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from imdm.data import LanguageSource
 from imdm.data.synthetic import languages
+from imdm.errors import UserError
 from imdm.evaluation import Parts, Subject, measure
+from imdm.files import written_aside
 from tests.conftest import tiny_model
 
 
@@ -64,6 +67,18 @@ def test_a_spoilt_part_is_made_again(tmp_path: Path) -> None:
     spoilt.write_bytes(spoilt.read_bytes()[:20])
     found = Parts(tmp_path).collect(200, lambda: "squares", columns)
     assert torch.equal(found["square"], torch.arange(200) ** 2)
+
+
+def test_a_disk_that_is_full_is_said(tmp_path: Path) -> None:
+    def full() -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    with (
+        pytest.raises(UserError, match="part cannot be written: I/O error: No space left"),
+        written_aside(tmp_path / "part"),
+    ):
+        full()
+    assert not list(tmp_path.iterdir())
 
 
 def test_only_ones_own_parts_are_forgotten(tmp_path: Path) -> None:
