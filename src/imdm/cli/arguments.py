@@ -68,8 +68,8 @@ def parse_held_out(text: str, model: MaskedDiffusionLM, path: str, reporter: Any
     if not is_text and not ours and not text.endswith(".safetensors") and text.partition(":")[0] not in list(languages):
         named = ", ".join(("sample", *sorted(PRESETS)))
         raise UserError(
-            f"--data {text!r}: neither a language ({', '.join(sorted(languages))}), a .safetensors file, prepared text, "
-            f"a text ({', '.join(ENDINGS)}, a folder of these) nor one of {named}"
+            f"--data {text!r}: neither a language ({', '.join(sorted(languages))}), a .safetensors file, prepared "
+            f"text, a text ({', '.join(ENDINGS)}, a folder of these) nor one of {named}"
         )
     if ours or not is_text:
         return parse_data(text, model), False
