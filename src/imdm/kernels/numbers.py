@@ -51,20 +51,19 @@ def _places(key: Tensor, a: Tensor | int, b: Tensor | int) -> tuple[torch.Size, 
 
 
 def uniform(key: Tensor, purpose: int, a: Tensor | int, b: Tensor | int) -> Tensor:
-    shape, places = _places(key, a, b)
-    out = torch.empty(shape, dtype=torch.float64, device=key.device)
-    if out.numel():
-        grid = (triton.cdiv(out.numel(), BLOCK),)
-        _numbers[grid](*places, out, out.numel(), purpose, UNIFORM=True, BLOCK=BLOCK)
-    return out
+    return _two_words(key, purpose, a, b, torch.float64)
 
 
 def fold(key: Tensor, purpose: int, a: Tensor | int, b: Tensor | int) -> Tensor:
+    return _two_words(key, purpose, a, b, torch.int64)
+
+
+def _two_words(key: Tensor, purpose: int, a: Tensor | int, b: Tensor | int, dtype: torch.dtype) -> Tensor:
     shape, places = _places(key, a, b)
-    out = torch.empty(shape, dtype=torch.int64, device=key.device)
+    out = torch.empty(shape, dtype=dtype, device=key.device)
     if out.numel():
         grid = (triton.cdiv(out.numel(), BLOCK),)
-        _numbers[grid](*places, out, out.numel(), purpose, UNIFORM=False, BLOCK=BLOCK)
+        _numbers[grid](*places, out, out.numel(), purpose, UNIFORM=dtype == torch.float64, BLOCK=BLOCK)
     return out
 
 
