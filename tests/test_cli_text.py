@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from imdm.data import PreparedData
 from imdm.data.tokenizers import has_tokenizer
 from imdm.evaluation import read
+from imdm.files import append_line
 from imdm.sampling import sample
 from tests.test_cli import imdm, refused
 from tests.test_corpora import SENTENCES
@@ -87,7 +89,8 @@ def test_text_becomes_a_report(run: Path) -> None:
     assert "measure: gen_ppl left out: judge 'smollm2' is not here; get it with 'imdm judge fetch smollm2'" in said
     page = (run / "report.html").read_text()
     assert "Written side by side" in page
-    assert "No judge was at hand" in page
+    assert "Nobody judged the text." in page
+    assert "novelty" in (run / "report.md").read_text()
     for stage in ("teacher", "student"):
         assert has_tokenizer(run / "seed-0" / stage / "model")
     assert (run / "data/valid/manifest.json").exists()
@@ -129,7 +132,11 @@ def test_writing(run: Path, tmp_path: Path) -> None:
     assert [json.loads(line)["prompt"] for line in many.splitlines()] == ["The dog", "The bird"]
     filled = imdm("generate", model, "--infill", "The ___ saw the ___.", "--blank", "1", "--json").stdout
     assert " saw the" in json.loads(filled)["text"]
-    assert imdm("generate", model, "--steps", "2", "--trace").returncode == 0
+    plain = imdm("generate", model, "--prompt", "The cat", "--steps", "2", "--trace").stdout.splitlines()
+    assert [line.split()[0] for line in plain] == ["0", "1", "2"]  # no colours in a pipe: step by step
+    assert plain[0].split()[1:3] == ["The", plain[0].split()[2]]
+    assert "░" in plain[0]
+    assert "░" not in plain[2]
     assert imdm("generate", model, "--canvas", "0 ? ? 1").stdout.startswith("0 ")
 
 
@@ -141,7 +148,7 @@ def test_prepare_says_what_it_did_and_evaluate_reads_it(run: Path, tmp_path: Pat
     done = imdm(*command, "--skip-broken")
     assert done.returncode == 0, done.stderr
     assert "60 documents" in done.stdout
-    assert "1 broken rows skipped" in done.stdout
+    assert "1 broken skipped" in done.stdout
     out = tmp_path / "results.jsonl"
     result = imdm("evaluate", tokenizer, "--data", tmp_path / "rows", "--samples", "8", "--steps", "2", "--out", out)
     assert result.returncode == 0, result.stderr
@@ -169,6 +176,33 @@ def test_text_as_it_is_is_read_in_the_models_tokens(run: Path, tmp_path: Path) -
     assert read(out)[0].value != rows[0].value  # a changed file is read anew
 
 
+def test_some_documents_are_held_out_on_request(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "c.txt").write_text("\n".join(SENTENCES * 20))
+    tokenizer = ["--tokenizer", run / "seed-0/teacher/model", "--length", "20"]
+    done = imdm("prepare", tmp_path / "c.txt", *tokenizer, "--hold-out", "4", "--out", tmp_path / "rows")
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["180", "60"]
+    data = PreparedData(path=tmp_path / "rows")
+    assert len(data.held_out(0)) < len(data.source(0))
+    said = refused(imdm("prepare", tmp_path / "c.txt", *tokenizer, "--split", "valid", "--out", tmp_path / "other"))
+    assert "has no splits; leave it out, or hold some out with --hold-out 50" in said
+    said = refused(
+        imdm("prepare", "sample", *tokenizer, "--hold-out", "4", "--split", "train", "--out", tmp_path / "o")
+    )
+    assert "--hold-out is for files and folders without splits" in said
+
+
+def test_results_alone_make_a_page_with_a_frontier(run: Path, tmp_path: Path) -> None:
+    rows = [row.model_dump() for row in read(run / "results.jsonl") if row.metric == "entropy"]
+    for value, temperature in ((50.0, 1.0), (40.0, 0.8)):
+        for metric in ("gen_ppl", "entropy"):
+            changes = {"metric": metric, "value": value, "temperature": temperature, "judge": "j", "steps": 4}
+            append_line(tmp_path / "mine/results.jsonl", rows[0] | changes)
+    assert imdm("report", tmp_path / "mine").returncode == 0
+    assert "Perplexity and entropy" in (tmp_path / "mine/report.html").read_text()
+    assert "name it results.jsonl" in refused(imdm("report", tmp_path / "mine/results.jsonl"))
+
+
 def test_what_steps_cost(run: Path, tmp_path: Path) -> None:
     student, teacher, out = run / "seed-0/student/model", run / "seed-0/teacher/model", tmp_path / "results.jsonl"
     about = ["--data", run / "data", "--metrics", "step_error,pair_error,pair_bound", "--steps", "1,2"]
@@ -186,6 +220,7 @@ def test_continuations_stand_side_by_side_in_a_terminal(run: Path, monkeypatch: 
     shown = imdm("generate", model, "--prompt", "The cat", "--num", "2", "--steps", "2").stdout
     assert shown.splitlines()[0].strip() == "The cat"
     assert shown.splitlines()[1].count("The cat") == 2
+    monkeypatch.setattr("imdm.cli.writing.in_colour", lambda: True)
     traced = imdm("generate", model, "--prompt", "The cat", "--num", "2", "--steps", "2", "--trace").stdout
     assert traced.splitlines()[0].split() == ["given", "step", "1", "step", "2"]
 

@@ -132,6 +132,46 @@ def test_wikitext_is_put_together() -> None:
     assert unspace_wikitext(spaced) == 'a well-known "band" sold 1,000 records, i.e. 2.5% (of 40)'
 
 
+@pytest.mark.parametrize("names", [("a", "valid"), ("train/a", "valid/b"), ("book", "dev-00"), ("x", "validation/y")])
+def test_what_is_called_valid_is_held_out(names: tuple[str, str], tmp_path: Path) -> None:
+    for name, texts in zip(names, (SENTENCES[:5], SENTENCES[5:]), strict=True):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write(tmp_path / f"{name}.txt", texts)
+    write(tmp_path / "test.txt", ["never read"])
+    assert Corpus(str(tmp_path)).has_splits()
+    assert list(Corpus(str(tmp_path)).documents()) == SENTENCES[:5]
+    assert list(Corpus(str(tmp_path), split="valid").documents()) == SENTENCES[5:]
+
+
+def test_names_that_only_begin_like_a_split(tmp_path: Path) -> None:
+    for name in ("testament", "training", "validity"):
+        write(tmp_path / f"{name}.txt", [name])
+    assert not Corpus(str(tmp_path)).has_splits()
+    assert len(list(Corpus(str(tmp_path)).documents())) == 3
+
+
+def test_without_a_valid_file_some_of_train_is_held_out_and_test_is_left_alone(tmp_path: Path) -> None:
+    write(tmp_path / "train.txt", SENTENCES)
+    write(tmp_path / "test.txt", ["never read"])
+    assert list(Corpus(str(tmp_path), split="valid", hold_out=4).documents()) == SENTENCES[3::4]
+
+
+def test_json_lines_from_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = "".join(json.dumps({"body": text}) + "\n" for text in SENTENCES)
+    for field, expected in (("body", SENTENCES), ("text", lines.splitlines())):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines.encode())))
+        assert list(Corpus("-", field=field).documents()) == expected
+
+
+def test_other_text_of_the_same_size_is_noticed(tmp_path: Path, tokenizer: Path) -> None:
+    config = PrepareConfig(length=16, tokenizer=str(tokenizer))
+    write(tmp_path / "a.txt", SENTENCES * 5)
+    prepare(Corpus(str(tmp_path / "a.txt")), config, tmp_path / "rows")
+    write(tmp_path / "a.txt", list(reversed(SENTENCES)) * 5)
+    with pytest.raises(UserError, match="was made of other text; choose another folder"):
+        prepare(Corpus(str(tmp_path / "a.txt")), config, tmp_path / "rows")
+
+
 def test_without_splits_some_documents_are_held_out(tmp_path: Path) -> None:
     write(tmp_path / "all.txt", SENTENCES)
     train = list(Corpus(str(tmp_path), hold_out=4).documents())
@@ -240,7 +280,7 @@ def test_a_stopped_run_goes_on_to_the_same_rows(
 
 def test_other_settings_into_the_same_folder_are_refused(tmp_path: Path, tokenizer: Path) -> None:
     prepared(tmp_path, tokenizer)
-    with pytest.raises(UserError, match="was made with packing = 'wrapped', now asked for 'unwrapped'"):
+    with pytest.raises(UserError, match="was made with packing = 'wrapped', not 'unwrapped'"):
         prepared(tmp_path, tokenizer, packing="unwrapped")
 
 

@@ -117,7 +117,7 @@ def test_metrics_refuse_what_they_cannot_measure() -> None:
         match="unknown metric 'bleu'; known: cond_entropy, .* entropy, factorization_error, gen_ppl, .* validity",
     ):
         measure(["bleu"], subject())
-    with pytest.raises(UserError, match="needs an enumerated language"):
+    with pytest.raises(UserError, match="need an enumerated language"):
         measure(["validity"], Subject(tiny_model()))
     with pytest.raises(UserError, match="the data has 3 token ids with mask 2, the model has 5 with mask 4"):
         measure(["validity"], Subject(tiny_model(), truth=LANGUAGE))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from imdm.console import frames
 from imdm.errors import UserError
 from imdm.evaluation import Row
 from imdm.files import append_line
@@ -97,14 +98,12 @@ def test_written_text_is_escaped_and_coloured() -> None:
     assert '<span style="font-weight:600" title="step 0">&lt;b&gt;</span>' in shown.html()
     assert "rgb(60,110,240)" in shown.html()
     assert "rgb(240,110,60)" in shown.html()
-    assert shown.markdown() == "> **x:** <b> & late"
+    assert shown.markdown() == "> **x:** *<b>* & late"
 
 
 def test_a_text_appears_step_by_step() -> None:
     strip = Strip("imdm", [("The", -1), (" <cat>", 1), (" sat", 0)], steps=2)
-    assert strip.frames == [0, 1, 2]
-    assert Strip("x", [], steps=16).frames == [0, 1, 2, 4, 8, 16]
-    assert Strip("x", [], steps=6).frames == [0, 1, 2, 4, 6]
+    assert [frames(steps) for steps in (2, 6, 16)] == [[0, 1, 2], [0, 1, 2, 4, 6], [0, 1, 2, 4, 8, 16]]
     assert strip.html().count("<s>") == 3
     assert "<s> &lt;cat&gt;</s><span> sat</span>" in strip.html()
     assert strip.markdown().splitlines()[3:6] == [

@@ -36,9 +36,24 @@ def coloured(pieces: Sequence[Piece], steps: int) -> Text:
 def legend(steps: int) -> Text:
     """What the colours of `coloured` mean."""
     shown = Text("given", "bold")
-    for step in sorted({0, steps // 2, steps - 1}):
+    for step in range(steps) if steps <= 6 else (0, steps // 2, steps - 1):
         shown.append(f"  step {step + 1}", "rgb({},{},{})".format(*colour(step, steps)))
     return shown
+
+
+def frames(steps: int) -> list[int]:
+    """Steps after which to show a text: all of a few, else every doubling."""
+    doubled = [0, *(1 << k for k in range(steps.bit_length())), steps]
+    return list(range(steps + 1)) if steps <= 4 else sorted(set(doubled))
+
+
+def appearing(pieces: Sequence[tuple[str, int]], steps: int) -> list[str]:
+    """A text as it appears, a line a step: what is written, and ░ for what is still masked."""
+    lines = []
+    for frame in frames(steps):
+        shown = "".join(text if step < frame else "░" * len(text) for text, step in pieces)
+        lines.append(f"{frame:>5}  {' '.join(shown.split())}")
+    return lines
 
 
 def side_by_side(texts: Sequence[Text]) -> Table:

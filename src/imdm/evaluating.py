@@ -37,6 +37,8 @@ def run_evaluation(run: Run, name: str, stage: EvaluateStage) -> str:
     parts = Parts(run.folder / name / "parts")
     judge, embedder, metrics = _readers(run, name, stage)
     costs = any(metric in COSTS for metric in metrics)
+    if run.data.held_out(recipe.seed) is None and run.data.tokenizer_folder() is not None:
+        run.reporter.say(f"{name}: nothing is held out, so that it reads training rows; make DIR/train and DIR/valid")
     rows, done = [], 0
     total = len(stage.models) * len(stage.steps) * len(stage.temperatures)
     with run.reporter.bar(f"{name}: {stage.samples:,} samples", total) as bar:

@@ -51,6 +51,20 @@ def written_aside(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Without the bars that `transformers` shows while it loads."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+@contextmanager
 def locked(path: Path) -> Iterator[None]:
     """No other process in this block with the same path, where the system can lock files."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from imdm.data.tokenizers import has_tokenizer, load_tokenizer, special_ids
 from imdm.errors import UserError
+from imdm.files import no_progress_bars
 from imdm.models import MaskedDiffusionLM, load_model
 from imdm.sampling import Generation
 
@@ -71,7 +72,10 @@ class Writer:
         given = [""] if prompts is None else [prompts] if isinstance(prompts, str) else list(prompts)
         if prompts is not None and (not given or not all(prompt.strip() for prompt in given)):
             raise UserError("the prompt is empty; leave it out to write from nothing")
-        length = self.model.config.length if length is None else length
+        most = self.model.config.length
+        length = most if length is None else length
+        if length > most:
+            raise UserError(f"length = {length}: the model writes at most {most} tokens")
         canvas = torch.stack([self._prefix(prompt, length) for prompt in given])
         return self._filled(given, canvas, num, steps, options)
 
@@ -136,7 +140,8 @@ class Writer:
 
 def load(name: str | Path, device: str | torch.device = "cpu") -> Writer:
     """A writer from a model folder or a hub id, with the tokenizer that lies beside the weights."""
-    model = load_model(name)
+    with no_progress_bars():
+        model = load_model(name)
     folder = Path(name)
     if folder.is_dir() and not has_tokenizer(folder):
         raise UserError(f"model {str(name)!r} has no tokenizer beside it; it was trained on ids and writes ids only")

@@ -39,6 +39,10 @@ Noise = Annotated[
 ]
 
 
+STOPPED = ["stopped; run the same command again to go on"]
+"""What is said after Ctrl-C; a command that could not go on adds its own words."""
+
+
 def _version(asked: bool) -> None:
     if asked:
         from imdm import __version__
@@ -73,6 +77,11 @@ def show(*things: Any, soft_wrap: bool = False) -> None:
     console.print(*things, soft_wrap=soft_wrap)
 
 
+def in_colour() -> bool:
+    """Whether colours can be seen."""
+    return console.is_terminal and not console.no_color
+
+
 def wide() -> bool:
     """Whether there is a terminal with room for two columns of text."""
     return console.is_terminal and console.width >= 80
@@ -105,6 +114,7 @@ def show_tables(made: Any) -> None:
 def main() -> None:
     """Bad input is one sentence and exit code 2; a stop by Ctrl-C says how to go on."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin while they wait starve a busy machine
+    del STOPPED[1:]
     try:
         app(standalone_mode=True)
     except (UserError, OSError) as error:
@@ -112,7 +122,7 @@ def main() -> None:
         sys.exit(2)
     except SystemExit as stop:
         if stop.code == INTERRUPTED:
-            print("stopped; run the same command again to go on", file=sys.stderr)
+            print(STOPPED[-1], file=sys.stderr)
         raise
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -70,8 +71,9 @@ def prepare(
     source: Annotated[
         str,
         typer.Argument(
-            help="A .txt (a document a line), .jsonl or .parquet file, a folder of these, - for standard input, "
-            "sample, lm1b, openwebtext, ptb, wikitext, lambada, ag-news, arxiv, pubmed, or a hub dataset (owner/name)."
+            help="A .txt (a document a line), .jsonl or .parquet file, a folder of these, - for standard input (lines "
+            "of text or of JSON), sample, lm1b, openwebtext, ptb, wikitext, lambada, ag-news, arxiv, pubmed, or a hub "
+            "dataset (owner/name)."
         ),
     ],
     out: Annotated[Path, typer.Option(help="Folder for the token shards.")],
@@ -81,7 +83,14 @@ def prepare(
     packing: Annotated[
         str, typer.Option(help="wrapped: documents joined and cut; unwrapped: a document a row, padded.")
     ] = "wrapped",
-    split: Annotated[str, typer.Option(help="Of a preset, a hub dataset, or a folder named after splits.")] = "train",
+    split: Annotated[
+        str | None,
+        typer.Option(help="Of a preset, a hub dataset, or a folder named after splits; train unless given."),
+    ] = None,
+    hold_out: Annotated[
+        int | None,
+        typer.Option(min=2, help="Hold out one document in so many: OUT/train and OUT/valid. For text without splits."),
+    ] = None,
     field: Annotated[str, typer.Option(help="The text's name in JSON lines and parquet.")] = "text",
     limit: Annotated[int | None, typer.Option(help="At most so many documents.")] = None,
     skip_broken: Annotated[bool, typer.Option("--skip-broken", help="Count broken rows and go on.")] = False,
@@ -89,15 +98,27 @@ def prepare(
     """Tokenise and pack text into rows. Run it again to go on after a stop."""
     from imdm.data import Corpus, PrepareConfig
     from imdm.data import prepare as make
+    from imdm.data.tokenizers import load_tokenizer
 
-    corpus = Corpus(source, split, field, skip_broken)
+    corpus = Corpus(source, split or "train", field, skip_broken)
+    if split is not None and corpus.is_local and not corpus.has_splits():
+        raise UserError(f"--split {split}: {source!r} has no splits; leave it out, or hold some out with --hold-out 50")
+    if hold_out is not None and (split is not None or source == "-" or corpus.has_splits()):
+        raise UserError("--hold-out is for files and folders without splits of their own")
     values = {"length": length, "tokenizer": tokenizer, "train_bpe": train_bpe, "packing": packing, "limit": limit}
     config = PrepareConfig.parse(values, "prepare")
-    with reporter().bar(f"{source}: documents", limit or 0) as bar:
-        made = make(corpus, config, out, on_progress=lambda c: bar(c.documents, f"{c.rows:,} rows"))
-    counts = made.counts
-    broken = f", {counts.broken:,} broken rows skipped" if counts.broken else ""
-    say(f"{counts.documents:,} documents, {counts.tokens:,} tokens, {counts.rows:,} rows{broken}: {out}")
+    parts = [("", corpus)]
+    if hold_out is not None:
+        parts = [(name, replace(corpus, split=name, hold_out=hold_out)) for name in ("train", "valid")]
+    for name, part in parts:
+        known = load_tokenizer(out / "train") if name == "valid" else None
+        with reporter().bar(f"{source}{name and ', '}{name}: documents", limit or 0) as bar:
+            made = make(
+                part, config, out / name, tokenizer=known, on_progress=lambda c: bar(c.documents, f"{c.rows:,} rows")
+            )
+        counts = made.counts
+        broken = f", {counts.broken:,} broken skipped" if counts.broken else ""
+        say(f"{counts.documents:,} documents, {counts.tokens:,} tokens, {counts.rows:,} rows{broken}: {out / name}")
 
 
 @app.command()

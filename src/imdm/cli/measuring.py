@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from imdm.cli.app import ModelPath, Noise, Seed, app, device, is_main, judges, reporter, say, show, show_tables
+from imdm.cli.app import STOPPED, ModelPath, Noise, Seed, app, device, is_main, judges, reporter, say, show, show_tables
 from imdm.cli.arguments import parse_conditional, parse_counts, parse_held_out, parse_temperatures
 from imdm.errors import UserError
 
@@ -35,7 +35,7 @@ def evaluate(
         ),
     ] = None,
     steps: Annotated[str, typer.Option(help="Comma-separated step counts.")] = "1,2,4,8",
-    samples: Annotated[int, typer.Option(min=1, help="Sequences to generate.")] = 1024,
+    samples: Annotated[int, typer.Option(min=1, help="Sequences to generate, and rows of data to read.")] = 1024,
     draws: Annotated[int, typer.Option(min=1, help="Noise draws of the factorization error.")] = 10_000,
     noise: Noise = "posterior",
     seed: Seed = 0,
@@ -99,6 +99,8 @@ def evaluate(
         raise UserError(f"--out {out} is a folder; give a file for the result rows")
     if any(name in EMBEDDED for name in asked) and not has_mauve():
         raise UserError("MAUVE needs the extra: pip install 'imdm[mauve]' (mauve-text, GPL)")
+    if match is not None and temperatures != [1.0]:
+        raise UserError("--match finds the temperature; leave --temperature out")
     protocol = parse_conditional(conditional)
     measured = load_model(model).to(device())
     before = [(text, *parse_held_out(text, measured, model, reporter())) for text in data]
@@ -109,6 +111,8 @@ def evaluate(
             check_fits(section.source(seed), other)
             check_same(Path(path), section.tokenizer_folder())
     judged = [name for name in asked if name in JUDGED and not (embedder and name in EMBEDDED)]
+    if out is None:
+        STOPPED.append("stopped; with --out FILE the same command would go on where it stopped")
     parts = Parts(out.with_name(out.name + ".parts") if out is not None else None)
     common: dict[str, Any] = {
         "seed": seed,
@@ -167,6 +171,8 @@ def report(
     from imdm.report import build_report, combine
 
     for run in runs:
+        if run.is_file():
+            raise UserError(f"{run} is a file; name it results.jsonl, in a folder of its own, and give that folder")
         if not run.is_dir():
             raise UserError(f"{run}: no such folder")
     if len(runs) > 1 and html is None:

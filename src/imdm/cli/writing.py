@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text as Plain
 
-from imdm.cli.app import ModelPath, Noise, Seed, app, device, show, wide
+from imdm.cli.app import ModelPath, Noise, Seed, app, device, in_colour, show, wide
 from imdm.cli.arguments import parse_canvas, read_prompts
-from imdm.console import coloured, legend, side_by_side
+from imdm.console import appearing, coloured, legend, side_by_side
 from imdm.errors import UserError
 
 
@@ -63,6 +63,10 @@ def generate(
         for text in texts:
             print(json.dumps(dataclasses.asdict(text), ensure_ascii=False))
         return
+    if trace and not in_colour():
+        for text in texts:
+            print("\n".join(appearing([(piece.text, piece.step) for piece in author.pieces(text)], steps)))
+        return
     if trace:
         show(legend(steps))
     shown = [coloured(author.pieces(text), steps) if trace else Plain(text.text) for text in texts]
@@ -72,8 +76,9 @@ def generate(
                 show(Plain(texts[first].prompt, "bold"))
             show(side_by_side(shown[first : first + num]))
         return
+    apart = trace or any("\n" in one.plain for one in shown)
     for number, one in enumerate(shown):
-        if number and "\n" in one.plain:
+        if number and apart:
             print()
         show(one, soft_wrap=True)
 

@@ -6,18 +6,22 @@ not JSON, no text) stops the reading with its place, unless broken rows are to b
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from imdm.errors import UserError, unknown
 
 SAMPLE = Path(__file__).with_name("sample")
 ENDINGS = (".txt", ".jsonl", ".parquet")
+SPLIT = re.compile(r"(train|valid|validation|dev|test)([-_.0-9].*)?")
+END = 1 << 20  # bytes
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,8 @@ class Corpus:
 
     source    a file, a folder, "-" for standard input, "sample" for the sentences that come with the package, the name
               of a preset, or a hub id (owner/name)
-    split     of a preset or a hub dataset; of a folder whose files are named after splits (train-00.parquet, valid.txt)
+    split     of a preset or a hub dataset; of a folder whose files, or their folders, are named after splits
+              (train-00.parquet, valid.txt, test/a.txt; dev and validation are valid); what has no such name is train
     field     of a JSON line or a parquet column
     hold_out  where the source has no splits: every so-many-th document is `valid`, the others `train`; 0: all are both
     """
@@ -110,7 +115,7 @@ class Corpus:
 
     def has_splits(self) -> bool:
         """Whether the source itself says what is held out."""
-        return not self.is_local or self._named_splits(self._found())
+        return not self.is_local or any(self._split_of(file) == "valid" for file in self._found())
 
     @property
     def is_local(self) -> bool:
@@ -122,9 +127,9 @@ class Corpus:
 
     def files(self) -> list[Path]:
         """The local files of the split, in order."""
-        found = self._found()
-        if self._named_splits(found):
-            found = [p for p in found if p.stem.startswith(self.split)]
+        found, split = self._found(), "train" if self.hold_out else self.split
+        if any(self._split_of(file) for file in found):
+            found = [file for file in found if (self._split_of(file) or "train") == split]
         if not found:
             raise UserError(f"corpus {self.source!r}: no {', '.join(ENDINGS)} file for {self.split!r} in that folder")
         if found[0].suffix not in ENDINGS:
@@ -139,13 +144,19 @@ class Corpus:
             raise UserError(f"corpus {self.source!r}: no such file or folder; by name there are {known}")
         return sorted(p for p in path.rglob("*") if p.suffix in ENDINGS) if path.is_dir() else [path]
 
-    @staticmethod
-    def _named_splits(files: list[Path]) -> bool:
-        return any(p.stem.startswith("train") for p in files) and len(files) > 1
+    def _split_of(self, file: Path) -> str | None:
+        """The split that a file's name, or that of a folder it is in, says it belongs to."""
+        root = SAMPLE if self.source == "sample" else Path(self.source)
+        if root == file:
+            return None
+        for part in (*file.relative_to(root).parts[:-1], file.stem):
+            if match := SPLIT.fullmatch(part.lower()):
+                return {"dev": "valid", "validation": "valid"}.get(match[1], match[1])
+        return None
 
     def identity(self) -> list[Any]:
         """What the corpus is, as far as can be told without reading it."""
-        names = [[p.name, p.stat().st_size] for p in self.files()] if self.is_local else []
+        names = [[p.name, p.stat().st_size, _ends(p)] for p in self.files()] if self.is_local else []
         return [self.source if not names else "", self.split, self.field, self.hold_out, names]
 
     def size(self) -> int | None:
@@ -160,7 +171,9 @@ class Corpus:
 
     def _all(self) -> Iterator[str]:
         if self.source == "-":
-            yield from self._lines(sys.stdin.buffer, "standard input")
+            first = sys.stdin.buffer.readline()
+            lines = chain([first], sys.stdin.buffer)
+            yield from self._lines(lines, "standard input", as_json=self._is_json(first))
         elif self.is_local:
             for path in self.files():
                 yield from self._file(path)
@@ -174,15 +187,26 @@ class Corpus:
         with open(path, "rb") as file:
             yield from self._lines(file, str(path), as_json=path.suffix == ".jsonl")
 
-    def _lines(self, file: IO[bytes], where: str, as_json: bool = False) -> Iterator[str]:
-        for number, line in enumerate(file, 1):
+    def _field(self, row: Any) -> str:
+        text = row.get(self.field) if isinstance(row, dict) else None
+        if not isinstance(text, str):
+            raise TypeError(f"no text in a field {self.field!r}; see --field")
+        return text
+
+    def _is_json(self, line: bytes) -> bool:
+        """Whether the first line of standard input is a JSON object with our field, as then all lines are."""
+        try:
+            return self.field in json.loads(line)
+        except (ValueError, TypeError):
+            return False
+
+    def _lines(self, lines: Iterable[bytes], where: str, as_json: bool = False) -> Iterator[str]:
+        for number, line in enumerate(lines, 1):
             try:
                 text = line.decode("utf-8").strip()
                 if text and as_json:
-                    text = json.loads(text)[self.field]
-                    if not isinstance(text, str):
-                        raise TypeError(f"{self.field!r} is not text")
-            except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+                    text = self._field(json.loads(text))
+            except (UnicodeDecodeError, json.JSONDecodeError, TypeError) as error:
                 self._broken(f"{where}, line {number}", error)
                 continue
             if text:
@@ -225,6 +249,14 @@ class Corpus:
                 f"corpus: {where} is broken ({why}); mend it, or skip broken rows (imdm prepare --skip-broken; in a "
                 "recipe skip_broken: true)"
             )
+
+
+def _ends(path: Path) -> str:
+    """A hash of a file's first and last megabyte, which tells most files of one size apart without reading all."""
+    with open(path, "rb") as file:
+        first = file.read(END)
+        file.seek(max(0, path.stat().st_size - END))
+        return hashlib.sha256(first + file.read(END)).hexdigest()[:16]
 
 
 def _stream(name: str, config: str | None, split: str) -> Any:

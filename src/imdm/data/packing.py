@@ -67,6 +67,7 @@ class Prepared(Config):
     length: int
     packing: Packing
     limit: int | None
+    train_bpe: int | None = None
     tokenizer: str
     vocab_size: int
     mask_token_id: int
@@ -138,6 +139,7 @@ def prepare(
         length=config.length,
         packing=config.packing,
         limit=config.limit,
+        train_bpe=config.train_bpe,
         tokenizer=tokenizer_hash(tokenizer),
         vocab_size=special.vocab_size,
         mask_token_id=special.mask,
@@ -146,6 +148,8 @@ def prepare(
         pad=special.pad,
     )
     manifest = _resume(folder, fresh)
+    if manifest.finished and corpus.source == "-":
+        raise UserError(f"prepared text {str(folder)!r} is finished; for other standard input choose another folder")
     if manifest.finished:
         return manifest
     if not (folder / "tokenizer.json").exists():
@@ -185,7 +189,7 @@ def _tokenizer(corpus: Corpus, config: PrepareConfig, folder: Path) -> Any:
         raise UserError("give either a tokenizer (folder or hub id) or the size of a BPE to train (--train-bpe)")
     if config.tokenizer is not None:
         return load_tokenizer(config.tokenizer)
-    if (folder / "tokenizer.json").exists():  # of a run that stopped
+    if (folder / "manifest.json").exists() and (folder / "tokenizer.json").exists():  # made here before
         return load_tokenizer(folder)
     if corpus.source == "-":
         raise UserError("a BPE cannot be trained on standard input, which can be read only once; use a file")
@@ -198,10 +202,9 @@ def _resume(folder: Path, fresh: Prepared) -> Prepared:
     there = Prepared.parse(read_json(folder / "manifest.json", f"prepared text {str(folder)!r}"), "manifest")
     for name, value in fresh.settings().items():
         if there.settings()[name] != value:
-            raise UserError(
-                f"prepared text {str(folder)!r} was made with {name} = {there.settings()[name]!r}, now asked for "
-                f"{value!r}; choose another folder or delete that one"
-            )
+            other = {"identity": "of other text", "tokenizer": "with another tokenizer"}
+            how = other.get(name, f"with {name} = {there.settings()[name]!r}, not {value!r}")
+            raise UserError(f"prepared text {str(folder)!r} was made {how}; choose another folder or delete that one")
     return there
 
 

@@ -153,7 +153,9 @@ class Subject:
     def language(self) -> Language:
         """The enumerated truth, for metrics that need one."""
         if self.truth is None:
-            raise UserError("the metric needs an enumerated language as data; for text see imdm evaluate --help")
+            raise UserError(
+                f"{', '.join(ENUMERATED)} need an enumerated language as data; for text see imdm evaluate --help"
+            )
         check_fits(LanguageSource(self.truth), self.model)
         if self.truth.length != self.model.config.length:
             raise UserError(

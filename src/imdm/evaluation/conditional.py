@@ -66,13 +66,14 @@ def _continue(subject: Subject) -> Continued:
     how, model = subject.conditional or Conditional(), subject.model
     if subject.data is None and subject.documents is None:
         raise UserError("conditional metrics need held-out text for their prompts")
-    rows = _documents(subject, how)
-    length = rows.shape[1]
+    source: Any = subject.documents or subject.data
+    length = source.length
     if how.part().stop >= length - how.suffix:
         raise UserError(
             f"rows of {length} tokens are too short for a prompt of {how.prefix + how.suffix} and a window of "
             f"{how.tokens}; change them with --conditional prefix=…,tokens=…"
         )
+    rows = _documents(source, how)
     position = torch.arange(length)
     holes = (position > how.prefix) & (position < length - 1 - how.suffix)  # the end token frames every row
     canvas = rows.masked_fill(holes, model.config.mask_token_id)
@@ -84,9 +85,8 @@ def _continue(subject: Subject) -> Continued:
     return Continued(prompts, subject.decode(window), subject.decode(rows[:, how.part()]), window)
 
 
-def _documents(subject: Subject, how: Conditional) -> Tensor:
+def _documents(source: Any, how: Conditional) -> Tensor:
     """The first rows that hold no padding: (prompts, L)."""
-    source: Any = subject.documents or subject.data
     manifest, found = getattr(source, "manifest", None), list[Tensor]()
     for part in torch.arange(len(source)).split(1024):
         rows = source.rows(part)["tokens"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import shutil
 import subprocess
 import sys
@@ -158,8 +159,10 @@ def load_judge(name: str, precision: Precision = "float32", device: str | torch.
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, **extra)
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **extra)
     except Exception as error:  # missing, damaged, no network: the reasons are many
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"judge {name!r} cannot be loaded: {reason}; without a hub: imdm judge fetch smollm2") from None
+        meant = difflib.get_close_matches(name, FETCHABLE)
+        hint = f"did you mean {meant[0]}?" if meant else "without a hub: imdm judge fetch smollm2"
+        reason = str(error).strip().splitlines()[0].rstrip(".: ")
+        raise UserError(f"judge {name!r} cannot be loaded ({reason}); {hint}") from None
     begin = tokenizer.bos_token_id if name in FETCHABLE else None
     return Judge(name, model.to(device).eval(), tokenizer, precision, begin, 32 if "cuda" in str(device) else 8)
 

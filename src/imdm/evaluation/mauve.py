@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -151,4 +151,5 @@ def _library() -> Any:
 def mauve(subject: Subject) -> Measurement:
     """The generated texts against as many held-out rows."""
     _reader(subject), _library()  # before anything is written
-    return mauve_of(subject, subject.decode(subject.held_out("mauve")), subject.texts())
+    real, written = subject.decode(subject.held_out("mauve")), subject.texts()
+    return replace(mauve_of(subject, real, written), n=min(len(real), len(written)))

@@ -36,7 +36,8 @@ def load_model(path: str | Path) -> MaskedDiffusionLM:
     if not folder.is_dir():
         raise UserError(f"model {str(path)!r} is a file; give the folder that holds config.json and model.safetensors")
     if not (folder / "config.json").exists():
-        hint = f"; did you mean {folder / 'model'}?" if (folder / "model" / "config.json").exists() else ""
+        near = [folder / "model", *sorted(folder.glob("*/model")), *sorted(folder.glob("seed-*/*/model"))]
+        hint = next((f"; did you mean {place}?" for place in near if (place / "config.json").exists()), "")
         raise UserError(f"model {str(path)!r} has no config.json{hint}")
     config = read_json(folder / "config.json", f"model {str(path)!r}")
     kind = config.get("model_type") if isinstance(config, dict) else None

@@ -37,7 +37,8 @@ def build_report(run: Path) -> Report:
         "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
     }
     own = pages[name](run, rows, facts) if name in list(pages) else None
-    if own is None and recipe.get("data", {}).get("kind") in ("text", "prepared", "tokens"):
+    written = not recipe and any(row.metric in ("gen_ppl", "entropy") for row in rows)
+    if own is None and (written or recipe.get("data", {}).get("kind") in ("text", "prepared", "tokens")):
         own = text_page(run, rows, facts)
     if own is not None:
         return replace(own, sections=[*own.sections, all_paper_tables()])

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from imdm.console import colour
+from imdm.console import appearing, colour, frames
 from imdm.files import written_aside
 from imdm.report.tables import Table
 
@@ -50,7 +50,10 @@ class Written:
     steps: int
 
     def markdown(self) -> str:
-        text = " ".join("".join(text for text, _ in self.pieces).split())
+        given = " ".join("".join(text for text, step in self.pieces if step < 0).split())
+        text = " ".join("".join(text for text, step in self.pieces).split())
+        if given and text.startswith(given):
+            text = f"*{given}*{text[len(given) :]}"
         return f"> **{self.label}** {text}"
 
     def html(self) -> str:
@@ -83,22 +86,13 @@ class Strip:
     pieces: Sequence[tuple[str, int]]
     steps: int
 
-    @property
-    def frames(self) -> list[int]:
-        """Steps to show: all of a few, else every doubling."""
-        doubled = [0, *(1 << k for k in range(self.steps.bit_length())), self.steps]
-        return list(range(self.steps + 1)) if self.steps <= 4 else sorted(set(doubled))
-
     def markdown(self) -> str:
-        lines = []
-        for frame in self.frames:
-            shown = "".join(text if step < frame else "░" * len(text) for text, step in self.pieces)
-            lines.append(f"{frame:>5}  {' '.join(shown.split())}")
+        lines = appearing(self.pieces, self.steps)
         return "\n".join([f"**{self.label}**, after so many steps:", "", "```", *lines, "```"])
 
     def html(self) -> str:
         rows = []
-        for frame in self.frames:
+        for frame in frames(self.steps):
             spans = "".join(
                 f"<span>{html.escape(text)}</span>" if step < frame else f"<s>{html.escape(text)}</s>"
                 for text, step in self.pieces
@@ -112,12 +106,13 @@ Part = Table | Picture | Written | Beside | Strip
 
 @dataclass(frozen=True)
 class Section:
-    """folded: shown on the page only when opened, and not in Markdown."""
+    """folded: shown on the page only when opened, and not in Markdown; aside: words for the page alone."""
 
     title: str
     text: str = ""
     parts: Sequence[Part] = ()
     folded: bool = False
+    aside: str = ""
 
 
 @dataclass(frozen=True)
@@ -141,7 +136,7 @@ class Report:
         body = [f"<h1>{html.escape(self.title)}</h1><p class=lead>{html.escape(self.lead)}</p>"]
         body.append(f"<div class=big>{tiles}</div>" if tiles else "")
         for section in self.sections:
-            title, text = html.escape(section.title), html.escape(section.text)
+            title, text = html.escape(section.title), html.escape(f"{section.text} {section.aside}".strip())
             body.append(f"<details><summary>{title}</summary>" if section.folded else f"<h2>{title}</h2>")
             body.append(f"<p>{text}</p>" if text else "")
             body += [part.html() for part in section.parts]

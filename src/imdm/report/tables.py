@@ -67,9 +67,10 @@ def all_results(rows: list[Row]) -> Table:
         for row in rows
     ]
     columns = list(cells[0]) if cells else []
-    same = [name for name in columns if name != "value" and len({row[name] for row in cells}) == 1]
+    always = ("metric", "value", "steps", "n")
+    same = [name for name in columns if name not in always and len({row[name] for row in cells}) == 1]
     shown = tuple(name for name in columns if name not in same)
-    note = "In all rows: " + ", ".join(f"{name} {cells[0][name]}" for name in same) if same else ""
+    note = "In all rows: " + ", ".join(f"{name} {cells[0][name] or '–'}" for name in same) if same else ""
     return Table("All figures", shown, [tuple(row[name] for name in shown) for row in cells], note)
 
 

@@ -27,8 +27,9 @@ COST = {
 
 
 def text_page(run: Path, rows: list[Row], facts: dict[str, str]) -> Report | None:
-    """None for a run that was not measured over steps."""
-    recipe = Recipe.parse(read_json(run / "recipe.json", "report"))
+    """None for a run that was not measured over steps. Without a recipe, results alone make the page."""
+    has_recipe = (run / "recipe.json").exists()
+    recipe = Recipe.parse(read_json(run / "recipe.json", "report")) if has_recipe else None
     panels = {title: curves(rows, metric) for metric, title in CURVES.items()}
     panels = {title: found for title, found in panels.items() if found}
     if not panels:
@@ -39,18 +40,21 @@ def text_page(run: Path, rows: list[Row], facts: dict[str, str]) -> Report | Non
         f"{' or '.join(map(str, samples))} samples a point; bars are standard errors over samples, of MAUVE the spread "
         "over clusterings. "
     )
-    text += f"Judge: {', '.join(judges)}." if judges else "No judge was at hand, so that nobody read the text."
+    text += f"Judge: {', '.join(judges)}." if judges else "Nobody judged the text."
     pictures = []
     for number, (title, found) in enumerate(panels.items(), 1):
         drawn = plots.over_steps(title, found, log=title == CURVES["gen_ppl"])
         pictures.append(Picture(f"steps-{number}", plots.svg(drawn), f"{title} over steps"))
-    sections = [Section("Quality over steps", text, [Beside(pictures), step_table(rows)])]
-    beside = paper_beside(recipe.experiment, rows)
+    tables = [step_table(rows), *other_figures(rows)]
+    sections = [Section("Quality over steps", text, [Beside(pictures), *tables])]
+    beside = paper_beside(recipe.experiment, rows) if recipe is not None else []
     if beside:
         sections.append(Section("The paper's figures, and ours", "", beside))
-    sections += frontier(rows) + cost_of_steps(rows) + written_by(run, recipe)
+    sections += frontier(rows) + cost_of_steps(rows)
+    sections += written_by(run, recipe) if recipe is not None else []
     sections.append(Section("Everything measured", "", [all_results(rows)], folded=True))
-    return Report(recipe.name, recipe.summary, highlights(rows), sections, facts)
+    title, lead = (recipe.name, recipe.summary) if recipe is not None else (run.name, "Results of this folder.")
+    return Report(title, lead, highlights(rows), sections, facts)
 
 
 def curves(rows: list[Row], metric: str) -> dict[str, dict[int, tuple[float, float]]]:
@@ -81,7 +85,8 @@ def step_table(rows: list[Row]) -> Table:
     ppl, entropy = curves(rows, "gen_ppl"), curves(rows, "entropy")
     steps = sorted({k for points in (ppl or entropy).values() for k in points})
     real = _once(rows, "real_ppl")
-    note = f"Real held-out text under the same judge: {figure(*_mean(real))}." if real else ""
+    kind = "training" if real and real[0].split == "train" else "held-out"
+    note = f"Real {kind} text under the same judge: {figure(*_mean(real))}." if real else ""
     title = "Generative perplexity (entropy)" if ppl else "Entropy"
     table = Table(title, ("model", *map(steps_in_words, steps)), note=note)
     for name in ppl or entropy:
@@ -91,6 +96,17 @@ def step_table(rows: list[Row]) -> Table:
             cells.append(f"{ppl[name][k][0]:.1f} ({spread})" if k in ppl.get(name, {}) else spread)
         table.rows.append((name, *cells))
     return table
+
+
+def other_figures(rows: list[Row]) -> list[Part]:
+    """What is measured beside perplexity and entropy, a row a metric and model."""
+    steps = sorted({row.steps for row in rows})
+    table = Table("Other figures", ("metric", "model", *map(steps_in_words, steps)))
+    for metric in dict.fromkeys(row.metric for row in rows if row.metric not in ("gen_ppl", "entropy")):
+        for name, points in curves(rows, metric).items():
+            cells = [figure(*points[k]) if k in points else "" for k in steps]
+            table.rows.append((metric, name, *cells))
+    return [table] if table.rows else []
 
 
 def frontier(rows: list[Row]) -> list[Section]:

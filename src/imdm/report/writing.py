@@ -16,7 +16,8 @@ from imdm.report.page import Beside, Part, Section, Strip, Written
 from imdm.report.tables import steps_in_words
 from imdm.writer import Text, Writer, load
 
-ORDER = "The same seed for every model; nothing is left out or chosen. Blue was written first, red last."
+FAIR = "The same seed for every model; nothing is left out or chosen."
+COLOURS = "Blue was written first, red last."
 CONTINUATIONS = 3
 FEW = 4  # steps, where one number must do
 
@@ -39,15 +40,15 @@ def written_by(run: Path, recipe: Recipe) -> list[Section]:
     authors = _authors(run, recipe)
     if not authors:
         return []
-    sections = [Section("Written side by side", ORDER, _from_nothing(authors))]
+    sections = [Section("Written side by side", FAIR, _from_nothing(authors), aside=COLOURS)]
     prompt = _prompt(run, recipe, authors[0].writer)
     if prompt is not None:
         few = _few(authors)
-        words = f"{CONTINUATIONS} continuations of a held-out beginning (bold) in {steps_in_words(few)}, by each."
-        sections.append(Section("The same prompt continued", words, _continued(authors, prompt, few)))
+        words = f"{CONTINUATIONS} continuations of a held-out beginning in {steps_in_words(few)}, by each."
+        sections.append(Section("The same prompt continued", words, _continued(authors, prompt, few), aside=COLOURS))
     most = max(k for author in authors for k in author.steps)
-    words = "Grey is still masked. The last model above, one text."
-    sections.append(Section("How a text appears", words, [_appearing(authors[-1], most)]))
+    one = "One text of the last model above."
+    sections.append(Section("How a text appears", one, [_appearing(authors[-1], most)], aside="Grey is still masked."))
     return sections
 
 
