@@ -24,7 +24,7 @@ from imdm.evaluation import (
 )
 from imdm.evaluation.base import COSTS, STEPLESS, UNWRITTEN
 from imdm.evaluation.judge import FETCHABLE, fetched
-from imdm.evaluation.mauve import has_mauve
+from imdm.evaluation.mauve import NO_LIBRARY, has_mauve
 from imdm.recipes import CoupleStage, EvaluateStage, Recipe, TrainStage
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def _readers(run: Run, name: str, stage: EvaluateStage) -> tuple[Judge | None, E
     missing: dict[str, str] = {}
     embedded = [metric for metric in stage.metrics if metric in EMBEDDED]
     if embedded and not has_mauve():
-        missing |= dict.fromkeys(embedded, "it needs the extra: pip install 'imdm[mauve]' (mauve-text, GPL)")
+        missing |= dict.fromkeys(embedded, NO_LIBRARY)
     elif embedded and stage.embedder is not None:
         try:
             embedder = load_embedder(stage.embedder, device)
@@ -102,7 +102,7 @@ def is_measured(run: Run, stage: EvaluateStage) -> bool:
         for row in read(run.results_file)
         if (row.recipe_hash, row.seed) == mine
     }
-    judge_here = fetched(stage.judge).exists() if stage.judge in FETCHABLE else Path(stage.judge).is_dir()
+    judge_here = fetched(stage.judge).exists() if stage.judge in FETCHABLE else Path(stage.judge).exists()
     for method in set(stage.models.values()):
         for metric in stage.metrics:
             if metric in EMBEDDED and not has_mauve():

@@ -83,7 +83,7 @@ def evaluate(
         measure_temperatures,
     )
     from imdm.evaluation import metrics as known
-    from imdm.evaluation.mauve import has_mauve
+    from imdm.evaluation.mauve import NO_LIBRARY, has_mauve
     from imdm.models import fingerprint, load_model
     from imdm.process import check_policy
     from imdm.report import all_results
@@ -98,7 +98,7 @@ def evaluate(
     if out is not None and out.is_dir():
         raise UserError(f"--out {out} is a folder; give a file for the result rows")
     if any(name in EMBEDDED for name in asked) and not has_mauve():
-        raise UserError("MAUVE needs the extra: pip install 'imdm[mauve]' (mauve-text, GPL)")
+        raise UserError(NO_LIBRARY)
     if match is not None and temperatures != [1.0]:
         raise UserError("--match finds the temperature; leave --temperature out")
     protocol = parse_conditional(conditional)

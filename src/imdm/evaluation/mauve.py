@@ -23,6 +23,7 @@ from imdm.evaluation.judge import weight_sum
 
 SEEDS = 5
 SCALING = 5.0
+NO_LIBRARY = "MAUVE needs the extra: pip install 'imdm[mauve]' (mauve-text, GPL)"
 
 
 class Reader(Protocol):
@@ -143,7 +144,7 @@ def _library() -> Any:
     try:
         from mauve import compute_mauve
     except ImportError:
-        raise UserError("MAUVE needs the extra: pip install 'imdm[mauve]' (mauve-text, GPL)") from None
+        raise UserError(NO_LIBRARY) from None
     return compute_mauve
 
 
