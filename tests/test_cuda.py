@@ -186,3 +186,14 @@ def test_the_sampler_has_the_plain_loops_law(policy: str) -> None:
     reference = TableDenoiser(symbols=2, length=2, masks=2, seed=2)
     law = sequence_law(chain_law(reference, all_masked(2, 2), 3, policy), 2, 2)
     assert_law(counts_of(made.tokens.cpu(), 2), law)
+
+
+def test_compiled_training_has_the_same_losses(tmp_path: Path) -> None:
+    source = LanguageSource(aligned(length=6, symbols=4))
+    losses = {}
+    for compiled in (False, True):
+        config = TrainConfig(steps=4, batch=32, lr=1e-2, warmup=0, compile=compiled)
+        trainer = Trainer(tiny_model(), Nelbo(), source, config, tmp_path / str(compiled))
+        trainer.model.train()
+        losses[compiled] = [float(trainer.train_step()) for _ in range(4)]
+    assert losses[True] == pytest.approx(losses[False], rel=1e-3)

@@ -76,6 +76,7 @@ class MaskedDiffusionLM(PreTrainedModel):
         self.norm = Norm(D, bias=not C)
         self.modulation = ZeroLinear(C, 2 * D) if C else None
         self.output = ZeroLinear(D, config.vocab_size)
+        self._compiled: Callable[[Tensor, int], Tensor] | None = None
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -143,15 +144,24 @@ class MaskedDiffusionLM(PreTrainedModel):
             if state.latent is None:
                 raise UserError("the state carries no latent, but the model is a mixture; use model.noised()")
             x = torch.cat((x, self.mixture(state.latent).to(x.dtype)[:, None]), dim=1)  # (B, L + 1, D)
+        run = self._compiled if self._compiled is not None and self.training else self._transform
+        return run(x, state.tokens.shape[1])
+
+    def _transform(self, x: Tensor, length: int) -> Tensor:
+        """Blocks and last norm: embeddings (B, L or L + 1, D) → hidden states of the first `length` positions."""
         c = self.time() if self.time is not None else None
         rope = rotary(x.shape[1], self.config.width // self.config.heads, x.device)
         for block in self.blocks:
             x = block(x, c, rope)
-        x = self.norm(x[:, : state.tokens.shape[1]])
+        x = self.norm(x[:, :length])
         if self.modulation is not None:
             shift, scale = self.modulation(c).chunk(2, dim=-1)
             x = x * (1 + scale) + shift
         return x
+
+    def compile_training(self) -> None:
+        """Fuse the blocks' small operations while training: the same law, other rounding, other draws of dropout."""
+        self._compiled = torch.compile(self._transform, dynamic=False)
 
     def head(self, rows: Tensor) -> Tensor:
         """SUBS: the mask is never predicted. Log-probabilities in float32."""

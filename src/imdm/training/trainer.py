@@ -46,6 +46,7 @@ class TrainConfig(Config):
     lr, warmup   constant rate after a linear warm-up
     ema          decay of the averaged weights, which are what a finished run hands over
     dropout      another rate than the model's own
+    compile      on a GPU, fuse the model's small operations (torch.compile): half a minute once, then faster steps
     """
 
     steps: int = Field(ge=1)
@@ -60,6 +61,7 @@ class TrainConfig(Config):
     ema: float = Field(0.9999, ge=0, lt=1)
     dropout: float | None = Field(None, ge=0, lt=1)
     precision: Literal["float32", "bf16"] = "float32"
+    compile: bool = False
     checkpoint_every: int = Field(1000, ge=1)
     keep_checkpoints: int = Field(2, ge=1)
     log_every: int = Field(50, ge=1)
@@ -144,6 +146,8 @@ class Trainer:
         self.bare: MaskedDiffusionLM = self.accelerator.unwrap_model(self.model)
         self.ema = EMA(self.bare, config.ema)
         self.companion = objective.companion(self.bare, start)
+        if config.compile and self.accelerator.device.type == "cuda":
+            self.bare.compile_training()
         self.step = 0
         self._asked_to_stop = False
 
