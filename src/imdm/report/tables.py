@@ -41,10 +41,11 @@ class Table:
 
 
 def figure(value: float, stderr: float | None, percent: bool = False) -> str:
-    """A value with its standard error: `97.93 ± 0.10%`."""
-    scale, unit, digits = (100, "%", 2) if percent else (1, "", 4)
-    spread = "" if not stderr else f" ± {stderr * scale:.{digits}f}"
-    return f"{value * scale:.{digits}f}{spread}{unit}"
+    """A value with its standard error: `97.93 ± 0.10%`; fewer digits of large ones."""
+    scale, unit = (100, "%") if percent else (1, "")
+    digits = 2 if percent else next((d for d, most in ((4, 10), (2, 1000)) if abs(value) < most), 0)
+    spread = "" if not stderr else f" ± {stderr * scale:,.{digits}f}"
+    return f"{value * scale:,.{digits}f}{spread}{unit}"
 
 
 def all_results(rows: list[Row]) -> Table:

@@ -103,7 +103,10 @@ def other_figures(rows: list[Row]) -> list[Part]:
     steps = sorted({row.steps for row in rows})
     table = Table("Other figures", ("metric", "model", *map(steps_in_words, steps)))
     for metric in dict.fromkeys(row.metric for row in rows if row.metric not in ("gen_ppl", "entropy")):
-        for name, points in curves(rows, metric).items():
+        found = curves(rows, metric)
+        if len(found) > 1 and len({tuple(points.items()) for points in found.values()}) == 1:
+            found = {"all": next(iter(found.values()))}  # of the text, or of the teacher that they share
+        for name, points in found.items():
             cells = [figure(*points[k]) if k in points else "" for k in steps]
             table.rows.append((metric, name, *cells))
     return [table] if table.rows else []
