@@ -71,6 +71,8 @@ def parse_held_out(text: str, model: MaskedDiffusionLM, path: str, reporter: Any
             f"--data {text!r}: neither a language ({', '.join(sorted(languages))}), a .safetensors file, prepared "
             f"text, a text ({', '.join(ENDINGS)}, a folder of these) nor one of {named}"
         )
+    if (place / "recipe.json").exists() and (place / "data").is_dir():
+        raise UserError(f"--data {text!r} is a run; its text is in {place / 'data'}")
     if ours or not is_text:
         return parse_data(text, model), False
     if Path(path).is_dir() and not has_tokenizer(Path(path)):

@@ -76,6 +76,7 @@ class Subject:
     reference: MaskedDiffusionLM | None = None
     parts: Parts = field(default_factory=Parts)
     _made: dict[str, Any] = field(default_factory=dict, repr=False)
+    _hashes: dict[int, str] = field(default_factory=dict, repr=False)
 
     @classmethod
     def before(cls, model: MaskedDiffusionLM, data: Data, *, seed: int, samples: int, **settings: Any) -> Subject:
@@ -100,6 +101,12 @@ class Subject:
         if what not in self._made:
             self._made[what] = make()
         return self._made[what]
+
+    def hash_of(self, model: MaskedDiffusionLM) -> str:
+        """A model's fingerprint, taken once for all step counts: its weights are still while it is measured."""
+        if id(model) not in self._hashes:
+            self._hashes[id(model)] = fingerprint(model)
+        return self._hashes[id(model)]
 
     @property
     def keys(self) -> Tensor:
@@ -130,7 +137,7 @@ class Subject:
 
         def identity() -> list[Any]:
             how = [self.steps, self.seed, self.noise, self.temperature]
-            return [fingerprint(model), *how, hashlib.sha256(canvas.numpy().tobytes()).hexdigest()]
+            return [self.hash_of(model), *how, hashlib.sha256(canvas.numpy().tobytes()).hexdigest()]
 
         return Generation(**self.parts.collect(len(canvas), identity, make))  # type: ignore[arg-type]
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from imdm.errors import UserError
 from imdm.evaluation.base import Measurement, Subject, mean, metrics
-from imdm.models import fingerprint
 from imdm.objectives import Step, nelbo_terms
 
 
@@ -51,4 +50,4 @@ def _measure(subject: Subject) -> Tensor:
         return {"nelbo": torch.cat(values)}
 
     identity = ["nelbo", subject.seed, data.fingerprint]
-    return subject.parts.collect(n, lambda: [*identity, fingerprint(model)], make)["nelbo"]
+    return subject.parts.collect(n, lambda: [*identity, subject.hash_of(model)], make)["nelbo"]

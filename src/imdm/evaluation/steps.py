@@ -36,7 +36,7 @@ from torch import Tensor
 
 from imdm.errors import UserError
 from imdm.evaluation.base import Measurement, Subject, mean, metrics
-from imdm.models import Denoiser, MaskedDiffusionLM, fingerprint
+from imdm.models import Denoiser, MaskedDiffusionLM
 from imdm.process import Process
 from imdm.randomness import Purpose, as_key, fold, uniform
 from imdm.sampling.sampler import AT_ONCE, plan
@@ -173,7 +173,7 @@ def _over_rows(subject: Subject, model: MaskedDiffusionLM, what: list[Any], work
 
     n = min(subject.samples, len(data), ROWS)
     identity = [*what, subject.seed, data.fingerprint]
-    return subject.parts.collect(n, lambda: [*identity, fingerprint(model)], make)["log_p"]
+    return subject.parts.collect(n, lambda: [*identity, subject.hash_of(model)], make)["log_p"]
 
 
 def _step_cost(subject: Subject, model: MaskedDiffusionLM, draws: int = DRAWS) -> Measurement:
