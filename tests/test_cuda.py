@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from imdm.data import CoupleConfig, Coupling, LanguageSource, aligned, couple
 from imdm.masks import Mask
-from imdm.models import load_model
+from imdm.models import faster, load_model
 from imdm.models.layers import attend, capped_attention
-from imdm.objectives import Nelbo, ReDi
+from imdm.objectives import SDTT, Nelbo, Objective, ReDi, Step
 from imdm.randomness import Purpose, bits, fold, normal, symmetric, uniform
 from imdm.sampling import sample
 from imdm.sampling.categorical import draw
@@ -197,3 +199,104 @@ def test_compiled_training_has_the_same_losses(tmp_path: Path) -> None:
         trainer.model.train()
         losses[compiled] = [float(trainer.train_step()) for _ in range(4)]
     assert losses[True] == pytest.approx(losses[False], rel=1e-3)
+
+
+@pytest.fixture
+def losses() -> Any:
+    return pytest.importorskip("imdm.kernels.losses", exc_type=ImportError)
+
+
+def law_of(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Log-probabilities in float64 without the last token: (R, V − 1)."""
+    return (rows.double() @ weight.double().T + bias.double())[:, :-1].log_softmax(-1)
+
+
+def assert_near(found: Sequence[Tensor], wanted: Sequence[Tensor], within: float) -> None:
+    """Each tensor within a relative distance of the one that was wanted."""
+    for a, b in zip(found, wanted, strict=True):
+        assert float((a.double() - b.double()).norm()) <= within * float(b.double().norm())
+
+
+@pytest.mark.parametrize(("rows", "width", "vocabulary"), [(300, 64, 257), (1000, 96, 8192), (700, 768, 50258)])
+def test_fused_losses_and_their_gradients(losses: Any, rows: int, width: int, vocabulary: int) -> None:
+    """Against float64 on the same bf16 numbers: values to float32's rounding, gradients to bf16's."""
+    never = vocabulary - 1
+    ours = [t.requires_grad_() for t in head(rows, width, vocabulary, torch.bfloat16)]
+    others = [t.roll(1, 0) for t in head(rows, width, vocabulary, torch.bfloat16)]
+    targets = torch.arange(rows, device="cuda") * 7 % never
+    upstream = torch.linspace(-1.0, 1.0, rows, device="cuda")
+    exact, teacher = law_of(*ours), law_of(*others)
+    cases = {
+        "chosen": (losses.log_prob_of(*ours, targets, never), exact.gather(1, targets[:, None])[:, 0]),
+        "backward": (losses.kl(ours, others, never, False), (exact.exp() * (exact - teacher)).sum(-1)),
+        "forward": (losses.kl(ours, others, never, True), (teacher.exp() * (teacher - exact)).sum(-1)),
+    }
+    for found, wanted in cases.values():
+        assert torch.allclose(found.double(), wanted, atol=1e-4)
+        gradients = [torch.autograd.grad((v * upstream).sum(), ours, retain_graph=True) for v in (found, wanted)]
+        assert_near(*gradients, within=2.0**-7)
+
+
+def test_a_training_step_in_bf16_has_the_plain_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same loss with and without the kernels, through the whole model, for both kinds of loss."""
+    model = tiny_model(vocab_size=300, length=16).cuda()
+    batch = {"tokens": torch.arange(64 * 16, device="cuda").view(64, 16) * 31 % 299}
+    step = Step(0, 0, torch.arange(64, device="cuda"), 64)
+    teacher = SDTT().companion(tiny_model(vocab_size=300, length=16, seed=1).cuda())
+    for objective in (Nelbo(), SDTT(), SDTT(divergence="forward-kl")):
+
+        def gradients(objective: Objective = objective) -> list[Tensor]:
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = objective.loss(model, model.process, batch, step, teacher)
+            return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)]
+
+        fused = gradients()
+        with monkeypatch.context() as patch:
+            patch.setattr("imdm.models.readout.kernels", lambda name: None)
+            plain = gradients()
+        present = [(a, b) for a, b in zip(fused, plain, strict=True) if a is not None]
+        assert len(present) > 10
+        assert_near(*zip(*present, strict=True), within=0.05)
+
+
+def test_two_samples_of_a_large_vocabulary_have_one_law(draw_from_head: Draw) -> None:
+    """10⁶ draws of the fused and of the plain draw, under different numbers, at V = 50,258: a two-sample χ² test."""
+    rows, weight, bias = head(1, 64, 50_258, torch.bfloat16)
+    n, never = 1_000_000, 50_257
+    u, v = uniform(fold(3, Purpose.SAMPLE, torch.arange(2 * n)).cuda(), Purpose.TOKEN).split(n)
+    many = rows.expand(50_000, -1)
+    fused = torch.cat([draw_from_head(many, weight, bias, never, some)[0] for some in u.split(50_000)])
+    logits = rows.double() @ weight.double().T + bias.double()
+    logits[:, never] = -torch.inf
+    edge = logits.softmax(-1)[0].cumsum(0)
+    plain = torch.searchsorted(edge, v * edge[-1], right=True)
+    a, b = (torch.bincount(tokens, minlength=50_258).double() for tokens in (fused, plain))
+    both = a + b > 0
+    statistic = float(((a - b)[both].square() / (a + b)[both]).sum())  # χ² with (tokens seen − 1) degrees of freedom
+    freedom = int(both.sum()) - 1
+    assert abs(statistic - freedom) < 5 * (2 * freedom) ** 0.5
+    assert freedom > 20_000
+
+
+@pytest.mark.parametrize(("mask", "steps"), [("single", 16), ("infinite-uniform-8-1.0", 3)])
+def test_a_faster_model_writes_the_same(mask: str, steps: int) -> None:
+    """Folded, compiled and recorded, in float32: nearly every token is the same one."""
+    model = tiny_model(mask=mask, length=16).cuda()
+    plain = model.generate(num=64, steps=steps, seed=3)
+    fast = faster(model, dtype=torch.float32)
+    for _ in range(3):  # run, recorded, replayed
+        again = fast.generate(num=64, steps=steps, seed=3)
+        assert torch.equal(again.revealed_at, plain.revealed_at)
+        assert (again.tokens == plain.tokens).double().mean() > 0.97
+    assert fast.replay is not None
+    assert fast.replay.recorded
+    unrecorded = faster(model, dtype=torch.float32, graphs=False).generate(num=64, steps=steps, seed=3)
+    assert (unrecorded.tokens == plain.tokens).double().mean() > 0.97
+
+
+def test_a_faster_model_in_bf16_gives_nearly_the_same_law() -> None:
+    """Probabilities of a small model move by bf16's rounding alone."""
+    model = tiny_model(vocab_size=50, length=16, width=128, heads=4).cuda()
+    state = model.noised(torch.full((8, 16), 49, device="cuda"))
+    there = faster(model, graphs=False)(state).exp()
+    assert (there - model(state).exp()).abs().max() < 0.02

@@ -176,7 +176,7 @@ def test_the_loss_is_that_of_plain_loops(
             expected = by_loops(objective, model, start, x, step)
             found = objective.loss(model, model.process, {"tokens": x}, step, companion)
             assert float(found) == pytest.approx(expected, rel=1e-4)
-            monkeypatch.setattr("imdm.models.denoiser.AT_ONCE", 20)  # two positions of three latents at a time
+            monkeypatch.setattr("imdm.models.readout.AT_ONCE", 20)  # two positions of three latents at a time
             in_chunks = objective.loss(model, model.process, {"tokens": x}, step, companion)
             assert float(in_chunks) == pytest.approx(expected, rel=1e-4)
             monkeypatch.undo()

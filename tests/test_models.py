@@ -91,7 +91,7 @@ def test_rows_and_chunks_agree_with_the_whole(model: MaskedDiffusionLM, monkeypa
     expected = rows.gather(1, targets)[:, 0]
     (wanted,) = torch.autograd.grad(expected.sum(), model.embedding.weight, retain_graph=True)
     for at_once in (10**6, 10, 1):  # all rows, two at a time, one at a time
-        monkeypatch.setattr("imdm.models.denoiser.AT_ONCE", at_once)
+        monkeypatch.setattr("imdm.models.readout.AT_ONCE", at_once)
         picked = model(state, rows=state.masked, reduce=pick)
         assert torch.allclose(picked, expected, atol=1e-6)
         (found,) = torch.autograd.grad(picked.sum(), model.embedding.weight)

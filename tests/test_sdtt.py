@@ -14,11 +14,12 @@ from torch import Tensor
 from imdm.data import LanguageSource, aligned
 from imdm.errors import UserError
 from imdm.models import MaskedDiffusionLM, fingerprint
+from imdm.models.readout import divergence
 from imdm.objectives import SDTT, Step, parse_objective
 from imdm.objectives.rounds import Teacher
-from imdm.objectives.sdtt import divergence, teacher_rows, teacher_times
+from imdm.objectives.sdtt import teacher_rows, teacher_times
 from imdm.randomness import Purpose, fold
-from imdm.state import Noised
+from imdm.state import Noised, Rows
 from imdm.training import TrainConfig, Trainer
 from tests.conftest import tiny_model
 from tests.reference.enumeration import TableDenoiser
@@ -77,7 +78,7 @@ def test_targets_have_the_enumerated_mean(noise: list[int]) -> None:
     keys = fold(51, Purpose.SAMPLE, torch.arange(n))
     masked = torch.ones(n, 2, dtype=torch.bool)
     state = Noised(torch.full((n, 2), 2), masked, torch.tensor(noise).expand(n, 2), torch.full((n,), 0.9))
-    rows = denoiser.head(teacher_rows(denoiser, state, 0.4, 2, keys)).exp().view(n, 2, 3)
+    rows = denoiser.head(teacher_rows(denoiser, state, Rows.where(state.masked), 0.4, 2, keys)).exp().view(n, 2, 3)
     wanted = expected_target(denoiser, noise, 0.9, 0.5)
     for position, value in itertools.product(range(2), range(2)):
         assert_mean(rows[:, position, value], float(wanted[position, value]))
@@ -88,7 +89,7 @@ def test_a_step_past_zero_reveals_everything() -> None:
     denoiser = TableDenoiser(symbols=2, length=2, masks=2, seed=5)
     keys = fold(52, Purpose.SAMPLE, torch.arange(500))
     state = denoiser.process.noised(torch.full((500, 2), 2), torch.full((500,), 0.05), keys)
-    rows = teacher_rows(denoiser, state, 0.1, 2, keys).view(500, 2, 3)
+    rows = teacher_rows(denoiser, state, Rows.where(state.masked), 0.1, 2, keys).view(500, 2, 3)
     assert torch.equal(rows, denoiser.trunk(state))
 
 
@@ -135,7 +136,7 @@ def test_loss_is_the_mean_over_masked_positions_of_the_global_batch(monkeypatch:
 
     whole = share(torch.arange(32))
     assert sum(share(torch.arange(first, 32, 4)) for first in range(4)) / 4 == pytest.approx(whole, rel=1e-5)
-    monkeypatch.setattr("imdm.models.denoiser.AT_ONCE", 7)
+    monkeypatch.setattr("imdm.models.readout.AT_ONCE", 7)
     monkeypatch.setattr("imdm.sampling.sampler.AT_ONCE", 7)
     assert share(torch.arange(32)) == pytest.approx(whole, rel=1e-5)
 

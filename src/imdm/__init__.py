@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from imdm.models import (
         MaskedDiffusionConfig,
         MaskedDiffusionLM,
+        faster,
         fold_conditioning,
         load_model,
         to_infinite,
@@ -40,6 +41,7 @@ __all__ = [
     "Single",
     "UserError",
     "Writer",
+    "faster",
     "fold_conditioning",
     "load",
     "load_model",
@@ -54,6 +56,7 @@ _HOMES = {
     "imdm.models": (
         "MaskedDiffusionConfig",
         "MaskedDiffusionLM",
+        "faster",
         "fold_conditioning",
         "load_model",
         "to_infinite",

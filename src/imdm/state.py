@@ -3,8 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from torch import Tensor
+
+
+class Rows(NamedTuple):
+    """Some positions of a batch: sequence (R,) and position (R,), one sequence after another.
+
+    Where it is known that a sequence has few of them: slot (R,), the number of each within its sequence, and `most`,
+    how many a sequence has at most.
+    """
+
+    sequence: Tensor
+    position: Tensor
+    slot: Tensor | None = None
+    most: int | None = None
+
+    @classmethod
+    def where(cls, chosen: Tensor) -> Rows:
+        """The positions at which `chosen` (B, L) is True."""
+        sequence, position = chosen.nonzero(as_tuple=True)
+        return cls(sequence, position)
+
+    def of(self, values: Tensor) -> Tensor:
+        """(B, L, …) → (R, …)."""
+        return values.flatten(0, 1).index_select(0, self.sequence * values.shape[1] + self.position)
 
 
 @dataclass(frozen=True)

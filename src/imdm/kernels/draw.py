@@ -14,35 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE = 128  # tokens of the vocabulary that are summed together
-
-
-@triton.jit
-def _tile_sums(
-    rows, weight, bias, largest, total, R, V, never, D: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """largest (R, tiles): each tile's largest logit; total (R, tiles): Σ exp(logit − largest)."""
-    tile, block = tl.program_id(1), tl.program_id(0)
-    r = block * BM + tl.arange(0, BM)
-    v = tile * BN + tl.arange(0, BN)
-    k = tl.arange(0, BK)
-    logits = tl.zeros((BM, BN), dtype=tl.float32)
-    for start in range(0, D, BK):
-        inside = (start + k) < D
-        read = (r < R)[:, None] & inside[None, :]
-        x = tl.load(rows + r[:, None].to(tl.int64) * D + start + k[None, :], mask=read, other=0.0)
-        known = (v < V)[None, :] & inside[:, None]
-        w = tl.load(weight + v[None, :].to(tl.int64) * D + start + k[:, None], mask=known, other=0.0)
-        logits = tl.dot(x, w, logits, input_precision="ieee" if EXACT else "tf32")
-    logits += tl.load(bias + v, mask=v < V, other=0.0).to(tl.float32)[None, :]
-    possible = (v < V) & (v != never)
-    logits = tl.where(possible[None, :], logits, float("-inf"))
-    top = tl.max(logits, axis=1)
-    safe = tl.where(top == float("-inf"), 0.0, top)
-    place = r.to(tl.int64) * tl.num_programs(1) + tile
-    tl.store(largest + place, top, mask=r < R)
-    tl.store(total + place, tl.sum(tl.exp(logits - safe[:, None]), axis=1), mask=r < R)
+from imdm.kernels.head import TILE, tile_sums
 
 
 @triton.jit
@@ -78,13 +50,7 @@ def draw_from_head(rows: Tensor, weight: Tensor, bias: Tensor, never: int, u: Te
     (R, D), V = rows.shape, len(weight)
     tiles = triton.cdiv(V, TILE)
     rows = rows.to(weight.dtype).contiguous()
-    largest = torch.empty(R, tiles, device=rows.device)
-    total = torch.empty_like(largest)
-    exact = weight.dtype == torch.float32
-    BM, BK = (64, 32) if exact else (128, 64)
-    _tile_sums[triton.cdiv(R, BM), tiles](
-        rows, weight, bias, largest, total, R, V, never, D=D, BM=BM, BN=TILE, BK=BK, EXACT=exact
-    )
+    largest, total = tile_sums(rows, weight, bias, never)
     peak = largest.amax(1, keepdim=True).double()
     mass = total.double() * (largest.double() - peak).exp()  # (R, tiles)
     edge = mass.cumsum(1)

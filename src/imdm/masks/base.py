@@ -44,6 +44,9 @@ class Mask(Config):
 
     def draw(self, keys: Tensor, draws: Tensor, where: Tensor) -> Tensor | None:
         """Noise of a batch: keys (B,), draws (B, L); computed where `where` (B, L) is True, zero elsewhere."""
+        if keys.is_cuda:  # all of it costs less there than asking where it is needed
+            every = self.noise(keys[:, None], torch.arange(where.shape[1], device=keys.device), draws)
+            return every if every is None else every * (where if every.ndim == 2 else where[..., None])
         row, position = where.nonzero(as_tuple=True)
         values = self.noise(keys[row], position, draws[row, position])
         if values is None:

@@ -51,7 +51,8 @@ class Infinite(Mask):
 
     def noise(self, keys: Tensor, position: Tensor, draw: Tensor) -> Tensor:
         law = symmetric if self.law == "uniform" else normal
-        return law(keys, Purpose.NOISE, position, draw, self.dim) * self.scale
+        values = law(keys, Purpose.NOISE, position, draw, self.dim)
+        return values if self.scale == 1.0 else values * self.scale
 
     def embedding(self, width: int) -> nn.Module:
         return NoiseMLP(self.dim, width)

@@ -9,6 +9,7 @@ from imdm.models.denoiser import (
     to_infinite,
     with_mask,
 )
+from imdm.models.fast import faster
 from imdm.models.loading import fingerprint, load_model
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "MaskedDiffusionConfig",
     "MaskedDiffusionLM",
     "check_tokens",
+    "faster",
     "fingerprint",
     "fold_conditioning",
     "load_model",

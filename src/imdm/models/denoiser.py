@@ -7,27 +7,24 @@ position is masked.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from imdm.errors import UserError
 from imdm.masks import Infinite, Mask, parse_mask
 from imdm.models.configuration import MaskedDiffusionConfig
 from imdm.models.layers import Block, MixtureToken, Norm, TimeCondition, TokenEmbedding, ZeroLinear, rotary
+from imdm.models.readout import Head, Reduce, reduced
 from imdm.process import NoisePolicy, Process
 from imdm.randomness import Purpose, as_key, fold, seeded
 from imdm.sampling import Generation, sample
 from imdm.schedule import parse_schedule
-from imdm.state import Noised
-
-Rows = Tensor | tuple[Tensor, Tensor]
-Reduce = Callable[[Tensor, slice], Tensor]
-AT_ONCE = 1 << 26  # elements of (rows, V) that a loss holds at a time
+from imdm.state import Noised, Rows
 
 
 class Denoiser(Protocol):
@@ -76,7 +73,8 @@ class MaskedDiffusionLM(PreTrainedModel):
         self.norm = Norm(D, bias=not C)
         self.modulation = ZeroLinear(C, 2 * D) if C else None
         self.output = ZeroLinear(D, config.vocab_size)
-        self._compiled: Callable[[Tensor, int], Tensor] | None = None
+        self._compiled: frozenset[bool] = frozenset()  # whether while it trains, whether while it does not
+        self.replay: Callable[[Noised], Tensor | None] | None = None  # recorded evaluations (`faster`)
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -137,6 +135,52 @@ class MaskedDiffusionLM(PreTrainedModel):
         return x + self.mask_embedding(state.noise).to(x.dtype) * state.masked[..., None]
 
     def trunk(self, state: Noised) -> Tensor:
+        """Hidden states (B, L, D)."""
+        if self.replay is not None and (hidden := self.replay(state)) is not None:
+            return hidden.clone()
+        return self.trunk_of_all(state)
+
+    def trunk_of_all(self, state: Noised) -> Tensor:
+        return self._run(self._embedded(state), state.tokens.shape[1])
+
+    def trunk_at(self, state: Noised, rows: Rows) -> Tensor:
+        """Hidden states of some rows alone, (R, D): less work than all of them in the last block."""
+        if self.replay is not None and (hidden := self.replay(state)) is not None:
+            return rows.of(hidden)
+        queries = None
+        if rows.slot is not None and rows.most is not None and 2 * _room(rows.most) <= state.tokens.shape[1]:
+            queries = torch.zeros(len(state.tokens), _room(rows.most), dtype=torch.int64, device=state.tokens.device)
+            queries[rows.sequence, rows.slot] = rows.position
+        return self._run(self._embedded(state), state.tokens.shape[1], rows._replace(most=None), queries)
+
+    def _run(self, x: Tensor, length: int, rows: Rows | None = None, queries: Tensor | None = None) -> Tensor:
+        """The blocks, compiled or not. On a GPU each new shape has a price (cuDNN plans its attention for 50 ms), so
+        while sequences come and go, batches are filled up to a few sizes."""
+        many = len(x)
+        if x.is_cuda and not self.training:
+            more = _room(many) - many
+            x = nn.functional.pad(x, (0, 0, 0, 0, 0, more))
+            queries = None if queries is None else nn.functional.pad(queries, (0, 0, 0, more))
+        rope = rotary(x.shape[1], self.config.width // self.config.heads, x.device)
+        hidden = self._transformed(x, length, rope, rows, queries)
+        return hidden if rows is not None else hidden[:many]
+
+    def _transformed(
+        self, x: Tensor, length: int, rope: tuple[Tensor, Tensor], rows: Rows | None, queries: Tensor | None
+    ) -> Tensor:
+        alone = rows is not None and len(rows.sequence) < 2  # a size of 1 would be compiled anew
+        if self.training not in self._compiled or alone:
+            return self._transform(x, length, rope, rows, queries)
+        changing = [] if self.training else [x, queries]  # sequences come and go; a training batch stays as it is
+        for tensor in (*changing, *(rows or ())):
+            if isinstance(tensor, Tensor):
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        if queries is not None:
+            torch._dynamo.maybe_mark_dynamic(queries, 1)
+        return _compiled_transform()(self, x, length, rope, rows, queries)
+
+    def _embedded(self, state: Noised) -> Tensor:
+        """What the blocks read: the tokens and the masks' noise, and last the latent of a mixture."""
         if state.noise is None and self.mask.noisy:
             raise UserError(f"the state carries no noise, but the model's mask is {self.mask.name}; use model.noised()")
         x = self.embed(state)
@@ -144,62 +188,61 @@ class MaskedDiffusionLM(PreTrainedModel):
             if state.latent is None:
                 raise UserError("the state carries no latent, but the model is a mixture; use model.noised()")
             x = torch.cat((x, self.mixture(state.latent).to(x.dtype)[:, None]), dim=1)  # (B, L + 1, D)
-        run = self._compiled if self._compiled is not None and self.training else self._transform
-        return run(x, state.tokens.shape[1])
+        return x
 
-    def _transform(self, x: Tensor, length: int) -> Tensor:
-        """Blocks and last norm: embeddings (B, L or L + 1, D) → hidden states of the first `length` positions."""
+    def _transform(
+        self, x: Tensor, length: int, rope: tuple[Tensor, Tensor], rows: Rows | None, queries: Tensor | None
+    ) -> Tensor:
+        """Blocks and last norm: embeddings (B, L or L + 1, D) → hidden states of the first `length` positions, or of
+        the given rows: the last block then computes these alone."""
         c = self.time() if self.time is not None else None
-        rope = rotary(x.shape[1], self.config.width // self.config.heads, x.device)
-        for block in self.blocks:
+        *first, last = self.blocks
+        for block in first:
             x = block(x, c, rope)
-        x = self.norm(x[:, :length])
+        x = last(x, c, rope, rows, queries)
+        x = self.norm(x if rows is not None else x[:, :length])
         if self.modulation is not None:
             shift, scale = self.modulation(c).chunk(2, dim=-1)
             x = x * (1 + scale) + shift
         return x
 
-    def compile_training(self) -> None:
-        """Fuse the blocks' small operations while training: the same law, other rounding, other draws of dropout."""
-        self._compiled = torch.compile(self._transform, dynamic=False)
+    def compile_trunk(self, *, training: bool) -> None:
+        """Fuse the blocks' small operations, from the next batch on, while the model trains or while it does not: the
+        same law, other rounding, other draws of dropout. Needs what `torch.compile` needs; takes half a minute."""
+        self._compiled |= {training}
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `compile_trunk` was asked for, in either mode."""
+        return bool(self._compiled)
 
     def head(self, rows: Tensor) -> Tensor:
         """SUBS: the mask is never predicted. Log-probabilities in float32."""
-        logits = self.output(rows).float()
-        never = torch.arange(logits.shape[-1], device=logits.device) == self.config.mask_token_id
-        return torch.log_softmax(logits.masked_fill(never, -torch.inf), dim=-1)
+        return self.head_of(rows).log_probs()
+
+    def head_of(self, rows: Tensor) -> Head:
+        return Head(rows, self.output, self.config.mask_token_id)
 
     def forward(
-        self, state: Noised | Tensor, rows: Rows | None = None, reduce: Reduce | None = None, group: int = 1
+        self, state: Noised | Tensor, rows: Rows | Tensor | None = None, reduce: Reduce | None = None, group: int = 1
     ) -> Tensor:
         """Log-probabilities of data tokens.
 
-        rows (B, L) bool, or the sequences (R,) and positions (R,) of chosen rows: only there, (R, V). With reduce, a
-        function of the log-probabilities of some rows (r, V) and the slice of 0…R they are: what it makes of them,
-        one after another, without ever holding (R, V); each `group` rows that follow one another come together.
+        rows, or (B, L) bool: only there, (R, V). With reduce, a function of the log-probabilities of some rows (r, V)
+        and the slice of 0…R they are: what it makes of them, one after another, without ever holding (R, V); each
+        `group` rows that follow one another come together.
         Without rows: all of (B, L, V), revealed tokens carried over.
         """
         if isinstance(state, Tensor):
             state = self.noised(state)
-        hidden = self.trunk(state)
         if rows is not None:
-            chosen = hidden[rows]
-            return self.head(chosen) if reduce is None else self._reduced(chosen, reduce, group)
+            rows = rows if isinstance(rows, Rows) else Rows.where(rows)
+            head = self.head_of(self.trunk_at(state, rows))
+            return head.log_probs() if reduce is None else reduced(head, reduce, group)
+        hidden = self.trunk(state)
         carried = torch.full((*state.tokens.shape, self.vocab_size), -torch.inf, device=hidden.device)
         carried.scatter_(-1, state.tokens[..., None], 0.0)
         return torch.where(state.masked[..., None], self.head(hidden), carried)
-
-    def _reduced(self, rows: Tensor, reduce: Reduce, group: int) -> Tensor:
-        """The head chunk by chunk; a chunk's (r, V) is computed again for its gradient rather than kept."""
-        size = max(1, AT_ONCE // self.vocab_size // group) * group
-        if len(rows) <= size:
-            return reduce(self.head(rows), slice(0, len(rows)))
-        parts = [slice(first, first + size) for first in range(0, len(rows), size)]
-
-        def chunk(some: Tensor, part: slice) -> Tensor:
-            return reduce(self.head(some), part)
-
-        return torch.cat([checkpoint(chunk, rows[part], part, use_reentrant=False) for part in parts])
 
     def noised(self, tokens: Tensor, seed: int = 0) -> Noised:
         """The state of `tokens` (B, L) at t = 1, masked where they hold the mask id, with noise drawn under `seed`."""
@@ -273,6 +316,18 @@ class MaskedDiffusionLM(PreTrainedModel):
             holes = self.config.mask_token_id
             input_ids = nn.functional.pad(input_ids, (0, length - input_ids.shape[1]), value=holes)
         return input_ids.repeat_interleave(num, dim=0)
+
+
+def _room(many: int) -> int:
+    """The size that so many are filled up to: a multiple of 4 up to 16, of 16 beyond."""
+    each = 4 if many <= 16 else 16
+    return -(-many // each) * each
+
+
+@lru_cache
+def _compiled_transform() -> Callable[..., Tensor]:
+    """One for all models: those of one shape share what was compiled."""
+    return torch.compile(MaskedDiffusionLM._transform)
 
 
 def check_tokens(tokens: Tensor, vocab_size: int, where: str) -> None:

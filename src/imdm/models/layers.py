@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from imdm.state import Rows
+
 
 class ZeroLinear(nn.Linear):
     """A linear layer that starts at zero."""
@@ -81,9 +83,11 @@ class MixtureToken(nn.Module):
         return self.second(F.silu(self.first(waves)))
 
 
+@lru_cache(maxsize=64)
+@torch.inference_mode(False)
 def rotary(length: int, dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin of the rotary position embedding, base 10,000: (L, dim) each. Computed, never stored: a buffer
-    would come back as garbage from a meta-device load."""
+    """cos and sin of the rotary position embedding, base 10,000: (L, dim) each. Remembered here and not by the model:
+    a buffer would come back as garbage from a meta-device load."""
     frequency = 10_000.0 ** (-torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
     angle = torch.arange(length, dtype=torch.float32, device=device)[:, None] * frequency  # (L, dim/2)
     angle = torch.cat((angle, angle), dim=-1)
@@ -133,11 +137,29 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = out(width, width, bias=False)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-        B, L, D = x.shape
-        q, k, v = self.qkv(x).view(B, L, 3, self.heads, D // self.heads).permute(2, 0, 3, 1, 4)  # (B, H, L, D/H) each
-        mixed = attend(rotate(q, *rope), rotate(k, *rope), v, self.softcap)
-        return self.out(mixed.transpose(1, 2).reshape(B, L, D))
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], rows: Rows | None = None, queries: Tensor | None = None
+    ) -> Tensor:
+        """x (B, L, D) → (B, L, D), or (R, D) of some rows alone. With `queries` (B, Q), where those rows are, only
+        these ask the others."""
+        D = x.shape[-1]
+        if queries is None or rows is None or rows.slot is None:
+            q, k, v = map(self._heads, self.qkv(x).split(D, dim=-1))
+            mixed = self._joined(attend(rotate(q, *rope), rotate(k, *rope), v, self.softcap))
+            return self.out(mixed if rows is None else rows.of(mixed))
+        q = self._heads(F.linear(x.gather(1, queries[..., None].expand(-1, -1, D)), self.qkv.weight[:D]))
+        k, v = map(self._heads, F.linear(x, self.qkv.weight[D:]).split(D, dim=-1))
+        there = tuple(turn[queries][:, None] for turn in rope)  # (B, 1, Q, D/H) each
+        mixed = self._joined(attend(rotate(q, *there), rotate(k, *rope), v, self.softcap))  # (B, Q, D)
+        return self.out(rows._replace(position=rows.slot).of(mixed))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """(B, L, D) → (B, H, L, D/H)."""
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+    def _joined(self, x: Tensor) -> Tensor:
+        """(B, H, L, D/H) → (B, L, D)."""
+        return x.transpose(1, 2).flatten(2)
 
 
 class MLP(nn.Module):
@@ -164,10 +186,20 @@ class Block(nn.Module):
         self.modulation = ZeroLinear(condition, 6 * width) if condition else None
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, c: Tensor | None, rope: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        c: Tensor | None,
+        rope: tuple[Tensor, Tensor],
+        rows: Rows | None = None,
+        queries: Tensor | None = None,
+    ) -> Tensor:
+        """x (B, L, D) → (B, L, D), or (R, D) of the given rows alone."""
+        kept = x if rows is None else rows.of(x)
         if self.modulation is None:
-            x = x + self.dropout(self.attention(self.norm1(x), rope))
-            return x + self.dropout(self.mlp(self.norm2(x)))
+            kept = kept + self.dropout(self.attention(self.norm1(x), rope, rows, queries))
+            return kept + self.dropout(self.mlp(self.norm2(kept)))
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(c).chunk(6, dim=-1)  # (D,) each
-        x = x + gate1 * self.dropout(self.attention(self.norm1(x) * (1 + scale1) + shift1, rope))
-        return x + gate2 * self.dropout(self.mlp(self.norm2(x) * (1 + scale2) + shift2))
+        asked = self.attention(self.norm1(x) * (1 + scale1) + shift1, rope, rows, queries)
+        kept = kept + gate1 * self.dropout(asked)
+        return kept + gate2 * self.dropout(self.mlp(self.norm2(kept) * (1 + scale2) + shift2))

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from imdm.config import Config, parse_kind
+from imdm.models.readout import Chosen
 from imdm.process import Process
 from imdm.randomness import Purpose, as_key, fold, uniform
 from imdm.registry import Registry
-from imdm.state import Noised
+from imdm.state import Noised, Rows
 
 if TYPE_CHECKING:
     from imdm.data.source import Source
@@ -107,11 +108,11 @@ class Objective(Config):
 def nelbo_terms(model: nn.Module, process: Process, state: Noised, x: Tensor) -> Tensor:
     """Eq. 14 for each sequence, in nats a token: Σ over masked positions of −α'_t/(1 − α_t) · (−log⟨x_θ(z_t), x⟩),
     divided by L: (B,)."""
-    targets = x[state.masked][:, None]  # (R, 1)
-    log_probs = model(state, rows=state.masked, reduce=lambda rows, part: rows.gather(-1, targets[part])[:, 0])  # (R,)
+    rows = Rows.where(state.masked)
+    log_probs = model(state, rows=rows, reduce=Chosen(rows.of(x)))  # (R,)
     weight = process.schedule.weight(state.t.double()).float()  # (B,); 1 − α_t cancels in float32
-    terms = torch.zeros(x.shape, dtype=log_probs.dtype, device=x.device)
-    return -weight * terms.masked_scatter(state.masked, log_probs).mean(1)
+    totals = torch.zeros(len(x), dtype=log_probs.dtype, device=x.device).index_add(0, rows.sequence, log_probs)
+    return -weight * totals / x.shape[1]
 
 
 def parse_objective(value: Any) -> Objective:

@@ -35,7 +35,7 @@ from imdm.objectives.rounds import Rounds, Teacher
 from imdm.process import Process
 from imdm.randomness import Purpose, fold, uniform
 from imdm.sampling import draw_tokens
-from imdm.state import Noised
+from imdm.state import Noised, Rows
 
 if TYPE_CHECKING:
     from imdm.models import MaskedDiffusionLM
@@ -99,7 +99,7 @@ class Di4C(Rounds):
 
         row, position = (tokens == process.mask_id).nonzero(as_tuple=True)  # (R,): every masked position
         compare = _Compare(companion, ahead, row, position, said, M)
-        rows = compare.copies(M).flatten(), position.repeat_interleave(M)
+        rows = Rows(compare.copies(M).flatten(), position.repeat_interleave(M))
         found = model(state, rows=rows, reduce=compare, group=M)  # (R, M·(1 + M) + 3)
 
         def summed(values: Tensor) -> Tensor:

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
+from imdm.models.readout import Chosen
 from imdm.objectives.base import Objective, Step, nelbo_terms, objectives
 from imdm.process import NoisePolicy, Process
 from imdm.randomness import Purpose, as_key, fold
+from imdm.state import Rows
 
 if TYPE_CHECKING:
     from imdm.data.source import Source
@@ -58,12 +60,9 @@ class ReDi(Objective):
             sure = []
             for some in torch.arange(len(keys), device=keys.device).split(AT_ONCE):
                 state = model.process.noised(pairs["noised"][some], pairs["t"][some], keys[some])
-                targets = pairs["tokens"][some][state.masked]
-
-                def chosen(rows: Tensor, part: slice, targets: Tensor = targets) -> Tensor:
-                    return rows.gather(-1, targets[part, None])[:, 0] if known else rows.amax(-1)
-
-                sure.append(model(state, rows=state.masked, reduce=chosen) > log(0.5))
+                rows = Rows.where(state.masked)
+                read = Chosen(rows.of(pairs["tokens"][some])) if known else (lambda law, part: law.amax(-1))
+                sure.append(model(state, rows=rows, reduce=read) > log(0.5))
             return float(torch.cat(sure).double().mean())
 
         fitted = share(pairs["seed"], known=True)

@@ -24,7 +24,7 @@ class Teacher:
     def __init__(self, start: MaskedDiffusionLM, student: MaskedDiffusionLM) -> None:
         self.student = student
         self.round = 0
-        self.model = _frozen(start) if start is student else _still(start, student.device)
+        self.model = _frozen(student) if start is student else _still(start, student)
 
     def promote(self, weights: Mapping[str, Tensor]) -> None:
         """The next round's teacher is the student with these weights."""
@@ -57,11 +57,14 @@ class Teacher:
 
 
 def _frozen(model: MaskedDiffusionLM) -> MaskedDiffusionLM:
-    return _still(copy.deepcopy(model), model.device)
+    return _still(copy.deepcopy(model), model)
 
 
-def _still(model: MaskedDiffusionLM, device: torch.device) -> MaskedDiffusionLM:
-    torch.nn.Module.to(model, device)
+def _still(model: MaskedDiffusionLM, student: MaskedDiffusionLM) -> MaskedDiffusionLM:
+    """Where the student is, compiled if it is."""
+    torch.nn.Module.to(model, student.device)
+    if student.is_compiled:
+        model.compile_trunk(training=False)
     return model.eval().requires_grad_(False)
 
 

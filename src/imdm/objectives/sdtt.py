@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from imdm.models.readout import Compared, Divergence
 from imdm.objectives.base import Step, objectives
 from imdm.objectives.rounds import Rounds, Teacher
 from imdm.process import Process
 from imdm.randomness import Purpose, uniform
-from imdm.sampling import draw_tokens
-from imdm.state import Noised
+from imdm.sampling import draw_tokens, hidden_at
+from imdm.state import Noised, Rows
 
 if TYPE_CHECKING:
     from imdm.models import MaskedDiffusionLM
-
-Divergence = Literal["backward-kl", "forward-kl", "tv", "mse"]
 
 
 @objectives.register("sdtt")
@@ -63,14 +62,9 @@ class SDTT(Rounds):
             raise ValueError("SDTT.loss needs the companion that SDTT.companion(model) makes")
         x, everyone = batch["tokens"], step.everyone()
         state = process.corrupt(x, step.times(), step.keys())
-        target = teacher_rows(companion.model, state, self.dt(companion.round), self.teacher_steps, step.keys())
-
-        def compare(rows: Tensor, part: slice) -> Tensor:
-            with torch.no_grad():
-                wanted = companion.model.head(target[part])
-            return divergence(self.divergence, rows, wanted)
-
-        total = model(state, rows=state.masked, reduce=compare).sum()
+        rows, teacher = Rows.where(state.masked), companion.model
+        target = teacher_rows(teacher, state, rows, self.dt(companion.round), self.teacher_steps, step.keys())
+        total = model(state, rows=rows, reduce=Compared(self.divergence, teacher.head_of(target))).sum()
         masked = process.masks(everyone.times(), everyone.keys(), x.shape[1]).sum()
         return total / masked.clamp(min=1) * (step.batch / len(x))
 
@@ -81,28 +75,19 @@ def teacher_times(t: Tensor, dt: float, steps: int) -> Tensor:
 
 
 @torch.no_grad()
-def teacher_rows(teacher: MaskedDiffusionLM, state: Noised, dt: float, steps: int, keys: Tensor) -> Tensor:
-    """The teacher's hidden state at each masked position of z_t, at the step that reveals it or at the last: (R, D)."""
-    process, start = teacher.process, state
+def teacher_rows(teacher: MaskedDiffusionLM, state: Noised, rows: Rows, dt: float, steps: int, keys: Tensor) -> Tensor:
+    """The teacher's hidden state at each masked position of z_t, at the step that reveals it or at the last: (R, D).
+    rows: those positions."""
+    process = teacher.process
     times = teacher_times(state.t, dt, steps)
-    position = torch.arange(state.tokens.shape[1], device=state.tokens.device)
-    rows = teacher.trunk(state)  # (B, L, D)
+    hidden = hidden_at(teacher, state, rows)
     for step in range(1, steps):
         s = times[:, step]
         revealed = process.reveals(state, s, keys, step)  # (B, L)
-        u = uniform(keys[:, None], Purpose.TOKEN, position)[revealed]
-        proposal = state.tokens.masked_scatter(revealed, draw_tokens(teacher, rows[revealed], u).tokens)
+        now = rows.of(revealed).nonzero()[:, 0]
+        u = uniform(keys[rows.sequence[now]], Purpose.TOKEN, rows.position[now])
+        drawn = draw_tokens(teacher, hidden[now], u).tokens
+        proposal = state.tokens.index_put((rows.sequence[now], rows.position[now]), drawn)
         state = process.reverse(state, s, proposal, keys, step, "keep")
-        rows = torch.where(state.masked[..., None], teacher.trunk(state), rows)
-    return rows[start.masked]
-
-
-def divergence(kind: Divergence, student: Tensor, teacher: Tensor) -> Tensor:
-    """Of two log-probabilities (R, V), row by row: (R,)."""
-    p, q = student.exp(), teacher.exp()
-    if kind == "tv":
-        return 0.5 * (p - q).abs().sum(-1)
-    if kind == "mse":
-        return (p - q).square().sum(-1)
-    log_ratio = torch.where(torch.isfinite(student) & torch.isfinite(teacher), student - teacher, 0.0)
-    return (p * log_ratio).sum(-1) if kind == "backward-kl" else -(q * log_ratio).sum(-1)
+        hidden = torch.where(rows.of(state.masked)[:, None], hidden_at(teacher, state, rows), hidden)
+    return hidden

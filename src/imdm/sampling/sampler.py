@@ -4,6 +4,9 @@ Whether a position is revealed at a step does not depend on the network. So the 
 drawn first. Then the network runs only for sequences that reveal something at a step, on their current tokens and
 current noise; the head runs only at the revealed positions; and since the network does not see time, sequences at
 different steps share a batch and none waits for another. The law is that of the plain N-step loop.
+
+As all of that is known beforehand, all turns are laid out before the first: while a GPU works, nothing is asked
+of it.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ from imdm.kernels import kernels
 from imdm.process import NoisePolicy, Process, check_policy
 from imdm.randomness import Purpose, uniform
 from imdm.sampling.categorical import draw
-from imdm.state import Noised
+from imdm.sampling.turns import turns
+from imdm.state import Noised, Rows
 
 if TYPE_CHECKING:
     from imdm.models import Denoiser
@@ -100,6 +104,12 @@ class Drawn:
     log_probs: Tensor
 
 
+def hidden_at(denoiser: Denoiser, state: Noised, rows: Rows) -> Tensor:
+    """Hidden states of some rows alone: (R, ·)."""
+    only = getattr(denoiser, "trunk_at", None)
+    return rows.of(denoiser.trunk(state)) if only is None else only(state, rows)
+
+
 def draw_tokens(denoiser: Denoiser, rows: Tensor, u: Tensor, temperature: float = 1.0, top_p: float = 1.0) -> Drawn:
     """A token for each hidden row (R, ·) from the head, so that (R, V) is never held whole: by one kernel on a GPU, in
     chunks elsewhere."""
@@ -154,22 +164,19 @@ def sample(
     masked = tokens == process.mask_id
     revealed_at = torch.where(masked, planned.reveal, -1)
 
-    # 2. Evaluate each sequence at its own next reveal step until nothing is masked.
+    evaluations, coming = turns(revealed_at, batch_size)
+
+    # 2. Evaluate each sequence at its own reveal steps.
     tokens = tokens.clone()
     draws = torch.zeros_like(tokens)  # which draw of its noise each position carries
-    seen = torch.zeros(B, dtype=torch.int64, device=tokens.device)  # step of each sequence's last evaluation
-    evaluations = torch.zeros_like(seen)
     latents = process.latents(keys)
     log_probs = torch.zeros(B, L, device=tokens.device)
     written = 0
-    while True:
-        upcoming = torch.where(masked, revealed_at, steps).amin(dim=1)  # (B,)
-        active = (upcoming < steps).nonzero()[:, 0][:batch_size]  # (A,)
-        if not len(active):
-            break
-        now, key, holes = upcoming[active], keys[active], masked[active]
+    for turn in coming:
+        active, now, rows = turn.active, turn.now, turn.rows
+        key, holes = keys[active], masked[active]
         if policy == "posterior":
-            kept = alpha[active, seen[active]] / alpha[active, now]  # α_t/α_s telescopes over skipped steps
+            kept = alpha[active, turn.before] / alpha[active, now]  # α_t/α_s telescopes over skipped steps
             redraw = uniform(key[:, None], Purpose.REDRAW, position, now[:, None]) >= kept[:, None]
             draws[active] = torch.where(holes & redraw, now[:, None], draws[active])
         latent = process.latents(key, now if policy == "posterior" else 0)
@@ -177,17 +184,13 @@ def sample(
             latents[active] = latent
         noise = process.mask.draw(key, draws[active], holes)
         state = Noised(tokens[active], holes, noise, grid[active, now], latent)
-        hidden = denoiser.trunk(state)  # (A, L, ·)
-
-        row, column = (holes & (revealed_at[active] == now[:, None])).nonzero(as_tuple=True)
-        u = uniform(key[row], Purpose.TOKEN, column)
-        drawn = draw_tokens(denoiser, hidden[row, column], u, temperature, top_p)
-        tokens[active[row], column] = drawn.tokens
-        log_probs[active[row], column] = drawn.log_probs
-        masked[active[row], column] = False
-        seen[active] = now
-        evaluations[active] += 1
-        written += len(row)
+        u = uniform(key[rows.sequence], Purpose.TOKEN, rows.position)
+        drawn = draw_tokens(denoiser, hidden_at(denoiser, state, rows), u, temperature, top_p)
+        place = active[rows.sequence], rows.position
+        tokens[place] = drawn.tokens
+        log_probs[place] = drawn.log_probs
+        masked[place] = False
+        written += len(u)
         if on_progress is not None:
             on_progress(written)
 

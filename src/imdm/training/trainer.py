@@ -145,9 +145,9 @@ class Trainer:
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.bare: MaskedDiffusionLM = self.accelerator.unwrap_model(self.model)
         self.ema = EMA(self.bare, config.ema)
-        self.companion = objective.companion(self.bare, start)
         if config.compile and self.accelerator.device.type == "cuda":
-            self.bare.compile_training()
+            self.bare.compile_trunk(training=True)
+        self.companion = objective.companion(self.bare, start)
         self.step = 0
         self._asked_to_stop = False
 

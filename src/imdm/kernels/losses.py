@@ -1,0 +1,203 @@
+"""Losses of the head on a GPU, without ever storing (rows, V) on the way there.
+
+Forward, the head's product is summed up tile by tile. Backward, it is computed again, a part of the rows at a time,
+and leaves as the loss' slopes in the logits, (some rows, V) in half precision; two ordinary products then give the
+gradients of rows and weights. Logits, exponentials and sums are in float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from imdm.kernels.head import AROUND, TILE, grid, logits_of, place, sizes, tile_sums
+
+AT_ONCE = 1 << 29  # slopes, (some rows, V), that are held at a time
+
+
+@triton.jit
+def _chosen_slopes(
+    rows, weight, bias, total, targets, upstream, slopes, R, V, pitch, never, D: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, AROUND: tl.constexpr,
+):  # fmt: skip
+    """∂ log p(target) / ∂ logits, times upstream: 1[v = target] − p(v)."""
+    r, v = place(R, V, BM, BN, AROUND)
+    logits = logits_of(rows, weight, bias, r, v, R, V, never, D, BM, BN, BK, False)
+    known = r < R
+    p = tl.exp(logits - tl.load(total + r, mask=known, other=0.0)[:, None])
+    hit = v[None, :] == tl.load(targets + r, mask=known, other=0)[:, None]
+    slope = tl.load(upstream + r, mask=known, other=0.0)[:, None] * (tl.where(hit, 1.0, 0.0) - p)
+    at = slopes + r.to(tl.int64)[:, None] * pitch + v[None, :]
+    tl.store(at, slope.to(slopes.dtype.element_ty), mask=known[:, None] & (v < V)[None, :])
+
+
+@triton.jit
+def _kl_sums(
+    rows, weight, bias, other_rows, other_weight, other_bias, largest, total, cross, R, V, never,
+    D: tl.constexpr, OTHER_D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    AROUND: tl.constexpr,
+):  # fmt: skip
+    """Of each tile of p: its largest logit, Σ exp(logit − largest), and Σ exp(logit − largest)·(logit − other's)."""
+    r, v = place(R, V, BM, BN, AROUND)
+    logits = logits_of(rows, weight, bias, r, v, R, V, never, D, BM, BN, BK, False)
+    others = logits_of(other_rows, other_weight, other_bias, r, v, R, V, never, OTHER_D, BM, BN, BK, False)
+    top = tl.max(logits, axis=1)
+    e = tl.exp(logits - tl.where(top == float("-inf"), 0.0, top)[:, None])
+    difference = tl.where(((v < V) & (v != never))[None, :], logits - others, 0.0)
+    at = r.to(tl.int64) * tl.cdiv(V, BN) + tl.min(v, axis=0) // BN
+    tl.store(largest + at, top, mask=r < R)
+    tl.store(total + at, tl.sum(e, axis=1), mask=r < R)
+    tl.store(cross + at, tl.sum(e * difference, axis=1), mask=r < R)
+
+
+@triton.jit
+def _kl_slopes(
+    rows, weight, bias, other_rows, other_weight, other_bias, total, other_total, divergence, upstream, slopes,
+    R, V, pitch, never, D: tl.constexpr, OTHER_D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, AROUND: tl.constexpr, FORWARD: tl.constexpr,
+):  # fmt: skip
+    """∂ KL(p ‖ q) / ∂ p's logits = p·(log p/q − KL); forward: ∂ KL(q ‖ p) / ∂ p's logits = p − q. Times upstream."""
+    r, v = place(R, V, BM, BN, AROUND)
+    logits = logits_of(rows, weight, bias, r, v, R, V, never, D, BM, BN, BK, False)
+    others = logits_of(other_rows, other_weight, other_bias, r, v, R, V, never, OTHER_D, BM, BN, BK, False)
+    known = r < R
+    log_p = logits - tl.load(total + r, mask=known, other=0.0)[:, None]
+    log_q = others - tl.load(other_total + r, mask=known, other=0.0)[:, None]
+    if FORWARD:
+        slope = tl.exp(log_p) - tl.exp(log_q)
+    else:
+        ratio = tl.where(((v < V) & (v != never))[None, :], log_p - log_q, 0.0)
+        slope = tl.exp(log_p) * (ratio - tl.load(divergence + r, mask=known, other=0.0)[:, None])
+    slope = tl.load(upstream + r, mask=known, other=0.0)[:, None] * slope
+    at = slopes + r.to(tl.int64)[:, None] * pitch + v[None, :]
+    tl.store(at, slope.to(slopes.dtype.element_ty), mask=known[:, None] & (v < V)[None, :])
+
+
+def _summed(largest: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+    """log Σ exp(logits) of each row (R,) from its tiles, and each tile's factor exp(largest − row's): (R, tiles)."""
+    peak = largest.amax(1, keepdim=True)
+    factor = (largest - peak).exp()
+    return peak[:, 0] + (total * factor).sum(1).log(), factor
+
+
+def _gradients(slopes_of: Any, rows: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of rows (R, D), weight (V, D) and bias (V,), in float32, from slopes_of(part, into).
+
+    The vocabulary is filled up to a multiple of 64, with slopes of zero: odd sizes have slow products.
+    """
+    (R, D), V = rows.shape, len(weight)
+    wide = triton.cdiv(V, 64) * 64
+    size = max(1, min(R, AT_ONCE // wide))
+    buffer = torch.zeros(size, wide, dtype=rows.dtype, device=rows.device)
+    padded = torch.nn.functional.pad(weight, (0, 0, 0, wide - V))
+    of_rows = torch.empty(R, D, device=rows.device)
+    of_weight = torch.zeros(wide, D, device=rows.device)
+    of_bias = torch.zeros(wide, device=rows.device)
+    for first in range(0, R, size):
+        part = slice(first, min(first + size, R))
+        slopes = buffer[: part.stop - first]
+        slopes_of(part, slopes, wide)
+        of_rows[part] = slopes @ padded
+        of_weight += product(slopes.T, rows[part])
+        of_bias += slopes.sum(0, dtype=torch.float32)
+    return of_rows, of_weight[:V], of_bias[:V]
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """A product of half-precision matrices, in float32."""
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
+
+
+def _half(values: Tensor) -> Tensor:
+    """In half precision, whatever it is kept in; gradients come back in float32."""
+    return values.to(torch.bfloat16 if values.dtype == torch.float32 else values.dtype).contiguous()
+
+
+class _Chosen(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, never: int) -> Tensor:
+        rows, weight = _half(rows), _half(weight)
+        total, _ = _summed(*tile_sums(rows, weight, bias, never))
+        logit = (rows.float() * weight[targets].float()).sum(-1) + bias[targets].float()
+        ctx.save_for_backward(rows, weight, bias, targets, total)
+        ctx.never = never
+        return torch.where(targets == never, -torch.inf, logit - total)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> Any:
+        rows, weight, bias, targets, total = ctx.saved_tensors
+        V, size = len(weight), sizes(False)
+
+        def slopes_of(part: slice, into: Tensor, pitch: int) -> None:
+            some, R = rows[part], len(into)
+            _chosen_slopes[grid(R, V, size["BM"], TILE)](
+                some, weight, bias, total[part], targets[part], upstream[part].contiguous(), into, R, V, pitch,
+                ctx.never, D=rows.shape[1], **size,
+            )  # fmt: skip
+
+        return *_gradients(slopes_of, rows, weight), None, None
+
+
+class _KL(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor, other_rows: Tensor, other_weight: Tensor,
+        other_bias: Tensor, never: int, forward: bool,
+    ) -> Tensor:  # fmt: skip
+        ours = _half(rows), _half(weight), bias
+        others = _half(other_rows), _half(other_weight), other_bias
+        R, V, size = len(rows), len(weight), _pair_sizes()
+        largest, total, cross = (torch.empty(R, triton.cdiv(V, TILE), device=rows.device) for _ in range(3))
+        from_law, to_law = (others, ours) if forward else (ours, others)
+        if R:
+            _kl_sums[grid(R, V, size["BM"], TILE)](
+                *from_law, *to_law, largest, total, cross, R, V, never,
+                D=from_law[0].shape[1], OTHER_D=to_law[0].shape[1], **size,
+            )  # fmt: skip
+        of_from, factor = _summed(largest, total)
+        of_to, _ = _summed(*tile_sums(*to_law, never))
+        mean = (cross * factor).sum(1) / (total * factor).sum(1)  # of logit − other's
+        divergence = mean - of_from + of_to
+        totals = (of_to, of_from) if forward else (of_from, of_to)
+        ctx.save_for_backward(*ours, *others, *totals, divergence)
+        ctx.never, ctx.forward_kl = never, forward
+        return divergence
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> Any:
+        rows, weight, bias, other_rows, other_weight, other_bias, total, other_total, divergence = ctx.saved_tensors
+        V, size = len(weight), _pair_sizes()
+
+        def slopes_of(part: slice, into: Tensor, pitch: int) -> None:
+            R = len(into)
+            _kl_slopes[grid(R, V, size["BM"], TILE)](
+                rows[part], weight, bias, other_rows[part], other_weight, other_bias, total[part], other_total[part],
+                divergence[part], upstream[part].contiguous(), into, R, V, pitch, ctx.never,
+                D=rows.shape[1], OTHER_D=other_rows.shape[1], FORWARD=ctx.forward_kl, **size,
+            )  # fmt: skip
+
+        return *_gradients(slopes_of, rows, weight), None, None, None, None, None
+
+
+def _pair_sizes() -> dict[str, int]:
+    """Two products at once."""
+    return {"BM": 128, "BN": TILE, "BK": 64, "AROUND": AROUND, "num_warps": 8, "num_stages": 4}
+
+
+def log_prob_of(rows: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, never: int) -> Tensor:
+    """log softmax(rows · weightᵀ + bias) without the token `never`, at each row's target: (R,), float32."""
+    return _Chosen.apply(rows, weight, bias, targets, never)
+
+
+def kl(
+    student: tuple[Tensor, Tensor, Tensor], teacher: tuple[Tensor, Tensor, Tensor], never: int, forward: bool
+) -> Tensor:
+    """KL(student ‖ teacher), forward: KL(teacher ‖ student), of two heads (rows, weight, bias) without the token
+    `never`: (R,), float32. The teacher is held fixed."""
+    return _KL.apply(*student, *(tensor.detach() for tensor in teacher), never, forward)

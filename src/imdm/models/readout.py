@@ -1,0 +1,120 @@
+"""What a loss reads off the head, row by row: a function of log-probabilities (r, V) that need not be held at once.
+
+On a GPU in bf16 those of a common kind have kernels that never store (R, V); elsewhere, and for any other function,
+the head runs chunk by chunk, and a chunk is computed again for its gradient rather than kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from imdm.kernels import kernels
+
+Reduce = Callable[[Tensor, slice], Tensor]
+AT_ONCE = 1 << 26  # elements of (rows, V) that a loss holds at a time
+
+Divergence = Literal["backward-kl", "forward-kl", "tv", "mse"]
+
+
+class Head(NamedTuple):
+    """Rows (R, D) and the layer that reads them; the token `never` has no probability."""
+
+    rows: Tensor
+    layer: nn.Linear
+    never: int
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.rows, self.layer.weight, self.layer.bias
+
+    def log_probs(self, part: slice = slice(None)) -> Tensor:
+        """Of some rows, (r, V), in float32."""
+        logits = self.layer(self.rows[part]).float()
+        never = torch.arange(logits.shape[-1], device=logits.device) == self.never
+        return torch.log_softmax(logits.masked_fill(never, -torch.inf), dim=-1)
+
+
+class Fused(Protocol):
+    """A reduction that has a kernel."""
+
+    def __call__(self, log_probs: Tensor, part: slice) -> Tensor: ...
+
+    def fused(self, losses: Any, head: Head) -> Tensor | None:
+        """What `__call__` gives for all rows; None where there is no kernel after all."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The log-probability of each row's target: targets (R,)."""
+
+    targets: Tensor
+
+    def __call__(self, log_probs: Tensor, part: slice) -> Tensor:
+        return log_probs.gather(-1, self.targets[part, None])[:, 0]
+
+    def fused(self, losses: Any, head: Head) -> Tensor:
+        return losses.log_prob_of(*head.tensors, self.targets, head.never)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A divergence between each row's law and its teacher's, which is held fixed."""
+
+    kind: Divergence
+    teacher: Head
+
+    def __call__(self, log_probs: Tensor, part: slice) -> Tensor:
+        with torch.no_grad():
+            wanted = self.teacher.log_probs(part)
+        return divergence(self.kind, log_probs, wanted)
+
+    def fused(self, losses: Any, head: Head) -> Tensor | None:
+        if self.kind not in ("backward-kl", "forward-kl"):
+            return None
+        return losses.kl(head.tensors, self.teacher.tensors, head.never, self.kind == "forward-kl")
+
+
+def divergence(kind: Divergence, student: Tensor, teacher: Tensor) -> Tensor:
+    """Of two log-probabilities (R, V), row by row: (R,)."""
+    p, q = student.exp(), teacher.exp()
+    if kind == "tv":
+        return 0.5 * (p - q).abs().sum(-1)
+    if kind == "mse":
+        return (p - q).square().sum(-1)
+    log_ratio = torch.where(torch.isfinite(student) & torch.isfinite(teacher), student - teacher, 0.0)
+    return (p * log_ratio).sum(-1) if kind == "backward-kl" else -(q * log_ratio).sum(-1)
+
+
+def reduced(head: Head, reduce: Reduce | Fused, group: int = 1) -> Tensor:
+    """reduce(log-probabilities of some rows, which), one chunk after another; each `group` rows that follow one another
+    come together."""
+    fused = getattr(reduce, "fused", None)
+    if fused is not None and _in_bf16(head.rows) and (losses := kernels("losses")):
+        with torch.autocast("cuda", enabled=False):
+            found = fused(losses, head)
+        if found is not None:
+            return found
+    R, V = len(head.rows), head.layer.out_features
+    size = max(1, AT_ONCE // V // group) * group
+    if size >= R:
+        return reduce(head.log_probs(), slice(0, R))
+    parts = [slice(first, first + size) for first in range(0, R, size)]
+
+    def chunk(rows: Tensor, part: slice) -> Tensor:
+        return reduce(head._replace(rows=rows).log_probs(), part)
+
+    return torch.cat([checkpoint(chunk, head.rows[part], part, use_reentrant=False) for part in parts])
+
+
+def _in_bf16(rows: Tensor) -> bool:
+    """Whether a product of these rows, here and now, is one of bf16 on a GPU."""
+    if not rows.is_cuda:
+        return False
+    wide = torch.is_autocast_enabled("cuda")
+    return (torch.get_autocast_dtype("cuda") if wide else rows.dtype) == torch.bfloat16

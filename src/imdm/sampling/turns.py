@@ -1,0 +1,83 @@
+"""Who is evaluated when: known before the network runs at all, since reveals do not depend on it."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from imdm.state import Rows
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One network evaluation: of the sequences `active` (A,), each at its step `now` (A,), its last evaluation at step
+    `before` (A,); then the positions `rows` of these A sequences are revealed."""
+
+    active: Tensor
+    now: Tensor
+    before: Tensor
+    rows: Rows
+
+
+def turns(revealed_at: Tensor, batch_size: int | None = None) -> tuple[Tensor, list[Turn]]:
+    """How often each sequence is evaluated (B,), and the turns in which that happens: revealed_at (B, L), the step of
+    each position, −1 where there is nothing to reveal.
+
+    A sequence is evaluated once for each of its distinct steps, in order and in turns that follow one another. At
+    most `batch_size` share a turn; those with most evaluations begin first, so that the last turns are full too.
+    """
+    B, device = len(revealed_at), revealed_at.device
+    row, column = (revealed_at >= 0).nonzero(as_tuple=True)
+    steps = int(revealed_at.max()) + 1 if len(row) else 1
+    wanted = row * steps + revealed_at[row, column]
+    here = torch.bincount(wanted, minlength=B * steps)  # positions of each (sequence, step)
+    visits = here.nonzero()[:, 0]  # (E,), those with any
+    visit = (here > 0).cumsum(0)[wanted] - 1
+    sequence, step = visits // steps, visits % steps
+    evaluations = torch.bincount(sequence, minlength=B)
+
+    # On the CPU: the turn of each visit, and its place in it.
+    count = evaluations.cpu().numpy()
+    order = np.repeat(_starts(count, batch_size), count) + _within(count)
+    sorted_visits = np.argsort(order, kind="stable")
+    sizes = np.bincount(order)  # sequences in each turn
+    place = np.empty_like(order)
+    place[sorted_visits] = _within(sizes)
+    revealed = here[visits].cpu().numpy()[sorted_visits]  # positions of each visit
+    first = np.concatenate(([0], np.cumsum(sizes)[:-1]))
+    most = np.maximum.reduceat(revealed, first) if len(sizes) else revealed
+    totals = np.add.reduceat(revealed, first) if len(sizes) else revealed
+
+    # Back again: visits and positions in the order of the turns, cut into turns.
+    at = torch.from_numpy(sorted_visits).to(device)
+    rank = torch.empty_like(at)
+    rank[at] = torch.arange(len(at), device=device)
+    before = torch.where(torch.from_numpy(_within(count) > 0).to(device), step.roll(1), 0)
+    by_turn = rank[visit].argsort(stable=True)
+    slot = torch.from_numpy(_within(revealed)).to(device)
+    local = torch.from_numpy(place).to(device)[visit[by_turn]]
+    active, now, earlier = (values[at].split(sizes.tolist()) for values in (sequence, step, before))
+    rows = map(Rows, *(values.split(totals.tolist()) for values in (local, column[by_turn], slot)), most.tolist())
+    return evaluations, list(map(Turn, active, now, earlier, rows))
+
+
+def _starts(count: np.ndarray, batch_size: int | None) -> np.ndarray:
+    """The turn in which each sequence is first evaluated."""
+    starts = np.zeros(len(count), dtype=np.int64)
+    if batch_size is None or batch_size >= len(count):
+        return starts
+    free = [0] * batch_size  # the turn in which each place of the batch is free again
+    for index in np.argsort(-count, kind="stable"):
+        starts[index] = heapq.heappop(free)
+        heapq.heappush(free, int(starts[index] + count[index]))
+    return starts
+
+
+def _within(count: np.ndarray) -> np.ndarray:
+    """0, 1, …, count − 1 for each count, one after another."""
+    ends = np.cumsum(count)
+    return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - count, count)
