@@ -72,6 +72,7 @@ def test_manifest_says_what_made_the_pairs(tmp_path: Path) -> None:
         "length": 3,
         "vocab_size": 3,
         "mask_token_id": 2,
+        "precision": "float32",
     }
 
 

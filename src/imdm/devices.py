@@ -6,8 +6,12 @@ CPU processes as if each were alone.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from accelerate import Accelerator, PartialState
+from torch import Tensor
 
 
 def processes() -> PartialState:
@@ -16,3 +20,30 @@ def processes() -> PartialState:
 
 def accelerator() -> Accelerator:
     return Accelerator(cpu=not torch.cuda.is_available())
+
+
+class Beside:
+    """A stream of its own on a GPU: what is asked for inside the block does not wait for the work before it. What it
+    makes is handed over before others use it. Nothing of the sort elsewhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.block: Any = None
+
+    def __enter__(self) -> None:
+        if self.stream is not None:
+            self.block = torch.cuda.stream(self.stream)
+            self.block.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self.stream is not None:
+            self.block.__exit__(*error)
+
+    def hand_over(self, tensors: Iterable[Tensor]) -> None:
+        """The current stream waits for what is made here; its memory is not reused before that stream is done."""
+        if self.stream is None:
+            return
+        current = torch.cuda.current_stream(self.stream.device)
+        current.wait_stream(self.stream)
+        for tensor in tensors:
+            tensor.record_stream(current)

@@ -77,14 +77,14 @@ def as_key(seed: int | Tensor, device: torch.device | str | None = None) -> Tens
     if isinstance(seed, Tensor):
         return seed.to(device=device, dtype=torch.int64)
     value = int(seed) & 0xFFFFFFFFFFFFFFFF
-    return torch.tensor(value - (1 << 64) if value >> 63 else value, dtype=torch.int64, device=device)
+    signed = value - (1 << 64) if value >> 63 else value
+    return torch.full((), signed, dtype=torch.int64, device=device)  # filled there: a copy would wait for the GPU
 
 
 def bits(key: Tensor, purpose: Purpose, a: Tensor | int = 0, b: Tensor | int = 0, blocks: int = 1) -> Tensor:
     """Random 32-bit words for every (key, a, b), which broadcast: (..., 4·blocks), int64."""
     device = key.device
-    first, second = (torch.as_tensor(v, dtype=torch.int64, device=device) for v in (a, b))
-    key, first, second = (v.unsqueeze(-1) for v in torch.broadcast_tensors(key, first, second))
+    key, first, second = (v.unsqueeze(-1) for v in torch.broadcast_tensors(key, as_key(a, device), as_key(b, device)))
     block = torch.arange(blocks, dtype=torch.int64, device=device)
     place = torch.full((), int(purpose), dtype=torch.int64, device=device)
     words = philox((block, first & _WORD, second & _WORD, place), (key & _WORD, (key >> 32) & _WORD))

@@ -26,6 +26,9 @@ class Rows(NamedTuple):
         sequence, position = chosen.nonzero(as_tuple=True)
         return cls(sequence, position)
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(part for part in self if isinstance(part, Tensor))
+
     def of(self, values: Tensor) -> Tensor:
         """(B, L, …) → (R, …)."""
         return values.flatten(0, 1).index_select(0, self.sequence * values.shape[1] + self.position)
@@ -53,6 +56,10 @@ class Noised:
         noise = None if self.noise is None else self.noise[index]
         latent = None if self.latent is None else self.latent[index]
         return Noised(self.tokens[index], self.masked[index], noise, self.t[index], latent)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        held = (self.tokens, self.masked, self.noise, self.t, self.latent)
+        return tuple(tensor for tensor in held if tensor is not None)
 
     def with_noise(self, noise: Tensor | None) -> Noised:
         return replace(self, noise=noise)

@@ -135,6 +135,10 @@ def couple(
         str, typer.Option(help="perturbed: data corrupted to a random time; prior: everything masked.")
     ] = "perturbed",
     batch_size: Annotated[int, typer.Option(help="Sequences in one network evaluation.")] = 256,
+    precision: Annotated[str, typer.Option(help="float32, or on a GPU bf16.")] = "float32",
+    compile: Annotated[
+        bool, typer.Option("--compile", help="Compile the network first (GPU): half a minute, then faster.")
+    ] = False,
     seed: Seed = 0,
 ) -> None:
     """Make (z_t, t, seed) → x̂ pairs with a teacher. Run it again to go on after a stop."""
@@ -145,9 +149,8 @@ def couple(
     from imdm.models import load_model
 
     teacher = load_model(model)
-    config = CoupleConfig.parse(
-        {"pairs": pairs, "steps": steps, "noise": noise, "start": start, "batch_size": batch_size}, "couple"
-    )
+    settings = {"pairs": pairs, "steps": steps, "noise": noise, "start": start, "batch_size": batch_size}
+    config = CoupleConfig.parse(settings | {"precision": precision, "compile": compile}, "couple")
     section = parse_data(data, teacher) if data is not None else None
     if section is not None:
         check_same(Path(model), section.tokenizer_folder())

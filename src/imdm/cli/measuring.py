@@ -1,4 +1,4 @@
-"""Commands that measure: evaluate, judge, report."""
+"""Commands that measure: evaluate, judge, report, bench."""
 
 from __future__ import annotations
 
@@ -183,3 +183,42 @@ def report(
     for one in made.values():
         show_tables(one)
     say(f"report: {page}")
+
+
+@app.command()
+def bench(
+    names: Annotated[
+        list[str] | None, typer.Argument(help="sampling, couplings, training, sdtt, losses, scaling; all unless given.")
+    ] = None,
+    size: Annotated[
+        str | None, typer.Option(help="full (the paper's small model) or tiny; full on a GPU unless given.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="Append a JSON object a line to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw what scaling measured into this SVG file.")] = None,
+) -> None:
+    """Measure speed and memory beside plain versions of the same work, on this machine."""
+    from imdm.benchmarks import benchmarks, machine
+    from imdm.benchmarks.scaling import figure
+    from imdm.benchmarks.table import table
+    from imdm.files import append_line
+    from imdm.report.plots import svg
+
+    if size not in (None, "full", "tiny"):
+        raise UserError(f"--size {size}: full or tiny")
+    chosen = [benchmarks[name] for name in names or benchmarks]
+    if plot is not None and benchmarks["scaling"] not in chosen:
+        raise UserError("--plot draws what the benchmark 'scaling' measures; name it too")
+    here = machine()
+    large: Any = size or ("full" if device().type == "cuda" else "tiny")
+    say(f"{here.name}, torch {here.torch}: products {here.tflops:.4g} TFLOP/s, copies {here.terabytes:.3g} TB/s")
+    rows = []
+    for benchmark in chosen:
+        for row in benchmark(large):
+            rows.append(row)
+            say(f"{row.work}: {row.ours.ms:,.1f} ms")
+            if json is not None:
+                append_line(json, row.json())
+    show(table(rows))
+    if plot is not None:
+        plot.write_text(svg(figure([row.json() for row in rows if "along" in row.settings])))
+        say(f"plot: {plot}")

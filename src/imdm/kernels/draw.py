@@ -18,13 +18,26 @@ from imdm.kernels.head import TILE, tile_sums
 
 
 @triton.jit
-def _in_tile(
-    rows, weight, bias, tiles, share, tokens, chosen, V, never, D: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr,
+def _tokens(
+    rows, weight, bias, largest, total, u, tokens, log_probs, tiles, V, never, D: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """The token of each row's tile at which the tile's cumulative sum passes `share` of it, and its logit."""
+    """The token of each row whose slice of the cumulative sum holds u, and its log-probability."""
     row = tl.program_id(0).to(tl.int64)
-    v = tl.load(tiles + row) * BN + tl.arange(0, BN)
+    j = tl.arange(0, TILES)
+    top = tl.load(largest + row * tiles + j, mask=j < tiles, other=float("-inf"))
+    peak = tl.max(top, axis=0)
+    sums = tl.load(total + row * tiles + j, mask=j < tiles, other=0.0).to(tl.float64)
+    mass = sums * tl.exp(top.to(tl.float64) - peak.to(tl.float64))
+    edge = tl.cumsum(mass, axis=0)
+    whole = tl.sum(mass, axis=0)
+    target = tl.load(u + row) * whole
+    last = tl.max(tl.where(mass > 0, j, 0), axis=0)  # rounding must not pass it
+    tile = tl.minimum(tl.sum((edge <= target).to(tl.int32), axis=0), last)
+    here = tl.sum(tl.where(j == tile, mass, 0.0), axis=0)
+    share = (target - (tl.sum(tl.where(j == tile, edge, 0.0), axis=0) - here)) / here
+
+    v = tile.to(tl.int64) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
     logits = tl.zeros((BN,), dtype=tl.float32)
     for start in range(0, D, BK):
@@ -33,38 +46,28 @@ def _in_tile(
         w = tl.load(weight + v[:, None] * D + start + k[None, :], mask=(v < V)[:, None] & inside[None, :], other=0.0)
         logits += tl.sum(w.to(tl.float32) * x[None, :], axis=1)
     logits += tl.load(bias + v, mask=v < V, other=0.0).to(tl.float32)
-    possible = (v < V) & (v != never)
-    logits = tl.where(possible, logits, float("-inf"))
+    logits = tl.where((v < V) & (v != never), logits, float("-inf"))
     e = tl.exp(logits.to(tl.float64) - tl.max(logits, axis=0).to(tl.float64))
-    edge = tl.cumsum(e, axis=0)
-    passed = (edge <= tl.load(share + row) * tl.sum(e, axis=0)).to(tl.int32)
-    last = tl.max(tl.where(e > 0, tl.arange(0, BN), 0), axis=0)  # rounding must not pass it
-    place = tl.minimum(tl.sum(passed, axis=0), last)
-    tl.store(tokens + row, tl.sum(tl.where(tl.arange(0, BN) == place, v, 0), axis=0))
-    tl.store(chosen + row, tl.sum(tl.where(tl.arange(0, BN) == place, logits, 0.0), axis=0))
+    passed = (tl.cumsum(e, axis=0) <= share * tl.sum(e, axis=0)).to(tl.int32)
+    final = tl.max(tl.where(e > 0, tl.arange(0, BN), 0), axis=0)
+    place = tl.minimum(tl.sum(passed, axis=0), final)
+    chosen = tl.sum(tl.where(tl.arange(0, BN) == place, logits, 0.0), axis=0).to(tl.float64)
+    tl.store(tokens + row, tile.to(tl.int64) * BN + place)
+    tl.store(log_probs + row, (chosen - peak.to(tl.float64) - tl.log(whole)).to(tl.float32))
 
 
 def draw_from_head(rows: Tensor, weight: Tensor, bias: Tensor, never: int, u: Tensor) -> tuple[Tensor, Tensor]:
     """A token for each row (R, D) under softmax(rows · weightᵀ + bias) without the token `never`, at u (R,) float64;
     and its log-probability. weight (V, D), bias (V,)."""
     (R, D), V = rows.shape, len(weight)
-    tiles = triton.cdiv(V, TILE)
     rows = rows.to(weight.dtype).contiguous()
     largest, total = tile_sums(rows, weight, bias, never)
-    peak = largest.amax(1, keepdim=True).double()
-    mass = total.double() * (largest.double() - peak).exp()  # (R, tiles)
-    edge = mass.cumsum(1)
-    target = u[:, None] * edge[:, -1:]
-    tile = torch.searchsorted(edge, target, right=True)
-    last = tiles - 1 - (mass > 0).flip(1).to(torch.int8).argmax(1, keepdim=True)  # rounding must not pass it
-    tile = torch.minimum(tile, last)
-    here = mass.gather(1, tile)
-    share = ((target - (edge.gather(1, tile) - here)) / here).clamp(0.0, 1.0 - 2.0**-53)
     tokens = torch.empty(R, dtype=torch.int64, device=rows.device)
-    chosen = torch.empty(R, device=rows.device)
+    log_probs = torch.empty(R, device=rows.device)
+    tiles = largest.shape[1]
     if R:
-        _in_tile[(R,)](
-            rows, weight, bias, tile[:, 0].contiguous(), share[:, 0].contiguous(), tokens, chosen, V, never,
-            D=D, BN=TILE, BK=64,
+        _tokens[(R,)](
+            rows, weight, bias, largest, total, u.contiguous(), tokens, log_probs, tiles, V, never,
+            D=D, BN=TILE, BK=64, TILES=triton.next_power_of_2(tiles),
         )  # fmt: skip
-    return tokens, (chosen.double() - peak[:, 0] - edge[:, -1].log()).float()
+    return tokens, log_probs

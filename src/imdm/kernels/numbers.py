@@ -45,8 +45,10 @@ def _symmetric(keys, a, b, out, dim, purpose, BLOCK: tl.constexpr):
 
 
 def _places(key: Tensor, a: Tensor | int, b: Tensor | int) -> tuple[torch.Size, list[Tensor]]:
-    first, second = (torch.as_tensor(v, dtype=torch.int64, device=key.device) for v in (a, b))
-    places = torch.broadcast_tensors(key, first, second)
+    def there(value: Tensor | int) -> Tensor:  # filled there: a copy would wait for the GPU
+        return value.to(key) if isinstance(value, Tensor) else torch.full((), value, dtype=key.dtype, device=key.device)
+
+    places = torch.broadcast_tensors(key, there(a), there(b))
     return places[0].shape, [place.reshape(-1).contiguous() for place in places]
 
 

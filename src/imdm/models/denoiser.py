@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from safetensors import SafetensorError
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from imdm.errors import UserError
 from imdm.masks import Infinite, Mask, parse_mask
 from imdm.models.configuration import MaskedDiffusionConfig
-from imdm.models.layers import Block, MixtureToken, Norm, TimeCondition, TokenEmbedding, ZeroLinear, rotary
+from imdm.models.layers import Block, MixtureToken, Norm, Rope, TimeCondition, TokenEmbedding, ZeroLinear, rotary
 from imdm.models.readout import Head, Reduce, reduced
 from imdm.process import NoisePolicy, Process
 from imdm.randomness import Purpose, as_key, fold, seeded
@@ -154,30 +154,37 @@ class MaskedDiffusionLM(PreTrainedModel):
         return self._run(self._embedded(state), state.tokens.shape[1], rows._replace(most=None), queries)
 
     def _run(self, x: Tensor, length: int, rows: Rows | None = None, queries: Tensor | None = None) -> Tensor:
-        """The blocks, compiled or not. On a GPU each new shape has a price (cuDNN plans its attention for 50 ms), so
-        while sequences come and go, batches are filled up to a few sizes."""
+        """Blocks and last norm: embeddings (B, L or L + 1, D) → hidden states of the first `length` positions, or of
+        the given rows: the last block then computes these alone.
+
+        On a GPU each new shape has a price (cuDNN plans its attention for 50 ms), so while sequences come and go,
+        batches are filled up to a few sizes.
+        """
         many = len(x)
         if x.is_cuda and not self.training:
             more = _room(many) - many
             x = nn.functional.pad(x, (0, 0, 0, 0, 0, more))
             queries = None if queries is None else nn.functional.pad(queries, (0, 0, 0, more))
         rope = rotary(x.shape[1], self.config.width // self.config.heads, x.device)
-        hidden = self._transformed(x, length, rope, rows, queries)
-        return hidden if rows is not None else hidden[:many]
+        c = self.time() if self.time is not None else None
+        through, out = _through, _out
+        if self.training in self._compiled:
+            through, out = _compiled()
+            self._mark_changing(x, rows, queries)
+        *first, last = cast("list[Block]", list(self.blocks))
+        for block in first:
+            x = through(block, x, c, rope)
+        hidden = out(last, self.norm, self.modulation, x, c, rope, rows, queries)
+        return hidden if rows is not None else hidden[:many, :length]
 
-    def _transformed(
-        self, x: Tensor, length: int, rope: tuple[Tensor, Tensor], rows: Rows | None, queries: Tensor | None
-    ) -> Tensor:
-        alone = rows is not None and len(rows.sequence) < 2  # a size of 1 would be compiled anew
-        if self.training not in self._compiled or alone:
-            return self._transform(x, length, rope, rows, queries)
-        changing = [] if self.training else [x, queries]  # sequences come and go; a training batch stays as it is
-        for tensor in (*changing, *(rows or ())):
-            if isinstance(tensor, Tensor):
-                torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        if queries is not None:
-            torch._dynamo.maybe_mark_dynamic(queries, 1)
-        return _compiled_transform()(self, x, length, rope, rows, queries)
+    def _mark_changing(self, x: Tensor, rows: Rows | None, queries: Tensor | None) -> None:
+        """Sizes that change from call to call, so that they are compiled once for all: rows always do, sequences come
+        and go while the model writes."""
+        changing = [(part, 0) for part in (rows.tensors() if rows is not None else ())]
+        if not self.training:
+            changing += [(x, 0)] + ([(queries, 0), (queries, 1)] if queries is not None else [])
+        for tensor, axis in changing:
+            torch._dynamo.maybe_mark_dynamic(tensor, axis)
 
     def _embedded(self, state: Noised) -> Tensor:
         """What the blocks read: the tokens and the masks' noise, and last the latent of a mixture."""
@@ -190,25 +197,10 @@ class MaskedDiffusionLM(PreTrainedModel):
             x = torch.cat((x, self.mixture(state.latent).to(x.dtype)[:, None]), dim=1)  # (B, L + 1, D)
         return x
 
-    def _transform(
-        self, x: Tensor, length: int, rope: tuple[Tensor, Tensor], rows: Rows | None, queries: Tensor | None
-    ) -> Tensor:
-        """Blocks and last norm: embeddings (B, L or L + 1, D) → hidden states of the first `length` positions, or of
-        the given rows: the last block then computes these alone."""
-        c = self.time() if self.time is not None else None
-        *first, last = self.blocks
-        for block in first:
-            x = block(x, c, rope)
-        x = last(x, c, rope, rows, queries)
-        x = self.norm(x if rows is not None else x[:, :length])
-        if self.modulation is not None:
-            shift, scale = self.modulation(c).chunk(2, dim=-1)
-            x = x * (1 + scale) + shift
-        return x
-
     def compile_trunk(self, *, training: bool) -> None:
         """Fuse the blocks' small operations, from the next batch on, while the model trains or while it does not: the
-        same law, other rounding, other draws of dropout. Needs what `torch.compile` needs; takes half a minute."""
+        same law, other rounding, other draws of dropout. Needs what `torch.compile` needs; takes some
+        seconds."""
         self._compiled |= {training}
 
     @property
@@ -277,7 +269,8 @@ class MaskedDiffusionLM(PreTrainedModel):
         canvas = self._canvas(input_ids, length, num)
         keys = self.sample_keys(len(canvas), seed)
         training = self.training
-        self.eval()
+        if training:
+            self.eval()
         try:
             return sample(
                 self,
@@ -292,7 +285,8 @@ class MaskedDiffusionLM(PreTrainedModel):
                 on_progress=on_progress,
             )
         finally:
-            self.train(training)
+            if training:
+                self.train()
 
     def _canvas(self, input_ids: Tensor | None, length: int | None, num: int) -> Tensor:
         if num < 1:
@@ -324,10 +318,33 @@ def _room(many: int) -> int:
     return -(-many // each) * each
 
 
+def _through(block: Block, x: Tensor, c: Tensor | None, rope: Rope) -> Tensor:
+    return block(x, c, rope)
+
+
+def _out(
+    block: Block,
+    norm: Norm,
+    modulation: nn.Linear | None,
+    x: Tensor,
+    c: Tensor | None,
+    rope: Rope,
+    rows: Rows | None,
+    queries: Tensor | None,
+) -> Tensor:
+    """The last block and what follows it."""
+    x = norm(block(x, c, rope, rows, queries))
+    if modulation is None:
+        return x
+    shift, scale = modulation(c).chunk(2, dim=-1)
+    return x * (1 + scale) + shift
+
+
 @lru_cache
-def _compiled_transform() -> Callable[..., Tensor]:
-    """One for all models: those of one shape share what was compiled."""
-    return torch.compile(MaskedDiffusionLM._transform)
+def _compiled() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """One block and the last one: all blocks of all models share what was compiled for their shape."""
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+    return torch.compile(_through), torch.compile(_out)
 
 
 def check_tokens(tokens: Tensor, vocab_size: int, where: str) -> None:

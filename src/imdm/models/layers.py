@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from imdm.state import Rows
+
+Rope = tuple[Tensor, Tensor]
+"""cos and sin of each position's rotation."""
 
 
 class ZeroLinear(nn.Linear):
@@ -85,7 +89,7 @@ class MixtureToken(nn.Module):
 
 @lru_cache(maxsize=64)
 @torch.inference_mode(False)
-def rotary(length: int, dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def rotary(length: int, dim: int, device: torch.device) -> Rope:
     """cos and sin of the rotary position embedding, base 10,000: (L, dim) each. Remembered here and not by the model:
     a buffer would come back as garbage from a meta-device load."""
     frequency = 10_000.0 ** (-torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
@@ -96,6 +100,24 @@ def rotary(length: int, dim: int, device: torch.device) -> tuple[Tensor, Tensor]
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate pairs (i, i + dim/2) of x (B, H, L, dim) by their position's angle."""
+    return _Rotation.apply(x, cos, sin)
+
+
+class _Rotation(torch.autograd.Function):
+    """The gradient of a rotation is the rotation back; left to itself, a compiler makes a slow sum of slices of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> Any:
+        cos, sin = ctx.saved_tensors
+        return _rotated(slope, cos, -sin), None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.float().chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
     return (x.float() * cos + turned * sin).to(x.dtype)
@@ -137,9 +159,7 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = out(width, width, bias=False)
 
-    def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], rows: Rows | None = None, queries: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope, rows: Rows | None = None, queries: Tensor | None = None) -> Tensor:
         """x (B, L, D) → (B, L, D), or (R, D) of some rows alone. With `queries` (B, Q), where those rows are, only
         these ask the others."""
         D = x.shape[-1]
@@ -190,7 +210,7 @@ class Block(nn.Module):
         self,
         x: Tensor,
         c: Tensor | None,
-        rope: tuple[Tensor, Tensor],
+        rope: Rope,
         rows: Rows | None = None,
         queries: Tensor | None = None,
     ) -> Tensor:

@@ -32,12 +32,14 @@ class Step:
     """Where in the run a batch stands: randomness is keyed by this, never by the process that computes it.
 
     slots (b,): the places of these sequences in the global batch of size `batch`.
+    start: what `Objective.start` made of them, where that was asked for beforehand.
     """
 
     seed: int
     index: int
     slots: Tensor
     batch: int
+    start: tuple[Noised, Rows] | None = None
 
     def keys(self) -> Tensor:
         """One key a sequence: (b,)."""
@@ -98,6 +100,11 @@ class Objective(Config):
         """What there is to fear for the end of the run, in a sentence, from the signals (step, values) so far."""
         return None
 
+    def start(self, process: Process, batch: Mapping[str, Tensor], step: Step) -> tuple[Noised, Rows] | None:
+        """The z_t that the network will read, and where it is masked: it needs no weights, so that a GPU can make it
+        while it still works on the step before. None: the objective makes its own."""
+        return None
+
     @abstractmethod
     def loss(
         self, model: nn.Module, process: Process, batch: Mapping[str, Tensor], step: Step, companion: Any = None
@@ -105,10 +112,10 @@ class Objective(Config):
         """The loss of these sequences, as their share of the global batch times the number of such shares."""
 
 
-def nelbo_terms(model: nn.Module, process: Process, state: Noised, x: Tensor) -> Tensor:
+def nelbo_terms(model: nn.Module, process: Process, state: Noised, x: Tensor, rows: Rows | None = None) -> Tensor:
     """Eq. 14 for each sequence, in nats a token: Σ over masked positions of −α'_t/(1 − α_t) · (−log⟨x_θ(z_t), x⟩),
-    divided by L: (B,)."""
-    rows = Rows.where(state.masked)
+    divided by L: (B,). rows: where the state is masked, if known."""
+    rows = rows or Rows.where(state.masked)
     log_probs = model(state, rows=rows, reduce=Chosen(rows.of(x)))  # (R,)
     weight = process.schedule.weight(state.t.double()).float()  # (B,); 1 − α_t cancels in float32
     totals = torch.zeros(len(x), dtype=log_probs.dtype, device=x.device).index_add(0, rows.sequence, log_probs)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from imdm.objectives.base import Objective, Step, nelbo_terms, objectives
 from imdm.process import Process
+from imdm.state import Noised, Rows
 
 
 @objectives.register("nelbo")
@@ -16,8 +17,12 @@ class Nelbo(Objective):
 
     kind: str = "nelbo"
 
+    def start(self, process: Process, batch: Mapping[str, Tensor], step: Step) -> tuple[Noised, Rows]:
+        state = process.corrupt(batch["tokens"], step.times(), step.keys())
+        return state, Rows.where(state.masked)
+
     def loss(
         self, model: nn.Module, process: Process, batch: Mapping[str, Tensor], step: Step, companion: None = None
     ) -> Tensor:
-        x = batch["tokens"]
-        return nelbo_terms(model, process, process.corrupt(x, step.times(), step.keys()), x).mean()
+        state, rows = step.start or self.start(process, batch, step)
+        return nelbo_terms(model, process, state, batch["tokens"], rows).mean()

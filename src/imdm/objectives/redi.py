@@ -13,7 +13,7 @@ from imdm.models.readout import Chosen
 from imdm.objectives.base import Objective, Step, nelbo_terms, objectives
 from imdm.process import NoisePolicy, Process
 from imdm.randomness import Purpose, as_key, fold
-from imdm.state import Rows
+from imdm.state import Noised, Rows
 
 if TYPE_CHECKING:
     from imdm.data.source import Source
@@ -40,11 +40,16 @@ class ReDi(Objective):
     def needs(self) -> tuple[str, ...]:
         return ("tokens", "noised", "t", "seed")
 
+    def start(self, process: Process, batch: Mapping[str, Tensor], step: Step) -> tuple[Noised, Rows]:
+        keys = batch["seed"] if self.noise == "coupling" else step.keys()
+        state = process.noised(batch["noised"], batch["t"], keys)
+        return state, Rows.where(state.masked)
+
     def loss(
         self, model: nn.Module, process: Process, batch: Mapping[str, Tensor], step: Step, companion: None = None
     ) -> Tensor:
-        keys = batch["seed"] if self.noise == "coupling" else step.keys()
-        return nelbo_terms(model, process, process.noised(batch["noised"], batch["t"], keys), batch["tokens"]).mean()
+        state, rows = step.start or self.start(process, batch, step)
+        return nelbo_terms(model, process, state, batch["tokens"], rows).mean()
 
     @torch.no_grad()
     def signals(self, model: MaskedDiffusionLM, source: Source, seed: int) -> dict[str, float]:

@@ -49,6 +49,10 @@ class SDTT(Rounds):
     def dt(self, round: int) -> float:
         return self.first_dt * 2**round
 
+    def start(self, process: Process, batch: Mapping[str, Tensor], step: Step) -> tuple[Noised, Rows]:
+        state = process.corrupt(batch["tokens"], step.times(), step.keys())
+        return state, Rows.where(state.masked)
+
     def loss(
         self,
         model: nn.Module,
@@ -61,8 +65,8 @@ class SDTT(Rounds):
         if companion is None:
             raise ValueError("SDTT.loss needs the companion that SDTT.companion(model) makes")
         x, everyone = batch["tokens"], step.everyone()
-        state = process.corrupt(x, step.times(), step.keys())
-        rows, teacher = Rows.where(state.masked), companion.model
+        state, rows = step.start or self.start(process, batch, step)
+        teacher = companion.model
         target = teacher_rows(teacher, state, rows, self.dt(companion.round), self.teacher_steps, step.keys())
         total = model(state, rows=rows, reduce=Compared(self.divergence, teacher.head_of(target))).sum()
         masked = process.masks(everyone.times(), everyone.keys(), x.shape[1]).sum()

@@ -153,8 +153,9 @@ def sample(
     check_policy(policy)
     process = denoiser.process
     B, L = tokens.shape
-    t = torch.ones(B, device=tokens.device) if t is None else t
-    if B and not bool(((t > 0) & (t <= 1)).all()):
+    if t is None:
+        t = torch.ones(B, device=tokens.device)
+    elif B and not bool(((t > 0) & (t <= 1)).all()):
         raise UserError("t: every starting time must be in (0, 1]")
 
     # 1. When is each position revealed?

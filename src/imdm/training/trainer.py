@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from imdm.config import Config, digest
 from imdm.data.source import Order, Source, check_fits
-from imdm.devices import accelerator
+from imdm.devices import Beside, accelerator
 from imdm.errors import UserError
 from imdm.files import append_line, read_lines, written_aside
 from imdm.models import MaskedDiffusionLM, fingerprint
@@ -148,6 +148,7 @@ class Trainer:
         if config.compile and self.accelerator.device.type == "cuda":
             self.bare.compile_trunk(training=True)
         self.companion = objective.companion(self.bare, start)
+        self.beside = Beside(self.accelerator.device)
         self.step = 0
         self._asked_to_stop = False
 
@@ -174,10 +175,21 @@ class Trainer:
         return torch.arange(first, self.config.batch, stride)
 
     def batch(self, micro: int) -> tuple[dict[str, Tensor], Step]:
+        """Rows and what the objective makes of them before the network runs."""
         slots, device = self.slots(micro), self.accelerator.device
         rows = self.source.rows(self.order(self.step * self.config.batch + slots))
-        step = Step(self.seed, self.step, slots.to(device), self.config.batch)
-        return {name: column.to(device) for name, column in rows.items()}, step
+        with self.beside:
+            batch = {name: self._sent(column, device) for name, column in rows.items()}
+            step = Step(self.seed, self.step, self._sent(slots, device), self.config.batch)
+            step = replace(step, start=self.objective.start(self.process, batch, step))
+        self.beside.hand_over((*batch.values(), step.slots, *(t for part in step.start or () for t in part.tensors())))
+        return batch, step
+
+    def _sent(self, values: Tensor, device: torch.device) -> Tensor:
+        """On the device, without waiting until it is there."""
+        if device.type != "cuda":
+            return values.to(device)
+        return values.pin_memory().to(device, non_blocking=True)
 
     def train_step(self) -> Tensor:
         """One optimiser step; returns the loss of the global batch."""

@@ -1,0 +1,83 @@
+"""The straightforward versions: all of (B, L, V) at every step, draws in float64, nothing fused, torch's generator."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from imdm.models import MaskedDiffusionLM
+from imdm.objectives import Step
+from imdm.process import Process
+from imdm.sampling import time_grid
+from imdm.state import Noised
+
+
+@torch.no_grad()
+def write(model: MaskedDiffusionLM, tokens: Tensor, steps: int, of: int | None = None) -> Tensor:
+    """The first `steps` of `of` (None: all) reverse steps from `tokens` (B, L), Eq. 13 as it is written."""
+    batch, mask_id = len(tokens), model.config.mask_token_id
+    state = model.process.noised(tokens, torch.ones(batch, device=tokens.device), model.sample_keys(batch, 0))
+    noise = state.noise
+    grid = time_grid(of or steps, torch.ones(1, device=tokens.device))[0]
+    for t, s in itertools.islice(itertools.pairwise(grid), steps):
+        masked = tokens == mask_id
+        law = model(Noised(tokens, masked, noise, t.expand(batch))).double().exp()  # (B, L, V)
+        split = model.process.split(t, s)
+        u = torch.rand(tokens.shape, device=tokens.device)
+        tokens = torch.where(masked & (u < split.reveal), _draw(law), tokens)
+        if noise is not None:
+            redraw = masked & (u >= split.reveal + split.keep)
+            fresh = torch.rand_like(noise) * 2 - 1
+            noise = torch.where(redraw[..., None], fresh, noise)
+    return tokens
+
+
+def _draw(law: Tensor) -> Tensor:
+    """From probabilities (B, L, V)."""
+    return torch.multinomial(law.flatten(0, 1), 1).view(law.shape[:2])
+
+
+def nelbo(model: MaskedDiffusionLM, process: Process, state: Noised, x: Tensor) -> Tensor:
+    log_probs = model(state)  # (B, L, V); tokens that are not masked have log-probability 0
+    terms = -log_probs.gather(-1, x[..., None])[..., 0]
+    return (process.schedule.weight(state.t) * terms.mean(1)).mean()
+
+
+def sdtt(student: MaskedDiffusionLM, teacher: MaskedDiffusionLM, x: Tensor, step: Step, dt: float) -> Tensor:
+    process = student.process
+    state = process.corrupt(x, step.times(), step.keys())
+    with torch.no_grad():
+        first = teacher(state)  # (B, L, V)
+        s = (state.t - dt).clamp(min=0)
+        reveal = state.masked & (torch.rand(x.shape, device=x.device) < process.split(state.t, s).reveal[:, None])
+        tokens = torch.where(reveal, _draw(first.double().exp()), state.tokens)
+        later = teacher(Noised(tokens, state.masked & ~reveal, state.noise, s))
+        target = torch.where(reveal[..., None], first, later)
+    log_probs = student(state)
+    possible = torch.isfinite(log_probs) & torch.isfinite(target)
+    each = torch.where(possible, log_probs.exp() * (log_probs - target), 0.0).sum(-1)
+    return (each * state.masked).sum() / state.masked.sum()
+
+
+class Training:
+    """A step of training as one would first write it: eager, AdamW as torch has it, the average one by one."""
+
+    def __init__(self, model: MaskedDiffusionLM, precision: torch.dtype | None) -> None:
+        self.model, self.precision = model.train(), precision
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+        self.average: Mapping[str, Tensor] = {n: p.detach().clone() for n, p in model.named_parameters()}
+
+    def step(self, loss_of: object) -> None:
+        kind, bf16 = self.model.device.type, self.precision is not None
+        with torch.autocast(kind, self.precision, enabled=bf16):
+            loss = loss_of()  # type: ignore[operator]
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                self.average[name].lerp_(parameter, 1e-4)

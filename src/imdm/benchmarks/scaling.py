@@ -1,0 +1,74 @@
+"""How the cost of a written token moves with the batch, the vocabulary, the length and the number of steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from imdm.benchmarks.measure import Row, Size, benchmarks, device, head_flops, network_flops, timed
+from imdm.benchmarks.sampling import fresh
+from imdm.models import faster
+
+BASE: dict[Size, dict[str, Any]] = {
+    "full": {"preset": "small", "length": 256, "vocab_size": 32_768, "batch": 32, "steps": 4},
+    "tiny": {"preset": "tiny", "length": 32, "vocab_size": 1024, "batch": 4, "steps": 4},
+}
+ALONG: dict[Size, dict[str, tuple[int, ...]]] = {
+    "full": {
+        "batch": (1, 2, 4, 8, 16, 32, 64, 128, 256),
+        "vocab_size": (4096, 8192, 16_384, 32_768, 65_536, 131_072),
+        "length": (128, 256, 512, 1024, 2048, 4096),
+        "steps": (1, 2, 4, 8, 16, 32, 64),
+    },
+    "tiny": {"batch": (1, 4, 16), "vocab_size": (256, 1024, 4096), "length": (16, 32, 64), "steps": (1, 4, 16)},
+}
+REPEATS = 5
+MASK = "infinite-uniform-768-1.0"
+
+
+@benchmarks.register("scaling")
+def scaling(size: Size) -> Iterator[Row]:
+    """One thing changed at a time. The network is not compiled, so that a new length costs nothing."""
+    base = BASE[size]
+    for name, values in ALONG[size].items():
+        for value in values:
+            given = base | {name: value}
+            batch, steps = given.pop("batch"), given.pop("steps")
+            model = faster(fresh(mask=MASK, **given), compile=False)
+            tokens, length = batch * given["length"], given["length"]
+            yield Row(
+                work=f"{name} = {value:,}",
+                ours=timed(partial(model.generate, num=batch, steps=steps, seed=1), REPEATS, 3),
+                plain=None,
+                tokens=tokens,
+                flops=steps * network_flops(model.config, tokens, length) + head_flops(model.config, tokens),
+                settings={**given, "batch": batch, "steps": steps, "along": name, "device": device().type},
+                per=f"{batch} sequences",
+            )
+
+
+def figure(rows: Sequence[Mapping[str, Any]]) -> Any:
+    """Rows of this benchmark, as JSON has them: microseconds and memory a written token along each axis."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    from imdm.report.plots import STYLE
+
+    names = list(dict.fromkeys(row["settings"]["along"] for row in rows))
+    with rc_context(STYLE):
+        made = Figure(figsize=(3.3 * len(names), 5.0), layout="constrained")
+        axes = made.subplots(2, len(names), squeeze=False)
+        for column, name in enumerate(names):
+            some = [row for row in rows if row["settings"]["along"] == name]
+            x = [row["settings"][name] for row in some]
+            time_axis, memory_axis = axes[0][column], axes[1][column]
+            time_axis.plot(x, [1e3 * row["ours"]["ms"] / row["tokens"] for row in some], "o-", color="#c2410c")
+            memory_axis.plot(x, [row["ours"]["gib"] or float("nan") for row in some], "o-", color="#1d4ed8")
+            for axis in (time_axis, memory_axis):
+                axis.set_xscale("log", base=2)
+                axis.set_ylim(bottom=0)
+                axis.set_xlabel(name.replace("vocab_size", "vocabulary"))
+        axes[0][0].set_ylabel("µs a written token")
+        axes[1][0].set_ylabel("peak memory, GiB")
+    return made

@@ -1,0 +1,109 @@
+"""Training steps of each kind, with dropout, clipping and average: MDLM, IM-ReDi, IM-SDTT."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from imdm.benchmarks import plain
+from imdm.benchmarks.measure import Row, Size, Took, benchmarks, device, head_flops, network_flops, paced
+from imdm.benchmarks.sampling import fresh
+from imdm.data import TokenSource
+from imdm.models import MaskedDiffusionLM
+from imdm.objectives import SDTT, Nelbo, Objective, ReDi, Step
+from imdm.randomness import Purpose, as_key, fold, uniform
+from imdm.training import TrainConfig, Trainer
+
+SIZES: dict[Size, tuple[dict[str, Any], ...]] = {
+    "full": (
+        {"preset": "small", "length": 128, "vocab_size": 30_522, "batch": 512},
+        {"preset": "small", "length": 1024, "vocab_size": 50_258, "batch": 32},
+    ),
+    "tiny": ({"preset": "tiny", "length": 64, "vocab_size": 4096, "batch": 8},),
+}
+NOISY = "infinite-uniform-768-1.0"
+STEPS, PLAIN_STEPS = 30, 6
+
+
+class Pairs(TokenSource):
+    """Tokens as if they were the completions of masked ones."""
+
+    def rows(self, index: Tensor) -> dict[str, Tensor]:
+        x, keys = self.tokens[index], fold(as_key(0), Purpose.PAIR, index)
+        t = (0.001 + 0.999 * uniform(keys, Purpose.TIME)).float()
+        masked = uniform(keys[:, None], Purpose.CORRUPT, torch.arange(self.length)) < t[:, None]
+        return {"tokens": x, "noised": x.masked_fill(masked, self.mask_id), "t": t, "seed": keys}
+
+
+@benchmarks.register("training")
+def training(size: Size) -> Iterator[Row]:
+    for given in SIZES[size]:
+        yield _row(given, "train MDLM", "single", Nelbo(), _nelbo)
+        yield _row(given, "train IM-ReDi", NOISY, ReDi(), _redi)
+
+
+@benchmarks.register("sdtt")
+def sdtt(size: Size) -> Iterator[Row]:
+    yield _row(SIZES[size][0], "train IM-SDTT", NOISY, SDTT(), _sdtt, passes=5)
+
+
+PlainLoss = Callable[[MaskedDiffusionLM, MaskedDiffusionLM, dict[str, Tensor], Step], Tensor]
+
+
+def _nelbo(model: MaskedDiffusionLM, _: MaskedDiffusionLM, batch: dict[str, Tensor], step: Step) -> Tensor:
+    x = batch["tokens"]
+    return plain.nelbo(model, model.process, model.process.corrupt(x, step.times(), step.keys()), x)
+
+
+def _redi(model: MaskedDiffusionLM, _: MaskedDiffusionLM, batch: dict[str, Tensor], step: Step) -> Tensor:
+    state = model.process.noised(batch["noised"], batch["t"], batch["seed"])
+    return plain.nelbo(model, model.process, state, batch["tokens"])
+
+
+def _sdtt(model: MaskedDiffusionLM, teacher: MaskedDiffusionLM, batch: dict[str, Tensor], step: Step) -> Tensor:
+    return plain.sdtt(model, teacher, batch["tokens"], step, SDTT().dt(0))
+
+
+def _row(given: dict[str, Any], work: str, mask: str, objective: Objective, loss: PlainLoss, passes: int = 3) -> Row:
+    """passes: how often the network's product is computed a step, forward and backward (which is two)."""
+    given = dict(given)
+    batch, length, V = given.pop("batch"), given["length"], given["vocab_size"]
+    cuda = device().type == "cuda"
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, V - 1, (8 * batch, length), generator=generator)
+    source = (Pairs if isinstance(objective, ReDi) else TokenSource)(tokens, V, V - 1)
+    precision = "bf16" if cuda else "float32"
+    config = TrainConfig(steps=10_000, batch=batch, dropout=0.1, precision=precision, compile=cuda)
+    model = fresh(mask=mask, **given)
+    flops = network_flops(model.config, batch * length, length) * passes
+    flops += head_flops(model.config, batch * length // 2) * passes  # half of the positions are masked
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(copy.deepcopy(model), objective, source, config, folder)
+        trainer.model.train()
+        ours = paced(trainer.train_step, STEPS)
+        del trainer
+    bare = _plain(model, source, batch, loss, torch.bfloat16 if cuda else None)
+    return Row(
+        work=f"{work}, L={length}",
+        ours=ours,
+        plain=bare,
+        tokens=batch * length,
+        flops=flops,
+        settings={**given, "batch": batch, "mask": mask, "dropout": 0.1, "precision": precision},
+        per="step",
+    )
+
+
+def _plain(
+    model: MaskedDiffusionLM, source: TokenSource, batch: int, loss: PlainLoss, precision: torch.dtype | None
+) -> Took:
+    teacher = copy.deepcopy(model).eval()
+    rows = {name: column.to(device()) for name, column in source.rows(torch.arange(batch)).items()}
+    step = Step(0, 0, torch.arange(batch, device=device()), batch)
+    bare = plain.Training(model, precision)
+    return paced(lambda: bare.step(lambda: loss(model, teacher, rows, step)), PLAIN_STEPS, 2)
