@@ -13,7 +13,7 @@ from torch import Tensor
 from imdm.data import CoupleConfig, Coupling, LanguageSource, aligned, couple
 from imdm.masks import Mask
 from imdm.models import faster, load_model
-from imdm.models.layers import attend, capped_attention
+from imdm.models.layers import attend, capped_attention, rotary, turned_back
 from imdm.objectives import SDTT, Nelbo, Objective, ReDi, Step
 from imdm.randomness import Purpose, bits, fold, normal, symmetric, uniform
 from imdm.sampling import sample
@@ -300,3 +300,12 @@ def test_a_faster_model_in_bf16_gives_nearly_the_same_law() -> None:
     state = model.noised(torch.full((8, 16), 49, device="cuda"))
     there = faster(model, graphs=False)(state).exp()
     assert (there - model(state).exp()).abs().max() < 0.02
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_of_the_projection_is_put_together_in_one_pass(dtype: torch.dtype) -> None:
+    q, k = (torch.randn(3, 12, 40, 64, device="cuda", dtype=dtype) for _ in range(2))
+    v = torch.randn(3, 40, 12, 64, device="cuda", dtype=dtype).transpose(1, 2)
+    cos, sin = rotary(40, 64, q.device)
+    fused = pytest.importorskip("imdm.kernels.rotation", exc_type=ImportError).turned_back(q, k, v, cos, sin)
+    assert torch.allclose(fused, turned_back(q, k, v, cos, sin), atol=1e-6 if dtype == torch.float32 else 2e-2)

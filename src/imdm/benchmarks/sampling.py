@@ -21,8 +21,8 @@ REPEATS = 20
 
 def fresh(preset: str, mask: str, **settings: Any) -> MaskedDiffusionLM:
     """A model to measure with; what it has learned does not matter for speed."""
-    config = MaskedDiffusionConfig.preset(preset, mask=mask, **settings)
-    return MaskedDiffusionLM(config).to(device())  # type: ignore[arg-type]
+    with device():
+        return MaskedDiffusionLM(MaskedDiffusionConfig.preset(preset, mask=mask, **settings))
 
 
 @benchmarks.register("sampling")

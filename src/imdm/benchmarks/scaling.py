@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from imdm.benchmarks.measure import Row, Size, benchmarks, device, head_flops, network_flops, timed
+from imdm.benchmarks.measure import Row, Size, benchmarks, head_flops, network_flops, timed
 from imdm.benchmarks.sampling import fresh
-from imdm.models import faster
+from imdm.models import MaskedDiffusionLM, faster
 
 BASE: dict[Size, dict[str, Any]] = {
     "full": {"preset": "small", "length": 256, "vocab_size": 32_768, "batch": 32, "steps": 4},
@@ -29,21 +29,23 @@ MASK = "infinite-uniform-768-1.0"
 
 @benchmarks.register("scaling")
 def scaling(size: Size) -> Iterator[Row]:
-    """One thing changed at a time. The network is not compiled, so that a new length costs nothing."""
-    base = BASE[size]
+    """One thing changed at a time. The network is not compiled, so that a new shape costs nothing."""
+    longest = max(ALONG[size]["length"])
+    models: dict[int, MaskedDiffusionLM] = {}  # by vocabulary
     for name, values in ALONG[size].items():
         for value in values:
-            given = base | {name: value}
-            batch, steps = given.pop("batch"), given.pop("steps")
-            model = faster(fresh(mask=MASK, **given), compile=False)
-            tokens, length = batch * given["length"], given["length"]
+            given = BASE[size] | {name: value}
+            V, length, batch, steps = (given[key] for key in ("vocab_size", "length", "batch", "steps"))
+            if V not in models:
+                models = {V: faster(fresh(given["preset"], MASK, vocab_size=V, length=longest), compile=False)}
+            model, tokens = models[V], batch * length
             yield Row(
                 work=f"{name} = {value:,}",
-                ours=timed(partial(model.generate, num=batch, steps=steps, seed=1), REPEATS, 3),
+                ours=timed(partial(model.generate, num=batch, length=length, steps=steps, seed=1), REPEATS, 3),
                 plain=None,
                 tokens=tokens,
                 flops=steps * network_flops(model.config, tokens, length) + head_flops(model.config, tokens),
-                settings={**given, "batch": batch, "steps": steps, "along": name, "device": device().type},
+                settings=given | {"mask": MASK, "along": name},
                 per=f"{batch} sequences",
             )
 

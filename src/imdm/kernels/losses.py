@@ -21,7 +21,7 @@ AT_ONCE = 1 << 29  # slopes, (some rows, V), that are held at a time
 
 @triton.jit
 def _chosen_slopes(
-    rows, weight, bias, total, targets, upstream, slopes, R, V, pitch, never, D: tl.constexpr, BM: tl.constexpr,
+    rows, weight, bias, total, targets, upstream, slopes, R, V, wide, never, D: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, AROUND: tl.constexpr,
 ):  # fmt: skip
     """∂ log p(target) / ∂ logits, times upstream: 1[v = target] − p(v)."""
@@ -31,8 +31,8 @@ def _chosen_slopes(
     p = tl.exp(logits - tl.load(total + r, mask=known, other=0.0)[:, None])
     hit = v[None, :] == tl.load(targets + r, mask=known, other=0)[:, None]
     slope = tl.load(upstream + r, mask=known, other=0.0)[:, None] * (tl.where(hit, 1.0, 0.0) - p)
-    at = slopes + r.to(tl.int64)[:, None] * pitch + v[None, :]
-    tl.store(at, slope.to(slopes.dtype.element_ty), mask=known[:, None] & (v < V)[None, :])
+    at = slopes + r.to(tl.int64)[:, None] * wide + v[None, :]
+    tl.store(at, slope.to(slopes.dtype.element_ty), mask=known[:, None] & (v < wide)[None, :])
 
 
 @triton.jit
@@ -57,7 +57,7 @@ def _kl_sums(
 @triton.jit
 def _kl_slopes(
     rows, weight, bias, other_rows, other_weight, other_bias, total, other_total, divergence, upstream, slopes,
-    R, V, pitch, never, D: tl.constexpr, OTHER_D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    R, V, wide, never, D: tl.constexpr, OTHER_D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, AROUND: tl.constexpr, FORWARD: tl.constexpr,
 ):  # fmt: skip
     """∂ KL(p ‖ q) / ∂ p's logits = p·(log p/q − KL); forward: ∂ KL(q ‖ p) / ∂ p's logits = p − q. Times upstream."""
@@ -73,8 +73,8 @@ def _kl_slopes(
         ratio = tl.where(((v < V) & (v != never))[None, :], log_p - log_q, 0.0)
         slope = tl.exp(log_p) * (ratio - tl.load(divergence + r, mask=known, other=0.0)[:, None])
     slope = tl.load(upstream + r, mask=known, other=0.0)[:, None] * slope
-    at = slopes + r.to(tl.int64)[:, None] * pitch + v[None, :]
-    tl.store(at, slope.to(slopes.dtype.element_ty), mask=known[:, None] & (v < V)[None, :])
+    at = slopes + r.to(tl.int64)[:, None] * wide + v[None, :]
+    tl.store(at, slope.to(slopes.dtype.element_ty), mask=known[:, None] & (v < wide)[None, :])
 
 
 def _summed(largest: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,7 +92,7 @@ def _gradients(slopes_of: Any, rows: Tensor, weight: Tensor) -> tuple[Tensor, Te
     (R, D), V = rows.shape, len(weight)
     wide = triton.cdiv(V, 64) * 64
     size = max(1, min(R, AT_ONCE // wide))
-    buffer = torch.zeros(size, wide, dtype=rows.dtype, device=rows.device)
+    buffer = torch.empty(size, wide, dtype=rows.dtype, device=rows.device)
     padded = torch.nn.functional.pad(weight, (0, 0, 0, wide - V))
     of_rows = torch.empty(R, D, device=rows.device)
     of_weight = torch.zeros(wide, D, device=rows.device)
@@ -134,10 +134,10 @@ class _Chosen(torch.autograd.Function):
         rows, weight, bias, targets, total = ctx.saved_tensors
         V, size = len(weight), sizes(False)
 
-        def slopes_of(part: slice, into: Tensor, pitch: int) -> None:
+        def slopes_of(part: slice, into: Tensor, wide: int) -> None:
             some, R = rows[part], len(into)
             _chosen_slopes[grid(R, V, size["BM"], TILE)](
-                some, weight, bias, total[part], targets[part], upstream[part].contiguous(), into, R, V, pitch,
+                some, weight, bias, total[part], targets[part], upstream[part].contiguous(), into, R, V, wide,
                 ctx.never, D=rows.shape[1], **size,
             )  # fmt: skip
 
@@ -174,11 +174,11 @@ class _KL(torch.autograd.Function):
         rows, weight, bias, other_rows, other_weight, other_bias, total, other_total, divergence = ctx.saved_tensors
         V, size = len(weight), _pair_sizes()
 
-        def slopes_of(part: slice, into: Tensor, pitch: int) -> None:
+        def slopes_of(part: slice, into: Tensor, wide: int) -> None:
             R = len(into)
             _kl_slopes[grid(R, V, size["BM"], TILE)](
                 rows[part], weight, bias, other_rows[part], other_weight, other_bias, total[part], other_total[part],
-                divergence[part], upstream[part].contiguous(), into, R, V, pitch, ctx.never,
+                divergence[part], upstream[part].contiguous(), into, R, V, wide, ctx.never,
                 D=rows.shape[1], OTHER_D=other_rows.shape[1], FORWARD=ctx.forward_kl, **size,
             )  # fmt: skip
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from imdm.kernels import kernels
 from imdm.state import Rows
 
 Rope = tuple[Tensor, Tensor]
@@ -100,27 +101,52 @@ def rotary(length: int, dim: int, device: torch.device) -> Rope:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate pairs (i, i + dim/2) of x (B, H, L, dim) by their position's angle."""
-    return _Rotation.apply(x, cos, sin)
-
-
-class _Rotation(torch.autograd.Function):
-    """The gradient of a rotation is the rotation back; left to itself, a compiler makes a slow sum of slices of it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _rotated(x, cos, sin)
-
-    @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> Any:
-        cos, sin = ctx.saved_tensors
-        return _rotated(slope, cos, -sin), None, None
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.float().chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
     return (x.float() * cos + turned * sin).to(x.dtype)
+
+
+class Heads(torch.autograd.Function):
+    """The projection (B, L, 3D) as q and k, rotated, and v: (B, H, L, D/H) each. Its gradient, rotated back, is put
+    together in one pass; left to itself, a compiler makes a slow sum of slices of it."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        q, k, v = (in_heads(part, heads) for part in qkv.chunk(3, dim=-1))
+        return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+    @staticmethod
+    def backward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
+        back = _turned_back if q.is_cuda else turned_back
+        return back(q, k, v, *ctx.saved_tensors), None, None, None
+
+
+def turned_back(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Slopes of q and k, rotated, and of v → of the projection: (B, L, 3D)."""
+    return torch.cat([joined(part) for part in (rotate(q, cos, -sin), rotate(k, cos, -sin), v)], dim=-1)
+
+
+@torch.library.custom_op("imdm::turned_back", mutates_args=())
+def _turned_back(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    fast = kernels("rotation")
+    return fast.turned_back(q, k, v, cos, sin) if fast else turned_back(q, k, v, cos, sin)
+
+
+@_turned_back.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    B, H, L, d = q.shape
+    return q.new_empty(B, L, 3 * H * d)
+
+
+def in_heads(x: Tensor, heads: int) -> Tensor:
+    """(B, L, D) → (B, H, L, D/H)."""
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def joined(x: Tensor) -> Tensor:
+    """(B, H, L, D/H) → (B, L, D)."""
+    return x.transpose(1, 2).flatten(2)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, softcap: float | None) -> Tensor:
@@ -164,22 +190,15 @@ class Attention(nn.Module):
         these ask the others."""
         D = x.shape[-1]
         if queries is None or rows is None or rows.slot is None:
-            q, k, v = map(self._heads, self.qkv(x).split(D, dim=-1))
-            mixed = self._joined(attend(rotate(q, *rope), rotate(k, *rope), v, self.softcap))
+            q, k, v = Heads.apply(self.qkv(x), *rope, self.heads)
+            mixed = joined(attend(q, k, v, self.softcap))
             return self.out(mixed if rows is None else rows.of(mixed))
-        q = self._heads(F.linear(x.gather(1, queries[..., None].expand(-1, -1, D)), self.qkv.weight[:D]))
-        k, v = map(self._heads, F.linear(x, self.qkv.weight[D:]).split(D, dim=-1))
+        asking = x.gather(1, queries[..., None].expand(-1, -1, D))  # (B, Q, D)
+        q = in_heads(F.linear(asking, self.qkv.weight[:D]), self.heads)
+        k, v = (in_heads(part, self.heads) for part in F.linear(x, self.qkv.weight[D:]).chunk(2, dim=-1))
         there = tuple(turn[queries][:, None] for turn in rope)  # (B, 1, Q, D/H) each
-        mixed = self._joined(attend(rotate(q, *there), rotate(k, *rope), v, self.softcap))  # (B, Q, D)
+        mixed = joined(attend(rotate(q, *there), rotate(k, *rope), v, self.softcap))  # (B, Q, D)
         return self.out(rows._replace(position=rows.slot).of(mixed))
-
-    def _heads(self, x: Tensor) -> Tensor:
-        """(B, L, D) → (B, H, L, D/H)."""
-        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-
-    def _joined(self, x: Tensor) -> Tensor:
-        """(B, H, L, D/H) → (B, L, D)."""
-        return x.transpose(1, 2).flatten(2)
 
 
 class MLP(nn.Module):
