@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -14,8 +15,10 @@ from safetensors.torch import load_file, save_file
 
 import imdm
 from imdm.errors import UserError
-from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM, fingerprint, load_model
-from imdm.models.layers import attend, capped_attention, rotary, rotate, soft_cap_score
+from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM, denoiser, faster, fingerprint, load_model
+from imdm.models.layers import Heads, attend, capped_attention, in_heads, rotary, rotate, soft_cap_score
+from imdm.objectives import Nelbo, Step
+from imdm.state import Rows
 from tests.conftest import tiny_config, tiny_model
 
 MASKS = ["single", "finite-7", "infinite-uniform-8-1.0"]
@@ -287,3 +290,70 @@ def test_the_public_names_are_there() -> None:
     assert all(getattr(imdm, name) is not None for name in imdm.__all__)
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = imdm.nothing
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled models run what was traced of them, forward and backward, without a compiler's wait."""
+    torch._dynamo.reset()
+    made = tuple(torch.compile(f, backend="aot_eager", fullgraph=True) for f in (denoiser._through, denoiser._out))
+    monkeypatch.setattr(denoiser, "_compiled", lambda: made)
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("mask", ["single", "infinite-uniform-4-1.0"])
+def test_a_compiled_model_has_the_same_losses_and_gradients(mask: str) -> None:
+    plain = tiny_model(mask=mask, blocks=3).train()
+    compiled = copy.deepcopy(plain)
+    compiled.compile_trunk(training=True)
+    batch = {"tokens": torch.arange(8 * 6).view(8, 6) % 4}
+    for index in range(3):  # other rows each time
+        step = Step(0, index, torch.arange(8), 8)
+        results = []
+        for model in (plain, compiled):
+            loss = Nelbo().loss(model, model.process, batch, step)
+            results.append([loss.detach(), *torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)])
+        for wanted, found in zip(*results, strict=True):
+            assert (wanted is None) == (found is None)
+            assert wanted is None or torch.allclose(wanted, found, atol=1e-6)
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("steps", [1, 3, 16])
+def test_a_faster_model_writes_the_same_text(steps: int) -> None:
+    """Folded and compiled; with few and with many steps, the last of them for fewer sequences."""
+    model = tiny_model(mask="infinite-uniform-4-1.0", length=16, vocab_size=9)
+    quick = faster(model, compile=True)
+    assert quick.is_compiled
+    assert not quick.training
+    wanted = model.generate(num=9, steps=steps, seed=2, batch_size=4)
+    found = quick.generate(num=9, steps=steps, seed=2, batch_size=4)
+    assert torch.equal(wanted.tokens, found.tokens)
+    assert torch.equal(wanted.draws, found.draws)
+
+
+def test_rows_alone_are_those_of_the_whole(model: MaskedDiffusionLM) -> None:
+    """The last block at some rows, with all queries and with those of the rows alone."""
+    state = model.noised(TOKENS)
+    hidden = model.trunk(state)
+    sequence, position = torch.tensor([0, 0, 1]), torch.tensor([0, 3, 5])
+    some = Rows(sequence, position)
+    assert torch.allclose(model.trunk_at(state, some), hidden[sequence, position], atol=1e-6)
+    for limit in (2, 3):
+        few = Rows(sequence, position, slot=torch.tensor([0, 1, 0]), most=limit)
+        assert torch.allclose(model.trunk_at(state, few), hidden[sequence, position], atol=1e-6)
+    asked = torch.tensor([[0, 3], [5, 0]])
+    found = model._run(model._embedded(state), 6, Rows(sequence, position, torch.tensor([0, 1, 0])), asked)
+    assert torch.allclose(found, hidden[sequence, position], atol=1e-6)
+
+
+def test_the_gradient_of_the_projection_is_that_of_its_parts() -> None:
+    qkv = torch.randn(2, 5, 24, requires_grad=True)
+    rope = rotary(5, 4, torch.device("cpu"))
+    slopes = [torch.randn(2, 2, 5, 4) for _ in range(3)]
+    q, k, v = (in_heads(part, 2) for part in qkv.chunk(3, dim=-1))
+    found = Heads.apply(qkv, *rope, 2)
+    wanted = (rotate(q, *rope), rotate(k, *rope), v)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    one, two = (torch.autograd.grad(outputs, qkv, slopes)[0] for outputs in (found, wanted))
+    assert torch.allclose(one, two, atol=1e-6)

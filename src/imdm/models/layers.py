@@ -102,8 +102,8 @@ def rotary(length: int, dim: int, device: torch.device) -> Rope:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate pairs (i, i + dim/2) of x (B, H, L, dim) by their position's angle."""
     first, second = x.float().chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
-    return (x.float() * cos + turned * sin).to(x.dtype)
+    turned = x.float() * cos + torch.cat((-second, first), dim=-1) * sin
+    return turned if turned.dtype == x.dtype else turned.to(x.dtype)  # an idle cast loses gradients in torch 2.11
 
 
 class Heads(torch.autograd.Function):
