@@ -219,3 +219,16 @@ def test_damaged_couplings_are_refused(tmp_path: Path) -> None:
     shard.write_bytes(shard_path(tmp_path, 0).read_bytes())
     with pytest.raises(UserError, match="does not hold 10 pairs; delete and remake it"):
         Coupling(tmp_path)
+
+
+def test_a_teacher_made_ready_writes_the_same_pairs_and_bf16_needs_a_gpu(tmp_path: Path) -> None:
+    model = teacher(mask="infinite-uniform-4-1.0")
+    plain, ready = CoupleConfig(pairs=20, steps=8), CoupleConfig(pairs=20, steps=8, compile=True)
+    assert ready.writer(model).config.condition == 0  # folded
+    for name, config in (("plain", plain), ("ready", ready)):
+        couple(model, SOURCE, config, tmp_path / name)
+    assert Coupling(tmp_path / "ready").manifest == Coupling(tmp_path / "plain").manifest
+    rows = [Coupling(tmp_path / name).rows(torch.arange(20)) for name in ("plain", "ready")]
+    assert all(torch.equal(rows[0][column], rows[1][column]) for column in rows[0])
+    with pytest.raises(UserError, match="bf16 needs a GPU"):
+        couple(model, SOURCE, CoupleConfig(pairs=2, precision="bf16"), tmp_path / "half")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from imdm.data import aligned
 from imdm.errors import UserError
 from imdm.randomness import Purpose, fold
-from imdm.sampling import draw, reveal_steps, sample, time_grid
+from imdm.sampling import draw, reveal_steps, sample, time_grid, turns
 from imdm.theory import ExactMarginals
 from tests.conftest import tiny_model
 from tests.reference.enumeration import TableDenoiser, all_masked, chain_law, sequence_law
@@ -218,3 +220,39 @@ def test_temperature_and_nucleus() -> None:
     assert_law(torch.bincount(draw(p.log().expand(100_000, 4), u, temperature=0.5), minlength=4), cold)
     kept = torch.tensor([0.625, 0.375, 0.0, 0.0])
     assert_law(torch.bincount(draw(p.log().expand(100_000, 4), u, top_p=0.7), minlength=4), kept)
+
+
+@given(st.integers(0, 10**6), st.integers(1, 9), st.integers(1, 7), st.integers(1, 12), st.none() | st.integers(1, 10))
+@settings(max_examples=60, deadline=None)
+def test_turns_visit_every_reveal_once_and_in_order(seed: int, B: int, L: int, steps: int, size: int | None) -> None:
+    """Whatever is revealed when: each sequence's steps in order, in turns that follow one another, none too large."""
+    revealed_at = torch.randint(-1, steps, (B, L), generator=torch.Generator().manual_seed(seed))
+    evaluations, found = turns(revealed_at, size)
+    assert evaluations.tolist() == [len(set(row) - {-1}) for row in revealed_at.tolist()]
+    seen, last_turn, last_step = torch.full((B, L), -1), dict[int, int](), dict[int, int]()
+    for number, turn in enumerate(found):
+        assert 1 <= len(turn.active) <= (size or B)
+        assert len(set(turn.active.tolist())) == len(turn.active)
+        for place, (sequence, step, before) in enumerate(
+            zip(turn.active.tolist(), turn.now.tolist(), turn.before.tolist(), strict=True)
+        ):
+            assert before == last_step.get(sequence, 0)
+            assert last_turn.get(sequence, number - 1) == number - 1
+            last_turn[sequence], last_step[sequence] = number, step
+            mine = turn.rows.sequence == place
+            assert turn.rows.position[mine].tolist() == (revealed_at[sequence] == step).nonzero()[:, 0].tolist()
+            assert turn.rows.slot is not None
+            assert turn.rows.slot[mine].tolist() == list(range(int(mine.sum())))
+            seen[sequence, turn.rows.position[mine]] = step
+        most = max(torch.bincount(turn.rows.sequence).tolist())
+        assert turn.rows.most == most
+    assert torch.equal(seen, revealed_at)
+
+
+def test_turns_are_full_to_the_end() -> None:
+    """100 sequences of 1 to 10 evaluations, 7 at a time: no more turns than there must be."""
+    revealed_at = torch.full((100, 10), -1)
+    for row in range(100):
+        revealed_at[row, : row % 10 + 1] = torch.arange(row % 10 + 1)
+    evaluations, found = turns(revealed_at, 7)
+    assert len(found) == -(-int(evaluations.sum()) // 7)

@@ -29,7 +29,7 @@ MASK = "infinite-uniform-768-1.0"
 
 @benchmarks.register("scaling")
 def scaling(size: Size) -> Iterator[Row]:
-    """One thing changed at a time. The network is not compiled, so that a new shape costs nothing."""
+    """One thing changed at a time."""
     longest = max(ALONG[size]["length"])
     models: dict[int, MaskedDiffusionLM] = {}  # by vocabulary
     for name, values in ALONG[size].items():
@@ -37,7 +37,7 @@ def scaling(size: Size) -> Iterator[Row]:
             given = BASE[size] | {name: value}
             V, length, batch, steps = (given[key] for key in ("vocab_size", "length", "batch", "steps"))
             if V not in models:
-                models = {V: faster(fresh(given["preset"], MASK, vocab_size=V, length=longest), compile=False)}
+                models = {V: faster(fresh(given["preset"], MASK, vocab_size=V, length=longest))}
             model, tokens = models[V], batch * length
             yield Row(
                 work=f"{name} = {value:,}",

@@ -137,7 +137,7 @@ def couple(
     batch_size: Annotated[int, typer.Option(help="Sequences in one network evaluation.")] = 256,
     precision: Annotated[str, typer.Option(help="float32, or on a GPU bf16.")] = "float32",
     compile: Annotated[
-        bool, typer.Option("--compile", help="Compile the network first (GPU): half a minute, then faster.")
+        bool, typer.Option("--compile", help="Compile the network first (GPU): some twenty seconds, then faster.")
     ] = False,
     seed: Seed = 0,
 ) -> None:

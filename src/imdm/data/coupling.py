@@ -32,7 +32,7 @@ class CoupleConfig(Config):
 
     start   `perturbed`: data corrupted to t ~ U(10⁻³, 1); `prior`: everything masked, t = 1
     noise   what the teacher's masks do while it completes z_t
-    precision, compile   on a GPU: bf16 network, compiled blocks (half a minute once); draws stay exact
+    precision, compile   on a GPU: bf16 network, compiled blocks (about twenty seconds once); draws stay exact
     """
 
     pairs: int = Field(100_000, ge=1)

@@ -27,7 +27,7 @@ def faster(
     recorded as CUDA graphs. Draws stay exact: logits are summed in float32 and drawn in float64.
 
     dtype    of the weights (None: bf16 on a GPU, as it is elsewhere)
-    compile  takes half a minute at the first batch (None: on a GPU)
+    compile  takes some twenty seconds at the first batch (None: on a GPU)
     graphs   record and replay evaluations of small batches (None: on a GPU)
     """
     cuda = model.device.type == "cuda"

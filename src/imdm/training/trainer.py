@@ -46,7 +46,7 @@ class TrainConfig(Config):
     lr, warmup   constant rate after a linear warm-up
     ema          decay of the averaged weights, which are what a finished run hands over
     dropout      another rate than the model's own
-    compile      on a GPU, fuse the model's small operations (torch.compile): half a minute once, then faster steps
+    compile      on a GPU, fuse the model's small operations (torch.compile): about twenty seconds once, then faster
     """
 
     steps: int = Field(ge=1)
