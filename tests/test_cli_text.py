@@ -322,3 +322,36 @@ def test_a_full_disk_is_said_and_nothing_is_half_written(
     assert not list((tmp_path / "rows").glob(".partial-*"))
     monkeypatch.undo()
     assert imdm(*command).returncode == 0  # goes on
+
+
+def test_students_of_several_seeds_and_a_judge_of_ones_own(tmp_path: Path) -> None:
+    """Two students share teacher and pairs; a stage of the same recipe judges them; rows tell both apart."""
+    (tmp_path / "text.txt").write_text("\n".join(SENTENCES * 20))
+    stages = RECIPE["stages"]
+    student = stages["student"]
+    recipe = RECIPE | {
+        "data": RECIPE["data"] | {"path": str(tmp_path / "text.txt")},
+        "stages": {
+            "reader": {"kind": "train", "objective": "autoregressive", "training": TRAINING},
+            **{name: stages[name] for name in ("teacher", "pairs", "student")},
+            "student-1": student | {"seed": 1},
+            "measure": {
+                "kind": "evaluate",
+                "models": {"student": "redi", "student-1": "redi"},
+                "metrics": ["gen_ppl", "real_ppl", "entropy"],
+                "steps": [1, 2],
+                "samples": 8,
+                "judge_stage": "reader",
+            },
+        },
+    }
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
+    for _ in range(2):  # the second time there is nothing to do
+        result = imdm("reproduce", tmp_path / "mine.yaml", "--out", tmp_path / "run")
+        assert result.returncode == 0, result.stderr
+    rows = [row for row in read(tmp_path / "run" / "results.jsonl") if row.metric == "gen_ppl"]
+    assert sorted((row.seed, row.steps, row.judge) for row in rows) == [
+        (seed, steps, "reader") for seed in (0, 1) for steps in (1, 2)
+    ]
+    assert len({row.value for row in rows}) == 2  # barely trained, a text does not depend on its steps yet
+    assert len((tmp_path / "run" / "results.jsonl").read_text().splitlines()) == 2 * (2 * 2 + 1)

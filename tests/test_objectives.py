@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -9,9 +12,22 @@ import torch
 from imdm.data import LanguageSource, aligned
 from imdm.errors import UserError
 from imdm.evaluation import Subject, measure
-from imdm.objectives import EARLIEST, Nelbo, ReDi, Step, nelbo_terms, parse_objective
+from imdm.models import load_model
+from imdm.objectives import (
+    EARLIEST,
+    Autoregressive,
+    Nelbo,
+    Objective,
+    ReDi,
+    Step,
+    nelbo_terms,
+    next_log_probs,
+    parse_objective,
+)
+from imdm.randomness import Purpose, fold, uniform
 from imdm.schedule import Schedule, parse_schedule
 from imdm.theory.information import contexts
+from imdm.training import TrainConfig, Trainer
 from tests.conftest import tiny_model
 from tests.reference.statistics import assert_law, assert_mean
 
@@ -116,7 +132,58 @@ def test_a_batch_without_masks_has_loss_zero_and_still_reaches_every_parameter()
 
 
 def test_unknown_objectives_list_the_known() -> None:
-    with pytest.raises(UserError, match="unknown objective 'gan'; known: di4c, nelbo, redi"):
+    with pytest.raises(UserError, match="unknown objective 'gan'; known: autoregressive, di4c, nelbo, redi"):
         parse_objective("gan")
     with pytest.raises(UserError, match=r"'objective.noise' = 'old'"):
         parse_objective({"kind": "redi", "noise": "old"})
+
+
+def test_a_causal_model_sees_nothing_of_what_follows() -> None:
+    model = tiny_model(causal=True)
+    x = torch.randint(0, 4, (3, 6), generator=torch.Generator().manual_seed(0))
+    here = next_log_probs(model, x)
+    other = x.clone()
+    other[:, 4:] = (other[:, 4:] + 1) % 4
+    there = next_log_probs(model, other)
+    assert torch.allclose(here[:, :3], there[:, :3], atol=1e-6)
+    assert not torch.allclose(here[:, 3:], there[:, 3:], atol=1e-3)
+
+
+def test_the_autoregressive_law_is_one_of_sequences() -> None:
+    """Given the first token, the probabilities of all continuations sum to 1; the loss is their mean −log."""
+    model = tiny_model(causal=True, vocab_size=4, length=4)
+    every = torch.tensor(list(itertools.product(range(3), repeat=4)))
+    log_p = next_log_probs(model, every).double().sum(1)
+    for first in range(3):
+        assert float(log_p[every[:, 0] == first].exp().sum()) == pytest.approx(1.0, abs=1e-5)
+    loss = Autoregressive().loss(model, model.process, {"tokens": every}, Step(0, 0, torch.arange(81), 81))
+    assert float(loss) == pytest.approx(-float(log_p.mean()) / 3, rel=1e-5)
+
+
+def test_training_an_autoregressive_model_learns_the_language(tmp_path: Path) -> None:
+    language = aligned(length=3, symbols=4)
+    config = TrainConfig(steps=150, batch=64, lr=1e-2, warmup=10, ema=0.9)
+    trained = Trainer(
+        tiny_model(trained=False, vocab_size=5, length=3, causal=True),
+        Autoregressive(),
+        LanguageSource(language),
+        config,
+        tmp_path,
+    ).train()
+    x = language.at(uniform(fold(3, Purpose.DATA, torch.arange(500)), Purpose.DATA))
+    found = -float(next_log_probs(load_model(trained), x).sum(1).mean())
+    assert found < 0.1  # what follows the first token is certain
+
+
+@pytest.mark.parametrize(("causal", "objective"), [(True, Nelbo()), (False, Autoregressive())])
+def test_objectives_refuse_models_that_read_the_other_way(tmp_path: Path, causal: bool, objective: Objective) -> None:
+    source = LanguageSource(aligned(length=6, symbols=4))
+    with pytest.raises(UserError, match="trains a model with causal"):
+        Trainer(tiny_model(causal=causal), objective, source, TrainConfig(steps=1, batch=4), tmp_path)
+
+
+def test_a_causal_model_writes_nothing_and_has_no_noise() -> None:
+    with pytest.raises(UserError, match="it judges text and writes none"):
+        tiny_model(causal=True).generate()
+    with pytest.raises(UserError, match="single mask, no mixture and no softcap"):
+        tiny_model(causal=True, mask="infinite")

@@ -22,6 +22,7 @@ from imdm.evaluation.conditional import continued
 from imdm.evaluation.judge import fetch
 from imdm.evaluation.text import found_in, matched, sample_entropy
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
+from imdm.objectives import next_log_probs
 from imdm.writer import Writer, load
 from tests.conftest import tiny_model
 from tests.test_corpora import SENTENCES
@@ -174,6 +175,45 @@ def test_long_texts_are_read_in_windows(judge: Judge) -> None:
 def test_a_begin_token_is_read_but_not_counted(judge: Judge) -> None:
     plain, begun = judge.score(["The cat saw"]), replace(judge, begin=0).score(["The cat saw"])
     assert float(begun.count) == float(plain.count) + 1  # now the first word counts too
+
+
+@pytest.fixture
+def own(folder: Path, tmp_path: Path) -> Path:
+    """One of our own models that read from left to right, with the tokenizer of the text."""
+    torch.manual_seed(2)
+    sizes = {"length": 24, "width": 16, "blocks": 1, "heads": 2, "condition": 8, "causal": True}
+    tokenizer = load_tokenizer(folder / "model")
+    model = MaskedDiffusionLM(MaskedDiffusionConfig(vocab_size=len(tokenizer), mask_token_id=3, **sizes))
+    for parameter in model.parameters():
+        parameter.data.add_(0.2 * torch.randn_like(parameter))
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_a_model_of_our_own_judges(own: Path) -> None:
+    judge = load_judge(str(own), name="mine")
+    assert judge.label == "mine"
+    texts = ["The cat sat.", "A dog saw the cat and the bird."]
+    for text in texts:
+        ids = torch.tensor([judge._ids([text])[0]])
+        assert ids.shape[1] <= 24
+        score = judge.score([text])
+        assert float(score.nll) == pytest.approx(-float(next_log_probs(judge.model.model, ids).sum()), rel=1e-5)
+        assert int(score.count) == ids.shape[1] - 1
+    assert torch.allclose(judge.score(texts).nll[:1], judge.score(texts[:1]).nll, rtol=1e-5)  # padding is not seen
+    assert judge.features(texts).shape == (2, 16)
+    long = judge.score(["The cat saw the bird. " * 20])
+    assert int(long.count) < len(judge._ids(["The cat saw the bird. " * 20])[0]) - 1  # windows of 24
+
+
+def test_diffusion_models_and_models_of_ids_do_not_judge(folder: Path, own: Path) -> None:
+    with pytest.raises(UserError, match="is a diffusion model"):
+        load_judge(str(folder / "model"))
+    for file in own.glob("token*"):
+        file.unlink()
+    with pytest.raises(UserError, match="has no tokenizer beside it"):
+        load_judge(str(own))
 
 
 def subject(folder: Path, **changes: object) -> Subject:

@@ -30,6 +30,9 @@ from imdm.recipes import CoupleStage, EvaluateStage, Recipe, TrainStage
 if TYPE_CHECKING:
     from imdm.pipeline import Run
 
+SCORED = tuple(metric for metric in JUDGED if metric not in EMBEDDED)
+"""Metrics whose rows name their judge."""
+
 
 def run_evaluation(run: Run, name: str, stage: EvaluateStage) -> str:
     """Every process does its share of the parts; the first writes the rows."""
@@ -46,7 +49,7 @@ def run_evaluation(run: Run, name: str, stage: EvaluateStage) -> str:
             subject = Subject.before(
                 run.model(model_name).to(state.device),
                 run.data,
-                seed=recipe.seed,
+                seed=run.seed_of(model_name),
                 samples=stage.samples,
                 draws=stage.draws,
                 noise=stage.noise,
@@ -85,7 +88,9 @@ def _readers(run: Run, name: str, stage: EvaluateStage) -> tuple[Judge | None, E
     judged = [m for m in stage.metrics if m in JUDGED and m not in missing and not (own and m in EMBEDDED)]
     if judged:
         try:
-            judge = load_judge(stage.judge, stage.judge_precision, device)
+            place = stage.judge_stage or stage.judge
+            made_here = run.folder / place / "model" if place in run.recipe.stages else None
+            judge = load_judge(str(made_here or place), stage.judge_precision, device, name=place)
         except UserError as error:
             missing |= dict.fromkeys(judged, str(error))
     for reason in dict.fromkeys(missing.values()):
@@ -96,14 +101,14 @@ def _readers(run: Run, name: str, stage: EvaluateStage) -> tuple[Judge | None, E
 def is_measured(run: Run, stage: EvaluateStage) -> bool:
     """Whether the rows of a stage are there: all that it asks for, or all that could be had. A judge that has come
     since, or the extra for MAUVE, makes it worth asking again."""
-    mine = (run.recipe.digest(), run.recipe.seed)
     there = {
-        (row.method, row.metric, row.steps, row.temperature)
+        (row.method, row.seed, row.metric, row.steps, row.temperature, row.judge if row.metric in SCORED else None)
         for row in read(run.results_file)
-        if (row.recipe_hash, row.seed) == mine
+        if row.recipe_hash == run.recipe.digest()
     }
     judge_here = fetched(stage.judge).exists() if stage.judge in FETCHABLE else Path(stage.judge).exists()
-    for method in set(stage.models.values()):
+    judge_here = judge_here or stage.judge_stage is not None
+    for model, method in stage.models.items():
         for metric in stage.metrics:
             if metric in EMBEDDED and not has_mauve():
                 continue
@@ -111,7 +116,8 @@ def is_measured(run: Run, stage: EvaluateStage) -> bool:
                 continue
             steps = stage.steps[:1] if metric in STEPLESS else stage.steps
             temperatures = (1.0,) if metric in UNWRITTEN else stage.temperatures
-            wanted = {(method, metric, k, t) for k in steps for t in temperatures}
+            judge = stage.judge_label if metric in SCORED else None
+            wanted = {(method, run.seed_of(model), metric, k, t, judge) for k in steps for t in temperatures}
             optional = metric == "pair_overlap" or (metric in EMBEDDED and stage.embedder is not None)
             if not wanted <= there and not optional:
                 return False

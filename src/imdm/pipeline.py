@@ -294,15 +294,21 @@ class Run:
         """The finished model of a stage, or of a folder."""
         return load_model(self.folder / name / "model" if name in self.recipe.stages else name)
 
+    def seed_of(self, name: str) -> int:
+        """What the randomness of a stage, and of measuring its model, follows from."""
+        seed = getattr(self.recipe.stages.get(name), "seed", None)
+        return self.recipe.seed if seed is None else seed
+
     def _train(self, name: str, stage: TrainStage) -> str:
-        recipe, seed = self.recipe, self.recipe.seed
+        recipe, seed = self.recipe, self.seed_of(name)
         if stage.data is None:
-            source: Any = self.data.source(seed)
+            source: Any = self.data.source(recipe.seed)
         else:
             source = Coupling(self.folder / stage.data if stage.data in recipe.stages else stage.data)
         if stage.start is None:
             with seeded(fold(as_key(seed), Purpose.INIT)):
-                model = MaskedDiffusionLM(recipe.model.build(*self.data.vocabulary(), source.length))
+                causal = stage.objective.causal
+                model = MaskedDiffusionLM(recipe.model.build(*self.data.vocabulary(), source.length, causal=causal))
         else:
             model = self.model(stage.start)
         teacher = fingerprint(model)  # of the model as it was loaded: couplings name it

@@ -7,17 +7,22 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from imdm.data.tokenizers import has_tokenizer, load_tokenizer
 from imdm.errors import UserError, unknown
 from imdm.evaluation.base import Measurement, Subject, bootstrap_weights, metrics, spread
 from imdm.files import home, written_aside
+from imdm.models import MaskedDiffusionLM, is_ours, load_model
+from imdm.state import Noised
 
 CONTEXT = 1024
 DEFAULT = "gpt2-large"
@@ -57,11 +62,11 @@ class Judge:
     precision: Precision = "float32"
     begin: int | None = None
     batch_size: int = 8
+    context: int = CONTEXT
 
     @property
     def label(self) -> str:
-        """The judge's name in result rows, which says in what precision it reads."""
-        return self.name if self.precision == "float32" else f"{self.name} ({self.precision})"
+        return labelled(self.name, self.precision)
 
     @cached_property
     def identity(self) -> list[Any]:
@@ -71,8 +76,8 @@ class Judge:
     @torch.no_grad()
     def score(self, texts: list[str], prompts: list[str] | None = None) -> Score:
         """Every token from the second on counts, except end-of-text tokens after the first (which pad). Long texts are
-        read in windows of 1,024 tokens, whose first token does not count either. Prompts are read before their texts
-        and do not count."""
+        read in windows of `context` tokens, whose first token does not count either. Prompts are read before their
+        texts and do not count."""
         windows: list[Window] = []
         start = [] if self.begin is None else [self.begin]
         given = self._ids(prompts) if prompts is not None else [[] for _ in texts]
@@ -81,8 +86,8 @@ class Judge:
             ids = [*before, *text]
             known = max(1, len(before)) if prompts is not None else 1
             windows += [
-                Window(number, ids[i : i + CONTEXT], max(1, known - i))
-                for i in range(0, len(ids), CONTEXT)
+                Window(number, ids[i : i + self.context], max(1, known - i))
+                for i in range(0, len(ids), self.context)
                 if len(ids) - i > 1
             ]
         nll, count = torch.zeros(len(texts), dtype=torch.float64), torch.zeros(len(texts), dtype=torch.float64)
@@ -98,7 +103,7 @@ class Judge:
     def features(self, texts: list[str]) -> Tensor:
         """The last hidden state at each text's last token: (n, D)."""
         begin = [] if self.begin is None else [self.begin]
-        windows = [Window(i, [*begin, *ids[:CONTEXT]] or [0], 0) for i, ids in enumerate(self._ids(texts))]
+        windows = [Window(i, [*begin, *ids][: self.context] or [0], 0) for i, ids in enumerate(self._ids(texts))]
         windows.sort(key=lambda window: len(window.ids))  # little padding
         out: dict[int, Tensor] = {}
         for first in range(0, len(windows), self.batch_size):
@@ -134,6 +139,29 @@ class Judge:
         return list(zip((loss * counted[:, 1:]).sum(1).tolist(), counted[:, 1:].sum(1).tolist(), strict=True))
 
 
+def labelled(name: str, precision: str) -> str:
+    """A judge's name in result rows, which says in what precision it reads."""
+    return name if precision == "float32" else f"{name} ({precision})"
+
+
+@dataclass(frozen=True)
+class LeftToRight:
+    """One of our own models that read from left to right, asked as those of `transformers` are."""
+
+    model: MaskedDiffusionLM
+
+    def parameters(self) -> Iterator[Tensor]:
+        return self.model.parameters()
+
+    def __call__(self, input_ids: Tensor, attention_mask: Tensor, output_hidden_states: bool = False) -> Any:
+        """Padding is at the end, where nobody before it looks."""
+        nothing = torch.zeros_like(input_ids, dtype=torch.bool)
+        clean = Noised(input_ids, nothing, None, torch.zeros(len(input_ids), device=input_ids.device))
+        hidden = self.model.trunk(clean)
+        logits = self.model.head(hidden.flatten(0, 1)).unflatten(0, input_ids.shape)
+        return SimpleNamespace(logits=logits, hidden_states=(hidden,))
+
+
 def weight_sum(model: Any) -> float:
     """A number that tells two models of one name apart."""
     return float(sum(parameter.detach().double().sum() for parameter in model.parameters()))
@@ -144,11 +172,16 @@ def fetched(name: str) -> Path:
     return home() / "judges" / name
 
 
-def load_judge(name: str, precision: Precision = "float32", device: str | torch.device = "cpu") -> Judge:
-    """A judge by the name of a fetched one, a folder, a .gguf file or a hub id."""
+def load_judge(
+    place: str, precision: Precision = "float32", device: str | torch.device = "cpu", name: str | None = None
+) -> Judge:
+    """A judge by the name of a fetched one, a folder, a .gguf file or a hub id; called `name` in result rows."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    place = str(fetched(name)) if name in FETCHABLE else name
+    name = name or place
+    if is_ours(Path(place)):
+        return _own_judge(place, precision, device, name)
+    place = str(fetched(name)) if name in FETCHABLE else place
     if name in FETCHABLE and not fetched(name).exists():
         raise UserError(f"judge {name!r} is not here; get it with 'imdm judge fetch {name}'")
     folder, extra = (
@@ -165,6 +198,17 @@ def load_judge(name: str, precision: Precision = "float32", device: str | torch.
         raise UserError(f"judge {name!r} cannot be loaded ({reason}); {hint}") from None
     begin = tokenizer.bos_token_id if name in FETCHABLE else None
     return Judge(name, model.to(device).eval(), tokenizer, precision, begin, 32 if "cuda" in str(device) else 8)
+
+
+def _own_judge(place: str, precision: Precision, device: str | torch.device, name: str) -> Judge:
+    model = load_model(place)
+    if not model.config.causal:
+        raise UserError(f"judge {name!r} is a diffusion model; one of ours judges if trained by 'autoregressive'")
+    if not has_tokenizer(Path(place)):
+        raise UserError(f"judge {name!r} has no tokenizer beside it; it was trained on ids and reads no text")
+    torch.nn.Module.to(model.eval(), device, torch.bfloat16 if precision == "bf16" else torch.float32)
+    many = 64 if "cuda" in str(device) else 8
+    return Judge(name, LeftToRight(model), load_tokenizer(place), precision, None, many, model.config.length)
 
 
 @dataclass(frozen=True)

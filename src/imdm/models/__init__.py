@@ -10,7 +10,7 @@ from imdm.models.denoiser import (
     with_mask,
 )
 from imdm.models.fast import faster
-from imdm.models.loading import fingerprint, load_model
+from imdm.models.loading import fingerprint, is_ours, load_model
 
 __all__ = [
     "PRESETS",
@@ -21,6 +21,7 @@ __all__ = [
     "faster",
     "fingerprint",
     "fold_conditioning",
+    "is_ours",
     "load_model",
     "to_infinite",
     "with_mask",

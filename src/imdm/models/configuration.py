@@ -31,6 +31,8 @@ class MaskedDiffusionConfig(PreTrainedConfig):
     schedule        `log-linear`, or its settings
     width, blocks, heads, dropout, softcap    the transformer; `preset` fills width, blocks, heads and condition
     condition       width of adaLN's conditioning; 0: folded into the other weights (`fold_conditioning`)
+    causal          each position sees those before it alone: a language model that reads from left to right, to judge
+                    what others write (objective `autoregressive`); it writes nothing itself
     """
 
     model_type = "imdm"
@@ -49,6 +51,7 @@ class MaskedDiffusionConfig(PreTrainedConfig):
         mask: Any = "single",
         mixture: bool = False,
         schedule: Any = "log-linear",
+        causal: bool = False,
         tie_word_embeddings: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -63,6 +66,8 @@ class MaskedDiffusionConfig(PreTrainedConfig):
             raise UserError(f"model.dropout = {dropout!r}: must be in [0, 1)")
         if softcap is not None and not (isinstance(softcap, int | float) and softcap > 0):
             raise UserError(f"model.softcap = {softcap!r}: must be positive, or null for none")
+        if causal and (softcap is not None or mixture or parse_mask(mask).noisy):
+            raise UserError("model.causal = true: such a model has a single mask, no mixture and no softcap")
         mask_token_id = vocab_size - 1 if mask_token_id is None else mask_token_id
         if not 0 <= mask_token_id < vocab_size:
             raise UserError(f"model.mask_token_id = {mask_token_id}: must be an id below vocab_size = {vocab_size}")
@@ -70,7 +75,7 @@ class MaskedDiffusionConfig(PreTrainedConfig):
         self.width, self.blocks, self.heads, self.condition = width, blocks, heads, condition
         self.dropout, self.softcap = float(dropout), softcap
         self.mask, self.mixture, self.schedule = mask, bool(mixture), schedule
-        self.mask_token_id = mask_token_id
+        self.mask_token_id, self.causal = mask_token_id, bool(causal)
         self.tie_word_embeddings = tie_word_embeddings
         super().__init__(**kwargs)
 

@@ -68,7 +68,7 @@ class MaskedDiffusionLM(PreTrainedModel):
         self.mixture = MixtureToken(D) if config.mixture else None
         self.time = TimeCondition(C) if C else None
         self.blocks = nn.ModuleList(
-            Block(D, config.heads, config.softcap, config.dropout, C) for _ in range(config.blocks)
+            Block(D, config.heads, config.softcap, config.causal, config.dropout, C) for _ in range(config.blocks)
         )
         self.norm = Norm(D, bias=not C)
         self.modulation = ZeroLinear(C, 2 * D) if C else None
@@ -266,6 +266,8 @@ class MaskedDiffusionLM(PreTrainedModel):
                    Without it: `num` sequences of `length` from nothing.
         noise      what a mask's noise does between steps: `posterior` (Eq. 13) or `keep`.
         """
+        if self.config.causal:
+            raise UserError("this model reads from left to right: it judges text and writes none")
         canvas = self._canvas(input_ids, length, num)
         keys = self.sample_keys(len(canvas), seed)
         training = self.training

@@ -149,11 +149,11 @@ def joined(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(2)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, softcap: float | None) -> Tensor:
-    """Bidirectional attention (B, H, L, dim). With a soft cap c the scores become c·tanh(score/c): FlexAttention on
-    CUDA, a plain softmax elsewhere (FlexAttention has no backward on CPU)."""
+def attend(q: Tensor, k: Tensor, v: Tensor, softcap: float | None, causal: bool = False) -> Tensor:
+    """Attention (B, H, L, dim), bidirectional unless causal. With a soft cap c the scores become c·tanh(score/c):
+    FlexAttention on CUDA, a plain softmax elsewhere (FlexAttention has no backward on CPU)."""
     if softcap is None:
-        return F.scaled_dot_product_attention(q, k, v)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
     if q.is_cuda:
         return _flex(softcap)(q, k, v)
     return capped_attention(q, k, v, softcap)
@@ -179,9 +179,9 @@ def soft_cap_score(softcap: float) -> Callable[..., Tensor]:
 
 
 class Attention(nn.Module):
-    def __init__(self, width: int, heads: int, softcap: float | None, out: type[nn.Linear]) -> None:
+    def __init__(self, width: int, heads: int, softcap: float | None, causal: bool, out: type[nn.Linear]) -> None:
         super().__init__()
-        self.heads, self.softcap = heads, softcap
+        self.heads, self.softcap, self.causal = heads, softcap, causal
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = out(width, width, bias=False)
 
@@ -191,7 +191,7 @@ class Attention(nn.Module):
         D = x.shape[-1]
         if queries is None or rows is None or rows.slot is None:
             q, k, v = Heads.apply(self.qkv(x), *rope, self.heads)
-            mixed = joined(attend(q, k, v, self.softcap))
+            mixed = joined(attend(q, k, v, self.softcap, self.causal))
             return self.out(mixed if rows is None else rows.of(mixed))
         asking = x.gather(1, queries[..., None].expand(-1, -1, D))  # (B, Q, D)
         q = in_heads(F.linear(asking, self.qkv.weight[:D]), self.heads)
@@ -215,11 +215,13 @@ class Block(nn.Module):
     """Pre-norm attention and MLP. With `condition` > 0 each is shifted, scaled and gated by adaLN-zero; with 0 those
     constants live in the norms and the output layers (`fold_conditioning`)."""
 
-    def __init__(self, width: int, heads: int, softcap: float | None, dropout: float, condition: int) -> None:
+    def __init__(
+        self, width: int, heads: int, softcap: float | None, causal: bool, dropout: float, condition: int
+    ) -> None:
         super().__init__()
         out = nn.Linear if condition else ZeroLinear
         self.norm1 = Norm(width, bias=not condition)
-        self.attention = Attention(width, heads, softcap, out)
+        self.attention = Attention(width, heads, softcap, causal, out)
         self.norm2 = Norm(width, bias=not condition)
         self.mlp = MLP(width, out)
         self.modulation = ZeroLinear(condition, 6 * width) if condition else None

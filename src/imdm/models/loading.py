@@ -19,11 +19,19 @@ def fingerprint(model: MaskedDiffusionLM) -> str:
     config = model.config
     total = hashlib.sha256()
     law = [config.mask, config.schedule, config.mask_token_id, config.vocab_size, config.heads, config.softcap]
+    law += ["causal"] * config.causal
     total.update(json.dumps(law, sort_keys=True).encode())
     for name, weight in sorted(model.state_dict().items()):
         total.update(name.encode())
         total.update(weight.detach().to("cpu", torch.float32).contiguous().numpy().tobytes())
     return total.hexdigest()[:16]
+
+
+def is_ours(folder: Path) -> bool:
+    """Whether a folder holds one of our models, of whatever kind."""
+    file = folder / "config.json"
+    config = read_json(file, str(file)) if file.exists() else None
+    return isinstance(config, dict) and config.get("model_type") == MaskedDiffusionLM.config_class.model_type
 
 
 def load_model(path: str | Path) -> MaskedDiffusionLM:

@@ -1,5 +1,6 @@
-"""What a training step minimises: `nelbo`, `redi`, `sdtt`, `di4c`."""
+"""What a training step minimises: `nelbo`, `redi`, `sdtt`, `di4c`; and `autoregressive`, for judges."""
 
+from imdm.objectives.autoregressive import Autoregressive, next_log_probs
 from imdm.objectives.base import EARLIEST, Companion, Objective, Step, nelbo_terms, objectives, parse_objective
 from imdm.objectives.di4c import Di4C
 from imdm.objectives.nelbo import Nelbo
@@ -9,6 +10,7 @@ from imdm.objectives.sdtt import SDTT
 __all__ = [
     "EARLIEST",
     "SDTT",
+    "Autoregressive",
     "Companion",
     "Di4C",
     "Nelbo",
@@ -16,6 +18,7 @@ __all__ = [
     "ReDi",
     "Step",
     "nelbo_terms",
+    "next_log_probs",
     "objectives",
     "parse_objective",
 ]

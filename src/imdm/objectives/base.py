@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -74,6 +74,7 @@ class Objective(Config):
     """
 
     kind: str
+    causal: ClassVar[bool] = False  # whether it trains models that read from left to right
 
     @property
     def needs(self) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from imdm.config import Config, digest
 from imdm.data import CoupleConfig, DataConfig
 from imdm.errors import unknown
 from imdm.evaluation import Conditional, metrics
+from imdm.evaluation.judge import labelled
 from imdm.masks import Mask, parse_mask
 from imdm.models import MaskedDiffusionConfig
 from imdm.objectives import Objective, parse_objective
@@ -47,9 +48,12 @@ class ModelSettings(Config):
     mixture: bool = False
     schedule: ScheduleField = Field(default_factory=lambda: parse_schedule("log-linear"))
 
-    def build(self, vocab_size: int, mask_token_id: int, length: int) -> MaskedDiffusionConfig:
+    def build(self, vocab_size: int, mask_token_id: int, length: int, *, causal: bool = False) -> MaskedDiffusionConfig:
+        """causal: the same size, read from left to right."""
         given = {k: v for k, v in self.model_dump().items() if v is not None and k != "preset"}
         given = {"length": length, "vocab_size": vocab_size, "mask_token_id": mask_token_id} | given
+        if causal:
+            given |= {"causal": True, "mask": "single", "mixture": False, "softcap": None}
         return MaskedDiffusionConfig.preset(self.preset, **given) if self.preset else MaskedDiffusionConfig(**given)
 
 
@@ -65,13 +69,15 @@ class Watch(Config):
 class TrainStage(Config):
     """Train a model. start: the stage (or model folder) it starts from, None for fresh weights; data: the coupling
     stage (or folder) it reads, None for the recipe's data; mask: another mask than the start's; mixture: give the
-    student a latent λ (Di4C on a single mask)."""
+    student a latent λ (Di4C on a single mask); seed: another than the recipe's, for students that share a teacher. A
+    fresh model under the objective `autoregressive` reads from left to right, and can be an evaluation's judge."""
 
     kind: Literal["train"]
     start: str | None = None
     data: str | None = None
     mask: MaskField | None = None
     mixture: bool = False
+    seed: int | None = None
     objective: ObjectiveField = Field(default_factory=lambda: parse_objective("nelbo"))
     training: TrainConfig
     watch: Watch = Watch()
@@ -94,7 +100,8 @@ class EvaluateStage(Config):
     """Measure models: stage (or folder) → its method's name in the result rows.
 
     judge: who reads generated text (a fetched judge's name, a folder, a .gguf file or a hub id), in `judge_precision`;
-    where it is not to be had, the metrics that need it are left out and the rest goes on. embedder: a sentence embedder
+    where it is not to be had, the metrics that need it are left out and the rest goes on. judge_stage: a stage whose
+    autoregressive model judges instead. embedder: a sentence embedder
     (folder or hub id) for MAUVE in the judge's place. temperatures: the paper's figures have 1.0 alone.
     """
 
@@ -107,12 +114,18 @@ class EvaluateStage(Config):
     noise: NoisePolicy = "posterior"
     judge: str = "gpt2-large"
     judge_precision: Literal["float32", "bf16"] = "float32"
+    judge_stage: str | None = None
     embedder: str | None = None
     temperatures: tuple[Annotated[float, Field(gt=0)], ...] = Field((1.0,), min_length=1)
     conditional: Conditional = Conditional()
 
     def inputs(self) -> list[str]:
-        return list(self.models)
+        return [*self.models, *([self.judge_stage] if self.judge_stage is not None else [])]
+
+    @property
+    def judge_label(self) -> str:
+        """The judge's name in result rows."""
+        return labelled(self.judge_stage or self.judge, self.judge_precision)
 
 
 Stage = Annotated[TrainStage | CoupleStage | EvaluateStage, Field(discriminator="kind")]

@@ -9,6 +9,7 @@ from imdm.files import read_json
 from imdm.recipes import Recipe
 from imdm.report import paper, plots
 from imdm.report.page import Beside, Part, Picture, Report, Section
+from imdm.report.ratios import ratio_table
 from imdm.report.tables import Table, all_results, figure, steps_in_words
 from imdm.report.writing import written_by
 
@@ -30,44 +31,72 @@ def text_page(run: Path, rows: list[Row], facts: dict[str, str]) -> Report | Non
     """None for a run that was not measured over steps. Without a recipe, results alone make the page."""
     has_recipe = (run / "recipe.json").exists()
     recipe = Recipe.parse(read_json(run / "recipe.json", "report")) if has_recipe else None
-    panels = {title: curves(rows, metric) for metric, title in CURVES.items()}
-    panels = {title: found for title, found in panels.items() if found}
-    if not panels:
+    judges: list[str | None] = list(dict.fromkeys(row.judge for row in rows if row.judge)) or [None]
+    sections = [section for number, judge in enumerate(judges) for section in quality(rows, judge, number)]
+    if not sections:
         return None
-    judges = sorted({row.judge for row in rows if row.judge})
-    samples = sorted({row.n for row in rows if row.metric in CURVES})
-    text = (
-        f"{' or '.join(map(str, samples))} samples a point; bars are standard errors over samples, of MAUVE the spread "
-        "over clusterings. "
-    )
-    text += f"Judge: {', '.join(judges)}." if judges else "Nobody judged the text."
-    pictures = []
-    for number, (title, found) in enumerate(panels.items(), 1):
-        drawn = plots.over_steps(title, found, log=title == CURVES["gen_ppl"])
-        pictures.append(Picture(f"steps-{number}", plots.svg(drawn), f"{title} over steps"))
-    tables = [step_table(rows), *other_figures(rows)]
-    sections = [Section("Quality over steps", text, [Beside(pictures), *tables])]
+    every, rows = rows, read_by(rows, judges[0])
     beside = paper_beside(recipe.experiment, rows) if recipe is not None else []
     if beside:
         sections.append(Section("The paper's figures, and ours", "", beside))
     sections += frontier(rows) + cost_of_steps(rows)
     sections += written_by(run, recipe) if recipe is not None else []
-    sections.append(Section("Everything measured", "", [all_results(rows)], folded=True))
+    sections.append(Section("Everything measured", "", [all_results(every)], folded=True))
     title, lead = (recipe.name, recipe.summary) if recipe is not None else (run.name, "Results of this folder.")
     return Report(title, lead, highlights(rows), sections, facts)
+
+
+def read_by(rows: list[Row], judge: str | None) -> list[Row]:
+    """Rows of one judge, and those that nobody judged."""
+    return [row for row in rows if row.judge in (None, judge)]
+
+
+def quality(rows: list[Row], judge: str | None, number: int) -> list[Section]:
+    """Curves and tables under one judge, the `number`-th of the page; what nobody judged stands with the first."""
+    rows = read_by(rows, judge)
+    panels = {title: curves(rows, metric) for metric, title in CURVES.items() if not number or metric == "gen_ppl"}
+    panels = {title: found for title, found in panels.items() if found}
+    if not panels:
+        return []
+    samples = sorted({row.n for row in rows if row.metric in CURVES})
+    text = (
+        f"{' or '.join(map(str, samples))} samples a point; bars are standard errors over samples, of MAUVE the spread "
+        "over clusterings. "
+    )
+    text += f"Judge: {judge}." if judge else "Nobody judged the text."
+    pictures = []
+    for place, (title, found) in enumerate(panels.items(), 1):
+        drawn = plots.over_steps(title, found, log=title == CURVES["gen_ppl"])
+        name = f"steps-{place}" if not number else f"steps-{place}-{number + 1}"
+        pictures.append(Picture(name, plots.svg(drawn), f"{title} over steps"))
+    compared = ratio_table(rows)
+    parts: list[Part] = [Beside(pictures), step_table(rows), *([compared] if compared else [])]
+    parts += other_figures(rows) if not number else []
+    return [Section("Quality over steps" if not number else f"Quality over steps, by {judge}", text, parts)]
 
 
 def curves(rows: list[Row], metric: str) -> dict[str, dict[int, tuple[float, float]]]:
     """`method model` → steps → the mean over seeds and its standard error."""
     found: dict[str, dict[int, list[Row]]] = {}
+    several = _several(rows)
     for row in rows:
         if row.metric == metric and row.temperature == 1.0:
-            found.setdefault(_name(row), {}).setdefault(row.steps, []).append(row)
+            found.setdefault(_name(row, several), {}).setdefault(row.steps, []).append(row)
     return {name: {steps: _mean(seeds) for steps, seeds in points.items()} for name, points in found.items()}
 
 
-def _name(row: Row) -> str:
-    return row.method if row.method == "teacher" else f"{row.method} {row.model}"
+def _several(rows: list[Row]) -> set[tuple[str, str]]:
+    """Methods and models of which there are several masks, so that a name must say which."""
+    masks: dict[tuple[str, str], set[str]] = {}
+    for row in rows:
+        masks.setdefault((row.method, row.model), set()).add(row.mask)
+    return {place for place, found in masks.items() if len(found) > 1}
+
+
+def _name(row: Row, several: set[tuple[str, str]]) -> str:
+    if row.method == "teacher":
+        return row.method
+    return f"{row.method} {row.mask if (row.method, row.model) in several else row.model}"
 
 
 def _once(rows: list[Row], metric: str) -> list[Row]:
@@ -116,14 +145,17 @@ def frontier(rows: list[Row]) -> list[Section]:
     """Perplexity against entropy as the temperature goes: a model that is merely less varied moves along its own curve.
     Only where several temperatures were measured."""
     points: dict[tuple[int, str, float], dict[str, list[Row]]] = {}
+    several = _several(rows)
     for row in rows:
         if row.metric in ("gen_ppl", "entropy"):
-            points.setdefault((row.steps, _name(row), row.temperature), {}).setdefault(row.metric, []).append(row)
+            points.setdefault((row.steps, _name(row, several), row.temperature), {}).setdefault(row.metric, []).append(
+                row
+            )
     panels: dict[str, dict[str, list[plots.Point]]] = {}
     for (steps, name, temperature), found in sorted(points.items()):
         if len(found) == 2:
-            place = temperature, _mean(found["entropy"])[0], _mean(found["gen_ppl"])[0]
-            panels.setdefault(steps_in_words(steps), {}).setdefault(name, []).append(place)
+            point = temperature, _mean(found["entropy"])[0], _mean(found["gen_ppl"])[0]
+            panels.setdefault(steps_in_words(steps), {}).setdefault(name, []).append(point)
     panels = {title: models for title, models in panels.items() if any(len(m) > 1 for m in models.values())}
     if not panels:
         return []

@@ -161,6 +161,9 @@ class Trainer:
                 "give it a coupling"
             )
         self.objective.check(model.process.noisy)
+        if model.config.causal != self.objective.causal:
+            needed = "causal: true" if self.objective.causal else "causal: false"
+            raise UserError(f"objective {self.objective.kind!r} trains a model with {needed}; this one is not")
         check_fits(self.source, model)
         self.config.check(self.accelerator.num_processes, self.accelerator.device)
 

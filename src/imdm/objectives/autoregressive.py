@@ -1,0 +1,37 @@
+"""An ordinary language model: each token from those before it. It judges what diffusion models write."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from imdm.models.readout import Chosen
+from imdm.objectives.base import Objective, Step, objectives
+from imdm.process import Process
+from imdm.state import Noised, Rows
+
+
+@objectives.register("autoregressive")
+class Autoregressive(Objective):
+    """−log p(x^ℓ | x^1 … x^{ℓ−1}) in nats, averaged over ℓ = 2 … L. For models with `causal: true`."""
+
+    kind: str = "autoregressive"
+    causal: ClassVar[bool] = True
+
+    def loss(
+        self, model: nn.Module, process: Process, batch: Mapping[str, Tensor], step: Step, companion: None = None
+    ) -> Tensor:
+        x = batch["tokens"]
+        return -next_log_probs(model, x).mean()
+
+
+def next_log_probs(model: nn.Module, x: Tensor) -> Tensor:
+    """log p(x^ℓ | x^1 … x^{ℓ−1}) for ℓ = 2 … L of each row: (B, L − 1)."""
+    B, L = x.shape
+    clean = Noised(x, torch.zeros_like(x, dtype=torch.bool), None, torch.zeros(B, device=x.device))
+    sequence = torch.arange(B, device=x.device).repeat_interleave(L - 1)
+    rows = Rows(sequence, torch.arange(L - 1, device=x.device).repeat(B))
+    return model(clean, rows=rows, reduce=Chosen(x[:, 1:].flatten())).view(B, L - 1)

@@ -1,0 +1,98 @@
+"""How much one mask gains over the single one under the same distillation: ratios of perplexity over student seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import exp, log
+
+import torch
+
+from imdm.evaluation import Row
+from imdm.randomness import Purpose, as_key, normal, uniform
+from imdm.report.tables import Table, steps_in_words
+
+REPLICATES = 4000
+INTERVAL = 0.95
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """exp of the mean over `seeds` of log(perplexity) − log(single mask's), with its interval; entropy: the mean
+    difference of entropies, which should be near 0 for the ratio to mean anything."""
+
+    method: str
+    mask: str
+    judge: str | None
+    steps: int
+    value: float
+    low: float
+    high: float
+    seeds: int
+    entropy: float | None
+
+
+def ratios(rows: Sequence[Row]) -> list[Ratio]:
+    """Of every mask that stands beside a single one with the same method, judge, steps and seed, at temperature 1."""
+    at_one = [row for row in rows if row.temperature == 1.0]
+    ppl = {_place(row): row for row in at_one if row.metric == "gen_ppl"}
+    entropy = {_place(row)[:2] + _place(row)[3:]: row.value for row in at_one if row.metric == "entropy"}
+    found: dict[tuple[str, str, str | None, int], list[tuple[float, float, float | None]]] = {}
+    for (method, mask, judge, steps, seed), row in ppl.items():
+        single = ppl.get((method, "single", judge, steps, seed))
+        if mask == "single" or single is None:
+            continue
+        error = ((row.stderr or 0.0) / row.value) ** 2 + ((single.stderr or 0.0) / single.value) ** 2
+        ours, theirs = (entropy.get((method, name, steps, seed)) for name in (mask, "single"))
+        gap = None if ours is None or theirs is None else ours - theirs
+        found.setdefault((method, mask, judge, steps), []).append((log(row.value / single.value), error**0.5, gap))
+    return [_ratio(*place, each) for place, each in found.items()]
+
+
+def _place(row: Row) -> tuple[str, str, str | None, int, int]:
+    return row.method, row.mask, row.judge, row.steps, row.seed
+
+
+def _ratio(
+    method: str, mask: str, judge: str | None, steps: int, each: list[tuple[float, float, float | None]]
+) -> Ratio:
+    difference = torch.tensor([d for d, _, _ in each], dtype=torch.float64)
+    low, high = interval(difference, torch.tensor([e for _, e, _ in each], dtype=torch.float64))
+    gaps = [gap for _, _, gap in each if gap is not None]
+    gap = sum(gaps) / len(gaps) if gaps else None
+    return Ratio(method, mask, judge, steps, exp(float(difference.mean())), exp(low), exp(high), len(each), gap)
+
+
+def interval(values: torch.Tensor, errors: torch.Tensor) -> tuple[float, float]:
+    """Where 95% of the means lie when seeds are drawn again with replacement, each value with its own error."""
+    n, again = len(values), torch.arange(REPLICATES)[:, None]
+    place = torch.arange(n)
+    drawn = (uniform(as_key(0), Purpose.BOOTSTRAP, place, again) * n).long()  # (r, n)
+    moved = values[drawn] + errors[drawn] * normal(as_key(1), Purpose.BOOTSTRAP, place, again, 1)[..., 0]
+    low, high = moved.mean(1).quantile(torch.tensor([(1 - INTERVAL) / 2, (1 + INTERVAL) / 2], dtype=torch.float64))
+    return float(low), float(high)
+
+
+def ratio_table(rows: Sequence[Row]) -> Table | None:
+    """A row a method and mask, a column a step count."""
+    found = ratios(rows)
+    if not found:
+        return None
+    steps = sorted({ratio.steps for ratio in found})
+    seeds = sorted({ratio.seeds for ratio in found})
+    note = (
+        f"exp of the mean difference of log perplexities over {' or '.join(map(str, seeds))} student seed"
+        f"{'s' if seeds != [1] else ''}, with a 95% bootstrap interval; in brackets the difference of entropies."
+    )
+    table = Table(
+        "Perplexity, as a share of the single mask's", ("method", "mask", *map(steps_in_words, steps)), note=note
+    )
+    for method, mask in dict.fromkeys((ratio.method, ratio.mask) for ratio in found):
+        mine = {ratio.steps: ratio for ratio in found if (ratio.method, ratio.mask) == (method, mask)}
+        table.rows.append((method, mask, *(_cell(mine[k]) if k in mine else "" for k in steps)))
+    return table
+
+
+def _cell(ratio: Ratio) -> str:
+    entropy = "" if ratio.entropy is None else f" [{ratio.entropy:+.2f}]"
+    return f"{ratio.value:.3f} ({ratio.low:.3f}–{ratio.high:.3f}){entropy}"

@@ -1,0 +1,66 @@
+"""Ratios of perplexity over student seeds: by hand, and their intervals by what must hold."""
+
+from __future__ import annotations
+
+from math import exp, log
+
+import pytest
+import torch
+
+from imdm.evaluation import Row
+from imdm.report.ratios import interval, ratio_table, ratios
+from imdm.report.text import curves, quality
+
+
+def row(mask: str, seed: int, value: float, steps: int = 2, metric: str = "gen_ppl", **changes: object) -> Row:
+    values = {
+        "experiment": "e", "method": "redi", "model": "mdlm" if mask == "single" else "imdm", "mask": mask,
+        "steps": steps, "evaluations": steps, "metric": metric, "value": value, "stderr": 0.0, "n": 8, "seed": seed, "split": None,
+        "judge": "j" if metric == "gen_ppl" else None, "precision": "float32", "length": 8, "temperature": 1.0,
+        "recipe_hash": "h", "time": "now",
+    }  # fmt: skip
+    return Row.parse(values | changes, "row")
+
+
+ROWS = [
+    row("single", 0, 100.0), row("infinite-a", 0, 50.0), row("single", 1, 80.0), row("infinite-a", 1, 60.0),
+    row("single", 0, 4.0, metric="entropy"), row("infinite-a", 0, 4.1, metric="entropy"),
+    row("infinite-a", 2, 1.0),  # nothing to compare with
+    row("infinite-a", 0, 1.0, temperature=0.5), row("infinite-b", 0, 200.0),
+]  # fmt: skip
+
+
+def test_a_ratio_is_the_geometric_mean_over_seeds() -> None:
+    first, second = ratios(ROWS)
+    assert (first.mask, first.seeds, first.steps, first.judge) == ("infinite-a", 2, 2, "j")
+    assert first.value == pytest.approx(exp((log(0.5) + log(0.75)) / 2))
+    assert first.entropy == pytest.approx(0.1)
+    assert 0.5 - 1e-9 <= first.low < first.value < first.high <= 0.75 + 1e-9
+    assert (second.mask, second.seeds, second.value, second.entropy) == ("infinite-b", 1, pytest.approx(2.0), None)
+    assert second.low == pytest.approx(2.0) == second.high
+
+
+def test_intervals_grow_with_errors_and_shrink_with_seeds() -> None:
+    nothing = torch.zeros(3, dtype=torch.float64)
+    low, high = interval(nothing, torch.full((3,), 0.1, dtype=torch.float64))
+    assert -low == pytest.approx(1.96 * 0.1 / 3**0.5, rel=0.1)
+    assert high == pytest.approx(-low, rel=0.15)
+    many = torch.linspace(-1, 1, 100, dtype=torch.float64)
+    low, high = interval(many, torch.zeros(100, dtype=torch.float64))
+    assert high - low == pytest.approx(2 * 1.96 * float(many.std(correction=0)) / 10, rel=0.1)
+
+
+def test_the_table_and_the_page_tell_masks_and_judges_apart() -> None:
+    table = ratio_table(ROWS)
+    assert table is not None
+    assert [cells[:2] for cells in table.rows] == [("redi", "infinite-a"), ("redi", "infinite-b")]
+    assert table.rows[0][2].startswith("0.612 (0.5")
+    assert table.rows[0][2].endswith("[+0.10]")
+    assert ratio_table(ROWS[:1]) is None
+    assert set(curves(ROWS, "gen_ppl")) == {"redi mdlm", "redi infinite-a", "redi infinite-b"}
+    other = [row("single", 0, 7.0, judge="k"), row("infinite-a", 0, 7.7, judge="k")]
+    (first,), (second,) = (quality(ROWS + other, judge, number) for number, judge in enumerate("jk"))
+    assert first.title == "Quality over steps"
+    assert second.title == "Quality over steps, by k"
+    shown = [part.markdown() for part in second.parts if hasattr(part, "markdown")]
+    assert "1.100 (1.100–1.100)" in "".join(shown)
