@@ -20,7 +20,7 @@ from imdm.errors import UserError
 from imdm.evaluation import Conditional, Judge, Subject, load_embedder, load_judge, measure
 from imdm.evaluation.conditional import continued
 from imdm.evaluation.judge import fetch
-from imdm.evaluation.text import found_in, matched, sample_entropy
+from imdm.evaluation.text import found_in, matched, read_before, sample_entropy
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
 from imdm.objectives import next_log_probs
 from imdm.writer import Writer, load
@@ -380,6 +380,20 @@ def test_found_in_by_hand() -> None:
     assert found_in(samples, [text], n=3).tolist() == [0.25, 1.0, 0.0]
     assert found_in(samples, [text[:, :4], text[:, 2:]], n=3).tolist() == [0.25, 1.0, 0.0]
     assert found_in(samples, [], n=3).tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("remembered", [0, 1 << 27])
+def test_what_was_read_before_is_found_either_way(monkeypatch: pytest.MonkeyPatch, remembered: int) -> None:
+    """Against Python's sets, with the source in memory and passing by; another source is not mistaken for the last."""
+    monkeypatch.setattr("imdm.evaluation.text.REMEMBERED", remembered)
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(0, 3, (7, 12), generator=generator)
+    for size in (3, 40):
+        source = TokenSource(torch.randint(0, 3, (size, 12), generator=generator), 4, 3)
+        there = {tuple(row[i : i + 6].tolist()) for row in source.tokens for i in range(7)}
+        wanted = [sum(tuple(row[i : i + 6].tolist()) in there for i in range(7)) / 7 for row in tokens]
+        assert read_before(tokens, source).tolist() == pytest.approx(wanted)
+        assert read_before(tokens, source, n=50).shape == (7,)
 
 
 def test_novelty_and_repetition(folder: Path) -> None:
