@@ -61,11 +61,13 @@ def test_operations_are_counted() -> None:
     config = MaskedDiffusionConfig(vocab_size=10, length=8, width=32, blocks=3, heads=2, condition=0)
     model = MaskedDiffusionLM(config)
     weights = sum(p.numel() for block in model.blocks for p in block.parameters() if p.ndim == 2)
-    assert network_flops(config, 80, 8) == 2 * 80 * weights + 3 * 80 * 4 * 8 * 32
+    assert network_flops(config, 80, 8, 80, 0) == 2 * 80 * weights + 3 * 80 * 4 * 8 * 32
+    unread = 2 * (weights // 3 - 2 * 32**2) + 4 * 8 * 32  # all of the last block but keys and values
+    assert network_flops(config, 80, 8, 80, 0) - network_flops(config, 80, 8, 30, 0) == 50 * unread
     assert head_flops(config, 5) == 2 * 5 * model.output.weight.numel()
     noisy = MaskedDiffusionConfig(vocab_size=10, length=8, width=32, blocks=3, heads=2, condition=0, mask="infinite")
     extra = sum(p.numel() for p in MaskedDiffusionLM(noisy).mask_embedding.parameters() if p.ndim == 2)
-    assert network_flops(noisy, 80, 8) - network_flops(config, 80, 8) == 2 * 80 * extra
+    assert network_flops(noisy, 80, 8, 80, 40) - network_flops(config, 80, 8, 80, 0) == 2 * 40 * extra
 
 
 def test_the_command_prints_writes_and_draws(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,6 +17,7 @@ from safetensors.torch import load_file, save_file
 import imdm
 from imdm.errors import UserError
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM, denoiser, faster, fingerprint, load_model
+from imdm.models.fast import Replay
 from imdm.models.layers import Heads, attend, capped_attention, in_heads, rotary, rotate, soft_cap_score
 from imdm.objectives import Nelbo, Step
 from imdm.state import Rows
@@ -332,19 +334,36 @@ def test_a_faster_model_writes_the_same_text(steps: int) -> None:
     assert torch.equal(wanted.draws, found.draws)
 
 
-def test_rows_alone_are_those_of_the_whole(model: MaskedDiffusionLM) -> None:
-    """The last block at some rows, with all queries and with those of the rows alone."""
-    state = model.noised(TOKENS)
-    hidden = model.trunk(state)
-    sequence, position = torch.tensor([0, 0, 1]), torch.tensor([0, 3, 5])
-    some = Rows(sequence, position)
-    assert torch.allclose(model.trunk_at(state, some), hidden[sequence, position], atol=1e-6)
-    for limit in (2, 3):
-        few = Rows(sequence, position, slot=torch.tensor([0, 1, 0]), most=limit)
-        assert torch.allclose(model.trunk_at(state, few), hidden[sequence, position], atol=1e-6)
-    asked = torch.tensor([[0, 3], [5, 0]])
-    found = model._run(model._embedded(state), 6, Rows(sequence, position, torch.tensor([0, 1, 0])), asked)
-    assert torch.allclose(found, hidden[sequence, position], atol=1e-6)
+def test_rows_alone_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last block at some rows: with all queries, and where few a sequence are known, with those alone."""
+    model = tiny_model(mask="infinite-uniform-4-1.0", length=20)
+    state = model.noised(torch.full((2, 20), 4))
+    hidden, asked = model.trunk(state), []
+    run = model._run
+    monkeypatch.setattr(model, "_run", lambda x, n, rows, queries: asked.append(queries) or run(x, n, rows, queries))
+    sequence, position, slot = torch.tensor([0, 0, 1]), torch.tensor([0, 13, 5]), torch.tensor([0, 1, 0])
+    for rows in (Rows(sequence, position), Rows(sequence, position, slot, 2), Rows(sequence, position, slot, 15)):
+        assert torch.allclose(model.trunk_at(state, rows), hidden[sequence, position], atol=1e-6)
+    few, known, many = asked
+    assert few is many is None
+    assert known.tolist() == [[0, 13, 0, 0], [5, 0, 0, 0]]
+
+
+def test_a_layer_that_is_more_than_its_weights_is_asked_whole() -> None:
+    """An adapter in the last block is heard at some rows as at all of them, and so is a hook."""
+    model = tiny_model(length=20)
+    state, rows = model.noised(torch.full((2, 20), 4)), Rows(*torch.tensor([[0, 1], [3, 5], [0, 0]]), most=1)
+
+    class Adapted(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + x.sum(-1, keepdim=True)
+
+    attention = model.blocks[-1].attention
+    attention.qkv.__class__ = Adapted
+    assert torch.allclose(model.trunk_at(state, rows), rows.of(model.trunk(state)), atol=1e-5)
+    attention.qkv.__class__ = torch.nn.Linear
+    attention.qkv.register_forward_hook(lambda module, given, out: out + 1)
+    assert torch.allclose(model.trunk_at(state, rows), rows.of(model.trunk(state)), atol=1e-5)
 
 
 def test_the_gradient_of_the_projection_is_that_of_its_parts() -> None:
@@ -357,3 +376,51 @@ def test_the_gradient_of_the_projection_is_that_of_its_parts() -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     one, two = (torch.autograd.grad(outputs, qkv, slopes)[0] for outputs in (found, wanted))
     assert torch.allclose(one, two, atol=1e-6)
+
+
+def test_a_model_is_a_function_of_its_weights() -> None:
+    """`torch.func` gives the gradients that autograd gives."""
+    model = tiny_model()
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+    state = model.noised(TOKENS)
+
+    def total(given: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.func.functional_call(model, given, (state, state.masked)).clamp(min=-50).sum()
+
+    found = torch.func.grad(total)(weights)
+    wanted = torch.autograd.grad(model(state, state.masked).clamp(min=-50).sum(), list(model.parameters()))
+    assert all(torch.allclose(found[n], w, atol=1e-4) for n, w in zip(weights, wanted, strict=True))
+
+
+def test_recordings_are_kept_by_how_often_they_are_needed_and_forgotten_when_weights_move() -> None:
+    model = tiny_model()
+    replay = model.replay = Replay(1)
+    for number in range(Replay.SHAPES):
+        replay.seen[number], replay.recorded[number] = 3 + number, None
+    replay.seen["new"] = 1
+    assert not replay._makes_room("new")  # seen once
+    replay.seen["new"] = 3
+    assert not replay._makes_room("new")  # no more often than the rarest
+    replay.seen["new"] = 4
+    assert replay._makes_room("new")
+    assert 0 not in replay.recorded
+    assert not copy.deepcopy(model).replay.recorded
+    assert not pickle.loads(pickle.dumps(replay)).recorded
+    assert replay.recorded
+    model.float()
+    assert not replay.recorded
+    with torch.no_grad():
+        assert replay(model._all, rotary(6, 8, torch.device("cpu")), model.noised(TOKENS)) is None  # no GPU
+
+
+@pytest.mark.parametrize("mask", [*MASKS, "mixture"])
+def test_a_batch_is_filled_up_with_masks(mask: str) -> None:
+    kind = {"mixture": True} if mask == "mixture" else {"mask": mask}
+    model = tiny_model(**kind)
+    state = model.noised(TOKENS)
+    full = state.filled(5, 4)
+    assert full.tokens.shape == (5, 6)
+    assert full.masked[2:].all()
+    assert len(full.tensors()) == len(state.tensors())
+    assert torch.allclose(model.trunk(full)[:2], model.trunk(state), atol=1e-6)
+    assert state.filled(2, 4) is state

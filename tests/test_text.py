@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
+from safetensors.torch import load_file
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 
 import imdm
@@ -21,6 +22,7 @@ from imdm.evaluation import Conditional, Judge, Subject, load_embedder, load_jud
 from imdm.evaluation.conditional import continued
 from imdm.evaluation.judge import fetch
 from imdm.evaluation.text import found_in, matched, read_before, sample_entropy
+from imdm.exporting import export
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
 from imdm.objectives import next_log_probs
 from imdm.writer import Writer, load
@@ -133,6 +135,24 @@ def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     tiny_model().save_pretrained(tmp_path)
     with pytest.raises(UserError, match="has no tokenizer beside it"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_an_exported_model_writes_the_same(writer: Writer, folder: Path, tmp_path: Path, precision: str) -> None:
+    """Folded, in half precision, with tokenizer and card; loaded in float32."""
+    out = export(folder / "model", tmp_path / "small", precision=precision)  # type: ignore[arg-type]
+    small = imdm.load(out)
+    assert small.model.config.condition == 0
+    assert small.model.dtype == torch.float32
+    weights = load_file(out / "model.safetensors")
+    assert {w.dtype for w in weights.values()} == {torch.bfloat16 if precision == "bf16" else torch.float32}
+    assert "mask single" in (out / "README.md").read_text()
+    tokens = torch.tensor([[0, 3, 3, 3, 5, 1]])
+    wanted, found = writer.model(tokens), small.model(tokens)
+    assert torch.allclose(wanted.exp(), found.exp(), atol=1e-5 if precision == "float32" else 0.02)
+    assert small.write("The cat", steps=2)[0].text.startswith("The cat")
+    with pytest.raises(UserError, match="there already"):
+        export(folder / "model", out)
 
 
 # The judge

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -56,6 +57,17 @@ class Noised:
         noise = None if self.noise is None else self.noise[index]
         latent = None if self.latent is None else self.latent[index]
         return Noised(self.tokens[index], self.masked[index], noise, self.t[index], latent)
+
+    def filled(self, many: int, mask_id: int) -> Noised:
+        """The same with masked sequences after it, `many` in all."""
+        more = many - len(self.tokens)
+        if not more:
+            return self
+        tokens = torch.nn.functional.pad(self.tokens, (0, 0, 0, more), value=mask_id)
+        masked = torch.nn.functional.pad(self.masked, (0, 0, 0, more), value=True)
+        others = (self.noise, self.t, self.latent)
+        noise, t, latent = (None if v is None else torch.cat((v, v.new_zeros(more, *v.shape[1:]))) for v in others)
+        return Noised(tokens, masked, noise, t, latent)  # type: ignore[arg-type]
 
     def tensors(self) -> tuple[Tensor, ...]:
         held = (self.tokens, self.masked, self.noise, self.t, self.latent)

@@ -1,6 +1,6 @@
 """Time and memory of what we do beside a plain version of the same, in one run: a regression shows in the ratio.
 
-Each file here is one benchmark: a function from sizes to rows, registered by name. `imdm bench` runs them.
+A benchmark is a function from sizes to rows, registered by name, with a file of its own; `imdm bench` runs them.
 """
 
 from imdm.benchmarks import couplings, losses, sampling, scaling, training

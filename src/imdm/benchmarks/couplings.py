@@ -52,7 +52,7 @@ def couplings(size: Size) -> Iterator[Row]:
     masked = rows["noised"] == V - 1
     reveal = plan(teacher.process, rows["seed"], rows["t"], steps, L).reveal
     evaluations, _ = turns(torch.where(masked, reveal, -1))
-    tokens = int(evaluations.sum()) * L
+    tokens, read = int(evaluations.sum()) * L, int(masked.sum())
     if cuda:
         teacher = teacher.to(torch.bfloat16)
     start = torch.full((batch, L), V - 1, device=device())
@@ -62,7 +62,7 @@ def couplings(size: Size) -> Iterator[Row]:
         ours=Took(took, peak),
         plain=Took(few.ms * steps / LOOKED_AT * pairs / batch, few.gib),
         tokens=pairs * L,
-        flops=network_flops(teacher.config, tokens, L) + head_flops(teacher.config, int(masked.sum())),
+        flops=network_flops(teacher.config, tokens, L, read, 0) + head_flops(teacher.config, read),
         settings={**given, "pairs": pairs, "batch": batch, "steps": steps, "evaluated_tokens": tokens},
         per=f"{pairs:,} pairs",
         note=f"{ASKED_FOR:,} pairs: {took / 6e4 * ASKED_FOR / pairs:.1f} min; plain from {LOOKED_AT} of {steps} steps",

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
+from statistics import median
 from typing import Any, Literal
 
 import torch
@@ -104,7 +105,7 @@ def timed(run: Callable[[], object], repeats: int, warm: int = 2) -> Took:
         wait()
         if number >= warm:
             times.append(time.perf_counter() - started)
-    return Took(_median(times) * 1e3, _peak())
+    return Took(median(times) * 1e3, _peak())
 
 
 def paced(step: Callable[[], object], repeats: int, warm: int = 5) -> Took:
@@ -121,7 +122,7 @@ def paced(step: Callable[[], object], repeats: int, warm: int = 5) -> Took:
         step()
         end.record()
     wait()
-    return Took(_median([a.elapsed_time(b) for a, b in itertools.pairwise(ends)]), _peak())
+    return Took(median([a.elapsed_time(b) for a, b in itertools.pairwise(ends)]), _peak())
 
 
 def _start() -> Callable[[], object]:
@@ -137,16 +138,13 @@ def _peak() -> float | None:
     return torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
 
 
-def _median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
-
-
-def network_flops(config: MaskedDiffusionConfig, tokens: int, length: int) -> float:
-    """Of one pass through the blocks, noise included."""
+def network_flops(config: MaskedDiffusionConfig, tokens: int, length: int, read: float, noisy: float) -> float:
+    """Of passing so many tokens through the blocks, of which `read` are read at the end and `noisy` carry noise."""
     D = config.width
-    each = 2 * 12 * D**2 * config.blocks + 4 * length * D * config.blocks
-    noise = Infinite.parse(config.mask, "mask").dim if config.mask["kind"] == "infinite" else 0
-    return float(tokens * (each + 2 * 4 * D * (noise + D) * bool(noise)))
+    keys, others, attention = 2 * 2 * D**2, 2 * 10 * D**2, 4 * length * D
+    whole = tokens * (config.blocks - 1) * (keys + others + attention) + tokens * keys + read * (others + attention)
+    dim = Infinite.parse(config.mask, "mask").dim if config.mask["kind"] == "infinite" else 0
+    return whole + noisy * 2 * 4 * D * (dim + D) * bool(dim)
 
 
 def head_flops(config: MaskedDiffusionConfig, rows: int) -> float:

@@ -25,6 +25,12 @@ def fresh(preset: str, mask: str, **settings: Any) -> MaskedDiffusionLM:
         return MaskedDiffusionLM(MaskedDiffusionConfig.preset(preset, mask=mask, **settings))
 
 
+def writing_flops(config: MaskedDiffusionConfig, tokens: int, length: int, steps: int) -> float:
+    """Each token is read once; at step k of N a share 1 − k/N is still masked, and noise that is kept is still read."""
+    network = network_flops(config, steps * tokens, length, tokens, tokens * (steps + 1) / 2)
+    return network + head_flops(config, tokens)
+
+
 @benchmarks.register("sampling")
 def sampling(size: Size) -> Iterator[Row]:
     given = dict(SIZES[size])
@@ -41,7 +47,7 @@ def sampling(size: Size) -> Iterator[Row]:
             ours=timed(partial(quick.generate, num=batch, steps=steps, seed=1), REPEATS),
             plain=timed(partial(plain.write, model, start, steps), max(2, REPEATS // steps), 1),
             tokens=batch * length,
-            flops=steps * network_flops(config, batch * length, length) + head_flops(config, batch * length),
+            flops=writing_flops(config, batch * length, length, steps),
             settings={**given, "batch": batch, "mask": mask, "steps": steps},
             per=f"{batch} sequences",
         )

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from imdm.benchmarks.measure import Row, Size, benchmarks, head_flops, network_flops, timed
-from imdm.benchmarks.sampling import fresh
+from imdm.benchmarks.measure import Row, Size, benchmarks, timed
+from imdm.benchmarks.sampling import fresh, writing_flops
 from imdm.models import MaskedDiffusionLM, faster
 
 BASE: dict[Size, dict[str, Any]] = {
@@ -44,7 +44,7 @@ def scaling(size: Size) -> Iterator[Row]:
                 ours=timed(partial(model.generate, num=batch, length=length, steps=steps, seed=1), REPEATS, 3),
                 plain=None,
                 tokens=tokens,
-                flops=steps * network_flops(model.config, tokens, length) + head_flops(model.config, tokens),
+                flops=writing_flops(model.config, tokens, length, steps),
                 settings=given | {"mask": MASK, "along": name},
                 per=f"{batch} sequences",
             )

@@ -49,7 +49,7 @@ def training(size: Size) -> Iterator[Row]:
 
 @benchmarks.register("sdtt")
 def sdtt(size: Size) -> Iterator[Row]:
-    yield _row(SIZES[size][0], "train IM-SDTT", NOISY, SDTT(), _sdtt, passes=5)
+    yield _row(SIZES[size][0], "train IM-SDTT", NOISY, SDTT(), _sdtt, passes=5, heads=4)
 
 
 PlainLoss = Callable[[MaskedDiffusionLM, MaskedDiffusionLM, dict[str, Tensor], Step], Tensor]
@@ -69,8 +69,10 @@ def _sdtt(model: MaskedDiffusionLM, teacher: MaskedDiffusionLM, batch: dict[str,
     return plain.sdtt(model, teacher, batch["tokens"], step, SDTT().dt(0))
 
 
-def _row(given: dict[str, Any], work: str, mask: str, objective: Objective, loss: PlainLoss, passes: int = 3) -> Row:
-    """passes: how often the network's product is computed a step, forward and backward (which is two)."""
+def _row(
+    given: dict[str, Any], work: str, mask: str, objective: Objective, loss: PlainLoss, passes: int = 3, heads: int = 3
+) -> Row:
+    """passes, heads: how often the products of network and head are computed a step; backward counts twice."""
     given = dict(given)
     batch, length, V = given.pop("batch"), given["length"], given["vocab_size"]
     cuda = device().type == "cuda"
@@ -80,8 +82,9 @@ def _row(given: dict[str, Any], work: str, mask: str, objective: Objective, loss
     precision = "bf16" if cuda else "float32"
     config = TrainConfig(steps=10_000, batch=batch, dropout=0.1, precision=precision, compile=cuda)
     model = fresh(mask=mask, **given)
-    flops = network_flops(model.config, batch * length, length) * passes
-    flops += head_flops(model.config, batch * length // 2) * passes  # half of the positions are masked
+    half = batch * length / 2  # positions that are masked, and read
+    flops = passes * network_flops(model.config, batch * length, length, half, half)
+    flops += heads * head_flops(model.config, int(half))
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(copy.deepcopy(model), objective, source, config, folder)
         trainer.model.train()

@@ -275,3 +275,23 @@ def status(run: Annotated[Path, typer.Argument(help="Folder of a run.")]) -> Non
             fitted = "" if row.fitted is None else f"{row.fitted:.0%}"
             table.add_row(row.name, row.kind, row.state, done, round, loss, fitted, left)
         show(table)
+
+
+@app.command()
+def export(
+    model: ModelPath,
+    out: Annotated[Path, typer.Option(help="Folder to write, which must not be there yet.")],
+    precision: Annotated[str, typer.Option(help="bf16 (half the size) or float32.")] = "bf16",
+    card: Annotated[Path | None, typer.Option(help="A Markdown file to put beside the weights as README.md.")] = None,
+) -> None:
+    """Make a model ready to hand on: adaLN folded away, half precision, tokenizer and card beside it."""
+    from imdm.exporting import export as write
+
+    if precision not in ("float32", "bf16"):
+        raise UserError(f"--precision {precision}: float32 or bf16")
+    if card is not None and not card.is_file():
+        raise UserError(f"--card {card}: no such file")
+    text = card.read_text(encoding="utf-8") if card is not None else None
+    folder = write(model, out, precision=precision, card=text)  # type: ignore[arg-type]
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    say(f"model: {folder} ({size / 1e6:.1f} MB)")

@@ -16,7 +16,7 @@ from pydantic import Field
 from safetensors.torch import save_file
 from torch import Tensor
 
-from imdm.config import Config
+from imdm.config import Config, digest
 from imdm.data.source import Order, Source, check_fits
 from imdm.errors import UserError
 from imdm.files import read_json, read_metadata, read_tensors, write_json, written_aside
@@ -73,6 +73,13 @@ class Manifest(Config):
     vocab_size: int
     mask_token_id: int
     precision: str = "float32"
+    compiled: bool = False
+
+    def digest(self) -> str:
+        """As it was before there was a choice of precision, where none was made: pairs made then are still good."""
+        values = self.model_dump(mode="json")
+        unchosen = {name for name in ("precision", "compiled") if values[name] == type(self).model_fields[name].default}
+        return digest({name: value for name, value in values.items() if name not in unchosen})
 
     @property
     def shards(self) -> int:
@@ -189,6 +196,7 @@ def couple(
         vocab_size=teacher.config.vocab_size,
         mask_token_id=teacher.config.mask_token_id,
         precision=config.precision,
+        compiled=config.compile,
     )
     writer = config.writer(teacher)
     if source is not None:

@@ -17,7 +17,7 @@ ODD, MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
 LOW = np.uint64((1 << 24) - 1)
 NOVEL = 6  # tokens: as long as that, text that was read before was copied
 REMEMBERED = 1 << 27  # tokens of a source whose n-grams are kept in memory, a gigabyte at most
-_known: dict[tuple[str, int], np.ndarray] = {}  # all n-grams of the last source, sorted
+_known: dict[tuple[str, int], np.ndarray] = {}  # all n-grams of the last few sources, sorted
 
 
 @metrics.register("entropy")
@@ -120,7 +120,8 @@ def read_before(tokens: Tensor, source: Source, n: int = NOVEL) -> Tensor:
     if len(source) * source.length > REMEMBERED or source.length < n:
         return found_in(tokens, _rows(source), n)
     if (source.fingerprint, n) not in _known:
-        _known.clear()  # one is enough
+        while len(_known) > 3:
+            del _known[next(iter(_known))]
         every = np.concatenate([grams(rows, n).ravel() for rows in _rows(source)])
         every.sort()
         _known[source.fingerprint, n] = every

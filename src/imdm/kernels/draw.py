@@ -1,10 +1,10 @@
 """The same draws on a GPU, without ever storing (rows, V).
 
 Two levels of the inverse CDF. First every tile of the vocabulary tells its largest logit and the sum of its
-exponentials, as the head's product is computed; the tiles' shares, in float64, say which tile holds u. Then that tile
-alone is computed again, in float64, and says which token. A tile of tiny probability is as exact as a likely one,
-because its sum is kept relative to its own largest logit. The order of tokens is that of the plain draw, so that the
-same u gives the same token up to rounding.
+exponentials, as the head's product is computed; the tiles' shares, in float64, say which tile holds u. Then the logits
+of that tile alone are computed again, and their shares, in float64, say which token. A tile of tiny probability is as
+exact as a likely one, because its sum is kept relative to its own largest logit. The order of tokens is that of the
+plain draw, so that the same u gives the same token up to rounding.
 """
 
 from __future__ import annotations

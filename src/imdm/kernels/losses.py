@@ -1,8 +1,8 @@
-"""Losses of the head on a GPU, without ever storing (rows, V) on the way there.
+"""Losses of the head on a GPU.
 
-Forward, the head's product is summed up tile by tile. Backward, it is computed again, a part of the rows at a time,
-and leaves as the loss' slopes in the logits, (some rows, V) in half precision; two ordinary products then give the
-gradients of rows and weights. Logits, exponentials and sums are in float32.
+Forward, the head's product is summed up tile by tile and (rows, V) is never stored. Backward, it is computed again, as
+many rows at a time as `AT_ONCE` allows, and leaves as the loss' slopes in the logits, (some rows, V) in half precision;
+two ordinary products then give the gradients of rows and weights. Logits, exponentials and sums are in float32.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ def _summed(largest: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _gradients(slopes_of: Any, rows: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of rows (R, D), weight (V, D) and bias (V,), in float32, from slopes_of(part, into).
+    """The gradients of rows (R, D), weight (V, D) and bias (V,) from slopes_of(part, into); those of the weights are
+    summed in float32.
 
     The vocabulary is filled up to a multiple of 64, with slopes of zero: odd sizes have slow products.
     """

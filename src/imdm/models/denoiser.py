@@ -16,9 +16,19 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from imdm.errors import UserError
+from imdm.kernels import is_plain
 from imdm.masks import Infinite, Mask, parse_mask
 from imdm.models.configuration import MaskedDiffusionConfig
-from imdm.models.layers import Block, MixtureToken, Norm, Rope, TimeCondition, TokenEmbedding, ZeroLinear, rotary
+from imdm.models.layers import (
+    Block,
+    MixtureToken,
+    Norm,
+    Rope,
+    TimeCondition,
+    TokenEmbedding,
+    ZeroLinear,
+    rotary,
+)
 from imdm.models.readout import Head, Reduce, reduced
 from imdm.process import NoisePolicy, Process
 from imdm.randomness import Purpose, as_key, fold, seeded
@@ -74,7 +84,7 @@ class MaskedDiffusionLM(PreTrainedModel):
         self.modulation = ZeroLinear(C, 2 * D) if C else None
         self.output = ZeroLinear(D, config.vocab_size)
         self._compiled: frozenset[bool] = frozenset()  # whether while it trains, whether while it does not
-        self.replay: Callable[[Noised], Tensor | None] | None = None  # recorded evaluations (`faster`)
+        self.replay: Any = None  # recorded evaluations (`faster`)
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -136,19 +146,36 @@ class MaskedDiffusionLM(PreTrainedModel):
 
     def trunk(self, state: Noised) -> Tensor:
         """Hidden states (B, L, D)."""
-        if self.replay is not None and (hidden := self.replay(state)) is not None:
-            return hidden.clone()
-        return self.trunk_of_all(state)
+        hidden = self._replayed(state)
+        return self._all(state) if hidden is None else hidden[: len(state.tokens)].clone()
 
-    def trunk_of_all(self, state: Noised) -> Tensor:
+    def _all(self, state: Noised) -> Tensor:
         return self._run(self._embedded(state), state.tokens.shape[1])
+
+    def _replayed(self, state: Noised) -> Tensor | None:
+        """Hidden states from a recorded evaluation, the batch filled up; overwritten by the next."""
+        if self.replay is None or self.training:
+            return None
+        full = state.filled(_room(len(state.tokens)), self.config.mask_token_id)
+        return self.replay(self._all, self._rope(full.tokens), full)
+
+    def _rope(self, tokens: Tensor) -> Rope:
+        length = tokens.shape[1] + (self.mixture is not None)
+        return rotary(length, self.config.width // self.config.heads, tokens.device)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MaskedDiffusionLM:
+        """Weights that move leave their recordings behind."""
+        if getattr(self, "replay", None) is not None:
+            self.replay.forget()
+        return super()._apply(fn, recurse)
 
     def trunk_at(self, state: Noised, rows: Rows) -> Tensor:
         """Hidden states of some rows alone, (R, D): less work than all of them in the last block."""
-        if self.replay is not None and (hidden := self.replay(state)) is not None:
+        if (hidden := self._replayed(state)) is not None:
             return rows.of(hidden)
-        queries = None
-        if rows.slot is not None and rows.most is not None and 2 * _room(rows.most) <= state.tokens.shape[1]:
+        queries, last = None, cast("Block", self.blocks[-1])
+        few = is_plain(last.attention.qkv)  # else its parts cannot be taken
+        if few and rows.slot is not None and rows.most is not None and 2 * _room(rows.most) <= state.tokens.shape[1]:
             queries = torch.zeros(len(state.tokens), _room(rows.most), dtype=torch.int64, device=state.tokens.device)
             queries[rows.sequence, rows.slot] = rows.position
         return self._run(self._embedded(state), state.tokens.shape[1], rows._replace(most=None), queries)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from imdm.models.denoiser import MaskedDiffusionLM, fold_conditioning
+from imdm.models.layers import Rope
 from imdm.state import Noised
 
 LAUNCH_BOUND = 1e12
@@ -28,7 +29,7 @@ def faster(
 
     dtype    of the weights (None: bf16 on a GPU, as it is elsewhere)
     compile  takes some twenty seconds at the first batch (None: on a GPU)
-    graphs   record and replay evaluations of small batches (None: on a GPU)
+    graphs   record and replay evaluations of small batches, on a GPU alone (None: there)
     """
     cuda = model.device.type == "cuda"
     fast = fold_conditioning(model).eval().requires_grad_(False)
@@ -38,57 +39,91 @@ def faster(
     if cuda if compile is None else compile:
         fast.compile_trunk(training=False)
     if cuda and graphs is not False:
-        fast.replay = Replay(fast.trunk_of_all, sum(p.numel() for p in fast.blocks.parameters()))
+        fast.replay = Replay(sum(p.numel() for p in fast.blocks.parameters()))
     return fast
 
 
 @dataclass(frozen=True)
 class _Recorded:
+    """rope: what the graph reads beside its state, held so that it stays where it is."""
+
     graph: torch.cuda.CUDAGraph
     state: Noised
     hidden: Tensor
+    rope: Rope
 
 
 class Replay:
     """Evaluations of one shape are recorded when that shape comes again, and replayed from then on: hundreds of small
-    kernels for the price of one launch. Beyond `SHAPES` shapes nothing more is recorded."""
+    kernels for the price of one launch. Of more than `SHAPES` shapes, those that come most often are kept.
+
+    It knows its model by what it is asked to run alone, and forgets its recordings when the weights move; copies of it
+    begin with none.
+    """
 
     SHAPES = 8
 
-    def __init__(self, run: Callable[[Noised], Tensor], weights: int) -> None:
-        self.run, self.weights = run, weights
+    def __init__(self, weights: int) -> None:
+        self.weights = weights
+        self.forget()
+
+    def forget(self) -> None:
         self.seen: Counter[tuple[object, ...]] = Counter()
         self.recorded: dict[tuple[object, ...], _Recorded] = {}
 
-    def __call__(self, state: Noised) -> Tensor | None:
-        """Hidden states (B, L, D), overwritten by the next call; None for what is better run as ever."""
+    def __deepcopy__(self, memo: object) -> Replay:
+        return Replay(self.weights)
+
+    def __reduce__(self) -> tuple[type[Replay], tuple[int]]:
+        return Replay, (self.weights,)
+
+    def __call__(self, run: Callable[[Noised], Tensor], rope: Rope, state: Noised) -> Tensor | None:
+        """What `run` makes of the state, (B, L, D), overwritten by the next call; None for what is better run as ever:
+        large batches, training, anything that needs gradients."""
+        if not state.tokens.is_cuda or torch.is_grad_enabled():
+            return None
         if 2 * self.weights * state.tokens.numel() > LAUNCH_BOUND:
             return None
-        shape = tuple(None if t is None else (t.shape, t.dtype) for t in (state.tokens, state.noise, state.latent))
+        mixed = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+        shape = (mixed, state.tokens.device, *((t.shape, t.dtype) for t in state.tensors()))
         self.seen[shape] += 1
+        if shape not in self.recorded and not self._makes_room(shape):
+            return None
         if shape not in self.recorded:
-            if self.seen[shape] < 2 or len(self.recorded) >= self.SHAPES:
-                return None
-            self.recorded[shape] = self._record(state)
+            with torch.cuda.device(state.tokens.device), torch.inference_mode(False):
+                self.recorded[shape] = self._record(run, rope, state)
         there = self.recorded[shape]
-        for name in ("tokens", "masked", "noise", "latent"):
-            if (value := getattr(state, name)) is not None:
-                getattr(there.state, name).copy_(value)
+        for mine, given in zip(there.state.tensors(), state.tensors(), strict=True):
+            mine.copy_(given)
         there.graph.replay()
         return there.hidden
 
-    def _record(self, state: Noised) -> _Recorded:
+    def _makes_room(self, shape: tuple[object, ...]) -> bool:
+        """Whether a shape is to be recorded: it has come before, and more often than one of the recorded ones."""
+        if self.seen[shape] < 2:
+            return False
+        if len(self.recorded) >= self.SHAPES:
+            rarest = min(self.recorded, key=self.seen.__getitem__)
+            if self.seen[rarest] >= self.seen[shape]:
+                return False
+            del self.recorded[rarest]
+        return True
+
+    @torch.no_grad()
+    def _record(self, run: Callable[[Noised], Tensor], rope: Rope, state: Noised) -> _Recorded:
         def held(value: Tensor | None) -> Tensor | None:
             return None if value is None else value.clone()
 
-        mine = Noised(state.tokens.clone(), state.masked.clone(), held(state.noise), state.t, held(state.latent))
+        mine = Noised(
+            state.tokens.clone(), state.masked.clone(), held(state.noise), state.t.clone(), held(state.latent)
+        )
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
             for _ in range(2):
-                self.run(mine)
+                run(mine)
         torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            hidden = self.run(mine)
-        return _Recorded(graph, mine, hidden)
+            hidden = run(mine)
+        return _Recorded(graph, mine, hidden, rope)

@@ -111,10 +111,14 @@ class Heads(torch.autograd.Function):
     together in one pass; left to itself, a compiler makes a slow sum of slices of it."""
 
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.save_for_backward(cos, sin)
+    def forward(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = (in_heads(part, heads) for part in qkv.chunk(3, dim=-1))
         return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        _, cos, sin, _ = inputs
+        ctx.save_for_backward(cos, sin)
 
     @staticmethod
     def backward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:

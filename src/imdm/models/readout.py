@@ -1,7 +1,7 @@
 """What a loss reads off the head, row by row: a function of log-probabilities (r, V) that need not be held at once.
 
-On a GPU in bf16 those of a common kind have kernels that never store (R, V); elsewhere, and for any other function,
-the head runs chunk by chunk, and a chunk is computed again for its gradient rather than kept.
+On a GPU in bf16 those of a common kind have kernels that sum (R, V) up without storing it; elsewhere, and for any other
+function, the head runs chunk by chunk, and a chunk is computed again for its gradient rather than kept.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from imdm.kernels import kernels
+from imdm.kernels import is_plain, kernels
 
 Reduce = Callable[[Tensor, slice], Tensor]
 AT_ONCE = 1 << 26  # elements of (rows, V) that a loss holds at a time
@@ -95,7 +95,7 @@ def reduced(head: Head, reduce: Reduce | Fused, group: int = 1) -> Tensor:
     """reduce(log-probabilities of some rows, which), one chunk after another; each `group` rows that follow one another
     come together."""
     fused = getattr(reduce, "fused", None)
-    if fused is not None and _in_bf16(head.rows) and (losses := kernels("losses")):
+    if fused is not None and is_plain(head.layer) and _in_bf16(head.rows) and (losses := kernels("losses")):
         with torch.autocast("cuda", enabled=False):
             found = fused(losses, head)
         if found is not None:

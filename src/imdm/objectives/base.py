@@ -48,7 +48,7 @@ class Step:
 
     def everyone(self) -> Step:
         """All sequences of the global batch: what is keyed can be known of those that other processes compute."""
-        return replace(self, slots=torch.arange(self.batch, device=self.slots.device))
+        return replace(self, slots=torch.arange(self.batch, device=self.slots.device), start=None)
 
     def times(self) -> Tensor:
         """Low-discrepancy times: slot i of B draws from the i-th of B equal parts of [10⁻³, 1]: (b,), float32."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from imdm.errors import UserError
-from imdm.kernels import kernels
+from imdm.kernels import is_plain, kernels
 from imdm.process import NoisePolicy, Process, check_policy
 from imdm.randomness import Purpose, uniform
 from imdm.sampling.categorical import draw
@@ -115,7 +115,7 @@ def draw_tokens(denoiser: Denoiser, rows: Tensor, u: Tensor, temperature: float 
     chunks elsewhere."""
     layer = getattr(denoiser, "output", None)
     as_it_is = temperature == top_p == 1.0
-    if rows.is_cuda and as_it_is and isinstance(layer, nn.Linear) and (fast := kernels("draw")):
+    if rows.is_cuda and as_it_is and isinstance(layer, nn.Linear) and is_plain(layer) and (fast := kernels("draw")):
         return Drawn(*fast.draw_from_head(rows, layer.weight, layer.bias, denoiser.process.mask_id, u))
     size = max(1, AT_ONCE // denoiser.vocab_size)
     tokens = torch.empty(len(rows), dtype=torch.int64, device=rows.device)
@@ -147,7 +147,7 @@ def sample(
 
     keys (B,)    64-bit keys; a sequence's text depends on its own key alone
     batch_size   the most sequences in one network evaluation
-    on_progress  called with the number of tokens written so far
+    on_progress  called with the number of tokens written so far; a GPU may be some turns behind
     """
     _check(steps, temperature, top_p, batch_size)
     check_policy(policy)
