@@ -401,3 +401,17 @@ def test_kill_9_loses_at_most_the_steps_since_the_last_checkpoint(tmp_path: Path
     for name in ("killed", "whole"):
         subprocess.run([*command, str(tmp_path / name), "1"], check=True, env=environment, capture_output=True)
     assert equal(weights(tmp_path / "killed/model"), weights(tmp_path / "whole/model"))
+
+
+def test_a_finished_model_can_be_kept_in_half_precision(tmp_path: Path) -> None:
+    """Half the size on disk; what is loaded is float32 again, the same numbers each time."""
+    models = {}
+    for kept in ("float32", "bf16"):
+        config = TrainConfig(steps=2, batch=4, warmup=0, weights=kept)
+        model = tiny_model(vocab_size=3, length=2)
+        models[kept] = load_model(Trainer(model, Nelbo(), LanguageSource(aligned()), config, tmp_path / kept).train())
+    assert models["bf16"].dtype == torch.float32
+    sizes = [(tmp_path / kept / "model" / "model.safetensors").stat().st_size for kept in models]
+    assert sizes[1] < 0.7 * sizes[0]
+    wanted = {name: weight.bfloat16().float() for name, weight in models["float32"].state_dict().items()}
+    assert all(torch.equal(weight, wanted[name]) for name, weight in models["bf16"].state_dict().items())

@@ -133,7 +133,8 @@ def other_figures(rows: list[Row]) -> list[Part]:
     table = Table("Other figures", ("metric", "model", *map(steps_in_words, steps)))
     for metric in dict.fromkeys(row.metric for row in rows if row.metric not in ("gen_ppl", "entropy")):
         found = curves(rows, metric)
-        if len(found) > 1 and len({tuple(points.items()) for points in found.values()}) == 1:
+        values = {tuple((k, round(value, 9)) for k, (value, _) in points.items()) for points in found.values()}
+        if len(found) > 1 and len(values) == 1:
             found = {"all": next(iter(found.values()))}  # of the text, or of the teacher that they share
         for name, points in found.items():
             cells = [figure(*points[k]) if k in points else "" for k in steps]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import signal
@@ -46,6 +47,7 @@ class TrainConfig(Config):
     lr, warmup   constant rate after a linear warm-up
     ema          decay of the averaged weights, which are what a finished run hands over
     dropout      another rate than the model's own
+    weights      in what precision the finished model is kept; it trains, and is loaded, in float32
     compile      on a GPU, fuse the model's small operations (torch.compile): about twenty seconds once, then faster
     """
 
@@ -62,6 +64,7 @@ class TrainConfig(Config):
     dropout: float | None = Field(None, ge=0, lt=1)
     precision: Literal["float32", "bf16"] = "float32"
     compile: bool = False
+    weights: Literal["float32", "bf16"] = "float32"
     checkpoint_every: int = Field(1000, ge=1)
     keep_checkpoints: int = Field(2, ge=1)
     log_every: int = Field(50, ge=1)
@@ -127,7 +130,7 @@ class Trainer:
         self.on_progress, self.on_warning = on_progress, on_warning
         self.accelerator = accelerator()
         self._check(model)
-        loop = {"steps", "checkpoint_every", "keep_checkpoints", "log_every", "tensorboard"}
+        loop = {"steps", "checkpoint_every", "keep_checkpoints", "log_every", "tensorboard", "weights"}
         settings = config.model_dump(exclude=loop | {"micro_batch"})
         self.run = digest([settings, objective.model_dump(), fingerprint(model), source.fingerprint, seed])
         if config.dropout is not None:
@@ -400,4 +403,9 @@ class Trainer:
 
     def _export(self, name: str, weights: Any) -> None:
         with weights, written_aside(self.out / name) as aside:
-            self.bare.save_pretrained(aside)
+            if self.config.weights == "float32":
+                self.bare.save_pretrained(aside)
+            else:
+                half = copy.deepcopy(self.bare)
+                torch.nn.Module.to(half, torch.bfloat16)
+                half.save_pretrained(aside)
