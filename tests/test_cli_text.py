@@ -107,7 +107,7 @@ def test_text_is_prepared_once(run: Path) -> None:
 def test_a_refusal_leaves_the_recipe_as_it_was(run: Path) -> None:
     before = (run / "recipe.json").read_text()
     other = imdm("reproduce", run.parent / "mine.yaml", "stages.teacher.training.steps=7", "--out", run)
-    assert "was made with other settings or inputs" in refused(other)
+    assert "was made with other training.steps (6, now 7);" in refused(other)
     assert (run / "recipe.json").read_text() == before
 
 

@@ -13,8 +13,11 @@ import scipy.stats
 import torch
 from safetensors.torch import load_file
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
+from typer.testing import CliRunner
 
 import imdm
+import imdm.cli
+from imdm.cli.app import app
 from imdm.data import Corpus, PrepareConfig, PreparedSource, TextData, TokenSource, prepare
 from imdm.data.tokenizers import load_tokenizer, train_bpe
 from imdm.errors import UserError
@@ -153,6 +156,13 @@ def test_an_exported_model_writes_the_same(writer: Writer, folder: Path, tmp_pat
     assert small.write("The cat", steps=2)[0].text.startswith("The cat")
     with pytest.raises(UserError, match="there already"):
         export(folder / "model", out)
+    card = tmp_path / "card.md"
+    card.write_text("# Mine")
+    again = ["export", str(folder / "model"), "--out", str(tmp_path / "again"), "--precision", precision]
+    done = CliRunner().invoke(app, [*again, "--card", str(card)])
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "again" / "README.md").read_text() == "# Mine"
+    assert "half" in str(CliRunner().invoke(app, [*again[:-1], "half"]).exception)
 
 
 # The judge

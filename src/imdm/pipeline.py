@@ -74,6 +74,17 @@ def _check_pairs(pairs: Coupling, stage: TrainStage, student: MaskedDiffusionLM,
     pairs.check(student, teacher, objective.noise == "coupling", objective.policy)
 
 
+def first_difference(before: Any, now: Any, place: str = "") -> str | None:
+    """Where two settings differ first, in words: `training.steps (10, now 20)`."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for name in [name for name in before if name in now]:
+            inside = name if place in ("", "stage") else f"{place}.{name}"
+            if (found := first_difference(before[name], now[name], inside)) is not None:
+                return found
+        return None
+    return None if before == now else f"{place} ({before!r}, now {now!r})"
+
+
 @dataclass
 class Run:
     """One recipe, one seed, one folder. results: where result rows go, OUT/results.jsonl unless given; alone: whether
@@ -251,9 +262,11 @@ class Run:
         marker = self.folder / name / "done.json"
         if not marker.exists():
             return False
-        if read_json(marker, f"stage {name!r}")["inputs"] != self._inputs_hash(name):
+        done = read_json(marker, f"stage {name!r}")
+        if done["inputs"] != self._inputs_hash(name):
+            other = first_difference(done.get("settings", {}), self._settings(name)) or "settings or inputs"
             raise UserError(
-                f"stage {name!r} in {self.folder / name} was made with other settings or inputs; "
+                f"stage {name!r} in {self.folder / name} was made with other {other}; "
                 "choose another --out, or delete that folder to make it again"
             )
         stage = self.recipe.stages[name]
@@ -273,14 +286,19 @@ class Run:
             output = run_evaluation(self, name, stage)
         state = processes()
         if state.is_main_process:
-            write_json(self.folder / name / "done.json", {"inputs": inputs, "output": output})
+            done = {"inputs": inputs, "output": output, "settings": self._settings(name)}
+            write_json(self.folder / name / "done.json", done)
         state.wait_for_everyone()
 
     def _inputs_hash(self, name: str) -> str:
-        stage = self.recipe.stages[name]
+        settings, stage = self._settings(name), self.recipe.stages[name]
         made = [self._output(needed) for needed in stage.inputs()]
+        return digest([settings["stage"], made, {k: v for k, v in settings.items() if k != "stage"}])
+
+    def _settings(self, name: str) -> dict[str, Any]:
+        """What a stage follows from beside the outputs of others."""
         shared = self.recipe.model_dump(mode="json", include={"seed", "data", "model", "experiment"})
-        return digest([stage.model_dump(mode="json"), made, shared])
+        return {"stage": self.recipe.stages[name].model_dump(mode="json"), **shared}
 
     def _output(self, name: str) -> str:
         """The hash of what a stage made, or of a model or coupling folder."""
