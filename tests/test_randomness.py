@@ -15,11 +15,13 @@ from imdm.randomness import (
     bits,
     centred,
     fold,
+    fold_number,
     integers,
     normal,
     permutation,
     philox,
     symmetric,
+    torch_seed,
     uniform,
     unit,
 )
@@ -153,3 +155,11 @@ def test_permutations_are_permutations_and_differ_by_epoch() -> None:
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**63, 2**64 - 1])
 def test_any_64_bit_seed_is_a_key(seed: int) -> None:
     assert int(as_key(seed)) & 0xFFFFFFFFFFFFFFFF == seed & 0xFFFFFFFFFFFFFFFF
+
+
+@given(st.integers(0, 2**63 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1))
+def test_keys_of_plain_numbers_are_those_of_tensors(key: int, a: int, b: int) -> None:
+    wanted = int(fold(as_key(key), Purpose.STEP, a, b)) & 0xFFFFFFFFFFFFFFFF
+    assert fold_number(key, Purpose.STEP, a, b) == wanted
+    again = fold_number(wanted, Purpose.DROPOUT, 3)
+    assert torch_seed(again) == torch_seed(fold(as_key(wanted), Purpose.DROPOUT, 3))

@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from imdm.kernels import kernels
 
 GENERATOR = "philox-4x32-10/1"  # named in coupling manifests; changes when any drawn number changes
 
+W = TypeVar("W", Tensor, int)
 _WORD = 0xFFFFFFFF
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
@@ -53,8 +55,8 @@ class Purpose(IntEnum):
     HELD_OUT = 18  # key of held-out row a, where the cost of steps is measured; then which pair, b = step
 
 
-def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Philox-4x32-10 on int64 tensors that hold unsigned 32-bit words (broadcast together).
+def philox(counter: tuple[W, W, W, W], key: tuple[W, W]) -> tuple[W, W, W, W]:
+    """Philox-4x32-10 on int64 tensors that hold unsigned 32-bit words (broadcast together), or on plain numbers.
 
     The 64-bit product of two words wraps around int64, which leaves its bits intact; both halves are read by masking.
     """
@@ -98,6 +100,12 @@ def fold(key: Tensor | int, purpose: Purpose, a: Tensor | int = 0, b: Tensor | i
         return fast.fold(key, int(purpose), a, b)
     words = bits(key, purpose, a, b)
     return (words[..., 0] << 32) | words[..., 1]
+
+
+def fold_number(key: int, purpose: Purpose, a: int = 0, b: int = 0) -> int:
+    """`fold` of plain numbers, as an unsigned one: the same bits without a hundred operations on tensors."""
+    high, low, *_ = philox((0, a & _WORD, b & _WORD, int(purpose)), (key & _WORD, (key >> 32) & _WORD))
+    return (high << 32) | low
 
 
 def unit(high: Tensor, low: Tensor) -> Tensor:
@@ -148,7 +156,7 @@ def seeded(key: Tensor) -> Iterator[None]:
         yield
 
 
-def torch_seed(key: Tensor) -> int:
+def torch_seed(key: Tensor | int) -> int:
     return int(key) & 0x7FFFFFFFFFFFFFFF
 
 

@@ -32,7 +32,7 @@ from imdm.errors import UserError
 from imdm.files import append_line, read_lines, written_aside
 from imdm.models import MaskedDiffusionLM, fingerprint
 from imdm.objectives import Objective, Step
-from imdm.randomness import Purpose, as_key, fold, torch_seed
+from imdm.randomness import Purpose, fold_number, torch_seed
 from imdm.training import checkpoint
 from imdm.training.ema import EMA
 
@@ -231,8 +231,8 @@ class Trainer:
 
     def _seed_dropout(self) -> None:
         """Dropout uses torch's own generator; key it by (seed, step, process) so that a resumed run repeats it."""
-        key = fold(fold(as_key(self.seed), Purpose.STEP, self.step), Purpose.DROPOUT, self.accelerator.process_index)
-        torch.manual_seed(torch_seed(key))
+        key = fold_number(self.seed, Purpose.STEP, self.step)
+        torch.manual_seed(torch_seed(fold_number(key, Purpose.DROPOUT, self.accelerator.process_index)))
 
     def train(self) -> Path:
         """Run to the end; returns the folder of the finished model. Ctrl-C ends the step and leaves a checkpoint; once
