@@ -158,6 +158,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, softcap: float | None, causal: bool 
     FlexAttention on CUDA, a plain softmax elsewhere (FlexAttention has no backward on CPU)."""
     if softcap is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    if q.is_cuda and torch.compiler.is_compiling():  # the whole block is
+        from torch.nn.attention.flex_attention import flex_attention
+
+        return flex_attention(q, k, v, score_mod=soft_cap_score(softcap))
     if q.is_cuda:
         return _flex(softcap)(q, k, v)
     return capped_attention(q, k, v, softcap)
