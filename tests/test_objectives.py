@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from imdm.data import LanguageSource, aligned
+from imdm.data import CoupleConfig, LanguageSource, aligned, couple
 from imdm.errors import UserError
 from imdm.evaluation import Subject, measure
 from imdm.models import load_model
@@ -182,8 +182,10 @@ def test_objectives_refuse_models_that_read_the_other_way(tmp_path: Path, causal
         Trainer(tiny_model(causal=causal), objective, source, TrainConfig(steps=1, batch=4), tmp_path)
 
 
-def test_a_causal_model_writes_nothing_and_has_no_noise() -> None:
+def test_a_causal_model_writes_nothing_and_has_no_noise(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="it judges text and writes none"):
         tiny_model(causal=True).generate()
+    with pytest.raises(UserError, match="it judges text and writes none"):
+        couple(tiny_model(causal=True), None, CoupleConfig(pairs=2, steps=2, start="prior"), tmp_path)
     with pytest.raises(UserError, match="single mask, no mixture and no softcap"):
         tiny_model(causal=True, mask="infinite")

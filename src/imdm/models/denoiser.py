@@ -293,8 +293,6 @@ class MaskedDiffusionLM(PreTrainedModel):
                    Without it: `num` sequences of `length` from nothing.
         noise      what a mask's noise does between steps: `posterior` (Eq. 13) or `keep`.
         """
-        if self.config.causal:
-            raise UserError("this model reads from left to right: it judges text and writes none")
         canvas = self._canvas(input_ids, length, num)
         keys = self.sample_keys(len(canvas), seed)
         training = self.training

@@ -149,6 +149,8 @@ def sample(
     batch_size   the most sequences in one network evaluation
     on_progress  called with the number of tokens written so far; a GPU may be some turns behind
     """
+    if getattr(getattr(denoiser, "config", None), "causal", False):
+        raise UserError("this model reads from left to right: it judges text and writes none")
     _check(steps, temperature, top_p, batch_size)
     check_policy(policy)
     process = denoiser.process
