@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -353,5 +354,12 @@ def test_students_of_several_seeds_and_a_judge_of_ones_own(tmp_path: Path) -> No
     assert sorted((row.seed, row.steps, row.judge) for row in rows) == [
         (seed, steps, "reader") for seed in (0, 1) for steps in (1, 2)
     ]
-    assert len({row.value for row in rows}) == 2  # barely trained, a text does not depend on its steps yet
     assert len((tmp_path / "run" / "results.jsonl").read_text().splitlines()) == 2 * (2 * 2 + 1)
+    text = (tmp_path / "mine.yaml").read_text()
+    (tmp_path / "other.yaml").write_text(text.replace("judge_stage: reader", "judge_stage: teacher"))
+    wrong = imdm("reproduce", tmp_path / "other.yaml", "--out", tmp_path / "other")
+    assert "its judge 'teacher' must be trained by 'autoregressive'" in refused(wrong)
+    shutil.rmtree(tmp_path / "run" / "seed-0" / "pairs")
+    again = imdm("reproduce", tmp_path / "mine.yaml", "stages.pairs.steps=5", "--out", tmp_path / "run")
+    assert again.returncode == 2
+    assert "was made with other inputs: 'pairs' was made again since" in again.stderr

@@ -424,3 +424,8 @@ def test_a_batch_is_filled_up_with_masks(mask: str) -> None:
     assert len(full.tensors()) == len(state.tensors())
     assert torch.allclose(model.trunk(full)[:2], model.trunk(state), atol=1e-6)
     assert state.filled(2, 4) is state
+
+
+def test_faster_wants_a_model() -> None:
+    with pytest.raises(UserError, match="takes a model"):
+        faster("somewhere")  # type: ignore[arg-type]

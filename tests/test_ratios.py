@@ -9,7 +9,7 @@ import torch
 
 from imdm.evaluation import Row
 from imdm.report.ratios import interval, ratio_table, ratios
-from imdm.report.text import curves, quality
+from imdm.report.text import curves, highlights, quality
 
 
 def row(mask: str, seed: int, value: float, steps: int = 2, metric: str = "gen_ppl", **changes: object) -> Row:
@@ -65,3 +65,19 @@ def test_the_table_and_the_page_tell_masks_and_judges_apart() -> None:
     assert second.title == "Quality over steps, by k"
     shown = [part.markdown() for part in second.parts if hasattr(part, "markdown")]
     assert "1.100 (1.100–1.100)" in "".join(shown)
+
+
+def test_means_over_seeds_have_the_larger_error_and_real_text_its_own() -> None:
+    same = [row("single", seed, 50.0, metric="real_ppl", stderr=2.0) for seed in (0, 1)]
+    assert curves(same, "real_ppl") == {"redi mdlm": {2: (50.0, 2.0)}}
+    near = [row("single", seed, 50.0 + seed, stderr=3.0) for seed in (0, 1)]
+    assert curves(near, "gen_ppl")["redi mdlm"][2] == pytest.approx((50.5, (2 * 9.0) ** 0.5 / 2))
+    far = [row("single", seed, 50.0 + 20 * seed, stderr=3.0) for seed in (0, 1)]
+    assert curves(far, "gen_ppl")["redi mdlm"][2] == pytest.approx((60.0, 10.0))
+
+
+def test_headlines_say_how_sure_they_are() -> None:
+    (first, *_) = highlights(ROWS)
+    assert first[0] == "0.61"
+    assert first[1].startswith("(0.5")
+    assert first[1].endswith("of the single mask's perplexity, redi, 2 steps")

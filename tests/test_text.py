@@ -150,6 +150,7 @@ def test_an_exported_model_writes_the_same(writer: Writer, folder: Path, tmp_pat
     weights = load_file(out / "model.safetensors")
     assert {w.dtype for w in weights.values()} == {torch.bfloat16 if precision == "bf16" else torch.float32}
     assert "mask single" in (out / "README.md").read_text()
+    assert 'imdm.load("small")` writes with it' in (out / "README.md").read_text()
     tokens = torch.tensor([[0, 3, 3, 3, 5, 1]])
     wanted, found = writer.model(tokens), small.model(tokens)
     assert torch.allclose(wanted.exp(), found.exp(), atol=1e-5 if precision == "float32" else 0.02)

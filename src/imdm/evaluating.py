@@ -49,7 +49,7 @@ def run_evaluation(run: Run, name: str, stage: EvaluateStage) -> str:
             subject = Subject.before(
                 run.model(model_name).to(state.device),
                 run.data,
-                seed=run.seed_of(model_name),
+                seed=recipe.seed,
                 samples=stage.samples,
                 draws=stage.draws,
                 noise=stage.noise,
@@ -63,7 +63,7 @@ def run_evaluation(run: Run, name: str, stage: EvaluateStage) -> str:
             labels = {"experiment": recipe.experiment, "method": method, "recipe_hash": recipe.digest()}
             chosen = [m for m in metrics if m != "pair_overlap" or subject.pairs is not None]
             for found in measure_temperatures(subject, chosen, stage.steps, stage.temperatures, **labels):
-                rows += found
+                rows += [row.model_copy(update={"seed": run.seed_of(model_name)}) for row in found]
                 done += 1
                 bar(done, model_name)
     if state.is_main_process:

@@ -27,22 +27,26 @@ def export(
     torch.nn.Module.to(folded, torch.bfloat16 if precision == "bf16" else torch.float32)
     with written_aside(folder) as aside:
         folded.save_pretrained(aside)
-        if Path(model).is_dir() and has_tokenizer(Path(model)):
+        text = Path(model).is_dir() and has_tokenizer(Path(model))
+        if text:
             copy_tokenizer(Path(model), aside)
-        (aside / CARD).write_text(card if card is not None else _facts(folded, folder.name), encoding="utf-8")
+        (aside / CARD).write_text(card if card is not None else _facts(folded, folder.name, text), encoding="utf-8")
     return folder
 
 
-def _facts(model: MaskedDiffusionLM, name: str) -> str:
+def _facts(model: MaskedDiffusionLM, name: str, text: bool) -> str:
     config = model.config
-    kind = "An autoregressive language model" if config.causal else "A masked diffusion language model"
+    kind = "An autoregressive language model" if config.causal else f"A masked diffusion model, mask {model.mask.name},"
     count = sum(parameter.numel() for parameter in model.parameters())
+    use = f'`imdm.load("{name}")` writes with it.' if text else f'`imdm.load_model("{name}")` writes token ids with it.'
+    if config.causal:
+        use = f"`imdm evaluate MODEL --judge {name}` lets it read what others write."
     return f"""# {name}
 
-{kind} of {count / 1e6:.1f}M parameters, mask {model.mask.name}.
+{kind} of {count / 1e6:.1f}M parameters.
 
 - {config.blocks} blocks of width {config.width}, {config.heads} heads; sequences of up to {config.length} tokens
 - vocabulary of {config.vocab_size:,} ids, the mask among them
 
-`imdm.load("{name}")` writes with it.
+{use}
 """

@@ -265,6 +265,9 @@ class Run:
         done = read_json(marker, f"stage {name!r}")
         if done["inputs"] != self._inputs_hash(name):
             other = first_difference(done.get("settings", {}), self._settings(name)) or "settings or inputs"
+            again = [needed for needed, made in done.get("made", {}).items() if made != self._output(needed)]
+            if again:
+                other = f"inputs: {', '.join(map(repr, again))} was made again since"
             raise UserError(
                 f"stage {name!r} in {self.folder / name} was made with other {other}; "
                 "choose another --out, or delete that folder to make it again"
@@ -286,7 +289,8 @@ class Run:
             output = run_evaluation(self, name, stage)
         state = processes()
         if state.is_main_process:
-            done = {"inputs": inputs, "output": output, "settings": self._settings(name)}
+            made = {needed: self._output(needed) for needed in stage.inputs()}
+            done = {"inputs": inputs, "output": output, "settings": self._settings(name), "made": made}
             write_json(self.folder / name / "done.json", done)
         state.wait_for_everyone()
 
@@ -313,7 +317,7 @@ class Run:
         return load_model(self.folder / name / "model" if name in self.recipe.stages else name)
 
     def seed_of(self, name: str) -> int:
-        """What the randomness of a stage, and of measuring its model, follows from."""
+        """What the randomness of a stage follows from. Models are measured under the recipe's seed, all alike."""
         seed = getattr(self.recipe.stages.get(name), "seed", None)
         return self.recipe.seed if seed is None else seed
 

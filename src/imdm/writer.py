@@ -146,5 +146,7 @@ def load(name: str | Path, device: str | torch.device = "cpu", *, fast: bool = F
     folder = Path(name)
     if folder.is_dir() and not has_tokenizer(folder):
         raise UserError(f"model {str(name)!r} has no tokenizer beside it; it was trained on ids and writes ids only")
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"device {str(device)!r}: torch finds no GPU here; leave the device out")
     torch.nn.Module.to(model.eval(), device)
     return Writer(faster(model) if fast else model, load_tokenizer(name))

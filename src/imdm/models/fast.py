@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from imdm.errors import UserError
 from imdm.models.denoiser import MaskedDiffusionLM, fold_conditioning
 from imdm.models.layers import Rope
 from imdm.state import Noised
@@ -31,6 +32,8 @@ def faster(
     compile  takes some twenty seconds at the first batch (None: on a GPU)
     graphs   record and replay evaluations of small batches, on a GPU alone (None: there)
     """
+    if not isinstance(model, MaskedDiffusionLM):
+        raise UserError(f"faster() takes a model, not {model!r}; load one with imdm.load_model")
     cuda = model.device.type == "cuda"
     fast = fold_conditioning(model).eval().requires_grad_(False)
     wanted = dtype or (torch.bfloat16 if cuda else None)

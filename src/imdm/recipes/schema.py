@@ -165,6 +165,15 @@ class Recipe(Config):
         return self
 
     @model_validator(mode="after")
+    def _judges_read(self) -> Recipe:
+        """A stage that judges must have learnt to read from left to right."""
+        for name, stage in self.stages.items():
+            judge = self.stages.get(stage.judge_stage or "") if isinstance(stage, EvaluateStage) else None
+            if judge is not None and not (isinstance(judge, TrainStage) and judge.objective.causal):
+                raise ValueError(f"stage {name!r}: its judge {stage.judge_stage!r} must be trained by 'autoregressive'")  # type: ignore[union-attr]
+        return self
+
+    @model_validator(mode="after")
     def _quick_is_a_part(self) -> Recipe:
         for kind, named, known in (
             ("variant", self.quick.variants if self.quick else (), self.variants),

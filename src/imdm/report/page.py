@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import html
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,10 @@ from imdm.files import written_aside
 from imdm.report.tables import Table
 
 STYLE = Path(__file__).with_name("page.css")
+
+
+UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f]")
+"""What a model may write byte by byte and no page should hold."""
 
 
 @dataclass(frozen=True)
@@ -159,5 +164,5 @@ class Report:
                 files |= {folder / p.file: p.svg for p in pictures if isinstance(p, Picture)}
         for path, text in files.items():
             with written_aside(path) as aside:
-                aside.write_text(text)
+                aside.write_text(UNPRINTABLE.sub("\ufffd", text))
         return page

@@ -9,7 +9,7 @@ from imdm.files import read_json
 from imdm.recipes import Recipe
 from imdm.report import paper, plots
 from imdm.report.page import Beside, Part, Picture, Report, Section
-from imdm.report.ratios import ratio_table
+from imdm.report.ratios import ratio_table, ratios
 from imdm.report.tables import Table, all_results, figure, steps_in_words
 from imdm.report.writing import written_by
 
@@ -105,8 +105,15 @@ def _once(rows: list[Row], metric: str) -> list[Row]:
 
 
 def _mean(rows: list[Row]) -> tuple[float, float]:
-    error = sum((row.stderr or 0) ** 2 for row in rows) ** 0.5 / len(rows)
-    return sum(row.value for row in rows) / len(rows), error
+    """The mean over seeds and its standard error: from the figures' own errors or from how the seeds differ, whichever
+    is larger. What is the same for every seed, as real text is, was measured once."""
+    values, n = [row.value for row in rows], len(rows)
+    mean = sum(values) / n
+    if max(values) == min(values):
+        return mean, rows[0].stderr or 0.0
+    own = sum((row.stderr or 0) ** 2 for row in rows) ** 0.5 / n
+    apart = (sum((value - mean) ** 2 for value in values) / (n - 1) / n) ** 0.5
+    return mean, max(own, apart)
 
 
 def step_table(rows: list[Row]) -> Table:
@@ -117,7 +124,10 @@ def step_table(rows: list[Row]) -> Table:
     kind = "training" if real and real[0].split == "train" else "held-out"
     note = f"Real {kind} text under the same judge: {figure(*_mean(real))}." if real else ""
     title = "Generative perplexity (entropy)" if ppl else "Entropy"
-    table = Table(title, ("model", *map(steps_in_words, steps)), note=note)
+    seeds = {name: len({row.seed for row in rows if _name(row, _several(rows)) == name}) for name in ppl or entropy}
+    if max(seeds.values(), default=1) > 1:
+        note += f" Means over seeds: {', '.join(f'{name} {n}' for name, n in seeds.items())}."
+    table = Table(title, ("model", *map(steps_in_words, steps)), note=note.strip())
     for name in ppl or entropy:
         cells = []
         for k in steps:
@@ -198,16 +208,16 @@ def cost_of_steps(rows: list[Row]) -> list[Section]:
 
 
 def highlights(rows: list[Row]) -> list[tuple[str, str]]:
-    """How much the infinite mask gains over the single one at each step count, under the same distillation."""
-    ppl, found = curves(rows, "gen_ppl"), []
-    for name in ppl:
-        method, _, model = name.rpartition(" ")
-        single = ppl.get(f"{method} mdlm", {})
-        if model == "imdm" and single:
-            for k in sorted(ppl[name].keys() & single.keys())[:3]:
-                ratio = ppl[name][k][0] / single[k][0]
-                found.append((f"{ratio:.2f}", f"of the single mask's perplexity, {method}, {steps_in_words(k)}"))
-    return found[:3]
+    """How much the infinite mask gains over the single one at few steps, under the same distillation."""
+    found = [ratio for ratio in ratios(rows) if ratio.mask.startswith("infinite")]
+    return [
+        (
+            f"{ratio.value:.2f}",
+            f"({ratio.low:.2f}–{ratio.high:.2f}) of the single mask's perplexity, {ratio.method}, "
+            f"{steps_in_words(ratio.steps)}",
+        )
+        for ratio in found[:3]
+    ]
 
 
 def paper_beside(experiment: str, rows: list[Row]) -> list[Part]:
