@@ -263,9 +263,10 @@ class Run:
         if not marker.exists():
             return False
         done = read_json(marker, f"stage {name!r}")
-        if done["inputs"] != self._inputs_hash(name):
+        made = self._made(name)
+        if done["inputs"] != self._hash(name, made):
             other = first_difference(done.get("settings", {}), self._settings(name)) or "settings or inputs"
-            again = [needed for needed, made in done.get("made", {}).items() if made != self._output(needed)]
+            again = [needed for needed, output in done.get("made", {}).items() if output != made.get(needed)]
             if again:
                 other = f"inputs: {', '.join(map(repr, again))} was made again since"
             raise UserError(
@@ -280,7 +281,8 @@ class Run:
         return self.results or self.out / "results.jsonl"
 
     def _make(self, name: str) -> None:
-        inputs, stage = self._inputs_hash(name), self.recipe.stages[name]
+        stage, made = self.recipe.stages[name], self._made(name)
+        inputs = self._hash(name, made)
         if isinstance(stage, TrainStage):
             output = self._train(name, stage)
         elif isinstance(stage, CoupleStage):
@@ -289,15 +291,18 @@ class Run:
             output = run_evaluation(self, name, stage)
         state = processes()
         if state.is_main_process:
-            made = {needed: self._output(needed) for needed in stage.inputs()}
             done = {"inputs": inputs, "output": output, "settings": self._settings(name), "made": made}
             write_json(self.folder / name / "done.json", done)
         state.wait_for_everyone()
 
-    def _inputs_hash(self, name: str) -> str:
-        settings, stage = self._settings(name), self.recipe.stages[name]
-        made = [self._output(needed) for needed in stage.inputs()]
-        return digest([settings["stage"], made, {k: v for k, v in settings.items() if k != "stage"}])
+    def _made(self, name: str) -> dict[str, str]:
+        """What a stage builds on → the hash of it."""
+        return {needed: self._output(needed) for needed in self.recipe.stages[name].inputs()}
+
+    def _hash(self, name: str, made: Mapping[str, str]) -> str:
+        settings = self._settings(name)
+        outputs = [made[needed] for needed in self.recipe.stages[name].inputs()]
+        return digest([settings["stage"], outputs, {k: v for k, v in settings.items() if k != "stage"}])
 
     def _settings(self, name: str) -> dict[str, Any]:
         """What a stage follows from beside the outputs of others."""

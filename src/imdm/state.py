@@ -52,6 +52,12 @@ class Noised:
     t: Tensor
     latent: Tensor | None = None
 
+    @classmethod
+    def clean(cls, tokens: Tensor) -> Noised:
+        """Tokens (B, L) as they are, nothing masked."""
+        masked = torch.zeros_like(tokens, dtype=torch.bool)
+        return cls(tokens, masked, None, torch.zeros(len(tokens), device=tokens.device))
+
     def __getitem__(self, index: Tensor | slice) -> Noised:
         """The sequences at `index`."""
         noise = None if self.noise is None else self.noise[index]

@@ -155,9 +155,7 @@ class LeftToRight:
 
     def __call__(self, input_ids: Tensor, attention_mask: Tensor, output_hidden_states: bool = False) -> Any:
         """Padding is at the end, where nobody before it looks."""
-        nothing = torch.zeros_like(input_ids, dtype=torch.bool)
-        clean = Noised(input_ids, nothing, None, torch.zeros(len(input_ids), device=input_ids.device))
-        hidden = self.model.trunk(clean)
+        hidden = self.model.trunk(Noised.clean(input_ids))
         logits = self.model.head(hidden.flatten(0, 1)).unflatten(0, input_ids.shape)
         return SimpleNamespace(logits=logits, hidden_states=(hidden,))
 

@@ -154,14 +154,14 @@ class MaskedDiffusionLM(PreTrainedModel):
 
     def _replayed(self, state: Noised) -> Tensor | None:
         """Hidden states from a recorded evaluation, the batch filled up; overwritten by the next."""
-        if self.replay is None or self.training:
+        if self.replay is None or self.training or not self.replay.wants(state):
             return None
         full = state.filled(_room(len(state.tokens)), self.config.mask_token_id)
-        return self.replay(self._all, self._rope(full.tokens), full)
+        rope = self._rope(full.tokens.shape[1] + (self.mixture is not None), full.tokens.device)
+        return self.replay(self._all, rope, full)
 
-    def _rope(self, tokens: Tensor) -> Rope:
-        length = tokens.shape[1] + (self.mixture is not None)
-        return rotary(length, self.config.width // self.config.heads, tokens.device)
+    def _rope(self, length: int, device: torch.device) -> Rope:
+        return rotary(length, self.config.width // self.config.heads, device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MaskedDiffusionLM:
         """Weights that move leave their recordings behind."""
@@ -192,7 +192,7 @@ class MaskedDiffusionLM(PreTrainedModel):
             more = _room(many) - many
             x = nn.functional.pad(x, (0, 0, 0, 0, 0, more))
             queries = None if queries is None else nn.functional.pad(queries, (0, 0, 0, more))
-        rope = rotary(x.shape[1], self.config.width // self.config.heads, x.device)
+        rope = self._rope(x.shape[1], x.device)
         c = self.time() if self.time is not None else None
         through, out = _through, _out
         if self.training in self._compiled:

@@ -80,12 +80,15 @@ class Replay:
     def __reduce__(self) -> tuple[type[Replay], tuple[int]]:
         return Replay, (self.weights,)
 
+    def wants(self, state: Noised) -> bool:
+        """Whether it is for this at all: small batches on a GPU, nothing that needs gradients."""
+        small = 2 * self.weights * state.tokens.numel() <= LAUNCH_BOUND
+        return small and state.tokens.is_cuda and not torch.is_grad_enabled()
+
     def __call__(self, run: Callable[[Noised], Tensor], rope: Rope, state: Noised) -> Tensor | None:
-        """What `run` makes of the state, (B, L, D), overwritten by the next call; None for what is better run as ever:
-        large batches, training, anything that needs gradients."""
-        if not state.tokens.is_cuda or torch.is_grad_enabled():
-            return None
-        if 2 * self.weights * state.tokens.numel() > LAUNCH_BOUND:
+        """What `run` makes of the state, (B, L, D), overwritten by the next call; None for what is better run as
+        ever."""
+        if not self.wants(state):
             return None
         mixed = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
         shape = (mixed, state.tokens.device, *((t.shape, t.dtype) for t in state.tensors()))

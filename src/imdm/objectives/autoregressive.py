@@ -31,7 +31,6 @@ class Autoregressive(Objective):
 def next_log_probs(model: nn.Module, x: Tensor) -> Tensor:
     """log p(x^ℓ | x^1 … x^{ℓ−1}) for ℓ = 2 … L of each row: (B, L − 1)."""
     B, L = x.shape
-    clean = Noised(x, torch.zeros_like(x, dtype=torch.bool), None, torch.zeros(B, device=x.device))
     sequence = torch.arange(B, device=x.device).repeat_interleave(L - 1)
     rows = Rows(sequence, torch.arange(L - 1, device=x.device).repeat(B))
-    return model(clean, rows=rows, reduce=Chosen(x[:, 1:].flatten())).view(B, L - 1)
+    return model(Noised.clean(x), rows=rows, reduce=Chosen(x[:, 1:].flatten())).view(B, L - 1)

@@ -113,6 +113,12 @@ class Objective(Config):
         """The loss of these sequences, as their share of the global batch times the number of such shares."""
 
 
+def corrupted(process: Process, batch: Mapping[str, Tensor], step: Step) -> tuple[Noised, Rows]:
+    """The batch's data at the step's times, and where it is masked."""
+    state = process.corrupt(batch["tokens"], step.times(), step.keys())
+    return state, Rows.where(state.masked)
+
+
 def nelbo_terms(model: nn.Module, process: Process, state: Noised, x: Tensor, rows: Rows | None = None) -> Tensor:
     """Eq. 14 for each sequence, in nats a token: Σ over masked positions of −α'_t/(1 − α_t) · (−log⟨x_θ(z_t), x⟩),
     divided by L: (B,). rows: where the state is masked, if known."""

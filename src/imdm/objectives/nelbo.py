@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from imdm.objectives.base import Objective, Step, nelbo_terms, objectives
+from imdm.objectives.base import Objective, Step, corrupted, nelbo_terms, objectives
 from imdm.process import Process
 from imdm.state import Noised, Rows
 
@@ -18,8 +18,7 @@ class Nelbo(Objective):
     kind: str = "nelbo"
 
     def start(self, process: Process, batch: Mapping[str, Tensor], step: Step) -> tuple[Noised, Rows]:
-        state = process.corrupt(batch["tokens"], step.times(), step.keys())
-        return state, Rows.where(state.masked)
+        return corrupted(process, batch, step)
 
     def loss(
         self, model: nn.Module, process: Process, batch: Mapping[str, Tensor], step: Step, companion: None = None

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from imdm.models.readout import Compared, Divergence
-from imdm.objectives.base import Step, objectives
+from imdm.objectives.base import Step, corrupted, objectives
 from imdm.objectives.rounds import Rounds, Teacher
 from imdm.process import Process
 from imdm.randomness import Purpose, uniform
@@ -50,8 +50,7 @@ class SDTT(Rounds):
         return self.first_dt * 2**round
 
     def start(self, process: Process, batch: Mapping[str, Tensor], step: Step) -> tuple[Noised, Rows]:
-        state = process.corrupt(batch["tokens"], step.times(), step.keys())
-        return state, Rows.where(state.masked)
+        return corrupted(process, batch, step)
 
     def loss(
         self,

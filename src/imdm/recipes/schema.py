@@ -168,9 +168,11 @@ class Recipe(Config):
     def _judges_read(self) -> Recipe:
         """A stage that judges must have learnt to read from left to right."""
         for name, stage in self.stages.items():
-            judge = self.stages.get(stage.judge_stage or "") if isinstance(stage, EvaluateStage) else None
-            if judge is not None and not (isinstance(judge, TrainStage) and judge.objective.causal):
-                raise ValueError(f"stage {name!r}: its judge {stage.judge_stage!r} must be trained by 'autoregressive'")  # type: ignore[union-attr]
+            if not isinstance(stage, EvaluateStage) or stage.judge_stage not in self.stages:
+                continue
+            judge = self.stages[stage.judge_stage]
+            if not (isinstance(judge, TrainStage) and judge.objective.causal):
+                raise ValueError(f"stage {name!r}: its judge {stage.judge_stage!r} must be trained by 'autoregressive'")
         return self
 
     @model_validator(mode="after")

@@ -124,7 +124,9 @@ def step_table(rows: list[Row]) -> Table:
     kind = "training" if real and real[0].split == "train" else "held-out"
     note = f"Real {kind} text under the same judge: {figure(*_mean(real))}." if real else ""
     title = "Generative perplexity (entropy)" if ppl else "Entropy"
-    seeds = {name: len({row.seed for row in rows if _name(row, _several(rows)) == name}) for name in ppl or entropy}
+    several = _several(rows)
+    seen = {(_name(row, several), row.seed) for row in rows}
+    seeds = {name: sum(name == other for other, _ in seen) for name in ppl or entropy}
     if max(seeds.values(), default=1) > 1:
         note += f" Means over seeds: {', '.join(f'{name} {n}' for name, n in seeds.items())}."
     table = Table(title, ("model", *map(steps_in_words, steps)), note=note.strip())
