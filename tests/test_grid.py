@@ -333,3 +333,33 @@ def test_the_recipe_file_of_a_grid_is_itself_a_recipe(tmp_path: Path) -> None:
     recipe = load_recipe("languages")
     (tmp_path / "again.yaml").write_text(yaml.safe_dump(recipe.resolved(), sort_keys=False))
     assert load_recipe(tmp_path / "again.yaml") == recipe
+
+
+def test_settings_are_chosen_on_samples_that_are_not_reported(tmp_path: Path) -> None:
+    """Another seed writes other samples; the rows still carry the model's own."""
+    look = SMALL["stages"]["look"] | {"samples": 400}
+    recipe = parse_recipe(
+        SMALL
+        | {
+            "variants": {},
+            "quick": None,
+            "stages": {
+                "teacher": SMALL["stages"]["teacher"],
+                "look": look,
+                "again": look | {"models": {"teacher": "again"}},
+                "choose": look | {"models": {"teacher": "choose"}, "seed": 1},
+            },
+        }
+    )
+    Run(recipe, tmp_path).all()
+    value = {row.method: row.value for row in read(tmp_path / "results.jsonl")}
+    assert value["teacher"] == value["again"] != value["choose"]
+    assert {row.seed for row in read(tmp_path / "results.jsonl")} == {0}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU measures in bf16")
+def test_measuring_in_bf16_is_refused_without_a_gpu_before_any_work(tmp_path: Path) -> None:
+    recipe = parse_recipe(SMALL, ["stages.look.precision=bf16"])
+    with pytest.raises(UserError, match="precision = bf16 needs a GPU"):
+        Run(variants(recipe)["two"], tmp_path).run(["look"])
+    assert not (tmp_path / "seed-0").exists()

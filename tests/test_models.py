@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from imdm.errors import UserError
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM, denoiser, faster, fingerprint, load_model
 from imdm.models.fast import Replay
 from imdm.models.layers import Heads, attend, capped_attention, in_heads, rotary, rotate, soft_cap_score
-from imdm.objectives import Nelbo, Step
+from imdm.objectives import Autoregressive, Nelbo, Objective, Step
 from imdm.state import Rows
 from tests.conftest import tiny_config, tiny_model
 
@@ -303,9 +304,18 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("traced")
-@pytest.mark.parametrize("mask", ["single", "infinite-uniform-4-1.0"])
-def test_a_compiled_model_has_the_same_losses_and_gradients(mask: str) -> None:
-    plain = tiny_model(mask=mask, blocks=3).train()
+@pytest.mark.parametrize(
+    ("settings", "objective"),
+    [
+        ({}, Nelbo()),
+        ({"mask": "infinite-uniform-4-1.0"}, Nelbo()),
+        ({"mixture": True}, Nelbo()),
+        ({"causal": True}, Autoregressive()),
+    ],
+    ids=["single", "infinite", "mixture", "causal"],
+)
+def test_a_compiled_model_has_the_same_losses_and_gradients(settings: dict[str, Any], objective: Objective) -> None:
+    plain = tiny_model(blocks=3, **settings).train()
     compiled = copy.deepcopy(plain)
     compiled.compile_trunk(training=True)
     batch = {"tokens": torch.arange(8 * 6).view(8, 6) % 4}
@@ -313,7 +323,7 @@ def test_a_compiled_model_has_the_same_losses_and_gradients(mask: str) -> None:
         step = Step(0, index, torch.arange(8), 8)
         results = []
         for model in (plain, compiled):
-            loss = Nelbo().loss(model, model.process, batch, step)
+            loss = objective.loss(model, model.process, batch, step)
             results.append([loss.detach(), *torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)])
         for wanted, found in zip(*results, strict=True):
             assert (wanted is None) == (found is None)

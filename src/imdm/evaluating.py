@@ -25,6 +25,7 @@ from imdm.evaluation import (
 from imdm.evaluation.base import COSTS, STEPLESS, UNWRITTEN
 from imdm.evaluation.judge import FETCHABLE, fetched
 from imdm.evaluation.mauve import NO_LIBRARY, has_mauve
+from imdm.models import in_precision
 from imdm.recipes import CoupleStage, EvaluateStage, Recipe, TrainStage
 
 if TYPE_CHECKING:
@@ -47,9 +48,9 @@ def run_evaluation(run: Run, name: str, stage: EvaluateStage) -> str:
     with run.reporter.bar(f"{name}: {stage.samples:,} samples", total) as bar:
         for model_name, method in stage.models.items():
             subject = Subject.before(
-                run.model(model_name).to(state.device),
+                in_precision(run.model(model_name).to(state.device), stage.precision),
                 run.data,
-                seed=recipe.seed,
+                seed=recipe.seed if stage.seed is None else stage.seed,
                 samples=stage.samples,
                 draws=stage.draws,
                 noise=stage.noise,

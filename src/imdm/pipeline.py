@@ -27,7 +27,7 @@ from imdm.evaluation import ENUMERATED, Subject, measure
 from imdm.evaluation.base import COSTS
 from imdm.files import read_json, write_json
 from imdm.masks import Mask
-from imdm.models import MaskedDiffusionLM, fingerprint, load_model, with_mask
+from imdm.models import MaskedDiffusionLM, check_precision, fingerprint, load_model, with_mask
 from imdm.objectives import ReDi
 from imdm.randomness import Purpose, as_key, fold, seeded
 from imdm.recipes import CoupleStage, EvaluateStage, Recipe, TrainStage
@@ -203,6 +203,7 @@ class Run:
             metrics = stage.watch.metrics
         elif isinstance(stage, EvaluateStage):
             metrics = stage.metrics
+            check_precision(stage.precision, state.device)
             self._check_costs(name, stage)
         enumerated = [metric for metric in metrics if metric in ENUMERATED]
         if enumerated and self.data.language() is None:

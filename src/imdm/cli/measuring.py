@@ -38,6 +38,7 @@ def evaluate(
     samples: Annotated[int, typer.Option(min=1, help="Sequences to generate, and rows of data to read.")] = 1024,
     draws: Annotated[int, typer.Option(min=1, help="Noise draws of the factorization error.")] = 10_000,
     noise: Noise = "posterior",
+    precision: Annotated[str, typer.Option(help="Of the model: float32, or on a GPU bf16.")] = "float32",
     seed: Seed = 0,
     method: Annotated[str, typer.Option(help="The method's name in the result rows.")] = "model",
     judge: Annotated[
@@ -84,7 +85,7 @@ def evaluate(
     )
     from imdm.evaluation import metrics as known
     from imdm.evaluation.mauve import NO_LIBRARY, has_mauve
-    from imdm.models import fingerprint, load_model
+    from imdm.models import check_precision, fingerprint, in_precision, load_model
     from imdm.process import check_policy
     from imdm.report import all_results
 
@@ -93,6 +94,7 @@ def evaluate(
         known[name]
     counts, temperatures = parse_counts(steps), parse_temperatures(temperature)
     check_policy(noise)
+    check_precision(precision, device())
     if judge_precision not in ("float32", "bf16"):
         raise UserError(f"--judge-precision {judge_precision}: float32 or bf16")
     if out is not None and out.is_dir():
@@ -102,9 +104,11 @@ def evaluate(
     if match is not None and temperatures != [1.0]:
         raise UserError("--match finds the temperature; leave --temperature out")
     protocol = parse_conditional(conditional)
-    measured = load_model(model).to(device())
+    measured = in_precision(load_model(model).to(device()), precision)
     before = [(text, *parse_held_out(text, measured, model, reporter())) for text in data]
-    others = {path: load_model(path).to(device()) for path in (reference, match) if path is not None}
+    others = {
+        path: in_precision(load_model(path).to(device()), precision) for path in (reference, match) if path is not None
+    }
     for _, section, _ in before:
         check_same(Path(model), section.tokenizer_folder())
         for path, other in others.items():

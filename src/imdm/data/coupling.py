@@ -20,7 +20,7 @@ from imdm.config import Config, digest
 from imdm.data.source import Order, Source, check_fits
 from imdm.errors import UserError
 from imdm.files import read_json, read_metadata, read_tensors, write_json, written_aside
-from imdm.models import MaskedDiffusionLM, faster, fingerprint
+from imdm.models import MaskedDiffusionLM, fingerprint, in_precision
 from imdm.objectives import EARLIEST
 from imdm.process import NoisePolicy
 from imdm.randomness import GENERATOR, Purpose, as_key, fold, uniform
@@ -46,13 +46,7 @@ class CoupleConfig(Config):
 
     def writer(self, teacher: MaskedDiffusionLM) -> MaskedDiffusionLM:
         """The teacher as it is to write."""
-        cuda = teacher.device.type == "cuda"
-        if self.precision == "bf16" and not cuda:
-            raise UserError("precision = bf16 needs a GPU; use float32 on a CPU")
-        if self.precision == "float32" and not self.compile:
-            return teacher.eval()
-        dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
-        return faster(teacher, dtype=dtype, compile=self.compile and cuda)
+        return in_precision(teacher, self.precision, compile=self.compile)
 
 
 class Manifest(Config):

@@ -9,7 +9,7 @@ from imdm.models.denoiser import (
     to_infinite,
     with_mask,
 )
-from imdm.models.fast import faster
+from imdm.models.fast import check_precision, faster, in_precision
 from imdm.models.loading import fingerprint, is_ours, load_model
 
 __all__ = [
@@ -17,10 +17,12 @@ __all__ = [
     "Denoiser",
     "MaskedDiffusionConfig",
     "MaskedDiffusionLM",
+    "check_precision",
     "check_tokens",
     "faster",
     "fingerprint",
     "fold_conditioning",
+    "in_precision",
     "is_ours",
     "load_model",
     "to_infinite",

@@ -46,6 +46,26 @@ def faster(
     return fast
 
 
+def in_precision(model: MaskedDiffusionLM, precision: str, *, compile: bool = False) -> MaskedDiffusionLM:
+    """The model as a stage asks for it: as it is in float32, or ready to write in bf16, on a GPU alone."""
+    check_precision(precision, model.device)
+    if precision == "float32" and not compile:
+        return model.eval()
+    return faster(
+        model,
+        dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
+        compile=compile and model.device.type == "cuda",
+    )
+
+
+def check_precision(precision: str, device: torch.device) -> None:
+    """Refuse what a device is slow at."""
+    if precision not in ("float32", "bf16"):
+        raise UserError(f"precision = {precision}: float32 or bf16")
+    if precision == "bf16" and device.type == "cpu":
+        raise UserError("precision = bf16 needs a GPU; use float32 on a CPU")
+
+
 @dataclass(frozen=True)
 class _Recorded:
     """rope: what the graph reads beside its state, held so that it stays where it is."""

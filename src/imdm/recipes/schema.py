@@ -102,7 +102,8 @@ class EvaluateStage(Config):
     judge: who reads generated text (a fetched judge's name, a folder, a .gguf file or a hub id), in `judge_precision`;
     where it is not to be had, the metrics that need it are left out and the rest goes on. judge_stage: a stage whose
     autoregressive model judges instead. embedder: a sentence embedder
-    (folder or hub id) for MAUVE in the judge's place. temperatures: the paper's figures have 1.0 alone.
+    (folder or hub id) for MAUVE in the judge's place. temperatures: the paper's figures have 1.0 alone. precision: in
+    what the models are measured, bf16 on a GPU alone. seed: other samples than the recipe's, to choose settings on.
     """
 
     kind: Literal["evaluate"]
@@ -112,6 +113,8 @@ class EvaluateStage(Config):
     samples: int = Field(1024, ge=1)
     draws: int = Field(10_000, ge=1)
     noise: NoisePolicy = "posterior"
+    precision: Literal["float32", "bf16"] = "float32"
+    seed: int | None = None
     judge: str = "gpt2-large"
     judge_precision: Literal["float32", "bf16"] = "float32"
     judge_stage: str | None = None

@@ -30,7 +30,7 @@ from imdm.data.source import Order, Source, check_fits
 from imdm.devices import Beside, accelerator
 from imdm.errors import UserError
 from imdm.files import append_line, read_lines, written_aside
-from imdm.models import MaskedDiffusionLM, fingerprint
+from imdm.models import MaskedDiffusionLM, check_precision, fingerprint
 from imdm.objectives import Objective, Step
 from imdm.randomness import Purpose, fold_number, torch_seed
 from imdm.training import checkpoint
@@ -77,8 +77,7 @@ class TrainConfig(Config):
 
     def check(self, world: int, device: torch.device) -> None:
         """Refuse what this machine cannot run."""
-        if self.precision == "bf16" and device.type == "cpu":
-            raise UserError("training.precision = bf16 needs a GPU; use float32 on a CPU")
+        check_precision(self.precision, device)
         if self.batch % (world * self.accumulation(world)):
             raise UserError(
                 f"training.batch = {self.batch}: must be a multiple of "
