@@ -191,14 +191,17 @@ def test_the_sampler_has_the_plain_loops_law(policy: str) -> None:
 
 
 @pytest.mark.parametrize("softcap", [None, 20.0])
-@pytest.mark.parametrize("objective", [Nelbo(), SDTT(rounds=2, iterations=2)])
+@pytest.mark.parametrize("objective", [Nelbo(), SDTT(rounds=1, iterations=4)])
 def test_compiled_training_has_the_same_losses(tmp_path: Path, softcap: float | None, objective: Objective) -> None:
+    """SDTT's student has a teacher unlike itself: of its own copy it could learn nothing at first but rounding, which
+    Adam would make large."""
     source = TokenSource(torch.arange(64 * 16).view(64, 16) * 7 % 4, 5, 4)
     losses = {}
     for compiled in (False, True):
-        config = TrainConfig(steps=4, batch=32, lr=1e-3, warmup=0, compile=compiled)
+        config = TrainConfig(steps=4, batch=32, lr=1e-4, warmup=0, compile=compiled)
         model = tiny_model(length=16, width=64, heads=4, softcap=softcap)
-        trainer = Trainer(model, objective, source, config, tmp_path / str(compiled))
+        teacher = tiny_model(length=16, width=64, heads=4, softcap=softcap, seed=1)
+        trainer = Trainer(model, objective, source, config, tmp_path / str(compiled), start=teacher)
         trainer.model.train()
         losses[compiled] = [float(trainer.train_step()) for _ in range(4)]
     assert losses[True] == pytest.approx(losses[False], rel=1e-3, abs=1e-4)

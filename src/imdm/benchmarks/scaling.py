@@ -23,7 +23,7 @@ ALONG: dict[Size, dict[str, tuple[int, ...]]] = {
     },
     "tiny": {"batch": (1, 4, 16), "vocab_size": (256, 1024, 4096), "length": (16, 32, 64), "steps": (1, 4, 16)},
 }
-REPEATS = 5
+REPEATS = 10
 MASK = "infinite-uniform-768-1.0"
 
 
