@@ -357,6 +357,10 @@ MISTAKES = {
     "no data": (["couple", "MODEL", "--out", "OUT"], "need data"),
     "no run": (["report", "/no/such/run"], "no such folder"),
     "no status": (["status", "MODEL"], "it is not the folder of a run"),
+    "no gpu to distil on": (
+        ["distill", "redi", "MODEL", "--data", "aligned", "--out", "OUT", "--precision", "bf16"],
+        "bf16 needs a GPU",
+    ),
     "method": (["distill", "magic", "MODEL", "--data", "aligned", "--out", "OUT"], "unknown distillation 'magic'"),
     "rounds": (
         ["distill", "sdtt", "MODEL", "--data", "aligned", "--out", "OUT", "--rounds", "12"],

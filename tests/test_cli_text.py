@@ -359,6 +359,9 @@ def test_students_of_several_seeds_and_a_judge_of_ones_own(tmp_path: Path) -> No
     (tmp_path / "other.yaml").write_text(text.replace("judge_stage: reader", "judge_stage: teacher"))
     wrong = imdm("reproduce", tmp_path / "other.yaml", "--out", tmp_path / "other")
     assert "its judge 'teacher' must be trained by 'autoregressive'" in refused(wrong)
+    (tmp_path / "other.yaml").write_text(text.replace("judge_stage: reader", "judge_stage: reader\n    judge: smollm2"))
+    both = imdm("reproduce", tmp_path / "other.yaml", "--out", tmp_path / "other")
+    assert "judge = 'smollm2' and judge_stage = 'reader': give one of them" in refused(both)
     shutil.rmtree(tmp_path / "run" / "seed-0" / "pairs")
     again = imdm("reproduce", tmp_path / "mine.yaml", "stages.pairs.steps=5", "--out", tmp_path / "run")
     assert again.returncode == 2

@@ -11,13 +11,14 @@ import pytest
 import torch
 import yaml
 
+from imdm.distilling import distillation
 from imdm.errors import UserError
 from imdm.evaluation import Row, read
 from imdm.files import append_line
 from imdm.jobs import plan, run_jobs, workers_for
 from imdm.models import load_model
 from imdm.pipeline import Quiet, Run
-from imdm.recipes import load_recipe, parse_recipe, variants
+from imdm.recipes import CoupleStage, load_recipe, parse_recipe, variants
 from imdm.recipes.schema import Quick, Recipe
 from imdm.report import build_report
 from imdm.report.languages import Figures, below_the_bound, margins
@@ -363,3 +364,12 @@ def test_measuring_in_bf16_is_refused_without_a_gpu_before_any_work(tmp_path: Pa
     with pytest.raises(UserError, match="precision = bf16 needs a GPU"):
         Run(variants(recipe)["two"], tmp_path).run(["look"])
     assert not (tmp_path / "seed-0").exists()
+
+
+@pytest.mark.parametrize("method", ["sdtt", "redi", "di4c"])
+def test_in_bf16_a_distillation_is_compiled_as_a_whole(method: str) -> None:
+    data = {"kind": "language", "name": "aligned"}
+    recipe = parse_recipe(distillation(method, "teacher", data, mixture=True, precision="bf16", rounds=2))
+    for stage in recipe.stages.values():
+        made = stage if isinstance(stage, CoupleStage) else stage.training
+        assert (made.precision, made.compile) == ("bf16", True)

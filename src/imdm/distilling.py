@@ -21,9 +21,10 @@ def distillation(
     iterations: int | None = None,
     batch: int | None = None,
     pairs: int = 100_000,
+    precision: str = "float32",
     seed: int = 0,
 ) -> Settings:
-    """The recipe, as plain settings, that distils the model in folder `model` by `method`."""
+    """The recipe, as plain settings, that distils the model in folder `model` by `method`, compiled where in bf16."""
     if method not in METHODS:
         raise unknown("distillation", method, METHODS)
     for name, value in (("rounds", rounds), ("iterations", iterations), ("batch", batch), ("pairs", pairs)):
@@ -36,6 +37,9 @@ def distillation(
         stages = _di4c(student, rounds or 2, iterations or 10_000, batch or 32)
     else:
         stages = _redi(student, rounds or 1, iterations or 50_000, batch or 512, pairs)
+    speed = {"precision": precision, "compile": precision == "bf16"}
+    for stage in stages.values():
+        (stage if stage["kind"] == "couple" else stage["training"]).update(speed)
     named = {"name": method, "summary": f"{method} from {model}", "experiment": method, "seed": seed}
     return named | {"data": data, "model": {}, "stages": stages}
 

@@ -18,6 +18,7 @@ from imdm.cli.app import (
     Overrides,
     Seed,
     app,
+    device,
     is_main,
     reporter,
     say,
@@ -190,6 +191,9 @@ def distill(
     iterations: Annotated[int | None, typer.Option(help="Training steps a round; the paper's (di4c: 10,000).")] = None,
     batch: Annotated[int | None, typer.Option(help="Sequences a step; the paper's (di4c: 32) unless given.")] = None,
     pairs: Annotated[int, typer.Option(help="redi: pairs a round.")] = 100_000,
+    precision: Annotated[
+        str | None, typer.Option(help="float32, or on a GPU bf16, compiled: the fast one where there is a GPU.")
+    ] = None,
     seed: Seed = 0,
 ) -> None:
     """Distil a model with the paper's settings. Run it again to go on after a stop."""
@@ -209,6 +213,7 @@ def distill(
         iterations=iterations,
         batch=batch,
         pairs=pairs,
+        precision=precision or ("bf16" if device().type == "cuda" else "float32"),
         seed=seed,
     )
     chosen = parse_recipe(values, overrides or ())

@@ -214,6 +214,8 @@ def bench(
         raise UserError("--plot draws what the benchmark 'scaling' measures; name it too")
     here = machine()
     large: Any = size or ("full" if device().type == "cuda" else "tiny")
+    if large == "full" and device().type == "cpu":
+        say("full sizes on a CPU take hours; --size tiny takes a minute")
     say(f"{here.name}, torch {here.torch}: products {here.tflops:.4g} TFLOP/s, copies {here.terabytes:.3g} TB/s")
     rows = []
     for benchmark in chosen:

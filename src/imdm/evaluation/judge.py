@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -265,7 +264,6 @@ def _convert(weights: Path, target: Path) -> None:
     with written_aside(target) as aside:
         plain.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def scored(subject: Subject, judge: Judge, texts: list[str], prompts: list[str] | None = None) -> Score:

@@ -122,6 +122,12 @@ class EvaluateStage(Config):
     temperatures: tuple[Annotated[float, Field(gt=0)], ...] = Field((1.0,), min_length=1)
     conditional: Conditional = Conditional()
 
+    @model_validator(mode="after")
+    def _one_judge(self) -> EvaluateStage:
+        if self.judge_stage is not None and self.judge != type(self).model_fields["judge"].default:
+            raise ValueError(f"judge = {self.judge!r} and judge_stage = {self.judge_stage!r}: give one of them")
+        return self
+
     def inputs(self) -> list[str]:
         return [*self.models, *([self.judge_stage] if self.judge_stage is not None else [])]
 
