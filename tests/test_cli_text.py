@@ -355,6 +355,11 @@ def test_students_of_several_seeds_and_a_judge_of_ones_own(tmp_path: Path) -> No
         (seed, steps, "reader") for seed in (0, 1) for steps in (1, 2)
     ]
     assert len((tmp_path / "run" / "results.jsonl").read_text().splitlines()) == 2 * (2 * 2 + 1)
+    page = (tmp_path / "run" / "report.md").read_text()
+    pairs, steps, batch = stages["pairs"]["pairs"], student["training"]["steps"], student["training"]["batch"]
+    assert f"| {steps} × {batch} | {pairs} | {steps * batch / pairs:.0f} |" in page
+    assert re.search(r"\| student-1 \| teacher \| redi \|.*\| \d+\.\d \|", page)
+    assert re.search(r"\nteacher +nelbo +done .* \d+\.\d min\n", imdm("status", tmp_path / "run").stdout)
     text = (tmp_path / "mine.yaml").read_text()
     (tmp_path / "other.yaml").write_text(text.replace("judge_stage: reader", "judge_stage: teacher"))
     wrong = imdm("reproduce", tmp_path / "other.yaml", "--out", tmp_path / "other")

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from imdm.evaluation import Row
+from imdm.recipes import load_recipe
 from imdm.report.ratios import interval, ratio_table, ratios
 from imdm.report.text import curves, highlights, quality
+from imdm.report.trained import overlap
 
 
 def row(mask: str, seed: int, value: float, steps: int = 2, metric: str = "gen_ppl", **changes: object) -> Row:
@@ -81,3 +83,21 @@ def test_headlines_say_how_sure_they_are() -> None:
     assert first[0] == "0.61"
     assert first[1].startswith("(0.5")
     assert first[1].endswith("of the single mask's perplexity, redi, 2 steps")
+
+
+def test_the_overlap_with_the_pairs_stands_beside_that_of_their_maker() -> None:
+    """Rows are found by method, mask and seed, at the most steps that both were measured at."""
+    recipe, infinite = load_recipe("grid"), "infinite-uniform-768-1.0"
+    rows = [
+        row("single", 0, 0.001, 8, "pair_overlap", method="teacher"),
+        row("single", 0, 0.002, 16, "pair_overlap", method="teacher"),
+        row("single", 1, 0.01, 16, "pair_overlap"),
+        row(infinite, 0, 0.02, 16, "pair_overlap"),
+        row(infinite, 1, 0.03, 16, "pair_overlap"),
+        row(infinite, 1, 0.04, 32, "pair_overlap"),
+        row(infinite, 1, 0.05, 16, "pair_overlap", temperature=0.5),
+    ]
+    assert overlap(recipe, rows, "imdm-redi-1", "teacher") == "3.00% (0.20%)"
+    assert overlap(recipe, rows, "mdlm-redi-1", "teacher") == "1.00% (0.20%)"
+    assert overlap(recipe, rows, "imdm-redi-1", "elsewhere") == "4.00%"
+    assert overlap(recipe, rows, "imdm-redi-2", "teacher") == ""

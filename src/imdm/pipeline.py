@@ -9,6 +9,7 @@ OUT/VARIANT/seed-0/ …           the same below a folder a variant, where the r
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -244,12 +245,7 @@ class Run:
 
     def _mask(self, name: str) -> Mask:
         """The mask of a model that a stage makes, or a folder holds."""
-        stage = self.recipe.stages.get(name)
-        if not isinstance(stage, TrainStage):
-            return load_model(name).mask
-        if stage.mask is not None:
-            return stage.mask
-        return self.recipe.model.mask if stage.start is None else self._mask(stage.start)
+        return self.recipe.mask_of(name) or load_model(first_of(self.recipe, name)).mask
 
     def _mixture(self, name: str) -> bool:
         stage = self.recipe.stages.get(name)
@@ -282,7 +278,8 @@ class Run:
         return self.results or self.out / "results.jsonl"
 
     def _make(self, name: str) -> None:
-        stage, made = self.recipe.stages[name], self._made(name)
+        """Make it, and say in `done.json` from what, and in how many seconds (since the last stop, if it was)."""
+        stage, made, started = self.recipe.stages[name], self._made(name), time.perf_counter()
         inputs = self._hash(name, made)
         if isinstance(stage, TrainStage):
             output = self._train(name, stage)
@@ -292,7 +289,8 @@ class Run:
             output = run_evaluation(self, name, stage)
         state = processes()
         if state.is_main_process:
-            done = {"inputs": inputs, "output": output, "settings": self._settings(name), "made": made}
+            took = round(time.perf_counter() - started, 1)
+            done = {"inputs": inputs, "output": output, "settings": self._settings(name), "made": made, "seconds": took}
             write_json(self.folder / name / "done.json", done)
         state.wait_for_everyone()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from imdm.errors import UserError
@@ -14,7 +14,7 @@ from imdm.training.checkpoint import checkpoint_path, steps_present
 @dataclass(frozen=True)
 class StageStatus:
     """state: `done`, `stopped or running`, `waiting`; done and total count steps, shards or nothing; fitted: the share
-    of its pairs' tokens that a ReDi student has learned."""
+    of its pairs' tokens that a ReDi student has learned; took: seconds that a finished stage ran."""
 
     name: str
     kind: str
@@ -25,6 +25,7 @@ class StageStatus:
     loss: float | None = None
     fitted: float | None = None
     seconds_left: float | None = None
+    took: float | None = None
 
 
 def status(run: Path) -> dict[str, list[StageStatus]]:
@@ -37,8 +38,12 @@ def status(run: Path) -> dict[str, list[StageStatus]]:
         for seed in sorted(int(path.name.removeprefix("seed-")) for path in (run / variant).glob("seed-*")):
             folder = run / variant / f"seed-{seed}"
             name = f"{variant}, seed {seed}" if variant else f"seed {seed}"
-            found[name] = [_stage(folder / stage, member, stage) for stage in member.stages]
+            found[name] = [_timed(folder / stage, _stage(folder / stage, member, stage)) for stage in member.stages]
     return found
+
+
+def _timed(folder: Path, row: StageStatus) -> StageStatus:
+    return replace(row, took=read_json(folder / "done.json", "status").get("seconds")) if row.state == "done" else row
 
 
 def _stage(folder: Path, recipe: Recipe, name: str) -> StageStatus:

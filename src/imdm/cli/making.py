@@ -260,7 +260,7 @@ def reproduce(
 
 @app.command()
 def status(run: Annotated[Path, typer.Argument(help="Folder of a run.")]) -> None:
-    """Show how far a run is: stages, rounds, losses, time left."""
+    """Show how far a run is: stages, rounds, losses, time taken and left."""
     from imdm.status import status as read_status
 
     if not run.is_dir():
@@ -271,10 +271,11 @@ def status(run: Annotated[Path, typer.Argument(help="Folder of a run.")]) -> Non
             say(f"{name}: all {len(stages)} stages done")
             continue
         say(f"{name}:")
-        table = RichTable("stage", "kind", "state", "done", "round", "loss", "fitted", "left", box=None, pad_edge=False)
+        table = RichTable("stage", "kind", "state", "done", "round", "loss", "fitted", "time", box=None, pad_edge=False)
         for row in stages:
             done = f"{row.done:,} of {row.total:,}" if row.total else ""
-            left = "" if row.seconds_left is None else f"{row.seconds_left / 60:.1f} min"
+            left = "" if row.seconds_left is None else f"{row.seconds_left / 60:.1f} min left"
+            left = left if row.took is None else f"{row.took / 60:.1f} min"
             loss = "" if row.loss is None else f"{row.loss:.4f}"
             round = "" if row.round is None else str(row.round + 1)
             fitted = "" if row.fitted is None else f"{row.fitted:.0%}"

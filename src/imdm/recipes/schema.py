@@ -195,6 +195,15 @@ class Recipe(Config):
                     raise unknown(kind, name, known)
         return self
 
+    def mask_of(self, name: str) -> Mask | None:
+        """The mask of the model that a stage makes; None where it is a folder's."""
+        stage = self.stages.get(name)
+        if not isinstance(stage, TrainStage):
+            return None
+        if stage.mask is not None:
+            return stage.mask
+        return self.model.mask if stage.start is None else self.mask_of(stage.start)
+
     def digest(self) -> str:
         """The hash in result rows: everything but the seed, and what is run of it."""
         return digest(self.model_dump(mode="json", exclude={"seed", "variants", "quick"}))

@@ -11,6 +11,7 @@ from imdm.report import paper, plots
 from imdm.report.page import Beside, Part, Picture, Report, Section
 from imdm.report.ratios import ratio_table, ratios
 from imdm.report.tables import Table, all_results, figure, steps_in_words
+from imdm.report.trained import trained_section
 from imdm.report.writing import written_by
 
 CURVES = {"gen_ppl": "generative perplexity", "entropy": "entropy (nats)", "mauve": "MAUVE"}
@@ -40,7 +41,7 @@ def text_page(run: Path, rows: list[Row], facts: dict[str, str]) -> Report | Non
     if beside:
         sections.append(Section("The paper's figures, and ours", "", beside))
     sections += frontier(rows) + cost_of_steps(rows)
-    sections += written_by(run, recipe) if recipe is not None else []
+    sections += [*trained_section(run, recipe, rows), *written_by(run, recipe)] if recipe is not None else []
     sections.append(Section("Everything measured", "", [all_results(every)], folded=True))
     title, lead = (recipe.name, recipe.summary) if recipe is not None else (run.name, "Results of this folder.")
     return Report(title, lead, highlights(rows), sections, facts)
