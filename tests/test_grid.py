@@ -17,7 +17,7 @@ from imdm.evaluation import Row, read
 from imdm.files import append_line
 from imdm.jobs import plan, run_jobs, workers_for
 from imdm.models import load_model
-from imdm.pipeline import Quiet, Run
+from imdm.pipeline import Quiet, Run, first_difference
 from imdm.recipes import CoupleStage, load_recipe, parse_recipe, variants
 from imdm.recipes.schema import Quick, Recipe
 from imdm.report import build_report
@@ -356,14 +356,28 @@ def test_settings_are_chosen_on_samples_that_are_not_reported(tmp_path: Path) ->
     value = {row.method: row.value for row in read(tmp_path / "results.jsonl")}
     assert value["teacher"] == value["again"] != value["choose"]
     assert {row.seed for row in read(tmp_path / "results.jsonl")} == {0}
+    same = recipe.resolved()
+    same["stages"]["choose"]["models"]["teacher"] = "again"
+    with pytest.raises(UserError, match="both call a method 'again'"):
+        parse_recipe(same)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU measures in bf16")
-def test_measuring_in_bf16_is_refused_without_a_gpu_before_any_work(tmp_path: Path) -> None:
-    recipe = parse_recipe(SMALL, ["stages.look.precision=bf16"])
-    with pytest.raises(UserError, match="precision = bf16 needs a GPU"):
-        Run(variants(recipe)["two"], tmp_path).run(["look"])
+def test_measuring_and_coupling_in_bf16_are_refused_without_a_gpu_before_any_work(tmp_path: Path) -> None:
+    pairs = {"kind": "couple", "teacher": "teacher", "pairs": 4}
+    stages = {"teacher": SMALL["stages"]["teacher"], "pairs": pairs, "look": SMALL["stages"]["look"]}
+    for name in ("look", "pairs"):
+        recipe = parse_recipe(SMALL | {"stages": stages}, [f"stages.{name}.precision=bf16"])
+        with pytest.raises(UserError, match=f"stages.{name}.precision = bf16 needs a GPU"):
+            Run(variants(recipe)["two"], tmp_path).run([name])
     assert not (tmp_path / "seed-0").exists()
+
+
+def test_a_setting_that_is_new_is_named() -> None:
+    before, now = {"stage": {"steps": 4}, "seed": 0}, {"stage": {"steps": 4, "precision": "bf16"}, "seed": 0}
+    assert first_difference(before, now) == "precision (a setting that was not there then)"
+    assert first_difference(now, before) == "precision (a setting that is no more)"
+    assert first_difference(now, now) is None
 
 
 @pytest.mark.parametrize("method", ["sdtt", "redi", "di4c"])

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from math import exp, log
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from imdm.evaluation import Row
-from imdm.recipes import load_recipe
+from imdm.files import write_json
+from imdm.recipes import Recipe, load_recipe
 from imdm.report.ratios import interval, ratio_table, ratios
-from imdm.report.text import curves, highlights, quality
+from imdm.report.text import curves, highlights, quality, text_page
 from imdm.report.trained import overlap
 
 
@@ -96,8 +99,31 @@ def test_the_overlap_with_the_pairs_stands_beside_that_of_their_maker() -> None:
         row(infinite, 1, 0.03, 16, "pair_overlap"),
         row(infinite, 1, 0.04, 32, "pair_overlap"),
         row(infinite, 1, 0.05, 16, "pair_overlap", temperature=0.5),
+        row("single", 0, 0.07, 32, "pair_overlap", method="redi, 4 × pairs"),
     ]
-    assert overlap(recipe, rows, "imdm-redi-1", "teacher") == "3.00% (0.20%)"
-    assert overlap(recipe, rows, "mdlm-redi-1", "teacher") == "1.00% (0.20%)"
-    assert overlap(recipe, rows, "imdm-redi-1", "elsewhere") == "4.00%"
-    assert overlap(recipe, rows, "imdm-redi-2", "teacher") == ""
+    assert overlap(recipe, rows, "imdm-redi-1") == "3.00% (0.20%)"
+    assert overlap(recipe, rows, "mdlm-redi-1") == "1.00% (0.20%)"
+    assert overlap(recipe, rows, "imdm-redi-2") == ""  # not measured
+    assert overlap(recipe, rows, "mdlm-redi-more") == "7.00%"  # the teacher was measured on other pairs
+
+
+def test_what_settings_were_chosen_on_is_shown_apart(tmp_path: Path) -> None:
+    tried = {"models": {"mdlm-redi": "tried", "imdm-redi": "tried"}, "metrics": ["gen_ppl"], "seed": 1}
+    write_json(tmp_path / "recipe.json", _with_choice(tried).resolved())
+    infinite = "infinite-uniform-768-1.0"
+    mine = [row("single", 0, 100.0), row(infinite, 0, 50.0)]
+    rows = [*(one.model_copy(update={"method": "tried"}) for one in mine), *mine]
+    page = text_page(tmp_path, rows, {})
+    assert page is not None
+    assert all("tried" not in words for _, words in page.highlights)
+    assert [value for value, _ in page.highlights] == ["0.50"]
+    said = {section.title: "".join(part.markdown() for part in section.parts) for section in page.sections}
+    assert "tried" not in said["Quality over steps"]
+    assert "tried" in said["What settings were chosen on"]
+
+
+def _with_choice(choice: dict[str, Any]) -> Recipe:
+    values = load_recipe("grid").resolved()
+    values["stages"]["choose"] |= choice
+    values["data"] = {"kind": "prepared", "path": "nowhere"}
+    return Recipe.parse(values)

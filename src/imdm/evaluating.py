@@ -25,8 +25,8 @@ from imdm.evaluation import (
 from imdm.evaluation.base import COSTS, STEPLESS, UNWRITTEN
 from imdm.evaluation.judge import FETCHABLE, fetched
 from imdm.evaluation.mauve import NO_LIBRARY, has_mauve
-from imdm.models import in_precision
-from imdm.recipes import CoupleStage, EvaluateStage, Recipe, TrainStage
+from imdm.models import MaskedDiffusionLM, in_precision
+from imdm.recipes import EvaluateStage, Recipe, TrainStage
 
 if TYPE_CHECKING:
     from imdm.pipeline import Run
@@ -48,7 +48,7 @@ def run_evaluation(run: Run, name: str, stage: EvaluateStage) -> str:
     with run.reporter.bar(f"{name}: {stage.samples:,} samples", total) as bar:
         for model_name, method in stage.models.items():
             subject = Subject.before(
-                in_precision(run.model(model_name).to(state.device), stage.precision),
+                _ready(run, model_name, stage),
                 run.data,
                 seed=recipe.seed if stage.seed is None else stage.seed,
                 samples=stage.samples,
@@ -58,7 +58,7 @@ def run_evaluation(run: Run, name: str, stage: EvaluateStage) -> str:
                 judge=judge,
                 embedder=embedder,
                 conditional=stage.conditional,
-                reference=run.model(first_of(run.recipe, model_name)).to(state.device) if costs else None,
+                reference=_ready(run, first_of(run.recipe, model_name), stage) if costs else None,
                 parts=parts,
             )
             labels = {"experiment": recipe.experiment, "method": method, "recipe_hash": recipe.digest()}
@@ -71,6 +71,10 @@ def run_evaluation(run: Run, name: str, stage: EvaluateStage) -> str:
         append(run.results_file, rows)
     parts.forget()
     return digest([row.model_dump(exclude={"time"}) for row in rows])
+
+
+def _ready(run: Run, name: str, stage: EvaluateStage) -> MaskedDiffusionLM:
+    return in_precision(run.model(name).to(processes().device), stage.precision)
 
 
 def _readers(run: Run, name: str, stage: EvaluateStage) -> tuple[Judge | None, Embedder | None, list[str]]:
@@ -133,10 +137,8 @@ def first_of(recipe: Recipe, name: str) -> str:
 
 def _pairs_of(run: Run, name: str) -> Coupling | None:
     """The couplings that a stage's model was distilled on; of a teacher those that it made, to compare with."""
-    stages = run.recipe.stages
-    stage = stages.get(name)
-    made = [place for place, s in stages.items() if isinstance(s, CoupleStage) and s.teacher == name]
-    data = stage.data if isinstance(stage, TrainStage) and stage.data is not None else next(iter(made), None)
-    if data is None or (data in made and not (run.folder / data / "done.json").exists()):
+    stage, data = run.recipe.stages.get(name), run.recipe.pairs_of(name)
+    read = isinstance(stage, TrainStage) and stage.data is not None
+    if data is None or (not read and not (run.folder / data / "done.json").exists()):
         return None
-    return Coupling(run.folder / data if data in stages else data)
+    return Coupling(run.folder / data if data in run.recipe.stages else data)

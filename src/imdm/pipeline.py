@@ -78,8 +78,10 @@ def _check_pairs(pairs: Coupling, stage: TrainStage, student: MaskedDiffusionLM,
 def first_difference(before: Any, now: Any, place: str = "") -> str | None:
     """Where two settings differ first, in words: `training.steps (10, now 20)`."""
     if isinstance(before, dict) and isinstance(now, dict):
-        for name in [name for name in before if name in now]:
+        for name in dict.fromkeys((*before, *now)):
             inside = name if place in ("", "stage") else f"{place}.{name}"
+            if name not in before or name not in now:
+                return f"{inside} (a setting that {'is no more' if name in before else 'was not there then'})"
             if (found := first_difference(before[name], now[name], inside)) is not None:
                 return found
         return None
@@ -202,9 +204,11 @@ class Run:
                 student = with_mask(start, stage.mask, mixture=stage.mixture)
                 _check_pairs(Coupling(str(stage.data)), stage, student, fingerprint(start))
             metrics = stage.watch.metrics
-        elif isinstance(stage, EvaluateStage):
+        elif isinstance(stage, CoupleStage):
+            check_precision(stage.precision, state.device, f"stages.{name}.precision")
+        else:
             metrics = stage.metrics
-            check_precision(stage.precision, state.device)
+            check_precision(stage.precision, state.device, f"stages.{name}.precision")
             self._check_costs(name, stage)
         enumerated = [metric for metric in metrics if metric in ENUMERATED]
         if enumerated and self.data.language() is None:
@@ -321,7 +325,8 @@ class Run:
         return load_model(self.folder / name / "model" if name in self.recipe.stages else name)
 
     def seed_of(self, name: str) -> int:
-        """What the randomness of a stage follows from. Models are measured under the recipe's seed, all alike."""
+        """What the randomness of a stage follows from. Models are measured under the recipe's seed, or that of the
+        evaluation, all alike."""
         seed = getattr(self.recipe.stages.get(name), "seed", None)
         return self.recipe.seed if seed is None else seed
 

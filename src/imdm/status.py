@@ -14,7 +14,8 @@ from imdm.training.checkpoint import checkpoint_path, steps_present
 @dataclass(frozen=True)
 class StageStatus:
     """state: `done`, `stopped or running`, `waiting`; done and total count steps, shards or nothing; fitted: the share
-    of its pairs' tokens that a ReDi student has learned; took: seconds that a finished stage ran."""
+    of its pairs' tokens that a ReDi student has learned; took: seconds that a finished stage ran, since
+    its last stop."""
 
     name: str
     kind: str

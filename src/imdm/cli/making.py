@@ -198,10 +198,12 @@ def distill(
 ) -> None:
     """Distil a model with the paper's settings. Run it again to go on after a stop."""
     from imdm.distilling import distillation
-    from imdm.models import load_model
+    from imdm.models import check_precision, load_model
     from imdm.pipeline import Run
     from imdm.recipes import parse_recipe
 
+    precision = precision or ("bf16" if device().type == "cuda" else "float32")
+    check_precision(precision, device(), "--precision")
     section = parse_data(data, load_model(model))
     values = distillation(
         method,
@@ -213,7 +215,7 @@ def distill(
         iterations=iterations,
         batch=batch,
         pairs=pairs,
-        precision=precision or ("bf16" if device().type == "cuda" else "float32"),
+        precision=precision,
         seed=seed,
     )
     chosen = parse_recipe(values, overrides or ())
@@ -274,12 +276,12 @@ def status(run: Annotated[Path, typer.Argument(help="Folder of a run.")]) -> Non
         table = RichTable("stage", "kind", "state", "done", "round", "loss", "fitted", "time", box=None, pad_edge=False)
         for row in stages:
             done = f"{row.done:,} of {row.total:,}" if row.total else ""
-            left = "" if row.seconds_left is None else f"{row.seconds_left / 60:.1f} min left"
-            left = left if row.took is None else f"{row.took / 60:.1f} min"
+            seconds, word = (row.seconds_left, " left") if row.took is None else (row.took, "")
+            time = "" if seconds is None else f"{seconds / 60:.1f} min{word}"
             loss = "" if row.loss is None else f"{row.loss:.4f}"
             round = "" if row.round is None else str(row.round + 1)
             fitted = "" if row.fitted is None else f"{row.fitted:.0%}"
-            table.add_row(row.name, row.kind, row.state, done, round, loss, fitted, left)
+            table.add_row(row.name, row.kind, row.state, done, round, loss, fitted, time)
         show(table)
 
 

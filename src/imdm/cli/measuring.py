@@ -94,7 +94,7 @@ def evaluate(
         known[name]
     counts, temperatures = parse_counts(steps), parse_temperatures(temperature)
     check_policy(noise)
-    check_precision(precision, device())
+    check_precision(precision, device(), "--precision")
     if judge_precision not in ("float32", "bf16"):
         raise UserError(f"--judge-precision {judge_precision}: float32 or bf16")
     if out is not None and out.is_dir():

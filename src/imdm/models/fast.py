@@ -58,12 +58,12 @@ def in_precision(model: MaskedDiffusionLM, precision: str, *, compile: bool = Fa
     )
 
 
-def check_precision(precision: str, device: torch.device) -> None:
-    """Refuse what a device is slow at."""
+def check_precision(precision: str, device: torch.device, name: str = "precision") -> None:
+    """Refuse what a device is slow at; `name`: how whoever set it calls it."""
     if precision not in ("float32", "bf16"):
-        raise UserError(f"precision = {precision}: float32 or bf16")
+        raise UserError(f"{name} = {precision}: float32 or bf16")
     if precision == "bf16" and device.type == "cpu":
-        raise UserError("precision = bf16 needs a GPU; use float32 on a CPU")
+        raise UserError(f"{name} = bf16 needs a GPU; use float32 on a CPU")
 
 
 @dataclass(frozen=True)

@@ -185,6 +185,18 @@ class Recipe(Config):
         return self
 
     @model_validator(mode="after")
+    def _choices_stay_apart(self) -> Recipe:
+        """What settings were chosen on must not pass for what is reported."""
+        for name, stage in self.evaluations().items():
+            both = self.choosing() & {*stage.models.values()} if stage.seed is None else set()
+            if both:
+                raise ValueError(
+                    f"stage {name!r} and one with a seed of its own both call a method {min(both)!r}; "
+                    "call what settings are chosen on something else"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _quick_is_a_part(self) -> Recipe:
         for kind, named, known in (
             ("variant", self.quick.variants if self.quick else (), self.variants),
@@ -194,6 +206,22 @@ class Recipe(Config):
                 if name not in known:
                     raise unknown(kind, name, known)
         return self
+
+    def evaluations(self) -> dict[str, EvaluateStage]:
+        return {name: stage for name, stage in self.stages.items() if isinstance(stage, EvaluateStage)}
+
+    def choosing(self) -> set[str]:
+        """Methods that were measured on samples of their own, to choose settings."""
+        stages = [stage for stage in self.evaluations().values() if stage.seed is not None]
+        return {method for stage in stages for method in stage.models.values()}
+
+    def pairs_of(self, name: str) -> str | None:
+        """The couplings that a stage's model is compared with: those that it read, or else the first that it made."""
+        stage = self.stages.get(name)
+        if isinstance(stage, TrainStage) and stage.data is not None:
+            return stage.data
+        made = [place for place, s in self.stages.items() if isinstance(s, CoupleStage) and s.teacher == name]
+        return next(iter(made), None)
 
     def mask_of(self, name: str) -> Mask | None:
         """The mask of the model that a stage makes; None where it is a folder's."""

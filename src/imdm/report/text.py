@@ -32,19 +32,28 @@ def text_page(run: Path, rows: list[Row], facts: dict[str, str]) -> Report | Non
     """None for a run that was not measured over steps. Without a recipe, results alone make the page."""
     has_recipe = (run / "recipe.json").exists()
     recipe = Recipe.parse(read_json(run / "recipe.json", "report")) if has_recipe else None
+    every, apart = rows, recipe.choosing() if recipe is not None else set()
+    rows = [row for row in rows if row.method not in apart]
     judges: list[str | None] = list(dict.fromkeys(row.judge for row in rows if row.judge)) or [None]
     sections = [section for number, judge in enumerate(judges) for section in quality(rows, judge, number)]
     if not sections:
         return None
-    every, rows = rows, read_by(rows, judges[0])
+    rows = read_by(rows, judges[0])
     beside = paper_beside(recipe.experiment, rows) if recipe is not None else []
     if beside:
         sections.append(Section("The paper's figures, and ours", "", beside))
     sections += frontier(rows) + cost_of_steps(rows)
+    sections += chosen([row for row in every if row.method in apart])
     sections += [*trained_section(run, recipe, rows), *written_by(run, recipe)] if recipe is not None else []
     sections.append(Section("Everything measured", "", [all_results(every)], folded=True))
     title, lead = (recipe.name, recipe.summary) if recipe is not None else (run.name, "Results of this folder.")
     return Report(title, lead, highlights(rows), sections, facts)
+
+
+def chosen(rows: list[Row]) -> list[Section]:
+    """What settings were chosen on, apart from what is reported."""
+    words = "Measured on samples of their own, which are in no other figure of this page."
+    return [Section("What settings were chosen on", words, [step_table(rows)])] if rows else []
 
 
 def read_by(rows: list[Row], judge: str | None) -> list[Row]:

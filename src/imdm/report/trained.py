@@ -8,7 +8,7 @@ from statistics import fmean
 
 from imdm.evaluation import Row
 from imdm.files import read_json, read_lines
-from imdm.recipes import CoupleStage, EvaluateStage, Recipe, TrainStage
+from imdm.recipes import CoupleStage, Recipe, TrainStage
 from imdm.report.page import Section
 from imdm.report.tables import Table
 
@@ -16,13 +16,13 @@ LAST = 4  # logged losses whose mean is the loss at the end
 NOTE = (
     "Fitted: the share of masked tokens of its pairs that a ReDi student says with a chance above ½. Overlap: what "
     "part of a student's writing, six tokens at a time, its pairs have, at the most steps measured; in brackets that "
-    "of the model that made the pairs."
+    "of the model that made the pairs. Minutes since the last stop."
 )
 
 
 def trained_section(run: Path, recipe: Recipe, rows: list[Row]) -> list[Section]:
     """Nothing where no training is left in the folder, as where results alone were handed on."""
-    folder = next(iter(sorted(run.glob("seed-*"))), run)
+    folder = run / f"seed-{recipe.seed}"
     stages = {name: stage for name, stage in recipe.stages.items() if isinstance(stage, TrainStage)}
     found = [_Trained(folder / name, name, stage) for name, stage in stages.items()]
     found = [one for one in found if one.is_done]
@@ -30,7 +30,7 @@ def trained_section(run: Path, recipe: Recipe, rows: list[Row]) -> list[Section]
         return []
     columns = ("model", "from", "by", "mask", "rate", "steps × batch", "pairs", "passes", "loss", "fitted", "overlap")
     table = Table("Training", (*columns, "minutes"), [one.cells(recipe, rows) for one in found], NOTE)
-    return [Section("How the models were trained", "", [table])]
+    return [Section("How the models were trained", f"Seed {recipe.seed} of the recipe.", [table])]
 
 
 @dataclass(frozen=True)
@@ -51,26 +51,30 @@ class _Trained:
         seconds = read_json(self.folder / "done.json", self.name).get("seconds")
         couple = recipe.stages.get(stage.data or "")
         pairs = couple.pairs if isinstance(couple, CoupleStage) else None
-        mask = stage.mask.name if stage.mask is not None else ""
+        mask = recipe.mask_of(self.name)
         return (
             self.name,
             stage.start or "",
             stage.objective.kind,
-            mask,
+            mask.name if mask is not None else "",
             f"{training.lr:g}",
             f"{training.steps:,} × {training.batch}",
             "" if pairs is None else f"{pairs:,}",
             "" if pairs is None else f"{training.steps * training.batch / pairs:.0f}",
             f"{fmean(losses):.3g}" if losses else "",
             f"{fitted[-1]:.0%}" if fitted else "",
-            overlap(recipe, rows, self.name, couple.teacher) if isinstance(couple, CoupleStage) else "",
+            overlap(recipe, rows, self.name) if isinstance(couple, CoupleStage) else "",
             "" if seconds is None else f"{seconds / 60:.1f}",
         )
 
 
-def overlap(recipe: Recipe, rows: list[Row], name: str, maker: str) -> str:
-    """A student's overlap with its pairs, and in brackets that of their maker."""
-    mine, theirs = (_overlaps(recipe, rows, model) for model in (name, maker))
+def overlap(recipe: Recipe, rows: list[Row], name: str) -> str:
+    """A student's overlap with its pairs, and in brackets that of their maker, where that was measured."""
+    pairs = recipe.pairs_of(name)
+    couple = recipe.stages.get(pairs or "")
+    mine, theirs = _overlaps(recipe, rows, name), dict[int, float]()
+    if isinstance(couple, CoupleStage) and recipe.pairs_of(couple.teacher) == pairs:
+        theirs = _overlaps(recipe, rows, couple.teacher)
     if not mine:
         return ""
     most = max(set(mine) & set(theirs) or mine)
@@ -78,17 +82,18 @@ def overlap(recipe: Recipe, rows: list[Row], name: str, maker: str) -> str:
 
 
 def _overlaps(recipe: Recipe, rows: list[Row], name: str) -> dict[int, float]:
-    """Steps → the overlap of the model of a stage, found by its method, mask and seed."""
-    measured = [stage for stage in recipe.stages.values() if isinstance(stage, EvaluateStage) and name in stage.models]
-    methods = {stage.models[name] for stage in measured}
+    """Steps → the overlap of the model of a stage, found by its method, mask and seed; nothing where its mask is that
+    of a folder and several could be meant."""
+    methods = {stage.models[name] for stage in recipe.evaluations().values() if name in stage.models}
     stage, mask = recipe.stages.get(name), recipe.mask_of(name)
-    seed = stage.seed if isinstance(stage, TrainStage) and stage.seed is not None else None
-    return {
-        row.steps: row.value
+    seed = recipe.seed if not isinstance(stage, TrainStage) or stage.seed is None else stage.seed
+    found = [
+        row
         for row in rows
         if row.metric == "pair_overlap"
         and row.method in methods
+        and row.seed == seed
         and row.temperature == 1.0
         and (mask is None or row.mask.removesuffix("+mixture") == mask.name)
-        and (row.seed == seed or (seed is None and row.seed == recipe.seed))
-    }
+    ]
+    return {row.steps: row.value for row in found} if len({row.mask for row in found}) == 1 else {}

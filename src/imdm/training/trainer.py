@@ -77,7 +77,7 @@ class TrainConfig(Config):
 
     def check(self, world: int, device: torch.device) -> None:
         """Refuse what this machine cannot run."""
-        check_precision(self.precision, device)
+        check_precision(self.precision, device, "training.precision")
         if self.batch % (world * self.accumulation(world)):
             raise UserError(
                 f"training.batch = {self.batch}: must be a multiple of "
