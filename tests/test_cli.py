@@ -440,6 +440,7 @@ def test_distil_by_sdtt_then_redi_and_look_at_it(run: Path, tmp_path: Path) -> N
     redi = ["distill", "redi", student, "--data", "aligned", "--rounds", "2", "--iterations", "3", "--batch", "8"]
     result = imdm(*redi, "--pairs", "16", "--out", tmp_path / "redi")
     assert result.returncode == 0, result.stderr
+    assert "pairs-2: 16 pairs, 1,024 steps each\nstudent-2: 3 training steps of 8 sequences\n" in result.stdout
     shown = imdm("status", tmp_path / "redi").stdout
     assert [line.split()[0] for line in shown.splitlines()[2:]] == ["pairs-1", "student-1", "pairs-2", "student-2"]
     assert re.search(r"student-2\s+redi\s+done\s+3 of 3\s+\d\.\d+\s+\d+%", shown)  # the share of tokens it has fitted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 import yaml
@@ -157,6 +157,8 @@ def couple(
         check_same(Path(model), section.tokenizer_folder())
     source = section.source(seed) if section is not None else None
     state = processes()
+    if compile and state.device.type == "cpu":
+        say("--compile: nothing is compiled on a CPU")
     with reporter().bar("pairs", pairs) as bar:
         make(
             teacher.to(state.device),
@@ -220,8 +222,18 @@ def distill(
     )
     chosen = parse_recipe(values, overrides or ())
     run = Run(chosen, out, reporter())
+    run.check(list(chosen.stages))
+    for name, stage in chosen.stages.items():
+        say(f"{name}: {_extent(stage)}")
     run.all()
     say(f"model: {run.folder / list(chosen.stages)[-1] / 'model'}")
+
+
+def _extent(stage: Any) -> str:
+    """How much a stage of a distillation will do."""
+    if stage.kind == "couple":
+        return f"{stage.pairs:,} pairs, {stage.steps:,} steps each"
+    return f"{stage.training.steps:,} training steps of {stage.training.batch:,} sequences"
 
 
 @app.command()
