@@ -14,7 +14,7 @@ import yaml
 from imdm.distilling import distillation
 from imdm.errors import UserError
 from imdm.evaluation import Row, read
-from imdm.files import append_line
+from imdm.files import append_line, write_json
 from imdm.jobs import plan, run_jobs, workers_for
 from imdm.models import load_model
 from imdm.pipeline import Quiet, Run, first_difference
@@ -387,3 +387,22 @@ def test_in_bf16_a_distillation_is_compiled_as_a_whole(method: str) -> None:
     for stage in recipe.stages.values():
         made = stage if isinstance(stage, CoupleStage) else stage.training
         assert (made.precision, made.compile) == ("bf16", True)
+
+
+def test_what_was_made_from_something_else_is_called_stale(tmp_path: Path) -> None:
+    recipe = variants(parse_recipe(SMALL))["two"]
+    Run(recipe, tmp_path).all()
+
+    def states() -> dict[str, str]:
+        return {stage.name: stage.state for stage in status(tmp_path)["seed 0"]}
+
+    assert set(states().values()) == {"done"}
+    marker = tmp_path / "seed-0/teacher/done.json"
+    before = marker.read_text()
+    write_json(marker, json.loads(before) | {"output": "another"})
+    assert states() == {"teacher": "done", "look": "stale", "student": "stale", "look-again": "done"}
+    marker.write_text(before)
+    asked = recipe.resolved()
+    asked["stages"]["student"]["training"]["lr"] = 0.5
+    write_json(tmp_path / "recipe.json", asked)
+    assert states() == {"teacher": "done", "look": "done", "student": "stale", "look-again": "done"}

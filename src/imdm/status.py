@@ -13,9 +13,9 @@ from imdm.training.checkpoint import checkpoint_path, steps_present
 
 @dataclass(frozen=True)
 class StageStatus:
-    """state: `done`, `stopped or running`, `waiting`; done and total count steps, shards or nothing; fitted: the share
-    of its pairs' tokens that a ReDi student has learned; took: seconds that a finished stage ran, since
-    its last stop."""
+    """state: `done`, `stale` (made with other settings or inputs than are there now), `stopped or running`, `waiting`;
+    done and total count steps, shards or nothing; fitted: the share of its pairs' tokens that a ReDi student has
+    learned; took: seconds that a finished stage ran, since its last stop."""
 
     name: str
     kind: str
@@ -39,12 +39,27 @@ def status(run: Path) -> dict[str, list[StageStatus]]:
         for seed in sorted(int(path.name.removeprefix("seed-")) for path in (run / variant).glob("seed-*")):
             folder = run / variant / f"seed-{seed}"
             name = f"{variant}, seed {seed}" if variant else f"seed {seed}"
-            found[name] = [_timed(folder / stage, _stage(folder / stage, member, stage)) for stage in member.stages]
+            found[name] = [
+                _finished(folder / stage, member, _stage(folder / stage, member, stage)) for stage in member.stages
+            ]
     return found
 
 
-def _timed(folder: Path, row: StageStatus) -> StageStatus:
-    return replace(row, took=read_json(folder / "done.json", "status").get("seconds")) if row.state == "done" else row
+def _finished(folder: Path, recipe: Recipe, row: StageStatus) -> StageStatus:
+    """A finished stage with the time it took, and whether it still is what the recipe asks for."""
+    if row.state != "done":
+        return row
+    done = read_json(folder / "done.json", "status")
+    asked = recipe.stages[row.name].model_dump(mode="json")
+    other = done.get("settings", {}).get("stage", asked) != asked
+    again = any(_output(folder.parent / needed) not in (None, made) for needed, made in done.get("made", {}).items())
+    return replace(row, took=done.get("seconds"), state="stale" if other or again else row.state)
+
+
+def _output(folder: Path) -> str | None:
+    """The hash of what a stage made; None where it is not there, or is a folder of somebody else's."""
+    marker = folder / "done.json"
+    return read_json(marker, "status").get("output") if marker.exists() else None
 
 
 def _stage(folder: Path, recipe: Recipe, name: str) -> StageStatus:
