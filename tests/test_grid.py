@@ -371,6 +371,7 @@ def test_measuring_and_coupling_in_bf16_are_refused_without_a_gpu_before_any_wor
         with pytest.raises(UserError, match=f"stages.{name}.precision = bf16 needs a GPU"):
             Run(variants(recipe)["two"], tmp_path).run([name])
     assert not (tmp_path / "seed-0").exists()
+    assert "precision" not in pairs | SMALL["stages"]["look"]  # overrides change the recipe, not what it was made of
 
 
 def test_a_setting_that_is_new_is_named() -> None:

@@ -42,7 +42,8 @@ def load_recipe(name: str | Path, overrides: tuple[str, ...] | list[str] = ()) -
 
 
 def parse_recipe(values: dict[str, Any], overrides: tuple[str, ...] | list[str] = ()) -> Recipe:
-    """A recipe from plain settings."""
+    """A recipe from plain settings, which stay as they are."""
+    values = _unshared(values)
     for override in overrides:
         _override(values, override)
     recipe = Recipe.parse(values, "")
@@ -72,7 +73,7 @@ def _read(name: str | Path) -> dict[str, Any]:
         raise UserError(f"recipe {str(name)!r} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise UserError(f"recipe {str(name)!r}: expected a mapping of settings")
-    return _unshared(values)
+    return values
 
 
 def _unshared(value: Any) -> Any:
