@@ -50,7 +50,7 @@ def run_evaluation(run: Run, name: str, stage: EvaluateStage) -> str:
             subject = Subject.before(
                 _ready(run, model_name, stage),
                 run.data,
-                seed=recipe.seed if stage.seed is None else stage.seed,
+                seed=recipe.seed_of(name),
                 samples=stage.samples,
                 draws=stage.draws,
                 noise=stage.noise,
@@ -64,7 +64,7 @@ def run_evaluation(run: Run, name: str, stage: EvaluateStage) -> str:
             labels = {"experiment": recipe.experiment, "method": method, "recipe_hash": recipe.digest()}
             chosen = [m for m in metrics if m != "pair_overlap" or subject.pairs is not None]
             for found in measure_temperatures(subject, chosen, stage.steps, stage.temperatures, **labels):
-                rows += [row.model_copy(update={"seed": run.seed_of(model_name)}) for row in found]
+                rows += [row.model_copy(update={"seed": recipe.seed_of(model_name)}) for row in found]
                 done += 1
                 bar(done, model_name)
     if state.is_main_process:
@@ -122,7 +122,7 @@ def is_measured(run: Run, stage: EvaluateStage) -> bool:
             steps = stage.steps[:1] if metric in STEPLESS else stage.steps
             temperatures = (1.0,) if metric in UNWRITTEN else stage.temperatures
             judge = stage.judge_label if metric in SCORED else None
-            wanted = {(method, run.seed_of(model), metric, k, t, judge) for k in steps for t in temperatures}
+            wanted = {(method, run.recipe.seed_of(model), metric, k, t, judge) for k in steps for t in temperatures}
             optional = metric == "pair_overlap" or (metric in EMBEDDED and stage.embedder is not None)
             if not wanted <= there and not optional:
                 return False
@@ -137,8 +137,7 @@ def first_of(recipe: Recipe, name: str) -> str:
 
 def _pairs_of(run: Run, name: str) -> Coupling | None:
     """The couplings that a stage's model was distilled on; of a teacher those that it made, to compare with."""
-    stage, data = run.recipe.stages.get(name), run.recipe.pairs_of(name)
-    read = isinstance(stage, TrainStage) and stage.data is not None
-    if data is None or (not read and not (run.folder / data / "done.json").exists()):
-        return None
-    return Coupling(run.folder / data if data in run.recipe.stages else data)
+    data = run.recipe.pairs_of(name)
+    if data is None or data not in run.recipe.stages:
+        return None if data is None else Coupling(data)
+    return Coupling(run.folder / data) if (run.folder / data / "done.json").exists() else None

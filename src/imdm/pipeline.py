@@ -204,11 +204,10 @@ class Run:
                 student = with_mask(start, stage.mask, mixture=stage.mixture)
                 _check_pairs(Coupling(str(stage.data)), stage, student, fingerprint(start))
             metrics = stage.watch.metrics
-        elif isinstance(stage, CoupleStage):
-            check_precision(stage.precision, state.device, f"stages.{name}.precision")
         else:
-            metrics = stage.metrics
             check_precision(stage.precision, state.device, f"stages.{name}.precision")
+        if isinstance(stage, EvaluateStage):
+            metrics = stage.metrics
             self._check_costs(name, stage)
         enumerated = [metric for metric in metrics if metric in ENUMERATED]
         if enumerated and self.data.language() is None:
@@ -324,14 +323,8 @@ class Run:
         """The finished model of a stage, or of a folder."""
         return load_model(self.folder / name / "model" if name in self.recipe.stages else name)
 
-    def seed_of(self, name: str) -> int:
-        """What the randomness of a stage follows from. Models are measured under the recipe's seed, or that of the
-        evaluation, all alike."""
-        seed = getattr(self.recipe.stages.get(name), "seed", None)
-        return self.recipe.seed if seed is None else seed
-
     def _train(self, name: str, stage: TrainStage) -> str:
-        recipe, seed = self.recipe, self.seed_of(name)
+        recipe, seed = self.recipe, self.recipe.seed_of(name)
         if stage.data is None:
             source: Any = self.data.source(recipe.seed)
         else:

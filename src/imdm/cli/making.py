@@ -306,9 +306,9 @@ def export(
 ) -> None:
     """Make a model ready to hand on: adaLN folded away, half precision, tokenizer and card beside it."""
     from imdm.exporting import export as write
+    from imdm.models import check_precision
 
-    if precision not in ("float32", "bf16"):
-        raise UserError(f"--precision {precision}: float32 or bf16")
+    check_precision(precision, name="--precision")
     if card is not None and not card.is_file():
         raise UserError(f"--card {card}: no such file")
     text = card.read_text(encoding="utf-8") if card is not None else None

@@ -95,8 +95,7 @@ def evaluate(
     counts, temperatures = parse_counts(steps), parse_temperatures(temperature)
     check_policy(noise)
     check_precision(precision, device(), "--precision")
-    if judge_precision not in ("float32", "bf16"):
-        raise UserError(f"--judge-precision {judge_precision}: float32 or bf16")
+    check_precision(judge_precision, name="--judge-precision")
     if out is not None and out.is_dir():
         raise UserError(f"--out {out} is a folder; give a file for the result rows")
     if any(name in EMBEDDED for name in asked) and not has_mauve():

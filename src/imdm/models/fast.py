@@ -58,11 +58,12 @@ def in_precision(model: MaskedDiffusionLM, precision: str, *, compile: bool = Fa
     )
 
 
-def check_precision(precision: str, device: torch.device, name: str = "precision") -> None:
-    """Refuse what a device is slow at; `name`: how whoever set it calls it."""
+def check_precision(precision: str, device: torch.device | None = None, name: str = "precision") -> None:
+    """Refuse what there is not, and what the device, if one is to run it, is slow at; `name`: how whoever set it calls
+    it."""
     if precision not in ("float32", "bf16"):
         raise UserError(f"{name} = {precision}: float32 or bf16")
-    if precision == "bf16" and device.type == "cpu":
+    if precision == "bf16" and device is not None and device.type == "cpu":
         raise UserError(f"{name} = bf16 needs a GPU; use float32 on a CPU")
 
 

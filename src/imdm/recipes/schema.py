@@ -101,9 +101,9 @@ class EvaluateStage(Config):
 
     judge: who reads generated text (a fetched judge's name, a folder, a .gguf file or a hub id), in `judge_precision`;
     where it is not to be had, the metrics that need it are left out and the rest goes on. judge_stage: a stage whose
-    autoregressive model judges instead. embedder: a sentence embedder
-    (folder or hub id) for MAUVE in the judge's place. temperatures: the paper's figures have 1.0 alone. precision: in
-    what the models are measured, bf16 on a GPU alone. seed: other samples than the recipe's, to choose settings on.
+    autoregressive model judges instead. embedder: a sentence embedder (folder or hub id) for MAUVE in the judge's
+    place. temperatures: the paper's figures have 1.0 alone. precision: in what the models are measured, bf16 on a GPU
+    alone. seed: other samples than the recipe's, to choose settings on.
     """
 
     kind: Literal["evaluate"]
@@ -176,8 +176,8 @@ class Recipe(Config):
     @model_validator(mode="after")
     def _judges_read(self) -> Recipe:
         """A stage that judges must have learnt to read from left to right."""
-        for name, stage in self.stages.items():
-            if not isinstance(stage, EvaluateStage) or stage.judge_stage not in self.stages:
+        for name, stage in self.evaluations().items():
+            if stage.judge_stage not in self.stages:
                 continue
             judge = self.stages[stage.judge_stage]
             if not (isinstance(judge, TrainStage) and judge.objective.causal):
@@ -222,6 +222,11 @@ class Recipe(Config):
             return stage.data
         made = [place for place, s in self.stages.items() if isinstance(s, CoupleStage) and s.teacher == name]
         return next(iter(made), None)
+
+    def seed_of(self, name: str) -> int:
+        """What the randomness of a stage follows from: its own seed, or the recipe's."""
+        seed = getattr(self.stages.get(name), "seed", None)
+        return self.seed if seed is None else seed
 
     def mask_of(self, name: str) -> Mask | None:
         """The mask of the model that a stage makes; None where it is a folder's."""

@@ -85,14 +85,13 @@ def _overlaps(recipe: Recipe, rows: list[Row], name: str) -> dict[int, float]:
     """Steps → the overlap of the model of a stage, found by its method, mask and seed; nothing where its mask is that
     of a folder and several could be meant."""
     methods = {stage.models[name] for stage in recipe.evaluations().values() if name in stage.models}
-    stage, mask = recipe.stages.get(name), recipe.mask_of(name)
-    seed = recipe.seed if not isinstance(stage, TrainStage) or stage.seed is None else stage.seed
+    mask = recipe.mask_of(name)
     found = [
         row
         for row in rows
         if row.metric == "pair_overlap"
         and row.method in methods
-        and row.seed == seed
+        and row.seed == recipe.seed_of(name)
         and row.temperature == 1.0
         and (mask is None or row.mask.removesuffix("+mixture") == mask.name)
     ]

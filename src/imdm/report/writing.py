@@ -11,7 +11,7 @@ import torch
 from imdm.data import PreparedData, TextData
 from imdm.data.tokenizers import special_ids
 from imdm.errors import UserError
-from imdm.recipes import EvaluateStage, Recipe
+from imdm.recipes import Recipe
 from imdm.report.page import Beside, Part, Section, Strip, Written
 from imdm.report.tables import steps_in_words
 from imdm.writer import Text, Writer, load
@@ -55,7 +55,7 @@ def written_by(run: Path, recipe: Recipe) -> list[Section]:
 def _authors(run: Path, recipe: Recipe) -> list[Author]:
     folder = next(iter(sorted(run.glob("seed-*"))), run)
     found: dict[str, Author] = {}
-    for stage in [stage for stage in recipe.stages.values() if isinstance(stage, EvaluateStage)]:
+    for stage in recipe.evaluations().values():
         for name in stage.models:
             if name in found:
                 steps = {*found[name].steps, *stage.steps}
