@@ -15,6 +15,7 @@ from imdm.errors import UserError
 from imdm.files import no_progress_bars
 from imdm.models import MaskedDiffusionLM, faster, load_model
 from imdm.sampling import Generation
+from imdm.shipped import find
 
 BLANK = "___"
 
@@ -139,8 +140,10 @@ class Writer:
 
 
 def load(name: str | Path, device: str | torch.device = "cpu", *, fast: bool = False) -> Writer:
-    """A writer from a model folder or a hub id, with the tokenizer that lies beside the weights. fast: made ready by
+    """A writer from a model folder, the name of a model that ships (`imdm models`) or a hub id, with the tokenizer that
+    lies beside the weights. fast: made ready by
     `faster`, which pays for many texts on a GPU."""
+    name = find(name)
     with no_progress_bars():
         model = load_model(name)
     folder = Path(name)

@@ -1,4 +1,4 @@
-"""Commands that write: generate."""
+"""Commands that write: generate, show; and the models that ship."""
 
 from __future__ import annotations
 
@@ -8,17 +8,21 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 from rich.text import Text as Plain
 
-from imdm.cli.app import ModelPath, Noise, Seed, app, device, in_colour, show, wide
-from imdm.cli.arguments import parse_canvas, read_prompts
+from imdm.cli.app import Noise, Seed, app, device, in_colour, show, wide
+from imdm.cli.arguments import parse_canvas, parse_counts, read_prompts
 from imdm.console import appearing, coloured, legend, side_by_side
 from imdm.errors import UserError
+from imdm.shipped import DEFAULT, find, listed
 
 
 @app.command()
 def generate(
-    model: ModelPath,
+    model: Annotated[
+        str, typer.Argument(help="Model folder, the name of one that ships (imdm models), or hub id.")
+    ] = DEFAULT,
     prompt: Annotated[list[str] | None, typer.Option(help="Text to continue; may be repeated.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="A file of prompts, one a line.")] = None,
     infill: Annotated[str | None, typer.Option(help="Text with blanks to fill: 'The ___ sat on ___.'")] = None,
@@ -47,7 +51,8 @@ def generate(
         raise UserError("give one of --prompt, --prompts, --infill and --canvas")
     options: dict[str, Any] = {"num": num, "steps": steps, "seed": seed, "noise": noise}
     options |= {"temperature": temperature, "top_p": top_p}
-    ids_only = Path(model).is_dir() and not has_tokenizer(Path(model))
+    place = Path(find(model))
+    ids_only = place.is_dir() and not has_tokenizer(place)
     if canvas or (ids_only and prompt is None and prompts is None and infill is None):
         writer = load_model(model).to(device())
         start = parse_canvas(canvas, writer, length) if canvas else None
@@ -96,3 +101,43 @@ def _print_ids(made: Any, hole: int, as_json: bool) -> None:
                 print(f"{step:>4}  " + " ".join("?" if token == hole else str(token) for token in shown))
         else:
             print(" ".join(map(str, tokens)))
+
+
+@app.command()
+def models() -> None:
+    """List the models that ship with this package."""
+    table = Table(box=None, pad_edge=False)
+    for name, justify in (("model", "left"), ("parameters", "right"), ("size", "right"), ("", "left")):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for one in listed():
+        table.add_row(one.name, f"{one.parameters / 1e6:.1f}M", f"{one.megabytes:.0f} MB", one.about)
+    show(table)
+
+
+@app.command(name="show")
+def shown(
+    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "It was a dark and stormy night",
+    first: Annotated[str, typer.Option(help="A model: the teacher.")] = "sentences-teacher",
+    second: Annotated[str, typer.Option(help="Another: the student.")] = DEFAULT,
+    steps: Annotated[str, typer.Option(help="Comma-separated step counts.")] = "1,2,4,8,16",
+    seed: Seed = 0,
+) -> None:
+    """Complete a prompt with two models side by side, in few and in more steps."""
+    from imdm.showing import show as look
+
+    rows = list(look(prompt, (first, second), parse_counts(steps), seed))
+    table = Table(title=prompt, title_justify="left", show_lines=True)
+    table.add_column("steps", justify="right")
+    for name in (first, second):
+        table.add_column(name)
+    for one, other in zip(rows[::2], rows[1::2], strict=True):
+        cells = [Plain.assemble(each.text, "\n", (_figures(each), "dim")) for each in (one, other)]
+        table.add_row(str(one.steps), *cells)
+    show(table)
+
+
+def _figures(one: Any) -> str:
+    found = [f"{one.seconds:.2f} s", f"entropy {one.entropy:.2f}"]
+    if one.perplexity is not None:
+        found.append(f"perplexity {one.perplexity:.0f} ({one.judge})")
+    return ", ".join(found)

@@ -11,6 +11,7 @@ import torch
 from imdm.errors import UserError
 from imdm.files import read_json
 from imdm.models.denoiser import MaskedDiffusionLM
+from imdm.shipped import find, names
 
 
 def fingerprint(model: MaskedDiffusionLM) -> str:
@@ -35,12 +36,13 @@ def is_ours(folder: Path) -> bool:
 
 
 def load_model(path: str | Path) -> MaskedDiffusionLM:
-    """A model folder for the command line: local paths get precise answers, anything else is a hub id. In float32,
+    """A model by folder, by the name of one that ships, or by hub id; local paths get precise answers. In float32,
     however it is stored: half precision is slow on a CPU, and for a GPU there is `faster`."""
-    folder = Path(path)
+    folder = Path(find(path))
     if not folder.exists():
         if folder.is_absolute() or len(folder.parts) != 2 or folder.parent.exists():  # cannot be a hub's owner/name
-            raise UserError(f"model {str(path)!r}: no such folder, nor a hub id (owner/name)")
+            known = f" one that ships ({', '.join(names())})," if names() else ""
+            raise UserError(f"model {str(path)!r}: no such folder,{known} nor a hub id (owner/name)")
         return MaskedDiffusionLM.from_pretrained(str(path), dtype=torch.float32)
     if not folder.is_dir():
         raise UserError(f"model {str(path)!r} is a file; give the folder that holds config.json and model.safetensors")

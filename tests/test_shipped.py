@@ -1,0 +1,75 @@
+"""Models that ship: found by name, listed, written with, shown side by side. Made here, on a shelf of their own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import imdm
+import imdm.cli
+from imdm.cli.app import app
+from imdm.data.tokenizers import train_bpe
+from imdm.errors import UserError
+from imdm.exporting import export
+from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM, load_model
+from imdm.shipped import find, listed, names, recorded
+from tests.test_corpora import SENTENCES
+
+
+@pytest.fixture
+def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    tokenizer = train_bpe(SENTENCES * 5, 320)
+    for name, mask in (("sentences-teacher", "single"), ("sentences-imdm", "infinite-uniform-4-1.0")):
+        torch.manual_seed(0)
+        sizes = {"length": 24, "width": 16, "blocks": 1, "heads": 2, "condition": 8, "mask": mask}
+        config = MaskedDiffusionConfig(vocab_size=len(tokenizer), mask_token_id=3, **sizes)
+        made = tmp_path / "made" / name
+        MaskedDiffusionLM(config).save_pretrained(made)
+        tokenizer.save_pretrained(made)
+        card = f"# {name}\n\nWrites about cats,\nand dogs.\n\nMore.\n"
+        export(made, tmp_path / "shelf" / name, card=card)
+    row = {"metric": "gen_ppl", "steps": 2, "value": 123.4, "judge": "somebody"}
+    (tmp_path / "shelf" / "sentences-imdm" / "results.jsonl").write_text(json.dumps(row) + "\n")
+    monkeypatch.setattr("imdm.shipped.HERE", tmp_path / "shelf")
+    return tmp_path / "shelf"
+
+
+def test_a_model_is_found_by_name_by_path_and_not_otherwise(shelf: Path) -> None:
+    assert names() == ["sentences-imdm", "sentences-teacher"]
+    assert find("sentences-imdm") == shelf / "sentences-imdm"
+    assert find("owner/name") == "owner/name"
+    by_name, by_path = imdm.load("sentences-imdm"), imdm.load(shelf / "sentences-imdm")
+    assert by_name.write("The cat", steps=2, seed=1) == by_path.write("The cat", steps=2, seed=1)
+    with pytest.raises(UserError, match=r"one that ships \(sentences-imdm, sentences-teacher\)"):
+        load_model("sentences-imbm")
+
+
+def test_the_list_says_what_each_is(shelf: Path) -> None:
+    student, _ = listed()
+    assert student.name == "sentences-imdm"
+    assert student.about == "Writes about cats, and dogs."
+    assert student.parameters == sum(p.numel() for p in load_model("sentences-imdm").parameters())
+    assert 0 < student.megabytes < 1
+    assert recorded("sentences-imdm") == {2: (123.4, "somebody")}
+    assert recorded("sentences-teacher") == {}
+    done = CliRunner().invoke(app, ["models"])
+    assert done.exit_code == 0
+    assert "Writes about cats" in done.output
+
+
+def test_a_prompt_alone_is_enough(shelf: Path) -> None:
+    done = CliRunner().invoke(app, ["generate", "--steps", "2", "--prompt", "The cat"])
+    assert done.exit_code == 0, done.output
+    assert done.output.startswith("The cat")
+
+
+def test_teacher_and_student_side_by_side(shelf: Path) -> None:
+    done = CliRunner().invoke(app, ["show", "--prompt", "The cat", "--steps", "1,2"], env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.output
+    assert done.output.count("The cat") >= 5
+    assert done.output.count("entropy") == 4
+    assert "perplexity 123" in done.output
