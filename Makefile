@@ -1,5 +1,5 @@
 # make setup   a virtual environment in .venv with the `imdm` command
-# make run     the paper's synthetic experiment, end to end, with a report in runs/synthetic
+# make run     the paper's synthetic experiment, end to end, and text by the models that ship: a report in runs/synthetic
 # make test    tests, linter, formatter, types
 PYTHON ?= python3
 BIN := .venv/bin
@@ -17,6 +17,7 @@ setup: .venv/ready
 
 run: setup
 	$(BIN)/imdm reproduce synthetic
+	$(BIN)/imdm show --into runs/synthetic
 
 test: setup
 	$(BIN)/pytest -n auto --dist loadfile

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,18 @@ from imdm.cli.app import app
 from imdm.data.tokenizers import train_bpe
 from imdm.errors import UserError
 from imdm.exporting import export
+from imdm.files import append_line
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM, load_model
 from imdm.shipped import find, listed, names, recorded
+from imdm.showing import kept
 from tests.test_corpora import SENTENCES
+
+RESULT = {
+    **dict.fromkeys(("experiment", "method", "model", "mask", "metric", "precision", "recipe_hash", "time"), "x"),
+    **dict.fromkeys(("steps", "evaluations", "value", "n", "length", "temperature"), 1),
+    **dict.fromkeys(("stderr", "split", "judge")),
+    "seed": 0,
+}
 
 
 @pytest.fixture
@@ -73,3 +83,17 @@ def test_teacher_and_student_side_by_side(shelf: Path) -> None:
     assert done.output.count("The cat") >= 5
     assert done.output.count("entropy") == 4
     assert "perplexity 123" in done.output
+
+
+def test_what_was_shown_is_on_the_page_of_a_run(shelf: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    refused = CliRunner().invoke(app, ["show", "--into", str(run)])
+    assert isinstance(refused.exception, UserError)
+    append_line(run / "results.jsonl", RESULT)
+    done = CliRunner().invoke(app, ["show", "--prompt", "The cat", "--steps", "1,2", "--into", str(run)])
+    assert done.exit_code == 0, done.output
+    page = (run / "report.html").read_text()
+    assert "The same prompt in few and in more steps" in page
+    assert re.search(r"sentences-imdm, 2 steps \([\d.]+ s, entropy [\d.]+, perplexity 123 \(somebody\)\)", page)
+    assert [one.steps for one in kept(run)] == [1, 1, 2, 2]
+    assert all(one.text.startswith("The cat") for one in kept(run))

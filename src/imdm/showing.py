@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from time import perf_counter
 
-import torch
-
 from imdm.evaluation.text import sample_entropy
+from imdm.files import read_json, write_json
 from imdm.shipped import recorded
 from imdm.writer import load
 
@@ -18,16 +18,28 @@ SAMPLES = 32  # texts from nothing whose entropy is measured
 
 @dataclass(frozen=True)
 class Shown:
-    """A prompt's completion by a model in so many steps. seconds: it took; entropy: of `SAMPLES` texts written from
-    nothing at this moment; perplexity: recorded when the model was made, under `judge`."""
+    """A prompt's completion by a model in so many steps, with the step at which each piece of it appeared (−1: given).
+    seconds: it took; entropy: of `SAMPLES` texts written from nothing at this moment; perplexity: recorded when the
+    model was made, under `judge`."""
 
     model: str
     steps: int
-    text: str
+    pieces: Sequence[tuple[str, int]]
     seconds: float
     entropy: float
     perplexity: float | None
     judge: str | None
+
+    @property
+    def text(self) -> str:
+        return "".join(piece for piece, _ in self.pieces)
+
+    @property
+    def figures(self) -> str:
+        found = [f"{self.seconds:.2f} s", f"entropy {self.entropy:.2f}"]
+        if self.perplexity is not None:
+            found.append(f"perplexity {self.perplexity:,.0f} ({self.judge})")
+        return ", ".join(found)
 
 
 def show(prompt: str, models: Sequence[str], steps: Sequence[int] = STEPS, seed: int = 0) -> Iterator[Shown]:
@@ -39,7 +51,18 @@ def show(prompt: str, models: Sequence[str], steps: Sequence[int] = STEPS, seed:
             started = perf_counter()
             (text,) = writer.write(prompt, steps=count, seed=seed)
             took = perf_counter() - started
+            pieces = [(piece.text, piece.step) for piece in writer.pieces(text)]
             made = writer.model.generate(num=SAMPLES, steps=count, seed=seed)
-            entropy = float(sample_entropy(made.tokens.to(torch.device("cpu"))).mean())
-            value, judge = measured[name].get(count, (None, None))
-            yield Shown(name, count, text.text, took, entropy, value, judge)
+            entropy = float(sample_entropy(made.tokens.cpu()).mean())
+            yield Shown(name, count, pieces, took, entropy, *measured[name].get(count, (None, None)))
+
+
+def keep(shown: Sequence[Shown], run: Path) -> None:
+    """Put what was shown into a run's folder, where its report finds it."""
+    write_json(run / "shown.json", [asdict(one) for one in shown])
+
+
+def kept(run: Path) -> list[Shown]:
+    """What was last put there."""
+    file = run / "shown.json"
+    return [Shown(**values) for values in read_json(file, "shown")] if file.exists() else []

@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 from rich.text import Text as Plain
 
-from imdm.cli.app import Noise, Seed, app, device, in_colour, show, wide
+from imdm.cli.app import Noise, Seed, app, device, in_colour, say, show, wide
 from imdm.cli.arguments import parse_canvas, parse_counts, read_prompts
 from imdm.console import appearing, coloured, legend, side_by_side
 from imdm.errors import UserError
@@ -121,23 +121,24 @@ def shown(
     second: Annotated[str, typer.Option(help="Another: the student.")] = DEFAULT,
     steps: Annotated[str, typer.Option(help="Comma-separated step counts.")] = "1,2,4,8,16",
     seed: Seed = 0,
+    into: Annotated[Path | None, typer.Option(help="Folder of a run, whose report is to show it too.")] = None,
 ) -> None:
     """Complete a prompt with two models side by side, in few and in more steps."""
+    from imdm.report import build_report
+    from imdm.showing import keep
     from imdm.showing import show as look
 
+    if into is not None:
+        build_report(into)  # refuse what is no run before any work
     rows = list(look(prompt, (first, second), parse_counts(steps), seed))
     table = Table(title=prompt, title_justify="left", show_lines=True)
     table.add_column("steps", justify="right")
     for name in (first, second):
         table.add_column(name)
     for one, other in zip(rows[::2], rows[1::2], strict=True):
-        cells = [Plain.assemble(each.text, "\n", (_figures(each), "dim")) for each in (one, other)]
+        cells = [Plain.assemble(each.text, "\n", (each.figures, "dim")) for each in (one, other)]
         table.add_row(str(one.steps), *cells)
     show(table)
-
-
-def _figures(one: Any) -> str:
-    found = [f"{one.seconds:.2f} s", f"entropy {one.entropy:.2f}"]
-    if one.perplexity is not None:
-        found.append(f"perplexity {one.perplexity:.0f} ({one.judge})")
-    return ", ".join(found)
+    if into is not None:
+        keep(rows, into)
+        say(f"report: {build_report(into).write(into)}")

@@ -14,6 +14,7 @@ from imdm.evaluation import Row, read
 from imdm.files import read_json
 from imdm.registry import Registry
 from imdm.report.page import Report, Section
+from imdm.report.shown import shown_section
 from imdm.report.tables import all_results
 from imdm.report.text import all_paper_tables, text_page
 
@@ -41,13 +42,13 @@ def build_report(run: Path) -> Report:
     if own is None and (written or recipe.get("data", {}).get("kind") in ("text", "prepared", "tokens")):
         own = text_page(run, rows, facts)
     if own is not None:
-        return replace(own, sections=[*own.sections, all_paper_tables()])
+        return replace(own, sections=[*own.sections, *shown_section(run), all_paper_tables()])
     lead = recipe.get("summary", "Results of this folder.")
     if name in list(pages):
         lead += (
             ". Settings were changed, so that what this experiment's own page shows was not measured: plain figures."
         )
-    return Report(name, lead, (), [Section("Results", parts=[all_results(rows)])], facts)
+    return Report(name, lead, (), [Section("Results", parts=[all_results(rows)]), *shown_section(run)], facts)
 
 
 def _distinct(values: Iterable[object]) -> str:

@@ -1,0 +1,26 @@
+"""The models that ship, on a run's page: one prompt completed by teacher and student, side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from imdm.report.page import Beside, Part, Section, Written
+from imdm.report.tables import steps_in_words
+from imdm.showing import SAMPLES, Shown, kept
+
+WORDS = (
+    "Models that ship with the package, on this machine: one prompt, one seed, nothing chosen. Entropy is that of "
+    f"{SAMPLES} texts written from nothing here; perplexity was measured when the models were made, by the judge named."
+)
+
+
+def shown_section(run: Path) -> list[Section]:
+    """Nothing where nothing was shown."""
+    by_steps: dict[int, list[Shown]] = {}
+    for one in kept(run):
+        by_steps.setdefault(one.steps, []).append(one)
+    parts: list[Part] = [
+        Beside([Written(f"{one.model}, {steps_in_words(steps)} ({one.figures}):", one.pieces, steps) for one in those])
+        for steps, those in by_steps.items()
+    ]
+    return [Section("The same prompt in few and in more steps", WORDS, parts)] if parts else []
