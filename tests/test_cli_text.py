@@ -287,7 +287,27 @@ def test_measuring_at_other_temperatures(run: Path, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     (matched,), plain = read(tmp_path / "matched.jsonl"), read(out)[1]
     assert matched.value == pytest.approx(plain.value, abs=0.005)
+    result = imdm(*command, "--match", f"{plain.value:.4f}", "--out", tmp_path / "given.jsonl")
+    assert result.returncode == 0, result.stderr
+    (given,) = read(tmp_path / "given.jsonl")
+    assert given.value == pytest.approx(plain.value, abs=0.005)
+    assert given.recipe_hash != plain.recipe_hash
     assert "must be positive" in refused(imdm(*command, "--temperature", "0"))
+
+
+def test_overlap_with_given_pairs(run: Path, tmp_path: Path) -> None:
+    """As the recipe's own stage measures it."""
+    about = ["evaluate", run / "seed-0/student/model", "--data", run / "data", "--metrics", "pair_overlap"]
+    about += ["--samples", "8", "--steps", "1,2"]
+    assert imdm(*about, "--pairs", run / "seed-0/pairs", "--out", tmp_path / "out.jsonl").returncode == 0
+    there = {
+        row.steps: row.value
+        for row in read(run / "results.jsonl")
+        if row.metric == "pair_overlap" and row.method == "redi"
+    }
+    assert {row.steps: row.value for row in read(tmp_path / "out.jsonl")} == there
+    assert "needs the couplings" in refused(imdm(*about))
+    assert "no such folder" in refused(imdm(*about, "--pairs", tmp_path / "none"))
 
 
 def test_refusals(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

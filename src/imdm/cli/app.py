@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from imdm.errors import UserError
+from imdm.shipped import find
 
 app = typer.Typer(
     name="imdm",
@@ -28,7 +29,16 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(help="Settings to change, such as stages.teacher.training.steps=100.")
 ]
 OutRun = Annotated[Path | None, typer.Option("--out", help="Folder of the run; runs/RECIPE unless given.")]
-ModelPath = Annotated[str, typer.Argument(help="Model folder (config.json, model.safetensors) or hub id.")]
+
+
+def found(name: str | None) -> str | None:
+    """A model as it was named; one that ships by its folder."""
+    return None if name is None else str(find(name))
+
+
+ModelPath = Annotated[
+    str, typer.Argument(help="Model folder, the name of one that ships (imdm models), or hub id.", callback=found)
+]
 Data = Annotated[
     str,
     typer.Option("--data", help="A language (aligned:length=2,symbols=2), prepared text, or a file of tokens."),

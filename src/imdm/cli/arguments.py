@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from imdm.errors import UserError
+from imdm.shipped import find
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,6 +36,16 @@ def parse_temperatures(text: str) -> list[float]:
     if min(values) <= 0:
         raise UserError(f"--temperature {text!r}: must be positive")
     return values
+
+
+def parse_match(text: str | None) -> str | float | None:
+    """`--match`: an entropy in nats, or a model."""
+    if text is None:
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        return str(find(text))
 
 
 def parse_data(text: str, model: MaskedDiffusionLM) -> LanguageData | TokenData | PreparedData:

@@ -19,6 +19,7 @@ from imdm.cli.app import (
     Seed,
     app,
     device,
+    found,
     is_main,
     reporter,
     say,
@@ -177,7 +178,7 @@ def couple(
 @app.command()
 def distill(
     method: Annotated[str, typer.Argument(help="sdtt, redi or di4c.")],
-    model: Annotated[Path, typer.Argument(help="The teacher: a model folder.")],
+    model: Annotated[str, typer.Argument(help="The teacher: a model folder, or one that ships.", callback=found)],
     data: Data,
     out: Annotated[Path, typer.Option(help="Folder of the run.")],
     overrides: Overrides = None,

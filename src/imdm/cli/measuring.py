@@ -8,8 +8,22 @@ from typing import Annotated, Any
 
 import typer
 
-from imdm.cli.app import STOPPED, ModelPath, Noise, Seed, app, device, is_main, judges, reporter, say, show, show_tables
-from imdm.cli.arguments import parse_conditional, parse_counts, parse_held_out, parse_temperatures
+from imdm.cli.app import (
+    STOPPED,
+    ModelPath,
+    Noise,
+    Seed,
+    app,
+    device,
+    found,
+    is_main,
+    judges,
+    reporter,
+    say,
+    show,
+    show_tables,
+)
+from imdm.cli.arguments import parse_conditional, parse_counts, parse_held_out, parse_match, parse_temperatures
 from imdm.errors import UserError
 
 
@@ -30,8 +44,8 @@ def evaluate(
             help="Comma-separated; unless given, validity on a language, entropy and val_ppl on prepared text, val_ppl "
             "on text as it is, nelbo on ids. On languages: validity, token_entropy, factorization_error, kl, kl_half, "
             "tv. On any data: nelbo, val_ppl, entropy, distinct_1, distinct_2, distinct_3, repetition. On text: "
-            "gen_ppl, real_ppl, real_entropy, novelty, mauve, step_error, step_error_half, step_correlation, "
-            "pair_error, pair_bound, and after prompts cond_gen_ppl, cond_entropy, cond_mauve."
+            "gen_ppl, real_ppl, real_entropy, novelty, pair_overlap, mauve, step_error, step_error_half, "
+            "step_correlation, pair_error, pair_bound, and after prompts cond_gen_ppl, cond_entropy, cond_mauve."
         ),
     ] = None,
     steps: Annotated[str, typer.Option(help="Comma-separated step counts.")] = "1,2,4,8",
@@ -49,7 +63,10 @@ def evaluate(
         str | None, typer.Option(help="A sentence embedder for MAUVE, a folder or hub id; the judge unless given.")
     ] = None,
     reference: Annotated[
-        str | None, typer.Option(help="The teacher, whose conditionals step_error and pair_error are measured against.")
+        str | None,
+        typer.Option(
+            help="The teacher, whose conditionals step_error and pair_error are measured against.", callback=found
+        ),
     ] = None,
     conditional: Annotated[
         str | None,
@@ -61,7 +78,12 @@ def evaluate(
     temperature: Annotated[str, typer.Option(help="Comma-separated; the paper's figures have 1.0.")] = "1.0",
     match: Annotated[
         str | None,
-        typer.Option(help="Another model: at each step count, measure at the temperature where entropies agree."),
+        typer.Option(
+            help="Another model, or an entropy: at each step count, measure at the temperature where entropies agree."
+        ),
+    ] = None,
+    pairs: Annotated[
+        Path | None, typer.Option(help="The pairs that the model was distilled on, for pair_overlap.")
     ] = None,
     out: Annotated[
         Path | None,
@@ -70,7 +92,7 @@ def evaluate(
 ) -> None:
     """Measure a model: a table here, result rows in a file."""
     from imdm.config import digest
-    from imdm.data import check_fits
+    from imdm.data import Coupling, check_fits
     from imdm.data.tokenizers import check_same
     from imdm.evaluation import (
         EMBEDDED,
@@ -102,12 +124,14 @@ def evaluate(
         raise UserError(NO_LIBRARY)
     if match is not None and temperatures != [1.0]:
         raise UserError("--match finds the temperature; leave --temperature out")
-    protocol = parse_conditional(conditional)
+    protocol, wanted = parse_conditional(conditional), parse_match(match)
     measured = in_precision(load_model(model).to(device()), precision)
     before = [(text, *parse_held_out(text, measured, model, reporter())) for text in data]
-    others = {
-        path: in_precision(load_model(path).to(device()), precision) for path in (reference, match) if path is not None
-    }
+    paths = {path for path in (reference, wanted) if isinstance(path, str)}
+    others = {path: in_precision(load_model(path).to(device()), precision) for path in sorted(paths)}
+    couplings = Coupling(pairs) if pairs is not None else None
+    if couplings is not None:
+        check_fits(couplings, measured)
     for _, section, _ in before:
         check_same(Path(model), section.tokenizer_folder())
         for path, other in others.items():
@@ -126,9 +150,11 @@ def evaluate(
         "embedder": load_embedder(embedder, device()) if embedder is not None else None,
         "reference": others[reference] if reference is not None else None,
         "conditional": protocol,
+        "pairs": couplings,
         "parts": parts,
     }
     settings = [fingerprint(measured), noise, samples, draws, protocol.model_dump()]
+    settings += [wanted] if isinstance(wanted, float) else []
     settings += [fingerprint(other) for other in others.values()]  # so that rows of other work stay apart
     rows = []
     for text, section, foreign in before:
@@ -136,11 +162,12 @@ def evaluate(
         subject = replace(subject, train=None) if foreign else subject
         names = asked or _usual(text, foreign)
         labels = {"experiment": text, "method": method, "recipe_hash": digest(settings)}
-        if match is not None:
-            found = measure_matched(subject, others[match], names, counts, **labels)
+        if wanted is not None:
+            equal = wanted if isinstance(wanted, float) else others[wanted]
+            made = measure_matched(subject, equal, names, counts, **labels)
         else:
-            found = measure_temperatures(subject, names, counts, temperatures, **labels)
-        rows += [row for some in found for row in some]
+            made = measure_temperatures(subject, names, counts, temperatures, **labels)
+        rows += [row for some in made for row in some]
     if is_main():
         show(all_results(rows).rich())
         if out is not None:

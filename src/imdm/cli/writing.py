@@ -11,18 +11,16 @@ import typer
 from rich.table import Table
 from rich.text import Text as Plain
 
-from imdm.cli.app import Noise, Seed, app, device, in_colour, say, show, wide
+from imdm.cli.app import ModelPath, Noise, Seed, app, device, in_colour, say, show, wide
 from imdm.cli.arguments import parse_canvas, parse_counts, read_prompts
 from imdm.console import appearing, coloured, legend, side_by_side
 from imdm.errors import UserError
-from imdm.shipped import DEFAULT, find, listed
+from imdm.shipped import DEFAULT, listed
 
 
 @app.command()
 def generate(
-    model: Annotated[
-        str, typer.Argument(help="Model folder, the name of one that ships (imdm models), or hub id.")
-    ] = DEFAULT,
+    model: ModelPath = DEFAULT,
     prompt: Annotated[list[str] | None, typer.Option(help="Text to continue; may be repeated.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="A file of prompts, one a line.")] = None,
     infill: Annotated[str | None, typer.Option(help="Text with blanks to fill: 'The ___ sat on ___.'")] = None,
@@ -51,8 +49,7 @@ def generate(
         raise UserError("give one of --prompt, --prompts, --infill and --canvas")
     options: dict[str, Any] = {"num": num, "steps": steps, "seed": seed, "noise": noise}
     options |= {"temperature": temperature, "top_p": top_p}
-    place = Path(find(model))
-    ids_only = place.is_dir() and not has_tokenizer(place)
+    ids_only = Path(model).is_dir() and not has_tokenizer(Path(model))
     if canvas or (ids_only and prompt is None and prompts is None and infill is None):
         writer = load_model(model).to(device())
         start = parse_canvas(canvas, writer, length) if canvas else None

@@ -96,13 +96,16 @@ def measure_temperatures(
 
 
 def measure_matched(
-    subject: Subject, other: MaskedDiffusionLM, names: Sequence[str], steps: Sequence[int], **labels: str
+    subject: Subject, other: MaskedDiffusionLM | float, names: Sequence[str], steps: Sequence[int], **labels: str
 ) -> Iterator[list[Row]]:
-    """The rows of a subject at the temperature where, at each step count, its entropy is that of another model."""
+    """The rows of a subject at the temperature where, at each step count, its entropy is that of another model with as
+    many steps, or the one given."""
     for count in steps:
-        reference = replace(subject, model=other, steps=count, _made={})
-        equal = matched(replace(subject, steps=count), measure(["entropy"], reference)["entropy"].value)
-        yield from measure_steps(equal, names, [count], **labels)
+        if isinstance(other, float):
+            wanted = other
+        else:
+            wanted = measure(["entropy"], replace(subject, model=other, steps=count, _made={}))["entropy"].value
+        yield from measure_steps(matched(replace(subject, steps=count), wanted), names, [count], **labels)
 
 
 def append(path: Path, rows: list[Row]) -> None:
