@@ -56,7 +56,10 @@ def evaluate(
     seed: Seed = 0,
     method: Annotated[str, typer.Option(help="The method's name in the result rows.")] = "model",
     judge: Annotated[
-        str, typer.Option(help="Who reads generated text: a fetched judge, a folder, a .gguf file or a hub id.")
+        str,
+        typer.Option(
+            help="Who reads generated text: sentences-judge, a fetched one, a folder, a .gguf file, a hub id."
+        ),
     ] = "gpt2-large",
     judge_precision: Annotated[str, typer.Option(help="float32 (the paper's) or bf16.")] = "float32",
     embedder: Annotated[

@@ -21,6 +21,7 @@ from imdm.errors import UserError, unknown
 from imdm.evaluation.base import Measurement, Subject, bootstrap_weights, metrics, spread
 from imdm.files import home, written_aside
 from imdm.models import MaskedDiffusionLM, is_ours, load_model
+from imdm.shipped import find
 from imdm.state import Noised
 
 CONTEXT = 1024
@@ -172,10 +173,11 @@ def fetched(name: str) -> Path:
 def load_judge(
     place: str, precision: Precision = "float32", device: str | torch.device = "cpu", name: str | None = None
 ) -> Judge:
-    """A judge by the name of a fetched one, a folder, a .gguf file or a hub id; called `name` in result rows."""
+    """A judge by the name of one that ships or was fetched, a folder, a .gguf file or a hub id; called `name` in result
+    rows."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    name = name or place
+    name, place = name or place, str(find(place))
     if is_ours(Path(place)):
         return _own_judge(place, precision, device, name)
     place = str(fetched(name)) if name in FETCHABLE else place

@@ -35,7 +35,7 @@ def build_report(run: Path) -> Report:
         "recipe hash": _distinct(row.recipe_hash for row in rows),
         "seeds": _distinct(row.seed for row in rows),
         "precision": _distinct(row.precision for row in rows),
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
+        "page made on": f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
     }
     own = pages[name](run, rows, facts) if name in list(pages) else None
     written = not recipe and any(row.metric in ("gen_ppl", "entropy") for row in rows)

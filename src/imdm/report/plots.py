@@ -24,6 +24,9 @@ STYLE: Any = {
     "font.family": "sans-serif",
 }
 
+DASHES: tuple[Any, ...] = ("-", "--", "-.", (0, (1, 1)), (0, (6, 1, 1, 1, 1, 1)), (0, (8, 3)))
+MOST_INSIDE = 7  # curves whose names find room inside a picture
+
 Bands = dict[str, dict[int, list[float]]]  # model → steps → one value a seed
 Measured = Mapping[str, Mapping[int, tuple[float, float]]]  # curve → steps → value and standard error
 Point = tuple[float, float, float]  # temperature, entropy, perplexity
@@ -90,8 +93,9 @@ def over_steps(title: str, curves: Measured, log: bool = False, floors: Sequence
     """A quantity over the number of steps, one curve a model, with standard errors; `floors` names the curves (by how
     they begin) that are dotted."""
     with rc_context(STYLE):
-        figure = Figure(figsize=(4.2, 3.2), layout="constrained")
-        axis = figure.subplots()
+        below = len(curves) > MOST_INSIDE
+        figure = Figure(figsize=(4.2, 3.2 + (0.18 * len(curves) if below else 0)), layout="constrained")
+        axis, dashes = figure.subplots(), _dashes(list(curves))
         for name, points in curves.items():
             steps = sorted(points)
             values, errors = zip(*(points[k] for k in steps), strict=True)
@@ -105,14 +109,23 @@ def over_steps(title: str, curves: Measured, log: bool = False, floors: Sequence
                 capsize=2,
                 label=name,
                 color="black" if floor else _shade(name),
-                linestyle=":" if floor else "-",
+                linestyle=":" if floor else dashes[name],
             )
         ticks = sorted({k for points in curves.values() for k in points})
         axis.set(title=title, xlabel="steps", xscale="log", yscale="log" if log else "linear")
         axis.set_xticks(ticks, [str(k) for k in ticks])
         axis.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
         _plain_numbers(axis)
-        axis.legend(frameon=False, fontsize=8, loc="best")
+        if below:
+            figure.legend(
+                frameon=False,
+                fontsize=8,
+                loc="outside lower center",
+                ncols=2 if len(max(curves, key=len)) < 24 else 1,
+                handlelength=3,
+            )
+        else:
+            axis.legend(frameon=False, fontsize=8, loc="best")
         return figure
 
 
@@ -140,6 +153,14 @@ def _plain_numbers(axis: Axes) -> None:
         for which in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
             which(LogFormatter(labelOnlyBase=False, minor_thresholds=(3, 1)))
         axis.tick_params(axis="y", which="minor", labelsize=8)
+
+
+def _dashes(names: Sequence[str]) -> dict[str, Any]:
+    """Lines of one colour differ in their dashes, by method."""
+    methods = list(dict.fromkeys(name.rpartition(" ")[0] for name in names if _shade(name)))
+    return {
+        name: DASHES[methods.index(name.rpartition(" ")[0]) % len(DASHES)] if _shade(name) else "-" for name in names
+    }
 
 
 def _shade(name: str) -> str | None:

@@ -9,6 +9,8 @@ from rich.table import Table as RichTable
 
 from imdm.evaluation import Row
 
+PAGE = 90  # letters that a row of a table has room for
+
 
 @dataclass(frozen=True)
 class Table:
@@ -27,9 +29,15 @@ class Table:
         body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in self.rows)
         note = f"<p class=note>{escape(self.note)}</p>" if self.note else ""
         return (
-            f"<figure><figcaption>{escape(self.title)}</figcaption><div class=scroll><table>"
+            f"<figure{self._room}><figcaption>{escape(self.title)}</figcaption><div class=scroll><table>"
             f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{note}</figure>"
         )
+
+    @property
+    def _room(self) -> str:
+        """Wide tables may reach beyond the text where the window has room for it."""
+        widest = sum(max(len(row[i]) for row in [self.columns, *self.rows]) + 2 for i in range(len(self.columns)))
+        return " class=wide" if widest > PAGE else ""
 
     def rich(self) -> RichTable:
         table = RichTable(title=self.title, caption=self.note or None, title_justify="left", caption_justify="left")
@@ -40,8 +48,13 @@ class Table:
         return table
 
 
+LARGE = 1e6
+
+
 def figure(value: float, stderr: float | None, percent: bool = False) -> str:
-    """A value with its standard error: `97.93 ± 0.10%`; fewer digits of large ones."""
+    """A value with its standard error: `97.93 ± 0.10%`; fewer digits of large ones, and of very large ones the size."""
+    if abs(value) >= LARGE:
+        return f"{value:.1e}" + (f" ± {stderr:.0e}" if stderr else "")
     scale, unit = (100, "%") if percent else (1, "")
     digits = 2 if percent else next((d for d, most in ((4, 10), (2, 1000)) if abs(value) < most), 0)
     spread = "" if not stderr else f" ± {stderr * scale:,.{digits}f}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from pathlib import Path
 
 from imdm.evaluation import Row
@@ -35,7 +36,8 @@ def text_page(run: Path, rows: list[Row], facts: dict[str, str]) -> Report | Non
     every, apart = rows, recipe.choosing() if recipe is not None else set()
     rows = [row for row in rows if row.method not in apart]
     judges: list[str | None] = list(dict.fromkeys(row.judge for row in rows if row.judge)) or [None]
-    sections = [section for number, judge in enumerate(judges) for section in quality(rows, judge, number)]
+    own = set(recipe.stages) if recipe is not None else set()
+    sections = [section for number, judge in enumerate(judges) for section in quality(rows, judge, number, own)]
     if not sections:
         return None
     rows = read_by(rows, judges[0])
@@ -61,9 +63,11 @@ def read_by(rows: list[Row], judge: str | None) -> list[Row]:
     return [row for row in rows if row.judge in (None, judge)]
 
 
-def quality(rows: list[Row], judge: str | None, number: int) -> list[Section]:
-    """Curves and tables under one judge, the `number`-th of the page; what nobody judged stands with the first."""
-    rows = read_by(rows, judge)
+def quality(rows: list[Row], judge: str | None, number: int, own: set[str]) -> list[Section]:
+    """Curves and tables under one judge, the `number`-th of the page; what nobody judged stands with the first. own:
+    the run's stages, one of which the judge may be. Where a method was measured with several masks of a kind, these
+    have a section of their own."""
+    every, rows = read_by(rows, judge), usual(read_by(rows, judge))
     panels = {title: curves(rows, metric) for metric, title in CURVES.items() if not number or metric == "gen_ppl"}
     panels = {title: found for title, found in panels.items() if found}
     if not panels:
@@ -73,16 +77,42 @@ def quality(rows: list[Row], judge: str | None, number: int) -> list[Section]:
         f"{' or '.join(map(str, samples))} samples a point; bars are standard errors over samples, of MAUVE the spread "
         "over clusterings. "
     )
-    text += f"Judge: {judge}." if judge else "Nobody judged the text."
-    pictures = []
-    for place, (title, found) in enumerate(panels.items(), 1):
-        drawn = plots.over_steps(title, found, log=title == CURVES["gen_ppl"])
-        name = f"steps-{place}" if not number else f"steps-{place}-{number + 1}"
-        pictures.append(Picture(name, plots.svg(drawn), f"{title} over steps"))
+    trained = ", a model that this run trained on the same text" if judge in own else ""
+    text += f"Judge: {judge}{trained}." if judge else "Nobody judged the text."
+    nth, by = ("", "") if not number else (f"-{number + 1}", f", by {judge}")
+    pictures = [_picture(f"steps-{place}{nth}", *panel) for place, panel in enumerate(panels.items(), 1)]
+    sections = [Section(f"Quality over steps{by}", text, [Beside(pictures), *_tables(rows, number)])]
+    for place, (method, masks) in enumerate(several_masks(every).items(), 1):
+        title = CURVES["gen_ppl"] if curves(masks, "gen_ppl") else CURVES["entropy"]
+        picture = _picture(f"masks-{place}{nth}", title, curves(masks, "gen_ppl") or curves(masks, "entropy"))
+        sections.append(Section(f"{method}: masks compared{by}", "", [Beside([picture]), *_tables(masks, number)]))
+    return sections
+
+
+def _picture(name: str, title: str, found: plots.Measured) -> Picture:
+    drawn = plots.over_steps(title, found, log=title == CURVES["gen_ppl"])
+    return Picture(name, plots.svg(drawn), f"{title} over steps")
+
+
+def _tables(rows: list[Row], number: int) -> list[Part]:
+    """Perplexities, their ratios, and with the first judge everything else."""
     compared = ratio_table(rows)
-    parts: list[Part] = [Beside(pictures), step_table(rows), *([compared] if compared else [])]
-    parts += other_figures(rows) if not number else []
-    return [Section("Quality over steps" if not number else f"Quality over steps, by {judge}", text, parts)]
+    return [step_table(rows), *([compared] if compared else []), *(other_figures(rows) if not number else [])]
+
+
+def usual(rows: list[Row]) -> list[Row]:
+    """Of each method and model the rows of one mask: that of the most students, the first of several such."""
+    students: dict[tuple[str, str], dict[str, set[int]]] = {}
+    for row in rows:
+        students.setdefault((row.method, row.model), {}).setdefault(row.mask, set()).add(row.seed)
+    chosen = {place: max(masks, key=lambda mask: len(masks[mask])) for place, masks in students.items()}
+    return [row for row in rows if row.mask == chosen[row.method, row.model]]
+
+
+def several_masks(rows: list[Row]) -> dict[str, list[Row]]:
+    """The rows of each method that was measured with several masks of one kind."""
+    methods = dict.fromkeys(method for method, _ in _several(rows))
+    return {method: [row for row in rows if row.method == method] for method in methods}
 
 
 def curves(rows: list[Row], metric: str) -> dict[str, dict[int, tuple[float, float]]]:
@@ -95,15 +125,15 @@ def curves(rows: list[Row], metric: str) -> dict[str, dict[int, tuple[float, flo
     return {name: {steps: _mean(seeds) for steps, seeds in points.items()} for name, points in found.items()}
 
 
-def _several(rows: list[Row]) -> set[tuple[str, str]]:
+def _several(rows: list[Row]) -> dict[tuple[str, str], set[str]]:
     """Methods and models of which there are several masks, so that a name must say which."""
     masks: dict[tuple[str, str], set[str]] = {}
     for row in rows:
         masks.setdefault((row.method, row.model), set()).add(row.mask)
-    return {place for place, found in masks.items() if len(found) > 1}
+    return {place: found for place, found in masks.items() if len(found) > 1}
 
 
-def _name(row: Row, several: set[tuple[str, str]]) -> str:
+def _name(row: Row, several: Container[tuple[str, str]]) -> str:
     if row.method == "teacher":
         return row.method
     return f"{row.method} {row.mask if (row.method, row.model) in several else row.model}"
@@ -221,7 +251,10 @@ def cost_of_steps(rows: list[Row]) -> list[Section]:
 
 def highlights(rows: list[Row]) -> list[tuple[str, str]]:
     """How much the infinite mask gains over the single one at few steps, under the same distillation."""
-    found = [ratio for ratio in ratios(rows) if ratio.mask.startswith("infinite")]
+    every = [ratio for ratio in ratios(usual(rows)) if ratio.mask.startswith("infinite")]
+    most = max((ratio.seeds for ratio in every), default=1)  # the last of the methods with the most students
+    method = next((ratio.method for ratio in reversed(every) if ratio.seeds == most), "")
+    found = [ratio for ratio in every if ratio.method == method]
     return [
         (
             f"{ratio.value:.2f}",

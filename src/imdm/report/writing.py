@@ -53,10 +53,13 @@ def written_by(run: Path, recipe: Recipe) -> list[Section]:
 
 
 def _authors(run: Path, recipe: Recipe) -> list[Author]:
+    """Of students that differ in their seed alone the first; none that only helped to choose a setting."""
     folder = next(iter(sorted(run.glob("seed-*"))), run)
     found: dict[str, Author] = {}
     for stage in recipe.evaluations().values():
-        for name in stage.models:
+        for name, method in stage.models.items():
+            if recipe.seed_of(name) != recipe.seed or method in recipe.choosing():
+                continue
             if name in found:
                 steps = {*found[name].steps, *stage.steps}
                 found[name] = replace(found[name], steps=tuple(sorted(steps)))

@@ -48,7 +48,8 @@ def _described(name: str) -> Shipped:
 
 
 def recorded(name: str) -> dict[int, tuple[float, str]]:
-    """The generative perplexity that was measured of a model when it was made, with its judge, by steps."""
+    """The generative perplexity that was measured of a model when it was made, with its first judge, by steps."""
     file = HERE / name / "results.jsonl"
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
-    return {row["steps"]: (row["value"], row["judge"]) for row in rows if row["metric"] == "gen_ppl"}
+    read = [row for row in rows if row["metric"] == "gen_ppl"]
+    return {row["steps"]: (row["value"], row["judge"]) for row in read if row["judge"] == read[0]["judge"]}
