@@ -13,7 +13,7 @@ from imdm.shipped import recorded
 from imdm.writer import load
 
 STEPS = (1, 2, 4, 8, 16)
-SAMPLES = 32  # texts from nothing whose entropy is measured
+SAMPLES = 16  # texts from nothing whose entropy is measured
 
 
 @dataclass(frozen=True)
