@@ -144,8 +144,13 @@ def test_same_seed_same_results(run: Path, tmp_path: Path) -> None:
 
 
 def test_report_can_be_made_again(run: Path, tmp_path: Path) -> None:
+    (run / "report.md").write_text("mine")
     assert imdm("report", run, "--html", tmp_path / "page.html").returncode == 0
     assert (tmp_path / "page.html").read_text() == (run / "report.html").read_text()
+    assert (run / "report.md").read_text() == "mine"  # a page elsewhere leaves the run as it is
+    assert [file.name for file in tmp_path.iterdir()] == ["page.html"]
+    assert imdm("report", run).returncode == 0
+    assert (run / "report.md").read_text() != "mine"
 
 
 def test_train_one_stage_and_what_it_builds_on(tmp_path: Path) -> None:

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from safetensors.torch import load_file, save_file
 
 from imdm.data import PreparedData
 from imdm.data.tokenizers import has_tokenizer
 from imdm.evaluation import read
-from imdm.files import append_line
-from imdm.sampling import sample
+from imdm.files import append_line, read_metadata
+from imdm.sampling import Generation, sample
 from tests.test_cli import imdm, refused
 from tests.test_corpora import SENTENCES
 
@@ -289,23 +290,32 @@ def test_measuring_at_other_temperatures(run: Path, tmp_path: Path) -> None:
     assert matched.value == pytest.approx(plain.value, abs=0.005)
     result = imdm(*command, "--match", f"{plain.value:.4f}", "--out", tmp_path / "given.jsonl")
     assert result.returncode == 0, result.stderr
-    (given,) = read(tmp_path / "given.jsonl")
-    assert given.value == pytest.approx(plain.value, abs=0.005)
-    assert given.recipe_hash != plain.recipe_hash
+    assert imdm(*command, "--match", f"{plain.value + 0.002:.4f}", "--out", tmp_path / "given.jsonl").returncode == 0
+    rows = [json.loads(line) for line in (tmp_path / "given.jsonl").read_text().splitlines()]
+    assert [row["value"] for row in rows] == pytest.approx([plain.value, plain.value + 0.002], abs=0.005)
+    assert len({row["recipe_hash"] for row in rows}) == 2  # what was asked for tells rows apart
+    for wrong in ("0", "-4.3", "nan", "inf"):
+        assert "a positive number of nats" in refused(imdm(*command, f"--match={wrong}"))
     assert "must be positive" in refused(imdm(*command, "--temperature", "0"))
 
 
-def test_overlap_with_given_pairs(run: Path, tmp_path: Path) -> None:
-    """As the recipe's own stage measures it."""
-    about = ["evaluate", run / "seed-0/student/model", "--data", run / "data", "--metrics", "pair_overlap"]
-    about += ["--samples", "8", "--steps", "1,2"]
-    assert imdm(*about, "--pairs", run / "seed-0/pairs", "--out", tmp_path / "out.jsonl").returncode == 0
-    there = {
-        row.steps: row.value
-        for row in read(run / "results.jsonl")
-        if row.metric == "pair_overlap" and row.method == "redi"
-    }
-    assert {row.steps: row.value for row in read(tmp_path / "out.jsonl")} == there
+def test_overlap_with_given_pairs(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pairs of which four are what the student writes in one step: half of its eight texts."""
+    student, pairs = run / "seed-0/student/model", tmp_path / "pairs"
+    about = ["evaluate", student, "--data", run / "data", "--metrics", "pair_overlap", "--samples", "8", "--steps", "1"]
+    shutil.copytree(run / "seed-0/pairs", pairs)
+    shard = pairs / "pairs-00000.safetensors"
+    columns, metadata = load_file(shard), read_metadata(shard, "pairs")
+    with monkeypatch.context() as patch:
+        made: list[Generation] = []
+        patch.setattr("imdm.evaluation.base.sample", lambda *a, **k: made.append(sample(*a, **k)) or made[-1])  # type: ignore[func-returns-value]
+        assert imdm(*about, "--pairs", pairs).returncode == 0
+    columns["tokens"][:4] = made[0].tokens[:4].to(columns["tokens"])
+    save_file(columns, shard, metadata=metadata)
+    monkeypatch.setattr("imdm.evaluation.text._known", {})  # what pairs of this name had
+    assert imdm(*about, "--pairs", pairs, "--out", tmp_path / "out.jsonl").returncode == 0
+    (overlap,) = read(tmp_path / "out.jsonl")
+    assert 0.5 <= overlap.value < 0.7
     assert "needs the couplings" in refused(imdm(*about))
     assert "no such folder" in refused(imdm(*about, "--pairs", tmp_path / "none"))
 

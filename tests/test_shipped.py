@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -81,8 +82,34 @@ def test_teacher_and_student_side_by_side(shelf: Path) -> None:
     done = CliRunner().invoke(app, ["show", "--prompt", "The cat", "--steps", "1,2"], env={"COLUMNS": "200"})
     assert done.exit_code == 0, done.output
     assert done.output.count("The cat") >= 5
-    assert done.output.count("entropy") == 4
+    assert done.output.count("entropy") == 4 + 1  # the last says what it is
     assert "perplexity 123" in done.output
+
+
+def test_a_model_beside_itself(shelf: Path) -> None:
+    twice = ["--first", "sentences-imdm", "--second", "sentences-imdm"]
+    done = CliRunner().invoke(app, ["show", *twice, "--prompt", "The cat", "--steps", "1,2"], env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.output
+    assert done.output.count("entropy") == 4 + 1  # the last says what it is
+
+
+def test_a_folder_of_that_name_has_no_card_of_ours(
+    shelf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(shelf / "sentences-teacher", tmp_path / "sentences-imdm")
+    assert find("sentences-imdm") == "sentences-imdm"
+    assert recorded("sentences-imdm") == {}
+
+
+def test_the_tokenizer_of_a_shipped_model_prepares_text(shelf: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("\n".join(SENTENCES))
+    about = [str(tmp_path / "text.txt"), "--tokenizer", "sentences-teacher", "--length", "24"]
+    done = CliRunner().invoke(app, ["prepare", *about, "--out", str(tmp_path / "rows")])
+    assert done.exit_code == 0, done.output
+    evaluate = ["evaluate", "sentences-imdm", "--data", str(tmp_path / "rows"), "--metrics", "entropy"]
+    done = CliRunner().invoke(app, [*evaluate, "--steps", "1", "--samples", "4"])
+    assert done.exit_code == 0, done.output
 
 
 def test_what_was_shown_is_on_the_page_of_a_run(shelf: Path, tmp_path: Path) -> None:
@@ -94,6 +121,6 @@ def test_what_was_shown_is_on_the_page_of_a_run(shelf: Path, tmp_path: Path) -> 
     assert done.exit_code == 0, done.output
     page = (run / "report.html").read_text()
     assert "The same prompt in few and in more steps" in page
-    assert re.search(r"sentences-imdm, 2 steps \([\d.]+ s, entropy [\d.]+, perplexity 123 \(somebody\)\)", page)
+    assert re.search(r"sentences-imdm, 2 steps, [\d.]+ s, entropy [\d.]+, perplexity 123 by somebody:", page)
     assert [one.steps for one in kept(run)] == [1, 1, 2, 2]
     assert all(one.text.startswith("The cat") for one in kept(run))

@@ -14,6 +14,10 @@ from imdm.writer import load
 
 STEPS = (1, 2, 4, 8, 16)
 SAMPLES = 16  # texts from nothing whose entropy is measured
+FIGURES = (
+    f"Below a text: how long it took, then figures of its model, not of the text: the entropy of {SAMPLES} texts "
+    "written from nothing here, and the perplexity on its card (1,024 texts), with the judge."
+)
 
 
 @dataclass(frozen=True)
@@ -38,23 +42,22 @@ class Shown:
     def figures(self) -> str:
         found = [f"{self.seconds:.2f} s", f"entropy {self.entropy:.2f}"]
         if self.perplexity is not None:
-            found.append(f"perplexity {self.perplexity:,.0f} ({self.judge})")
+            found.append(f"perplexity {self.perplexity:,.0f} by {self.judge}")
         return ", ".join(found)
 
 
-def show(prompt: str, models: Sequence[str], steps: Sequence[int] = STEPS, seed: int = 0) -> Iterator[Shown]:
+def completions(prompt: str, models: Sequence[str], steps: Sequence[int] = STEPS, seed: int = 0) -> Iterator[Shown]:
     """Step count by step count, each model in turn."""
-    writers = {name: load(name) for name in models}
-    measured = {name: recorded(name) for name in models}
+    writers = [(name, load(name), recorded(name)) for name in models]
     for count in steps:
-        for name, writer in writers.items():
+        for name, writer, measured in writers:
             started = perf_counter()
             (text,) = writer.write(prompt, steps=count, seed=seed)
             took = perf_counter() - started
             pieces = [(piece.text, piece.step) for piece in writer.pieces(text)]
             made = writer.model.generate(num=SAMPLES, steps=count, seed=seed)
             entropy = float(sample_entropy(made.tokens.cpu()).mean())
-            yield Shown(name, count, pieces, took, entropy, *measured[name].get(count, (None, None)))
+            yield Shown(name, count, pieces, took, entropy, *measured.get(count, (None, None)))
 
 
 def keep(shown: Sequence[Shown], run: Path) -> None:

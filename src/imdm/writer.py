@@ -141,8 +141,7 @@ class Writer:
 
 def load(name: str | Path, device: str | torch.device = "cpu", *, fast: bool = False) -> Writer:
     """A writer from a model folder, the name of a model that ships (`imdm models`) or a hub id, with the tokenizer that
-    lies beside the weights. fast: made ready by
-    `faster`, which pays for many texts on a GPU."""
+    lies beside the weights. fast: made ready by `faster`, which pays for many texts on a GPU."""
     name = find(name)
     with no_progress_bars():
         model = load_model(name)

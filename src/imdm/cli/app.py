@@ -31,13 +31,13 @@ Overrides = Annotated[
 OutRun = Annotated[Path | None, typer.Option("--out", help="Folder of the run; runs/RECIPE unless given.")]
 
 
-def found(name: str | None) -> str | None:
+def located(name: str | None) -> str | None:
     """A model as it was named; one that ships by its folder."""
     return None if name is None else str(find(name))
 
 
 ModelPath = Annotated[
-    str, typer.Argument(help="Model folder, the name of one that ships (imdm models), or hub id.", callback=found)
+    str, typer.Argument(help="Model folder, the name of one that ships (imdm models), or hub id.", callback=located)
 ]
 Data = Annotated[
     str,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,9 +44,12 @@ def parse_match(text: str | None) -> str | float | None:
     if text is None:
         return None
     try:
-        return float(text)
+        entropy = float(text)
     except ValueError:
         return str(find(text))
+    if not 0 < entropy < inf:
+        raise UserError(f"--match {text}: an entropy is a positive number of nats")
+    return entropy
 
 
 def parse_data(text: str, model: MaskedDiffusionLM) -> LanguageData | TokenData | PreparedData:

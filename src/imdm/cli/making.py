@@ -19,8 +19,8 @@ from imdm.cli.app import (
     Seed,
     app,
     device,
-    found,
     is_main,
+    located,
     reporter,
     say,
     show,
@@ -178,7 +178,7 @@ def couple(
 @app.command()
 def distill(
     method: Annotated[str, typer.Argument(help="sdtt, redi or di4c.")],
-    model: Annotated[str, typer.Argument(help="The teacher: a model folder, or one that ships.", callback=found)],
+    model: Annotated[str, typer.Argument(help="The teacher: a model folder, or one that ships.", callback=located)],
     data: Data,
     out: Annotated[Path, typer.Option(help="Folder of the run.")],
     overrides: Overrides = None,

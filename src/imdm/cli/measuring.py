@@ -15,9 +15,9 @@ from imdm.cli.app import (
     Seed,
     app,
     device,
-    found,
     is_main,
     judges,
+    located,
     reporter,
     say,
     show,
@@ -68,7 +68,7 @@ def evaluate(
     reference: Annotated[
         str | None,
         typer.Option(
-            help="The teacher, whose conditionals step_error and pair_error are measured against.", callback=found
+            help="The teacher, whose conditionals step_error and pair_error are measured against.", callback=located
         ),
     ] = None,
     conditional: Annotated[
@@ -198,7 +198,7 @@ def fetch(name: Annotated[str, typer.Argument(help="smollm2.")]) -> None:
 @app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs; several make one page.")],
-    html: Annotated[Path | None, typer.Option(help="Where the page goes; RUN/report.html unless given.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Make this page alone, and leave RUN as it is.")] = None,
 ) -> None:
     """Write the report.md and report.html of a run, or one page of several, and print the tables."""
     from imdm.report import build_report, combine
@@ -212,7 +212,7 @@ def report(
         raise UserError("several runs make one page; say where with --html PAGE")
     made = {run.name: build_report(run) for run in runs}
     whole = combine(made) if len(made) > 1 else next(iter(made.values()))
-    page = whole.write(html.parent if len(made) > 1 and html is not None else runs[0], html)
+    page = whole.write(runs[0], html)
     for one in made.values():
         show_tables(one)
     say(f"report: {page}")

@@ -112,7 +112,7 @@ def models() -> None:
 
 
 @app.command(name="show")
-def shown(
+def show_two(
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = "It was a dark and stormy night",
     first: Annotated[str, typer.Option(help="A model: the teacher.")] = "sentences-teacher",
     second: Annotated[str, typer.Option(help="Another: the student.")] = DEFAULT,
@@ -122,13 +122,12 @@ def shown(
 ) -> None:
     """Complete a prompt with two models side by side, in few and in more steps."""
     from imdm.report import build_report
-    from imdm.showing import keep
-    from imdm.showing import show as look
+    from imdm.showing import FIGURES, completions, keep
 
     if into is not None:
         build_report(into)  # refuse what is no run before any work
-    rows = list(look(prompt, (first, second), parse_counts(steps), seed))
-    table = Table(title=prompt, title_justify="left", show_lines=True)
+    rows = list(completions(prompt, (first, second), parse_counts(steps), seed))
+    table = Table(title=prompt, title_justify="left", caption=FIGURES, caption_justify="left", show_lines=True)
     table.add_column("steps", justify="right")
     for name in (first, second):
         table.add_column(name)

@@ -11,6 +11,7 @@ from typing import Any
 
 from imdm.errors import UserError
 from imdm.files import written_aside
+from imdm.shipped import find
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt", "vocab.txt")
 
@@ -28,10 +29,11 @@ class Special:
 
 
 def load_tokenizer(name: str | Path) -> Any:
-    """A fast tokenizer by folder or hub id."""
+    """A fast tokenizer by folder, by the name of a model that ships, or by hub id."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
     from transformers import GPT2TokenizerFast as ByteLevelBPE  # type: ignore[attr-defined]
 
+    name = find(name)
     folder = Path(name)
     if folder.is_dir() and not has_tokenizer(folder):
         raise UserError(f"tokenizer {str(name)!r}: no tokenizer files in that folder")

@@ -45,16 +45,16 @@ def sample_entropy(tokens: Tensor) -> Tensor:
 def matched(subject: Subject, entropy_wanted: float, within: float = 0.005, tries: int = 20) -> Subject:
     """The subject at the temperature where its samples have this entropy: a comparison of perplexities at equal
     entropy is not won by being less varied. Bisection over keyed samples, which change little with the temperature."""
-    low, high = 0.1, 4.0
-    found = subject
+    low, high, reached = 0.1, 4.0, dict[float, float]()
     for _ in range(tries):
         found = replace(subject, temperature=(low * high) ** 0.5, _made={})
-        reached = float(sample_entropy(found.generation.tokens).mean())
-        if abs(reached - entropy_wanted) <= within:
+        reached[found.temperature] = here = float(sample_entropy(found.generation.tokens).mean())
+        if abs(here - entropy_wanted) <= within:
             return found
-        low, high = (found.temperature, high) if reached < entropy_wanted else (low, found.temperature)
-    best = f"{reached:.3f} at {found.temperature:.3f}"
-    raise UserError(f"no temperature gives an entropy of {entropy_wanted:.3f} within {within}: {best}")
+        low, high = (found.temperature, high) if here < entropy_wanted else (low, found.temperature)
+    best = min(reached, key=lambda temperature: abs(reached[temperature] - entropy_wanted))
+    nearest = f"{reached[best]:.3f} at {best:.3f}"
+    raise UserError(f"no temperature gives an entropy of {entropy_wanted:.3f} within {within}; the nearest: {nearest}")
 
 
 def grams(tokens: np.ndarray, n: int) -> np.ndarray:

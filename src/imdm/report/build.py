@@ -42,7 +42,8 @@ def build_report(run: Path) -> Report:
     if own is None and (written or recipe.get("data", {}).get("kind") in ("text", "prepared", "tokens")):
         own = text_page(run, rows, facts)
     if own is not None:
-        return replace(own, sections=[*own.sections, *shown_section(run), all_paper_tables()])
+        *first, everything = own.sections
+        return replace(own, sections=[*first, *shown_section(run), everything, all_paper_tables()])
     lead = recipe.get("summary", "Results of this folder.")
     if name in list(pages):
         lead += (

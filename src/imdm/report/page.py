@@ -155,14 +155,14 @@ class Report:
         )
 
     def write(self, folder: Path, page: Path | None = None) -> Path:
-        """`report.md` and its pictures in the folder, `report.html` there or where `page` says."""
-        page = page or folder / "report.html"
-        files = {folder / "report.md": self.markdown(), page: self.html()}
-        for section in self.sections:
-            for part in section.parts:
-                pictures = part.parts if isinstance(part, Beside) else [part]
-                files |= {folder / p.file: p.svg for p in pictures if isinstance(p, Picture)}
+        """`report.html`, `report.md` and its pictures in the folder; where `page` is given, that page alone."""
+        files = {page or folder / "report.html": self.html()}
+        if page is None:
+            files[folder / "report.md"] = self.markdown()
+            parts = [part for section in self.sections for part in section.parts]
+            pictures = [one for part in parts for one in (part.parts if isinstance(part, Beside) else [part])]
+            files |= {folder / one.file: one.svg for one in pictures if isinstance(one, Picture)}
         for path, text in files.items():
             with written_aside(path) as aside:
                 aside.write_text(UNPRINTABLE.sub("\ufffd", text))
-        return page
+        return next(iter(files))

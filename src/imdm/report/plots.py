@@ -122,7 +122,7 @@ def over_steps(title: str, curves: Measured, log: bool = False, floors: Sequence
                 fontsize=8,
                 loc="outside lower center",
                 ncols=2 if len(max(curves, key=len)) < 24 else 1,
-                handlelength=3,
+                handlelength=4.5,
             )
         else:
             axis.legend(frameon=False, fontsize=8, loc="best")

@@ -82,7 +82,8 @@ def ratio_table(rows: Sequence[Row]) -> Table | None:
     seeds = sorted({ratio.seeds for ratio in found})
     note = (
         f"exp of the mean difference of log perplexities over {' or '.join(map(str, seeds))} student seed"
-        f"{'s' if seeds != [1] else ''}, with a 95% bootstrap interval; in brackets the difference of entropies."
+        f"{'s' if seeds != [1] else ''}, with a 95% bootstrap interval; in brackets the difference of entropies, "
+        "where it is not 0.00."
     )
     table = Table(
         "Perplexity, as a share of the single mask's", ("method", "mask", *map(steps_in_words, steps)), note=note
@@ -94,5 +95,5 @@ def ratio_table(rows: Sequence[Row]) -> Table | None:
 
 
 def _cell(ratio: Ratio) -> str:
-    entropy = "" if ratio.entropy is None else f" [{ratio.entropy:+.2f}]"
+    entropy = "" if not round(ratio.entropy or 0.0, 2) else f" [{ratio.entropy:+.2f}]"
     return f"{ratio.value:.3f} ({ratio.low:.3f}–{ratio.high:.3f}){entropy}"

@@ -6,12 +6,10 @@ from pathlib import Path
 
 from imdm.report.page import Beside, Part, Section, Written
 from imdm.report.tables import steps_in_words
-from imdm.showing import SAMPLES, Shown, kept
+from imdm.report.writing import COLOURS
+from imdm.showing import FIGURES, Shown, kept
 
-WORDS = (
-    "Models that ship with the package, on this machine: one prompt, one seed, nothing chosen. Entropy is that of "
-    f"{SAMPLES} texts written from nothing here; perplexity was measured when the models were made, by the judge named."
-)
+WORDS = f"Models that ship with the package, on this machine: one prompt, one seed, nothing chosen. {FIGURES}"
 
 
 def shown_section(run: Path) -> list[Section]:
@@ -20,7 +18,7 @@ def shown_section(run: Path) -> list[Section]:
     for one in kept(run):
         by_steps.setdefault(one.steps, []).append(one)
     parts: list[Part] = [
-        Beside([Written(f"{one.model}, {steps_in_words(steps)} ({one.figures}):", one.pieces, steps) for one in those])
+        Beside([Written(f"{one.model}, {steps_in_words(steps)}, {one.figures}:", one.pieces, steps) for one in those])
         for steps, those in by_steps.items()
     ]
-    return [Section("The same prompt in few and in more steps", WORDS, parts)] if parts else []
+    return [Section("The same prompt in few and in more steps", WORDS, parts, aside=COLOURS)] if parts else []

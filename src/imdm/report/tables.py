@@ -10,6 +10,7 @@ from rich.table import Table as RichTable
 from imdm.evaluation import Row
 
 PAGE = 90  # letters that a row of a table has room for
+LARGE = 1e6  # from here on a figure is shown by its size
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,6 @@ class Table:
         for row in self.rows:
             table.add_row(*row)
         return table
-
-
-LARGE = 1e6
 
 
 def figure(value: float, stderr: float | None, percent: bool = False) -> str:

@@ -73,10 +73,8 @@ def quality(rows: list[Row], judge: str | None, number: int, own: set[str]) -> l
     if not panels:
         return []
     samples = sorted({row.n for row in rows if row.metric in CURVES})
-    text = (
-        f"{' or '.join(map(str, samples))} samples a point; bars are standard errors over samples, of MAUVE the spread "
-        "over clusterings. "
-    )
+    mauve = ", of MAUVE the spread over clusterings" if CURVES["mauve"] in panels else ""
+    text = f"{' or '.join(map(str, samples))} samples a point; bars are standard errors over samples{mauve}. "
     trained = ", a model that this run trained on the same text" if judge in own else ""
     text += f"Judge: {judge}{trained}." if judge else "Nobody judged the text."
     nth, by = ("", "") if not number else (f"-{number + 1}", f", by {judge}")

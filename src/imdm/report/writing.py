@@ -16,7 +16,7 @@ from imdm.report.page import Beside, Part, Section, Strip, Written
 from imdm.report.tables import steps_in_words
 from imdm.writer import Text, Writer, load
 
-FAIR = "The same seed for every model; nothing is left out or chosen."
+FAIR = "By the models whose weights are in the run's folder, the same seed for each; no text was chosen."
 COLOURS = "Blue was written first, red last."
 CONTINUATIONS = 3
 FEW = 4  # steps, where one number must do

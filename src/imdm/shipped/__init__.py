@@ -49,7 +49,7 @@ def _described(name: str) -> Shipped:
 
 def recorded(name: str) -> dict[int, tuple[float, str]]:
     """The generative perplexity that was measured of a model when it was made, with its first judge, by steps."""
-    file = HERE / name / "results.jsonl"
+    file = Path(find(name)) / "results.jsonl"
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
     read = [row for row in rows if row["metric"] == "gen_ppl"]
     return {row["steps"]: (row["value"], row["judge"]) for row in read if row["judge"] == read[0]["judge"]}
