@@ -3,24 +3,61 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import torch
 
 import imdm
-from imdm.evaluation import load_judge, read
+from imdm.evaluation import Row, load_judge, read
 from imdm.evaluation.text import sample_entropy
-from imdm.files import read_json
+from imdm.files import read_json, read_lines
 from imdm.models import load_model
 from imdm.recipes import Recipe, load_recipe
 from imdm.report.ratios import ratios
+from imdm.report.text import curves, usual
 from imdm.shipped import HERE, listed, recorded
 
 ROOT = Path(__file__).parents[1]
 GRID, DOCUMENT = ROOT / "results" / "grid", ROOT / "docs" / "results.md"
 INFINITE = "infinite-uniform-768-1.0"
 BARS = {"redi": {2: 0.54, 4: 0.75, 8: 0.90, 16: 0.95}, "sdtt+redi": {2: 0.47, 4: 0.75, 8: 0.90, 16: 0.95}}
+STEPS = (1, 2, 4, 8, 16, 32, 128, 1024)
+NAMES = {
+    "teacher": "teacher",
+    "SDTT, single": "sdtt mdlm",
+    "SDTT, infinite": "sdtt imdm",
+    "ReDi, single (3)": "redi mdlm",
+    "ReDi, infinite (3)": "redi imdm",
+    "ReDi, single, 32,768 pairs": "redi, 4 × pairs mdlm",
+    "SDTT+ReDi, single (3)": "sdtt+redi mdlm",
+    "SDTT+ReDi, infinite (3)": "sdtt+redi imdm",
+    "SDTT+ReDi, 6,144 masks": "sdtt+redi finite",
+    "Di4C, 2 rounds after SDTT": "di4c mdlm",
+}
+README_NAMES = {
+    "teacher": "teacher",
+    "student (SDTT+ReDi), single mask": "SDTT+ReDi, single (3)",
+    "student, infinite masks": "SDTT+ReDi, infinite (3)",
+}
+MASKS = {
+    "uniform, 8": ("infinite-uniform-8-1.0", "noise-dim-8"),
+    "uniform, 256": ("infinite-uniform-256-1.0", "noise-dim-256"),
+    "uniform, 768": (INFINITE, "imdm-sdtt-redi"),
+    "uniform, 1,536": ("infinite-uniform-1536-1.0", "noise-dim-1536"),
+    "normal, 768": ("infinite-normal-768-1.0", "noise-normal"),
+    "uniform, 768, scale 0.5": ("infinite-uniform-768-0.5", "noise-scale-half"),
+    "uniform, 768, scale 2": ("infinite-uniform-768-2.0", "noise-scale-two"),
+    "one of 6,144 masks": ("finite-6144", "finite-sdtt-redi"),
+}
+BESIDE = {
+    "ReDi, single": ("redi", "single", "mdlm-redi", "teacher"),
+    "ReDi, infinite": ("redi", INFINITE, "imdm-redi", "teacher"),
+    "SDTT+ReDi, single": ("sdtt+redi", "single", "mdlm-sdtt-redi", "sdtt"),
+    "SDTT+ReDi, infinite": ("sdtt+redi", INFINITE, "imdm-sdtt-redi", "sdtt"),
+}
 WRITERS = {
     "sentences-imdm": ("sdtt+redi", INFINITE),
     "sentences-mdlm": ("sdtt+redi", "single"),
@@ -28,15 +65,108 @@ WRITERS = {
 }
 
 
-def test_the_documents_ratios_are_those_of_the_rows() -> None:
-    text = DOCUMENT.read_text(encoding="utf-8")
-    found = [ratio for ratio in ratios(read(GRID / "results.jsonl")) if ratio.mask == INFINITE]
-    assert {(ratio.method, ratio.judge) for ratio in found} >= {
-        (method, judge) for method in BARS for judge in ("sentences-judge", "smollm2 (bf16)")
+def tables(file: Path) -> list[list[list[str]]]:
+    """The Markdown tables of a document, a list of cells a row, without heads and emphasis."""
+    found: list[list[list[str]]] = [[]]
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if line.startswith("|"):
+            found[-1].append([cell.strip().strip("*") for cell in line.strip("|").split("|")])
+        elif found[-1]:
+            found.append([])
+    return [rows[2:] for rows in found if rows]
+
+
+def measured(judge: str = "sentences-judge") -> list[Row]:
+    """What the grid reports, without what settings were chosen on."""
+    return [row for row in read(GRID / "results.jsonl") if " at " not in row.method and row.judge in (None, judge)]
+
+
+@pytest.mark.parametrize(
+    ("place", "judge", "columns"),
+    [
+        (0, "sentences-judge", {"redi": 1, "sdtt+redi": 3, "sdtt": 5}),
+        (1, "smollm2 (bf16)", {"redi": 1, "sdtt+redi": 2, "sdtt": 3}),
+    ],
+)
+def test_the_documents_ratios_are_those_of_the_rows(place: int, judge: str, columns: dict[str, int]) -> None:
+    table = {int(cells[0]): cells for cells in tables(DOCUMENT)[place]}
+    found = [ratio for ratio in ratios(measured(judge)) if ratio.mask == INFINITE]
+    assert {(ratio.method, ratio.steps) for ratio in found} == {
+        (method, steps) for method in columns for steps in table
     }
     for ratio in found:
-        if " at " not in ratio.method:  # those were for choosing
-            assert f"{ratio.value:.3f} ({ratio.low:.3f}–{ratio.high:.3f})" in text
+        told = table[ratio.steps][columns[ratio.method]]
+        assert told == f"{ratio.value:.3f} ({ratio.low:.3f}–{ratio.high:.3f})"
+
+
+def test_the_documents_perplexities_are_those_of_the_rows() -> None:
+    rows = usual(measured())
+    ppl, entropy = curves(rows, "gen_ppl"), curves(rows, "entropy")
+    told = {cells[0]: cells[1:] for cells in tables(DOCUMENT)[2]}
+    assert set(told) == set(NAMES)
+    for name, cells in told.items():
+        points = {k: f"{value:,.0f} ({entropy[NAMES[name]][k][0]:.2f})" for k, (value, _) in ppl[NAMES[name]].items()}
+        assert cells == [points.get(k, "") for k in STEPS]
+    short = {cells[0]: cells[1:] for cells in tables(ROOT / "README.md")[0]}
+    for name, ours in README_NAMES.items():
+        shown = [cell.replace("*", "") for cell in short[name]]
+        assert shown[:4] == told[ours][1:5]
+        assert shown[4] == told[ours][7]
+
+
+def test_the_documents_comparison_at_equal_entropy() -> None:
+    """Gen. PPL over the teacher's at the same entropy, log-linear through the temperatures that it was run at; at most
+    the entropy of temperature 1."""
+    cooler = read(ROOT / "results" / "equal-entropy" / "results.jsonl")
+    at = {(row.metric, row.temperature): row.value for row in cooler if row.method == "teacher"}
+    temperatures = sorted({temperature for _, temperature in at})
+    cold, cool, warm = ((at["entropy", t], math.log(at["gen_ppl", t])) for t in temperatures)
+    rows = usual(measured())
+    ppl, entropy = curves(rows, "gen_ppl"), curves(rows, "entropy")
+    for name, *cells in tables(DOCUMENT)[3]:
+        for steps, cell in zip((2, 4, 8, 16, 32), cells, strict=True):
+            reached = min(entropy[NAMES[name]][steps][0], warm[0])
+            (x, y), (x2, y2) = (cold, cool) if reached <= cool[0] else (cool, warm)
+            teacher = math.exp(y + (y2 - y) * (reached - x) / (x2 - x))
+            assert cell == f"{ppl[NAMES[name]][steps][0] / teacher:.2f}"
+
+
+def test_the_documents_masks_and_what_stands_beside_the_ratios() -> None:
+    folder = GRID / "seed-0"
+    for name, *cells in tables(DOCUMENT)[5]:
+        mask, stage = MASKS[name]
+        figures = [
+            {row.steps: row.value for row in measured(judge) if place(row) == ("sdtt+redi", mask, 0, "gen_ppl")}
+            for judge in ("sentences-judge", "smollm2 (bf16)")
+        ]
+        assert cells[:4] == [f"{figures[0][k]:,.0f} ({figures[1][k]:,.0f})" for k in (1, 2, 4, 8)]
+        assert cells[4:] == [f"{loss(folder / stage):.3f}", f"{fitted(folder / stage):.1%}"]
+    for name, *cells in tables(DOCUMENT)[4]:
+        method, mask, stem, maker = BESIDE[name]
+        stages = [folder / f"{stem}{seed}" for seed in ("", "-1", "-2")]
+        assert cells[2:4] == [
+            ", ".join(f"{loss(stage):.2g}" for stage in stages),
+            ", ".join(f"{fitted(stage):.1%}" for stage in stages),
+        ]
+        for steps, cell in ((32, cells[4]), (8, cells[5])):
+            rows = [row for row in measured() if row.metric == "pair_overlap" and row.steps == steps]
+            mine = [next(r.value for r in rows if place(r)[:3] == (method, mask, seed)) for seed in range(3)]
+            theirs = next(row.value for row in rows if place(row)[:3] == (maker, "single", 0))
+            told = ", ".join(f"{100 * value:.2f}" for value in mine)
+            assert cell == f"{told}% ({'SDTT' if maker == 'sdtt' else maker}: {100 * theirs:.2f}%)"
+
+
+def place(row: Row) -> tuple[str, str, int, str]:
+    return row.method, row.mask, row.seed, row.metric
+
+
+def loss(stage: Path) -> float:
+    """As the report has it: the mean of the last four that were logged."""
+    return fmean([row["loss"] for row in read_lines(stage / "history.jsonl") if "loss" in row][-4:])
+
+
+def fitted(stage: Path) -> float:
+    return float([row["fitted"] for row in read_lines(stage / "history.jsonl") if "fitted" in row][-1])
 
 
 def test_the_bars_are_met_at_equal_entropy_over_three_students() -> None:
@@ -78,16 +208,20 @@ def test_a_cards_figures_are_those_of_the_grid(name: str) -> None:
     rows = [row for row in read(GRID / "results.jsonl") if (row.method, row.mask, row.seed) == (method, mask, 0)]
     assert rows
     assert read(HERE / name / "results.jsonl") == [row for row in rows if not row.metric.startswith("real_")]
-    card = (HERE / name / "README.md").read_text(encoding="utf-8")
-    for value, judge in recorded(name).values():
-        assert judge == "sentences-judge"
-        assert (f"{value:,.0f} ±" if value >= 1000 else f"{value:.1f} ±") in card
+    figures = {(row.metric, row.judge, row.steps): row for row in rows}
+    for steps, first, second, entropy in tables(HERE / name / "README.md")[0][:-1]:
+        k = int(steps.replace(",", ""))
+        for told, judge in ((first, "sentences-judge"), (second, "smollm2 (bf16)")):
+            value, error = figures["gen_ppl", judge, k].value, figures["gen_ppl", judge, k].stderr
+            assert told == (f"{value:,.0f} ± {error:,.0f}" if value >= 1000 else f"{value:.1f} ± {error:.1f}")
+        assert entropy == f"{figures['entropy', None, k].value:.3f}"
+    assert {judge for _, judge in recorded(name).values()} == {"sentences-judge"}
 
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_shipped_model_writes_as_well_as_was_measured(name: str) -> None:
     """48 texts of 8 steps: entropy within 0.06 and Gen. PPL under the judge that ships within a quarter of what the
-    cards say, each about four standard errors over texts."""
+    cards say, four standard errors over texts or more."""
     writer = imdm.load(name)
     tokens = writer.model.generate(num=48, steps=8, seed=5).tokens
     rows = [json.loads(line) for line in (HERE / name / "results.jsonl").read_text().splitlines()]

@@ -113,10 +113,10 @@ def append(path: Path, rows: list[Row]) -> None:
         append_line(path, row.model_dump())
 
 
-def read(path: Path) -> list[Row]:
+def read(path: str | Path) -> list[Row]:
     """The last row of each key, in the order in which the keys first appeared."""
     latest: dict[tuple[Any, ...], Row] = {}
-    for number, values in enumerate(read_lines(path), 1):
+    for number, values in enumerate(read_lines(Path(path)), 1):
         row = Row.parse(values, f"{path}: line {number}")
         latest[row.key] = row
     return list(latest.values())
