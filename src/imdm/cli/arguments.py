@@ -64,8 +64,12 @@ def parse_data(text: str, model: MaskedDiffusionLM) -> LanguageData | TokenData 
         values = {"path": text, "vocab_size": config.vocab_size, "mask_token_id": config.mask_token_id}
         return TokenData.parse(values, "--data")
     name, _, settings = text.partition(":")
-    if name not in list(languages) and (Path(text).exists() or "/" in text or "." in text or not text):
-        raise UserError(f"--data {text!r}: neither a language, a .safetensors file nor prepared text; see imdm prepare")
+    if name not in list(languages):
+        known = ", ".join(sorted(languages))
+        raise UserError(
+            f"--data {text!r}: neither a language ({known}), a .safetensors file nor a folder of prepared text; make "
+            "one with 'imdm prepare TEXT --tokenizer MODEL --out FOLDER'"
+        )
     pairs = [item.partition("=") for item in settings.split(",") if item]
     return LanguageData.parse({"name": name, "settings": {k: yaml.safe_load(v) for k, _, v in pairs}}, "--data")
 

@@ -66,5 +66,9 @@ def parse_mask(value: Any) -> Mask:
         fields = [name for name in masks[kind].model_fields if name != "kind"]
         if len(parts) > len(fields):
             raise UserError(f"mask {value!r}: {kind!r} takes {len(fields)} settings ({', '.join(fields) or 'none'})")
-        value = {"kind": kind, **dict(zip(fields, parts, strict=False))}
+        try:
+            return parse_kind(masks, {"kind": kind, **dict(zip(fields, parts, strict=False))})
+        except UserError as error:
+            form = "-".join([kind, *map(str.upper, fields)])
+            raise UserError(f"mask {value!r} is not of the form {form}: {error}") from None
     return parse_kind(masks, value)
