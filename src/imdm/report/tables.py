@@ -9,7 +9,7 @@ from rich.table import Table as RichTable
 
 from imdm.evaluation import Row
 
-PAGE = 90  # letters that a row of a table has room for
+PAGE = 114  # letters that a row of a table has room for, counting three between columns
 LARGE = 1e6  # from here on a figure is shown by its size
 
 
@@ -37,8 +37,8 @@ class Table:
     @property
     def _room(self) -> str:
         """Wide tables may reach beyond the text where the window has room for it."""
-        widest = sum(max(len(row[i]) for row in [self.columns, *self.rows]) + 2 for i in range(len(self.columns)))
-        return " class=wide" if widest > PAGE else ""
+        cells = zip(self.columns, *self.rows, strict=True)
+        return " class=wide" if sum(max(map(len, column)) + 3 for column in cells) > PAGE else ""
 
     def rich(self) -> RichTable:
         table = RichTable(title=self.title, caption=self.note or None, title_justify="left", caption_justify="left")
