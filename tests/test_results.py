@@ -19,6 +19,7 @@ from imdm.recipes import Recipe, load_recipe
 from imdm.report.ratios import ratios
 from imdm.report.text import curves, usual
 from imdm.shipped import HERE, listed, recorded
+from tests.test_cli import imdm as command
 
 ROOT = Path(__file__).parents[1]
 GRID, DOCUMENT = ROOT / "results" / "grid", ROOT / "docs" / "results.md"
@@ -182,6 +183,16 @@ def test_the_bars_are_met_at_equal_entropy_over_three_students() -> None:
             assert ratio.high <= bar
             assert ratio.entropy is not None
             assert abs(ratio.entropy) < 0.05
+
+
+def test_the_page_can_be_made_again_and_its_tables_are_printed_whole(tmp_path: Path) -> None:
+    before = {file: file.read_bytes() for file in GRID.iterdir() if file.is_file()}
+    done = command("report", GRID, "--html", tmp_path / "page.html")
+    assert done.returncode == 0, done.stderr
+    assert "0.783 (0.762–0.804) [+0.01]" in done.stdout
+    assert "…" not in done.stdout
+    assert "sdtt+redi: masks compared, by smollm2" in (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert {file: file.read_bytes() for file in GRID.iterdir() if file.is_file()} == before
 
 
 def test_the_recorded_recipe_is_the_packages_own() -> None:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.measure import Measurement
 
 from imdm.errors import UserError
 from imdm.shipped import find
@@ -117,8 +118,17 @@ def show_tables(made: Any) -> None:
     for part in made.sections[0].parts:
         if isinstance(part, Table):
             show()
-            show(part.rich())
+            _whole(part.rich())
     show()
+
+
+def _whole(table: Any) -> None:
+    """Print a table as wide as it is, unless there is a window that is narrower."""
+    needed = Measurement.get(console, console.options.update(max_width=1000), table).maximum
+    if console.is_terminal or needed <= console.width:
+        show(table)
+    else:
+        Console(file=console.file, width=needed).print(table)
 
 
 def main() -> None:

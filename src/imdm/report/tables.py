@@ -43,7 +43,7 @@ class Table:
     def rich(self) -> RichTable:
         table = RichTable(title=self.title, caption=self.note or None, title_justify="left", caption_justify="left")
         for index, column in enumerate(self.columns):
-            table.add_column(column, justify="left" if index == 0 else "right")
+            table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
         for row in self.rows:
             table.add_row(*row)
         return table
