@@ -299,6 +299,15 @@ def test_measuring_at_other_temperatures(run: Path, tmp_path: Path) -> None:
     assert "must be positive" in refused(imdm(*command, "--temperature", "0"))
 
 
+def test_runs_of_one_name_are_all_on_the_page(run: Path, tmp_path: Path) -> None:
+    for place in ("a", "b"):
+        (tmp_path / place / "mine").mkdir(parents=True)
+        shutil.copy(run / "results.jsonl", tmp_path / place / "mine")
+    page = tmp_path / "page.html"
+    assert imdm("report", tmp_path / "a/mine", tmp_path / "b/mine", "--html", page).returncode == 0
+    assert all(f"{tmp_path / place}/mine: " in page.read_text() for place in ("a", "b"))
+
+
 def test_overlap_with_given_pairs(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pairs of which four are what the student writes in one step: half of its eight texts."""
     student, pairs = run / "seed-0/student/model", tmp_path / "pairs"
@@ -317,7 +326,9 @@ def test_overlap_with_given_pairs(run: Path, tmp_path: Path, monkeypatch: pytest
     (overlap,) = read(tmp_path / "out.jsonl")
     assert 0.5 <= overlap.value < 0.7
     assert "needs the couplings" in refused(imdm(*about))
-    assert "no such folder" in refused(imdm(*about, "--pairs", tmp_path / "none"))
+    for wrong in (tmp_path / "none", run / "data" / "train"):
+        assert "no couplings there; make them with 'imdm couple'" in refused(imdm(*about, "--pairs", wrong))
+    assert "--data is empty" in refused(imdm("evaluate", student, "--data", ""))
 
 
 def test_refusals(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from imdm.report.ratios import ratios
 from imdm.report.text import curves, usual
 from imdm.shipped import HERE, listed, recorded
 from tests.test_cli import imdm as command
+from tests.test_cli import refused
 
 ROOT = Path(__file__).parents[1]
 GRID, DOCUMENT = ROOT / "results" / "grid", ROOT / "docs" / "results.md"
@@ -115,26 +116,54 @@ def test_the_documents_perplexities_are_those_of_the_rows() -> None:
         assert shown[4] == told[ours][7]
 
 
-def test_the_documents_comparison_at_equal_entropy() -> None:
-    """Gen. PPL over the teacher's at the same entropy, log-linear through the temperatures that it was run at; at most
-    the entropy of temperature 1."""
+def teachers(entropy: float) -> float:
+    """The teacher's Gen. PPL in many steps at this entropy, log-linear through the temperatures that it was run at; at
+    most the entropy of temperature 1."""
     cooler = read(ROOT / "results" / "equal-entropy" / "results.jsonl")
     at = {(row.metric, row.temperature): row.value for row in cooler if row.method == "teacher"}
     temperatures = sorted({temperature for _, temperature in at})
     cold, cool, warm = ((at["entropy", t], math.log(at["gen_ppl", t])) for t in temperatures)
+    reached = min(entropy, warm[0])
+    (x, y), (x2, y2) = (cold, cool) if reached <= cool[0] else (cool, warm)
+    return math.exp(y + (y2 - y) * (reached - x) / (x2 - x))
+
+
+def test_the_documents_comparison_at_equal_entropy() -> None:
     rows = usual(measured())
     ppl, entropy = curves(rows, "gen_ppl"), curves(rows, "entropy")
+    names = [name for name, *_ in tables(DOCUMENT)[3]]
+    assert names == [name for name in NAMES if name not in ("ReDi, single, 32,768 pairs", "SDTT+ReDi, 6,144 masks")]
     for name, *cells in tables(DOCUMENT)[3]:
         for steps, cell in zip((2, 4, 8, 16, 32), cells, strict=True):
-            reached = min(entropy[NAMES[name]][steps][0], warm[0])
-            (x, y), (x2, y2) = (cold, cool) if reached <= cool[0] else (cool, warm)
-            teacher = math.exp(y + (y2 - y) * (reached - x) / (x2 - x))
-            assert cell == f"{ppl[NAMES[name]][steps][0] / teacher:.2f}"
+            multiple = ppl[NAMES[name]][steps][0] / teachers(entropy[NAMES[name]][steps][0])
+            assert cell == f"{multiple:.2f}"
+
+
+def test_the_bars_are_met_at_equal_entropy_too() -> None:
+    found = {(*place(row), row.steps): row.value for row in measured()}
+    told = {
+        int(cells[0]): dict(zip(("redi", "sdtt+redi", "sdtt"), cells[1:], strict=True)) for cells in tables(DOCUMENT)[4]
+    }
+    assert list(told) == [1, 2, 4, 8, 16, 32]
+    for steps, cells in told.items():
+        for method, cell in cells.items():
+            logs = []
+            for seed in range(1 if method == "sdtt" else 3):
+                multiples = [
+                    found[method, mask, seed, "gen_ppl", steps] / teachers(found[method, mask, seed, "entropy", steps])
+                    for mask in (INFINITE, "single")
+                ]
+                logs.append(math.log(multiples[0] / multiples[1]))
+            ratio = math.exp(fmean(logs))
+            assert cell == f"{ratio:.2f}"
+            assert ratio <= BARS.get(method, {}).get(steps, 1.0)
 
 
 def test_the_documents_masks_and_what_stands_beside_the_ratios() -> None:
     folder = GRID / "seed-0"
-    for name, *cells in tables(DOCUMENT)[5]:
+    assert [name for name, *_ in tables(DOCUMENT)[6]] == list(MASKS)
+    assert [cells[:3] for cells in tables(DOCUMENT)[5]] == [[name, "8,192", "125"] for name in BESIDE]
+    for name, *cells in tables(DOCUMENT)[6]:
         mask, stage = MASKS[name]
         figures = [
             {row.steps: row.value for row in measured(judge) if place(row) == ("sdtt+redi", mask, 0, "gen_ppl")}
@@ -142,7 +171,7 @@ def test_the_documents_masks_and_what_stands_beside_the_ratios() -> None:
         ]
         assert cells[:4] == [f"{figures[0][k]:,.0f} ({figures[1][k]:,.0f})" for k in (1, 2, 4, 8)]
         assert cells[4:] == [f"{loss(folder / stage):.3f}", f"{fitted(folder / stage):.1%}"]
-    for name, *cells in tables(DOCUMENT)[4]:
+    for name, *cells in tables(DOCUMENT)[5]:
         method, mask, stem, maker = BESIDE[name]
         stages = [folder / f"{stem}{seed}" for seed in ("", "-1", "-2")]
         assert cells[2:4] == [
@@ -170,7 +199,7 @@ def fitted(stage: Path) -> float:
     return float([row["fitted"] for row in read_lines(stage / "history.jsonl") if "fitted" in row][-1])
 
 
-def test_the_bars_are_met_at_equal_entropy_over_three_students() -> None:
+def test_the_bars_are_met_at_entropies_within_a_twentieth_over_three_students() -> None:
     found = {
         (r.method, r.steps): r
         for r in ratios(read(GRID / "results.jsonl"))
@@ -193,6 +222,7 @@ def test_the_page_can_be_made_again_and_its_tables_are_printed_whole(tmp_path: P
     assert "…" not in done.stdout
     assert "sdtt+redi: masks compared, by smollm2" in (tmp_path / "page.html").read_text(encoding="utf-8")
     assert {file: file.read_bytes() for file in GRID.iterdir() if file.is_file()} == before
+    assert "is a folder; name a file" in refused(command("report", GRID, "--html", tmp_path))
 
 
 def test_the_recorded_recipe_is_the_packages_own() -> None:

@@ -14,12 +14,13 @@ from typer.testing import CliRunner
 import imdm
 import imdm.cli
 from imdm.cli.app import app
-from imdm.data.tokenizers import train_bpe
+from imdm.data.tokenizers import load_tokenizer, train_bpe
 from imdm.errors import UserError
+from imdm.evaluation import load_judge
 from imdm.exporting import export
 from imdm.files import append_line
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM, load_model
-from imdm.shipped import find, listed, names, recorded
+from imdm.shipped import find, listed, meant, names, recorded
 from imdm.showing import kept
 from tests.test_corpora import SENTENCES
 
@@ -98,8 +99,18 @@ def test_a_folder_of_that_name_has_no_card_of_ours(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copytree(shelf / "sentences-teacher", tmp_path / "sentences-imdm")
+    shutil.copy(shelf / "sentences-imdm" / "results.jsonl", tmp_path / "sentences-imdm")  # not its own
     assert find("sentences-imdm") == "sentences-imdm"
     assert recorded("sentences-imdm") == {}
+    assert recorded(str(shelf / "sentences-imdm")) == {}
+
+
+def test_names_that_are_nearly_right_are_answered_without_a_hub(shelf: Path) -> None:
+    for ask in (load_tokenizer, load_judge):
+        with pytest.raises(UserError, match=r"no such folder; did you mean sentences-teacher\?"):
+            ask("sentences-teachr")
+    assert meant("gpt2-large") == ""
+    assert meant("sentences-teacher") == ""
 
 
 def test_the_tokenizer_of_a_shipped_model_prepares_text(shelf: Path, tmp_path: Path) -> None:

@@ -56,6 +56,8 @@ def parse_data(text: str, model: MaskedDiffusionLM) -> LanguageData | TokenData 
     """`--data`: a language with settings, a file of tokens, or a folder of prepared text."""
     from imdm.data import LanguageData, PreparedData, TokenData, languages
 
+    if not text:
+        raise UserError("--data is empty")
     if Path(text).is_dir():
         return PreparedData(path=Path(text))
 
@@ -80,6 +82,8 @@ def parse_held_out(text: str, model: MaskedDiffusionLM, path: str, reporter: Any
     from imdm.data.corpora import ENDINGS, PRESETS
     from imdm.data.tokenizers import has_tokenizer
 
+    if not text:
+        raise UserError("--data is empty")
     place = Path(text)
     marks = ("manifest.json", "train/manifest.json", "config.json", "recipe.json")
     ours = any((place / mark).exists() for mark in marks)

@@ -96,6 +96,7 @@ def evaluate(
     """Measure a model: a table here, result rows in a file."""
     from imdm.config import digest
     from imdm.data import Coupling, check_fits
+    from imdm.data.coupling import shard_path
     from imdm.data.tokenizers import check_same
     from imdm.evaluation import (
         EMBEDDED,
@@ -132,6 +133,8 @@ def evaluate(
     before = [(text, *parse_held_out(text, measured, model, reporter())) for text in data]
     paths = {path for path in (reference, wanted) if isinstance(path, str)}
     others = {path: in_precision(load_model(path).to(device()), precision) for path in sorted(paths)}
+    if pairs is not None and not shard_path(pairs, 0).exists():
+        raise UserError(f"--pairs {pairs}: no couplings there; make them with 'imdm couple'")
     couplings = Coupling(pairs) if pairs is not None else None
     if couplings is not None:
         check_fits(couplings, measured)
@@ -210,7 +213,12 @@ def report(
             raise UserError(f"{run}: no such folder")
     if len(runs) > 1 and html is None:
         raise UserError("several runs make one page; say where with --html PAGE")
-    made = {run.name: build_report(run) for run in runs}
+    if html is not None and html.is_dir():
+        raise UserError(f"--html {html} is a folder; name a file")
+    names = [run.resolve().name for run in runs]
+    made = {
+        str(run) if names.count(name) > 1 else name: build_report(run) for name, run in zip(names, runs, strict=True)
+    }
     whole = combine(made) if len(made) > 1 else next(iter(made.values()))
     page = whole.write(runs[0], html)
     for one in made.values():

@@ -11,7 +11,7 @@ from typing import Any
 
 from imdm.errors import UserError
 from imdm.files import written_aside
-from imdm.shipped import find
+from imdm.shipped import find, meant
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt", "vocab.txt")
 
@@ -37,6 +37,8 @@ def load_tokenizer(name: str | Path) -> Any:
     folder = Path(name)
     if folder.is_dir() and not has_tokenizer(folder):
         raise UserError(f"tokenizer {str(name)!r}: no tokenizer files in that folder")
+    if hint := meant(name):
+        raise UserError(f"tokenizer {str(name)!r}: no such folder; {hint}")
     if not folder.exists() and (folder.is_absolute() or len(folder.parts) > 2):
         raise UserError(f"tokenizer {str(name)!r}: no such folder, nor a hub id")
     try:

@@ -21,7 +21,7 @@ from imdm.errors import UserError, unknown
 from imdm.evaluation.base import Measurement, Subject, bootstrap_weights, metrics, spread
 from imdm.files import home, written_aside
 from imdm.models import MaskedDiffusionLM, is_ours, load_model
-from imdm.shipped import find, names
+from imdm.shipped import find, meant
 from imdm.state import Noised
 
 CONTEXT = 1024
@@ -180,9 +180,8 @@ def load_judge(
     name, place = name or place, str(find(place))
     if is_ours(Path(place)):
         return _own_judge(place, precision, device, name)
-    close = difflib.get_close_matches(name, [*FETCHABLE, *names()], cutoff=0.9)
-    if close and name not in FETCHABLE and not Path(place).exists():
-        raise UserError(f"judge {name!r}: no such folder; did you mean {close[0]}?")
+    if hint := meant(place, FETCHABLE):
+        raise UserError(f"judge {name!r}: no such folder; {hint}")
     place = str(fetched(name)) if name in FETCHABLE else place
     if name in FETCHABLE and not fetched(name).exists():
         raise UserError(f"judge {name!r} is not here; get it with 'imdm judge fetch {name}'")
@@ -194,9 +193,9 @@ def load_judge(
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, **extra)
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **extra)
     except Exception as error:  # missing, damaged, no network: the reasons are many
-        meant = difflib.get_close_matches(name, FETCHABLE)
+        near = difflib.get_close_matches(name, FETCHABLE)
         here = "without a hub: --judge sentences-judge, which ships, or imdm judge fetch smollm2"
-        hint = f"did you mean {meant[0]}?" if meant else here
+        hint = f"did you mean {near[0]}?" if near else here
         reason = str(error).strip().splitlines()[0].rstrip(".: ")
         raise UserError(f"judge {name!r} cannot be loaded ({reason}); {hint}") from None
     begin = tokenizer.bos_token_id if name in FETCHABLE else None

@@ -15,7 +15,7 @@ from imdm.files import read_json
 from imdm.registry import Registry
 from imdm.report.page import Report, Section
 from imdm.report.shown import shown_section
-from imdm.report.tables import all_results
+from imdm.report.tables import EVERYTHING, all_results
 from imdm.report.text import all_paper_tables, text_page
 
 pages: Registry[Callable[[Path, list[Row], dict[str, str]], Report | None]] = Registry("report page")
@@ -42,8 +42,9 @@ def build_report(run: Path) -> Report:
     if own is None and (written or recipe.get("data", {}).get("kind") in ("text", "prepared", "tokens")):
         own = text_page(run, rows, facts)
     if own is not None:
-        *first, everything = own.sections
-        return replace(own, sections=[*first, *shown_section(run), everything, all_paper_tables()])
+        whole = next((i for i, one in enumerate(own.sections) if one.title == EVERYTHING), len(own.sections))
+        sections = [*own.sections[:whole], *shown_section(run), *own.sections[whole:], all_paper_tables()]
+        return replace(own, sections=sections)
     lead = recipe.get("summary", "Results of this folder.")
     if name in list(pages):
         lead += (

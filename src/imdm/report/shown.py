@@ -9,7 +9,7 @@ from imdm.report.tables import steps_in_words
 from imdm.report.writing import COLOURS
 from imdm.showing import FIGURES, Shown, kept
 
-WORDS = f"Models that ship with the package, on this machine: one prompt, one seed, nothing chosen. {FIGURES}"
+WORDS = f"Written on this machine: one prompt, one seed, nothing chosen. {FIGURES}"
 
 
 def shown_section(run: Path) -> list[Section]:

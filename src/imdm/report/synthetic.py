@@ -14,7 +14,7 @@ from imdm.models import MaskedDiffusionLM, load_model
 from imdm.report import paper, plots
 from imdm.report.build import pages
 from imdm.report.page import Picture, Report, Section
-from imdm.report.tables import Table, all_results, figure
+from imdm.report.tables import EVERYTHING, Table, all_results, figure
 
 MODELS = {"mdm": "MDM", "imdm": "IMDM"}  # stages of the recipe, as the paper names them
 FAMILY = {"mdm": "mdlm", "imdm": "imdm"}  # and as result rows do
@@ -66,7 +66,7 @@ def synthetic_page(run: Path, rows: list[Row], facts: dict[str, str]) -> Report 
             [Picture("partition", plots.svg(partition(models)), "P(token = 0) of both tokens over a plane of noise")],
         ),
         Section(
-            "Everything measured",
+            EVERYTHING,
             "Standard errors: over samples, by bootstrap over noise draws for the error.",
             [all_results(rows)],
         ),

@@ -10,6 +10,7 @@ from rich.table import Table as RichTable
 from imdm.evaluation import Row
 
 PAGE = 114  # letters that a row of a table has room for, counting three between columns
+EVERYTHING = "Everything measured"  # the section that holds all rows
 LARGE = 1e6  # from here on a figure is shown by its size
 
 

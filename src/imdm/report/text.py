@@ -11,7 +11,7 @@ from imdm.recipes import Recipe
 from imdm.report import paper, plots
 from imdm.report.page import Beside, Part, Picture, Report, Section
 from imdm.report.ratios import ratio_table, ratios
-from imdm.report.tables import Table, all_results, figure, steps_in_words
+from imdm.report.tables import EVERYTHING, Table, all_results, figure, steps_in_words
 from imdm.report.trained import trained_section
 from imdm.report.writing import written_by
 
@@ -47,7 +47,7 @@ def text_page(run: Path, rows: list[Row], facts: dict[str, str]) -> Report | Non
     sections += frontier(rows) + cost_of_steps(rows)
     sections += chosen([row for row in every if row.method in apart])
     sections += [*trained_section(run, recipe, rows), *written_by(run, recipe)] if recipe is not None else []
-    sections.append(Section("Everything measured", "", [all_results(every)], folded=True))
+    sections.append(Section(EVERYTHING, "", [all_results(every)], folded=True))
     title, lead = (recipe.name, recipe.summary) if recipe is not None else (run.name, "Results of this folder.")
     return Report(title, lead, highlights(rows), sections, facts)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -48,8 +50,17 @@ def _described(name: str) -> Shipped:
 
 
 def recorded(name: str) -> dict[int, tuple[float, str]]:
-    """The generative perplexity that was measured of a model when it was made, with its first judge, by steps."""
-    file = Path(find(name)) / "results.jsonl"
-    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+    """The generative perplexity that was measured of a shipped model when it was made, with its first judge, by steps.
+    Nothing for other models: whatever lies beside them need not be theirs."""
+    file = HERE / name / "results.jsonl"
+    if find(name) != HERE / name or not file.exists():
+        return {}
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     read = [row for row in rows if row["metric"] == "gen_ppl"]
     return {row["steps"]: (row["value"], row["judge"]) for row in read if row["judge"] == read[0]["judge"]}
+
+
+def meant(name: str | Path, others: Iterable[str] = ()) -> str:
+    """What to say of a name that is nearly that of a shipped model (or of others): nothing, if it is not."""
+    near = difflib.get_close_matches(str(name), [*others, *names()], n=1, cutoff=0.9)
+    return f"did you mean {near[0]}?" if near and not Path(name).exists() and near[0] != str(name) else ""
