@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -71,6 +73,12 @@ def test_the_list_says_what_each_is(shelf: Path) -> None:
     done = CliRunner().invoke(app, ["models"])
     assert done.exit_code == 0
     assert "Writes about cats" in done.output
+
+
+def test_the_list_needs_no_torch() -> None:
+    """Which takes seconds to load."""
+    code = "import sys, imdm.cli; from imdm.shipped import listed; listed(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_a_prompt_alone_is_enough(shelf: Path) -> None:

@@ -68,10 +68,8 @@ def _quiet(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()  # ours show what matters
-    transformers.utils.logging.set_verbosity_error()  # and our refusals say what is wrong
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # ours show what matters
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # and our refusals say what is wrong
 
 
 def is_main() -> bool:

@@ -43,7 +43,7 @@ def _described(name: str) -> Shipped:
     folder = HERE / name
     paragraphs = [part.strip() for part in (folder / "README.md").read_text(encoding="utf-8").split("\n\n")]
     about = next(part for part in paragraphs if part and not part.startswith(("#", "---")))
-    with safe_open(folder / "model.safetensors", "pt") as weights:
+    with safe_open(folder / "model.safetensors", "np") as weights:
         parameters = sum(prod(weights.get_slice(key).get_shape()) for key in weights.keys())  # noqa: SIM118
     size = sum(file.stat().st_size for file in folder.iterdir()) / 1e6
     return Shipped(name, " ".join(about.split()), parameters, size)
