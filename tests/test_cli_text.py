@@ -326,8 +326,11 @@ def test_overlap_with_given_pairs(run: Path, tmp_path: Path, monkeypatch: pytest
     (overlap,) = read(tmp_path / "out.jsonl")
     assert 0.5 <= overlap.value < 0.7
     assert "needs the couplings" in refused(imdm(*about))
-    for wrong in (tmp_path / "none", run / "data" / "train"):
-        assert "no couplings there; make them with 'imdm couple'" in refused(imdm(*about, "--pairs", wrong))
+    for wrong, message in (
+        (tmp_path / "none", "no such folder; make one with 'imdm couple'"),
+        (run / "data" / "train", "no couplings there; make them with 'imdm couple'"),
+    ):
+        assert message in refused(imdm(*about, "--pairs", wrong))
     assert "--data is empty" in refused(imdm("evaluate", student, "--data", ""))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 
@@ -80,7 +81,12 @@ def tables(file: Path) -> list[list[list[str]]]:
 
 def measured(judge: str = "sentences-judge") -> list[Row]:
     """What the grid reports, without what settings were chosen on."""
-    return [row for row in read(GRID / "results.jsonl") if " at " not in row.method and row.judge in (None, judge)]
+    return [row for row in everything() if " at " not in row.method and row.judge in (None, judge)]
+
+
+@cache
+def everything() -> list[Row]:
+    return read(GRID / "results.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -201,9 +207,7 @@ def fitted(stage: Path) -> float:
 
 def test_the_bars_are_met_at_entropies_within_a_twentieth_over_three_students() -> None:
     found = {
-        (r.method, r.steps): r
-        for r in ratios(read(GRID / "results.jsonl"))
-        if r.judge == "sentences-judge" and r.mask == INFINITE
+        (r.method, r.steps): r for r in ratios(everything()) if r.judge == "sentences-judge" and r.mask == INFINITE
     }
     for method, bars in BARS.items():
         for steps, bar in bars.items():
@@ -228,7 +232,7 @@ def test_the_page_can_be_made_again_and_its_tables_are_printed_whole(tmp_path: P
 def test_the_recorded_recipe_is_the_packages_own() -> None:
     recorded_recipe = Recipe.parse(read_json(GRID / "recipe.json", "recipe"))
     assert recorded_recipe.digest() == load_recipe("grid", ["data=sentences"]).digest()
-    assert {row.recipe_hash for row in read(GRID / "results.jsonl")} == {recorded_recipe.digest()}
+    assert {row.recipe_hash for row in everything()} == {recorded_recipe.digest()}
 
 
 def test_what_ships_is_small_whole_and_described() -> None:
@@ -246,7 +250,7 @@ def test_what_ships_is_small_whole_and_described() -> None:
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_cards_figures_are_those_of_the_grid(name: str) -> None:
     method, mask = WRITERS[name]
-    rows = [row for row in read(GRID / "results.jsonl") if (row.method, row.mask, row.seed) == (method, mask, 0)]
+    rows = [row for row in everything() if (row.method, row.mask, row.seed) == (method, mask, 0)]
     assert rows
     assert read(HERE / name / "results.jsonl") == [row for row in rows if not row.metric.startswith("real_")]
     figures = {(row.metric, row.judge, row.steps): row for row in rows}

@@ -12,7 +12,6 @@ from imdm.files import read_json, write_json
 from imdm.shipped import recorded
 from imdm.writer import load
 
-STEPS = (1, 2, 4, 8, 16)
 SAMPLES = 16  # texts from nothing whose entropy is measured
 FIGURES = (
     f"Below a text: how long it took, then figures of its model, not of the text: the entropy of {SAMPLES} texts "
@@ -46,7 +45,7 @@ class Shown:
         return ", ".join(found)
 
 
-def completions(prompt: str, models: Sequence[str], steps: Sequence[int] = STEPS, seed: int = 0) -> Iterator[Shown]:
+def completions(prompt: str, models: Sequence[str], steps: Sequence[int], seed: int = 0) -> Iterator[Shown]:
     """Step count by step count, each model in turn."""
     writers = [(name, load(name), recorded(name)) for name in models]
     for count in steps:

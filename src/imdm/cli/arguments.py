@@ -52,12 +52,16 @@ def parse_match(text: str | None) -> str | float | None:
     return entropy
 
 
+def _check_given(text: str) -> None:
+    if not text:  # which as a path would be the folder one is in
+        raise UserError("--data is empty; give a language, a file or a folder")
+
+
 def parse_data(text: str, model: MaskedDiffusionLM) -> LanguageData | TokenData | PreparedData:
     """`--data`: a language with settings, a file of tokens, or a folder of prepared text."""
     from imdm.data import LanguageData, PreparedData, TokenData, languages
 
-    if not text:
-        raise UserError("--data is empty")
+    _check_given(text)
     if Path(text).is_dir():
         return PreparedData(path=Path(text))
 
@@ -82,8 +86,7 @@ def parse_held_out(text: str, model: MaskedDiffusionLM, path: str, reporter: Any
     from imdm.data.corpora import ENDINGS, PRESETS
     from imdm.data.tokenizers import has_tokenizer
 
-    if not text:
-        raise UserError("--data is empty")
+    _check_given(text)
     place = Path(text)
     marks = ("manifest.json", "train/manifest.json", "config.json", "recipe.json")
     ours = any((place / mark).exists() for mark in marks)

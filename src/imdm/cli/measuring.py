@@ -96,7 +96,6 @@ def evaluate(
     """Measure a model: a table here, result rows in a file."""
     from imdm.config import digest
     from imdm.data import Coupling, check_fits
-    from imdm.data.coupling import shard_path
     from imdm.data.tokenizers import check_same
     from imdm.evaluation import (
         EMBEDDED,
@@ -133,8 +132,6 @@ def evaluate(
     before = [(text, *parse_held_out(text, measured, model, reporter())) for text in data]
     paths = {path for path in (reference, wanted) if isinstance(path, str)}
     others = {path: in_precision(load_model(path).to(device()), precision) for path in sorted(paths)}
-    if pairs is not None and not shard_path(pairs, 0).exists():
-        raise UserError(f"--pairs {pairs}: no couplings there; make them with 'imdm couple'")
     couplings = Coupling(pairs) if pairs is not None else None
     if couplings is not None:
         check_fits(couplings, measured)

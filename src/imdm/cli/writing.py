@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text as Plain
 
 from imdm.cli.app import ModelPath, Noise, Seed, app, device, in_colour, say, show, wide
@@ -103,9 +104,8 @@ def _print_ids(made: Any, hole: int, as_json: bool) -> None:
 @app.command()
 def models() -> None:
     """List the models that ship with this package."""
-    table = Table(box=None, pad_edge=False)
-    for name, justify in (("model", "left"), ("parameters", "right"), ("size", "right"), ("", "left")):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    right = partial(Column, justify="right")
+    table = Table("model", right("parameters"), right("size"), "", box=None, pad_edge=False)
     for one in listed():
         table.add_row(one.name, f"{one.parameters / 1e6:.1f}M", f"{one.megabytes:.0f} MB", one.about)
     show(table)
@@ -121,11 +121,11 @@ def show_two(
     into: Annotated[Path | None, typer.Option(help="Folder of a run, whose report is to show it too.")] = None,
 ) -> None:
     """Complete a prompt with two models side by side, in few and in more steps."""
-    from imdm.report import build_report
+    from imdm.report import build_report, check_run
     from imdm.showing import FIGURES, completions, keep
 
     if into is not None:
-        build_report(into)  # refuse what is no run before any work
+        check_run(into)  # before any work
     rows = list(completions(prompt, (first, second), parse_counts(steps), seed))
     table = Table(title=prompt, title_justify="left", caption=FIGURES, caption_justify="left", show_lines=True)
     table.add_column("steps", justify="right")

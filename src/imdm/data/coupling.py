@@ -152,7 +152,10 @@ def _made_for(path: Path, manifest: Manifest) -> bool:
 
 
 def _read_manifest(folder: Path) -> Manifest:
-    return Manifest.parse(read_json(folder / "manifest.json", f"coupling {str(folder)!r}"), "manifest")
+    values = read_json(folder / "manifest.json", f"coupling {str(folder)!r}")
+    if "pairs" not in values:  # as of rows of text
+        raise UserError(f"coupling {str(folder)!r}: no couplings there; make them with 'imdm couple'")
+    return Manifest.parse(values, "manifest")
 
 
 def couple(

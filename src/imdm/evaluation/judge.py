@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import subprocess
 import sys
 import tempfile
@@ -193,9 +192,8 @@ def load_judge(
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, **extra)
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **extra)
     except Exception as error:  # missing, damaged, no network: the reasons are many
-        near = difflib.get_close_matches(name, FETCHABLE)
         here = "without a hub: --judge sentences-judge, which ships, or imdm judge fetch smollm2"
-        hint = f"did you mean {near[0]}?" if near else here
+        hint = meant(name, FETCHABLE, alike=0.6) or here
         reason = str(error).strip().splitlines()[0].rstrip(".: ")
         raise UserError(f"judge {name!r} cannot be loaded ({reason}); {hint}") from None
     begin = tokenizer.bos_token_id if name in FETCHABLE else None

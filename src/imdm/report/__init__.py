@@ -1,8 +1,8 @@
 """Tables, pictures and the page."""
 
 from imdm.report import compatibility, languages, synthetic  # noqa: F401  (each registers its page)
-from imdm.report.build import build_report, combine, pages
+from imdm.report.build import build_report, check_run, combine, pages
 from imdm.report.page import Picture, Report, Section
 from imdm.report.tables import Table, all_results
 
-__all__ = ["Picture", "Report", "Section", "Table", "all_results", "build_report", "combine", "pages"]
+__all__ = ["Picture", "Report", "Section", "Table", "all_results", "build_report", "check_run", "combine", "pages"]

@@ -23,10 +23,15 @@ pages: Registry[Callable[[Path, list[Row], dict[str, str]], Report | None]] = Re
 it has not what the page shows; that run, like any other, gets the plain table."""
 
 
-def build_report(run: Path) -> Report:
-    """Read a run folder; nothing is trained or measured again."""
+def check_run(run: Path) -> None:
+    """Refuse a folder of which there is nothing to report."""
     if not (run / "results.jsonl").exists():
         raise UserError(f"{run}: no results.jsonl there; run 'imdm reproduce' or 'imdm evaluate' first")
+
+
+def build_report(run: Path) -> Report:
+    """Read a run folder; nothing is trained or measured again."""
+    check_run(run)
     rows = read(run / "results.jsonl")
     recipe = read_json(run / "recipe.json", "report") if (run / "recipe.json").exists() else {}
     name = recipe.get("name", run.name)

@@ -156,7 +156,8 @@ class Report:
 
     def write(self, folder: Path, page: Path | None = None) -> Path:
         """`report.html`, `report.md` and its pictures in the folder; where `page` is given, that page alone."""
-        files = {page or folder / "report.html": self.html()}
+        target = page or folder / "report.html"
+        files = {target: self.html()}
         if page is None:
             files[folder / "report.md"] = self.markdown()
             parts = [part for section in self.sections for part in section.parts]
@@ -165,4 +166,4 @@ class Report:
         for path, text in files.items():
             with written_aside(path) as aside:
                 aside.write_text(UNPRINTABLE.sub("\ufffd", text))
-        return next(iter(files))
+        return target

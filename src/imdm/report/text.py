@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
 from pathlib import Path
 
 from imdm.evaluation import Row
@@ -81,8 +80,8 @@ def quality(rows: list[Row], judge: str | None, number: int, own: set[str]) -> l
     pictures = [_picture(f"steps-{place}{nth}", *panel) for place, panel in enumerate(panels.items(), 1)]
     sections = [Section(f"Quality over steps{by}", text, [Beside(pictures), *_tables(rows, number)])]
     for place, (method, masks) in enumerate(several_masks(every).items(), 1):
-        title = CURVES["gen_ppl"] if curves(masks, "gen_ppl") else CURVES["entropy"]
-        picture = _picture(f"masks-{place}{nth}", title, curves(masks, "gen_ppl") or curves(masks, "entropy"))
+        metric = "gen_ppl" if any(row.metric == "gen_ppl" for row in masks) else "entropy"
+        picture = _picture(f"masks-{place}{nth}", CURVES[metric], curves(masks, metric))
         sections.append(Section(f"{method}: masks compared{by}", "", [Beside([picture]), *_tables(masks, number)]))
     return sections
 
@@ -123,15 +122,15 @@ def curves(rows: list[Row], metric: str) -> dict[str, dict[int, tuple[float, flo
     return {name: {steps: _mean(seeds) for steps, seeds in points.items()} for name, points in found.items()}
 
 
-def _several(rows: list[Row]) -> dict[tuple[str, str], set[str]]:
+def _several(rows: list[Row]) -> list[tuple[str, str]]:
     """Methods and models of which there are several masks, so that a name must say which."""
     masks: dict[tuple[str, str], set[str]] = {}
     for row in rows:
         masks.setdefault((row.method, row.model), set()).add(row.mask)
-    return {place: found for place, found in masks.items() if len(found) > 1}
+    return [place for place, found in masks.items() if len(found) > 1]
 
 
-def _name(row: Row, several: Container[tuple[str, str]]) -> str:
+def _name(row: Row, several: list[tuple[str, str]]) -> str:
     if row.method == "teacher":
         return row.method
     return f"{row.method} {row.mask if (row.method, row.model) in several else row.model}"

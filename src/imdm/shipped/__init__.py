@@ -60,7 +60,8 @@ def recorded(name: str) -> dict[int, tuple[float, str]]:
     return {row["steps"]: (row["value"], row["judge"]) for row in read if row["judge"] == read[0]["judge"]}
 
 
-def meant(name: str | Path, others: Iterable[str] = ()) -> str:
-    """What to say of a name that is nearly that of a shipped model (or of others): nothing, if it is not."""
-    near = difflib.get_close_matches(str(name), [*others, *names()], n=1, cutoff=0.9)
+def meant(name: str | Path, others: Iterable[str] = (), alike: float = 0.9) -> str:
+    """What to say of a name that is nearly that of a shipped model (or of others): nothing, if it is not. alike: how
+    near, from 0 to 1; at 0.9 it can hardly be meant for a hub."""
+    near = difflib.get_close_matches(str(name), [*others, *names()], n=1, cutoff=alike)
     return f"did you mean {near[0]}?" if near and not Path(name).exists() and near[0] != str(name) else ""
