@@ -198,6 +198,21 @@ def test_dropout_acts_in_training_only() -> None:
     assert model.training
 
 
+@pytest.mark.parametrize("changes", [{}, {"mixture": True}])
+def test_dropout_follows_a_sequences_own_key(changes: dict[str, bool]) -> None:
+    """In another batch, in another order, at some rows alone: the same is dropped."""
+    model = tiny_model(dropout=0.5, **changes).train()
+    tokens, keys = TOKENS.repeat(3, 1), torch.arange(3 * len(TOKENS))
+    state = model.noised(tokens).dropping(keys)
+    every = model.trunk(state)
+    assert torch.equal(every, model.trunk(state))
+    assert not torch.allclose(every[0], model.trunk(state.dropping(keys + 100))[0], atol=1e-3)
+    order = torch.tensor([2, 0])
+    assert torch.allclose(model.trunk(state[order]), every[order], atol=1e-6)
+    rows = Rows.where(state.masked)
+    assert torch.allclose(model.trunk_at(state, rows), rows.of(every), atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -350,7 +365,7 @@ def test_rows_alone_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> N
     state = model.noised(torch.full((2, 20), 4))
     hidden, asked = model.trunk(state), []
     run = model._run
-    monkeypatch.setattr(model, "_run", lambda x, n, rows, queries: asked.append(queries) or run(x, n, rows, queries))
+    monkeypatch.setattr(model, "_run", lambda state, rows, queries: asked.append(queries) or run(state, rows, queries))
     sequence, position, slot = torch.tensor([0, 0, 1]), torch.tensor([0, 13, 5]), torch.tensor([0, 1, 0])
     for rows in (Rows(sequence, position), Rows(sequence, position, slot, 2), Rows(sequence, position, slot, 15)):
         assert torch.allclose(model.trunk_at(state, rows), hidden[sequence, position], atol=1e-6)

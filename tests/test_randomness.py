@@ -15,13 +15,12 @@ from imdm.randomness import (
     bits,
     centred,
     fold,
-    fold_number,
     integers,
     normal,
     permutation,
     philox,
+    survivors,
     symmetric,
-    torch_seed,
     uniform,
     unit,
 )
@@ -157,9 +156,32 @@ def test_any_64_bit_seed_is_a_key(seed: int) -> None:
     assert int(as_key(seed)) & 0xFFFFFFFFFFFFFFFF == seed & 0xFFFFFFFFFFFFFFFF
 
 
-@given(st.integers(0, 2**63 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1))
-def test_keys_of_plain_numbers_are_those_of_tensors(key: int, a: int, b: int) -> None:
-    wanted = int(fold(as_key(key), Purpose.STEP, a, b)) & 0xFFFFFFFFFFFFFFFF
-    assert fold_number(key, Purpose.STEP, a, b) == wanted
-    again = fold_number(wanted, Purpose.DROPOUT, 3)
-    assert torch_seed(again) == torch_seed(fold(as_key(wanted), Purpose.DROPOUT, 3))
+@pytest.mark.parametrize("rate", [0.1, 0.5])
+def test_dropout_keeps_the_share_it_should_and_every_place_by_itself(rate: float) -> None:
+    """How many are kept, and how many neighbours in place, key and layer share a fate: as if each were drawn alone."""
+    keys = fold(3, Purpose.SAMPLE, torch.arange(64))
+    layers = fold(keys, Purpose.DROPOUT, torch.arange(2)[:, None])  # (2, 64)
+    kept = survivors(
+        layers[..., None, None], torch.arange(64)[:, None] * 128 + torch.arange(128), rate
+    )  # (2, 64, L, D)
+    law = torch.tensor([rate, 1 - rate], dtype=torch.float64)
+    assert_law(torch.bincount(kept.flatten().long(), minlength=2), law)
+    for axis in range(4):
+        half = kept.shape[axis] // 2
+        first, second = kept.narrow(axis, 0, half).flatten().long(), kept.narrow(axis, half, half).flatten().long()
+        assert_law(torch.bincount(2 * first + second, minlength=4), torch.outer(law, law).flatten())
+        if kept.shape[axis] > 2:
+            pair = kept.unflatten(axis, (half, 2)).movedim(axis + 1, 0).flatten(1).long()
+            assert_law(torch.bincount(2 * pair[0] + pair[1], minlength=4), torch.outer(law, law).flatten())
+
+
+def test_dropout_of_nearby_keys_is_no_rearrangement() -> None:
+    """Keys that differ in a few low bits visit the same places in another order; what is kept must not be the same set
+    seen again."""
+    place = torch.arange(1 << 14)
+    kept = [survivors(torch.tensor(key), place, 0.5) for key in (0, 1, 1 << 13, 1 << 32, 1 << 40)]
+    counts = [int(one.sum()) for one in kept]
+    assert len(set(counts[0:1] + counts[3:])) == 3  # the high word changes the set itself
+    for number, one in enumerate(kept):
+        for other in kept[:number]:
+            assert_law(torch.bincount(2 * one.long() + other.long(), minlength=4), torch.full((4,), 0.25))

@@ -20,6 +20,7 @@ from imdm.data import CoupleConfig, Coupling, LanguageSource, Order, TokenSource
 from imdm.errors import UserError
 from imdm.files import read_lines
 from imdm.models import MaskedDiffusionLM, load_model
+from imdm.models.layers import Dropout
 from imdm.objectives import Nelbo, Objective, ReDi
 from imdm.training import EMA, TrainConfig, Trainer
 from tests.conftest import tiny_model
@@ -105,14 +106,14 @@ def test_resume_after_a_crash_between_checkpoints(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_accumulation_gives_the_same_batch(tmp_path: Path, tied: bool) -> None:
-    whole = trainer(tmp_path / "a", dropout=0.0, tie_word_embeddings=tied)
-    parts = trainer(tmp_path / "b", CONFIG.model_copy(update={"micro_batch": 4}), dropout=0.0, tie_word_embeddings=tied)
+    whole = trainer(tmp_path / "a", tie_word_embeddings=tied)
+    parts = trainer(tmp_path / "b", CONFIG.model_copy(update={"micro_batch": 4}), tie_word_embeddings=tied)
     assert (whole.accumulation, parts.accumulation) == (1, 4)
     assert sorted(torch.cat([parts.slots(i) for i in range(4)]).tolist()) == list(range(16))
     for _ in range(3):
         assert float(whole.train_step()) == pytest.approx(float(parts.train_step()), abs=1e-6)
     whole.save()
-    resumed = trainer(tmp_path / "a", dropout=0.0, tie_word_embeddings=tied)
+    resumed = trainer(tmp_path / "a", tie_word_embeddings=tied)
     resumed.resume()
     assert resumed.step == 3
     assert equal(dict(resumed.bare.state_dict()), dict(whole.bare.state_dict()))
@@ -243,7 +244,7 @@ def test_a_diverging_run_stops_with_a_sentence(tmp_path: Path) -> None:
 
 def test_dropout_of_a_run_may_differ_from_the_models(tmp_path: Path) -> None:
     run = trainer(tmp_path, CONFIG.model_copy(update={"dropout": 0.5}), dropout=0.0)
-    assert {m.p for m in run.bare.modules() if isinstance(m, nn.Dropout)} == {0.5}
+    assert {m.rate for m in run.bare.modules() if isinstance(m, Dropout)} == {0.5}
     assert load_model(run.train()).config.dropout == 0.5
     assert run.run != trainer(tmp_path / "other", dropout=0.0).run
 
@@ -326,10 +327,10 @@ from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
 from imdm.objectives import Nelbo
 from imdm.training import TrainConfig, Trainer
 torch.manual_seed(0)
-config = MaskedDiffusionConfig(vocab_size=3, length=3, width=16, blocks=2, heads=2, condition=8, dropout=0.0,
+config = MaskedDiffusionConfig(vocab_size=3, length=3, width=16, blocks=2, heads=2, condition=8, dropout=0.1,
                                mask="infinite-uniform-4-1.0")
 source = LanguageSource(aligned(length=3, symbols=2))
-settings = TrainConfig(steps=8, batch=16, lr=1e-2, warmup=2, checkpoint_every=4, log_every=1)
+settings = TrainConfig(steps=int(sys.argv[3]), batch=16, lr=1e-2, warmup=2, checkpoint_every=4, log_every=1)
 trainer = Trainer(MaskedDiffusionLM(config), Nelbo(), source, settings, sys.argv[1], seed=5)
 world, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
 assert world == int(sys.argv[2]), world
@@ -345,7 +346,7 @@ trainer.train()
 """
 
 
-def launch(folder: Path, world: int) -> None:
+def launch(folder: Path, world: int, steps: int = 8) -> None:
     script = folder.parent / "worker.py"
     script.write_text(WORKER)
     environment = os.environ | {"ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
@@ -359,7 +360,8 @@ def launch(folder: Path, world: int) -> None:
             f"--nproc_per_node={world}",
             str(script),
         ]
-    subprocess.run([*command, str(folder), str(world)], check=True, env=environment, capture_output=True, timeout=300)
+    arguments = [str(folder), str(world), str(steps)]
+    subprocess.run([*command, *arguments], check=True, env=environment, capture_output=True, timeout=300)
 
 
 def test_two_processes_corrupt_the_same_batch_and_give_the_same_losses(tmp_path: Path) -> None:
@@ -383,13 +385,26 @@ def test_two_processes_corrupt_the_same_batch_and_give_the_same_losses(tmp_path:
     assert equal(weights(tmp_path / "2/model"), two)
 
 
+def test_a_run_goes_on_with_another_number_of_processes(tmp_path: Path) -> None:
+    """Two processes for four steps, then one: as if it had been one all along, dropout included."""
+    launch(tmp_path / "whole", 1)
+    launch(tmp_path / "moved", 2, steps=4)
+    launch(tmp_path / "moved", 1)
+    losses = [[row["loss"] for row in read_lines(tmp_path / run / "history.jsonl")] for run in ("whole", "moved")]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    one, two = weights(tmp_path / "whole/model"), weights(tmp_path / "moved/model")
+    assert all(torch.allclose(one[name], two[name], atol=1e-4) for name in one)
+
+
 def test_kill_9_loses_at_most_the_steps_since_the_last_checkpoint(tmp_path: Path) -> None:
     """A real process, really killed; the next one goes on and ends in the bits of an undisturbed run."""
-    code = WORKER.replace("steps=8", "steps=400").replace("log_every=1", "log_every=10")
+    code = WORKER.replace("log_every=1", "log_every=10")
     (tmp_path / "worker.py").write_text(code)
     environment = os.environ | {"ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(tmp_path / "worker.py")]
-    process = subprocess.Popen([*command, str(tmp_path / "killed"), "1"], env=environment, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [*command, str(tmp_path / "killed"), "1", "400"], env=environment, stderr=subprocess.DEVNULL
+    )
     deadline = time.monotonic() + 120
     while not list((tmp_path / "killed" / "checkpoints").glob("step-0000004*")):
         assert time.monotonic() < deadline
@@ -399,7 +414,7 @@ def test_kill_9_loses_at_most_the_steps_since_the_last_checkpoint(tmp_path: Path
     process.wait()
     assert not (tmp_path / "killed" / "model").exists()
     for name in ("killed", "whole"):
-        subprocess.run([*command, str(tmp_path / name), "1"], check=True, env=environment, capture_output=True)
+        subprocess.run([*command, str(tmp_path / name), "1", "400"], check=True, env=environment, capture_output=True)
     assert equal(weights(tmp_path / "killed/model"), weights(tmp_path / "whole/model"))
 
 

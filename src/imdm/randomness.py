@@ -44,7 +44,7 @@ class Purpose(IntEnum):
     ORDER = 7  # permutation of a data set; b = epoch
     SAMPLE = 8  # key of sample a
     STEP = 9  # key of training step a
-    DROPOUT = 10  # torch's generator for dropout; a = rank
+    DROPOUT = 10  # key of a sample's dropout in layer a
     BOOTSTRAP = 11  # resampling
     DATA = 12  # draws from an enumerated language, and choices of data rows
     INIT = 13  # fresh weights
@@ -102,12 +102,6 @@ def fold(key: Tensor | int, purpose: Purpose, a: Tensor | int = 0, b: Tensor | i
     return (words[..., 0] << 32) | words[..., 1]
 
 
-def fold_number(key: int, purpose: Purpose, a: int = 0, b: int = 0) -> int:
-    """`fold` of plain numbers, as an unsigned one: the same bits without a hundred operations on tensors."""
-    high, low, *_ = philox((0, a & _WORD, b & _WORD, int(purpose)), (key & _WORD, (key >> 32) & _WORD))
-    return (high << 32) | low
-
-
 def unit(high: Tensor, low: Tensor) -> Tensor:
     """Two words as a float64 in [0, 1): resolution 2⁻⁶⁴ near 0 and 2⁻⁵³ near 1; never 1.0."""
     u = high.to(torch.float64) * 2.0**-32 + low.to(torch.float64) * 2.0**-64
@@ -146,6 +140,18 @@ def normal(key: Tensor, purpose: Purpose, a: Tensor | int, b: Tensor | int, dim:
 def integers(key: Tensor, purpose: Purpose, a: Tensor | int, b: Tensor | int, high: int) -> Tensor:
     """Uniform on {0, …, high − 1} (int64)."""
     return (uniform(key, purpose, a, b) * high).to(torch.int64)
+
+
+def survivors(key: Tensor, place: Tensor, rate: float) -> Tensor:
+    """True with probability 1 − rate for every (key, place), which broadcast: what dropout keeps. The bits are mixed
+    from a 64-bit key and a 32-bit place by three multiplications, not by Philox: a compiler fuses them into whatever
+    reads them, and nothing is stored for the gradient."""
+    low, high = key.to(torch.int32), (key >> 32).to(torch.int32)  # products of int32 wrap around, as they should
+    x = place.to(torch.int32) ^ low
+    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x45D9F3B ^ high
+    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * -0x7B935975  # 0x846CA68B as a signed number
+    return ((x ^ (x >> 16)) & 0x7FFFFFFF) >= round(rate * (1 << 31))
 
 
 @contextmanager

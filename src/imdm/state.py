@@ -44,6 +44,7 @@ class Noised:
     noise  (B, L, d) float: ε; (B, L) integer: mask index; None for the single mask. Read only where masked
     t      (B,): time
     latent (B,) float: λ, shared by the whole sequence, for a model with `mixture`; None otherwise
+    keys   (B,): what dropout draws from while the model trains; None: from torch's own generator
     """
 
     tokens: Tensor
@@ -51,6 +52,7 @@ class Noised:
     noise: Tensor | None
     t: Tensor
     latent: Tensor | None = None
+    keys: Tensor | None = None
 
     @classmethod
     def clean(cls, tokens: Tensor) -> Noised:
@@ -60,9 +62,8 @@ class Noised:
 
     def __getitem__(self, index: Tensor | slice) -> Noised:
         """The sequences at `index`."""
-        noise = None if self.noise is None else self.noise[index]
-        latent = None if self.latent is None else self.latent[index]
-        return Noised(self.tokens[index], self.masked[index], noise, self.t[index], latent)
+        noise, latent, keys = (None if v is None else v[index] for v in (self.noise, self.latent, self.keys))
+        return Noised(self.tokens[index], self.masked[index], noise, self.t[index], latent, keys)
 
     def filled(self, many: int, mask_id: int) -> Noised:
         """The same with masked sequences after it, `many` in all."""
@@ -71,13 +72,17 @@ class Noised:
             return self
         tokens = torch.nn.functional.pad(self.tokens, (0, 0, 0, more), value=mask_id)
         masked = torch.nn.functional.pad(self.masked, (0, 0, 0, more), value=True)
-        others = (self.noise, self.t, self.latent)
-        noise, t, latent = (None if v is None else torch.cat((v, v.new_zeros(more, *v.shape[1:]))) for v in others)
-        return Noised(tokens, masked, noise, t, latent)  # type: ignore[arg-type]
+        others = (self.noise, self.t, self.latent, self.keys)
+        rest = (None if v is None else torch.cat((v, v.new_zeros(more, *v.shape[1:]))) for v in others)
+        return Noised(tokens, masked, *rest)  # type: ignore[arg-type]
 
     def tensors(self) -> tuple[Tensor, ...]:
-        held = (self.tokens, self.masked, self.noise, self.t, self.latent)
+        held = (self.tokens, self.masked, self.noise, self.t, self.latent, self.keys)
         return tuple(tensor for tensor in held if tensor is not None)
+
+    def dropping(self, keys: Tensor) -> Noised:
+        """The same, whose dropout is drawn under `keys` (B,) while a model trains on it."""
+        return replace(self, keys=keys)
 
     def with_noise(self, noise: Tensor | None) -> Noised:
         return replace(self, noise=noise)

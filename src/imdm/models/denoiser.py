@@ -6,7 +6,7 @@ position is masked.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, Protocol, cast
 
@@ -21,6 +21,7 @@ from imdm.masks import Infinite, Mask, parse_mask
 from imdm.models.configuration import MaskedDiffusionConfig
 from imdm.models.layers import (
     Block,
+    Dropout,
     MixtureToken,
     Norm,
     Rope,
@@ -100,8 +101,8 @@ class MaskedDiffusionLM(PreTrainedModel):
         """Another dropout rate for further training."""
         self.config.dropout = rate
         for module in self.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = rate
+            if isinstance(module, Dropout):
+                module.rate = rate
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> MaskedDiffusionLM:
@@ -150,7 +151,7 @@ class MaskedDiffusionLM(PreTrainedModel):
         return self._all(state) if hidden is None else hidden[: len(state.tokens)].clone()
 
     def _all(self, state: Noised) -> Tensor:
-        return self._run(self._embedded(state), state.tokens.shape[1])
+        return self._run(state)
 
     def _replayed(self, state: Noised) -> Tensor | None:
         """Hidden states from a recorded evaluation, the batch filled up; overwritten by the next."""
@@ -178,16 +179,16 @@ class MaskedDiffusionLM(PreTrainedModel):
         if few and rows.slot is not None and rows.most is not None and 2 * _room(rows.most) <= state.tokens.shape[1]:
             queries = torch.zeros(len(state.tokens), _room(rows.most), dtype=torch.int64, device=state.tokens.device)
             queries[rows.sequence, rows.slot] = rows.position
-        return self._run(self._embedded(state), state.tokens.shape[1], rows._replace(most=None), queries)
+        return self._run(state, rows._replace(most=None), queries)
 
-    def _run(self, x: Tensor, length: int, rows: Rows | None = None, queries: Tensor | None = None) -> Tensor:
-        """Blocks and last norm: embeddings (B, L or L + 1, D) → hidden states of the first `length` positions, or of
-        the given rows: the last block then computes these alone.
+    def _run(self, state: Noised, rows: Rows | None = None, queries: Tensor | None = None) -> Tensor:
+        """Embeddings, blocks and last norm: hidden states (B, L, D), or (R, D) of the given rows: the last block then
+        computes these alone.
 
         On a GPU each new shape has a price (cuDNN plans its attention for 50 ms), so while sequences come and go,
         batches are filled up to a few sizes.
         """
-        many = len(x)
+        x, (many, length) = self._embedded(state), state.tokens.shape
         if x.is_cuda and not self.training:
             more = _room(many) - many
             x = nn.functional.pad(x, (0, 0, 0, 0, 0, more))
@@ -199,10 +200,20 @@ class MaskedDiffusionLM(PreTrainedModel):
             through, out = _compiled()
             self._mark_changing(x, rows, queries)
         *first, last = cast("list[Block]", list(self.blocks))
-        for block in first:
-            x = through(block, x, c, rope)
-        hidden = out(last, self.norm, self.modulation, x, c, rope, rows, queries)
+        keys = self._dropout_keys(state)
+        for number, block in enumerate(first):
+            x = through(block, x, c, rope, keys[number])
+        hidden = out(last, self.norm, self.modulation, x, c, rope, rows, queries, keys[-1])
         return hidden if rows is not None else hidden[:many, :length]
+
+    def _dropout_keys(self, state: Noised) -> Sequence[Tensor | None]:
+        """What each block's two dropouts draw from, (2, B); None where nothing is dropped."""
+        if not self.training or not self.config.dropout:
+            return [None] * len(self.blocks)
+        B, device = len(state.tokens), state.tokens.device
+        keys = torch.randint(1 << 62, (B,), device=device) if state.keys is None else state.keys
+        layer = torch.arange(2 * len(self.blocks), device=device)[:, None]
+        return fold(keys, Purpose.DROPOUT, layer).unflatten(0, (-1, 2)).unbind(0)
 
     def _mark_changing(self, x: Tensor, rows: Rows | None, queries: Tensor | None) -> None:
         """Sizes that change from call to call, so that they are compiled once for all: rows always do, sequences come
@@ -345,8 +356,8 @@ def _room(many: int) -> int:
     return -(-many // each) * each
 
 
-def _through(block: Block, x: Tensor, c: Tensor | None, rope: Rope) -> Tensor:
-    return block(x, c, rope)
+def _through(block: Block, x: Tensor, c: Tensor | None, rope: Rope, keys: Tensor | None) -> Tensor:
+    return block(x, c, rope, keys=keys)
 
 
 def _out(
@@ -358,9 +369,10 @@ def _out(
     rope: Rope,
     rows: Rows | None,
     queries: Tensor | None,
+    keys: Tensor | None,
 ) -> Tensor:
     """The last block and what follows it."""
-    x = norm(block(x, c, rope, rows, queries))
+    x = norm(block(x, c, rope, rows, queries, keys))
     if modulation is None:
         return x
     shift, scale = modulation(c).chunk(2, dim=-1)

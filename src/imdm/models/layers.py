@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from imdm.kernels import kernels
+from imdm.randomness import survivors
 from imdm.state import Rows
 
 Rope = tuple[Tensor, Tensor]
@@ -219,6 +220,28 @@ class MLP(nn.Module):
         return self.down(F.gelu(self.up(x), approximate="tanh"))
 
 
+class Dropout(nn.Module):
+    """Dropout keyed by sample: what is dropped follows from a sequence's key, the position and the feature, whichever
+    process and batch compute it."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, x: Tensor, keys: Tensor | None, rows: Rows | None = None) -> Tensor:
+        """x (B, L, D), or (R, D) of some rows; keys (B,); nothing is dropped without them."""
+        if keys is None or not self.rate:
+            return x
+        feature = torch.arange(x.shape[-1], device=x.device)
+        if rows is None:
+            keys = keys[:, None, None]
+            position = torch.arange(x.shape[1], device=x.device)[:, None]
+        else:
+            keys, position = keys[rows.sequence][:, None], rows.position[:, None]
+        kept = survivors(keys, position * x.shape[-1] + feature, self.rate)
+        return x * kept / (1 - self.rate)
+
+
 class Block(nn.Module):
     """Pre-norm attention and MLP. With `condition` > 0 each is shifted, scaled and gated by adaLN-zero; with 0 those
     constants live in the norms and the output layers (`fold_conditioning`)."""
@@ -233,7 +256,7 @@ class Block(nn.Module):
         self.norm2 = Norm(width, bias=not condition)
         self.mlp = MLP(width, out)
         self.modulation = ZeroLinear(condition, 6 * width) if condition else None
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
 
     def forward(
         self,
@@ -242,13 +265,15 @@ class Block(nn.Module):
         rope: Rope,
         rows: Rows | None = None,
         queries: Tensor | None = None,
+        keys: Tensor | None = None,
     ) -> Tensor:
-        """x (B, L, D) → (B, L, D), or (R, D) of the given rows alone."""
+        """x (B, L, D) → (B, L, D), or (R, D) of the given rows alone. keys (2, B): for dropout, while it trains."""
         kept = x if rows is None else rows.of(x)
+        first, second = (None, None) if keys is None else keys
         if self.modulation is None:
-            kept = kept + self.dropout(self.attention(self.norm1(x), rope, rows, queries))
-            return kept + self.dropout(self.mlp(self.norm2(kept)))
+            kept = kept + self.dropout(self.attention(self.norm1(x), rope, rows, queries), first, rows)
+            return kept + self.dropout(self.mlp(self.norm2(kept)), second, rows)
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(c).chunk(6, dim=-1)  # (D,) each
         asked = self.attention(self.norm1(x) * (1 + scale1) + shift1, rope, rows, queries)
-        kept = kept + gate1 * self.dropout(asked)
-        return kept + gate2 * self.dropout(self.mlp(self.norm2(kept) * (1 + scale2) + shift2))
+        kept = kept + gate1 * self.dropout(asked, first, rows)
+        return kept + gate2 * self.dropout(self.mlp(self.norm2(kept) * (1 + scale2) + shift2), second, rows)

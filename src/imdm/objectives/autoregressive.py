@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -24,13 +25,13 @@ class Autoregressive(Objective):
     def loss(
         self, model: nn.Module, process: Process, batch: Mapping[str, Tensor], step: Step, companion: None = None
     ) -> Tensor:
-        x = batch["tokens"]
-        return -next_log_probs(model, x).mean()
+        return -next_log_probs(model, batch["tokens"], step.keys()).mean()
 
 
-def next_log_probs(model: nn.Module, x: Tensor) -> Tensor:
-    """log p(x^ℓ | x^1 … x^{ℓ−1}) for ℓ = 2 … L of each row: (B, L − 1)."""
+def next_log_probs(model: nn.Module, x: Tensor, keys: Tensor | None = None) -> Tensor:
+    """log p(x^ℓ | x^1 … x^{ℓ−1}) for ℓ = 2 … L of each row: (B, L − 1). keys (B,): for dropout, while the model
+    trains."""
     B, L = x.shape
     sequence = torch.arange(B, device=x.device).repeat_interleave(L - 1)
     rows = Rows(sequence, torch.arange(L - 1, device=x.device).repeat(B))
-    return model(Noised.clean(x), rows=rows, reduce=Chosen(x[:, 1:].flatten())).view(B, L - 1)
+    return model(replace(Noised.clean(x), keys=keys), rows=rows, reduce=Chosen(x[:, 1:].flatten())).view(B, L - 1)

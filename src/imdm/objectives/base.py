@@ -115,7 +115,8 @@ class Objective(Config):
 
 def corrupted(process: Process, batch: Mapping[str, Tensor], step: Step) -> tuple[Noised, Rows]:
     """The batch's data at the step's times, and where it is masked."""
-    state = process.corrupt(batch["tokens"], step.times(), step.keys())
+    keys = step.keys()
+    state = process.corrupt(batch["tokens"], step.times(), keys).dropping(keys)
     return state, Rows.where(state.masked)
 
 

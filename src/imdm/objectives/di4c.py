@@ -93,7 +93,7 @@ class Di4C(Rounds):
         x, t, keys, M = batch["tokens"], self.times(step), step.keys(), self.latents
         tokens = process.corrupt(x, t, keys).tokens
         copy = fold(keys[:, None], Purpose.COPY, torch.arange(M, device=keys.device)).flatten()  # (B·M,)
-        state = process.noised(tokens.repeat_interleave(M, 0), t.repeat_interleave(M), copy)
+        state = process.noised(tokens.repeat_interleave(M, 0), t.repeat_interleave(M), copy).dropping(copy)
         ahead = look_ahead(companion.model, companion.student, state, copy, M, self.teacher_steps)
         said = torch.cat((x[:, None], ahead.written.unflatten(0, (-1, M))), 1)  # (B, 1 + M, L): x, and each copy's x̂
 

@@ -41,8 +41,9 @@ class ReDi(Objective):
         return ("tokens", "noised", "t", "seed")
 
     def start(self, process: Process, batch: Mapping[str, Tensor], step: Step) -> tuple[Noised, Rows]:
-        keys = batch["seed"] if self.noise == "coupling" else step.keys()
-        state = process.noised(batch["noised"], batch["t"], keys)
+        keys = step.keys()
+        seeds = batch["seed"] if self.noise == "coupling" else keys
+        state = process.noised(batch["noised"], batch["t"], seeds).dropping(keys)
         return state, Rows.where(state.masked)
 
     def loss(

@@ -32,7 +32,6 @@ from imdm.errors import UserError
 from imdm.files import append_line, read_lines, written_aside
 from imdm.models import MaskedDiffusionLM, check_precision, fingerprint
 from imdm.objectives import Objective, Step
-from imdm.randomness import Purpose, fold_number, torch_seed
 from imdm.training import checkpoint
 from imdm.training.ema import EMA
 
@@ -200,7 +199,6 @@ class Trainer:
         """One optimiser step; returns the loss of the global batch."""
         if self.objective.turn(self.companion, self.step, self.ema.weights):
             self.optimizer.state.clear()
-        self._seed_dropout()
         rate = self.config.lr * min(1.0, (self.step + 1) / max(1, self.config.warmup))
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -227,11 +225,6 @@ class Trainer:
         if self.config.precision == "float32":
             return nullcontext()
         return torch.autocast(self.accelerator.device.type, torch.bfloat16)
-
-    def _seed_dropout(self) -> None:
-        """Dropout uses torch's own generator; key it by (seed, step, process) so that a resumed run repeats it."""
-        key = fold_number(self.seed, Purpose.STEP, self.step)
-        torch.manual_seed(torch_seed(fold_number(key, Purpose.DROPOUT, self.accelerator.process_index)))
 
     def train(self) -> Path:
         """Run to the end; returns the folder of the finished model. Ctrl-C ends the step and leaves a checkpoint; once
