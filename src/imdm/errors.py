@@ -3,10 +3,64 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from numbers import Integral, Real
+
+LARGEST = 1e300  # beyond that nothing is a number that could be meant
 
 
 class UserError(ValueError):
     """Bad input. The command line prints the sentence and exits with code 2; Python callers see a ValueError."""
+
+
+def check_whole(name: str, value: object, least: int = 1, most: int = (1 << 63) - 1) -> None:
+    """Refuse what is not a whole number in this range."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or not least <= int(value) <= most:
+        limit = f"of at least {least:,}" if most == (1 << 63) - 1 else f"from {least:,} to {most:,}"
+        raise UserError(f"{name} = {shown(value)}: must be a whole number {limit}")
+
+
+def check_is(name: str, value: object, kind: type | tuple[type, ...], what: str) -> None:
+    """Refuse an argument that is not of this kind."""
+    if not isinstance(value, kind):
+        raise UserError(f"{name} = {shown(value)}: expected {what}")
+
+
+def check_seed(value: object, name: str = "seed") -> None:
+    """Anything that 64 bits can hold."""
+    check_whole(name, value, -(1 << 63), (1 << 64) - 1)
+
+
+def check_number(name: str, value: object) -> None:
+    """Refuse what is not a finite number."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not abs(value) <= LARGEST:  # type: ignore[operator]
+        raise UserError(f"{name} = {shown(value)}: must be a number")
+
+
+def shown(value: object) -> str:
+    """A value as it was given, cut short."""
+    try:
+        text = repr(value)
+    except ValueError:  # a number of thousands of digits
+        text = "a number of thousands of digits"
+    return shorter(text, 80)
+
+
+def shorter(text: str, most: int = 300) -> str:
+    """A text without its middle, where it is long."""
+    return text if len(text) <= most else f"{text[: most // 2]}…{text[-most // 4 :]}"
+
+
+def reason_of(error: BaseException) -> str:
+    """The first line of what a library said."""
+    said = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return shorter(said.rstrip(".: "))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the machine had no room, on whichever device: torch says so in several ways."""
+    told = ("can't allocate memory", "not enough memory", "out of memory", "Unable to allocate")
+    named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return named or (isinstance(error, RuntimeError | OSError) and any(part in str(error) for part in told))
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> UserError:

@@ -2,51 +2,106 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
-from imdm.data.tokenizers import copy_tokenizer, has_tokenizer
-from imdm.errors import UserError
-from imdm.files import written_aside
+from imdm.data.tokenizers import copy_tokenizer, has_tokenizer, load_tokenizer
+from imdm.devices import processes
+from imdm.errors import UserError, check_is, unknown
+from imdm.files import as_path, check_writable, written_aside
 from imdm.models import MaskedDiffusionLM, fold_conditioning, load_model
+from imdm.models.quantized import FILE, save
+from imdm.models.rounding import WITHIN, Move, Rounding, eight_bits, fewest_bits
+from imdm.models.saving import save_whole
 
 CARD = "README.md"
 
+Weights = Literal["bf16", "float32", "int8", "mixed"]
+"""How weights are kept: as floats of 16 or 32 bits; or matrices as whole numbers with one scale a row, of 8 bits, or of
+as many as each matrix needs."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """folder: what was written; moved: by how many nats a token the law moved, where weights became whole numbers."""
+
+    folder: Path
+    moved: Move | None
+
 
 def export(
-    model: str | Path, out: str | Path, *, precision: Literal["float32", "bf16"] = "bf16", card: str | None = None
-) -> Path:
-    """Write `model` to the folder `out`: adaLN folded into the other weights, in `precision`, its tokenizer beside it
-    where it has one, and a card: the text given, or what the model's own configuration says."""
-    folder = Path(out)
+    model: str | Path,
+    out: str | Path,
+    *,
+    weights: Weights = "bf16",
+    card: str | None = None,
+    within: float = WITHIN,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Exported:
+    """Write `model` to the folder `out`: adaLN folded into the other weights, these kept as `weights` says, its
+    tokenizer beside it where it has one, and a card: the text given, or what the model's own configuration says.
+
+    within       `mixed`: the law moves by less than so many nats a token
+    on_progress  called with the number of matrices measured so far, and of all
+    """
+    folder = as_path(out, "out")
+    check_is("card", card, (str, type(None)), "text")
+    if weights not in get_args(Weights):
+        raise unknown("kind of weights", weights, get_args(Weights))
     if folder.exists():
-        raise UserError(f"--out {str(out)!r} is there already; choose another folder")
+        raise UserError(f"{str(out)!r} is there already; choose another folder")
+    check_writable(folder)
     folded = fold_conditioning(load_model(model))
-    torch.nn.Module.to(folded, torch.bfloat16 if precision == "bf16" else torch.float32)
+    text = Path(model).is_dir() and has_tokenizer(Path(model))
+    if text:
+        load_tokenizer(model)  # which refuses a damaged one
+    rounding = None
+    if weights in ("int8", "mixed"):
+        torch.nn.Module.to(folded, processes().device)
+        rounding = eight_bits(folded) if weights == "int8" else fewest_bits(folded, within, on_progress=on_progress)
+    else:
+        torch.nn.Module.to(folded, torch.bfloat16 if weights == "bf16" else torch.float32)
     with written_aside(folder) as aside:
-        folded.save_pretrained(aside)
-        text = Path(model).is_dir() and has_tokenizer(Path(model))
+        if rounding is None:
+            folded.save_pretrained(aside)
+        else:
+            save_whole(lambda place: _save_rounded(folded, place, rounding), aside, folded.config)
         if text:
             copy_tokenizer(Path(model), aside)
-        (aside / CARD).write_text(card if card is not None else _facts(folded, folder.name, text), encoding="utf-8")
-    return folder
+        facts = card if card is not None else _facts(folded, folder.name, text, rounding)
+        (aside / CARD).write_text(facts, encoding="utf-8")
+    return Exported(folder, None if rounding is None else rounding.moved)
 
 
-def _facts(model: MaskedDiffusionLM, name: str, text: bool) -> str:
+def _save_rounded(model: MaskedDiffusionLM, folder: Path, rounding: Rounding) -> None:
+    config = model.config
+    config.architectures, config.dtype = [type(model).__name__], torch.float32  # as `save_pretrained` has it
+    config.save_pretrained(folder)
+    save(folder / FILE, dict(model.named_parameters()), rounding.bits)
+
+
+def _facts(model: MaskedDiffusionLM, name: str, text: bool, rounding: Rounding | None) -> str:
     config = model.config
     kind = "An autoregressive language model" if config.causal else f"A masked diffusion model, mask {model.mask.name},"
     count = sum(parameter.numel() for parameter in model.parameters())
     use = f'`imdm.load("{name}")` writes with it.' if text else f'`imdm.load_model("{name}")` writes token ids with it.'
     if config.causal:
         use = f"`imdm evaluate MODEL --judge {name}` lets it read what others write."
+    kept = ""
+    if rounding is not None:
+        least, most = min(rounding.bits.values()), max(rounding.bits.values())
+        width = f"{least}" if least == most else f"{least} to {most}"
+        kept = f"\n- matrices in {width} bits a weight, which moves the law by {rounding.moved} nats a token"
     return f"""# {name}
 
 {kind} of {count / 1e6:.1f}M parameters.
 
 - {config.blocks} blocks of width {config.width}, {config.heads} heads; sequences of up to {config.length} tokens
-- vocabulary of {config.vocab_size:,} ids, the mask among them
+- vocabulary of {config.vocab_size:,} ids, the mask among them{kept}
 
 {use}
 """

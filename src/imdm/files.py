@@ -1,20 +1,26 @@
-"""Files that are whole or not there: everything is written aside, flushed, then renamed."""
+"""Files that are whole or not there, and still what was written.
+
+Everything is written aside, flushed, then renamed. Tensors carry a digest of themselves, which is checked when they are
+read. What a killed process left unfinished is removed by the next one that works in the same folder.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import platform
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
-from torch import Tensor
+from imdm.errors import UserError, shown
 
-from imdm.errors import UserError
+if TYPE_CHECKING:
+    from torch import Tensor
 
 try:
     import fcntl
@@ -22,6 +28,10 @@ except ImportError:  # not on Windows
     fcntl = None  # type: ignore[assignment]
 
 PARTIAL = ".partial-"  # a name that begins so is an unfinished write and is never read
+STALE = 24 * 3600  # seconds after which what a process on another machine left unfinished is given up
+DIGEST = "digest"  # where a safetensors file says what its tensors are
+LARGEST_JSON = 1 << 28  # bytes
+LARGEST_YAML, MOST_VALUES, DEEPEST = 1 << 20, 100_000, 50  # characters, values, levels
 
 
 def home() -> Path:
@@ -29,25 +39,136 @@ def home() -> Path:
     return Path(os.environ.get("IMDM_HOME", Path.home() / ".cache" / "imdm"))
 
 
+def as_path(value: Any, what: str) -> Path:
+    """A path that the system can look for."""
+    if not isinstance(value, str | os.PathLike) or not isinstance(os.fspath(value), str):
+        raise UserError(f"{what} = {shown(value)}: expected a path")
+    text = os.fspath(value)
+    if not text or "\0" in text or any(len(os.fsencode(part)) > 255 for part in Path(text).parts) or len(text) > 4000:
+        raise UserError(f"{what} = {shown(value)}: that cannot be a path")
+    return Path(text)
+
+
 @contextmanager
 def written_aside(path: Path) -> Iterator[Path]:
-    """Yield a place to write; on success it replaces `path` (a file, or a folder that is not there yet)."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f"{PARTIAL}{os.getpid()}-{path.name}")
-    _remove(aside)
+    """Yield a place to write; on success it replaces `path` (a file, or a folder)."""
+    aside = path.with_name(f"{_mine()}{path.name}")
+    with _naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            _remove(aside)
+            yield aside
+            for file in [aside] if aside.is_file() else [f for f in aside.rglob("*") if f.is_file()]:
+                with open(file, "rb") as handle:
+                    os.fsync(handle.fileno())
+            if aside.is_dir():
+                _remove(path)
+            os.replace(aside, path)
+        except BaseException:
+            with suppress(OSError):
+                _remove(aside)
+            raise
+
+
+@contextmanager
+def aside_in(folder: Path) -> Iterator[Path]:
+    """A folder inside `folder`, where a library may write in its own way; gone at the end, whatever is still in it."""
+    aside = folder / f"{_mine()}aside"
+    with _naming(folder):
+        try:
+            _remove(aside)
+            aside.mkdir(parents=True)
+            yield aside
+        finally:
+            with suppress(OSError):
+                _remove(aside)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """A full disk, or one that is not ours to write on, in a sentence that names the file."""
+    from safetensors import SafetensorError
+
     try:
-        yield aside
-        for file in [aside] if aside.is_file() else [f for f in aside.rglob("*") if f.is_file()]:
-            with open(file, "rb") as handle:
-                os.fsync(handle.fileno())
-        if aside.is_dir():
-            _remove(path)
-        os.replace(aside, path)
-    except BaseException as error:
-        _remove(aside)
-        if isinstance(error, SafetensorError):  # what safetensors makes of a full disk
-            raise UserError(f"{path} cannot be written: {error}") from None
-        raise
+        yield
+    except SafetensorError as error:  # what safetensors makes of a full disk
+        raise UserError(f"{path} cannot be written: {error}") from None
+    except UnicodeEncodeError as error:
+        raise UserError(f"{path} cannot be written: {error.object!r} is not text that UTF-8 can hold") from None
+    except OSError as error:
+        if error.filename is not None and not str(error.filename).startswith(str(path.parent)):
+            raise  # of another file
+        raise UserError(f"{path} cannot be written: {error.strerror or error}") from None
+
+
+def _mine() -> str:
+    """How this process' unfinished files begin: the machine, the process."""
+    return f"{PARTIAL}{_machine()}-{os.getpid()}-"
+
+
+def _machine() -> str:
+    return hashlib.sha256(platform.node().encode()).hexdigest()[:6]
+
+
+def _is_left(path: Path) -> bool:
+    """Whether an unfinished file's process is gone. Others may be at work in the same folder: the processes of one run
+    share it."""
+    machine, _, rest = path.name.removeprefix(PARTIAL).partition("-")
+    number = rest.partition("-")[0]
+    try:
+        if machine != _machine() or not number.isdigit():
+            return time.time() - path.stat().st_mtime > STALE
+        os.kill(int(number), 0)
+    except ProcessLookupError:
+        return True
+    except OSError:  # not ours to ask, or gone by now
+        return False
+    return int(number) == os.getpid()
+
+
+@contextmanager
+def working_in(folder: Path) -> Iterator[None]:
+    """No other process works in this folder meanwhile; one that tries is refused. The system forgets the lock with the
+    process that holds it, however that ends. What killed processes left unfinished here is removed."""
+    check_writable(folder)
+    with _naming(folder):
+        made = _new_folders(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+    held = os.open(folder, os.O_RDONLY) if fcntl is not None else None
+    try:
+        if held is not None:
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(
+                    f"another process is at work in {folder}; wait until it is done, or choose another folder"
+                ) from None
+            except OSError:  # a file system without locks
+                pass
+        for left in folder.rglob(f"{PARTIAL}*"):
+            if _is_left(left):
+                _remove(left)
+        yield
+    finally:
+        if held is not None:
+            os.close(held)
+        for place in made:  # as it was, if nothing came of it
+            with suppress(OSError):
+                place.rmdir()
+
+
+def check_writable(folder: Path) -> None:
+    """Refuse a folder in which nothing can be written, before any work."""
+    place = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not place.is_dir():
+        raise UserError(f"{place} is a file; {folder} cannot be a folder")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise UserError(f"{place} cannot be written into")
+
+
+def _new_folders(folder: Path) -> list[Path]:
+    """The folders that must be made for this one to be there, innermost first."""
+    return [place for place in (folder, *folder.parents) if not place.exists()]
 
 
 @contextmanager
@@ -66,52 +187,232 @@ def no_progress_bars() -> Iterator[None]:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """No other process in this block with the same path, where the system can lock files."""
+    """No other process in this block with the same path, where the system can lock files; others wait."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.with_name(path.name + ".lock"), "wb") as file, _alone(file):
         yield
 
 
 def _remove(path: Path) -> None:
-    if path.is_dir():
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_text(path: Path, text: str) -> None:
     with written_aside(path) as aside:
-        aside.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+        aside.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, _dumped(value, indent=2) + "\n")
+
+
+def _dumped(value: Any, indent: int | None = None) -> str:
+    """JSON with its letters as they are; escaped where UTF-8 cannot hold them, as names of files may be."""
+    text = json.dumps(value, indent=indent, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(value, indent=indent)
+    return text
+
+
+def read_text(path: Path, what: str) -> str:
+    """A text file of ours, or a sentence that says why not."""
+    try:
+        if path.stat().st_size > LARGEST_JSON:
+            raise UserError(f"{what}: {path} has {path.stat().st_size:,} bytes; it is damaged or not ours")
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"{what}: {path} is missing") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{what}: {path} is not UTF-8 text ({error}); it is damaged or not ours") from None
+    except OSError as error:
+        raise UserError(f"{what}: {path} cannot be read ({error.strerror or error})") from None
+
+
+def parse_json(text: str) -> Any:
+    """JSON, or a ValueError: also where it is nested too deeply, or a number has thousands of digits."""
+    try:
+        return json.loads(text, parse_constant=_no_constant)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a number")
+
+
+def parse_yaml(text: str) -> Any:
+    """YAML, or a ValueError: also where it is nested too deeply, refers to itself, or would be too large once its
+    aliases are written out."""
+    import yaml
+
+    if len(text) > LARGEST_YAML:
+        raise ValueError(f"{len(text):,} characters are too many for settings; at most {LARGEST_YAML:,}")
+    try:
+        value = yaml.safe_load(text)
+        _extent(value, {}, set())
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from None
+    return value
+
+
+def _extent(value: Any, known: dict[int, int], above: set[int]) -> int:
+    """How many values there are once aliases, which are one object in several places, are written out."""
+    if not isinstance(value, dict | list):
+        return 1
+    if id(value) in above or len(above) > DEEPEST:
+        raise ValueError("an alias refers to what it is part of" if id(value) in above else "nested too deeply")
+    if id(value) not in known:
+        inside = value if isinstance(value, list) else [*value, *value.values()]
+        known[id(value)] = 1 + sum(_extent(item, known, above | {id(value)}) for item in inside)
+    if known[id(value)] > MOST_VALUES:
+        raise ValueError(f"with its aliases written out it has more than {MOST_VALUES:,} values")
+    return known[id(value)]
 
 
 def read_json(path: Path, what: str) -> Any:
     try:
-        return json.loads(path.read_text())
-    except FileNotFoundError:
-        raise UserError(f"{what}: {path} is missing") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        return parse_json(read_text(path, what))
+    except UserError:
+        raise
+    except ValueError as error:
         raise UserError(f"{what}: {path} is not valid JSON ({error}); it is damaged or not ours") from None
 
 
+def read_object(path: Path, what: str, **fields: type | tuple[type, ...]) -> dict[str, Any]:
+    """A JSON object that has these fields, of these types."""
+    value = read_json(path, what)
+    if not isinstance(value, dict):
+        raise UserError(f"{what}: {path} holds no JSON object; it is damaged or not ours")
+    for name, kind in fields.items():
+        if not isinstance(value.get(name), kind) or isinstance(value[name], bool) != (kind is bool):
+            raise UserError(f"{what}: {path} has no proper {name!r}; it is damaged or not ours")
+    return value
+
+
+def write_recorded(path: Path, value: Mapping[str, Any]) -> None:
+    """A JSON object with the digest by which `read_recorded` recognises it."""
+    write_json(path, {**value, DIGEST: _digest(value)})
+
+
+def read_recorded(path: Path, what: str, **fields: type | tuple[type, ...]) -> dict[str, Any]:
+    """The object that `write_recorded` wrote; one without a digest, from before there was one, as it is."""
+    value = read_object(path, what, **fields)
+    wanted = value.pop(DIGEST, None)
+    if wanted is not None and wanted != _digest(value):
+        raise UserError(f"{what}: {path} is damaged: its contents are not what was written")
+    return value
+
+
+def _digest(value: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Tensors by name, with the digest by which `read_tensors` recognises them; contiguous, on the CPU, none sharing
+    memory with another."""
+    from safetensors.torch import save_file
+
+    with written_aside(path) as aside:
+        held = dict(tensors)
+        save_file(held, aside, metadata={"format": "pt", **(metadata or {}), DIGEST: digest_of(held)})
+        _in_order(aside)
+        os.chmod(aside, 0o666 & ~_mask())  # the library lets nobody else read it
+
+
+def _mask() -> int:
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
+
+
+def _in_order(file: Path) -> None:
+    """Put a safetensors file's metadata in order, which the library writes in another one each time: the same tensors
+    are then the same bytes."""
+    with open(file, "r+b") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+        if len(text) <= size:
+            opened.seek(8)
+            opened.write(text.ljust(size))
+
+
+def digest_of(tensors: Mapping[str, Tensor]) -> str:
+    """A hash of names, shapes, types and every byte."""
+    import torch
+
+    total = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().contiguous()
+        total.update(f"{name} {list(tensor.shape)} {tensor.dtype}\n".encode())
+        total.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return total.hexdigest()
+
+
+def digest_file(path: Path) -> str:
+    """A hash of a file's bytes."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def read_tensors(path: Path, what: str) -> dict[str, Tensor]:
-    """Tensors by name from safetensors; nothing is ever unpickled."""
+    """Tensors by name from safetensors, which are what was written; nothing is ever unpickled."""
+    from safetensors.torch import load_file
+
     with _safetensors(path, what):
-        return load_file(path)
+        tensors = load_file(path)
+    wanted = read_metadata(path, what).get(DIGEST)
+    if wanted is not None and digest_of(tensors) != wanted:
+        raise UserError(f"{what}: {path} is damaged: its contents are not what was written")
+    return tensors
 
 
 def read_metadata(path: Path, what: str) -> dict[str, str]:
     """What was written beside the tensors."""
+    from safetensors import safe_open
+
     with _safetensors(path, what), safe_open(path, framework="pt") as file:
         return file.metadata() or {}
 
 
+_checked: dict[Path, tuple[int, int, int]] = {}
+
+
+def check_once(path: Path, check: Any) -> None:
+    """Call `check` on a file that this process has not checked since it was last written."""
+    try:
+        now = path.stat()
+    except OSError:
+        check()
+        return
+    state = now.st_ino, now.st_size, now.st_mtime_ns
+    if _checked.get(path.absolute()) != state:
+        check()
+        _checked[path.absolute()] = state
+
+
+def check_tensors(path: Path, what: str) -> None:
+    """Refuse a safetensors file that is not what was written, as far as it says; read once a process."""
+    check_once(path, lambda: read_tensors(path, what))
+
+
 @contextmanager
 def _safetensors(path: Path, what: str) -> Iterator[None]:
+    from safetensors import SafetensorError
+
     try:
         yield
     except FileNotFoundError:
         raise UserError(f"{what}: {path} is missing") from None
-    except (SafetensorError, OSError, ValueError) as error:
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise UserError(f"{what}: {path} is not a readable safetensors file ({error})") from None
 
 
@@ -119,31 +420,79 @@ def _safetensors(path: Path, what: str) -> Iterator[None]:
 def _alone(file: IO[bytes]) -> Iterator[None]:
     """No other process in this block with the same file, where the system can lock one (closing unlocks it)."""
     if fcntl is not None:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
     yield
 
 
 def append_line(path: Path, value: Any) -> None:
-    """One JSON object a line. A last line that a crash cut short is dropped first, so that it cannot spoil this one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a+b") as file, _alone(file):
-        file.seek(0)
-        whole = file.read()
-        if whole and not whole.endswith(b"\n"):
-            file.truncate(whole.rfind(b"\n") + 1)
-        file.write((json.dumps(value, ensure_ascii=False) + "\n").encode())
+    append_lines(path, [value])
+
+
+def append_lines(path: Path, values: Iterable[Any]) -> None:
+    """One JSON object a line, all or none of them. A last line that a crash cut short is dropped first, so that it
+    cannot spoil these."""
+    with _naming(path):
+        lines = "".join(_dumped(value) + "\n" for value in values).encode()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a+b", buffering=0) as file, _alone(file):
+            end = _whole(file)
+            try:
+                file.truncate(end)
+                file.seek(end)
+                while lines:
+                    lines = lines[file.write(lines) :]
+                os.fsync(file.fileno())
+            except BaseException:
+                file.truncate(end)
+                raise
+
+
+def _whole(file: IO[bytes]) -> int:
+    """Where the last whole line of a file ends."""
+    end = size = file.seek(0, os.SEEK_END)
+    while end:
+        start = max(0, end - (1 << 16))
+        file.seek(start)
+        found = file.read(end - start).rfind(b"\n")
+        if found >= 0:
+            return start + found + 1
+        end = start
+    return 0 if size else size
+
+
+@contextmanager
+def kept_if_refused(path: Path) -> Iterator[None]:
+    """A refusal in this block leaves a file as it was before it, or not there."""
+    before = path.read_bytes() if path.is_file() else None
+    try:
+        yield
+    except UserError:
+        if before is None:
+            path.unlink(missing_ok=True)
+        elif path.read_bytes() != before:
+            with written_aside(path) as aside:
+                aside.write_bytes(before)
+        raise
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The objects of a JSON-lines file; a last line cut short by a crash is left out."""
     if not path.exists():
         return []
-    lines = path.read_text().splitlines()
+    text = read_text(path, "results" if path.name == "results.jsonl" else path.stem)
+    lines = text.split("\n")
     rows = []
     for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            if number < len(lines):
-                raise UserError(f"{path}: line {number} is not JSON") from None
+            row = parse_json(line)
+        except ValueError:
+            if number < len(lines):  # else it was cut short
+                raise UserError(f"{path}: line {number} is not JSON; it is damaged or not ours") from None
+            continue
+        if not isinstance(row, dict):
+            raise UserError(f"{path}: line {number} is no JSON object; it is damaged or not ours")
+        rows.append(row)
     return rows

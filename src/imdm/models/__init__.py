@@ -1,6 +1,6 @@
 """The denoiser: a diffusion transformer in two stages, and its configuration."""
 
-from imdm.models.configuration import PRESETS, MaskedDiffusionConfig
+from imdm.models.configuration import LARGEST_VOCABULARY, PRESETS, MaskedDiffusionConfig
 from imdm.models.denoiser import (
     Denoiser,
     MaskedDiffusionLM,
@@ -13,6 +13,7 @@ from imdm.models.fast import check_precision, faster, in_precision
 from imdm.models.loading import fingerprint, is_ours, load_model
 
 __all__ = [
+    "LARGEST_VOCABULARY",
     "PRESETS",
     "Denoiser",
     "MaskedDiffusionConfig",

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from imdm.errors import UserError, unknown
+from imdm.errors import UserError, check_number, check_whole, shown, unknown
 from imdm.masks import parse_mask
 from imdm.schedule import parse_schedule
 
@@ -17,6 +17,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "large": {"width": 1536, "blocks": 24, "heads": 16, "condition": 128},
 }
 """Sizes: `mini` stays under 10M parameters with a vocabulary of 4,096; `small` is GPT-2 Small's, `large` the 860M."""
+
+
+LARGEST_VOCABULARY = 1 << 24
 
 
 class MaskedDiffusionConfig(PreTrainedConfig):
@@ -55,22 +58,27 @@ class MaskedDiffusionConfig(PreTrainedConfig):
         tie_word_embeddings: bool = False,
         **kwargs: Any,
     ) -> None:
-        sizes = {"vocab_size": (vocab_size, 2), "length": (length, 1), "width": (width, 1), "blocks": (blocks, 1)}
-        sizes |= {"heads": (heads, 1), "condition": (condition, 0)}
-        for field, (value, least) in sizes.items():
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise UserError(f"model.{field} = {value!r}: must be a whole number of at least {least}")
+        sizes = {"vocab_size": (vocab_size, 2, LARGEST_VOCABULARY), "length": (length, 1, 1 << 20)}
+        sizes |= {"width": (width, 1, 1 << 16), "blocks": (blocks, 1, 1 << 12), "heads": (heads, 1, 1 << 12)}
+        sizes |= {"condition": (condition, 0, 1 << 16)}
+        for field, (value, least, most) in sizes.items():
+            check_whole(f"model.{field}", value, least, most)
         if width % (2 * heads):
             raise UserError(f"model.width = {width}: must be a multiple of 2·heads = {2 * heads}")
-        if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+        check_number("model.dropout", dropout)
+        if not 0 <= dropout < 1:
             raise UserError(f"model.dropout = {dropout!r}: must be in [0, 1)")
-        if softcap is not None and not (isinstance(softcap, int | float) and softcap > 0):
-            raise UserError(f"model.softcap = {softcap!r}: must be positive, or null for none")
+        if softcap is not None:
+            check_number("model.softcap", softcap)
+            if softcap <= 0:
+                raise UserError(f"model.softcap = {softcap!r}: must be positive, or null for none")
+        for name, switch in (("mixture", mixture), ("causal", causal), ("tie_word_embeddings", tie_word_embeddings)):
+            if not isinstance(switch, bool):
+                raise UserError(f"model.{name} = {shown(switch)}: must be true or false")
         if causal and (softcap is not None or mixture or parse_mask(mask).noisy):
             raise UserError("model.causal = true: such a model has a single mask, no mixture and no softcap")
         mask_token_id = vocab_size - 1 if mask_token_id is None else mask_token_id
-        if not 0 <= mask_token_id < vocab_size:
-            raise UserError(f"model.mask_token_id = {mask_token_id}: must be an id below vocab_size = {vocab_size}")
+        check_whole("model.mask_token_id", mask_token_id, 0, vocab_size - 1)
         self.vocab_size, self.length = vocab_size, length
         self.width, self.blocks, self.heads, self.condition = width, blocks, heads, condition
         self.dropout, self.softcap = float(dropout), softcap
@@ -84,9 +92,23 @@ class MaskedDiffusionConfig(PreTrainedConfig):
         parse = {"mask": parse_mask, "schedule": parse_schedule}.get(name)
         super().__setattr__(name, parse(value).model_dump() if parse else value)
 
+    @property
+    def law(self) -> list[Any]:
+        """What a model's law follows from beside its weights, as plain data: masks, schedule, vocabulary, attention."""
+        law: list[Any] = [parse_mask(self.mask).hashed(), parse_schedule(self.schedule).hashed()]
+        law += [self.mask_token_id, self.vocab_size, self.heads, self.softcap]
+        return law + ["causal"] * self.causal
+
+    @property
+    def parameters(self) -> int:
+        """About how many parameters a model of this size has."""
+        D, mask = self.width, self.mask
+        noise = mask.get("count", 0) * D + (4 * D * (mask["dim"] + D) if "dim" in mask else 0)
+        return 2 * self.vocab_size * D + self.blocks * 6 * D * (2 * D + self.condition) + noise
+
     @classmethod
     def preset(cls, name: str, **settings: Any) -> MaskedDiffusionConfig:
         """A named size with anything else set by keyword: `preset("small", vocab_size=30522, length=128)`."""
-        if name not in PRESETS:
+        if not isinstance(name, str) or name not in PRESETS:
             raise unknown("model preset", name, PRESETS)
         return cls(**(PRESETS[name] | settings))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
@@ -15,7 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from imdm.errors import UserError
+from imdm.errors import UserError, check_is, check_seed, check_whole, is_out_of_memory, shown
 from imdm.kernels import is_plain
 from imdm.masks import Infinite, Mask, parse_mask
 from imdm.models.configuration import MaskedDiffusionConfig
@@ -30,12 +31,18 @@ from imdm.models.layers import (
     ZeroLinear,
     rotary,
 )
+from imdm.models.quantized import opened
 from imdm.models.readout import Head, Reduce, reduced
+from imdm.models.saving import check_saved, save_whole
 from imdm.process import NoisePolicy, Process
 from imdm.randomness import Purpose, as_key, fold, seeded
-from imdm.sampling import Generation, sample
+from imdm.room import check_room
+from imdm.sampling import Generation, check_steps, sample
 from imdm.schedule import parse_schedule
 from imdm.state import Noised, Rows
+
+AS_SAVED = {"dtype", "torch_dtype", "device_map", "low_cpu_mem_usage", "attn_implementation"}
+"""What may be asked of `from_pretrained` without asking for another configuration than the one that was saved."""
 
 
 class Denoiser(Protocol):
@@ -108,15 +115,19 @@ class MaskedDiffusionLM(PreTrainedModel):
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> MaskedDiffusionLM:
         """As in `transformers`, from safetensors only, and refusing weights that do not fit: there, a missing layer
         would come back random. `mask=...` loads an MDM as an IMDM with identical log-probabilities."""
-        where = f"model {str(pretrained_model_name_or_path)!r}"
+        where, folder = f"model {str(pretrained_model_name_or_path)!r}", Path(str(pretrained_model_name_or_path))
         new_mask = "mask" in kwargs
+        as_saved = folder.is_dir() and not kwargs.keys() - AS_SAVED
         kwargs |= {"use_safetensors": True, "output_loading_info": True}
         try:
-            loaded: Any = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+            source, kwargs = opened(cls.config_class, pretrained_model_name_or_path, kwargs)
+            loaded: Any = super().from_pretrained(source, *args, **kwargs)
         except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
             raise UserError(f"{where}: its weights do not have the shapes its config.json says") from error
-        except (OSError, SafetensorError) as error:
-            reason = str(error).strip().splitlines()[0]
+        except (OSError, SafetensorError, TypeError, KeyError, AttributeError) as error:
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise UserError(f"{where} cannot be loaded: {reason}") from error
         model, info = loaded
         missing = {name for name in info["missing_keys"] if not (new_mask and name.startswith("mask_embedding."))}
@@ -124,7 +135,22 @@ class MaskedDiffusionLM(PreTrainedModel):
         if missing or ignored:
             problem = f"lacks {sorted(missing)[0]!r}" if missing else f"has the unknown {sorted(ignored)[0]!r}"
             raise UserError(f"{where} does not fit its config.json: it {problem}; it is damaged or not ours")
+        if as_saved:
+            check_saved(folder, model.config, where)
+        for name, weight in model.named_parameters():
+            if not bool(torch.isfinite(weight).all()):
+                raise UserError(
+                    f"{where}: {name!r} has weights that are no numbers; it is damaged, or its training failed"
+                )
         return model
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """As in `transformers`, each file whole or not there, and the weights with a digest of themselves."""
+        if kwargs.get("push_to_hub"):
+            super().save_pretrained(save_directory, *args, **kwargs)
+            return
+        save = super().save_pretrained
+        save_whole(lambda place: save(place, *args, **kwargs), Path(save_directory), self.config)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embedding
@@ -304,7 +330,9 @@ class MaskedDiffusionLM(PreTrainedModel):
                    Without it: `num` sequences of `length` from nothing.
         noise      what a mask's noise does between steps: `posterior` (Eq. 13) or `keep`.
         """
-        canvas = self._canvas(input_ids, length, num)
+        check_steps(steps)
+        check_seed(seed)
+        canvas = self._canvas(input_ids, length, num, steps, batch_size)
         keys = self.sample_keys(len(canvas), seed)
         training = self.training
         if training:
@@ -326,15 +354,24 @@ class MaskedDiffusionLM(PreTrainedModel):
             if training:
                 self.train()
 
-    def _canvas(self, input_ids: Tensor | None, length: int | None, num: int) -> Tensor:
-        if num < 1:
-            raise UserError(f"num = {num}: must be at least 1")
-        if length is not None and not 1 <= length <= self.config.length:
-            raise UserError(f"length = {length}: the model writes 1 to {self.config.length} tokens")
+    def _check_room(self, what: str, many: int, tokens: int, steps: int, batch_size: int | None) -> None:
+        """Refuse more texts of so many tokens than there is memory for; what the network itself takes counts only where
+        all are evaluated at once."""
+        D = self.config.width
+        at_once = 4 * (8 * D + self.config.mask.get("dim", 0) + 4 * D * self.mask.noisy) if batch_size is None else 0
+        check_room(what, many, tokens * (40 + at_once) + 24 * (steps + 1), self.device)
+
+    def _canvas(
+        self, input_ids: Tensor | None, length: int | None, num: int, steps: int = 1, batch_size: int | None = None
+    ) -> Tensor:
+        check_whole("num", num)
+        if length is not None:
+            check_whole("length", length, 1, self.config.length)
         if input_ids is None:
+            self._check_room("num", num, length or self.config.length, steps, batch_size)
             shape = num, self.config.length if length is None else length
             return torch.full(shape, self.config.mask_token_id, device=self.device)
-        input_ids = torch.as_tensor(input_ids, dtype=torch.int64, device=self.device)
+        input_ids = as_ids(input_ids).to(self.device)
         if input_ids.ndim != 2 or input_ids.numel() == 0:
             raise UserError(f"input_ids: expected a canvas (sequences, length), got shape {tuple(input_ids.shape)}")
         if length is not None and input_ids.shape[1] > length:
@@ -344,6 +381,7 @@ class MaskedDiffusionLM(PreTrainedModel):
                 f"input_ids: the prompt has {input_ids.shape[1]} tokens, the model takes at most {self.config.length}"
             )
         check_tokens(input_ids, self.vocab_size, "input_ids")
+        self._check_room("num", num, len(input_ids) * (length or input_ids.shape[1]), steps, batch_size)
         if length is not None:
             holes = self.config.mask_token_id
             input_ids = nn.functional.pad(input_ids, (0, length - input_ids.shape[1]), value=holes)
@@ -386,6 +424,17 @@ def _compiled() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
     return torch.compile(_through), torch.compile(_out)
 
 
+def as_ids(values: Any) -> Tensor:
+    """Token ids as a tensor of whole numbers, from nested lists too."""
+    try:
+        ids = torch.as_tensor(values)
+    except (ValueError, TypeError, RuntimeError, OverflowError):
+        raise UserError(f"input_ids = {shown(values)}: expected rows of token ids, all of one length") from None
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise UserError(f"input_ids: token ids are whole numbers, these are of type {ids.dtype}")
+    return ids.long()
+
+
 def check_tokens(tokens: Tensor, vocab_size: int, where: str) -> None:
     """Every id names a token."""
     if tokens.numel() and (int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size):
@@ -397,6 +446,8 @@ def with_mask(model: MaskedDiffusionLM, mask: Any = None, seed: int = 0, *, mixt
     """A copy of `model` with another mask (None: the same), whose fresh layer follows from `seed`. A new mask adds zero
     until trained: an MDM's copy has identical log-probabilities. What the old mask had learned of its own noise is left
     behind. With `mixture`, the copy also reads a latent λ; its extra token changes what the model says at once."""
+    check_is("model", model, MaskedDiffusionLM, "one of our models")
+    check_seed(seed)
     mask = model.mask if mask is None else parse_mask(mask)
     weights = model.state_dict()
     if mask != model.mask:
@@ -419,6 +470,7 @@ def to_infinite(
 def fold_conditioning(model: MaskedDiffusionLM) -> MaskedDiffusionLM:
     """A copy without adaLN: as the model does not see time, shift, scale and gate are constants, and they move into
     the norms and the output layers. Same function, fewer parameters, less work."""
+    check_is("model", model, MaskedDiffusionLM, "one of our models")
     if model.time is None or model.modulation is None:
         return with_mask(model, model.mask)
     folded = _like(model, 0, condition=0)

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 
 import torch
 
-from imdm.errors import UserError
+from imdm.errors import UserError, check_is
 from imdm.files import read_json
 from imdm.models.denoiser import MaskedDiffusionLM
+from imdm.models.saving import law_text
 from imdm.shipped import find, names
 
 
 def fingerprint(model: MaskedDiffusionLM) -> str:
     """A hash of every weight (by name) and of what makes a state: masks, schedule, vocabulary. Layout and dtype on
     disk do not matter, the numbers do."""
+    check_is("model", model, MaskedDiffusionLM, "one of our models")
     config = model.config
     total = hashlib.sha256()
-    law = [config.mask, config.schedule, config.mask_token_id, config.vocab_size, config.heads, config.softcap]
-    law += ["causal"] * config.causal
-    total.update(json.dumps(law, sort_keys=True).encode())
+    total.update(law_text(config).encode())
     for name, weight in sorted(model.state_dict().items()):
         total.update(name.encode())
         total.update(weight.detach().to("cpu", torch.float32).contiguous().numpy().tobytes())

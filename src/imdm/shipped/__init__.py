@@ -11,6 +11,8 @@ from pathlib import Path
 
 from safetensors import safe_open
 
+from imdm.errors import UserError, shown
+
 HERE = Path(__file__).parent
 DEFAULT = "sentences-imdm"
 """The one that writes when none is named."""
@@ -32,6 +34,8 @@ def names() -> list[str]:
 
 def find(name: str | Path) -> str | Path:
     """The folder of a model that ships, if that is its name and no such path is there; otherwise the name as it is."""
+    if not isinstance(name, str | Path):
+        raise UserError(f"model = {shown(name)}: expected a folder, the name of one that ships or a hub id")
     return HERE / str(name) if str(name) in names() and not Path(name).exists() else name
 
 
@@ -43,10 +47,19 @@ def _described(name: str) -> Shipped:
     folder = HERE / name
     paragraphs = [part.strip() for part in (folder / "README.md").read_text(encoding="utf-8").split("\n\n")]
     about = next(part for part in paragraphs if part and not part.startswith(("#", "---")))
-    with safe_open(folder / "model.safetensors", "np") as weights:
-        parameters = sum(prod(weights.get_slice(key).get_shape()) for key in weights.keys())  # noqa: SIM118
+    parameters = _parameters(folder / "model.safetensors")
     size = sum(file.stat().st_size for file in folder.iterdir()) / 1e6
     return Shipped(name, " ".join(about.split()), parameters, size)
+
+
+def _parameters(file: Path) -> int:
+    """How many weights a file holds; of matrices in whole numbers, as many as it says they have."""
+    with safe_open(file, "np") as weights:
+        shapes = {key: weights.get_slice(key).get_shape() for key in weights.keys()}  # noqa: SIM118
+        whole = json.loads((weights.metadata() or {}).get("quantized", "{}"))
+    for key in whole:
+        del shapes[f"{key}.planes"], shapes[f"{key}.scale"]
+    return sum(prod(shape) for shape in (shapes | whole).values())
 
 
 def recorded(name: str) -> dict[int, tuple[float, str]]:

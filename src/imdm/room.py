@@ -1,0 +1,45 @@
+"""What this machine has room for: sizes that it cannot hold are refused before anything is allocated."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from imdm.errors import UserError
+
+LIMIT = Path("/sys/fs/cgroup/memory.max")  # what a container may use, where there is one
+
+
+def memory(device: Any = "cpu") -> int:
+    """Bytes of memory: the GPU's, or this machine's."""
+    if str(device).startswith("cuda"):
+        import torch
+
+        return torch.cuda.mem_get_info(device)[1]
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # not a Unix
+        return 1 << 40
+    try:
+        return min(total, int(LIMIT.read_text(encoding="ascii")))
+    except (OSError, ValueError):
+        return total
+
+
+def check_room(what: str, count: int, each: float, device: Any = "cpu") -> None:
+    """Refuse `what` = count, of which each takes so many bytes, where they do not fit into memory together."""
+    room = memory(device)
+    if count * each > room:
+        raise UserError(
+            f"{what} = {count:,}: that would take {_size(count * each)}, and there are {_size(room)} of memory; "
+            f"at most {int(room / each):,} would fit"
+        )
+
+
+def _size(number: float) -> str:
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if number < 1000:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:,.3g} TB"
