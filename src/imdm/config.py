@@ -4,20 +4,83 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any, TypeVar
+import re
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from imdm.errors import UserError
+from imdm.errors import UserError, shown
 from imdm.registry import Registry
+
+if TYPE_CHECKING:
+    from pydantic._internal._model_construction import ModelMetaclass
+else:
+    ModelMetaclass = type(BaseModel)
 
 C = TypeVar("C", bound="Config")
 
 
-class Config(BaseModel):
-    """A small typed config that sits beside the code it configures."""
+def check_name(name: str) -> str:
+    """A name that is also a folder's: nothing is ever written outside."""
+    if not re.fullmatch(r"[\w-][\w.-]{0,99}", name):
+        raise ValueError("a name has letters, digits, '-', '_' and '.', does not begin with '.', and is not too long")
+    return name
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+
+Name = Annotated[str, AfterValidator(check_name)]
+Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
+"""Anything that 64 bits can hold."""
+
+
+ALWAYS: dict[str, str] = {
+    "Finite": "count",
+    "Infinite": "law dim scale",
+    "LogLinear": "floor",
+    "Cosine": "floor",
+    "LanguageData": "name settings",
+    "TokenData": "mask_token_id",
+    "TextData": "valid field tokenizer train_bpe length packing with_documents limit skip_broken",
+    "Prepared": "train_bpe",
+    "CoupleConfig": "pairs steps noise start shard batch_size precision compile",
+    "ReDi": "noise policy",
+    "Rounds": "rounds iterations promote keep_optimizer",
+    "SDTT": "first_dt teacher_steps divergence",
+    "Di4C": "latents threshold distil_share teacher_steps data_weight control_variate",
+    "TrainConfig": "batch micro_batch lr warmup betas eps weight_decay clip ema dropout precision compile weights "
+    "checkpoint_every keep_checkpoints log_every tensorboard",
+    "ModelSettings": "preset width blocks heads condition length dropout softcap tie_word_embeddings mask mixture "
+    "schedule",
+    "Watch": "every metrics steps samples",
+    "TrainStage": "start data mask mixture seed objective watch",
+    "Conditional": "prompts prefix suffix continuations window tokens",
+    "EvaluateStage": "steps samples draws noise precision seed judge judge_precision judge_stage embedder temperatures "
+    "conditional",
+    "Recipe": "seed threads variants quick",
+    "Quick": "variants",
+}
+"""Settings that enter hashes even at their default, by the class that has them: those of the first runs, whose hashes
+would change without them. Nothing is added here."""
+
+
+class _Told(ModelMetaclass):
+    """What a constructor refuses is a UserError too."""
+
+    def __call__(cls, *args: Any, **values: Any) -> Any:  # noqa: N805  (of a class of classes)
+        try:
+            return super().__call__(*args, **values)
+        except ValidationError as error:
+            raise UserError(explain(error, cast("type[BaseModel]", cls), values, "")) from None
+
+
+class Config(BaseModel, metaclass=_Told):
+    """A small typed config that sits beside the code it configures.
+
+    A setting at its default does not enter a hash, so that a new one makes no finished run stale. For that, the default
+    of a new setting is what was done before it, and no default ever changes: what is done in a new way is a new
+    setting.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @classmethod
     def parse(cls: type[C], values: Any, where: str = "") -> C:
@@ -25,14 +88,37 @@ class Config(BaseModel):
         if isinstance(values, cls):
             return values
         if not isinstance(values, dict):
-            raise UserError(f"{where or cls.__name__}: expected a mapping of settings, got {values!r}")
+            raise UserError(f"{where or cls.__name__}: expected a mapping of settings, got {shown(values)}")
         try:
             return cls.model_validate(values)
         except ValidationError as error:
             raise UserError(explain(error, cls, values, where)) from None
 
+    def hashed(self) -> dict[str, Any]:
+        """What enters a hash, as plain data: every setting that is not at its default, `kind`, which says what the
+        others mean, and those of `ALWAYS`; in configs within this one too."""
+        plain, always = self.model_dump(mode="json"), {"kind"}
+        for cls in type(self).__mro__:
+            always |= set(ALWAYS.get(cls.__name__, "").split())
+        return {
+            name: _hashed(getattr(self, name), plain[name])
+            for name, field in type(self).model_fields.items()
+            if name in always or getattr(self, name) != field.get_default(call_default_factory=True)
+        }
+
     def digest(self) -> str:
-        return digest(self.model_dump(mode="json"))
+        return digest(self.hashed())
+
+
+def _hashed(value: Any, plain: Any) -> Any:
+    """The same for what a config holds: configs in lists and mappings are found, the rest is plain already."""
+    if isinstance(value, Config):
+        return value.hashed()
+    if isinstance(value, dict):
+        return {key: _hashed(value[inside], plain[key]) for inside, key in zip(value, plain, strict=True)}
+    if isinstance(value, list | tuple):
+        return [_hashed(one, other) for one, other in zip(value, plain, strict=True)]
+    return plain
 
 
 def parse_kind(kinds: Registry[type[C]], value: Any) -> C:
@@ -40,7 +126,7 @@ def parse_kind(kinds: Registry[type[C]], value: Any) -> C:
     settings = {"kind": value} if isinstance(value, str) else value
     if not isinstance(settings, dict) or "kind" not in settings:
         known = ", ".join(kinds)
-        raise UserError(f"{kinds.kind}: expected a name or settings with 'kind' ({known}), got {value!r}")
+        raise UserError(f"{kinds.kind}: expected a name or settings with 'kind' ({known}), got {shown(value)}")
     return kinds[settings["kind"]].parse(settings, kinds.kind)
 
 
@@ -48,7 +134,7 @@ def explain(error: ValidationError, cls: type[BaseModel], values: Any, where: st
     """A pydantic report as a sentence: field, value, what would be right."""
     parts = []
     for item in error.errors():
-        location = _location(item["loc"], values)
+        location = _location(tuple(step for step in item["loc"] if step != "[key]"), values)
         path = ".".join((where, *location) if where else location)
         if item["type"] == "extra_forbidden":
             parts.append(f"unknown key {path!r}{_siblings(cls, location)}")
@@ -60,7 +146,7 @@ def explain(error: ValidationError, cls: type[BaseModel], values: Any, where: st
             if isinstance(item["input"], dict):  # a whole section: what is wrong in it, not all of it
                 parts.append(f"{path!r}: {message}" if path else message)
             else:
-                parts.append(f"{path!r} = {item['input']!r}: {message}")
+                parts.append(f"{path!r} = {shown(item['input'])}: {message}")
     return "; ".join(parts)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from imdm.config import digest
 from imdm.data import Coupling
@@ -22,9 +24,10 @@ from imdm.evaluation import (
     measure_temperatures,
     read,
 )
-from imdm.evaluation.base import COSTS, STEPLESS, UNWRITTEN
+from imdm.evaluation.base import CONDITIONAL, COSTS, STEPLESS, UNWRITTEN
 from imdm.evaluation.judge import FETCHABLE, fetched
 from imdm.evaluation.mauve import NO_LIBRARY, has_mauve
+from imdm.evaluation.results import drawn, with_what
 from imdm.models import MaskedDiffusionLM, in_precision
 from imdm.recipes import EvaluateStage, Recipe, TrainStage
 
@@ -45,6 +48,7 @@ def run_evaluation(run: Run, name: str, stage: EvaluateStage) -> str:
         run.reporter.say(f"{name}: nothing is held out, so that it reads training rows; make DIR/train and DIR/valid")
     rows, done = [], 0
     total = len(stage.models) * len(stage.steps) * len(stage.temperatures)
+    read(run.results_file)  # refused now, if rows could not be added to it
     with run.reporter.bar(f"{name}: {stage.samples:,} samples", total) as bar:
         for model_name, method in stage.models.items():
             subject = Subject.before(
@@ -54,6 +58,7 @@ def run_evaluation(run: Run, name: str, stage: EvaluateStage) -> str:
                 samples=stage.samples,
                 draws=stage.draws,
                 noise=stage.noise,
+                top_p=stage.top_p,
                 pairs=_pairs_of(run, model_name),
                 judge=judge,
                 embedder=embedder,
@@ -62,15 +67,17 @@ def run_evaluation(run: Run, name: str, stage: EvaluateStage) -> str:
                 parts=parts,
             )
             labels = {"experiment": recipe.experiment, "method": method, "recipe_hash": recipe.digest()}
+            student = recipe.seed_of(model_name)
             chosen = [m for m in metrics if m != "pair_overlap" or subject.pairs is not None]
-            for found in measure_temperatures(subject, chosen, stage.steps, stage.temperatures, **labels):
-                rows += [row.model_copy(update={"seed": recipe.seed_of(model_name)}) for row in found]
+            made = measure_temperatures(subject, chosen, stage.steps, stage.temperatures, seed=student, **labels)
+            for found in made:
+                rows += found
                 done += 1
                 bar(done, model_name)
     if state.is_main_process:
         append(run.results_file, rows)
     parts.forget()
-    return digest([row.model_dump(exclude={"time"}) for row in rows])
+    return digest([{k: v for k, v in row.hashed().items() if k != "time"} for row in rows])
 
 
 def _ready(run: Run, name: str, stage: EvaluateStage) -> MaskedDiffusionLM:
@@ -103,14 +110,24 @@ def _readers(run: Run, name: str, stage: EvaluateStage) -> tuple[Judge | None, E
     return judge, embedder, [metric for metric in stage.metrics if metric not in missing]
 
 
-def is_measured(run: Run, stage: EvaluateStage) -> bool:
+ASKED = (
+    *("method", "metric", "steps", "seed", "sample_seed", "temperature", "top_p", "noise", "conditional", "matched"),
+    *("settings", "precision", "judge", "n"),
+)
+"""What a stage says of its rows; of judges where metrics name no other reader, of n where it is that of the samples."""
+
+
+def _asked(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    metric = row["metric"]
+    unsaid = {"judge": metric not in SCORED, "n": metric in (*UNWRITTEN, *CONDITIONAL, *EMBEDDED, "kl_half")}
+    return tuple(None if unsaid.get(name) else row[name] for name in ASKED)
+
+
+def is_measured(run: Run, name: str, stage: EvaluateStage) -> bool:
     """Whether the rows of a stage are there: all that it asks for, or all that could be had. A judge that has come
     since, or the extra for MAUVE, makes it worth asking again."""
-    there = {
-        (row.method, row.seed, row.metric, row.steps, row.temperature, row.judge if row.metric in SCORED else None)
-        for row in read(run.results_file)
-        if row.recipe_hash == run.recipe.digest()
-    }
+    there = {_asked(vars(row)) for row in read(run.results_file) if row.recipe_hash == run.recipe.digest()}
+    precision = {"float32": "float32", "bf16": "bfloat16"}[stage.precision]
     judge_here = fetched(stage.judge).exists() if stage.judge in FETCHABLE else Path(stage.judge).exists()
     judge_here = judge_here or stage.judge_stage is not None
     for model, method in stage.models.items():
@@ -120,9 +137,14 @@ def is_measured(run: Run, stage: EvaluateStage) -> bool:
             if metric in JUDGED and not judge_here and not (metric in EMBEDDED and stage.embedder):
                 continue
             steps = stage.steps[:1] if metric in STEPLESS else stage.steps
-            temperatures = (1.0,) if metric in UNWRITTEN else stage.temperatures
-            judge = stage.judge_label if metric in SCORED else None
-            wanted = {(method, run.recipe.seed_of(model), metric, k, t, judge) for k in steps for t in temperatures}
+            wanted = set()
+            for count, temperature in product(steps, stage.temperatures):
+                how: dict[str, Any] = {"temperature": temperature, "top_p": stage.top_p, "noise": stage.noise}
+                told = drawn(metric, **how, conditional=stage.conditional)
+                told |= {"method": method, "metric": metric, "steps": count, "n": stage.samples}
+                told |= {"seed": run.recipe.seed_of(model), "sample_seed": run.recipe.seed_of(name), "matched": None}
+                told |= {"precision": precision, "judge": stage.judge_label}
+                wanted.add(_asked(told | {"settings": with_what(metric, stage.samples)}))
             optional = metric == "pair_overlap" or (metric in EMBEDDED and stage.embedder is not None)
             if not wanted <= there and not optional:
                 return False

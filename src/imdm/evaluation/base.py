@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import isfinite
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -14,12 +15,13 @@ from torch import Tensor
 from imdm.data.source import Data, LanguageSource, Source, check_fits
 from imdm.data.synthetic import Language
 from imdm.data.tokenizers import load_tokenizer
-from imdm.errors import UserError
+from imdm.errors import UserError, check_is
 from imdm.evaluation.parts import Parts
 from imdm.models import MaskedDiffusionLM, fingerprint
 from imdm.process import NoisePolicy
 from imdm.randomness import Purpose, as_key, uniform
 from imdm.registry import Registry
+from imdm.room import check_room
 from imdm.sampling import Generation, sample
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ class Measurement:
 class Subject:
     """A model under evaluation. Samples are made once, by the first metric that asks for them.
 
+    seed    what the samples and all other draws of the evaluation follow from
     truth   the enumerated language, for metrics that compare with it
     data    rows to evaluate on, and which `split` they are; train: what the teacher was trained on; pairs: what the
             model was distilled on
@@ -62,6 +65,7 @@ class Subject:
     seed: int = 0
     noise: NoisePolicy = "posterior"
     temperature: float = 1.0
+    top_p: float = 1.0
     batch_size: int = 4096
     truth: Language | None = None
     data: Source | None = None
@@ -117,6 +121,7 @@ class Subject:
     def generation(self) -> Generation:
         """What the model writes from nothing, on the CPU."""
         config = self.model.config
+        check_room("samples", self.samples, 40 * config.length + 24 * (self.steps + 1))
         return self.complete(torch.full((self.samples, config.length), config.mask_token_id))
 
     def complete(self, canvas: Tensor) -> Generation:
@@ -131,12 +136,13 @@ class Subject:
                 steps=self.steps,
                 policy=self.noise,
                 temperature=self.temperature,
+                top_p=self.top_p,
                 batch_size=self.batch_size,
             )
             return {name: column for name, column in vars(made).items() if column is not None}
 
         def identity() -> list[Any]:
-            how = [self.steps, self.seed, self.noise, self.temperature]
+            how = [self.steps, self.seed, self.noise, self.temperature, *([self.top_p] if self.top_p < 1 else [])]
             return [self.hash_of(model), *how, hashlib.sha256(canvas.numpy().tobytes()).hexdigest()]
 
         return Generation(**self.parts.collect(len(canvas), identity, make))  # type: ignore[arg-type]
@@ -202,7 +208,10 @@ COSTS = ("step_error", "step_error_half", "step_correlation", "pair_error", "pai
 """Metrics that compare with a reference's conditionals."""
 
 UNWRITTEN = (*STEPLESS, *COSTS)
-"""Metrics that read nothing generated, so that the temperature does not matter."""
+"""Metrics that read nothing generated, so that temperature, top_p and noise policy do not matter."""
+
+CONDITIONAL = ("cond_gen_ppl", "cond_entropy", "cond_mauve")
+"""Metrics of what is written after prompts."""
 
 ENUMERATED = ("validity", "factorization_error", "kl", "kl_half", "tv")
 """Metrics that need an enumerated language."""
@@ -216,7 +225,17 @@ EMBEDDED = ("mauve", "cond_mauve")
 
 def measure(names: list[str], subject: Subject) -> dict[str, Measurement]:
     """Each named metric of a subject; unknown names are refused before any work."""
+    check_is("subject", subject, Subject, "a Subject")
     chosen = {name: metrics[name] for name in names}
     subject.model.eval()
     with torch.no_grad():
-        return {name: metric(subject) for name, metric in chosen.items()}
+        return {name: _finite(name, metric(subject)) for name, metric in chosen.items()}
+
+
+def _finite(name: str, found: Measurement) -> Measurement:
+    """A figure that is no number is an error, not a result."""
+    if not isfinite(found.value):
+        raise UserError(
+            f"metric {name!r} gives {found.value}, which is no figure; look at the model's weights and data"
+        )
+    return found

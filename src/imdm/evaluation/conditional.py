@@ -35,6 +35,11 @@ class Conditional(Config):
     tokens: int = Field(100, ge=1)
 
     @property
+    def spelled(self) -> str:
+        """All settings in result rows, as `--conditional` takes them."""
+        return ",".join(f"{name}={value}" for name, value in sorted(self.hashed().items()))
+
+    @property
     def label(self) -> str:
         """The window's name in result rows."""
         after = f" before {self.suffix}" if self.suffix else ""
@@ -71,7 +76,7 @@ def _continue(subject: Subject) -> Continued:
     if how.part().stop >= length - how.suffix:
         raise UserError(
             f"rows of {length} tokens are too short for a prompt of {how.prefix + how.suffix} and a window of "
-            f"{how.tokens}; change them with --conditional prefix=…,tokens=…"
+            f"{how.tokens}; choose another conditional.prefix or conditional.tokens"
         )
     rows = _documents(source, how)
     position = torch.arange(length)
@@ -112,7 +117,7 @@ def _split(subject: Subject) -> str:
 def conditional_perplexity(subject: Subject) -> Measurement:
     """The judge's perplexity of the window given the prompt, whose own tokens do not count."""
     if subject.judge is None:
-        raise UserError("conditional perplexity needs a judge; give one with --judge")
+        raise UserError("conditional perplexity needs a judge")
     made = continued(subject)
     return replace(perplexity(subject, made.written, made.prompts), split=_split(subject))
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from imdm.data.tokenizers import has_tokenizer, load_tokenizer
-from imdm.errors import UserError, unknown
+from imdm.errors import UserError, is_out_of_memory, reason_of, unknown
 from imdm.evaluation.base import Measurement, Subject, bootstrap_weights, metrics, spread
 from imdm.files import home, written_aside
 from imdm.models import MaskedDiffusionLM, is_ours, load_model
@@ -26,6 +26,8 @@ from imdm.state import Noised
 CONTEXT = 1024
 DEFAULT = "gpt2-large"
 Precision = Literal["float32", "bf16"]
+SAFE: dict[str, Any] = {"use_safetensors": True, "trust_remote_code": False}
+"""How others' models are loaded: nothing is unpickled, and no code of theirs is run."""
 
 
 @dataclass(frozen=True)
@@ -189,13 +191,14 @@ def load_judge(
     )
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder, **extra)
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **extra)
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **extra)
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **SAFE, **extra)
     except Exception as error:  # missing, damaged, no network: the reasons are many
-        here = "without a hub: --judge sentences-judge, which ships, or imdm judge fetch smollm2"
+        if is_out_of_memory(error):
+            raise
+        here = "without a hub: sentences-judge, which ships, or imdm judge fetch smollm2"
         hint = meant(name, FETCHABLE, alike=0.6) or here
-        reason = str(error).strip().splitlines()[0].rstrip(".: ")
-        raise UserError(f"judge {name!r} cannot be loaded ({reason}); {hint}") from None
+        raise UserError(f"judge {name!r} cannot be loaded ({reason_of(error)}); {hint}") from None
     begin = tokenizer.bos_token_id if name in FETCHABLE else None
     return Judge(name, model.to(device).eval(), tokenizer, precision, begin, 32 if "cuda" in str(device) else 8)
 
@@ -282,7 +285,7 @@ def scored(subject: Subject, judge: Judge, texts: list[str], prompts: list[str] 
 def perplexity(subject: Subject, texts: list[str], prompts: list[str] | None = None) -> Measurement:
     """The judge's perplexity of texts (given their prompts), standard error by bootstrap over texts."""
     if subject.judge is None:
-        raise UserError(f"generative perplexity needs a judge; give one with --judge (the paper's is {DEFAULT})")
+        raise UserError(f"generative perplexity needs a judge (the paper's is {DEFAULT})")
     score = scored(subject, subject.judge, texts, prompts)
     if not float(score.count.sum()):
         raise UserError("generative perplexity: the texts have no token that counts")

@@ -19,15 +19,18 @@ from imdm.data.synthetic import Language
 from imdm.evaluation.base import Measurement, Subject, bootstrap_weights, metrics, spread
 from imdm.evaluation.factorization import divergence, joint_under
 from imdm.models import Denoiser
-from imdm.sampling import Generation
+from imdm.sampling import Generation, probabilities
 from imdm.state import Noised
 
 AT_ONCE = 1 << 21  # elements of (trajectories, sequences) in memory at a time
 
 
 @torch.no_grad()
-def last_laws(denoiser: Denoiser, made: Generation, keys: Tensor) -> Tensor:
-    """log p_θ at the positions each trajectory wrote last, certainty at those it wrote before: (n, L, V)."""
+def last_laws(
+    denoiser: Denoiser, made: Generation, keys: Tensor, temperature: float = 1.0, top_p: float = 1.0
+) -> Tensor:
+    """log p_θ, as it was drawn from, at the positions each trajectory wrote last, certainty at those it wrote before:
+    (n, L, V)."""
     last = made.revealed_at == made.revealed_at.amax(1, keepdim=True)  # (n, L)
     tokens = made.tokens.masked_fill(last, denoiser.process.mask_id)
     noise = denoiser.process.mask.draw(keys, made.draws, last)
@@ -36,6 +39,9 @@ def last_laws(denoiser: Denoiser, made: Generation, keys: Tensor) -> Tensor:
     for part in torch.arange(len(tokens), device=tokens.device).split(4096):
         some = state[part]
         rows = denoiser.head(denoiser.trunk(some).flatten(0, 1)).unflatten(0, some.tokens.shape)
+        if not temperature == top_p == 1.0:
+            p = probabilities(rows, temperature, top_p)
+            rows = (p / p.sum(-1, keepdim=True)).log()
         sure = torch.full_like(rows, -torch.inf).scatter(-1, made.tokens[part, :, None], 0.0)
         laws.append(torch.where(some.masked[..., None], rows, sure).cpu())
     return torch.cat(laws).double()
@@ -67,7 +73,8 @@ def output_law(laws: Tensor, language: Language, seed: int) -> OutputLaw:
 
 def _law(subject: Subject) -> OutputLaw:
     def make() -> OutputLaw:
-        laws = last_laws(subject.model, subject.generation.to(subject.model.device), subject.keys)
+        written = subject.generation.to(subject.model.device)
+        laws = last_laws(subject.model, written, subject.keys, subject.temperature, subject.top_p)
         return output_law(laws, subject.language, subject.seed)
 
     return subject.once("output law", make)

@@ -36,7 +36,7 @@ def _terms(subject: Subject) -> Tensor:
 
 def _measure(subject: Subject) -> Tensor:
     if subject.data is None:
-        raise UserError("metrics 'nelbo' and 'val_ppl' need data; evaluate with --data")
+        raise UserError("metrics 'nelbo' and 'val_ppl' need data to read")
     model, data = subject.model, subject.data
     n = min(subject.samples, len(data))  # a row counts once
 

@@ -10,16 +10,16 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from imdm.errors import UserError
+from imdm.errors import UserError, is_out_of_memory, reason_of
 from imdm.evaluation.base import Measurement, Subject, metrics
-from imdm.evaluation.judge import weight_sum
+from imdm.evaluation.judge import SAFE, weight_sum
 
 SEEDS = 5
 SCALING = 5.0
@@ -76,12 +76,14 @@ def load_embedder(name: str, device: str | torch.device = "cpu") -> Embedder:
     from transformers import AutoModel, AutoTokenizer
 
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(name)
-        model: Any = AutoModel.from_pretrained(name)
+        tokenizer: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        model: Any = AutoModel.from_pretrained(name, **SAFE)
     except Exception as error:  # missing, damaged, no network: the reasons are many
-        raise UserError(f"embedder {name!r} cannot be loaded: {str(error).strip().splitlines()[0]}") from None
+        if is_out_of_memory(error):
+            raise
+        raise UserError(f"embedder {name!r} cannot be loaded: {reason_of(error)}") from None
     if tokenizer.pad_token_id is None:
-        raise UserError(f"embedder {name!r} has no padding token; a causal model reads as --judge")
+        raise UserError(f"embedder {name!r} has no padding token; a causal model reads as judge")
     return Embedder(name, model.to(device).eval(), tokenizer)
 
 
@@ -150,7 +152,6 @@ def _library() -> Any:
 
 @metrics.register("mauve")
 def mauve(subject: Subject) -> Measurement:
-    """The generated texts against as many held-out rows."""
+    """The generated texts against as many held-out rows, or all there are."""
     _reader(subject), _library()  # before anything is written
-    real, written = subject.decode(subject.held_out("mauve")), subject.texts()
-    return replace(mauve_of(subject, real, written), n=min(len(real), len(written)))
+    return mauve_of(subject, subject.decode(subject.held_out("mauve")), subject.texts())

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from imdm.config import digest
 from imdm.devices import processes
 from imdm.errors import UserError
-from imdm.files import read_tensors, written_aside
+from imdm.files import read_tensors, write_tensors
 from imdm.randomness import GENERATOR
 
 Columns = dict[str, Tensor]
@@ -44,8 +43,7 @@ class Parts:
         files = [folder / f"part-{number:02d}.safetensors" for number in range(len(parts))]
         for number in range(state.process_index, len(parts), state.num_processes):
             if not _is_whole(files[number]):
-                with written_aside(files[number]) as aside:
-                    save_file(_settled(make(parts[number])), aside)
+                write_tensors(files[number], _settled(make(parts[number])))
         state.wait_for_everyone()
         found = _joined([read_tensors(file, "evaluation") for file in files])
         if any(len(column) != n for column in found.values()):

@@ -152,7 +152,7 @@ def _reference(subject: Subject) -> MaskedDiffusionLM:
     if reference.process.noisy:
         raise UserError(
             "what steps cost needs a reference with a single mask, whose conditionals stand in for the truth: "
-            "name the teacher with --reference"
+            "name the teacher as reference"
         )
     return reference.eval()
 

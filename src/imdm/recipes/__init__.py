@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from imdm.errors import UserError, unknown
+from imdm.errors import UserError, check_is, shown, unknown
+from imdm.files import parse_yaml, read_json, read_text
 from imdm.recipes.schema import CoupleStage, EvaluateStage, Recipe, TrainStage
 
 HERE = Path(__file__).parent
@@ -19,6 +18,7 @@ __all__ = [
     "TrainStage",
     "load_recipe",
     "parse_recipe",
+    "read_recipe",
     "recipe_names",
     "variants",
 ]
@@ -34,6 +34,8 @@ def load_recipe(name: str | Path, overrides: tuple[str, ...] | list[str] = ()) -
     values = _read(name)
     base = values.pop("extends", None)
     if base is not None:
+        if not isinstance(base, str):
+            raise UserError(f"recipe {str(name)!r}: extends = {shown(base)}: expected a recipe's name or YAML file")
         parent = _read(base)
         if "extends" in parent:
             raise UserError(f"recipe {str(name)!r} extends {base!r}, which itself extends; one level is allowed")
@@ -43,12 +45,19 @@ def load_recipe(name: str | Path, overrides: tuple[str, ...] | list[str] = ()) -
 
 def parse_recipe(values: dict[str, Any], overrides: tuple[str, ...] | list[str] = ()) -> Recipe:
     """A recipe from plain settings, which stay as they are."""
+    check_is("overrides", overrides, (list, tuple), "a list of settings such as 'seed=1'")
     values = _unshared(values)
-    for override in overrides:
+    for override in map(str, overrides):
         _override(values, override)
     recipe = Recipe.parse(values, "")
     variants(recipe)  # they must parse too
     return recipe
+
+
+def read_recipe(run: Path) -> Recipe | None:
+    """The recipe that made a run's folder, where one did."""
+    file = run / "recipe.json"
+    return Recipe.parse(read_json(file, "recipe"), str(file)) if file.exists() else None
 
 
 def variants(recipe: Recipe) -> dict[str, Recipe]:
@@ -63,15 +72,17 @@ def variants(recipe: Recipe) -> dict[str, Recipe]:
 
 def _read(name: str | Path) -> dict[str, Any]:
     path = Path(name) if str(name).endswith((".yaml", ".yml")) else HERE / f"{name}.yaml"
-    if not path.exists():
-        if path.parent == HERE:
+    if not path.is_file():
+        if path.parent == HERE or not str(name).endswith((".yaml", ".yml")):
             raise UserError(f"unknown recipe {str(name)!r}; known: {', '.join(recipe_names())}, or any .yaml file")
-        raise UserError(f"recipe {str(name)!r}: no such file")
+        raise UserError(f"recipe {str(name)!r}: no such file" + " (a folder)" * path.is_dir())
     try:
-        values = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"recipe {str(name)!r} is not valid YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(values, dict):
+        values = parse_yaml(read_text(path, f"recipe {str(name)!r}"))
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f"recipe {str(name)!r} is not valid YAML: {error}") from None
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise UserError(f"recipe {str(name)!r}: expected a mapping of settings")
     return values
 
@@ -99,14 +110,14 @@ def _override(values: dict[str, Any], override: str) -> None:
     place = values
     for depth, parent in enumerate(parents):
         if parents[:depth] == ["stages"] and parent not in place:
-            raise unknown("stage", parent, place)
+            raise unknown("stage", parent, map(str, place))
         place = place.setdefault(parent, {})
         if not isinstance(place, dict):
             raise UserError(f"override {override!r}: {'.'.join(parents[: depth + 1])!r} is a value, not a section")
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise UserError(f"override {override!r}: {text!r} is not a valid value") from None
+        value = parse_yaml(text)
+    except ValueError as error:
+        raise UserError(f"override {shown(override)}: {shown(text)} is not a valid value ({error})") from None
     if isinstance(value, str) and isinstance(place.get(last), dict) and "path" in place[last]:
         place[last]["path"] = value  # data=PATH: a section that has a path takes another one
     else:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
-from imdm.config import Config, digest
+from imdm.config import Config, Name, Seed, digest
 from imdm.data import CoupleConfig, DataConfig
 from imdm.errors import unknown
 from imdm.evaluation import Conditional, metrics
@@ -15,6 +16,7 @@ from imdm.masks import Mask, parse_mask
 from imdm.models import MaskedDiffusionConfig
 from imdm.objectives import Objective, parse_objective
 from imdm.process import NoisePolicy
+from imdm.sampling import MOST_STEPS
 from imdm.schedule import Schedule, parse_schedule
 from imdm.training import TrainConfig
 
@@ -30,6 +32,7 @@ def _known_metric(name: str) -> str:
 
 
 MetricName = Annotated[str, BeforeValidator(_known_metric)]
+StepCount = Annotated[int, Field(ge=1, le=MOST_STEPS)]
 
 
 class ModelSettings(Config):
@@ -54,7 +57,11 @@ class ModelSettings(Config):
         given = {"length": length, "vocab_size": vocab_size, "mask_token_id": mask_token_id} | given
         if causal:
             given |= {"causal": True, "mask": "single", "mixture": False, "softcap": None}
-        return MaskedDiffusionConfig.preset(self.preset, **given) if self.preset else MaskedDiffusionConfig(**given)
+        return (
+            MaskedDiffusionConfig.preset(self.preset, **given)
+            if self.preset is not None
+            else MaskedDiffusionConfig(**given)
+        )
 
 
 class Watch(Config):
@@ -62,7 +69,7 @@ class Watch(Config):
 
     every: int = Field(100, ge=1)
     metrics: tuple[MetricName, ...] = ()
-    steps: int = Field(1, ge=1)
+    steps: StepCount = 1
     samples: int = Field(2000, ge=1)
 
 
@@ -77,7 +84,7 @@ class TrainStage(Config):
     data: str | None = None
     mask: MaskField | None = None
     mixture: bool = False
-    seed: int | None = None
+    seed: Seed | None = None
     objective: ObjectiveField = Field(default_factory=lambda: parse_objective("nelbo"))
     training: TrainConfig
     watch: Watch = Watch()
@@ -102,25 +109,26 @@ class EvaluateStage(Config):
     judge: who reads generated text (a fetched judge's name, a folder, a .gguf file or a hub id), in `judge_precision`;
     where it is not to be had, the metrics that need it are left out and the rest goes on. judge_stage: a stage whose
     autoregressive model judges instead. embedder: a sentence embedder (folder or hub id) for MAUVE in the judge's
-    place. temperatures: the paper's figures have 1.0 alone. precision: in what the models are measured, bf16 on a GPU
-    alone. seed: other samples than the recipe's, to choose settings on.
+    place. temperatures, top_p: the paper's figures have 1.0 alone. precision: in what the models are measured, bf16 on
+    a GPU alone. seed: other samples than the recipe's, to choose settings on; reports show these figures apart.
     """
 
     kind: Literal["evaluate"]
-    models: dict[str, str]
-    metrics: tuple[MetricName, ...]
-    steps: tuple[Annotated[int, Field(ge=1)], ...] = (1,)
+    models: dict[str, Annotated[str, Field(min_length=1)]] = Field(min_length=1)
+    metrics: tuple[MetricName, ...] = Field(min_length=1)
+    steps: tuple[StepCount, ...] = Field((1,), min_length=1)
     samples: int = Field(1024, ge=1)
-    draws: int = Field(10_000, ge=1)
+    draws: int = Field(10_000, ge=1, le=1 << 32)
     noise: NoisePolicy = "posterior"
     precision: Literal["float32", "bf16"] = "float32"
-    seed: int | None = None
+    seed: Seed | None = None
     judge: str = "gpt2-large"
     judge_precision: Literal["float32", "bf16"] = "float32"
     judge_stage: str | None = None
     embedder: str | None = None
-    temperatures: tuple[Annotated[float, Field(gt=0)], ...] = Field((1.0,), min_length=1)
+    temperatures: tuple[Annotated[float, Field(ge=1e-6, le=1e6)], ...] = Field((1.0,), min_length=1)
     conditional: Conditional = Conditional()
+    top_p: float = Field(1.0, gt=0, le=1)
 
     @model_validator(mode="after")
     def _one_judge(self) -> EvaluateStage:
@@ -140,6 +148,14 @@ class EvaluateStage(Config):
 Stage = Annotated[TrainStage | CoupleStage | EvaluateStage, Field(discriminator="kind")]
 
 
+def _models_of(stage: TrainStage | CoupleStage | EvaluateStage) -> list[tuple[str, str]]:
+    """The settings of a stage that name models, with the stages or folders they name."""
+    if isinstance(stage, EvaluateStage):
+        return [("models", name) for name in stage.models]
+    name = stage.start if isinstance(stage, TrainStage) else stage.teacher
+    return [] if name is None else [("start" if isinstance(stage, TrainStage) else "teacher", name)]
+
+
 class Quick(Config):
     """A smaller part of a recipe, for a first look: some of its variants, and the stages named with all they need."""
 
@@ -151,15 +167,15 @@ class Recipe(Config):
     """An experiment of the paper. threads: CPU threads to use, where the work is too small to share; variants: settings
     that are changed to make the same experiment on other data, each in a folder of its own."""
 
-    name: str
+    name: Name
     summary: str
     experiment: str
-    seed: int = 0
-    threads: int | None = Field(None, ge=1)
+    seed: Seed = 0
+    threads: int | None = Field(None, ge=1, le=4096)
     data: DataConfig
     model: ModelSettings
-    stages: dict[str, Stage]
-    variants: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    stages: dict[Name, Stage] = Field(min_length=1)
+    variants: dict[Name, dict[str, Any]] = Field(default_factory=dict)
     quick: Quick | None = None
 
     @model_validator(mode="after")
@@ -174,6 +190,26 @@ class Recipe(Config):
         return self
 
     @model_validator(mode="after")
+    def _stages_of_a_kind(self) -> Recipe:
+        """Models come from training stages, pairs from couple stages."""
+        for name, stage in self.stages.items():
+            for setting, needed in _models_of(stage):
+                if not isinstance(self.stages.get(needed), TrainStage | None):
+                    raise ValueError(f"stage {name!r}: {setting} names {needed!r}, which trains no model")
+            pairs = stage.data if isinstance(stage, TrainStage) else None
+            if not isinstance(self.stages.get(pairs or ""), CoupleStage | None):
+                raise ValueError(f"stage {name!r}: data names {pairs!r}, which makes no pairs")
+        return self
+
+    @model_validator(mode="after")
+    def _variants_have_folders(self) -> Recipe:
+        """A variant's folder lies beside those of the run itself."""
+        for name in self.variants:
+            if name in ("data", "tensorboard") or re.fullmatch(r"seed--?\d+|.*\.(json|jsonl|html|md)", name):
+                raise ValueError(f"variant {name!r}: a run keeps something else under that name; choose another")
+        return self
+
+    @model_validator(mode="after")
     def _judges_read(self) -> Recipe:
         """A stage that judges must have learnt to read from left to right."""
         for name, stage in self.evaluations().items():
@@ -182,18 +218,6 @@ class Recipe(Config):
             judge = self.stages[stage.judge_stage]
             if not (isinstance(judge, TrainStage) and judge.objective.causal):
                 raise ValueError(f"stage {name!r}: its judge {stage.judge_stage!r} must be trained by 'autoregressive'")
-        return self
-
-    @model_validator(mode="after")
-    def _choices_stay_apart(self) -> Recipe:
-        """What settings were chosen on must not pass for what is reported."""
-        for name, stage in self.evaluations().items():
-            both = self.choosing() & {*stage.models.values()} if stage.seed is None else set()
-            if both:
-                raise ValueError(
-                    f"stage {name!r} and one with a seed of its own both call a method {min(both)!r}; "
-                    "call what settings are chosen on something else"
-                )
         return self
 
     @model_validator(mode="after")
@@ -210,10 +234,9 @@ class Recipe(Config):
     def evaluations(self) -> dict[str, EvaluateStage]:
         return {name: stage for name, stage in self.stages.items() if isinstance(stage, EvaluateStage)}
 
-    def choosing(self) -> set[str]:
-        """Methods that were measured on samples of their own, to choose settings."""
-        stages = [stage for stage in self.evaluations().values() if stage.seed is not None]
-        return {method for stage in stages for method in stage.models.values()}
+    def reporting(self) -> list[EvaluateStage]:
+        """Evaluations of what is reported: those without a seed of their own, on whose samples settings are chosen."""
+        return [stage for stage in self.evaluations().values() if stage.seed is None]
 
     def pairs_of(self, name: str) -> str | None:
         """The couplings that a stage's model is compared with: those that it read, or else the first that it made."""
@@ -239,7 +262,7 @@ class Recipe(Config):
 
     def digest(self) -> str:
         """The hash in result rows: everything but the seed, and what is run of it."""
-        return digest(self.model_dump(mode="json", exclude={"seed", "variants", "quick"}))
+        return digest({k: v for k, v in self.hashed().items() if k not in ("seed", "variants", "quick")})
 
     def resolved(self) -> dict[str, Any]:
         return self.model_dump(mode="json")

@@ -11,12 +11,12 @@ import torch
 
 from imdm.errors import UserError
 from imdm.evaluation import Row, read
-from imdm.files import read_json
+from imdm.recipes import read_recipe
 from imdm.registry import Registry
 from imdm.report.page import Report, Section
 from imdm.report.shown import shown_section
 from imdm.report.tables import EVERYTHING, all_results
-from imdm.report.text import all_paper_tables, text_page
+from imdm.report.text import all_paper_tables, set_apart, text_page
 
 pages: Registry[Callable[[Path, list[Row], dict[str, str]], Report | None]] = Registry("report page")
 """Experiments with a page of their own, by recipe name. A page answers None when a run's settings were changed so that
@@ -33,8 +33,8 @@ def build_report(run: Path) -> Report:
     """Read a run folder; nothing is trained or measured again."""
     check_run(run)
     rows = read(run / "results.jsonl")
-    recipe = read_json(run / "recipe.json", "report") if (run / "recipe.json").exists() else {}
-    name = recipe.get("name", run.name)
+    recipe = read_recipe(run)
+    name = recipe.name if recipe is not None else run.name
     facts = {
         "recipe": name,
         "recipe hash": _distinct(row.recipe_hash for row in rows),
@@ -42,15 +42,16 @@ def build_report(run: Path) -> Report:
         "precision": _distinct(row.precision for row in rows),
         "page made on": f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
     }
-    own = pages[name](run, rows, facts) if name in list(pages) else None
-    written = not recipe and any(row.metric in ("gen_ppl", "entropy") for row in rows)
-    if own is None and (written or recipe.get("data", {}).get("kind") in ("text", "prepared", "tokens")):
+    reported = rows if recipe is None else set_apart(run, recipe, rows)[0]
+    own = pages[name](run, reported, facts) if name in list(pages) else None
+    written = recipe is None and any(row.metric in ("gen_ppl", "entropy") for row in rows)
+    if own is None and (written or (recipe is not None and recipe.data.kind in ("text", "prepared", "tokens"))):
         own = text_page(run, rows, facts)
     if own is not None:
         whole = next((i for i, one in enumerate(own.sections) if one.title == EVERYTHING), len(own.sections))
         sections = [*own.sections[:whole], *shown_section(run), *own.sections[whole:], all_paper_tables()]
         return replace(own, sections=sections)
-    lead = recipe.get("summary", "Results of this folder.")
+    lead = recipe.summary if recipe is not None else "Results of this folder."
     if name in list(pages):
         lead += (
             ". Settings were changed, so that what this experiment's own page shows was not measured: plain figures."

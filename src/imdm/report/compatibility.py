@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from imdm.evaluation import Row
-from imdm.files import read_json
-from imdm.recipes import Recipe
+from imdm.recipes import read_recipe
 from imdm.report import paper
 from imdm.report.build import pages
 from imdm.report.page import Report, Section
-from imdm.report.tables import Table, figure
+from imdm.report.tables import Table, figure, seeds_of
 from imdm.theory import entropy
 
 WAYS = ("from scratch", "fine-tuned")
@@ -23,9 +22,10 @@ PAPER = (
 
 @pages.register("compatibility-cpu")
 def compatibility_page(run: Path, rows: list[Row], facts: dict[str, str]) -> Report | None:
-    truth = Recipe.parse(read_json(run / "recipe.json", "report")).data.language()
+    recipe = read_recipe(run)
+    truth = recipe.data.language() if recipe is not None else None
     found = {(row.method, row.model, row.metric, row.seed): row for row in rows}
-    seeds = sorted({row.seed for row in rows})
+    seeds = seeds_of(rows)
     needed = {(way, model, metric, s) for way in WAYS for model in MODELS for metric in ("nelbo", "tv") for s in seeds}
     if truth is None or not seeds or not needed <= found.keys():
         return None

@@ -8,8 +8,7 @@ from statistics import fmean
 
 from imdm.data import Language
 from imdm.evaluation import Row
-from imdm.files import read_json
-from imdm.recipes import Recipe, variants
+from imdm.recipes import read_recipe, variants
 from imdm.report import plots
 from imdm.report.build import pages
 from imdm.report.page import Picture, Report, Section
@@ -34,7 +33,8 @@ class Figures:
         found: dict[Key, dict[int, Row]] = {}
         for row in rows:
             key = (row.experiment, row.method, row.model, row.steps, row.metric)
-            found.setdefault(key, {})[row.seed] = row
+            if row.seed is not None:
+                found.setdefault(key, {})[row.seed] = row
         return cls(found)
 
     def seeds(self, *key: *Key) -> dict[int, Row]:
@@ -93,7 +93,8 @@ def below_the_bound(figures: Figures, bounds: dict[str, float]) -> list[Row]:
 
 @pages.register("languages")
 def languages_page(run: Path, rows: list[Row], facts: dict[str, str]) -> Report | None:
-    members = variants(Recipe.parse(read_json(run / "recipe.json", "report")))
+    recipe = read_recipe(run)
+    members = variants(recipe) if recipe is not None else {}
     truths = {member.experiment: member.data.language() for member in members.values()}
     measured = {row.experiment for row in rows}
     languages = {name: truth for name, truth in truths.items() if truth is not None and name in measured}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import exp, log
 
@@ -10,7 +10,7 @@ import torch
 
 from imdm.evaluation import Row
 from imdm.randomness import Purpose, as_key, normal, uniform
-from imdm.report.tables import Table, steps_in_words
+from imdm.report.tables import Table, steps_in_words, told_apart
 
 REPLICATES = 4000
 INTERVAL = 0.95
@@ -33,24 +33,33 @@ class Ratio:
 
 
 def ratios(rows: Sequence[Row]) -> list[Ratio]:
-    """Of every mask that stands beside a single one with the same method, judge, steps and seed, at temperature 1."""
-    at_one = [row for row in rows if row.temperature == 1.0]
-    ppl = {_place(row): row for row in at_one if row.metric == "gen_ppl"}
-    entropy = {_place(row)[:2] + _place(row)[3:]: row.value for row in at_one if row.metric == "entropy"}
+    """Of every mask that stands beside a single one with the same method, judge, steps and seeds, its samples drawn in
+    the same way, at temperature 1."""
+    at_one, told = [row for row in rows if row.temperature == 1.0], told_apart(rows)
+    ppl = {_place(row, told): row for row in at_one if row.metric == "gen_ppl"}
+    entropy = {
+        (method, mask, steps, seeds): row.value
+        for row in at_one
+        if row.metric == "entropy"
+        for method, mask, _, steps, seeds in [_place(row, told)]
+    }
     found: dict[tuple[str, str, str | None, int], list[tuple[float, float, float | None]]] = {}
-    for (method, mask, judge, steps, seed), row in ppl.items():
-        single = ppl.get((method, "single", judge, steps, seed))
+    for (method, mask, judge, steps, seeds), row in ppl.items():
+        single = ppl.get((method, "single", judge, steps, seeds))
         if mask == "single" or single is None:
             continue
         error = ((row.stderr or 0.0) / row.value) ** 2 + ((single.stderr or 0.0) / single.value) ** 2
-        ours, theirs = (entropy.get((method, name, steps, seed)) for name in (mask, "single"))
+        ours, theirs = (entropy.get((method, name, steps, seeds)) for name in (mask, "single"))
         gap = None if ours is None or theirs is None else ours - theirs
         found.setdefault((method, mask, judge, steps), []).append((log(row.value / single.value), error**0.5, gap))
     return [_ratio(*place, each) for place, each in found.items()]
 
 
-def _place(row: Row) -> tuple[str, str, str | None, int, int]:
-    return row.method, row.mask, row.judge, row.steps, row.seed
+Seeds = tuple[int | None, int | None]
+
+
+def _place(row: Row, told: Callable[[Row], str]) -> tuple[str, str, str | None, int, Seeds]:
+    return row.method + told(row), row.mask, row.judge, row.steps, (row.seed, row.sample_seed)
 
 
 def _ratio(

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from imdm.evaluation import Row
-from imdm.files import read_lines
 from imdm.models import MaskedDiffusionLM, load_model
 from imdm.report import paper, plots
 from imdm.report.build import pages
 from imdm.report.page import Picture, Report, Section
-from imdm.report.tables import EVERYTHING, Table, all_results, figure
+from imdm.report.tables import EVERYTHING, Table, all_results, figure, seeds_of
+from imdm.training.history import read_history
 
 MODELS = {"mdm": "MDM", "imdm": "IMDM"}  # stages of the recipe, as the paper names them
 FAMILY = {"mdm": "mdlm", "imdm": "imdm"}  # and as result rows do
@@ -25,7 +25,7 @@ REACH = 1.6  # how far the pictured plane of noise goes, in units of the two dra
 @pages.register("synthetic")
 def synthetic_page(run: Path, rows: list[Row], facts: dict[str, str]) -> Report | None:
     rows = [row for row in rows if row.steps == 1]
-    seeds = sorted({row.seed for row in rows})
+    seeds = seeds_of(rows)
     measured = {(row.method, row.model, row.metric, row.seed) for row in rows}
     shown = {("redi", family, metric, seed) for family in FAMILY.values() for metric in METRICS for seed in seeds}
     if not seeds or not shown <= measured:
@@ -131,7 +131,7 @@ def zero_probability(model: MaskedDiffusionLM, tokens: Tensor, noise: Tensor | N
 def curves(folder: Path) -> plots.Figure:
     panels: dict[str, dict[str, list[tuple[int, float]]]] = {"validity": {}, "factorization error (nats)": {}}
     for stage in MODELS:
-        history = [row for row in read_lines(folder / stage / "history.jsonl") if "validity" in row]
+        history = [row for row in read_history(folder / stage) if "validity" in row]
         panels["validity"][stage] = [(row["step"], row["validity"]) for row in history]
         panels["factorization error (nats)"][stage] = [(row["step"], row["factorization_error"]) for row in history]
     return plots.training_curves(panels, {"factorization error (nats)": (math.log(2), "bound, ln 2")})

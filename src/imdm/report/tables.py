@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
 from rich.table import Table as RichTable
 
 from imdm.evaluation import Row
+from imdm.evaluation.base import UNWRITTEN
 
 PAGE = 114  # letters that a row of a table has room for, counting three between columns
 EVERYTHING = "Everything measured"  # the section that holds all rows
 LARGE = 1e6  # from here on a figure is shown by its size
+USUAL = {"top_p": "1", "noise": "posterior", "conditional": "", "matched": ""}  # of which nothing is said
 
 
 @dataclass(frozen=True)
@@ -74,8 +77,14 @@ def all_results(rows: list[Row]) -> Table:
             "evaluations": f"{row.evaluations:g}",
             "n": f"{row.n:,}",
             "temperature": f"{row.temperature:g}",
+            "top_p": f"{row.top_p:g}",
+            "noise": row.noise,
+            "conditional": row.conditional or "",
+            "matched": row.matched or "",
+            "settings": row.settings or "",
             "judge": row.judge or "",
-            "seed": str(row.seed),
+            "seed": "" if row.seed is None else str(row.seed),
+            "samples of seed": str(row.sample_seed),
         }
         for row in rows
     ]
@@ -83,8 +92,29 @@ def all_results(rows: list[Row]) -> Table:
     always = ("metric", "value", "steps", "n")
     same = [name for name in columns if name not in always and len({row[name] for row in cells}) == 1]
     shown = tuple(name for name in columns if name not in same)
-    note = "In all rows: " + ", ".join(f"{name} {cells[0][name] or '–'}" for name in same) if same else ""
+    told = [name for name in same if name != "settings" and cells[0][name] != USUAL.get(name)]
+    note = "In all rows: " + ", ".join(f"{name} {cells[0][name] or '–'}" for name in told) if told else ""
     return Table("All figures", shown, [tuple(row[name] for name in shown) for row in cells], note)
+
+
+def told_apart(rows: Sequence[Row]) -> Callable[[Row], str]:
+    """What to add to a row's name where rows of one metric differ in how samples were drawn: `, noise keep`."""
+    found: dict[tuple[str, str], set[object]] = {}
+    for row in rows:
+        for name in ("noise", "top_p", "conditional"):
+            found.setdefault((row.metric, name), set()).add(getattr(row, name))
+    differing = dict.fromkeys(name for (_, name), values in found.items() if len(values) > 1)
+
+    def told(row: Row) -> str:
+        said = [name for name in differing if row.metric not in UNWRITTEN and getattr(row, name) is not None]
+        return "".join(f", {name} {getattr(row, name)}" for name in said)
+
+    return told
+
+
+def seeds_of(rows: list[Row]) -> list[int]:
+    """The students' seeds, where they are known."""
+    return sorted({row.seed for row in rows if row.seed is not None})
 
 
 def steps_in_words(count: int) -> str:

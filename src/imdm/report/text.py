@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from imdm.evaluation import Row
@@ -10,7 +11,7 @@ from imdm.recipes import Recipe
 from imdm.report import paper, plots
 from imdm.report.page import Beside, Part, Picture, Report, Section
 from imdm.report.ratios import ratio_table, ratios
-from imdm.report.tables import EVERYTHING, Table, all_results, figure, steps_in_words
+from imdm.report.tables import EVERYTHING, Table, all_results, figure, steps_in_words, told_apart
 from imdm.report.trained import trained_section
 from imdm.report.writing import written_by
 
@@ -32,8 +33,9 @@ def text_page(run: Path, rows: list[Row], facts: dict[str, str]) -> Report | Non
     """None for a run that was not measured over steps. Without a recipe, results alone make the page."""
     has_recipe = (run / "recipe.json").exists()
     recipe = Recipe.parse(read_json(run / "recipe.json", "report")) if has_recipe else None
-    every, apart = rows, recipe.choosing() if recipe is not None else set()
-    rows = [row for row in rows if row.method not in apart]
+    every, tried = rows, list[Row]()
+    if recipe is not None:
+        rows, tried = set_apart(run, recipe, rows)
     judges: list[str | None] = list(dict.fromkeys(row.judge for row in rows if row.judge)) or [None]
     own = set(recipe.stages) if recipe is not None else set()
     sections = [section for number, judge in enumerate(judges) for section in quality(rows, judge, number, own)]
@@ -44,11 +46,25 @@ def text_page(run: Path, rows: list[Row], facts: dict[str, str]) -> Report | Non
     if beside:
         sections.append(Section("The paper's figures, and ours", "", beside))
     sections += frontier(rows) + cost_of_steps(rows)
-    sections += chosen([row for row in every if row.method in apart])
+    sections += chosen(tried)
     sections += [*trained_section(run, recipe, rows), *written_by(run, recipe)] if recipe is not None else []
     sections.append(Section(EVERYTHING, "", [all_results(every)], folded=True))
     title, lead = (recipe.name, recipe.summary) if recipe is not None else (run.name, "Results of this folder.")
     return Report(title, lead, highlights(rows), sections, facts)
+
+
+def set_apart(run: Path, recipe: Recipe, rows: list[Row]) -> tuple[list[Row], list[Row]]:
+    """What is reported, and what settings were chosen on: figures of samples that follow from a seed which an
+    evaluation has for itself, and no run in the folder has."""
+    theirs = {stage.seed for stage in recipe.evaluations().values()} - {None}
+    reported = {method for stage in recipe.reporting() for method in stage.models.values()}
+    folders = [place.name.removeprefix("seed-") for place in (*run.glob("seed-*"), *run.glob("*/seed-*"))]
+    own = {str(recipe.seed), *folders}
+
+    def is_tried(row: Row) -> bool:
+        return row.sample_seed in theirs and (str(row.sample_seed) not in own or row.method not in reported)
+
+    return [row for row in rows if not is_tried(row)], [row for row in rows if is_tried(row)]
 
 
 def chosen(rows: list[Row]) -> list[Section]:
@@ -99,7 +115,7 @@ def _tables(rows: list[Row], number: int) -> list[Part]:
 
 def usual(rows: list[Row]) -> list[Row]:
     """Of each method and model the rows of one mask: that of the most students, the first of several such."""
-    students: dict[tuple[str, str], dict[str, set[int]]] = {}
+    students: dict[tuple[str, str], dict[str, set[int | None]]] = {}
     for row in rows:
         students.setdefault((row.method, row.model), {}).setdefault(row.mask, set()).add(row.seed)
     chosen = {place: max(masks, key=lambda mask: len(masks[mask])) for place, masks in students.items()}
@@ -115,10 +131,10 @@ def several_masks(rows: list[Row]) -> dict[str, list[Row]]:
 def curves(rows: list[Row], metric: str) -> dict[str, dict[int, tuple[float, float]]]:
     """`method model` → steps → the mean over seeds and its standard error."""
     found: dict[str, dict[int, list[Row]]] = {}
-    several = _several(rows)
+    name = _names(rows)
     for row in rows:
         if row.metric == metric and row.temperature == 1.0:
-            found.setdefault(_name(row, several), {}).setdefault(row.steps, []).append(row)
+            found.setdefault(name(row), {}).setdefault(row.steps, []).append(row)
     return {name: {steps: _mean(seeds) for steps, seeds in points.items()} for name, points in found.items()}
 
 
@@ -130,10 +146,15 @@ def _several(rows: list[Row]) -> list[tuple[str, str]]:
     return [place for place, found in masks.items() if len(found) > 1]
 
 
-def _name(row: Row, several: list[tuple[str, str]]) -> str:
-    if row.method == "teacher":
-        return row.method
-    return f"{row.method} {row.mask if (row.method, row.model) in several else row.model}"
+def _names(rows: list[Row]) -> Callable[[Row], str]:
+    """Each row's model in a table: its method and kind, or its mask, and how it was drawn where that differs."""
+    several, told = _several(rows), told_apart(rows)
+
+    def name(row: Row) -> str:
+        kind = "" if row.method == "teacher" else f" {row.mask if (row.method, row.model) in several else row.model}"
+        return row.method + kind + told(row)
+
+    return name
 
 
 def _once(rows: list[Row], metric: str) -> list[Row]:
@@ -161,9 +182,9 @@ def step_table(rows: list[Row]) -> Table:
     kind = "training" if real and real[0].split == "train" else "held-out"
     note = f"Real {kind} text under the same judge: {figure(*_mean(real))}." if real else ""
     title = "Generative perplexity (entropy)" if ppl else "Entropy"
-    several = _several(rows)
-    seen = {(_name(row, several), row.seed) for row in rows}
-    seeds = {name: sum(name == other for other, _ in seen) for name in ppl or entropy}
+    named = _names(rows)
+    seen = {(named(row), row.seed, row.sample_seed) for row in rows}
+    seeds = {name: sum(name == other for other, *_ in seen) for name in ppl or entropy}
     if max(seeds.values(), default=1) > 1:
         note += f" Means over seeds: {', '.join(f'{name} {n}' for name, n in seeds.items())}."
     table = Table(title, ("model", *map(steps_in_words, steps)), note=note.strip())
@@ -195,12 +216,10 @@ def frontier(rows: list[Row]) -> list[Section]:
     """Perplexity against entropy as the temperature goes: a model that is merely less varied moves along its own curve.
     Only where several temperatures were measured."""
     points: dict[tuple[int, str, float], dict[str, list[Row]]] = {}
-    several = _several(rows)
+    named = _names(rows)
     for row in rows:
         if row.metric in ("gen_ppl", "entropy"):
-            points.setdefault((row.steps, _name(row, several), row.temperature), {}).setdefault(row.metric, []).append(
-                row
-            )
+            points.setdefault((row.steps, named(row), row.temperature), {}).setdefault(row.metric, []).append(row)
     panels: dict[str, dict[str, list[plots.Point]]] = {}
     for (steps, name, temperature), found in sorted(points.items()):
         if len(found) == 2:

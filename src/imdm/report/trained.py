@@ -7,10 +7,11 @@ from pathlib import Path
 from statistics import fmean
 
 from imdm.evaluation import Row
-from imdm.files import read_json, read_lines
 from imdm.recipes import CoupleStage, Recipe, TrainStage
 from imdm.report.page import Section
 from imdm.report.tables import Table
+from imdm.status import DONE, read_done
+from imdm.training.history import read_history
 
 LAST = 4  # logged losses whose mean is the loss at the end
 NOTE = (
@@ -41,14 +42,14 @@ class _Trained:
 
     @property
     def is_done(self) -> bool:
-        return (self.folder / "done.json").exists()
+        return (self.folder / DONE).exists()
 
     def cells(self, recipe: Recipe, rows: list[Row]) -> tuple[str, ...]:
         stage, training = self.stage, self.stage.training
-        history = read_lines(self.folder / "history.jsonl")
+        history = read_history(self.folder)
         losses = [row["loss"] for row in history if "loss" in row][-LAST:]
         fitted = [row["fitted"] for row in history if "fitted" in row]
-        seconds = read_json(self.folder / "done.json", self.name).get("seconds")
+        seconds = read_done(self.folder)["seconds"]
         couple = recipe.stages.get(stage.data or "")
         pairs = couple.pairs if isinstance(couple, CoupleStage) else None
         mask = recipe.mask_of(self.name)
@@ -64,7 +65,7 @@ class _Trained:
             f"{fmean(losses):.3g}" if losses else "",
             f"{fitted[-1]:.0%}" if fitted else "",
             overlap(recipe, rows, self.name) if isinstance(couple, CoupleStage) else "",
-            "" if seconds is None else f"{seconds / 60:.1f}",
+            f"{seconds / 60:.1f}" if seconds else "",
         )
 
 

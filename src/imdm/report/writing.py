@@ -55,10 +55,10 @@ def written_by(run: Path, recipe: Recipe) -> list[Section]:
 def _authors(run: Path, recipe: Recipe) -> list[Author]:
     """Of students that differ in their seed alone the first; none that only helped to choose a setting."""
     folder = next(iter(sorted(run.glob("seed-*"))), run)
-    found, apart = dict[str, Author](), recipe.choosing()
-    for stage in recipe.evaluations().values():
-        for name, method in stage.models.items():
-            if recipe.seed_of(name) != recipe.seed or method in apart:
+    found = dict[str, Author]()
+    for stage in recipe.reporting():
+        for name in stage.models:
+            if recipe.seed_of(name) != recipe.seed:
                 continue
             if name in found:
                 steps = {*found[name].steps, *stage.steps}
