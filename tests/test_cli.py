@@ -130,7 +130,7 @@ def test_other_settings_into_the_same_folder_are_refused(run: Path) -> None:
     before = everything(run)
     told = refused(imdm("reproduce", "synthetic", *SMALL, "stages.teacher.training.lr=0.1", "--out", run))
     assert "stage 'teacher'" in told
-    assert "choose another --out" in told
+    assert "choose another folder for the run" in told
     told = refused(imdm("reproduce", "synthetic", *SMALL, "stages.imdm.training.lr=0.1", "--out", run))
     assert "stage 'imdm'" in told
     assert everything(run) == before
@@ -342,11 +342,14 @@ MISTAKES = {
     "out is a file": (["reproduce", "synthetic", "--out", "MODEL/config.json"], "is a file; give a folder"),
     "rows in a folder": (["evaluate", "MODEL", "--data", "aligned", "--out", "MODEL"], "is a folder; give a file"),
     "huge id": (["generate", "MODEL", "--canvas", "99999999999999999999"], "write token ids and ? for holes"),
-    "not a number": (["evaluate", "MODEL", "--data", "aligned:length=a"], "needs whole numbers"),
+    "not a number": (
+        ["evaluate", "MODEL", "--data", "aligned:length=a"],
+        "data.settings.length = 'a': a language's settings are moderate numbers",
+    ),
     "other length": (["evaluate", "MODEL", "--data", "aligned:length=3"], "the model takes at most 2"),
     "other symbols": (["couple", "MODEL", "--data", "aligned:symbols=5", "--out", "OUT"], "the data has 6 token ids"),
     "missing model": (["generate", "/no/such/model"], "no such folder"),
-    "no steps": (["generate", "MODEL", "--steps", "0"], "steps = 0: at least one step is needed"),
+    "no steps": (["generate", "MODEL", "--steps", "0"], "steps = 0: must be a whole number from 1"),
     "too long": (["generate", "MODEL", "--canvas", "0 0 0"], "the prompt has 3 tokens, the model takes at most 2"),
     "outside": (["generate", "MODEL", "--canvas", "7 ?"], "token 7 is outside the vocabulary 0…2"),
     "not ids": (["generate", "MODEL", "--canvas", "the cat"], "write token ids and ? for holes"),
@@ -373,7 +376,7 @@ MISTAKES = {
     ),
     "iterations": (
         ["distill", "sdtt", "MODEL", "--data", "aligned", "--out", "OUT", "--iterations", "0"],
-        "--iterations 0: must be at least 1",
+        "iterations = 0: must be a whole number",
     ),
     "no latent": (
         ["distill", "di4c", "MODEL", "--data", "aligned", "--out", "OUT", "--mask", "single"],

@@ -176,7 +176,9 @@ def test_text_as_it_is_is_read_in_the_models_tokens(run: Path, tmp_path: Path) -
     (tmp_path / "notes.txt").write_text("\n".join(reversed(SENTENCES * 5)))
     again = imdm("evaluate", model, *both, "--steps", "1", "--samples", "16", "--out", out)
     assert again.returncode == 0
-    assert read(out)[0].value != rows[0].value  # a changed file is read anew
+    *before, changed = read(out)
+    assert before == rows
+    assert changed.value != rows[0].value  # a changed file is read anew, and is not what was measured before
 
 
 def test_some_documents_are_held_out_on_request(run: Path, tmp_path: Path) -> None:
@@ -209,7 +211,7 @@ def test_results_alone_make_a_page_with_a_frontier(run: Path, tmp_path: Path) ->
 def test_what_steps_cost(run: Path, tmp_path: Path) -> None:
     student, teacher, out = run / "seed-0/student/model", run / "seed-0/teacher/model", tmp_path / "results.jsonl"
     about = ["--data", run / "data", "--metrics", "step_error,pair_error,pair_bound", "--steps", "1,2"]
-    assert "name the teacher with --reference" in refused(imdm("evaluate", student, *about))
+    assert "name the teacher as reference" in refused(imdm("evaluate", student, *about))
     done = imdm("evaluate", student, *about, "--reference", teacher, "--samples", "4", "--out", out)
     assert done.returncode == 0, done.stderr
     assert {(row.metric, row.steps) for row in read(out)} == {
@@ -293,10 +295,11 @@ def test_measuring_at_other_temperatures(run: Path, tmp_path: Path) -> None:
     assert imdm(*command, "--match", f"{plain.value + 0.002:.4f}", "--out", tmp_path / "given.jsonl").returncode == 0
     rows = [json.loads(line) for line in (tmp_path / "given.jsonl").read_text().splitlines()]
     assert [row["value"] for row in rows] == pytest.approx([plain.value, plain.value + 0.002], abs=0.005)
-    assert len({row["recipe_hash"] for row in rows}) == 2  # what was asked for tells rows apart
+    assert [row["matched"] for row in rows] == [f"{float(f'{plain.value + more:.4f}')}" for more in (0, 0.002)]
+    assert matched.matched == matched.recipe_hash  # itself
     for wrong in ("0", "-4.3", "nan", "inf"):
         assert "a positive number of nats" in refused(imdm(*command, f"--match={wrong}"))
-    assert "must be positive" in refused(imdm(*command, "--temperature", "0"))
+    assert "must be in [1e-6, 1e6]" in refused(imdm(*command, "--temperature", "0"))
 
 
 def test_runs_of_one_name_are_all_on_the_page(run: Path, tmp_path: Path) -> None:
@@ -320,7 +323,7 @@ def test_overlap_with_given_pairs(run: Path, tmp_path: Path, monkeypatch: pytest
         patch.setattr("imdm.evaluation.base.sample", lambda *a, **k: made.append(sample(*a, **k)) or made[-1])  # type: ignore[func-returns-value]
         assert imdm(*about, "--pairs", pairs).returncode == 0
     columns["tokens"][:4] = made[0].tokens[:4].to(columns["tokens"])
-    save_file(columns, shard, metadata=metadata)
+    write_tensors(shard, columns, {name: metadata[name] for name in ("manifest", "shard")})
     monkeypatch.setattr("imdm.evaluation.text._known", {})  # what pairs of this name had
     assert imdm(*about, "--pairs", pairs, "--out", tmp_path / "out.jsonl").returncode == 0
     (overlap,) = read(tmp_path / "out.jsonl")
@@ -340,7 +343,7 @@ def test_refusals(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     mistakes = {
         "the prompt is empty": ["generate", model, "--prompt", " "],
         "there is no room to write": ["generate", model, "--prompt", "the cat " * 30],
-        "the text has no ___": ["generate", model, "--infill", "nothing"],
+        "the text has no '___'": ["generate", model, "--infill", "nothing"],
         "give one of --prompt": ["generate", model, "--prompt", "a", "--infill", "b ___"],
         "no such file": ["generate", model, "--prompts", tmp_path / "none.txt"],
         "is not here; get it with": ["evaluate", model, "--data", data, "--metrics", "gen_ppl", "--judge", "smollm2"],

@@ -194,7 +194,7 @@ BROKEN = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_rows_stop_or_are_counted(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(BROKEN[name])
-    with pytest.raises(UserError, match=rf"{name}, line 2 is broken .* skip broken rows .imdm prepare --skip-broken"):
+    with pytest.raises(UserError, match=rf"{name}, line 2 is broken .* skip broken rows .skip_broken"):
         list(Corpus(str(tmp_path / name)).documents())
     corpus = Corpus(str(tmp_path / name), skip_broken=True)
     assert list(corpus.documents()) == ["fine", "fine too"]
@@ -287,7 +287,7 @@ def test_other_settings_into_the_same_folder_are_refused(tmp_path: Path, tokeniz
 def test_damaged_shards_are_refused(tmp_path: Path, tokenizer: Path) -> None:
     prepared(tmp_path, tokenizer)
     np.save(tmp_path / "out/tokens-00000.npy", np.zeros((2, 16), np.uint16))
-    with pytest.raises(UserError, match="does not hold .* rows; delete the folder and prepare again"):
+    with pytest.raises(UserError, match="does not hold .* rows of .* ids; delete the folder and prepare again"):
         PreparedSource(tmp_path / "out")
 
 

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import imdm
 from imdm.config import digest
 from imdm.data import CoupleConfig, Coupling, LanguageSource, aligned, couple
 from imdm.data.coupling import shard_path
 from imdm.errors import UserError
+from imdm.files import read_tensors
 from imdm.models import MaskedDiffusionLM, fingerprint
 from imdm.objectives import EARLIEST
 from tests.conftest import tiny_model
@@ -58,6 +60,7 @@ def test_manifest_says_what_made_the_pairs(tmp_path: Path) -> None:
     model = teacher(mask="infinite-uniform-4-1.0")
     couple(model, SOURCE, CoupleConfig(pairs=5, steps=4, noise="keep"), tmp_path, seed=7)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert len(manifest.pop("digest")) == 16
     assert manifest == {
         "teacher": fingerprint(model),
         "mask": "infinite-uniform-4-1.0",
@@ -219,8 +222,24 @@ def test_damaged_couplings_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not a readable safetensors file"):
         Coupling(tmp_path)
     shard.write_bytes(shard_path(tmp_path, 0).read_bytes())
-    with pytest.raises(UserError, match="does not hold 10 pairs; delete and remake it"):
+    with pytest.raises(UserError, match="is not the part of these pairs that its name says"):
         Coupling(tmp_path)
+    couple(teacher(), SOURCE, CONFIG, tmp_path)  # makes what is not what it should be again
+    assert shard.read_bytes() == whole
+    fingerprint_of_pairs = Coupling(tmp_path).fingerprint
+    for wrong, message in (
+        ({"tokens": torch.full((10, 3), 7)}, "token 7 is outside the vocabulary"),
+        ({"noised": torch.full((10, 3), -1)}, "token -1 is outside the vocabulary"),
+        ({"tokens": torch.full((10, 3), 0.5)}, "holds fractions"),
+        ({"t": torch.full((10,), 1.5)}, r"times outside \(0, 1\]"),
+        ({"t": torch.full((10,), float("nan"))}, r"times outside \(0, 1\]"),
+        ({"tokens": torch.zeros(9, 3, dtype=torch.int32)}, "does not hold 10 pairs of 3 tokens"),
+    ):
+        columns = read_tensors(shard, "test") | wrong
+        save_file(columns, shard, metadata={"manifest": fingerprint_of_pairs})
+        with pytest.raises(UserError, match=message):
+            Coupling(tmp_path)
+        shard.write_bytes(whole)
 
 
 def test_a_teacher_made_ready_writes_the_same_pairs_and_bf16_needs_a_gpu(tmp_path: Path) -> None:
@@ -239,7 +258,7 @@ def test_a_teacher_made_ready_writes_the_same_pairs_and_bf16_needs_a_gpu(tmp_pat
 def test_pairs_made_before_there_was_a_choice_of_precision_are_still_good(tmp_path: Path) -> None:
     couple(teacher(), SOURCE, CoupleConfig(pairs=5, steps=4), tmp_path)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
-    old = {name: value for name, value in manifest.items() if name not in ("precision", "compiled")}
+    old = {name: value for name, value in manifest.items() if name not in ("precision", "compiled", "digest")}
     (tmp_path / "manifest.json").write_text(json.dumps(old))
     assert len(Coupling(tmp_path)) == 5
     assert Coupling(tmp_path).fingerprint == digest(old)

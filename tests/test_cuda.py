@@ -15,7 +15,7 @@ from imdm.masks import Mask
 from imdm.models import faster, load_model
 from imdm.models.layers import attend, capped_attention, rotary, turned_back
 from imdm.objectives import SDTT, Nelbo, Objective, ReDi, Step
-from imdm.randomness import Purpose, bits, fold, normal, symmetric, uniform
+from imdm.randomness import Purpose, bits, fold, normal, survivors, symmetric, uniform
 from imdm.sampling import sample
 from imdm.sampling.categorical import draw
 from imdm.training import TrainConfig, Trainer
@@ -193,18 +193,29 @@ def test_the_sampler_has_the_plain_loops_law(policy: str) -> None:
 @pytest.mark.parametrize("softcap", [None, 20.0])
 @pytest.mark.parametrize("objective", [Nelbo(), SDTT(rounds=1, iterations=4)])
 def test_compiled_training_has_the_same_losses(tmp_path: Path, softcap: float | None, objective: Objective) -> None:
-    """SDTT's student has a teacher unlike itself: of its own copy it could learn nothing at first but rounding, which
-    Adam would make large."""
+    """With dropout, which is keyed. SDTT's student has a teacher unlike itself: of its own copy it could learn nothing
+    at first but rounding, which Adam would make large."""
     source = TokenSource(torch.arange(64 * 16).view(64, 16) * 7 % 4, 5, 4)
     losses = {}
     for compiled in (False, True):
         config = TrainConfig(steps=4, batch=32, lr=1e-4, warmup=0, compile=compiled)
-        model = tiny_model(length=16, width=64, heads=4, softcap=softcap)
+        model = tiny_model(length=16, width=64, heads=4, softcap=softcap, dropout=0.1)
         teacher = tiny_model(length=16, width=64, heads=4, softcap=softcap, seed=1)
         trainer = Trainer(model, objective, source, config, tmp_path / str(compiled), start=teacher)
         trainer.model.train()
         losses[compiled] = [float(trainer.train_step()) for _ in range(4)]
     assert losses[True] == pytest.approx(losses[False], rel=1e-3, abs=1e-4)
+
+
+def test_dropout_is_the_same_on_every_device() -> None:
+    keys, place = fold(3, Purpose.SAMPLE, torch.arange(32)), torch.arange(4096)
+    here = survivors(keys[:, None], place, 0.1)
+    assert torch.equal(survivors(keys.cuda()[:, None], place.cuda(), 0.1).cpu(), here)
+    model = tiny_model(dropout=0.5).train()
+    state = model.noised(torch.full((8, 6), 4)).dropping(keys[:8])
+    wanted = model.trunk(state)
+    there = model.cuda().trunk(model.noised(torch.full((8, 6), 4).cuda()).dropping(keys[:8].cuda()))
+    assert torch.allclose(there.cpu(), wanted, atol=1e-4)
 
 
 @pytest.fixture

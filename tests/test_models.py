@@ -259,8 +259,25 @@ def test_damaged_and_foreign_models_are_refused(tmp_path: Path) -> None:
         load_model(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config))
 
+    (tmp_path / "config.json").write_text(json.dumps(config | {"heads": 1}))  # it would load, and write otherwise
+    with pytest.raises(UserError, match=r"config.json is not the one that model.safetensors was saved with"):
+        load_model(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    flipped = bytearray(whole)
+    flipped[-9] ^= 1
+    path.write_bytes(flipped)
+    with pytest.raises(UserError, match="is damaged: its contents are not what was written"):
+        load_model(tmp_path)
+    weights = load_file(path)
+    for value in ("nan", "inf"):
+        weights["norm.weight"][3] = float(value)
+        save_file(weights, path, metadata={"format": "pt"})
+        with pytest.raises(UserError, match=r"'norm.weight' has weights that are no numbers"):
+            load_model(tmp_path)
+
     path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(UserError, match="cannot be loaded"):
+    with pytest.raises(UserError, match="not a readable safetensors file"):
         load_model(tmp_path)
 
     path.unlink()

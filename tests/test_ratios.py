@@ -14,7 +14,7 @@ from imdm.files import write_json
 from imdm.recipes import Recipe, load_recipe
 from imdm.report.plots import over_steps
 from imdm.report.ratios import interval, ratio_table, ratios
-from imdm.report.text import curves, highlights, quality, several_masks, text_page, usual
+from imdm.report.text import curves, highlights, quality, set_apart, several_masks, text_page, usual
 from imdm.report.trained import overlap
 
 
@@ -134,18 +134,24 @@ def test_the_overlap_with_the_pairs_stands_beside_that_of_their_maker() -> None:
 
 
 def test_what_settings_were_chosen_on_is_shown_apart(tmp_path: Path) -> None:
-    tried = {"models": {"mdlm-redi": "tried", "imdm-redi": "tried"}, "metrics": ["gen_ppl"], "seed": 1}
+    """By the seed of its samples: the methods are called the same."""
+    tried = {"models": {"mdlm-redi": "redi", "imdm-redi": "redi"}, "metrics": ["gen_ppl"], "seed": 1}
     write_json(tmp_path / "recipe.json", _with_choice(tried).resolved())
     infinite = "infinite-uniform-768-1.0"
     mine = [row("single", 0, 100.0), row(infinite, 0, 50.0)]
-    rows = [*(one.model_copy(update={"method": "tried"}) for one in mine), *mine]
+    rows = [*mine, *(one.model_copy(update={"sample_seed": 1, "value": one.value + 7}) for one in mine)]
     page = text_page(tmp_path, rows, {})
     assert page is not None
-    assert all("tried" not in words for _, words in page.highlights)
     assert [value for value, _ in page.highlights] == ["0.50"]
     said = {section.title: "".join(part.markdown() for part in section.parts) for section in page.sections}
-    assert "tried" not in said["Quality over steps"]
-    assert "tried" in said["What settings were chosen on"]
+    assert "100.0" in said["Quality over steps"]
+    assert "107.0" not in said["Quality over steps"]
+    assert "107.0" in said["What settings were chosen on"]
+    (tmp_path / "seed-1").mkdir()  # a run on that seed reports it, unless it is only ever chosen on
+    assert set_apart(tmp_path, _with_choice(tried), rows) == (rows, [])
+    alone = _with_choice(tried | {"models": {"mdlm-redi": "tried"}})
+    named = [one.model_copy(update={"method": "tried"}) for one in rows]
+    assert set_apart(tmp_path, alone, named) == (named[:2], named[2:])
 
 
 def _with_choice(choice: dict[str, Any]) -> Recipe:

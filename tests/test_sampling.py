@@ -162,10 +162,10 @@ def test_progress_counts_tokens() -> None:
     [
         ({"steps": 0}, "steps = 0"),
         ({"num": 0}, "num = 0"),
-        ({"length": 7}, "length = 7: the model writes 1 to 6"),
+        ({"length": 7}, "length = 7: must be a whole number from 1 to 6"),
         ({"temperature": 0.0}, "temperature = 0.0"),
         ({"temperature": float("inf")}, "temperature = inf"),
-        ({"input_ids": torch.tensor([[1]]), "length": 50}, "length = 50: the model writes 1 to 6"),
+        ({"input_ids": torch.tensor([[1]]), "length": 50}, "length = 50: must be a whole number from 1 to 6"),
         ({"top_p": 1.5}, "top_p = 1.5"),
         ({"noise": "hold"}, "unknown noise policy 'hold'"),
         ({"batch_size": 0}, "batch_size = 0"),

@@ -116,7 +116,7 @@ def test_metrics_measure_a_model_against_its_reference() -> None:
     assert changed["step_error_half"].value > changed["step_error"].value  # fewer draws, a looser bound
     for name in ("step_correlation", "pair_bound"):
         assert changed[name] == found[name]  # the reference's
-    with pytest.raises(UserError, match="name the teacher with --reference"):
+    with pytest.raises(UserError, match="name the teacher as reference"):
         measure(["step_error"], Subject(student, **about))
     with pytest.raises(UserError, match="held-out text"):
         measure(["pair_bound"], Subject(teacher))

@@ -120,7 +120,7 @@ def test_pieces_put_together_are_the_text(writer: Writer) -> None:
         (lambda w: w.write(""), "the prompt is empty; leave it out to write from nothing"),
         (lambda w: w.write(["fine", "  "]), "the prompt is empty"),
         (lambda w: w.write("the cat saw " * 30), "with 24 in all there is no room to write"),
-        (lambda w: w.infill("nothing to do"), "the text has no ___"),
+        (lambda w: w.infill("nothing to do"), "the text has no '___'"),
         (lambda w: w.infill("___ " * 20), "the model takes at most 24"),
     ],
 )
@@ -140,26 +140,28 @@ def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-@pytest.mark.parametrize("precision", ["float32", "bf16"])
-def test_an_exported_model_writes_the_same(writer: Writer, folder: Path, tmp_path: Path, precision: str) -> None:
-    """Folded, in half precision, with tokenizer and card; loaded in float32."""
-    out = export(folder / "model", tmp_path / "small", precision=precision)  # type: ignore[arg-type]
+@pytest.mark.parametrize("weights", ["float32", "bf16", "int8", "mixed"])
+def test_an_exported_model_writes_the_same(writer: Writer, folder: Path, tmp_path: Path, weights: str) -> None:
+    """Folded, in fewer bits, with tokenizer and card; loaded in float32."""
+    out = export(folder / "model", tmp_path / "small", weights=weights).folder  # type: ignore[arg-type]
     small = imdm.load(out)
     assert small.model.config.condition == 0
     assert small.model.dtype == torch.float32
-    weights = load_file(out / "model.safetensors")
-    assert {w.dtype for w in weights.values()} == {torch.bfloat16 if precision == "bf16" else torch.float32}
+    kinds = {w.dtype for w in load_file(out / "model.safetensors").values()}
+    floats = {"float32": {torch.float32}, "bf16": {torch.bfloat16}}
+    assert kinds == floats[weights] if weights in floats else torch.uint8 in kinds
     assert "mask single" in (out / "README.md").read_text()
+    assert ("bits a weight" in (out / "README.md").read_text()) == (weights in ("int8", "mixed"))
     assert 'imdm.load("small")` writes with it' in (out / "README.md").read_text()
     tokens = torch.tensor([[0, 3, 3, 3, 5, 1]])
     wanted, found = writer.model(tokens), small.model(tokens)
-    assert torch.allclose(wanted.exp(), found.exp(), atol=1e-5 if precision == "float32" else 0.02)
+    assert torch.allclose(wanted.exp(), found.exp(), atol=1e-5 if weights == "float32" else 0.02)
     assert small.write("The cat", steps=2)[0].text.startswith("The cat")
     with pytest.raises(UserError, match="there already"):
         export(folder / "model", out)
     card = tmp_path / "card.md"
     card.write_text("# Mine")
-    again = ["export", str(folder / "model"), "--out", str(tmp_path / "again"), "--precision", precision]
+    again = ["export", str(folder / "model"), "--out", str(tmp_path / "again"), "--weights", weights]
     done = CliRunner().invoke(app, [*again, "--card", str(card)])
     assert done.exit_code == 0, done.output
     assert (tmp_path / "again" / "README.md").read_text() == "# Mine"

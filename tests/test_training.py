@@ -179,17 +179,26 @@ def damage(folder: Path, how: str) -> None:
         tensors = load_file(folder / "ema.safetensors")
         tensors["foreign"] = tensors.pop("norm.weight")
         save_file(tensors, folder / "ema.safetensors")
-        state = json.loads((folder / "state.json").read_text())
-        state["files"]["ema.safetensors"] = (folder / "ema.safetensors").stat().st_size
-        (folder / "state.json").write_text(json.dumps(state))
+    elif how in ("model", "ema", "optimizer", "companion"):
+        path = folder / f"{how}.safetensors"
+        flipped = bytearray(path.read_bytes())
+        flipped[-5] ^= 4
+        path.write_bytes(flipped)
+    elif how == "another step":
+        path = folder / "state.json"
+        path.write_text(path.read_text().replace('"step": 10', '"step": 11'))
 
 
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("cut", "damaged: optimizer.safetensors is missing or cut short; delete that folder"),
-        ("gone", "damaged: ema.safetensors is missing"),
-        ("no state", "not an imdm checkpoint of format 1"),
+        ("cut", "optimizer.safetensors is not a readable safetensors file .* to go on from the one before"),
+        ("gone", "ema.safetensors is missing; delete"),
+        ("model", "model.safetensors is damaged: its contents are not what was written; delete"),
+        ("ema", "ema.safetensors is damaged"),
+        ("optimizer", "optimizer.safetensors is damaged"),
+        ("another step", "state.json is damaged"),
+        ("no state", "no proper 'format'"),
         ("not json", "not valid JSON"),
         ("other names", "averaged weights do not match the model"),
     ],
@@ -203,7 +212,7 @@ def test_damaged_checkpoints_are_refused(tmp_path: Path, how: str, message: str)
 
 def test_another_runs_checkpoint_is_refused(tmp_path: Path) -> None:
     trainer(tmp_path, CONFIG.model_copy(update={"steps": 10})).train()
-    with pytest.raises(UserError, match="belongs to run .* choose another --out, or delete that folder"):
+    with pytest.raises(UserError, match="belongs to run .* choose another folder, or delete that one"):
         trainer(tmp_path, CONFIG.model_copy(update={"lr": 1e-3})).train()
     with pytest.raises(UserError, match="at step 10, beyond training.steps = 5"):
         trainer(tmp_path, CONFIG.model_copy(update={"steps": 5})).train()

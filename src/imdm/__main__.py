@@ -1,5 +1,16 @@
-"""`python -m imdm`, and `torchrun --nproc_per_node 2 -m imdm train …`."""
+"""`imdm` and `python -m imdm`: signals are caught before anything heavy is loaded."""
 
-from imdm.cli import main
+from __future__ import annotations
 
-main()
+from imdm.stopping import catch_signals
+
+
+def main() -> None:
+    catch_signals()
+    from imdm.cli import main as run
+
+    run()
+
+
+if __name__ == "__main__":
+    main()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from imdm.writer import Piece
 
 EVERY = 30.0  # seconds between lines where there is no terminal to draw a bar on
+
+
+def plain_console(**settings: Any) -> Console:
+    """A console that prints what it is given: no markup, emoji names or colours are read into anybody's text."""
+    return Console(markup=False, emoji=False, highlight=False, **settings)
 
 
 def colour(step: int, steps: int) -> tuple[int, int, int]:
@@ -58,7 +63,7 @@ def appearing(pieces: Sequence[tuple[str, int]], steps: int) -> list[str]:
 
 def side_by_side(texts: Sequence[Text]) -> Table:
     """Texts in columns, as many as there is room for: two, or three in a wide terminal."""
-    across = min(len(texts), 3 if Console().width >= 120 else 2)
+    across = min(len(texts), 3 if plain_console().width >= 120 else 2)
     table = Table(box=None, show_header=False, expand=True, pad_edge=False, padding=(0, 3, 1, 0))
     for _ in range(across):
         table.add_column(ratio=1)
@@ -72,19 +77,19 @@ class Terminal:
     share a terminal say who they are and draw no bars."""
 
     def __init__(self, console: Console | None = None, who: str = "") -> None:
-        self.console = console or (Console(stderr=True, force_terminal=False) if who else Console(stderr=True))
+        self.console = console or plain_console(stderr=True, **({"force_terminal": False} if who else {}))
         self.who = f"{who}: " if who else ""
 
     def say(self, text: str) -> None:
-        self.console.print(f"  {self.who}{text}", highlight=False, soft_wrap=bool(self.who))
+        self.console.print(f"  {self.who}{text}", soft_wrap=bool(self.who))
 
     @contextmanager
     def bar(self, title: str, total: int) -> Iterator[Bar]:
         columns = (
-            TextColumn("  {task.description}"),
+            TextColumn("  {task.description}", markup=False),
             BarColumn(bar_width=28),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[note]}"),
+            TextColumn("{task.fields[note]}", markup=False),
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),

@@ -13,6 +13,21 @@ import torch
 from accelerate import Accelerator, PartialState
 from torch import Tensor
 
+from imdm.errors import UserError, shown
+
+
+def checked_device(name: str | torch.device) -> torch.device:
+    """A device that is there."""
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, TypeError, NotImplementedError):
+        here = "cpu" + (f", cuda (0 to {torch.cuda.device_count() - 1})" if torch.cuda.is_available() else "")
+        raise UserError(f"device = {shown(name)}: no such device here; there is {here}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"device = {shown(name)}: models run on cpu and cuda")
+    return device
+
 
 def processes() -> PartialState:
     return PartialState(cpu=not torch.cuda.is_available())

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from imdm.errors import UserError, unknown
+from imdm.errors import check_whole, unknown
 
 Settings = dict[str, Any]
 METHODS = ("sdtt", "redi", "di4c")
+MOST_ROUNDS = 100
 
 
 def distillation(
@@ -28,8 +29,8 @@ def distillation(
     if method not in METHODS:
         raise unknown("distillation", method, METHODS)
     for name, value in (("rounds", rounds), ("iterations", iterations), ("batch", batch), ("pairs", pairs)):
-        if value is not None and value < 1:
-            raise UserError(f"--{name} {value}: must be at least 1")
+        if value is not None:
+            check_whole(name, value, 1, MOST_ROUNDS if name == "rounds" else 10**9)
     student = {"kind": "train", "start": model, "mask": mask, "mixture": mixture}
     if method == "sdtt":
         stages = _sdtt(student, rounds or 7, iterations or 10_000, batch or 32)

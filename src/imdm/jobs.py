@@ -5,14 +5,18 @@ from __future__ import annotations
 import multiprocessing
 import os
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from imdm.devices import processes
-from imdm.errors import UserError
-from imdm.files import write_json
+from imdm.errors import UserError, check_whole
+from imdm.files import kept_if_refused, working_in, write_json
 from imdm.pipeline import Quiet, Reporter, Run
 from imdm.recipes import Recipe, variants
+from imdm.stopping import held_back, let_through
+
+MOST_SEEDS = 10_000
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,8 @@ class Job:
 def plan(recipe: Recipe, out: Path, seeds: int, quick: bool) -> list[Job]:
     """Every variant on every seed, from the recipe's own on; the first seed of all variants first."""
     if quick and recipe.quick is None:
-        raise UserError(f"recipe {recipe.name!r} has no quick part; leave --quick out")
+        raise UserError(f"recipe {recipe.name!r} has no quick part; run it whole")
+    check_whole("seeds", seeds, 1, MOST_SEEDS)
     stages = recipe.quick.stages if quick and recipe.quick else tuple(recipe.stages)
     wanted = recipe.quick.variants if quick and recipe.quick else ()
     chosen = {name: r for name, r in variants(recipe).items() if not wanted or name in wanted}
@@ -74,35 +79,54 @@ def run_jobs(recipe: Recipe, jobs: list[Job], out: Path, workers: int, reporter:
     once and does not stop the others."""
     state = processes()
     if workers > 1 and state.num_processes > 1:
-        raise UserError(f"--workers {workers}: a run that is itself spread over processes (torchrun) has no workers")
+        raise UserError(f"workers = {workers}: a run that is itself spread over processes (torchrun) has no workers")
     for job in jobs:
         job.check()
-    for job in {job.out: job for job in jobs}.values():
-        job.prepare(reporter)
-        if state.is_main_process:
-            write_json(job.out / "recipe.json", job.recipe.model_copy(update={"seed": recipe.seed}).resolved())
-    if state.is_main_process:
-        write_json(out / "recipe.json", recipe.resolved())
-    if workers == 1 or len(jobs) == 1:
-        for job in jobs:
-            reporter.say(job.name)
-            job.run(reporter)
-        return
+    with working_in(out) if state.is_main_process else nullcontext():
+        folders = {job.out: job for job in jobs}
+        with ExitStack() as stack:
+            for place in {out, *folders} if state.is_main_process else ():
+                stack.enter_context(kept_if_refused(place / "recipe.json"))
+            for place, job in folders.items():
+                job.prepare(reporter)
+                if state.is_main_process:
+                    write_json(place / "recipe.json", job.recipe.model_copy(update={"seed": recipe.seed}).resolved())
+            if state.is_main_process:
+                write_json(out / "recipe.json", recipe.resolved())
+            if workers == 1 or len(jobs) == 1:
+                for job in jobs:
+                    reporter.say(job.name)
+                    job.run(reporter)
+            else:
+                _share(jobs, workers, reporter)
+
+
+def _share(jobs: list[Job], workers: int, reporter: Reporter) -> None:
+    """The jobs in processes of their own, some at a time. Asked to stop, this process asks them, and waits until they
+    have saved what they have."""
     failures: list[BaseException] = []
     threads, waiting, done = max(1, cores() // workers), list(jobs), 0
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         running: dict[Future[None], Job] = {}
-        while waiting or running:
-            while waiting and len(running) < workers:  # no more than can begin: what is queued could not be called back
-                job = waiting.pop(0)
-                running[pool.submit(_work, job, threads)] = job
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
-                job, failure, done = running.pop(future), future.exception(), done + 1
-                if isinstance(failure, KeyboardInterrupt):
-                    raise failure
-                how = "finished" if failure is None else f"failed: {failure}"
-                reporter.say(f"{job.name}: {how}; {done} of {len(jobs)}")
-                failures += [failure] if failure is not None else []
+        try:
+            while waiting or running:
+                while waiting and len(running) < workers:  # no more than can begin: what waits could not be called back
+                    job = waiting.pop(0)
+                    with held_back():
+                        running[pool.submit(_work, job, threads)] = job
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    job, failure, done = running.pop(future), future.exception(), done + 1
+                    if isinstance(failure, KeyboardInterrupt | SystemExit):
+                        raise failure
+                    how = "finished" if failure is None else f"failed: {failure}"
+                    reporter.say(f"{job.name}: {how}; {done} of {len(jobs)}")
+                    failures += [failure] if failure is not None else []
+        except (KeyboardInterrupt, SystemExit):
+            with held_back():  # until all have ended
+                for process in list((pool._processes or {}).values()):
+                    process.terminate()
+                pool.shutdown()
+            raise
     if failures:
         raise failures[0]
 
@@ -121,4 +145,5 @@ def _work(job: Job, threads: int) -> None:
     torch.set_num_threads(threads)
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    job.run(Terminal(who=job.name))
+    with let_through():
+        job.run(Terminal(who=job.name))

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,12 +27,14 @@ from imdm.errors import UserError, unknown
 from imdm.evaluating import first_of, is_measured, run_evaluation
 from imdm.evaluation import ENUMERATED, Subject, measure
 from imdm.evaluation.base import COSTS
-from imdm.files import read_json, write_json
+from imdm.files import check_once, check_writable, kept_if_refused, working_in, write_json, write_recorded
 from imdm.masks import Mask
 from imdm.models import MaskedDiffusionLM, check_precision, fingerprint, load_model, with_mask
 from imdm.objectives import ReDi
 from imdm.randomness import Purpose, as_key, fold, seeded
 from imdm.recipes import CoupleStage, EvaluateStage, Recipe, TrainStage
+from imdm.room import check_room
+from imdm.status import DONE, read_done
 from imdm.training import Progress, Trainer
 
 
@@ -114,27 +117,30 @@ class Run:
     def run(self, names: list[str]) -> None:
         """The named stages, each after those it builds on. All that can be refused is refused before any work."""
         self.check(names)
-        self.prepare()
-        wanted = self._wanted(names)
-        self._check(wanted)
-        if self.alone and processes().is_main_process:
-            write_json(self.out / "recipe.json", self.recipe.resolved())
-        with _threads(self.recipe.threads):
-            for name in wanted:
-                if self._is_done(name):
-                    self.reporter.say(f"{name}: already there")
-                else:
-                    self._make(name)
+        with working_in(self.out) if self.alone and processes().is_main_process else nullcontext():
+            self.prepare()
+            wanted = self._wanted(names)
+            self._check(wanted)
+            with kept_if_refused(self.out / "recipe.json"), _threads(self.recipe.threads):
+                if self.alone and processes().is_main_process:
+                    write_json(self.out / "recipe.json", self.recipe.resolved())
+                for name in wanted:
+                    if self._is_done(name):
+                        self.reporter.say(f"{name}: already there")
+                    else:
+                        self._make(name)
 
     def check(self, names: list[str]) -> None:
         """Refuse what can be refused before any work."""
         if self.out.exists() and not self.out.is_dir():
-            raise UserError(f"--out {self.out} is a file; give a folder")
+            raise UserError(f"{self.out}, where the run is to be, is a file; give a folder")
         self.data.check()
+        if processes().is_main_process:
+            check_writable(self.out)
         if self.data.is_ready:
             self._check(self._wanted(names))
             return
-        self.recipe.model.build(self.recipe.data.train_bpe or 1000, 3, self.recipe.data.length)  # type: ignore[union-attr]
+        self._check_size(self.recipe.data.train_bpe or 1000, 3, self.recipe.data.length)  # type: ignore[union-attr]
         for name in self._wanted(names):
             self._check_stage(name, None)
 
@@ -167,15 +173,21 @@ class Run:
         """Bad sizes, missing data or folders, settings this machine cannot run, other runs in the same place."""
         recipe = self.recipe
         source = self.data.source(recipe.seed)
-        length = recipe.model.build(*self.data.vocabulary(), source.length).length
-        if source.length > length:
-            raise UserError(f"the data has {source.length} tokens a row, model.length = {length} is shorter")
+        self._check_size(*self.data.vocabulary(), source.length)
         for name in names:
             self._check_stage(name, source)
         for name in names:
             above = [needed for needed in recipe.stages[name].inputs() if needed in recipe.stages]
-            if all((self.folder / needed / "done.json").exists() for needed in above):
+            if all((self.folder / needed / DONE).exists() for needed in above):
                 self._is_done(name)
+
+    def _check_size(self, vocab_size: int, mask_token_id: int, length: int) -> None:
+        """Refuse a model that is shorter than the data, or that this machine could not hold."""
+        config = self.recipe.model.build(vocab_size, mask_token_id, length)
+        if length > config.length:
+            raise UserError(f"the data has {length} tokens a row, model.length = {config.length} is shorter")
+        if any(isinstance(stage, TrainStage) and stage.start is None for stage in self.recipe.stages.values()):
+            check_room("the model's parameters", config.parameters, 4)
 
     def _check_stage(self, name: str, source: Source | None) -> None:
         recipe, stage, state = self.recipe, self.recipe.stages[name], processes()
@@ -208,7 +220,18 @@ class Run:
             check_precision(stage.precision, state.device, f"stages.{name}.precision")
         if isinstance(stage, EvaluateStage):
             metrics = stage.metrics
+            length = source.length if source is not None else 1
+            check_room(f"stages.{name}.samples", stage.samples, 40 * length + 24 * max(stage.steps))
             self._check_costs(name, stage)
+            self._check_methods(name, stage)
+        elif isinstance(stage, CoupleStage):
+            check_room(f"stages.{name}.pairs", stage.pairs, 8 * (source.length if source is not None else 1) + 12)
+        elif source is not None:
+            if stage.watch.metrics:
+                each = 40 * source.length + 24 * stage.watch.steps
+                check_room(f"stages.{name}.watch.samples", stage.watch.samples, each)
+            batch = stage.training.micro_batch or stage.training.batch // state.num_processes
+            check_room(f"stages.{name}.training.batch", batch, 200 * source.length, state.device)
         enumerated = [metric for metric in metrics if metric in ENUMERATED]
         if enumerated and self.data.language() is None:
             raise UserError(f"stage {name!r}: metric {enumerated[0]!r} needs an enumerated language as data")
@@ -221,6 +244,19 @@ class Run:
                 raise UserError(
                     f"stage {name!r}: metric {costs[0]!r} compares {model!r} with the model it goes back to, "
                     f"{first!r}, which must have a single mask"
+                )
+
+    def _check_methods(self, name: str, stage: EvaluateStage) -> None:
+        """Refuse two models that no row could tell apart: one name, one mask, one seed."""
+        every = [pair for other in self.recipe.evaluations().values() for pair in other.models.items()]
+        others = [(model, method) for model, method in every if model in (*self.recipe.stages, *stage.models)]
+        for (model, method), (other, same) in product(stage.models.items(), others):
+            if model == other or method != same or self.recipe.seed_of(model) != self.recipe.seed_of(other):
+                continue
+            if (self._mask(model), self._mixture(model)) == (self._mask(other), self._mixture(other)):
+                raise UserError(
+                    f"stage {name!r}: {model!r} and {other!r} are both called {method!r}, with the same mask and seed; "
+                    "result rows could not tell them apart: name their methods differently"
                 )
 
     def _check_couple(self, name: str, stage: TrainStage) -> None:
@@ -259,22 +295,47 @@ class Run:
 
     def _is_done(self, name: str) -> bool:
         """Whether a stage's output is there; refused when it was made from something else."""
-        marker = self.folder / name / "done.json"
-        if not marker.exists():
+        if not (self.folder / name / DONE).exists():
             return False
-        done = read_json(marker, f"stage {name!r}")
+        done = self._done(name)
         made = self._made(name)
         if done["inputs"] != self._hash(name, made):
-            other = first_difference(done.get("settings", {}), self._settings(name)) or "settings or inputs"
-            again = [needed for needed, output in done.get("made", {}).items() if output != made.get(needed)]
+            other = first_difference(done["settings"], self._settings(name)) or "settings or inputs"
+            again = [needed for needed, output in done["made"].items() if output != made.get(needed)]
             if again:
                 other = f"inputs: {', '.join(map(repr, again))} was made again since"
             raise UserError(
                 f"stage {name!r} in {self.folder / name} was made with other {other}; "
-                "choose another --out, or delete that folder to make it again"
+                "choose another folder for the run, or delete that one to make it again"
             )
         stage = self.recipe.stages[name]
-        return is_measured(self, stage) if isinstance(stage, EvaluateStage) else True
+        if isinstance(stage, EvaluateStage):
+            return is_measured(self, name, stage)
+        self._check_output(name, done["output"])
+        return True
+
+    def _done(self, name: str) -> dict[str, Any]:
+        """What a finished stage says of itself."""
+        return read_done(self.folder / name)
+
+    def _check_output(self, name: str, output: str) -> None:
+        """Refuse what a finished stage made if it is not that any more; looked at once a process."""
+        folder, model = self.folder / name, isinstance(self.recipe.stages[name], TrainStage)
+
+        def check() -> None:
+            try:
+                found = fingerprint(self.model(name)) if model else Coupling(folder).fingerprint
+            except UserError as error:
+                raise UserError(f"{error}; delete {folder} to make it again") from None
+            if found != output:
+                raise UserError(
+                    f"stage {name!r}: what is in {folder} is not what it made: damaged, or changed since; delete that "
+                    "folder to make it again"
+                )
+
+        files = sorted((folder / "model").glob("*.safetensors")) if model else sorted(folder.glob("pairs-*"))
+        for file in files or [folder]:
+            check_once(file, check)
 
     @property
     def results_file(self) -> Path:
@@ -294,7 +355,7 @@ class Run:
         if state.is_main_process:
             took = round(time.perf_counter() - started, 1)
             done = {"inputs": inputs, "output": output, "settings": self._settings(name), "made": made, "seconds": took}
-            write_json(self.folder / name / "done.json", done)
+            write_recorded(self.folder / name / DONE, done)
         state.wait_for_everyone()
 
     def _made(self, name: str) -> dict[str, str]:
@@ -308,13 +369,13 @@ class Run:
 
     def _settings(self, name: str) -> dict[str, Any]:
         """What a stage follows from beside the outputs of others."""
-        shared = self.recipe.model_dump(mode="json", include={"seed", "data", "model", "experiment"})
-        return {"stage": self.recipe.stages[name].model_dump(mode="json"), **shared}
+        shared = {k: v for k, v in self.recipe.hashed().items() if k in ("seed", "data", "model", "experiment")}
+        return {"stage": self.recipe.stages[name].hashed(), **shared}
 
     def _output(self, name: str) -> str:
         """The hash of what a stage made, or of a model or coupling folder."""
         if name in self.recipe.stages:
-            return read_json(self.folder / name / "done.json", f"stage {name!r}")["output"]
+            return self._done(name)["output"]
         if (Path(name) / "manifest.json").exists():
             return Coupling(name).fingerprint
         return fingerprint(load_model(name))

@@ -16,11 +16,13 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
+from numbers import Integral
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from imdm.errors import check_is
 from imdm.kernels import kernels
 
 GENERATOR = "philox-4x32-10/1"  # named in coupling manifests; changes when any drawn number changes
@@ -78,6 +80,7 @@ def as_key(seed: int | Tensor, device: torch.device | str | None = None) -> Tens
     """A 64-bit key (int64 tensor) from a Python integer or a tensor of them."""
     if isinstance(seed, Tensor):
         return seed.to(device=device, dtype=torch.int64)
+    check_is("seed", seed, Integral, "a whole number")
     value = int(seed) & 0xFFFFFFFFFFFFFFFF
     signed = value - (1 << 64) if value >> 63 else value
     return torch.full((), signed, dtype=torch.int64, device=device)  # filled there: a copy would wait for the GPU

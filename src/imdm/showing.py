@@ -7,6 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
 
+from pydantic import TypeAdapter, ValidationError
+
+from imdm.errors import UserError
 from imdm.evaluation.text import sample_entropy
 from imdm.files import read_json, write_json
 from imdm.shipped import recorded
@@ -45,6 +48,9 @@ class Shown:
         return ", ".join(found)
 
 
+SHOWN = TypeAdapter(Shown)
+
+
 def completions(prompt: str, models: Sequence[str], steps: Sequence[int], seed: int = 0) -> Iterator[Shown]:
     """Step count by step count, each model in turn."""
     writers = [(name, load(name), recorded(name)) for name in models]
@@ -67,4 +73,10 @@ def keep(shown: Sequence[Shown], run: Path) -> None:
 def kept(run: Path) -> list[Shown]:
     """What was last put there."""
     file = run / "shown.json"
-    return [Shown(**values) for values in read_json(file, "shown")] if file.exists() else []
+    if not file.exists():
+        return []
+    values = read_json(file, "shown")
+    try:
+        return [SHOWN.validate_python(one, strict=False) for one in values]
+    except (ValidationError, TypeError):
+        raise UserError(f"shown: {file} is damaged or not ours; 'imdm show --into {run}' makes it again") from None

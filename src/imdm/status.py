@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from imdm.errors import UserError
-from imdm.files import read_json, read_lines
-from imdm.recipes import CoupleStage, Recipe, TrainStage, variants
+from imdm.files import read_recorded
+from imdm.recipes import CoupleStage, Recipe, TrainStage, read_recipe, variants
 from imdm.training.checkpoint import checkpoint_path, steps_present
+from imdm.training.history import read_history
+
+DONE = "done.json"
+"""The file by which a stage is finished."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +38,12 @@ class StageStatus:
 
 def status(run: Path) -> dict[str, list[StageStatus]]:
     """Every stage of every seed, and of every variant where there are some, of a run folder."""
-    if not (run / "recipe.json").exists():
+    recipe = read_recipe(run)
+    if recipe is None:
         raise UserError(f"{run}: no recipe.json there; it is not the folder of a run")
-    recipe = Recipe.parse(read_json(run / "recipe.json", "status"))
     found = {}
     for variant, member in variants(recipe).items():
-        for seed in sorted(int(path.name.removeprefix("seed-")) for path in (run / variant).glob("seed-*")):
+        for seed in sorted(_seeds(run / variant)):
             folder = run / variant / f"seed-{seed}"
             name = f"{variant}, seed {seed}" if variant else f"seed {seed}"
             found[name] = [
@@ -45,12 +52,19 @@ def status(run: Path) -> dict[str, list[StageStatus]]:
     return found
 
 
+def _seeds(folder: Path) -> Iterator[int]:
+    """The seeds that were run in a folder; whatever else lies there is not ours."""
+    for path in folder.glob("seed-*"):
+        if path.is_dir() and re.fullmatch(r"-?[0-9]{1,20}", path.name.removeprefix("seed-")):
+            yield int(path.name.removeprefix("seed-"))
+
+
 def _finished(folder: Path, recipe: Recipe, row: StageStatus) -> StageStatus:
     """A finished stage with the time it took, and whether it still is what the recipe asks for."""
     if row.state != "done":
         return row
-    done = read_json(folder / "done.json", "status")
-    asked = recipe.stages[row.name].model_dump(mode="json")
+    done = read_done(folder)
+    asked = recipe.stages[row.name].hashed()
     other = done.get("settings", {}).get("stage", asked) != asked
     again = any(_output(folder.parent / needed) not in (None, made) for needed, made in done.get("made", {}).items())
     return replace(row, took=done.get("seconds"), state="stale" if other or again else row.state)
@@ -58,13 +72,23 @@ def _finished(folder: Path, recipe: Recipe, row: StageStatus) -> StageStatus:
 
 def _output(folder: Path) -> str | None:
     """The hash of what a stage made; None where it is not there, or is a folder of somebody else's."""
-    marker = folder / "done.json"
-    return read_json(marker, "status").get("output") if marker.exists() else None
+    return read_done(folder)["output"] if (folder / DONE).exists() else None
+
+
+def read_done(folder: Path) -> dict[str, Any]:
+    """What a finished stage says of itself, as far as it does: hashes of what it was made from (`inputs`) and of what
+    it made (`output`), its settings, what it builds on (`made`) and its seconds."""
+    what = f"stage {folder.name!r}"
+    done = {"settings": {}, "made": {}, "seconds": 0.0, "inputs": "", "output": ""} | read_recorded(folder / DONE, what)
+    kinds = {"settings": dict, "made": dict, "seconds": int | float, "inputs": str, "output": str}
+    if not all(isinstance(done[name], kind) for name, kind in kinds.items()):
+        raise UserError(f"{what}: {folder / DONE} is damaged or not ours")
+    return done
 
 
 def _stage(folder: Path, recipe: Recipe, name: str) -> StageStatus:
     stage = recipe.stages[name]
-    finished, begun = (folder / "done.json").exists(), folder.exists()
+    finished, begun = (folder / DONE).exists(), folder.exists()
     state = "done" if finished else "stopped or running" if begun else "waiting"
     if isinstance(stage, TrainStage):
         return _training(folder, stage, name, state)
@@ -75,14 +99,17 @@ def _stage(folder: Path, recipe: Recipe, name: str) -> StageStatus:
 
 
 def _training(folder: Path, stage: TrainStage, name: str, state: str) -> StageStatus:
-    history = read_lines(folder / "history.jsonl")
-    rows, signals = [row for row in history if "loss" in row], [row for row in history if "fitted" in row]
+    history = read_history(folder)
+    rows = [row for row in history if {"loss", "steps_per_second"} <= row.keys()]
+    signals = [row for row in history if "fitted" in row]
     step, steps = (rows[-1]["step"] if rows else 0), stage.training.steps
     saved, point = steps_present(folder / "checkpoints"), {}
     if saved:
-        point = read_json(checkpoint_path(folder / "checkpoints", saved[-1]) / "state.json", "status")
+        file = checkpoint_path(folder / "checkpoints", saved[-1]) / "state.json"
+        point = read_recorded(file, "status", companion=dict)
     speeds = [row["steps_per_second"] for row in rows[-5:]]
-    left = (steps - step) / (sum(speeds) / len(speeds)) if speeds and state != "done" else None
+    left = (steps - step) * len(speeds) / sum(speeds) if sum(speeds) > 0 and state != "done" else None
     loss = rows[-1]["loss"] if rows else None
     fitted, round = (signals[-1]["fitted"] if signals else None), point.get("companion", {}).get("round")
+    round = round if isinstance(round, int) else None
     return StageStatus(name, stage.objective.kind, state, step, steps, round, loss, fitted, left)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from imdm.data.tokenizers import has_tokenizer, load_tokenizer, special_ids
-from imdm.errors import UserError
+from imdm.devices import checked_device
+from imdm.errors import UserError, check_whole, shown
 from imdm.files import no_progress_bars
 from imdm.models import MaskedDiffusionLM, faster, load_model
 from imdm.sampling import Generation
@@ -70,13 +71,12 @@ class Writer:
     ) -> list[Text]:
         """`num` continuations of each prompt (of nothing without one), to `length` tokens, rows of one prompt together.
         Options as in `MaskedDiffusionLM.generate`: seed, noise, temperature, top_p."""
-        given = [""] if prompts is None else [prompts] if isinstance(prompts, str) else list(prompts)
+        given = [""] if prompts is None else _texts(prompts)
         if prompts is not None and (not given or not all(prompt.strip() for prompt in given)):
             raise UserError("the prompt is empty; leave it out to write from nothing")
         most = self.model.config.length
         length = most if length is None else length
-        if length > most:
-            raise UserError(f"length = {length}: the model writes at most {most} tokens")
+        check_whole("length", length, 1, most)
         canvas = torch.stack([self._prefix(prompt, length) for prompt in given])
         return self._filled(given, canvas, num, steps, options)
 
@@ -84,8 +84,12 @@ class Writer:
         self, text: str, *, steps: int = 4, num: int = 1, blank: int = 4, marker: str = BLANK, **options: Any
     ) -> list[Text]:
         """Fill every `marker` in the text with `blank` tokens."""
+        text, marker = _text("text", text), _text("marker", marker)
+        check_whole("blank", blank, 1, self.model.config.length)
+        if not marker:
+            raise UserError("marker = '': nothing to look for; the usual one is '___'")
         if marker not in text:
-            raise UserError(f"nothing to fill in: the text has no {marker}")
+            raise UserError(f"nothing to fill in: the text has no {shown(marker)}")
         special, ids, parts = special_ids(self.tokenizer), [], text.split(marker)
         for number, part in enumerate(parts):
             last = number == len(parts) - 1
@@ -139,16 +143,33 @@ class Writer:
         return out
 
 
+def _text(name: str, value: Any) -> str:
+    """A text that can be encoded."""
+    if not isinstance(value, str):
+        raise UserError(f"{name} = {shown(value)}: expected text")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        raise UserError(f"{name} = {shown(value)}: not text that UTF-8 can hold") from None
+    return value
+
+
+def _texts(values: Any) -> list[str]:
+    if isinstance(values, str):
+        return [_text("prompt", values)]
+    if not isinstance(values, Sequence):
+        raise UserError(f"prompts = {shown(values)}: expected a text or a list of texts")
+    return [_text("prompt", value) for value in values]
+
+
 def load(name: str | Path, device: str | torch.device = "cpu", *, fast: bool = False) -> Writer:
     """A writer from a model folder, the name of a model that ships (`imdm models`) or a hub id, with the tokenizer that
     lies beside the weights. fast: made ready by `faster`, which pays for many texts on a GPU."""
-    name = find(name)
+    name, device = find(name), checked_device(device)
     with no_progress_bars():
         model = load_model(name)
     folder = Path(name)
     if folder.is_dir() and not has_tokenizer(folder):
         raise UserError(f"model {str(name)!r} has no tokenizer beside it; it was trained on ids and writes ids only")
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"device {str(device)!r}: torch finds no GPU here; leave the device out")
     torch.nn.Module.to(model.eval(), device)
     return Writer(faster(model) if fast else model, load_tokenizer(name))

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import sys
+import tempfile
+import traceback
+from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
 from rich.measure import Measurement
+from rich.text import Text
 
-from imdm.errors import UserError
+from imdm.console import plain_console
+from imdm.errors import UserError, is_out_of_memory, reason_of
+from imdm.files import home, write_text
 from imdm.shipped import find
+from imdm.stopping import CODES, GO_ON
 
 app = typer.Typer(
     name="imdm",
@@ -23,13 +32,25 @@ app = typer.Typer(
 )
 judges = typer.Typer(no_args_is_help=True, help="Language models that score generated text.")
 app.add_typer(judges, name="judge")
-console = Console()
-INTERRUPTED = 130  # what Typer exits with on Ctrl-C
+console = plain_console()
 
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Settings to change, such as stages.teacher.training.steps=100.")
 ]
-OutRun = Annotated[Path | None, typer.Option("--out", help="Folder of the run; runs/RECIPE unless given.")]
+
+
+def given_path(text: str) -> Path:
+    """A path that was given; an empty one would be the folder one is in."""
+    if not text:
+        raise UserError("a path is empty; give a file or a folder")
+    return Path(text)
+
+
+OutRun = Annotated[
+    Path | None,
+    typer.Option("--out", parser=given_path, metavar="PATH", help="Folder of the run; runs/RECIPE unless given."),
+]
+OutFolder = partial(typer.Option, parser=given_path, metavar="PATH")
 
 
 def located(name: str | None) -> str | None:
@@ -44,14 +65,17 @@ Data = Annotated[
     str,
     typer.Option("--data", help="A language (aligned:length=2,symbols=2), prepared text, or a file of tokens."),
 ]
-Seed = Annotated[int, typer.Option(help="Everything random follows from it.")]
+Seed = Annotated[
+    int, typer.Option(min=-(1 << 63), max=(1 << 64) - 1, help="Everything random follows from it.", show_default=True)
+]
 Noise = Annotated[
     str, typer.Option(help="What a mask's noise does while it stays masked: posterior (the paper) or keep.")
 ]
 
 
-STOPPED = ["stopped; run the same command again to go on"]
-"""What is said after Ctrl-C; a command that could not go on adds its own words."""
+STOPPED = [GO_ON]
+"""What is said after Ctrl-C or SIGTERM; a command that could not go on adds its own words."""
+LONGEST = 2000  # characters of a sentence
 
 
 def _version(asked: bool) -> None:
@@ -78,7 +102,7 @@ def is_main() -> bool:
 
 def say(text: str) -> None:
     if is_main():
-        console.print(text, highlight=False, soft_wrap=True)
+        console.print(text, soft_wrap=True)
 
 
 def show(*things: Any, soft_wrap: bool = False) -> None:
@@ -126,23 +150,69 @@ def _whole(table: Any) -> None:
     if console.is_terminal or needed <= console.width:
         show(table)
     else:
-        Console(file=console.file, width=needed).print(table)
+        plain_console(file=console.file, width=needed).print(table)
 
 
 def main() -> None:
-    """Bad input is one sentence and exit code 2; a stop by Ctrl-C says how to go on."""
+    """Bad input is one sentence and exit code 2; a stop by a signal says how to go on; whatever else goes wrong is one
+    line too, and its traceback is in a file."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin while they wait starve a busy machine
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # whatever the terminal cannot show
     del STOPPED[1:]
     try:
         app(standalone_mode=True)
-    except (UserError, OSError) as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {_plain(str(error))}", highlight=False, soft_wrap=True)
-        sys.exit(2)
+    except UserError as error:
+        _end(str(error), 2)
+    except OSError as error:
+        _end(f"{error.filename}: {error.strerror}" if error.filename is not None else str(error), 2)
     except SystemExit as stop:
-        if stop.code == INTERRUPTED:
+        if stop.code in CODES.values():
             print(STOPPED[-1], file=sys.stderr)
+        _flush()
         raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            _end(f"out of memory ({reason_of(error)}); ask for fewer or shorter texts, a smaller batch or model", 2)
+        _end(f"{_doing()} failed: {type(error).__name__}: {reason_of(error)}; {_kept_traceback()}", 1)
 
 
-def _plain(text: str) -> str:
-    return text.replace("[", r"\[")
+def _flush() -> None:
+    """What is printed last may find no room, which Python would tell in its own way when it ends."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        if error.errno != errno.EPIPE:
+            _end(f"standard output cannot be written: {error.strerror}", 2)
+
+
+def _end(sentence: str, code: int) -> NoReturn:
+    plain_console(stderr=True).print(Text.assemble(("error:", "bold red"), " ", _one_line(sentence)), soft_wrap=True)
+    sys.exit(code)
+
+
+def _one_line(text: str) -> str:
+    """Without what would move the cursor or begin a new line; not endless."""
+    text = text.encode("utf-8", "backslashreplace").decode()
+    text = "".join(character if character.isprintable() else " " for character in " ".join(text.split()))
+    return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} … {text[-LONGEST // 2 :]}"
+
+
+def _doing() -> str:
+    """The command that was given, without its options."""
+    words = [word for word in sys.argv[1:3] if word.isidentifier()]
+    return " ".join(["imdm", *words[:1]])
+
+
+def _kept_traceback() -> str:
+    """Where the traceback of the present exception was written."""
+    for folder in (home() / "errors", Path(tempfile.gettempdir())):
+        file = folder / f"imdm-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.txt"
+        try:
+            write_text(file, f"imdm {' '.join(sys.argv[1:])!r}\n\n{traceback.format_exc()}")
+        except UserError:
+            continue
+        return f"the traceback is in {file}"
+    return "its traceback could not be written"

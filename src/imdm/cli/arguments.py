@@ -6,9 +6,8 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
-from imdm.errors import UserError
+from imdm.errors import UserError, check_whole, shorter, shown
+from imdm.files import parse_yaml, read_text
 from imdm.shipped import find
 
 if TYPE_CHECKING:
@@ -23,9 +22,9 @@ def parse_counts(text: str) -> list[int]:
     try:
         counts = [int(part) for part in text.split(",")]
     except ValueError:
-        raise UserError(f"--steps {text!r}: expected whole numbers separated by commas") from None
-    if min(counts) < 1:
-        raise UserError(f"--steps {text!r}: at least one step is needed")
+        raise UserError(f"--steps {shown(text)}: expected whole numbers separated by commas") from None
+    for count in counts:
+        check_whole("--steps", count, 1, 1_000_000)
     return counts
 
 
@@ -33,9 +32,9 @@ def parse_temperatures(text: str) -> list[float]:
     try:
         values = [float(part) for part in text.split(",")]
     except ValueError:
-        raise UserError(f"--temperature {text!r}: expected numbers separated by commas") from None
-    if min(values) <= 0:
-        raise UserError(f"--temperature {text!r}: must be positive")
+        raise UserError(f"--temperature {shown(text)}: expected numbers separated by commas") from None
+    if not all(1e-6 <= value <= 1e6 for value in values):
+        raise UserError(f"--temperature {shown(text)}: must be in [1e-6, 1e6] (1.0 samples the model as it is)")
     return values
 
 
@@ -76,8 +75,18 @@ def parse_data(text: str, model: MaskedDiffusionLM) -> LanguageData | TokenData 
             f"--data {text!r}: neither a language ({known}), a .safetensors file nor a folder of prepared text; make "
             "one with 'imdm prepare TEXT --tokenizer MODEL --out FOLDER'"
         )
-    pairs = [item.partition("=") for item in settings.split(",") if item]
-    return LanguageData.parse({"name": name, "settings": {k: yaml.safe_load(v) for k, _, v in pairs}}, "--data")
+    return LanguageData.parse({"name": name, "settings": parse_settings(settings, "--data")}, "--data")
+
+
+def parse_settings(text: str, option: str) -> dict[str, Any]:
+    """`name=value,name=value`, the values as YAML has them."""
+    pairs = [item.partition("=") for item in text.split(",") if item]
+    try:
+        return {name.strip(): parse_yaml(value) for name, _, value in pairs}
+    except ValueError as error:
+        raise UserError(
+            f"{option} {shown(text)}: not settings such as name=1,other=2 ({shorter(str(error))})"
+        ) from None
 
 
 def parse_held_out(text: str, model: MaskedDiffusionLM, path: str, reporter: Any) -> tuple[Data, bool]:
@@ -111,8 +120,7 @@ def parse_conditional(text: str | None) -> Conditional:
     """`--conditional prefix=50,continuations=5`: changes to the paper's protocol."""
     from imdm.evaluation import Conditional
 
-    pairs = [item.partition("=") for item in (text or "").split(",") if item]
-    return Conditional.parse({name.strip(): yaml.safe_load(value) for name, _, value in pairs}, "--conditional")
+    return Conditional.parse(parse_settings(text or "", "--conditional"), "--conditional")
 
 
 def parse_canvas(rows: list[str], model: MaskedDiffusionLM, length: int | None) -> Tensor:
@@ -122,20 +130,18 @@ def parse_canvas(rows: list[str], model: MaskedDiffusionLM, length: int | None) 
     hole = model.config.mask_token_id
     try:
         parsed = [[hole if word in ("?", "_") else int(word) for word in row.split()] for row in rows]
-        longest = max(max(map(len, parsed)), length or 0)
+        longest = max(max(map(len, parsed)), min(length or 0, model.config.length))
         return torch.tensor([row + [hole] * (longest - len(row)) for row in parsed])
-    except (ValueError, RuntimeError):  # not a number, or not one that a token id can be
-        raise UserError(f"--canvas {rows!r}: write token ids and ? for holes, such as '0 ? ? 1'") from None
+    except (ValueError, RuntimeError, OverflowError):  # not a number, or not one that a token id can be
+        raise UserError(f"--canvas {shown(rows)}: write token ids and ? for holes, such as '0 ? ? 1'") from None
 
 
 def read_prompts(path: Path) -> list[str]:
     """The lines of a file, empty ones left out."""
     try:
-        prompts = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except FileNotFoundError:
-        raise UserError(f"--prompts {path}: no such file") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"--prompts {path} is not UTF-8 ({error})") from None
+        prompts = [line.strip() for line in read_text(path, "--prompts").splitlines() if line.strip()]
+    except UserError as error:
+        raise UserError(str(error).removesuffix("; it is damaged or not ours")) from None
     if not prompts:
         raise UserError(f"--prompts {path} holds no prompt")
     return prompts

@@ -14,6 +14,7 @@ from imdm.cli.app import (
     Data,
     ModelPath,
     Noise,
+    OutFolder,
     OutRun,
     Overrides,
     Seed,
@@ -78,7 +79,7 @@ def prepare(
             "dataset (owner/name)."
         ),
     ],
-    out: Annotated[Path, typer.Option(help="Folder for the token shards.")],
+    out: Annotated[Path, OutFolder(help="Folder for the token shards.")],
     tokenizer: Annotated[str | None, typer.Option(help="A tokenizer's folder or hub id.")] = None,
     train_bpe: Annotated[int | None, typer.Option(help="Train a byte-pair encoding of so many ids instead.")] = None,
     length: Annotated[int, typer.Option(help="Tokens a row.")] = 128,
@@ -126,7 +127,7 @@ def prepare(
 @app.command()
 def couple(
     model: ModelPath,
-    out: Annotated[Path, typer.Option(help="Folder for the pairs.")],
+    out: Annotated[Path, OutFolder(help="Folder for the pairs.")],
     data: Annotated[
         str | None, typer.Option("--data", help="What is perturbed: a language or a safetensors file of tokens.")
     ] = None,
@@ -180,7 +181,7 @@ def distill(
     method: Annotated[str, typer.Argument(help="sdtt, redi or di4c.")],
     model: Annotated[str, typer.Argument(help="The teacher: a model folder, or one that ships.", callback=located)],
     data: Data,
-    out: Annotated[Path, typer.Option(help="Folder of the run.")],
+    out: Annotated[Path, OutFolder(help="Folder of the run.")],
     overrides: Overrides = None,
     mask: Annotated[
         str | None,
@@ -301,18 +302,27 @@ def status(run: Annotated[Path, typer.Argument(help="Folder of a run.")]) -> Non
 @app.command()
 def export(
     model: ModelPath,
-    out: Annotated[Path, typer.Option(help="Folder to write, which must not be there yet.")],
-    precision: Annotated[str, typer.Option(help="bf16 (half the size) or float32.")] = "bf16",
+    out: Annotated[Path, OutFolder(help="Folder to write, which must not be there yet.")],
+    weights: Annotated[
+        str,
+        typer.Option(
+            help="bf16 (half the size), float32, int8 (a quarter; whole numbers, one scale a row), or mixed (whole "
+            "numbers of as many bits as each matrix needs: the law moves by less than 0.002 nats a token)."
+        ),
+    ] = "bf16",
     card: Annotated[Path | None, typer.Option(help="A Markdown file to put beside the weights as README.md.")] = None,
 ) -> None:
-    """Make a model ready to hand on: adaLN folded away, half precision, tokenizer and card beside it."""
+    """Make a model ready to hand on: adaLN folded away, fewer bits a weight, tokenizer and card beside it."""
+    from imdm.exporting import WITHIN
     from imdm.exporting import export as write
-    from imdm.models import check_precision
 
-    check_precision(precision, name="--precision")
     if card is not None and not card.is_file():
         raise UserError(f"--card {card}: no such file")
     text = card.read_text(encoding="utf-8") if card is not None else None
-    folder = write(model, out, precision=precision, card=text)  # type: ignore[arg-type]
-    size = sum(file.stat().st_size for file in folder.iterdir())
-    say(f"model: {folder} ({size / 1e6:.1f} MB)")
+    with reporter().bar("effect of each matrix", 0) as bar:
+        made = write(model, out, weights=weights, card=text, on_progress=lambda done, of: bar(done, f"of {of}"))  # type: ignore[arg-type]
+    size = sum(file.stat().st_size for file in made.folder.iterdir())
+    moves = f", moves the law by {made.moved} nats a token" if made.moved is not None else ""
+    say(f"model: {made.folder} ({size / 1e6:.1f} MB{moves})")
+    if made.moved is not None and not made.moved.mean < WITHIN:
+        say(f"that is more than {WITHIN:g}: --weights mixed gives each matrix the bits it needs to stay below")

@@ -55,6 +55,9 @@ def evaluate(
     precision: Annotated[str, typer.Option(help="Of the model: float32, or on a GPU bf16.")] = "float32",
     seed: Seed = 0,
     method: Annotated[str, typer.Option(help="The method's name in the result rows.")] = "model",
+    student_seed: Annotated[
+        int | None, typer.Option(help="The seed that the model was trained on, for the result rows.")
+    ] = None,
     judge: Annotated[
         str,
         typer.Option(
@@ -79,6 +82,9 @@ def evaluate(
         ),
     ] = None,
     temperature: Annotated[str, typer.Option(help="Comma-separated; the paper's figures have 1.0.")] = "1.0",
+    top_p: Annotated[
+        float, typer.Option("--top-p", help="Draw from the likeliest tokens that reach this probability alone.")
+    ] = 1.0,
     match: Annotated[
         str | None,
         typer.Option(
@@ -94,7 +100,6 @@ def evaluate(
     ] = None,
 ) -> None:
     """Measure a model: a table here, result rows in a file."""
-    from imdm.config import digest
     from imdm.data import Coupling, check_fits
     from imdm.data.tokenizers import check_same
     from imdm.evaluation import (
@@ -107,6 +112,7 @@ def evaluate(
         load_judge,
         measure_matched,
         measure_temperatures,
+        read,
     )
     from imdm.evaluation import metrics as known
     from imdm.evaluation.mauve import NO_LIBRARY, has_mauve
@@ -123,6 +129,10 @@ def evaluate(
     check_precision(judge_precision, name="--judge-precision")
     if out is not None and out.is_dir():
         raise UserError(f"--out {out} is a folder; give a file for the result rows")
+    if out is not None:
+        read(out)  # refused now, if rows could not be added to it
+    if not 0 < top_p <= 1:
+        raise UserError(f"--top-p {top_p}: must be in (0, 1] (1.0 samples the model as it is)")
     if any(name in EMBEDDED for name in asked) and not has_mauve():
         raise UserError(NO_LIBRARY)
     if match is not None and temperatures != [1.0]:
@@ -149,6 +159,7 @@ def evaluate(
         "samples": samples,
         "draws": draws,
         "noise": noise,
+        "top_p": top_p,
         "judge": load_judge(judge, judge_precision, device()) if judged else None,  # type: ignore[arg-type]
         "embedder": load_embedder(embedder, device()) if embedder is not None else None,
         "reference": others[reference] if reference is not None else None,
@@ -156,15 +167,13 @@ def evaluate(
         "pairs": couplings,
         "parts": parts,
     }
-    settings = [fingerprint(measured), noise, samples, draws, protocol.model_dump()]
-    settings += [wanted] if isinstance(wanted, float) else []
-    settings += [fingerprint(other) for other in others.values()]  # so that rows of other work stay apart
+    labels: dict[str, Any] = {"method": method, "seed": student_seed, "recipe_hash": fingerprint(measured)}
     rows = []
     for text, section, foreign in before:
         subject = Subject.before(measured, section, **common)
         subject = replace(subject, train=None) if foreign else subject
         names = asked or _usual(text, foreign)
-        labels = {"experiment": text, "method": method, "recipe_hash": digest(settings)}
+        labels |= {"experiment": text, "alone": True}
         if wanted is not None:
             equal = wanted if isinstance(wanted, float) else others[wanted]
             made = measure_matched(subject, equal, names, counts, **labels)

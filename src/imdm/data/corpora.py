@@ -16,7 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from imdm.errors import UserError, unknown
+from imdm.errors import UserError, reason_of, shorter, unknown
 
 SAMPLE = Path(__file__).with_name("sample")
 ENDINGS = (".txt", ".jsonl", ".parquet")
@@ -190,14 +190,15 @@ class Corpus:
     def _field(self, row: Any) -> str:
         text = row.get(self.field) if isinstance(row, dict) else None
         if not isinstance(text, str):
-            raise TypeError(f"no text in a field {self.field!r}; see --field")
+            raise TypeError(f"no text in a field {self.field!r}")
+        text.encode()  # JSON can spell what is no character
         return text
 
     def _is_json(self, line: bytes) -> bool:
         """Whether the first line of standard input is a JSON object with our field, as then all lines are."""
         try:
             return self.field in json.loads(line)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             return False
 
     def _lines(self, lines: Iterable[bytes], where: str, as_json: bool = False) -> Iterator[str]:
@@ -206,8 +207,8 @@ class Corpus:
                 text = line.decode("utf-8").strip()
                 if text and as_json:
                     text = self._field(json.loads(text))
-            except (UnicodeDecodeError, json.JSONDecodeError, TypeError) as error:
-                self._broken(f"{where}, line {number}", error)
+            except (ValueError, TypeError, RecursionError) as error:  # not UTF-8, not JSON, no text, nested too deeply
+                self._broken(f"{where}, line {number}", shorter(str(error)))
                 continue
             if text:
                 yield text
@@ -217,17 +218,14 @@ class Corpus:
         try:
             file = parquet.ParquetFile(path)
         except Exception as error:  # pyarrow's own, and OSError
-            raise UserError(f"corpus: {path} is not a readable parquet file ({error})") from None
+            raise UserError(f"corpus: {path} is not a readable parquet file ({reason_of(error)})") from None
         if self.field not in file.schema_arrow.names:
             raise UserError(f"corpus: {path} has no column {self.field!r}; it has {', '.join(file.schema_arrow.names)}")
-        row = 0
-        for batch in file.iter_batches(batch_size=4096, columns=[self.field]):
-            for text in batch.column(0).to_pylist():
-                row += 1
-                if not isinstance(text, str):
-                    self._broken(f"{path}, row {row}", "no text")
-                elif text.strip():
-                    yield text.strip()
+        for row, text in enumerate(_parquet_texts(file, self.field, path), 1):
+            if not isinstance(text, str):
+                self._broken(f"{path}, row {row}", "not UTF-8" if isinstance(text, bytes) else "no text")
+            elif text.strip():
+                yield text.strip()
 
     def _hub(self) -> Iterator[str]:
         preset = PRESETS.get(self.source) or Preset(self.source, {self.split: self.split}, "", field=self.field)
@@ -245,10 +243,30 @@ class Corpus:
     def _broken(self, where: str, why: object) -> None:
         self.broken += 1
         if not self.skip_broken:
-            raise UserError(
-                f"corpus: {where} is broken ({why}); mend it, or skip broken rows (imdm prepare --skip-broken; in a "
-                "recipe skip_broken: true)"
-            )
+            raise UserError(f"corpus: {where} is broken ({why}); mend it, or skip broken rows (skip_broken)")
+
+
+def _parquet_texts(file: Any, column: str, path: Path) -> Iterator[Any]:
+    """The values of a column: text, or what stands in its place; bytes that are not UTF-8 as bytes."""
+    batches = file.iter_batches(batch_size=4096, columns=[column])
+    while True:
+        try:
+            batch = next(batches, None)
+        except Exception as error:  # pyarrow's own, and OSError
+            raise UserError(f"corpus: {path} is not a readable parquet file ({reason_of(error)})") from None
+        if batch is None:
+            return
+        try:
+            yield from batch.column(0).to_pylist()
+        except UnicodeDecodeError:
+            yield from (_value(value) for value in batch.column(0))
+
+
+def _value(value: Any) -> Any:
+    try:
+        return value.as_py()
+    except UnicodeDecodeError:
+        return b""
 
 
 def _ends(path: Path) -> str:

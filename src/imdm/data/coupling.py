@@ -8,23 +8,34 @@ share the work.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Literal
 
 import torch
 from pydantic import Field
-from safetensors.torch import save_file
 from torch import Tensor
 
-from imdm.config import Config, digest
+from imdm.config import Config
 from imdm.data.source import Order, Source, check_fits
-from imdm.errors import UserError
-from imdm.files import read_json, read_metadata, read_tensors, write_json, written_aside
-from imdm.models import MaskedDiffusionLM, fingerprint, in_precision
+from imdm.errors import UserError, check_is, check_seed, check_whole, shown
+from imdm.files import (
+    as_path,
+    check_tensors,
+    read_metadata,
+    read_recorded,
+    read_tensors,
+    working_in,
+    write_recorded,
+    write_tensors,
+)
+from imdm.models import MaskedDiffusionLM, check_tokens, fingerprint, in_precision
 from imdm.objectives import EARLIEST
 from imdm.process import NoisePolicy
 from imdm.randomness import GENERATOR, Purpose, as_key, fold, uniform
-from imdm.sampling import sample
+from imdm.room import check_room
+from imdm.sampling import MOST_STEPS, sample
+from imdm.schedule import parse_schedule
 
 
 class CoupleConfig(Config):
@@ -36,7 +47,7 @@ class CoupleConfig(Config):
     """
 
     pairs: int = Field(100_000, ge=1)
-    steps: int = Field(1024, ge=1)
+    steps: int = Field(1024, ge=1, le=MOST_STEPS)
     noise: NoisePolicy = "posterior"
     start: Literal["perturbed", "prior"] = "perturbed"
     shard: int = Field(4096, ge=1)
@@ -69,12 +80,6 @@ class Manifest(Config):
     precision: str = "float32"
     compiled: bool = False
 
-    def digest(self) -> str:
-        """As it was before there was a choice of precision, where none was made: pairs made then are still good."""
-        values = self.model_dump(mode="json")
-        unchosen = {name for name in ("precision", "compiled") if values[name] == type(self).model_fields[name].default}
-        return digest({name: value for name, value in values.items() if name not in unchosen})
-
     @property
     def shards(self) -> int:
         return -(-self.pairs // self.shard)
@@ -84,11 +89,11 @@ class Coupling:
     """A finished coupling, read like any corpus: columns `tokens` (x̂), `noised` (z_t), `t`, `seed`."""
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+        self.folder = as_path(folder, "coupling")
         if not self.folder.is_dir():
             raise UserError(f"coupling {str(folder)!r}: no such folder; make one with 'imdm couple'")
         self.manifest = _read_manifest(self.folder)
-        have = [i for i in range(self.manifest.shards) if _made_for(shard_path(self.folder, i), self.manifest)]
+        have = [i for i in range(self.manifest.shards) if shard_path(self.folder, i).is_file()]
         if len(have) < self.manifest.shards:
             raise UserError(
                 f"coupling {str(folder)!r} is unfinished ({len(have)} of {self.manifest.shards} shards); "
@@ -101,12 +106,22 @@ class Coupling:
         self._columns = {name: torch.cat([shard[name] for shard in shards]) for name in shards[0]}
 
     def _shard(self, index: int) -> dict[str, Tensor]:
+        m, where = self.manifest, f"coupling: {shard_path(self.folder, index)}"
         columns = read_tensors(shard_path(self.folder, index), f"coupling {str(self.folder)!r}")
-        rows = min(self.manifest.shard, self.manifest.pairs - index * self.manifest.shard)
-        if {name: len(c) for name, c in columns.items()} != dict.fromkeys(("tokens", "noised", "t", "seed"), rows):
-            raise UserError(
-                f"coupling: {shard_path(self.folder, index)} does not hold {rows} pairs; delete and remake it"
-            )
+        if not _belongs(self.folder, index, m):
+            raise UserError(f"{where} is not the part of these pairs that its name says; delete and remake it")
+        rows = min(m.shard, m.pairs - index * m.shard)
+        wanted = {"tokens": (rows, m.length), "noised": (rows, m.length), "t": (rows,), "seed": (rows,)}
+        if {name: tuple(c.shape) for name, c in columns.items()} != wanted:
+            raise UserError(f"{where} does not hold {rows} pairs of {m.length} tokens; delete and remake it")
+        if any(columns[name].is_floating_point() for name in ("tokens", "noised", "seed")):
+            raise UserError(f"{where} holds fractions where ids and seeds belong; delete and remake it")
+        for name in ("tokens", "noised"):
+            check_tokens(columns[name], m.vocab_size, f"{where}, {name}")
+        if bool((columns["tokens"] == m.mask_token_id).any()):
+            raise UserError(f"{where} has masks in what the teacher wrote; delete and remake it")
+        if not bool(((columns["t"] > 0) & (columns["t"] <= 1)).all()):
+            raise UserError(f"{where} has times outside (0, 1]; delete and remake it")
         return columns
 
     def __len__(self) -> int:
@@ -130,7 +145,7 @@ class Coupling:
         check_fits(self, student)
         if policy is not None and m.noise != policy:
             raise UserError(f"{where} was made under noise policy {m.noise!r}, but {policy!r} is asked for; remake it")
-        if m.schedule != config.schedule:
+        if parse_schedule(m.schedule) != parse_schedule(config.schedule):
             raise UserError(f"{where} has schedule {m.schedule}, the student has {config.schedule}")
         if uses_seed and m.generator != GENERATOR:
             raise UserError(
@@ -146,13 +161,28 @@ def shard_path(folder: Path, index: int) -> Path:
     return folder / f"pairs-{index:05d}.safetensors"
 
 
-def _made_for(path: Path, manifest: Manifest) -> bool:
-    """Whether a shard is there and was made under this very manifest."""
-    return path.exists() and read_metadata(path, "coupling").get("manifest") == manifest.digest()
+def _place(manifest: Manifest, index: int) -> dict[str, str]:
+    """What a shard says of where it belongs."""
+    return {"manifest": manifest.digest(), "shard": str(index)}
+
+
+def _belongs(folder: Path, index: int, manifest: Manifest) -> bool:
+    """Whether a shard was made under this manifest, for this place."""
+    told = read_metadata(shard_path(folder, index), "coupling")
+    return {"shard": str(index)} | told | _place(manifest, index) == {"shard": str(index)} | told
+
+
+def _made_for(folder: Path, index: int, manifest: Manifest) -> bool:
+    """Whether a shard is there, whole and where it belongs; any other is made again."""
+    try:
+        check_tensors(shard_path(folder, index), "coupling")
+        return _belongs(folder, index, manifest)
+    except UserError:
+        return False
 
 
 def _read_manifest(folder: Path) -> Manifest:
-    values = read_json(folder / "manifest.json", f"coupling {str(folder)!r}")
+    values = read_recorded(folder / "manifest.json", f"coupling {str(folder)!r}")
     if "pairs" not in values:  # as of rows of text
         raise UserError(f"coupling {str(folder)!r}: no couplings there; make them with 'imdm couple'")
     return Manifest.parse(values, "manifest")
@@ -173,14 +203,22 @@ def couple(
 
     `source` gives the data that is perturbed; with `start: prior` there is none to give.
     """
-    folder = Path(out)
+    folder = as_path(out, "out")
+    check_is("teacher", teacher, MaskedDiffusionLM, "a model")
+    check_is("config", config, CoupleConfig, "a CoupleConfig")
+    check_seed(seed)
+    check_whole("world", world)
+    check_whole("rank", rank, 0, world - 1)
+    if source is not None and not hasattr(source, "rows"):
+        raise UserError(f"source = {shown(source)}: expected rows of data")
     if (source is None) != (config.start == "prior"):
         raise UserError("couplings that start from data (start: perturbed) need data, those from the prior take none")
     length = teacher.config.length if source is None else source.length
+    check_room("pairs", config.pairs, 8 * length + 12)
     manifest = Manifest(
         teacher=fingerprint(teacher),
         mask=teacher.mask.name,
-        schedule=teacher.config.schedule,
+        schedule=parse_schedule(teacher.config.schedule).hashed(),
         generator=GENERATOR,
         noise=config.noise,
         steps=config.steps,
@@ -200,24 +238,23 @@ def couple(
         check_fits(source, teacher)
     if (folder / "manifest.json").exists():
         _refuse_other(folder, manifest)
-    elif rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / "manifest.json", manifest.model_dump())
     order = Order(seed, len(source)) if source else None
     done = 0
-    for index in range(rank, manifest.shards, world):
-        first = index * manifest.shard
-        pairs = torch.arange(first, min(first + manifest.shard, manifest.pairs))
-        if not _made_for(shard_path(folder, index), manifest):
-            report = None if on_progress is None else (lambda n, d=done: on_progress(d + n))
-            x = source.rows(order(pairs))["tokens"] if source and order else None
-            columns = _make(writer, x, pairs, config, seed, report)
-            with written_aside(shard_path(folder, index)) as aside:
+    with working_in(folder) if rank == 0 else nullcontext():
+        if rank == 0 and not (folder / "manifest.json").exists():
+            write_recorded(folder / "manifest.json", manifest.model_dump())
+        for index in range(rank, manifest.shards, world):
+            first = index * manifest.shard
+            pairs = torch.arange(first, min(first + manifest.shard, manifest.pairs))
+            if not _made_for(folder, index, manifest):
+                report = None if on_progress is None else (lambda n, d=done: on_progress(d + n))
+                x = source.rows(order(pairs))["tokens"] if source and order else None
+                columns = _make(writer, x, pairs, config, seed, report)
                 tensors = {name: c.contiguous() for name, c in columns.items()}
-                save_file(tensors, aside, metadata={"manifest": manifest.digest()})
-        done += len(pairs)
-        if on_progress is not None:
-            on_progress(done)
+                write_tensors(shard_path(folder, index), tensors, _place(manifest, index))
+            done += len(pairs)
+            if on_progress is not None:
+                on_progress(done)
     return manifest
 
 

@@ -25,13 +25,27 @@ from torch import Tensor
 
 from imdm.config import Config
 from imdm.data.corpora import Corpus
-from imdm.data.tokenizers import load_tokenizer, special_ids, tokenizer_hash, train_bpe
-from imdm.errors import UserError
-from imdm.files import read_json, write_json, written_aside
+from imdm.data.tokenizers import FILES, load_tokenizer, save_tokenizer, special_ids, tokenizer_hash, train_bpe
+from imdm.errors import UserError, reason_of
+from imdm.files import as_path, check_once, digest_file, read_recorded, working_in, write_recorded, written_aside
 
 AT_ONCE = 2048  # documents that the tokenizer works on in parallel
 SHARD_TOKENS = 1 << 24
 Packing = Literal["wrapped", "unwrapped"]
+ORDER = [
+    "identity",
+    "split",
+    "length",
+    "packing",
+    "limit",
+    "train_bpe",
+    "tokenizer",
+    "vocab_size",
+    "mask_token_id",
+    "begin",
+    "end",
+    "pad",
+]
 
 
 class PrepareConfig(Config):
@@ -41,9 +55,9 @@ class PrepareConfig(Config):
     limit       at most so many documents
     """
 
-    length: int = Field(128, ge=4)
+    length: int = Field(128, ge=4, le=1 << 20)
     tokenizer: str | None = None
-    train_bpe: int | None = None
+    train_bpe: int | None = Field(None, le=1 << 20)
     packing: Packing = "wrapped"
     limit: int | None = Field(None, ge=1)
     bpe_documents: int = Field(100_000, ge=1)
@@ -59,7 +73,7 @@ class Counts(Config):
 
 
 class Prepared(Config):
-    """What a folder of prepared text says of itself."""
+    """What a folder of prepared text says of itself. files: the tokenizer's, with their digests."""
 
     source: str
     identity: list[Any]
@@ -78,10 +92,17 @@ class Prepared(Config):
     shards: tuple[tuple[int, str], ...] = ()
     carry: tuple[int, ...] = ()
     finished: bool = False
+    files: tuple[tuple[str, str], ...] = ()
 
     def settings(self) -> dict[str, Any]:
         """What must agree for a stopped run to go on."""
-        return self.model_dump(mode="json", exclude={"source", "counts", "shards", "carry", "finished"})
+        return self.model_dump(mode="json", exclude={"source", "counts", "shards", "carry", "finished", "files"})
+
+    def fingerprint(self) -> str:
+        """Of the settings, in one order wherever they stand above, and of every shard."""
+        wanted = {name: value for name, value in self.hashed().items() if name in self.settings()}
+        ordered = {name: wanted.pop(name) for name in ORDER if name in wanted} | dict(sorted(wanted.items()))
+        return hashlib.sha256(repr((ordered, self.shards)).encode()).hexdigest()[:16]
 
 
 @dataclass
@@ -115,6 +136,30 @@ class Packer:
         return out
 
 
+def _digest(tokens: np.ndarray) -> str:
+    total = hashlib.sha256()
+    for first in range(0, len(tokens), 1 << 16):
+        total.update(tokens[first : first + (1 << 16)].tobytes())
+    return total.hexdigest()[:16]
+
+
+def _check_file(path: Path, known: str) -> None:
+    def check() -> None:
+        if not path.is_file() or digest_file(path) != known:
+            raise UserError(
+                f"prepared text: {path} is missing or damaged: it is not what was written; prepare the same again to "
+                "mend it"
+            )
+
+    check_once(path, check)
+
+
+def read_prepared(folder: Path) -> Prepared:
+    """What a folder of prepared text says of itself."""
+    where = f"prepared text {str(folder)!r}"
+    return Prepared.parse(read_recorded(folder / "manifest.json", where), where)
+
+
 def shard_file(folder: Path, index: int) -> Path:
     return folder / f"tokens-{index:05d}.npy"
 
@@ -128,7 +173,7 @@ def prepare(
     on_progress: Callable[[Counts], None] | None = None,
 ) -> Prepared:
     """Tokenise and pack a corpus into `out`; a finished folder made from the same is left as it is."""
-    folder = Path(out)
+    folder = as_path(out, "out")
     corpus.check()
     tokenizer = tokenizer if tokenizer is not None else _tokenizer(corpus, config, folder)
     special = special_ids(tokenizer)
@@ -150,13 +195,40 @@ def prepare(
     manifest = _resume(folder, fresh)
     if manifest.finished and corpus.source == "-":
         raise UserError(f"prepared text {str(folder)!r} is finished; for other standard input choose another folder")
-    if manifest.finished:
-        return manifest
-    if not (folder / "tokenizer.json").exists():
-        tokenizer.save_pretrained(folder)
-    write_json(folder / "manifest.json", manifest.model_dump(mode="json"))
-    corpus.broken = 0  # rows read before, by a stopped run or to train a BPE, are passed over and counted again
+    with working_in(folder):
+        if manifest.finished:
+            _mend_tokenizer(folder, manifest, tokenizer)
+            PreparedSource(folder)  # which refuses what is not what was written
+            return manifest
+        try:
+            return _pack(corpus, config, folder, tokenizer, manifest, on_progress)
+        except UserError:
+            if not shard_file(folder, 0).exists():  # nothing came of it
+                for file in (folder / "manifest.json", *map(folder.joinpath, FILES)):
+                    file.unlink(missing_ok=True)
+            raise
+
+
+def _mend_tokenizer(folder: Path, manifest: Prepared, tokenizer: Any) -> None:
+    """Write the tokenizer's files again where they are not what was written; the tokenizer at hand is the same."""
+    if any(not (folder / name).is_file() or digest_file(folder / name) != known for name, known in manifest.files):
+        save_tokenizer(tokenizer, folder)
+
+
+def _pack(
+    corpus: Corpus,
+    config: PrepareConfig,
+    folder: Path,
+    tokenizer: Any,
+    manifest: Prepared,
+    on_progress: Callable[[Counts], None] | None,
+) -> Prepared:
+    """What is still missing of a folder. The tokenizer is there before the manifest that names it."""
+    written = save_tokenizer(tokenizer, folder)
+    manifest = manifest.model_copy(update={"files": tuple((file.name, digest_file(file)) for file in written)})
+    write_recorded(folder / "manifest.json", manifest.model_dump(mode="json"))
     documents = islice(corpus.documents(), manifest.counts.documents, config.limit)
+    corpus.broken = 0  # rows read before, by a stopped run or to train a BPE, are passed over and counted again
     packer = Packer(manifest, np.array(manifest.carry, np.int64))
     counts, waiting = manifest.counts, []
     for batch in _batches(documents):
@@ -180,17 +252,23 @@ def prepare(
     if not manifest.shards:
         raise UserError(f"corpus {corpus.source!r}: too little text for one row of {config.length} tokens")
     manifest = manifest.model_copy(update={"counts": counts, "finished": True})
-    write_json(folder / "manifest.json", manifest.model_dump(mode="json"))
+    write_recorded(folder / "manifest.json", manifest.model_dump(mode="json"))
     return manifest
 
 
 def _tokenizer(corpus: Corpus, config: PrepareConfig, folder: Path) -> Any:
     if (config.tokenizer is None) == (config.train_bpe is None):
-        raise UserError("give either a tokenizer (folder or hub id) or the size of a BPE to train (--train-bpe)")
+        raise UserError("give either a tokenizer (folder or hub id) or the size of a BPE to train (train_bpe)")
     if config.tokenizer is not None:
         return load_tokenizer(config.tokenizer)
-    if (folder / "manifest.json").exists() and (folder / "tokenizer.json").exists():  # made here before
-        return load_tokenizer(folder)
+    if (folder / "manifest.json").exists():  # made here before
+        tokenizer, there = load_tokenizer(folder), read_prepared(folder)
+        if tokenizer_hash(tokenizer) != there.tokenizer:
+            raise UserError(
+                f"prepared text {str(folder)!r}: its tokenizer is not the one that was trained; delete the folder and "
+                "prepare again"
+            )
+        return tokenizer
     if corpus.source == "-":
         raise UserError("a BPE cannot be trained on standard input, which can be read only once; use a file")
     return train_bpe(islice(corpus.documents(), config.bpe_documents), int(config.train_bpe or 0))
@@ -199,7 +277,7 @@ def _tokenizer(corpus: Corpus, config: PrepareConfig, folder: Path) -> Any:
 def _resume(folder: Path, fresh: Prepared) -> Prepared:
     if not (folder / "manifest.json").exists():
         return fresh
-    there = Prepared.parse(read_json(folder / "manifest.json", f"prepared text {str(folder)!r}"), "manifest")
+    there = read_prepared(folder)
     for name, value in fresh.settings().items():
         if there.settings()[name] != value:
             other = {"identity": "of other text", "tokenizer": "with another tokenizer"}
@@ -220,10 +298,9 @@ def _write(folder: Path, manifest: Prepared, rows: list[np.ndarray], counts: Cou
     index = len(manifest.shards)
     with written_aside(shard_file(folder, index)) as aside, open(aside, "wb") as file:
         np.save(file, tokens)
-    digest = hashlib.sha256(tokens.tobytes()).hexdigest()[:16]
-    shards = (*manifest.shards, (len(tokens), digest))
+    shards = (*manifest.shards, (len(tokens), _digest(tokens)))
     manifest = manifest.model_copy(update={"shards": shards, "counts": counts, "carry": tuple(packer.carry.tolist())})
-    write_json(folder / "manifest.json", manifest.model_dump(mode="json"))
+    write_recorded(folder / "manifest.json", manifest.model_dump(mode="json"))
     return manifest
 
 
@@ -231,29 +308,37 @@ class PreparedSource:
     """Rows of prepared text, read from disk as they are asked for."""
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+        self.folder = as_path(folder, "prepared text")
         where = f"prepared text {str(folder)!r}"
         if not (self.folder / "manifest.json").exists():
             raise UserError(f"{where}: no such folder, or no manifest in it; make it with 'imdm prepare'")
-        self.manifest = Prepared.parse(read_json(self.folder / "manifest.json", where), where)
+        self.manifest = read_prepared(self.folder)
         if not self.manifest.finished:
             raise UserError(f"{where} is unfinished; run the same 'imdm prepare' again to finish it")
         m = self.manifest
         self.length, self.vocab_size, self.mask_id = m.length, m.vocab_size, m.mask_token_id
-        self.fingerprint = hashlib.sha256(repr((m.settings(), m.shards)).encode()).hexdigest()[:16]
-        self._shards = [self._open(i, rows) for i, (rows, _) in enumerate(m.shards)]
+        self.fingerprint = m.fingerprint()
+        for name, known in m.files:
+            _check_file(self.folder / name, known)
+        self._shards = [self._open(i, rows, digest) for i, (rows, digest) in enumerate(m.shards)]
         self._first = torch.tensor([0, *(len(s) for s in self._shards)]).cumsum(0)
 
-    def _open(self, index: int, rows: int) -> np.ndarray:
-        path = shard_file(self.folder, index)
+    def _open(self, index: int, rows: int, digest: str) -> np.ndarray:
+        path, again = shard_file(self.folder, index), "delete the folder and prepare again"
         try:
             tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"prepared text: {path} cannot be read ({error}); delete the folder and prepare again"
-            ) from None
-        if tokens.shape != (rows, self.length):
-            raise UserError(f"prepared text: {path} does not hold {rows} rows; delete the folder and prepare again")
+        except Exception as error:  # numpy parses the header as Python, and fails in as many ways
+            raise UserError(f"prepared text: {path} cannot be read ({reason_of(error)}); {again}") from None
+        if tokens.shape != (rows, self.length) or tokens.dtype.kind not in "iu":
+            raise UserError(f"prepared text: {path} does not hold {rows} rows of {self.length} ids; {again}")
+
+        def check() -> None:
+            if _digest(tokens) != digest:
+                raise UserError(f"prepared text: {path} is damaged: it is not what was written; {again}")
+            if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab_size:
+                raise UserError(f"prepared text: {path} has ids outside the vocabulary; {again}")
+
+        check_once(path, check)
         return tokens
 
     def __len__(self) -> int:

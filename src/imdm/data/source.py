@@ -16,7 +16,7 @@ from imdm.config import Config, digest
 from imdm.data.synthetic import Language, languages
 from imdm.errors import UserError
 from imdm.files import read_tensors
-from imdm.models import MaskedDiffusionLM, check_tokens
+from imdm.models import LARGEST_VOCABULARY, MaskedDiffusionLM, check_tokens
 from imdm.randomness import Purpose, as_key, permutation, uniform
 
 Progress = Callable[[int, str], None]
@@ -123,6 +123,9 @@ class LanguageData(Data):
 
     def language(self) -> Language:
         make = languages[self.name]
+        for name, value in self.settings.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not -1e6 < value < 1e6:
+                raise UserError(f"data.settings.{name} = {value!r}: a language's settings are moderate numbers")
         try:
             return make(**self.settings)
         except TypeError as error:
@@ -141,20 +144,21 @@ class TokenData(Data):
 
     kind: Literal["tokens"] = "tokens"
     path: Path
-    vocab_size: int = Field(ge=2)
-    mask_token_id: int | None = None
+    vocab_size: int = Field(ge=2, le=LARGEST_VOCABULARY)
+    mask_token_id: int | None = Field(None, ge=0)
 
     def vocabulary(self) -> tuple[int, int]:
         return self.vocab_size, self.vocab_size - 1 if self.mask_token_id is None else self.mask_token_id
 
     def source(self, seed: int) -> Source:
         where = f"data: {self.path}"
-        if not self.path.exists():
+        if not self.path.is_file():
             raise UserError(f"{where} is missing; paths are taken from the folder you run in, {Path.cwd()}")
         tokens = read_tensors(self.path, "data").get("tokens")
         if tokens is None or tokens.ndim != 2 or tokens.is_floating_point() or tokens.numel() == 0:
             raise UserError(f"{where} must hold an integer tensor 'tokens' of shape (rows, length)")
         vocab_size, mask_id = self.vocabulary()
+        tokens = tokens.long() if tokens.dtype in (torch.uint16, torch.uint32, torch.uint64) else tokens
         check_tokens(tokens, vocab_size, where)
         if bool((tokens == mask_id).any()):
             raise UserError(f"{where} contains the mask token {mask_id}; data must not")

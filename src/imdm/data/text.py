@@ -64,8 +64,8 @@ class TextData(Data):
     valid: str | None = None
     field: str = "text"
     tokenizer: str | None = None
-    train_bpe: int | None = None
-    length: int = Field(128, ge=4)
+    train_bpe: int | None = Field(None, le=1 << 20)
+    length: int = Field(128, ge=4, le=1 << 20)
     packing: Packing = "wrapped"
     with_documents: bool = False
     limit: int | None = Field(None, ge=1)

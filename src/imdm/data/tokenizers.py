@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from imdm.errors import UserError
+from imdm.errors import UserError, reason_of
 from imdm.files import written_aside
 from imdm.shipped import find, meant
 
@@ -47,9 +48,9 @@ def load_tokenizer(name: str | Path) -> Any:
         elif (folder / "tokenizer.json").exists():  # whatever config.json lies beside it
             tokenizer = PreTrainedTokenizerFast.from_pretrained(str(name))
         else:
-            tokenizer = AutoTokenizer.from_pretrained(str(name))
+            tokenizer = AutoTokenizer.from_pretrained(str(name), trust_remote_code=False)
     except Exception as error:  # of many kinds: missing, damaged, no network
-        raise UserError(f"tokenizer {str(name)!r} cannot be loaded: {str(error).splitlines()[0]}") from None
+        raise UserError(f"tokenizer {str(name)!r} cannot be loaded: {reason_of(error)}") from None
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(f"tokenizer {str(name)!r} has no fast version; use one with a tokenizer.json")
     tokenizer.model_max_length = 1 << 40  # we cut ourselves
@@ -79,7 +80,7 @@ def train_bpe(documents: Iterable[str], vocab_size: int) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     if vocab_size < 300:
-        raise UserError(f"--train-bpe {vocab_size}: at least 300 ids are needed, 256 of them for single bytes")
+        raise UserError(f"train_bpe = {vocab_size}: at least 300 ids are needed, 256 of them for single bytes")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -102,6 +103,19 @@ def tokenizer_hash(tokenizer: Any) -> str:
     return hashlib.sha256(backend + special).hexdigest()[:16]
 
 
+def save_tokenizer(tokenizer: Any, folder: Path) -> list[Path]:
+    """The tokenizer's files in `folder`, each whole or not there, whatever was there before."""
+    with tempfile.TemporaryDirectory() as place:
+        tokenizer.save_pretrained(place)
+        return [_copied(file, folder) for file in sorted(Path(place).iterdir())]
+
+
+def _copied(file: Path, folder: Path) -> Path:
+    with written_aside(folder / file.name) as aside:
+        shutil.copyfile(file, aside)
+    return folder / file.name
+
+
 def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).exists() for name in FILES)
 
@@ -110,8 +124,7 @@ def copy_tokenizer(home: Path, target: Path) -> None:
     """The tokenizer's files, where there are some."""
     for name in FILES:
         if (home / name).exists():
-            with written_aside(target / name) as aside:
-                shutil.copyfile(home / name, aside)
+            _copied(home / name, target)
 
 
 def check_same(model: Path, data: Path | None) -> None:
@@ -122,5 +135,5 @@ def check_same(model: Path, data: Path | None) -> None:
     if mine != theirs:
         raise UserError(
             f"the data in {str(data)!r} was made with another tokenizer than the model's own ({theirs}, not {mine}); "
-            f"prepare it with --tokenizer {model}"
+            f"prepare it with the tokenizer in {model}"
         )

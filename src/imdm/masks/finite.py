@@ -21,7 +21,7 @@ class Finite(Mask):
     """`count` masks, drawn uniformly; mask k looks like E(mask) + table[k]."""
 
     kind: str = "finite"
-    count: int = Field(6144, ge=1)
+    count: int = Field(6144, ge=1, le=1 << 24)
 
     @property
     def name(self) -> str:

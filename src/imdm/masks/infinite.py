@@ -42,7 +42,7 @@ class Infinite(Mask):
 
     kind: str = "infinite"
     law: Literal["uniform", "normal"] = "uniform"
-    dim: int = Field(768, ge=1)
+    dim: int = Field(768, ge=1, le=1 << 16)
     scale: float = Field(1.0, gt=0)
 
     @property

@@ -56,11 +56,11 @@ class Di4C(Rounds):
     """
 
     kind: str = "di4c"
-    rounds: int = Field(2, ge=1)
-    latents: int = Field(16, ge=2)
+    rounds: int = Field(2, ge=1, le=1000)
+    latents: int = Field(16, ge=2, le=4096)
     threshold: float = Field(0.02, ge=0, le=1)
     distil_share: float = Field(0.3, ge=0, le=1)
-    teacher_steps: int = Field(1024, ge=1)
+    teacher_steps: int = Field(1024, ge=1, le=1 << 24)
     data_weight: float = Field(0.1, ge=0)
     control_variate: bool = True
 
@@ -68,7 +68,7 @@ class Di4C(Rounds):
         if not noisy:
             raise UserError(
                 "objective 'di4c' needs a latent that the whole sequence shares, and this student has none; "
-                "give it mixture: true (--mixture), or a mask that carries noise"
+                "give it mixture: true, or a mask that carries noise"
             )
 
     def times(self, step: Step) -> Tensor:

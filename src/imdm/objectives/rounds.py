@@ -75,8 +75,8 @@ class Rounds(Objective):
     keep_optimizer  whether AdamW's moments live on into the next round
     """
 
-    rounds: int = Field(1, ge=1)
-    iterations: int = Field(10_000, ge=1)
+    rounds: int = Field(1, ge=1, le=1000)
+    iterations: int = Field(10_000, ge=1, le=10**9)
     promote: Literal["raw", "ema"] = "raw"
     keep_optimizer: bool = True
 

@@ -32,9 +32,9 @@ class SDTT(Rounds):
     """
 
     kind: str = "sdtt"
-    rounds: int = Field(7, ge=1)
+    rounds: int = Field(7, ge=1, le=1000)
     first_dt: float = Field((1 - 1e-3) / 1024, gt=0, le=1)
-    teacher_steps: int = Field(2, ge=1)
+    teacher_steps: int = Field(2, ge=1, le=1 << 16)
     divergence: Divergence = "backward-kl"
 
     @model_validator(mode="after")

@@ -1,10 +1,12 @@
 """From masks to text: the reverse process, exact draws, reveals drawn first."""
 
-from imdm.sampling.categorical import draw
+from imdm.sampling.categorical import draw, probabilities
 from imdm.sampling.sampler import (
+    MOST_STEPS,
     Drawn,
     Generation,
     Trace,
+    check_steps,
     draw_tokens,
     hidden_at,
     plan,
@@ -15,14 +17,17 @@ from imdm.sampling.sampler import (
 from imdm.sampling.turns import Turn, turns
 
 __all__ = [
+    "MOST_STEPS",
     "Drawn",
     "Generation",
     "Trace",
     "Turn",
+    "check_steps",
     "draw",
     "draw_tokens",
     "hidden_at",
     "plan",
+    "probabilities",
     "reveal_steps",
     "sample",
     "time_grid",

@@ -12,14 +12,18 @@ from torch import Tensor
 
 def draw(log_probs: Tensor, u: Tensor, temperature: float = 1.0, top_p: float = 1.0) -> Tensor:
     """The token of each row (R, V) whose slice of [0, 1) holds u (R,), float64."""
-    p = torch.softmax(log_probs.to(torch.float64) / temperature, dim=-1)
-    if top_p < 1.0:
-        p = _nucleus(p, top_p)
+    p = probabilities(log_probs, temperature, top_p)
     edge = p.cumsum(-1)
     total = edge[:, -1:]
     token = torch.searchsorted(edge, u[:, None] * total, right=True)
     last = p.shape[-1] - 1 - (p > 0).flip(-1).to(torch.int8).argmax(-1, keepdim=True)  # rounding must not pass it
     return torch.minimum(token, last)[:, 0]
+
+
+def probabilities(log_probs: Tensor, temperature: float = 1.0, top_p: float = 1.0) -> Tensor:
+    """What each row (…, V) is drawn from, float64; where top_p leaves tokens out, up to a constant a row."""
+    p = torch.softmax(log_probs.to(torch.float64) / temperature, dim=-1)
+    return _nucleus(p, top_p) if top_p < 1.0 else p
 
 
 def _nucleus(p: Tensor, top_p: float) -> Tensor:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from imdm.errors import UserError
+from imdm.errors import UserError, check_number, check_whole
 from imdm.kernels import is_plain, kernels
 from imdm.process import NoisePolicy, Process, check_policy
 from imdm.randomness import Purpose, uniform
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 END = 1e-5  # the time grid ends here; the last step reveals whatever is left
 AT_ONCE = 1 << 24  # elements of (rows, V) in memory at a time
+MOST_STEPS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -205,12 +206,17 @@ def sample(
     return Generation(tokens, revealed_at, evaluations, draws, latents, story)
 
 
+def check_steps(steps: int) -> None:
+    check_whole("steps", steps, 1, MOST_STEPS)
+
+
 def _check(steps: int, temperature: float, top_p: float, batch_size: int | None) -> None:
-    if steps < 1:
-        raise UserError(f"steps = {steps}: at least one step is needed")
+    check_steps(steps)
+    check_number("temperature", temperature)
+    check_number("top_p", top_p)
     if not 1e-6 <= temperature <= 1e6:
         raise UserError(f"temperature = {temperature}: must be in [1e-6, 1e6] (1.0 samples the model as it is)")
     if not 0 < top_p <= 1:
         raise UserError(f"top_p = {top_p}: must be in (0, 1] (1.0 samples the model as it is)")
-    if batch_size is not None and batch_size < 1:
-        raise UserError(f"batch_size = {batch_size}: must be at least 1")
+    if batch_size is not None:
+        check_whole("batch_size", batch_size)

@@ -5,7 +5,7 @@ step-00000500/
   ema.safetensors                    averaged weights by parameter name
   optimizer.safetensors              AdamW's moments by parameter name
   companion.safetensors              what the objective keeps beside the student, such as the round's teacher
-  state.json                         step, hash of the run, its resolved recipe, sizes of the files
+  state.json                         step, hash of the run, its resolved recipe, digest of itself
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from imdm.errors import UserError
-from imdm.files import read_json, read_tensors, write_json, written_aside
+from imdm.files import read_recorded, read_tensors, write_recorded, write_tensors, written_aside
 from imdm.models import MaskedDiffusionConfig
 
 FORMAT = 1
@@ -47,7 +46,8 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 def steps_present(folder: Path) -> list[int]:
     """The finished checkpoints of a run, oldest first."""
-    return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*") if path.is_dir())
+    found = [path.name.removeprefix("step-") for path in folder.glob("step-*") if path.is_dir()]
+    return sorted(int(step) for step in found if step.isascii() and step.isdigit() and len(step) < 19)
 
 
 def save(folder: Path, checkpoint: Checkpoint, config: MaskedDiffusionConfig, keep: int) -> Path:
@@ -56,13 +56,12 @@ def save(folder: Path, checkpoint: Checkpoint, config: MaskedDiffusionConfig, ke
     with written_aside(path) as aside:
         aside.mkdir(parents=True)
         for name in TENSORS:
-            save_file(_apart(getattr(checkpoint, name)), aside / f"{name}.safetensors", metadata={"format": "pt"})
+            write_tensors(aside / f"{name}.safetensors", _apart(getattr(checkpoint, name)))
         config.save_pretrained(aside)
-        sizes = {file.name: file.stat().st_size for file in aside.iterdir()}
-        state = {"format": FORMAT, "step": checkpoint.step, "run": checkpoint.run, "files": sizes}
+        state = {"format": FORMAT, "step": checkpoint.step, "run": checkpoint.run}
         state |= {"ema_updates": checkpoint.ema_updates, "recipe": dict(checkpoint.recipe)}
         state |= {"companion": dict(checkpoint.companion_values)}
-        write_json(aside / "state.json", state)
+        write_recorded(aside / "state.json", state)
     for step in steps_present(folder)[:-keep]:
         old = checkpoint_path(folder, step)
         for file in old.iterdir():
@@ -83,18 +82,19 @@ def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def load(path: Path, run: str) -> Checkpoint:
-    """Read a checkpoint of this very run; anything else is refused."""
-    what = f"checkpoint {str(path)!r}"
-    state = read_json(path / "state.json", what)
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise UserError(f"{what} is not an imdm checkpoint of format {FORMAT}")
+    """Read a checkpoint of this very run; anything else, and anything that is not what was written, is refused."""
+    what, fields = f"checkpoint {str(path)!r}", {"format": int, "step": int, "run": str, "ema_updates": int}
+    try:
+        state = read_recorded(path / "state.json", what, **fields, recipe=dict, companion=dict)
+        if state["format"] != FORMAT:
+            raise UserError(f"{what} is not an imdm checkpoint of format {FORMAT}")
+        if state["run"] == run:
+            tensors = {name: read_tensors(path / f"{name}.safetensors", what) for name in TENSORS}
+    except UserError as error:
+        raise UserError(f"{error}; delete {path} to go on from the one before") from None
     if state["run"] != run:
         raise UserError(
             f"{what} belongs to run {state['run']}, not to {run}: the recipe, its start or its data changed; "
-            "choose another --out, or delete that folder to start over"
+            "choose another folder, or delete that one to start over"
         )
-    for name, size in state["files"].items():
-        if not (path / name).exists() or (path / name).stat().st_size != size:
-            raise UserError(f"{what} is damaged: {name} is missing or cut short; delete that folder to go on")
-    tensors = {name: read_tensors(path / f"{name}.safetensors", what) for name in TENSORS}
     return Checkpoint(state["step"], run, state["ema_updates"], state["recipe"], state["companion"], **tensors)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -28,12 +26,14 @@ from torch.distributed.checkpoint.state_dict import (
 from imdm.config import Config, digest
 from imdm.data.source import Order, Source, check_fits
 from imdm.devices import Beside, accelerator
-from imdm.errors import UserError
-from imdm.files import append_line, read_lines, written_aside
+from imdm.errors import UserError, check_is, check_seed
+from imdm.files import append_line, as_path, working_in, write_text, written_aside
 from imdm.models import MaskedDiffusionLM, check_precision, fingerprint
 from imdm.objectives import Objective, Step
-from imdm.training import checkpoint
+from imdm.stopping import Asked
+from imdm.training import checkpoint, history
 from imdm.training.ema import EMA
+from imdm.training.history import read_history
 
 WHOLE = StateDictOptions(full_state_dict=True)  # every process sees all of it
 HOME = StateDictOptions(full_state_dict=True, cpu_offload=True)  # only the first process does
@@ -50,8 +50,8 @@ class TrainConfig(Config):
     compile      on a GPU, fuse the model's small operations (torch.compile): about twenty seconds once, then faster
     """
 
-    steps: int = Field(ge=1)
-    batch: int = Field(512, ge=1)
+    steps: int = Field(ge=1, le=10**9)
+    batch: int = Field(512, ge=1, le=1 << 24)
     micro_batch: int | None = Field(None, ge=1)
     lr: float = Field(3e-4, gt=0)
     warmup: int = Field(2500, ge=0)
@@ -123,14 +123,19 @@ class Trainer:
         on_progress: Callable[[Progress], None] | None = None,
         on_warning: Callable[[str], None] | None = None,
     ) -> None:
-        self.objective, self.source, self.config, self.out, self.seed = objective, source, config, Path(out), seed
+        check_is("model", model, torch.nn.Module, "a model")
+        check_is("objective", objective, Objective, "an objective")
+        check_is("config", config, TrainConfig, "a TrainConfig")
+        check_seed(seed)
+        self.objective, self.source, self.config, self.seed = objective, source, config, seed
+        self.out = as_path(out, "out")
         self.watch, self.watch_every, self.recipe = watch, watch_every, recipe or {}
         self.on_progress, self.on_warning = on_progress, on_warning
         self.accelerator = accelerator()
         self._check(model)
         loop = {"steps", "checkpoint_every", "keep_checkpoints", "log_every", "tensorboard", "weights"}
-        settings = config.model_dump(exclude=loop | {"micro_batch"})
-        self.run = digest([settings, objective.model_dump(), fingerprint(model), source.fingerprint, seed])
+        settings = {name: value for name, value in config.hashed().items() if name not in loop | {"micro_batch"}}
+        self.run = digest([settings, objective.hashed(), fingerprint(model), source.fingerprint, seed])
         if config.dropout is not None:
             model.set_dropout(config.dropout)
         self.process = model.process
@@ -151,7 +156,7 @@ class Trainer:
         self.companion = objective.companion(self.bare, start)
         self.beside = Beside(self.accelerator.device)
         self.step = 0
-        self._asked_to_stop = False
+        self.asked = Asked()
 
     def _check(self, model: MaskedDiffusionLM) -> None:
         sample = self.source.rows(torch.zeros(1, dtype=torch.int64))
@@ -227,29 +232,13 @@ class Trainer:
         return torch.autocast(self.accelerator.device.type, torch.bfloat16)
 
     def train(self) -> Path:
-        """Run to the end; returns the folder of the finished model. Ctrl-C ends the step and leaves a checkpoint; once
-        more, and it ends at once."""
-        self.resume()
-        with self._stoppable():
-            return self._train()
-
-    @contextmanager
-    def _stoppable(self) -> Iterator[None]:
-        """Signals can be caught in the main thread of a process that runs alone; elsewhere they act as ever."""
-        if self.accelerator.num_processes > 1 or threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = signal.getsignal(signal.SIGINT)
-
-        def stop(*_: Any) -> None:
-            self._asked_to_stop = True
-            signal.signal(signal.SIGINT, before)
-
-        signal.signal(signal.SIGINT, stop)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
+        """Run to the end; returns the folder of the finished model. Ctrl-C or SIGTERM ends the step and leaves a
+        checkpoint; once more, and it ends at once (with several processes always at once)."""
+        alone = self.accelerator.num_processes == 1
+        with working_in(self.out) if self.accelerator.is_main_process else nullcontext():
+            self.resume()
+            with self.asked.listening(alone):
+                return self._train()
 
     def _train(self) -> Path:
         writer = self._tensorboard()
@@ -273,10 +262,9 @@ class Trainer:
                 paused = time.perf_counter()
                 self._look(writer)
                 started += time.perf_counter() - paused
-            if self._due(self.config.checkpoint_every) or self._asked_to_stop:
+            if self._due(self.config.checkpoint_every) or self.asked:
                 self.save()
-            if self._asked_to_stop:
-                raise KeyboardInterrupt
+            self.asked.end()
         self.export()
         if writer is not None:
             writer.close()
@@ -293,7 +281,7 @@ class Trainer:
         self._record({"step": self.step, **passes, **seen}, writer)
         if not signals or not self.accelerator.is_main_process:
             return
-        rows = read_lines(self.out / "history.jsonl")
+        rows = read_history(self.out)
         seen_before = [(row["step"], row) for row in rows if signals.keys() <= row.keys()]
         fear = self.objective.worry(seen_before, self.config.steps)
         if fear is not None and not any("warning" in row for row in rows):
@@ -318,7 +306,7 @@ class Trainer:
     def _record(self, row: dict[str, Any], writer: Any) -> None:
         if not self.accelerator.is_main_process:
             return
-        append_line(self.out / "history.jsonl", row)
+        append_line(self.out / history.FILE, row)
         if writer is not None:
             for name, value in row.items():
                 if name != "step":
@@ -380,11 +368,10 @@ class Trainer:
 
     def _forget_history(self) -> None:
         """Lines beyond the step we go on from will be written again."""
-        path = self.out / "history.jsonl"
+        path = self.out / history.FILE
         if self.accelerator.is_main_process and path.exists():
-            rows = [row for row in read_lines(path) if row["step"] <= self.step]
-            with written_aside(path) as aside:
-                aside.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            rows = [row for row in read_history(self.out) if row["step"] <= self.step]
+            write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
 
     def export(self) -> None:
         """`raw/` and `model/` (averaged), each whole or not there."""
