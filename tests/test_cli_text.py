@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from imdm.data import PreparedData
 from imdm.data.tokenizers import has_tokenizer
 from imdm.evaluation import read
-from imdm.files import append_line, read_metadata
+from imdm.files import append_line, read_metadata, write_tensors
 from imdm.sampling import Generation, sample
 from tests.test_cli import imdm, refused
 from tests.test_corpora import SENTENCES
@@ -345,7 +345,7 @@ def test_refusals(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         "there is no room to write": ["generate", model, "--prompt", "the cat " * 30],
         "the text has no '___'": ["generate", model, "--infill", "nothing"],
         "give one of --prompt": ["generate", model, "--prompt", "a", "--infill", "b ___"],
-        "no such file": ["generate", model, "--prompts", tmp_path / "none.txt"],
+        "none.txt is missing": ["generate", model, "--prompts", tmp_path / "none.txt"],
         "is not here; get it with": ["evaluate", model, "--data", data, "--metrics", "gen_ppl", "--judge", "smollm2"],
         "float32 or bf16": ["evaluate", model, "--data", data, "--judge-precision", "int4"],
         "give either a tokenizer": ["prepare", run.parent / "text.txt", "--out", tmp_path / "rows"],

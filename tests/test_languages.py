@@ -54,8 +54,11 @@ def test_aligned_has_one_symbol_of_entropy() -> None:
 
 @pytest.mark.parametrize("name", list(languages))
 def test_bad_sizes_get_a_sentence(name: str) -> None:
-    for settings in ({"length": 0}, {"symbols": 1}, {"length": 9, "symbols": 4}, {"length": "a"}):
+    for settings in ({"length": 0}, {"symbols": 1}, {"length": 9, "symbols": 4}, {"length": 1.5}):
         with pytest.raises(UserError, match=rf"language {name}\(.*needs whole numbers, symbols > 1"):
             LanguageData(name=name, settings=settings).language()
+    for value in ("a", None, True, [2], float("inf"), 10**9):
+        with pytest.raises(UserError, match=r"data.settings.length = .* moderate numbers"):
+            LanguageData(name=name, settings={"length": value}).language()
     with pytest.raises(UserError, match="unexpected keyword argument 'depth'"):
         LanguageData(name=name, settings={"depth": 1}).language()

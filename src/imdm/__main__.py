@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from imdm.stopping import catch_signals
+from imdm.stopping import catch_signals, ignore_signals
 
 
 def main() -> None:
     catch_signals()
     from imdm.cli import main as run
 
-    run()
+    try:
+        run()
+    finally:
+        ignore_signals()
 
 
 if __name__ == "__main__":

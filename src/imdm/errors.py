@@ -63,6 +63,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     return named or (isinstance(error, RuntimeError | OSError) and any(part in str(error) for part in told))
 
 
+class WriteError(UserError):
+    """A file that could not be written, for want of room or leave; what was made before it is still good."""
+
+
 def unknown(kind: str, name: object, known: Iterable[str]) -> UserError:
     """The answer to an unknown name: the known ones."""
     return UserError(f"unknown {kind} {str(name)!r}; known: {', '.join(sorted(known)) or 'none'}")

@@ -17,6 +17,7 @@ from imdm.models import MaskedDiffusionLM, fold_conditioning, load_model
 from imdm.models.quantized import FILE, save
 from imdm.models.rounding import WITHIN, Move, Rounding, eight_bits, fewest_bits
 from imdm.models.saving import save_whole
+from imdm.shipped import find
 
 CARD = "README.md"
 
@@ -48,7 +49,7 @@ def export(
     within       `mixed`: the law moves by less than so many nats a token
     on_progress  called with the number of matrices measured so far, and of all
     """
-    folder = as_path(out, "out")
+    model, folder = find(model), as_path(out, "out")
     check_is("card", card, (str, type(None)), "text")
     if weights not in get_args(Weights):
         raise unknown("kind of weights", weights, get_args(Weights))

@@ -10,14 +10,15 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from imdm.errors import UserError, shown
+from imdm.errors import UserError, WriteError, shown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,7 +60,7 @@ def written_aside(path: Path) -> Iterator[Path]:
             _remove(aside)
             yield aside
             for file in [aside] if aside.is_file() else [f for f in aside.rglob("*") if f.is_file()]:
-                with open(file, "rb") as handle:
+                with open(file, "r+b") as handle:
                     os.fsync(handle.fileno())
             if aside.is_dir():
                 _remove(path)
@@ -92,13 +93,13 @@ def _naming(path: Path) -> Iterator[None]:
     try:
         yield
     except SafetensorError as error:  # what safetensors makes of a full disk
-        raise UserError(f"{path} cannot be written: {error}") from None
+        raise WriteError(f"{path} cannot be written: {error}") from None
     except UnicodeEncodeError as error:
         raise UserError(f"{path} cannot be written: {error.object!r} is not text that UTF-8 can hold") from None
     except OSError as error:
         if error.filename is not None and not str(error.filename).startswith(str(path.parent)):
             raise  # of another file
-        raise UserError(f"{path} cannot be written: {error.strerror or error}") from None
+        raise WriteError(f"{path} cannot be written: {error.strerror or error}") from None
 
 
 def _mine() -> str:
@@ -113,10 +114,12 @@ def _machine() -> str:
 def _is_left(path: Path) -> bool:
     """Whether an unfinished file's process is gone. Others may be at work in the same folder: the processes of one run
     share it."""
-    machine, _, rest = path.name.removeprefix(PARTIAL).partition("-")
-    number = rest.partition("-")[0]
+    named = re.fullmatch(r"([0-9a-f]{6})-([0-9]+)-.*", path.name.removeprefix(PARTIAL))
+    if named is None:
+        return False  # somebody else's
+    machine, number = named.groups()
     try:
-        if machine != _machine() or not number.isdigit():
+        if machine != _machine() or os.name == "nt":  # where asking is killing
             return time.time() - path.stat().st_mtime > STALE
         os.kill(int(number), 0)
     except ProcessLookupError:
@@ -128,8 +131,9 @@ def _is_left(path: Path) -> bool:
 
 @contextmanager
 def working_in(folder: Path) -> Iterator[None]:
-    """No other process works in this folder meanwhile; one that tries is refused. The system forgets the lock with the
-    process that holds it, however that ends. What killed processes left unfinished here is removed."""
+    """No other process works in this folder meanwhile, where the file system can lock folders; one that tries is
+    refused. The system forgets the lock with the process that holds it, however that ends. What killed processes left
+    unfinished here is removed."""
     check_writable(folder)
     with _naming(folder):
         made = _new_folders(folder)
@@ -143,18 +147,18 @@ def working_in(folder: Path) -> Iterator[None]:
                 raise UserError(
                     f"another process is at work in {folder}; wait until it is done, or choose another folder"
                 ) from None
-            except OSError:  # a file system without locks
+            except OSError:  # a file system that cannot lock folders, as some networks' are
                 pass
         for left in folder.rglob(f"{PARTIAL}*"):
             if _is_left(left):
                 _remove(left)
         yield
     finally:
-        if held is not None:
-            os.close(held)
         for place in made:  # as it was, if nothing came of it
             with suppress(OSError):
                 place.rmdir()
+        if held is not None:
+            os.close(held)
 
 
 def check_writable(folder: Path) -> None:
@@ -233,10 +237,11 @@ def read_text(path: Path, what: str) -> str:
         raise UserError(f"{what}: {path} cannot be read ({error.strerror or error})") from None
 
 
-def parse_json(text: str) -> Any:
-    """JSON, or a ValueError: also where it is nested too deeply, or a number has thousands of digits."""
+def parse_json(text: str, *, constants: bool = False) -> Any:
+    """JSON, or a ValueError: also where it is nested too deeply, or a number has thousands of digits. constants: NaN
+    and Infinity are null, not an error."""
     try:
-        return json.loads(text, parse_constant=_no_constant)
+        return json.loads(text, parse_constant=(lambda name: None) if constants else _no_constant)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
@@ -264,6 +269,8 @@ def parse_yaml(text: str) -> Any:
 
 def _extent(value: Any, known: dict[int, int], above: set[int]) -> int:
     """How many values there are once aliases, which are one object in several places, are written out."""
+    if isinstance(value, str):
+        value.encode()  # YAML can spell what is no character
     if not isinstance(value, dict | list):
         return 1
     if id(value) in above or len(above) > DEEPEST:
@@ -383,25 +390,25 @@ def read_metadata(path: Path, what: str) -> dict[str, str]:
         return file.metadata() or {}
 
 
-_checked: dict[Path, tuple[int, int, int]] = {}
+_checked: dict[tuple[str, Path], tuple[int, int, int]] = {}
 
 
-def check_once(path: Path, check: Any) -> None:
-    """Call `check` on a file that this process has not checked since it was last written."""
+def check_once(paths: Sequence[Path], kind: str, check: Callable[[], object]) -> None:
+    """Call `check` unless this process has checked these files in this way since they were last written."""
     try:
-        now = path.stat()
+        stats = {(kind, path.absolute()): path.stat() for path in paths}
     except OSError:
         check()
         return
-    state = now.st_ino, now.st_size, now.st_mtime_ns
-    if _checked.get(path.absolute()) != state:
+    states = {place: (now.st_ino, now.st_size, now.st_mtime_ns) for place, now in stats.items()}
+    if not states or any(_checked.get(place) != state for place, state in states.items()):
         check()
-        _checked[path.absolute()] = state
+        _checked.update(states)
 
 
 def check_tensors(path: Path, what: str) -> None:
     """Refuse a safetensors file that is not what was written, as far as it says; read once a process."""
-    check_once(path, lambda: read_tensors(path, what))
+    check_once([path], "digest", lambda: read_tensors(path, what))
 
 
 @contextmanager
@@ -461,33 +468,44 @@ def _whole(file: IO[bytes]) -> int:
     return 0 if size else size
 
 
+def _others(path: Path) -> set[tuple[Path, int]]:
+    """The other files of a folder, and when each was last written."""
+    found = [file for file in path.parent.rglob("*") if file.is_file() and file != path]
+    return {(file, file.stat().st_mtime_ns) for file in found}
+
+
 @contextmanager
 def kept_if_refused(path: Path) -> Iterator[None]:
-    """A refusal in this block leaves a file as it was before it, or not there."""
-    before = path.read_bytes() if path.is_file() else None
+    """A refusal in this block leaves a file as it was before it, or not there, unless work was done in its folder."""
+    before, others = path.read_bytes() if path.is_file() else None, _others(path)
     try:
         yield
     except UserError:
+        if _others(path) != others:
+            raise
         if before is None:
             path.unlink(missing_ok=True)
-        elif path.read_bytes() != before:
+        elif not path.is_file() or path.read_bytes() != before:
             with written_aside(path) as aside:
                 aside.write_bytes(before)
         raise
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file; a last line cut short by a crash is left out."""
+    """The objects of a JSON-lines file; a last line cut short by a crash is left out, and NaN and Infinity, which are
+    no JSON but were written once, are null."""
     if not path.exists():
         return []
-    text = read_text(path, "results" if path.name == "results.jsonl" else path.stem)
-    lines = text.split("\n")
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror or error})") from None
     rows = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            row = parse_json(line)
+            row = parse_json(line.decode(), constants=True)
         except ValueError:
             if number < len(lines):  # else it was cut short
                 raise UserError(f"{path}: line {number} is not JSON; it is damaged or not ours") from None

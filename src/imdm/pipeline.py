@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import product
+from math import isfinite
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -121,8 +122,10 @@ class Run:
             self.prepare()
             wanted = self._wanted(names)
             self._check(wanted)
-            with kept_if_refused(self.out / "recipe.json"), _threads(self.recipe.threads):
-                if self.alone and processes().is_main_process:
+            first = self.alone and processes().is_main_process
+            whole = kept_if_refused(self.out / "recipe.json") if first else nullcontext()
+            with whole, _threads(self.recipe.threads):
+                if first:
                     write_json(self.out / "recipe.json", self.recipe.resolved())
                 for name in wanted:
                     if self._is_done(name):
@@ -232,6 +235,11 @@ class Run:
                 check_room(f"stages.{name}.watch.samples", stage.watch.samples, each)
             batch = stage.training.micro_batch or stage.training.batch // state.num_processes
             check_room(f"stages.{name}.training.batch", batch, 200 * source.length, state.device)
+        endless = [metric for metric in metrics if metric in ("kl", "kl_half")]
+        if endless and isinstance(stage, EvaluateStage) and stage.top_p < 1:
+            raise UserError(
+                f"stage {name!r}: metric {endless[0]!r} is infinite where top_p = {stage.top_p} leaves out text"
+            )
         enumerated = [metric for metric in metrics if metric in ENUMERATED]
         if enumerated and self.data.language() is None:
             raise UserError(f"stage {name!r}: metric {enumerated[0]!r} needs an enumerated language as data")
@@ -334,8 +342,7 @@ class Run:
                 )
 
         files = sorted((folder / "model").glob("*.safetensors")) if model else sorted(folder.glob("pairs-*"))
-        for file in files or [folder]:
-            check_once(file, check)
+        check_once([*files, *(folder / "model").glob("config.json")], f"stage {output}", check)
 
     @property
     def results_file(self) -> Path:
@@ -443,7 +450,8 @@ class Run:
         def watch(model: MaskedDiffusionLM) -> Mapping[str, float]:
             few = {"seed": self.recipe.seed, "samples": watched.samples, "draws": watched.samples}
             subject = Subject.before(model, self.data, **few, steps=watched.steps)
-            return {name: found.value for name, found in measure(list(watched.metrics), subject).items()}
+            found = measure(list(watched.metrics), subject, finite=False)
+            return {name: one.value for name, one in found.items() if isfinite(one.value)}
 
         return watch
 

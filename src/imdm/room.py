@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,19 @@ def memory(device: Any = "cpu") -> int:
         return total
 
 
-def check_room(what: str, count: int, each: float, device: Any = "cpu") -> None:
-    """Refuse `what` = count, of which each takes so many bytes, where they do not fit into memory together."""
-    room = memory(device)
+def disk(folder: Path) -> int:
+    """Bytes that a folder could still take, whether it is there yet or not."""
+    place = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+    return shutil.disk_usage(place).free
+
+
+def check_room(what: str, count: int, each: float, device: Any = "cpu", *, on: Path | None = None) -> None:
+    """Refuse `what` = count, of which each takes so many bytes, where they do not fit into memory together, or on the
+    disk that a folder is on."""
+    room, where = (memory(device), "of memory") if on is None else (disk(on), "free on the disk")
     if count * each > room:
         raise UserError(
-            f"{what} = {count:,}: that would take {_size(count * each)}, and there are {_size(room)} of memory; "
+            f"{what} = {count:,}: that would take {_size(count * each)}, and there are {_size(room)} {where}; "
             f"at most {int(room / each):,} would fit"
         )
 

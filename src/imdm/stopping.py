@@ -23,7 +23,14 @@ def catch_signals() -> None:
     """From now on both signals end this process from wherever it is; at once while modules are loaded, which would
     turn an interrupt into errors of their own."""
     for number in CODES:
-        signal.signal(number, _stop)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as shells start what runs in the background
+            signal.signal(number, _stop)
+
+
+def ignore_signals() -> None:
+    """At the end there is nothing left to stop."""
+    for number in CODES:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
@@ -59,7 +66,8 @@ def let_through() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_BLOCK, CODES)
+        for number in CODES:  # idle, it has nothing to save
+            signal.signal(number, signal.SIG_DFL)
 
 
 class Asked:

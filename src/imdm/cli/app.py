@@ -163,9 +163,11 @@ def main() -> None:
     del STOPPED[1:]
     try:
         app(standalone_mode=True)
+        _flush()
     except UserError as error:
         _end(str(error), 2)
     except OSError as error:
+        _forget_output(error)
         _end(f"{error.filename}: {error.strerror}" if error.filename is not None else str(error), 2)
     except SystemExit as stop:
         if stop.code in CODES.values():
@@ -183,9 +185,15 @@ def _flush() -> None:
     try:
         sys.stdout.flush()
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        _forget_output(error)
         if error.errno != errno.EPIPE:
             _end(f"standard output cannot be written: {error.strerror}", 2)
+
+
+def _forget_output(error: OSError) -> None:
+    """What could not be printed will not be tried again."""
+    if error.filename is None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _end(sentence: str, code: int) -> NoReturn:

@@ -214,7 +214,7 @@ def couple(
     if (source is None) != (config.start == "prior"):
         raise UserError("couplings that start from data (start: perturbed) need data, those from the prior take none")
     length = teacher.config.length if source is None else source.length
-    check_room("pairs", config.pairs, 8 * length + 12)
+    check_room("pairs", config.pairs, 8 * length + 12, on=folder)
     manifest = Manifest(
         teacher=fingerprint(teacher),
         mask=teacher.mask.name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,7 +13,7 @@ from imdm.data.corpora import Corpus
 from imdm.data.packing import Counts, Packing, PrepareConfig, PreparedSource, prepare
 from imdm.data.source import Data, LanguageData, Progress, Source, TokenData
 from imdm.data.tokenizers import load_tokenizer, tokenizer_hash
-from imdm.errors import UserError
+from imdm.errors import UserError, WriteError
 from imdm.files import home, locked
 
 EVERY = 50  # of a source without splits, one document in so many is held out
@@ -95,6 +96,16 @@ class TextData(Data):
         names = ("length", "tokenizer", "train_bpe", "packing", "limit")
         config = PrepareConfig(**{name: getattr(self, name) for name in names})
         folders = {"train": "train", "valid": "valid"} | ({"documents": "valid"} if self.with_documents else {})
+        before = {place for place in folders if (folder / place).exists()}
+        try:
+            self._prepare(folders, config, folder, progress)
+        except UserError as error:
+            for place in () if isinstance(error, WriteError) else folders.keys() - before:  # nothing is left behind
+                shutil.rmtree(folder / place, ignore_errors=True)
+            raise
+        return PreparedData(path=folder)
+
+    def _prepare(self, folders: dict[str, str], config: PrepareConfig, folder: Path, progress: Progress | None) -> None:
         for place, split in folders.items():
 
             def told(counts: Counts, split: str = split) -> None:
@@ -104,7 +115,6 @@ class TextData(Data):
             tokenizer = load_tokenizer(folder / "train") if split == "valid" else None
             how = config.model_copy(update={"packing": "unwrapped"}) if place == "documents" else config
             prepare(self._corpus(split), how, folder / place, tokenizer=tokenizer, on_progress=told)
-        return PreparedData(path=folder)
 
     def vocabulary(self) -> tuple[int, int]:
         raise UserError("data: this text is not prepared yet")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -111,8 +110,9 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> list[Path]:
 
 
 def _copied(file: Path, folder: Path) -> Path:
+    content = file.read_bytes()
     with written_aside(folder / file.name) as aside:
-        shutil.copyfile(file, aside)
+        aside.write_bytes(content)
     return folder / file.name
 
 

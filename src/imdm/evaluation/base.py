@@ -223,19 +223,15 @@ EMBEDDED = ("mauve", "cond_mauve")
 """Those that a sentence embedder serves as well."""
 
 
-def measure(names: list[str], subject: Subject) -> dict[str, Measurement]:
-    """Each named metric of a subject; unknown names are refused before any work."""
+def measure(names: list[str], subject: Subject, *, finite: bool = True) -> dict[str, Measurement]:
+    """Each named metric of a subject; unknown names are refused before any work. finite: one that is no number is an
+    error, not a result."""
     check_is("subject", subject, Subject, "a Subject")
     chosen = {name: metrics[name] for name in names}
     subject.model.eval()
     with torch.no_grad():
-        return {name: _finite(name, metric(subject)) for name, metric in chosen.items()}
-
-
-def _finite(name: str, found: Measurement) -> Measurement:
-    """A figure that is no number is an error, not a result."""
-    if not isfinite(found.value):
-        raise UserError(
-            f"metric {name!r} gives {found.value}, which is no figure; look at the model's weights and data"
-        )
+        found = {name: metric(subject) for name, metric in chosen.items()}
+    for name, one in found.items():
+        if finite and not isfinite(one.value):
+            raise UserError(f"metric {name!r} gives {one.value}, which is no figure: look at weights, data and top_p")
     return found

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from imdm.data.tokenizers import has_tokenizer, load_tokenizer
+from imdm.devices import checked_device
 from imdm.errors import UserError, is_out_of_memory, reason_of, unknown
 from imdm.evaluation.base import Measurement, Subject, bootstrap_weights, metrics, spread
 from imdm.files import home, written_aside
-from imdm.models import MaskedDiffusionLM, is_ours, load_model
+from imdm.models import MaskedDiffusionLM, check_precision, is_ours, load_model
 from imdm.shipped import find, meant
 from imdm.state import Noised
 
@@ -178,7 +179,8 @@ def load_judge(
     rows."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    name, place = name or place, str(find(place))
+    check_precision(precision, name="precision")
+    name, place, device = name or place, str(find(place)), checked_device(device)
     if is_ours(Path(place)):
         return _own_judge(place, precision, device, name)
     if hint := meant(place, FETCHABLE):

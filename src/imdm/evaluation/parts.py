@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor
 from imdm.config import digest
 from imdm.devices import processes
 from imdm.errors import UserError
-from imdm.files import read_tensors, write_tensors
+from imdm.files import read_tensors, working_in, write_tensors
 from imdm.randomness import GENERATOR
 
 Columns = dict[str, Tensor]
@@ -41,11 +41,12 @@ class Parts:
         state, folder = processes(), self.folder / digest([identity(), n, GENERATOR])
         self._used.add(folder)
         files = [folder / f"part-{number:02d}.safetensors" for number in range(len(parts))]
-        for number in range(state.process_index, len(parts), state.num_processes):
-            if not _is_whole(files[number]):
-                write_tensors(files[number], _settled(make(parts[number])))
-        state.wait_for_everyone()
-        found = _joined([read_tensors(file, "evaluation") for file in files])
+        with working_in(folder) if state.is_main_process else nullcontext():
+            for number in range(state.process_index, len(parts), state.num_processes):
+                if not _is_whole(files[number]):
+                    write_tensors(files[number], _settled(make(parts[number])))
+            state.wait_for_everyone()
+            found = _joined([read_tensors(file, "evaluation") for file in files])
         if any(len(column) != n for column in found.values()):
             raise UserError(f"evaluation: the parts in {folder} are not of {n} samples; delete that folder")
         return found

@@ -12,10 +12,11 @@ from typing import Any
 from pydantic import model_validator
 
 from imdm.config import Config, digest
+from imdm.errors import UserError
 from imdm.evaluation.base import CONDITIONAL, COSTS, STEPLESS, UNWRITTEN, Measurement, Subject, measure
 from imdm.evaluation.conditional import Conditional
 from imdm.evaluation.text import matched
-from imdm.files import append_lines, read_json, read_lines
+from imdm.files import append_lines, as_path, read_json, read_lines
 from imdm.masks import Mask
 from imdm.models import MaskedDiffusionLM
 from imdm.process import NoisePolicy
@@ -202,10 +203,19 @@ def read(path: str | Path) -> list[Row]:
     """The last row of each key, in the order in which the keys first appeared."""
     latest: dict[tuple[Any, ...], Row] = {}
     recipe: dict[str, Any] | None = None
-    for number, values in enumerate(read_lines(Path(path)), 1):
+    known = set[str]()
+    place = as_path(path, "results")
+    for number, values in enumerate(read_lines(place), 1):
+        if "value" in values and values["value"] is None:  # no figure
+            continue
         if "sample_seed" not in values:
-            recipe = _recipe_of(Path(path)) if recipe is None else recipe
-            values = completed(values, recipe)
+            if recipe is None:
+                recipe = _recipe_of(place)
+                known = _hashes(recipe) if recipe else set()
+            try:
+                values = completed(values, recipe if values.get("recipe_hash") in known else {})
+            except (AttributeError, KeyError, TypeError):
+                raise UserError(f"results: {place.with_name('recipe.json')} is damaged or not ours") from None
         row = Row.parse(values, f"{path}: line {number}")
         latest[row.key] = row
     return list(latest.values())
@@ -218,10 +228,21 @@ def _recipe_of(results: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def _hashes(recipe: Mapping[str, Any]) -> set[str]:
+    """The hashes that rows of a recipe and of its variants carry."""
+    from imdm.recipes import Recipe, variants
+
+    try:
+        whole = Recipe.parse(dict(recipe))
+        return {whole.digest(), *(member.digest() for member in variants(whole).values())}
+    except UserError:  # of a time when recipes were others
+        return set()
+
+
 def completed(values: dict[str, Any], recipe: Mapping[str, Any]) -> dict[str, Any]:
     """A row of the time when rows did not say how samples were drawn, with what the recipe says of that: the noise
-    policy, the seed of the samples and the conditional settings of its evaluation. Without a recipe: the usual ones,
-    and samples of the student's seed."""
+    policy, the seed of the samples and the conditional settings of its evaluation. Without the recipe that made it: the
+    usual ones, and samples of the student's seed."""
     metric, seed, sample_seed = values.get("metric", ""), values.get("seed"), values.get("seed")
     asked = [
         stage

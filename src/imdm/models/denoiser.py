@@ -357,8 +357,8 @@ class MaskedDiffusionLM(PreTrainedModel):
     def _check_room(self, what: str, many: int, tokens: int, steps: int, batch_size: int | None) -> None:
         """Refuse more texts of so many tokens than there is memory for; what the network itself takes counts only where
         all are evaluated at once."""
-        D = self.config.width
-        at_once = 4 * (8 * D + self.config.mask.get("dim", 0) + 4 * D * self.mask.noisy) if batch_size is None else 0
+        each = self.dtype.itemsize * (3 * self.config.width + self.config.mask.get("dim", 0))
+        at_once = each if batch_size is None else 0
         check_room(what, many, tokens * (40 + at_once) + 24 * (steps + 1), self.device)
 
     def _canvas(

@@ -22,6 +22,10 @@ def save_whole(save: Callable[[Path], None], folder: Path, config: MaskedDiffusi
     """What `save` writes into a folder, moved file by file into `folder`."""
     with aside_in(folder) as aside:
         save(aside)
+        written = {file.name for file in aside.iterdir()}
+        for old in folder.glob("model*.safetensors*") if "config.json" in written else ():
+            if old.name not in written:  # of a model that was saved here before, in other parts
+                old.unlink()
         for file in sorted(aside.iterdir()):
             if file.suffix == ".safetensors":
                 metadata = read_metadata(file, "model")

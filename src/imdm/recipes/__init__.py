@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from imdm.errors import UserError, check_is, shown, unknown
-from imdm.files import parse_yaml, read_json, read_text
+from imdm.files import as_path, parse_yaml, read_json, read_text
 from imdm.recipes.schema import CoupleStage, EvaluateStage, Recipe, TrainStage
 
 HERE = Path(__file__).parent
@@ -71,9 +71,11 @@ def variants(recipe: Recipe) -> dict[str, Recipe]:
 
 
 def _read(name: str | Path) -> dict[str, Any]:
-    path = Path(name) if str(name).endswith((".yaml", ".yml")) else HERE / f"{name}.yaml"
-    if not path.is_file():
-        if path.parent == HERE or not str(name).endswith((".yaml", ".yml")):
+    given = as_path(str(name), "recipe")
+    by_path = given.suffix in (".yaml", ".yml")
+    path = given if by_path or len(given.parts) != 1 else HERE / f"{name}.yaml"
+    if not path.is_file() or (not by_path and path.parent != HERE):
+        if not by_path:
             raise UserError(f"unknown recipe {str(name)!r}; known: {', '.join(recipe_names())}, or any .yaml file")
         raise UserError(f"recipe {str(name)!r}: no such file" + " (a folder)" * path.is_dir())
     try:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from imdm.errors import UserError, shown
+from imdm.files import as_path
 
 HERE = Path(__file__).parent
 DEFAULT = "sentences-imdm"
@@ -34,8 +34,7 @@ def names() -> list[str]:
 
 def find(name: str | Path) -> str | Path:
     """The folder of a model that ships, if that is its name and no such path is there; otherwise the name as it is."""
-    if not isinstance(name, str | Path):
-        raise UserError(f"model = {shown(name)}: expected a folder, the name of one that ships or a hub id")
+    as_path(name, "model")
     return HERE / str(name) if str(name) in names() and not Path(name).exists() else name
 
 

@@ -10,6 +10,7 @@ step-00000500/
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,10 +64,7 @@ def save(folder: Path, checkpoint: Checkpoint, config: MaskedDiffusionConfig, ke
         state |= {"companion": dict(checkpoint.companion_values)}
         write_recorded(aside / "state.json", state)
     for step in steps_present(folder)[:-keep]:
-        old = checkpoint_path(folder, step)
-        for file in old.iterdir():
-            file.unlink()
-        old.rmdir()
+        shutil.rmtree(checkpoint_path(folder, step))
     return path
 
 
@@ -88,6 +86,9 @@ def load(path: Path, run: str) -> Checkpoint:
         state = read_recorded(path / "state.json", what, **fields, recipe=dict, companion=dict)
         if state["format"] != FORMAT:
             raise UserError(f"{what} is not an imdm checkpoint of format {FORMAT}")
+        for name, size in dict(state.get("files", {})).items():  # of a time before digests
+            if not (path / name).is_file() or (path / name).stat().st_size != size:
+                raise UserError(f"{what} is damaged: {name} is missing or cut short")
         if state["run"] == run:
             tensors = {name: read_tensors(path / f"{name}.safetensors", what) for name in TENSORS}
     except UserError as error:

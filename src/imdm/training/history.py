@@ -15,7 +15,7 @@ LARGEST = 1e300
 def read_history(folder: Path) -> list[dict[str, Any]]:
     """The lines of a training folder; each has its step, and all else but warnings is a number."""
     path = folder / FILE
-    rows = read_lines(path)
+    rows = [{name: value for name, value in row.items() if value is not None} for row in read_lines(path)]
     for number, row in enumerate(rows, 1):
         figures = [value for name, value in row.items() if name != "warning"]
         whole = isinstance(row.get("step"), int) and all(

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 from imdm.config import Config, digest
 from imdm.data.source import Order, Source, check_fits
 from imdm.devices import Beside, accelerator
-from imdm.errors import UserError, check_is, check_seed
+from imdm.errors import UserError, check_is, check_seed, check_whole
 from imdm.files import append_line, as_path, working_in, write_text, written_aside
 from imdm.models import MaskedDiffusionLM, check_precision, fingerprint
 from imdm.objectives import Objective, Step
@@ -127,6 +127,9 @@ class Trainer:
         check_is("objective", objective, Objective, "an objective")
         check_is("config", config, TrainConfig, "a TrainConfig")
         check_seed(seed)
+        check_whole("watch_every", watch_every)
+        check_is("recipe", recipe, (Mapping, type(None)), "settings")
+        check_is("start", start, (torch.nn.Module, type(None)), "a model")
         self.objective, self.source, self.config, self.seed = objective, source, config, seed
         self.out = as_path(out, "out")
         self.watch, self.watch_every, self.recipe = watch, watch_every, recipe or {}
@@ -237,8 +240,11 @@ class Trainer:
         alone = self.accelerator.num_processes == 1
         with working_in(self.out) if self.accelerator.is_main_process else nullcontext():
             self.resume()
+            self.asked = Asked()
             with self.asked.listening(alone):
-                return self._train()
+                folder = self._train()
+        self.asked.end()
+        return folder
 
     def _train(self) -> Path:
         writer = self._tensorboard()
@@ -246,9 +252,9 @@ class Trainer:
         started, losses = time.perf_counter(), []
         for _ in range(self.step, self.config.steps):
             losses.append(self.train_step())
-            if self._due(self.config.log_every) or self._due(self.config.checkpoint_every):
+            if any(map(self._due, (self.config.log_every, self.config.checkpoint_every, self.watch_every))):
                 loss = float(torch.stack(losses).mean())
-                if not math.isfinite(loss):  # before a checkpoint could be made of it
+                if not math.isfinite(loss):  # before it could be looked at, or a checkpoint made of it
                     raise UserError(f"the loss is {loss} at step {self.step}; lower training.lr = {self.config.lr}")
             if self._due(self.config.log_every):
                 pace = len(losses) / (time.perf_counter() - started)  # steps a second

@@ -1,0 +1,246 @@
+"""One process a folder, full disks, signals, and text that no terminal can show."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from imdm.errors import UserError, is_out_of_memory
+from imdm.files import (
+    PARTIAL,
+    _machine,
+    append_lines,
+    read_lines,
+    working_in,
+)
+from imdm.models import load_model
+from tests.conftest import tiny_model
+from tests.reference.hostile import few
+from tests.test_cli import SMALL, imdm, refused
+
+# One process in a folder, and what it leaves
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from imdm.files import working_in
+with working_in(Path(sys.argv[1])):
+    print("in", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_two_processes_in_one_folder(tmp_path: Path) -> None:
+    """The second gets a sentence; a killed one leaves no lock, and what it left unfinished goes."""
+    other = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "run")], stdout=subprocess.PIPE)
+    assert other.stdout is not None
+    assert other.stdout.readline() == b"in\n"
+    half = tmp_path / "run" / "deep" / "half"
+    try:
+        with pytest.raises(UserError, match=r"another process is at work in .*run"), working_in(tmp_path / "run"):
+            pass
+        assert "another process is at work" in refused(
+            imdm("reproduce", "synthetic", *SMALL, "--out", tmp_path / "run")
+        )
+        half.parent.mkdir()
+        (half.parent / f"{PARTIAL}{_machine()}-{other.pid}-half").write_text("what a killed process leaves")
+    finally:
+        other.kill()
+        other.wait()
+    assert list(half.parent.iterdir())
+    with working_in(tmp_path / "run"):
+        assert not list(half.parent.iterdir())
+
+
+def test_a_folder_that_nothing_came_of_is_gone(tmp_path: Path) -> None:
+    with working_in(tmp_path / "a" / "b"):
+        assert (tmp_path / "a" / "b").is_dir()
+    assert not (tmp_path / "a").exists()
+
+
+FULL = """
+import resource, signal, sys
+from pathlib import Path
+import torch
+from imdm.errors import UserError
+from imdm.files import append_lines, write_json, write_tensors
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+home = Path(sys.argv[1])
+for write in (lambda: append_lines(home / "rows.jsonl", [{"x": "y" * 3000}, {"x": "z" * 3000}]),
+              lambda: write_json(home / "state.json", ["x" * 5000]),
+              lambda: write_tensors(home / "weights.safetensors", {"a": torch.zeros(5000)})):
+    try:
+        write()
+    except UserError as error:
+        print(error)
+"""
+
+
+def test_a_full_disk_names_the_file_and_leaves_it_as_it_was(tmp_path: Path) -> None:
+    append_lines(tmp_path / "rows.jsonl", [{"x": 1}])
+    done = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, check=True)
+    told = done.stdout.strip().splitlines()
+    assert len(told) == 3
+    assert all(name in line for name, line in zip(("rows.jsonl", "state.json", "weights"), told, strict=True))
+    assert all("cannot be written" in line for line in told)
+    assert read_lines(tmp_path / "rows.jsonl") == [{"x": 1}]
+    assert [file.name for file in tmp_path.iterdir()] == ["rows.jsonl"]
+    append_lines(tmp_path / "rows.jsonl", [{"x": 2}])
+    assert read_lines(tmp_path / "rows.jsonl") == [{"x": 1}, {"x": 2}]
+
+
+def test_a_line_cut_short_is_dropped(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    append_lines(file, [{"x": 1}, {"x": 2}])
+    file.write_bytes(file.read_bytes() + b'{"x": ')
+    assert read_lines(file) == [{"x": 1}, {"x": 2}]
+    append_lines(file, [{"x": 3}])
+    assert read_lines(file) == [{"x": 1}, {"x": 2}, {"x": 3}]
+
+
+# The terminal
+
+
+@few
+@given(st.text(max_size=30) | st.sampled_from(["[/x]", "[bold]", ":smile:", "\x1b[2J", "\udcff", "a\0b", "[red]x[/]"]))
+def test_any_text_can_be_a_path_or_a_name(text: str) -> None:
+    for arguments in (
+        ["report", text],
+        ["status", text],
+        ["generate", text],
+        ["recipes", text],
+        ["generate", "--prompt", text],
+    ):
+        result = imdm(*arguments) if not text.startswith("-") else imdm(*arguments[:-1], "--", text)
+        assert result.returncode in (0, 2), result.stderr
+        assert "Traceback" not in result.stderr
+        if result.returncode == 2 and result.stderr.startswith("error:"):
+            refused(result)
+
+
+def process(*arguments: str | bytes, **settings: Any) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run([sys.executable, "-m", "imdm", *arguments], capture_output=True, timeout=120, **settings)
+
+
+def test_bytes_that_are_not_text_and_a_locale_without_letters(tmp_path: Path) -> None:
+    bare = {k: v for k, v in os.environ.items() if not k.startswith("LC_")} | {
+        "LC_ALL": "C",
+        "PYTHONUTF8": "0",
+        "PYTHONCOERCECLOCALE": "0",
+    }
+    for environment in (os.environ, bare):
+        done = process("status", b"\xff[/x]", env=environment)
+        assert (done.returncode, done.stdout) == (2, b"")
+        assert done.stderr.startswith(b"error: ")
+        assert len(done.stderr.splitlines()) == 1
+    done = process("recipes", "synthetic", env=bare)
+    assert done.returncode == 0
+    assert yaml.safe_load(done.stdout)["name"] == "synthetic"
+
+
+def test_a_closed_pipe_ends_quietly() -> None:
+    done = subprocess.run(
+        f"{sys.executable} -m imdm recipes grid | head -1", shell=True, capture_output=True, timeout=120
+    )
+    assert (done.stdout, done.stderr) == (b"name: grid\n", b"")
+
+
+def test_what_nobody_expected_is_one_line_and_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("IMDM_HOME", str(tmp_path))
+    monkeypatch.setattr("imdm.status.status", lambda run: 1 / 0)
+    result = imdm("status", tmp_path)
+    assert result.returncode == 1
+    assert result.stderr.startswith(
+        "error: imdm status failed: ZeroDivisionError: division by zero; the traceback is in "
+    )
+    (file,) = (tmp_path / "errors").iterdir()
+    assert "ZeroDivisionError" in file.read_text()
+
+
+def test_out_of_memory_stays_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_model().save_pretrained(tmp_path)
+
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        load_model(tmp_path)
+    assert "out of memory" in refused(imdm("generate", tmp_path))
+    assert is_out_of_memory(MemoryError())
+    assert not is_out_of_memory(RuntimeError("size mismatch"))
+
+
+# Signals
+
+
+SLOW = ["stages.teacher.training.steps=100000", "stages.teacher.training.checkpoint_every=50000"]
+
+
+def start(*arguments: str, wait_for: str | None) -> subprocess.Popen[bytes]:
+    begun = subprocess.Popen([sys.executable, "-m", "imdm", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 100
+    while wait_for is not None and not list(Path(arguments[-1]).glob(wait_for)):
+        assert time.monotonic() < deadline
+        assert begun.poll() is None, begun.communicate()
+        time.sleep(0.05)
+    return begun
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_training_with_a_checkpoint(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    out = str(tmp_path / "run")
+    begun = start("train", "synthetic", *SLOW, "--out", out, wait_for="seed-0/teacher/history.jsonl")
+    begun.send_signal(number)
+    _, told = begun.communicate(timeout=60)
+    assert begun.returncode == code
+    assert told.splitlines()[-1] == b"stopped; run the same command again to go on"
+    assert b"Traceback" not in told
+    (saved,) = (tmp_path / "run/seed-0/teacher/checkpoints").iterdir()
+    assert load_file(saved / "ema.safetensors")
+
+
+@pytest.mark.parametrize("after", [0.15, 0.6, 1.5])
+def test_a_signal_while_modules_are_loaded(tmp_path: Path, after: float) -> None:
+    begun = start("train", "synthetic", *SLOW, "--out", str(tmp_path / "run"), wait_for=None)
+    time.sleep(after)
+    begun.send_signal(signal.SIGINT)
+    _, told = begun.communicate(timeout=60)
+    assert begun.returncode == 130 or (after < 0.3 and begun.returncode == -2)  # before Python itself is there
+    assert b"Traceback" not in told or after < 0.3
+
+
+def test_a_signal_reaches_the_workers(tmp_path: Path) -> None:
+    out = str(tmp_path / "run")
+    begun = start(
+        "reproduce",
+        "synthetic",
+        *SLOW,
+        "--seeds",
+        "2",
+        "--workers",
+        "2",
+        "--out",
+        out,
+        wait_for="seed-1/teacher/history.jsonl",
+    )
+    begun.send_signal(signal.SIGTERM)
+    _, told = begun.communicate(timeout=60)
+    assert begun.returncode == 143
+    assert b"Traceback" not in told
+    assert told.splitlines()[-1] == b"stopped; run the same command again to go on"
+    assert list((tmp_path / "run/seed-1/teacher/checkpoints").iterdir())
