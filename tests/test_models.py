@@ -189,6 +189,12 @@ def test_rotary_positions_are_relative() -> None:
         assert torch.allclose(dots.diagonal(offset), dots.diagonal(offset)[0].expand(12 - abs(offset)), atol=1e-5)
 
 
+def test_ids_outside_the_vocabulary_are_refused() -> None:
+    for bad in (-1, 5, 99):
+        with pytest.raises(UserError, match=rf"tokens: token {bad} is outside the vocabulary 0…4"):
+            tiny_model()(torch.tensor([[0, bad, 4]]))
+
+
 def test_dropout_acts_in_training_only() -> None:
     model = tiny_model(dropout=0.5)
     assert torch.equal(model(TOKENS), model(TOKENS))

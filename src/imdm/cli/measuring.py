@@ -247,7 +247,7 @@ def bench(
     from imdm.benchmarks import benchmarks, machine
     from imdm.benchmarks.scaling import figure
     from imdm.benchmarks.table import table
-    from imdm.files import append_line
+    from imdm.files import append_line, write_text
     from imdm.report.plots import svg
 
     if size not in (None, "full", "tiny"):
@@ -269,5 +269,5 @@ def bench(
                 append_line(json, row.json())
     show(table(rows))
     if plot is not None:
-        plot.write_text(svg(figure([row.json() for row in rows if "along" in row.settings])))
+        write_text(plot, svg(figure([row.json() for row in rows if "along" in row.settings])))
         say(f"plot: {plot}")

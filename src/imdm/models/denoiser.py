@@ -290,6 +290,7 @@ class MaskedDiffusionLM(PreTrainedModel):
         Without rows: all of (B, L, V), revealed tokens carried over.
         """
         if isinstance(state, Tensor):
+            check_tokens(state, self.vocab_size, "tokens")
             state = self.noised(state)
         if rows is not None:
             rows = rows if isinstance(rows, Rows) else Rows.where(rows)

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from imdm.console import appearing, colour, frames
-from imdm.files import written_aside
+from imdm.files import write_text
 from imdm.report.tables import Table
 
 STYLE = Path(__file__).with_name("page.css")
 
 
-UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f]")
+UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]")
 """What a model may write byte by byte and no page should hold."""
 
 
@@ -150,7 +150,7 @@ class Report:
         return (
             "<!doctype html><html lang=en><head><meta charset=utf-8>"
             '<meta name=viewport content="width=device-width, initial-scale=1">'
-            f"<title>{html.escape(self.title)}</title><style>{STYLE.read_text()}</style></head>"
+            f"<title>{html.escape(self.title)}</title><style>{STYLE.read_text(encoding='utf-8')}</style></head>"
             f"<body>{''.join(body)}<p class=facts>{facts}</p></body></html>\n"
         )
 
@@ -164,6 +164,5 @@ class Report:
             pictures = [one for part in parts for one in (part.parts if isinstance(part, Beside) else [part])]
             files |= {folder / one.file: one.svg for one in pictures if isinstance(one, Picture)}
         for path, text in files.items():
-            with written_aside(path) as aside:
-                aside.write_text(UNPRINTABLE.sub("\ufffd", text))
+            write_text(path, UNPRINTABLE.sub("\ufffd", text))
         return target
