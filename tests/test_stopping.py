@@ -192,7 +192,12 @@ SLOW = ["stages.teacher.training.steps=100000", "stages.teacher.training.checkpo
 
 
 def start(*arguments: str, wait_for: str | None) -> subprocess.Popen[bytes]:
-    begun = subprocess.Popen([sys.executable, "-m", "imdm", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    begun = subprocess.Popen(
+        [sys.executable, "-m", "imdm", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job would ignore it
+    )
     deadline = time.monotonic() + 100
     while wait_for is not None and not list(Path(arguments[-1]).glob(wait_for)):
         assert time.monotonic() < deadline

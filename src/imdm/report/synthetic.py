@@ -131,7 +131,7 @@ def zero_probability(model: MaskedDiffusionLM, tokens: Tensor, noise: Tensor | N
 def curves(folder: Path) -> plots.Figure:
     panels: dict[str, dict[str, list[tuple[int, float]]]] = {"validity": {}, "factorization error (nats)": {}}
     for stage in MODELS:
-        history = [row for row in read_history(folder / stage) if "validity" in row]
+        history = [row for row in read_history(folder / stage) if {"validity", "factorization_error"} <= row.keys()]
         panels["validity"][stage] = [(row["step"], row["validity"]) for row in history]
         panels["factorization error (nats)"][stage] = [(row["step"], row["factorization_error"]) for row in history]
     return plots.training_curves(panels, {"factorization error (nats)": (math.log(2), "bound, ln 2")})
