@@ -167,7 +167,7 @@ def check_writable(folder: Path) -> None:
     if not place.is_dir():
         raise UserError(f"{place} is a file; {folder} cannot be a folder")
     if not os.access(place, os.W_OK | os.X_OK):
-        raise UserError(f"{place} cannot be written into")
+        raise UserError(f"{place} cannot be written into; choose another folder")
 
 
 def _new_folders(folder: Path) -> list[Path]:
@@ -305,20 +305,20 @@ def read_object(path: Path, what: str, **fields: type | tuple[type, ...]) -> dic
 
 def write_recorded(path: Path, value: Mapping[str, Any]) -> None:
     """A JSON object with the digest by which `read_recorded` recognises it."""
-    write_json(path, {**value, DIGEST: _digest(value)})
+    from imdm.config import digest
+
+    write_json(path, {**value, DIGEST: digest(value)})
 
 
 def read_recorded(path: Path, what: str, **fields: type | tuple[type, ...]) -> dict[str, Any]:
     """The object that `write_recorded` wrote; one without a digest, from before there was one, as it is."""
+    from imdm.config import digest
+
     value = read_object(path, what, **fields)
     wanted = value.pop(DIGEST, None)
-    if wanted is not None and wanted != _digest(value):
+    if wanted is not None and wanted != digest(value):
         raise UserError(f"{what}: {path} is damaged: its contents are not what was written")
     return value
-
-
-def _digest(value: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
@@ -457,7 +457,7 @@ def append_lines(path: Path, values: Iterable[Any]) -> None:
 
 def _whole(file: IO[bytes]) -> int:
     """Where the last whole line of a file ends."""
-    end = size = file.seek(0, os.SEEK_END)
+    end = file.seek(0, os.SEEK_END)
     while end:
         start = max(0, end - (1 << 16))
         file.seek(start)
@@ -465,7 +465,7 @@ def _whole(file: IO[bytes]) -> int:
         if found >= 0:
             return start + found + 1
         end = start
-    return 0 if size else size
+    return 0
 
 
 def _others(path: Path) -> set[tuple[Path, int]]:

@@ -18,7 +18,7 @@ from rich.measure import Measurement
 from rich.text import Text
 
 from imdm.console import plain_console
-from imdm.errors import UserError, is_out_of_memory, reason_of
+from imdm.errors import UserError, is_out_of_memory, reason_of, shorter
 from imdm.files import home, write_text
 from imdm.shipped import find
 from imdm.stopping import CODES, GO_ON
@@ -65,9 +65,7 @@ Data = Annotated[
     str,
     typer.Option("--data", help="A language (aligned:length=2,symbols=2), prepared text, or a file of tokens."),
 ]
-Seed = Annotated[
-    int, typer.Option(min=-(1 << 63), max=(1 << 64) - 1, help="Everything random follows from it.", show_default=True)
-]
+Seed = Annotated[int, typer.Option(min=-(1 << 63), max=(1 << 64) - 1, help="Everything random follows from it.")]
 Noise = Annotated[
     str, typer.Option(help="What a mask's noise does while it stays masked: posterior (the paper) or keep.")
 ]
@@ -205,7 +203,7 @@ def _one_line(text: str) -> str:
     """Without what would move the cursor or begin a new line; not endless."""
     text = text.encode("utf-8", "backslashreplace").decode()
     text = "".join(character if character.isprintable() else " " for character in " ".join(text.split()))
-    return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} … {text[-LONGEST // 2 :]}"
+    return shorter(text, LONGEST)
 
 
 def _doing() -> str:
