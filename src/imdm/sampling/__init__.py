@@ -1,6 +1,7 @@
 """From masks to text: the reverse process, exact draws, reveals drawn first."""
 
 from imdm.sampling.categorical import draw, probabilities
+from imdm.sampling.options import Sampling
 from imdm.sampling.sampler import (
     MOST_STEPS,
     Drawn,
@@ -20,6 +21,7 @@ __all__ = [
     "MOST_STEPS",
     "Drawn",
     "Generation",
+    "Sampling",
     "Trace",
     "Turn",
     "check_steps",
