@@ -175,7 +175,7 @@ def made(tmp_path: Path) -> Coupling:
 
 def test_the_student_it_was_made_for_is_taken(made: Coupling) -> None:
     model = teacher(mask="infinite-uniform-4-1.0")
-    made.check(model, fingerprint(model), uses_seed=True)
+    made.check(model.config, fingerprint(model), uses_seed=True)
 
 
 @pytest.mark.parametrize(
@@ -190,24 +190,24 @@ def test_the_student_it_was_made_for_is_taken(made: Coupling) -> None:
 def test_other_students_are_refused(made: Coupling, changes: dict, message: str) -> None:
     settings = {"vocab_size": 3, "length": 3, "mask": "infinite-uniform-4-1.0"}
     with pytest.raises(UserError, match=message):
-        made.check(tiny_model(**(settings | changes)), made.manifest.teacher, uses_seed=True)
+        made.check(tiny_model(**(settings | changes)).config, made.manifest.teacher, uses_seed=True)
 
 
 def test_another_noise_policy_is_refused(made: Coupling) -> None:
     model = teacher(mask="infinite-uniform-4-1.0")
-    made.check(model, made.manifest.teacher, uses_seed=True, policy="posterior")
+    made.check(model.config, made.manifest.teacher, uses_seed=True, policy="posterior")
     with pytest.raises(UserError, match="was made under noise policy 'posterior', but 'keep' is asked for"):
-        made.check(model, made.manifest.teacher, uses_seed=True, policy="keep")
+        made.check(model.config, made.manifest.teacher, uses_seed=True, policy="keep")
 
 
 def test_another_teacher_or_generator_is_refused(made: Coupling) -> None:
     model = teacher(mask="infinite-uniform-4-1.0")
     with pytest.raises(UserError, match="was made by teacher .* make couplings with the model you start from"):
-        made.check(model, fingerprint(teacher(seed=1)), uses_seed=True)
+        made.check(model.config, fingerprint(teacher(seed=1)), uses_seed=True)
     made.manifest = made.manifest.model_copy(update={"generator": "philox-4x32-10/0"})
     with pytest.raises(UserError, match="drawn by generator"):
-        made.check(model, made.manifest.teacher, uses_seed=True)
-    made.check(imdm.with_mask(model, "finite-3"), made.manifest.teacher, uses_seed=False)
+        made.check(model.config, made.manifest.teacher, uses_seed=True)
+    made.check(imdm.with_mask(model, "finite-3").config, made.manifest.teacher, uses_seed=False)
 
 
 def test_damaged_couplings_are_refused(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from imdm.files import (
 )
 from imdm.models import load_model
 from imdm.report import build_report
-from imdm.status import status
+from imdm.runs.status import status
 from tests.conftest import tiny_model
 from tests.reference.hostile import refusal
 from tests.test_cli import SMALL, imdm, refused

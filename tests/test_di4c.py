@@ -12,7 +12,7 @@ from torch import Tensor
 
 from imdm.data import LanguageSource, aligned
 from imdm.errors import UserError
-from imdm.evaluation import Subject, measure
+from imdm.evaluation import Evaluation, Subject, measure
 from imdm.masks import parse_mask
 from imdm.models import MaskedDiffusionLM, fold_conditioning, with_mask
 from imdm.objectives import Di4C, Step, parse_objective
@@ -20,7 +20,7 @@ from imdm.objectives.di4c import Ahead, kl, look_ahead, mixture_log
 from imdm.objectives.rounds import Teacher
 from imdm.process import Process
 from imdm.randomness import Purpose, fold
-from imdm.sampling import sample, time_grid
+from imdm.sampling import Sampling, sample, time_grid
 from imdm.schedule import LogLinear
 from imdm.state import Noised
 from imdm.training import TrainConfig, Trainer
@@ -76,9 +76,9 @@ def test_the_law_of_a_mixture_is_known_from_its_last_latent() -> None:
     """The estimate of the output's law agrees with counting samples."""
     model = student(mixture=True)
     for steps in (1, 3):
-        subject = Subject(model, steps=steps, samples=4000, truth=aligned(length=3, symbols=2))
+        subject = Subject(model, how=Sampling(steps=steps), samples=4000, truth=aligned(length=3, symbols=2))
         found = measure(["validity", "tv", "kl", "factorization_error"], subject)
-        counted = torch.bincount(subject.truth.index(subject.generation.tokens), minlength=8) / 4000
+        counted = torch.bincount(subject.truth.index(Evaluation(subject).generation.tokens), minlength=8) / 4000
         tv = 0.5 * float((subject.truth.joint.flatten() - counted).abs().sum())
         assert found["tv"].value == pytest.approx(tv, abs=0.03)
         if steps == 1:

@@ -11,7 +11,7 @@ from scipy import stats
 
 from imdm.data import CoupleConfig, Coupling, LanguageSource, aligned, couple
 from imdm.errors import UserError
-from imdm.evaluation import Row, Subject, append, family, measure, read, to_row
+from imdm.evaluation import Evaluation, Row, Subject, append, family, measure, metrics, read, to_row
 from imdm.evaluation.factorization import component_laws, factorization_error, joint_under
 from imdm.masks import parse_mask
 from imdm.randomness import Purpose, as_key, fold
@@ -27,7 +27,7 @@ def subject(**changes: object) -> Subject:
 
 def test_validity_and_entropy_are_what_they_say() -> None:
     s = subject()
-    tokens = s.generation.tokens
+    tokens = Evaluation(s).generation.tokens
     found = measure(["validity", "token_entropy"], s)
     share = float((tokens[:, 0] == tokens[:, 1]).double().mean())
     assert found["validity"].value == pytest.approx(share)
@@ -52,14 +52,16 @@ def test_error_of_a_single_mask_is_exact() -> None:
 def test_error_of_a_finite_mask_is_enumerated() -> None:
     """K² noises: the same whatever the number of draws asked for, and equal to the mean over all of them."""
     model = tiny_model(vocab_size=3, length=2, mask="finite-4")
-    found = [factorization_error(subject(model=model, draws=d, seed=d)) for d in (100, 5000)]
+    found = [factorization_error(Evaluation(subject(model=model, draws=d, seed=d))) for d in (100, 5000)]
     assert found[0].value == pytest.approx(found[1].value, abs=1e-12)
     assert (found[0].n, found[0].stderr) == (16, 0.0)
     laws = component_laws(model, torch.tensor([2, 2]), 16, 0)
     assert laws.exact
     assert len(joint_under(laws.log_probs, (0, 1), 2)) == 16
-    assert factorization_error(subject(model=model, draws=16)).value == pytest.approx(found[0].value, abs=1e-12)
-    sampled = factorization_error(subject(model=model, draws=15))
+    assert factorization_error(Evaluation(subject(model=model, draws=16))).value == pytest.approx(
+        found[0].value, abs=1e-12
+    )
+    sampled = factorization_error(Evaluation(subject(model=model, draws=15)))
     assert sampled.n == 15
     assert abs(sampled.value - found[0].value) < 5 * sampled.stderr
 
@@ -68,7 +70,7 @@ def test_error_of_an_infinite_mask_converges_with_its_standard_error() -> None:
     """Many seeds: the spread of the estimates is what the bootstrap says, within a factor of 1.6."""
     model = tiny_model(vocab_size=3, length=2, mask="infinite-uniform-8-1.0")
     with torch.no_grad():
-        found = [factorization_error(subject(model=model, draws=400, seed=seed)) for seed in range(40)]
+        found = [factorization_error(Evaluation(subject(model=model, draws=400, seed=seed))) for seed in range(40)]
     spread = float(torch.tensor([f.value for f in found]).std())
     claimed = float(torch.tensor([f.stderr for f in found]).mean())
     assert 1 / 1.6 < spread / claimed < 1.6
@@ -117,20 +119,22 @@ def test_metrics_refuse_what_they_cannot_measure() -> None:
         match="unknown metric 'bleu'; known: cond_entropy, .* entropy, factorization_error, gen_ppl, .* validity",
     ):
         measure(["bleu"], subject())
-    with pytest.raises(UserError, match="need an enumerated language"):
+    with pytest.raises(UserError, match="'validity' needs an enumerated language"):
         measure(["validity"], Subject(tiny_model()))
     with pytest.raises(UserError, match="the data has 3 token ids with mask 2, the model has 5 with mask 4"):
         measure(["validity"], Subject(tiny_model(), truth=LANGUAGE))
     with pytest.raises(UserError, match="has 2 tokens a sequence, the model writes 6"):
         measure(["validity"], Subject(tiny_model(vocab_size=3), truth=LANGUAGE))
-    with pytest.raises(UserError, match="'nelbo' and 'val_ppl' need data"):
+    with pytest.raises(UserError, match="'nelbo' needs held-out data"):
         measure(["nelbo"], subject())
 
 
 def row(**changes: object) -> Row:
     s = subject(data=LanguageSource(LANGUAGE))
     found = measure(["validity"], s)["validity"]
-    made = to_row("validity", found, s, experiment="synthetic", method="redi", seed=0, recipe_hash="abc")
+    made = to_row(
+        metrics["validity"], found, Evaluation(s), experiment="synthetic", method="redi", seed=0, recipe_hash="abc"
+    )
     return made.model_copy(update=changes)
 
 

@@ -11,18 +11,16 @@ import pytest
 import torch
 import yaml
 
-from imdm.distilling import distillation
 from imdm.errors import UserError
 from imdm.evaluation import Row, read
 from imdm.files import append_line, write_json, write_recorded
-from imdm.jobs import plan, run_jobs, workers_for
 from imdm.models import load_model
-from imdm.pipeline import Quiet, Run, first_difference
 from imdm.recipes import CoupleStage, load_recipe, parse_recipe, variants
 from imdm.recipes.schema import Quick, Recipe
 from imdm.report import build_report
 from imdm.report.languages import Figures, below_the_bound, margins
-from imdm.status import read_done, status
+from imdm.runs import Quiet, Run, distillation, first_difference, plan, run_jobs, workers_for
+from imdm.runs.status import read_done, status
 from imdm.theory import total_correlation
 
 TRAINING = {"steps": 4, "batch": 8, "warmup": 0, "log_every": 2}
@@ -145,7 +143,9 @@ def test_a_run_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
 
 def test_workers_and_torchrun_do_not_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = parse_recipe(SMALL)
-    monkeypatch.setattr("imdm.jobs.processes", lambda: SimpleNamespace(num_processes=2, device=torch.device("cpu")))
+    monkeypatch.setattr(
+        "imdm.runs.jobs.processes", lambda: SimpleNamespace(num_processes=2, device=torch.device("cpu"))
+    )
     with pytest.raises(UserError, match="workers = 2: a run that is itself spread over processes"):
         run_jobs(recipe, plan(recipe, tmp_path, 1, quick=False), tmp_path, 2, Quiet())
     assert workers_for(recipe, 4) == 1

@@ -19,9 +19,9 @@ from imdm.errors import UserError
 from imdm.files import read_json
 from imdm.models import fingerprint
 from imdm.objectives import parse_objective
-from imdm.pipeline import Quiet, Run
 from imdm.recipes import Recipe, load_recipe, parse_recipe
-from imdm.status import status
+from imdm.runs import Quiet, Run
+from imdm.runs.status import status
 from imdm.training import TrainConfig, Trainer
 from tests.conftest import tiny_model
 from tests.test_ratios import row

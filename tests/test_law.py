@@ -10,7 +10,7 @@ from imdm.evaluation import Subject, measure
 from imdm.evaluation.factorization import joint_under
 from imdm.evaluation.law import last_laws, output_law
 from imdm.randomness import Purpose, fold
-from imdm.sampling import sample
+from imdm.sampling import Sampling, sample
 from imdm.theory import PartitionOracle
 from tests.conftest import tiny_model
 from tests.reference.enumeration import TableDenoiser, all_masked, chain_law, sequence_law
@@ -66,7 +66,7 @@ def test_the_oracles_law_is_the_language() -> None:
 def test_a_models_k_step_figures_come_with_errors() -> None:
     model = tiny_model(vocab_size=3, length=3, mask="infinite-uniform-8-1.0")
     for steps in (2, 8):
-        subject = Subject(model, steps=steps, samples=3000, truth=aligned(length=3, symbols=2))
+        subject = Subject(model, how=Sampling(steps=steps), samples=3000, truth=aligned(length=3, symbols=2))
         found = measure(["kl", "tv"], subject)
         assert 0 < found["kl"].stderr < 0.1 * found["kl"].value
         assert 0 < found["tv"].value < 1

@@ -12,8 +12,9 @@ from safetensors import SafetensorError
 from imdm.data import LanguageSource
 from imdm.data.synthetic import languages
 from imdm.errors import UserError
-from imdm.evaluation import Parts, Subject, measure
+from imdm.evaluation import Evaluation, Parts, Subject, measure
 from imdm.files import written_aside
+from imdm.sampling import Sampling
 from tests.conftest import tiny_model
 
 
@@ -95,11 +96,11 @@ def test_only_ones_own_parts_are_forgotten(tmp_path: Path) -> None:
 def test_a_measurement_is_the_same_in_parts(tmp_path: Path) -> None:
     language = languages["aligned"](length=3, symbols=2)
     model = tiny_model(length=3, vocab_size=3)
-    about = {"samples": 300, "steps": 2, "truth": language, "data": LanguageSource(language)}
+    about = {"samples": 300, "how": Sampling(steps=2), "truth": language, "data": LanguageSource(language)}
     names = ["validity", "entropy", "nelbo", "kl"]
     plain = measure(names, Subject(model, **about))
     kept = measure(names, Subject(model, **about, parts=Parts(tmp_path)))
     again = measure(names, Subject(model, **about, parts=Parts(tmp_path)))
     assert plain == kept == again
     written = model.generate(num=300, steps=2).tokens  # what generate writes is what is measured
-    assert torch.equal(Subject(model, **about).generation.tokens, written)
+    assert torch.equal(Evaluation(Subject(model, **about)).generation.tokens, written)

@@ -19,15 +19,17 @@ from imdm.cli.measuring import evaluate
 from imdm.data import Corpus, CoupleConfig, PrepareConfig, PreparedSource, aligned, couple, prepare
 from imdm.data.tokenizers import train_bpe
 from imdm.errors import UserError
-from imdm.evaluation import Conditional, Row, Subject, append, measure, read, to_row
+from imdm.evaluation import Conditional, Evaluation, Row, Subject, append, measure, metrics, read, to_row
 from imdm.evaluation.mauve import has_mauve
-from imdm.evaluation.results import completed, with_what
+from imdm.evaluation.measuring import with_what
+from imdm.evaluation.results import completed
 from imdm.files import read_json, read_lines, write_json
 from imdm.models import MaskedDiffusionLM, load_model
-from imdm.pipeline import Run
 from imdm.recipes import EvaluateStage, parse_recipe
 from imdm.report.ratios import ratios
 from imdm.report.text import curves
+from imdm.runs import Run
+from imdm.sampling import Sampling
 from tests.conftest import tiny_model
 from tests.test_corpora import SENTENCES
 from tests.test_ratios import row
@@ -212,7 +214,7 @@ def test_precision_and_draws_are_in_the_rows() -> None:
 def _row(metric: str, model: MaskedDiffusionLM, **settings: Any) -> Row:
     subject = Subject(model, truth=aligned(), **{"samples": 8} | settings)
     labels = {"experiment": "e", "method": "m", "recipe_hash": "h"}
-    return to_row(metric, measure([metric], subject)[metric], subject, **labels)
+    return to_row(metrics[metric], measure([metric], subject)[metric], Evaluation(subject), **labels)
 
 
 def test_half_of_an_odd_number_of_trajectories() -> None:
@@ -221,7 +223,7 @@ def test_half_of_an_odd_number_of_trajectories() -> None:
     one, two = (_row("kl_half", model, samples=samples) for samples in (19, 20))
     assert one.n == two.n
     assert one.key != two.key
-    assert (two.settings, one.settings) == (None, with_what("kl_half", 19))
+    assert (two.settings, one.settings) == (None, with_what(metrics["kl_half"], 19))
 
 
 def test_what_does_not_matter_to_a_metric_makes_no_second_row(home: Path, tmp_path: Path) -> None:
@@ -257,12 +259,14 @@ def test_top_p_narrows_what_is_written_and_its_law() -> None:
     model = tiny_model(vocab_size=3, length=2)
     laws = model(torch.tensor([[2, 2]]))[0].exp().double().detach()
     likely = float(laws[:, :2].max(1).values.min())
-    subject = Subject(model, truth=aligned(), samples=50, top_p=likely - 1e-3)
+    subject = Subject(model, truth=aligned(), samples=50, how=Sampling(steps=1, top_p=likely - 1e-3))
     best = laws[:, :2].argmax(1)
-    assert torch.equal(subject.generation.tokens, best.expand(50, 2))
+    assert torch.equal(Evaluation(subject).generation.tokens, best.expand(50, 2))
     found = measure(["tv"], subject)["tv"].value
     assert found == pytest.approx(0.5 if bool(best[0] == best[1]) else 1.0)
-    cold = measure(["tv"], Subject(model, truth=aligned(), samples=50, temperature=0.5))["tv"].value
+    cold = measure(["tv"], Subject(model, truth=aligned(), samples=50, how=Sampling(steps=1, temperature=0.5)))[
+        "tv"
+    ].value
     p = laws.square() / laws.square().sum(1, keepdim=True)
     by_hand = 0.5 * sum(abs((0.5 if a == b else 0.0) - float(p[0, a] * p[1, b])) for a in (0, 1) for b in (0, 1))
     assert cold == pytest.approx(by_hand, abs=1e-6)

@@ -17,6 +17,7 @@ from imdm.evaluation.steps import in_steps, one_by_one, pairs_at_once, pairs_one
 from imdm.masks import Infinite
 from imdm.models import with_mask
 from imdm.randomness import Purpose, as_key, fold
+from imdm.sampling import Sampling
 from imdm.sampling.sampler import time_grid
 from imdm.schedule import LogLinear
 from imdm.theory import ExactMarginals, PartitionOracle, pair_bound, step_total_correlation
@@ -101,7 +102,7 @@ def test_metrics_measure_a_model_against_its_reference() -> None:
     teacher = tiny_model(length=3, vocab_size=3)
     student = with_mask(teacher, Infinite(dim=4))
     names = ["step_error", "step_error_half", "step_correlation", "pair_error", "pair_bound"]
-    about = {"samples": 100, "steps": 2, "data": LanguageSource(language), "split": "valid"}
+    about = {"samples": 100, "how": Sampling(steps=2), "data": LanguageSource(language), "split": "valid"}
     found = measure(names, Subject(student, reference=teacher, **about))
     assert found["step_error"].n == 100
     assert found["step_error"].split == "valid"
@@ -118,5 +119,5 @@ def test_metrics_measure_a_model_against_its_reference() -> None:
         assert changed[name] == found[name]  # the reference's
     with pytest.raises(UserError, match="name the teacher as reference"):
         measure(["step_error"], Subject(student, **about))
-    with pytest.raises(UserError, match="held-out text"):
+    with pytest.raises(UserError, match="needs held-out data to read"):
         measure(["pair_bound"], Subject(teacher))

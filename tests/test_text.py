@@ -21,13 +21,14 @@ from imdm.cli.app import app
 from imdm.data import Corpus, PrepareConfig, PreparedSource, TextData, TokenSource, prepare
 from imdm.data.tokenizers import load_tokenizer, train_bpe
 from imdm.errors import UserError
-from imdm.evaluation import Conditional, Judge, Subject, load_embedder, load_judge, measure
+from imdm.evaluation import Conditional, Evaluation, Judge, Subject, load_embedder, load_judge, matched, measure
 from imdm.evaluation.conditional import continued
 from imdm.evaluation.judge import fetch
-from imdm.evaluation.text import found_in, matched, read_before, sample_entropy
+from imdm.evaluation.text import found_in, read_before, sample_entropy
 from imdm.exporting import export
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
 from imdm.objectives import next_log_probs
+from imdm.sampling import Sampling
 from imdm.writer import Writer, load
 from tests.conftest import tiny_model
 from tests.test_corpora import SENTENCES
@@ -252,19 +253,22 @@ def test_diffusion_models_and_models_of_ids_do_not_judge(folder: Path, own: Path
 def subject(folder: Path, **changes: object) -> Subject:
     model = MaskedDiffusionLM.from_pretrained(folder / "model")
     rows = PreparedSource(folder / "rows")
-    settings = {"steps": 2, "samples": 12, "data": rows, "train": rows, "tokenizer": load_tokenizer(folder / "model")}
+    settings = {"how": Sampling(steps=2), "samples": 12, "data": rows, "train": rows}
+    settings |= {"tokenizer": load_tokenizer(folder / "model")}
     return Subject(model, **(settings | changes))
 
 
 def test_generative_perplexity_is_the_judges(folder: Path, judge: Judge) -> None:
     s = subject(folder, judge=judge)
     found = measure(["gen_ppl", "real_ppl"], s)
-    assert found["gen_ppl"].value == pytest.approx(judge.score(s.texts()).perplexity())
+    assert found["gen_ppl"].value == pytest.approx(judge.score(Evaluation(s).texts()).perplexity())
     assert found["gen_ppl"].judge == judge.name
     assert 0 < found["gen_ppl"].stderr < found["gen_ppl"].value
     assert found["gen_ppl"].n == 12
     assert found["real_ppl"].value != found["gen_ppl"].value
-    assert s.decode(s.data.rows(torch.arange(1))["tokens"])[0].startswith("<bos>")  # special tokens are kept
+    assert (
+        Evaluation(s).decode(s.data.rows(torch.arange(1))["tokens"])[0].startswith("<bos>")
+    )  # special tokens are kept
 
 
 def test_judges_that_are_missing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,7 +279,7 @@ def test_judges_that_are_missing(folder: Path, tmp_path: Path, monkeypatch: pyte
         load_judge(str(tmp_path / "nothing"))
     with pytest.raises(UserError, match="unknown judge to fetch 'gpt9'; known: smollm2"):
         fetch("gpt9")
-    with pytest.raises(UserError, match="generative perplexity needs a judge"):
+    with pytest.raises(UserError, match="'gen_ppl' needs a judge"):
         measure(["gen_ppl"], subject(folder))
 
 
@@ -295,17 +299,17 @@ def test_the_conditional_protocol(folder: Path, tmp_path: Path, judge: Judge, wi
     rows = unwrapped(folder, tmp_path)
     how = Conditional(prompts=6, prefix=5, continuations=2, window=window, tokens=8)
     s = subject(folder, data=rows, judge=judge, conditional=how, split="test")
-    made = continued(s)
+    made = continued(Evaluation(s))
     documents = rows.rows(torch.tensor([1, 2, 4, 5, 7, 8]))["tokens"]  # the others are too short, and padded
     first = 6 if window == "generated" else 1
-    assert made.real == s.decode(documents[:, first : first + 8])
+    assert made.real == Evaluation(s).decode(documents[:, first : first + 8])
     assert len(made.written) == 12
     assert made.tokens.shape == (12, 8)
     if window == "sequence":
         assert torch.equal(made.tokens[:, :5], documents[:, 1:6].repeat_interleave(2, 0))  # prompt included
         assert made.prompts == [""] * 12
     else:
-        assert made.prompts == [text for text in s.decode(documents[:, 1:6]) for _ in range(2)]
+        assert made.prompts == [text for text in Evaluation(s).decode(documents[:, 1:6]) for _ in range(2)]
     found = measure(["cond_gen_ppl", "cond_entropy"], s)
     assert found["cond_gen_ppl"].n == 12
     assert found["cond_gen_ppl"].judge == judge.name
@@ -317,7 +321,7 @@ def test_the_conditional_protocol(folder: Path, tmp_path: Path, judge: Judge, wi
 def test_spans_are_filled_between_prefix_and_suffix(folder: Path, tmp_path: Path) -> None:
     rows = unwrapped(folder, tmp_path)
     how = Conditional(prompts=6, prefix=5, suffix=6, continuations=2, tokens=8)
-    s = subject(folder, data=rows, conditional=how)
+    s = Evaluation(subject(folder, data=rows, conditional=how))
     canvases: list[torch.Tensor] = []
     complete = s.complete
     s.__dict__["complete"] = lambda canvas: canvases.append(canvas) or complete(canvas)
@@ -333,9 +337,9 @@ def test_a_tokenizer_that_pads_with_its_end_token(folder: Path, tmp_path: Path) 
     rows.manifest = ends
     rows._shards = [np.where(shard == 2, ends.end, shard) for shard in rows._shards]  # as GPT-2's would be
     s = subject(folder, data=rows, conditional=Conditional(prompts=8, prefix=5, continuations=1, tokens=8))
-    assert len(continued(s).written) == 8
+    assert len(continued(Evaluation(s)).written) == 8
     with pytest.raises(UserError, match="only 8 rows"):
-        continued(subject(folder, data=rows, conditional=Conditional(prompts=9, prefix=5, tokens=8)))
+        continued(Evaluation(subject(folder, data=rows, conditional=Conditional(prompts=9, prefix=5, tokens=8))))
 
 
 def test_prompts_begin_documents_where_these_are_prepared(folder: Path, tmp_path: Path) -> None:
@@ -348,7 +352,7 @@ def test_prompts_begin_documents_where_these_are_prepared(folder: Path, tmp_path
     assert s.documents is not None
     rows = s.documents.rows(torch.arange(12))["tokens"]
     assert [row[1:6].tolist() for row in rows] == [ids[:5] for ids in starts["input_ids"]]
-    assert continued(s).prompts == [p for p in s.decode(rows[:, 1:6]) for _ in range(5)]
+    assert continued(Evaluation(s)).prompts == [p for p in Evaluation(s).decode(rows[:, 1:6]) for _ in range(5)]
 
 
 def test_a_judge_in_bf16_says_so(judge: Judge) -> None:
@@ -378,9 +382,9 @@ def test_prompts_are_read_but_not_counted(judge: Judge) -> None:
 def test_prompts_that_are_not_there(folder: Path, tmp_path: Path, judge: Judge) -> None:
     rows = unwrapped(folder, tmp_path)
     with pytest.raises(UserError, match="20 prompts are asked for, but only 8 rows"):
-        continued(subject(folder, data=rows, conditional=Conditional(prompts=20, prefix=5, tokens=8)))
+        continued(Evaluation(subject(folder, data=rows, conditional=Conditional(prompts=20, prefix=5, tokens=8))))
     with pytest.raises(UserError, match="rows of 24 tokens are too short for a prompt of 50"):
-        continued(subject(folder, data=rows, conditional=Conditional(prompts=2)))
+        continued(Evaluation(subject(folder, data=rows, conditional=Conditional(prompts=2))))
 
 
 # Measures of text
@@ -388,8 +392,8 @@ def test_prompts_that_are_not_there(folder: Path, tmp_path: Path, judge: Judge) 
 
 def test_entropy_is_scipys(folder: Path) -> None:
     s = subject(folder)
-    expected = [scipy.stats.entropy(list(Counter(row).values())) for row in s.generation.tokens.tolist()]
-    assert sample_entropy(s.generation.tokens).tolist() == pytest.approx(expected)
+    expected = [scipy.stats.entropy(list(Counter(row).values())) for row in Evaluation(s).generation.tokens.tolist()]
+    assert sample_entropy(Evaluation(s).generation.tokens).tolist() == pytest.approx(expected)
     assert measure(["entropy"], s)["entropy"].value == pytest.approx(np.mean(expected))
 
 
@@ -402,7 +406,7 @@ def test_entropies_are_matched_by_temperature(folder: Path) -> None:
     for wanted in (plain - 0.3, plain + 0.2):
         found = matched(s, wanted)
         assert measure(["entropy"], found)["entropy"].value == pytest.approx(wanted, abs=0.005)
-        assert (found.temperature < 1) == (wanted < plain)
+        assert (found.how.temperature < 1) == (wanted < plain)
     with pytest.raises(UserError, match="no temperature gives an entropy of 9.000"):
         matched(s, 9.0)
 
@@ -431,13 +435,13 @@ def test_what_was_read_before_is_found_either_way(monkeypatch: pytest.MonkeyPatc
 
 def test_novelty_and_repetition(folder: Path) -> None:
     rows = PreparedSource(folder / "rows").rows(torch.arange(4))["tokens"]
-    s = subject(folder)
+    s = Evaluation(subject(folder))
     copied = replace(s.generation, tokens=rows)
     s.__dict__["generation"] = copied  # a model that copies
     found = measure(["novelty", "repetition", "distinct_1"], s)
     assert found["novelty"].value == 0
     assert 0 < found["distinct_1"].value < 1
-    copied_pairs = subject(folder, pairs=TokenSource(rows, s.model.vocab_size, 3))
+    copied_pairs = Evaluation(subject(folder, pairs=TokenSource(rows, s.subject.model.vocab_size, 3)))
     copied_pairs.__dict__["generation"] = copied
     assert measure(["pair_overlap"], copied_pairs)["pair_overlap"].value == 1
     s.__dict__["generation"] = replace(copied, tokens=torch.full_like(rows, 7))
@@ -463,7 +467,7 @@ def test_mauve_is_that_of_the_library(folder: Path, judge: Judge) -> None:
     s = subject(folder, judge=judge, samples=26)  # 2.6 clusters, which the library rounds up
     found = measure(["mauve"], s)["mauve"]
     rows = s.data.rows(torch.arange(26))["tokens"]
-    values = mauve_by_hand(judge.features(s.decode(rows)), judge.features(s.texts()))
+    values = mauve_by_hand(judge.features(Evaluation(s).decode(rows)), judge.features(Evaluation(s).texts()))
     assert found.value == pytest.approx(np.mean(values), abs=1e-6)
     assert found.stderr == pytest.approx(np.std(values, ddof=1), abs=1e-6)
 
@@ -488,7 +492,7 @@ def test_mauve_by_a_sentence_embedder(folder: Path, tmp_path: Path) -> None:
     s = subject(folder, embedder=embedder, samples=30)
     rows = s.data.rows(torch.arange(30))["tokens"]
     measured = measure(["mauve"], s)["mauve"]
-    values = mauve_by_hand(embedder.features(s.decode(rows)), embedder.features(s.texts()))
+    values = mauve_by_hand(embedder.features(Evaluation(s).decode(rows)), embedder.features(Evaluation(s).texts()))
     assert measured.value == pytest.approx(np.mean(values), abs=1e-6)
     assert measured.judge == str(tmp_path)
 

@@ -154,7 +154,8 @@ def _location(steps: tuple[int | str, ...], values: Any) -> tuple[str, ...]:
     """Where in the settings: pydantic's path less the names of union members, which no one wrote."""
     path, node = [], values
     for depth, step in enumerate(steps):
-        inside = (isinstance(node, dict) and step in node) or (isinstance(node, list | tuple) and isinstance(step, int))
+        listed = isinstance(node, list | tuple) and isinstance(step, int) and step < len(node)
+        inside = listed or (isinstance(node, dict) and step in node)
         if inside:
             node = node[step]
         if inside or depth == len(steps) - 1:

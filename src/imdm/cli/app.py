@@ -120,7 +120,7 @@ def wide() -> bool:
 
 def reporter() -> Any:
     from imdm.console import Terminal
-    from imdm.pipeline import Quiet
+    from imdm.runs.reporter import Quiet
 
     return Terminal() if is_main() else Quiet()
 

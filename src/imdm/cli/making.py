@@ -55,8 +55,8 @@ def train(
     ] = None,
 ) -> None:
     """Train one stage of a recipe, and what it builds on. Run it again to go on after a stop."""
-    from imdm.pipeline import Run
     from imdm.recipes import TrainStage, load_recipe
+    from imdm.runs import Run
 
     chosen = load_recipe(recipe, overrides or ())
     trainable = [name for name, s in chosen.stages.items() if isinstance(s, TrainStage)]
@@ -201,10 +201,9 @@ def distill(
     seed: Seed = 0,
 ) -> None:
     """Distil a model with the paper's settings. Run it again to go on after a stop."""
-    from imdm.distilling import distillation
     from imdm.models import check_precision, load_model
-    from imdm.pipeline import Run
     from imdm.recipes import parse_recipe
+    from imdm.runs import Run, distillation
 
     precision = precision or ("bf16" if device().type == "cuda" else "float32")
     check_precision(precision, device(), "--precision")
@@ -253,9 +252,9 @@ def reproduce(
     ] = None,
 ) -> None:
     """Run a whole recipe and write its report. Finished stages are skipped, stopped ones go on."""
-    from imdm.jobs import plan, run_jobs, workers_for
     from imdm.recipes import load_recipe
     from imdm.report import build_report
+    from imdm.runs import plan, run_jobs, workers_for
 
     chosen = load_recipe(recipe, overrides or ())
     folder = out or Path("runs") / chosen.name
@@ -277,7 +276,7 @@ def reproduce(
 @app.command()
 def status(run: Annotated[Path, typer.Argument(help="Folder of a run.")]) -> None:
     """Show how far a run is: stages, rounds, losses, time taken and left."""
-    from imdm.status import status as read_status
+    from imdm.runs.status import status as read_status
 
     if not run.is_dir():
         raise UserError(f"{run}: no such folder")

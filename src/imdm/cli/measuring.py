@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -25,6 +25,9 @@ from imdm.cli.app import (
 )
 from imdm.cli.arguments import parse_conditional, parse_counts, parse_held_out, parse_match, parse_temperatures
 from imdm.errors import UserError
+
+if TYPE_CHECKING:
+    from imdm.evaluation import Judge
 
 
 @app.command()
@@ -102,38 +105,26 @@ def evaluate(
     """Measure a model: a table here, result rows in a file."""
     from imdm.data import Coupling, check_fits
     from imdm.data.tokenizers import check_same
-    from imdm.evaluation import (
-        EMBEDDED,
-        JUDGED,
-        Parts,
-        Subject,
-        append,
-        load_embedder,
-        load_judge,
-        measure_matched,
-        measure_temperatures,
-        read,
-    )
+    from imdm.evaluation import Parts, Subject, append, load_judge, load_readers, read
+    from imdm.evaluation import evaluate as rows_of
     from imdm.evaluation import metrics as known
     from imdm.evaluation.mauve import NO_LIBRARY, has_mauve
     from imdm.models import check_precision, fingerprint, in_precision, load_model
-    from imdm.process import check_policy
     from imdm.report import all_results
+    from imdm.sampling import Sampling
 
     asked = [name.strip() for name in metrics.split(",")] if metrics is not None else []
     for name in asked:
         known[name]
     counts, temperatures = parse_counts(steps), parse_temperatures(temperature)
-    check_policy(noise)
+    how = Sampling(noise=noise, top_p=top_p)  # type: ignore[arg-type]
     check_precision(precision, device(), "--precision")
     check_precision(judge_precision, name="--judge-precision")
     if out is not None and out.is_dir():
         raise UserError(f"--out {out} is a folder; give a file for the result rows")
     if out is not None:
         read(out)  # refused now, if rows could not be added to it
-    if not 0 < top_p <= 1:
-        raise UserError(f"--top-p {top_p}: must be in (0, 1] (1.0 samples the model as it is)")
-    if any(name in EMBEDDED for name in asked) and not has_mauve():
+    if any(known[name].embedder for name in asked) and not has_mauve():
         raise UserError(NO_LIBRARY)
     if match is not None and temperatures != [1.0]:
         raise UserError("--match finds the temperature; leave --temperature out")
@@ -144,42 +135,44 @@ def evaluate(
     others = {path: in_precision(load_model(path).to(device()), precision) for path in sorted(paths)}
     couplings = Coupling(pairs) if pairs is not None else None
     if couplings is not None:
-        check_fits(couplings, measured)
+        check_fits(couplings, measured.config)
     for _, section, _ in before:
         check_same(Path(model), section.tokenizer_folder())
         for path, other in others.items():
-            check_fits(section.source(seed), other)
+            check_fits(section.source(seed), other.config)
             check_same(Path(path), section.tokenizer_folder())
-    judged = [name for name in asked if name in JUDGED and not (embedder and name in EMBEDDED)]
     if out is None:
         STOPPED.append("stopped; with --out FILE the same command would go on where it stopped")
     parts = Parts(out.with_name(out.name + ".parts") if out is not None else None)
-    common: dict[str, Any] = {
-        "seed": seed,
-        "samples": samples,
-        "draws": draws,
-        "noise": noise,
-        "top_p": top_p,
-        "judge": load_judge(judge, judge_precision, device()) if judged else None,  # type: ignore[arg-type]
-        "embedder": load_embedder(embedder, device()) if embedder is not None else None,
-        "reference": others[reference] if reference is not None else None,
-        "conditional": protocol,
-        "pairs": couplings,
-        "parts": parts,
-    }
+
+    def judge_here() -> Judge:
+        return load_judge(judge, judge_precision, device())  # type: ignore[arg-type]
+
+    reader, vectors, missing = load_readers(asked, judge_here, embedder, device())
+    for reason in missing.values():
+        raise UserError(reason)
     labels: dict[str, Any] = {"method": method, "seed": student_seed, "recipe_hash": fingerprint(measured)}
     rows = []
     for text, section, foreign in before:
-        subject = Subject.before(measured, section, **common)
+        subject = Subject.before(
+            measured,
+            section,
+            how=how,
+            seed=seed,
+            samples=samples,
+            draws=draws,
+            judge=reader,
+            embedder=vectors,
+            reference=others[reference] if reference is not None else None,
+            conditional=protocol,
+            pairs=couplings,
+            parts=parts,
+        )
         subject = replace(subject, train=None) if foreign else subject
-        names = asked or _usual(text, foreign)
-        labels |= {"experiment": text, "alone": True}
-        if wanted is not None:
-            equal = wanted if isinstance(wanted, float) else others[wanted]
-            made = measure_matched(subject, equal, names, counts, **labels)
-        else:
-            made = measure_temperatures(subject, names, counts, temperatures, **labels)
-        rows += [row for some in made for row in some]
+        equal = others[wanted] if isinstance(wanted, str) else wanted
+        named = labels | {"experiment": text, "alone": True}
+        found = rows_of(subject, asked or _usual(text, foreign), counts, temperatures, match=equal, **named)
+        rows += [row for some in found for row in some]
     if is_main():
         show(all_results(rows).rich())
         if out is not None:

@@ -29,7 +29,8 @@ from imdm.files import (
     write_recorded,
     write_tensors,
 )
-from imdm.models import MaskedDiffusionLM, check_tokens, fingerprint, in_precision
+from imdm.masks import parse_mask
+from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM, check_tokens, fingerprint, in_precision
 from imdm.objectives import EARLIEST
 from imdm.process import NoisePolicy
 from imdm.randomness import GENERATOR, Purpose, as_key, fold, uniform
@@ -133,10 +134,10 @@ class Coupling:
         }
 
     def check(
-        self, student: MaskedDiffusionLM, teacher: str, uses_seed: bool, policy: NoisePolicy | None = None
+        self, student: MaskedDiffusionConfig, teacher: str, uses_seed: bool, policy: NoisePolicy | None = None
     ) -> None:
         """Refuse a student that these pairs were not made for; `policy`: the noise policy they should have."""
-        m, config, where = self.manifest, student.config, f"coupling {str(self.folder)!r}"
+        m, where, mask = self.manifest, f"coupling {str(self.folder)!r}", parse_mask(student.mask).name
         if m.teacher != teacher:
             raise UserError(
                 f"{where} was made by teacher {m.teacher}, but training starts from model {teacher}; "
@@ -145,16 +146,14 @@ class Coupling:
         check_fits(self, student)
         if policy is not None and m.noise != policy:
             raise UserError(f"{where} was made under noise policy {m.noise!r}, but {policy!r} is asked for; remake it")
-        if parse_schedule(m.schedule) != parse_schedule(config.schedule):
-            raise UserError(f"{where} has schedule {m.schedule}, the student has {config.schedule}")
+        if parse_schedule(m.schedule) != parse_schedule(student.schedule):
+            raise UserError(f"{where} has schedule {m.schedule}, the student has {student.schedule}")
         if uses_seed and m.generator != GENERATOR:
             raise UserError(
                 f"{where} was drawn by generator {m.generator!r}, this version draws {GENERATOR!r}; remake it"
             )
-        if uses_seed and m.mask not in ("single", student.mask.name):
-            raise UserError(
-                f"{where} was made under mask {m.mask}, the student's is {student.mask.name}; they must agree"
-            )
+        if uses_seed and m.mask not in ("single", mask):
+            raise UserError(f"{where} was made under mask {m.mask}, the student's is {mask}; they must agree")
 
 
 def shard_path(folder: Path, index: int) -> Path:
@@ -235,7 +234,7 @@ def couple(
     )
     writer = config.writer(teacher)
     if source is not None:
-        check_fits(source, teacher)
+        check_fits(source, teacher.config)
     if (folder / "manifest.json").exists():
         _refuse_other(folder, manifest)
     order = Order(seed, len(source)) if source else None

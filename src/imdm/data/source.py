@@ -16,7 +16,7 @@ from imdm.config import Config, digest
 from imdm.data.synthetic import Language, languages
 from imdm.errors import UserError
 from imdm.files import read_tensors
-from imdm.models import LARGEST_VOCABULARY, MaskedDiffusionLM, check_tokens
+from imdm.models import LARGEST_VOCABULARY, MaskedDiffusionConfig, check_tokens
 from imdm.randomness import Purpose, as_key, permutation, uniform
 
 Progress = Callable[[int, str], None]
@@ -165,9 +165,8 @@ class TokenData(Data):
         return TokenSource(tokens, vocab_size, mask_id)
 
 
-def check_fits(source: Source, model: MaskedDiffusionLM) -> None:
+def check_fits(source: Source, config: MaskedDiffusionConfig) -> None:
     """Refuse a model that cannot read this data."""
-    config = model.config
     if (source.vocab_size, source.mask_id) != (config.vocab_size, config.mask_token_id):
         raise UserError(
             f"the data has {source.vocab_size} token ids with mask {source.mask_id}, "

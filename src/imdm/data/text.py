@@ -12,7 +12,7 @@ from imdm.config import digest
 from imdm.data.corpora import Corpus
 from imdm.data.packing import Counts, Packing, PrepareConfig, PreparedSource, prepare
 from imdm.data.source import Data, LanguageData, Progress, Source, TokenData
-from imdm.data.tokenizers import load_tokenizer, tokenizer_hash
+from imdm.data.tokenizers import BPE_MASK, load_tokenizer, special_ids, tokenizer_hash
 from imdm.errors import UserError, WriteError
 from imdm.files import home, locked
 
@@ -117,7 +117,11 @@ class TextData(Data):
             prepare(self._corpus(split), how, folder / place, tokenizer=tokenizer, on_progress=told)
 
     def vocabulary(self) -> tuple[int, int]:
-        raise UserError("data: this text is not prepared yet")
+        """Of the tokenizer; of one that is to be trained, the most it may have."""
+        if self.train_bpe is not None:
+            return self.train_bpe, BPE_MASK
+        special = special_ids(load_tokenizer(self.tokenizer or ""))
+        return special.vocab_size, special.mask
 
     def source(self, seed: int) -> Source:
         raise UserError("data: this text is not prepared yet")

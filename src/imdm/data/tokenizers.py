@@ -16,6 +16,11 @@ from imdm.shipped import find, meant
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt", "vocab.txt")
 
 
+BPE_SPECIAL = ("<bos>", "<eos>", "<pad>", "<mask>")
+BPE_MASK = BPE_SPECIAL.index("<mask>")
+"""The first ids of a byte-pair encoding that is trained here, and its mask's."""
+
+
 @dataclass(frozen=True)
 class Special:
     """The ids around the text. mask: the tokenizer's own, or one more id after its last; begin and end: [CLS] and
@@ -85,7 +90,7 @@ def train_bpe(documents: Iterable[str], vocab_size: int) -> Any:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=["<bos>", "<eos>", "<pad>", "<mask>"],
+        special_tokens=list(BPE_SPECIAL),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

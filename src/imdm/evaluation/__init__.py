@@ -12,43 +12,38 @@ from imdm.evaluation import (  # noqa: F401  (they register their metrics)
     text,
     validity,
 )
-from imdm.evaluation.base import EMBEDDED, ENUMERATED, JUDGED, Measurement, Subject, measure, metrics
+from imdm.evaluation.base import Measurement, Metric, metric, metrics
 from imdm.evaluation.conditional import Conditional
 from imdm.evaluation.factorization import single_step_error
 from imdm.evaluation.judge import Judge, load_judge
 from imdm.evaluation.mauve import Embedder, load_embedder
+from imdm.evaluation.measuring import evaluate, family, load_readers, matched, measure, occasions, to_row
 from imdm.evaluation.parts import Parts
-from imdm.evaluation.results import (
-    Row,
-    append,
-    family,
-    measure_matched,
-    measure_steps,
-    measure_temperatures,
-    read,
-    to_row,
-)
+from imdm.evaluation.results import Row, append, read
+from imdm.evaluation.subject import Evaluation, Subject, about
 
 __all__ = [
-    "EMBEDDED",
-    "ENUMERATED",
-    "JUDGED",
     "Conditional",
     "Embedder",
+    "Evaluation",
     "Judge",
     "Measurement",
+    "Metric",
     "Parts",
     "Row",
     "Subject",
+    "about",
     "append",
+    "evaluate",
     "family",
     "load_embedder",
     "load_judge",
+    "load_readers",
+    "matched",
     "measure",
-    "measure_matched",
-    "measure_steps",
-    "measure_temperatures",
+    "metric",
     "metrics",
+    "occasions",
     "read",
     "single_step_error",
     "to_row",

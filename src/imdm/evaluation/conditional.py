@@ -16,9 +16,10 @@ from torch import Tensor
 
 from imdm.config import Config
 from imdm.errors import UserError
-from imdm.evaluation.base import Measurement, Subject, mean, metrics
+from imdm.evaluation.base import Measurement, mean, metric
 from imdm.evaluation.judge import perplexity
 from imdm.evaluation.mauve import mauve_of
+from imdm.evaluation.subject import Evaluation, Subject
 from imdm.evaluation.text import sample_entropy
 
 
@@ -62,16 +63,15 @@ class Continued:
     tokens: Tensor
 
 
-def continued(subject: Subject) -> Continued:
+def continued(evaluation: Evaluation) -> Continued:
     """Made once for all metrics that ask."""
-    return subject.once("continued", lambda: _continue(subject))
+    return evaluation.once("continued", lambda: _continue(evaluation))
 
 
-def _continue(subject: Subject) -> Continued:
+def _continue(evaluation: Evaluation) -> Continued:
+    subject = evaluation.subject
     how, model = subject.conditional or Conditional(), subject.model
-    if subject.data is None and subject.documents is None:
-        raise UserError("conditional metrics need held-out text for their prompts")
-    source: Any = subject.documents or subject.data
+    source = evaluation.source("documents")
     length = source.length
     if how.part().stop >= length - how.suffix:
         raise UserError(
@@ -82,12 +82,12 @@ def _continue(subject: Subject) -> Continued:
     position = torch.arange(length)
     holes = (position > how.prefix) & (position < length - 1 - how.suffix)  # the end token frames every row
     canvas = rows.masked_fill(holes, model.config.mask_token_id)
-    made = subject.complete(canvas.repeat_interleave(how.continuations, 0)).tokens
+    made = evaluation.complete(canvas.repeat_interleave(how.continuations, 0)).tokens
     before = slice(1, how.part().start)
     repeated = rows.repeat_interleave(how.continuations, 0)
-    prompts = subject.decode(repeated[:, before]) if how.window == "generated" else [""] * len(repeated)
+    prompts = evaluation.decode(repeated[:, before]) if how.window == "generated" else [""] * len(repeated)
     window = made[:, how.part()]
-    return Continued(prompts, subject.decode(window), subject.decode(rows[:, how.part()]), window)
+    return Continued(prompts, evaluation.decode(window), evaluation.decode(rows[:, how.part()]), window)
 
 
 def _documents(source: Any, how: Conditional) -> Tensor:
@@ -113,23 +113,21 @@ def _split(subject: Subject) -> str:
     return label if subject.split is None else f"{subject.split}, {label}"
 
 
-@metrics.register("cond_gen_ppl")
-def conditional_perplexity(subject: Subject) -> Measurement:
+@metric("cond_gen_ppl", prompts=True, judge=True, reads=("documents",))
+def conditional_perplexity(evaluation: Evaluation) -> Measurement:
     """The judge's perplexity of the window given the prompt, whose own tokens do not count."""
-    if subject.judge is None:
-        raise UserError("conditional perplexity needs a judge")
-    made = continued(subject)
-    return replace(perplexity(subject, made.written, made.prompts), split=_split(subject))
+    made = continued(evaluation)
+    return replace(perplexity(evaluation, made.written, made.prompts), split=_split(evaluation.subject))
 
 
-@metrics.register("cond_entropy")
-def conditional_entropy(subject: Subject) -> Measurement:
+@metric("cond_entropy", prompts=True, reads=("documents",))
+def conditional_entropy(evaluation: Evaluation) -> Measurement:
     """The unigram entropy of each window, averaged."""
-    return replace(mean(sample_entropy(continued(subject).tokens)), split=_split(subject))
+    return replace(mean(sample_entropy(continued(evaluation).tokens)), split=_split(evaluation.subject))
 
 
-@metrics.register("cond_mauve")
-def conditional_mauve(subject: Subject) -> Measurement:
+@metric("cond_mauve", prompts=True, judge=True, embedder=True, reads=("documents",))
+def conditional_mauve(evaluation: Evaluation) -> Measurement:
     """MAUVE of the written windows against the documents' own, over five clustering seeds."""
-    made = continued(subject)
-    return replace(mauve_of(subject, made.real, made.written), split=_split(subject))
+    made = continued(evaluation)
+    return replace(mauve_of(evaluation, made.real, made.written), split=_split(evaluation.subject))

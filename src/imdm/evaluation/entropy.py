@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from imdm.evaluation.base import Measurement, Subject, mean, metrics
+from imdm.evaluation.base import Measurement, mean, metric
+from imdm.evaluation.subject import Evaluation
 
 
-@metrics.register("token_entropy")
-def token_entropy(subject: Subject) -> Measurement:
+@metric("token_entropy")
+def token_entropy(evaluation: Evaluation) -> Measurement:
     """The entropy of the pooled token frequencies of all samples (Table 1), with the delta method's standard error."""
-    tokens = subject.generation.tokens
-    frequency = torch.bincount(tokens.flatten(), minlength=subject.model.vocab_size).double() / tokens.numel()
+    tokens = evaluation.generation.tokens
+    frequency = (
+        torch.bincount(tokens.flatten(), minlength=evaluation.subject.model.vocab_size).double() / tokens.numel()
+    )
     surprise = -frequency.log()[tokens].mean(1)  # (n,): its mean is the entropy, its spread the error
     return mean(surprise)

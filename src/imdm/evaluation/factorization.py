@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from imdm.data.synthetic import Language
-from imdm.evaluation.base import Measurement, Subject, bootstrap_weights, metrics, spread
+from imdm.evaluation.base import Measurement, bootstrap_weights, metric, spread
+from imdm.evaluation.subject import Evaluation
 from imdm.masks import Finite, Single
 from imdm.models import Denoiser
 from imdm.randomness import Purpose, as_key, fold
@@ -82,10 +83,10 @@ def single_step_error(
     return total
 
 
-@metrics.register("factorization_error")
-def factorization_error(subject: Subject) -> Measurement:
+@metric("factorization_error", language=True, samples=False, steps=False)
+def factorization_error(evaluation: Evaluation) -> Measurement:
     """Eq. 6 at full masking, Σ_x p(x) ln[p(x)/p̂(x)], standard error by bootstrap over the noise draws."""
-    language = subject.language
+    subject, language = evaluation.subject, evaluation.language
     everything = tuple(range(language.length))
     masked = torch.full((language.length,), language.mask_id)
     laws = component_laws(subject.model, masked, subject.draws, subject.seed)

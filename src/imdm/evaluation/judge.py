@@ -18,7 +18,8 @@ from torch import Tensor
 from imdm.data.tokenizers import has_tokenizer, load_tokenizer
 from imdm.devices import checked_device
 from imdm.errors import UserError, is_out_of_memory, reason_of, unknown
-from imdm.evaluation.base import Measurement, Subject, bootstrap_weights, metrics, spread
+from imdm.evaluation.base import Measurement, bootstrap_weights, metric, spread
+from imdm.evaluation.subject import Evaluation
 from imdm.files import home, written_aside
 from imdm.models import MaskedDiffusionLM, check_precision, is_ours, load_model
 from imdm.shipped import find, meant
@@ -274,35 +275,39 @@ def _convert(weights: Path, target: Path) -> None:
         tokenizer.save_pretrained(aside)
 
 
-def scored(subject: Subject, judge: Judge, texts: list[str], prompts: list[str] | None = None) -> Score:
+def scored(evaluation: Evaluation, judge: Judge, texts: list[str], prompts: list[str] | None = None) -> Score:
     """The judge's score of texts, in parts."""
 
     def make(part: Tensor) -> dict[str, Tensor]:
         some = [texts[i] for i in part]
         return vars(judge.score(some, None if prompts is None else [prompts[i] for i in part]))
 
-    return Score(**subject.parts.collect(len(texts), lambda: ["score", judge.identity, texts, prompts], make))
+    return Score(
+        **evaluation.subject.parts.collect(len(texts), lambda: ["score", judge.identity, texts, prompts], make)
+    )
 
 
-def perplexity(subject: Subject, texts: list[str], prompts: list[str] | None = None) -> Measurement:
+def perplexity(evaluation: Evaluation, texts: list[str], prompts: list[str] | None = None) -> Measurement:
     """The judge's perplexity of texts (given their prompts), standard error by bootstrap over texts."""
-    if subject.judge is None:
+    judge = evaluation.subject.judge
+    if judge is None:
         raise UserError(f"generative perplexity needs a judge (the paper's is {DEFAULT})")
-    score = scored(subject, subject.judge, texts, prompts)
+    score = scored(evaluation, judge, texts, prompts)
     if not float(score.count.sum()):
         raise UserError("generative perplexity: the texts have no token that counts")
-    again = bootstrap_weights(len(texts), subject.seed)
+    again = bootstrap_weights(len(texts), evaluation.subject.seed)
     replicates = ((again @ score.nll) / (again @ score.count)).exp()
-    return Measurement(score.perplexity(), spread(list(replicates)), len(texts), judge=subject.judge.label)
+    return Measurement(score.perplexity(), spread(list(replicates)), len(texts), judge=judge.label)
 
 
-@metrics.register("gen_ppl")
-def generative_perplexity(subject: Subject) -> Measurement:
+@metric("gen_ppl", judge=True)
+def generative_perplexity(evaluation: Evaluation) -> Measurement:
     """The judge's perplexity of the samples, decoded with special tokens kept; standard error over samples."""
-    return perplexity(subject, subject.texts())
+    return perplexity(evaluation, evaluation.texts())
 
 
-@metrics.register("real_ppl")
-def real_perplexity(subject: Subject) -> Measurement:
+@metric("real_ppl", judge=True, reads=("data",), samples=False, steps=False)
+def real_perplexity(evaluation: Evaluation) -> Measurement:
     """The same judge on as many rows of real held-out text: what a perfect model would score."""
-    return replace(perplexity(subject, subject.decode(subject.held_out("real_ppl"))), split=subject.split)
+    found = perplexity(evaluation, evaluation.decode(evaluation.held_out()))
+    return replace(found, split=evaluation.subject.split)

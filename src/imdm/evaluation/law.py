@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from imdm.data.synthetic import Language
-from imdm.evaluation.base import Measurement, Subject, bootstrap_weights, metrics, spread
+from imdm.evaluation.base import Measurement, bootstrap_weights, metric, spread
 from imdm.evaluation.factorization import divergence, joint_under
+from imdm.evaluation.subject import Evaluation
 from imdm.models import Denoiser
 from imdm.sampling import Generation, probabilities
 from imdm.state import Noised
@@ -71,33 +72,34 @@ def output_law(laws: Tensor, language: Language, seed: int) -> OutputLaw:
     return OutputLaw(total[0], total[1], total[2:], n)
 
 
-def _law(subject: Subject) -> OutputLaw:
+def _law(evaluation: Evaluation) -> OutputLaw:
     def make() -> OutputLaw:
-        written = subject.generation.to(subject.model.device)
-        laws = last_laws(subject.model, written, subject.keys, subject.temperature, subject.top_p)
-        return output_law(laws, subject.language, subject.seed)
+        subject = evaluation.subject
+        written = evaluation.generation.to(subject.model.device)
+        laws = last_laws(subject.model, written, subject.keys, subject.how.temperature, subject.how.top_p)
+        return output_law(laws, evaluation.language, subject.seed)
 
-    return subject.once("output law", make)
+    return evaluation.once("output law", make)
 
 
-@metrics.register("kl")
-def kl(subject: Subject) -> Measurement:
+@metric("kl", language=True, infinite=True)
+def kl(evaluation: Evaluation) -> Measurement:
     """KL(truth ‖ p̂) in nats, standard error by bootstrap over trajectories."""
-    truth, law = subject.language.joint.flatten(), _law(subject)
+    truth, law = evaluation.language.joint.flatten(), _law(evaluation)
     error = spread([divergence(truth, replicate) for replicate in law.replicates])
     return Measurement(float(divergence(truth, law.whole)), error, law.n)
 
 
-@metrics.register("kl_half")
-def kl_half(subject: Subject) -> Measurement:
+@metric("kl_half", language=True, infinite=True, counted=lambda samples: samples - samples // 2)
+def kl_half(evaluation: Evaluation) -> Measurement:
     """The same from half of the trajectories: if it is clearly larger, n is too small for `kl` to be trusted."""
-    truth, law = subject.language.joint.flatten(), _law(subject)
+    truth, law = evaluation.language.joint.flatten(), _law(evaluation)
     return Measurement(float(divergence(truth, law.half)), float("nan"), law.n - law.n // 2)
 
 
-@metrics.register("tv")
-def tv(subject: Subject) -> Measurement:
+@metric("tv", language=True)
+def tv(evaluation: Evaluation) -> Measurement:
     """Total variation ½ Σ |truth − p̂|, standard error by bootstrap over trajectories."""
-    truth, law = subject.language.joint.flatten(), _law(subject)
+    truth, law = evaluation.language.joint.flatten(), _law(evaluation)
     error = spread([0.5 * (truth - replicate).abs().sum() for replicate in law.replicates])
     return Measurement(float(0.5 * (truth - law.whole).abs().sum()), error, law.n)

@@ -8,36 +8,35 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from imdm.errors import UserError
-from imdm.evaluation.base import Measurement, Subject, mean, metrics
+from imdm.evaluation.base import Measurement, mean, metric
+from imdm.evaluation.subject import Evaluation
 from imdm.objectives import Step, nelbo_terms
 
 
-@metrics.register("nelbo")
-def nelbo_of_rows(subject: Subject) -> Measurement:
+@metric("nelbo", reads=("data",), samples=False, steps=False)
+def nelbo_of_rows(evaluation: Evaluation) -> Measurement:
     """Monte Carlo over rows, times and masks: the first `samples` rows, one low-discrepancy time a row. On an
     enumerated language rows are exact draws; a token file should be one that was not trained on."""
-    return replace(mean(_terms(subject)), split=subject.split)
+    return replace(mean(_terms(evaluation)), split=evaluation.subject.split)
 
 
-@metrics.register("val_ppl")
-def validation_perplexity(subject: Subject) -> Measurement:
+@metric("val_ppl", reads=("data",), samples=False, steps=False)
+def validation_perplexity(evaluation: Evaluation) -> Measurement:
     """exp(NELBO): a bound on the perplexity a token of the held-out rows, special tokens included; its standard error
     by the delta method."""
-    bound = mean(_terms(subject))
+    bound = mean(_terms(evaluation))
     value = math.exp(bound.value)
-    return Measurement(value, value * bound.stderr, bound.n, split=subject.split)
+    return Measurement(value, value * bound.stderr, bound.n, split=evaluation.subject.split)
 
 
-def _terms(subject: Subject) -> Tensor:
+def _terms(evaluation: Evaluation) -> Tensor:
     """The NELBO of each row, (n,), made once for both metrics."""
-    return subject.once("nelbo", lambda: _measure(subject))
+    return evaluation.once("nelbo", lambda: _measure(evaluation))
 
 
-def _measure(subject: Subject) -> Tensor:
-    if subject.data is None:
-        raise UserError("metrics 'nelbo' and 'val_ppl' need data to read")
-    model, data = subject.model, subject.data
+def _measure(evaluation: Evaluation) -> Tensor:
+    subject, data = evaluation.subject, evaluation.source("data")
+    model = subject.model
     n = min(subject.samples, len(data))  # a row counts once
 
     def make(part: Tensor) -> dict[str, Tensor]:
@@ -50,4 +49,4 @@ def _measure(subject: Subject) -> Tensor:
         return {"nelbo": torch.cat(values)}
 
     identity = ["nelbo", subject.seed, data.fingerprint]
-    return subject.parts.collect(n, lambda: [*identity, subject.hash_of(model)], make)["nelbo"]
+    return subject.parts.collect(n, lambda: [*identity, evaluation.hash_of(model)], make)["nelbo"]

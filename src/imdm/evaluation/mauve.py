@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from imdm.errors import UserError, is_out_of_memory, reason_of
-from imdm.evaluation.base import Measurement, Subject, metrics
+from imdm.evaluation.base import Measurement, metric
 from imdm.evaluation.judge import SAFE, weight_sum
+from imdm.evaluation.subject import Evaluation
 
 SEEDS = 5
 SCALING = 5.0
@@ -87,20 +88,20 @@ def load_embedder(name: str, device: str | torch.device = "cpu") -> Embedder:
     return Embedder(name, model.to(device).eval(), tokenizer)
 
 
-def features(subject: Subject, texts: list[str]) -> Tensor:
+def features(evaluation: Evaluation, texts: list[str]) -> Tensor:
     """Vectors of texts by the subject's reader, in parts."""
-    reader = _reader(subject)
+    reader = _reader(evaluation)
 
     def make(part: Tensor) -> dict[str, Tensor]:
         return {"features": reader.features([texts[i] for i in part])}
 
-    return subject.parts.collect(len(texts), lambda: ["features", reader.identity, texts], make)["features"]
+    return evaluation.subject.parts.collect(len(texts), lambda: ["features", reader.identity, texts], make)["features"]
 
 
-def mauve_of(subject: Subject, real: list[str], written: list[str]) -> Measurement:
+def mauve_of(evaluation: Evaluation, real: list[str], written: list[str]) -> Measurement:
     """The mean over five clustering seeds and their spread."""
     compute = _library()
-    p, q = features(subject, real), features(subject, written)
+    p, q = features(evaluation, real), features(evaluation, written)
     found = []
     for seed in range(1, SEEDS + 1):
         with _hushed():
@@ -113,8 +114,8 @@ def mauve_of(subject: Subject, real: list[str], written: list[str]) -> Measureme
             )
         found.append(float(done.mauve))
     values = torch.tensor(found, dtype=torch.float64)
-    reader, error = _reader(subject).label, float(values.std(correction=1))
-    return Measurement(float(values.mean()), error, len(written), judge=reader, split=subject.split)
+    reader, error = _reader(evaluation).label, float(values.std(correction=1))
+    return Measurement(float(values.mean()), error, len(written), judge=reader, split=evaluation.subject.split)
 
 
 @contextmanager
@@ -131,8 +132,8 @@ def _hushed() -> Iterator[None]:
         os.close(nowhere)
 
 
-def _reader(subject: Subject) -> Reader:
-    reader = subject.embedder or subject.judge
+def _reader(evaluation: Evaluation) -> Reader:
+    reader = evaluation.subject.embedder or evaluation.subject.judge
     if reader is None:
         raise UserError("MAUVE needs a judge or a sentence embedder for its features")
     return reader
@@ -150,8 +151,8 @@ def _library() -> Any:
     return compute_mauve
 
 
-@metrics.register("mauve")
-def mauve(subject: Subject) -> Measurement:
+@metric("mauve", judge=True, embedder=True, reads=("data",))
+def mauve(evaluation: Evaluation) -> Measurement:
     """The generated texts against as many held-out rows, or all there are."""
-    _reader(subject), _library()  # before anything is written
-    return mauve_of(subject, subject.decode(subject.held_out("mauve")), subject.texts())
+    _reader(evaluation), _library()  # before anything is written
+    return mauve_of(evaluation, evaluation.decode(evaluation.held_out()), evaluation.texts())

@@ -35,7 +35,8 @@ import torch
 from torch import Tensor
 
 from imdm.errors import UserError
-from imdm.evaluation.base import Measurement, Subject, mean, metrics
+from imdm.evaluation.base import Measurement, mean, metric
+from imdm.evaluation.subject import Evaluation
 from imdm.models import Denoiser, MaskedDiffusionLM
 from imdm.process import Process
 from imdm.randomness import Purpose, as_key, fold, uniform
@@ -145,10 +146,8 @@ def _log_p(denoiser: Denoiser, state: Noised, x: Tensor, where: Tensor) -> Tenso
     return total
 
 
-def _reference(subject: Subject) -> MaskedDiffusionLM:
-    if subject.data is None:
-        raise UserError("what steps cost is measured on held-out text; evaluate on prepared text")
-    reference = subject.reference or subject.model
+def _reference(evaluation: Evaluation) -> MaskedDiffusionLM:
+    reference = evaluation.subject.reference or evaluation.subject.model
     if reference.process.noisy:
         raise UserError(
             "what steps cost needs a reference with a single mask, whose conditionals stand in for the truth: "
@@ -157,13 +156,15 @@ def _reference(subject: Subject) -> MaskedDiffusionLM:
     return reference.eval()
 
 
+COST: dict[str, Any] = {"reference": True, "reads": ("data",), "samples": False}
+"""What the metrics of this file need."""
+
 Work = Callable[[Denoiser, Tensor, Tensor], Tensor]
 
 
-def _over_rows(subject: Subject, model: MaskedDiffusionLM, what: list[Any], work: Work) -> Tensor:
+def _over_rows(evaluation: Evaluation, model: MaskedDiffusionLM, what: list[Any], work: Work) -> Tensor:
     """What `work` makes of every row: (n,); `what` names it."""
-    data = subject.data
-    assert data is not None
+    subject, data = evaluation.subject, evaluation.source("data")
 
     def make(part: Tensor) -> dict[str, Tensor]:
         found = []
@@ -174,49 +175,49 @@ def _over_rows(subject: Subject, model: MaskedDiffusionLM, what: list[Any], work
 
     n = min(subject.samples, len(data), ROWS)
     identity = [*what, subject.seed, data.fingerprint]
-    return subject.parts.collect(n, lambda: [*identity, subject.hash_of(model)], make)["log_p"]
+    return subject.parts.collect(n, lambda: [*identity, evaluation.hash_of(model)], make)["log_p"]
 
 
-def _step_cost(subject: Subject, model: MaskedDiffusionLM, draws: int = DRAWS) -> Measurement:
-    reference, steps = _reference(subject), subject.steps
-    joint = subject.once("one by one", lambda: _over_rows(subject, reference, ["one by one"], one_by_one))
-    written = _over_rows(subject, model, ["steps", steps, draws], lambda m, x, k: in_steps(m, x, k, steps, draws))
-    return replace(mean(joint - written), split=subject.split)
+def _step_cost(evaluation: Evaluation, model: MaskedDiffusionLM, draws: int = DRAWS) -> Measurement:
+    reference, steps = _reference(evaluation), evaluation.subject.how.steps
+    joint = evaluation.once("one by one", lambda: _over_rows(evaluation, reference, ["one by one"], one_by_one))
+    written = _over_rows(evaluation, model, ["steps", steps, draws], lambda m, x, k: in_steps(m, x, k, steps, draws))
+    return replace(mean(joint - written), split=evaluation.subject.split)
 
 
-def _pair_cost(subject: Subject, model: MaskedDiffusionLM) -> Measurement:
-    reference, steps = _reference(subject), subject.steps
-    joint = _over_rows(subject, reference, ["pairs", steps], lambda m, x, k: pairs_one_by_one(m, x, k, steps))
-    written = _over_rows(subject, model, ["pairs at once", steps], lambda m, x, k: pairs_at_once(m, x, k, steps))
-    return replace(mean(joint - written), split=subject.split)
+def _pair_cost(evaluation: Evaluation, model: MaskedDiffusionLM) -> Measurement:
+    reference, steps = _reference(evaluation), evaluation.subject.how.steps
+    joint = _over_rows(evaluation, reference, ["pairs", steps], lambda m, x, k: pairs_one_by_one(m, x, k, steps))
+    written = _over_rows(evaluation, model, ["pairs at once", steps], lambda m, x, k: pairs_at_once(m, x, k, steps))
+    return replace(mean(joint - written), split=evaluation.subject.split)
 
 
-@metrics.register("step_error")
-def step_error(subject: Subject) -> Measurement:
+@metric("step_error", **COST)
+def step_error(evaluation: Evaluation) -> Measurement:
     """TC_θ (Eq. 6) summed over the steps: what the model loses against the reference's joint; with noise, at most."""
-    return _step_cost(subject, subject.model)
+    return _step_cost(evaluation, evaluation.subject.model)
 
 
-@metrics.register("step_error_half")
-def step_error_half(subject: Subject) -> Measurement:
+@metric("step_error_half", **COST)
+def step_error_half(evaluation: Evaluation) -> Measurement:
     """The same from half of the draws: if it is clearly larger, `step_error` is a loose bound."""
-    return _step_cost(subject, subject.model, DRAWS // 2)
+    return _step_cost(evaluation, evaluation.subject.model, DRAWS // 2)
 
 
-@metrics.register("step_correlation")
-def step_correlation(subject: Subject) -> Measurement:
+@metric("step_correlation", **COST)
+def step_correlation(evaluation: Evaluation) -> Measurement:
     """The data's total correlation of positions revealed in one step, summed over the steps: what one factorized law a
     step cannot but lose."""
-    return _step_cost(subject, _reference(subject))
+    return _step_cost(evaluation, _reference(evaluation))
 
 
-@metrics.register("pair_error")
-def pair_error(subject: Subject) -> Measurement:
+@metric("pair_error", **COST)
+def pair_error(evaluation: Evaluation) -> Measurement:
     """What the model loses on pairs of neighbours, weighted by the chance that a step reveals both."""
-    return _pair_cost(subject, subject.model)
+    return _pair_cost(evaluation, evaluation.subject.model)
 
 
-@metrics.register("pair_bound")
-def pair_bound(subject: Subject) -> Measurement:
+@metric("pair_bound", **COST)
+def pair_bound(evaluation: Evaluation) -> Measurement:
     """Theorem 4.1's bound from pairs of neighbours: what one factorized law a step cannot but lose on them."""
-    return _pair_cost(subject, _reference(subject))
+    return _pair_cost(evaluation, _reference(evaluation))

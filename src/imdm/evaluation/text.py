@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from imdm.data.source import Source
-from imdm.errors import UserError
-from imdm.evaluation.base import Measurement, Subject, mean, metrics
+from imdm.evaluation.base import Measurement, mean, metric
+from imdm.evaluation.subject import Evaluation
 
 ODD, MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
 LOW = np.uint64((1 << 24) - 1)
@@ -20,16 +20,16 @@ REMEMBERED = 1 << 27  # tokens of a source whose n-grams are kept in memory, a g
 _known: dict[tuple[str, int], np.ndarray] = {}  # all n-grams of the last few sources, sorted
 
 
-@metrics.register("entropy")
-def entropy(subject: Subject) -> Measurement:
+@metric("entropy")
+def entropy(evaluation: Evaluation) -> Measurement:
     """The unigram entropy in nats of each sample's token counts, averaged over samples (data: 4.31 LM1B, 5.44 OWT)."""
-    return mean(sample_entropy(subject.generation.tokens))
+    return mean(sample_entropy(evaluation.generation.tokens))
 
 
-@metrics.register("real_entropy")
-def real_entropy(subject: Subject) -> Measurement:
+@metric("real_entropy", reads=("data",), samples=False, steps=False)
+def real_entropy(evaluation: Evaluation) -> Measurement:
     """The same of as many rows of held-out text."""
-    return replace(mean(sample_entropy(subject.held_out("real_entropy"))), split=subject.split)
+    return replace(mean(sample_entropy(evaluation.held_out())), split=evaluation.subject.split)
 
 
 def sample_entropy(tokens: Tensor) -> Tensor:
@@ -40,21 +40,6 @@ def sample_entropy(tokens: Tensor) -> Tensor:
         share = values.unique_consecutive(return_counts=True)[1].double() / len(values)
         out[row] = -(share * share.log()).sum()
     return out
-
-
-def matched(subject: Subject, entropy_wanted: float, within: float = 0.005, tries: int = 20) -> Subject:
-    """The subject at the temperature where its samples have this entropy: a comparison of perplexities at equal
-    entropy is not won by being less varied. Bisection over keyed samples, which change little with the temperature."""
-    low, high, reached = 0.1, 4.0, dict[float, float]()
-    for _ in range(tries):
-        found = replace(subject, temperature=(low * high) ** 0.5, _made={})
-        reached[found.temperature] = here = float(sample_entropy(found.generation.tokens).mean())
-        if abs(here - entropy_wanted) <= within:
-            return found
-        low, high = (found.temperature, high) if here < entropy_wanted else (low, found.temperature)
-    best = min(reached, key=lambda temperature: abs(reached[temperature] - entropy_wanted))
-    nearest = f"{reached[best]:.3f} at {best:.3f}"
-    raise UserError(f"no temperature gives an entropy of {entropy_wanted:.3f} within {within}; the nearest: {nearest}")
 
 
 def grams(tokens: np.ndarray, n: int) -> np.ndarray:
@@ -69,48 +54,44 @@ def grams(tokens: np.ndarray, n: int) -> np.ndarray:
     return total
 
 
-def _distinct(subject: Subject, n: int) -> Measurement:
+def _distinct(evaluation: Evaluation, n: int) -> Measurement:
     """The share of different n-grams among all n-grams of a sample, averaged over samples."""
-    shares = [len(np.unique(row)) / len(row) for row in grams(subject.generation.tokens.numpy(), n)]
+    shares = [len(np.unique(row)) / len(row) for row in grams(evaluation.generation.tokens.numpy(), n)]
     return mean(torch.tensor(shares))
 
 
-@metrics.register("distinct_1")
-def distinct_1(subject: Subject) -> Measurement:
-    return _distinct(subject, 1)
+@metric("distinct_1")
+def distinct_1(evaluation: Evaluation) -> Measurement:
+    return _distinct(evaluation, 1)
 
 
-@metrics.register("distinct_2")
-def distinct_2(subject: Subject) -> Measurement:
-    return _distinct(subject, 2)
+@metric("distinct_2")
+def distinct_2(evaluation: Evaluation) -> Measurement:
+    return _distinct(evaluation, 2)
 
 
-@metrics.register("distinct_3")
-def distinct_3(subject: Subject) -> Measurement:
-    return _distinct(subject, 3)
+@metric("distinct_3")
+def distinct_3(evaluation: Evaluation) -> Measurement:
+    return _distinct(evaluation, 3)
 
 
-@metrics.register("repetition")
-def repetition(subject: Subject) -> Measurement:
+@metric("repetition")
+def repetition(evaluation: Evaluation) -> Measurement:
     """The share of a sample's 4-grams that it has already written, averaged over samples."""
-    fresh = _distinct(subject, 4)
+    fresh = _distinct(evaluation, 4)
     return Measurement(1 - fresh.value, fresh.stderr, fresh.n)
 
 
-@metrics.register("novelty")
-def novelty(subject: Subject) -> Measurement:
+@metric("novelty", reads=("train",))
+def novelty(evaluation: Evaluation) -> Measurement:
     """The share of a sample's 6-grams that the training text does not have."""
-    if subject.train is None:
-        raise UserError("metric 'novelty' needs the training text; evaluate on prepared text")
-    return mean(1 - read_before(subject.generation.tokens, subject.train))
+    return mean(1 - read_before(evaluation.generation.tokens, evaluation.source("train")))
 
 
-@metrics.register("pair_overlap")
-def pair_overlap(subject: Subject) -> Measurement:
+@metric("pair_overlap", reads=("pairs",))
+def pair_overlap(evaluation: Evaluation) -> Measurement:
     """The share of a sample's 6-grams that the couplings have which the model was distilled on: does it copy them?"""
-    if subject.pairs is None:
-        raise UserError("metric 'pair_overlap' needs the couplings that the model was distilled on")
-    return mean(read_before(subject.generation.tokens, subject.pairs))
+    return mean(read_before(evaluation.generation.tokens, evaluation.source("pairs")))
 
 
 def read_before(tokens: Tensor, source: Source, n: int = NOVEL) -> Tensor:

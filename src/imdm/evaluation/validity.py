@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from imdm.evaluation.base import Measurement, Subject, mean, metrics
+from imdm.evaluation.base import Measurement, mean, metric
+from imdm.evaluation.subject import Evaluation
 
 
-@metrics.register("validity")
-def validity(subject: Subject) -> Measurement:
-    return mean(subject.language.valid(subject.generation.tokens))
+@metric("validity", language=True)
+def validity(evaluation: Evaluation) -> Measurement:
+    return mean(evaluation.language.valid(evaluation.generation.tokens))

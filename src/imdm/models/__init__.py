@@ -10,7 +10,7 @@ from imdm.models.denoiser import (
     with_mask,
 )
 from imdm.models.fast import check_precision, faster, in_precision
-from imdm.models.loading import fingerprint, is_ours, load_model
+from imdm.models.loading import fingerprint, is_ours, load_config, load_model
 
 __all__ = [
     "LARGEST_VOCABULARY",
@@ -25,6 +25,7 @@ __all__ = [
     "fold_conditioning",
     "in_precision",
     "is_ours",
+    "load_config",
     "load_model",
     "to_infinite",
     "with_mask",

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch
 
-from imdm.errors import UserError, check_is
+from imdm.errors import UserError, check_is, reason_of
 from imdm.files import read_json
+from imdm.models.configuration import MaskedDiffusionConfig
 from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.models.saving import law_text
 from imdm.shipped import find, names
@@ -37,12 +38,27 @@ def is_ours(folder: Path) -> bool:
 def load_model(path: str | Path) -> MaskedDiffusionLM:
     """A model by folder, by the name of one that ships, or by hub id; local paths get precise answers. In float32,
     however it is stored: half precision is slow on a CPU, and for a GPU there is `faster`."""
+    return MaskedDiffusionLM.from_pretrained(_found(path), dtype=torch.float32)
+
+
+def load_config(path: str | Path) -> MaskedDiffusionConfig:
+    """The configuration of a model, found as `load_model` finds it; no weights are read."""
+    where = f"model {str(path)!r}"
+    try:
+        config = MaskedDiffusionConfig.from_pretrained(_found(path))
+    except OSError as error:
+        raise UserError(f"{where} cannot be loaded: {reason_of(error)}") from None
+    return config
+
+
+def _found(path: str | Path) -> str | Path:
+    """The folder of one of our models, or what may be a hub id."""
     folder = Path(find(path))
     if not folder.exists():
         if folder.is_absolute() or len(folder.parts) != 2 or folder.parent.exists():  # cannot be a hub's owner/name
             known = f" one that ships ({', '.join(names())})," if names() else ""
             raise UserError(f"model {str(path)!r}: no such folder,{known} nor a hub id (owner/name)")
-        return MaskedDiffusionLM.from_pretrained(str(path), dtype=torch.float32)
+        return str(path)
     if not folder.is_dir():
         raise UserError(f"model {str(path)!r} is a file; give the folder that holds config.json and model.safetensors")
     if not (folder / "config.json").exists():
@@ -53,4 +69,4 @@ def load_model(path: str | Path) -> MaskedDiffusionLM:
     kind = config.get("model_type") if isinstance(config, dict) else None
     if kind != MaskedDiffusionLM.config_class.model_type:
         raise UserError(f"model {str(path)!r} is of type {kind!r}, not {MaskedDiffusionLM.config_class.model_type!r}")
-    return MaskedDiffusionLM.from_pretrained(folder, dtype=torch.float32)
+    return folder

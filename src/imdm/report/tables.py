@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from math import inf
 
 from rich.table import Table as RichTable
 
-from imdm.evaluation import Row
-from imdm.evaluation.base import UNWRITTEN
+from imdm.evaluation import Row, metrics
 
 PAGE = 114  # letters that a row of a table has room for, counting three between columns
 EVERYTHING = "Everything measured"  # the section that holds all rows
@@ -55,6 +55,8 @@ class Table:
 
 def figure(value: float, stderr: float | None, percent: bool = False) -> str:
     """A value with its standard error: `97.93 ± 0.10%`; fewer digits of large ones, and of very large ones the size."""
+    if value == inf:
+        return "∞"
     if abs(value) >= LARGE:
         return f"{value:.1e}" + (f" ± {stderr:.0e}" if stderr else "")
     scale, unit = (100, "%") if percent else (1, "")
@@ -106,10 +108,15 @@ def told_apart(rows: Sequence[Row]) -> Callable[[Row], str]:
     differing = dict.fromkeys(name for (_, name), values in found.items() if len(values) > 1)
 
     def told(row: Row) -> str:
-        said = [name for name in differing if row.metric not in UNWRITTEN and getattr(row, name) is not None]
+        said = [name for name in differing if _samples(row.metric) and getattr(row, name) is not None]
         return "".join(f", {name} {getattr(row, name)}" for name in said)
 
     return told
+
+
+def _samples(metric: str) -> bool:
+    """Whether a metric reads samples; one that is not known any more may have."""
+    return metric not in list(metrics) or metrics[metric].samples
 
 
 def seeds_of(rows: list[Row]) -> list[int]:

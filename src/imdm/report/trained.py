@@ -10,7 +10,7 @@ from imdm.evaluation import Row
 from imdm.recipes import CoupleStage, Recipe, TrainStage
 from imdm.report.page import Section
 from imdm.report.tables import Table
-from imdm.status import DONE, read_done
+from imdm.runs.status import DONE, read_done
 from imdm.training.history import read_history
 
 LAST = 4  # logged losses whose mean is the loss at the end

@@ -173,7 +173,7 @@ class Trainer:
         if model.config.causal != self.objective.causal:
             needed = "causal: true" if self.objective.causal else "causal: false"
             raise UserError(f"objective {self.objective.kind!r} trains a model with {needed}; this one is not")
-        check_fits(self.source, model)
+        check_fits(self.source, model.config)
         self.config.check(self.accelerator.num_processes, self.accelerator.device)
 
     @property

@@ -12,8 +12,9 @@ from pathlib import Path
 from imdm.devices import processes
 from imdm.errors import UserError, check_whole
 from imdm.files import kept_if_refused, working_in, write_json
-from imdm.pipeline import Quiet, Reporter, Run
 from imdm.recipes import Recipe, variants
+from imdm.runs.reporter import Reporter
+from imdm.runs.run import Run
 from imdm.stopping import held_back, let_through
 
 MOST_SEEDS = 10_000
@@ -29,20 +30,11 @@ class Job:
     results: Path
     stages: tuple[str, ...]
 
-    def run(self, reporter: Reporter) -> None:
-        self._run(reporter).run(list(self.stages))
-
-    def check(self) -> None:
-        self._run(Quiet()).check(list(self.stages))
-
-    def prepare(self, reporter: Reporter) -> None:
-        """Text is made into rows; then what could not be checked without them is."""
-        run = self._run(reporter)
-        run.prepare()
-        run.check(list(self.stages))
-
-    def _run(self, reporter: Reporter) -> Run:
+    def opened(self, reporter: Reporter) -> Run:
         return Run(self.recipe, self.out, reporter, self.results, alone=False)
+
+    def run(self, reporter: Reporter) -> None:
+        self.opened(reporter).run(list(self.stages))
 
 
 def plan(recipe: Recipe, out: Path, seeds: int, quick: bool) -> list[Job]:
@@ -80,15 +72,16 @@ def run_jobs(recipe: Recipe, jobs: list[Job], out: Path, workers: int, reporter:
     state = processes()
     if workers > 1 and state.num_processes > 1:
         raise UserError(f"workers = {workers}: a run that is itself spread over processes (torchrun) has no workers")
+    runs = {job.name: job.opened(reporter) for job in jobs}
     for job in jobs:
-        job.check()
+        runs[job.name].check(list(job.stages))
     with working_in(out) if state.is_main_process else nullcontext():
         folders = {job.out: job for job in jobs}
         with ExitStack() as stack:
             for place in {out, *folders} if state.is_main_process else ():
                 stack.enter_context(kept_if_refused(place / "recipe.json"))
             for place, job in folders.items():
-                job.prepare(reporter)
+                runs[job.name].prepare(list(job.stages))
                 if state.is_main_process:
                     write_json(place / "recipe.json", job.recipe.model_copy(update={"seed": recipe.seed}).resolved())
             if state.is_main_process:
@@ -96,7 +89,7 @@ def run_jobs(recipe: Recipe, jobs: list[Job], out: Path, workers: int, reporter:
             if workers == 1 or len(jobs) == 1:
                 for job in jobs:
                     reporter.say(job.name)
-                    job.run(reporter)
+                    runs[job.name].run(list(job.stages))
             else:
                 _share(jobs, workers, reporter)
 

@@ -1,0 +1,231 @@
+"""Measuring: metrics of a subject, and the result rows of an evaluation at every step count and temperature. Both the
+evaluation stage of a recipe and `imdm evaluate` come here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from itertools import product
+from math import inf, isfinite
+from typing import Any
+
+import torch
+
+from imdm.config import digest
+from imdm.errors import UserError
+from imdm.evaluation.base import Measurement, Metric, metrics
+from imdm.evaluation.conditional import Conditional
+from imdm.evaluation.judge import Judge
+from imdm.evaluation.mauve import NO_LIBRARY, Embedder, has_mauve, load_embedder
+from imdm.evaluation.results import Row
+from imdm.evaluation.subject import Evaluation, Subject
+from imdm.evaluation.text import sample_entropy
+from imdm.masks import Mask
+from imdm.models import MaskedDiffusionLM
+from imdm.sampling import Sampling
+
+
+def measure(names: Sequence[str], subject: Subject | Evaluation, *, finite: bool = True) -> dict[str, Measurement]:
+    """Each named metric of a subject; unknown names, and a subject that lacks what they need, are refused before any
+    work. finite: a value that is no number is an error, not a result; infinite may be what says so at registration."""
+    evaluation = subject if isinstance(subject, Evaluation) else Evaluation(subject)
+    chosen = [metrics[name] for name in names]
+    for metric in chosen:
+        metric.check(evaluation.subject)
+    evaluation.subject.model.eval()
+    with torch.no_grad():
+        found = {metric.name: metric.measure(evaluation) for metric in chosen}
+    for metric in chosen:
+        value = found[metric.name].value
+        if finite and not isfinite(value) and not (metric.infinite and value == inf):
+            raise UserError(
+                f"metric {metric.name!r} gives {value}, which is no figure: look at weights, data and top_p"
+            )
+    return found
+
+
+def load_readers(
+    names: Sequence[str], load_judge: Callable[[], Judge], embedder: str | None, device: torch.device
+) -> tuple[Judge | None, Embedder | None, dict[str, str]]:
+    """The judge and the embedder that the named metrics need, and the metrics that cannot be had → why."""
+    chosen, missing = [metrics[name] for name in names], dict[str, str]()
+    judge, vectors = None, None
+    compared = [metric.name for metric in chosen if metric.embedder]
+    if compared and not has_mauve():
+        missing |= dict.fromkeys(compared, NO_LIBRARY)
+    elif compared and embedder is not None:
+        try:
+            vectors = load_embedder(embedder, device)
+        except UserError as error:
+            missing |= dict.fromkeys(compared, str(error))
+    own = embedder is not None
+    judged = [m.name for m in chosen if m.judge and m.name not in missing and not (own and m.embedder)]
+    if judged:
+        try:
+            judge = load_judge()
+        except UserError as error:
+            missing |= dict.fromkeys(judged, str(error))
+    return judge, vectors, missing
+
+
+@dataclass(frozen=True)
+class Occasion:
+    """Metrics that are measured together: at one way of drawing samples."""
+
+    how: Sampling
+    metrics: tuple[Metric, ...]
+
+
+def occasions(
+    names: Sequence[str], steps: Sequence[int], temperatures: Sequence[float] = (1.0,), **drawn: Any
+) -> list[Occasion]:
+    """Every temperature at every step count; what does not depend on one of them, at the first of it alone. drawn:
+    further settings of `Sampling`."""
+    return [
+        Occasion(
+            Sampling(steps=count, temperature=temperature, **drawn),
+            tuple(
+                metric
+                for metric in map(metrics.__getitem__, names)
+                if (metric.samples or number == 0) and (metric.steps or place == 0)
+            ),
+        )
+        for (number, temperature), (place, count) in product(enumerate(temperatures), enumerate(steps))
+    ]
+
+
+def evaluate(
+    subject: Subject,
+    names: Sequence[str],
+    steps: Sequence[int],
+    temperatures: Sequence[float] = (1.0,),
+    *,
+    match: MaskedDiffusionLM | float | None = None,
+    **labels: Any,
+) -> Iterator[list[Row]]:
+    """The rows of a subject, one list an occasion. match: at the temperature where, at each step count, its entropy is
+    that of another model with as many steps, or the one given. labels: what `to_row` takes by name."""
+    hashes: dict[int, str] = {}
+    drawn: dict[str, Any] = {"noise": subject.how.noise, "top_p": subject.how.top_p}
+    # Matching finds a temperature for each step count anew, so that every metric is measured at each.
+    every = (
+        occasions(names, steps, temperatures, **drawn)
+        if match is None
+        else [one for count in steps for one in occasions(names, [count], **drawn)]
+    )
+    for occasion in every:
+        here, equal = subject.drawn(**vars(occasion.how)), None
+        if match is not None:
+            here, equal = _matched_to(here, match, hashes)
+        evaluation = Evaluation(here, hashes)
+        found = measure([metric.name for metric in occasion.metrics], evaluation)
+        yield [to_row(metrics[name], value, evaluation, equal=equal, **labels) for name, value in found.items()]
+
+
+def _matched_to(subject: Subject, other: MaskedDiffusionLM | float, hashes: dict[int, str]) -> tuple[Subject, str]:
+    """The subject at the entropy of another model, or a given one, and what that is called in rows."""
+    if isinstance(other, float):
+        return matched(subject, other, hashes=hashes), str(other)
+    theirs = Evaluation(replace(subject, model=other), hashes)
+    wanted = measure(["entropy"], theirs)["entropy"].value
+    return matched(subject, wanted, hashes=hashes), theirs.hash_of(other)
+
+
+def matched(
+    subject: Subject,
+    wanted: float,
+    within: float = 0.005,
+    tries: int = 20,
+    hashes: dict[int, str] | None = None,
+) -> Subject:
+    """The subject at the temperature where its samples have this entropy: a comparison of perplexities at equal
+    entropy is not won by being less varied. Bisection over keyed samples, which change little with the temperature."""
+    low, high, reached = 0.1, 4.0, dict[float, float]()
+    for _ in range(tries):
+        temperature = (low * high) ** 0.5
+        found = subject.drawn(temperature=temperature)
+        reached[temperature] = here = float(sample_entropy(Evaluation(found, hashes).generation.tokens).mean())
+        if abs(here - wanted) <= within:
+            return found
+        low, high = (temperature, high) if here < wanted else (low, temperature)
+    best = min(reached, key=lambda temperature: abs(reached[temperature] - wanted))
+    nearest = f"{reached[best]:.3f} at {best:.3f}"
+    raise UserError(f"no temperature gives an entropy of {wanted:.3f} within {within}; the nearest: {nearest}")
+
+
+def to_row(
+    metric: Metric,
+    found: Measurement,
+    evaluation: Evaluation,
+    *,
+    experiment: str,
+    method: str,
+    recipe_hash: str,
+    seed: int | None = None,
+    equal: str | None = None,
+    alone: bool = False,
+) -> Row:
+    """A measurement with all that it follows from; nothing is generated for it. seed: the student's; equal: what the
+    entropy was matched to; alone: no recipe says what data, reference and pairs are."""
+    subject = evaluation.subject
+    model = subject.model
+    return Row(
+        experiment=experiment,
+        method=method,
+        model=family(model.mask),
+        mask=model.mask.name + ("+mixture" if model.config.mixture else ""),
+        steps=subject.how.steps,
+        evaluations=round(evaluation.once("evaluations", subject.evaluations), 4),
+        metric=metric.name,
+        value=found.value,
+        stderr=found.stderr if isfinite(found.stderr) else None,
+        n=found.n,
+        seed=seed,
+        split=found.split,
+        judge=found.judge,
+        precision=str(model.dtype).removeprefix("torch."),
+        length=model.config.length,
+        **drawn(metric, subject.how, subject.conditional),
+        sample_seed=subject.seed,
+        matched=equal if metric.samples else None,
+        settings=with_what(metric, subject.samples, inputs_of(metric, evaluation) if alone else None),
+        recipe_hash=recipe_hash,
+        time=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def family(mask: Mask) -> str:
+    """The model's name in tables: what its mask makes it."""
+    return {"single": "mdlm", "infinite": "imdm"}.get(mask.kind, mask.kind)
+
+
+def drawn(metric: Metric, how: Sampling, conditional: Conditional | None) -> dict[str, Any]:
+    """How samples were drawn, as a row of this metric says it: what does not matter to the metric has its usual
+    value."""
+    usual = how if metric.samples else Sampling()
+    return {
+        "temperature": round(usual.temperature, 6),
+        "top_p": usual.top_p,
+        "noise": usual.noise,
+        "conditional": (conditional or Conditional()).spelled if metric.prompts else None,
+    }
+
+
+def with_what(metric: Metric, samples: int, inputs: Mapping[str, str] | None = None) -> str | None:
+    """The digest of what no other field of a row says; None where there is nothing more to say. inputs: the hashes of
+    what the metric read, where no recipe says it."""
+    told: dict[str, Any] = dict(inputs or {})
+    if metric.counted is not None and metric.counted(samples) == metric.counted(samples + 1):  # n does not say it
+        told["samples"] = samples
+    return digest(told) if told else None
+
+
+def inputs_of(metric: Metric, evaluation: Evaluation) -> dict[str, str]:
+    """The hashes of the data that a metric reads, of its reference and of its pairs. An enumerated language is told by
+    its name."""
+    subject, found = evaluation.subject, dict[str, str]()
+    for kind in metric.reads:
+        if (source := subject.source(kind)) is not None:
+            found["data" if kind == "documents" else kind] = source.fingerprint
+    return found | ({"reference": evaluation.hash_of(subject.reference or subject.model)} if metric.reference else {})

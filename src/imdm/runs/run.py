@@ -1,0 +1,212 @@
+"""Running a recipe: stage after stage, each skipped when its output is there and was made from the same inputs.
+
+OUT/recipe.json                 the resolved recipe
+OUT/data/train, valid           prepared text, where the recipe's data is text
+OUT/results.jsonl               result rows of all seeds
+OUT/seed-0/teacher/model/ …     one folder a seed, one folder a stage, `done.json` when it is finished
+OUT/VARIANT/seed-0/ …           the same below a folder a variant, where the recipe has variants
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from imdm.config import digest
+from imdm.data import Coupling
+from imdm.devices import processes
+from imdm.errors import UserError, unknown
+from imdm.files import check_once, check_writable, kept_if_refused, working_in, write_json, write_recorded
+from imdm.models import fingerprint
+from imdm.recipes import EvaluateStage, Recipe, TrainStage
+from imdm.runs.checks import check_size, check_stage
+from imdm.runs.evaluating import is_measured
+from imdm.runs.inputs import Inputs
+from imdm.runs.reporter import Quiet, Reporter
+from imdm.runs.stages import make_stage
+from imdm.runs.status import DONE, read_done
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def first_difference(before: Any, now: Any, place: str = "") -> str | None:
+    """Where two settings differ first, in words: `training.steps (10, now 20)`."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for name in dict.fromkeys((*before, *now)):
+            inside = name if place in ("", "stage") else f"{place}.{name}"
+            if name not in before or name not in now:
+                return f"{inside} (a setting that {'is no more' if name in before else 'was not there then'})"
+            if (found := first_difference(before[name], now[name], inside)) is not None:
+                return found
+        return None
+    return None if before == now else f"{place} ({before!r}, now {now!r})"
+
+
+@dataclass
+class Run:
+    """One recipe, one seed, one folder. results: where result rows go, OUT/results.jsonl unless given; alone: whether
+    it is this run that says in OUT/recipe.json what the folder is."""
+
+    recipe: Recipe
+    out: Path
+    reporter: Reporter = field(default_factory=Quiet)
+    results: Path | None = None
+    alone: bool = True
+    inputs: Inputs = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.inputs = Inputs(self.recipe, self.folder, self.recipe.data)
+
+    @property
+    def folder(self) -> Path:
+        return self.out / f"seed-{self.recipe.seed}"
+
+    @property
+    def results_file(self) -> Path:
+        return self.results or self.out / "results.jsonl"
+
+    def all(self) -> None:
+        """Every stage in order."""
+        self.run(list(self.recipe.stages))
+
+    def run(self, names: list[str]) -> None:
+        """The named stages, each after those it builds on. All that can be refused is refused before any work."""
+        self.check(names)
+        first = self.alone and processes().is_main_process
+        with working_in(self.out) if first else nullcontext():
+            self.prepare(names)
+            whole = kept_if_refused(self.out / "recipe.json") if first else nullcontext()
+            with whole, _threads(self.recipe.threads):
+                if first:
+                    write_json(self.out / "recipe.json", self.recipe.resolved())
+                for name in self._wanted(names):
+                    if self._is_done(name):
+                        self.reporter.say(f"{name}: already there")
+                    else:
+                        self._make(name)
+
+    def check(self, names: list[str]) -> None:
+        """Refuse what can be refused before any work."""
+        if self.out.exists() and not self.out.is_dir():
+            raise UserError(f"{self.out}, where the run is to be, is a file; give a folder")
+        if not self.inputs.data.is_ready:
+            self.recipe.data.check()
+        if processes().is_main_process:
+            check_writable(self.out)
+        self._check(self._wanted(names))
+
+    def prepare(self, names: list[str]) -> None:
+        """Text is tokenised and packed into OUT/data, once for all seeds; then what could not be checked without it
+        is."""
+        if self.inputs.data.is_ready:
+            return
+        state = processes()
+        if state.is_main_process:
+            with self.reporter.bar("data: tokenise and pack", 0) as bar:
+                self.recipe.data.ready(self.out / "data", bar)
+        state.wait_for_everyone()
+        self.inputs = Inputs(self.recipe, self.folder, self.recipe.data.ready(self.out / "data"))
+        self._check(self._wanted(names))
+
+    def _wanted(self, names: list[str]) -> list[str]:
+        closure = self._closure(names)
+        return [name for name in self.recipe.stages if name in closure]
+
+    def _closure(self, names: list[str]) -> set[str]:
+        """The stages named and all they build on."""
+        found: set[str] = set()
+        for name in names:
+            if name not in self.recipe.stages:
+                raise unknown("stage", name, self.recipe.stages)
+            needed = [n for n in self.recipe.stages[name].inputs() if n in self.recipe.stages]
+            found |= {name} | self._closure(needed)
+        return found
+
+    def _check(self, names: list[str]) -> None:
+        """Bad sizes, missing data or folders, settings this machine cannot run, other runs in the same place."""
+        check_size(self.inputs)
+        for name in names:
+            check_stage(self.inputs, name)
+        for name in names if self.inputs.data.is_ready else ():
+            above = [needed for needed in self.recipe.stages[name].inputs() if needed in self.recipe.stages]
+            if all((self.folder / needed / DONE).exists() for needed in above):
+                self._is_done(name)
+
+    def _is_done(self, name: str) -> bool:
+        """Whether a stage's output is there; refused when it was made from something else."""
+        if not (self.folder / name / DONE).exists():
+            return False
+        done = read_done(self.folder / name)
+        made = self._made(name)
+        if done["inputs"] != self._hash(name, made):
+            other = first_difference(done["settings"], self._settings(name)) or "settings or inputs"
+            again = [needed for needed, output in done["made"].items() if output != made.get(needed)]
+            if again:
+                other = f"inputs: {', '.join(map(repr, again))} was made again since"
+            raise UserError(
+                f"stage {name!r} in {self.folder / name} was made with other {other}; "
+                "choose another folder for the run, or delete that one to make it again"
+            )
+        stage = self.recipe.stages[name]
+        if isinstance(stage, EvaluateStage):
+            return is_measured(self, name, stage)
+        self._check_output(name, done["output"])
+        return True
+
+    def _check_output(self, name: str, output: str) -> None:
+        """Refuse what a finished stage made if it is not that any more; looked at once a process."""
+        folder, model = self.folder / name, isinstance(self.recipe.stages[name], TrainStage)
+
+        def check() -> None:
+            try:
+                found = fingerprint(self.inputs.model(name)) if model else Coupling(folder).fingerprint
+            except UserError as error:
+                raise UserError(f"{error}; delete {folder} to make it again") from None
+            if found != output:
+                raise UserError(
+                    f"stage {name!r}: what is in {folder} is not what it made: damaged, or changed since; delete that "
+                    "folder to make it again"
+                )
+
+        files = sorted((folder / "model").glob("*.safetensors")) if model else sorted(folder.glob("pairs-*"))
+        check_once([*files, *(folder / "model").glob("config.json")], f"stage {output}", check)
+
+    def _make(self, name: str) -> None:
+        """Make it, and say in `done.json` from what, and in how many seconds (since the last stop, if it was)."""
+        made, started = self._made(name), time.perf_counter()
+        inputs = self._hash(name, made)
+        output = make_stage(self, name)
+        state = processes()
+        if state.is_main_process:
+            took = round(time.perf_counter() - started, 1)
+            done = {"inputs": inputs, "output": output, "settings": self._settings(name), "made": made, "seconds": took}
+            write_recorded(self.folder / name / DONE, done)
+        state.wait_for_everyone()
+
+    def _made(self, name: str) -> dict[str, str]:
+        """What a stage builds on → the hash of it."""
+        return {needed: self.inputs.hash(needed) for needed in self.recipe.stages[name].inputs()}
+
+    def _hash(self, name: str, made: Mapping[str, str]) -> str:
+        settings = self._settings(name)
+        outputs = [made[needed] for needed in self.recipe.stages[name].inputs()]
+        return digest([settings["stage"], outputs, {k: v for k, v in settings.items() if k != "stage"}])
+
+    def _settings(self, name: str) -> dict[str, Any]:
+        """What a stage follows from beside the outputs of others."""
+        shared = {k: v for k, v in self.recipe.hashed().items() if k in ("seed", "data", "model", "experiment")}
+        return {"stage": self.recipe.stages[name].hashed(), **shared}
