@@ -268,11 +268,11 @@ def test_a_stopped_evaluation_goes_on(run: Path, tmp_path: Path, monkeypatch: py
         asked.append(1)
         return sample(*given, **options)
 
-    monkeypatch.setattr("imdm.evaluation.subject.sample", partial(counted, stop_at=4))
+    monkeypatch.setattr("imdm.evaluation.base.sample", partial(counted, stop_at=4))
     assert imdm(*about, "--out", out).returncode == 130
     assert not out.exists()
     asked.clear()
-    monkeypatch.setattr("imdm.evaluation.subject.sample", counted)
+    monkeypatch.setattr("imdm.evaluation.base.sample", counted)
     assert imdm(*about, "--out", out).returncode == 0
     assert len(asked) == 2  # of six parts, four were there
     found = {row.steps: row.value for row in read(out)}
@@ -320,7 +320,7 @@ def test_overlap_with_given_pairs(run: Path, tmp_path: Path, monkeypatch: pytest
     columns, metadata = load_file(shard), read_metadata(shard, "pairs")
     with monkeypatch.context() as patch:
         made: list[Generation] = []
-        patch.setattr("imdm.evaluation.subject.sample", lambda *a, **k: made.append(sample(*a, **k)) or made[-1])  # type: ignore[func-returns-value]
+        patch.setattr("imdm.evaluation.base.sample", lambda *a, **k: made.append(sample(*a, **k)) or made[-1])  # type: ignore[func-returns-value]
         assert imdm(*about, "--pairs", pairs).returncode == 0
     columns["tokens"][:4] = made[0].tokens[:4].to(columns["tokens"])
     write_tensors(shard, columns, {name: metadata[name] for name in ("manifest", "shard")})

@@ -124,7 +124,7 @@ def test_a_row_generates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     network would run."""
     model, data = tiny_model(vocab_size=3, length=2), LanguageData(name="aligned")
     written = model.generate(num=64, steps=1024, seed=0)
-    monkeypatch.setattr("imdm.evaluation.subject.sample", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("imdm.evaluation.base.sample", lambda *_, **__: 1 / 0)
     subject = Subject.before(model, data, seed=0, samples=64)
     (rows,) = evaluate(subject, ["val_ppl", "nelbo"], [1024], experiment="e", method="m", recipe_hash="h")
     assert [row.metric for row in rows] == ["val_ppl", "nelbo"]

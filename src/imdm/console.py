@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from imdm.runs.reporter import Bar
+    from imdm.runs.run import Bar
     from imdm.writer import Piece
 
 EVERY = 30.0  # seconds between lines where there is no terminal to draw a bar on

@@ -120,7 +120,7 @@ def wide() -> bool:
 
 def reporter() -> Any:
     from imdm.console import Terminal
-    from imdm.runs.reporter import Quiet
+    from imdm.runs.run import Quiet
 
     return Terminal() if is_main() else Quiet()
 

@@ -12,7 +12,7 @@ from imdm.evaluation import (  # noqa: F401  (they register their metrics)
     text,
     validity,
 )
-from imdm.evaluation.base import Measurement, Metric, metric, metrics
+from imdm.evaluation.base import Evaluation, Measurement, Metric, Subject, about, metric, metrics
 from imdm.evaluation.conditional import Conditional
 from imdm.evaluation.factorization import single_step_error
 from imdm.evaluation.judge import Judge, load_judge
@@ -20,7 +20,6 @@ from imdm.evaluation.mauve import Embedder, load_embedder
 from imdm.evaluation.measuring import evaluate, family, load_readers, matched, measure, occasions, to_row
 from imdm.evaluation.parts import Parts
 from imdm.evaluation.results import Row, append, read
-from imdm.evaluation.subject import Evaluation, Subject, about
 
 __all__ = [
     "Conditional",

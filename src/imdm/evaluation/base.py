@@ -1,22 +1,35 @@
-"""What an evaluation reports: a value with its standard error and n. One file a metric; each registers itself, and says
-what it needs."""
+"""What an evaluation reports: a value with its standard error and n (`Measurement`), by metrics that say what they need
+(`Metric`), of a model before data (`Subject`), while it is measured (`Evaluation`). One file a metric; each registers
+itself."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from imdm.errors import UserError
+from imdm.data.source import Data, LanguageSource, Source, check_fits
+from imdm.data.synthetic import Language
+from imdm.data.tokenizers import load_tokenizer
+from imdm.errors import UserError, check_is, check_seed, check_whole
+from imdm.evaluation.parts import Parts
+from imdm.models import MaskedDiffusionLM, fingerprint
 from imdm.randomness import Purpose, as_key, uniform
 from imdm.registry import Registry
+from imdm.room import check_room
+from imdm.sampling import Generation, Sampling, plan, sample
 
 if TYPE_CHECKING:
-    from imdm.evaluation.subject import Evaluation, Subject
+    from imdm.evaluation.conditional import Conditional
+    from imdm.evaluation.judge import Judge
+    from imdm.evaluation.mauve import Embedder
 
+T = TypeVar("T")
 Measure = Callable[["Evaluation"], "Measurement"]
 Reads = Literal["data", "documents", "train", "pairs"]
 LACKING: dict[Reads, str] = {
@@ -70,7 +83,7 @@ class Metric:
 
     @property
     def named(self) -> bool:
-        """Whether its rows carry the name of the recipe's judge; those of a `reader` may carry the embedder's."""
+        """Whether its rows carry the judge's name; where an embedder serves, they may carry that one's."""
         return self.judge and not self.embedder
 
     def check(self, subject: Subject) -> None:
@@ -104,6 +117,185 @@ def metric(name: str, **needs: Any) -> Callable[[Measure], Measure]:
         return measure
 
     return add
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model and all that its figures follow from.
+
+    how     how its samples are drawn
+    seed    what the samples and all other draws of the evaluation follow from
+    truth   the enumerated language, for metrics that compare with it
+    data    rows to evaluate on, and which `split` they are; train: what the teacher was trained on; pairs: what the
+            model was distilled on
+    judge   who scores generated text, read through `tokenizer`; embedder: who compares it for MAUVE, in the judge's
+            place; conditional: how continuations are made
+    documents  held-out rows that each begin a document, for prompts
+    reference  whose conditionals stand in for the truth of text (the teacher's); parts: where finished work is kept
+    """
+
+    model: MaskedDiffusionLM
+    how: Sampling = field(default_factory=lambda: Sampling(steps=1))
+    samples: int = 1024
+    draws: int = 10_000
+    seed: int = 0
+    batch_size: int = 4096
+    truth: Language | None = None
+    data: Source | None = None
+    split: str | None = None
+    documents: Source | None = None
+    train: Source | None = None
+    pairs: Source | None = None
+    tokenizer: Any = None
+    judge: Judge | None = None
+    embedder: Embedder | None = None
+    conditional: Conditional | None = None
+    reference: MaskedDiffusionLM | None = None
+    parts: Parts = field(default_factory=Parts)
+
+    def __post_init__(self) -> None:
+        check_is("model", self.model, MaskedDiffusionLM, "one of our models")
+        check_is("how", self.how, Sampling, "a Sampling")
+        for name in ("samples", "draws", "batch_size"):
+            check_whole(name, vars(self)[name])
+        check_seed(self.seed)
+
+    @classmethod
+    def before(cls, model: MaskedDiffusionLM, data: Data, *, seed: int, **settings: Any) -> Subject:
+        """A model before data: held-out rows where there are some, and the tokenizer of text."""
+        found = about(data, seed)
+        check_fits(found["train"], model.config)
+        return cls(model, seed=seed, **found, **settings)
+
+    def drawn(self, **changes: Any) -> Subject:
+        """The same with other samples: `subject.drawn(steps=4, temperature=0.9)`."""
+        return replace(self, how=replace(self.how, **changes))
+
+    def source(self, kind: Reads) -> Source | None:
+        """The data of a kind that metrics read, where there is some."""
+        found = {"data": self.data, "documents": self.documents or self.data, "train": self.train, "pairs": self.pairs}
+        return found[kind]
+
+    @property
+    def keys(self) -> Tensor:
+        """The keys of the generated samples."""
+        return self.model.sample_keys(self.samples, self.seed)
+
+    def evaluations(self) -> float:
+        """How often the network runs for a sample on average. Reveals do not depend on the network, so that none is
+        asked."""
+        process, L = self.model.process, self.model.config.length
+        check_room("samples", self.samples, 40 * L)
+        total = 0
+        for some in self.keys.split(self.batch_size):
+            when = plan(process, some, torch.ones(len(some), device=some.device), self.how.steps, L).reveal
+            ordered = when.sort(1).values
+            total += len(some) + int((ordered[:, 1:] != ordered[:, :-1]).sum())
+        return total / self.samples
+
+
+def about(data: Data, seed: int, train: Source | None = None) -> dict[str, Any]:
+    """What data has for an evaluation, by the names of a `Subject`; train: its rows, where they are already there."""
+    train, held_out, home = train or data.source(seed), data.held_out(seed), data.tokenizer_folder()
+    return {
+        "truth": data.language(),
+        "data": held_out or train,
+        "split": "valid" if held_out is not None else data.split(),
+        "documents": data.documents(seed),
+        "train": train,
+        "tokenizer": load_tokenizer(home) if home is not None else None,
+    }
+
+
+class Evaluation:
+    """One subject being measured. What several metrics share is made by the first that asks, and kept here.
+
+    hashes: fingerprints of models already known, by id; their weights are still while they are measured."""
+
+    def __init__(self, subject: Subject, hashes: dict[int, str] | None = None) -> None:
+        check_is("subject", subject, Subject, "a Subject")
+        self.subject = subject
+        self.hashes = {} if hashes is None else hashes
+        self._made: dict[str, Any] = {}
+
+    def once(self, what: str, make: Callable[[], T]) -> T:
+        if what not in self._made:
+            self._made[what] = make()
+        return self._made[what]
+
+    def hash_of(self, model: MaskedDiffusionLM) -> str:
+        """A model's fingerprint."""
+        if id(model) not in self.hashes:
+            self.hashes[id(model)] = fingerprint(model)
+        return self.hashes[id(model)]
+
+    @cached_property
+    def generation(self) -> Generation:
+        """What the model writes from nothing, on the CPU."""
+        subject, config = self.subject, self.subject.model.config
+        check_room("samples", subject.samples, 40 * config.length + 24 * (subject.how.steps + 1))
+        return self.complete(torch.full((subject.samples, config.length), config.mask_token_id))
+
+    def complete(self, canvas: Tensor) -> Generation:
+        """What the model writes into the holes of a canvas (n, L), as `generate` does with one text a row."""
+        subject, model, how = self.subject, self.subject.model, self.subject.how
+        keys = model.sample_keys(len(canvas), subject.seed)
+
+        def make(part: Tensor) -> dict[str, Tensor]:
+            made = sample(
+                model.eval(),
+                canvas[part].to(model.device),
+                keys=keys[part.to(keys.device)],
+                steps=how.steps,
+                policy=how.noise,
+                temperature=how.temperature,
+                top_p=how.top_p,
+                batch_size=subject.batch_size,
+            )
+            return {name: column for name, column in vars(made).items() if column is not None}
+
+        def identity() -> list[Any]:
+            drawn = [how.steps, subject.seed, how.noise, how.temperature, *([how.top_p] if how.top_p < 1 else [])]
+            return [self.hash_of(model), *drawn, hashlib.sha256(canvas.numpy().tobytes()).hexdigest()]
+
+        made: dict[str, Any] = {**subject.parts.collect(len(canvas), identity, make)}
+        return Generation(**made)
+
+    def decode(self, rows: Tensor) -> list[str]:
+        """Rows of ids as text, special tokens kept."""
+        if self.subject.tokenizer is None:
+            raise UserError("the metric reads text, but the model has no tokenizer")
+        return self.subject.tokenizer.batch_decode(rows.tolist(), skip_special_tokens=False)
+
+    def source(self, kind: Reads) -> Source:
+        """Data that a metric said it reads."""
+        found = self.subject.source(kind)
+        if found is None:
+            raise UserError(f"a metric reads {kind!r}, which there is none of")
+        return found
+
+    def held_out(self) -> Tensor:
+        """As many rows of held-out data as there are samples, or all there are."""
+        data = self.source("data")
+        return data.rows(torch.arange(min(self.subject.samples, len(data))))["tokens"]
+
+    def texts(self) -> list[str]:
+        """What the model writes, as text."""
+        return self.once("texts", lambda: self.decode(self.generation.tokens))
+
+    @property
+    def language(self) -> Language:
+        """The enumerated truth, for metrics that need one."""
+        truth, model = self.subject.truth, self.subject.model
+        if truth is None:
+            raise UserError("the metric needs an enumerated language as data; for text see imdm evaluate --help")
+        check_fits(LanguageSource(truth), model.config)
+        if truth.length != model.config.length:
+            raise UserError(
+                f"language {truth.name!r} has {truth.length} tokens a sequence, "
+                f"the model writes {model.config.length}; they must agree"
+            )
+        return truth
 
 
 def mean(values: Tensor) -> Measurement:

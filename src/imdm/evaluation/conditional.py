@@ -16,10 +16,9 @@ from torch import Tensor
 
 from imdm.config import Config
 from imdm.errors import UserError
-from imdm.evaluation.base import Measurement, mean, metric
+from imdm.evaluation.base import Evaluation, Measurement, Subject, mean, metric
 from imdm.evaluation.judge import perplexity
 from imdm.evaluation.mauve import mauve_of
-from imdm.evaluation.subject import Evaluation, Subject
 from imdm.evaluation.text import sample_entropy
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from imdm.evaluation.base import Measurement, mean, metric
-from imdm.evaluation.subject import Evaluation
+from imdm.evaluation.base import Evaluation, Measurement, mean, metric
 
 
 @metric("token_entropy")

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from imdm.data.synthetic import Language
-from imdm.evaluation.base import Measurement, bootstrap_weights, metric, spread
-from imdm.evaluation.subject import Evaluation
+from imdm.evaluation.base import Evaluation, Measurement, bootstrap_weights, metric, spread
 from imdm.masks import Finite, Single
 from imdm.models import Denoiser
 from imdm.randomness import Purpose, as_key, fold

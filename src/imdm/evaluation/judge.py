@@ -18,8 +18,7 @@ from torch import Tensor
 from imdm.data.tokenizers import has_tokenizer, load_tokenizer
 from imdm.devices import checked_device
 from imdm.errors import UserError, is_out_of_memory, reason_of, unknown
-from imdm.evaluation.base import Measurement, bootstrap_weights, metric, spread
-from imdm.evaluation.subject import Evaluation
+from imdm.evaluation.base import Evaluation, Measurement, bootstrap_weights, metric, spread
 from imdm.files import home, written_aside
 from imdm.models import MaskedDiffusionLM, check_precision, is_ours, load_model
 from imdm.shipped import find, meant

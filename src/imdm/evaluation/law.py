@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from imdm.data.synthetic import Language
-from imdm.evaluation.base import Measurement, bootstrap_weights, metric, spread
+from imdm.evaluation.base import Evaluation, Measurement, bootstrap_weights, metric, spread
 from imdm.evaluation.factorization import divergence, joint_under
-from imdm.evaluation.subject import Evaluation
 from imdm.models import Denoiser
 from imdm.sampling import Generation, probabilities
 from imdm.state import Noised

@@ -8,8 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from imdm.evaluation.base import Measurement, mean, metric
-from imdm.evaluation.subject import Evaluation
+from imdm.evaluation.base import Evaluation, Measurement, mean, metric
 from imdm.objectives import Step, nelbo_terms
 
 

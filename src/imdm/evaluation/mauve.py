@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from imdm.errors import UserError, is_out_of_memory, reason_of
-from imdm.evaluation.base import Measurement, metric
+from imdm.evaluation.base import Evaluation, Measurement, metric
 from imdm.evaluation.judge import SAFE, weight_sum
-from imdm.evaluation.subject import Evaluation
 
 SEEDS = 5
 SCALING = 5.0

@@ -14,12 +14,11 @@ import torch
 
 from imdm.config import digest
 from imdm.errors import UserError
-from imdm.evaluation.base import Measurement, Metric, metrics
+from imdm.evaluation.base import Evaluation, Measurement, Metric, Subject, metrics
 from imdm.evaluation.conditional import Conditional
 from imdm.evaluation.judge import Judge
 from imdm.evaluation.mauve import NO_LIBRARY, Embedder, has_mauve, load_embedder
 from imdm.evaluation.results import Row
-from imdm.evaluation.subject import Evaluation, Subject
 from imdm.evaluation.text import sample_entropy
 from imdm.masks import Mask
 from imdm.models import MaskedDiffusionLM

@@ -35,8 +35,7 @@ import torch
 from torch import Tensor
 
 from imdm.errors import UserError
-from imdm.evaluation.base import Measurement, mean, metric
-from imdm.evaluation.subject import Evaluation
+from imdm.evaluation.base import Evaluation, Measurement, mean, metric
 from imdm.models import Denoiser, MaskedDiffusionLM
 from imdm.process import Process
 from imdm.randomness import Purpose, as_key, fold, uniform

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from imdm.data.source import Source
-from imdm.evaluation.base import Measurement, mean, metric
-from imdm.evaluation.subject import Evaluation
+from imdm.evaluation.base import Evaluation, Measurement, mean, metric
 
 ODD, MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
 LOW = np.uint64((1 << 24) - 1)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from imdm.evaluation.base import Measurement, mean, metric
-from imdm.evaluation.subject import Evaluation
+from imdm.evaluation.base import Evaluation, Measurement, mean, metric
 
 
 @metric("validity", language=True)

@@ -13,8 +13,7 @@ from imdm.devices import processes
 from imdm.errors import UserError, check_whole
 from imdm.files import kept_if_refused, working_in, write_json
 from imdm.recipes import Recipe, variants
-from imdm.runs.reporter import Reporter
-from imdm.runs.run import Run
+from imdm.runs.run import Reporter, Run
 from imdm.stopping import held_back, let_through
 
 MOST_SEEDS = 10_000

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -26,11 +26,34 @@ from imdm.files import check_once, check_writable, kept_if_refused, working_in, 
 from imdm.models import fingerprint
 from imdm.recipes import EvaluateStage, Recipe, TrainStage
 from imdm.runs.checks import check_size, check_stage
-from imdm.runs.evaluating import is_measured
 from imdm.runs.inputs import Inputs
-from imdm.runs.reporter import Quiet, Reporter
-from imdm.runs.stages import make_stage
+from imdm.runs.stages import is_measured, make_stage
 from imdm.runs.status import DONE, read_done
+
+
+class Bar(Protocol):
+    """A progress bar: how far, and what to say beside it."""
+
+    def __call__(self, done: int, note: str = "") -> None: ...
+
+
+class Reporter(Protocol):
+    """Who is told what a run does."""
+
+    def say(self, text: str) -> None: ...
+
+    def bar(self, title: str, total: int) -> AbstractContextManager[Bar]: ...
+
+
+class Quiet:
+    """Tells nobody."""
+
+    def say(self, text: str) -> None:
+        pass
+
+    @contextmanager
+    def bar(self, title: str, total: int) -> Iterator[Bar]:
+        yield lambda done, note="": None
 
 
 @contextmanager
