@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, get_args
 
 import torch
@@ -25,11 +26,36 @@ def check_policy(policy: str) -> None:
 
 @dataclass(frozen=True)
 class Split:
-    """What happens to a masked position between t and s < t; the three probabilities sum to 1."""
+    """Eq. 13: what happens to a masked position between t and s < t, from α_t and α_s. It is revealed, or stays masked
+    and keeps its noise, or stays masked and has it redrawn; the three probabilities sum to 1."""
 
-    reveal: Tensor
-    keep: Tensor
-    redraw: Tensor
+    alpha_t: Tensor
+    alpha_s: Tensor
+
+    @cached_property
+    def reveal(self) -> Tensor:
+        """(α_s − α_t)/(1 − α_t)."""
+        return (self.alpha_s - self.alpha_t) / (1 - self.alpha_t)
+
+    @cached_property
+    def stay(self) -> Tensor:
+        """(1 − α_s)/(1 − α_t). It telescopes: staying from t to u and from u to s is staying from t to s."""
+        return (1 - self.alpha_s) / (1 - self.alpha_t)
+
+    @cached_property
+    def alpha_ts(self) -> Tensor:
+        """α_{t|s} = α_t/α_s: the chance that what stays masked keeps its noise. It telescopes too."""
+        return self.alpha_t / self.alpha_s
+
+    @cached_property
+    def keep(self) -> Tensor:
+        """α_{t|s}(1 − α_s)/(1 − α_t)."""
+        return self.alpha_ts * self.stay
+
+    @cached_property
+    def redraw(self) -> Tensor:
+        """(1 − α_{t|s})(1 − α_s)/(1 − α_t)."""
+        return (1 - self.alpha_ts) * self.stay
 
 
 @dataclass(frozen=True)
@@ -75,14 +101,8 @@ class Process:
         return uniform(keys, Purpose.LATENT, step).float() if self.mixture else None
 
     def split(self, t: Tensor, s: Tensor) -> Split:
-        """Eq. 13 for a masked position, with α_{t|s} = α_t/α_s:
-
-        reveal (α_s − α_t)/(1 − α_t), keep α_{t|s}(1 − α_s)/(1 − α_t), redraw (1 − α_{t|s})(1 − α_s)/(1 − α_t).
-        """
-        alpha_t, alpha_s = self.schedule.alpha(t.to(torch.float64)), self.schedule.alpha(s.to(torch.float64))
-        stay = (1 - alpha_s) / (1 - alpha_t)
-        alpha_ts = alpha_t / alpha_s
-        return Split(reveal=(alpha_s - alpha_t) / (1 - alpha_t), keep=alpha_ts * stay, redraw=(1 - alpha_ts) * stay)
+        """Eq. 13 for a masked position, in float64."""
+        return Split(self.schedule.alpha(t.to(torch.float64)), self.schedule.alpha(s.to(torch.float64)))
 
     def reveals(self, state: Noised, s: Tensor, keys: Tensor, step: int) -> Tensor:
         """Which positions `reverse` will reveal, (B, L): known before the network is asked what they hold."""
