@@ -23,6 +23,7 @@ from imdm.randomness import Purpose, fold
 from imdm.sampling import Sampling, sample, time_grid
 from imdm.schedule import LogLinear
 from imdm.state import Noised
+from imdm.theory import Tabulated
 from imdm.training import TrainConfig, Trainer
 from tests.conftest import tiny_model
 from tests.reference.enumeration import TableDenoiser
@@ -40,10 +41,10 @@ def student(**changes: object) -> MaskedDiffusionLM:
 # The latent
 
 
-class Coin:
+class Coin(Tabulated):
     """Every position says whether λ < ½."""
 
-    vocab_size = 3
+    vocab_size, length = 3, 2
 
     def __init__(self) -> None:
         self.process = Process(LogLinear(), parse_mask("single"), 2, mixture=True)
@@ -53,13 +54,10 @@ class Coin:
         said = (state.latent < 0.5).long()[:, None].expand_as(state.tokens)
         return torch.nn.functional.one_hot(said, 3).double().log()
 
-    def head(self, rows: Tensor) -> Tensor:
-        return rows
-
 
 @pytest.mark.parametrize("steps", [2, 3])
 def test_one_latent_a_step_is_shared_by_the_sequence(steps: int) -> None:
-    made = sample(Coin(), torch.full((20_000, 2), 2), keys=KEYS, steps=steps)
+    made = sample(Coin(), torch.full((20_000, 2), 2), keys=KEYS, how=Sampling(steps))
     alpha = Coin().process.schedule.alpha(time_grid(steps, torch.ones(1))[0])
     share = ((alpha[1:] - alpha[:-1]) / (1 - alpha[0])).square().sum()  # both revealed in one step
     assert_mean((made.tokens[:, 0] == made.tokens[:, 1]).double(), float(share + (1 - share) / 2))
@@ -68,7 +66,7 @@ def test_one_latent_a_step_is_shared_by_the_sequence(steps: int) -> None:
 
 @pytest.mark.parametrize(("steps", "policy"), [(1, "posterior"), (4, "keep")])
 def test_under_one_latent_all_positions_agree(steps: int, policy: str) -> None:
-    made = sample(Coin(), torch.full((2000, 2), 2), keys=KEYS[:2000], steps=steps, policy=policy)
+    made = sample(Coin(), torch.full((2000, 2), 2), keys=KEYS[:2000], how=Sampling(steps, policy))
     assert torch.equal(made.tokens[:, 0], made.tokens[:, 1])
 
 

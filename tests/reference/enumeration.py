@@ -12,16 +12,17 @@ from imdm.process import Process
 from imdm.sampling import time_grid
 from imdm.schedule import LogLinear
 from imdm.state import Noised
+from imdm.theory import Tabulated
 
 State = tuple[tuple[str, int], ...]  # per position ("token", value) or ("mask", index)
 
 
-class TableDenoiser:
+class TableDenoiser(Tabulated):
     """A denoiser whose prediction is an arbitrary function of all tokens and all mask indices: a random table."""
 
     def __init__(self, symbols: int, length: int, masks: int, seed: int, device: str = "cpu") -> None:
         self.symbols, self.length, self.masks = symbols, length, masks
-        self.vocab_size = symbols + 1
+        self.vocab_size, self.device = symbols + 1, torch.device(device)
         mask = Single() if masks == 1 else Finite(count=masks)
         self.process = Process(LogLinear(), mask, symbols)
         generator = torch.Generator().manual_seed(seed)
@@ -34,9 +35,6 @@ class TableDenoiser:
         index = state.tokens if state.noise is None else state.tokens + state.noise * state.masked
         place = (self.symbols + self.masks) ** torch.arange(self.length - 1, -1, -1, device=state.tokens.device)
         return self.table[(index * place).sum(-1)]
-
-    def head(self, rows: Tensor) -> Tensor:
-        return rows
 
 
 def states_to_batch(states: list[State], denoiser: object) -> Noised:
@@ -53,7 +51,7 @@ def chain_law(
 ) -> dict[State, float]:
     """The law after the plain N-step loop of Eq. 13, by summing over every outcome of every position at every step."""
     process = denoiser.process  # type: ignore[attr-defined]
-    count = getattr(process.mask, "count", 1)
+    count = process.mask.noises(1)
     grid = time_grid(steps, torch.tensor([t]))[0]
     law = dict(start)
     for step in range(steps):

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from imdm.data.synthetic import Language
 from imdm.evaluation.base import Evaluation, Measurement, bootstrap_weights, metric, spread
-from imdm.masks import Finite, Single
 from imdm.models import Denoiser
 from imdm.randomness import Purpose, as_key, fold
 from imdm.theory.information import contexts, keep_and_reveal, marginal, revealed_subsets
@@ -32,17 +31,16 @@ class Components:
 def component_laws(denoiser: Denoiser, tokens: Tensor, draws: int, seed: int) -> Components:
     """The laws of one sequence (L,) under each noise of its masks. Every noise is enumerated when there are at most
     `draws` of them: one for a single mask without mixture, K^masked for a finite one."""
-    device = getattr(denoiser, "device", torch.device("cpu"))
-    mask, holes = denoiser.process.mask, int((tokens == denoiser.process.mask_id).sum())
-    known = {Single: 1, Finite: getattr(mask, "count", 0) ** holes}
-    possible = None if denoiser.process.mixture else known.get(type(mask))
+    device, mask = denoiser.device, denoiser.process.mask
+    holes = int((tokens == denoiser.process.mask_id).sum())
+    possible = None if denoiser.process.mixture else mask.noises(holes)
     n = possible if possible is not None and possible <= draws else draws
     exact = n == possible
     keys = fold(as_key(seed), Purpose.COMPONENT, torch.arange(n)).to(device)
     state = denoiser.process.noised(tokens.to(device).expand(n, -1), torch.ones(n, device=device), keys)
-    if exact and isinstance(mask, Finite):
-        every = torch.cartesian_prod(*[torch.arange(mask.count)] * holes).to(device)
-        state = state.with_noise(torch.zeros_like(state.tokens).masked_scatter(state.masked, every))
+    every = mask.every(holes) if exact else None
+    if every is not None:
+        state = state.with_noise(torch.zeros_like(state.tokens).masked_scatter(state.masked, every.to(device)))
     parts = []
     for part in torch.arange(n, device=device).split(4096):
         some = state[part]

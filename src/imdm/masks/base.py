@@ -38,6 +38,14 @@ class Mask(Config):
     def noise(self, keys: Tensor, position: Tensor, draw: Tensor) -> Tensor | None:
         """The noise of positions (R,), (R, d) or (R,); None when the mask carries none."""
 
+    def noises(self, holes: int) -> int | None:
+        """How many noises so many masked positions can have together, all equally likely; None: without end."""
+        return None
+
+    def every(self, holes: int) -> Tensor | None:
+        """All of them, where `noises` counts them: (n, holes); None when the mask carries none."""
+        return None
+
     @abstractmethod
     def embedding(self, width: int) -> nn.Module:
         """The layer noise → what is added to E(mask): (…, width). Its last parameters start at zero."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from pydantic import Field
 from torch import Tensor, nn
 
@@ -29,6 +30,14 @@ class Finite(Mask):
 
     def noise(self, keys: Tensor, position: Tensor, draw: Tensor) -> Tensor:
         return integers(keys, Purpose.NOISE, position, draw, self.count)
+
+    def noises(self, holes: int) -> int:
+        return self.count**holes
+
+    def every(self, holes: int) -> Tensor:
+        if not holes:
+            return torch.zeros(1, 0, dtype=torch.int64)
+        return torch.cartesian_prod(*[torch.arange(self.count)] * holes).view(-1, holes)
 
     def embedding(self, width: int) -> nn.Module:
         return ZeroEmbedding(self.count, width)

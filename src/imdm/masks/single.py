@@ -24,5 +24,8 @@ class Single(Mask):
     def noise(self, keys: Tensor, position: Tensor, draw: Tensor) -> None:
         return None
 
+    def noises(self, holes: int) -> int:
+        return 1
+
     def embedding(self, width: int) -> nn.Module:
         return nn.Identity()

@@ -6,9 +6,10 @@ function, the head runs chunk by chunk, and a chunk is computed again for its gr
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,17 +41,30 @@ class Head(NamedTuple):
         return torch.log_softmax(logits.masked_fill(never, -torch.inf), dim=-1)
 
 
-class Fused(Protocol):
+class Said(NamedTuple):
+    """Rows that are log-probabilities (R, V) already, as a table's are; there is no layer to read them."""
+
+    rows: Tensor
+    layer: None = None
+
+    def log_probs(self, part: slice = slice(None)) -> Tensor:
+        return self.rows[part]
+
+
+class Fused(ABC):
     """A reduction that has a kernel."""
 
-    def __call__(self, log_probs: Tensor, part: slice) -> Tensor: ...
+    @abstractmethod
+    def __call__(self, log_probs: Tensor, part: slice) -> Tensor:
+        """What it makes of some rows (r, V)."""
 
+    @abstractmethod
     def fused(self, losses: Any, head: Head) -> Tensor | None:
         """What `__call__` gives for all rows; None where there is no kernel after all."""
 
 
 @dataclass(frozen=True)
-class Chosen:
+class Chosen(Fused):
     """The log-probability of each row's target: targets (R,)."""
 
     targets: Tensor
@@ -63,7 +77,7 @@ class Chosen:
 
 
 @dataclass(frozen=True)
-class Compared:
+class Compared(Fused):
     """A divergence between each row's law and its teacher's, which is held fixed."""
 
     kind: Divergence
@@ -91,13 +105,12 @@ def divergence(kind: Divergence, student: Tensor, teacher: Tensor) -> Tensor:
     return (p * log_ratio).sum(-1) if kind == "backward-kl" else -(q * log_ratio).sum(-1)
 
 
-def reduced(head: Head, reduce: Reduce | Fused, group: int = 1) -> Tensor:
+def reduced(head: Head, reduce: Reduce, group: int = 1) -> Tensor:
     """reduce(log-probabilities of some rows, which), one chunk after another; each `group` rows that follow one another
     come together."""
-    fused = getattr(reduce, "fused", None)
-    if fused is not None and is_plain(head.layer) and _in_bf16(head.rows) and (losses := kernels("losses")):
+    if isinstance(reduce, Fused) and is_plain(head.layer) and _in_bf16(head.rows) and (losses := kernels("losses")):
         with torch.autocast("cuda", enabled=False):
-            found = fused(losses, head)
+            found = reduce.fused(losses, head)
         if found is not None:
             return found
     R, V = len(head.rows), head.layer.out_features

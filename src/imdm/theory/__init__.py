@@ -7,11 +7,12 @@ from imdm.theory.information import (
     step_total_correlation,
     total_correlation,
 )
-from imdm.theory.oracle import ExactMarginals, PartitionOracle
+from imdm.theory.oracle import ExactMarginals, PartitionOracle, Tabulated
 
 __all__ = [
     "ExactMarginals",
     "PartitionOracle",
+    "Tabulated",
     "entropy",
     "mutual_information",
     "pair_bound",

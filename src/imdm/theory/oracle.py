@@ -2,21 +2,47 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 from torch import Tensor
 
 from imdm.data.synthetic import Language
 from imdm.masks import Finite, Infinite, Mask, Single
+from imdm.models.readout import Said
 from imdm.process import Process
 from imdm.schedule import LogLinear, Schedule
-from imdm.state import Noised
+from imdm.state import Noised, Rows
 
 
-class _Enumerated:
-    """A denoiser read off a table: the trunk already gives log-probabilities (B, L, V + 1), the head passes them on."""
+class Tabulated(ABC):
+    """A denoiser read off a table: the trunk already gives log-probabilities (B, L, V), the head passes them on."""
+
+    process: Process
+    vocab_size: int
+    length: int
+    device = torch.device("cpu")
+    causal = False
+
+    @abstractmethod
+    def trunk(self, state: Noised) -> Tensor:
+        """Log-probabilities (B, L, V); −∞ at the mask."""
+
+    def trunk_at(self, state: Noised, rows: Rows) -> Tensor:
+        return rows.of(self.trunk(state))
+
+    def head_of(self, rows: Tensor) -> Said:
+        return Said(rows)
+
+    def head(self, rows: Tensor) -> Tensor:
+        return rows
+
+
+class _Enumerated(Tabulated):
+    """A language's own table."""
 
     def __init__(self, language: Language, mask: Mask, schedule: Schedule | None) -> None:
-        self.language = language
+        self.language, self.length = language, language.length
         self.process = Process(schedule or LogLinear(), mask, language.mask_id)
         self.vocab_size = language.vocab_size
         self.sequences = language.sequences()  # (S, L)
@@ -27,9 +53,6 @@ class _Enumerated:
         agrees = (self.sequences == state.tokens[:, None, :]) | state.masked[:, None, :]  # (B, S, L)
         weight = self.joint * agrees.all(-1)
         return weight / weight.sum(-1, keepdim=True)
-
-    def head(self, rows: Tensor) -> Tensor:
-        return rows
 
 
 class ExactMarginals(_Enumerated):
@@ -54,7 +77,7 @@ class PartitionOracle(_Enumerated):
         self, language: Language, mask: Finite | Infinite | None = None, schedule: Schedule | None = None
     ) -> None:
         super().__init__(language, mask or Infinite(dim=1), schedule)
-        if getattr(mask, "law", "uniform") != "uniform":
+        if isinstance(mask, Infinite) and mask.law != "uniform":
             raise ValueError("PartitionOracle: the sum of noises mod 1 is uniform for uniform noise only")
 
     def trunk(self, state: Noised) -> Tensor:
