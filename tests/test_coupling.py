@@ -161,9 +161,9 @@ def test_an_imdm_teacher_starts_from_the_noise_the_seed_gives(tmp_path: Path) ->
     model = teacher(mask="infinite-uniform-4-1.0")
     couple(model, None, CoupleConfig(pairs=30, steps=1, start="prior"), tmp_path)
     rows = columns(tmp_path)
-    from imdm.sampling import sample
+    from imdm.sampling import Sampling, sample
 
-    again = sample(model, rows["noised"], keys=rows["seed"], steps=1)
+    again = sample(model, rows["noised"], keys=rows["seed"], how=Sampling(1))
     assert torch.equal(again.tokens, rows["tokens"])
 
 

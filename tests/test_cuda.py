@@ -16,7 +16,7 @@ from imdm.models import faster, load_model
 from imdm.models.layers import attend, capped_attention, rotary, turned_back
 from imdm.objectives import SDTT, Nelbo, Objective, ReDi, Step
 from imdm.randomness import Purpose, bits, fold, normal, survivors, symmetric, uniform
-from imdm.sampling import sample
+from imdm.sampling import Sampling, sample
 from imdm.sampling.categorical import draw
 from imdm.training import TrainConfig, Trainer
 from tests.conftest import tiny_model
@@ -184,7 +184,7 @@ def test_a_small_model_writes_long_text() -> None:
 def test_the_sampler_has_the_plain_loops_law(policy: str) -> None:
     denoiser = TableDenoiser(symbols=2, length=2, masks=2, seed=2, device="cuda")
     keys = fold(3, Purpose.SAMPLE, torch.arange(40_000)).cuda()
-    made = sample(denoiser, torch.full((40_000, 2), 2, device="cuda"), keys=keys, steps=3, policy=policy)
+    made = sample(denoiser, torch.full((40_000, 2), 2, device="cuda"), keys=keys, how=Sampling(3, policy))
     reference = TableDenoiser(symbols=2, length=2, masks=2, seed=2)
     law = sequence_law(chain_law(reference, all_masked(2, 2), 3, policy), 2, 2)
     assert_law(counts_of(made.tokens.cpu(), 2), law)

@@ -25,7 +25,7 @@ def test_the_estimate_is_unbiased(policy: str, steps: int) -> None:
     """Each sequence's probability over 20,000 trajectories against the enumerated chain (false alarm 1e-5 each)."""
     denoiser = TableDenoiser(symbols=2, length=3, masks=2, seed=8)
     exact = sequence_law(chain_law(denoiser, all_masked(3, 2), steps, policy), 2, 3)
-    made = sample(denoiser, torch.full((20_000, 3), 2), keys=KEYS, steps=steps, policy=policy)
+    made = sample(denoiser, torch.full((20_000, 3), 2), keys=KEYS, how=Sampling(steps, policy))
     joint = joint_under(last_laws(denoiser, made, KEYS), (0, 1, 2), 2).flatten(1)
     assert torch.allclose(joint.sum(1), torch.ones(20_000, dtype=torch.float64))
     for sequence in range(8):
@@ -57,7 +57,7 @@ def test_the_oracles_law_is_the_language() -> None:
     language = aligned(length=3, symbols=2)
     oracle = PartitionOracle(language)
     for steps in (1, 2, 3):
-        made = sample(oracle, torch.full((20_000, 3), 2), keys=KEYS, steps=steps)
+        made = sample(oracle, torch.full((20_000, 3), 2), keys=KEYS, how=Sampling(steps))
         law = output_law(last_laws(oracle, made, KEYS), language, seed=0)
         assert float((law.whole - language.joint.flatten()).abs().sum()) < 0.03
         assert float(law.whole[language.joint.flatten() == 0].sum()) == 0.0

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from imdm.data import aligned
 from imdm.errors import UserError
 from imdm.randomness import Purpose, fold
-from imdm.sampling import draw, reveal_steps, sample, time_grid, turns
+from imdm.sampling import Sampling, draw, reveal_steps, sample, time_grid, turns
 from imdm.theory import ExactMarginals
 from tests.conftest import tiny_model
 from tests.reference.enumeration import TableDenoiser, all_masked, chain_law, sequence_law
@@ -27,7 +27,7 @@ def test_law_is_that_of_the_plain_loop(policy: str, steps: int, symbols: int, le
     """A denoiser that depends on every token and every ε; the whole N-step chain enumerated (false alarm 1e-5 each)."""
     denoiser = TableDenoiser(symbols, length, masks, seed=length)
     law = sequence_law(chain_law(denoiser, all_masked(length, masks), steps, policy), symbols, length)
-    made = sample(denoiser, torch.full((N, length), symbols), keys=KEYS, steps=steps, policy=policy)
+    made = sample(denoiser, torch.full((N, length), symbols), keys=KEYS, how=Sampling(steps, policy))
     assert_law(counts_of(made.tokens, symbols), law)
 
 
@@ -38,16 +38,16 @@ def test_law_from_a_perturbed_start(policy: str) -> None:
     start = {(("token", 1), ("mask", a), ("mask", b)): 0.25 for a in range(2) for b in range(2)}
     law = sequence_law(chain_law(denoiser, start, 3, policy, t=0.6), 2, 3)
     canvas = torch.tensor([1, 2, 2]).expand(N, 3)
-    made = sample(denoiser, canvas, keys=KEYS, steps=3, policy=policy, t=torch.full((N,), 0.6))
+    made = sample(denoiser, canvas, keys=KEYS, how=Sampling(3, policy), t=torch.full((N,), 0.6))
     assert_law(counts_of(made.tokens, 2), law)
 
 
 def test_one_step_of_the_best_mdm_is_wrong_half_the_time_and_single_reveals_never_are() -> None:
     language = aligned()
     denoiser, canvas = ExactMarginals(language), torch.full((N, 2), 2)
-    one = sample(denoiser, canvas, keys=KEYS, steps=1).tokens
+    one = sample(denoiser, canvas, keys=KEYS, how=Sampling(1)).tokens
     assert_law(counts_of(one, 2), torch.full((4,), 0.25, dtype=torch.float64))
-    many = sample(denoiser, canvas[:4000], keys=KEYS[:4000], steps=64)
+    many = sample(denoiser, canvas[:4000], keys=KEYS[:4000], how=Sampling(64))
     together = many.revealed_at[:, 0] == many.revealed_at[:, 1]
     assert 0 < together.sum() < 400
     assert language.valid(many.tokens[~together]).all()
@@ -75,7 +75,7 @@ class Counting(TableDenoiser):
 @pytest.mark.parametrize("steps", [1, 3, 1000])
 def test_network_runs_only_for_reveals_and_head_once_a_position(steps: int) -> None:
     denoiser = Counting(2, 3, 2)
-    made = sample(denoiser, torch.full((500, 3), 2), keys=KEYS[:500], steps=steps)
+    made = sample(denoiser, torch.full((500, 3), 2), keys=KEYS[:500], how=Sampling(steps))
     distinct = sum(len(set(row)) for row in made.revealed_at.tolist())
     assert denoiser.sequences == distinct == int(made.evaluations.sum())
     assert denoiser.rows == 500 * 3
@@ -85,10 +85,10 @@ def test_network_runs_only_for_reveals_and_head_once_a_position(steps: int) -> N
 def test_sequences_do_not_wait_for_one_another() -> None:
     """1,000 steps, length 3: three evaluations of the whole batch, not a thousand; with a batch size, full batches."""
     denoiser = Counting(2, 3, 2)
-    sample(denoiser, torch.full((500, 3), 2), keys=KEYS[:500], steps=1000)
+    sample(denoiser, torch.full((500, 3), 2), keys=KEYS[:500], how=Sampling(1000))
     assert len(denoiser.batches) == 3
     denoiser = Counting(2, 3, 2)
-    sample(denoiser, torch.full((500, 3), 2), keys=KEYS[:500], steps=1000, batch_size=64)
+    sample(denoiser, torch.full((500, 3), 2), keys=KEYS[:500], how=Sampling(1000), batch_size=64)
     assert set(denoiser.batches[:-3]) == {64}
 
 
@@ -163,7 +163,9 @@ def test_progress_counts_tokens() -> None:
         ({"steps": 0}, "steps = 0"),
         ({"num": 0}, "num = 0"),
         ({"length": 7}, "length = 7: must be a whole number from 1 to 6"),
-        ({"temperature": 0.0}, "temperature = 0.0"),
+        ({"temperature": -0.5}, "temperature = -0.5: must be 0 "),
+        ({"policy": "keep"}, "unknown sampling option 'policy'; known: noise, steps, temperature, top_p"),
+        ({"keys": torch.zeros(2, dtype=torch.int64)}, "keys: expected 1 numbers of 64 bits"),
         ({"temperature": float("inf")}, "temperature = inf"),
         ({"input_ids": torch.tensor([[1]]), "length": 50}, "length = 50: must be a whole number from 1 to 6"),
         ({"top_p": 1.5}, "top_p = 1.5"),

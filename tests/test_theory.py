@@ -16,7 +16,7 @@ from imdm.evaluation import single_step_error
 from imdm.masks import Finite, Infinite, Single
 from imdm.process import Process
 from imdm.randomness import Purpose, fold
-from imdm.sampling import sample
+from imdm.sampling import Sampling, sample
 from imdm.schedule import LogLinear
 from imdm.theory import (
     ExactMarginals,
@@ -172,7 +172,7 @@ def test_the_oracle_is_exact_with_continuous_noise(policy: str, steps: int) -> N
     """Any language, infinite mask, the sampler itself (false alarm 1e-5)."""
     language = random_language(2, 3, 3)
     keys = fold(41, Purpose.SAMPLE, torch.arange(40_000))
-    made = sample(PartitionOracle(language), torch.full((40_000, 3), 3), keys=keys, steps=steps, policy=policy)
+    made = sample(PartitionOracle(language), torch.full((40_000, 3), 3), keys=keys, how=Sampling(steps, policy))
     assert_law(counts_of(made.tokens, 3), language.joint.flatten())
 
 

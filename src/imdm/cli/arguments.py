@@ -19,22 +19,26 @@ if TYPE_CHECKING:
 
 
 def parse_counts(text: str) -> list[int]:
+    from imdm.sampling import MOST_STEPS
+
     try:
         counts = [int(part) for part in text.split(",")]
     except ValueError:
         raise UserError(f"--steps {shown(text)}: expected whole numbers separated by commas") from None
     for count in counts:
-        check_whole("--steps", count, 1, 1_000_000)
+        check_whole("--steps", count, 1, MOST_STEPS)
     return counts
 
 
 def parse_temperatures(text: str) -> list[float]:
+    from imdm.sampling.options import TEMPERATURES, is_temperature
+
     try:
         values = [float(part) for part in text.split(",")]
     except ValueError:
         raise UserError(f"--temperature {shown(text)}: expected numbers separated by commas") from None
-    if not all(1e-6 <= value <= 1e6 for value in values):
-        raise UserError(f"--temperature {shown(text)}: must be in [1e-6, 1e6] (1.0 samples the model as it is)")
+    if not all(map(is_temperature, values)):
+        raise UserError(f"--temperature {shown(text)}: {TEMPERATURES}")
     return values
 
 

@@ -35,7 +35,7 @@ from imdm.objectives import EARLIEST
 from imdm.process import NoisePolicy
 from imdm.randomness import GENERATOR, Purpose, as_key, fold, uniform
 from imdm.room import check_room
-from imdm.sampling import MOST_STEPS, sample
+from imdm.sampling import MOST_STEPS, Sampling, sample
 from imdm.schedule import parse_schedule
 
 
@@ -290,9 +290,8 @@ def _make(
         teacher,
         noised,
         keys=keys,
-        steps=config.steps,
+        how=Sampling(config.steps, config.noise),
         t=t,
-        policy=config.noise,
         batch_size=config.batch_size,
         on_progress=report,
     )

@@ -246,10 +246,7 @@ class Evaluation:
                 model.eval(),
                 canvas[part].to(model.device),
                 keys=keys[part.to(keys.device)],
-                steps=how.steps,
-                policy=how.noise,
-                temperature=how.temperature,
-                top_p=how.top_p,
+                how=how,
                 batch_size=subject.batch_size,
             )
             return {name: column for name, column in vars(made).items() if column is not None}

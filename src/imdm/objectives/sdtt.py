@@ -14,7 +14,7 @@ from imdm.objectives.base import Step, corrupted, objectives
 from imdm.objectives.rounds import Rounds, Teacher
 from imdm.process import Process
 from imdm.randomness import Purpose, uniform
-from imdm.sampling import draw_tokens, hidden_at
+from imdm.sampling import draw_tokens
 from imdm.state import Noised, Rows
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def teacher_rows(teacher: MaskedDiffusionLM, state: Noised, rows: Rows, dt: floa
     rows: those positions."""
     process = teacher.process
     times = teacher_times(state.t, dt, steps)
-    hidden = hidden_at(teacher, state, rows)
+    hidden = teacher.trunk_at(state, rows)
     for step in range(1, steps):
         s = times[:, step]
         revealed = process.reveals(state, s, keys, step)  # (B, L)
@@ -92,5 +92,5 @@ def teacher_rows(teacher: MaskedDiffusionLM, state: Noised, rows: Rows, dt: floa
         drawn = draw_tokens(teacher, hidden[now], u).tokens
         proposal = state.tokens.index_put((rows.sequence[now], rows.position[now]), drawn)
         state = process.reverse(state, s, proposal, keys, step, "keep")
-        hidden = torch.where(rows.of(state.masked)[:, None], hidden_at(teacher, state, rows), hidden)
+        hidden = torch.where(rows.of(state.masked)[:, None], teacher.trunk_at(state, rows), hidden)
     return hidden

@@ -1,15 +1,13 @@
 """From masks to text: the reverse process, exact draws, reveals drawn first."""
 
 from imdm.sampling.categorical import draw, probabilities
-from imdm.sampling.options import Sampling
+from imdm.sampling.options import MOST_STEPS, Sampling
 from imdm.sampling.sampler import (
-    MOST_STEPS,
     Drawn,
     Generation,
+    Revealed,
     Trace,
-    check_steps,
     draw_tokens,
-    hidden_at,
     plan,
     reveal_steps,
     sample,
@@ -21,13 +19,12 @@ __all__ = [
     "MOST_STEPS",
     "Drawn",
     "Generation",
+    "Revealed",
     "Sampling",
     "Trace",
     "Turn",
-    "check_steps",
     "draw",
     "draw_tokens",
-    "hidden_at",
     "plan",
     "probabilities",
     "reveal_steps",

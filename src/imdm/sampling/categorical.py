@@ -11,7 +11,9 @@ from torch import Tensor
 
 
 def draw(log_probs: Tensor, u: Tensor, temperature: float = 1.0, top_p: float = 1.0) -> Tensor:
-    """The token of each row (R, V) whose slice of [0, 1) holds u (R,), float64."""
+    """The token of each row (R, V) whose slice of [0, 1) holds u (R,), float64; at temperature 0 the likeliest."""
+    if temperature == 0:
+        return log_probs.argmax(-1)
     p = probabilities(log_probs, temperature, top_p)
     edge = p.cumsum(-1)
     total = edge[:, -1:]
@@ -21,7 +23,11 @@ def draw(log_probs: Tensor, u: Tensor, temperature: float = 1.0, top_p: float = 
 
 
 def probabilities(log_probs: Tensor, temperature: float = 1.0, top_p: float = 1.0) -> Tensor:
-    """What each row (…, V) is drawn from, float64; where top_p leaves tokens out, up to a constant a row."""
+    """What each row (…, V) is drawn from, float64; where top_p leaves tokens out, up to a constant a row. At
+    temperature 0 the likeliest token is certain, the first of several."""
+    if temperature == 0:
+        likeliest = log_probs.argmax(-1, keepdim=True)
+        return torch.zeros_like(log_probs, dtype=torch.float64).scatter(-1, likeliest, 1.0)
     p = torch.softmax(log_probs.to(torch.float64) / temperature, dim=-1)
     return _nucleus(p, top_p) if top_p < 1.0 else p
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
-from imdm.errors import UserError, check_number, check_whole
+from imdm.errors import UserError, check_number, check_whole, unknown
 from imdm.process import NoisePolicy, check_policy
 
 MOST_STEPS = 1_000_000
+TEMPERATURES = "must be 0 (the likeliest token) or in [1e-6, 1e6] (1.0 samples the model as it is)"
+
+
+def is_temperature(value: float) -> bool:
+    return value == 0 or 1e-6 <= value <= 1e6
 
 
 @dataclass(frozen=True)
@@ -25,16 +32,22 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0
 
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Sampling:
+        """From the keyword arguments of a call; unknown ones are answered with the known."""
+        known = [field.name for field in fields(cls)]
+        for name in options:
+            if name not in known:
+                raise unknown("sampling option", name, known)
+        return cls(**options)
+
     def __post_init__(self) -> None:
         check_whole("steps", self.steps, 1, MOST_STEPS)
         check_policy(self.noise)
         check_number("temperature", self.temperature)
         check_number("top_p", self.top_p)
-        if not (self.temperature == 0 or 1e-6 <= self.temperature <= 1e6):
-            raise UserError(
-                f"temperature = {self.temperature}: must be 0 (the likeliest token) or in [1e-6, 1e6] "
-                "(1.0 samples the model as it is)"
-            )
+        if not is_temperature(self.temperature):
+            raise UserError(f"temperature = {self.temperature}: {TEMPERATURES}")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p = {self.top_p}: must be in (0, 1] (1.0 samples the model as it is)")
 

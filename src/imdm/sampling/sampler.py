@@ -16,25 +16,25 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from imdm.errors import UserError, check_number, check_whole
+from imdm.errors import UserError, check_is, check_whole
 from imdm.kernels import is_plain, kernels
-from imdm.process import NoisePolicy, Process, check_policy
+from imdm.process import Process, Split
 from imdm.randomness import Purpose, uniform
 from imdm.sampling.categorical import draw
+from imdm.sampling.options import Sampling
 from imdm.sampling.turns import turns
 from imdm.state import Noised, Rows
 
 if TYPE_CHECKING:
-    from imdm.models import Denoiser
+    from imdm.models.contract import Denoiser
 
 END = 1e-5  # the time grid ends here; the last step reveals whatever is left
 AT_ONCE = 1 << 24  # elements of (rows, V) in memory at a time
-MOST_STEPS = 1_000_000
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Trace:
     """How the text appeared. canvases (B, N + 1, L): the tokens before the first step and after each;
     log_probs (B, L): what the model gave each written token when it was drawn (0 where given)."""
@@ -42,8 +42,31 @@ class Trace:
     canvases: Tensor
     log_probs: Tensor
 
+    def __repr__(self) -> str:
+        B, N, L = self.canvases.shape
+        return f"Trace({B} × {L} tokens in {N - 1} steps)"
+
 
 @dataclass(frozen=True)
+class Revealed:
+    """What one network evaluation wrote. Sequences at different steps share an evaluation, and a sequence is evaluated
+    only at steps that reveal something of it.
+
+    sequences (A,): the rows of the canvas that were evaluated
+    steps     (A,): the step of each, 0 … N − 1
+    tokens    (A, L): their tokens now
+    rows      the positions that were revealed; `rows.sequence` counts within these A
+    log_probs (R,): what the model gave each revealed token
+    """
+
+    sequences: Tensor
+    steps: Tensor
+    tokens: Tensor
+    rows: Rows
+    log_probs: Tensor
+
+
+@dataclass(frozen=True, repr=False)
 class Generation:
     """tokens (B, L); revealed_at (B, L): the step of each token, −1 where given; evaluations (B,): how often the
     network ran for each sequence; draws (B, L): which draw of its noise each position was written under;
@@ -55,6 +78,10 @@ class Generation:
     draws: Tensor
     latents: Tensor | None = None
     trace: Trace | None = None
+
+    def __repr__(self) -> str:
+        B, L = self.tokens.shape
+        return f"Generation({B} × {L} tokens{'' if self.trace is None else ', with trace'})"
 
     def to(self, device: torch.device) -> Generation:
         """The same on another device, without its trace."""
@@ -72,8 +99,8 @@ def time_grid(steps: int, t: Tensor) -> Tensor:
 def reveal_steps(survival: Tensor, u: Tensor) -> Tensor:
     """The step at which each position is revealed: survival (B, N + 1) falls from 1 to 0, u (B, L) in [0, 1).
 
-    A position masked at the start is still masked after step k with probability (1 − α_{k+1})/(1 − α_0), by
-    telescoping Eq. 13; it is revealed in the first step whose survival does not exceed u.
+    A position masked at the start is still masked after step k with the probability `Split.stay` from time 0 of the
+    grid to time k + 1; it is revealed in the first step whose survival does not exceed u.
     """
     return torch.searchsorted(-survival[:, 1:].contiguous(), -u.contiguous())
 
@@ -92,7 +119,7 @@ def plan(process: Process, keys: Tensor, t: Tensor, steps: int, length: int) -> 
     """The plan of each key's sequence, from time t (B,) on."""
     grid = time_grid(steps, t)
     alpha = process.schedule.alpha(grid)
-    survival = (1 - alpha) / (1 - alpha[:, :1])
+    survival = Split(alpha[:, :1], alpha).stay
     position = torch.arange(length, device=keys.device)
     return Plan(grid, alpha, reveal_steps(survival, uniform(keys[:, None], Purpose.REVEAL, position)))
 
@@ -105,19 +132,13 @@ class Drawn:
     log_probs: Tensor
 
 
-def hidden_at(denoiser: Denoiser, state: Noised, rows: Rows) -> Tensor:
-    """Hidden states of some rows alone: (R, ·)."""
-    only = getattr(denoiser, "trunk_at", None)
-    return rows.of(denoiser.trunk(state)) if only is None else only(state, rows)
-
-
 def draw_tokens(denoiser: Denoiser, rows: Tensor, u: Tensor, temperature: float = 1.0, top_p: float = 1.0) -> Drawn:
     """A token for each hidden row (R, ·) from the head, so that (R, V) is never held whole: by one kernel on a GPU, in
     chunks elsewhere."""
-    layer = getattr(denoiser, "output", None)
-    as_it_is = temperature == top_p == 1.0
-    if rows.is_cuda and as_it_is and isinstance(layer, nn.Linear) and is_plain(layer) and (fast := kernels("draw")):
-        return Drawn(*fast.draw_from_head(rows, layer.weight, layer.bias, denoiser.process.mask_id, u))
+    if rows.is_cuda and temperature == top_p == 1.0:
+        head = denoiser.head_of(rows)
+        if head.layer is not None and is_plain(head.layer) and (fast := kernels("draw")):
+            return Drawn(*fast.draw_from_head(*head.tensors, head.never, u))
     size = max(1, AT_ONCE // denoiser.vocab_size)
     tokens = torch.empty(len(rows), dtype=torch.int64, device=rows.device)
     log_probs = torch.empty(len(rows), device=rows.device)
@@ -135,34 +156,36 @@ def sample(
     tokens: Tensor,
     *,
     keys: Tensor,
-    steps: int,
+    how: Sampling,
     t: Tensor | None = None,
-    policy: NoisePolicy = "posterior",
-    temperature: float = 1.0,
-    top_p: float = 1.0,
     trace: bool = False,
     batch_size: int | None = None,
     on_progress: Callable[[int], None] | None = None,
+    on_step: Callable[[Revealed], None] | None = None,
 ) -> Generation:
-    """Reveal every mask of `tokens` (B, L) in `steps` reverse steps from time t (B,), 1 unless given.
+    """Reveal every mask of `tokens` (B, L) in `how.steps` reverse steps from time t (B,), 1 unless given.
 
     keys (B,)    64-bit keys; a sequence's text depends on its own key alone
     batch_size   the most sequences in one network evaluation
     on_progress  called with the number of tokens written so far; a GPU may be some turns behind
+    on_step      called after each network evaluation with what it revealed; nothing is made for it when it is not given
     """
-    if getattr(getattr(denoiser, "config", None), "causal", False):
-        raise UserError("this model reads from left to right: it judges text and writes none")
-    _check(steps, temperature, top_p, batch_size)
-    check_policy(policy)
-    process = denoiser.process
+    check_is("how", how, Sampling, "a Sampling")
+    if batch_size is not None:
+        check_whole("batch_size", batch_size)
     B, L = tokens.shape
+    if denoiser.causal:
+        raise UserError("this model reads from left to right: it judges text and writes none")
+    if denoiser.length < L:
+        raise UserError(f"the canvas has rows of {L} tokens, the model takes at most {denoiser.length}")
+    process = denoiser.process
     if t is None:
         t = torch.ones(B, device=tokens.device)
     elif B and not bool(((t > 0) & (t <= 1)).all()):
         raise UserError("t: every starting time must be in (0, 1]")
 
     # 1. When is each position revealed?
-    planned = plan(process, keys, t, steps, L)
+    planned = plan(process, keys, t, how.steps, L)
     grid, alpha = planned.grid, planned.alpha
     position = torch.arange(L, device=tokens.device)
     masked = tokens == process.mask_id
@@ -179,44 +202,30 @@ def sample(
     for turn in coming:
         active, now, rows = turn.active, turn.now, turn.rows
         key, holes = keys[active], masked[active]
-        if policy == "posterior":
-            kept = alpha[active, turn.before] / alpha[active, now]  # α_t/α_s telescopes over skipped steps
+        if how.noise == "posterior":
+            kept = Split(alpha[active, turn.before], alpha[active, now]).alpha_ts  # over skipped steps too
             redraw = uniform(key[:, None], Purpose.REDRAW, position, now[:, None]) >= kept[:, None]
             draws[active] = torch.where(holes & redraw, now[:, None], draws[active])
-        latent = process.latents(key, now if policy == "posterior" else 0)
+        latent = process.latents(key, now if how.noise == "posterior" else 0)
         if latents is not None and latent is not None:
             latents[active] = latent
         noise = process.mask.draw(key, draws[active], holes)
         state = Noised(tokens[active], holes, noise, grid[active, now], latent)
         u = uniform(key[rows.sequence], Purpose.TOKEN, rows.position)
-        drawn = draw_tokens(denoiser, hidden_at(denoiser, state, rows), u, temperature, top_p)
+        drawn = draw_tokens(denoiser, denoiser.trunk_at(state, rows), u, how.temperature, how.top_p)
         place = active[rows.sequence], rows.position
         tokens[place] = drawn.tokens
         log_probs[place] = drawn.log_probs
         masked[place] = False
         written += len(u)
+        if on_step is not None:
+            on_step(Revealed(active, now, tokens[active], rows, drawn.log_probs))
         if on_progress is not None:
             on_progress(written)
 
     story = None
     if trace:
-        step = torch.arange(steps + 1, device=tokens.device)[:, None]
+        step = torch.arange(how.steps + 1, device=tokens.device)[:, None]
         shown = revealed_at[:, None, :] < step  # (B, N + 1, L)
         story = Trace(torch.where(shown, tokens[:, None, :], process.mask_id), log_probs)
     return Generation(tokens, revealed_at, evaluations, draws, latents, story)
-
-
-def check_steps(steps: int) -> None:
-    check_whole("steps", steps, 1, MOST_STEPS)
-
-
-def _check(steps: int, temperature: float, top_p: float, batch_size: int | None) -> None:
-    check_steps(steps)
-    check_number("temperature", temperature)
-    check_number("top_p", top_p)
-    if not 1e-6 <= temperature <= 1e6:
-        raise UserError(f"temperature = {temperature}: must be in [1e-6, 1e6] (1.0 samples the model as it is)")
-    if not 0 < top_p <= 1:
-        raise UserError(f"top_p = {top_p}: must be in (0, 1] (1.0 samples the model as it is)")
-    if batch_size is not None:
-        check_whole("batch_size", batch_size)
