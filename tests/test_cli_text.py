@@ -299,7 +299,9 @@ def test_measuring_at_other_temperatures(run: Path, tmp_path: Path) -> None:
     assert matched.matched == matched.recipe_hash  # itself
     for wrong in ("0", "-4.3", "nan", "inf"):
         assert "a positive number of nats" in refused(imdm(*command, f"--match={wrong}"))
-    assert "must be in [1e-6, 1e6]" in refused(imdm(*command, "--temperature", "0"))
+    assert "or in [1e-6, 1e6]" in refused(imdm(*command, "--temperature", "-1"))
+    assert imdm(*command, "--temperature", "0", "--out", tmp_path / "greedy.jsonl").returncode == 0
+    assert [row.temperature for row in read(tmp_path / "greedy.jsonl")] == [0.0]
 
 
 def test_runs_of_one_name_are_all_on_the_page(run: Path, tmp_path: Path) -> None:

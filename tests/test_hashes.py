@@ -59,6 +59,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         **{"shards": [[4, "abc"]]},
     },
     "TrainConfig": {"steps": 3},
+    "BackboneSettings": {"kind": "dit"},
     "ModelSettings": {"preset": "mini"},
     "TrainStage": {"kind": "train", "mask": "infinite-uniform-8-1.0", "objective": "redi", "training": {"steps": 3}},
     "CoupleStage": {"kind": "couple", "teacher": "teacher"},

@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 
 import imdm
 from imdm.errors import UserError
-from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM, denoiser, faster, fingerprint, load_model
+from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM, faster, fingerprint, load_model
+from imdm.models.backbones import dit
 from imdm.models.fast import Replay
 from imdm.models.layers import Heads, attend, capped_attention, in_heads, rotary, rotate, soft_cap_score
 from imdm.objectives import Autoregressive, Nelbo, Objective, Step
@@ -337,8 +338,8 @@ def test_the_public_names_are_there() -> None:
 def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled models run what was traced of them, forward and backward, without a compiler's wait."""
     torch._dynamo.reset()
-    made = tuple(torch.compile(f, backend="aot_eager", fullgraph=True) for f in (denoiser._through, denoiser._out))
-    monkeypatch.setattr(denoiser, "_compiled", lambda: made)
+    made = tuple(torch.compile(f, backend="aot_eager", fullgraph=True) for f in (dit._through, dit._out))
+    monkeypatch.setattr(dit, "_compiled", lambda: made)
 
 
 @pytest.mark.usefixtures("traced")
@@ -387,8 +388,13 @@ def test_rows_alone_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> N
     model = tiny_model(mask="infinite-uniform-4-1.0", length=20)
     state = model.noised(torch.full((2, 20), 4))
     hidden, asked = model.trunk(state), []
-    run = model._run
-    monkeypatch.setattr(model, "_run", lambda state, rows, queries: asked.append(queries) or run(state, rows, queries))
+    run = model.backbone._run
+
+    def heard(x: torch.Tensor, keys: None, rows: Rows, queries: torch.Tensor | None) -> torch.Tensor:
+        asked.append(queries)
+        return run(x, keys, rows, queries)
+
+    monkeypatch.setattr(model.backbone, "_run", heard)
     sequence, position, slot = torch.tensor([0, 0, 1]), torch.tensor([0, 13, 5]), torch.tensor([0, 1, 0])
     for rows in (Rows(sequence, position), Rows(sequence, position, slot, 2), Rows(sequence, position, slot, 15)):
         assert torch.allclose(model.trunk_at(state, rows), hidden[sequence, position], atol=1e-6)
@@ -458,7 +464,7 @@ def test_recordings_are_kept_by_how_often_they_are_needed_and_forgotten_when_wei
     model.float()
     assert not replay.recorded
     with torch.no_grad():
-        assert replay(model._all, rotary(6, 8, torch.device("cpu")), model.noised(TOKENS)) is None  # no GPU
+        assert replay(model._all, None, model.noised(TOKENS), torch.clone) is None  # no GPU
 
 
 @pytest.mark.parametrize("mask", [*MASKS, "mixture"])

@@ -130,7 +130,8 @@ def test_names_that_are_no_folder_are_refused_everywhere(name: str) -> None:
         ("stages.imdm.data=teacher", "data names 'teacher', which makes no pairs"),
         ("stages.pairs.teacher=nothing", None),
         ("stages.evaluate.models={pairs: x}", "models names 'pairs', which trains no model"),
-        ("stages.evaluate.temperatures=[0]", "greater than or equal"),
+        ("stages.evaluate.temperatures=[-1]", "must be 0 (the likeliest token) or in [1e-6, 1e6]"),
+        ("model.backbone=mamba", "unknown backbone 'mamba'; known: dit"),
         ("stages.evaluate.steps=[]", "at least 1 item"),
         ("stages.evaluate.metrics=[]", "at least 1 item"),
     ],
@@ -214,7 +215,8 @@ def test_generate_takes_or_refuses_any_argument(name: str, value: Any) -> None:
 
 @few
 @given(st.sampled_from(["vocab_size", "length", "width", "blocks", "heads", "condition", "dropout", "softcap", "mask",
-                        "schedule", "mixture", "causal", "mask_token_id", "tie_word_embeddings"]), ODD)  # fmt: skip
+                        "schedule", "mixture", "causal", "backbone", "mask_token_id", "tie_word_embeddings"]),
+       ODD)  # fmt: skip
 def test_a_configuration_takes_or_refuses_any_value(name: str, value: Any) -> None:
     try:
         config = MaskedDiffusionConfig(**{name: value})

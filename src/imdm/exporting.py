@@ -101,7 +101,7 @@ def _facts(model: MaskedDiffusionLM, name: str, text: bool, rounding: Rounding |
 
 {kind} of {count / 1e6:.1f}M parameters.
 
-- {config.blocks} blocks of width {config.width}, {config.heads} heads; sequences of up to {config.length} tokens
+- {model.backbone.about}; sequences of up to {config.length} tokens
 - vocabulary of {config.vocab_size:,} ids, the mask among them{kept}
 
 {use}

@@ -1,8 +1,9 @@
-"""The denoiser: a diffusion transformer in two stages, and its configuration."""
+"""The denoiser: a backbone between embeddings and head, its configuration, and what others may ask of it."""
 
+from imdm.models.backbones import Backbone, BackboneSettings, backbones
 from imdm.models.configuration import LARGEST_VOCABULARY, PRESETS, MaskedDiffusionConfig
+from imdm.models.contract import Denoiser
 from imdm.models.denoiser import (
-    Denoiser,
     MaskedDiffusionLM,
     check_tokens,
     fold_conditioning,
@@ -15,9 +16,12 @@ from imdm.models.loading import fingerprint, is_ours, load_config, load_model
 __all__ = [
     "LARGEST_VOCABULARY",
     "PRESETS",
+    "Backbone",
+    "BackboneSettings",
     "Denoiser",
     "MaskedDiffusionConfig",
     "MaskedDiffusionLM",
+    "backbones",
     "check_precision",
     "check_tokens",
     "faster",

@@ -8,6 +8,8 @@ from transformers import PreTrainedConfig
 
 from imdm.errors import UserError, check_number, check_whole, shown, unknown
 from imdm.masks import parse_mask
+from imdm.models.backbones import backbones, parse_backbone
+from imdm.models.backbones.base import DEFAULT, is_default
 from imdm.schedule import parse_schedule
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -32,8 +34,10 @@ class MaskedDiffusionConfig(PreTrainedConfig):
     mixture         one extra token, appended to the sequence, shows the model a latent λ ~ U(0, 1) that all positions
                     share (Di4C's mixture model)
     schedule        `log-linear`, or its settings
-    width, blocks, heads, dropout, softcap    the transformer; `preset` fills width, blocks, heads and condition
-    condition       width of adaLN's conditioning; 0: folded into the other weights (`fold_conditioning`)
+    backbone        what turns embeddings into hidden states: `dit` unless given, or settings with `kind`
+    width, dropout  of any backbone
+    blocks, heads, softcap    of `dit`; `preset` fills width, blocks, heads and condition
+    condition       of `dit`: width of adaLN's conditioning; 0: folded into the other weights (`fold_conditioning`)
     causal          each position sees those before it alone: a language model that reads from left to right, to judge
                     what others write (objective `autoregressive`); it writes nothing itself
     """
@@ -55,6 +59,7 @@ class MaskedDiffusionConfig(PreTrainedConfig):
         mixture: bool = False,
         schedule: Any = "log-linear",
         causal: bool = False,
+        backbone: Any = None,
         tie_word_embeddings: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -63,8 +68,6 @@ class MaskedDiffusionConfig(PreTrainedConfig):
         sizes |= {"condition": (condition, 0, 1 << 16)}
         for field, (value, least, most) in sizes.items():
             check_whole(f"model.{field}", value, least, most)
-        if width % (2 * heads):
-            raise UserError(f"model.width = {width}: must be a multiple of 2·heads = {2 * heads}")
         check_number("model.dropout", dropout)
         if not 0 <= dropout < 1:
             raise UserError(f"model.dropout = {dropout!r}: must be in [0, 1)")
@@ -85,6 +88,9 @@ class MaskedDiffusionConfig(PreTrainedConfig):
         self.mask, self.mixture, self.schedule = mask, bool(mixture), schedule
         self.mask_token_id, self.causal = mask_token_id, bool(causal)
         self.tie_word_embeddings = tie_word_embeddings
+        self.backbone = backbone
+        parsed = parse_backbone(self.backbone)
+        backbones[parsed.kind].check(self, parsed)
         super().__init__(**kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -93,18 +99,34 @@ class MaskedDiffusionConfig(PreTrainedConfig):
         super().__setattr__(name, parse(value).model_dump() if parse else value)
 
     @property
+    def backbone(self) -> dict[str, Any]:
+        """Its settings. Those of the usual one are not kept, so that a configuration is what it was before there were
+        others."""
+        return self.__dict__.get("backbone", {"kind": DEFAULT})
+
+    @backbone.setter
+    def backbone(self, value: Any) -> None:
+        settings = parse_backbone(value)
+        self.__dict__.pop("backbone", None)
+        if not is_default(settings):
+            self.__dict__["backbone"] = settings.model_dump()
+
+    @property
     def law(self) -> list[Any]:
         """What a model's law follows from beside its weights, as plain data: masks, schedule, vocabulary, attention."""
         law: list[Any] = [parse_mask(self.mask).hashed(), parse_schedule(self.schedule).hashed()]
         law += [self.mask_token_id, self.vocab_size, self.heads, self.softcap]
-        return law + ["causal"] * self.causal
+        law += ["causal"] * self.causal
+        backbone = parse_backbone(self.backbone)
+        return law if is_default(backbone) else [*law, backbone.hashed()]
 
     @property
     def parameters(self) -> int:
         """About how many parameters a model of this size has."""
         D, mask = self.width, self.mask
         noise = mask.get("count", 0) * D + (4 * D * (mask["dim"] + D) if "dim" in mask else 0)
-        return 2 * self.vocab_size * D + self.blocks * 6 * D * (2 * D + self.condition) + noise
+        backbone = parse_backbone(self.backbone)
+        return 2 * self.vocab_size * D + backbones[backbone.kind].size(self, backbone) + noise
 
     @classmethod
     def preset(cls, name: str, **settings: Any) -> MaskedDiffusionConfig:

@@ -6,10 +6,10 @@ position is masked.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+import copy
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -17,27 +17,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from imdm.errors import UserError, check_is, check_seed, check_whole, is_out_of_memory, shown
-from imdm.kernels import is_plain
 from imdm.masks import Infinite, Mask, parse_mask
+from imdm.models.backbones import Backbone, backbones, parse_backbone
+from imdm.models.backbones.base import size_filled
 from imdm.models.configuration import MaskedDiffusionConfig
-from imdm.models.layers import (
-    Block,
-    Dropout,
-    MixtureToken,
-    Norm,
-    Rope,
-    TimeCondition,
-    TokenEmbedding,
-    ZeroLinear,
-    rotary,
-)
+from imdm.models.layers import MixtureToken, Norm, TokenEmbedding, ZeroLinear
 from imdm.models.quantized import opened
 from imdm.models.readout import Head, Reduce, reduced
 from imdm.models.saving import check_saved, save_whole
-from imdm.process import NoisePolicy, Process
+from imdm.process import Process
 from imdm.randomness import Purpose, as_key, fold, seeded
 from imdm.room import check_room
-from imdm.sampling import Generation, check_steps, sample
+from imdm.sampling import Generation, Revealed, Sampling, sample
 from imdm.schedule import parse_schedule
 from imdm.state import Noised, Rows
 
@@ -45,24 +36,9 @@ AS_SAVED = {"dtype", "torch_dtype", "device_map", "low_cpu_mem_usage", "attn_imp
 """What may be asked of `from_pretrained` without asking for another configuration than the one that was saved."""
 
 
-class Denoiser(Protocol):
-    """What the sampler, the objectives and the metrics ask of a model. Enumerated oracles satisfy it too."""
-
-    process: Process
-
-    @property
-    def vocab_size(self) -> int:
-        """V, the mask token included."""
-
-    def trunk(self, state: Noised) -> Tensor:
-        """Hidden states (B, L, ·)."""
-
-    def head(self, rows: Tensor) -> Tensor:
-        """Log-probabilities (R, V) for rows (R, ·) of the hidden states; −∞ at the mask."""
-
-
 class MaskedDiffusionLM(PreTrainedModel):
-    """A masked diffusion language model with any kind of mask.
+    """A masked diffusion language model with any kind of mask and any backbone: tokens, noise and latent → embeddings →
+    `backbone` → hidden states → head. `Denoiser` says what others use of it.
 
     >>> config = MaskedDiffusionConfig(vocab_size=3, length=2, width=16, blocks=1, heads=2, condition=8)
     >>> model = MaskedDiffusionLM(config)
@@ -75,25 +51,44 @@ class MaskedDiffusionLM(PreTrainedModel):
     base_model_prefix = ""
     _supports_sdpa = True
     _tied_weights_keys = {"output.weight": "embedding.weight"}  # noqa: RUF012  (transformers' own convention)
+    backbone: Backbone
+    replay: Any = None  # recorded evaluations (`faster`)
 
     def __init__(self, config: MaskedDiffusionConfig) -> None:
         super().__init__(config)
         self.mask: Mask = parse_mask(config.mask)
         self.process = Process(parse_schedule(config.schedule), self.mask, config.mask_token_id, config.mixture)
-        D, C = config.width, config.condition
+        D, settings = config.width, parse_backbone(config.backbone)
         self.embedding = TokenEmbedding(config.vocab_size, D)
         self.mask_embedding = self.mask.embedding(D)
         self.mixture = MixtureToken(D) if config.mixture else None
-        self.time = TimeCondition(C) if C else None
-        self.blocks = nn.ModuleList(
-            Block(D, config.heads, config.softcap, config.causal, config.dropout, C) for _ in range(config.blocks)
-        )
-        self.norm = Norm(D, bias=not C)
-        self.modulation = ZeroLinear(C, 2 * D) if C else None
+        self._take_in(backbones[settings.kind](config, settings))
         self.output = ZeroLinear(D, config.vocab_size)
-        self._compiled: frozenset[bool] = frozenset()  # whether while it trains, whether while it does not
-        self.replay: Any = None  # recorded evaluations (`faster`)
         self.post_init()
+
+    def _take_in(self, backbone: Backbone) -> None:
+        """The backbone's layers under their own names, so that weights are called what they always were: it shares one
+        table of layers with this model, and is itself no layer of it. What replaces a layer here replaces it there."""
+        mine = {"embedding", "mask_embedding", "mixture", "output"}
+        names = [name for table in (backbone._modules, backbone._parameters, backbone._buffers) for name in table]
+        for name in names:
+            if name in mine or hasattr(self, name):
+                raise ValueError(f"backbone {backbone.settings.kind!r}: a layer cannot be called {name!r} here")
+        for table in ("_modules", "_parameters", "_buffers"):
+            self.__dict__[table].update(backbone.__dict__[table])
+            backbone.__dict__[table] = self.__dict__[table]
+        self._non_persistent_buffers_set |= backbone._non_persistent_buffers_set
+        self.__dict__["backbone"] = backbone
+
+    def train(self, mode: bool = True) -> MaskedDiffusionLM:
+        super().train(mode)
+        self.backbone.training = mode
+        return self
+
+    def __repr__(self) -> str:
+        config, count = self.config, sum(parameter.numel() for parameter in self.parameters())
+        sizes = f"{count / 1e6:.1f}M parameters, {self.backbone.about}, mask {self.mask.name}"
+        return f"{type(self).__name__}({sizes}, {config.vocab_size:,} ids, up to {config.length} tokens)"
 
     def _init_weights(self, module: nn.Module) -> None:
         """Every layer knows its own start; `transformers` skips what was loaded."""
@@ -104,12 +99,18 @@ class MaskedDiffusionLM(PreTrainedModel):
     def vocab_size(self) -> int:
         return self.config.vocab_size
 
+    @property
+    def length(self) -> int:
+        return self.config.length
+
+    @property
+    def causal(self) -> bool:
+        return self.config.causal
+
     def set_dropout(self, rate: float) -> None:
         """Another dropout rate for further training."""
         self.config.dropout = rate
-        for module in self.modules():
-            if isinstance(module, Dropout):
-                module.rate = rate
+        self.backbone.set_dropout(rate)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> MaskedDiffusionLM:
@@ -173,85 +174,42 @@ class MaskedDiffusionLM(PreTrainedModel):
 
     def trunk(self, state: Noised) -> Tensor:
         """Hidden states (B, L, D)."""
-        hidden = self._replayed(state)
-        return self._all(state) if hidden is None else hidden[: len(state.tokens)].clone()
+        self._check_length(state)
+        many = len(state.tokens)
+        hidden = self._replayed(state, lambda all_of_them: all_of_them[:many].clone())
+        return self._all(state) if hidden is None else hidden
+
+    def trunk_at(self, state: Noised, rows: Rows) -> Tensor:
+        """Hidden states of some rows alone, (R, D)."""
+        self._check_length(state)
+        hidden = self._replayed(state, rows.of)
+        return self.backbone.at(self._embedded(state), rows, state.keys) if hidden is None else hidden
 
     def _all(self, state: Noised) -> Tensor:
-        return self._run(state)
+        return self.backbone(self._embedded(state), state.keys)[:, : state.tokens.shape[1]]
 
-    def _replayed(self, state: Noised) -> Tensor | None:
-        """Hidden states from a recorded evaluation, the batch filled up; overwritten by the next."""
+    def _replayed(self, state: Noised, read: Callable[[Tensor], Tensor]) -> Tensor | None:
+        """What `read` makes of the hidden states of a recorded evaluation, the batch filled up; None without one."""
         if self.replay is None or self.training or not self.replay.wants(state):
             return None
-        full = state.filled(_room(len(state.tokens)), self.config.mask_token_id)
-        rope = self._rope(full.tokens.shape[1] + (self.mixture is not None), full.tokens.device)
-        return self.replay(self._all, rope, full)
-
-    def _rope(self, length: int, device: torch.device) -> Rope:
-        return rotary(length, self.config.width // self.config.heads, device)
+        full = state.filled(size_filled(len(state.tokens)), self.config.mask_token_id)
+        beside = self.backbone.beside(full.tokens.shape[1] + (self.mixture is not None), full.tokens.device)
+        return self.replay(self._all, beside, full, read)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MaskedDiffusionLM:
         """Weights that move leave their recordings behind."""
-        if getattr(self, "replay", None) is not None:
+        if self.replay is not None:
             self.replay.forget()
         return super()._apply(fn, recurse)
 
-    def trunk_at(self, state: Noised, rows: Rows) -> Tensor:
-        """Hidden states of some rows alone, (R, D): less work than all of them in the last block."""
-        if (hidden := self._replayed(state)) is not None:
-            return rows.of(hidden)
-        queries, last = None, cast("Block", self.blocks[-1])
-        few = is_plain(last.attention.qkv)  # else its parts cannot be taken
-        if few and rows.slot is not None and rows.most is not None and 2 * _room(rows.most) <= state.tokens.shape[1]:
-            queries = torch.zeros(len(state.tokens), _room(rows.most), dtype=torch.int64, device=state.tokens.device)
-            queries[rows.sequence, rows.slot] = rows.position
-        return self._run(state, rows._replace(most=None), queries)
-
-    def _run(self, state: Noised, rows: Rows | None = None, queries: Tensor | None = None) -> Tensor:
-        """Embeddings, blocks and last norm: hidden states (B, L, D), or (R, D) of the given rows: the last block then
-        computes these alone.
-
-        On a GPU each new shape has a price (cuDNN plans its attention for 50 ms), so while sequences come and go,
-        batches are filled up to a few sizes.
-        """
-        x, (many, length) = self._embedded(state), state.tokens.shape
-        if x.is_cuda and not self.training:
-            more = _room(many) - many
-            x = nn.functional.pad(x, (0, 0, 0, 0, 0, more))
-            queries = None if queries is None else nn.functional.pad(queries, (0, 0, 0, more))
-        rope = self._rope(x.shape[1], x.device)
-        c = self.time() if self.time is not None else None
-        through, out = _through, _out
-        if self.training in self._compiled:
-            through, out = _compiled()
-            self._mark_changing(x, rows, queries)
-        *first, last = cast("list[Block]", list(self.blocks))
-        keys = self._dropout_keys(state)
-        for number, block in enumerate(first):
-            x = through(block, x, c, rope, keys[number])
-        hidden = out(last, self.norm, self.modulation, x, c, rope, rows, queries, keys[-1])
-        return hidden if rows is not None else hidden[:many, :length]
-
-    def _dropout_keys(self, state: Noised) -> Sequence[Tensor | None]:
-        """What each block's two dropouts draw from, (2, B); None where nothing is dropped."""
-        if not self.training or not self.config.dropout:
-            return [None] * len(self.blocks)
-        B, device = len(state.tokens), state.tokens.device
-        keys = torch.randint(1 << 62, (B,), device=device) if state.keys is None else state.keys
-        layer = torch.arange(2 * len(self.blocks), device=device)[:, None]
-        return fold(keys, Purpose.DROPOUT, layer).unflatten(0, (-1, 2)).unbind(0)
-
-    def _mark_changing(self, x: Tensor, rows: Rows | None, queries: Tensor | None) -> None:
-        """Sizes that change from call to call, so that they are compiled once for all: rows always do, sequences come
-        and go while the model writes."""
-        changing = [(part, 0) for part in (rows.tensors() if rows is not None else ())]
-        if not self.training:
-            changing += [(x, 0)] + ([(queries, 0), (queries, 1)] if queries is not None else [])
-        for tensor, axis in changing:
-            torch._dynamo.maybe_mark_dynamic(tensor, axis)
+    def _check_length(self, state: Noised) -> None:
+        if state.tokens.shape[1] > self.config.length:
+            raise UserError(
+                f"the state has rows of {state.tokens.shape[1]} tokens, the model takes at most {self.config.length}"
+            )
 
     def _embedded(self, state: Noised) -> Tensor:
-        """What the blocks read: the tokens and the masks' noise, and last the latent of a mixture."""
+        """What the backbone reads: the tokens and the masks' noise, and last the latent of a mixture."""
         if state.noise is None and self.mask.noisy:
             raise UserError(f"the state carries no noise, but the model's mask is {self.mask.name}; use model.noised()")
         x = self.embed(state)
@@ -262,15 +220,15 @@ class MaskedDiffusionLM(PreTrainedModel):
         return x
 
     def compile_trunk(self, *, training: bool) -> None:
-        """Fuse the blocks' small operations, from the next batch on, while the model trains or while it does not: the
-        same law, other rounding, other draws of dropout. Needs what `torch.compile` needs; takes some
-        seconds."""
-        self._compiled |= {training}
+        """Fuse the backbone's small operations, from the next batch on, while the model trains or while it does not:
+        the same law, other rounding, other draws of dropout. Needs what `torch.compile` needs; takes some seconds. A
+        backbone that does not know how stays as it is."""
+        self.backbone.compile_trunk(training=training)
 
     @property
     def is_compiled(self) -> bool:
         """Whether `compile_trunk` was asked for, in either mode."""
-        return bool(self._compiled)
+        return self.backbone.is_compiled
 
     def head(self, rows: Tensor) -> Tensor:
         """SUBS: the mask is never predicted. Log-probabilities in float32."""
@@ -316,44 +274,53 @@ class MaskedDiffusionLM(PreTrainedModel):
         *,
         length: int | None = None,
         num: int = 1,
-        steps: int = 8,
         seed: int = 0,
-        noise: NoisePolicy = "posterior",
-        temperature: float = 1.0,
-        top_p: float = 1.0,
+        keys: Tensor | None = None,
         trace: bool = False,
         batch_size: int | None = None,
         on_progress: Callable[[int], None] | None = None,
+        on_step: Callable[[Revealed], None] | None = None,
+        **how: Any,
     ) -> Generation:
-        """Write `num` sequences in at most `steps` network evaluations each.
+        """Write `num` sequences in at most `steps` network evaluations each (8 unless given).
 
-        input_ids  a canvas (B, L) whose holes are `mask_token_id`; each row is completed `num` times, rows in order.
-                   Without it: `num` sequences of `length` from nothing.
-        noise      what a mask's noise does between steps: `posterior` (Eq. 13) or `keep`.
+        input_ids    a canvas (B, L) whose holes are `mask_token_id`; each row is completed `num` times, rows in order.
+                     Without holes and `length` it is continued to the model's length. Without a canvas: `num` sequences
+                     of `length` from nothing.
+        seed, keys   sequence i depends on the i-th key of `seed`, or on keys[i] where keys (sequences,) are given
+        how          the options of `Sampling`: steps, noise, temperature, top_p
+        on_progress, on_step    as in `sample`
+
+        Safe from several threads at once, also while another trains: dropout is off here and nowhere else.
         """
-        check_steps(steps)
+        options = Sampling.of(how)
         check_seed(seed)
-        canvas = self._canvas(input_ids, length, num, steps, batch_size)
-        keys = self.sample_keys(len(canvas), seed)
-        training = self.training
-        if training:
-            self.eval()
-        try:
-            return sample(
-                self,
-                canvas,
-                keys=keys,
-                steps=steps,
-                policy=noise,
-                temperature=temperature,
-                top_p=top_p,
-                trace=trace,
-                batch_size=batch_size,
-                on_progress=on_progress,
-            )
-        finally:
-            if training:
-                self.train()
+        canvas = self._canvas(input_ids, length, num, options.steps, batch_size)
+        keys = self.sample_keys(len(canvas), seed) if keys is None else self._checked_keys(keys, len(canvas))
+        return sample(
+            self._still(),
+            canvas,
+            keys=keys,
+            how=options,
+            trace=trace,
+            batch_size=batch_size,
+            on_progress=on_progress,
+            on_step=on_step,
+        )
+
+    def _still(self) -> MaskedDiffusionLM:
+        """This model without dropout: while it trains, a second one of the same weights, so that no thread finds the
+        mode of another changed."""
+        if not self.training:
+            return self
+        shared = {id(tensor): tensor for tensor in (*self.parameters(), *self.buffers())}
+        return copy.deepcopy(self, shared).eval()
+
+    def _checked_keys(self, keys: Tensor, many: int) -> Tensor:
+        check_is("keys", keys, Tensor, "a tensor of whole numbers")
+        if keys.shape != (many,) or keys.dtype != torch.int64:
+            raise UserError(f"keys: expected {many} numbers of 64 bits, got {tuple(keys.shape)} of type {keys.dtype}")
+        return keys.to(self.device)
 
     def _check_room(self, what: str, many: int, tokens: int, steps: int, batch_size: int | None) -> None:
         """Refuse more texts of so many tokens than there is memory for; what the network itself takes counts only where
@@ -382,47 +349,13 @@ class MaskedDiffusionLM(PreTrainedModel):
                 f"input_ids: the prompt has {input_ids.shape[1]} tokens, the model takes at most {self.config.length}"
             )
         check_tokens(input_ids, self.vocab_size, "input_ids")
+        if length is None and not bool((input_ids == self.config.mask_token_id).any()):
+            length = self.config.length
         self._check_room("num", num, len(input_ids) * (length or input_ids.shape[1]), steps, batch_size)
         if length is not None:
             holes = self.config.mask_token_id
             input_ids = nn.functional.pad(input_ids, (0, length - input_ids.shape[1]), value=holes)
         return input_ids.repeat_interleave(num, dim=0)
-
-
-def _room(many: int) -> int:
-    """The size that so many are filled up to: a multiple of 4 up to 16, of 16 beyond."""
-    each = 4 if many <= 16 else 16
-    return -(-many // each) * each
-
-
-def _through(block: Block, x: Tensor, c: Tensor | None, rope: Rope, keys: Tensor | None) -> Tensor:
-    return block(x, c, rope, keys=keys)
-
-
-def _out(
-    block: Block,
-    norm: Norm,
-    modulation: nn.Linear | None,
-    x: Tensor,
-    c: Tensor | None,
-    rope: Rope,
-    rows: Rows | None,
-    queries: Tensor | None,
-    keys: Tensor | None,
-) -> Tensor:
-    """The last block and what follows it."""
-    x = norm(block(x, c, rope, rows, queries, keys))
-    if modulation is None:
-        return x
-    shift, scale = modulation(c).chunk(2, dim=-1)
-    return x * (1 + scale) + shift
-
-
-@lru_cache
-def _compiled() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    """One block and the last one: all blocks of all models share what was compiled for their shape."""
-    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-    return torch.compile(_through), torch.compile(_out)
 
 
 def as_ids(values: Any) -> Tensor:
@@ -470,28 +403,14 @@ def to_infinite(
 @torch.no_grad()
 def fold_conditioning(model: MaskedDiffusionLM) -> MaskedDiffusionLM:
     """A copy without adaLN: as the model does not see time, shift, scale and gate are constants, and they move into
-    the norms and the output layers. Same function, fewer parameters, less work."""
+    the norms and the output layers. Same function, fewer parameters, less work. Of a backbone that has nothing to fold:
+    a copy."""
     check_is("model", model, MaskedDiffusionLM, "one of our models")
-    if model.time is None or model.modulation is None:
+    found = model.backbone.folded(model.state_dict())
+    if found is None:
         return with_mask(model, model.mask)
-    folded = _like(model, 0, condition=0)
-    weights = {name: w.clone() for name, w in model.state_dict().items()}
-    c = model.time()
-
-    def move(norm: str, shift: Tensor, scale: Tensor) -> None:
-        weights[f"{norm}.weight"] *= 1 + scale
-        weights[f"{norm}.bias"] = shift.clone()
-
-    for index, block in enumerate(model.blocks):
-        shift1, scale1, gate1, shift2, scale2, gate2 = block.modulation(c).chunk(6)  # type: ignore[operator]
-        prefix = f"blocks.{index}"
-        move(f"{prefix}.norm1", shift1, scale1)
-        move(f"{prefix}.norm2", shift2, scale2)
-        weights[f"{prefix}.attention.out.weight"] *= gate1[:, None]
-        weights[f"{prefix}.mlp.down.weight"] *= gate2[:, None]
-        weights[f"{prefix}.mlp.down.bias"] *= gate2
-    move("norm", *model.modulation(c).chunk(2))
-    folded.load_state_dict({n: w for n, w in weights.items() if "modulation." not in n and not n.startswith("time.")})
+    folded = _like(model, 0, **found.changes)
+    folded.load_state_dict(found.weights)
     return folded.train(model.training)
 
 

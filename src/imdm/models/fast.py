@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from threading import Lock
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from imdm.errors import UserError
 from imdm.models.denoiser import MaskedDiffusionLM, fold_conditioning
-from imdm.models.layers import Rope
 from imdm.state import Noised
 
 LAUNCH_BOUND = 1e12
@@ -41,8 +42,8 @@ def faster(
         nn.Module.to(fast, wanted)
     if cuda if compile is None else compile:
         fast.compile_trunk(training=False)
-    if cuda and graphs is not False:
-        fast.replay = Replay(sum(p.numel() for p in fast.blocks.parameters()))
+    if cuda and graphs is not False and fast.backbone.weights is not None:
+        fast.replay = Replay(fast.backbone.weights)
     return fast
 
 
@@ -69,12 +70,12 @@ def check_precision(precision: str, device: torch.device | None = None, name: st
 
 @dataclass(frozen=True)
 class _Recorded:
-    """rope: what the graph reads beside its state, held so that it stays where it is."""
+    """beside: what the graph reads beside its state, held so that it stays where it is."""
 
     graph: torch.cuda.CUDAGraph
     state: Noised
     hidden: Tensor
-    rope: Rope
+    beside: Any
 
 
 class Replay:
@@ -82,18 +83,21 @@ class Replay:
     kernels for the price of one launch. Of more than `SHAPES` shapes, those that come most often are kept.
 
     It knows its model by what it is asked to run alone, and forgets its recordings when the weights move; copies of it
-    begin with none.
+    begin with none. Threads take turns: a recording has one place for what it reads and one for what it writes.
     """
 
     SHAPES = 8
 
     def __init__(self, weights: int) -> None:
         self.weights = weights
+        self.lock = Lock()
         self.forget()
 
     def forget(self) -> None:
-        self.seen: Counter[tuple[object, ...]] = Counter()
-        self.recorded: dict[tuple[object, ...], _Recorded] = {}
+        with self.lock:
+            self.seen: Counter[tuple[object, ...]] = Counter()
+            self.recorded: dict[tuple[object, ...], _Recorded] = {}
+            self.last: torch.cuda.Stream | None = None
 
     def __deepcopy__(self, memo: object) -> Replay:
         return Replay(self.weights)
@@ -106,24 +110,34 @@ class Replay:
         small = 2 * self.weights * state.tokens.numel() <= LAUNCH_BOUND
         return small and state.tokens.is_cuda and not torch.is_grad_enabled()
 
-    def __call__(self, run: Callable[[Noised], Tensor], rope: Rope, state: Noised) -> Tensor | None:
-        """What `run` makes of the state, (B, L, D), overwritten by the next call; None for what is better run as
-        ever."""
+    def __call__(
+        self, run: Callable[[Noised], Tensor], beside: Any, state: Noised, read: Callable[[Tensor], Tensor]
+    ) -> Tensor | None:
+        """What `read` makes of what `run` makes of the state, (B, L, D), which the next call overwrites; None for what
+        is better run as ever."""
         if not self.wants(state):
             return None
         mixed = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
         shape = (mixed, state.tokens.device, *((t.shape, t.dtype) for t in state.tensors()))
-        self.seen[shape] += 1
-        if shape not in self.recorded and not self._makes_room(shape):
-            return None
-        if shape not in self.recorded:
-            with torch.cuda.device(state.tokens.device), torch.inference_mode(False):
-                self.recorded[shape] = self._record(run, rope, state)
-        there = self.recorded[shape]
-        for mine, given in zip(there.state.tensors(), state.tensors(), strict=True):
-            mine.copy_(given)
-        there.graph.replay()
-        return there.hidden
+        with self.lock:
+            self.seen[shape] += 1
+            if shape not in self.recorded and not self._makes_room(shape):
+                return None
+            self._follow(torch.cuda.current_stream(state.tokens.device))
+            if shape not in self.recorded:
+                with torch.cuda.device(state.tokens.device), torch.inference_mode(False):
+                    self.recorded[shape] = self._record(run, beside, state)
+            there = self.recorded[shape]
+            for mine, given in zip(there.state.tensors(), state.tensors(), strict=True):
+                mine.copy_(given)
+            there.graph.replay()
+            return read(there.hidden)
+
+    def _follow(self, stream: torch.cuda.Stream) -> None:
+        """After what another stream still does with the recordings."""
+        if self.last is not None and self.last != stream:
+            stream.wait_stream(self.last)
+        self.last = stream
 
     def _makes_room(self, shape: tuple[object, ...]) -> bool:
         """Whether a shape is to be recorded: it has come before, and more often than one of the recorded ones."""
@@ -137,7 +151,7 @@ class Replay:
         return True
 
     @torch.no_grad()
-    def _record(self, run: Callable[[Noised], Tensor], rope: Rope, state: Noised) -> _Recorded:
+    def _record(self, run: Callable[[Noised], Tensor], beside: Any, state: Noised) -> _Recorded:
         def held(value: Tensor | None) -> Tensor | None:
             return None if value is None else value.clone()
 
@@ -151,6 +165,6 @@ class Replay:
                 run(mine)
         torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # others may work meanwhile
             hidden = run(mine)
-        return _Recorded(graph, mine, hidden, rope)
+        return _Recorded(graph, mine, hidden, beside)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, model_validator
 
 from imdm.config import Config, Name, Seed, digest
 from imdm.data import CoupleConfig, DataConfig
@@ -13,16 +13,36 @@ from imdm.errors import unknown
 from imdm.evaluation import Conditional, metrics
 from imdm.evaluation.judge import labelled
 from imdm.masks import Mask, parse_mask
-from imdm.models import MaskedDiffusionConfig
+from imdm.models import BackboneSettings, MaskedDiffusionConfig
+from imdm.models.backbones.base import is_default, parse_backbone
 from imdm.objectives import Objective, parse_objective
 from imdm.process import NoisePolicy
 from imdm.sampling import MOST_STEPS
+from imdm.sampling.options import TEMPERATURES, is_temperature
 from imdm.schedule import Schedule, parse_schedule
 from imdm.training import TrainConfig
 
 MaskField = Annotated[SerializeAsAny[Mask], BeforeValidator(parse_mask)]
 ObjectiveField = Annotated[SerializeAsAny[Objective], BeforeValidator(parse_objective)]
 ScheduleField = Annotated[SerializeAsAny[Schedule], BeforeValidator(parse_schedule)]
+
+
+def _backbone(value: Any) -> BackboneSettings | None:
+    """None for the usual one, however it was given."""
+    settings = parse_backbone(value)
+    return None if is_default(settings) else settings
+
+
+BackboneField = Annotated[SerializeAsAny[BackboneSettings] | None, BeforeValidator(_backbone)]
+
+
+def _temperature(value: float) -> float:
+    if not is_temperature(value):
+        raise ValueError(TEMPERATURES)
+    return value
+
+
+Temperature = Annotated[float, AfterValidator(_temperature)]
 
 
 def _known_metric(name: str) -> str:
@@ -36,7 +56,8 @@ StepCount = Annotated[int, Field(ge=1, le=MOST_STEPS)]
 
 
 class ModelSettings(Config):
-    """The denoiser: a `preset` size, or sizes one by one. Vocabulary and length follow the data unless given."""
+    """The denoiser: a `preset` size, or sizes one by one. Vocabulary and length follow the data unless given. backbone:
+    another than `dit`, by name or settings."""
 
     preset: str | None = None
     width: int | None = None
@@ -50,6 +71,7 @@ class ModelSettings(Config):
     mask: MaskField = Field(default_factory=lambda: parse_mask("single"))
     mixture: bool = False
     schedule: ScheduleField = Field(default_factory=lambda: parse_schedule("log-linear"))
+    backbone: BackboneField = None
 
     def build(self, vocab_size: int, mask_token_id: int, length: int, *, causal: bool = False) -> MaskedDiffusionConfig:
         """causal: the same size, read from left to right."""
@@ -126,7 +148,7 @@ class EvaluateStage(Config):
     judge_precision: Literal["float32", "bf16"] = "float32"
     judge_stage: str | None = None
     embedder: str | None = None
-    temperatures: tuple[Annotated[float, Field(ge=1e-6, le=1e6)], ...] = Field((1.0,), min_length=1)
+    temperatures: tuple[Temperature, ...] = Field((1.0,), min_length=1)
     conditional: Conditional = Conditional()
     top_p: float = Field(1.0, gt=0, le=1)
 

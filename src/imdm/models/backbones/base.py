@@ -1,0 +1,141 @@
+"""The interface of a backbone: embeddings → hidden states. All else, masks and noise, the head and the process, is the
+wrapper's (`MaskedDiffusionLM`), so that another backbone is one file.
+
+    @backbones.register("gru")
+    class GRU(Backbone):
+        def __init__(self, config, settings):
+            super().__init__(config, settings)
+            self.layers = nn.GRU(config.width, config.width // 2, 2, batch_first=True, bidirectional=True)
+
+        def forward(self, x, keys=None):
+            return self.layers(x)[0]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from imdm.config import Config
+from imdm.errors import UserError, shown
+from imdm.models.layers import Dropout
+from imdm.registry import Registry
+from imdm.state import Rows
+
+if TYPE_CHECKING:
+    from imdm.models.configuration import MaskedDiffusionConfig
+
+backbones: Registry[type[Backbone]] = Registry("backbone")
+
+DEFAULT = "dit"
+
+
+class BackboneSettings(Config):
+    """What a backbone has to be told beside width, dropout and the like; one with settings of its own derives them from
+    this and names them in `Backbone.Settings`."""
+
+    kind: str
+
+
+class Folded(NamedTuple):
+    """Changes of the configuration, and all weights by name, of a model with the same function and less work."""
+
+    changes: dict[str, Any]
+    weights: dict[str, Tensor]
+
+
+class Backbone(nn.Module):
+    """Layers between embeddings and hidden states, both (B, T, D) with D = `config.width`. T is the sequence's length,
+    and one more for a model with `mixture`, whose latent comes last. Position must be its own affair.
+
+    The wrapper takes its layers in under their own names: `blocks.0…`, not `backbone.blocks.0…`.
+    """
+
+    Settings: ClassVar[type[BackboneSettings]] = BackboneSettings
+
+    def __init__(self, config: MaskedDiffusionConfig, settings: BackboneSettings) -> None:
+        super().__init__()
+        self.config, self.settings = config, settings
+
+    @classmethod
+    def check(cls, config: MaskedDiffusionConfig, settings: BackboneSettings) -> None:
+        """Refuse, in a sentence, a configuration that it cannot be built from."""
+        for setting, asked in (("causal", config.causal), ("softcap", config.softcap is not None)):
+            if asked:
+                raise UserError(f"model.{setting}: backbone {settings.kind!r} has no such thing; leave it out")
+
+    @classmethod
+    def size(cls, config: MaskedDiffusionConfig, settings: BackboneSettings) -> int:
+        """About how many parameters it has."""
+        with torch.device("meta"):
+            return sum(parameter.numel() for parameter in cls(config, settings).parameters())
+
+    @property
+    def about(self) -> str:
+        """What it is, in a few words."""
+        return f"backbone {self.settings.kind} of width {self.config.width}"
+
+    def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
+        """Embeddings (B, T, D) → hidden states (B, T, D). keys (B,): what dropout should draw from while it trains, so
+        that it follows each sequence (`imdm.models.layers.Dropout`); torch's own dropout works, but is not repeated by
+        another number of processes."""
+        raise NotImplementedError
+
+    def at(self, x: Tensor, rows: Rows, keys: Tensor | None = None) -> Tensor:
+        """Hidden states of some rows alone, (R, D), where that is less work."""
+        return rows.of(self(x, keys))
+
+    def set_dropout(self, rate: float) -> None:
+        """Another rate; `config.dropout` has it already."""
+        for module in self.modules():
+            if isinstance(module, Dropout):
+                module.rate = rate
+            elif isinstance(module, nn.Dropout):
+                module.p = rate
+
+    def compile_trunk(self, *, training: bool) -> None:
+        """Fuse small operations from the next batch on, while it trains or while it does not; nothing, unless it knows
+        how."""
+
+    @property
+    def is_compiled(self) -> bool:
+        return False
+
+    def folded(self, weights: Mapping[str, Tensor]) -> Folded | None:
+        """The same function with fewer weights than these, which are the model's; None: there is nothing to fold."""
+        return None
+
+    @property
+    def weights(self) -> int | None:
+        """How many weights each position passes through, if evaluations may be recorded as CUDA graphs (nothing in them
+        waits for the GPU); None: they may not."""
+        return None
+
+    def beside(self, length: int, device: torch.device) -> Any:
+        """What an evaluation of so many positions reads beside weights and embeddings: a recording holds on to it."""
+        return None
+
+
+def parse_backbone(value: Any) -> BackboneSettings:
+    """The settings of a backbone from its name or from themselves: `"dit"`, `{"kind": "gru", "layers": 2}`."""
+    if isinstance(value, BackboneSettings):
+        return value
+    settings = {"kind": DEFAULT if value is None else value} if isinstance(value, str | None) else value
+    if not isinstance(settings, dict) or "kind" not in settings:
+        known = ", ".join(backbones)
+        raise UserError(f"backbone: expected a name or settings with 'kind' ({known}), got {shown(value)}")
+    return backbones[settings["kind"]].Settings.parse(settings, "backbone")
+
+
+def is_default(settings: BackboneSettings) -> bool:
+    """Whether it is the backbone of a model that names none."""
+    return settings.hashed() == {"kind": DEFAULT}
+
+
+def size_filled(many: int) -> int:
+    """The size that so many are filled up to: a multiple of 4 up to 16, of 16 beyond."""
+    each = 4 if many <= 16 else 16
+    return -(-many // each) * each

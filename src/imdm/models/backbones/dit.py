@@ -1,0 +1,173 @@
+"""The diffusion transformer: blocks of attention and MLP, conditioned by adaLN on a time that it does not see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor, nn
+
+from imdm.errors import UserError
+from imdm.kernels import is_plain
+from imdm.models.backbones.base import Backbone, BackboneSettings, Folded, backbones, size_filled
+from imdm.models.layers import Block, Norm, Rope, TimeCondition, ZeroLinear, rotary
+from imdm.randomness import Purpose, fold
+from imdm.state import Rows
+
+if TYPE_CHECKING:
+    from imdm.models.configuration import MaskedDiffusionConfig
+
+
+@backbones.register("dit")
+class DiT(Backbone):
+    """`config.blocks` blocks of `config.heads` heads. With `condition` > 0 adaLN shifts, scales and gates by constants,
+    as no time is seen; with 0 these live in the other weights (`folded`)."""
+
+    def __init__(self, config: MaskedDiffusionConfig, settings: BackboneSettings) -> None:
+        super().__init__(config, settings)
+        D, C = config.width, config.condition
+        self.time = TimeCondition(C) if C else None
+        self.blocks = nn.ModuleList(
+            Block(D, config.heads, config.softcap, config.causal, config.dropout, C) for _ in range(config.blocks)
+        )
+        self.norm = Norm(D, bias=not C)
+        self.modulation = ZeroLinear(C, 2 * D) if C else None
+        self._compiled: frozenset[bool] = frozenset()  # whether while it trains, whether while it does not
+
+    @classmethod
+    def check(cls, config: MaskedDiffusionConfig, settings: BackboneSettings) -> None:
+        if config.width % (2 * config.heads):
+            raise UserError(f"model.width = {config.width}: must be a multiple of 2·heads = {2 * config.heads}")
+
+    @classmethod
+    def size(cls, config: MaskedDiffusionConfig, settings: BackboneSettings) -> int:
+        return config.blocks * 6 * config.width * (2 * config.width + config.condition)
+
+    @property
+    def about(self) -> str:
+        return f"{self.config.blocks} blocks of width {self.config.width}, {self.config.heads} heads"
+
+    def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
+        return self._run(x, keys)
+
+    def at(self, x: Tensor, rows: Rows, keys: Tensor | None = None) -> Tensor:
+        """Less work than all of them in the last block."""
+        queries, last = None, cast("Block", self.blocks[-1])
+        few = is_plain(last.attention.qkv)  # else its parts cannot be taken
+        length = x.shape[1] - self.config.mixture
+        if few and rows.slot is not None and rows.most is not None and 2 * size_filled(rows.most) <= length:
+            queries = torch.zeros(len(x), size_filled(rows.most), dtype=torch.int64, device=x.device)
+            queries[rows.sequence, rows.slot] = rows.position
+        return self._run(x, keys, rows._replace(most=None), queries)
+
+    def _run(self, x: Tensor, keys: Tensor | None, rows: Rows | None = None, queries: Tensor | None = None) -> Tensor:
+        """Blocks and last norm: hidden states (B, T, D), or (R, D) of the given rows: the last block then computes
+        these alone.
+
+        On a GPU each new shape has a price (cuDNN plans its attention for 50 ms), so while sequences come and go,
+        batches are filled up to a few sizes.
+        """
+        many = len(x)
+        if x.is_cuda and not self.training:
+            more = size_filled(many) - many
+            x = nn.functional.pad(x, (0, 0, 0, 0, 0, more))
+            queries = None if queries is None else nn.functional.pad(queries, (0, 0, 0, more))
+        rope = self.beside(x.shape[1], x.device)
+        c = self.time() if self.time is not None else None
+        through, out = _through, _out
+        if self.training in self._compiled:
+            through, out = _compiled()
+            self._mark_changing(x, rows, queries)
+        *first, last = cast("list[Block]", list(self.blocks))
+        dropped = self._dropout_keys(keys, many, x.device)
+        for number, block in enumerate(first):
+            x = through(block, x, c, rope, dropped[number])
+        hidden = out(last, self.norm, self.modulation, x, c, rope, rows, queries, dropped[-1])
+        return hidden if rows is not None else hidden[:many]
+
+    def _dropout_keys(self, keys: Tensor | None, many: int, device: torch.device) -> Sequence[Tensor | None]:
+        """What each block's two dropouts draw from, (2, B); None where nothing is dropped."""
+        if not self.training or not self.config.dropout:
+            return [None] * len(self.blocks)
+        keys = torch.randint(1 << 62, (many,), device=device) if keys is None else keys
+        layer = torch.arange(2 * len(self.blocks), device=device)[:, None]
+        return fold(keys, Purpose.DROPOUT, layer).unflatten(0, (-1, 2)).unbind(0)
+
+    def _mark_changing(self, x: Tensor, rows: Rows | None, queries: Tensor | None) -> None:
+        """Sizes that change from call to call, so that they are compiled once for all: rows always do, sequences come
+        and go while the model writes."""
+        changing = [(part, 0) for part in (rows.tensors() if rows is not None else ())]
+        if not self.training:
+            changing += [(x, 0)] + ([(queries, 0), (queries, 1)] if queries is not None else [])
+        for tensor, axis in changing:
+            torch._dynamo.maybe_mark_dynamic(tensor, axis)
+
+    def beside(self, length: int, device: torch.device) -> Rope:
+        return rotary(length, self.config.width // self.config.heads, device)
+
+    def compile_trunk(self, *, training: bool) -> None:
+        self._compiled |= {training}
+
+    @property
+    def is_compiled(self) -> bool:
+        return bool(self._compiled)
+
+    @property
+    def weights(self) -> int:
+        return sum(parameter.numel() for parameter in self.blocks.parameters())
+
+    @torch.no_grad()
+    def folded(self, weights: Mapping[str, Tensor]) -> Folded | None:
+        """Without adaLN: shift, scale and gate, which are constants, move into the norms and the output layers."""
+        if self.time is None or self.modulation is None:
+            return None
+        moved = {name: weight.clone() for name, weight in weights.items()}
+        c = self.time()
+
+        def move(norm: str, shift: Tensor, scale: Tensor) -> None:
+            moved[f"{norm}.weight"] *= 1 + scale
+            moved[f"{norm}.bias"] = shift.clone()
+
+        for index, block in enumerate(self.blocks):
+            shift1, scale1, gate1, shift2, scale2, gate2 = block.modulation(c).chunk(6)  # type: ignore[operator]
+            prefix = f"blocks.{index}"
+            move(f"{prefix}.norm1", shift1, scale1)
+            move(f"{prefix}.norm2", shift2, scale2)
+            moved[f"{prefix}.attention.out.weight"] *= gate1[:, None]
+            moved[f"{prefix}.mlp.down.weight"] *= gate2[:, None]
+            moved[f"{prefix}.mlp.down.bias"] *= gate2
+        move("norm", *self.modulation(c).chunk(2))
+        left = {n: w for n, w in moved.items() if "modulation." not in n and not n.startswith("time.")}
+        return Folded({"condition": 0}, left)
+
+
+def _through(block: Block, x: Tensor, c: Tensor | None, rope: Rope, keys: Tensor | None) -> Tensor:
+    return block(x, c, rope, keys=keys)
+
+
+def _out(
+    block: Block,
+    norm: Norm,
+    modulation: nn.Linear | None,
+    x: Tensor,
+    c: Tensor | None,
+    rope: Rope,
+    rows: Rows | None,
+    queries: Tensor | None,
+    keys: Tensor | None,
+) -> Tensor:
+    """The last block and what follows it."""
+    x = norm(block(x, c, rope, rows, queries, keys))
+    if modulation is None:
+        return x
+    shift, scale = modulation(c).chunk(2, dim=-1)
+    return x * (1 + scale) + shift
+
+
+@lru_cache
+def _compiled() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """One block and the last one: all blocks of all models share what was compiled for their shape."""
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+    return torch.compile(_through), torch.compile(_out)
