@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,11 @@ from torch import Tensor
 
 from imdm.data.tokenizers import has_tokenizer, load_tokenizer, special_ids
 from imdm.devices import checked_device
-from imdm.errors import UserError, check_whole, shown
+from imdm.errors import UserError, check_seed, check_whole, shorter, shown
 from imdm.files import no_progress_bars
 from imdm.models import MaskedDiffusionLM, faster, load_model
-from imdm.sampling import Generation
+from imdm.room import check_room
+from imdm.sampling import Generation, Revealed
 from imdm.shipped import find
 
 BLANK = "___"
@@ -29,18 +30,34 @@ class Piece:
     step: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
+class Story:
+    """How a text appeared. texts: before the first step and after each, ░ for what is still masked; log_probs: what the
+    model gave each token when it was drawn, 0 where given."""
+
+    texts: list[str]
+    log_probs: list[float]
+
+    def __repr__(self) -> str:
+        return f"Story({len(self.texts) - 1} steps)"
+
+
+@dataclass(frozen=True, repr=False)
 class Text:
-    """What was written for one prompt. revealed_at: the step of each token, −1 where given."""
+    """What was written for one prompt. revealed_at: the step of each token, −1 where given; trace: on request."""
 
     prompt: str
     text: str
     tokens: list[int]
     revealed_at: list[int]
     evaluations: int
+    trace: Story | None = None
+
+    def __repr__(self) -> str:
+        return f"Text({shorter(self.text, 60)!r}, {len(self.tokens)} tokens, {self.evaluations} evaluations)"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Writer:
     """Writes, continues and fills in text.
 
@@ -60,31 +77,48 @@ class Writer:
                 f"{config.vocab_size} with mask {config.mask_token_id}; they do not belong together"
             )
 
+    def __repr__(self) -> str:
+        return f"Writer({self.model!r})"
+
     def write(
         self,
         prompts: str | Sequence[str] | None = None,
         *,
-        steps: int = 4,
         num: int = 1,
         length: int | None = None,
+        seed: int = 0,
         **options: Any,
     ) -> list[Text]:
-        """`num` continuations of each prompt (of nothing without one), to `length` tokens, rows of one prompt together.
-        Options as in `MaskedDiffusionLM.generate`: seed, noise, temperature, top_p."""
-        given = [""] if prompts is None else _texts(prompts)
+        """`num` continuations of each prompt (of nothing without one), to `length` tokens, one prompt after another.
+        Text i of the result depends on the i-th key of `seed`, so that equal prompts are continued differently.
+        Options as in `MaskedDiffusionLM.generate`: steps, noise, temperature, top_p, trace and the like."""
+        given = [""] if prompts is None else _texts(prompts, "prompt")
         if prompts is not None and (not given or not all(prompt.strip() for prompt in given)):
             raise UserError("the prompt is empty; leave it out to write from nothing")
         most = self.model.config.length
         length = most if length is None else length
         check_whole("length", length, 1, most)
-        canvas = torch.stack([self._prefix(prompt, length) for prompt in given])
-        return self._filled(given, canvas, num, steps, options)
+        return self._filled(given, [self._prefix(prompt, length) for prompt in given], num, seed, options)
 
     def infill(
-        self, text: str, *, steps: int = 4, num: int = 1, blank: int = 4, marker: str = BLANK, **options: Any
+        self,
+        text: str | Sequence[str],
+        *,
+        num: int = 1,
+        blank: int = 4,
+        marker: str = BLANK,
+        seed: int = 0,
+        **options: Any,
     ) -> list[Text]:
-        """Fill every `marker` in the text with `blank` tokens."""
-        text, marker = _text("text", text), _text("marker", marker)
+        """Fill every `marker` in the text, or in each of several, with `blank` tokens, `num` times. Seed and options as
+        in `write`; texts of one length are written together."""
+        given, marker = _texts(text, "text"), _text("marker", marker)
+        if not given:
+            raise UserError("nothing to fill in: there is no text")
+        return self._filled(given, [self._blanked(one, blank, marker) for one in given], num, seed, options)
+
+    def _blanked(self, text: str, blank: int, marker: str) -> list[int]:
+        """begin, the text with holes, end."""
         check_whole("blank", blank, 1, self.model.config.length)
         if not marker:
             raise UserError("marker = '': nothing to look for; the usual one is '___'")
@@ -98,26 +132,51 @@ class Writer:
         row = [special.begin, *ids, special.end]
         if len(row) > self.model.config.length:
             raise UserError(f"the text has {len(row)} tokens, the model takes at most {self.model.config.length}")
-        return self._filled([text], torch.tensor([row]), num, steps, options)
+        return row
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
 
-    def _prefix(self, prompt: str, length: int) -> Tensor:
+    def _prefix(self, prompt: str, length: int) -> list[int]:
         """begin, the prompt, holes, end: the frame of the rows the model was trained on."""
         special, ids = special_ids(self.tokenizer), self._encode(prompt)
         holes = length - len(ids) - 2
         if holes < 1:
             raise UserError(f"the prompt has {len(ids)} tokens; with {length} in all there is no room to write")
-        return torch.tensor([special.begin, *ids, *[special.mask] * holes, special.end])
+        return [special.begin, *ids, *[special.mask] * holes, special.end]
 
-    def _filled(self, prompts: list[str], canvas: Tensor, num: int, steps: int, options: dict[str, Any]) -> list[Text]:
-        made = self.model.generate(canvas, num=num, steps=steps, **options)
-        return [self._text(prompts[row // num], made, row) for row in range(len(made.tokens))]
+    def _filled(
+        self, prompts: list[str], rows: list[list[int]], num: int, seed: int, options: dict[str, Any]
+    ) -> list[Text]:
+        """Each row completed `num` times; rows of one length share a canvas."""
+        if len({len(row) for row in rows}) == 1:
+            made = self.model.generate(torch.tensor(rows), num=num, seed=seed, **options)
+            return [self._text(prompts[i // num], made, i) for i in range(len(made.tokens))]
+        check_seed(seed)
+        check_whole("num", num)
+        check_room("num", num, 8 * len(rows))
+        keys, found, written = self.model.sample_keys(num * len(rows), seed), dict[int, Text](), 0
+        for length in sorted({len(row) for row in rows}):
+            some = [i for i, row in enumerate(rows) if len(row) == length]
+            place = torch.tensor([num * i + j for i in some for j in range(num)])
+            made = self.model.generate(
+                torch.tensor([rows[i] for i in some]),
+                num=num,
+                keys=keys[place.to(keys.device)],
+                **options | _within(options, place, written),
+            )
+            found |= {at: self._text(prompts[at // num], made, i) for i, at in enumerate(place.tolist())}
+            written += int((made.revealed_at >= 0).sum())
+        return [found[i] for i in range(len(found))]
 
     def _text(self, prompt: str, made: Generation, row: int) -> Text:
-        tokens = made.tokens[row].tolist()
-        return Text(prompt, self.decode(tokens), tokens, made.revealed_at[row].tolist(), int(made.evaluations[row]))
+        tokens, revealed_at = made.tokens[row].tolist(), made.revealed_at[row].tolist()
+        text = Text(prompt, self.decode(tokens), tokens, revealed_at, int(made.evaluations[row]))
+        if made.trace is None:
+            return text
+        pieces, steps = self.pieces(text), made.trace.canvases.shape[1]
+        texts = ["".join(p.text if p.step < step else "░" * len(p.text) for p in pieces) for step in range(steps)]
+        return replace(text, trace=Story(texts, made.trace.log_probs[row].tolist()))
 
     def decode(self, tokens: list[int]) -> str:
         """Text without special tokens; a new line where one document ends and another begins."""
@@ -143,6 +202,21 @@ class Writer:
         return out
 
 
+def _within(options: dict[str, Any], place: Tensor, written: int) -> dict[str, Any]:
+    """What is to be told while some of several canvases is written, in the numbers of all of them."""
+    on_step, on_progress = options.get("on_step"), options.get("on_progress")
+    found: dict[str, Callable[..., None]] = {}
+    if on_step is not None:
+
+        def step(made: Revealed) -> None:
+            on_step(replace(made, sequences=place.to(made.sequences.device)[made.sequences]))
+
+        found["on_step"] = step
+    if on_progress is not None:
+        found["on_progress"] = lambda here: on_progress(written + here)
+    return found
+
+
 def _text(name: str, value: Any) -> str:
     """A text that can be encoded."""
     if not isinstance(value, str):
@@ -154,12 +228,12 @@ def _text(name: str, value: Any) -> str:
     return value
 
 
-def _texts(values: Any) -> list[str]:
+def _texts(values: Any, name: str) -> list[str]:
     if isinstance(values, str):
-        return [_text("prompt", values)]
+        return [_text(name, values)]
     if not isinstance(values, Sequence):
-        raise UserError(f"prompts = {shown(values)}: expected a text or a list of texts")
-    return [_text("prompt", value) for value in values]
+        raise UserError(f"{name}s = {shown(values)}: expected a text or a list of texts")
+    return [_text(name, value) for value in values]
 
 
 def load(name: str | Path, device: str | torch.device = "cpu", *, fast: bool = False) -> Writer:

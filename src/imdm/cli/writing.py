@@ -33,7 +33,9 @@ def generate(
     steps: Annotated[int, typer.Option(help="Reverse steps: at most so many network evaluations a text.")] = 8,
     length: Annotated[int | None, typer.Option(help="Tokens a text; the model's length unless given.")] = None,
     noise: Noise = "posterior",
-    temperature: Annotated[float, typer.Option(help="1.0 samples the model as it is.")] = 1.0,
+    temperature: Annotated[
+        float, typer.Option(help="1.0 samples the model as it is, 0 takes the likeliest tokens.")
+    ] = 1.0,
     top_p: Annotated[float, typer.Option(help="1.0 samples the model as it is.")] = 1.0,
     seed: Seed = 0,
     as_json: Annotated[
@@ -58,13 +60,15 @@ def generate(
         _print_ids(made, writer.config.mask_token_id, as_json)
         return
     author = load(model, device())
+    options |= {"trace": True} if trace and as_json else {}  # what a terminal shows follows from the tokens' steps
     if infill is not None:
         texts = author.infill(infill, blank=blank, **options)
     else:
         texts = author.write(read_prompts(prompts) if prompts is not None else prompt, length=length, **options)
     if as_json:
         for text in texts:
-            print(json.dumps(dataclasses.asdict(text), ensure_ascii=False))
+            line = {name: value for name, value in dataclasses.asdict(text).items() if value is not None}
+            print(json.dumps(line, ensure_ascii=False))
         return
     if trace and not in_colour():
         for text in texts:
