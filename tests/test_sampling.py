@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from imdm.data import aligned
 from imdm.errors import UserError
 from imdm.randomness import Purpose, fold
-from imdm.sampling import Sampling, draw, reveal_steps, sample, time_grid, turns
+from imdm.sampling import Revealed, Sampling, draw, probabilities, reveal_steps, sample, time_grid, turns
 from imdm.theory import ExactMarginals
 from tests.conftest import tiny_model
 from tests.reference.enumeration import TableDenoiser, all_masked, chain_law, sequence_law
@@ -258,3 +258,74 @@ def test_turns_are_full_to_the_end() -> None:
         revealed_at[row, : row % 10 + 1] = torch.arange(row % 10 + 1)
     evaluations, found = turns(revealed_at, 7)
     assert len(found) == -(-int(evaluations.sum()) // 7)
+
+
+@pytest.mark.parametrize("batch_size", [None, 3])
+@pytest.mark.parametrize("mask", ["single", "infinite-uniform-8-1.0"])
+def test_what_the_hook_hears_is_the_whole_story(mask: str, batch_size: int | None) -> None:
+    """Tokens, steps and log-probabilities put together from what was revealed are those of the generation."""
+    model = tiny_model(mask=mask)
+    hole, heard = model.config.mask_token_id, list[Revealed]()
+    canvas = torch.tensor([[0, hole, hole, hole, 2, hole], [hole] * 6, [0, 1, 2, 3, 2, 1]])
+    made = model.generate(canvas, num=3, steps=4, trace=True, batch_size=batch_size, on_step=heard.append)
+    tokens = canvas.repeat_interleave(3, 0)
+    revealed_at, log_probs, evaluations = torch.full_like(tokens, -1), torch.zeros(9, 6), torch.zeros(9)
+    for one in heard:
+        place = one.sequences[one.rows.sequence], one.rows.position
+        tokens[place] = one.tokens[one.rows.sequence, one.rows.position]
+        assert torch.equal(tokens[one.sequences], one.tokens)
+        revealed_at[place] = one.steps[one.rows.sequence]
+        log_probs[place] = one.log_probs
+        evaluations[one.sequences] += 1
+    assert torch.equal(tokens, made.tokens)
+    assert torch.equal(revealed_at, made.revealed_at)
+    assert torch.equal(log_probs, made.trace.log_probs)
+    assert evaluations.tolist() == made.evaluations.tolist()
+    assert torch.equal(made.tokens, model.generate(canvas, num=3, steps=4, batch_size=batch_size).tokens)
+
+
+def test_the_likeliest_tokens_at_temperature_0() -> None:
+    """As one token after another is taken by hand, whatever u is; a law that is certain, without a division by zero."""
+    model = tiny_model()
+    made = model.generate(num=4, steps=1, temperature=0, trace=True)
+    best = model(torch.full((4, 6), 4)).max(-1)
+    assert torch.equal(made.tokens, best.indices)
+    assert torch.allclose(made.trace.log_probs, best.values, atol=1e-6)
+    assert torch.equal(made.tokens, model.generate(num=4, steps=1, temperature=1e-6).tokens)
+    assert torch.equal(model.generate(num=4, steps=1, temperature=0, top_p=0.5).tokens, made.tokens)
+    law = probabilities(torch.tensor([[0.2, 0.5, 0.3], [0.4, 0.4, 0.2]]).log(), temperature=0)
+    assert law.tolist() == [[0, 1, 0], [1, 0, 0]]
+
+
+def test_a_prompt_without_length_is_continued() -> None:
+    model = tiny_model()
+    made = model.generate(torch.tensor([[1, 2], [3, 0]]), num=2)
+    assert made.tokens.shape == (4, 6)
+    assert made.tokens[:, :2].tolist() == [[1, 2], [1, 2], [3, 0], [3, 0]]
+    assert torch.equal(made.tokens, model.generate(torch.tensor([[1, 2], [3, 0]]), num=2, length=6).tokens)
+    holed = model.generate(torch.tensor([[1, 4], [3, 0]]))  # a canvas says how long it is
+    assert holed.tokens.shape == (2, 2)
+
+
+def test_rows_longer_than_the_model_are_refused() -> None:
+    model = tiny_model()
+    longer = model.noised(torch.full((2, 7), 4))
+    for read in (model.trunk, model, lambda state: model(state, rows=state.masked)):
+        with pytest.raises(UserError, match="the state has rows of 7 tokens, the model takes at most 6"):
+            read(longer)
+    with pytest.raises(UserError, match="the canvas has rows of 3 tokens, the model takes at most 2"):
+        sample(ExactMarginals(aligned()), torch.full((1, 3), 2), keys=KEYS[:1], how=Sampling())
+
+
+def test_keys_take_the_place_of_a_seed() -> None:
+    model = tiny_model()
+    whole = model.generate(num=6, steps=3, seed=7)
+    some = model.generate(num=2, steps=3, keys=model.sample_keys(6, 7)[4:])
+    assert torch.equal(some.tokens, whole.tokens[4:])
+
+
+def test_what_is_shown_of_a_generation_is_short() -> None:
+    made = tiny_model().generate(num=3, steps=2, trace=True)
+    assert repr(made) == "Generation(3 × 6 tokens, with trace)"
+    assert repr(made.trace) == "Trace(3 × 6 tokens in 2 steps)"
+    assert repr(tiny_model().generate(num=3)) == "Generation(3 × 6 tokens)"

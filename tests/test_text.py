@@ -28,7 +28,7 @@ from imdm.evaluation.text import found_in, read_before, sample_entropy
 from imdm.exporting import export
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
 from imdm.objectives import next_log_probs
-from imdm.sampling import Sampling
+from imdm.sampling import Revealed, Sampling
 from imdm.writer import Writer, load
 from tests.conftest import tiny_model
 from tests.test_corpora import SENTENCES
@@ -115,9 +115,56 @@ def test_pieces_put_together_are_the_text(writer: Writer) -> None:
     assert max(piece.step for piece in pieces) <= 3
 
 
+def test_a_trace_is_the_text_as_it_appeared(writer: Writer) -> None:
+    (text,) = writer.write("The cat", steps=3, trace=True)
+    assert text.trace is not None
+    assert len(text.trace.texts) == 4
+    assert text.trace.texts[-1] == text.text
+    assert text.trace.texts[0].startswith("The cat░")
+    hidden = [shown.count("░") for shown in text.trace.texts]
+    assert hidden == sorted(hidden, reverse=True)
+    assert [p < 0 for p in text.trace.log_probs] == [step >= 0 for step in text.revealed_at]
+    assert writer.write("The cat", steps=3)[0].trace is None
+    assert writer.infill("The ___ saw.", trace=True)[0].trace is not None
+
+
+def test_several_texts_are_filled_in_at_once(writer: Writer) -> None:
+    """Texts of different length; text i has the i-th key of the seed, as in `write`."""
+    texts = ["The ___ saw the dog.", "A ___.", "The ___ saw the dog."]
+    heard, told = list[int](), list[Revealed]()
+    found = writer.infill(texts, num=2, steps=3, seed=5, on_progress=heard.append, on_step=told.append)
+    assert [text.prompt for text in found] == [text for text in texts for _ in range(2)]
+    assert heard[-1] == 6 * 4
+    assert {int(row) for one in told for row in one.sequences} == set(range(6))
+    for text in found:
+        assert text.revealed_at.count(-1) == len(text.tokens) - 4
+    assert found[0].tokens != found[4].tokens
+    alone = writer.infill(texts[0], num=2, steps=3, seed=5)
+    assert [text.tokens for text in found[:2]] == [text.tokens for text in alone]  # the first has the first keys
+    assert writer.infill([texts[0]], num=2, steps=3, seed=5) == alone
+
+
+def test_writers_and_texts_are_shown_in_a_line(writer: Writer) -> None:
+    (text,) = writer.write("The cat", steps=2, temperature=0)
+    assert repr(text).startswith("Text('The cat")
+    assert repr(text).endswith("24 tokens, 2 evaluations)")
+    assert repr(writer).startswith("Writer(MaskedDiffusionLM(0.0M parameters, 1 blocks of width 16")
+    assert len(repr(text)) < 120
+    assert len(repr(writer)) < 200
+
+
+def test_eight_steps_unless_given(writer: Writer) -> None:
+    assert writer.write("The cat", seed=2) == writer.write("The cat", seed=2, steps=8)
+    assert writer.infill("The ___.") == writer.infill("The ___.", steps=8)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        (lambda w: w.write("The cat", policy="keep"), "unknown sampling option 'policy'; known: noise, steps"),
+        (lambda w: w.infill([]), "nothing to fill in: there is no text"),
+        (lambda w: w.infill(["The ___.", "none"]), "the text has no '___'"),
+        (lambda w: w.infill(["The ___.", "A ___ saw"], num=0), "num = 0"),
         (lambda w: w.write(""), "the prompt is empty; leave it out to write from nothing"),
         (lambda w: w.write(["fine", "  "]), "the prompt is empty"),
         (lambda w: w.write("the cat saw " * 30), "with 24 in all there is no room to write"),
