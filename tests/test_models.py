@@ -7,6 +7,8 @@ import json
 import pickle
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ import imdm
 from imdm.errors import UserError
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM, faster, fingerprint, load_model
 from imdm.models.backbones import dit
-from imdm.models.fast import Replay
+from imdm.models.fast import Replay, _Recorded
 from imdm.models.layers import Heads, attend, capped_attention, in_heads, rotary, rotate, soft_cap_score
 from imdm.objectives import Autoregressive, Nelbo, Objective, Step
 from imdm.state import Rows
@@ -465,6 +467,41 @@ def test_recordings_are_kept_by_how_often_they_are_needed_and_forgotten_when_wei
     assert not replay.recorded
     with torch.no_grad():
         assert replay(model._all, None, model.noised(TOKENS), torch.clone) is None  # no GPU
+
+
+def test_threads_take_turns_at_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recording has one place for what it reads and one for what it writes; each thread still gets its own."""
+    model = tiny_model(mask="infinite-uniform-8-1.0")
+    model.replay = Replay(1)
+
+    class Slow:
+        """In the place of a CUDA graph: it takes its time between reading and writing."""
+
+        def __init__(self, run: Any, state: Any) -> None:
+            self.run, self.state, self.hidden = run, state, run(state)
+
+        def replay(self) -> None:
+            found = self.run(self.state)
+            time.sleep(0.002)
+            self.hidden.copy_(found)
+
+    def record(self: Replay, run: Any, beside: Any, state: Any) -> _Recorded:
+        graph = Slow(run, copy.deepcopy(state))
+        return _Recorded(graph, graph.state, graph.hidden, beside)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Replay, "wants", lambda self, state: True)
+    monkeypatch.setattr(Replay, "_follow", lambda self, device: None)
+    monkeypatch.setattr(Replay, "_record", record)
+    asked = [{"num": 3, "steps": 4, "seed": seed, "trace": True} for seed in range(8)]
+    for one in asked:  # each shape twice, so that it is recorded
+        model.generate(**one)
+    wanted = [model.generate(**one) for one in asked]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda one: model.generate(**one), asked))
+    assert model.replay.recorded
+    for here, there in zip(wanted, found, strict=True):
+        assert torch.equal(here.tokens, there.tokens)
+        assert torch.equal(here.trace.log_probs, there.trace.log_probs)
 
 
 @pytest.mark.parametrize("mask", [*MASKS, "mixture"])

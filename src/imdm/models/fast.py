@@ -123,18 +123,18 @@ class Replay:
             self.seen[shape] += 1
             if shape not in self.recorded and not self._makes_room(shape):
                 return None
-            self._follow(torch.cuda.current_stream(state.tokens.device))
+            self._follow(state.tokens.device)
             if shape not in self.recorded:
-                with torch.cuda.device(state.tokens.device), torch.inference_mode(False):
-                    self.recorded[shape] = self._record(run, beside, state)
+                self.recorded[shape] = self._record(run, beside, state)
             there = self.recorded[shape]
             for mine, given in zip(there.state.tensors(), state.tensors(), strict=True):
                 mine.copy_(given)
             there.graph.replay()
             return read(there.hidden)
 
-    def _follow(self, stream: torch.cuda.Stream) -> None:
-        """After what another stream still does with the recordings."""
+    def _follow(self, device: torch.device) -> None:
+        """After what another thread's stream still does with the recordings."""
+        stream = torch.cuda.current_stream(device)
         if self.last is not None and self.last != stream:
             stream.wait_stream(self.last)
         self.last = stream
@@ -150,8 +150,11 @@ class Replay:
             del self.recorded[rarest]
         return True
 
-    @torch.no_grad()
     def _record(self, run: Callable[[Noised], Tensor], beside: Any, state: Noised) -> _Recorded:
+        with torch.cuda.device(state.tokens.device), torch.inference_mode(False), torch.no_grad():
+            return self._captured(run, beside, state)
+
+    def _captured(self, run: Callable[[Noised], Tensor], beside: Any, state: Noised) -> _Recorded:
         def held(value: Tensor | None) -> Tensor | None:
             return None if value is None else value.clone()
 

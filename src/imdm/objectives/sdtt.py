@@ -18,7 +18,7 @@ from imdm.sampling import draw_tokens
 from imdm.state import Noised, Rows
 
 if TYPE_CHECKING:
-    from imdm.models import MaskedDiffusionLM
+    from imdm.models import Denoiser
 
 
 @objectives.register("sdtt")
@@ -78,7 +78,7 @@ def teacher_times(t: Tensor, dt: float, steps: int) -> Tensor:
 
 
 @torch.no_grad()
-def teacher_rows(teacher: MaskedDiffusionLM, state: Noised, rows: Rows, dt: float, steps: int, keys: Tensor) -> Tensor:
+def teacher_rows(teacher: Denoiser, state: Noised, rows: Rows, dt: float, steps: int, keys: Tensor) -> Tensor:
     """The teacher's hidden state at each masked position of z_t, at the step that reveals it or at the last: (R, D).
     rows: those positions."""
     process = teacher.process
