@@ -232,6 +232,22 @@ def test_a_layer_cannot_have_the_name_of_the_wrappers() -> None:
         model._take_in(Clash(tiny_config(backbone="gru"), Clash.Settings(kind="gru")))
 
 
+def test_it_starts_as_its_constructor_left_it() -> None:
+    class Ones(backbones["gru"]):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            self.mix = torch.nn.Linear(4, 4)
+            torch.nn.init.ones_(self.mix.weight)
+
+    backbones.register("ones")(Ones)
+    try:
+        model = model_of(backbone="ones", trained=False)
+        assert (model.mix.weight == 1).all()
+        assert (model.output.weight == 0).all()
+    finally:
+        del backbones._entries["ones"]
+
+
 def test_parameters_and_buffers_of_its_own_are_taken_in_too() -> None:
     class Shifted(backbones["gru"]):
         def __init__(self, *given: Any) -> None:

@@ -91,9 +91,14 @@ class MaskedDiffusionLM(PreTrainedModel):
         return f"{type(self).__name__}({sizes}, {config.vocab_size:,} ids, up to {config.length} tokens)"
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Every layer knows its own start; `transformers` skips what was loaded."""
-        if isinstance(module, nn.Linear | nn.Embedding | Norm):
+        """Every layer of ours knows its own start; `transformers` skips what was loaded."""
+        if isinstance(module, nn.Linear | nn.Embedding | Norm) and (self.backbone.resets or self._is_own(module)):
             module.reset_parameters()
+
+    def _is_own(self, module: nn.Module) -> bool:
+        """Whether a layer is not the backbone's."""
+        own = (self.embedding, self.mask_embedding, self.mixture, self.output)
+        return any(module is one for part in own if part is not None for one in part.modules())
 
     @property
     def vocab_size(self) -> int:

@@ -55,6 +55,7 @@ class Backbone(nn.Module):
     """
 
     Settings: ClassVar[type[BackboneSettings]] = BackboneSettings
+    resets: ClassVar[bool] = False  # whether a new model resets its layers once more; else they stay as it made them
 
     def __init__(self, config: MaskedDiffusionConfig, settings: BackboneSettings) -> None:
         super().__init__()

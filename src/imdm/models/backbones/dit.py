@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 class DiT(Backbone):
     """`config.blocks` blocks of `config.heads` heads. With `condition` > 0 adaLN shifts, scales and gates by constants,
     as no time is seen; with 0 these live in the other weights (`folded`)."""
+
+    resets: ClassVar[bool] = True
 
     def __init__(self, config: MaskedDiffusionConfig, settings: BackboneSettings) -> None:
         super().__init__(config, settings)
