@@ -1,0 +1,57 @@
+"""How long and how fast a run trains."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+
+from imdm.config import Config
+from imdm.errors import UserError
+from imdm.models import check_precision
+
+
+class TrainConfig(Config):
+    """How long and how fast.
+
+    batch        sequences a step over all processes; micro_batch: at most so many at once on one (None: all)
+    lr, warmup   constant rate after a linear warm-up
+    ema          decay of the averaged weights, which are what a finished run hands over
+    dropout      another rate than the model's own
+    weights      in what precision the finished model is kept; it trains, and is loaded, in float32
+    compile      on a GPU, fuse the model's small operations (torch.compile): about twenty seconds once, then faster
+    """
+
+    steps: int = Field(ge=1, le=10**9)
+    batch: int = Field(512, ge=1, le=1 << 24)
+    micro_batch: int | None = Field(None, ge=1)
+    lr: float = Field(3e-4, gt=0)
+    warmup: int = Field(2500, ge=0)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    clip: float = Field(1.0, gt=0)
+    ema: float = Field(0.9999, ge=0, lt=1)
+    dropout: float | None = Field(None, ge=0, lt=1)
+    precision: Literal["float32", "bf16"] = "float32"
+    compile: bool = False
+    weights: Literal["float32", "bf16"] = "float32"
+    checkpoint_every: int = Field(1000, ge=1)
+    keep_checkpoints: int = Field(2, ge=1)
+    log_every: int = Field(50, ge=1)
+    tensorboard: bool = False
+
+    def accumulation(self, world: int) -> int:
+        """Micro-batches a step on each of `world` processes."""
+        share = -(-self.batch // world)
+        return -(-share // (self.micro_batch or share))
+
+    def check(self, world: int, device: torch.device) -> None:
+        """Refuse what this machine cannot run."""
+        check_precision(self.precision, device, "training.precision")
+        if self.batch % (world * self.accumulation(world)):
+            raise UserError(
+                f"training.batch = {self.batch}: must be a multiple of "
+                f"{world} processes × {self.accumulation(world)} micro-batches"
+            )
