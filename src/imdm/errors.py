@@ -25,6 +25,12 @@ def check_is(name: str, value: object, kind: type | tuple[type, ...], what: str)
         raise UserError(f"{name} = {shown(value)}: expected {what}")
 
 
+def check_function(name: str, value: object) -> None:
+    """Refuse an argument that can neither be called nor is None."""
+    if value is not None and not callable(value):
+        raise UserError(f"{name} = {shown(value)}: expected a function")
+
+
 def check_seed(value: object, name: str = "seed") -> None:
     """Anything that 64 bits can hold."""
     check_whole(name, value, -(1 << 63), (1 << 64) - 1)

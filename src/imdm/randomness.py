@@ -55,6 +55,7 @@ class Purpose(IntEnum):
     LATENT = 16  # λ of a mixture; a = step
     COPY = 17  # key of copy a of a training sample, each with latents of its own
     HELD_OUT = 18  # key of held-out row a, where the cost of steps is measured; then which pair, b = step
+    UPDATE = 19  # key of update a of a training step, where it has several
 
 
 def philox(counter: tuple[W, W, W, W], key: tuple[W, W]) -> tuple[W, W, W, W]:

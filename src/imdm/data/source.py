@@ -6,7 +6,7 @@ import hashlib
 from abc import abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from pydantic import Field
@@ -23,6 +23,7 @@ Progress = Callable[[int, str], None]
 """How far a preparation is: documents so far, and what to say beside that."""
 
 
+@runtime_checkable
 class Source(Protocol):
     """Rows of equal length, by index, always the same."""
 

@@ -1,7 +1,17 @@
 """What a training step minimises: `nelbo`, `redi`, `sdtt`, `di4c`; and `autoregressive`, for judges."""
 
 from imdm.objectives.autoregressive import Autoregressive, next_log_probs
-from imdm.objectives.base import EARLIEST, Companion, Objective, Step, nelbo_terms, objectives, parse_objective
+from imdm.objectives.base import (
+    EARLIEST,
+    STUDENT,
+    Companion,
+    Objective,
+    Step,
+    Trained,
+    nelbo_terms,
+    objectives,
+    parse_objective,
+)
 from imdm.objectives.di4c import Di4C
 from imdm.objectives.nelbo import Nelbo
 from imdm.objectives.redi import ReDi
@@ -10,6 +20,7 @@ from imdm.objectives.sdtt import SDTT
 __all__ = [
     "EARLIEST",
     "SDTT",
+    "STUDENT",
     "Autoregressive",
     "Companion",
     "Di4C",
@@ -17,6 +28,7 @@ __all__ = [
     "Objective",
     "ReDi",
     "Step",
+    "Trained",
     "nelbo_terms",
     "next_log_probs",
     "objectives",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
@@ -25,6 +25,8 @@ objectives: Registry[type[Objective]] = Registry("objective")
 
 EARLIEST = 1e-3
 """Training times are in [10⁻³, 1]."""
+STUDENT = "student"
+"""The network that every objective trains, and that a run hands over."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class Step:
 
     slots (b,): the places of these sequences in the global batch of size `batch`.
     start: what `Objective.start` made of them, where that was asked for beforehand.
+    update, updated: the number of this update within its step, and the names of the networks that it updates.
+    networks: the objective's other networks by name; through those that are not updated no gradient reaches weights.
     """
 
     seed: int
@@ -40,10 +44,15 @@ class Step:
     slots: Tensor
     batch: int
     start: tuple[Noised, Rows] | None = None
+    update: int = 0
+    updated: tuple[str, ...] = (STUDENT,)
+    networks: Mapping[str, nn.Module] = field(default_factory=dict)
 
     def keys(self) -> Tensor:
-        """One key a sequence: (b,)."""
+        """One key a sequence: (b,). Another in each update of a step."""
         key = fold(as_key(self.seed, self.slots.device), Purpose.STEP, self.index)
+        if self.update:
+            key = fold(key, Purpose.UPDATE, self.update)
         return fold(key, Purpose.SAMPLE, self.slots)
 
     def everyone(self) -> Step:
@@ -56,8 +65,27 @@ class Step:
         return (EARLIEST + (1 - EARLIEST) * (self.slots + within) / self.batch).float()
 
 
+@dataclass(frozen=True)
+class Trained:
+    """A network that is trained beside the student. What is None is as in the run's `TrainConfig`; warm-up and average
+    count the network's own updates."""
+
+    module: nn.Module
+    lr: float | None = None
+    warmup: int | None = None
+    betas: tuple[float, float] | None = None
+    weight_decay: float | None = None
+    clip: float | None = None
+    ema: float | None = None
+
+    def settings(self) -> dict[str, Any]:
+        """Those that are its own."""
+        return {name: value for name, value in vars(self).items() if name != "module" and value is not None}
+
+
 class Companion(Protocol):
-    """What an objective keeps beside the student while it trains, such as a teacher; it is in every checkpoint."""
+    """What an objective keeps beside the student while it trains, such as a teacher; it is in every checkpoint, as the
+    first process has it."""
 
     def tensors(self) -> dict[str, Tensor]: ...
 
@@ -70,7 +98,8 @@ class Objective(Config):
     """Settings and law of one objective.
 
     `needs` names the columns a batch must have. `loss` divides by constants of the global batch only, so that the mean
-    over processes is the loss of the whole batch.
+    over processes is the loss of the whole batch. One that trains more than the student names the others in `networks`
+    and says in `updates` which of them a step updates.
     """
 
     kind: str
@@ -89,8 +118,18 @@ class Objective(Config):
         from, where that is another."""
         return None
 
+    def networks(self, model: MaskedDiffusionLM, start: MaskedDiffusionLM | None = None) -> Mapping[str, Trained]:
+        """The other networks to train, by name, as they are before the first step: new modules or copies. What they
+        are made with should be a setting of this objective. Fresh layers are drawn under the run's seed."""
+        return {}
+
+    def updates(self, step: int) -> Sequence[Sequence[str]]:
+        """What a step updates: for each of its updates, one after another, the networks that one loss is for. A network
+        that is not named keeps its weights, its moments and its average."""
+        return ((STUDENT,),)
+
     def turn(self, companion: Any, step: int, average: Mapping[str, Tensor]) -> bool:
-        """Called before each step with the student's averaged weights; True: start with a new optimiser."""
+        """Called before each step with the student's averaged weights; True: the student gets a new optimiser."""
         return False
 
     def signals(self, model: MaskedDiffusionLM, source: Source, seed: int) -> dict[str, float]:
@@ -109,8 +148,12 @@ class Objective(Config):
     @abstractmethod
     def loss(
         self, model: nn.Module, process: Process, batch: Mapping[str, Tensor], step: Step, companion: Any = None
-    ) -> Tensor:
-        """The loss of these sequences, as their share of the global batch times the number of such shares."""
+    ) -> Tensor | Mapping[str, Tensor]:
+        """The loss of these sequences, as their share of the global batch times the number of such shares.
+
+        Where an update is of several networks, a loss for each by name. One backward pass goes through their sum: what
+        one network's loss must not teach another is detached.
+        """
 
 
 def corrupted(process: Process, batch: Mapping[str, Tensor], step: Step) -> tuple[Noised, Rows]:

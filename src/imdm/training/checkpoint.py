@@ -5,13 +5,14 @@ step-00000500/
   ema.safetensors                    averaged weights by parameter name
   optimizer.safetensors              AdamW's moments by parameter name
   companion.safetensors              what the objective keeps beside the student, such as the round's teacher
+  networks/NAME/                     the first three of each other network that is trained
   state.json                         step, hash of the run, its resolved recipe, digest of itself
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,21 @@ from torch import Tensor
 
 from imdm.errors import UserError
 from imdm.files import read_recorded, read_tensors, write_recorded, write_tensors, written_aside
-from imdm.models import MaskedDiffusionConfig
+from imdm.objectives import STUDENT
 
 FORMAT = 1
-TENSORS = ("model", "ema", "optimizer", "companion")
+TENSORS = ("model", "ema", "optimizer")
+
+
+@dataclass(frozen=True)
+class NetworkState:
+    """What a checkpoint holds of one network; `config` where it has one, to be written beside its weights."""
+
+    model: Mapping[str, Tensor]
+    ema: Mapping[str, Tensor]
+    optimizer: Mapping[str, Tensor]
+    ema_updates: int
+    config: Any = None
 
 
 @dataclass(frozen=True)
@@ -32,13 +44,10 @@ class Checkpoint:
 
     step: int
     run: str
-    ema_updates: int
     recipe: Mapping[str, Any]
     companion_values: Mapping[str, Any]
-    model: Mapping[str, Tensor]
-    ema: Mapping[str, Tensor]
-    optimizer: Mapping[str, Tensor]
     companion: Mapping[str, Tensor]
+    networks: Mapping[str, NetworkState]
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -51,21 +60,36 @@ def steps_present(folder: Path) -> list[int]:
     return sorted(int(step) for step in found if step.isascii() and step.isdigit() and len(step) < 19)
 
 
-def save(folder: Path, checkpoint: Checkpoint, config: MaskedDiffusionConfig, keep: int) -> Path:
+def save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
     """Write aside, rename, then drop all but the newest `keep`."""
     path = checkpoint_path(folder, checkpoint.step)
+    others = {name: network for name, network in checkpoint.networks.items() if name != STUDENT}
     with written_aside(path) as aside:
-        aside.mkdir(parents=True)
-        for name in TENSORS:
-            write_tensors(aside / f"{name}.safetensors", _apart(getattr(checkpoint, name)))
-        config.save_pretrained(aside)
+        for name, network in checkpoint.networks.items():
+            _write(_home(aside, name), network)
+        write_tensors(aside / "companion.safetensors", _apart(checkpoint.companion))
         state = {"format": FORMAT, "step": checkpoint.step, "run": checkpoint.run}
-        state |= {"ema_updates": checkpoint.ema_updates, "recipe": dict(checkpoint.recipe)}
+        state |= {"ema_updates": checkpoint.networks[STUDENT].ema_updates, "recipe": dict(checkpoint.recipe)}
         state |= {"companion": dict(checkpoint.companion_values)}
+        if others:
+            state |= {"networks": {name: {"ema_updates": network.ema_updates} for name, network in others.items()}}
         write_recorded(aside / "state.json", state)
     for step in steps_present(folder)[:-keep]:
         shutil.rmtree(checkpoint_path(folder, step))
     return path
+
+
+def _home(path: Path, name: str) -> Path:
+    """Where in a checkpoint a network is."""
+    return path if name == STUDENT else path / "networks" / name
+
+
+def _write(home: Path, network: NetworkState) -> None:
+    home.mkdir(parents=True)
+    for name in TENSORS:
+        write_tensors(home / f"{name}.safetensors", _apart(getattr(network, name)))
+    if hasattr(network.config, "save_pretrained"):
+        network.config.save_pretrained(home)
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -79,23 +103,51 @@ def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return apart
 
 
-def load(path: Path, run: str) -> Checkpoint:
+def load(path: Path, run: str, networks: Sequence[str] = (STUDENT,)) -> Checkpoint:
     """Read a checkpoint of this very run; anything else, and anything that is not what was written, is refused."""
     what, fields = f"checkpoint {str(path)!r}", {"format": int, "step": int, "run": str, "ema_updates": int}
+    remedy = "choose another folder, or delete that one to start over"
     try:
         state = read_recorded(path / "state.json", what, **fields, recipe=dict, companion=dict)
         if state["format"] != FORMAT:
             raise UserError(f"{what} is not an imdm checkpoint of format {FORMAT}")
+        updates = _updates(state, what)
         for name, size in dict(state.get("files", {})).items():  # of a time before digests
             if not (path / name).is_file() or (path / name).stat().st_size != size:
                 raise UserError(f"{what} is damaged: {name} is missing or cut short")
-        if state["run"] == run:
-            tensors = {name: read_tensors(path / f"{name}.safetensors", what) for name in TENSORS}
+        if state["run"] == run and set(updates) == set(networks):
+            found = {name: _read(_home(path, name), what, updates[name]) for name in networks}
+            companion = read_tensors(path / "companion.safetensors", what)
     except UserError as error:
         raise UserError(f"{error}; delete {path} to go on from the one before") from None
+    if set(updates) != set(networks):
+        raise UserError(
+            f"{what} is of a run that trains {_listed(updates)}, and this one trains {_listed(networks)}: "
+            f"the objective changed; {remedy}"
+        )
     if state["run"] != run:
         raise UserError(
-            f"{what} belongs to run {state['run']}, not to {run}: the recipe, its start or its data changed; "
-            "choose another folder, or delete that one to start over"
+            f"{what} belongs to run {state['run']}, not to {run}: the recipe, its start or its data changed; {remedy}"
         )
-    return Checkpoint(state["step"], run, state["ema_updates"], state["recipe"], state["companion"], **tensors)
+    return Checkpoint(state["step"], run, state["recipe"], state["companion"], companion, found)
+
+
+def _updates(state: Mapping[str, Any], what: str) -> dict[str, int]:
+    """How many updates each network has had."""
+    others = state.get("networks", {})
+    if not isinstance(others, dict) or not all(isinstance(one, dict) for one in others.values()):
+        raise UserError(f"{what} is damaged or not ours: no proper 'networks'")
+    updates = {STUDENT: state["ema_updates"]} | {name: one.get("ema_updates") for name, one in others.items()}
+    if not all(isinstance(count, int) for count in updates.values()):
+        raise UserError(f"{what} is damaged or not ours: no proper 'ema_updates'")
+    return updates
+
+
+def _read(home: Path, what: str, updates: int) -> NetworkState:
+    return NetworkState(
+        **{name: read_tensors(home / f"{name}.safetensors", what) for name in TENSORS}, ema_updates=updates
+    )
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(repr(name) for name in names)

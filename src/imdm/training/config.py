@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -41,6 +41,10 @@ class TrainConfig(Config):
     keep_checkpoints: int = Field(2, ge=1)
     log_every: int = Field(50, ge=1)
     tensorboard: bool = False
+
+    def changed(self, where: str, settings: dict[str, Any]) -> TrainConfig:
+        """The same with some settings of its own, which are checked like these."""
+        return TrainConfig.parse(self.model_dump() | settings, where)
 
     def accumulation(self, world: int) -> int:
         """Micro-batches a step on each of `world` processes."""

@@ -1,4 +1,4 @@
-"""One loop for pretraining and every distillation: rows → objective → AdamW → average, on Accelerate."""
+"""One loop for pretraining and every distillation: rows → objective → AdamW → averages, on Accelerate."""
 
 from __future__ import annotations
 
@@ -6,37 +6,27 @@ import copy
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 
 from imdm.config import digest
 from imdm.data.source import Order, Source, check_fits
 from imdm.devices import Beside, accelerator
-from imdm.errors import UserError, check_is, check_seed, check_whole
+from imdm.errors import UserError, check_function, check_is, check_seed, check_whole
 from imdm.files import append_line, as_path, working_in, write_text, written_aside
 from imdm.models import MaskedDiffusionLM, fingerprint
-from imdm.objectives import Objective, Step
+from imdm.objectives import STUDENT, Objective, Step
 from imdm.stopping import Asked
 from imdm.training import checkpoint, history
 from imdm.training.config import TrainConfig
-from imdm.training.ema import EMA
 from imdm.training.history import read_history
-
-WHOLE = StateDictOptions(full_state_dict=True)  # every process sees all of it
-HOME = StateDictOptions(full_state_dict=True, cpu_offload=True)  # only the first process does
+from imdm.training.network import Network, other_networks, settings_of, still
 
 
 @dataclass(frozen=True)
@@ -58,6 +48,8 @@ class Trainer:
     `model/` the averaged weights, `raw/` the last ones, `checkpoints/` (which carry `recipe`, the settings that made
     them), and `history.jsonl`: the loss every `log_every` steps; every `watch_every` what `watch` measures and the
     objective's early signals, with a warning once they promise a bad end.
+    `networks` holds the student and whatever else the objective trains, each with its optimiser and average; `model`,
+    `bare`, `optimizer` and `ema` are the student's.
     `start` is the model that the student was made from, where it is another; the first teacher of a self-distillation.
     A run that stopped goes on from its newest checkpoint, bit for bit on CPU; a finished one returns at once.
     """
@@ -80,37 +72,37 @@ class Trainer:
     ) -> None:
         check_is("model", model, torch.nn.Module, "a model")
         check_is("objective", objective, Objective, "an objective")
+        check_is("source", source, Source, "rows to train on")
         check_is("config", config, TrainConfig, "a TrainConfig")
         check_seed(seed)
         check_whole("watch_every", watch_every)
         check_is("recipe", recipe, (Mapping, type(None)), "settings")
         check_is("start", start, (torch.nn.Module, type(None)), "a model")
+        for name, function in (("watch", watch), ("on_progress", on_progress), ("on_warning", on_warning)):
+            check_function(name, function)
         self.objective, self.source, self.config, self.seed = objective, source, config, seed
         self.out = as_path(out, "out")
         self.watch, self.watch_every, self.recipe = watch, watch_every, recipe or {}
         self.on_progress, self.on_warning = on_progress, on_warning
         self.accelerator = accelerator()
         self._check(model)
-        loop = {"steps", "checkpoint_every", "keep_checkpoints", "log_every", "tensorboard", "weights"}
-        settings = {name: value for name, value in config.hashed().items() if name not in loop | {"micro_batch"}}
-        self.run = digest([settings, objective.hashed(), fingerprint(model), source.fingerprint, seed])
+        identity = fingerprint(model)
         if config.dropout is not None:
             model.set_dropout(config.dropout)
+        others = other_networks(objective, model, start, seed)
+        configs = {name: config.changed(f"networks.{name}", one.settings()) for name, one in others.items()}
+        loop = {"steps", "checkpoint_every", "keep_checkpoints", "log_every", "tensorboard", "weights"}
+        settings = {name: value for name, value in config.hashed().items() if name not in loop | {"micro_batch"}}
+        self.run = digest([settings, objective.hashed(), identity, source.fingerprint, seed, *settings_of(others)])
         self.process = model.process
         self.order = Order(seed, len(source))
-        optimizer = torch.optim.AdamW(
-            model.parameters(),
-            lr=config.lr,
-            betas=config.betas,
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            fused=True,
-        )
-        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-        self.bare: MaskedDiffusionLM = self.accelerator.unwrap_model(self.model)
-        self.ema = EMA(self.bare, config.ema)
-        if config.compile and self.accelerator.device.type == "cuda":
-            self.bare.compile_trunk(training=True)
+        student = Network(STUDENT, model, config, self.accelerator)
+        self.networks = {STUDENT: student}
+        for name, one in others.items():
+            self.networks[name] = Network(name, one.module, configs[name], self.accelerator)
+        self.model, self.optimizer, self.ema = student.model, student.optimizer, student.ema
+        self.bare: MaskedDiffusionLM = student.bare
+        self._updates(0)  # refused now rather than later
         self.companion = objective.companion(self.bare, start)
         self.beside = Beside(self.accelerator.device)
         self.step = 0
@@ -141,13 +133,15 @@ class Trainer:
         first = self.accelerator.process_index * self.accumulation + micro
         return torch.arange(first, self.config.batch, stride)
 
-    def batch(self, micro: int) -> tuple[dict[str, Tensor], Step]:
-        """Rows and what the objective makes of them before the network runs."""
+    def batch(
+        self, micro: int, update: int = 0, updated: tuple[str, ...] = (STUDENT,)
+    ) -> tuple[dict[str, Tensor], Step]:
+        """Rows and what the objective makes of them before the networks run."""
         slots, device = self.slots(micro), self.accelerator.device
         rows = self.source.rows(self.order(self.step * self.config.batch + slots))
         with self.beside:
             batch = {name: self._sent(column, device) for name, column in rows.items()}
-            step = Step(self.seed, self.step, self._sent(slots, device), self.config.batch)
+            step = Step(self.seed, self.step, self._sent(slots, device), self.config.batch, None, update, updated)
             step = replace(step, start=self.objective.start(self.process, batch, step))
         self.beside.hand_over((*batch.values(), step.slots, *(t for part in step.start or () for t in part.tensors())))
         return batch, step
@@ -159,28 +153,63 @@ class Trainer:
         return values.pin_memory().to(device, non_blocking=True)
 
     def train_step(self) -> Tensor:
-        """One optimiser step; returns the loss of the global batch."""
+        """One step: the updates that the objective asks for. Returns the student's loss of the global batch; where the
+        student is not updated, that of the last network that is."""
         if self.objective.turn(self.companion, self.step, self.ema.weights):
             self.optimizer.state.clear()
-        rate = self.config.lr * min(1.0, (self.step + 1) / max(1, self.config.warmup))
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        total = torch.zeros((), device=self.accelerator.device)
-        for micro in range(self.accumulation):
-            batch, step = self.batch(micro)
-            last = micro == self.accumulation - 1
-            with nullcontext() if last else self.accelerator.no_sync(self.model):
-                with self._precision():
-                    loss = self.objective.loss(self.model, self.process, batch, step, self.companion)
-                    loss = loss / self.accumulation
-                self.accelerator.backward(loss)
-            total += loss.detach()
-        self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.ema.update(self.bare)
+        losses: dict[str, Tensor] = {}
+        for number, names in enumerate(self._updates(self.step)):
+            losses |= self._update(number, names)
         self.step += 1
-        return self.accelerator.reduce(total, reduction="mean")
+        return losses.get(STUDENT, [*losses.values()][-1])
+
+    def _updates(self, step: int) -> list[tuple[str, ...]]:
+        """The updates of a step, each of networks that are there."""
+        updates = [tuple(names) for names in self.objective.updates(step)]
+        for names in updates or [()]:
+            if not names or len(set(names)) < len(names) or not set(names) <= set(self.networks):
+                raise UserError(
+                    f"objective {self.objective.kind!r} asks at step {step} for the updates {updates}; "
+                    f"each names one or more of {', '.join(self.networks)}"
+                )
+        return updates
+
+    def _update(self, number: int, names: tuple[str, ...]) -> dict[str, Tensor]:
+        """One update of these networks, all others as they are; returns their losses of the global batch."""
+        moved, others = [self.networks[name] for name in names], set(self.networks) - set(names)
+        modules = {name: one.bare if name in others else one.model for name, one in self.networks.items()}
+        model = modules.pop(STUDENT)
+        total = torch.zeros(len(names), device=self.accelerator.device)
+        with still(self.networks[name] for name in others):
+            for micro in range(self.accumulation):
+                batch, step = self.batch(micro, number, names)
+                step = replace(step, networks=modules)
+                with ExitStack() as waiting:
+                    for network in moved if micro < self.accumulation - 1 else ():
+                        waiting.enter_context(self.accelerator.no_sync(network.model))
+                    with self._precision():
+                        given = self.objective.loss(model, self.process, batch, step, self.companion)
+                        losses = [loss / self.accumulation for loss in self._by_name(given, names)]
+                    self.accelerator.backward(sum(losses[1:], losses[0]))
+                total += torch.stack([loss.detach() for loss in losses])
+            for network in moved:
+                network.update()
+        found = self.accelerator.reduce(total, reduction="mean").unbind()
+        for network, loss in zip(moved, found, strict=True):
+            network.losses.append(loss)
+        return dict(zip(names, found, strict=True))
+
+    def _by_name(self, given: Tensor | Mapping[str, Tensor], names: Sequence[str]) -> list[Tensor]:
+        """A loss for each of these networks, in their order."""
+        if isinstance(given, Tensor) and len(names) == 1:
+            return [given]
+        if not isinstance(given, Mapping) or set(given) != set(names):
+            what = f"those of {', '.join(given)}" if isinstance(given, Mapping) else "one for all"
+            raise UserError(
+                f"objective {self.objective.kind!r} gave other losses ({what}) than the update is of; "
+                f"it needs one for each of {', '.join(names)}"
+            )
+        return [given[name] for name in names]
 
     def _precision(self) -> AbstractContextManager[Any]:
         """bf16 where it is fast; weights, norms, softmax and optimiser stay in float32. Not Accelerate's own,
@@ -203,22 +232,26 @@ class Trainer:
 
     def _train(self) -> Path:
         writer = self._tensorboard()
-        self.model.train()
-        started, losses = time.perf_counter(), []
+        for network in self.networks.values():
+            network.model.train()
+            network.losses = []
+        started, steps, loss = time.perf_counter(), 0, math.nan
         for _ in range(self.step, self.config.steps):
-            losses.append(self.train_step())
+            self.train_step()
+            steps += 1
             if any(map(self._due, (self.config.log_every, self.config.checkpoint_every, self.watch_every))):
-                loss = float(torch.stack(losses).mean())
-                if not math.isfinite(loss):  # before it could be looked at, or a checkpoint made of it
-                    raise UserError(f"the loss is {loss} at step {self.step}; lower training.lr = {self.config.lr}")
+                losses = self._losses()
+                loss = losses.get("loss", loss)
             if self._due(self.config.log_every):
-                pace = len(losses) / (time.perf_counter() - started)  # steps a second
+                pace = steps / (time.perf_counter() - started)  # steps a second
                 speed = pace * self.config.batch * self.source.length
-                figures = {"loss": loss, "tokens_per_second": round(speed), "steps_per_second": round(pace, 3)}
+                figures = {**losses, "tokens_per_second": round(speed), "steps_per_second": round(pace, 3)}
                 self._record({"step": self.step, **figures}, writer)
                 if self.on_progress is not None:
                     self.on_progress(Progress(self.step, self.config.steps, loss, speed))
-                started, losses = time.perf_counter(), []
+                started, steps = time.perf_counter(), 0
+                for network in self.networks.values():
+                    network.losses = []
             if self._due(self.watch_every):
                 paused = time.perf_counter()
                 self._look(writer)
@@ -230,6 +263,20 @@ class Trainer:
         if writer is not None:
             writer.close()
         return self.out / "model"
+
+    def _losses(self) -> dict[str, float]:
+        """The mean loss of each network that was updated since the last line of the history: `loss` the student's,
+        `loss_NAME` another's. What is no number is refused, before a checkpoint could be made of it."""
+        losses = {}
+        for name, network in self.networks.items():
+            mean = network.mean_loss()
+            if mean is None:
+                continue
+            if not math.isfinite(mean):
+                whose, rate = ("", "training.lr") if name == STUDENT else (f" of {name!r}", "its rate, lr")
+                raise UserError(f"the loss{whose} is {mean} at step {self.step}; lower {rate} = {network.config.lr}")
+            losses["loss" if name == STUDENT else f"loss_{name}"] = mean
+        return losses
 
     def _look(self, writer: Any) -> None:
         """The objective's early signals and what `watch` measures, and a warning where they promise nothing good."""
@@ -288,16 +335,12 @@ class Trainer:
 
     def save(self) -> None:
         """All processes gather, the first one writes, none goes on before it is done."""
-        model: Any = get_model_state_dict(self.model, options=HOME)
-        moments: Any = get_optimizer_state_dict(self.model, self.optimizer.optimizer, options=HOME)
+        networks = {name: network.state() for name, network in self.networks.items()}
         if self.accelerator.is_main_process:
-            flat = {f"{kind}.{name}": v for name, state in moments["state"].items() for kind, v in state.items()}
             companion = self.companion.tensors() if self.companion else {}
             values = self.companion.values() if self.companion else {}
-            point = checkpoint.Checkpoint(
-                self.step, self.run, self.ema.updates, self.recipe, values, model, self.ema.weights, flat, companion
-            )
-            checkpoint.save(self.checkpoints, point, self.bare.config, self.config.keep_checkpoints)
+            point = checkpoint.Checkpoint(self.step, self.run, self.recipe, values, companion, networks)
+            checkpoint.save(self.checkpoints, point, self.config.keep_checkpoints)
         self.accelerator.wait_for_everyone()
 
     def resume(self) -> None:
@@ -308,20 +351,13 @@ class Trainer:
             self._forget_history()
             return
         path = checkpoint.checkpoint_path(self.checkpoints, present[-1])
-        point = checkpoint.load(path, self.run)
+        point = checkpoint.load(path, self.run, list(self.networks))
         if point.step > self.config.steps:
             raise UserError(
                 f"checkpoint {str(path)!r} is at step {point.step}, beyond training.steps = {self.config.steps}"
             )
-        set_model_state_dict(self.model, dict(point.model), options=WHOLE)
-        state: dict[str, dict[str, Tensor]] = {}
-        for key, value in point.optimizer.items():
-            kind, name = key.split(".", 1)
-            state.setdefault(name, {})[kind] = value
-        current = get_optimizer_state_dict(self.model, self.optimizer.optimizer, options=WHOLE)
-        loaded: Any = {"state": state, "param_groups": current["param_groups"]}
-        set_optimizer_state_dict(self.model, self.optimizer.optimizer, optim_state_dict=loaded, options=WHOLE)
-        self.ema.load(point.ema, point.ema_updates)
+        for name, network in self.networks.items():
+            network.load(point.networks[name])
         if self.companion:
             self.companion.load(point.companion, point.companion_values)
         self.step = point.step

@@ -1,0 +1,148 @@
+"""A network in training: its weights, AdamW, rate and average, and its part of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from imdm.config import check_name
+from imdm.errors import UserError, check_is
+from imdm.files import digest_of
+from imdm.models import MaskedDiffusionLM
+from imdm.objectives import STUDENT, Objective, Trained
+from imdm.randomness import Purpose, as_key, fold, seeded
+from imdm.training.checkpoint import NetworkState
+from imdm.training.config import TrainConfig
+from imdm.training.ema import EMA
+
+WHOLE = StateDictOptions(full_state_dict=True)  # every process sees all of it
+SOME = StateDictOptions(full_state_dict=True, strict=False)  # a weight that never had a gradient has no moments
+HOME = StateDictOptions(full_state_dict=True, cpu_offload=True)  # only the first process does
+
+
+class Network:
+    """One of the networks of a run. `model` is what Accelerate made of it, `bare` the same unwrapped; `losses` those
+    since they were last taken."""
+
+    def __init__(self, name: str, module: nn.Module, config: TrainConfig, accelerator: Accelerator) -> None:
+        self.name, self.config, self.accelerator = name, config, accelerator
+        optimizer = torch.optim.AdamW(
+            module.parameters(),
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+        self.model, self.optimizer = accelerator.prepare(module, optimizer)
+        self.bare: Any = accelerator.unwrap_model(self.model)
+        self.ema = EMA(self.bare, config.ema)
+        self.weights = [weight for weight in self.bare.parameters() if weight.requires_grad]
+        self.losses: list[Tensor] = []
+        if config.compile and accelerator.device.type == "cuda" and isinstance(self.bare, MaskedDiffusionLM):
+            self.bare.compile_trunk(training=True)
+
+    def rate(self) -> float:
+        """That of the next update: constant after a linear warm-up."""
+        return self.config.lr * min(1.0, (self.ema.updates + 1) / max(1, self.config.warmup))
+
+    def update(self) -> None:
+        """One step of AdamW with the gradients that are there, then the average."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate()
+        self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.ema.update(self.bare)
+
+    def mean_loss(self) -> float | None:
+        """Since losses were last taken; None where there was no update."""
+        return float(torch.stack(self.losses).mean()) if self.losses else None
+
+    def state(self) -> NetworkState:
+        """All processes gather, the first one gets it. An optimiser that has no moments yet is left alone: asked for
+        them, it would make some."""
+        model: Any = get_model_state_dict(self.model, options=HOME)
+        moments: dict[str, Tensor] = {}
+        if self.optimizer.state:
+            found: Any = get_optimizer_state_dict(self.model, self.optimizer.optimizer, options=HOME)
+            moments = {
+                f"{kind}.{name}": v for name, state in found.get("state", {}).items() for kind, v in state.items()
+            }
+        config = getattr(self.bare, "config", None)
+        return NetworkState(model, self.ema.weights, moments, self.ema.updates, config)
+
+    def load(self, point: NetworkState) -> None:
+        set_model_state_dict(self.model, dict(point.model), options=WHOLE)
+        self.ema.load(point.ema, point.ema_updates)
+        if not point.optimizer:
+            return
+        state: dict[str, dict[str, Tensor]] = {}
+        for key, value in point.optimizer.items():
+            kind, name = key.split(".", 1)
+            state.setdefault(name, {})[kind] = value
+        optimizer = self.optimizer.optimizer
+        current = get_optimizer_state_dict(self.model, optimizer, options=WHOLE)
+        loaded: Any = {"state": state, "param_groups": current["param_groups"]}
+        set_optimizer_state_dict(self.model, optimizer, optim_state_dict=loaded, options=SOME)
+
+
+@contextmanager
+def still(networks: Iterable[Network]) -> Iterator[None]:
+    """No gradient reaches the weights of these inside this block, though it may pass through them."""
+    weights = [weight for network in networks for weight in network.weights]
+    for weight in weights:
+        weight.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for weight in weights:
+            weight.requires_grad_(True)
+
+
+def other_networks(
+    objective: Objective, model: MaskedDiffusionLM, start: MaskedDiffusionLM | None, seed: int
+) -> dict[str, Trained]:
+    """What an objective trains beside the student; refused is what could not be trained, or kept, by itself."""
+    with seeded(fold(as_key(seed), Purpose.INIT, 1)):
+        made = dict(objective.networks(model, start))
+    owners = {id(weight): "the start" for weight in (start.parameters() if start is not None else ())}
+    owners |= {id(weight): "the student" for weight in model.parameters()}
+    for name, one in made.items():
+        what = f"network {name!r} of objective {objective.kind!r}"
+        try:
+            check_name(name)
+        except ValueError as error:
+            raise UserError(f"{what}: {error}") from None
+        if name == STUDENT:
+            raise UserError(f"{what}: the student is there already; choose another name")
+        check_is(what, one, Trained, "a Trained(module)")
+        weights = list(one.module.parameters())
+        if not any(weight.requires_grad for weight in weights):
+            raise UserError(f"{what} has no weights that can be trained; what is frozen belongs into the companion")
+        owner = next((owners[id(weight)] for weight in weights if id(weight) in owners), None)
+        if owner is not None:
+            raise UserError(f"{what} shares weights with {owner}; give it a copy")
+        owners |= {id(weight): repr(name) for weight in weights}
+    return made
+
+
+def settings_of(others: Mapping[str, Trained]) -> list[Any]:
+    """What the hash of a run says of other networks: their own settings and first weights; nothing where there are
+    none."""
+    if not others:
+        return []
+    weights = {name: {n: w.cpu() for n, w in one.module.state_dict().items()} for name, one in others.items()}
+    return [{name: [one.settings(), digest_of(weights[name])] for name, one in others.items()}]
