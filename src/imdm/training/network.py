@@ -78,9 +78,8 @@ class Network:
         moments: dict[str, Tensor] = {}
         if self.optimizer.state:
             found: Any = get_optimizer_state_dict(self.model, self.optimizer.optimizer, options=HOME)
-            moments = {
-                f"{kind}.{name}": v for name, state in found.get("state", {}).items() for kind, v in state.items()
-            }
+            whole = found.get("state", {})  # nothing, but for the first process
+            moments = {f"{kind}.{name}": v for name, state in whole.items() for kind, v in state.items()}
         config = getattr(self.bare, "config", None)
         return NetworkState(model, self.ema.weights, moments, self.ema.updates, config)
 
@@ -94,9 +93,12 @@ class Network:
             kind, name = key.split(".", 1)
             state.setdefault(name, {})[kind] = value
         optimizer = self.optimizer.optimizer
-        current = get_optimizer_state_dict(self.model, optimizer, options=WHOLE)
+        current: Any = get_optimizer_state_dict(self.model, optimizer, options=WHOLE)
         loaded: Any = {"state": state, "param_groups": current["param_groups"]}
         set_optimizer_state_dict(self.model, optimizer, optim_state_dict=loaded, options=SOME)
+        weights = dict(self.bare.named_parameters(remove_duplicate=False))
+        for name in current["state"].keys() - state.keys():
+            optimizer.state.pop(weights[name], None)  # asked for above, and so made
 
 
 @contextmanager
