@@ -25,6 +25,9 @@ from imdm.errors import UserError
 from imdm.files import read_lines, write_recorded
 from imdm.models import MaskedDiffusionLM, fingerprint, load_model
 from imdm.objectives import Nelbo, Objective, Step, Trained, objectives, parse_objective
+from imdm.pipeline import Run
+from imdm.recipes import parse_recipe
+from imdm.status import status
 from imdm.training import TrainConfig, Trainer
 from tests.conftest import tiny_model
 
@@ -394,6 +397,21 @@ def test_bad_arguments_get_a_sentence(tmp_path: Path) -> None:
         refuse("source = .*: expected rows to train on", source)
 
 
+def test_a_recipe_takes_it_by_name(tmp_path: Path) -> None:
+    training = {"steps": 4, "batch": 8, "warmup": 0, "log_every": 2, "checkpoint_every": 2}
+    recipe = {
+        **{"name": "own", "summary": "s", "experiment": "e", "threads": 1},
+        "data": {"kind": "language", "name": "aligned"},
+        "model": {"width": 16, "blocks": 1, "heads": 2, "condition": 8, "mask": "infinite-uniform-4-1.0"},
+        "stages": {"student": {"kind": "train", "objective": {"kind": "pursuit"}, "training": training}},
+    }
+    Run(parse_recipe(recipe), tmp_path).all()
+    (row,) = status(tmp_path)["seed 0"]
+    assert (row.kind, row.state, row.done) == ("pursuit", "done", 4)
+    assert {"loss", "loss_critic"} <= read_lines(tmp_path / "seed-0/student/history.jsonl")[-1].keys()
+    assert (tmp_path / "seed-0/student/checkpoints/step-00000004/networks/critic/model.safetensors").exists()
+
+
 # Real processes
 
 WORKER = """
@@ -449,6 +467,79 @@ def test_two_processes_give_the_same_as_one(tmp_path: Path, order: str) -> None:
         other = stored(tmp_path / name, 8)
         weights = [key for key in one if "model.safetensors" in key or "ema.safetensors" in key]
         assert all(torch.allclose(one[key], other[key], atol=1e-4) for key in weights)
+
+
+SHARDED = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from imdm.training import Network, TrainConfig
+from imdm.training.network import still
+
+dist.init_process_group("gloo")
+rank, world, mesh = dist.get_rank(), dist.get_world_size(), init_device_mesh("cpu", (2,))
+config = TrainConfig(steps=9, lr=1e-2, warmup=1)
+
+
+class Wrapped:
+    device = torch.device("cpu")
+
+    def __init__(self, optimizer=None):
+        self.optimizer = optimizer
+
+    def __getattr__(self, name):
+        return getattr(self.optimizer, name)
+
+    def prepare(self, module, optimizer):
+        if sharded:
+            fully_shard(module, mesh=mesh)
+            optimizer = torch.optim.AdamW(module.parameters(), weight_decay=0.0)
+        return module, Wrapped(optimizer)
+
+    def unwrap_model(self, module):
+        return module
+
+    def clip_grad_norm_(self, weights, most):
+        nn.utils.clip_grad_norm_(list(weights), most)
+
+
+def trained():
+    torch.manual_seed(0)
+    made = [nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)) for _ in range(2)]
+    a, b = (Network(name, module, config, Wrapped()) for name, module in zip("ab", made))
+    for step in range(9):
+        moved, others = [([a], [b]), ([b], [a]), ([a, b], [])][step % 3]
+        with still(others):
+            torch.manual_seed(step)
+            rows = torch.randn(6, 4)[rank::world] if sharded else torch.randn(6, 4)
+            out = a.model(rows)
+            b.model(out.detach() if others == [a] else out).square().mean().backward()
+            assert all(weight.grad is None for network in others for weight in network.weights)
+            for network in moved:
+                network.update()
+    return [weight for network in (a, b) for weight in network.state().model.values()]
+
+
+found = []
+for sharded in (False, True):
+    found.append(trained())
+if rank == 0:
+    assert all(torch.allclose(one, two, atol=1e-6) for one, two in zip(*found, strict=True))
+    print("the same")
+dist.destroy_process_group()
+"""
+
+
+def test_sharded_networks_take_turns(tmp_path: Path) -> None:
+    """FSDP2 keeps what it gathered for a network that no backward pass went through; it must be gathered anew."""
+    (tmp_path / "sharded.py").write_text(SHARDED)
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "sharded.py"]
+    done = subprocess.run(
+        line, env=os.environ | ENVIRONMENT, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert "the same" in done.stdout, done.stderr
 
 
 def test_kill_9_in_between(tmp_path: Path) -> None:

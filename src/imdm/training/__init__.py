@@ -1,7 +1,8 @@
-"""One loop over objectives, its checkpoints and its averaged weights."""
+"""One loop over objectives and their networks, its checkpoints and its averaged weights."""
 
 from imdm.training.config import TrainConfig
 from imdm.training.ema import EMA
+from imdm.training.network import Network
 from imdm.training.trainer import Progress, Trainer
 
-__all__ = ["EMA", "Progress", "TrainConfig", "Trainer"]
+__all__ = ["EMA", "Network", "Progress", "TrainConfig", "Trainer"]

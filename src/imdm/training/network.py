@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.fsdp import FSDPModule
 
 from imdm.config import check_name
 from imdm.errors import UserError, check_is
@@ -104,14 +105,21 @@ class Network:
 @contextmanager
 def still(networks: Iterable[Network]) -> Iterator[None]:
     """No gradient reaches the weights of these inside this block, though it may pass through them."""
-    weights = [weight for network in networks for weight in network.weights]
-    for weight in weights:
-        weight.requires_grad_(False)
+    held = list(networks)
+    _train_weights(held, False)
     try:
         yield
     finally:
-        for weight in weights:
-            weight.requires_grad_(True)
+        _train_weights(held, True)
+
+
+def _train_weights(networks: Iterable[Network], whether: bool) -> None:
+    for network in networks:
+        for module in network.bare.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # what it gathered, and no backward pass dropped, would not know
+        for weight in network.weights:
+            weight.requires_grad_(whether)
 
 
 def other_networks(
