@@ -87,13 +87,14 @@ class Network:
     def load(self, point: NetworkState) -> None:
         set_model_state_dict(self.model, dict(point.model), options=WHOLE)
         self.ema.load(point.ema, point.ema_updates)
+        optimizer = self.optimizer.optimizer
         if not point.optimizer:
+            optimizer.state.clear()
             return
         state: dict[str, dict[str, Tensor]] = {}
         for key, value in point.optimizer.items():
             kind, name = key.split(".", 1)
             state.setdefault(name, {})[kind] = value
-        optimizer = self.optimizer.optimizer
         current: Any = get_optimizer_state_dict(self.model, optimizer, options=WHOLE)
         loaded: Any = {"state": state, "param_groups": current["param_groups"]}
         set_optimizer_state_dict(self.model, optimizer, optim_state_dict=loaded, options=SOME)
