@@ -25,9 +25,9 @@ from imdm.errors import UserError
 from imdm.files import read_lines, write_recorded
 from imdm.models import MaskedDiffusionLM, fingerprint, load_model
 from imdm.objectives import Nelbo, Objective, Step, Trained, objectives, parse_objective
-from imdm.pipeline import Run
 from imdm.recipes import parse_recipe
-from imdm.status import status
+from imdm.runs import Run
+from imdm.runs.status import status
 from imdm.training import TrainConfig, Trainer
 from tests.conftest import tiny_model
 
