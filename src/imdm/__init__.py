@@ -9,8 +9,9 @@ torch.Size([4, 2])
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from imdm.later import later
 
 if TYPE_CHECKING:
     from imdm.errors import UserError
@@ -50,32 +51,28 @@ __all__ = [
     "with_mask",
 ]
 
-_HOMES = {
-    "imdm.errors": ("UserError",),
-    "imdm.masks": ("Finite", "Infinite", "Single"),
-    "imdm.models": (
-        "MaskedDiffusionConfig",
-        "MaskedDiffusionLM",
-        "faster",
-        "fold_conditioning",
-        "load_model",
-        "to_infinite",
-        "with_mask",
-    ),
-    "imdm.recipes": ("load_recipe",),
-    "imdm.sampling": ("Generation",),
-    "imdm.state": ("Noised",),
-    "imdm.writer": ("Writer", "load"),
-}
+__getattr__ = later(
+    __name__,
+    {
+        "imdm.errors": ("UserError",),
+        "imdm.masks": ("Finite", "Infinite", "Single"),
+        "imdm.models": (
+            "MaskedDiffusionConfig",
+            "MaskedDiffusionLM",
+            "faster",
+            "fold_conditioning",
+            "load_model",
+            "to_infinite",
+            "with_mask",
+        ),
+        "imdm.recipes": ("load_recipe",),
+        "imdm.sampling": ("Generation",),
+        "imdm.state": ("Noised",),
+        "imdm.writer": ("Writer", "load"),
+    },
+)
+"""`imdm --help` does not wait for torch."""
 
 
 def __dir__() -> list[str]:
     return [*__all__, "__version__"]
-
-
-def __getattr__(name: str) -> Any:
-    """Names are imported when first used, so that `imdm --help` does not wait for torch."""
-    for home, names in _HOMES.items():
-        if name in names:
-            return getattr(import_module(home), name)
-    raise AttributeError(f"module 'imdm' has no attribute {name!r}")

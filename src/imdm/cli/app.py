@@ -17,10 +17,10 @@ import typer
 from rich.measure import Measurement
 from rich.text import Text
 
+from imdm.cli.early import located, policy
 from imdm.console import plain_console
 from imdm.errors import UserError, is_out_of_memory, reason_of, shorter
 from imdm.files import home, write_text
-from imdm.shipped import find
 from imdm.stopping import CODES, GO_ON
 
 app = typer.Typer(
@@ -53,11 +53,6 @@ OutRun = Annotated[
 OutFolder = partial(typer.Option, parser=given_path, metavar="PATH")
 
 
-def located(name: str | None) -> str | None:
-    """A model as it was named; one that ships by its folder."""
-    return None if name is None else str(find(name))
-
-
 ModelPath = Annotated[
     str, typer.Argument(help="Model folder, the name of one that ships (imdm models), or hub id.", callback=located)
 ]
@@ -67,7 +62,10 @@ Data = Annotated[
 ]
 Seed = Annotated[int, typer.Option(min=-(1 << 63), max=(1 << 64) - 1, help="Everything random follows from it.")]
 Noise = Annotated[
-    str, typer.Option(help="What a mask's noise does while it stays masked: posterior (the paper) or keep.")
+    str,
+    typer.Option(
+        help="What a mask's noise does while it stays masked: posterior (the paper) or keep.", callback=policy
+    ),
 ]
 
 

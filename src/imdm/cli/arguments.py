@@ -6,9 +6,9 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from imdm.cli.early import check_data, check_held_out, located
 from imdm.errors import UserError, check_whole, shorter, shown
 from imdm.files import parse_yaml, read_text
-from imdm.shipped import find
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,36 +49,24 @@ def parse_match(text: str | None) -> str | float | None:
     try:
         entropy = float(text)
     except ValueError:
-        return str(find(text))
+        return located(text)
     if not 0 < entropy < inf:
         raise UserError(f"--match {text}: an entropy is a positive number of nats")
     return entropy
 
 
-def _check_given(text: str) -> None:
-    if not text:  # which as a path would be the folder one is in
-        raise UserError("--data is empty; give a language, a file or a folder")
-
-
 def parse_data(text: str, model: MaskedDiffusionLM) -> LanguageData | TokenData | PreparedData:
     """`--data`: a language with settings, a file of tokens, or a folder of prepared text."""
-    from imdm.data import LanguageData, PreparedData, TokenData, languages
+    check_data(text)
+    from imdm.data import LanguageData, PreparedData, TokenData
 
-    _check_given(text)
     if Path(text).is_dir():
         return PreparedData(path=Path(text))
-
     if text.endswith(".safetensors"):
         config = model.config
         values = {"path": text, "vocab_size": config.vocab_size, "mask_token_id": config.mask_token_id}
         return TokenData.parse(values, "--data")
     name, _, settings = text.partition(":")
-    if name not in list(languages):
-        known = ", ".join(sorted(languages))
-        raise UserError(
-            f"--data {text!r}: neither a language ({known}), a .safetensors file nor a folder of prepared text; make "
-            "one with 'imdm prepare TEXT --tokenizer MODEL --out FOLDER'"
-        )
     return LanguageData.parse({"name": name, "settings": parse_settings(settings, "--data")}, "--data")
 
 
@@ -95,21 +83,15 @@ def parse_settings(text: str, option: str) -> dict[str, Any]:
 
 def parse_held_out(text: str, model: MaskedDiffusionLM, path: str, reporter: Any) -> tuple[Data, bool]:
     """`--data` of an evaluation: also text as it is, prepared in the model's own tokens; and whether it was that."""
-    from imdm.data import languages, prepared_for
+    check_held_out(text)
+    from imdm.data import prepared_for
     from imdm.data.corpora import ENDINGS, PRESETS
     from imdm.data.tokenizers import has_tokenizer
 
-    _check_given(text)
     place = Path(text)
     marks = ("manifest.json", "train/manifest.json", "config.json", "recipe.json")
     ours = any((place / mark).exists() for mark in marks)
     is_text = place.is_dir() or place.suffix in ENDINGS or text == "sample" or text in PRESETS
-    if not is_text and not ours and not text.endswith(".safetensors") and text.partition(":")[0] not in list(languages):
-        named = ", ".join(("sample", *sorted(PRESETS)))
-        raise UserError(
-            f"--data {text!r}: neither a language ({', '.join(sorted(languages))}), a .safetensors file, prepared "
-            f"text, a text ({', '.join(ENDINGS)}, a folder of these) nor one of {named}"
-        )
     if (place / "recipe.json").exists() and (place / "data").is_dir():
         raise UserError(f"--data {text!r} is a run; its text is in {place / 'data'}")
     if ours or not is_text:

@@ -21,27 +21,35 @@ from imdm.cli.app import (
     app,
     device,
     is_main,
-    located,
     reporter,
     say,
     show,
     show_tables,
 )
 from imdm.cli.arguments import parse_data
+from imdm.cli.early import (
+    DISTILLATIONS,
+    WEIGHTS,
+    check_data,
+    check_folder,
+    check_known,
+    located,
+)
+from imdm.cli.early import precision as known_precision
 from imdm.errors import UserError
 
 
 @app.command()
 def recipes(name: Annotated[str | None, typer.Argument(help="Show this recipe whole.")] = None) -> None:
     """List the recipes, or show one."""
-    from imdm.recipes import load_recipe, recipe_names
+    from imdm.recipes import load_recipe, summaries
 
     if name is not None:
         print(yaml.safe_dump(load_recipe(name).resolved(), sort_keys=False, allow_unicode=True, width=1000), end="")
         return
     table = RichTable("recipe", "what it does", box=None, pad_edge=False)
-    for known in recipe_names():
-        table.add_row(known, load_recipe(known).summary)
+    for known, summary in summaries().items():
+        table.add_row(known, summary)
     show(table)
 
 
@@ -55,10 +63,12 @@ def train(
     ] = None,
 ) -> None:
     """Train one stage of a recipe, and what it builds on. Run it again to go on after a stop."""
-    from imdm.recipes import TrainStage, load_recipe
-    from imdm.runs import Run
+    from imdm.recipes import load_recipe
 
     chosen = load_recipe(recipe, overrides or ())
+    from imdm.runs import Run
+    from imdm.recipes import TrainStage
+
     trainable = [name for name, s in chosen.stages.items() if isinstance(s, TrainStage)]
     if not trainable:
         raise UserError(f"recipe {chosen.name!r} has no training stage")
@@ -99,15 +109,21 @@ def prepare(
     skip_broken: Annotated[bool, typer.Option("--skip-broken", help="Count broken rows and go on.")] = False,
 ) -> None:
     """Tokenise and pack text into rows. Run it again to go on after a stop."""
-    from imdm.data import Corpus, PrepareConfig
-    from imdm.data import prepare as make
-    from imdm.data.tokenizers import load_tokenizer
+    from imdm.data.corpora import Corpus
+    from imdm.data.tokenizers import load_tokenizer, tokenizer_place
 
     corpus = Corpus(source, split or "train", field, skip_broken)
     if split is not None and corpus.is_local and not corpus.has_splits():
         raise UserError(f"--split {split}: {source!r} has no splits; leave it out, or hold some out with --hold-out 50")
     if hold_out is not None and (split is not None or source == "-" or corpus.has_splits()):
         raise UserError("--hold-out is for files and folders without splits of their own")
+    if hold_out is None:
+        corpus.check()
+    if tokenizer is not None:
+        tokenizer_place(tokenizer)
+    from imdm.data import PrepareConfig
+    from imdm.data import prepare as make
+
     values = {"length": length, "tokenizer": tokenizer, "train_bpe": train_bpe, "packing": packing, "limit": limit}
     config = PrepareConfig.parse(values, "prepare")
     parts = [("", corpus)]
@@ -138,13 +154,15 @@ def couple(
         str, typer.Option(help="perturbed: data corrupted to a random time; prior: everything masked.")
     ] = "perturbed",
     batch_size: Annotated[int, typer.Option(help="Sequences in one network evaluation.")] = 256,
-    precision: Annotated[str, typer.Option(help="float32, or on a GPU bf16.")] = "float32",
+    precision: Annotated[str, typer.Option(help="float32, or on a GPU bf16.", callback=known_precision)] = "float32",
     compile: Annotated[
         bool, typer.Option("--compile", help="Compile the network first (GPU): some twenty seconds, then faster.")
     ] = False,
     seed: Seed = 0,
 ) -> None:
     """Make (z_t, t, seed) → x̂ pairs with a teacher. Run it again to go on after a stop."""
+    if data is not None:
+        check_data(data)
     from imdm.data import CoupleConfig
     from imdm.data import couple as make
     from imdm.data.tokenizers import check_same
@@ -196,11 +214,16 @@ def distill(
     batch: Annotated[int | None, typer.Option(help="Sequences a step; the paper's (di4c: 32) unless given.")] = None,
     pairs: Annotated[int, typer.Option(help="redi: pairs a round.")] = 100_000,
     precision: Annotated[
-        str | None, typer.Option(help="float32, or on a GPU bf16, compiled: the fast one where there is a GPU.")
+        str | None,
+        typer.Option(
+            help="float32, or on a GPU bf16, compiled: the fast one where there is a GPU.", callback=known_precision
+        ),
     ] = None,
     seed: Seed = 0,
 ) -> None:
     """Distil a model with the paper's settings. Run it again to go on after a stop."""
+    check_known("distillation", [method], DISTILLATIONS)
+    check_data(data)
     from imdm.models import check_precision, load_model
     from imdm.recipes import parse_recipe
     from imdm.runs import Run, distillation
@@ -253,10 +276,11 @@ def reproduce(
 ) -> None:
     """Run a whole recipe and write its report. Finished stages are skipped, stopped ones go on."""
     from imdm.recipes import load_recipe
-    from imdm.report import build_report
-    from imdm.runs import plan, run_jobs, workers_for
 
     chosen = load_recipe(recipe, overrides or ())
+    from imdm.runs import plan, run_jobs, workers_for
+    from imdm.report import build_report
+
     folder = out or Path("runs") / chosen.name
     jobs = plan(chosen, folder, seeds, quick)
     many = workers or workers_for(chosen, len(jobs))
@@ -276,10 +300,9 @@ def reproduce(
 @app.command()
 def status(run: Annotated[Path, typer.Argument(help="Folder of a run.")]) -> None:
     """Show how far a run is: stages, rounds, losses, time taken and left."""
+    check_folder(run)
     from imdm.runs.status import status as read_status
 
-    if not run.is_dir():
-        raise UserError(f"{run}: no such folder")
     runs = read_status(run)
     for name, stages in runs.items():
         if len(runs) > 1 and all(row.state == "done" for row in stages):
@@ -312,12 +335,13 @@ def export(
     card: Annotated[Path | None, typer.Option(help="A Markdown file to put beside the weights as README.md.")] = None,
 ) -> None:
     """Make a model ready to hand on: adaLN folded away, fewer bits a weight, tokenizer and card beside it."""
-    from imdm.exporting import WITHIN
-    from imdm.exporting import export as write
-
+    check_known("kind of weights", [weights], WEIGHTS)
     if card is not None and not card.is_file():
         raise UserError(f"--card {card}: no such file")
     text = card.read_text(encoding="utf-8") if card is not None else None
+    from imdm.exporting import WITHIN
+    from imdm.exporting import export as write
+
     with reporter().bar("effect of each matrix", 0) as bar:
         made = write(model, out, weights=weights, card=text, on_progress=lambda done, of: bar(done, f"of {of}"))  # type: ignore[arg-type]
     size = sum(file.stat().st_size for file in made.folder.iterdir())

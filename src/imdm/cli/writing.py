@@ -16,7 +16,7 @@ from imdm.cli.app import ModelPath, Noise, Seed, app, device, in_colour, say, sh
 from imdm.cli.arguments import parse_canvas, parse_counts, read_prompts
 from imdm.console import appearing, coloured, legend, side_by_side
 from imdm.errors import UserError
-from imdm.shipped import DEFAULT, listed
+from imdm.shipped import DEFAULT, folder_of, listed
 
 
 @app.command()
@@ -44,16 +44,17 @@ def generate(
     trace: Annotated[bool, typer.Option(help="Show when each token appeared: in colour, or canvas by canvas.")] = False,
 ) -> None:
     """Write: from nothing, after a prompt, into blanks. A model without a tokenizer writes token ids."""
+    if sum(one is not None for one in (prompt, prompts, infill, canvas)) > 1:
+        raise UserError("give one of --prompt, --prompts, --infill and --canvas")
+    given = read_prompts(prompts) if prompts is not None else prompt
     from imdm.data.tokenizers import has_tokenizer
     from imdm.models import load_model
     from imdm.writer import load
 
-    if sum(given is not None for given in (prompt, prompts, infill, canvas)) > 1:
-        raise UserError("give one of --prompt, --prompts, --infill and --canvas")
     options: dict[str, Any] = {"num": num, "steps": steps, "seed": seed, "noise": noise}
     options |= {"temperature": temperature, "top_p": top_p}
     ids_only = Path(model).is_dir() and not has_tokenizer(Path(model))
-    if canvas or (ids_only and prompt is None and prompts is None and infill is None):
+    if canvas or (ids_only and given is None and infill is None):
         writer = load_model(model).to(device())
         start = parse_canvas(canvas, writer, length) if canvas else None
         made = writer.generate(start, length=length, trace=trace, **options)
@@ -64,7 +65,7 @@ def generate(
     if infill is not None:
         texts = author.infill(infill, blank=blank, **options)
     else:
-        texts = author.write(read_prompts(prompts) if prompts is not None else prompt, length=length, **options)
+        texts = author.write(given, length=length, **options)
     if as_json:
         for text in texts:
             line = {name: value for name, value in dataclasses.asdict(text).items() if value is not None}
@@ -125,12 +126,15 @@ def show_two(
     into: Annotated[Path | None, typer.Option(help="Folder of a run, whose report is to show it too.")] = None,
 ) -> None:
     """Complete a prompt with two models side by side, in few and in more steps."""
+    counts = parse_counts(steps)
+    for name in (first, second):
+        folder_of(name)
     from imdm.report import build_report, check_run
     from imdm.showing import FIGURES, completions, keep
 
     if into is not None:
         check_run(into)  # before any work
-    rows = list(completions(prompt, (first, second), parse_counts(steps), seed))
+    rows = list(completions(prompt, (first, second), counts, seed))
     table = Table(title=prompt, title_justify="left", caption=FIGURES, caption_justify="left", show_lines=True)
     table.add_column("steps", justify="right")
     for name in (first, second):

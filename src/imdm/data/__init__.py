@@ -1,20 +1,46 @@
 """What is trained on: enumerated languages, token files, text, couplings."""
 
-from imdm.data.corpora import Corpus
-from imdm.data.coupling import CoupleConfig, Coupling, Manifest, couple
-from imdm.data.packing import PrepareConfig, PreparedSource, prepare
-from imdm.data.source import (
-    Data,
-    LanguageData,
-    LanguageSource,
-    Order,
-    Source,
-    TokenData,
-    TokenSource,
-    check_fits,
-)
-from imdm.data.synthetic import Language, aligned, languages, markov, two_topic
-from imdm.data.text import DataConfig, PreparedData, TextData, prepared_for
+from typing import TYPE_CHECKING
+
+from imdm.later import later
+
+if TYPE_CHECKING:
+    from imdm.data.corpora import Corpus
+    from imdm.data.coupling import CoupleConfig, Coupling, Manifest, couple
+    from imdm.data.packing import PrepareConfig, PreparedSource, prepare
+    from imdm.data.source import (
+        Data,
+        LanguageData,
+        LanguageSource,
+        Order,
+        Source,
+        TokenData,
+        TokenSource,
+        check_fits,
+    )
+    from imdm.data.synthetic import Language, aligned, languages, markov, two_topic
+    from imdm.data.text import DataConfig, PreparedData, TextData, prepared_for
+else:
+    __getattr__ = later(
+        __name__,
+        {
+            "imdm.data.corpora": ("Corpus",),
+            "imdm.data.coupling": ("CoupleConfig", "Coupling", "Manifest", "couple"),
+            "imdm.data.packing": ("PrepareConfig", "PreparedSource", "prepare"),
+            "imdm.data.source": (
+                "Data",
+                "LanguageData",
+                "LanguageSource",
+                "Order",
+                "Source",
+                "TokenData",
+                "TokenSource",
+                "check_fits",
+            ),
+            "imdm.data.synthetic": ("Language", "aligned", "languages", "markov", "two_topic"),
+            "imdm.data.text": ("DataConfig", "PreparedData", "TextData", "prepared_for"),
+        },
+    )
 
 __all__ = [
     "Corpus",

@@ -33,11 +33,8 @@ class Special:
     vocab_size: int
 
 
-def load_tokenizer(name: str | Path) -> Any:
-    """A fast tokenizer by folder, by the name of a model that ships, or by hub id."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-    from transformers import GPT2TokenizerFast as ByteLevelBPE  # type: ignore[attr-defined]
-
+def tokenizer_place(name: str | Path) -> str | Path:
+    """The folder or hub id of a tokenizer; a folder that is not there, or has none, is refused."""
     name = find(name)
     folder = Path(name)
     if folder.is_dir() and not has_tokenizer(folder):
@@ -46,6 +43,16 @@ def load_tokenizer(name: str | Path) -> Any:
         raise UserError(f"tokenizer {str(name)!r}: no such folder; {hint}")
     if not folder.exists() and (folder.is_absolute() or len(folder.parts) > 2):
         raise UserError(f"tokenizer {str(name)!r}: no such folder, nor a hub id")
+    return name
+
+
+def load_tokenizer(name: str | Path) -> Any:
+    """A fast tokenizer by folder, by the name of a model that ships, or by hub id."""
+    name = tokenizer_place(name)
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import GPT2TokenizerFast as ByteLevelBPE  # type: ignore[attr-defined]
+
+    folder = Path(name)
     try:
         if folder.is_dir() and (folder / "merges.txt").exists() and not (folder / "tokenizer.json").exists():
             tokenizer: Any = ByteLevelBPE.from_pretrained(str(name))  # vocab.json and merges.txt alone

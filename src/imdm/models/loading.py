@@ -12,7 +12,7 @@ from imdm.files import read_json
 from imdm.models.configuration import MaskedDiffusionConfig
 from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.models.saving import law_text
-from imdm.shipped import find, names
+from imdm.shipped import folder_of
 
 
 def fingerprint(model: MaskedDiffusionLM) -> str:
@@ -53,18 +53,9 @@ def load_config(path: str | Path) -> MaskedDiffusionConfig:
 
 def _found(path: str | Path) -> str | Path:
     """The folder of one of our models, or what may be a hub id."""
-    folder = Path(find(path))
-    if not folder.exists():
-        if folder.is_absolute() or len(folder.parts) != 2 or folder.parent.exists():  # cannot be a hub's owner/name
-            known = f" one that ships ({', '.join(names())})," if names() else ""
-            raise UserError(f"model {str(path)!r}: no such folder,{known} nor a hub id (owner/name)")
+    folder = folder_of(path)
+    if folder is None:
         return str(path)
-    if not folder.is_dir():
-        raise UserError(f"model {str(path)!r} is a file; give the folder that holds config.json and model.safetensors")
-    if not (folder / "config.json").exists():
-        near = [folder / "model", *sorted(folder.glob("*/model")), *sorted(folder.glob("seed-*/*/model"))]
-        hint = next((f"; did you mean {place}?" for place in near if (place / "config.json").exists()), "")
-        raise UserError(f"model {str(path)!r} has no config.json{hint}")
     config = read_json(folder / "config.json", f"model {str(path)!r}")
     kind = config.get("model_type") if isinstance(config, dict) else None
     if kind != MaskedDiffusionLM.config_class.model_type:

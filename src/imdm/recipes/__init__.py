@@ -1,13 +1,21 @@
-"""Recipes: found by name in this folder or by path, one level of `extends`, `key=value` overrides."""
+"""Recipes: found by name in this folder or by path, one level of `extends`, `key=value` overrides.
+
+Finding and reading one needs no torch, so that wrong names, files and overrides are answered at once; parsing it does.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from imdm.errors import UserError, check_is, shown, unknown
 from imdm.files import as_path, parse_yaml, read_json, read_text
-from imdm.recipes.schema import CoupleStage, EvaluateStage, Recipe, TrainStage
+from imdm.later import later
+
+if TYPE_CHECKING:
+    from imdm.recipes.schema import CoupleStage, EvaluateStage, Recipe, TrainStage
+else:
+    __getattr__ = later(__name__, {"imdm.recipes.schema": ("CoupleStage", "EvaluateStage", "Recipe", "TrainStage")})
 
 HERE = Path(__file__).parent
 
@@ -20,6 +28,7 @@ __all__ = [
     "parse_recipe",
     "read_recipe",
     "recipe_names",
+    "summaries",
     "variants",
 ]
 
@@ -29,8 +38,18 @@ def recipe_names() -> list[str]:
     return sorted(path.stem for path in HERE.glob("*.yaml"))
 
 
+def summaries() -> dict[str, str]:
+    """What each of them does, a line a name."""
+    return {name: str(_settings(name)["summary"]) for name in recipe_names()}
+
+
 def load_recipe(name: str | Path, overrides: tuple[str, ...] | list[str] = ()) -> Recipe:
     """A recipe by name or path, with overrides such as `stages.teacher.training.steps=100`."""
+    return parse_recipe(_settings(name), overrides)
+
+
+def _settings(name: str | Path) -> dict[str, Any]:
+    """What a recipe's file says, and the file that it extends."""
     values = _read(name)
     base = values.pop("extends", None)
     if base is not None:
@@ -40,7 +59,7 @@ def load_recipe(name: str | Path, overrides: tuple[str, ...] | list[str] = ()) -
         if "extends" in parent:
             raise UserError(f"recipe {str(name)!r} extends {base!r}, which itself extends; one level is allowed")
         values = _merge(parent, values)
-    return parse_recipe(values, overrides)
+    return values
 
 
 def parse_recipe(values: dict[str, Any], overrides: tuple[str, ...] | list[str] = ()) -> Recipe:
@@ -49,6 +68,8 @@ def parse_recipe(values: dict[str, Any], overrides: tuple[str, ...] | list[str] 
     values = _unshared(values)
     for override in map(str, overrides):
         _override(values, override)
+    from imdm.recipes.schema import Recipe
+
     recipe = Recipe.parse(values, "")
     variants(recipe)  # they must parse too
     return recipe
@@ -57,11 +78,17 @@ def parse_recipe(values: dict[str, Any], overrides: tuple[str, ...] | list[str] 
 def read_recipe(run: Path) -> Recipe | None:
     """The recipe that made a run's folder, where one did."""
     file = run / "recipe.json"
-    return Recipe.parse(read_json(file, "recipe"), str(file)) if file.exists() else None
+    if not file.exists():
+        return None
+    from imdm.recipes.schema import Recipe
+
+    return Recipe.parse(read_json(file, "recipe"), str(file))
 
 
 def variants(recipe: Recipe) -> dict[str, Recipe]:
     """The recipe of each variant by name; of a recipe without variants, itself under the name ''."""
+    from imdm.recipes.schema import Recipe
+
     alone: dict[str, Any] = {"variants": {}, "quick": None}
     made = {
         name: Recipe.parse(_merge(recipe.resolved(), changes) | alone, f"variants.{name}")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from safetensors import safe_open
 
+from imdm.errors import UserError
 from imdm.files import as_path
 
 HERE = Path(__file__).parent
@@ -36,6 +37,24 @@ def find(name: str | Path) -> str | Path:
     """The folder of a model that ships, if that is its name and no such path is there; otherwise the name as it is."""
     as_path(name, "model")
     return HERE / str(name) if str(name) in names() and not Path(name).exists() else name
+
+
+def folder_of(name: str | Path) -> Path | None:
+    """Where a model is, by its folder or by the name of one that ships; None where only a hub can know. A folder that
+    is not there, or holds no model, is refused."""
+    folder = Path(find(name))
+    if not folder.exists():
+        if folder.is_absolute() or len(folder.parts) != 2 or folder.parent.exists():  # cannot be a hub's owner/name
+            known = f" one that ships ({', '.join(names())})," if names() else ""
+            raise UserError(f"model {str(name)!r}: no such folder,{known} nor a hub id (owner/name)")
+        return None
+    if not folder.is_dir():
+        raise UserError(f"model {str(name)!r} is a file; give the folder that holds config.json and model.safetensors")
+    if not (folder / "config.json").exists():
+        near = [folder / "model", *sorted(folder.glob("*/model")), *sorted(folder.glob("seed-*/*/model"))]
+        hint = next((f"; did you mean {place}?" for place in near if (place / "config.json").exists()), "")
+        raise UserError(f"model {str(name)!r} has no config.json{hint}")
+    return folder
 
 
 def listed() -> list[Shipped]:

@@ -1,0 +1,127 @@
+"""What a command can answer without torch, whose import takes seconds, it answers before torch is imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from imdm.benchmarks import benchmarks
+from imdm.cli import early
+from imdm.data import languages
+from imdm.distilling import METHODS
+from imdm.evaluation import metrics
+from imdm.evaluation.judge import FETCHABLE, Precision
+from imdm.exporting import Weights
+from imdm.process import NoisePolicy
+
+SHIPPED = "sentences-teacher"
+LISTED = {"--help": "reproduce", "--version": "imdm ", "recipes": "synthetic", "models": SHIPPED, "train --help": "--out"}
+REFUSED = {
+    "nosuch": "No such command 'nosuch'",
+    "recipes nosuch": "unknown recipe 'nosuch'; known: ",
+    "reproduce nosuch": "unknown recipe 'nosuch'; known: ",
+    "reproduce nosuch.yaml": "recipe 'nosuch.yaml': no such file",
+    "reproduce broken.yaml": "recipe 'broken.yaml' is not valid YAML",
+    "reproduce child.yaml": "unknown recipe 'nosuch'; known: ",
+    "reproduce synthetic seed": "override 'seed': write key=value",
+    "reproduce synthetic stages.nosuch.seed=1": "unknown stage 'nosuch'; known: ",
+    "train nosuch": "unknown recipe 'nosuch'; known: ",
+    "generate nosuch": "model 'nosuch': no such folder, one that ships (sentences-imdm, ",
+    "generate empty": "model 'empty' has no config.json",
+    "generate --prompts nosuch.txt": "--prompts: nosuch.txt is missing",
+    "generate --noise nosuch": "unknown noise policy 'nosuch'; known: keep, posterior",
+    "show --first nosuch": "model 'nosuch': no such folder",
+    "show --second nosuch": "model 'nosuch': no such folder",
+    "evaluate nosuch --data aligned": "model 'nosuch': no such folder",
+    f"evaluate {SHIPPED} --data nosuch": "--data 'nosuch': neither a language (aligned, ",
+    f"evaluate {SHIPPED} --data nosuch.txt": "corpus 'nosuch.txt': no such file or folder",
+    f"evaluate {SHIPPED} --data nosuch.safetensors": "--data nosuch.safetensors is missing",
+    f"evaluate {SHIPPED} --data sample --metrics nosuch": "unknown metric 'nosuch'; known: ",
+    f"evaluate {SHIPPED} --data sample --steps nosuch": "--steps 'nosuch': expected whole numbers",
+    f"evaluate {SHIPPED} --data sample --precision nosuch": "--precision = nosuch: float32 or bf16",
+    f"evaluate {SHIPPED} --data sample --judge-precision nosuch": "--judge-precision = nosuch: float32 or bf16",
+    f"evaluate {SHIPPED} --data sample --judge nosuch.gguf": "judge 'nosuch.gguf': no such file or folder",
+    f"evaluate {SHIPPED} --data sample --reference nosuch": "model 'nosuch': no such folder",
+    f"evaluate {SHIPPED} --data sample --match nosuch": "model 'nosuch': no such folder",
+    f"evaluate {SHIPPED} --data sample --pairs nosuch": "coupling 'nosuch': no such folder",
+    "couple nosuch --out out": "model 'nosuch': no such folder",
+    f"couple {SHIPPED} --data nosuch --out out": "--data 'nosuch': neither a language (aligned, ",
+    "distill sdtt nosuch --data aligned --out out": "model 'nosuch': no such folder",
+    f"distill nosuch {SHIPPED} --data aligned --out out": "unknown distillation 'nosuch'; known: ",
+    f"distill sdtt {SHIPPED} --data nosuch --out out": "--data 'nosuch': neither a language (aligned, ",
+    "prepare nosuch.txt --out out": "corpus 'nosuch.txt': no such file or folder",
+    "prepare sample --tokenizer /no/such --out out": "tokenizer '/no/such': no such folder",
+    "export nosuch --out out": "model 'nosuch': no such folder",
+    f"export {SHIPPED} --out out --weights nosuch": "unknown kind of weights 'nosuch'; known: ",
+    f"export {SHIPPED} --out out --card nosuch.md": "--card nosuch.md: no such file",
+    "report nosuch": "nosuch: no such folder",
+    "status nosuch": "nosuch: no such folder",
+    "judge nosuch": "No such command 'nosuch'",
+    "judge fetch nosuch": "unknown judge to fetch 'nosuch'; known: smollm2",
+    "bench nosuch": "unknown benchmark 'nosuch'; known: ",
+}
+ONE_PROCESS = """
+import io, json, sys
+from contextlib import redirect_stderr, redirect_stdout
+from imdm.cli import main
+
+answers = []
+for line in json.load(sys.stdin):
+    sys.argv, said, code = ["imdm", *line.split()], io.StringIO(), 0
+    with redirect_stdout(said), redirect_stderr(said):
+        try:
+            main()
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+    loaded = [name for name in ("torch", "transformers", "accelerate") if name in sys.modules]
+    answers.append({"code": code, "said": said.getvalue(), "loaded": loaded})
+print(json.dumps(answers))
+"""
+
+
+def python(*arguments: str, cwd: Path, **settings: Any) -> subprocess.CompletedProcess[str]:
+    wide = os.environ | {"COLUMNS": "1000"}
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=cwd, env=wide, **settings)
+
+
+def test_lists_and_refusals_do_not_wait_for_torch(tmp_path: Path) -> None:
+    """One after another in one process, in which nothing heavy is ever loaded."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken.yaml").write_text("name: [")
+    (tmp_path / "child.yaml").write_text("extends: nosuch\nname: child\n")
+    before = sorted(tmp_path.iterdir())
+    lines = [*LISTED, *REFUSED]
+    done = python("-c", ONE_PROCESS, cwd=tmp_path, input=json.dumps(lines))
+    assert done.returncode == 0, done.stderr
+    for line, answer in zip(lines, json.loads(done.stdout), strict=True):
+        assert answer["loaded"] == [], f"imdm {line}"
+        assert answer["code"] == (2 if line in REFUSED else 0), (line, answer["said"])
+        assert (LISTED | REFUSED)[line] in answer["said"], line
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("line", ["recipes", "generate nosuch"])
+def test_a_process_of_its_own_does_not_either(line: str, tmp_path: Path) -> None:
+    done = python("-X", "importtime", "-m", "imdm", *line.split(), cwd=tmp_path)
+    assert done.returncode == (2 if line in REFUSED else 0)
+    imported = {row.split("|")[-1].strip() for row in done.stderr.splitlines() if row.startswith("import time:")}
+    assert "imdm.cli" in imported
+    assert "torch" not in imported
+
+
+def test_names_that_are_known_early_are_the_registered_ones() -> None:
+    assert set(early.LANGUAGES) == set(languages)
+    assert set(early.METRICS) == set(metrics)
+    assert len(early.METRICS) == len(set(early.METRICS))
+    assert set(early.BENCHMARKS) == set(benchmarks)
+    assert early.DISTILLATIONS == METHODS
+    assert set(early.POLICIES) == set(get_args(NoisePolicy))
+    assert set(early.PRECISIONS) == set(get_args(Precision))
+    assert set(early.WEIGHTS) == set(get_args(Weights))
+    assert set(early.FETCHABLE) == set(FETCHABLE)
