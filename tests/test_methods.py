@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
-import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from imdm.data import CoupleConfig, Coupling, LanguageSource, aligned, couple
 from imdm.files import read_lines
-from imdm.masks import parse_mask
+from imdm.masks import Mask, masks, parse_mask
+from imdm.masks.finite import ZeroEmbedding
 from imdm.models import MaskedDiffusionLM, with_mask
-from imdm.objectives import SDTT, Di4C, Nelbo, Objective, ReDi, di4c, nelbo, redi, sdtt
+from imdm.objectives import SDTT, Di4C, Nelbo, Objective, ReDi
+from imdm.randomness import Purpose, integers
 from imdm.training import TrainConfig, Trainer
 from tests.conftest import tiny_model
 
@@ -31,6 +33,29 @@ MASKS = ["single", "mixture", "finite", "infinite-uniform-8-1.0", "infinite-norm
 def student(mask: str) -> tuple[MaskedDiffusionLM, MaskedDiffusionLM]:
     start = tiny_model(vocab_size=3, length=3)
     return start, with_mask(start, None if mask == "mixture" else mask, mixture=mask == "mixture")
+
+
+class Coin(Mask):
+    """A mask that nothing in the package knows: two faces, and a layer whose weights have names of their own."""
+
+    kind: str = "coin"
+
+    @property
+    def name(self) -> str:
+        return "coin"
+
+    def noise(self, keys: Tensor, position: Tensor, draw: Tensor) -> Tensor:
+        return integers(keys, Purpose.NOISE, position, draw, 2)
+
+    def embedding(self, width: int) -> nn.Module:
+        return nn.Sequential(ZeroEmbedding(2, width))
+
+
+@pytest.fixture
+def _coins() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(masks._entries, "coin", Coin)
+        yield
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -61,10 +86,24 @@ def test_finite_means_6144_masks_unless_said() -> None:
     assert parse_mask("finite").name == "finite-6144"
 
 
-@pytest.mark.parametrize("module", [di4c, nelbo, redi, sdtt])
-def test_objectives_do_not_know_the_masks(module: object) -> None:
-    text = inspect.getsource(module)  # type: ignore[arg-type]
-    assert not re.search(r"\b(Single|Finite|Infinite|single|finite|infinite|kind ==)\b", text)
+@pytest.mark.usefixtures("_coins")
+@pytest.mark.parametrize("method", OBJECTIVES)
+def test_objectives_do_not_know_the_masks(method: str, tmp_path: Path) -> None:
+    """Each of them trains a mask that was made after them, from couplings to a model on disk, and learns its faces."""
+    start = tiny_model(vocab_size=3, length=3)
+    source: object = SOURCE
+    if method.startswith("redi"):
+        couple(start, SOURCE, CoupleConfig(pairs=32, steps=4), tmp_path / "pairs")
+        source = Coupling(tmp_path / "pairs")
+    config = TrainConfig(steps=6, batch=16, lr=1e-2, warmup=0, log_every=3, checkpoint_every=6)
+    model = with_mask(start, "coin")
+    folder = Trainer(model, OBJECTIVES[method], source, config, tmp_path / "run", start=start).train()
+    trained = MaskedDiffusionLM.from_pretrained(folder)
+    assert trained.mask == Coin()
+    heads, tails = trained.state_dict()["mask_embedding.0.weight"]
+    assert heads.any()
+    assert tails.any()
+    assert not torch.equal(heads, tails)
 
 
 # Early signals of ReDi

@@ -10,7 +10,7 @@ import yaml
 
 from imdm.errors import UserError
 from imdm.models import MaskedDiffusionLM
-from imdm.recipes import TrainStage, load_recipe, recipe_names
+from imdm.recipes import TrainStage, load_recipe, recipe_names, summaries
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -22,7 +22,121 @@ def test_every_recipe_parses_and_builds_its_model(name: str) -> None:
     config = recipe.model.build(*vocabulary, length=8)
     with torch.device("meta"):
         MaskedDiffusionLM(config)
-    assert load_recipe(name).digest() == recipe.digest()
+    assert summaries()[name] == recipe.summary  # which is read without parsing
+
+
+# What the paper says (§5.1, §5.3, App. B, Tables 4–13), typed from it; where it is silent, its authors' public code.
+UNIFORM = {"kind": "infinite", "law": "uniform", "scale": 1.0}
+LM1B = {
+    "data.path": "lm1b",
+    "data.tokenizer": "bert-base-uncased",
+    "data.length": 128,
+    "model.preset": "small",
+    "model.softcap": 50.0,
+    "stages.evaluate.steps": [2, 4, 8, 16],
+    "stages.sdtt.training.batch": 32,
+}
+OWT = {
+    "data.path": "openwebtext",
+    "data.tokenizer": "gpt2",
+    "data.length": 1024,
+    "model.preset": "small",
+    "model.softcap": None,
+    "stages.evaluate.steps": [2, 4, 8, 16, 32, 64],
+    "stages.sdtt.training.batch": 128,
+    "stages.continue.conditional.prompts": 256,
+    "stages.continue.conditional.prefix": 50,
+    "stages.continue.conditional.continuations": 5,
+    "stages.continue.conditional.tokens": 100,
+}
+SDTT = {
+    "stages.sdtt.start": "teacher",
+    "stages.sdtt.objective.kind": "sdtt",
+    "stages.sdtt.objective.rounds": 7,
+    "stages.sdtt.objective.iterations": 10_000,
+    "stages.sdtt.training.steps": 70_000,
+    "stages.sdtt.training.lr": 6e-5,
+    "stages.sdtt.training.warmup": 500,
+    "stages.sdtt.training.ema": 0.9999,
+    "stages.evaluate.samples": 1024,
+    "stages.evaluate.judge": "gpt2-large",
+    "stages.evaluate.judge_precision": "float32",
+    "stages.evaluate.noise": "posterior",
+    "stages.evaluate.temperatures": [1.0],
+}
+REDI = {
+    "stages.pairs.teacher": "sdtt",
+    "stages.pairs.pairs": 100_000,
+    "stages.pairs.steps": 1024,
+    "stages.pairs.noise": "posterior",
+    "stages.pairs.start": "perturbed",
+    "stages.redi.start": "sdtt",
+    "stages.redi.data": "pairs",
+    "stages.redi.objective.kind": "redi",
+    "stages.redi.training.steps": 50_000,
+    "stages.redi.training.batch": 512,
+    "stages.redi.training.lr": 3e-4,
+    "stages.redi.training.warmup": 2500,
+    "stages.redi.training.ema": 0.9999,
+}
+PAPER = {
+    "lm1b-mdlm": LM1B | SDTT | REDI | {"stages.sdtt.mask": None},
+    "lm1b-imdm": LM1B | SDTT | REDI | {"stages.sdtt.mask": UNIFORM | {"dim": 768}},
+    "owt-imdm": OWT | SDTT | REDI | {"stages.sdtt.mask": UNIFORM | {"dim": 2048}},
+    "owt-860m-imdm": OWT
+    | SDTT
+    | REDI
+    | {
+        "model.preset": "large",
+        "stages.sdtt.mask": UNIFORM | {"dim": 2048},
+        "stages.teacher.training.steps": 400_000,
+        "stages.redi.training.steps": 30_000,
+    },
+    "owt-di4c": OWT
+    | SDTT
+    | {
+        "stages.sdtt.mask": None,
+        "stages.di4c.start": "sdtt",
+        "stages.di4c.mixture": True,
+        "stages.di4c.objective.kind": "di4c",
+        "stages.di4c.objective.rounds": 2,
+    },
+    "lm1b-compatibility": {
+        "data.path": "lm1b",
+        "data.length": 128,
+        "stages.imdm.mask": UNIFORM | {"dim": 768},
+        "stages.mdlm-finetuned.start": "mdlm",
+        "stages.mdlm-finetuned.training.steps": 10_000,
+        "stages.imdm-finetuned.start": "mdlm",
+        "stages.imdm-finetuned.mask": UNIFORM | {"dim": 768},
+        "stages.imdm-finetuned.training.steps": 10_000,
+    },
+    "synthetic": {
+        "data.name": "aligned",
+        "data.settings": {"length": 2, "symbols": 2},
+        "stages.evaluate.steps": [1],
+        "stages.evaluate.samples": 20_000,
+        "stages.evaluate.draws": 10_000,
+        "stages.pairs.steps": 1024,
+    },
+}
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_the_papers_recipes_have_the_papers_settings(name: str) -> None:
+    settings = load_recipe(name).resolved()
+    for key, value in PAPER[name].items():
+        found = settings
+        for part in key.split("."):
+            found = found[part]
+        assert found == value, key
+
+
+def test_the_papers_models_have_the_papers_sizes() -> None:
+    """12 blocks of width 768 with 12 heads; 24 of 1,536 with 16 (the 860M)."""
+    for name, size in (("lm1b-imdm", (12, 768, 12)), ("owt-imdm", (12, 768, 12)), ("owt-860m-imdm", (24, 1536, 16))):
+        config = load_recipe(name).model.build(50258, 50257, length=8)
+        assert (config.blocks, config.width, config.heads) == size
 
 
 def test_overrides_change_what_they_name() -> None:
@@ -53,6 +167,7 @@ def test_the_resolved_recipe_is_itself_a_recipe(tmp_path: Path) -> None:
     path = tmp_path / "whole.yaml"
     path.write_text(yaml.safe_dump(load_recipe("synthetic").resolved(), sort_keys=False))
     assert load_recipe(path) == load_recipe("synthetic")
+    assert yaml.safe_load(path.read_text())["stages"]["imdm"]["training"]["betas"] == [0.9, 0.999]  # defaults too
 
 
 @pytest.mark.parametrize(

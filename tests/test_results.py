@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from statistics import fmean
@@ -29,6 +30,7 @@ ROOT = Path(__file__).parents[1]
 GRID, DOCUMENT = ROOT / "results" / "grid", ROOT / "docs" / "results.md"
 INFINITE = "infinite-uniform-768-1.0"
 BARS = {"redi": {2: 0.54, 4: 0.75, 8: 0.90, 16: 0.95}, "sdtt+redi": {2: 0.47, 4: 0.75, 8: 0.90, 16: 0.95}}
+METHODS = {"redi": "ReDi", "sdtt+redi": "SDTT+ReDi", "sdtt": "SDTT, one seed"}  # columns
 STEPS = (1, 2, 4, 8, 16, 32, 128, 1024)
 NAMES = {
     "teacher": "teacher",
@@ -70,15 +72,54 @@ WRITERS = {
 }
 
 
-def tables(file: Path) -> list[list[list[str]]]:
-    """The Markdown tables of a document, a list of cells a row, without heads and emphasis."""
-    found: list[list[list[str]]] = [[]]
-    for line in file.read_text(encoding="utf-8").splitlines():
-        if line.startswith("|"):
-            found[-1].append([cell.strip().strip("*") for cell in line.strip("|").split("|")])
-        elif found[-1]:
-            found.append([])
-    return [rows[2:] for rows in found if rows]
+@dataclass
+class Table:
+    """heading: of the section it is in; lead: the paragraph above it; head and rows: cells, without emphasis."""
+
+    heading: str
+    lead: str
+    head: list[str]
+    rows: list[list[str]]
+
+    def column(self, name: str) -> int:
+        assert self.head.count(name) == 1
+        return self.head.index(name)
+
+
+def tables(file: Path) -> list[Table]:
+    """The Markdown tables of a document."""
+    found, heading, lead = [], "", ""
+    for block in re.split(r"\n\s*\n|(?<=\n)(?=#)", file.read_text(encoding="utf-8")):
+        lines = block.strip().splitlines()
+        if lines and lines[0].startswith("#"):
+            heading = lines.pop(0).strip("# ")
+        if lines and lines[0].startswith("|"):
+            cells = [[cell.strip().strip("*") for cell in line.strip("|").split("|")] for line in lines]
+            found.append(Table(heading, lead, cells[0], cells[2:]))
+        elif lines:
+            lead = " ".join(lines)
+    return found
+
+
+def table(file: Path, heading: str = "", lead: str = "", corner: str = "") -> Table:
+    """The one table of a document in the section of this name, below a paragraph with these words, or with this in its
+    corner."""
+    (found,) = (
+        one for one in tables(file) if heading in ("", one.heading) and lead in one.lead and corner in ("", one.head[0])
+    )
+    return found
+
+
+def test_tables_are_found_by_what_stands_above_them(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# Page\n\nFirst:\n\n| a | b |\n|---|---|\n| **1** | 2 |\n\n## Part\nSecond:\n\n| c |\n|---|\n| 3 |\n"
+    )
+    assert table(page, lead="First") == Table("Page", "First:", ["a", "b"], [["1", "2"]])
+    assert table(page, "Part") == table(page, corner="c") == Table("Part", "Second:", ["c"], [["3"]])
+    for wanted in ({}, {"heading": "Chapter"}):
+        with pytest.raises(ValueError, match="unpack"):
+            table(page, **wanted)
 
 
 def measured(judge: str = "sentences-judge") -> list[Row]:
@@ -92,36 +133,37 @@ def everything() -> list[Row]:
 
 
 @pytest.mark.parametrize(
-    ("place", "judge", "columns"),
-    [
-        (0, "sentences-judge", {"redi": 1, "sdtt+redi": 3, "sdtt": 5}),
-        (1, "smollm2 (bf16)", {"redi": 1, "sdtt+redi": 2, "sdtt": 3}),
-    ],
+    ("lead", "judge"), [("by `sentences-judge`", "sentences-judge"), ("By SmolLM2", "smollm2 (bf16)")]
 )
-def test_the_documents_ratios_are_those_of_the_rows(place: int, judge: str, columns: dict[str, int]) -> None:
-    table = {int(cells[0]): cells for cells in tables(DOCUMENT)[place]}
+def test_the_documents_ratios_are_those_of_the_rows(lead: str, judge: str) -> None:
+    told = table(DOCUMENT, "Perplexity as a share of the single mask's", lead)
+    columns = {method: told.column(name) for method, name in METHODS.items()}
+    steps = {int(cells[told.column("steps")]): cells for cells in told.rows}
     found = [ratio for ratio in ratios(measured(judge)) if ratio.mask == INFINITE]
     assert {(ratio.method, ratio.steps) for ratio in found} == {
-        (method, steps) for method in columns for steps in table
+        (method, count) for method in columns for count in steps
     }
     for ratio in found:
-        told = table[ratio.steps][columns[ratio.method]]
-        assert told == f"{ratio.value:.3f} ({ratio.low:.3f}–{ratio.high:.3f})"
+        cell = steps[ratio.steps][columns[ratio.method]]
+        assert cell == f"{ratio.value:.3f} ({ratio.low:.3f}–{ratio.high:.3f})"
 
 
 def test_the_documents_perplexities_are_those_of_the_rows() -> None:
     rows = usual(measured())
     ppl, entropy = curves(rows, "gen_ppl"), curves(rows, "entropy")
-    told = {cells[0]: cells[1:] for cells in tables(DOCUMENT)[2]}
+    whole = table(DOCUMENT, "Generative perplexity")
+    assert [int(name.removesuffix(" step")) for name in whole.head[1:]] == list(STEPS)
+    told = {cells[0]: cells[1:] for cells in whole.rows}
     assert set(told) == set(NAMES)
     for name, cells in told.items():
         points = {k: f"{value:,.0f} ({entropy[NAMES[name]][k][0]:.2f})" for k, (value, _) in ppl[NAMES[name]].items()}
         assert cells == [points.get(k, "") for k in STEPS]
-    short = {cells[0]: cells[1:] for cells in tables(ROOT / "README.md")[0]}
+    short = table(ROOT / "README.md", corner="Gen. PPL (entropy), 1,024 samples")
+    counts = [int(name.removesuffix(" steps").replace(",", "")) for name in short.head[1:]]
+    assert counts == [2, 4, 8, 16, 1024]
+    shown = {cells[0]: [cell.replace("*", "") for cell in cells[1:]] for cells in short.rows}
     for name, ours in README_NAMES.items():
-        shown = [cell.replace("*", "") for cell in short[name]]
-        assert shown[:4] == told[ours][1:5]
-        assert shown[4] == told[ours][7]
+        assert shown[name] == [told[ours][STEPS.index(count)] for count in counts]
 
 
 def teachers(entropy: float) -> float:
@@ -139,9 +181,11 @@ def teachers(entropy: float) -> float:
 def test_the_documents_comparison_at_equal_entropy() -> None:
     rows = usual(measured())
     ppl, entropy = curves(rows, "gen_ppl"), curves(rows, "entropy")
-    names = [name for name, *_ in tables(DOCUMENT)[3]]
+    told = table(DOCUMENT, "At equal entropy", "as a multiple of what the teacher has")
+    assert told.head == ["", "2 steps", "4", "8", "16", "32"]
+    names = [name for name, *_ in told.rows]
     assert names == [name for name in NAMES if name not in ("ReDi, single, 32,768 pairs", "SDTT+ReDi, 6,144 masks")]
-    for name, *cells in tables(DOCUMENT)[3]:
+    for name, *cells in told.rows:
         for steps, cell in zip((2, 4, 8, 16, 32), cells, strict=True):
             multiple = ppl[NAMES[name]][steps][0] / teachers(entropy[NAMES[name]][steps][0])
             assert cell == f"{multiple:.2f}"
@@ -149,8 +193,10 @@ def test_the_documents_comparison_at_equal_entropy() -> None:
 
 def test_the_bars_are_met_at_equal_entropy_too() -> None:
     found = {(*place(row), row.steps): row.value for row in measured()}
+    found_table = table(DOCUMENT, "At equal entropy", "Infinite over single in this measure")
     told = {
-        int(cells[0]): dict(zip(("redi", "sdtt+redi", "sdtt"), cells[1:], strict=True)) for cells in tables(DOCUMENT)[4]
+        int(cells[0]): {method: cells[found_table.column(name)] for method, name in METHODS.items()}
+        for cells in found_table.rows
     }
     assert list(told) == [1, 2, 4, 8, 16, 32]
     for steps, cells in told.items():
@@ -169,9 +215,12 @@ def test_the_bars_are_met_at_equal_entropy_too() -> None:
 
 def test_the_documents_masks_and_what_stands_beside_the_ratios() -> None:
     folder = GRID / "seed-0"
-    assert [name for name, *_ in tables(DOCUMENT)[6]] == list(MASKS)
-    assert [cells[:3] for cells in tables(DOCUMENT)[5]] == [[name, "8,192", "125"] for name in BESIDE]
-    for name, *cells in tables(DOCUMENT)[6]:
+    compared, beside = table(DOCUMENT, "Masks compared"), table(DOCUMENT, "What stands beside the ratios")
+    assert [name for name, *_ in compared.rows] == list(MASKS)
+    assert compared.head == ["ε", "1 step", "2 steps", "4 steps", "8 steps", "loss", "fitted"]
+    assert beside.head[:5] == ["", "pairs", "passes", "loss at the end", "fitted"]
+    assert [cells[:3] for cells in beside.rows] == [[name, "8,192", "125"] for name in BESIDE]
+    for name, *cells in compared.rows:
         mask, stage = MASKS[name]
         figures = [
             {row.steps: row.value for row in measured(judge) if place(row) == ("sdtt+redi", mask, 0, "gen_ppl")}
@@ -179,7 +228,7 @@ def test_the_documents_masks_and_what_stands_beside_the_ratios() -> None:
         ]
         assert cells[:4] == [f"{figures[0][k]:,.0f} ({figures[1][k]:,.0f})" for k in (1, 2, 4, 8)]
         assert cells[4:] == [f"{loss(folder / stage):.3f}", f"{fitted(folder / stage):.1%}"]
-    for name, *cells in tables(DOCUMENT)[5]:
+    for name, *cells in beside.rows:
         method, mask, stem, maker = BESIDE[name]
         stages = [folder / f"{stem}{seed}" for seed in ("", "-1", "-2")]
         assert cells[2:4] == [
@@ -263,7 +312,10 @@ def test_a_cards_figures_are_those_of_the_grid(name: str) -> None:
     assert rows
     assert read(HERE / name / "results.jsonl") == [row for row in rows if not row.metric.startswith("real_")]
     figures = {(row.metric, row.judge, row.steps): row for row in rows}
-    for steps, first, second, entropy in tables(HERE / name / "README.md")[0][:-1]:
+    card = table(HERE / name / "README.md", "Numbers", corner="steps")
+    assert [head.split()[-1] for head in card.head[1:]] == ["sentences-judge", "(bf16)", "(nats)"]
+    assert card.rows[-1][0] == "real text"
+    for steps, first, second, entropy in card.rows[:-1]:
         k = int(steps.replace(",", ""))
         for told, judge in ((first, "sentences-judge"), (second, "smollm2 (bf16)")):
             value, error = figures["gen_ppl", judge, k].value, figures["gen_ppl", judge, k].stderr

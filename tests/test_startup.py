@@ -21,7 +21,13 @@ from imdm.exporting import Weights
 from imdm.process import NoisePolicy
 
 SHIPPED = "sentences-teacher"
-LISTED = {"--help": "reproduce", "--version": "imdm ", "recipes": "synthetic", "models": SHIPPED, "train --help": "--out"}
+LISTED = {
+    "--help": "reproduce",
+    "--version": "imdm ",
+    "recipes": "synthetic",
+    "models": SHIPPED,
+    "train --help": "--out",
+}
 REFUSED = {
     "nosuch": "No such command 'nosuch'",
     "recipes nosuch": "unknown recipe 'nosuch'; known: ",
