@@ -309,7 +309,14 @@ def test_times_have_their_share_below_the_threshold() -> None:
 # Training
 
 
-@pytest.mark.parametrize("latent", [{"mixture": True}, {"mask": "finite-16"}, {"mask": "infinite-uniform-32-1.0"}])
+@pytest.mark.parametrize(
+    "latent",
+    [
+        {"mixture": True},
+        {"mask": "finite-16"},
+        pytest.param({"mask": "infinite-uniform-32-1.0"}, marks=pytest.mark.slow),
+    ],
+)
 def test_training_teaches_correlations(latent: dict[str, object], tmp_path: Path) -> None:
     """The teacher knows {00, 11} but writes both tokens independently in one step; the student does not."""
     valid = taught(tmp_path, latent)

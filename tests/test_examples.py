@@ -33,7 +33,7 @@ def test_a_docstrings_examples_run(name: str) -> None:
         pytest.skip("kernels need Triton")
     module = import_module(name)
     found = [test for test in doctest.DocTestFinder().find(module) if test.examples]
-    assert found, "nothing that pydoc would show"
+    assert found, "its examples are in no docstring"
     assert not any(doctest.SKIP in example.options for test in found for example in test.examples)
     runner = doctest.DocTestRunner()
     for test in found:

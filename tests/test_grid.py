@@ -79,6 +79,7 @@ def test_the_plan_is_every_variant_on_every_seed(tmp_path: Path) -> None:
     assert workers_for(recipe.model_copy(update={"threads": None}), 4) == 1
 
 
+@pytest.mark.slow
 def test_a_quick_run_is_a_part_of_the_whole_one(tmp_path: Path) -> None:
     """Two processes at a time, one results file; what the quick part made is not made again."""
     recipe = parse_recipe(SMALL)
@@ -247,6 +248,7 @@ def cell(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_one_cell_of_the_grid_passes_its_bars(tmp_path: Path) -> None:
     run = cell(tmp_path)
     rows = read(run / "results.jsonl")

@@ -22,7 +22,7 @@ from imdm.models import load_model
 from imdm.recipes import Recipe, load_recipe
 from imdm.report.ratios import ratios
 from imdm.report.text import curves, usual
-from imdm.shipped import HERE, listed, recorded
+from imdm.shipped import DEFAULT, HERE, listed, recorded
 from tests.test_cli import imdm as command
 from tests.test_cli import refused
 
@@ -324,7 +324,9 @@ def test_a_cards_figures_are_those_of_the_grid(name: str) -> None:
     assert {judge for _, judge in recorded(name).values()} == {"sentences-judge"}
 
 
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize(
+    "name", [DEFAULT, *(pytest.param(name, marks=pytest.mark.slow) for name in WRITERS if name != DEFAULT)]
+)
 def test_a_shipped_model_writes_as_well_as_was_measured(name: str) -> None:
     """48 texts of 8 steps: entropy within 0.06 and Gen. PPL under the judge that ships within a quarter of what the
     cards say, four standard errors over texts or more."""

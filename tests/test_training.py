@@ -373,6 +373,7 @@ def launch(folder: Path, world: int, steps: int = 8) -> None:
     subprocess.run([*command, *arguments], check=True, env=environment, capture_output=True, timeout=300)
 
 
+@pytest.mark.slow
 def test_two_processes_corrupt_the_same_batch_and_give_the_same_losses(tmp_path: Path) -> None:
     for world in (1, 2):
         launch(tmp_path / str(world), world)
@@ -405,6 +406,7 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path: Path) -> None:
     assert all(torch.allclose(one[name], two[name], atol=1e-4) for name in one)
 
 
+@pytest.mark.slow
 def test_kill_9_loses_at_most_the_steps_since_the_last_checkpoint(tmp_path: Path) -> None:
     """A real process, really killed; the next one goes on and ends in the bits of an undisturbed run."""
     code = WORKER.replace("log_every=1", "log_every=10")
