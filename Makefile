@@ -1,10 +1,11 @@
 # make setup   a virtual environment in .venv with the `imdm` command
 # make run     the paper's synthetic experiment, end to end, and text by the models that ship: a report in runs/synthetic
 # make test    tests, linter, formatter, types
+# make test-all  the same, and the tests that take longer
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup run test clean
+.PHONY: setup run test test-all clean
 
 setup: .venv/ready
 
@@ -20,10 +21,13 @@ run: setup
 	$(BIN)/imdm show --into runs/synthetic
 
 test: setup
-	$(BIN)/pytest -n auto --dist loadfile
+	$(BIN)/pytest -n auto --dist loadfile -m "not slow"
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+test-all: test
+	$(BIN)/pytest -n auto --dist loadfile -m slow
 
 clean:
 	rm -rf .venv runs .pytest_cache .ruff_cache .mypy_cache .hypothesis

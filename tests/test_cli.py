@@ -12,18 +12,22 @@ import sys
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import save_file
+from typer.main import get_command
 
 from imdm.cli import main
+from imdm.cli.app import app
 from imdm.data import Coupling
 from imdm.evaluation import read
 from imdm.models import MaskedDiffusionLM
 from tests.conftest import tiny_model
 
+ROOT = Path(__file__).parents[1]
 SMALL = [
     "stages.teacher.training.steps=40",
     "stages.mdm.training.steps=20",
@@ -87,10 +91,47 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_help_shows_the_tree() -> None:
+def commands(group: Any, before: str = "") -> dict[str, Any]:
+    """Every command of the app by its words, those of groups too."""
+    found = {}
+    for name, command in group.commands.items():
+        inside = getattr(command, "commands", None)
+        found |= commands(command, f"{before}{name} ") if inside else {f"{before}{name}": command}
+    return found
+
+
+COMMANDS = commands(get_command(app))
+
+
+def test_help_shows_every_command_and_the_readme_too() -> None:
     shown = imdm("--help").stdout
-    for command in ("recipes", "train", "couple", "generate", "evaluate", "reproduce", "report"):
-        assert re.search(rf"\b{command}\b", shown)
+    groups = {name.split()[0] for name in COMMANDS}
+    assert all(re.search(rf"^\W*{name}\s+\w+", shown, re.MULTILINE) for name in groups)
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    (told,) = re.findall(r"## The command\n\n```\n(.*?)```", page, re.DOTALL)
+    lines = [line.split() for line in told.splitlines()]
+    assert {" ".join(words[1:3]) if words[1] == "judge" else words[1] for words in lines} == set(COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_says_what_it_does_and_refuses_what_it_does_not(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = COMMANDS[name]
+    assert re.match(r"[A-Z].*\.$", command.help.strip().splitlines()[0])
+    for parameter in command.params:
+        assert getattr(parameter, "help", None), f"{parameter.name} has no help"
+    shown = imdm(*name.split(), "--help")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    options = [option for parameter in command.params for option in parameter.opts if option.startswith("--")]
+    assert all(option in shown.stdout for option in options)
+    wrong = imdm(*name.split(), "--nonsense")
+    assert wrong.returncode == 2
+    assert "No such option: --nonsense" in wrong.stderr
+    assert "Traceback" not in wrong.stderr
+    assert wrong.stdout == ""
+    assert not list(tmp_path.iterdir())
 
 
 def test_reproduce_leaves_results_and_reports(run: Path) -> None:
