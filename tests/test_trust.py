@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from imdm import files
 from imdm.config import check_name
 from imdm.data import Corpus, PrepareConfig
 from imdm.data import prepare as prepare_text
@@ -88,11 +88,13 @@ BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for 
         ("{", "expected"),
     ],
 )
-def test_settings_that_explode_are_refused_at_once(text: str, message: str) -> None:
-    started = time.perf_counter()
+def test_settings_that_explode_are_refused_at_once(text: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking at no more values than the text has characters."""
+    extent, looked = files._extent, []
+    monkeypatch.setattr(files, "_extent", lambda *given: (looked.append(0), extent(*given))[1])
     with pytest.raises(ValueError, match=message):
         parse_yaml(text)
-    assert time.perf_counter() - started < 5
+    assert len(looked) <= len(text)
 
 
 @few
@@ -128,7 +130,7 @@ def test_names_that_are_no_folder_are_refused_everywhere(name: str) -> None:
     [
         ("stages.imdm.start=pairs", "start names 'pairs', which trains no model"),
         ("stages.imdm.data=teacher", "data names 'teacher', which makes no pairs"),
-        ("stages.pairs.teacher=nothing", None),
+        ("stages.pairs.teacher=nothing", "neither a stage (teacher, "),
         ("stages.evaluate.models={pairs: x}", "models names 'pairs', which trains no model"),
         ("stages.evaluate.temperatures=[-1]", "must be 0 (the likeliest token) or in [1e-6, 1e6]"),
         ("model.backbone=mamba", "unknown backbone 'mamba'; known: dit"),
@@ -136,9 +138,9 @@ def test_names_that_are_no_folder_are_refused_everywhere(name: str) -> None:
         ("stages.evaluate.metrics=[]", "at least 1 item"),
     ],
 )
-def test_what_is_wrong_is_seen_before_training(override: str, message: str | None, tmp_path: Path) -> None:
+def test_what_is_wrong_is_seen_before_training(override: str, message: str, tmp_path: Path) -> None:
     told = refused(imdm("reproduce", "synthetic", override, "--out", tmp_path / "run"))
-    assert message is None or message in told
+    assert message in told
     assert not list(tmp_path.iterdir())
 
 
@@ -154,12 +156,10 @@ def test_sizes_that_no_machine_has_are_refused_before_anything_is_made(
     value = f"infinite-uniform-{10**digits}-1.0" if field.endswith("mask") else str(10**digits)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "empty", None)  # what an allocation would run into
-        started = time.perf_counter()
         result = imdm("reproduce", "synthetic", *SMALL, f"{field}={value}", "--out", out / "run")
     if result.returncode == 0 or "NoneType" in result.stderr:
         pytest.fail(f"{field}: {result.stderr}")
     refused(result)
-    assert time.perf_counter() - started < 20
     assert not list(out.iterdir())
 
 
