@@ -17,7 +17,7 @@ import typer
 from rich.measure import Measurement
 from rich.text import Text
 
-from imdm.cli.early import located, policy
+from imdm.cli.early import known_policy, located
 from imdm.console import plain_console
 from imdm.errors import UserError, is_out_of_memory, reason_of, shorter
 from imdm.files import home, write_text
@@ -64,7 +64,7 @@ Seed = Annotated[int, typer.Option(min=-(1 << 63), max=(1 << 64) - 1, help="Ever
 Noise = Annotated[
     str,
     typer.Option(
-        help="What a mask's noise does while it stays masked: posterior (the paper) or keep.", callback=policy
+        help="What a mask's noise does while it stays masked: posterior (the paper) or keep.", callback=known_policy
     ),
 ]
 

@@ -43,12 +43,12 @@ def located(name: str | None) -> str | None:
     return str(find(name))
 
 
-def policy(name: str) -> str:
+def known_policy(name: str) -> str:
     check_known("noise policy", [name], POLICIES)
     return name
 
 
-def precision(option: typer.CallbackParam, name: str | None) -> str | None:
+def known_precision(option: typer.CallbackParam, name: str | None) -> str | None:
     if name is not None and name not in PRECISIONS:
         raise UserError(f"{option.opts[0]} = {name}: {' or '.join(PRECISIONS)}")
     return name
@@ -60,16 +60,16 @@ def check_folder(run: Path) -> None:
         raise UserError(f"{run}: no such folder")
 
 
-def check_pairs(pairs: Path | None) -> None:
-    if pairs is not None and not pairs.is_dir():
-        raise UserError(f"coupling {str(pairs)!r}: no such folder; make one with 'imdm couple'")
-
-
-def check_judge(judge: str) -> None:
-    """Refuse a path to nothing; a name may be a hub's."""
+def check_evaluation(metrics: str | None, data: Iterable[str], judge: str, pairs: Path | None) -> None:
+    """Refuse what there is not: metrics, data, a judge's path (its name may be a hub's), pairs."""
+    check_known("metric", [name.strip() for name in metrics.split(",")] if metrics is not None else [], METRICS)
+    for text in data:
+        check_held_out(text)
     place = Path(find(judge))
     if (place.is_absolute() or place.suffix == ".gguf") and not place.exists():
         raise UserError(f"judge {judge!r}: no such file or folder")
+    if pairs is not None and not pairs.is_dir():
+        raise UserError(f"coupling {str(pairs)!r}: no such folder; make one with 'imdm couple'")
 
 
 def check_data(text: str) -> None:

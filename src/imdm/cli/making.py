@@ -33,9 +33,9 @@ from imdm.cli.early import (
     check_data,
     check_folder,
     check_known,
+    known_precision,
     located,
 )
-from imdm.cli.early import precision as known_precision
 from imdm.errors import UserError
 
 

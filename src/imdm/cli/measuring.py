@@ -27,18 +27,15 @@ from imdm.cli.early import (
     AFTER_PROMPTS,
     BENCHMARKS,
     FETCHABLE,
-    METRICS,
     ON_DATA,
     ON_LANGUAGES,
     ON_TEXT,
+    check_evaluation,
     check_folder,
-    check_held_out,
-    check_judge,
     check_known,
-    check_pairs,
+    known_precision,
     located,
 )
-from imdm.cli.early import precision as known_precision
 from imdm.errors import UserError
 
 if TYPE_CHECKING:
@@ -120,13 +117,10 @@ def evaluate(
     ] = None,
 ) -> None:
     """Measure a model: a table here, result rows in a file."""
-    asked = [name.strip() for name in metrics.split(",")] if metrics is not None else []
-    check_known("metric", asked, METRICS)
-    counts, temperatures, wanted = parse_counts(steps), parse_temperatures(temperature), parse_match(match)
-    for text in data:
-        check_held_out(text)
-    check_judge(judge)
-    check_pairs(pairs)
+    check_evaluation(metrics, data, judge, pairs)
+    parse_counts(steps)
+    parse_temperatures(temperature)
+    parse_match(match)
     from imdm.data import Coupling, check_fits
     from imdm.data.tokenizers import check_same
     from imdm.evaluation import Parts, Subject, append, load_judge, load_readers, read
@@ -143,6 +137,7 @@ def evaluate(
     counts, temperatures = parse_counts(steps), parse_temperatures(temperature)
     how = Sampling(noise=noise, top_p=top_p)  # type: ignore[arg-type]
     check_precision(precision, device(), "--precision")
+    check_precision(judge_precision, name="--judge-precision")
     if out is not None and out.is_dir():
         raise UserError(f"--out {out} is a folder; give a file for the result rows")
     if out is not None:
@@ -151,7 +146,7 @@ def evaluate(
         raise UserError(NO_LIBRARY)
     if match is not None and temperatures != [1.0]:
         raise UserError("--match finds the temperature; leave --temperature out")
-    protocol = parse_conditional(conditional)
+    protocol, wanted = parse_conditional(conditional), parse_match(match)
     measured = in_precision(load_model(model).to(device()), precision)
     before = [(text, *parse_held_out(text, measured, model, reporter())) for text in data]
     paths = {path for path in (reference, wanted) if isinstance(path, str)}

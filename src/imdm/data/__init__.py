@@ -1,4 +1,7 @@
-"""What is trained on: enumerated languages, token files, text, couplings."""
+"""What is trained on: enumerated languages, token files, text, couplings.
+
+Names are imported when first used: a corpus that is not there is refused without torch.
+"""
 
 from typing import TYPE_CHECKING
 
