@@ -14,11 +14,11 @@ import pytest
 from imdm.benchmarks import benchmarks
 from imdm.cli import early
 from imdm.data import languages
-from imdm.distilling import METHODS
 from imdm.evaluation import metrics
 from imdm.evaluation.judge import FETCHABLE, Precision
 from imdm.exporting import Weights
 from imdm.process import NoisePolicy
+from imdm.runs.distilling import METHODS
 
 SHIPPED = "sentences-teacher"
 LISTED = {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Generic, TypeVar
 
 from imdm.errors import unknown
@@ -44,3 +46,9 @@ class Registry(Generic[T]):
 
     def items(self) -> list[tuple[str, T]]:
         return list(self._entries.items())
+
+
+def import_all(package: str, path: Iterable[str]) -> None:
+    """Import every module of a package, so that each registers what it has: `import_all(__name__, __path__)`."""
+    for module in iter_modules(path):
+        import_module(f"{package}.{module.name}")

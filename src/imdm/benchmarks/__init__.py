@@ -3,7 +3,9 @@
 A benchmark is a function from sizes to rows, registered by name, with a file of its own; `imdm bench` runs them.
 """
 
-from imdm.benchmarks import couplings, losses, sampling, scaling, training
 from imdm.benchmarks.measure import Machine, Row, Size, benchmarks, machine
+from imdm.registry import import_all
 
-__all__ = ["Machine", "Row", "Size", "benchmarks", "couplings", "losses", "machine", "sampling", "scaling", "training"]
+import_all(__name__, __path__)
+
+__all__ = ["Machine", "Row", "Size", "benchmarks", "machine"]

@@ -1,10 +1,12 @@
 """What a command refuses before torch is loaded, which takes seconds: unknown names, and files that are not there.
 
-Names stand where each is registered, and here once more: help shows these, and a test holds them against the others.
+Names of metrics, languages and benchmarks are read off the files that register them, since importing those loads torch.
 """
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -13,14 +15,26 @@ import typer
 from imdm.errors import UserError, unknown
 from imdm.shipped import find, folder_of
 
-LANGUAGES = ("aligned", "markov", "two-topic")
-ON_LANGUAGES = ("validity", "token_entropy", "factorization_error", "kl", "kl_half", "tv")
-ON_DATA = ("nelbo", "val_ppl", "entropy", "distinct_1", "distinct_2", "distinct_3", "repetition")
-OF_STEPS = ("step_error", "step_error_half", "step_correlation", "pair_error", "pair_bound")
-ON_TEXT = ("gen_ppl", "real_ppl", "real_entropy", "novelty", "pair_overlap", "mauve", *OF_STEPS)
-AFTER_PROMPTS = ("cond_gen_ppl", "cond_entropy", "cond_mauve")
-METRICS = (*ON_LANGUAGES, *ON_DATA, *ON_TEXT, *AFTER_PROMPTS)
-BENCHMARKS = ("sampling", "couplings", "training", "sdtt", "losses", "scaling")
+HERE = Path(__file__).parent.parent
+
+
+def registered(files: str, how: str) -> tuple[tuple[str, str], ...]:
+    """Each name that a file of the package registers by the decorator `how`, and what else the decorator says."""
+    decorator = re.compile(rf'^@{re.escape(how)}\(\s*"([\w-]+)"([^\n]*(?:\n[ )][^\n]*)*)', re.MULTILINE)
+    return tuple(
+        (match[1], match[2])
+        for file in sorted(HERE.glob(files))
+        for match in decorator.finditer(file.read_text(encoding="utf-8"))
+    )
+
+
+LANGUAGES = tuple(name for name, _ in registered("data/synthetic.py", "languages.register"))
+BENCHMARKS = tuple(name for name, _ in registered("benchmarks/*.py", "benchmarks.register"))
+_METRICS = registered("evaluation/*.py", "metric")
+METRICS = tuple(name for name, _ in _METRICS)
+ON_LANGUAGES = tuple(name for name, needs in _METRICS if "language=True" in needs)
+AFTER_PROMPTS = tuple(name for name, needs in _METRICS if "prompts=True" in needs)
+ELSEWHERE = tuple(name for name in METRICS if name not in (*ON_LANGUAGES, *AFTER_PROMPTS))
 DISTILLATIONS = ("sdtt", "redi", "di4c")
 POLICIES = ("posterior", "keep")
 PRECISIONS = ("float32", "bf16")
@@ -62,7 +76,9 @@ def check_folder(run: Path) -> None:
 
 def check_evaluation(metrics: str | None, data: Iterable[str], judge: str, pairs: Path | None) -> None:
     """Refuse what there is not: metrics, data, a judge's path (its name may be a hub's), pairs."""
-    check_known("metric", [name.strip() for name in metrics.split(",")] if metrics is not None else [], METRICS)
+    loaded = sys.modules.get("imdm.evaluation")  # then other modules may have registered more
+    known = METRICS if loaded is None else list(loaded.metrics)
+    check_known("metric", [name.strip() for name in metrics.split(",")] if metrics is not None else [], known)
     for text in data:
         check_held_out(text)
     place = Path(find(judge))

@@ -66,8 +66,8 @@ def train(
     from imdm.recipes import load_recipe
 
     chosen = load_recipe(recipe, overrides or ())
-    from imdm.runs import Run
     from imdm.recipes import TrainStage
+    from imdm.runs import Run
 
     trainable = [name for name, s in chosen.stages.items() if isinstance(s, TrainStage)]
     if not trainable:
@@ -278,8 +278,8 @@ def reproduce(
     from imdm.recipes import load_recipe
 
     chosen = load_recipe(recipe, overrides or ())
-    from imdm.runs import plan, run_jobs, workers_for
     from imdm.report import build_report
+    from imdm.runs import plan, run_jobs, workers_for
 
     folder = out or Path("runs") / chosen.name
     jobs = plan(chosen, folder, seeds, quick)

@@ -26,10 +26,9 @@ from imdm.cli.arguments import parse_conditional, parse_counts, parse_held_out, 
 from imdm.cli.early import (
     AFTER_PROMPTS,
     BENCHMARKS,
+    ELSEWHERE,
     FETCHABLE,
-    ON_DATA,
     ON_LANGUAGES,
-    ON_TEXT,
     check_evaluation,
     check_folder,
     check_known,
@@ -57,8 +56,8 @@ def evaluate(
         str | None,
         typer.Option(
             help="Comma-separated; unless given, validity on a language, entropy and val_ppl on prepared text, val_ppl "
-            f"on text as it is, nelbo on ids. On languages: {', '.join(ON_LANGUAGES)}. On any data: "
-            f"{', '.join(ON_DATA)}. On text: {', '.join(ON_TEXT)}, and after prompts {', '.join(AFTER_PROMPTS)}."
+            f"on text as it is, nelbo on ids. On languages: {', '.join(ON_LANGUAGES)}. On other "
+            f"data: {', '.join(ELSEWHERE)}, and after prompts {', '.join(AFTER_PROMPTS)}."
         ),
     ] = None,
     steps: Annotated[str, typer.Option(help="Comma-separated step counts.")] = "1,2,4,8",

@@ -1,17 +1,5 @@
 """What an evaluation reports, and the rows it writes."""
 
-from imdm.evaluation import (  # noqa: F401  (they register their metrics)
-    conditional,
-    entropy,
-    factorization,
-    judge,
-    law,
-    likelihood,
-    mauve,
-    steps,
-    text,
-    validity,
-)
 from imdm.evaluation.base import Evaluation, Measurement, Metric, Subject, about, metric, metrics
 from imdm.evaluation.conditional import Conditional
 from imdm.evaluation.factorization import single_step_error
@@ -20,6 +8,9 @@ from imdm.evaluation.mauve import Embedder, load_embedder
 from imdm.evaluation.measuring import evaluate, family, load_readers, matched, measure, occasions, to_row
 from imdm.evaluation.parts import Parts
 from imdm.evaluation.results import Row, append, read
+from imdm.registry import import_all
+
+import_all(__name__, __path__)
 
 __all__ = [
     "Conditional",

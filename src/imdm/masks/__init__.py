@@ -4,5 +4,8 @@ from imdm.masks.base import Mask, masks, parse_mask
 from imdm.masks.finite import Finite
 from imdm.masks.infinite import Infinite
 from imdm.masks.single import Single
+from imdm.registry import import_all
+
+import_all(__name__, __path__)
 
 __all__ = ["Finite", "Infinite", "Mask", "Single", "masks", "parse_mask"]

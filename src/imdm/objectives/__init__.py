@@ -16,6 +16,9 @@ from imdm.objectives.di4c import Di4C
 from imdm.objectives.nelbo import Nelbo
 from imdm.objectives.redi import ReDi
 from imdm.objectives.sdtt import SDTT
+from imdm.registry import import_all
+
+import_all(__name__, __path__)
 
 __all__ = [
     "EARLIEST",
