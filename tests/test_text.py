@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -151,6 +152,14 @@ def test_writers_and_texts_are_shown_in_a_line(writer: Writer) -> None:
     assert repr(writer).startswith("Writer(MaskedDiffusionLM(0.0M parameters, 1 blocks of width 16")
     assert len(repr(text)) < 120
     assert len(repr(writer)) < 200
+
+
+def test_several_threads_write_with_one_writer(writer: Writer) -> None:
+    asked = [(prompt, seed) for seed in range(6) for prompt in ("The cat", "A dog saw", "It")]
+    wanted = [writer.write(prompt, seed=seed, num=2, steps=3) for prompt, seed in asked]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda one: writer.write(one[0], seed=one[1], num=2, steps=3), asked))
+    assert found == wanted
 
 
 def test_eight_steps_unless_given(writer: Writer) -> None:
