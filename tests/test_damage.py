@@ -102,6 +102,17 @@ def test_one_flipped_bit_or_a_cut_tail_is_noticed_or_harmless(
     assert found == read(folder), f"{file.name}, byte {place}"
 
 
+def test_ids_in_another_order_of_bytes_are_noticed(made: dict[str, tuple[Path, Read]], tmp_path: Path) -> None:
+    """One flipped bit in the header of a shard makes '<u2' of it '>u2', and the digest of the bytes stays the same."""
+    copied = shutil.copytree(made["text"][0], tmp_path / "text")
+    shard = copied / "tokens-00000.npy"
+    content = shard.read_bytes()
+    assert content.count(b"'<u2'") == 1
+    shard.write_bytes(content.replace(b"'<u2'", b"'>u2'"))
+    with pytest.raises(UserError, match=r"tokens-00000.npy does not hold \d+ rows of 16 ids"):
+        text_bits(copied)
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("trust") / "synthetic"

@@ -137,7 +137,12 @@ class Packer:
         return out
 
 
+def _type_of_ids(vocab_size: int) -> np.dtype:
+    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
+
+
 def _digest(tokens: np.ndarray) -> str:
+    """Of the bytes, which mean what they did in the same type alone."""
     total = hashlib.sha256()
     for first in range(0, len(tokens), 1 << 16):
         total.update(tokens[first : first + (1 << 16)].tobytes())
@@ -302,8 +307,7 @@ def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
 
 def _write(folder: Path, manifest: Prepared, rows: list[np.ndarray], counts: Counts, packer: Packer) -> Prepared:
     """One more shard, then a manifest that knows it: a crash between the two costs only that shard."""
-    small = np.uint16 if manifest.vocab_size <= 1 << 16 else np.uint32
-    tokens = np.concatenate(rows).astype(small)
+    tokens = np.concatenate(rows).astype(_type_of_ids(manifest.vocab_size))
     index = len(manifest.shards)
     with written_aside(shard_file(folder, index)) as aside, open(aside, "wb") as file:
         np.save(file, tokens)
@@ -338,7 +342,7 @@ class PreparedSource:
             tokens = np.load(path, mmap_mode="r", allow_pickle=False)
         except Exception as error:  # numpy parses the header as Python, and fails in as many ways
             raise UserError(f"prepared text: {path} cannot be read ({reason_of(error)}); {again}") from None
-        if tokens.shape != (rows, self.length) or tokens.dtype.kind not in "iu":
+        if tokens.shape != (rows, self.length) or tokens.dtype != _type_of_ids(self.vocab_size):
             raise UserError(f"prepared text: {path} does not hold {rows} rows of {self.length} ids; {again}")
 
         def check() -> None:
