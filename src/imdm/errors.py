@@ -76,3 +76,11 @@ class WriteError(UserError):
 def unknown(kind: str, name: object, known: Iterable[str]) -> UserError:
     """The answer to an unknown name: the known ones."""
     return UserError(f"unknown {kind} {str(name)!r}; known: {', '.join(sorted(known)) or 'none'}")
+
+
+MOST_STEPS = 1_000_000
+TEMPERATURES = "must be 0 (the likeliest token) or in [1e-6, 1e6] (1.0 samples the model as it is)"
+
+
+def is_temperature(value: float) -> bool:
+    return value == 0 or 1e-6 <= value <= 1e6

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from imdm.cli.early import check_data, check_held_out, located
-from imdm.errors import UserError, check_whole, shorter, shown
+from imdm.errors import MOST_STEPS, TEMPERATURES, UserError, check_whole, is_temperature, shorter, shown
 from imdm.files import parse_yaml, read_text
 
 if TYPE_CHECKING:
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 
 def parse_counts(text: str) -> list[int]:
-    from imdm.sampling import MOST_STEPS
-
     try:
         counts = [int(part) for part in text.split(",")]
     except ValueError:
@@ -31,8 +29,6 @@ def parse_counts(text: str) -> list[int]:
 
 
 def parse_temperatures(text: str) -> list[float]:
-    from imdm.sampling.options import TEMPERATURES, is_temperature
-
     try:
         values = [float(part) for part in text.split(",")]
     except ValueError:

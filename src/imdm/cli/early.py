@@ -21,11 +21,8 @@ HERE = Path(__file__).parent.parent
 def registered(files: str, how: str) -> tuple[tuple[str, str], ...]:
     """Each name that a file of the package registers by the decorator `how`, and what else the decorator says."""
     decorator = re.compile(rf'^@{re.escape(how)}\(\s*"([\w-]+)"([^\n]*(?:\n[ )][^\n]*)*)', re.MULTILINE)
-    return tuple(
-        (match[1], match[2])
-        for file in sorted(HERE.glob(files))
-        for match in decorator.finditer(file.read_text(encoding="utf-8"))
-    )
+    texts = [file.read_text(encoding="utf-8") for file in HERE.glob(files)]
+    return tuple(sorted((match[1], match[2]) for text in texts for match in decorator.finditer(text)))
 
 
 LANGUAGES = tuple(name for name, _ in registered("data/synthetic.py", "languages.register"))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from imdm.config import Config
 from imdm.data.source import Order, Source, check_fits
-from imdm.errors import UserError, check_is, check_seed, check_whole, shown
+from imdm.errors import MOST_STEPS, UserError, check_is, check_seed, check_whole, shown
 from imdm.files import (
     as_path,
     check_tensors,
@@ -35,7 +35,7 @@ from imdm.objectives import EARLIEST
 from imdm.process import NoisePolicy
 from imdm.randomness import GENERATOR, Purpose, as_key, fold, uniform
 from imdm.room import check_room
-from imdm.sampling import MOST_STEPS, Sampling, sample
+from imdm.sampling import Sampling, sample
 from imdm.schedule import parse_schedule
 
 

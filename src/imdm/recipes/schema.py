@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, mod
 
 from imdm.config import Config, Name, Seed, digest
 from imdm.data import CoupleConfig, DataConfig
-from imdm.errors import unknown
+from imdm.errors import MOST_STEPS, TEMPERATURES, is_temperature, unknown
 from imdm.evaluation import Conditional, metrics
 from imdm.evaluation.judge import labelled
 from imdm.masks import Mask, parse_mask
@@ -17,8 +17,6 @@ from imdm.models import BackboneSettings, MaskedDiffusionConfig
 from imdm.models.backbones.base import is_default, parse_backbone
 from imdm.objectives import Objective, parse_objective
 from imdm.process import NoisePolicy
-from imdm.sampling import MOST_STEPS
-from imdm.sampling.options import TEMPERATURES, is_temperature
 from imdm.schedule import Schedule, parse_schedule
 from imdm.training import TrainConfig
 

@@ -1,7 +1,7 @@
 """From masks to text: the reverse process, exact draws, reveals drawn first."""
 
 from imdm.sampling.categorical import draw, probabilities
-from imdm.sampling.options import MOST_STEPS, Sampling
+from imdm.sampling.options import Sampling
 from imdm.sampling.sampler import (
     Drawn,
     Generation,
@@ -16,7 +16,6 @@ from imdm.sampling.sampler import (
 from imdm.sampling.turns import Turn, turns
 
 __all__ = [
-    "MOST_STEPS",
     "Drawn",
     "Generation",
     "Revealed",

@@ -6,15 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from imdm.errors import UserError, check_number, check_whole, unknown
+from imdm.errors import MOST_STEPS, TEMPERATURES, UserError, check_number, check_whole, is_temperature, unknown
 from imdm.process import NoisePolicy, check_policy
-
-MOST_STEPS = 1_000_000
-TEMPERATURES = "must be 0 (the likeliest token) or in [1e-6, 1e6] (1.0 samples the model as it is)"
-
-
-def is_temperature(value: float) -> bool:
-    return value == 0 or 1e-6 <= value <= 1e6
 
 
 @dataclass(frozen=True)
