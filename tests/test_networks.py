@@ -449,7 +449,9 @@ def launch(folder: Path, world: int, order: str, steps: int = 8, micro: int = 4)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    "order", [order if order == "together" else pytest.param(order, marks=pytest.mark.slow) for order in ORDERS]
+)
 def test_two_processes_give_the_same_as_one(tmp_path: Path, order: str) -> None:
     """Each in micro-batches; and two, stopped after four steps, go on as one."""
     runs = ["two", "moved"] if order == "alternate" else ["two"]
@@ -542,6 +544,7 @@ def test_sharded_networks_take_turns(tmp_path: Path) -> None:
     assert "the same" in done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_kill_9_in_between(tmp_path: Path) -> None:
     """A real process, really killed; the next one goes on and ends in the bits of an undisturbed run."""
     line = command(tmp_path, 1)
