@@ -129,6 +129,7 @@ class Process:
         if noise is not None and policy == "posterior":
             redraw = masked & (u >= (split.reveal + split.keep)[:, None])
             fresh = self.mask.draw(keys, torch.full_like(state.tokens, step), redraw)
-            noise = torch.where(redraw if noise.ndim == 2 else redraw[..., None], fresh, noise)  # type: ignore[arg-type]
+            if fresh is not None:
+                noise = torch.where(redraw if noise.ndim == 2 else redraw[..., None], fresh, noise)
         latent = state.latent if policy == "keep" else self.latents(keys, step)
         return Noised(torch.where(reveal, proposal, state.tokens), masked, noise, s, latent)

@@ -72,9 +72,12 @@ class Noised:
             return self
         tokens = torch.nn.functional.pad(self.tokens, (0, 0, 0, more), value=mask_id)
         masked = torch.nn.functional.pad(self.masked, (0, 0, 0, more), value=True)
-        others = (self.noise, self.t, self.latent, self.keys)
-        rest = (None if v is None else torch.cat((v, v.new_zeros(more, *v.shape[1:]))) for v in others)
-        return Noised(tokens, masked, *rest)  # type: ignore[arg-type]
+
+        def longer(values: Tensor) -> Tensor:
+            return torch.cat((values, values.new_zeros(more, *values.shape[1:])))
+
+        noise, latent, keys = (None if v is None else longer(v) for v in (self.noise, self.latent, self.keys))
+        return Noised(tokens, masked, noise, longer(self.t), latent, keys)
 
     def tensors(self) -> tuple[Tensor, ...]:
         held = (self.tokens, self.masked, self.noise, self.t, self.latent, self.keys)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -70,10 +70,10 @@ class Training:
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
         self.average: Mapping[str, Tensor] = {n: p.detach().clone() for n, p in model.named_parameters()}
 
-    def step(self, loss_of: object) -> None:
+    def step(self, loss_of: Callable[[], Tensor]) -> None:
         kind, bf16 = self.model.device.type, self.precision is not None
         with torch.autocast(kind, self.precision, enabled=bf16):
-            loss = loss_of()  # type: ignore[operator]
+            loss = loss_of()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 import yaml
@@ -37,6 +37,9 @@ from imdm.cli.early import (
     located,
 )
 from imdm.errors import UserError
+
+if TYPE_CHECKING:
+    from imdm.exporting import Weights
 
 
 @app.command()
@@ -343,7 +346,8 @@ def export(
     from imdm.exporting import export as write
 
     with reporter().bar("effect of each matrix", 0) as bar:
-        made = write(model, out, weights=weights, card=text, on_progress=lambda done, of: bar(done, f"of {of}"))  # type: ignore[arg-type]
+        kind = cast("Weights", weights)
+        made = write(model, out, weights=kind, card=text, on_progress=lambda done, of: bar(done, f"of {of}"))
     size = sum(file.stat().st_size for file in made.folder.iterdir())
     moves = f", moves the law by {made.moved} nats a token" if made.moved is not None else ""
     say(f"model: {made.folder} ({size / 1e6:.1f} MB{moves})")

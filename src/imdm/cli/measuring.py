@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -39,6 +39,7 @@ from imdm.errors import UserError
 
 if TYPE_CHECKING:
     from imdm.evaluation import Judge
+    from imdm.evaluation.judge import Precision
 
 
 @app.command()
@@ -134,7 +135,7 @@ def evaluate(
     for name in asked:
         known[name]
     counts, temperatures = parse_counts(steps), parse_temperatures(temperature)
-    how = Sampling(noise=noise, top_p=top_p)  # type: ignore[arg-type]
+    how = Sampling.of({"noise": noise, "top_p": top_p})
     check_precision(precision, device(), "--precision")
     check_precision(judge_precision, name="--judge-precision")
     if out is not None and out.is_dir():
@@ -163,7 +164,7 @@ def evaluate(
     parts = Parts(out.with_name(out.name + ".parts") if out is not None else None)
 
     def judge_here() -> Judge:
-        return load_judge(judge, judge_precision, device())  # type: ignore[arg-type]
+        return load_judge(judge, cast("Precision", judge_precision), device())
 
     reader, vectors, missing = load_readers(asked, judge_here, embedder, device())
     for reason in missing.values():

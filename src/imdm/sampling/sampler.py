@@ -12,7 +12,7 @@ of it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -85,8 +85,8 @@ class Generation:
 
     def to(self, device: torch.device) -> Generation:
         """The same on another device, without its trace."""
-        columns = (self.tokens, self.revealed_at, self.evaluations, self.draws, self.latents)
-        return Generation(*(None if column is None else column.to(device) for column in columns))  # type: ignore[arg-type]
+        moved = {name: column.to(device) for name, column in vars(self).items() if isinstance(column, Tensor)}
+        return replace(self, **moved, trace=None)
 
 
 def time_grid(steps: int, t: Tensor) -> Tensor:

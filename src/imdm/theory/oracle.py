@@ -92,5 +92,6 @@ class PartitionOracle(_Enumerated):
         mask = self.process.mask
         if isinstance(mask, Finite):
             return (state.noise * state.masked).sum(-1) % mask.count / mask.count + 0.5 / mask.count
-        share = (state.noise[..., 0].to(torch.float64) / mask.scale + 1) / 2  # type: ignore[attr-defined]
+        scale = mask.scale if isinstance(mask, Infinite) else 1.0
+        share = (state.noise[..., 0].to(torch.float64) / scale + 1) / 2
         return (share * state.masked).sum(-1) % 1.0

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
 
 from imdm.config import check_name
 from imdm.errors import UserError, check_is
@@ -81,7 +82,7 @@ class Network:
             found: Any = get_optimizer_state_dict(self.model, self.optimizer.optimizer, options=HOME)
             whole = found.get("state", {})  # nothing, but for the first process
             moments = {f"{kind}.{name}": v for name, state in whole.items() for kind, v in state.items()}
-        config = getattr(self.bare, "config", None)
+        config = self.bare.config if isinstance(self.bare, PreTrainedModel) else None
         return NetworkState(model, self.ema.weights, moments, self.ema.updates, config)
 
     def load(self, point: NetworkState) -> None:
