@@ -436,6 +436,20 @@ def append_line(path: Path, value: Any) -> None:
     append_lines(path, [value])
 
 
+HELD = {
+    "recipe.json": "it is not the folder of a run",
+    "results.jsonl": "run 'imdm reproduce' or 'imdm evaluate' first",
+}
+
+
+def check_holds(folder: Path, file: str) -> None:
+    """Refuse what is not a folder with this file of a run."""
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder")
+    if not (folder / file).exists():
+        raise UserError(f"{folder}: no {file} there; {HELD[file]}")
+
+
 def append_lines(path: Path, values: Iterable[Any]) -> None:
     """One JSON object a line, all or none of them. A last line that a crash cut short is dropped first, so that it
     cannot spoil these."""

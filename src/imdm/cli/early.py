@@ -65,12 +65,6 @@ def known_precision(option: typer.CallbackParam, name: str | None) -> str | None
     return name
 
 
-def check_folder(run: Path) -> None:
-    """Refuse what is no folder."""
-    if not run.is_dir():
-        raise UserError(f"{run}: no such folder")
-
-
 def check_evaluation(metrics: str | None, data: Iterable[str], judge: str, pairs: Path | None) -> None:
     """Refuse what there is not: metrics, data, a judge's path (its name may be a hub's), pairs."""
     loaded = sys.modules.get("imdm.evaluation")  # then other modules may have registered more

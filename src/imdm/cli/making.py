@@ -31,12 +31,12 @@ from imdm.cli.early import (
     DISTILLATIONS,
     WEIGHTS,
     check_data,
-    check_folder,
     check_known,
     known_precision,
     located,
 )
 from imdm.errors import UserError
+from imdm.files import check_holds
 
 if TYPE_CHECKING:
     from imdm.exporting import Weights
@@ -66,17 +66,16 @@ def train(
     ] = None,
 ) -> None:
     """Train one stage of a recipe, and what it builds on. Run it again to go on after a stop."""
-    from imdm.recipes import load_recipe
+    from imdm.recipes import load_recipe, trained_by
 
+    trainable = trained_by(recipe)
+    if not trainable:
+        raise UserError(f"recipe {recipe!r} has no training stage")
+    if stage is not None and stage not in trainable:
+        raise UserError(f"--stage {stage}: recipe {recipe!r} trains {', '.join(trainable)}")
     chosen = load_recipe(recipe, overrides or ())
-    from imdm.recipes import TrainStage
     from imdm.runs import Run
 
-    trainable = [name for name, s in chosen.stages.items() if isinstance(s, TrainStage)]
-    if not trainable:
-        raise UserError(f"recipe {chosen.name!r} has no training stage")
-    if stage is not None and stage not in trainable:
-        raise UserError(f"--stage {stage}: recipe {chosen.name!r} trains {', '.join(trainable)}")
     run = Run(chosen, out or Path("runs") / chosen.name, reporter())
     run.run([stage or trainable[0]])
     say(f"model: {run.folder / (stage or trainable[0]) / 'model'}")
@@ -303,7 +302,7 @@ def reproduce(
 @app.command()
 def status(run: Annotated[Path, typer.Argument(help="Folder of a run.")]) -> None:
     """Show how far a run is: stages, rounds, losses, time taken and left."""
-    check_folder(run)
+    check_holds(run, "recipe.json")
     from imdm.runs.status import status as read_status
 
     runs = read_status(run)

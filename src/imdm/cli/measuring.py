@@ -30,12 +30,12 @@ from imdm.cli.early import (
     FETCHABLE,
     ON_LANGUAGES,
     check_evaluation,
-    check_folder,
     check_known,
     known_precision,
     located,
 )
 from imdm.errors import UserError
+from imdm.files import check_holds
 
 if TYPE_CHECKING:
     from imdm.evaluation import Judge
@@ -225,7 +225,7 @@ def report(
     for run in runs:
         if run.is_file():
             raise UserError(f"{run} is a file; name it results.jsonl, in a folder of its own, and give that folder")
-        check_folder(run)
+        check_holds(run, "results.jsonl")
     if len(runs) > 1 and html is None:
         raise UserError("several runs make one page; say where with --html PAGE")
     if html is not None and html.is_dir():

@@ -29,6 +29,7 @@ __all__ = [
     "read_recipe",
     "recipe_names",
     "summaries",
+    "trained_by",
     "variants",
 ]
 
@@ -46,6 +47,16 @@ def summaries() -> dict[str, str]:
 def load_recipe(name: str | Path, overrides: tuple[str, ...] | list[str] = ()) -> Recipe:
     """A recipe by name or path, with overrides such as `stages.teacher.training.steps=100`."""
     return parse_recipe(_settings(name), overrides)
+
+
+def trained_by(name: str | Path) -> list[str]:
+    """The stages of a recipe that train a model, as far as its file says."""
+    stages = _settings(name).get("stages")
+    return [stage for stage, s in (stages if isinstance(stages, dict) else {}).items() if _is_training(s)]
+
+
+def _is_training(stage: Any) -> bool:
+    return isinstance(stage, dict) and stage.get("kind") == "train"
 
 
 def _settings(name: str | Path) -> dict[str, Any]:

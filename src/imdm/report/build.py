@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from imdm.errors import UserError
 from imdm.evaluation import Row, read
+from imdm.files import check_holds
 from imdm.recipes import read_recipe
 from imdm.registry import Registry
 from imdm.report.page import Report, Section
@@ -25,8 +25,7 @@ it has not what the page shows; that run, like any other, gets the plain table."
 
 def check_run(run: Path) -> None:
     """Refuse a folder of which there is nothing to report."""
-    if not (run / "results.jsonl").exists():
-        raise UserError(f"{run}: no results.jsonl there; run 'imdm reproduce' or 'imdm evaluate' first")
+    check_holds(run, "results.jsonl")
 
 
 def build_report(run: Path) -> Report:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from imdm.errors import UserError
-from imdm.files import read_recorded
+from imdm.files import check_holds, read_recorded
 from imdm.recipes import CoupleStage, Recipe, TrainStage, read_recipe, variants
 from imdm.training.checkpoint import checkpoint_path, steps_present
 from imdm.training.history import read_history
@@ -38,9 +38,9 @@ class StageStatus:
 
 def status(run: Path) -> dict[str, list[StageStatus]]:
     """Every stage of every seed, and of every variant where there are some, of a run folder."""
+    check_holds(run, "recipe.json")
     recipe = read_recipe(run)
-    if recipe is None:
-        raise UserError(f"{run}: no recipe.json there; it is not the folder of a run")
+    assert recipe is not None
     found = {}
     for variant, member in variants(recipe).items():
         for seed in sorted(_seeds(run / variant)):
