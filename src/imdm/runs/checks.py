@@ -1,0 +1,147 @@
+"""What is refused before a run does any work: sizes, missing inputs, settings that do not go together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+
+from imdm.data import Coupling, check_fits
+from imdm.data.tokenizers import check_same
+from imdm.devices import processes
+from imdm.errors import UserError
+from imdm.evaluation import metrics
+from imdm.models import MaskedDiffusionConfig, check_precision
+from imdm.objectives import ReDi
+from imdm.recipes import CoupleStage, EvaluateStage, TrainStage
+from imdm.room import check_room
+from imdm.runs.inputs import Inputs
+
+
+def check_size(inputs: Inputs) -> None:
+    """Refuse a model that is shorter than the data, or that this machine could not hold."""
+    recipe, length = inputs.recipe, inputs.length
+    config = recipe.model.build(*inputs.vocabulary, length)
+    if length > config.length:
+        raise UserError(f"the data has {length} tokens a row, model.length = {config.length} is shorter")
+    if any(isinstance(stage, TrainStage) and stage.start is None for stage in recipe.stages.values()):
+        check_room("the model's parameters", config.parameters, 4)
+
+
+def check_stage(inputs: Inputs, name: str) -> None:
+    """Refuse a stage that could not be made, as far as that is known before its inputs are."""
+    stage = inputs.recipe.stages[name]
+    _check_inputs(inputs, name)
+    if isinstance(stage, TrainStage):
+        _check_training(inputs, name, stage)
+        _check_metrics(inputs, name, stage.watch.metrics)
+        return
+    check_precision(stage.precision, processes().device, f"stages.{name}.precision")
+    if isinstance(stage, CoupleStage):
+        check_room(f"stages.{name}.pairs", stage.pairs, 8 * inputs.length + 12)
+        return
+    check_room(f"stages.{name}.samples", stage.samples, 40 * inputs.length + 24 * max(stage.steps))
+    _check_references(inputs, name, stage)
+    _check_methods(inputs, name, stage)
+    _check_metrics(inputs, name, stage.metrics, stage.top_p)
+
+
+def _check_inputs(inputs: Inputs, name: str) -> None:
+    """What lies outside the run must be there, whole, and fit the data."""
+    for needed in inputs.recipe.stages[name].inputs():
+        if inputs.is_stage(needed):
+            continue
+        if not Path(needed).is_dir():
+            known = ", ".join(inputs.recipe.stages)
+            raise UserError(f"stage {name!r} builds on {needed!r}: neither a stage ({known}) nor a folder")
+        if inputs.data.is_ready and not inputs.is_coupling(needed):
+            check_fits(inputs.source, inputs.config(needed))
+            check_same(Path(needed), inputs.data.tokenizer_folder())
+            inputs.hash(needed)
+
+
+def _check_training(inputs: Inputs, name: str, stage: TrainStage) -> None:
+    state = processes()
+    stage.training.check(state.num_processes, state.device)
+    if stage.data is None and len(stage.objective.needs) > 1:
+        raise UserError(
+            f"stage {name!r}: objective {stage.objective.kind!r} trains on a coupling; "
+            "set 'data' to a couple stage or to a folder of pairs"
+        )
+    stage.objective.check(inputs.noisy(name))
+    _check_couple(inputs, name, stage)
+    outside = [needed for needed in stage.inputs() if not inputs.is_stage(needed)]
+    if stage.start in outside and stage.data in outside:  # else the pairs' teacher is still to be made
+        start = inputs.config(str(stage.start))
+        mask = start.mask if stage.mask is None else stage.mask
+        student = MaskedDiffusionConfig.from_dict(start.to_dict() | {"mask": mask})
+        check_pairs(inputs.coupling(str(stage.data)), stage, student, inputs.hash(str(stage.start)))
+    if stage.watch.metrics:
+        each = 40 * inputs.length + 24 * stage.watch.steps
+        check_room(f"stages.{name}.watch.samples", stage.watch.samples, each)
+    batch = stage.training.micro_batch or stage.training.batch // state.num_processes
+    check_room(f"stages.{name}.training.batch", batch, 200 * inputs.length, state.device)
+
+
+def check_pairs(pairs: Coupling, stage: TrainStage, student: MaskedDiffusionConfig, teacher: str) -> None:
+    """Refuse pairs that were not made for this student; teacher: the hash of the model it starts from."""
+    objective = stage.objective if isinstance(stage.objective, ReDi) else ReDi()
+    pairs.check(student, teacher, objective.noise == "coupling", objective.policy)
+
+
+def _check_metrics(inputs: Inputs, name: str, names: Sequence[str], top_p: float = 1.0) -> None:
+    for metric in map(metrics.__getitem__, names):
+        if metric.infinite and top_p < 1:
+            raise UserError(f"stage {name!r}: metric {metric.name!r} is infinite where top_p = {top_p} leaves out text")
+        if metric.language and inputs.data.language() is None:
+            raise UserError(f"stage {name!r}: metric {metric.name!r} needs an enumerated language as data")
+
+
+def _check_references(inputs: Inputs, name: str, stage: EvaluateStage) -> None:
+    compared = [metric for metric in stage.metrics if metrics[metric].reference]
+    for model in stage.models if compared else ():
+        first = inputs.first(model)
+        if inputs.noisy(first):
+            raise UserError(
+                f"stage {name!r}: metric {compared[0]!r} compares {model!r} with the model it goes back to, "
+                f"{first!r}, which must have a single mask"
+            )
+
+
+def _check_methods(inputs: Inputs, name: str, stage: EvaluateStage) -> None:
+    """Refuse two models that no row could tell apart: one name, one mask, one seed."""
+    recipe = inputs.recipe
+    every = [pair for other in recipe.evaluations().values() for pair in other.models.items()]
+    others = [(model, method) for model, method in every if model in (*recipe.stages, *stage.models)]
+    for (model, method), (other, same) in product(stage.models.items(), others):
+        if model == other or method != same or recipe.seed_of(model) != recipe.seed_of(other):
+            continue
+        if (inputs.mask(model), inputs.mixture(model)) == (inputs.mask(other), inputs.mixture(other)):
+            raise UserError(
+                f"stage {name!r}: {model!r} and {other!r} are both called {method!r}, with the same mask and seed; "
+                "result rows could not tell them apart: name their methods differently"
+            )
+
+
+def _check_couple(inputs: Inputs, name: str, stage: TrainStage) -> None:
+    """Refuse pairs that a stage above will make for another student."""
+    couple = inputs.recipe.stages.get(stage.data or "")
+    if not isinstance(couple, CoupleStage):
+        return
+    if couple.teacher != stage.start:
+        raise UserError(
+            f"stage {name!r} starts from {stage.start!r}, but its pairs {stage.data!r} are made by "
+            f"{couple.teacher!r}; make pairs with the model you start from"
+        )
+    objective = stage.objective if isinstance(stage.objective, ReDi) else ReDi()
+    if objective.policy not in (None, couple.noise):
+        raise UserError(
+            f"stage {name!r} wants pairs made under noise policy {objective.policy!r}, but {stage.data!r} makes "
+            f"them under {couple.noise!r}"
+        )
+    mask, start = stage.mask, inputs.mask(str(stage.start))
+    if mask is not None and start.noisy and mask != start and objective.noise == "coupling":
+        raise UserError(
+            f"stage {name!r} has mask {mask.name}, but its pairs {stage.data!r} are made under {start.name}; "
+            "they must agree"
+        )

@@ -1,0 +1,109 @@
+"""What the stages of a run are made from: data, models and couplings, each found, read and hashed once a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from imdm.data import Coupling, Data, Source, TextData
+from imdm.evaluation import about
+from imdm.masks import Mask, parse_mask
+from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM, fingerprint, load_config, load_model
+from imdm.recipes import Recipe, TrainStage
+from imdm.runs.status import read_done
+
+
+@dataclass
+class Inputs:
+    """folder: where the run's stages are. Names are those of stages, or folders elsewhere."""
+
+    recipe: Recipe
+    folder: Path
+    data: Data
+    _about: dict[int, dict[str, Any]] = field(default_factory=dict, repr=False)
+    _configs: dict[str, MaskedDiffusionConfig] = field(default_factory=dict, repr=False)
+    _couplings: dict[str, Coupling] = field(default_factory=dict, repr=False)
+    _hashes: dict[str, str] = field(default_factory=dict, repr=False)
+    _loaded: dict[str, MaskedDiffusionLM] = field(default_factory=dict, repr=False)
+
+    def is_stage(self, name: str) -> bool:
+        return name in self.recipe.stages
+
+    def about(self, seed: int) -> dict[str, Any]:
+        """What the data has for an evaluation (`Subject`)."""
+        if seed not in self._about:
+            self._about[seed] = about(self.data, seed, self.source if seed == self.recipe.seed else None)
+        return self._about[seed]
+
+    @cached_property
+    def source(self) -> Source:
+        """The rows to train on."""
+        return self.data.source(self.recipe.seed)
+
+    @property
+    def vocabulary(self) -> tuple[int, int]:
+        """(vocab_size, mask_token_id); of a tokenizer that is still to be trained, the most it may have."""
+        ready = self.data.is_ready
+        return (self.source.vocab_size, self.source.mask_id) if ready else self.data.vocabulary()
+
+    @property
+    def length(self) -> int:
+        """Tokens a row; known before text is prepared."""
+        return self.data.length if isinstance(self.data, TextData) else self.source.length
+
+    def coupling(self, name: str) -> Coupling:
+        """The pairs that a stage has made, or a folder holds; only the last are kept in memory."""
+        if name not in self._couplings:
+            self._couplings = {name: Coupling(self.folder / name if self.is_stage(name) else name)}
+        return self._couplings[name]
+
+    def is_coupling(self, name: str) -> bool:
+        return (Path(name) / "manifest.json").exists()
+
+    def model(self, name: str) -> MaskedDiffusionLM:
+        """The model that a stage has made, or a folder holds. It is the caller's own, to train or to move."""
+        return self._loaded.pop(name, None) or self._load(name)
+
+    def _load(self, name: str) -> MaskedDiffusionLM:
+        return load_model(self.folder / name / "model" if self.is_stage(name) else name)
+
+    def hash(self, name: str) -> str:
+        """The hash of what a stage has made, or of a model or coupling elsewhere."""
+        if self.is_stage(name):
+            return read_done(self.folder / name)["output"]
+        if name not in self._hashes and self.is_coupling(name):
+            self._hashes[name] = self.coupling(name).fingerprint
+        elif name not in self._hashes:
+            self._loaded = {name: self._load(name)}  # for whoever asks for it next
+            self._hashes[name] = fingerprint(self._loaded[name])
+        return self._hashes[name]
+
+    def config(self, name: str) -> MaskedDiffusionConfig:
+        """The configuration of a model elsewhere; its weights are not read."""
+        if name not in self._configs:
+            self._configs[name] = load_config(name)
+        return self._configs[name]
+
+    def mask(self, name: str) -> Mask:
+        """The mask of a model that a stage makes, or a folder holds."""
+        made = self.recipe.mask_of(name)
+        return parse_mask(self.config(self.first(name)).mask) if made is None else made
+
+    def mixture(self, name: str) -> bool:
+        """Whether a model reads a latent λ."""
+        stage = self.recipe.stages.get(name)
+        if not isinstance(stage, TrainStage):
+            return self.config(name).mixture
+        before = self.recipe.model.mixture if stage.start is None else self.mixture(stage.start)
+        return stage.mixture or before
+
+    def noisy(self, name: str) -> bool:
+        """Whether its states carry noise or a latent."""
+        return self.mask(name).noisy or self.mixture(name)
+
+    def first(self, name: str) -> str:
+        """The model that a stage's model goes back to: its teacher's teacher, and so on."""
+        stage = self.recipe.stages.get(name)
+        return self.first(stage.start) if isinstance(stage, TrainStage) and stage.start is not None else name

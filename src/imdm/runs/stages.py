@@ -1,0 +1,241 @@
+"""What a stage does: train a model, make couplings, measure. Each returns the hash of what it made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import product
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from imdm.config import digest
+from imdm.data import CoupleConfig, Coupling, Source, couple
+from imdm.data.tokenizers import copy_tokenizer
+from imdm.devices import processes
+from imdm.evaluation import (
+    Metric,
+    Parts,
+    Subject,
+    append,
+    evaluate,
+    load_judge,
+    load_readers,
+    measure,
+    metrics,
+    occasions,
+    read,
+)
+from imdm.evaluation.judge import FETCHABLE, Judge, fetched
+from imdm.evaluation.mauve import has_mauve
+from imdm.evaluation.measuring import drawn, with_what
+from imdm.models import MaskedDiffusionLM, fingerprint, in_precision, load_model, with_mask
+from imdm.randomness import Purpose, as_key, fold, seeded
+from imdm.recipes import CoupleStage, EvaluateStage, TrainStage
+from imdm.runs.checks import check_pairs
+from imdm.runs.status import DONE
+from imdm.sampling import Sampling
+from imdm.training import Progress, Trainer
+
+if TYPE_CHECKING:
+    from imdm.runs.run import Run
+
+
+def make_stage(run: Run, name: str) -> str:
+    stage = run.recipe.stages[name]
+    if isinstance(stage, TrainStage):
+        return _train(run, name, stage)
+    if isinstance(stage, CoupleStage):
+        return _couple(run, name, stage)
+    return _evaluate(run, name, stage)
+
+
+def _train(run: Run, name: str, stage: TrainStage) -> str:
+    recipe, inputs, seed = run.recipe, run.inputs, run.recipe.seed_of(name)
+    source: Source = inputs.source if stage.data is None else inputs.coupling(stage.data)
+    if stage.start is None:
+        with seeded(fold(as_key(seed), Purpose.INIT)):
+            causal = stage.objective.causal
+            model = MaskedDiffusionLM(recipe.model.build(*inputs.vocabulary, source.length, causal=causal))
+    else:
+        model = inputs.model(stage.start)
+    start = model
+    if stage.mask is not None and stage.mask != model.mask:
+        model = with_mask(model, stage.mask, seed)
+        start = model if start.mask.noisy else start  # who teaches must read the student's noise
+    if stage.mixture and not model.config.mixture:
+        model = with_mask(model, seed=seed, mixture=True)
+    if stage.data is not None:
+        teacher = fingerprint(start) if stage.start is None else inputs.hash(stage.start)
+        check_pairs(inputs.coupling(stage.data), stage, model.config, teacher)
+    with run.reporter.bar(f"{name}: {stage.objective.kind}", stage.training.steps) as bar:
+
+        def progress(p: Progress) -> None:
+            bar(p.step, f"loss {p.loss:.4f}  {p.tokens_per_second:,.0f} tok/s")
+
+        trainer = Trainer(
+            model,
+            stage.objective,
+            source,
+            stage.training,
+            run.folder / name,
+            seed=seed,
+            watch=_watch(run, stage) if stage.watch.metrics else None,
+            watch_every=stage.watch.every,
+            recipe=recipe.resolved(),
+            start=start,
+            on_progress=progress,
+            on_warning=lambda text: run.reporter.say(f"{name}: warning: {text}"),
+        )
+        folder = trainer.train()
+    _carry_tokenizer(run, stage, folder)
+    return fingerprint(load_model(folder))
+
+
+def _carry_tokenizer(run: Run, stage: TrainStage, folder: Path) -> None:
+    """A model that was trained on text, or made from one that was, has its tokenizer beside it."""
+    home = run.inputs.data.tokenizer_folder()
+    if home is None and stage.start is not None and not run.inputs.is_stage(stage.start):
+        home = Path(stage.start)
+    if home is not None and processes().is_main_process:
+        for target in (folder, folder.parent / "raw"):
+            copy_tokenizer(home, target)
+
+
+def _watch(run: Run, stage: TrainStage) -> Callable[[MaskedDiffusionLM], Mapping[str, float]]:
+    watched, seed = stage.watch, run.recipe.seed
+    few: dict[str, Any] = {"seed": seed, "samples": watched.samples, "draws": watched.samples}
+    few |= {"how": Sampling(steps=watched.steps)}
+
+    def watch(model: MaskedDiffusionLM) -> Mapping[str, float]:
+        found = measure(list(watched.metrics), Subject(model, **few, **run.inputs.about(seed)), finite=False)
+        return {name: one.value for name, one in found.items() if isfinite(one.value)}
+
+    return watch
+
+
+def _couple(run: Run, name: str, stage: CoupleStage) -> str:
+    config = CoupleConfig(**stage.model_dump(exclude={"kind", "teacher"}))
+    state = processes()
+    with run.reporter.bar(f"{name}: {config.steps}-step teacher", config.pairs) as bar:
+        manifest = couple(
+            run.inputs.model(stage.teacher).to(state.device),
+            run.inputs.source if config.start == "perturbed" else None,
+            config,
+            run.folder / name,
+            seed=run.recipe.seed,
+            rank=state.process_index,
+            world=state.num_processes,
+            on_progress=bar,
+        )
+    state.wait_for_everyone()
+    return manifest.digest()
+
+
+def _evaluate(run: Run, name: str, stage: EvaluateStage) -> str:
+    """Every process does its share of the parts; the first writes the rows."""
+    recipe, inputs, seed = run.recipe, run.inputs, run.recipe.seed_of(name)
+    parts = Parts(run.folder / name / "parts")
+    judge, embedder, missing = load_readers(
+        stage.metrics, lambda: _judge(run, stage), stage.embedder, processes().device
+    )
+    for reason in dict.fromkeys(missing.values()):
+        run.reporter.say(f"{name}: {', '.join(m for m in missing if missing[m] == reason)} left out: {reason}")
+    names = [metric for metric in stage.metrics if metric not in missing]
+    compared = any(metrics[metric].reference for metric in names)
+    about = inputs.about(seed)
+    if about["data"] is about["train"] and about["tokenizer"] is not None:
+        run.reporter.say(f"{name}: nothing is held out, so that it reads training rows; make DIR/train and DIR/valid")
+    rows, done = [], 0
+    total = len(stage.models) * len(stage.steps) * len(stage.temperatures)
+    read(run.results_file)  # refused now, if rows could not be added to it
+    with run.reporter.bar(f"{name}: {stage.samples:,} samples", total) as bar:
+        for model_name, method in stage.models.items():
+            subject = Subject(
+                _ready(run, model_name, stage),
+                how=Sampling(noise=stage.noise, top_p=stage.top_p),
+                seed=seed,
+                samples=stage.samples,
+                draws=stage.draws,
+                pairs=_pairs_of(run, model_name),
+                judge=judge,
+                embedder=embedder,
+                conditional=stage.conditional,
+                reference=_ready(run, inputs.first(model_name), stage) if compared else None,
+                parts=parts,
+                **about,
+            )
+            labels: dict[str, Any] = {"experiment": recipe.experiment, "method": method, "recipe_hash": recipe.digest()}
+            chosen = [m for m in names if "pairs" not in metrics[m].reads or subject.pairs is not None]
+            for found in evaluate(
+                subject, chosen, stage.steps, stage.temperatures, seed=recipe.seed_of(model_name), **labels
+            ):
+                rows += found
+                done += 1
+                bar(done, model_name)
+    if processes().is_main_process:
+        append(run.results_file, rows)
+    parts.forget()
+    return digest([{k: v for k, v in row.hashed().items() if k != "time"} for row in rows])
+
+
+def _ready(run: Run, name: str, stage: EvaluateStage) -> MaskedDiffusionLM:
+    return in_precision(run.inputs.model(name).to(processes().device), stage.precision)
+
+
+def _judge(run: Run, stage: EvaluateStage) -> Judge:
+    place = stage.judge_stage or stage.judge
+    made_here = run.folder / place / "model" if run.inputs.is_stage(place) else None
+    return load_judge(str(made_here or place), stage.judge_precision, processes().device, name=place)
+
+
+ASKED = (
+    *("method", "metric", "steps", "seed", "sample_seed", "temperature", "top_p", "noise", "conditional", "matched"),
+    *("settings", "precision", "judge", "n"),
+)
+"""What a stage says of its rows; of judges where metrics name no other reader, of n where it is that of the samples."""
+
+
+def _asked(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    metric = metrics[row["metric"]]
+    unsaid = {"judge": not metric.named, "n": metric.counted is None}
+    return tuple(None if unsaid.get(name) else row[name] for name in ASKED)
+
+
+def is_measured(run: Run, name: str, stage: EvaluateStage) -> bool:
+    """Whether the rows of a stage are there: all that it asks for, or all that could be had. A judge that has come
+    since, or the extra for MAUVE, makes it worth asking again."""
+    rows = read(run.results_file, infinite=True)
+    there = {
+        _asked(vars(row)) for row in rows if row.recipe_hash == run.recipe.digest() and row.metric in list(metrics)
+    }
+    precision = {"float32": "float32", "bf16": "bfloat16"}[stage.precision]
+    asked = [metric for metric in stage.metrics if _can_be_had(metrics[metric], stage)]
+    for occasion in occasions(asked, stage.steps, stage.temperatures, noise=stage.noise, top_p=stage.top_p):
+        for metric, (model, method) in product(occasion.metrics, stage.models.items()):
+            told = drawn(metric, occasion.how, stage.conditional)
+            told |= {"method": method, "metric": metric.name, "steps": occasion.how.steps, "matched": None}
+            told |= {"seed": run.recipe.seed_of(model), "sample_seed": run.recipe.seed_of(name)}
+            told |= {"precision": precision, "judge": stage.judge_label}
+            told |= {"settings": with_what(metric, stage.samples)}
+            told |= {"n": metric.counted(stage.samples) if metric.counted is not None else None}
+            if _asked(told) not in there:
+                return False
+    return True
+
+
+def _can_be_had(metric: Metric, stage: EvaluateStage) -> bool:
+    """Whether a metric is certain to be measured, with what there is now."""
+    if metric.embedder and (stage.embedder is not None or not has_mauve()):
+        return False
+    if "pairs" in metric.reads:
+        return False
+    here = fetched(stage.judge) if stage.judge in FETCHABLE else Path(stage.judge)
+    return not metric.judge or stage.judge_stage is not None or here.exists()
+
+
+def _pairs_of(run: Run, name: str) -> Coupling | None:
+    """The couplings that a stage's model was distilled on; of a teacher those that it made, to compare with."""
+    data = run.recipe.pairs_of(name)
+    if data is None or (run.inputs.is_stage(data) and not (run.folder / data / DONE).exists()):
+        return None
+    return run.inputs.coupling(data)
