@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -189,3 +191,66 @@ def test_inputs_are_read_and_hashed_once_a_run(tmp_path: Path, monkeypatch: pyte
     data = {"kind": "tokens", "path": str(tmp_path / "train.safetensors"), "vocab_size": 3}
     Run(parse_recipe(RECIPE | {"data": data, "stages": stages}), tmp_path / "run").all()
     assert counts == {"token hashes": 1, "model loads": 1, "model hashes": 1}
+
+
+def test_what_lies_elsewhere_may_be_made_anew(tmp_path: Path) -> None:
+    """A hash and a model that are asked for one after the other belong together, whatever was known before."""
+    place = str(tmp_path / "teacher")
+    tiny_model(vocab_size=3, length=2).save_pretrained(place)
+    stages = {"teacher": {"kind": "train", "start": place, "training": {"steps": 1}}}
+    inputs = Run(parse_recipe(RECIPE | {"stages": stages}), tmp_path / "run").inputs
+    before = inputs.hash(place)
+    assert models.fingerprint(inputs.model(place)) == before
+    inputs.hash(place)
+    torch.manual_seed(1)
+    changed = tiny_model(vocab_size=3, length=2)
+    with torch.no_grad():
+        changed.output.weight.normal_()
+    changed.save_pretrained(place)
+    assert inputs.hash(place) == models.fingerprint(inputs.model(place)) != before
+    inputs.forget()
+    assert inputs.hash(place) == models.fingerprint(changed)
+
+
+@pytest.mark.parametrize("broken", [{"dtype": "zzz"}, {"id2label": 5}, {"width": "x"}])
+def test_a_configuration_that_cannot_be_read_is_one_sentence(tmp_path: Path, broken: dict[str, Any]) -> None:
+    tiny_model(vocab_size=3, length=2).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | broken))
+    with pytest.raises(UserError):
+        models.load_config(tmp_path)
+
+
+def test_a_row_without_a_figure_is_asked_for_again(tmp_path: Path) -> None:
+    """Only what may be infinite counts as measured when it is; any other null is a hole."""
+    stages = RECIPE["stages"] | {"look": RECIPE["stages"]["look"] | {"metrics": ["validity"], "steps": [1]}}
+    stages["teacher"] = {key: value for key, value in stages["teacher"].items() if key != "watch"}
+    recipe, results = parse_recipe(RECIPE | {"stages": stages}), tmp_path / "results.jsonl"
+    Run(recipe, tmp_path).all()
+    rows = [json.loads(line) for line in results.read_text().splitlines()]
+    results.write_text("".join(json.dumps(row | {"value": None}) + "\n" for row in rows))
+    assert read(results) == []
+    Run(recipe, tmp_path).all()
+    assert [row.value for row in read(results)] == [row["value"] for row in rows]
+
+
+def test_a_language_of_ones_own_module_is_known_to_the_command() -> None:
+    from imdm.cli.early import check_data
+    from imdm.data.synthetic import languages
+
+    with pytest.raises(UserError, match="neither a language"):
+        check_data("mine")
+    languages.register("mine")(aligned)
+    try:
+        check_data("mine:length=2")
+    finally:
+        del languages._entries["mine"]
+
+
+def test_every_file_of_the_package_is_in_the_repository() -> None:
+    root = Path(__file__).parent.parent
+    if not (root / ".git").exists() or shutil.which("git") is None:
+        pytest.skip("not a clone")
+    files = [str(file) for folder in ("src", "tests") for file in (root / folder).rglob("*.py")]
+    ignored = subprocess.run(["git", "check-ignore", *files], cwd=root, capture_output=True, text=True)
+    assert ignored.stdout == ""

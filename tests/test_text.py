@@ -558,3 +558,11 @@ def test_mauve_says_what_it_needs(folder: Path, tmp_path: Path) -> None:
         measure(["mauve"], subject(folder))
     with pytest.raises(UserError, match="embedder '.*' cannot be loaded"):
         load_embedder(str(tmp_path))
+
+
+def test_keys_in_the_place_of_a_seed_for_texts_of_several_lengths(writer: Writer) -> None:
+    texts = ["The ___ saw.", "The ___ saw the dog and the ___ cat."]
+    keys = writer.model.sample_keys(2, 5)
+    assert writer.infill(texts, keys=keys, steps=2) == writer.infill(texts, seed=5, steps=2)
+    with pytest.raises(UserError, match="keys: expected 2 numbers"):
+        writer.infill(texts, keys=keys[:1], steps=2)

@@ -156,7 +156,10 @@ class Writer:
         check_seed(seed)
         check_whole("num", num)
         check_room("num", num, 8 * len(rows))
-        keys, found, written = self.model.sample_keys(num * len(rows), seed), dict[int, Text](), 0
+        given = options.pop("keys", None)
+        keys = self.model.sample_keys(num * len(rows), seed)
+        keys = keys if given is None else self.model.checked_keys(given, len(keys))
+        found, written = dict[int, Text](), 0
         for length in sorted({len(row) for row in rows}):
             some = [i for i, row in enumerate(rows) if len(row) == length]
             place = torch.tensor([num * i + j for i in some for j in range(num)])

@@ -39,6 +39,16 @@ WEIGHTS = ("bf16", "float32", "int8", "mixed")
 FETCHABLE = ("smollm2",)
 
 
+def known_of(module: str, registry: str, here: tuple[str, ...]) -> tuple[str, ...]:
+    """The names that a registry has, if its module is loaded: others may have registered more; else those read here."""
+    loaded = sys.modules.get(module)
+    return here if loaded is None else tuple(sorted(vars(loaded)[registry]))
+
+
+def known_languages() -> tuple[str, ...]:
+    return known_of("imdm.data.synthetic", "languages", LANGUAGES)
+
+
 def check_known(kind: str, names: Iterable[str], known: Iterable[str]) -> None:
     """Refuse what is not among the known names."""
     for name in names:
@@ -67,9 +77,8 @@ def known_precision(option: typer.CallbackParam, name: str | None) -> str | None
 
 def check_evaluation(metrics: str | None, data: Iterable[str], judge: str, pairs: Path | None) -> None:
     """Refuse what there is not: metrics, data, a judge's path (its name may be a hub's), pairs."""
-    loaded = sys.modules.get("imdm.evaluation")  # then other modules may have registered more
-    known = METRICS if loaded is None else list(loaded.metrics)
-    check_known("metric", [name.strip() for name in metrics.split(",")] if metrics is not None else [], known)
+    asked = [name.strip() for name in metrics.split(",")] if metrics is not None else []
+    check_known("metric", asked, known_of("imdm.evaluation", "metrics", METRICS))
     for text in data:
         check_held_out(text)
     place = Path(find(judge))
@@ -89,10 +98,10 @@ def check_data(text: str) -> None:
         if not place.is_file():
             raise UserError(f"--data {text} is missing; paths are taken from the folder you run in, {Path.cwd()}")
         return
-    if text.partition(":")[0] not in LANGUAGES:
+    if text.partition(":")[0] not in known_languages():
         raise UserError(
-            f"--data {text!r}: neither a language ({', '.join(LANGUAGES)}), a .safetensors file nor a folder of "
-            "prepared text; make one with 'imdm prepare TEXT --tokenizer MODEL --out FOLDER'"
+            f"--data {text!r}: neither a language ({', '.join(known_languages())}), a .safetensors file nor a folder "
+            "of prepared text; make one with 'imdm prepare TEXT --tokenizer MODEL --out FOLDER'"
         )
 
 
@@ -102,7 +111,7 @@ def check_held_out(text: str) -> None:
 
     _check_given(text)
     place = Path(text)
-    if place.is_dir() or text == "sample" or text in PRESETS or text.partition(":")[0] in LANGUAGES:
+    if place.is_dir() or text == "sample" or text in PRESETS or text.partition(":")[0] in known_languages():
         return
     if text.endswith(".safetensors"):
         check_data(text)
@@ -111,7 +120,7 @@ def check_held_out(text: str) -> None:
     else:
         named = ", ".join(("sample", *sorted(PRESETS)))
         raise UserError(
-            f"--data {text!r}: neither a language ({', '.join(LANGUAGES)}), a .safetensors file, prepared "
+            f"--data {text!r}: neither a language ({', '.join(known_languages())}), a .safetensors file, prepared "
             f"text, a text ({', '.join(ENDINGS)}, a folder of these) nor one of {named}"
         )
 

@@ -31,6 +31,7 @@ from imdm.cli.early import (
     ON_LANGUAGES,
     check_evaluation,
     check_known,
+    known_of,
     known_precision,
     located,
 )
@@ -255,7 +256,7 @@ def bench(
     """Measure speed and memory beside plain versions of the same work, on this machine."""
     if size not in (None, "full", "tiny"):
         raise UserError(f"--size {size}: full or tiny")
-    check_known("benchmark", names or (), BENCHMARKS)
+    check_known("benchmark", names or (), known_of("imdm.benchmarks", "benchmarks", BENCHMARKS))
     if plot is not None and "scaling" not in (names or BENCHMARKS):
         raise UserError("--plot draws what the benchmark 'scaling' measures; name it too")
     from imdm.benchmarks import benchmarks, machine

@@ -83,8 +83,7 @@ class Data(Config):
         """(vocab_size, mask_token_id)."""
 
     def check(self) -> None:
-        """Refuse, before any work, what cannot be read."""
-        self.source(0)
+        """Refuse, before any work, what cannot be prepared; rows that are there are looked at when they are read."""
 
     def ready(self, folder: Path, progress: Progress | None = None) -> Data:
         """The same data, able to give rows; what must be made for that goes into `folder`."""

@@ -1,6 +1,6 @@
 """The denoiser: a backbone between embeddings and head, its configuration, and what others may ask of it."""
 
-from imdm.models.backbones import Backbone, BackboneSettings, backbones
+from imdm.models.backbones import Backbone, BackboneSettings
 from imdm.models.configuration import LARGEST_VOCABULARY, PRESETS, MaskedDiffusionConfig
 from imdm.models.contract import Denoiser
 from imdm.models.denoiser import (
@@ -21,7 +21,6 @@ __all__ = [
     "Denoiser",
     "MaskedDiffusionConfig",
     "MaskedDiffusionLM",
-    "backbones",
     "check_precision",
     "check_tokens",
     "faster",

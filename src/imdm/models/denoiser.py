@@ -296,12 +296,13 @@ class MaskedDiffusionLM(PreTrainedModel):
         how          the options of `Sampling`: steps, noise, temperature, top_p
         on_progress, on_step    as in `sample`
 
-        Safe from several threads at once, also while another trains: dropout is off here and nowhere else.
+        Safe from several threads at once, also of a model that trains: dropout is off here and nowhere else. A thread
+        that changes weights, or calls `train()`, while another writes changes what that one writes.
         """
         options = Sampling.of(how)
         check_seed(seed)
         canvas = self._canvas(input_ids, length, num, options.steps, batch_size)
-        keys = self.sample_keys(len(canvas), seed) if keys is None else self._checked_keys(keys, len(canvas))
+        keys = self.sample_keys(len(canvas), seed) if keys is None else self.checked_keys(keys, len(canvas))
         return sample(
             self._still(),
             canvas,
@@ -321,7 +322,8 @@ class MaskedDiffusionLM(PreTrainedModel):
         shared = {id(tensor): tensor for tensor in (*self.parameters(), *self.buffers())}
         return copy.deepcopy(self, shared).eval()
 
-    def _checked_keys(self, keys: Tensor, many: int) -> Tensor:
+    def checked_keys(self, keys: Tensor, many: int) -> Tensor:
+        """So many keys, where the model is."""
         check_is("keys", keys, Tensor, "a tensor of whole numbers")
         if keys.shape != (many,) or keys.dtype != torch.int64:
             raise UserError(f"keys: expected {many} numbers of 64 bits, got {tuple(keys.shape)} of type {keys.dtype}")

@@ -44,11 +44,11 @@ def load_model(path: str | Path) -> MaskedDiffusionLM:
 def load_config(path: str | Path) -> MaskedDiffusionConfig:
     """The configuration of a model, found as `load_model` finds it; no weights are read."""
     where = f"model {str(path)!r}"
+    place = _found(path)
     try:
-        config = MaskedDiffusionConfig.from_pretrained(_found(path))
-    except OSError as error:
+        return MaskedDiffusionConfig.from_pretrained(place)
+    except (OSError, TypeError, KeyError, AttributeError, RuntimeError) as error:
         raise UserError(f"{where} cannot be loaded: {reason_of(error)}") from None
-    return config
 
 
 def _found(path: str | Path) -> str | Path:

@@ -13,6 +13,10 @@ from imdm.masks import Mask, parse_mask
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM, fingerprint, load_config, load_model
 from imdm.recipes import Recipe, TrainStage
 from imdm.runs.status import read_done
+from imdm.shipped import find
+
+Files = tuple[tuple[str, int, int, int], ...]
+"""Names, inodes, sizes and times of files."""
 
 
 @dataclass
@@ -24,9 +28,9 @@ class Inputs:
     data: Data
     _about: dict[int, dict[str, Any]] = field(default_factory=dict, repr=False)
     _configs: dict[str, MaskedDiffusionConfig] = field(default_factory=dict, repr=False)
-    _couplings: dict[str, Coupling] = field(default_factory=dict, repr=False)
-    _hashes: dict[str, str] = field(default_factory=dict, repr=False)
-    _loaded: dict[str, MaskedDiffusionLM] = field(default_factory=dict, repr=False)
+    _couplings: dict[tuple[str, Files], Coupling] = field(default_factory=dict, repr=False)
+    _hashes: dict[tuple[str, Files], str] = field(default_factory=dict, repr=False)
+    _loaded: dict[tuple[str, Files], MaskedDiffusionLM] = field(default_factory=dict, repr=False)
 
     def is_stage(self, name: str) -> bool:
         return name in self.recipe.stages
@@ -55,16 +59,17 @@ class Inputs:
 
     def coupling(self, name: str) -> Coupling:
         """The pairs that a stage has made, or a folder holds; only the last are kept in memory."""
-        if name not in self._couplings:
-            self._couplings = {name: Coupling(self.folder / name if self.is_stage(name) else name)}
-        return self._couplings[name]
+        now = name, self._files(name)
+        if now not in self._couplings:
+            self._couplings = {now: Coupling(self.folder / name if self.is_stage(name) else name)}
+        return self._couplings[now]
 
     def is_coupling(self, name: str) -> bool:
         return (Path(name) / "manifest.json").exists()
 
     def model(self, name: str) -> MaskedDiffusionLM:
         """The model that a stage has made, or a folder holds. It is the caller's own, to train or to move."""
-        return self._loaded.pop(name, None) or self._load(name)
+        return self._loaded.pop((name, self._files(name)), None) or self._load(name)
 
     def _load(self, name: str) -> MaskedDiffusionLM:
         return load_model(self.folder / name / "model" if self.is_stage(name) else name)
@@ -73,12 +78,24 @@ class Inputs:
         """The hash of what a stage has made, or of a model or coupling elsewhere."""
         if self.is_stage(name):
             return read_done(self.folder / name)["output"]
-        if name not in self._hashes and self.is_coupling(name):
-            self._hashes[name] = self.coupling(name).fingerprint
-        elif name not in self._hashes:
-            self._loaded = {name: self._load(name)}  # for whoever asks for it next
-            self._hashes[name] = fingerprint(self._loaded[name])
-        return self._hashes[name]
+        now = name, self._files(name)  # what lies elsewhere may be made anew while this runs
+        if now not in self._hashes and self.is_coupling(name):
+            self._hashes[now] = self.coupling(name).fingerprint
+        elif now not in self._hashes:
+            self._loaded = {now: self._load(name)}  # for whoever asks for it next
+            self._hashes[now] = fingerprint(self._loaded[now])
+        return self._hashes[now]
+
+    def _files(self, name: str) -> Files:
+        """What tells whether a folder is still as it was."""
+        place = self.folder / name if self.is_stage(name) else Path(find(name))
+        found = sorted([*place.glob("*"), *place.glob("model/*")])
+        states = [(str(file), file.stat()) for file in found if file.is_file()]
+        return tuple((name, state.st_ino, state.st_size, state.st_mtime_ns) for name, state in states)
+
+    def forget(self) -> None:
+        """Let go of models and couplings, which are large; what they hashed to is still known."""
+        self._loaded, self._couplings = {}, {}
 
     def config(self, name: str) -> MaskedDiffusionConfig:
         """The configuration of a model elsewhere; its weights are not read."""

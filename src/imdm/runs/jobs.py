@@ -74,6 +74,7 @@ def run_jobs(recipe: Recipe, jobs: list[Job], out: Path, workers: int, reporter:
     runs = {job.name: job.opened(reporter) for job in jobs}
     for job in jobs:
         runs[job.name].check(list(job.stages))
+        runs[job.name].inputs.forget()
     with working_in(out) if state.is_main_process else nullcontext():
         folders = {job.out: job for job in jobs}
         with ExitStack() as stack:
@@ -81,6 +82,7 @@ def run_jobs(recipe: Recipe, jobs: list[Job], out: Path, workers: int, reporter:
                 stack.enter_context(kept_if_refused(place / "recipe.json"))
             for place, job in folders.items():
                 runs[job.name].prepare(list(job.stages))
+                runs[job.name].inputs.forget()
                 if state.is_main_process:
                     write_json(place / "recipe.json", job.recipe.model_copy(update={"seed": recipe.seed}).resolved())
             if state.is_main_process:
@@ -88,8 +90,9 @@ def run_jobs(recipe: Recipe, jobs: list[Job], out: Path, workers: int, reporter:
             if workers == 1 or len(jobs) == 1:
                 for job in jobs:
                     reporter.say(job.name)
-                    runs[job.name].run(list(job.stages))
+                    runs.pop(job.name).run(list(job.stages))
             else:
+                runs.clear()  # each worker has its own
                 _share(jobs, workers, reporter)
 
 

@@ -126,23 +126,21 @@ class Run:
         """Refuse what can be refused before any work."""
         if self.out.exists() and not self.out.is_dir():
             raise UserError(f"{self.out}, where the run is to be, is a file; give a folder")
-        if not self.inputs.data.is_ready:
-            self.recipe.data.check()
+        self.recipe.data.check()
         if processes().is_main_process:
             check_writable(self.out)
         self._check(self._wanted(names))
 
     def prepare(self, names: list[str]) -> None:
-        """Text is tokenised and packed into OUT/data, once for all seeds; then what could not be checked without it
-        is."""
-        if self.inputs.data.is_ready:
-            return
-        state = processes()
-        if state.is_main_process:
-            with self.reporter.bar("data: tokenise and pack", 0) as bar:
-                self.recipe.data.ready(self.out / "data", bar)
-        state.wait_for_everyone()
-        self.inputs = Inputs(self.recipe, self.folder, self.recipe.data.ready(self.out / "data"))
+        """Text is tokenised and packed into OUT/data, once for all seeds. Then all is checked once more: by now nobody
+        else works in the folder."""
+        if not self.inputs.data.is_ready:
+            state = processes()
+            if state.is_main_process:
+                with self.reporter.bar("data: tokenise and pack", 0) as bar:
+                    self.recipe.data.ready(self.out / "data", bar)
+            state.wait_for_everyone()
+            self.inputs = Inputs(self.recipe, self.folder, self.recipe.data.ready(self.out / "data"))
         self._check(self._wanted(names))
 
     def _wanted(self, names: list[str]) -> list[str]:

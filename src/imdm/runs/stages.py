@@ -70,7 +70,8 @@ def _train(run: Run, name: str, stage: TrainStage) -> str:
     with run.reporter.bar(f"{name}: {stage.objective.kind}", stage.training.steps) as bar:
 
         def progress(p: Progress) -> None:
-            bar(p.step, f"loss {p.loss:.4f}  {p.tokens_per_second:,.0f} tok/s")
+            loss = f"{p.loss:.4f}" if isfinite(p.loss) else "–"  # before the student's first update
+            bar(p.step, f"loss {loss}  {p.tokens_per_second:,.0f} tok/s")
 
         trainer = Trainer(
             model,
@@ -204,10 +205,9 @@ def _asked(row: Mapping[str, Any]) -> tuple[Any, ...]:
 def is_measured(run: Run, name: str, stage: EvaluateStage) -> bool:
     """Whether the rows of a stage are there: all that it asks for, or all that could be had. A judge that has come
     since, or the extra for MAUVE, makes it worth asking again."""
-    rows = read(run.results_file, infinite=True)
-    there = {
-        _asked(vars(row)) for row in rows if row.recipe_hash == run.recipe.digest() and row.metric in list(metrics)
-    }
+    rows = [row for row in read(run.results_file, infinite=True) if row.recipe_hash == run.recipe.digest()]
+    known = [row for row in rows if row.metric in list(metrics)]
+    there = {_asked(vars(row)) for row in known if isfinite(row.value) or metrics[row.metric].infinite}
     precision = {"float32": "float32", "bf16": "bfloat16"}[stage.precision]
     asked = [metric for metric in stage.metrics if _can_be_had(metrics[metric], stage)]
     for occasion in occasions(asked, stage.steps, stage.temperatures, noise=stage.noise, top_p=stage.top_p):

@@ -100,7 +100,8 @@ def _stage(folder: Path, recipe: Recipe, name: str) -> StageStatus:
 
 def _training(folder: Path, stage: TrainStage, name: str, state: str) -> StageStatus:
     history = read_history(folder)
-    rows = [row for row in history if {"loss", "steps_per_second"} <= row.keys()]
+    rows = [row for row in history if "steps_per_second" in row]
+    losses = [row["loss"] for row in rows if "loss" in row]  # none while other networks are updated alone
     signals = [row for row in history if "fitted" in row]
     step, steps = (rows[-1]["step"] if rows else 0), stage.training.steps
     saved, point = steps_present(folder / "checkpoints"), {}
@@ -109,7 +110,7 @@ def _training(folder: Path, stage: TrainStage, name: str, state: str) -> StageSt
         point = read_recorded(file, "status", companion=dict)
     speeds = [row["steps_per_second"] for row in rows[-5:]]
     left = (steps - step) * len(speeds) / sum(speeds) if sum(speeds) > 0 and state != "done" else None
-    loss = rows[-1]["loss"] if rows else None
+    loss = losses[-1] if losses else None
     fitted, round = (signals[-1]["fitted"] if signals else None), point.get("companion", {}).get("round")
     round = round if isinstance(round, int) else None
     return StageStatus(name, stage.objective.kind, state, step, steps, round, loss, fitted, left)
