@@ -520,3 +520,8 @@ def test_a_batch_is_filled_up_with_masks(mask: str) -> None:
 def test_faster_wants_a_model() -> None:
     with pytest.raises(UserError, match="takes a model"):
         faster("somewhere")  # type: ignore[arg-type]
+
+
+def test_ids_without_a_device_of_their_own_are_refused() -> None:
+    with pytest.raises(UserError, match="on the device 'meta', which holds no ids"):
+        tiny_model().generate(torch.zeros(1, 2, dtype=torch.int64, device="meta"))

@@ -134,3 +134,9 @@ def test_names_that_are_known_early_are_the_registered_ones() -> None:
     assert set(early.PRECISIONS) == set(get_args(Precision))
     assert set(early.WEIGHTS) == set(get_args(Weights))
     assert set(early.FETCHABLE) == set(FETCHABLE)
+
+
+def test_standard_output_that_is_closed_is_a_sentence(tmp_path: Path) -> None:
+    line = [sys.executable, "-c", "from imdm.cli import main; import sys; sys.argv = ['imdm', 'recipes']; main()"]
+    done = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *line], capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (2, "error: standard output is closed; what was to be printed is lost\n")

@@ -178,6 +178,8 @@ def main() -> None:
 
 def _flush() -> None:
     """What is printed last may find no room, which Python would tell in its own way when it ends."""
+    if sys.stdout is None:  # closed before Python began, as by >&-
+        _end("standard output is closed; what was to be printed is lost", 2)
     try:
         sys.stdout.flush()
     except OSError as error:

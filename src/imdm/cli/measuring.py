@@ -124,7 +124,7 @@ def evaluate(
     parse_match(match)
     from imdm.data import Coupling, check_fits
     from imdm.data.tokenizers import check_same
-    from imdm.evaluation import Parts, Subject, append, load_judge, load_readers, read
+    from imdm.evaluation import Parts, Subject, append, load_embedder, load_judge, load_readers, read
     from imdm.evaluation import evaluate as rows_of
     from imdm.evaluation import metrics as known
     from imdm.evaluation.mauve import NO_LIBRARY, has_mauve
@@ -170,6 +170,8 @@ def evaluate(
     reader, vectors, missing = load_readers(asked, judge_here, embedder, device())
     for reason in missing.values():
         raise UserError(reason)
+    if embedder is not None and vectors is None:
+        load_embedder(embedder, device())  # no metric needs it, but what cannot be loaded is a mistake
     labels: dict[str, Any] = {"method": method, "seed": student_seed, "recipe_hash": fingerprint(measured)}
     rows = []
     for text, section, foreign in before:

@@ -371,6 +371,8 @@ def as_ids(values: Any) -> Tensor:
         ids = torch.as_tensor(values)
     except (ValueError, TypeError, RuntimeError, OverflowError):
         raise UserError(f"input_ids = {shown(values)}: expected rows of token ids, all of one length") from None
+    if ids.is_meta:
+        raise UserError("input_ids: these are on the device 'meta', which holds no ids")
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise UserError(f"input_ids: token ids are whole numbers, these are of type {ids.dtype}")
     return ids.long()
