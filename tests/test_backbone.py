@@ -23,13 +23,13 @@ from imdm.masks import Finite
 from imdm.models import (
     MaskedDiffusionConfig,
     MaskedDiffusionLM,
-    backbones,
     faster,
     fingerprint,
     fold_conditioning,
     load_model,
     with_mask,
 )
+from imdm.models.backbones import backbones
 from imdm.objectives import Step, parse_objective
 from imdm.randomness import Purpose, fold
 from imdm.recipes.schema import ModelSettings

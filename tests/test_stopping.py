@@ -165,6 +165,7 @@ def test_a_closed_pipe_ends_quietly() -> None:
 
 def test_what_nobody_expected_is_one_line_and_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("IMDM_HOME", str(tmp_path))
+    (tmp_path / "recipe.json").write_text("{}")
     monkeypatch.setattr("imdm.runs.status.status", lambda run: 1 / 0)
     result = imdm("status", tmp_path)
     assert result.returncode == 1
