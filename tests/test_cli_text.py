@@ -345,7 +345,7 @@ def test_refusals(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     mistakes = {
         "the prompt is empty": ["generate", model, "--prompt", " "],
         "there is no room to write": ["generate", model, "--prompt", "the cat " * 30],
-        "the text has no '___'": ["generate", model, "--infill", "nothing"],
+        "the text 'nothing' has no '___'": ["generate", model, "--infill", "nothing"],
         "give one of --prompt": ["generate", model, "--prompt", "a", "--infill", "b ___"],
         "none.txt is missing": ["generate", model, "--prompts", tmp_path / "none.txt"],
         "is not here; get it with": ["evaluate", model, "--data", data, "--metrics", "gen_ppl", "--judge", "smollm2"],

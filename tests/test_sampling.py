@@ -175,7 +175,8 @@ def test_progress_counts_tokens() -> None:
         ({"input_ids": torch.zeros(1, 4, dtype=torch.int64), "length": 3}, "more than length = 3"),
         ({"input_ids": torch.tensor([[9]])}, "token 9 is outside the vocabulary 0…4"),
         ({"input_ids": torch.tensor([[-1]])}, "token -1 is outside"),
-        ({"input_ids": torch.tensor([1])}, "expected a canvas"),
+        ({"input_ids": torch.tensor([1])}, "expected a canvas .* one prompt is \\[ids\\]"),
+        ({"on_step": 3}, "on_step = 3: expected a function"),
     ],
 )
 def test_bad_requests_get_a_sentence(arguments: dict, message: str) -> None:

@@ -172,12 +172,12 @@ def test_eight_steps_unless_given(writer: Writer) -> None:
     [
         (lambda w: w.write("The cat", policy="keep"), "unknown sampling option 'policy'; known: noise, steps"),
         (lambda w: w.infill([]), "nothing to fill in: there is no text"),
-        (lambda w: w.infill(["The ___.", "none"]), "the text has no '___'"),
+        (lambda w: w.infill(["The ___.", "none"]), "the text 'none' has no '___'"),
         (lambda w: w.infill(["The ___.", "A ___ saw"], num=0), "num = 0"),
         (lambda w: w.write(""), "the prompt is empty; leave it out to write from nothing"),
         (lambda w: w.write(["fine", "  "]), "the prompt is empty"),
         (lambda w: w.write("the cat saw " * 30), "with 24 in all there is no room to write"),
-        (lambda w: w.infill("nothing to do"), "the text has no '___'"),
+        (lambda w: w.infill("nothing to do"), "the text 'nothing to do' has no '___'"),
         (lambda w: w.infill("___ " * 20), "the model takes at most 24"),
     ],
 )

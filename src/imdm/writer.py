@@ -124,7 +124,7 @@ class Writer:
         if not marker:
             raise UserError("marker = '': nothing to look for; the usual one is '___'")
         if marker not in text:
-            raise UserError(f"nothing to fill in: the text has no {shown(marker)}")
+            raise UserError(f"nothing to fill in: the text {shown(text)} has no {shown(marker)}")
         special, ids, parts = special_ids(self.tokenizer), [], text.split(marker)
         for number, part in enumerate(parts):
             last = number == len(parts) - 1

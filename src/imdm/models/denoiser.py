@@ -291,7 +291,7 @@ class MaskedDiffusionLM(PreTrainedModel):
 
         input_ids    a canvas (B, L) whose holes are `mask_token_id`; each row is completed `num` times, rows in order.
                      Without holes and `length` it is continued to the model's length. Without a canvas: `num` sequences
-                     of `length` from nothing.
+                     of `length` from nothing. A model of text expects its begin token first, which `Writer` puts there.
         seed, keys   sequence i depends on the i-th key of `seed`, or on keys[i] where keys (sequences,) are given
         how          the options of `Sampling`: steps, noise, temperature, top_p
         on_progress, on_step    as in `sample`
@@ -348,7 +348,9 @@ class MaskedDiffusionLM(PreTrainedModel):
             return torch.full(shape, self.config.mask_token_id, device=self.device)
         input_ids = as_ids(input_ids).to(self.device)
         if input_ids.ndim != 2 or input_ids.numel() == 0:
-            raise UserError(f"input_ids: expected a canvas (sequences, length), got shape {tuple(input_ids.shape)}")
+            hint = "; one prompt is [ids]" if input_ids.ndim == 1 else ""
+            given = tuple(input_ids.shape)
+            raise UserError(f"input_ids: expected a canvas (sequences, length), got shape {given}{hint}")
         if length is not None and input_ids.shape[1] > length:
             raise UserError(f"input_ids: the prompt has {input_ids.shape[1]} tokens, more than length = {length}")
         if input_ids.shape[1] > self.config.length:

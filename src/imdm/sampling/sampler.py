@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from imdm.errors import UserError, check_is, check_whole
+from imdm.errors import UserError, check_function, check_is, check_whole
 from imdm.kernels import is_plain, kernels
 from imdm.process import Process, Split
 from imdm.randomness import Purpose, uniform
@@ -171,6 +171,8 @@ def sample(
     on_step      called after each network evaluation with what it revealed; nothing is made for it when it is not given
     """
     check_is("how", how, Sampling, "a Sampling")
+    check_function("on_progress", on_progress)
+    check_function("on_step", on_step)
     if batch_size is not None:
         check_whole("batch_size", batch_size)
     B, L = tokens.shape
