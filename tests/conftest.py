@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 import transformers
@@ -16,6 +22,18 @@ torch.set_num_threads(1)
 def tiny_config(**changes: object) -> MaskedDiffusionConfig:
     settings = {"vocab_size": 5, "length": 6, "width": 16, "blocks": 2, "heads": 2, "condition": 8, "dropout": 0.0}
     return MaskedDiffusionConfig(**(settings | changes))
+
+
+def kill_at(process: subprocess.Popen[Any], folder: Path, pattern: str) -> None:
+    """SIGKILL a run as soon as it has left a checkpoint of this name in its folder; its model is then not there."""
+    deadline = time.monotonic() + 120
+    while not list((folder / "checkpoints").glob(pattern)):
+        assert time.monotonic() < deadline
+        assert process.poll() is None, "the run ended before it could be killed"
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (folder / "model").exists()
 
 
 def tiny_model(seed: int = 0, trained: bool = True, **changes: object) -> MaskedDiffusionLM:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -29,7 +27,7 @@ from imdm.recipes import parse_recipe
 from imdm.runs import Run
 from imdm.runs.status import status
 from imdm.training import TrainConfig, Trainer
-from tests.conftest import tiny_model
+from tests.conftest import kill_at, tiny_model
 
 MODULE = '''
 """A student that learns the data and is pushed from what a critic, trained on what it writes, expects of it."""
@@ -553,14 +551,7 @@ def test_kill_9_in_between(tmp_path: Path) -> None:
         env=os.environ | ENVIRONMENT,
         stderr=subprocess.DEVNULL,
     )
-    deadline = time.monotonic() + 120
-    while not list((tmp_path / "killed" / "checkpoints").glob("step-0000001*")):
-        assert time.monotonic() < deadline
-        assert process.poll() is None, "the run ended before it could be killed"
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert not (tmp_path / "killed" / "model").exists()
+    kill_at(process, tmp_path / "killed", "step-0000001*")
     launch(tmp_path / "killed", 1, "alternate", 80, 16)
     launch(tmp_path / "whole", 1, "alternate", 80, 16)
     assert equal(stored(tmp_path / "killed", 80), stored(tmp_path / "whole", 80))

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,7 @@ from imdm.models import MaskedDiffusionLM, load_model
 from imdm.models.layers import Dropout
 from imdm.objectives import Nelbo, Objective, ReDi
 from imdm.training import EMA, TrainConfig, Trainer
-from tests.conftest import tiny_model
+from tests.conftest import kill_at, tiny_model
 
 SOURCE = LanguageSource(aligned(length=3, symbols=2), seed=0)
 CONFIG = TrainConfig(steps=20, batch=16, lr=1e-2, warmup=5, ema=0.9, checkpoint_every=5, log_every=5)
@@ -416,14 +415,7 @@ def test_kill_9_loses_at_most_the_steps_since_the_last_checkpoint(tmp_path: Path
     process = subprocess.Popen(
         [*command, str(tmp_path / "killed"), "1", "400"], env=environment, stderr=subprocess.DEVNULL
     )
-    deadline = time.monotonic() + 120
-    while not list((tmp_path / "killed" / "checkpoints").glob("step-0000004*")):
-        assert time.monotonic() < deadline
-        assert process.poll() is None, "the run ended before it could be killed"
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert not (tmp_path / "killed" / "model").exists()
+    kill_at(process, tmp_path / "killed", "step-0000004*")
     for name in ("killed", "whole"):
         subprocess.run([*command, str(tmp_path / name), "1", "400"], check=True, env=environment, capture_output=True)
     assert equal(weights(tmp_path / "killed/model"), weights(tmp_path / "whole/model"))

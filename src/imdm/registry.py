@@ -41,6 +41,13 @@ class Registry(Generic[T]):
         except (KeyError, TypeError):
             raise unknown(self.kind, name, self._entries) from None
 
+    def get(self, name: str) -> T | None:
+        """What is registered under a name that may be unknown."""
+        return self._entries.get(name)
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and name in self._entries
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
 

@@ -118,10 +118,8 @@ def evaluate(
     ] = None,
 ) -> None:
     """Measure a model: a table here, result rows in a file."""
-    check_evaluation(metrics, data, judge, pairs)
-    parse_counts(steps)
-    parse_temperatures(temperature)
-    parse_match(match)
+    asked = check_evaluation(metrics, data, judge, pairs)
+    counts, temperatures, wanted = parse_counts(steps), parse_temperatures(temperature), parse_match(match)
     from imdm.data import Coupling, check_fits
     from imdm.data.tokenizers import check_same
     from imdm.evaluation import Parts, Subject, append, load_embedder, load_judge, load_readers, read
@@ -132,13 +130,8 @@ def evaluate(
     from imdm.report import all_results
     from imdm.sampling import Sampling
 
-    asked = [name.strip() for name in metrics.split(",")] if metrics is not None else []
-    for name in asked:
-        known[name]
-    counts, temperatures = parse_counts(steps), parse_temperatures(temperature)
     how = Sampling.of({"noise": noise, "top_p": top_p})
     check_precision(precision, device(), "--precision")
-    check_precision(judge_precision, name="--judge-precision")
     if out is not None and out.is_dir():
         raise UserError(f"--out {out} is a folder; give a file for the result rows")
     if out is not None:
@@ -147,7 +140,7 @@ def evaluate(
         raise UserError(NO_LIBRARY)
     if match is not None and temperatures != [1.0]:
         raise UserError("--match finds the temperature; leave --temperature out")
-    protocol, wanted = parse_conditional(conditional), parse_match(match)
+    protocol = parse_conditional(conditional)
     measured = in_precision(load_model(model).to(device()), precision)
     before = [(text, *parse_held_out(text, measured, model, reporter())) for text in data]
     paths = {path for path in (reference, wanted) if isinstance(path, str)}

@@ -138,7 +138,7 @@ def completed(values: dict[str, Any], recipe: Mapping[str, Any]) -> dict[str, An
     policy, the seed of the samples and the conditional settings of its evaluation. Without the recipe that made it: the
     usual ones, and samples of the student's seed."""
     metric, seed, sample_seed = values.get("metric", ""), values.get("seed"), values.get("seed")
-    known = metrics[metric] if metric in list(metrics) else None
+    known = metrics.get(metric)
     asked = [
         stage
         for stage in recipe.get("stages", {}).values()

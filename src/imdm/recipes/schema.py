@@ -44,7 +44,7 @@ Temperature = Annotated[float, AfterValidator(_temperature)]
 
 
 def _known_metric(name: str) -> str:
-    if name not in list(metrics):
+    if name not in metrics:
         raise unknown("metric", name, metrics)
     return name
 

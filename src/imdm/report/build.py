@@ -42,7 +42,7 @@ def build_report(run: Path) -> Report:
         "page made on": f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
     }
     reported = rows if recipe is None else set_apart(run, recipe, rows)[0]
-    own = pages[name](run, reported, facts) if name in list(pages) else None
+    own = pages[name](run, reported, facts) if name in pages else None
     written = recipe is None and any(row.metric in ("gen_ppl", "entropy") for row in rows)
     if own is None and (written or (recipe is not None and recipe.data.kind in ("text", "prepared", "tokens"))):
         own = text_page(run, rows, facts)
@@ -51,7 +51,7 @@ def build_report(run: Path) -> Report:
         sections = [*own.sections[:whole], *shown_section(run), *own.sections[whole:], all_paper_tables()]
         return replace(own, sections=sections)
     lead = recipe.summary if recipe is not None else "Results of this folder."
-    if name in list(pages):
+    if name in pages:
         lead += (
             ". Settings were changed, so that what this experiment's own page shows was not measured: plain figures."
         )

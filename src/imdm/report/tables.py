@@ -116,7 +116,7 @@ def told_apart(rows: Sequence[Row]) -> Callable[[Row], str]:
 
 def _samples(metric: str) -> bool:
     """Whether a metric reads samples; one that is not known any more may have."""
-    return metric not in list(metrics) or metrics[metric].samples
+    return metric not in metrics or metrics[metric].samples
 
 
 def seeds_of(rows: list[Row]) -> list[int]:

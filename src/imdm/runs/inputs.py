@@ -27,7 +27,7 @@ class Inputs:
     folder: Path
     data: Data
     _about: dict[int, dict[str, Any]] = field(default_factory=dict, repr=False)
-    _configs: dict[str, MaskedDiffusionConfig] = field(default_factory=dict, repr=False)
+    _configs: dict[tuple[str, Files], MaskedDiffusionConfig] = field(default_factory=dict, repr=False)
     _couplings: dict[tuple[str, Files], Coupling] = field(default_factory=dict, repr=False)
     _hashes: dict[tuple[str, Files], str] = field(default_factory=dict, repr=False)
     _loaded: dict[tuple[str, Files], MaskedDiffusionLM] = field(default_factory=dict, repr=False)
@@ -99,9 +99,10 @@ class Inputs:
 
     def config(self, name: str) -> MaskedDiffusionConfig:
         """The configuration of a model elsewhere; its weights are not read."""
-        if name not in self._configs:
-            self._configs[name] = load_config(name)
-        return self._configs[name]
+        now = name, self._files(name)
+        if now not in self._configs:
+            self._configs[now] = load_config(name)
+        return self._configs[now]
 
     def mask(self, name: str) -> Mask:
         """The mask of a model that a stage makes, or a folder holds."""

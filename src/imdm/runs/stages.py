@@ -206,7 +206,7 @@ def is_measured(run: Run, name: str, stage: EvaluateStage) -> bool:
     """Whether the rows of a stage are there: all that it asks for, or all that could be had. A judge that has come
     since, or the extra for MAUVE, makes it worth asking again."""
     rows = [row for row in read(run.results_file, infinite=True) if row.recipe_hash == run.recipe.digest()]
-    known = [row for row in rows if row.metric in list(metrics)]
+    known = [row for row in rows if row.metric in metrics]
     there = {_asked(vars(row)) for row in known if isfinite(row.value) or metrics[row.metric].infinite}
     precision = {"float32": "float32", "bf16": "bfloat16"}[stage.precision]
     asked = [metric for metric in stage.metrics if _can_be_had(metrics[metric], stage)]
