@@ -21,6 +21,7 @@ Reduce = Callable[[Tensor, slice], Tensor]
 AT_ONCE = 1 << 26  # elements of (rows, V) that a loss holds at a time
 
 Divergence = Literal["backward-kl", "forward-kl", "tv", "mse"]
+Gradient = Literal["fkl", "kl", "ipf", "soft"]
 
 
 class Head(NamedTuple):
@@ -103,6 +104,32 @@ def divergence(kind: Divergence, student: Tensor, teacher: Tensor) -> Tensor:
         return (p - q).square().sum(-1)
     log_ratio = torch.where(torch.isfinite(student) & torch.isfinite(teacher), student - teacher, 0.0)
     return (p * log_ratio).sum(-1) if kind == "backward-kl" else -(q * log_ratio).sum(-1)
+
+
+def matched(
+    gradient: Gradient, student: Tensor, teacher: Tensor, auxiliary: Tensor, clip: float | None = None
+) -> Tensor:
+    """Of three log-probabilities (R, V), row by row: (R,), made for its gradient in the student's logits. Teacher p_T
+    and auxiliary p_ψ are held fixed; c = log p_ψ − log p_T, within ±clip, and 0 where one of the three is −inf.
+
+    | | value | gradient |
+    |---|---|---|
+    | `fkl` | Σ (p_ψ − p_T)·log p_θ | p_ψ − p_T (Di[M]O); no use of clip |
+    | `kl` | Σ p_θ·c | p_θ·(c − E_θ c) |
+    | `ipf` | KL(target ‖ p_θ), target = normalise(p_θ·e^−c), held fixed | p_θ − target |
+    | `soft` | as `kl`: IDLM's ⟨p_θ, NELBO(teacher) − NELBO(auxiliary)⟩; its weight comes from outside | as `kl` |
+    """
+    teacher, auxiliary, now = teacher.detach(), auxiliary.detach(), student.detach()
+    known = torch.isfinite(now)
+    if gradient == "fkl":
+        return ((auxiliary.exp() - teacher.exp()) * torch.where(known, student, 0.0)).sum(-1)
+    c = torch.where(known & torch.isfinite(teacher) & torch.isfinite(auxiliary), auxiliary - teacher, 0.0)
+    if clip is not None:
+        c = c.clamp(-clip, clip)
+    if gradient == "ipf":
+        target = torch.log_softmax(now - c, dim=-1)
+        return (target.exp() * torch.where(known, target - student, 0.0)).sum(-1)
+    return (student.exp() * c).sum(-1)
 
 
 def reduced(head: Head, reduce: Reduce, group: int = 1) -> Tensor:
