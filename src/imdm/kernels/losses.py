@@ -77,35 +77,41 @@ def _kl_slopes(
     tl.store(at, slope.to(slopes.dtype.element_ty), mask=known[:, None] & (v < wide)[None, :])
 
 
-def _summed(largest: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+def summed(largest: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
     """log Σ exp(logits) of each row (R,) from its tiles, and each tile's factor exp(largest − row's): (R, tiles)."""
     peak = largest.amax(1, keepdim=True)
     factor = (largest - peak).exp()
     return peak[:, 0] + (total * factor).sum(1).log(), factor
 
 
-def _gradients(slopes_of: Any, rows: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of rows (R, D), weight (V, D) and bias (V,) from slopes_of(part, into); those of the weights are
-    summed in float32.
+def gradients(slopes_of: Any, *heads: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """For each head (rows (R, D), weight (V, D)) the gradients of rows, weight and bias (V,), one after another, from
+    slopes_of(part, into, wide), which fills one (rows of the part, wide) a head; those of the weights are summed in
+    float32.
 
     The vocabulary is filled up to a multiple of 64, with slopes of zero: odd sizes have slow products.
     """
-    (R, D), V = rows.shape, len(weight)
+    (R, V), device = (len(heads[0][0]), len(heads[0][1])), heads[0][0].device
     wide = triton.cdiv(V, 64) * 64
-    size = max(1, min(R, AT_ONCE // wide))
-    buffer = torch.empty(size, wide, dtype=rows.dtype, device=rows.device)
-    padded = torch.nn.functional.pad(weight, (0, 0, 0, wide - V))
-    of_rows = torch.empty(R, D, device=rows.device)
-    of_weight = torch.zeros(wide, D, device=rows.device)
-    of_bias = torch.zeros(wide, device=rows.device)
+    size = max(1, min(R, AT_ONCE // wide // len(heads)))
+    buffers = [torch.empty(size, wide, dtype=rows.dtype, device=device) for rows, _ in heads]
+    padded = [torch.nn.functional.pad(weight, (0, 0, 0, wide - V)) for _, weight in heads]
+    of_rows = [torch.empty(rows.shape, device=device) for rows, _ in heads]
+    of_weight = [torch.zeros(wide, rows.shape[1], device=device) for rows, _ in heads]
+    of_bias = [torch.zeros(wide, device=device) for _ in heads]
     for first in range(0, R, size):
         part = slice(first, min(first + size, R))
-        slopes = buffer[: part.stop - first]
+        slopes = [buffer[: part.stop - first] for buffer in buffers]
         slopes_of(part, slopes, wide)
-        of_rows[part] = slopes @ padded
-        of_weight += product(slopes.T, rows[part])
-        of_bias += slopes.sum(0, dtype=torch.float32)
-    return of_rows, of_weight[:V], of_bias[:V]
+        for number, (rows, _) in enumerate(heads):
+            of_rows[number][part] = slopes[number] @ padded[number]
+            of_weight[number] += product(slopes[number].T, rows[part])
+            of_bias[number] += slopes[number].sum(0, dtype=torch.float32)
+    return tuple(
+        found
+        for rows, weight, bias in zip(of_rows, of_weight, of_bias, strict=True)
+        for found in (rows, weight[:V], bias[:V])
+    )
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -115,7 +121,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     return a.float() @ b.float()
 
 
-def _half(values: Tensor) -> Tensor:
+def half(values: Tensor) -> Tensor:
     """In half precision, whatever it is kept in; gradients come back in float32."""
     return values.to(torch.bfloat16 if values.dtype == torch.float32 else values.dtype).contiguous()
 
@@ -123,8 +129,8 @@ def _half(values: Tensor) -> Tensor:
 class _Chosen(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, never: int) -> Tensor:
-        rows, weight = _half(rows), _half(weight)
-        total, _ = _summed(*tile_sums(rows, weight, bias, never))
+        rows, weight = half(rows), half(weight)
+        total, _ = summed(*tile_sums(rows, weight, bias, never))
         logit = (rows.float() * weight[targets].float()).sum(-1) + bias[targets].float()
         ctx.save_for_backward(rows, weight, bias, targets, total)
         ctx.never = never
@@ -135,14 +141,14 @@ class _Chosen(torch.autograd.Function):
         rows, weight, bias, targets, total = ctx.saved_tensors
         V, size = len(weight), sizes(False)
 
-        def slopes_of(part: slice, into: Tensor, wide: int) -> None:
-            some, R = rows[part], len(into)
+        def slopes_of(part: slice, into: list[Tensor], wide: int) -> None:
+            some, R = rows[part], len(into[0])
             _chosen_slopes[grid(R, V, size["BM"], TILE)](
-                some, weight, bias, total[part], targets[part], upstream[part].contiguous(), into, R, V, wide,
-                ctx.never, D=rows.shape[1], **size,
+                some, weight, bias, total[part], targets[part], upstream[part].contiguous(), into[0], R, V,
+                wide, ctx.never, D=rows.shape[1], **size,
             )  # fmt: skip
 
-        return *_gradients(slopes_of, rows, weight), None, None
+        return *gradients(slopes_of, (rows, weight)), None, None
 
 
 class _KL(torch.autograd.Function):
@@ -151,8 +157,8 @@ class _KL(torch.autograd.Function):
         ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor, other_rows: Tensor, other_weight: Tensor,
         other_bias: Tensor, never: int, forward: bool,
     ) -> Tensor:  # fmt: skip
-        ours = _half(rows), _half(weight), bias
-        others = _half(other_rows), _half(other_weight), other_bias
+        ours = half(rows), half(weight), bias
+        others = half(other_rows), half(other_weight), other_bias
         R, V, size = len(rows), len(weight), _pair_sizes()
         largest, total, cross = (torch.empty(R, triton.cdiv(V, TILE), device=rows.device) for _ in range(3))
         from_law, to_law = (others, ours) if forward else (ours, others)
@@ -161,8 +167,8 @@ class _KL(torch.autograd.Function):
                 *from_law, *to_law, largest, total, cross, R, V, never,
                 D=from_law[0].shape[1], OTHER_D=to_law[0].shape[1], **size,
             )  # fmt: skip
-        of_from, factor = _summed(largest, total)
-        of_to, _ = _summed(*tile_sums(*to_law, never))
+        of_from, factor = summed(largest, total)
+        of_to, _ = summed(*tile_sums(*to_law, never))
         mean = (cross * factor).sum(1) / (total * factor).sum(1)  # of logit − other's
         divergence = mean - of_from + of_to
         totals = (of_to, of_from) if forward else (of_from, of_to)
@@ -175,15 +181,15 @@ class _KL(torch.autograd.Function):
         rows, weight, bias, other_rows, other_weight, other_bias, total, other_total, divergence = ctx.saved_tensors
         V, size = len(weight), _pair_sizes()
 
-        def slopes_of(part: slice, into: Tensor, wide: int) -> None:
-            R = len(into)
+        def slopes_of(part: slice, into: list[Tensor], wide: int) -> None:
+            R = len(into[0])
             _kl_slopes[grid(R, V, size["BM"], TILE)](
                 rows[part], weight, bias, other_rows[part], other_weight, other_bias, total[part], other_total[part],
-                divergence[part], upstream[part].contiguous(), into, R, V, wide, ctx.never,
+                divergence[part], upstream[part].contiguous(), into[0], R, V, wide, ctx.never,
                 D=rows.shape[1], OTHER_D=other_rows.shape[1], FORWARD=ctx.forward_kl, **size,
             )  # fmt: skip
 
-        return *_gradients(slopes_of, rows, weight), None, None, None, None, None
+        return *gradients(slopes_of, (rows, weight)), None, None, None, None, None
 
 
 def _pair_sizes() -> dict[str, int]:

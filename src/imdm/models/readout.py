@@ -95,6 +95,17 @@ class Compared(Fused):
         return losses.kl(head.tensors, self.teacher.tensors, head.never, self.kind == "forward-kl")
 
 
+class Whole(ABC):
+    """A reduction that needs all rows before it can read any: it is given the head, once."""
+
+    @abstractmethod
+    def read(self, head: Head) -> Tensor:
+        """What it makes of all rows."""
+
+    def __call__(self, log_probs: Tensor, part: slice) -> Tensor:
+        raise TypeError(f"{type(self).__name__} reads a head, not some rows of it")
+
+
 def divergence(kind: Divergence, student: Tensor, teacher: Tensor) -> Tensor:
     """Of two log-probabilities (R, V), row by row: (R,)."""
     p, q = student.exp(), teacher.exp()
@@ -132,24 +143,55 @@ def matched(
     return (student.exp() * c).sum(-1)
 
 
+def match_rows(
+    gradient: Gradient, student: Head, teacher: Head | Said, auxiliary: Head, targets: Tensor, clip: float | None = None
+) -> Tensor:
+    """Of three heads over the same rows: what `matched` gives, and the auxiliary's −log p_ψ(target): (R, 2). Gradients
+    reach the student through the first and the auxiliary through the second; (R, V) is never held at once."""
+    heads = (student, teacher, auxiliary)
+    if all(head.layer is not None and is_plain(head.layer) and _in_bf16(head.rows) for head in heads):
+        fast: Any = kernels("matching")
+        if fast is not None:
+            with torch.autocast("cuda", enabled=False):
+                tensors = [head.tensors for head in heads if isinstance(head, Head)]
+                return torch.stack(fast.matched(*tensors, targets, student.never, gradient, clip), 1)
+
+    def chunk(ours: Tensor, others: Tensor, part: slice) -> Tensor:
+        said = auxiliary._replace(rows=others).log_probs()
+        with torch.no_grad():
+            wanted = teacher.log_probs(part)
+        pushed = matched(gradient, student._replace(rows=ours).log_probs(), wanted, said, clip)
+        return torch.stack((pushed, -Chosen(targets)(said, part)), 1)
+
+    size = max(1, AT_ONCE // student.layer.out_features // 3)
+    return _in_parts(chunk, (student.rows, auxiliary.rows), size)
+
+
+def _in_parts(chunk: Callable[..., Tensor], rows: tuple[Tensor, ...], size: int) -> Tensor:
+    """chunk(some of the rows …, which), `size` at a time; what it does is done again for its gradient, not kept."""
+    R = len(rows[0])
+    if size >= R:
+        return chunk(*rows, slice(0, R))
+    parts = [slice(first, min(first + size, R)) for first in range(0, R, size)]
+    return torch.cat([checkpoint(chunk, *(r[part] for r in rows), part, use_reentrant=False) for part in parts])
+
+
 def reduced(head: Head, reduce: Reduce, group: int = 1) -> Tensor:
     """reduce(log-probabilities of some rows, which), one chunk after another; each `group` rows that follow one another
     come together."""
+    if isinstance(reduce, Whole):
+        return reduce.read(head)
     if isinstance(reduce, Fused) and is_plain(head.layer) and _in_bf16(head.rows) and (losses := kernels("losses")):
         with torch.autocast("cuda", enabled=False):
             found = reduce.fused(losses, head)
         if found is not None:
             return found
-    R, V = len(head.rows), head.layer.out_features
-    size = max(1, AT_ONCE // V // group) * group
-    if size >= R:
-        return reduce(head.log_probs(), slice(0, R))
-    parts = [slice(first, first + size) for first in range(0, R, size)]
+    size = max(1, AT_ONCE // head.layer.out_features // group) * group
 
     def chunk(rows: Tensor, part: slice) -> Tensor:
         return reduce(head._replace(rows=rows).log_probs(), part)
 
-    return torch.cat([checkpoint(chunk, head.rows[part], part, use_reentrant=False) for part in parts])
+    return _in_parts(chunk, (head.rows,), size)
 
 
 def _in_bf16(rows: Tensor) -> bool:

@@ -43,7 +43,7 @@ class Step:
     index: int
     slots: Tensor
     batch: int
-    start: tuple[Noised, Rows] | None = None
+    start: tuple[Any, ...] | None = None
     update: int = 0
     updated: tuple[str, ...] = (STUDENT,)
     networks: Mapping[str, nn.Module] = field(default_factory=dict)
@@ -132,17 +132,37 @@ class Objective(Config):
         """Called before each step with the student's averaged weights; True: the student gets a new optimiser."""
         return False
 
-    def signals(self, model: MaskedDiffusionLM, source: Source, seed: int) -> dict[str, float]:
-        """Early signs of how training goes beside the loss, measured without dropout on averaged weights."""
+    def pace(self, companion: Any) -> float:
+        """The student's learning rate in the next step, as a multiple of the run's."""
+        return 1.0
+
+    def ended(self, companion: Any, step: int) -> bool:
+        """Whether the run is over before its last step."""
+        return False
+
+    def best(self, companion: Any) -> Mapping[str, Tensor] | None:
+        """The student's weights to hand over, by name; None: its average as it is in the end."""
+        return None
+
+    def signals(
+        self,
+        model: MaskedDiffusionLM,
+        source: Source,
+        seed: int,
+        companion: Any = None,
+        networks: Mapping[str, nn.Module] | None = None,
+    ) -> dict[str, float]:
+        """Early signs of how training goes beside the loss, measured without dropout on averaged weights. companion,
+        networks: what `loss` has; a companion may take note of what it sees."""
         return {}
 
     def worry(self, signals: Sequence[tuple[int, Mapping[str, float]]], steps: int) -> str | None:
         """What there is to fear for the end of the run, in a sentence, from the signals (step, values) so far."""
         return None
 
-    def start(self, process: Process, batch: Mapping[str, Tensor], step: Step) -> tuple[Noised, Rows] | None:
-        """The z_t that the network will read, and where it is masked: it needs no weights, so that a GPU can make it
-        while it still works on the step before. None: the objective makes its own."""
+    def start(self, process: Process, batch: Mapping[str, Tensor], step: Step) -> tuple[Any, ...] | None:
+        """What needs no weights, so that a GPU can make it while it still works on the step before: most often the z_t
+        that the network will read, and the rows where it is masked. Each part has `tensors()`. None: nothing."""
         return None
 
     @abstractmethod

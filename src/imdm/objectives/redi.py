@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import log
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +53,14 @@ class ReDi(Objective):
         return nelbo_terms(model, process, state, batch["tokens"], rows).mean()
 
     @torch.no_grad()
-    def signals(self, model: MaskedDiffusionLM, source: Source, seed: int) -> dict[str, float]:
+    def signals(
+        self,
+        model: MaskedDiffusionLM,
+        source: Source,
+        seed: int,
+        companion: Any = None,
+        networks: Mapping[str, nn.Module] | None = None,
+    ) -> dict[str, float]:
         """`fitted`: the share of masked tokens of the first pairs that the student says with a chance above ½. What
         makes a few-step student is that this comes near 1. `decided`: the share of the same positions where, under
         noise it was not trained on, it gives some token a chance above ½. With fresh noise there is nothing to fit."""

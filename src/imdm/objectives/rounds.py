@@ -24,7 +24,7 @@ class Teacher:
     def __init__(self, start: MaskedDiffusionLM, student: MaskedDiffusionLM) -> None:
         self.student = student
         self.round = 0
-        self.model = _frozen(student) if start is student else _still(start, student)
+        self.model = _frozen(student) if start is student else fixed(start, student)
 
     def promote(self, weights: Mapping[str, Tensor]) -> None:
         """The next round's teacher is the student with these weights."""
@@ -57,10 +57,10 @@ class Teacher:
 
 
 def _frozen(model: MaskedDiffusionLM) -> MaskedDiffusionLM:
-    return _still(copy.deepcopy(model), model)
+    return fixed(copy.deepcopy(model), model)
 
 
-def _still(model: MaskedDiffusionLM, student: MaskedDiffusionLM) -> MaskedDiffusionLM:
+def fixed(model: MaskedDiffusionLM, student: MaskedDiffusionLM) -> MaskedDiffusionLM:
     """Where the student is, compiled if it is."""
     torch.nn.Module.to(model, student.device)
     if student.is_compiled:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -35,16 +35,21 @@ class EMA:
             average.copy_(weights[name])
         self.updates = updates
 
-    @contextmanager
-    def applied(self, model: nn.Module) -> Iterator[None]:
+    def applied(self, model: nn.Module) -> AbstractContextManager[None]:
         """The model carries the averaged weights inside this block."""
-        current = dict(model.named_parameters())
-        saved = {name: current[name].detach().clone() for name in self.weights}
-        _copy(self.weights, current)
-        try:
-            yield
-        finally:
-            _copy(saved, current)
+        return applied(self.weights, model)
+
+
+@contextmanager
+def applied(weights: Mapping[str, Tensor], model: nn.Module) -> Iterator[None]:
+    """The model carries these weights inside this block, and its own again after it."""
+    current = dict(model.named_parameters())
+    saved = {name: current[name].detach().clone() for name in weights}
+    _copy(weights, current)
+    try:
+        yield
+    finally:
+        _copy(saved, current)
 
 
 @torch.no_grad()

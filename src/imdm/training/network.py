@@ -53,12 +53,13 @@ class Network:
         self.ema = EMA(self.bare, config.ema)
         self.weights = [weight for weight in self.bare.parameters() if weight.requires_grad]
         self.losses: list[Tensor] = []
+        self.pace = 1.0
         if config.compile and accelerator.device.type == "cuda" and isinstance(self.bare, MaskedDiffusionLM):
             self.bare.compile_trunk(training=True)
 
     def rate(self) -> float:
-        """That of the next update: constant after a linear warm-up."""
-        return self.config.lr * min(1.0, (self.ema.updates + 1) / max(1, self.config.warmup))
+        """That of the next update: constant after a linear warm-up, times `pace`."""
+        return self.pace * self.config.lr * min(1.0, (self.ema.updates + 1) / max(1, self.config.warmup))
 
     def update(self) -> None:
         """One step of AdamW with the gradients that are there, then the average."""

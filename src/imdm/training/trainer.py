@@ -25,6 +25,7 @@ from imdm.objectives import STUDENT, Objective, Step
 from imdm.stopping import Asked
 from imdm.training import checkpoint, history
 from imdm.training.config import TrainConfig
+from imdm.training.ema import applied
 from imdm.training.history import read_history
 from imdm.training.network import Network, other_networks, settings_of, still
 
@@ -157,6 +158,7 @@ class Trainer:
         student is not updated, that of the last network that is."""
         if self.objective.turn(self.companion, self.step, self.ema.weights):
             self.optimizer.state.clear()
+        self.networks[STUDENT].pace = self.objective.pace(self.companion)
         losses: dict[str, Tensor] = {}
         for number, names in enumerate(self._updates(self.step)):
             losses |= self._update(number, names)
@@ -236,7 +238,7 @@ class Trainer:
             network.model.train()
             network.losses = []
         started, steps, loss = time.perf_counter(), 0, math.nan
-        for _ in range(self.step, self.config.steps):
+        while self.step < self.config.steps and not self.objective.ended(self.companion, self.step):
             self.train_step()
             steps += 1
             if any(map(self._due, (self.config.log_every, self.config.checkpoint_every, self.watch_every))):
@@ -281,7 +283,8 @@ class Trainer:
     def _look(self, writer: Any) -> None:
         """The objective's early signals and what `watch` measures, and a warning where they promise nothing good."""
         with self.averaged(), self._precision():
-            signals = self.objective.signals(self.bare, self.source, self.seed)
+            others = {name: one.bare for name, one in self.networks.items() if name != STUDENT}
+            signals = self.objective.signals(self.bare, self.source, self.seed, self.companion, others)
             seen = signals | dict(self.watch(self.bare) if self.watch is not None else {})
         if not seen:
             return
@@ -298,7 +301,8 @@ class Trainer:
                 self.on_warning(fear)
 
     def _due(self, every: int) -> bool:
-        return self.step % every == 0 or self.step == self.config.steps
+        last = self.step == self.config.steps or self.objective.ended(self.companion, self.step)
+        return self.step % every == 0 or last
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -374,7 +378,8 @@ class Trainer:
         """`raw/` and `model/` (averaged), each whole or not there."""
         if self.accelerator.is_main_process:
             self._export("raw", nullcontext())
-            self._export("model", self.ema.applied(self.bare))
+            best = self.objective.best(self.companion)
+            self._export("model", self.ema.applied(self.bare) if best is None else applied(best, self.bare))
         self.accelerator.wait_for_everyone()
 
     def _export(self, name: str, weights: Any) -> None:

@@ -1,0 +1,170 @@
+"""Three heads over the same rows, the student's, its teacher's and the auxiliary's, compared on a GPU without storing
+(rows, V): what `readout.matched` makes of them, and the auxiliary's cross-entropy.
+
+Forward, a first pass sums up each head's normaliser, a second, which knows them, the values. Backward, one pass leaves
+the slopes in the logits of student and auxiliary, as many rows at a time as `losses.AT_ONCE` allows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from imdm.kernels.head import AROUND, TILE, grid, logits_of, place, tile_sums
+from imdm.kernels.losses import gradients, half, summed
+
+KINDS = {"fkl": 0, "kl": 1, "soft": 1, "ipf": 2}
+NO_CLIP = 1e30
+SIZE = {"BM": 64, "BN": TILE, "BK": 64, "AROUND": AROUND, "num_warps": 8, "num_stages": 3}
+
+
+@triton.jit
+def _laws(
+    s_rows, s_weight, s_bias, s_total, t_rows, t_weight, t_bias, t_total, a_rows, a_weight, a_bias, a_total,
+    r, v, R, V, never, clip, S_D: tl.constexpr, T_D: tl.constexpr, A_D: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """log p of student, teacher and auxiliary at (r, v), and c = log p_ψ − log p_T within ±clip, 0 at no token."""
+    known = r < R
+    s = logits_of(s_rows, s_weight, s_bias, r, v, R, V, never, S_D, BM, BN, BK, False)
+    t = logits_of(t_rows, t_weight, t_bias, r, v, R, V, never, T_D, BM, BN, BK, False)
+    a = logits_of(a_rows, a_weight, a_bias, r, v, R, V, never, A_D, BM, BN, BK, False)
+    s -= tl.load(s_total + r, mask=known, other=0.0)[:, None]
+    t -= tl.load(t_total + r, mask=known, other=0.0)[:, None]
+    a -= tl.load(a_total + r, mask=known, other=0.0)[:, None]
+    c = tl.where(((v < V) & (v != never))[None, :], tl.minimum(tl.maximum(a - t, -clip), clip), 0.0)
+    return s, t, a, c
+
+
+@triton.jit
+def _values(
+    s_rows, s_weight, s_bias, s_total, t_rows, t_weight, t_bias, t_total, a_rows, a_weight, a_bias, a_total,
+    value, mass, R, V, never, clip, S_D: tl.constexpr, T_D: tl.constexpr, A_D: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, AROUND: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """Sums of each tile. fkl: Σ (p_ψ − p_T)·log p_θ; kl: Σ p_θ·c; ipf: Σ −c·p_θ·e^−c, and in mass Σ p_θ·e^−c."""
+    r, v = place(R, V, BM, BN, AROUND)
+    s, t, a, c = _laws(
+        s_rows, s_weight, s_bias, s_total, t_rows, t_weight, t_bias, t_total, a_rows, a_weight, a_bias, a_total,
+        r, v, R, V, never, clip, S_D, T_D, A_D, BM, BN, BK,
+    )  # fmt: skip
+    at = r.to(tl.int64) * tl.cdiv(V, BN) + tl.min(v, axis=0) // BN
+    if KIND == 0:
+        there = ((v < V) & (v != never))[None, :]
+        tl.store(value + at, tl.sum((tl.exp(a) - tl.exp(t)) * tl.where(there, s, 0.0), axis=1), mask=r < R)
+    elif KIND == 1:
+        tl.store(value + at, tl.sum(tl.exp(s) * c, axis=1), mask=r < R)
+    else:
+        moved = tl.exp(s - c)
+        tl.store(value + at, tl.sum(-c * moved, axis=1), mask=r < R)
+        tl.store(mass + at, tl.sum(moved, axis=1), mask=r < R)
+
+
+@triton.jit
+def _slopes(
+    s_rows, s_weight, s_bias, s_total, t_rows, t_weight, t_bias, t_total, a_rows, a_weight, a_bias, a_total,
+    middle, targets, s_upstream, a_upstream, s_slopes, a_slopes, R, V, wide, never, clip,
+    S_D: tl.constexpr, T_D: tl.constexpr, A_D: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, AROUND: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """Student: p_ψ − p_T; p_θ·(c − E_θ c); p_θ − p_θ·e^−c / Σ. Auxiliary: p_ψ − 1[v = target]. Times upstream. middle:
+    E_θ c, or log Σ p_θ·e^−c."""
+    r, v = place(R, V, BM, BN, AROUND)
+    s, t, a, c = _laws(
+        s_rows, s_weight, s_bias, s_total, t_rows, t_weight, t_bias, t_total, a_rows, a_weight, a_bias, a_total,
+        r, v, R, V, never, clip, S_D, T_D, A_D, BM, BN, BK,
+    )  # fmt: skip
+    known = r < R
+    p = tl.exp(a)
+    if KIND == 0:
+        slope = p - tl.exp(t)
+    else:
+        at_middle = tl.load(middle + r, mask=known, other=0.0)[:, None]
+        if KIND == 1:
+            slope = tl.exp(s) * (c - at_middle)
+        else:
+            slope = tl.exp(s) - tl.exp(s - c - at_middle)
+    slope = tl.load(s_upstream + r, mask=known, other=0.0)[:, None] * slope
+    hit = v[None, :] == tl.load(targets + r, mask=known, other=0)[:, None]
+    other = tl.load(a_upstream + r, mask=known, other=0.0)[:, None] * (p - tl.where(hit, 1.0, 0.0))
+    at = r.to(tl.int64)[:, None] * wide + v[None, :]
+    inside = known[:, None] & (v < wide)[None, :]
+    tl.store(s_slopes + at, slope.to(s_slopes.dtype.element_ty), mask=inside)
+    tl.store(a_slopes + at, other.to(a_slopes.dtype.element_ty), mask=inside)
+
+
+class _Matched(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, s_rows: Tensor, s_weight: Tensor, s_bias: Tensor, a_rows: Tensor, a_weight: Tensor, a_bias: Tensor,
+        t_rows: Tensor, t_weight: Tensor, t_bias: Tensor, targets: Tensor, never: int, kind: int, clip: float,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        heads = [
+            (half(rows), half(weight), bias)
+            for rows, weight, bias in (
+                (s_rows, s_weight, s_bias),
+                (t_rows, t_weight, t_bias),
+                (a_rows, a_weight, a_bias),
+            )
+        ]
+        read = [part for head in heads for part in (*head, summed(*tile_sums(*head, never))[0])]
+        (R, V), depths = (len(s_rows), len(s_weight)), _depths(heads)
+        value = torch.empty(R, triton.cdiv(V, TILE), device=s_rows.device)
+        mass = torch.empty_like(value)
+        if R:
+            _values[grid(R, V, SIZE["BM"], TILE)](*read, value, mass, R, V, never, clip, **depths, **SIZE, KIND=kind)
+        middle = value.sum(1)
+        found = middle
+        if kind == KINDS["ipf"]:
+            whole = mass.sum(1)
+            middle = whole.log()
+            found = found / whole - middle
+        rows, weight, bias, total = read[8:]
+        logit = (rows.float() * weight[targets].float()).sum(-1) + bias[targets].float()
+        ctx.save_for_backward(*read, middle, targets)
+        ctx.settings = never, kind, clip
+        return found, total - logit
+
+    @staticmethod
+    def backward(ctx: Any, s_upstream: Tensor, a_upstream: Tensor) -> Any:
+        *read, middle, targets = ctx.saved_tensors
+        never, kind, clip = ctx.settings
+        heads = [tuple(read[4 * i : 4 * i + 3]) for i in range(3)]
+        V, depths = len(read[1]), _depths(heads)
+        s_upstream, a_upstream = s_upstream.contiguous(), a_upstream.contiguous()
+
+        def slopes_of(part: slice, into: list[Tensor], wide: int) -> None:
+            R = len(into[0])
+            some = [tensor if number % 4 in (1, 2) else tensor[part] for number, tensor in enumerate(read)]
+            _slopes[grid(R, V, SIZE["BM"], TILE)](
+                *some, middle[part], targets[part], s_upstream[part], a_upstream[part], *into, R, V, wide, never, clip,
+                **depths, **SIZE, KIND=kind,
+            )  # fmt: skip
+
+        found = gradients(slopes_of, (read[0], read[1]), (read[8], read[9]))
+        return *found, *[None] * 7
+
+
+def _depths(heads: Any) -> dict[str, int]:
+    return {name: head[0].shape[1] for name, head in zip(("S_D", "T_D", "A_D"), heads, strict=True)}
+
+
+def matched(
+    student: tuple[Tensor, Tensor, Tensor],
+    teacher: tuple[Tensor, Tensor, Tensor],
+    auxiliary: tuple[Tensor, Tensor, Tensor],
+    targets: Tensor,
+    never: int,
+    gradient: str,
+    clip: float | None,
+) -> tuple[Tensor, Tensor]:
+    """For three heads (rows, weight, bias) without the token `never`: what `readout.matched` gives (R,), with gradients
+    for the student, and −log p_ψ(target) (R,), with gradients for the auxiliary; float32."""
+    fixed = (tensor.detach() for tensor in teacher)
+    return _Matched.apply(
+        *student, *auxiliary, *fixed, targets, never, KINDS[gradient], NO_CLIP if clip is None else clip
+    )

@@ -1,0 +1,547 @@
+"""On-policy distillation: what the student *wrote* is pushed towards what its teacher would have written there.
+
+A step, for each sequence of the batch:
+
+1.  A start z_t: all masks (`prior`), or at a random time one of the student's own recent one-step texts (`own`) or data
+    (`data`).
+2.  The student reads z_t and fresh noise ε once, and every masked position is drawn: x̃.
+3.  A random share of the new tokens is shown, u·min(1, 1/(N·t)) with u ~ U(0, 1) and N drawn from `steps`; the rest, at
+    least one, is masked again: z̃. N-step writing reveals a share 1/(N·t) from here, so N's weights choose the step
+    count that is optimised.
+4.  The teacher p_T, frozen, and an auxiliary network p_ψ read z̃. The auxiliary is trained all the time to predict x̃
+    at the masked positions of z̃, by cross-entropy: it is the denoiser of the student's own distribution. It begins as a
+    copy of the teacher, and is told which tokens were generated.
+5.  The student's gradient is given at its logits, at the positions that are masked in z̃; c = log p_ψ − log p_T:
+
+    fkl    p_ψ − p_T, as Di[M]O has it
+    kl     p_θ·(c − E_θ c): the gradient of Σ_U λ(U)·KL(student_U ‖ teacher_U) over sets U of positions, under the
+           conditions that docs/concepts.md names
+    ipf    p_θ − normalise(p_θ·e^−c), a step of iterative proportional fitting; `kl` to first order
+    soft   as kl, each row with the NELBO's weight at the time of z̃, as IDLM has it
+
+The auxiliary's one evaluation serves both its own update and the student's.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import exp, log
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from imdm.config import Config
+from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
+from imdm.models.readout import Chosen, Gradient, Head, Whole, match_rows, reduced
+from imdm.objectives.base import EARLIEST, STUDENT, Objective, Step, Trained, objectives
+from imdm.objectives.rounds import fixed
+from imdm.objectives.texts import Frontier, score, standing
+from imdm.process import NoisePolicy, Process
+from imdm.randomness import Purpose, as_key, fold, uniform
+from imdm.sampling import Sampling, draw_tokens, sample
+from imdm.state import Noised, Rows
+
+if TYPE_CHECKING:
+    from imdm.data.source import Source
+
+AUXILIARY = "auxiliary"
+PRIOR, OWN, DATA = range(3)
+Share = Annotated[float, Field(ge=0)]
+
+
+class Starts(Config):
+    """Where a step begins, as shares: all masks, the student's own one-step texts, data."""
+
+    prior: Share = 0.5
+    own: Share = 0.25
+    data: Share = 0.25
+
+    @model_validator(mode="after")
+    def _some(self) -> Starts:
+        if self.prior + self.own + self.data <= 0 or (self.own and not self.prior):
+            raise ValueError("shares: at least one above 0; own texts come from the prior's, which then needs a share")
+        return self
+
+    def counts(self, batch: int) -> tuple[int, int, int]:
+        """How many of a batch each has: rounded, all of them in the end."""
+        total = self.prior + self.own + self.data
+        first = round(batch * self.prior / total)
+        second = round(batch * (self.prior + self.own) / total) - first
+        return first, second, batch - first - second
+
+
+class Phase(Config):
+    """A part of the run under one gradient.
+
+    steps     at most so many; None: to the end of the run
+    clip      the most that |log p_ψ − log p_T| counts for; None: all of it. `fkl` uses none
+    rate      the student's learning rate, times this
+    patience  it ends before, once so many looks in a row brought nothing better (`Match.score`)
+    """
+
+    gradient: Gradient = "kl"
+    steps: int | None = Field(None, ge=1)
+    clip: float | None = Field(8.0, gt=0)
+    rate: float = Field(1.0, gt=0)
+    patience: int = Field(8, ge=1)
+
+
+class AuxiliarySettings(Config):
+    """How the auxiliary network is trained. updates: of it a step, each on new samples; the student has one of them."""
+
+    lr: float = Field(4e-4, gt=0)
+    warmup: int = Field(100, ge=0)
+    betas: tuple[float, float] = (0.9, 0.99)
+    clip: float = Field(1.0, gt=0)
+    ema: float = Field(0.99, ge=0, lt=1)
+    updates: int = Field(1, ge=1, le=16)
+
+
+@objectives.register("match")
+class Match(Objective):
+    """See above.
+
+    starts      shares of where a step begins
+    steps       weights of the step counts N that are optimised, {N: weight}
+    phases      gradients, one after another; each goes on from the best average of those before
+    remembered  how many of the student's own texts are kept
+    auxiliary   how the auxiliary network is trained
+    looks       how many texts a look at the student has (`signals`); noise: the policy under which they are written
+    """
+
+    kind: str = "match"
+    starts: Starts = Starts()
+    steps: dict[Annotated[int, Field(ge=1, le=1 << 16)], Share] = Field({1: 1.0, 2: 1.0, 4: 1.0, 8: 1.0}, min_length=1)
+    phases: tuple[Phase, ...] = Field((Phase(gradient="fkl", steps=5000), Phase(gradient="kl")), min_length=1)
+    remembered: int = Field(4096, ge=1, le=1 << 24)
+    auxiliary: AuxiliarySettings = AuxiliarySettings()
+    looks: int = Field(256, ge=2, le=1 << 16)
+    noise: NoisePolicy = "posterior"
+
+    @model_validator(mode="after")
+    def _ends(self) -> Match:
+        if not any(self.steps.values()):
+            raise ValueError("steps: at least one weight above 0")
+        if any(phase.steps is None for phase in self.phases[:-1]):
+            raise ValueError("phases: only the last may go on to the end of the run; give the others steps")
+        return self
+
+    def companion(self, model: MaskedDiffusionLM, start: MaskedDiffusionLM | None = None) -> Pursued:
+        return Pursued(model if start is None else start, model)
+
+    def networks(self, model: MaskedDiffusionLM, start: MaskedDiffusionLM | None = None) -> Mapping[str, Trained]:
+        given = self.auxiliary.model_dump()
+        del given["updates"]
+        return {AUXILIARY: Trained(Auxiliary.of(model if start is None else start), weight_decay=0.0, **given)}
+
+    def updates(self, step: int) -> Sequence[Sequence[str]]:
+        return ((AUXILIARY,),) * (self.auxiliary.updates - 1) + ((STUDENT, AUXILIARY),)
+
+    def origins(self, step: Step) -> tuple[Tensor, Tensor]:
+        """Where each sequence begins, and its time, low-discrepancy within its kind: (b,) each. There are no own texts
+        before the first step; those sequences begin with all masks."""
+        prior, own, data = self.starts.counts(step.batch)
+        origin = torch.where(step.slots < prior, PRIOR, torch.where(step.slots < prior + own, OWN, DATA))
+        index = torch.as_tensor(step.index, device=step.slots.device)
+        origin = torch.where((origin == OWN) & (index == 0), PRIOR, origin)
+        first = torch.where(origin == OWN, prior, prior + own)
+        many = torch.where(origin == OWN, max(1, own), max(1, data))
+        place = (step.slots - first + uniform(step.keys(), Purpose.TIME)) / many
+        return origin, torch.where(origin == PRIOR, 1.0, EARLIEST + (1 - EARLIEST) * place).float()
+
+    def start(self, process: Process, batch: Mapping[str, Tensor], step: Step) -> tuple[Planned]:
+        return (self.planned(process, step.keys(), *self.origins(step), batch["tokens"].shape[1]),)
+
+    def planned(self, process: Process, keys: Tensor, origin: Tensor, t: Tensor, length: int) -> Planned:
+        """All that a step does whatever the networks say."""
+        masked = process.masks(t, keys, length) | (origin == PRIOR)[:, None]
+        counts = torch.tensor(list(self.steps), device=keys.device)
+        weights = torch.tensor(list(self.steps.values()), dtype=torch.float64, device=keys.device).cumsum(0)
+        chosen = torch.searchsorted(weights, uniform(keys, Purpose.TIME, 1) * weights[-1], right=True)
+        N = counts[chosen.clamp(max=len(counts) - 1)]
+        share = uniform(keys, Purpose.TIME, 2) * (1 / (N * t.double())).clamp(max=1)  # (b,)
+        fate = uniform(keys[:, None], Purpose.REVEAL, torch.arange(length, device=keys.device))
+        fate = torch.where(masked, fate, -1.0)
+        again = masked & ((fate >= share[:, None]) | (fate == fate.amax(1, keepdim=True)))
+        s = (t.double() * (1 - share)).clamp(min=EARLIEST)  # the time of z̃
+        rows = Rows.where(masked)
+        return Planned(
+            keys=keys,
+            origin=origin,
+            t=t,
+            masked=masked,
+            again=again,
+            noise=process.mask.draw(keys, torch.zeros_like(masked, dtype=torch.int64), masked),
+            latent=process.latents(keys),
+            weight=process.schedule.weight(s).float(),
+            rows=rows,
+            left=rows.of(again).nonzero()[:, 0],
+        )
+
+    def loss(
+        self,
+        model: nn.Module,
+        process: Process,
+        batch: Mapping[str, Tensor],
+        step: Step,
+        companion: Pursued | None = None,
+    ) -> Tensor | Mapping[str, Tensor]:
+        """The student's: what `readout.matched` says of its gradient; the auxiliary's: cross-entropy. Both summed over
+        the positions that are masked in z̃, in nats a token of the batch."""
+        if companion is None:
+            raise ValueError("Match.loss needs the companion that Match.companion(model) makes")
+        x, phase, pushes = batch["tokens"], self.phases[companion.phase], STUDENT in step.updated
+        (plan,) = step.start or self.start(process, batch, step)
+        texts = companion.texts_of(x.shape[1], self.starts.counts(step.batch)[0], self.remembered)
+        text = torch.where((plan.origin == OWN)[:, None], texts.recalled(step), x)
+        write = _Write(plan, text, companion, step.networks[AUXILIARY], phase)
+        with torch.set_grad_enabled(pushes and torch.is_grad_enabled()):
+            found = model(plan.state(text, process.mask_id), rows=plan.rows, reduce=write)  # (R̃, 2)
+        said = found[:, 1].sum()
+        companion.count(said.detach(), len(found))
+        if not pushes:
+            return said / x.numel()
+        texts.remember(write.written, step)
+        weight = plan.weight[plan.left_rows.sequence] if phase.gradient == "soft" else 1.0
+        return {STUDENT: (found[:, 0] * weight).sum() / x.numel(), AUXILIARY: said / x.numel()}
+
+    def constants(self, companion: Pursued) -> int:
+        return companion.phase
+
+    def pace(self, companion: Pursued) -> float:
+        return self.phases[companion.phase].rate
+
+    def turn(self, companion: Pursued, step: int, average: Mapping[str, Tensor]) -> bool:
+        """The next phase begins with the best average so far and a new optimiser."""
+        if companion.phase == len(self.phases) - 1 or not self._is_over(companion, step):
+            return False
+        companion.enter(companion.phase + 1, step, average)
+        return True
+
+    def ended(self, companion: Pursued, step: int) -> bool:
+        return companion.phase == len(self.phases) - 1 and self._is_over(companion, step)
+
+    def _is_over(self, companion: Pursued, step: int) -> bool:
+        phase = self.phases[companion.phase]
+        late = phase.steps is not None and step - companion.since >= phase.steps
+        return late or companion.idle(phase.patience)
+
+    def best(self, companion: Pursued) -> Mapping[str, Tensor] | None:
+        return companion.best or None
+
+    @torch.no_grad()
+    def signals(
+        self,
+        model: MaskedDiffusionLM,
+        source: Source,
+        seed: int,
+        companion: Any = None,
+        networks: Mapping[str, nn.Module] | None = None,
+    ) -> dict[str, float]:
+        """How the averaged student writes, on samples that are used for nothing else.
+
+        ratio_N         perplexity of its N-step texts, by the teacher's own NELBO, over that of the teacher's many-step
+                        texts at equal entropy; ratio: the mean over `steps`
+        entropy_N       of the tokens within a text; pooled_N: of those of all texts, which shows collapse;
+                        pooled_lacking: how much lower the latter is than the teacher's at equal entropy, at worst
+        shared_N        the share of a text's 4-grams that another text has
+        kl_bound        CE_T − CE_ψ on its one-step texts, in nats a token: a lower bound of the KL, as good as ψ
+        auxiliary_gap   CE_ψ there, minus what it was on the samples that ψ was trained on since the last look
+        given_noise     H(θ | ε): what is left open once the noise is known, in nats a token, in one step
+        """
+        if companion is None or networks is None:
+            return {}
+        key = fold(as_key(seed, model.device), Purpose.HELD_OUT)
+        keys = fold(key, Purpose.SAMPLE, torch.arange(self.looks, device=model.device))
+        teacher, length = companion.teacher, source.length
+        if companion.frontier is None:
+            companion.frontier = Frontier.of(teacher, self.looks, length, fold(keys, Purpose.COPY, 1))
+        frontier, found, ratios, lacking = companion.frontier, {}, [], 0.0
+        canvas = torch.full((self.looks, length), model.process.mask_id, device=model.device)
+        for N, weight in sorted(self.steps.items()):
+            how = Sampling(steps=N, noise=self.noise)
+            texts = standing(teacher, sample(model, canvas, keys=keys, how=how, batch_size=256).tokens, keys)
+            found |= {f"ratio_{N}": frontier.ratio(texts), f"entropy_{N}": texts.entropy, f"pooled_{N}": texts.pooled}
+            found |= {f"shared_{N}": texts.shared}
+            ratios.append((weight, found[f"ratio_{N}"]))
+            lacking = max(lacking, frontier.shortfall(texts))
+        value = score(ratios, lacking, LACKING)
+        total = sum(weight for weight, _ in ratios)
+        found |= {"ratio": exp(sum(w * log(r) for w, r in ratios) / total), "pooled_lacking": lacking}
+        found |= self._at_one_step(model, companion, networks[AUXILIARY], fold(keys, Purpose.COPY, 2), length)
+        companion.look(value, dict(model.named_parameters()))
+        return found | {"score": value, "phase": float(companion.phase)}
+
+    def _at_one_step(
+        self, model: MaskedDiffusionLM, companion: Pursued, auxiliary: nn.Module, keys: Tensor, length: int
+    ) -> dict[str, float]:
+        origin = torch.full_like(keys, PRIOR)
+        teacher_said, said, open_ = [], [], []
+        for some in keys.split(64):
+            plan = self.planned(
+                model.process, some, origin[: len(some)], torch.ones(len(some), device=some.device), length
+            )
+            blank = torch.zeros(len(some), length, dtype=torch.int64, device=some.device)
+            hidden = model.trunk_at(plan.state(blank, model.process.mask_id), plan.rows)
+            open_.append(reduced(model.head_of(hidden), _entropy))
+            written = plan.written(companion.student, hidden, blank)
+            rows, chosen = plan.left_rows, Chosen(plan.left_rows.of(written))
+            shown = plan.shown(written, companion.teacher.process)
+            teacher_said.append(-companion.teacher(shown, rows=rows, reduce=chosen))
+            said.append(-auxiliary(shown, rows=rows, reduce=chosen, generated=plan.generated))
+        ours, theirs = float(torch.cat(said).double().mean()), float(torch.cat(teacher_said).double().mean())
+        trained = companion.counted()
+        gap = {} if trained is None else {"auxiliary_gap": ours - trained}
+        return {"kl_bound": theirs - ours, **gap, "given_noise": float(torch.cat(open_).double().mean())}
+
+    def worry(self, signals: Sequence[tuple[int, Mapping[str, float]]], steps: int) -> str | None:
+        """Collapse: the pooled entropy lacks more than half a nat, three looks in a row in the second half of the run.
+        Drift: the score is worse by a tenth than the best, and has been for five looks."""
+        late = [row["pooled_lacking"] for step, row in signals if step >= steps / 2]
+        if len(late) >= 3 and min(late[-3:]) > COLLAPSED:
+            return (
+                f"the student's texts are collapsing: over all of them together, their entropy is {late[-1]:.2f} nats "
+                "below the teacher's at equal entropy; lower the student's rate, or raise the auxiliary's"
+            )
+        scores = [row["score"] for _, row in signals]
+        if len(scores) > 5 and (worse := min(scores[-5:]) - min(scores)) > DRIFTED:
+            return (
+                f"the student drifts: for five looks its ratio has been {exp(worse) - 1:.0%} or more above the best; "
+                "the best average is kept, so that the run may as well end"
+            )
+        return None
+
+
+LACKING = 0.1  # nats of pooled entropy that an average may lack for nothing
+COLLAPSED = 0.5
+DRIFTED = 0.1
+
+
+def _entropy(log_probs: Tensor, part: slice) -> Tensor:
+    return -(log_probs.exp() * log_probs.clamp(min=-1e9)).sum(-1)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What a step does whatever the networks say.
+
+    keys, origin, t   (b,): of each sequence; origin: PRIOR, OWN or DATA
+    masked, again     (b, L): in z_t, and in z̃
+    noise, latent     what the student reads
+    weight            (b,): the NELBO's at the time of z̃
+    rows, left        the masked positions of z_t, and which of them are masked in z̃: (R̃,)
+    """
+
+    keys: Tensor
+    origin: Tensor
+    t: Tensor
+    masked: Tensor
+    again: Tensor
+    noise: Tensor | None
+    latent: Tensor | None
+    weight: Tensor
+    rows: Rows
+    left: Tensor
+
+    @property
+    def left_rows(self) -> Rows:
+        return Rows(self.rows.sequence[self.left], self.rows.position[self.left])
+
+    @property
+    def generated(self) -> Tensor:
+        """The new tokens that are shown in z̃: (b, L)."""
+        return self.masked & ~self.again
+
+    def state(self, text: Tensor, mask_id: int) -> Noised:
+        """z_t of a text (b, L)."""
+        return Noised(text.masked_fill(self.masked, mask_id), self.masked, self.noise, self.t, self.latent, self.keys)
+
+    def written(self, student: MaskedDiffusionLM, hidden: Tensor, text: Tensor) -> Tensor:
+        """x̃ (b, L): a token for every masked position, from the student's hidden states (R, D)."""
+        with torch.no_grad():
+            u = uniform(self.keys[self.rows.sequence], Purpose.TOKEN, self.rows.position)
+            drawn = draw_tokens(student, hidden.detach(), u).tokens
+            said = text.index_put((self.rows.sequence, self.rows.position), drawn)
+            return torch.where(self.masked, said, text)
+
+    def shown(self, written: Tensor, process: Process) -> Noised:
+        """z̃ as teacher and auxiliary read it."""
+        keys = fold(self.keys, Purpose.COPY, 1)
+        noise = process.mask.draw(keys, torch.zeros_like(written), self.again)
+        tokens = written.masked_fill(self.again, process.mask_id)
+        return Noised(tokens, self.again, noise, self.t, process.latents(keys), self.keys)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        own = [value for value in vars(self).values() if isinstance(value, Tensor)]
+        return (*own, *self.rows.tensors())
+
+
+class _Write(Whole):
+    """Given the student's rows: write x̃, mask it again, ask teacher and auxiliary, compare: (R̃, 2)."""
+
+    def __init__(self, plan: Planned, text: Tensor, companion: Pursued, auxiliary: nn.Module, phase: Phase) -> None:
+        self.plan, self.text, self.companion, self.auxiliary, self.phase = plan, text, companion, auxiliary, phase
+        self.written = text
+
+    def read(self, head: Head) -> Tensor:
+        plan, teacher = self.plan, self.companion.teacher
+        self.written = plan.written(self.companion.student, head.rows, self.text)
+        rows, shown = plan.left_rows, plan.shown(self.written, teacher.process)
+        with torch.no_grad():
+            wanted = teacher.head_of(teacher.trunk_at(shown, rows))
+        compare = _Compare(head._replace(rows=head.rows[plan.left]), wanted, rows.of(self.written), self.phase)
+        with torch.enable_grad():
+            return self.auxiliary(shown, rows=rows, reduce=compare, generated=plan.generated)
+
+
+@dataclass(frozen=True)
+class _Compare(Whole):
+    student: Head
+    teacher: Any
+    said: Tensor
+    phase: Phase
+
+    def read(self, head: Head) -> Tensor:
+        return match_rows(self.phase.gradient, self.student, self.teacher, head, self.said, self.phase.clip)
+
+
+class Auxiliary(MaskedDiffusionLM):
+    """A copy of the teacher that is told which tokens were generated, by an embedding that starts at zero."""
+
+    def __init__(self, config: MaskedDiffusionConfig) -> None:
+        super().__init__(config)
+        self.generated = nn.Parameter(torch.zeros(config.width))
+
+    @classmethod
+    def of(cls, teacher: MaskedDiffusionLM) -> Auxiliary:
+        made = cls(MaskedDiffusionConfig.from_dict(teacher.config.to_dict() | {"dropout": 0.0}))
+        made.load_state_dict(teacher.state_dict(), strict=False)
+        nn.Module.to(made, teacher.device)
+        return made
+
+    def forward(  # type: ignore[override]
+        self, state: Noised, rows: Rows, reduce: Any, generated: Tensor
+    ) -> Tensor:
+        x = self._embedded(state)
+        told = nn.functional.pad(generated, (0, x.shape[1] - generated.shape[1]))[..., None]
+        return reduced(self.head_of(self.backbone.at(x + told * self.generated.to(x.dtype), rows, state.keys)), reduce)
+
+
+class Texts:
+    """The student's own recent one-step texts: (capacity, L), each at a place that follows from its step and slot, the
+    same on all processes. `new`: how many come with each step."""
+
+    def __init__(self, capacity: int, new: int, length: int, device: torch.device) -> None:
+        self.new, self.capacity = new, max(capacity, 2 * new)
+        self.held = torch.zeros(self.capacity + 1, length, dtype=torch.int64, device=device)  # the last is for nothing
+
+    def recalled(self, step: Step) -> Tensor:
+        """One for each sequence, from before this step: (b, L)."""
+        index = torch.as_tensor(step.index, device=step.slots.device)
+        there = (index * self.new).clamp(max=self.capacity - self.new)
+        age = 1 + (uniform(step.keys(), Purpose.DATA) * there).long()
+        return self.held[(index * self.new - age) % self.capacity]
+
+    def remember(self, written: Tensor, step: Step) -> None:
+        """Those that were written from nothing."""
+        index = torch.as_tensor(step.index, device=step.slots.device)
+        place = torch.where(step.slots < self.new, (index * self.new + step.slots) % self.capacity, self.capacity)
+        if not _together():
+            self.held.index_copy_(0, place, written)
+            return
+        everyones = torch.zeros_like(self.held).index_copy_(0, place, written + 1)
+        torch.distributed.all_reduce(everyones)
+        self.held = torch.where(everyones > 0, everyones - 1, self.held)
+
+
+def _together() -> bool:
+    """Whether there are other processes."""
+    there = torch.distributed
+    return there.is_available() and there.is_initialized() and there.get_world_size() > 1
+
+
+class Pursued:
+    """What `match` keeps beside its networks: the teacher, the student's own texts, what looks found, the best average.
+
+    phase, since    the phase, and the step at which it began
+    scores          of the looks in this phase
+    best            the averaged weights with the lowest score so far, by name
+    """
+
+    def __init__(self, teacher: MaskedDiffusionLM, student: MaskedDiffusionLM) -> None:
+        self.student = student
+        self.teacher = fixed(copy.deepcopy(teacher) if teacher is student else teacher, student)
+        self.texts: Texts | None = None
+        self.kept: Mapping[str, Tensor] = {}
+        self.seen = torch.zeros(2, dtype=torch.float64, device=student.device)
+        self.frontier: Frontier | None = None
+        self.phase, self.since = 0, 0
+        self.scores: list[float] = []
+        self.best: dict[str, Tensor] = {}
+        self.best_score: float | None = None
+
+    def texts_of(self, length: int, new: int, capacity: int) -> Texts:
+        if self.texts is None:
+            self.texts = Texts(capacity, new, length, self.student.device)
+            if "texts" in self.kept:
+                self.texts.held[:-1] = self.kept["texts"].to(self.student.device)
+        return self.texts
+
+    def count(self, said: Tensor, rows: int) -> None:
+        """The auxiliary's cross-entropy on what it is trained on."""
+        self.seen += torch.stack((said.double(), torch.full_like(said, rows, dtype=torch.float64)))
+
+    def counted(self) -> float | None:
+        """Its mean since the last call."""
+        seen = self.seen.clone()
+        if _together():
+            torch.distributed.all_reduce(seen)
+        self.seen.zero_()
+        total, many = seen.tolist()
+        return total / many if many else None
+
+    def look(self, value: float, weights: Mapping[str, Tensor]) -> None:
+        """A new score, of these weights."""
+        self.scores.append(value)
+        if self.best_score is None or value < self.best_score:
+            self.best_score = value
+            self.best = {name: weight.detach().clone() for name, weight in weights.items()}
+
+    def idle(self, patience: int) -> bool:
+        """Whether the last looks, `patience` of them, found nothing better than those of this phase before."""
+        return len(self.scores) > patience and min(self.scores[:-patience]) <= min(self.scores[-patience:])
+
+    @torch.no_grad()
+    def enter(self, phase: int, step: int, average: Mapping[str, Tensor]) -> None:
+        self.phase, self.since, self.scores = phase, step, []
+        for name, parameter in self.student.named_parameters():
+            if name in self.best:
+                parameter.copy_(self.best[name])
+                average[name].copy_(self.best[name])
+
+    def tensors(self) -> dict[str, Tensor]:
+        held = {"seen": self.seen} | {f"best.{name}": weight for name, weight in self.best.items()}
+        held |= {f"teacher.{name}": weight for name, weight in self.teacher.named_parameters()}
+        return held | ({"texts": self.texts.held[:-1]} if self.texts is not None else {})
+
+    def values(self) -> dict[str, Any]:
+        frontier = None if self.frontier is None else self.frontier.values()
+        looks = {"scores": self.scores, "best_score": self.best_score, "frontier": frontier}
+        return {"phase": self.phase, "since": self.since, **looks}
+
+    def load(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        device = self.student.device
+        self.kept = {"texts": tensors["texts"]} if "texts" in tensors else {}
+        self.texts = None
+        self.seen = tensors["seen"].to(device)
+        self.best = {n.removeprefix("best."): w.to(device) for n, w in tensors.items() if n.startswith("best.")}
+        with torch.no_grad():
+            for name, parameter in self.teacher.named_parameters():
+                parameter.copy_(tensors[f"teacher.{name}"])
+        self.phase, self.since, self.scores = values["phase"], values["since"], list(values["scores"])
+        self.best_score = values["best_score"]
+        self.frontier = None if values["frontier"] is None else Frontier.from_points(values["frontier"])

@@ -1,0 +1,121 @@
+"""How texts stand that a student wrote: by its teacher alone, at equal entropy, so that training needs no judge."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from math import exp, log
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from imdm.objectives.base import EARLIEST, nelbo_terms
+from imdm.randomness import Purpose, fold, uniform
+from imdm.sampling import Sampling, sample
+
+if TYPE_CHECKING:
+    from imdm.models import MaskedDiffusionLM
+
+READINGS = 4  # times at which each text is read
+AT_ONCE = 256  # texts in one network evaluation
+TEMPERATURES = (1.0, 0.9, 0.8, 0.7)
+MANY = 1024  # steps
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Of some texts: nll, the teacher's NELBO in nats a token; entropy of a text's token counts, the mean; pooled,
+    entropy of the counts of all texts together, which shows a collapse that the first hides; shared, the share of a
+    text's 4-grams that another text has."""
+
+    nll: float
+    entropy: float
+    pooled: float
+    shared: float
+
+
+@torch.no_grad()
+def standing(teacher: MaskedDiffusionLM, texts: Tensor, keys: Tensor) -> Standing:
+    """Of texts (n, L), read under keys (n,)."""
+    from imdm.evaluation.text import grams, sample_entropy
+
+    n, terms = len(texts), []
+    for reading in range(READINGS):
+        key = fold(keys, Purpose.COPY, reading)
+        place = (torch.arange(n, device=keys.device) + uniform(key, Purpose.TIME)) / n
+        t = (EARLIEST + (1 - EARLIEST) * place).float()
+        for part in torch.arange(n, device=keys.device).split(AT_ONCE):
+            state = teacher.process.corrupt(texts[part], t[part], key[part])
+            terms.append(nelbo_terms(teacher, teacher.process, state, texts[part]))
+    home = texts.cpu()
+    counts = home.unique(return_counts=True)[1].double() / home.numel()
+    return Standing(
+        nll=float(torch.cat(terms).double().mean()),
+        entropy=float(sample_entropy(home).mean()),
+        pooled=float(-(counts * counts.log()).sum()),
+        shared=shared(grams(home.numpy(), min(4, home.shape[1]))),
+    )
+
+
+def shared(grams: Any) -> float:
+    """The share of each row's n-grams that another row has, averaged over rows."""
+    import numpy as np
+
+    rows = [np.unique(row) for row in grams]
+    every, counts = np.unique(np.concatenate(rows), return_counts=True)
+    elsewhere = counts[np.searchsorted(every, grams)] > 1
+    return float(elsewhere.mean())
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """What the teacher writes in many steps at falling temperatures: points, by falling entropy."""
+
+    points: tuple[Standing, ...]
+
+    @classmethod
+    def of(cls, teacher: MaskedDiffusionLM, many: int, length: int, keys: Tensor) -> Frontier:
+        """From `many` texts at each temperature."""
+        canvas = torch.full((many, length), teacher.process.mask_id, device=teacher.device)
+        found = []
+        for number, temperature in enumerate(TEMPERATURES):
+            key = fold(keys, Purpose.PAIR, number)
+            how = Sampling(steps=min(MANY, 8 * length), temperature=temperature)
+            texts = sample(teacher, canvas, keys=key, how=how, batch_size=AT_ONCE).tokens
+            found.append(standing(teacher, texts, key))
+        return cls.from_points([asdict(point) for point in found])
+
+    @classmethod
+    def from_points(cls, points: Sequence[dict[str, float]]) -> Frontier:
+        return cls(tuple(sorted((Standing(**point) for point in points), key=lambda point: -point.entropy)))
+
+    def values(self) -> list[dict[str, float]]:
+        return [asdict(point) for point in self.points]
+
+    def at(self, entropy: float) -> Standing:
+        """Linear between the points, and as the nearest beyond them."""
+        if entropy >= self.points[0].entropy:
+            return self.points[0]
+        for high, low in pairwise(self.points):
+            if entropy >= low.entropy:
+                share = (entropy - low.entropy) / max(high.entropy - low.entropy, 1e-9)
+                above, below = asdict(high), asdict(low)
+                return Standing(**{name: below[name] + share * (above[name] - below[name]) for name in above})
+        return self.points[-1]
+
+    def ratio(self, texts: Standing) -> float:
+        """The texts' perplexity by the teacher over that of its own at equal entropy."""
+        return exp(texts.nll - self.at(texts.entropy).nll)
+
+    def shortfall(self, texts: Standing) -> float:
+        """How much lower the pooled entropy is than the teacher's at equal entropy, in nats; 0 where it is not."""
+        return max(0.0, self.at(texts.entropy).pooled - texts.pooled)
+
+
+def score(ratios: Sequence[tuple[float, float]], shortfall: float, allowed: float) -> float:
+    """What an average is kept by, the lower the better: the mean log ratio of (weight, ratio), and all that the pooled
+    entropy lacks beyond `allowed`."""
+    total = sum(weight for weight, _ in ratios)
+    return sum(weight * log(ratio) for weight, ratio in ratios) / total + max(0.0, shortfall - allowed)
