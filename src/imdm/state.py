@@ -13,13 +13,14 @@ class Rows(NamedTuple):
     """Some positions of a batch: sequence (R,) and position (R,), one sequence after another.
 
     Where it is known that a sequence has few of them: slot (R,), the number of each within its sequence, and `most`,
-    how many a sequence has at most.
+    how many a sequence has at most. Where some of them only fill up: counted (R,), False at those.
     """
 
     sequence: Tensor
     position: Tensor
     slot: Tensor | None = None
     most: int | None = None
+    counted: Tensor | None = None
 
     @classmethod
     def where(cls, chosen: Tensor) -> Rows:
@@ -27,12 +28,40 @@ class Rows(NamedTuple):
         sequence, position = chosen.nonzero(as_tuple=True)
         return cls(sequence, position)
 
+    @classmethod
+    def filled(cls, chosen: Tensor) -> Rows:
+        """The same and some others that are not counted, so that there are few sizes that R can have."""
+        flat, length = chosen.flatten(), chosen.shape[1]
+        at = filled_places(flat, size_of_rows(int(flat.sum()), len(flat)))
+        return cls(at // length, at % length, counted=flat[at])
+
+    def counting(self, values: Tensor) -> Tensor:
+        """(R,) → (R,): zero, and without a gradient, where a row only fills up."""
+        return values if self.counted is None else torch.where(self.counted, values, 0.0)
+
     def tensors(self) -> tuple[Tensor, ...]:
         return tuple(part for part in self if isinstance(part, Tensor))
 
     def of(self, values: Tensor) -> Tensor:
         """(B, L, …) → (R, …)."""
         return values.flatten(0, 1).index_select(0, self.sequence * values.shape[1] + self.position)
+
+
+def size_of_rows(count: int, most: int) -> int:
+    """What `count` of `most` rows are filled up to: an odd number of 64ths of `most`, at most all. Half of them, which
+    is what a batch at all times has masked, lies in the middle between two sizes: one will do for most steps."""
+    pairs = max(0, -(-(64 * count - most) // (2 * most)))
+    return min(most, -(-(2 * pairs + 1) * most // 64))
+
+
+def filled_places(chosen: Tensor, size: int) -> Tensor:
+    """Where `chosen` (n,) is True, which it is at most `size` ≤ n times, and the first other places, all in order:
+    (size,). Nothing is waited for."""
+    others = ~chosen
+    taken = chosen | (others & (others.cumsum(0) <= size - chosen.sum()))
+    into = torch.where(taken, taken.cumsum(0) - 1, size)  # the rest goes where it is cut off
+    places = torch.empty(size + 1, dtype=torch.int64, device=chosen.device)
+    return places.scatter_(0, into, torch.arange(len(chosen), device=chosen.device))[:size]
 
 
 @dataclass(frozen=True)

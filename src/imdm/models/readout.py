@@ -173,7 +173,9 @@ def _in_parts(chunk: Callable[..., Tensor], rows: tuple[Tensor, ...], size: int)
     if size >= R:
         return chunk(*rows, slice(0, R))
     parts = [slice(first, min(first + size, R)) for first in range(0, R, size)]
-    return torch.cat([checkpoint(chunk, *(r[part] for r in rows), part, use_reentrant=False) for part in parts])
+    # nothing ambient is drawn in a chunk, and a recording may not ask for the generator's state
+    how: Any = {"use_reentrant": False, "preserve_rng_state": False}
+    return torch.cat([checkpoint(chunk, *(r[part] for r in rows), part, **how) for part in parts])
 
 
 def reduced(head: Head, reduce: Reduce, group: int = 1) -> Tensor:

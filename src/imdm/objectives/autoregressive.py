@@ -21,6 +21,7 @@ class Autoregressive(Objective):
 
     kind: str = "autoregressive"
     causal: ClassVar[bool] = True
+    recordable: ClassVar[bool] = True
 
     def loss(
         self, model: nn.Module, process: Process, batch: Mapping[str, Tensor], step: Step, companion: None = None
@@ -32,6 +33,6 @@ def next_log_probs(model: nn.Module, x: Tensor, keys: Tensor | None = None) -> T
     """log p(x^ℓ | x^1 … x^{ℓ−1}) for ℓ = 2 … L of each row: (B, L − 1). keys (B,): for dropout, while the model
     trains."""
     B, L = x.shape
-    sequence = torch.arange(B, device=x.device).repeat_interleave(L - 1)
+    sequence = torch.arange(B, device=x.device)[:, None].expand(-1, L - 1).flatten()
     rows = Rows(sequence, torch.arange(L - 1, device=x.device).repeat(B))
     return model(replace(Noised.clean(x), keys=keys), rows=rows, reduce=Chosen(x[:, 1:].flatten())).view(B, L - 1)

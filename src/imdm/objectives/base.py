@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -33,20 +33,25 @@ STUDENT = "student"
 class Step:
     """Where in the run a batch stands: randomness is keyed by this, never by the process that computes it.
 
+    index: the number of the step; while `loss` is recorded, a tensor () that holds it.
     slots (b,): the places of these sequences in the global batch of size `batch`.
     start: what `Objective.start` made of them, where that was asked for beforehand.
     update, updated: the number of this update within its step, and the names of the networks that it updates.
     networks: the objective's other networks by name; through those that are not updated no gradient reaches weights.
+    companion: what the objective keeps beside the student, for `Objective.start`.
+    fill: whether shapes should be few, since steps are recorded and one of another shape is another recording.
     """
 
     seed: int
-    index: int
+    index: int | Tensor
     slots: Tensor
     batch: int
-    start: tuple[Any, ...] | None = None
+    start: Any = None
     update: int = 0
     updated: tuple[str, ...] = (STUDENT,)
     networks: Mapping[str, nn.Module] = field(default_factory=dict)
+    companion: Any = None
+    fill: bool = False
 
     def keys(self) -> Tensor:
         """One key a sequence: (b,). Another in each update of a step."""
@@ -63,6 +68,11 @@ class Step:
         """Low-discrepancy times: slot i of B draws from the i-th of B equal parts of [10⁻³, 1]: (b,), float32."""
         within = uniform(self.keys(), Purpose.TIME)
         return (EARLIEST + (1 - EARLIEST) * (self.slots + within) / self.batch).float()
+
+    def rows(self, chosen: Tensor) -> Rows:
+        """Where `chosen` (b, L) is True, filled up where shapes should be few; what is read there goes through
+        `Rows.counting`."""
+        return Rows.filled(chosen) if self.fill else Rows.where(chosen)
 
 
 @dataclass(frozen=True)
@@ -104,6 +114,9 @@ class Objective(Config):
 
     kind: str
     causal: ClassVar[bool] = False  # whether it trains models that read from left to right
+    recordable: ClassVar[bool] = False
+    """Whether `loss` can be recorded once and replayed (`training.graphs`): what it does follows from the shapes of the
+    batch and of `step.start`, and from `fixed`; it asks a GPU for no number, and keeps what it changes in tensors."""
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -160,9 +173,16 @@ class Objective(Config):
         """What there is to fear for the end of the run, in a sentence, from the signals (step, values) so far."""
         return None
 
-    def start(self, process: Process, batch: Mapping[str, Tensor], step: Step) -> tuple[Any, ...] | None:
-        """What needs no weights, so that a GPU can make it while it still works on the step before: most often the z_t
-        that the network will read, and the rows where it is masked. Each part has `tensors()`. None: nothing."""
+    def fixed(self, companion: Any) -> Hashable:
+        """What `loss` reads of the companion beside the numbers in its tensors: steps that were recorded while this was
+        another are recorded anew. The round, where there are rounds, as each has a teacher of its own."""
+        return getattr(companion, "round", None)
+
+    def start(self, process: Process, batch: Mapping[str, Tensor], step: Step) -> Any:
+        """What `loss` finds in `step.start`, such as the z_t that the network will read and where it is masked: it
+        needs no weights, so that a GPU can make it while it still works on the step before. Tensors in tuples, mappings
+        and dataclasses, and plain values; where steps are recorded, another value is another recording. None: the
+        objective makes its own."""
         return None
 
     @abstractmethod
@@ -180,14 +200,14 @@ def corrupted(process: Process, batch: Mapping[str, Tensor], step: Step) -> tupl
     """The batch's data at the step's times, and where it is masked."""
     keys = step.keys()
     state = process.corrupt(batch["tokens"], step.times(), keys).dropping(keys)
-    return state, Rows.where(state.masked)
+    return state, step.rows(state.masked)
 
 
 def nelbo_terms(model: nn.Module, process: Process, state: Noised, x: Tensor, rows: Rows | None = None) -> Tensor:
     """Eq. 14 for each sequence, in nats a token: Σ over masked positions of −α'_t/(1 − α_t) · (−log⟨x_θ(z_t), x⟩),
     divided by L: (B,). rows: where the state is masked, if known."""
     rows = rows or Rows.where(state.masked)
-    log_probs = model(state, rows=rows, reduce=Chosen(rows.of(x)))  # (R,)
+    log_probs = rows.counting(model(state, rows=rows, reduce=Chosen(rows.of(x))))  # (R,)
     weight = process.schedule.weight(state.t.double()).float()  # (B,); 1 − α_t cancels in float32
     totals = torch.zeros(len(x), dtype=log_probs.dtype, device=x.device).index_add(0, rows.sequence, log_probs)
     return -weight * totals / x.shape[1]

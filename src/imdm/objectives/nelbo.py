@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -16,6 +17,7 @@ class Nelbo(Objective):
     """Corrupt data to a random time and predict what was masked. The same for every kind of mask."""
 
     kind: str = "nelbo"
+    recordable: ClassVar[bool] = True
 
     def start(self, process: Process, batch: Mapping[str, Tensor], step: Step) -> tuple[Noised, Rows]:
         return corrupted(process, batch, step)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import log
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ class ReDi(Objective):
     """
 
     kind: str = "redi"
+    recordable: ClassVar[bool] = True
     noise: Literal["coupling", "fresh"] = "coupling"
     policy: NoisePolicy | None = None
 
@@ -44,7 +45,7 @@ class ReDi(Objective):
         keys = step.keys()
         seeds = batch["seed"] if self.noise == "coupling" else keys
         state = process.noised(batch["noised"], batch["t"], seeds).dropping(keys)
-        return state, Rows.where(state.masked)
+        return state, step.rows(state.masked)
 
     def loss(
         self, model: nn.Module, process: Process, batch: Mapping[str, Tensor], step: Step, companion: None = None

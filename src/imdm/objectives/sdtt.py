@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from pydantic import Field, model_validator
@@ -15,10 +16,19 @@ from imdm.objectives.rounds import Rounds, Teacher
 from imdm.process import Process
 from imdm.randomness import Purpose, uniform
 from imdm.sampling import draw_tokens
-from imdm.state import Noised, Rows
+from imdm.state import Noised, Rows, filled_places
 
 if TYPE_CHECKING:
     from imdm.models import Denoiser
+
+
+class Begun(NamedTuple):
+    """z_t, where it is masked, and which of these positions the teacher's steps will reveal, where its step size was
+    known."""
+
+    state: Noised
+    rows: Rows
+    reveals: tuple[Tensor, ...] | None
 
 
 @objectives.register("sdtt")
@@ -32,6 +42,7 @@ class SDTT(Rounds):
     """
 
     kind: str = "sdtt"
+    recordable: ClassVar[bool] = True
     rounds: int = Field(7, ge=1, le=1000)
     first_dt: float = Field((1 - 1e-3) / 1024, gt=0, le=1)
     teacher_steps: int = Field(2, ge=1, le=1 << 16)
@@ -49,8 +60,13 @@ class SDTT(Rounds):
     def dt(self, round: int) -> float:
         return self.first_dt * 2**round
 
-    def start(self, process: Process, batch: Mapping[str, Tensor], step: Step) -> tuple[Noised, Rows]:
-        return corrupted(process, batch, step)
+    def start(self, process: Process, batch: Mapping[str, Tensor], step: Step) -> Begun:
+        state, rows = corrupted(process, batch, step)
+        if step.companion is None:
+            return Begun(state, rows, None)
+        teacher, dt, keys = step.companion.model, self.dt(step.companion.round), step.keys()
+        reveals = teacher_reveals(teacher.process, state, rows, dt, self.teacher_steps, keys, step.fill)
+        return Begun(state, rows, reveals)
 
     def loss(
         self,
@@ -64,10 +80,10 @@ class SDTT(Rounds):
         if companion is None:
             raise ValueError("SDTT.loss needs the companion that SDTT.companion(model) makes")
         x, everyone = batch["tokens"], step.everyone()
-        state, rows = step.start or self.start(process, batch, step)
-        teacher = companion.model
-        target = teacher_rows(teacher, state, rows, self.dt(companion.round), self.teacher_steps, step.keys())
-        total = model(state, rows=rows, reduce=Compared(self.divergence, teacher.head_of(target))).sum()
+        state, rows, reveals = step.start or self.start(process, batch, step)
+        teacher, dt = companion.model, self.dt(companion.round)
+        target = teacher_rows(teacher, state, rows, dt, self.teacher_steps, step.keys(), reveals)
+        total = rows.counting(model(state, rows=rows, reduce=Compared(self.divergence, teacher.head_of(target)))).sum()
         masked = process.masks(everyone.times(), everyone.keys(), x.shape[1]).sum()
         return total / masked.clamp(min=1) * (step.batch / len(x))
 
@@ -77,20 +93,46 @@ def teacher_times(t: Tensor, dt: float, steps: int) -> Tensor:
     return (t.double()[:, None] - dt * torch.arange(steps + 1, device=t.device)).clamp(min=0.0)
 
 
-@torch.no_grad()
-def teacher_rows(teacher: Denoiser, state: Noised, rows: Rows, dt: float, steps: int, keys: Tensor) -> Tensor:
-    """The teacher's hidden state at each masked position of z_t, at the step that reveals it or at the last: (R, D).
-    rows: those positions."""
-    process = teacher.process
-    times = teacher_times(state.t, dt, steps)
-    hidden = teacher.trunk_at(state, rows)
+def teacher_reveals(
+    process: Process, state: Noised, rows: Rows, dt: float, steps: int, keys: Tensor, fill: bool = False
+) -> tuple[Tensor, ...]:
+    """Which of the rows each step of the teacher but the last reveals, (n,) each: times and keys alone decide it. With
+    `fill`, some that it does not reveal too, so that n can have few values: 3, 6, 12, …"""
+    times, found = teacher_times(state.t, dt, steps), []
     for step in range(1, steps):
         s = times[:, step]
         revealed = process.reveals(state, s, keys, step)  # (B, L)
-        now = rows.of(revealed).nonzero()[:, 0]
+        state = replace(state, masked=state.masked & ~revealed, t=s)
+        now = rows.of(revealed)  # (R,)
+        if fill:
+            many = min(len(now), 3 << max(0, -(-int(now.sum()) // 3) - 1).bit_length())
+            found.append(filled_places(now, many))
+        else:
+            found.append(now.nonzero()[:, 0])
+    return tuple(found)
+
+
+@torch.no_grad()
+def teacher_rows(
+    teacher: Denoiser,
+    state: Noised,
+    rows: Rows,
+    dt: float,
+    steps: int,
+    keys: Tensor,
+    reveals: Sequence[Tensor] | None = None,
+) -> Tensor:
+    """The teacher's hidden state at each masked position of z_t, at the step that reveals it or at the last: (R, D).
+    rows: those positions; reveals: what `teacher_reveals` says of them, if known."""
+    process = teacher.process
+    times = teacher_times(state.t, dt, steps)
+    if reveals is None:
+        reveals = teacher_reveals(process, state, rows, dt, steps, keys)
+    hidden = teacher.trunk_at(state, rows)
+    for step, now in enumerate(reveals, 1):
         u = uniform(keys[rows.sequence[now]], Purpose.TOKEN, rows.position[now])
         drawn = draw_tokens(teacher, hidden[now], u).tokens
         proposal = state.tokens.index_put((rows.sequence[now], rows.position[now]), drawn)
-        state = process.reverse(state, s, proposal, keys, step, "keep")
+        state = process.reverse(state, times[:, step], proposal, keys, step, "keep")
         hidden = torch.where(rows.of(state.masked)[:, None], teacher.trunk_at(state, rows), hidden)
     return hidden
