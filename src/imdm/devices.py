@@ -42,7 +42,8 @@ class Beside:
     makes is handed over before others use it. Nothing of the sort elsewhere."""
 
     def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # preferred: what it is asked for is little, and is waited for
+        self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self.block: Any = None
 
     def __enter__(self) -> None:

@@ -21,6 +21,10 @@ class TrainConfig(Config):
     dropout      another rate than the model's own
     weights      in what precision the finished model is kept; it trains, and is loaded, in float32
     compile      on a GPU, fuse the model's small operations (torch.compile): about twenty seconds once, then faster
+    graphs       on a GPU, record a step once and replay it (CUDA graphs): faster where steps are short, since launching
+                 their many kernels takes longer than running them; takes more memory. The same numbers up to rounding.
+                 Where there are several processes or micro-batches, or for an objective that cannot be recorded
+                 (`di4c`), steps run as ever
     """
 
     steps: int = Field(ge=1, le=10**9)
@@ -36,6 +40,7 @@ class TrainConfig(Config):
     dropout: float | None = Field(None, ge=0, lt=1)
     precision: Literal["float32", "bf16"] = "float32"
     compile: bool = False
+    graphs: bool = False
     weights: Literal["float32", "bf16"] = "float32"
     checkpoint_every: int = Field(1000, ge=1)
     keep_checkpoints: int = Field(2, ge=1)

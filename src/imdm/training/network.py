@@ -38,8 +38,12 @@ class Network:
     """One of the networks of a run. `model` is what Accelerate made of it, `bare` the same unwrapped; `losses` those
     since they were last taken."""
 
-    def __init__(self, name: str, module: nn.Module, config: TrainConfig, accelerator: Accelerator) -> None:
+    def __init__(
+        self, name: str, module: nn.Module, config: TrainConfig, accelerator: Accelerator, recorded: bool = False
+    ) -> None:
+        """recorded: whether `step` is to be recorded and replayed."""
         self.name, self.config, self.accelerator = name, config, accelerator
+        self.lr = torch.zeros((), device=accelerator.device) if recorded else None
         optimizer = torch.optim.AdamW(
             module.parameters(),
             lr=config.lr,
@@ -47,6 +51,7 @@ class Network:
             eps=config.eps,
             weight_decay=config.weight_decay,
             fused=True,
+            capturable=recorded,
         )
         self.model, self.optimizer = accelerator.prepare(module, optimizer)
         self.bare: Any = accelerator.unwrap_model(self.model)
@@ -63,12 +68,23 @@ class Network:
 
     def update(self) -> None:
         """One step of AdamW with the gradients that are there, then the average."""
+        self.set_rate()
+        self.step()
+        self.ema.update(self.bare)
+
+    def set_rate(self) -> None:
+        """Of the next step; where that is recorded, in the tensor that it reads."""
+        rate = self.rate()
+        if self.lr is not None:
+            self.lr.fill_(rate)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.rate()
+            group["lr"] = rate if self.lr is None else self.lr
+
+    def step(self) -> None:
+        """One step of AdamW with the gradients that are there."""
         self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.ema.update(self.bare)
 
     def mean_loss(self) -> float | None:
         """Since losses were last taken; None where there was no update."""
@@ -77,6 +93,7 @@ class Network:
     def state(self) -> NetworkState:
         """All processes gather, the first one gets it. An optimiser that has no moments yet is left alone: asked for
         them, it would make some."""
+        self._plain_rate()
         model: Any = get_model_state_dict(self.model, options=HOME)
         moments: dict[str, Tensor] = {}
         if self.optimizer.state:
@@ -86,7 +103,13 @@ class Network:
         config = self.bare.config if isinstance(self.bare, PreTrainedModel) else None
         return NetworkState(model, self.ema.weights, moments, self.ema.updates, config)
 
+    def _plain_rate(self) -> None:
+        """A number, as it is in every checkpoint."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate()
+
     def load(self, point: NetworkState) -> None:
+        self._plain_rate()
         set_model_state_dict(self.model, dict(point.model), options=WHOLE)
         self.ema.load(point.ema, point.ema_updates)
         optimizer = self.optimizer.optimizer

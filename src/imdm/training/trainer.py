@@ -6,13 +6,14 @@ import copy
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import DistributedType
 from torch import Tensor
 
 from imdm.config import digest
@@ -23,11 +24,12 @@ from imdm.files import append_line, as_path, working_in, write_text, written_asi
 from imdm.models import MaskedDiffusionLM, fingerprint
 from imdm.objectives import STUDENT, Objective, Step
 from imdm.stopping import Asked
-from imdm.training import checkpoint, history
+from imdm.training import checkpoint, history, recording
 from imdm.training.config import TrainConfig
 from imdm.training.ema import applied
 from imdm.training.history import read_history
 from imdm.training.network import Network, other_networks, settings_of, still
+from imdm.training.recording import Recorder, tensors_in
 
 
 @dataclass(frozen=True)
@@ -92,15 +94,17 @@ class Trainer:
             model.set_dropout(config.dropout)
         others = other_networks(objective, model, start, seed)
         configs = {name: config.changed(f"networks.{name}", one.settings()) for name, one in others.items()}
-        loop = {"steps", "checkpoint_every", "keep_checkpoints", "log_every", "tensorboard", "weights"}
+        loop = {"steps", "checkpoint_every", "keep_checkpoints", "log_every", "tensorboard", "weights", "graphs"}
         settings = {name: value for name, value in config.hashed().items() if name not in loop | {"micro_batch"}}
         self.run = digest([settings, objective.hashed(), identity, source.fingerprint, seed, *settings_of(others)])
         self.process = model.process
         self.order = Order(seed, len(source))
-        student = Network(STUDENT, model, config, self.accelerator)
+        self.recorder = self._recorder()
+        recorded = self.recorder is not None
+        student = Network(STUDENT, model, config, self.accelerator, recorded)
         self.networks = {STUDENT: student}
         for name, one in others.items():
-            self.networks[name] = Network(name, one.module, configs[name], self.accelerator)
+            self.networks[name] = Network(name, one.module, configs[name], self.accelerator, recorded)
         self.model, self.optimizer, self.ema = student.model, student.optimizer, student.ema
         self.bare: MaskedDiffusionLM = student.bare
         self._updates(0)  # refused now rather than later
@@ -124,6 +128,14 @@ class Trainer:
         check_fits(self.source, model.config)
         self.config.check(self.accelerator.num_processes, self.accelerator.device)
 
+    def _recorder(self) -> Recorder | None:
+        """Where steps are to be recorded, and can be."""
+        alone = self.accelerator.distributed_type == DistributedType.NO and self.accumulation == 1
+        if not (self.config.graphs and self.objective.recordable and alone):
+            return None
+        graphs = recording.graphs_on(self.accelerator.device)
+        return None if graphs is None else Recorder(graphs)
+
     @property
     def accumulation(self) -> int:
         return self.config.accumulation(self.accelerator.num_processes)
@@ -143,8 +155,9 @@ class Trainer:
         with self.beside:
             batch = {name: self._sent(column, device) for name, column in rows.items()}
             step = Step(self.seed, self.step, self._sent(slots, device), self.config.batch, None, update, updated)
+            step = replace(step, companion=self.companion, fill=self.recorder is not None)
             step = replace(step, start=self.objective.start(self.process, batch, step))
-        self.beside.hand_over((*batch.values(), step.slots, *(t for part in step.start or () for t in part.tensors())))
+        self.beside.hand_over(tensors_in((batch, step.slots, step.start)))
         return batch, step
 
     def _sent(self, values: Tensor, device: torch.device) -> Tensor:
@@ -156,14 +169,30 @@ class Trainer:
     def train_step(self) -> Tensor:
         """One step: the updates that the objective asks for. Returns the student's loss of the global batch; where the
         student is not updated, that of the last network that is."""
-        if self.objective.turn(self.companion, self.step, self.ema.weights):
-            self.optimizer.state.clear()
-        self.networks[STUDENT].pace = self.objective.pace(self.companion)
-        losses: dict[str, Tensor] = {}
-        for number, names in enumerate(self._updates(self.step)):
-            losses |= self._update(number, names)
+        with nullcontext() if self.recorder is None else self.recorder.graphs.aside():
+            renewed = self.objective.turn(self.companion, self.step, self.ema.weights)
+            if renewed:
+                self.optimizer.state.clear()
+            if self.recorder is not None and (renewed or self.recorder.under != self._fixed()):
+                self.recorder.forget(self._fixed(), self._held())
+            self.networks[STUDENT].pace = self.objective.pace(self.companion)
+            losses: dict[str, Tensor] = {}
+            for number, names in enumerate(self._updates(self.step)):
+                losses |= self._update(number, names)
         self.step += 1
         return losses.get(STUDENT, [*losses.values()][-1])
+
+    def _fixed(self) -> Hashable:
+        """What a recorded step holds for."""
+        training = tuple(network.bare.training for network in self.networks.values())
+        return training, self.objective.fixed(self.companion)
+
+    def _held(self) -> list[Any]:
+        """What recorded steps read beside weights and rows: tables that are remembered elsewhere, and not for ever."""
+        models = [network.bare for network in self.networks.values()] + [getattr(self.companion, "model", None)]
+        known = [model for model in models if isinstance(model, MaskedDiffusionLM)]
+        device = self.accelerator.device
+        return [model.backbone.beside(self.source.length + model.config.mixture, device) for model in known]
 
     def _updates(self, step: int) -> list[tuple[str, ...]]:
         """The updates of a step, each of networks that are there."""
@@ -178,28 +207,60 @@ class Trainer:
 
     def _update(self, number: int, names: tuple[str, ...]) -> dict[str, Tensor]:
         """One update of these networks, all others as they are; returns their losses of the global batch."""
-        moved, others = [self.networks[name] for name in names], set(self.networks) - set(names)
-        modules = {name: one.bare if name in others else one.model for name, one in self.networks.items()}
-        model = modules.pop(STUDENT)
-        total = torch.zeros(len(names), device=self.accelerator.device)
-        with still(self.networks[name] for name in others):
-            for micro in range(self.accumulation):
-                batch, step = self.batch(micro, number, names)
-                step = replace(step, networks=modules)
-                with ExitStack() as waiting:
-                    for network in moved if micro < self.accumulation - 1 else ():
-                        waiting.enter_context(self.accelerator.no_sync(network.model))
-                    with self._precision():
-                        given = self.objective.loss(model, self.process, batch, step, self.companion)
-                        losses = [loss / self.accumulation for loss in self._by_name(given, names)]
-                    self.accelerator.backward(sum(losses[1:], losses[0]))
-                total += torch.stack([loss.detach() for loss in losses])
-            for network in moved:
-                network.update()
+        moved = [self.networks[name] for name in names]
+        if self.recorder is not None:
+            total = self._replayed(self.recorder, number, names)
+        else:
+            total = torch.zeros(len(names), device=self.accelerator.device)
+            with self._others_still(names):
+                for micro in range(self.accumulation):
+                    batch, step = self.batch(micro, number, names)
+                    with ExitStack() as waiting:
+                        for network in moved if micro < self.accumulation - 1 else ():
+                            waiting.enter_context(self.accelerator.no_sync(network.model))
+                        total += self._gradients(batch, step)
+                for network in moved:
+                    network.update()
         found = self.accelerator.reduce(total, reduction="mean").unbind()
         for network, loss in zip(moved, found, strict=True):
             network.losses.append(loss)
         return dict(zip(names, found, strict=True))
+
+    def _gradients(self, batch: Mapping[str, Tensor], step: Step) -> Tensor:
+        """Those of one micro-batch, added to what the updated networks have; returns their losses."""
+        updated = step.updated
+        modules = {name: one.model if name in updated else one.bare for name, one in self.networks.items()}
+        model = modules.pop(STUDENT)
+        with self._precision():
+            given = self.objective.loss(model, self.process, batch, replace(step, networks=modules), self.companion)
+            losses = [loss / self.accumulation for loss in self._by_name(given, updated)]
+        self.accelerator.backward(sum(losses[1:], losses[0]))
+        return torch.stack([loss.detach() for loss in losses])
+
+    def _others_still(self, names: Sequence[str]) -> AbstractContextManager[None]:
+        """No gradient reaches the weights of other networks than these inside this block."""
+        return still(network for name, network in self.networks.items() if name not in names)
+
+    def _replayed(self, recorder: Recorder, number: int, names: tuple[str, ...]) -> Tensor:
+        """One update, recorded when it can be: gradients and AdamW. Averages, whose decay changes, come after it."""
+        batch, step = self.batch(0, number, names)
+        index = torch.full((), self.step, device=self.accelerator.device)
+        moved = [self.networks[name] for name in names]
+
+        def run(given: Any) -> Tensor:
+            batch, slots, index, start = given
+            with self._others_still(names):
+                total = self._gradients(batch, replace(step, slots=slots, index=index, start=start))
+            for network in moved:
+                network.step()
+            return total
+
+        for network in moved:
+            network.set_rate()
+        total = recorder((number, names), (batch, step.slots, index, step.start), run)
+        for network in moved:
+            network.ema.update(network.bare)
+        return total
 
     def _by_name(self, given: Tensor | Mapping[str, Tensor], names: Sequence[str]) -> list[Tensor]:
         """A loss for each of these networks, in their order."""
@@ -360,6 +421,8 @@ class Trainer:
             raise UserError(
                 f"checkpoint {str(path)!r} is at step {point.step}, beyond training.steps = {self.config.steps}"
             )
+        if self.recorder is not None:
+            self.recorder.forget()  # what is loaded may lie elsewhere
         for name, network in self.networks.items():
             network.load(point.networks[name])
         if self.companion:

@@ -1,0 +1,155 @@
+"""Training steps recorded as CUDA graphs: thousands of small kernels for the price of one launch.
+
+A graph reads and writes the same memory each time. So what a step is given is copied into places that stay, weights,
+moments and averages stay where they are, and what changes from step to step is a number in a tensor. The shape of what
+is given belongs to a recording; objectives that are told to (`Step.fill`) keep to a few.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from imdm.errors import UserError, is_out_of_memory
+
+Run = Callable[[], Tensor]
+
+
+class Graphs(Protocol):
+    """What records and replays."""
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Steps run inside this block, recorded or not."""
+
+    def record(self, run: Run) -> Run:
+        """Does not run it; what comes back does whenever it is called, and gives the tensor that `run` gave, which the
+        next call overwrites."""
+
+    def forget(self) -> None:
+        """All that was recorded is no longer needed."""
+
+
+class CudaGraphs:
+    """On a GPU. Steps run on a stream of their own: the usual one cannot be recorded, and what the gradients of
+    weights are summed by belongs to the stream on which it was first used."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.stream = device, torch.cuda.Stream(device)
+        self.pool = torch.cuda.graph_pool_handle()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        usual = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(usual)
+        with torch.cuda.stream(self.stream):
+            yield
+        usual.wait_stream(self.stream)
+
+    def record(self, run: Run) -> Run:
+        gc.collect()  # what a step before may have left in circles
+        graph = torch.cuda.CUDAGraph()
+        how: Any = {"pool": self.pool, "stream": self.stream, "capture_error_mode": "thread_local"}
+        with torch.cuda.graph(graph, **how):  # other threads may work meanwhile
+            found = run()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return found
+
+        return replay
+
+    def forget(self) -> None:
+        torch.cuda.synchronize(self.device)
+        self.pool = torch.cuda.graph_pool_handle()  # a pool that lost its last graph takes no new one
+
+
+def graphs_on(device: torch.device) -> Graphs | None:
+    """None where there are none."""
+    return CudaGraphs(device) if device.type == "cuda" else None
+
+
+class Recorder:
+    """Runs a step as it is the first `WARM` times that it comes in some shape, which compiles and plans what must be,
+    records it the next time, and replays it from then on. These are real steps, each of them. Shapes beyond the first
+    `KEPT` that came so often are run as they are."""
+
+    WARM, KEPT = 2, 16
+
+    def __init__(self, graphs: Graphs) -> None:
+        self.graphs = graphs
+        self.under: Hashable = None
+        self.seen: Counter[Hashable] = Counter()
+        self.recorded: dict[Hashable, Run] = {}
+        self.places: dict[Hashable, Tensor] = {}
+        self.held: list[Any] = []
+
+    def forget(self, under: Hashable = None, held: list[Any] | None = None) -> None:
+        """What was recorded is stale. under: what recordings from now on hold for; held: what they read beside weights
+        and what they are given, kept so that it stays where it is."""
+        if self.recorded:
+            self.recorded = {}
+            self.graphs.forget()
+        self.seen.clear()
+        self.under, self.held = under, held or []
+
+    def __call__(self, what: Hashable, given: Any, run: Callable[[Any], Tensor]) -> Tensor:
+        """run(given), of which recordings hold for the same `what` and shapes. The tensors of `given`, and the one that
+        comes back, are others each time."""
+        shapes = tuple((path, _shape(leaf)) for path, leaf in leaves(given))
+        key = what, shapes
+        self.seen[key] += 1
+        mine = mapped(given, self._put)
+        if key not in self.recorded:
+            if self.seen[key] <= self.WARM or len(self.recorded) >= self.KEPT:
+                return run(mine)
+            try:
+                self.recorded[key] = self.graphs.record(lambda: run(mine))
+            except RuntimeError as error:
+                if is_out_of_memory(error):
+                    raise
+                reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+                raise UserError(f"training.graphs: this step cannot be recorded ({reason}); set it to false") from error
+        return self.recorded[key]().clone()
+
+    def _put(self, path: str, leaf: Any) -> Any:
+        """A tensor's numbers in the place that tensors of its shape have there; recordings of other shapes share it."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        place = self.places.setdefault((path, *_shape(leaf)), torch.empty_like(leaf))
+        return place.copy_(leaf)
+
+
+def _shape(leaf: Any) -> tuple[Hashable, ...]:
+    return (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else (leaf,)
+
+
+def mapped(value: Any, change: Callable[[str, Any], Any], path: str = "") -> Any:
+    """The same tuples, lists, mappings and dataclasses with other leaves."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(mapped(v, change, f"{path}.{n}") for n, v in zip(value._fields, value, strict=True)))
+    if isinstance(value, tuple | list):
+        return type(value)(mapped(each, change, f"{path}.{number}") for number, each in enumerate(value))
+    if isinstance(value, Mapping):
+        return {name: mapped(each, change, f"{path}.{name}") for name, each in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        return dataclasses.replace(value, **mapped(fields, change, path))
+    return change(path, value)
+
+
+def leaves(value: Any) -> list[tuple[str, Any]]:
+    """What is in tuples, lists, mappings and dataclasses, and where."""
+    found: list[tuple[str, Any]] = []
+    mapped(value, lambda path, leaf: found.append((path, leaf)))
+    return found
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    return [leaf for _, leaf in leaves(value) if isinstance(leaf, Tensor)]
