@@ -26,7 +26,7 @@ from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
 SMALL = {"preset": "tiny", "length": 16, "vocab_size": 512}
 PAPER = Machine("a machine of paper", "2.x", tflops=1.0, terabytes=1.0)
 """It does 10⁹ operations a millisecond and nothing else takes time."""
-LEAST = {"training": 0.8, "sdtt": 0.8, "scaling": 0.8}
+LEAST = {"training": 0.8, "sdtt": 0.8, "graphs": 0.8, "scaling": 0.8}
 
 
 class Operations(TorchDispatchMode):
@@ -57,6 +57,7 @@ def paper() -> Iterator[None]:
         patch.setitem(sampling.SIZES, "tiny", SMALL | {"vocab_size": 8192, "batch": 4, "steps": (8,)})
         patch.setitem(couplings.SIZES, "tiny", SMALL | {"pairs": 8, "batch": 4, "steps": 32})
         patch.setitem(training.SIZES, "tiny", (SMALL | {"batch": 8},))
+        patch.setitem(training.RECORDED, "tiny", SMALL | {"batch": 8})
         patch.setitem(losses.SIZES, "tiny", ((32, 16, 256),))
         patch.setitem(scaling.BASE, "tiny", SMALL | {"batch": 2, "steps": 2})
         few = {"batch": (1, 8), "vocab_size": (256, 512), "length": (8, 16), "steps": (1, 4)}

@@ -10,18 +10,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from imdm.benchmarks.training import Pairs
 from imdm.data import CoupleConfig, Coupling, LanguageSource, TokenSource, aligned, couple
 from imdm.masks import Mask
 from imdm.models import faster, load_model
 from imdm.models.layers import attend, capped_attention, rotary, turned_back
-from imdm.objectives import SDTT, Nelbo, Objective, ReDi, Step
+from imdm.objectives import SDTT, Autoregressive, Nelbo, Objective, ReDi, Step
 from imdm.randomness import Purpose, bits, fold, normal, survivors, symmetric, uniform
 from imdm.sampling import Sampling, sample
 from imdm.sampling.categorical import draw
 from imdm.training import TrainConfig, Trainer
+from imdm.training.recording import Recorder
 from tests.conftest import tiny_model
 from tests.reference.enumeration import TableDenoiser, all_masked, chain_law, sequence_law
 from tests.reference.statistics import assert_law, counts_of
+from tests.test_recording import Pair
 
 Draw = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
@@ -205,6 +208,65 @@ def test_compiled_training_has_the_same_losses(tmp_path: Path, softcap: float | 
         trainer.model.train()
         losses[compiled] = [float(trainer.train_step()) for _ in range(4)]
     assert losses[True] == pytest.approx(losses[False], rel=1e-3, abs=1e-4)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("objective", "mask"),
+    [
+        (Nelbo(), "single"),
+        (Nelbo(), "infinite-uniform-8-1.0"),
+        (ReDi(), "infinite-uniform-8-1.0"),
+        (SDTT(rounds=2, iterations=7, first_dt=0.1), "infinite-uniform-8-1.0"),
+        (SDTT(rounds=1, divergence="tv", teacher_steps=3), "finite-7"),
+        (Autoregressive(), "single"),
+    ],
+)
+def test_recorded_training_has_the_same_losses(tmp_path: Path, objective: Objective, mask: str, compiled: bool) -> None:
+    """In bf16, with dropout, a rate that warms up, a student that becomes the teacher, looks and checkpoints in
+    between, and what was beyond a checkpoint trained again. Few graphs are recorded, and they are replayed."""
+    tokens = torch.arange(256 * 32).view(256, 32) * 31 % 299
+    source = (Pairs if isinstance(objective, ReDi) else TokenSource)(tokens, 300, 299)
+    losses, weights = {}, {}
+    for recorded in (False, True):
+        config = TrainConfig(
+            steps=14, batch=128, lr=1e-4, warmup=6, ema=0.9, precision="bf16", compile=compiled, graphs=recorded
+        )
+        settings = {"vocab_size": 300, "length": 32, "width": 64, "heads": 4, "mask": mask, "dropout": 0.1}
+        settings["causal"] = objective.causal
+        model, teacher = (tiny_model(seed=seed, **settings) for seed in (0, 1))
+        trainer = Trainer(model, objective, source, config, tmp_path / str(recorded), start=teacher)
+        trainer.model.train()
+        found = [float(trainer.train_step()) for _ in range(12)]
+        trainer.save()
+        with trainer.averaged():
+            trainer.bare.trunk(trainer.bare.noised(source.rows(torch.arange(4))["tokens"].cuda()))
+        found += [float(trainer.train_step()) for _ in range(2)]
+        trainer.resume()
+        found += [float(trainer.train_step()) for _ in range(5)]
+        losses[recorded], weights[recorded] = found, list(trainer.ema.weights.values())
+        assert (trainer.recorder is not None) == recorded
+        if trainer.recorder is not None:
+            assert 1 <= len(trainer.recorder.recorded) <= 5
+            assert max(trainer.recorder.seen.values()) > Recorder.WARM
+    assert losses[True] == pytest.approx(losses[False], rel=5e-3, abs=1e-4)
+    assert losses[True][12:14] == pytest.approx(losses[True][14:16], rel=5e-3, abs=1e-4)
+    assert_near(weights[True], weights[False], within=1e-2)
+
+
+def test_recorded_steps_take_turns(tmp_path: Path) -> None:
+    """Two networks, one after the other and at once, and a batch large enough that memory is reused between graphs."""
+    source = TokenSource(torch.arange(256 * 32).view(256, 32) * 31 % 299, 300, 299)
+    for together in (False, True):
+        losses = {}
+        for recorded in (False, True):
+            config = TrainConfig(steps=12, batch=256, lr=1e-4, warmup=6, precision="bf16", graphs=recorded)
+            model = tiny_model(vocab_size=300, length=32, width=64, heads=4, dropout=0.1)
+            trainer = Trainer(model, Pair(together=together), source, config, tmp_path / f"{together}-{recorded}")
+            for network in trainer.networks.values():
+                network.model.train()
+            losses[recorded] = [float(trainer.train_step()) for _ in range(12)]
+        assert losses[True] == pytest.approx(losses[False], rel=5e-3)
 
 
 def test_dropout_is_the_same_on_every_device() -> None:

@@ -1,11 +1,11 @@
-"""Training steps of each kind, with dropout, clipping and average: MDLM, IM-ReDi, IM-SDTT."""
+"""Training steps of each kind, with dropout, clipping and average: MDLM, IM-ReDi, IM-SDTT; and recorded ones."""
 
 from __future__ import annotations
 
 import copy
 import tempfile
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,6 +25,10 @@ SIZES: dict[Size, tuple[dict[str, Any], ...]] = {
         {"preset": "small", "length": 1024, "vocab_size": 50_258, "batch": 32},
     ),
     "tiny": ({"preset": "tiny", "length": 64, "vocab_size": 4096, "batch": 8},),
+}
+RECORDED: dict[Size, dict[str, Any]] = {
+    "full": {"preset": "mini", "length": 128, "vocab_size": 4096, "batch": 512},
+    "tiny": {"preset": "tiny", "length": 64, "vocab_size": 4096, "batch": 8},
 }
 NOISY = "infinite-uniform-768-1.0"
 STEPS, PLAIN_STEPS = 30, 6
@@ -52,6 +56,29 @@ def sdtt(size: Size) -> Iterator[Row]:
     yield _row(SIZES[size][0], "train IM-SDTT", NOISY, SDTT(), _sdtt, passes=5, heads=4)
 
 
+@benchmarks.register("graphs")
+def graphs(size: Size) -> Iterator[Row]:
+    """A small model's step recorded (`training.graphs`), beside the same one launched kernel by kernel."""
+    given = dict(RECORDED[size])
+    batch, length, V = given.pop("batch"), given["length"], given["vocab_size"]
+    model = fresh(mask="single", **given)
+    half = batch * length / 2
+    flops = 3 * (network_flops(model.config, batch * length, length, half, half) + head_flops(model.config, int(half)))
+    took = {
+        graphs: _trained(model, Nelbo(), _source(Nelbo(), batch, length, V), batch, graphs) for graphs in (False, True)
+    }
+    yield Row(
+        work=f"train {given['preset']} MDLM, recorded, L={length}",
+        ours=took[True],
+        plain=took[False],
+        tokens=batch * length,
+        flops=flops,
+        settings={**given, "batch": batch, "mask": "single", "dropout": 0.1, "precision": _precision()},
+        per="step",
+        note="plain: the same, not recorded; elsewhere than on a GPU neither is",
+    )
+
+
 PlainLoss = Callable[[MaskedDiffusionLM, MaskedDiffusionLM, dict[str, Tensor], Step], Tensor]
 
 
@@ -75,31 +102,44 @@ def _row(
     """passes, heads: how often the products of network and head are computed a step; backward counts twice."""
     given = dict(given)
     batch, length, V = given.pop("batch"), given["length"], given["vocab_size"]
-    cuda = device().type == "cuda"
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, V - 1, (8 * batch, length), generator=generator)
-    source = (Pairs if isinstance(objective, ReDi) else TokenSource)(tokens, V, V - 1)
-    precision = "bf16" if cuda else "float32"
-    config = TrainConfig(steps=10_000, batch=batch, dropout=0.1, precision=precision, compile=cuda)
+    source = _source(objective, batch, length, V)
     model = fresh(mask=mask, **given)
     half = batch * length / 2  # positions that are masked, and read
     flops = passes * network_flops(model.config, batch * length, length, half, half)
     flops += heads * head_flops(model.config, int(half))
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(copy.deepcopy(model), objective, source, config, folder)
-        trainer.model.train()
-        ours = paced(trainer.train_step, STEPS)
-        del trainer
-    bare = _plain(model, source, batch, loss, torch.bfloat16 if cuda else None)
+    ours = _trained(model, objective, source, batch)
+    bare = _plain(model, source, batch, loss, torch.bfloat16 if _precision() == "bf16" else None)
     return Row(
         work=f"{work}, L={length}",
         ours=ours,
         plain=bare,
         tokens=batch * length,
         flops=flops,
-        settings={**given, "batch": batch, "mask": mask, "dropout": 0.1, "precision": precision},
+        settings={**given, "batch": batch, "mask": mask, "dropout": 0.1, "precision": _precision()},
         per="step",
     )
+
+
+def _precision() -> Literal["float32", "bf16"]:
+    return "bf16" if device().type == "cuda" else "float32"
+
+
+def _source(objective: Objective, batch: int, length: int, V: int) -> TokenSource:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, V - 1, (8 * batch, length), generator=generator)
+    return (Pairs if isinstance(objective, ReDi) else TokenSource)(tokens, V, V - 1)
+
+
+def _trained(
+    model: MaskedDiffusionLM, objective: Objective, source: TokenSource, batch: int, graphs: bool = False
+) -> Took:
+    """Steps as they are taken, the first ones, which compile and record, not counted."""
+    cuda = device().type == "cuda"
+    config = TrainConfig(steps=10_000, batch=batch, dropout=0.1, precision=_precision(), compile=cuda, graphs=graphs)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(copy.deepcopy(model), objective, source, config, folder)
+        trainer.model.train()
+        return paced(trainer.train_step, STEPS, 10 if graphs else 5)
 
 
 def _plain(

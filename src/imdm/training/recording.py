@@ -122,8 +122,10 @@ class Recorder:
         """A tensor's numbers in the place that tensors of its shape have there; recordings of other shapes share it."""
         if not isinstance(leaf, Tensor):
             return leaf
-        place = self.places.setdefault((path, *_shape(leaf)), torch.empty_like(leaf))
-        return place.copy_(leaf)
+        key = path, _shape(leaf)
+        if key not in self.places:
+            self.places[key] = torch.empty_like(leaf)
+        return self.places[key].copy_(leaf)
 
 
 def _shape(leaf: Any) -> tuple[Hashable, ...]:
