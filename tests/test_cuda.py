@@ -20,7 +20,6 @@ from imdm.randomness import Purpose, bits, fold, normal, survivors, symmetric, u
 from imdm.sampling import Sampling, sample
 from imdm.sampling.categorical import draw
 from imdm.training import TrainConfig, Trainer
-from imdm.training.recording import Recorder
 from tests.conftest import tiny_model
 from tests.reference.enumeration import TableDenoiser, all_masked, chain_law, sequence_law
 from tests.reference.statistics import assert_law, counts_of
@@ -218,13 +217,13 @@ def test_compiled_training_has_the_same_losses(tmp_path: Path, softcap: float | 
         (Nelbo(), "infinite-uniform-8-1.0"),
         (ReDi(), "infinite-uniform-8-1.0"),
         (SDTT(rounds=2, iterations=7, first_dt=0.1), "infinite-uniform-8-1.0"),
-        (SDTT(rounds=1, divergence="tv", teacher_steps=3), "finite-7"),
+        (SDTT(rounds=1, divergence="tv", first_dt=0.1, teacher_steps=3), "finite-7"),
         (Autoregressive(), "single"),
     ],
 )
 def test_recorded_training_has_the_same_losses(tmp_path: Path, objective: Objective, mask: str, compiled: bool) -> None:
     """In bf16, with dropout, a rate that warms up, a student that becomes the teacher, looks and checkpoints in
-    between, and what was beyond a checkpoint trained again. Few graphs are recorded, and they are replayed."""
+    between, and what was beyond a checkpoint trained again. Few graphs are recorded."""
     tokens = torch.arange(256 * 32).view(256, 32) * 31 % 299
     source = (Pairs if isinstance(objective, ReDi) else TokenSource)(tokens, 300, 299)
     losses, weights = {}, {}
@@ -238,6 +237,8 @@ def test_recorded_training_has_the_same_losses(tmp_path: Path, objective: Object
         trainer = Trainer(model, objective, source, config, tmp_path / str(recorded), start=teacher)
         trainer.model.train()
         found = [float(trainer.train_step()) for _ in range(12)]
+        assert (trainer.recorder is not None) == recorded
+        assert trainer.recorder is None or 1 <= len(trainer.recorder.recorded) <= 4
         trainer.save()
         with trainer.averaged():
             trainer.bare.trunk(trainer.bare.noised(source.rows(torch.arange(4))["tokens"].cuda()))
@@ -245,10 +246,6 @@ def test_recorded_training_has_the_same_losses(tmp_path: Path, objective: Object
         trainer.resume()
         found += [float(trainer.train_step()) for _ in range(5)]
         losses[recorded], weights[recorded] = found, list(trainer.ema.weights.values())
-        assert (trainer.recorder is not None) == recorded
-        if trainer.recorder is not None:
-            assert 1 <= len(trainer.recorder.recorded) <= 5
-            assert max(trainer.recorder.seen.values()) > Recorder.WARM
     assert losses[True] == pytest.approx(losses[False], rel=5e-3, abs=1e-4)
     assert losses[True][12:14] == pytest.approx(losses[True][14:16], rel=5e-3, abs=1e-4)
     assert_near(weights[True], weights[False], within=1e-2)

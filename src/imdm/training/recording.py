@@ -114,7 +114,8 @@ class Recorder:
             except RuntimeError as error:
                 if is_out_of_memory(error):
                     raise
-                reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+                cause = error.__context__ or error  # the first one; then the recording could not be ended
+                reason = next(iter(str(cause).strip().splitlines()), type(cause).__name__)
                 raise UserError(f"training.graphs: this step cannot be recorded ({reason}); set it to false") from error
         return self.recorded[key]().clone()
 
