@@ -26,9 +26,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp, log
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
 from pydantic import Field, model_validator
@@ -43,13 +43,14 @@ from imdm.objectives.texts import Frontier, score, standing
 from imdm.process import NoisePolicy, Process
 from imdm.randomness import Purpose, as_key, fold, uniform
 from imdm.sampling import Sampling, draw_tokens, sample
-from imdm.state import Noised, Rows
+from imdm.state import Noised, Rows, filled_places, size_of_rows
 
 if TYPE_CHECKING:
     from imdm.data.source import Source
 
 AUXILIARY = "auxiliary"
 PRIOR, OWN, DATA = range(3)
+GOLDEN = (5**0.5 - 1) / 2
 Share = Annotated[float, Field(ge=0)]
 
 
@@ -114,6 +115,7 @@ class Match(Objective):
     """
 
     kind: str = "match"
+    recordable: ClassVar[bool] = True
     starts: Starts = Starts()
     steps: dict[Annotated[int, Field(ge=1, le=1 << 16)], Share] = Field({1: 1.0, 2: 1.0, 4: 1.0, 8: 1.0}, min_length=1)
     phases: tuple[Phase, ...] = Field((Phase(gradient="fkl", steps=5000), Phase(gradient="kl")), min_length=1)
@@ -146,29 +148,59 @@ class Match(Objective):
         before the first step; those sequences begin with all masks."""
         prior, own, data = self.starts.counts(step.batch)
         origin = torch.where(step.slots < prior, PRIOR, torch.where(step.slots < prior + own, OWN, DATA))
-        index = torch.as_tensor(step.index, device=step.slots.device)
-        origin = torch.where((origin == OWN) & (index == 0), PRIOR, origin)
+        if step.index == 0:
+            origin = torch.where(origin == OWN, PRIOR, origin)
         first = torch.where(origin == OWN, prior, prior + own)
         many = torch.where(origin == OWN, max(1, own), max(1, data))
         place = (step.slots - first + uniform(step.keys(), Purpose.TIME)) / many
         return origin, torch.where(origin == PRIOR, 1.0, EARLIEST + (1 - EARLIEST) * place).float()
 
-    def start(self, process: Process, batch: Mapping[str, Tensor], step: Step) -> tuple[Planned]:
-        return (self.planned(process, step.keys(), *self.origins(step), batch["tokens"].shape[1]),)
+    def shares(self, t: Tensor, place: Tensor, u: Tensor) -> Tensor:
+        """The share of the new tokens that is shown, (b,): u·min(1, 1/(N·t)), N the one whose weights hold `place`;
+        both in [0, 1)."""
+        counts = torch.tensor(list(self.steps), device=t.device)
+        weights = torch.tensor(list(self.steps.values()), dtype=torch.float64, device=t.device).cumsum(0)
+        chosen = torch.searchsorted(weights, place * weights[-1], right=True).clamp(max=len(counts) - 1)
+        return u * (1 / (counts[chosen] * t.double())).clamp(max=1)
 
-    def planned(self, process: Process, keys: Tensor, origin: Tensor, t: Tensor, length: int) -> Planned:
-        """All that a step does whatever the networks say."""
+    def start(self, process: Process, batch: Mapping[str, Tensor], step: Step) -> Planned:
+        """N and u are low-discrepancy over the batch: each a lattice with an irrational step, shifted by a number of
+        the training step."""
+        origin, t = self.origins(step)
+        shift = fold(as_key(step.seed, step.slots.device), Purpose.STEP, step.index)
+        shift = fold(shift, Purpose.UPDATE, step.update + 1)
+        lattice = step.slots.double()
+        place = (uniform(shift, Purpose.TIME, 1) + lattice * 2**0.5) % 1
+        u = (uniform(shift, Purpose.TIME, 2) + lattice * GOLDEN) % 1
+        plan = self.planned(process, step.keys(), origin, t, self.shares(t, place, u), batch["tokens"].shape[1], step)
+        new, capacity = self.texts(step.batch)
+        there = min(step.index * new, capacity - new)
+        age = 1 + (uniform(step.keys(), Purpose.DATA) * there).long()
+        kept = torch.where(step.slots < new, (step.index * new + step.slots) % capacity, capacity)
+        return replace(plan, recalled=(step.index * new - age) % capacity, kept=kept)
+
+    def texts(self, batch: int) -> tuple[int, int]:
+        """How many own texts come with each step, and how many are kept, so that none is read while it is replaced."""
+        new = self.starts.counts(batch)[0]
+        return new, max(self.remembered, 2 * new)
+
+    def planned(
+        self, process: Process, keys: Tensor, origin: Tensor, t: Tensor, share: Tensor, length: int, step: Step | None
+    ) -> Planned:
+        """What is masked, when, and what the student reads beside tokens."""
         masked = process.masks(t, keys, length) | (origin == PRIOR)[:, None]
-        counts = torch.tensor(list(self.steps), device=keys.device)
-        weights = torch.tensor(list(self.steps.values()), dtype=torch.float64, device=keys.device).cumsum(0)
-        chosen = torch.searchsorted(weights, uniform(keys, Purpose.TIME, 1) * weights[-1], right=True)
-        N = counts[chosen.clamp(max=len(counts) - 1)]
-        share = uniform(keys, Purpose.TIME, 2) * (1 / (N * t.double())).clamp(max=1)  # (b,)
         fate = uniform(keys[:, None], Purpose.REVEAL, torch.arange(length, device=keys.device))
         fate = torch.where(masked, fate, -1.0)
         again = masked & ((fate >= share[:, None]) | (fate == fate.amax(1, keepdim=True)))
+        rows = Rows.where(masked) if step is None else step.rows(masked)
+        left = rows.of(again)
+        if step is not None and step.fill:
+            left = filled_places(left, size_of_rows(int(left.sum()), len(left)))
+        else:
+            left = left.nonzero()[:, 0]
+        sequence, position = rows.sequence[left], rows.position[left]
+        counted = rows.of(again)[left] if step is not None and step.fill else None
         s = (t.double() * (1 - share)).clamp(min=EARLIEST)  # the time of z̃
-        rows = Rows.where(masked)
         return Planned(
             keys=keys,
             origin=origin,
@@ -179,7 +211,8 @@ class Match(Objective):
             latent=process.latents(keys),
             weight=process.schedule.weight(s).float(),
             rows=rows,
-            left=rows.of(again).nonzero()[:, 0],
+            left=left,
+            left_rows=Rows(sequence, position, counted=counted),
         )
 
     def loss(
@@ -195,21 +228,24 @@ class Match(Objective):
         if companion is None:
             raise ValueError("Match.loss needs the companion that Match.companion(model) makes")
         x, phase, pushes = batch["tokens"], self.phases[companion.phase], STUDENT in step.updated
-        (plan,) = step.start or self.start(process, batch, step)
-        texts = companion.texts_of(x.shape[1], self.starts.counts(step.batch)[0], self.remembered)
-        text = torch.where((plan.origin == OWN)[:, None], texts.recalled(step), x)
+        plan = step.start if step.start is not None else self.start(process, batch, step)
+        texts = companion.texts(self.texts(step.batch)[1], x.shape[1])
+        text = torch.where((plan.origin == OWN)[:, None], texts[plan.recalled], x)
         write = _Write(plan, text, companion, step.networks[AUXILIARY], phase)
         with torch.set_grad_enabled(pushes and torch.is_grad_enabled()):
             found = model(plan.state(text, process.mask_id), rows=plan.rows, reduce=write)  # (R̃, 2)
-        said = found[:, 1].sum()
-        companion.count(said.detach(), len(found))
+        rows = plan.left_rows
+        said = rows.counting(found[:, 1])
+        companion.count(said.detach(), rows)
         if not pushes:
-            return said / x.numel()
-        texts.remember(write.written, step)
-        weight = plan.weight[plan.left_rows.sequence] if phase.gradient == "soft" else 1.0
-        return {STUDENT: (found[:, 0] * weight).sum() / x.numel(), AUXILIARY: said / x.numel()}
+            return said.sum() / x.numel()
+        companion.remember(write.written, plan.kept)
+        pushed = rows.counting(found[:, 0])
+        if phase.gradient == "soft":
+            pushed = pushed * plan.weight[rows.sequence]
+        return {STUDENT: pushed.sum() / x.numel(), AUXILIARY: said.sum() / x.numel()}
 
-    def constants(self, companion: Pursued) -> int:
+    def fixed(self, companion: Pursued) -> int:
         return companion.phase
 
     def pace(self, companion: Pursued) -> float:
@@ -257,10 +293,11 @@ class Match(Objective):
             return {}
         key = fold(as_key(seed, model.device), Purpose.HELD_OUT)
         keys = fold(key, Purpose.SAMPLE, torch.arange(self.looks, device=model.device))
-        teacher, length = companion.teacher, source.length
+        teacher, length = companion.model, source.length
         if companion.frontier is None:
             companion.frontier = Frontier.of(teacher, self.looks, length, fold(keys, Purpose.COPY, 1))
-        frontier, found, ratios, lacking = companion.frontier, {}, [], 0.0
+        frontier, ratios, lacking = companion.frontier, [], 0.0
+        found: dict[str, float] = {}
         canvas = torch.full((self.looks, length), model.process.mask_id, device=model.device)
         for N, weight in sorted(self.steps.items()):
             how = Sampling(steps=N, noise=self.noise)
@@ -279,19 +316,18 @@ class Match(Objective):
     def _at_one_step(
         self, model: MaskedDiffusionLM, companion: Pursued, auxiliary: nn.Module, keys: Tensor, length: int
     ) -> dict[str, float]:
-        origin = torch.full_like(keys, PRIOR)
         teacher_said, said, open_ = [], [], []
         for some in keys.split(64):
-            plan = self.planned(
-                model.process, some, origin[: len(some)], torch.ones(len(some), device=some.device), length
-            )
+            origin, t = torch.full_like(some, PRIOR), torch.ones(len(some), device=some.device)
+            share = self.shares(t, uniform(some, Purpose.TIME, 1), uniform(some, Purpose.TIME, 2))
+            plan = self.planned(model.process, some, origin, t, share, length, None)
             blank = torch.zeros(len(some), length, dtype=torch.int64, device=some.device)
             hidden = model.trunk_at(plan.state(blank, model.process.mask_id), plan.rows)
             open_.append(reduced(model.head_of(hidden), _entropy))
             written = plan.written(companion.student, hidden, blank)
             rows, chosen = plan.left_rows, Chosen(plan.left_rows.of(written))
-            shown = plan.shown(written, companion.teacher.process)
-            teacher_said.append(-companion.teacher(shown, rows=rows, reduce=chosen))
+            shown = plan.shown(written, companion.model.process)
+            teacher_said.append(-companion.model(shown, rows=rows, reduce=chosen))
             said.append(-auxiliary(shown, rows=rows, reduce=chosen, generated=plan.generated))
         ours, theirs = float(torch.cat(said).double().mean()), float(torch.cat(teacher_said).double().mean())
         trained = companion.counted()
@@ -333,7 +369,9 @@ class Planned:
     masked, again     (b, L): in z_t, and in z̃
     noise, latent     what the student reads
     weight            (b,): the NELBO's at the time of z̃
-    rows, left        the masked positions of z_t, and which of them are masked in z̃: (R̃,)
+    rows              the masked positions of z_t
+    left, left_rows   which of them are masked in z̃: (R̃,)
+    recalled, kept    (b,): the place of the own text that a sequence may begin with, and of the one that it leaves
     """
 
     keys: Tensor
@@ -346,10 +384,9 @@ class Planned:
     weight: Tensor
     rows: Rows
     left: Tensor
-
-    @property
-    def left_rows(self) -> Rows:
-        return Rows(self.rows.sequence[self.left], self.rows.position[self.left])
+    left_rows: Rows
+    recalled: Any = None
+    kept: Any = None
 
     @property
     def generated(self) -> Tensor:
@@ -375,10 +412,6 @@ class Planned:
         tokens = written.masked_fill(self.again, process.mask_id)
         return Noised(tokens, self.again, noise, self.t, process.latents(keys), self.keys)
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        own = [value for value in vars(self).values() if isinstance(value, Tensor)]
-        return (*own, *self.rows.tensors())
-
 
 class _Write(Whole):
     """Given the student's rows: write x̃, mask it again, ask teacher and auxiliary, compare: (R̃, 2)."""
@@ -388,7 +421,7 @@ class _Write(Whole):
         self.written = text
 
     def read(self, head: Head) -> Tensor:
-        plan, teacher = self.plan, self.companion.teacher
+        plan, teacher = self.plan, self.companion.model
         self.written = plan.written(self.companion.student, head.rows, self.text)
         rows, shown = plan.left_rows, plan.shown(self.written, teacher.process)
         with torch.no_grad():
@@ -431,33 +464,6 @@ class Auxiliary(MaskedDiffusionLM):
         return reduced(self.head_of(self.backbone.at(x + told * self.generated.to(x.dtype), rows, state.keys)), reduce)
 
 
-class Texts:
-    """The student's own recent one-step texts: (capacity, L), each at a place that follows from its step and slot, the
-    same on all processes. `new`: how many come with each step."""
-
-    def __init__(self, capacity: int, new: int, length: int, device: torch.device) -> None:
-        self.new, self.capacity = new, max(capacity, 2 * new)
-        self.held = torch.zeros(self.capacity + 1, length, dtype=torch.int64, device=device)  # the last is for nothing
-
-    def recalled(self, step: Step) -> Tensor:
-        """One for each sequence, from before this step: (b, L)."""
-        index = torch.as_tensor(step.index, device=step.slots.device)
-        there = (index * self.new).clamp(max=self.capacity - self.new)
-        age = 1 + (uniform(step.keys(), Purpose.DATA) * there).long()
-        return self.held[(index * self.new - age) % self.capacity]
-
-    def remember(self, written: Tensor, step: Step) -> None:
-        """Those that were written from nothing."""
-        index = torch.as_tensor(step.index, device=step.slots.device)
-        place = torch.where(step.slots < self.new, (index * self.new + step.slots) % self.capacity, self.capacity)
-        if not _together():
-            self.held.index_copy_(0, place, written)
-            return
-        everyones = torch.zeros_like(self.held).index_copy_(0, place, written + 1)
-        torch.distributed.all_reduce(everyones)
-        self.held = torch.where(everyones > 0, everyones - 1, self.held)
-
-
 def _together() -> bool:
     """Whether there are other processes."""
     there = torch.distributed
@@ -474,9 +480,8 @@ class Pursued:
 
     def __init__(self, teacher: MaskedDiffusionLM, student: MaskedDiffusionLM) -> None:
         self.student = student
-        self.teacher = fixed(copy.deepcopy(teacher) if teacher is student else teacher, student)
-        self.texts: Texts | None = None
-        self.kept: Mapping[str, Tensor] = {}
+        self.model = fixed(copy.deepcopy(teacher) if teacher is student else teacher, student)
+        self.held: Tensor | None = None
         self.seen = torch.zeros(2, dtype=torch.float64, device=student.device)
         self.frontier: Frontier | None = None
         self.phase, self.since = 0, 0
@@ -484,16 +489,27 @@ class Pursued:
         self.best: dict[str, Tensor] = {}
         self.best_score: float | None = None
 
-    def texts_of(self, length: int, new: int, capacity: int) -> Texts:
-        if self.texts is None:
-            self.texts = Texts(capacity, new, length, self.student.device)
-            if "texts" in self.kept:
-                self.texts.held[:-1] = self.kept["texts"].to(self.student.device)
-        return self.texts
+    def texts(self, capacity: int, length: int) -> Tensor:
+        """The student's own recent one-step texts, each at a place that follows from its step and slot, the same on all
+        processes; one more row is written and never read: (capacity + 1, L)."""
+        if self.held is None:
+            self.held = torch.zeros(capacity + 1, length, dtype=torch.int64, device=self.student.device)
+        return self.held
 
-    def count(self, said: Tensor, rows: int) -> None:
-        """The auxiliary's cross-entropy on what it is trained on."""
-        self.seen += torch.stack((said.double(), torch.full_like(said, rows, dtype=torch.float64)))
+    def remember(self, written: Tensor, places: Tensor) -> None:
+        """Texts (b, L) at their places (b,)."""
+        held = self.texts(0, 0)
+        if not _together():
+            held.index_copy_(0, places, written)
+            return
+        everyones = torch.zeros_like(held).index_copy_(0, places, written + 1)
+        torch.distributed.all_reduce(everyones)
+        held.copy_(torch.where(everyones > 0, everyones - 1, held))
+
+    def count(self, said: Tensor, rows: Rows) -> None:
+        """The auxiliary's cross-entropy (R̃,) on what it is trained on."""
+        many = torch.full_like(said, 1.0) if rows.counted is None else rows.counted
+        self.seen += torch.stack((said.double().sum(), many.double().sum()))
 
     def counted(self) -> float | None:
         """Its mean since the last call."""
@@ -525,8 +541,8 @@ class Pursued:
 
     def tensors(self) -> dict[str, Tensor]:
         held = {"seen": self.seen} | {f"best.{name}": weight for name, weight in self.best.items()}
-        held |= {f"teacher.{name}": weight for name, weight in self.teacher.named_parameters()}
-        return held | ({"texts": self.texts.held[:-1]} if self.texts is not None else {})
+        held |= {f"teacher.{name}": weight for name, weight in self.model.named_parameters()}
+        return held | ({"texts": self.held[:-1]} if self.held is not None else {})
 
     def values(self) -> dict[str, Any]:
         frontier = None if self.frontier is None else self.frontier.values()
@@ -535,12 +551,14 @@ class Pursued:
 
     def load(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         device = self.student.device
-        self.kept = {"texts": tensors["texts"]} if "texts" in tensors else {}
-        self.texts = None
+        self.held = None
+        if "texts" in tensors:
+            texts = tensors["texts"].to(device)
+            self.held = torch.cat((texts, torch.zeros_like(texts[:1])))
         self.seen = tensors["seen"].to(device)
         self.best = {n.removeprefix("best."): w.to(device) for n, w in tensors.items() if n.startswith("best.")}
         with torch.no_grad():
-            for name, parameter in self.teacher.named_parameters():
+            for name, parameter in self.model.named_parameters():
                 parameter.copy_(tensors[f"teacher.{name}"])
         self.phase, self.since, self.scores = values["phase"], values["since"], list(values["scores"])
         self.best_score = values["best_score"]
