@@ -92,14 +92,20 @@ class Phase(Config):
 
 
 class AuxiliarySettings(Config):
-    """How the auxiliary network is trained. updates: of it a step, each on new samples; the student has one of them."""
+    """How the auxiliary network is trained. The student's gradient is as good as it is: one that lags makes the student
+    collapse.
+
+    updates  of it a step, each on new samples; the student has the last of them
+    ahead    so many steps are its own, before the student's first
+    """
 
     lr: float = Field(4e-4, gt=0)
     warmup: int = Field(100, ge=0)
     betas: tuple[float, float] = (0.9, 0.99)
     clip: float = Field(1.0, gt=0)
     ema: float = Field(0.99, ge=0, lt=1)
-    updates: int = Field(1, ge=1, le=16)
+    updates: int = Field(2, ge=1, le=16)
+    ahead: int = Field(200, ge=0)
 
 
 @objectives.register("match")
@@ -108,6 +114,7 @@ class Match(Objective):
 
     starts      shares of where a step begins
     steps       weights of the step counts N that are optimised, {N: weight}
+    context     how much of what a step reveals is shown: the larger, the nearer to all of it
     phases      gradients, one after another; each goes on from the best average of those before
     remembered  how many of the student's own texts are kept
     auxiliary   how the auxiliary network is trained
@@ -118,6 +125,7 @@ class Match(Objective):
     recordable: ClassVar[bool] = True
     starts: Starts = Starts()
     steps: dict[Annotated[int, Field(ge=1, le=1 << 16)], Share] = Field({1: 1.0, 2: 1.0, 4: 1.0, 8: 1.0}, min_length=1)
+    context: float = Field(1.0, ge=1, le=100)
     phases: tuple[Phase, ...] = Field((Phase(gradient="fkl", steps=5000), Phase(gradient="kl")), min_length=1)
     remembered: int = Field(4096, ge=1, le=1 << 24)
     auxiliary: AuxiliarySettings = AuxiliarySettings()
@@ -137,11 +145,12 @@ class Match(Objective):
 
     def networks(self, model: MaskedDiffusionLM, start: MaskedDiffusionLM | None = None) -> Mapping[str, Trained]:
         given = self.auxiliary.model_dump()
-        del given["updates"]
+        del given["updates"], given["ahead"]
         return {AUXILIARY: Trained(Auxiliary.of(model if start is None else start), weight_decay=0.0, **given)}
 
     def updates(self, step: int) -> Sequence[Sequence[str]]:
-        return ((AUXILIARY,),) * (self.auxiliary.updates - 1) + ((STUDENT, AUXILIARY),)
+        last = (AUXILIARY,) if step < self.auxiliary.ahead else (STUDENT, AUXILIARY)
+        return ((AUXILIARY,),) * (self.auxiliary.updates - 1) + (last,)
 
     def origins(self, step: Step) -> tuple[Tensor, Tensor]:
         """Where each sequence begins, and its time, low-discrepancy within its kind: (b,) each. There are no own texts
@@ -156,12 +165,12 @@ class Match(Objective):
         return origin, torch.where(origin == PRIOR, 1.0, EARLIEST + (1 - EARLIEST) * place).float()
 
     def shares(self, t: Tensor, place: Tensor, u: Tensor) -> Tensor:
-        """The share of the new tokens that is shown, (b,): u·min(1, 1/(N·t)), N the one whose weights hold `place`;
-        both in [0, 1)."""
+        """The share of the new tokens that is shown, (b,): u^(1/context)·min(1, 1/(N·t)), N the one whose weights hold
+        `place`; both in [0, 1)."""
         counts = torch.tensor(list(self.steps), device=t.device)
         weights = torch.tensor(list(self.steps.values()), dtype=torch.float64, device=t.device).cumsum(0)
         chosen = torch.searchsorted(weights, place * weights[-1], right=True).clamp(max=len(counts) - 1)
-        return u * (1 / (counts[chosen] * t.double())).clamp(max=1)
+        return u ** (1 / self.context) * (1 / (counts[chosen] * t.double())).clamp(max=1)
 
     def start(self, process: Process, batch: Mapping[str, Tensor], step: Step) -> Planned:
         """N and u are low-discrepancy over the batch: each a lattice with an irrational step, shifted by a number of
@@ -231,15 +240,16 @@ class Match(Objective):
         plan = step.start if step.start is not None else self.start(process, batch, step)
         texts = companion.texts(self.texts(step.batch)[1], x.shape[1])
         text = torch.where((plan.origin == OWN)[:, None], texts[plan.recalled], x)
-        write = _Write(plan, text, companion, step.networks[AUXILIARY], phase)
+        write = _Write(plan, text, companion, step.networks[AUXILIARY], phase if pushes else None)
         with torch.set_grad_enabled(pushes and torch.is_grad_enabled()):
-            found = model(plan.state(text, process.mask_id), rows=plan.rows, reduce=write)  # (R̃, 2)
+            found = model(plan.state(text, process.mask_id), rows=plan.rows, reduce=write)  # (R̃, 2), or (R̃,)
         rows = plan.left_rows
-        said = rows.counting(found[:, 1])
+        said = rows.counting(found[:, 1] if pushes else found)
         companion.count(said.detach(), rows)
+        if step.update == self.auxiliary.updates - 1:
+            companion.remember(write.written, plan.kept)
         if not pushes:
             return said.sum() / x.numel()
-        companion.remember(write.written, plan.kept)
         pushed = rows.counting(found[:, 0])
         if phase.gradient == "soft":
             pushed = pushed * plan.weight[rows.sequence]
@@ -414,9 +424,12 @@ class Planned:
 
 
 class _Write(Whole):
-    """Given the student's rows: write x̃, mask it again, ask teacher and auxiliary, compare: (R̃, 2)."""
+    """Given the student's rows: write x̃, mask it again, and ask the auxiliary what it expected, (R̃,); in a phase, ask
+    the teacher too and compare, (R̃, 2)."""
 
-    def __init__(self, plan: Planned, text: Tensor, companion: Pursued, auxiliary: nn.Module, phase: Phase) -> None:
+    def __init__(
+        self, plan: Planned, text: Tensor, companion: Pursued, auxiliary: nn.Module, phase: Phase | None
+    ) -> None:
         self.plan, self.text, self.companion, self.auxiliary, self.phase = plan, text, companion, auxiliary, phase
         self.written = text
 
@@ -424,11 +437,14 @@ class _Write(Whole):
         plan, teacher = self.plan, self.companion.model
         self.written = plan.written(self.companion.student, head.rows, self.text)
         rows, shown = plan.left_rows, plan.shown(self.written, teacher.process)
+        said = rows.of(self.written)
+        if self.phase is None:
+            with torch.enable_grad():
+                return -self.auxiliary(shown, rows=rows, reduce=Chosen(said), generated=plan.generated)
         with torch.no_grad():
             wanted = teacher.head_of(teacher.trunk_at(shown, rows))
-        compare = _Compare(head._replace(rows=head.rows[plan.left]), wanted, rows.of(self.written), self.phase)
-        with torch.enable_grad():
-            return self.auxiliary(shown, rows=rows, reduce=compare, generated=plan.generated)
+        compare = _Compare(head._replace(rows=head.rows[plan.left]), wanted, said, self.phase)
+        return self.auxiliary(shown, rows=rows, reduce=compare, generated=plan.generated)
 
 
 @dataclass(frozen=True)
