@@ -33,7 +33,7 @@ class Graphs(Protocol):
         next call overwrites."""
 
     def forget(self) -> None:
-        """All that was recorded is no longer needed."""
+        """All that was recorded will be dropped: it must not be running any more."""
 
 
 class CudaGraphs:
@@ -94,8 +94,8 @@ class Recorder:
         """What was recorded is stale. under: what recordings from now on hold for; held: what they read beside weights
         and what they are given, kept so that it stays where it is."""
         if self.recorded:
-            self.recorded = {}
             self.graphs.forget()
+            self.recorded = {}
         self.seen.clear()
         self.under, self.held = under, held or []
 
