@@ -205,12 +205,14 @@ def cost_gradient(logits: Tensor, joint: Tensor, size: Size) -> Tensor:
     return torch.autograd.grad(step_cost([one_start(logits)], joint, size), logits)[0]
 
 
-def jacobian(gradient: Gradient, logits: Tensor, teacher: Laws, weight: Weight, h: float = 1e-5) -> Tensor:
-    """Of the field in the logits, by central differences: (..., D, D), D = K·L·V."""
+def jacobian(
+    gradient: Gradient, logits: Tensor, teacher: Laws, weight: Weight, clip: float | None = None, h: float = 1e-5
+) -> Tensor:
+    """Of the field in the logits, by central differences, the auxiliary exact: (..., D, D), D = K·L·V."""
     shape, lead = logits.shape, logits.shape[:-3]
     D = math.prod(shape[-3:])
     moved = h * torch.eye(D, dtype=logits.dtype).view(D, *[1] * len(lead), *shape[-3:])
-    ahead, behind = (field(gradient, logits + sign * moved, teacher, weight) for sign in (1, -1))
+    ahead, behind = (field(gradient, logits + sign * moved, teacher, weight, clip=clip) for sign in (1, -1))
     return ((ahead - behind) / (2 * h)).reshape(D, *lead, D).movedim(0, -1)
 
 
