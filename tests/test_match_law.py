@@ -257,10 +257,7 @@ def broken() -> dict[str, tuple[float, float]]:
     last, mean = last_stays()
     cases = {
         "none": (field("kl", logits, teacher, UNIFORM), wanted),
-        "last stays masked": (
-            field("kl", logits, teacher, last),
-            cost_gradient(logits, joint, mean),
-        ),
+        "last stays masked": (field("kl", logits, teacher, last), cost_gradient(logits, joint, mean)),
         "no joint": (field("kl", logits, incoherent(teacher, 0.5), UNIFORM), wanted),
         "clip ±1": (field("kl", logits, teacher, UNIFORM, clip=1.0), wanted),
         "clip ±4": (field("kl", logits, teacher, UNIFORM, clip=4.0), wanted),
