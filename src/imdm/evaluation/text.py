@@ -1,4 +1,5 @@
-"""What generated text is made of: how varied it is, how much it repeats, how much of it was read before."""
+"""What generated text is made of: how varied it is, alone and as a whole, how much it repeats, how much of it was read
+before."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from imdm.evaluation.base import Evaluation, Measurement, mean, metric
 
 ODD, MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
 LOW = np.uint64((1 << 24) - 1)
+SHARED = 4  # tokens: long enough that texts on different things have few in common
 NOVEL = 6  # tokens: as long as that, text that was read before was copied
 REMEMBERED = 1 << 27  # tokens of a source whose n-grams are kept in memory, a gigabyte at most
 _known: dict[tuple[str, int], np.ndarray] = {}  # all n-grams of the last few sources, sorted
@@ -29,6 +31,22 @@ def entropy(evaluation: Evaluation) -> Measurement:
 def real_entropy(evaluation: Evaluation) -> Measurement:
     """The same of as many rows of held-out text."""
     return replace(mean(sample_entropy(evaluation.held_out())), split=evaluation.subject.split)
+
+
+@metric("token_entropy")  # as Table 1 calls it
+@metric("pooled_entropy")
+def pooled_entropy(evaluation: Evaluation) -> Measurement:
+    """The entropy in nats of the token counts of all samples together: a model that has stopped using rare words, or
+    writes of one thing only, may have texts each as varied as before and yet a lower figure here. Standard error over
+    samples by the delta method (the infinitesimal jackknife).
+
+    It grows with the number of samples, since rare words are found late: with N tokens of V kinds it is too low by
+    about (V − 1) / 2N. Compare at equal n alone."""
+    tokens = evaluation.generation.tokens
+    count = torch.bincount(tokens.flatten(), minlength=evaluation.subject.model.vocab_size)
+    frequency = count.double() / tokens.numel()
+    surprise = -frequency.log()[tokens].mean(1)  # (n,): its mean is the entropy, its spread the error
+    return mean(surprise)
 
 
 def sample_entropy(tokens: Tensor) -> Tensor:
@@ -79,6 +97,31 @@ def repetition(evaluation: Evaluation) -> Measurement:
     """The share of a sample's 4-grams that it has already written, averaged over samples."""
     fresh = _distinct(evaluation, 4)
     return Measurement(1 - fresh.value, fresh.stderr, fresh.n)
+
+
+@metric("shared_4grams")
+def shared_4grams(evaluation: Evaluation) -> Measurement:
+    """The share of a sample's 4-grams that another of the samples has too, averaged over samples: how much the samples
+    are alike. Standard error by the jackknife, since samples that share something do so with each other.
+
+    It grows with the number of samples, each of which is one more to share with. Compare at equal n alone."""
+    tokens = evaluation.generation.tokens
+    mine = grams(tokens.numpy(), min(SHARED, tokens.shape[1]))  # (n, W)
+    n, width = mine.shape
+    if n == 1:
+        return Measurement(0.0, float("nan"), 1)
+    known, place = np.unique(mine, return_inverse=True)
+    own, often = np.unique(np.arange(n)[:, None] * len(known) + place.reshape(mine.shape), return_counts=True)
+    sample, gram = np.divmod(own, len(known))  # each pair of a sample and a 4-gram of its, which it has `often` times
+    holders, sum_of = np.bincount(gram), np.bincount(gram, weights=sample)
+    share = np.bincount(sample, weights=often * (holders[gram] > 1), minlength=n) / width
+    # Without a sample, what it shared with one other alone is shared no more.
+    two = holders[gram] == 2
+    other = (sum_of[gram] - sample)[two].astype(np.int64)
+    lost = np.bincount(other, weights=often[two], minlength=n) / width
+    without = (share.sum() - share - lost) / (n - 1)
+    error = ((n - 1) / n * ((without - without.mean()) ** 2).sum()) ** 0.5
+    return Measurement(float(share.mean()), float(error), n)
 
 
 @metric("novelty", reads=("train",))

@@ -1,0 +1,116 @@
+"""How well a classifier tells written text from real text: a measure that no language model is the judge of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from imdm.data.source import Source
+from imdm.errors import UserError
+from imdm.evaluation.base import Evaluation, Measurement, metric
+from imdm.evaluation.text import grams
+from imdm.randomness import Purpose, as_key, fold, permutation
+
+ORDERS = (1, 2, 3)
+BUCKETS = 1 << 16
+PENALTY = 0.1  # on |w|² / 2, beside the sum of losses over texts; fixed, not chosen by any figure
+ITERATIONS = 200
+
+
+@metric("told_apart", reads=("data",), counted=None)
+def told_apart(evaluation: Evaluation) -> Measurement:
+    """The accuracy of a classifier of real against written text, on texts that it was not trained on: 0.5 where they
+    cannot be told apart, 1 where they always can (`accuracy`). n: texts of each kind, the number of samples, or all
+    the held-out rows where these are fewer.
+
+    Held-out text may be of other books than the text that was learnt; then no model of that text comes down to 0.5, and
+    `real_told_apart` says how far one could. More texts train a better classifier: compare at equal n alone."""
+    found = accuracy(evaluation.held_out(), evaluation.generation.tokens, evaluation.subject.seed)
+    return replace(found, split=evaluation.subject.split)
+
+
+@metric("real_told_apart", reads=("data", "train"), samples=False, steps=False)
+def real_told_apart(evaluation: Evaluation) -> Measurement:
+    """The same of training text in the place of what was written: what a model would score that writes exactly like the
+    text it learnt. Where nothing is held out, both are training text, and it is 0.5."""
+    real = evaluation.held_out()
+    learnt = spread_over(evaluation.source("train"), len(real))
+    return replace(accuracy(real, learnt, evaluation.subject.seed), split=evaluation.subject.split)
+
+
+def spread_over(source: Source, n: int) -> Tensor:
+    """n rows of a source at equal distances, or all there are."""
+    n = min(n, len(source))
+    return source.rows(torch.arange(n) * len(source) // n)["tokens"]
+
+
+def accuracy(real: Tensor, written: Tensor, seed: int) -> Measurement:
+    """Of as many real as written texts (n, L) a half is learnt and the other half told apart, and the reverse, so that
+    every text is tested once by a classifier that has not seen it; which half a text is in follows from the seed. The
+    standard error is binomial over all tested texts."""
+    n = min(len(real), len(written))
+    if n < 2:
+        raise UserError("a classifier needs two real and two written texts at least; give more samples or data")
+    width = min(real.shape[1], written.shape[1])  # so that no length tells
+    halves: list[list[tuple[Tensor, bool]]] = [[], []]
+    for kind, texts in enumerate((written[:, :width], real[:, :width])):
+        order = permutation(fold(as_key(seed), Purpose.DATA, kind), n)
+        for half, part in zip(halves, order.chunk(2), strict=True):
+            half.append((texts[part], bool(kind)))
+    told = [Texts.of(half) for half in halves]
+    right = torch.cat([told[1 - side].are_told_by(told[side].learnt()) for side in (0, 1)]).double()
+    share = float(right.mean())
+    return Measurement(share, (share * (1 - share) / len(right)) ** 0.5, n)
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Texts as a sparse matrix of features, row by row: value[k] at (text[k], bucket[k]); each row of length 1.
+    is_real: (n,)."""
+
+    text: Tensor
+    bucket: Tensor
+    value: Tensor
+    is_real: Tensor
+
+    @classmethod
+    def of(cls, kinds: list[tuple[Tensor, bool]]) -> Texts:
+        """log(1 + count) of the 1-, 2- and 3-grams of tokens, hashed into buckets, and each text's length set to 1."""
+        tokens = np.concatenate([texts.numpy() for texts, _ in kinds])
+        rows = np.arange(len(tokens))[:, None]
+        found = [grams(tokens, n) >> np.uint64(48) for n in ORDERS if n <= tokens.shape[1]]  # the upper 16 bits
+        place, count = np.unique(
+            np.concatenate([rows * BUCKETS + hashed.astype(np.int64) for hashed in found], 1), return_counts=True
+        )
+        text, bucket = (torch.from_numpy(part) for part in np.divmod(place, BUCKETS))
+        value = torch.from_numpy(count).double().log1p()
+        length = torch.bincount(text, weights=value**2, minlength=len(tokens)).sqrt()
+        is_real = torch.cat([torch.full((len(texts),), real) for texts, real in kinds])
+        return cls(text, bucket, value / length[text], is_real)
+
+    def scores(self, w: Tensor) -> Tensor:
+        """w · x of each text: (n,)."""
+        return torch.bincount(self.text, weights=self.value * w[self.bucket], minlength=len(self.is_real))
+
+    def are_told_by(self, w: Tensor) -> Tensor:
+        """Which texts a classifier gets right: (n,)."""
+        return (self.scores(w) > 0) == self.is_real
+
+    def learnt(self) -> Tensor:
+        """Logistic regression: the w (BUCKETS,) that minimises Σ log(1 + e^{∓ w·x}) + PENALTY · |w|² / 2. It is convex,
+        so that nothing depends on where it starts."""
+        w, y = torch.zeros(BUCKETS, dtype=torch.float64), self.is_real.double()
+
+        def loss() -> Tensor:
+            u = self.scores(w)
+            slope = (torch.sigmoid(u) - y)[self.text] * self.value
+            w.grad = torch.bincount(self.bucket, weights=slope, minlength=BUCKETS) + PENALTY * w
+            return (torch.nn.functional.softplus(u) - y * u).sum() + PENALTY / 2 * (w @ w)
+
+        torch.optim.LBFGS(
+            [w], max_iter=ITERATIONS, tolerance_grad=1e-6, tolerance_change=1e-12, line_search_fn="strong_wolfe"
+        ).step(loss)
+        return w
