@@ -72,13 +72,18 @@ def _ratio(
     return Ratio(method, mask, judge, steps, exp(float(difference.mean())), exp(low), exp(high), len(each), gap)
 
 
-def interval(values: torch.Tensor, errors: torch.Tensor) -> tuple[float, float]:
-    """Where 95% of the means lie when seeds are drawn again with replacement, each value with its own error."""
+def interval(values: torch.Tensor, errors: torch.Tensor, shared: torch.Tensor | None = None) -> tuple[float, float]:
+    """Where 95% of the means lie when seeds are drawn again with replacement, each value with its own error. shared:
+    (n, k), how much each value moves with errors that all have in common."""
     n, again = len(values), torch.arange(REPLICATES)[:, None]
     place = torch.arange(n)
     drawn = (uniform(as_key(0), Purpose.BOOTSTRAP, place, again) * n).long()  # (r, n)
     moved = values[drawn] + errors[drawn] * normal(as_key(1), Purpose.BOOTSTRAP, place, again, 1)[..., 0]
-    low, high = moved.mean(1).quantile(torch.tensor([(1 - INTERVAL) / 2, (1 + INTERVAL) / 2], dtype=torch.float64))
+    means = moved.mean(1)
+    if shared is not None:
+        common = normal(as_key(2), Purpose.BOOTSTRAP, 0, again[:, 0], shared.shape[1])  # (r, k)
+        means = means + (shared[drawn].mean(1) * common).sum(1)
+    low, high = means.quantile(torch.tensor([(1 - INTERVAL) / 2, (1 + INTERVAL) / 2], dtype=torch.float64))
     return float(low), float(high)
 
 

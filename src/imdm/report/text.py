@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from imdm.evaluation import Row
 from imdm.files import read_json
 from imdm.recipes import Recipe
 from imdm.report import paper, plots
+from imdm.report.equal import equal_entropy_table, variety_table, without_truncated
 from imdm.report.page import Beside, Part, Picture, Report, Section
 from imdm.report.ratios import ratio_table, ratios
 from imdm.report.tables import EVERYTHING, Table, all_results, figure, steps_in_words, told_apart
@@ -36,6 +38,7 @@ def text_page(run: Path, rows: list[Row], facts: dict[str, str]) -> Report | Non
     every, tried = rows, list[Row]()
     if recipe is not None:
         rows, tried = set_apart(run, recipe, rows)
+    everywhere, rows = rows, without_truncated(rows)
     judges: list[str | None] = list(dict.fromkeys(row.judge for row in rows if row.judge)) or [None]
     own = set(recipe.stages) if recipe is not None else set()
     sections = [section for number, judge in enumerate(judges) for section in quality(rows, judge, number, own)]
@@ -45,7 +48,7 @@ def text_page(run: Path, rows: list[Row], facts: dict[str, str]) -> Report | Non
     beside = paper_beside(recipe.experiment, rows) if recipe is not None else []
     if beside:
         sections.append(Section("The paper's figures, and ours", "", beside))
-    sections += frontier(rows) + cost_of_steps(rows)
+    sections += frontier(read_by(everywhere, judges[0])) + at_equal_entropy(everywhere, judges) + cost_of_steps(rows)
     sections += chosen(tried)
     sections += [*trained_section(run, recipe, rows), *written_by(run, recipe)] if recipe is not None else []
     sections.append(Section(EVERYTHING, "", [all_results(every)], folded=True))
@@ -212,14 +215,33 @@ def other_figures(rows: list[Row]) -> list[Part]:
     return [table] if table.rows else []
 
 
+def at_equal_entropy(rows: list[Row], judges: list[str | None]) -> list[Section]:
+    """Perplexities over those of the teacher in many steps at the same entropy, where it was measured at enough
+    temperatures: against its frontier, and against the lower envelope over top-p."""
+    parts: list[Part] = []
+    for number, judge in enumerate(judges):
+        found = [equal_entropy_table(rows, judge, envelope) for envelope in (False, True)]
+        by = f", by {judge}" if number else ""
+        parts += [replace(table, title=table.title + by) for table in found if table is not None]
+    beside = variety_table(rows)
+    parts += [beside] if beside is not None else []
+    words = (
+        "Each perplexity as a multiple of what the teacher has in many steps at the same entropy, log-linearly between "
+        "its temperatures: 1 is as good as the teacher when it takes its time. Small differences of entropy count: the "
+        "frontier is steep."
+    )
+    return [Section("At equal entropy", words, parts)] if parts else []
+
+
 def frontier(rows: list[Row]) -> list[Section]:
     """Perplexity against entropy as the temperature goes: a model that is merely less varied moves along its own curve.
     Only where several temperatures were measured."""
     points: dict[tuple[int, str, float], dict[str, list[Row]]] = {}
-    named = _names(rows)
+    named = {count: _names([row for row in rows if row.steps == count]) for count in {row.steps for row in rows}}
     for row in rows:
         if row.metric in ("gen_ppl", "entropy"):
-            points.setdefault((row.steps, named(row), row.temperature), {}).setdefault(row.metric, []).append(row)
+            place = row.steps, named[row.steps](row), row.temperature
+            points.setdefault(place, {}).setdefault(row.metric, []).append(row)
     panels: dict[str, dict[str, list[plots.Point]]] = {}
     for (steps, name, temperature), found in sorted(points.items()):
         if len(found) == 2:

@@ -1,0 +1,338 @@
+"""Perplexity at equal entropy. Whoever writes the same few words is likely to every judge, so that a perplexity means
+little without its entropy. Here each is divided by the one that a reference, the teacher in many steps, has at that
+entropy, which it reaches by its temperature."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import exp, isfinite, log
+from typing import Any, Literal
+
+import torch
+
+from imdm.evaluation import Row
+from imdm.report.ratios import interval
+from imdm.report.tables import Table, steps_in_words, told_apart
+
+LEAST = 4  # temperatures that make a frontier
+LOGARITHMIC = ("gen_ppl", "shared_4grams")  # compared by their ratio, all others by their difference
+BESIDE = ("pooled_entropy", "shared_4grams", "told_apart", "novelty")
+MARKS = {"": "", "above": " ↑", "below": " ↓", "both": " ↕"}
+End = Literal["", "above", "below", "both"]
+
+
+@dataclass(frozen=True)
+class Point:
+    """What the reference has at one setting: its entropy and the figure y (a logarithm, if in `LOGARITHMIC`), each with
+    its standard error."""
+
+    entropy: float
+    y: float
+    entropy_error: float = 0.0
+    y_error: float = 0.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A frontier at some entropy: its y there and its slope dy/dH. end: where that entropy lies beyond the frontier's,
+    the y is the end's. loadings: by how much y moves for one standard error of each point's y, then of each point's
+    entropy; readings of one frontier share these errors."""
+
+    y: float
+    slope: float
+    end: End
+    loadings: tuple[float, ...]
+
+    @property
+    def error(self) -> float:
+        return sum(loading**2 for loading in self.loadings) ** 0.5
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """y as a function of entropy, linear between points that are sorted by entropy (at least two, no two at one)."""
+
+    points: tuple[Point, ...]
+    steps: int = 0
+
+    @classmethod
+    def through(cls, points: Sequence[Point], steps: int = 0) -> Frontier:
+        """All points; of several at one entropy the lowest."""
+        lowest = {point.entropy: point for point in sorted(points, key=lambda point: -point.y)}
+        return cls(tuple(lowest[entropy] for entropy in sorted(lowest)), steps)
+
+    @classmethod
+    def below(cls, points: Sequence[Point], steps: int = 0) -> Frontier:
+        """The lower envelope: at each entropy the lowest y that a line between two of the points has there, which makes
+        it convex. It is what the reference reaches if it may write some texts in one setting and the others in another:
+        entropy and log perplexity of such a mixture are the means of the two. Chosen among noisy points, it lies a
+        little too low."""
+        kept: list[Point] = []
+        for point in cls.through(points).points:
+            while len(kept) > 1 and _slope(kept[-2], kept[-1]) >= _slope(kept[-1], point):
+                kept.pop()
+            kept.append(point)
+        return cls(tuple(kept), steps)
+
+    @classmethod
+    def of(
+        cls,
+        rows: Sequence[Row],
+        *,
+        metric: str = "gen_ppl",
+        judge: str | None = None,
+        reference: str = "teacher",
+        steps: int | None = None,
+        envelope: bool = False,
+        least: int = LEAST,
+    ) -> Frontier | None:
+        """The reference's in so many steps, or in the most of which there are `least` temperatures; None where there
+        are not. With the envelope, points of every top_p, else those of 1."""
+        found: dict[int, dict[tuple[float, float], dict[Any, Compared]]] = {}
+        for one in compared(rows, metric):
+            row = one.row
+            if row.method == reference and row.judge == judge and row.matched is None and steps in (None, row.steps):
+                settings = found.setdefault(row.steps, {}).setdefault((row.temperature, row.top_p), {})
+                who = row.mask, row.seed, row.sample_seed, row.noise
+                if who not in settings or settings[who].row.n <= row.n:
+                    settings[who] = one
+        for count in sorted(found, reverse=True):
+            points = [_point(list(each.values())) for each in found[count].values()]
+            warm = [point for point in points if point.top_p == 1]
+            if len({point.entropy for point in warm}) >= max(2, least):
+                return cls.below(points, count) if envelope else cls.through(warm, count)
+        return None
+
+    def at(self, entropy: float) -> Reading:
+        """Never extrapolated: beyond the ends it is the end's y, with the slope of the last piece for the errors."""
+        first, last = self.points[0].entropy, self.points[-1].entropy
+        end: End = "below" if entropy < first else "above" if entropy > last else ""
+        reached = min(max(entropy, first), last)
+        place = next(i for i, (_, right) in enumerate(pairwise(self.points)) if reached <= right.entropy)
+        left, right = self.points[place : place + 2]
+        share, slope = (reached - left.entropy) / (right.entropy - left.entropy), _slope(left, right)
+        ys, entropies = [0.0] * len(self.points), [0.0] * len(self.points)
+        for index, (point, weight) in enumerate(((left, 1 - share), (right, share)), place):
+            ys[index], entropies[index] = weight * point.y_error, -weight * slope * point.entropy_error
+        y = (1 - share) * left.y + share * right.y
+        return Reading(y, slope, end, (*ys, *entropies))
+
+
+def _slope(left: Point, right: Point) -> float:
+    return (right.y - left.y) / (right.entropy - left.entropy)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A figure and the entropy of the same samples."""
+
+    row: Row
+    entropy: Row
+
+    @property
+    def point(self) -> Point:
+        value, error = self.row.value, self.row.stderr or 0.0
+        if self.row.metric in LOGARITHMIC:
+            value, error = log(value), error / value
+        how = self.row.temperature, self.row.top_p
+        return Point(self.entropy.value, value, self.entropy.stderr or 0.0, error, *how)
+
+
+def compared(rows: Sequence[Row], metric: str) -> list[Compared]:
+    """The figures of a metric that have an entropy beside them."""
+    entropies: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        if row.metric == "entropy":
+            entropies.setdefault(_samples(row), []).append(row)
+    figures = [row for row in rows if row.metric == metric and _samples(row) in entropies]
+    return [
+        Compared(row, _beside(row, entropies[_samples(row)]))
+        for row in figures
+        if isfinite(row.value) and (row.value > 0 or metric not in LOGARITHMIC)
+    ]
+
+
+def _beside(row: Row, entropies: Sequence[Row]) -> Row:
+    """The entropy of as many samples, or else of the most."""
+    return max(entropies, key=lambda entropy: (entropy.n == row.n, entropy.n))
+
+
+def _samples(row: Row) -> tuple[Any, ...]:
+    """What two figures of the same samples agree in, but for their number."""
+    model = row.experiment, row.recipe_hash, row.method, row.mask, row.seed, row.precision, row.length
+    return *model, row.steps, row.sample_seed, row.temperature, row.top_p, row.noise, row.matched
+
+
+def _point(each: Sequence[Compared]) -> Point:
+    """The mean over several teachers or sets of samples at one setting."""
+    points, n = [one.point for one in each], len(each)
+    return Point(
+        sum(point.entropy for point in points) / n,
+        sum(point.y for point in points) / n,
+        sum(point.entropy_error**2 for point in points) ** 0.5 / n,
+        sum(point.y_error**2 for point in points) ** 0.5 / n,
+        points[0].temperature,
+        points[0].top_p,
+    )
+
+
+@dataclass(frozen=True)
+class Multiple:
+    """A figure over the reference's at the same entropy: exp of the mean over `seeds` of the differences of logarithms,
+    or the mean difference itself (of what is not in `LOGARITHMIC`), with its 95% interval. entropy: the mean over
+    seeds; end: whether it lies beyond the frontier's, so that the nearest end stands for it."""
+
+    method: str
+    mask: str
+    judge: str | None
+    steps: int
+    value: float
+    low: float
+    high: float
+    seeds: int
+    entropy: float
+    end: End
+
+
+def equal_entropy(
+    rows: Sequence[Row],
+    *,
+    metric: str = "gen_ppl",
+    reference: str = "teacher",
+    steps: int | None = None,
+    against: Sequence[Row] | None = None,
+    envelope: bool = False,
+    least: int = LEAST,
+) -> list[Multiple]:
+    """Every figure at temperature 1 over the reference's at the same entropy (`Frontier.of`). against: other rows that
+    the frontier is in; unless given, these, each experiment's own.
+
+    The interval has the errors of the figure and of its entropy, the latter times the frontier's slope; those of the
+    frontier's points, which students share; and students drawn again with replacement, where there are several
+    (`ratios.interval`). A figure and its entropy count as independent: samples that are more varied are less likely,
+    which makes the difference surer than that, so that the interval is on the wide side."""
+    rated = [
+        one
+        for one in compared(rows, metric)
+        if one.row.temperature == 1.0 and one.row.matched is None and one.row.top_p == 1.0
+    ]
+    named = told_apart([one.row for one in rated])
+    frontiers: dict[tuple[str, str | None], Frontier | None] = {}
+    found: dict[tuple[str, str, str, str | None, int], list[tuple[Point, Reading]]] = {}
+    for one in rated:
+        row, place = one.row, (one.row.experiment, one.row.judge)
+        if place not in frontiers:
+            theirs = [r for r in rows if r.experiment == row.experiment] if against is None else against
+            how: dict[str, Any] = {"reference": reference, "steps": steps, "envelope": envelope, "least": least}
+            frontiers[place] = Frontier.of(theirs, metric=metric, judge=row.judge, **how)
+        frontier = frontiers[place]
+        if frontier is None or (row.method, row.steps) == (reference, frontier.steps):
+            continue
+        who = row.experiment, row.method + named(row), row.mask, row.judge, row.steps
+        found.setdefault(who, []).append((one.point, frontier.at(one.point.entropy)))
+    return [_multiple(*who[1:], each, metric in LOGARITHMIC) for who, each in found.items()]
+
+
+def _multiple(
+    method: str, mask: str, judge: str | None, steps: int, each: list[tuple[Point, Reading]], is_log: bool
+) -> Multiple:
+    values = torch.tensor([point.y - reading.y for point, reading in each], dtype=torch.float64)
+    errors = [(point.y_error**2 + (reading.slope * point.entropy_error) ** 2) ** 0.5 for point, reading in each]
+    shared = torch.tensor([reading.loadings for _, reading in each], dtype=torch.float64)
+    low, high = interval(values, torch.tensor(errors, dtype=torch.float64), shared)
+    value, low, high = (exp(x) if is_log else x for x in (float(values.mean()), low, high))
+    ends = {reading.end for _, reading in each} - {""}
+    end: End = "both" if len(ends) > 1 else next(iter(ends), "")
+    entropy = sum(point.entropy for point, _ in each) / len(each)
+    return Multiple(method, mask, judge, steps, value, low, high, len(each), entropy, end)
+
+
+def without_truncated(rows: list[Row], reference: str = "teacher") -> list[Row]:
+    """Rows but those that are there for the lower envelope alone: the reference's of top_p below 1, in as many steps as
+    its frontier."""
+    judges = dict.fromkeys(row.judge for row in rows)
+    found = [Frontier.of(rows, judge=judge, reference=reference) for judge in judges]
+    steps = {frontier.steps for frontier in found if frontier is not None}
+    return [row for row in rows if not (row.method == reference and row.steps in steps and row.top_p < 1)]
+
+
+def equal_entropy_table(rows: Sequence[Row], judge: str | None, envelope: bool = False, **how: Any) -> Table | None:
+    """A row a method and mask, a column a step count. With the envelope only where there are points of top_p, without
+    which it says nothing new."""
+    rows = [row for row in rows if row.judge in (None, judge)]
+    frontier = Frontier.of(rows, judge=judge, envelope=envelope, **how)
+    found = [one for one in equal_entropy(rows, envelope=envelope, **how) if one.judge == judge]
+    if not found or frontier is None:
+        return None
+    if envelope and all(point.top_p == 1 for point in frontier.points):
+        return None
+    note = (
+        f"Against {len(frontier.points)} points in {steps_in_words(frontier.steps)}, entropies "
+        f"{frontier.points[0].entropy:.2f} to {frontier.points[-1].entropy:.2f}"
+    )
+    note += f" ({_settings(frontier)}). 95% intervals over samples, frontier and students.{_beyond(found)}"
+    title = "Perplexity at equal entropy" + (", against the lower envelope over top-p" if envelope else "")
+    return _table(title, found, "{:.2f}", note)
+
+
+def _settings(frontier: Frontier) -> str:
+    cut = [f"top-p {point.top_p:g}" + _at(point) for point in frontier.points if point.top_p < 1]
+    warm = [f"{point.temperature:g}" for point in frontier.points if point.top_p == 1]
+    return "; ".join([*([f"temperature {', '.join(warm)}"] if warm else []), *cut])
+
+
+def _at(point: Point) -> str:
+    return "" if point.temperature == 1 else f" at temperature {point.temperature:g}"
+
+
+def _beyond(found: Sequence[Multiple]) -> str:
+    ends = {one.end for one in found}
+    said = " ↑: more varied than its last point, whose perplexity stands for it." if ends & {"above", "both"} else ""
+    return said + (" ↓: less varied than its first, likewise." if ends & {"below", "both"} else "")
+
+
+def variety_table(rows: Sequence[Row], **how: Any) -> Table | None:
+    """What else was measured of the same samples, beside the reference's at the same entropy."""
+    found = {metric: equal_entropy(rows, metric=metric, **how) for metric in BESIDE}
+    found = {metric: each for metric, each in found.items() if each}
+    if not found:
+        return None
+    tables = {
+        metric: _table("", each, "{:.3f}" if metric in LOGARITHMIC else "{:+.3f}") for metric, each in found.items()
+    }
+    columns = dict.fromkeys(name for table in tables.values() for name in table.columns)
+    whole = Table("Variety at equal entropy", ("metric", *sorted(columns, key=_order)), note=_VARIETY)
+    for metric, table in tables.items():
+        for cells in table.rows:
+            mine = dict(zip(table.columns, cells, strict=True))
+            whole.rows.append((metric, *(mine.get(name, "") for name in whole.columns[1:])))
+    return whole
+
+
+_VARIETY = (
+    "shared_4grams as a multiple of the reference's at the same entropy, all others less the reference's. They depend "
+    "on the number of samples, which must be equal. ↑, ↓: beyond the frontier's ends."
+)
+
+
+def _order(column: str) -> tuple[int, int]:
+    names = ("method", "mask")
+    return (0, names.index(column)) if column in names else (1, int(column.split()[0]))
+
+
+def _table(title: str, found: Sequence[Multiple], digits: str, note: str = "") -> Table:
+    steps = sorted({one.steps for one in found})
+    table = Table(title, ("method", "mask", *map(steps_in_words, steps)), note=note)
+    for method, mask in dict.fromkeys((one.method, one.mask) for one in found):
+        mine = {one.steps: one for one in found if (one.method, one.mask) == (method, mask)}
+        table.rows.append((method, mask, *(_cell(mine[k], digits) if k in mine else "" for k in steps)))
+    return table
+
+
+def _cell(one: Multiple, digits: str) -> str:
+    value, low, high = (digits.format(x) for x in (one.value, one.low, one.high))
+    return f"{value} ({low}–{high}){MARKS[one.end]}"
