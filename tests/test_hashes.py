@@ -126,7 +126,10 @@ def test_hashes_are_what_they_were(name: str) -> None:
 
 
 def test_the_grid_and_prepared_text_are_still_known() -> None:
-    assert load_recipe("grid", ["data=sentences"]).digest() == "762e0af389eb1bc8"
+    whole = load_recipe("grid", ["data=sentences"])
+    before = [name for name in whole.stages if not name.startswith("frontier")]  # which came later
+    part = whole.model_copy(update={"stages": {name: whole.stages[name] for name in before}})
+    assert part.digest() == "762e0af389eb1bc8"
     assert Prepared.parse(EXAMPLES["Prepared"]).fingerprint() == "3370a0b8dd3e3ec5"
 
 

@@ -280,10 +280,30 @@ def test_the_page_can_be_made_again_and_its_tables_are_printed_whole(tmp_path: P
     assert "is a folder; name a file" in refused(command("report", GRID, "--html", tmp_path))
 
 
-def test_the_recorded_recipe_is_the_packages_own() -> None:
+def test_the_recorded_recipe_is_a_part_of_the_packages_own() -> None:
+    """Rows keep the hash of the recipe that made them. Stages that have come since only add to it: every recorded one
+    is what it was, in the same order."""
     recorded_recipe = Recipe.parse(read_json(GRID / "recipe.json", "recipe"))
-    assert recorded_recipe.digest() == load_recipe("grid", ["data=sentences"]).digest()
+    whole = load_recipe("grid", ["data=sentences"])
+    part = whole.model_copy(update={"stages": {name: whole.stages[name] for name in recorded_recipe.stages}})
+    assert part.digest() == recorded_recipe.digest()
+    assert list(whole.stages)[: len(part.stages)] == list(part.stages)
     assert {row.recipe_hash for row in everything()} == {recorded_recipe.digest()}
+
+
+def test_the_grids_frontier_is_the_teachers_at_every_temperature_and_top_p() -> None:
+    """As `equal_entropy` wants it: one step count, four temperatures or more, every point by both judges."""
+    recipe = load_recipe("grid", ["data=sentences"])
+    stages = {name: stage for name, stage in recipe.evaluations().items() if name.startswith("frontier")}
+    assert all((list(s.models.values()), s.steps, s.samples) == (["teacher"], (1024,), 1024) for s in stages.values())
+    assert {stage.precision for stage in stages.values()} == {recipe.evaluations()["measure"].precision}
+    points = {
+        judge: {(t, s.top_p) for s in stages.values() for t in s.temperatures if s.judge_label == judge}
+        for judge in ("sentences-judge", "smollm2 (bf16)")
+    }
+    assert points["sentences-judge"] == points["smollm2 (bf16)"]
+    assert sum(top_p == 1 for _, top_p in points["sentences-judge"]) == 6
+    assert {top_p for t, top_p in points["sentences-judge"] if t == 1} == {0.8, 0.9, 0.95, 1.0}
 
 
 def test_what_ships_is_small_whole_and_described() -> None:
