@@ -50,7 +50,8 @@ def spread_over(source: Source, n: int) -> Tensor:
 def accuracy(real: Tensor, written: Tensor, seed: int) -> Measurement:
     """Of as many real as written texts (n, L) a half is learnt and the other half told apart, and the reverse, so that
     every text is tested once by a classifier that has not seen it; which half a text is in follows from the seed. The
-    standard error is binomial over all tested texts."""
+    standard error is binomial over all tested texts. Near 0.5 it is too small, by a factor of √2 at most: what the
+    halves have in common by chance, both classifiers find or both miss."""
     n = min(len(real), len(written))
     if n < 2:
         raise UserError("a classifier needs two real and two written texts at least; give more samples or data")
