@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 from scipy import stats
+from typer.testing import CliRunner
 
+from imdm.cli.app import app
 from imdm.evaluation import Row, read
 from imdm.report import Frontier, Point, build_report, equal_entropy
 from imdm.report.equal import compared, equal_entropy_table, variety_table, without_truncated
@@ -239,6 +241,9 @@ def test_the_table_stands_in_the_report_where_there_is_a_frontier(tmp_path: Path
     assert section.parts[1].rows[0][2].startswith("4.06")
     assert "4.95 (4.95–4.95) ↓" in page.markdown()
     assert "4.95 (4.95–4.95) ↓" in page.html()
+    printed = CliRunner().invoke(app, ["report", str(tmp_path), "--html", str(tmp_path / "page.html")])
+    assert printed.exit_code == 0, printed.output
+    assert "4.95 (4.95–4.95) ↓" in printed.output
     shown = "".join(part.markdown() for part in page.sections[0].parts)
     assert "top_p" not in shown  # other tables leave out what is there for the envelope alone
     assert without_truncated(rows) == [*teacher(), *students]

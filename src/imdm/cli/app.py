@@ -130,10 +130,11 @@ def device() -> Any:
 
 
 def show_tables(made: Any) -> None:
-    """The tables of a report's first section."""
+    """The tables of a report's first section, and of those that are to be printed."""
     from imdm.report import Table
 
-    for part in made.sections[0].parts:
+    first, *others = made.sections
+    for part in [*first.parts, *(part for section in others if section.printed for part in section.parts)]:
         if isinstance(part, Table):
             show()
             _whole(part.rich())

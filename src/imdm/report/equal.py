@@ -276,7 +276,7 @@ def equal_entropy_table(rows: Sequence[Row], judge: str | None, envelope: bool =
     )
     note += f" ({_settings(frontier)}). 95% intervals over samples, frontier and students.{_beyond(found)}"
     title = "Perplexity at equal entropy" + (", against the lower envelope over top-p" if envelope else "")
-    return _table(title, found, "{:.2f}", note)
+    return _table(title, found, note=note)
 
 
 def _settings(frontier: Frontier) -> str:
@@ -301,9 +301,7 @@ def variety_table(rows: Sequence[Row], **how: Any) -> Table | None:
     found = {metric: each for metric, each in found.items() if each}
     if not found:
         return None
-    tables = {
-        metric: _table("", each, "{:.3f}" if metric in LOGARITHMIC else "{:+.3f}") for metric, each in found.items()
-    }
+    tables = {metric: _table("", each, "" if metric in LOGARITHMIC else "{:+.3f}") for metric, each in found.items()}
     columns = dict.fromkeys(name for table in tables.values() for name in table.columns)
     whole = Table("Variety at equal entropy", ("metric", *sorted(columns, key=_order)), note=_VARIETY)
     for metric, table in tables.items():
@@ -324,7 +322,7 @@ def _order(column: str) -> tuple[int, int]:
     return (0, names.index(column)) if column in names else (1, int(column.split()[0]))
 
 
-def _table(title: str, found: Sequence[Multiple], digits: str, note: str = "") -> Table:
+def _table(title: str, found: Sequence[Multiple], digits: str = "", note: str = "") -> Table:
     steps = sorted({one.steps for one in found})
     table = Table(title, ("method", "mask", *map(steps_in_words, steps)), note=note)
     for method, mask in dict.fromkeys((one.method, one.mask) for one in found):
@@ -334,5 +332,7 @@ def _table(title: str, found: Sequence[Multiple], digits: str, note: str = "") -
 
 
 def _cell(one: Multiple, digits: str) -> str:
+    """Ratios with as many digits as their size calls for."""
+    digits = digits or "{:." + str(next((d for d, most in ((2, 10), (1, 100)) if one.value < most), 0)) + "f}"
     value, low, high = (digits.format(x) for x in (one.value, one.low, one.high))
     return f"{value} ({low}–{high}){MARKS[one.end]}"

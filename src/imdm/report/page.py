@@ -111,13 +111,15 @@ Part = Table | Picture | Written | Beside | Strip
 
 @dataclass(frozen=True)
 class Section:
-    """folded: shown on the page only when opened, and not in Markdown; aside: words for the page alone."""
+    """folded: shown on the page only when opened, and not in Markdown; aside: words for the page alone; printed: its
+    tables are shown in the terminal too, as those of the first section always are."""
 
     title: str
     text: str = ""
     parts: Sequence[Part] = ()
     folded: bool = False
     aside: str = ""
+    printed: bool = False
 
 
 @dataclass(frozen=True)

@@ -230,7 +230,7 @@ def at_equal_entropy(rows: list[Row], judges: list[str | None]) -> list[Section]
         "its temperatures: 1 is as good as the teacher when it takes its time. Small differences of entropy count: the "
         "frontier is steep."
     )
-    return [Section("At equal entropy", words, parts)] if parts else []
+    return [Section("At equal entropy", words, parts, printed=True)] if parts else []
 
 
 def frontier(rows: list[Row]) -> list[Section]:
