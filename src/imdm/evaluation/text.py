@@ -42,11 +42,14 @@ def pooled_entropy(evaluation: Evaluation) -> Measurement:
 
     It grows with the number of samples, since rare words are found late: with N tokens of V kinds it is too low by
     about (V − 1) / 2N. Compare at equal n alone."""
-    tokens = evaluation.generation.tokens
-    count = torch.bincount(tokens.flatten(), minlength=evaluation.subject.model.vocab_size)
-    frequency = count.double() / tokens.numel()
-    surprise = -frequency.log()[tokens].mean(1)  # (n,): its mean is the entropy, its spread the error
-    return mean(surprise)
+    return mean(pooled_surprise(evaluation.generation.tokens))
+
+
+def pooled_surprise(tokens: Tensor) -> Tensor:
+    """−log of each token's frequency among all of (n, L), averaged over a row: (n,). Its mean is the entropy of all
+    together, its spread the error of that."""
+    frequency = torch.bincount(tokens.flatten()).double() / tokens.numel()
+    return -frequency.log()[tokens].mean(1)
 
 
 def sample_entropy(tokens: Tensor) -> Tensor:
@@ -105,7 +108,11 @@ def shared_4grams(evaluation: Evaluation) -> Measurement:
     are alike. Standard error by the jackknife, since samples that share something do so with each other.
 
     It grows with the number of samples, each of which is one more to share with. Compare at equal n alone."""
-    tokens = evaluation.generation.tokens
+    return shared_grams(evaluation.generation.tokens)
+
+
+def shared_grams(tokens: Tensor) -> Measurement:
+    """The share of each row's 4-grams that another row has, with its error by the jackknife."""
     mine = grams(tokens.numpy(), min(SHARED, tokens.shape[1]))  # (n, W)
     n, width = mine.shape
     if n == 1:

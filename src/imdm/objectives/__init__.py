@@ -1,4 +1,4 @@
-"""What a training step minimises: `nelbo`, `redi`, `sdtt`, `di4c`; and `autoregressive`, for judges."""
+"""What a training step minimises: `nelbo`, `redi`, `sdtt`, `di4c`, `match`; and `autoregressive`, for judges."""
 
 from imdm.objectives.autoregressive import Autoregressive, next_log_probs
 from imdm.objectives.base import (
@@ -13,6 +13,7 @@ from imdm.objectives.base import (
     parse_objective,
 )
 from imdm.objectives.di4c import Di4C
+from imdm.objectives.match import Match
 from imdm.objectives.nelbo import Nelbo
 from imdm.objectives.redi import ReDi
 from imdm.objectives.sdtt import SDTT
@@ -27,6 +28,7 @@ __all__ = [
     "Autoregressive",
     "Companion",
     "Di4C",
+    "Match",
     "Nelbo",
     "Objective",
     "ReDi",

@@ -5,9 +5,9 @@ A step, for each sequence of the batch:
 1.  A start z_t: all masks (`prior`), or at a random time one of the student's own recent one-step texts (`own`) or data
     (`data`).
 2.  The student reads z_t and fresh noise ε once, and every masked position is drawn: x̃.
-3.  A random share of the new tokens is shown, u·min(1, 1/(N·t)) with u ~ U(0, 1) and N drawn from `steps`; the rest, at
-    least one, is masked again: z̃. N-step writing reveals a share 1/(N·t) from here, so N's weights choose the step
-    count that is optimised.
+3.  A random share of the new tokens is shown, u^(1/context)·min(1, 1/(N·t)) with u ~ U(0, 1) and N drawn from `steps`;
+    the rest, at least one, is masked again: z̃. N-step writing reveals a share 1/(N·t) from here, so N's weights choose
+    the step count that is optimised.
 4.  The teacher p_T, frozen, and an auxiliary network p_ψ read z̃. The auxiliary is trained all the time to predict x̃
     at the masked positions of z̃, by cross-entropy: it is the denoiser of the student's own distribution. It begins as a
     copy of the teacher, and is told which tokens were generated.
@@ -24,9 +24,8 @@ The auxiliary's one evaluation serves both its own update and the student's.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import exp, log
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -35,15 +34,15 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from imdm.config import Config
-from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
-from imdm.models.readout import Chosen, Gradient, Head, Whole, match_rows, reduced
+from imdm.models import MaskedDiffusionLM
+from imdm.models.readout import Chosen, Gradient, reduced
 from imdm.objectives.base import EARLIEST, STUDENT, Objective, Step, Trained, objectives
-from imdm.objectives.rounds import fixed
+from imdm.objectives.onpolicy import Auxiliary, Planned, Pursued, Write
 from imdm.objectives.texts import Frontier, score, standing
 from imdm.process import NoisePolicy, Process
 from imdm.randomness import Purpose, as_key, fold, uniform
-from imdm.sampling import Sampling, draw_tokens, sample
-from imdm.state import Noised, Rows, filled_places, size_of_rows
+from imdm.sampling import Sampling, sample
+from imdm.state import Rows, filled_places, size_of_rows
 
 if TYPE_CHECKING:
     from imdm.data.source import Source
@@ -124,13 +123,15 @@ class Match(Objective):
     kind: str = "match"
     recordable: ClassVar[bool] = True
     starts: Starts = Starts()
-    steps: dict[Annotated[int, Field(ge=1, le=1 << 16)], Share] = Field({1: 1.0, 2: 1.0, 4: 1.0, 8: 1.0}, min_length=1)
-    context: float = Field(1.0, ge=1, le=100)
-    phases: tuple[Phase, ...] = Field((Phase(gradient="fkl", steps=5000), Phase(gradient="kl")), min_length=1)
+    steps: dict[Annotated[int, Field(ge=1, le=1 << 16)], Share] = Field(
+        {1: 1.0, 2: 1.0, 4: 1.0, 8: 1.0, 16: 1.0}, min_length=1
+    )
+    context: float = Field(3.0, ge=1, le=100)
+    phases: tuple[Phase, ...] = Field((Phase(),), min_length=1)
     remembered: int = Field(4096, ge=1, le=1 << 24)
     auxiliary: AuxiliarySettings = AuxiliarySettings()
     looks: int = Field(256, ge=2, le=1 << 16)
-    noise: NoisePolicy = "posterior"
+    noise: NoisePolicy = "keep"
 
     @model_validator(mode="after")
     def _ends(self) -> Match:
@@ -240,7 +241,7 @@ class Match(Objective):
         plan = step.start if step.start is not None else self.start(process, batch, step)
         texts = companion.texts(self.texts(step.batch)[1], x.shape[1])
         text = torch.where((plan.origin == OWN)[:, None], texts[plan.recalled], x)
-        write = _Write(plan, text, companion, step.networks[AUXILIARY], phase if pushes else None)
+        write = Write(plan, text, companion, step.networks[AUXILIARY], phase if pushes else None)
         with torch.set_grad_enabled(pushes and torch.is_grad_enabled()):
             found = model(plan.state(text, process.mask_id), rows=plan.rows, reduce=write)  # (R̃, 2), or (R̃,)
         rows = plan.left_rows
@@ -369,213 +370,3 @@ DRIFTED = 0.1
 
 def _entropy(log_probs: Tensor, part: slice) -> Tensor:
     return -(log_probs.exp() * log_probs.clamp(min=-1e9)).sum(-1)
-
-
-@dataclass(frozen=True)
-class Planned:
-    """What a step does whatever the networks say.
-
-    keys, origin, t   (b,): of each sequence; origin: PRIOR, OWN or DATA
-    masked, again     (b, L): in z_t, and in z̃
-    noise, latent     what the student reads
-    weight            (b,): the NELBO's at the time of z̃
-    rows              the masked positions of z_t
-    left, left_rows   which of them are masked in z̃: (R̃,)
-    recalled, kept    (b,): the place of the own text that a sequence may begin with, and of the one that it leaves
-    """
-
-    keys: Tensor
-    origin: Tensor
-    t: Tensor
-    masked: Tensor
-    again: Tensor
-    noise: Tensor | None
-    latent: Tensor | None
-    weight: Tensor
-    rows: Rows
-    left: Tensor
-    left_rows: Rows
-    recalled: Any = None
-    kept: Any = None
-
-    @property
-    def generated(self) -> Tensor:
-        """The new tokens that are shown in z̃: (b, L)."""
-        return self.masked & ~self.again
-
-    def state(self, text: Tensor, mask_id: int) -> Noised:
-        """z_t of a text (b, L)."""
-        return Noised(text.masked_fill(self.masked, mask_id), self.masked, self.noise, self.t, self.latent, self.keys)
-
-    def written(self, student: MaskedDiffusionLM, hidden: Tensor, text: Tensor) -> Tensor:
-        """x̃ (b, L): a token for every masked position, from the student's hidden states (R, D)."""
-        with torch.no_grad():
-            u = uniform(self.keys[self.rows.sequence], Purpose.TOKEN, self.rows.position)
-            drawn = draw_tokens(student, hidden.detach(), u).tokens
-            said = text.index_put((self.rows.sequence, self.rows.position), drawn)
-            return torch.where(self.masked, said, text)
-
-    def shown(self, written: Tensor, process: Process) -> Noised:
-        """z̃ as teacher and auxiliary read it."""
-        keys = fold(self.keys, Purpose.COPY, 1)
-        noise = process.mask.draw(keys, torch.zeros_like(written), self.again)
-        tokens = written.masked_fill(self.again, process.mask_id)
-        return Noised(tokens, self.again, noise, self.t, process.latents(keys), self.keys)
-
-
-class _Write(Whole):
-    """Given the student's rows: write x̃, mask it again, and ask the auxiliary what it expected, (R̃,); in a phase, ask
-    the teacher too and compare, (R̃, 2)."""
-
-    def __init__(
-        self, plan: Planned, text: Tensor, companion: Pursued, auxiliary: nn.Module, phase: Phase | None
-    ) -> None:
-        self.plan, self.text, self.companion, self.auxiliary, self.phase = plan, text, companion, auxiliary, phase
-        self.written = text
-
-    def read(self, head: Head) -> Tensor:
-        plan, teacher = self.plan, self.companion.model
-        self.written = plan.written(self.companion.student, head.rows, self.text)
-        rows, shown = plan.left_rows, plan.shown(self.written, teacher.process)
-        said = rows.of(self.written)
-        if self.phase is None:
-            with torch.enable_grad():
-                return -self.auxiliary(shown, rows=rows, reduce=Chosen(said), generated=plan.generated)
-        with torch.no_grad():
-            wanted = teacher.head_of(teacher.trunk_at(shown, rows))
-        compare = _Compare(head._replace(rows=head.rows[plan.left]), wanted, said, self.phase)
-        return self.auxiliary(shown, rows=rows, reduce=compare, generated=plan.generated)
-
-
-@dataclass(frozen=True)
-class _Compare(Whole):
-    student: Head
-    teacher: Any
-    said: Tensor
-    phase: Phase
-
-    def read(self, head: Head) -> Tensor:
-        return match_rows(self.phase.gradient, self.student, self.teacher, head, self.said, self.phase.clip)
-
-
-class Auxiliary(MaskedDiffusionLM):
-    """A copy of the teacher that is told which tokens were generated, by an embedding that starts at zero."""
-
-    def __init__(self, config: MaskedDiffusionConfig) -> None:
-        super().__init__(config)
-        self.generated = nn.Parameter(torch.zeros(config.width))
-
-    @classmethod
-    def of(cls, teacher: MaskedDiffusionLM) -> Auxiliary:
-        made = cls(MaskedDiffusionConfig.from_dict(teacher.config.to_dict() | {"dropout": 0.0}))
-        made.load_state_dict(teacher.state_dict(), strict=False)
-        nn.Module.to(made, teacher.device)
-        return made
-
-    def forward(  # type: ignore[override]
-        self, state: Noised, rows: Rows, reduce: Any, generated: Tensor
-    ) -> Tensor:
-        x = self._embedded(state)
-        told = nn.functional.pad(generated, (0, x.shape[1] - generated.shape[1]))[..., None]
-        return reduced(self.head_of(self.backbone.at(x + told * self.generated.to(x.dtype), rows, state.keys)), reduce)
-
-
-def _together() -> bool:
-    """Whether there are other processes."""
-    there = torch.distributed
-    return there.is_available() and there.is_initialized() and there.get_world_size() > 1
-
-
-class Pursued:
-    """What `match` keeps beside its networks: the teacher, the student's own texts, what looks found, the best average.
-
-    phase, since    the phase, and the step at which it began
-    scores          of the looks in this phase
-    best            the averaged weights with the lowest score so far, by name
-    """
-
-    def __init__(self, teacher: MaskedDiffusionLM, student: MaskedDiffusionLM) -> None:
-        self.student = student
-        self.model = fixed(copy.deepcopy(teacher) if teacher is student else teacher, student)
-        self.held: Tensor | None = None
-        self.seen = torch.zeros(2, dtype=torch.float64, device=student.device)
-        self.frontier: Frontier | None = None
-        self.phase, self.since = 0, 0
-        self.scores: list[float] = []
-        self.best: dict[str, Tensor] = {}
-        self.best_score: float | None = None
-
-    def texts(self, capacity: int, length: int) -> Tensor:
-        """The student's own recent one-step texts, each at a place that follows from its step and slot, the same on all
-        processes; one more row is written and never read: (capacity + 1, L)."""
-        if self.held is None:
-            self.held = torch.zeros(capacity + 1, length, dtype=torch.int64, device=self.student.device)
-        return self.held
-
-    def remember(self, written: Tensor, places: Tensor) -> None:
-        """Texts (b, L) at their places (b,)."""
-        held = self.texts(0, 0)
-        if not _together():
-            held.index_copy_(0, places, written)
-            return
-        everyones = torch.zeros_like(held).index_copy_(0, places, written + 1)
-        torch.distributed.all_reduce(everyones)
-        held.copy_(torch.where(everyones > 0, everyones - 1, held))
-
-    def count(self, said: Tensor, rows: Rows) -> None:
-        """The auxiliary's cross-entropy (R̃,) on what it is trained on."""
-        many = torch.full_like(said, 1.0) if rows.counted is None else rows.counted
-        self.seen += torch.stack((said.double().sum(), many.double().sum()))
-
-    def counted(self) -> float | None:
-        """Its mean since the last call."""
-        seen = self.seen.clone()
-        if _together():
-            torch.distributed.all_reduce(seen)
-        self.seen.zero_()
-        total, many = seen.tolist()
-        return total / many if many else None
-
-    def look(self, value: float, weights: Mapping[str, Tensor]) -> None:
-        """A new score, of these weights."""
-        self.scores.append(value)
-        if self.best_score is None or value < self.best_score:
-            self.best_score = value
-            self.best = {name: weight.detach().clone() for name, weight in weights.items()}
-
-    def idle(self, patience: int) -> bool:
-        """Whether the last looks, `patience` of them, found nothing better than those of this phase before."""
-        return len(self.scores) > patience and min(self.scores[:-patience]) <= min(self.scores[-patience:])
-
-    @torch.no_grad()
-    def enter(self, phase: int, step: int, average: Mapping[str, Tensor]) -> None:
-        self.phase, self.since, self.scores = phase, step, []
-        for name, parameter in self.student.named_parameters():
-            if name in self.best:
-                parameter.copy_(self.best[name])
-                average[name].copy_(self.best[name])
-
-    def tensors(self) -> dict[str, Tensor]:
-        held = {"seen": self.seen} | {f"best.{name}": weight for name, weight in self.best.items()}
-        held |= {f"teacher.{name}": weight for name, weight in self.model.named_parameters()}
-        return held | ({"texts": self.held[:-1]} if self.held is not None else {})
-
-    def values(self) -> dict[str, Any]:
-        frontier = None if self.frontier is None else self.frontier.values()
-        looks = {"scores": self.scores, "best_score": self.best_score, "frontier": frontier}
-        return {"phase": self.phase, "since": self.since, **looks}
-
-    def load(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        device = self.student.device
-        self.held = None
-        if "texts" in tensors:
-            texts = tensors["texts"].to(device)
-            self.held = torch.cat((texts, torch.zeros_like(texts[:1])))
-        self.seen = tensors["seen"].to(device)
-        self.best = {n.removeprefix("best."): w.to(device) for n, w in tensors.items() if n.startswith("best.")}
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                parameter.copy_(tensors[f"teacher.{name}"])
-        self.phase, self.since, self.scores = values["phase"], values["since"], list(values["scores"])
-        self.best_score = values["best_score"]
-        self.frontier = None if values["frontier"] is None else Frontier.from_points(values["frontier"])

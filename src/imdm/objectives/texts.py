@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from math import exp, log
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ class Standing:
 @torch.no_grad()
 def standing(teacher: MaskedDiffusionLM, texts: Tensor, keys: Tensor) -> Standing:
     """Of texts (n, L), read under keys (n,)."""
-    from imdm.evaluation.text import grams, sample_entropy
+    from imdm.evaluation.text import pooled_surprise, sample_entropy, shared_grams
 
     n, terms = len(texts), []
     for reading in range(READINGS):
@@ -50,23 +50,12 @@ def standing(teacher: MaskedDiffusionLM, texts: Tensor, keys: Tensor) -> Standin
             state = teacher.process.corrupt(texts[part], t[part], key[part])
             terms.append(nelbo_terms(teacher, teacher.process, state, texts[part]))
     home = texts.cpu()
-    counts = home.unique(return_counts=True)[1].double() / home.numel()
     return Standing(
         nll=float(torch.cat(terms).double().mean()),
         entropy=float(sample_entropy(home).mean()),
-        pooled=float(-(counts * counts.log()).sum()),
-        shared=shared(grams(home.numpy(), min(4, home.shape[1]))),
+        pooled=float(pooled_surprise(home).mean()),
+        shared=shared_grams(home).value,
     )
-
-
-def shared(grams: Any) -> float:
-    """The share of each row's n-grams that another row has, averaged over rows."""
-    import numpy as np
-
-    rows = [np.unique(row) for row in grams]
-    every, counts = np.unique(np.concatenate(rows), return_counts=True)
-    elsewhere = counts[np.searchsorted(every, grams)] > 1
-    return float(elsewhere.mean())
 
 
 @dataclass(frozen=True)
