@@ -132,7 +132,7 @@ def test_a_batch_without_masks_has_loss_zero_and_still_reaches_every_parameter()
 
 
 def test_unknown_objectives_list_the_known() -> None:
-    with pytest.raises(UserError, match="unknown objective 'gan'; known: autoregressive, di4c, nelbo, redi"):
+    with pytest.raises(UserError, match="unknown objective 'gan'; known: autoregressive, di4c, match, nelbo, redi"):
         parse_objective("gan")
     with pytest.raises(UserError, match=r"'objective.noise' = 'old'"):
         parse_objective({"kind": "redi", "noise": "old"})

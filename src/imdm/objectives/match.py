@@ -37,7 +37,7 @@ from imdm.config import Config
 from imdm.models import MaskedDiffusionLM
 from imdm.models.readout import Chosen, Gradient, reduced
 from imdm.objectives.base import EARLIEST, STUDENT, Objective, Step, Trained, objectives
-from imdm.objectives.onpolicy import Auxiliary, Planned, Pursued, Write
+from imdm.objectives.onpolicy import DATA, OWN, PRIOR, Auxiliary, Planned, Pursued, Write
 from imdm.objectives.texts import Frontier, score, standing
 from imdm.process import NoisePolicy, Process
 from imdm.randomness import Purpose, as_key, fold, uniform
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from imdm.data.source import Source
 
 AUXILIARY = "auxiliary"
-PRIOR, OWN, DATA = range(3)
 GOLDEN = (5**0.5 - 1) / 2
 Share = Annotated[float, Field(ge=0)]
 
@@ -117,6 +116,7 @@ class Match(Objective):
     phases      gradients, one after another; each goes on from the best average of those before
     remembered  how many of the student's own texts are kept
     auxiliary   how the auxiliary network is trained
+    kept        whether own texts go on under the noise that they were written with; else it is fresh
     looks       how many texts a look at the student has (`signals`); noise: the policy under which they are written
     """
 
@@ -130,6 +130,7 @@ class Match(Objective):
     phases: tuple[Phase, ...] = Field((Phase(),), min_length=1)
     remembered: int = Field(4096, ge=1, le=1 << 24)
     auxiliary: AuxiliarySettings = AuxiliarySettings()
+    kept: bool = False
     looks: int = Field(256, ge=2, le=1 << 16)
     noise: NoisePolicy = "keep"
 
@@ -182,12 +183,19 @@ class Match(Objective):
         lattice = step.slots.double()
         place = (uniform(shift, Purpose.TIME, 1) + lattice * 2**0.5) % 1
         u = (uniform(shift, Purpose.TIME, 2) + lattice * GOLDEN) % 1
-        plan = self.planned(process, step.keys(), origin, t, self.shares(t, place, u), batch["tokens"].shape[1], step)
+        share, keys = self.shares(t, place, u), step.keys()
         new, capacity = self.texts(step.batch)
         there = min(step.index * new, capacity - new)
-        age = 1 + (uniform(step.keys(), Purpose.DATA) * there).long()
+        number = step.index * new - 1 - (uniform(keys, Purpose.DATA) * there).long()  # of the own text, of all so far
+        drawn = keys
+        if self.kept:
+            before = replace(
+                step, index=number // max(1, new), slots=number % max(1, new), update=self.auxiliary.updates - 1
+            )
+            drawn = torch.where(origin == OWN, before.keys(), keys)
+        plan = self.planned(process, keys, origin, t, share, batch["tokens"].shape[1], step, drawn)
         kept = torch.where(step.slots < new, (step.index * new + step.slots) % capacity, capacity)
-        return replace(plan, recalled=(step.index * new - age) % capacity, kept=kept)
+        return replace(plan, recalled=number % capacity, kept=kept)
 
     def texts(self, batch: int) -> tuple[int, int]:
         """How many own texts come with each step, and how many are kept, so that none is read while it is replaced."""
@@ -195,9 +203,19 @@ class Match(Objective):
         return new, max(self.remembered, 2 * new)
 
     def planned(
-        self, process: Process, keys: Tensor, origin: Tensor, t: Tensor, share: Tensor, length: int, step: Step | None
+        self,
+        process: Process,
+        keys: Tensor,
+        origin: Tensor,
+        t: Tensor,
+        share: Tensor,
+        length: int,
+        step: Step | None = None,
+        drawn: Tensor | None = None,
     ) -> Planned:
-        """What is masked, when, and what the student reads beside tokens."""
+        """What is masked, when, and what the student reads beside tokens. drawn (b,): the keys of its noise, where they
+        are others."""
+        drawn = keys if drawn is None else drawn
         masked = process.masks(t, keys, length) | (origin == PRIOR)[:, None]
         fate = uniform(keys[:, None], Purpose.REVEAL, torch.arange(length, device=keys.device))
         fate = torch.where(masked, fate, -1.0)
@@ -217,8 +235,8 @@ class Match(Objective):
             t=t,
             masked=masked,
             again=again,
-            noise=process.mask.draw(keys, torch.zeros_like(masked, dtype=torch.int64), masked),
-            latent=process.latents(keys),
+            noise=process.mask.draw(drawn, torch.zeros_like(masked, dtype=torch.int64), masked),
+            latent=process.latents(drawn),
             weight=process.schedule.weight(s).float(),
             rows=rows,
             left=left,
@@ -331,7 +349,7 @@ class Match(Objective):
         for some in keys.split(64):
             origin, t = torch.full_like(some, PRIOR), torch.ones(len(some), device=some.device)
             share = self.shares(t, uniform(some, Purpose.TIME, 1), uniform(some, Purpose.TIME, 2))
-            plan = self.planned(model.process, some, origin, t, share, length, None)
+            plan = self.planned(model.process, some, origin, t, share, length)
             blank = torch.zeros(len(some), length, dtype=torch.int64, device=some.device)
             hidden = model.trunk_at(plan.state(blank, model.process.mask_id), plan.rows)
             open_.append(reduced(model.head_of(hidden), _entropy))

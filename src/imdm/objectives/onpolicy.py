@@ -20,6 +20,8 @@ from imdm.randomness import Purpose, fold, uniform
 from imdm.sampling import draw_tokens
 from imdm.state import Noised, Rows
 
+PRIOR, OWN, DATA = range(3)
+
 
 class Push(Protocol):
     """How the student is pushed: see `readout.matched`."""
@@ -60,8 +62,10 @@ class Planned:
 
     @property
     def generated(self) -> Tensor:
-        """The new tokens that are shown in z̃: (b, L)."""
-        return self.masked & ~self.again
+        """Whose the tokens of z̃ are, (b, L): 0 given, or masked; 1 the student's, written now; 2 the student's, of
+        before."""
+        before = (self.origin == OWN)[:, None] & ~self.masked
+        return (self.masked & ~self.again) + 2 * before
 
     def state(self, text: Tensor, mask_id: int) -> Noised:
         """z_t of a text (b, L)."""
@@ -117,11 +121,12 @@ class Compare(Whole):
 
 
 class Auxiliary(MaskedDiffusionLM):
-    """A copy of the teacher that is told which tokens were generated, by an embedding that starts at zero."""
+    """A copy of the teacher that is told which tokens the student wrote, now or before, by embeddings that start at
+    zero."""
 
     def __init__(self, config: MaskedDiffusionConfig) -> None:
         super().__init__(config)
-        self.generated = nn.Parameter(torch.zeros(config.width))
+        self.generated = nn.Parameter(torch.zeros(2, config.width))
 
     @classmethod
     def of(cls, teacher: MaskedDiffusionLM) -> Auxiliary:
@@ -134,8 +139,10 @@ class Auxiliary(MaskedDiffusionLM):
         self, state: Noised, rows: Rows, reduce: Any, generated: Tensor
     ) -> Tensor:
         x = self._embedded(state)
-        told = nn.functional.pad(generated, (0, x.shape[1] - generated.shape[1]))[..., None]
-        return reduced(self.head_of(self.backbone.at(x + told * self.generated.to(x.dtype), rows, state.keys)), reduce)
+        whose = nn.functional.pad(generated, (0, x.shape[1] - generated.shape[1]))[..., None]
+        for number, mark in enumerate(self.generated.to(x.dtype), 1):
+            x = x + (whose == number) * mark
+        return reduced(self.head_of(self.backbone.at(x, rows, state.keys)), reduce)
 
 
 def _together() -> bool:
