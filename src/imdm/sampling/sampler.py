@@ -138,7 +138,8 @@ def draw_tokens(denoiser: Denoiser, rows: Tensor, u: Tensor, temperature: float 
     if rows.is_cuda and temperature == top_p == 1.0:
         head = denoiser.head_of(rows)
         if head.layer is not None and is_plain(head.layer) and (fast := kernels("draw")):
-            return Drawn(*fast.draw_from_head(*head.tensors, head.never, u))
+            known, weight, bias = head.tensors
+            return Drawn(*fast.draw_from_head(known, _as_products(weight), bias, head.never, u))
     size = max(1, AT_ONCE // denoiser.vocab_size)
     tokens = torch.empty(len(rows), dtype=torch.int64, device=rows.device)
     log_probs = torch.empty(len(rows), device=rows.device)
@@ -148,6 +149,11 @@ def draw_tokens(denoiser: Denoiser, rows: Tensor, u: Tensor, temperature: float 
         tokens[part] = draw(given, u[part], temperature, top_p)
         log_probs[part] = given.gather(-1, tokens[part, None])[:, 0].float()
     return Drawn(tokens, log_probs)
+
+
+def _as_products(values: Tensor) -> Tensor:
+    """In the precision of products here and now."""
+    return values.to(torch.get_autocast_dtype("cuda")) if torch.is_autocast_enabled("cuda") else values
 
 
 @torch.no_grad()
