@@ -66,10 +66,11 @@ class Starts(Config):
         return self
 
     def counts(self, batch: int) -> tuple[int, int, int]:
-        """How many of a batch each has: rounded, all of them in the end."""
+        """How many of a batch each has: rounded, all of them in the end. Where there are own texts, which come from the
+        prior's, it has one at least."""
         total = self.prior + self.own + self.data
-        first = round(batch * self.prior / total)
-        second = round(batch * (self.prior + self.own) / total) - first
+        first = max(round(batch * self.prior / total), 1 if self.own else 0)
+        second = max(0, round(batch * (self.prior + self.own) / total) - first)
         return first, second, batch - first - second
 
 
