@@ -6,8 +6,8 @@ A step, for each sequence of the batch:
     (`data`).
 2.  The student reads z_t and fresh noise ε once, and every masked position is drawn: x̃.
 3.  A random share of the new tokens is shown, u^(1/context)·min(1, 1/(N·t)) with u ~ U(0, 1) and N drawn from `steps`;
-    the rest, at least one, is masked again: z̃. N-step writing reveals a share 1/(N·t) from here, so N's weights choose
-    the step count that is optimised.
+    the rest, at least one, is masked again: z̃. N-step writing reveals a share 1/(N·t) from here (where α falls
+    linearly), so N's weights choose the step count that is optimised.
 4.  The teacher p_T, frozen, and an auxiliary network p_ψ read z̃. The auxiliary is trained all the time to predict x̃
     at the masked positions of z̃, by cross-entropy: it is the denoiser of the student's own distribution. It begins as a
     copy of the teacher, and is told which tokens were generated.
@@ -167,13 +167,14 @@ class Match(Objective):
         place = (step.slots - first + uniform(step.keys(), Purpose.TIME)) / many
         return origin, torch.where(origin == PRIOR, 1.0, EARLIEST + (1 - EARLIEST) * place).float()
 
-    def shares(self, t: Tensor, place: Tensor, u: Tensor) -> Tensor:
-        """The share of the new tokens that is shown, (b,): u^(1/context)·min(1, 1/(N·t)), N the one whose weights hold
-        `place`; both in [0, 1)."""
-        counts = torch.tensor(list(self.steps), device=t.device)
+    def shares(self, process: Process, t: Tensor, place: Tensor, u: Tensor) -> Tensor:
+        """The share of the new tokens that is shown, (b,): u^(1/context) times that which a step of 1/N reveals from t,
+        min(1, 1/(N·t)) if α falls linearly; N is the one whose weights hold `place`. Both are in [0, 1)."""
+        counts = torch.tensor(list(self.steps), dtype=torch.float64, device=t.device)
         weights = torch.tensor(list(self.steps.values()), dtype=torch.float64, device=t.device).cumsum(0)
         chosen = torch.searchsorted(weights, place * weights[-1], right=True).clamp(max=len(counts) - 1)
-        return u ** (1 / self.context) * (1 / (counts[chosen] * t.double())).clamp(max=1)
+        later = (t.double() - 1 / counts[chosen]).clamp(min=0)
+        return u ** (1 / self.context) * process.split(t, later).reveal
 
     def start(self, process: Process, batch: Mapping[str, Tensor], step: Step) -> Planned:
         """N and u are low-discrepancy over the batch: each a lattice with an irrational step, shifted by a number of
@@ -184,7 +185,7 @@ class Match(Objective):
         lattice = step.slots.double()
         place = (uniform(shift, Purpose.TIME, 1) + lattice * 2**0.5) % 1
         u = (uniform(shift, Purpose.TIME, 2) + lattice * GOLDEN) % 1
-        share, keys = self.shares(t, place, u), step.keys()
+        share, keys = self.shares(process, t, place, u), step.keys()
         new, capacity = self.texts(step.batch)
         there = min(step.index * new, capacity - new)
         number = step.index * new - 1 - (uniform(keys, Purpose.DATA) * there).long()  # of the own text, of all so far
@@ -229,7 +230,8 @@ class Match(Objective):
             left = left.nonzero()[:, 0]
         sequence, position = rows.sequence[left], rows.position[left]
         counted = rows.of(again)[left] if step is not None and step.fill else None
-        s = (t.double() * (1 - share)).clamp(min=EARLIEST)  # the time of z̃
+        covered = (1 - process.schedule.alpha(t.double())) * (1 - share)
+        s = process.schedule.inverse(1 - covered)  # the time of z̃
         return Planned(
             keys=keys,
             origin=origin,
@@ -238,7 +240,7 @@ class Match(Objective):
             again=again,
             noise=process.mask.draw(drawn, torch.zeros_like(masked, dtype=torch.int64), masked),
             latent=process.latents(drawn),
-            weight=process.schedule.weight(s).float(),
+            weight=process.schedule.weight(s.clamp(min=EARLIEST)).float(),
             rows=rows,
             left=left,
             left_rows=Rows(sequence, position, counted=counted),
@@ -349,7 +351,7 @@ class Match(Objective):
         teacher_said, said, open_ = [], [], []
         for some in keys.split(64):
             origin, t = torch.full_like(some, PRIOR), torch.ones(len(some), device=some.device)
-            share = self.shares(t, uniform(some, Purpose.TIME, 1), uniform(some, Purpose.TIME, 2))
+            share = self.shares(model.process, t, uniform(some, Purpose.TIME, 1), uniform(some, Purpose.TIME, 2))
             plan = self.planned(model.process, some, origin, t, share, length)
             blank = torch.zeros(len(some), length, dtype=torch.int64, device=some.device)
             hidden = model.trunk_at(plan.state(blank, model.process.mask_id), plan.rows)
