@@ -80,7 +80,8 @@ class Phase(Config):
     steps     at most so many; None: to the end of the run
     clip      the most that |log p_ψ − log p_T| counts for; None: all of it. `fkl` uses none
     rate      the student's learning rate, times this
-    patience  it ends before, once so many looks in a row brought nothing better (`Match.score`)
+    patience  it ends before, once so many looks in a row brought nothing better (`texts.score`); looks before
+              the student's first step do not count
     """
 
     gradient: Gradient = "kl"
@@ -141,6 +142,9 @@ class Match(Objective):
             raise ValueError("steps: at least one weight above 0")
         if any(phase.steps is None for phase in self.phases[:-1]):
             raise ValueError("phases: only the last may go on to the end of the run; give the others steps")
+        ahead, first = self.auxiliary.ahead, self.phases[0].steps
+        if first is not None and first <= ahead:
+            raise ValueError(f"phases: the first has {first} steps, and auxiliary.ahead = {ahead}; give it more")
         return self
 
     def companion(self, model: MaskedDiffusionLM, start: MaskedDiffusionLM | None = None) -> Pursued:
@@ -296,7 +300,7 @@ class Match(Objective):
     def _is_over(self, companion: Pursued, step: int) -> bool:
         phase = self.phases[companion.phase]
         late = phase.steps is not None and step - companion.since >= phase.steps
-        return late or companion.idle(phase.patience)
+        return late or (step > self.auxiliary.ahead and companion.idle(phase.patience))
 
     def best(self, companion: Pursued) -> Mapping[str, Tensor] | None:
         return companion.best or None
@@ -320,6 +324,7 @@ class Match(Objective):
         kl_bound        CE_T − CE_ψ on its one-step texts, in nats a token: a lower bound of the KL, as good as ψ
         auxiliary_gap   CE_ψ there, minus what it was on the samples that ψ was trained on since the last look
         given_noise     H(θ | ε): what is left open once the noise is known, in nats a token, in one step
+        score           what the average is kept by, the lower the better (`texts.score`); phase: its number, from 0
         """
         if companion is None or networks is None:
             return {}
