@@ -34,6 +34,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from imdm.config import Config
+from imdm.errors import UserError
 from imdm.models import MaskedDiffusionLM
 from imdm.models.readout import Chosen, Gradient, reduced
 from imdm.objectives.base import EARLIEST, STUDENT, Objective, Step, Trained, objectives
@@ -148,12 +149,32 @@ class Match(Objective):
         return self
 
     def companion(self, model: MaskedDiffusionLM, start: MaskedDiffusionLM | None = None) -> Pursued:
-        return Pursued(model if start is None else start, model)
+        return Pursued(self._teacher(model, start), model)
 
     def networks(self, model: MaskedDiffusionLM, start: MaskedDiffusionLM | None = None) -> Mapping[str, Trained]:
         given = self.auxiliary.model_dump()
         del given["updates"], given["ahead"]
-        return {AUXILIARY: Trained(Auxiliary.of(model if start is None else start), weight_decay=0.0, **given)}
+        return {AUXILIARY: Trained(Auxiliary.of(self._teacher(model, start)), weight_decay=0.0, **given)}
+
+    def _teacher(self, model: MaskedDiffusionLM, start: MaskedDiffusionLM | None) -> MaskedDiffusionLM:
+        """The start, or the student as it is; refused if it could not read what the student writes."""
+        if start is None:
+            return model
+        if start.causal:
+            raise UserError("objective 'match': its teacher reads from left to right; it needs one that fills masks")
+        for name, theirs, ours in (
+            ("vocab_size", start.vocab_size, model.vocab_size),
+            ("mask_token_id", start.process.mask_id, model.process.mask_id),
+            ("schedule", start.process.schedule, model.process.schedule),
+        ):
+            if theirs != ours:
+                raise UserError(f"objective 'match': the teacher's {name} is {theirs}, the student's {ours}: not one")
+        if start.length < model.length:
+            raise UserError(
+                f"objective 'match': the teacher takes at most {start.length} tokens, the student {model.length}; "
+                "make the student as short"
+            )
+        return start
 
     def updates(self, step: int) -> Sequence[Sequence[str]]:
         last = (AUXILIARY,) if step < self.auxiliary.ahead else (STUDENT, AUXILIARY)
@@ -289,6 +310,8 @@ class Match(Objective):
 
     def turn(self, companion: Pursued, step: int, average: Mapping[str, Tensor]) -> bool:
         """The next phase begins with the best average so far and a new optimiser."""
+        if step == self.auxiliary.ahead:
+            companion.scores.clear()  # what was seen of a student that did not move yet
         if companion.phase == len(self.phases) - 1 or not self._is_over(companion, step):
             return False
         companion.enter(companion.phase + 1, step, average)
