@@ -218,6 +218,7 @@ class Pursued:
         for name, parameter in self.student.named_parameters():
             if name in self.best:
                 parameter.copy_(self.best[name])
+            if name in self.best and name in average:  # what is frozen has none
                 average[name].copy_(self.best[name])
 
     def tensors(self) -> dict[str, Tensor]:
