@@ -94,10 +94,11 @@ class Watch(Config):
 
 
 class TrainStage(Config):
-    """Train a model. start: the stage (or model folder) it starts from, None for fresh weights; data: the coupling
-    stage (or folder) it reads, None for the recipe's data; mask: another mask than the start's; mixture: give the
-    student a latent λ (Di4C on a single mask); seed: another than the recipe's, for students that share a teacher. A
-    fresh model under the objective `autoregressive` reads from left to right, and can be an evaluation's judge."""
+    """Train a model. start: the stage (or model folder) it starts from, None for fresh weights; teacher: the stage (or
+    model folder) that teaches it, where that is another than `start`; data: the coupling stage (or folder) it reads,
+    None for the recipe's data; mask: another mask than the start's; mixture: give the student a latent λ (Di4C on a
+    single mask); seed: another than the recipe's, for students that share a teacher. A fresh model under the objective
+    `autoregressive` reads from left to right, and can be an evaluation's judge."""
 
     kind: Literal["train"]
     start: str | None = None
@@ -108,9 +109,11 @@ class TrainStage(Config):
     objective: ObjectiveField = Field(default_factory=lambda: parse_objective("nelbo"))
     training: TrainConfig
     watch: Watch = Watch()
+    teacher: str | None = None
 
     def inputs(self) -> list[str]:
-        return [name for name in (self.start, self.data) if name is not None]
+        """Each once: a student may be taught by the model that it starts from."""
+        return list(dict.fromkeys(name for name in (self.start, self.data, self.teacher) if name is not None))
 
 
 class CoupleStage(CoupleConfig):
@@ -172,8 +175,8 @@ def _models_of(stage: TrainStage | CoupleStage | EvaluateStage) -> list[tuple[st
     """The settings of a stage that name models, with the stages or folders they name."""
     if isinstance(stage, EvaluateStage):
         return [("models", name) for name in stage.models]
-    name = stage.start if isinstance(stage, TrainStage) else stage.teacher
-    return [] if name is None else [("start" if isinstance(stage, TrainStage) else "teacher", name)]
+    start = stage.start if isinstance(stage, TrainStage) else None
+    return [(setting, name) for setting, name in (("start", start), ("teacher", stage.teacher)) if name is not None]
 
 
 class Quick(Config):

@@ -9,13 +9,23 @@ from pathlib import Path
 from imdm.data import Coupling, check_fits
 from imdm.data.tokenizers import check_same
 from imdm.devices import processes
-from imdm.errors import UserError
+from imdm.errors import UserError, shown
 from imdm.evaluation import metrics
 from imdm.models import MaskedDiffusionConfig, check_precision
-from imdm.objectives import ReDi
+from imdm.objectives import Objective, ReDi
+from imdm.objectives.rounds import Rounds
 from imdm.recipes import CoupleStage, EvaluateStage, TrainStage
 from imdm.room import check_room
 from imdm.runs.inputs import Inputs
+from imdm.shipped import find
+
+TOGETHER = {
+    "a vocabulary of": "vocab_size",
+    "the mask id": "mask_token_id",
+    "a length of": "length",
+    "the schedule": "schedule",
+}
+"""What a teacher and its student must have in common, by what a refusal calls it."""
 
 
 def check_size(inputs: Inputs) -> None:
@@ -51,12 +61,13 @@ def _check_inputs(inputs: Inputs, name: str) -> None:
     for needed in inputs.recipe.stages[name].inputs():
         if inputs.is_stage(needed):
             continue
-        if not Path(needed).is_dir():
+        place = Path(find(needed))
+        if not place.is_dir():
             known = ", ".join(inputs.recipe.stages)
             raise UserError(f"stage {name!r} builds on {needed!r}: neither a stage ({known}) nor a folder")
         if inputs.data.is_ready and not inputs.is_coupling(needed):
             check_fits(inputs.source, inputs.config(needed))
-            check_same(Path(needed), inputs.data.tokenizer_folder())
+            check_same(place, inputs.data.tokenizer_folder())
             inputs.hash(needed)
 
 
@@ -69,6 +80,7 @@ def _check_training(inputs: Inputs, name: str, stage: TrainStage) -> None:
             "set 'data' to a couple stage or to a folder of pairs"
         )
     stage.objective.check(inputs.noisy(name))
+    _check_teacher(inputs, name, stage)
     _check_couple(inputs, name, stage)
     outside = [needed for needed in stage.inputs() if not inputs.is_stage(needed)]
     if stage.start in outside and stage.data in outside:  # else the pairs' teacher is still to be made
@@ -81,6 +93,31 @@ def _check_training(inputs: Inputs, name: str, stage: TrainStage) -> None:
         check_room(f"stages.{name}.watch.samples", stage.watch.samples, each)
     batch = stage.training.micro_batch or stage.training.batch // state.num_processes
     check_room(f"stages.{name}.training.batch", batch, 200 * inputs.length, state.device)
+
+
+def _check_teacher(inputs: Inputs, name: str, stage: TrainStage) -> None:
+    """Refuse a teacher of its own where the objective has none, or one that reads other states than the student."""
+    if stage.teacher is None:
+        return
+    kind = type(stage.objective)
+    if kind.companion is Objective.companion or isinstance(stage.objective, Rounds):
+        raise UserError(
+            f"stage {name!r}: objective {stage.objective.kind!r} has no teacher beside the model it starts from; leave "
+            "'teacher' out"
+        )
+    made_here = {inputs.is_stage(inputs.first(model)) for model in (name, stage.teacher)}
+    if len(made_here) > 1 and not inputs.data.is_ready:
+        return  # the tokenizer is still to be trained
+    student, teacher = inputs.origin(name), inputs.origin(stage.teacher)
+    if teacher.causal:
+        raise UserError(f"stage {name!r}: its teacher {stage.teacher!r} reads from left to right; it cannot fill masks")
+    for what, field in TOGETHER.items():
+        mine, theirs = getattr(student, field), getattr(teacher, field)
+        if mine != theirs:
+            raise UserError(
+                f"stage {name!r}: its teacher {stage.teacher!r} has {what} {shown(theirs)}, the student {shown(mine)}; "
+                "they must agree"
+            )
 
 
 def check_pairs(pairs: Coupling, stage: TrainStage, student: MaskedDiffusionConfig, teacher: str) -> None:

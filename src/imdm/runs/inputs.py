@@ -104,6 +104,15 @@ class Inputs:
             self._configs[now] = load_config(name)
         return self._configs[now]
 
+    def origin(self, name: str) -> MaskedDiffusionConfig:
+        """The configuration of the model that a stage's model, or a folder's, goes back to: vocabulary, length and
+        schedule are still the same."""
+        first = self.first(name)
+        stage = self.recipe.stages.get(first)
+        if not isinstance(stage, TrainStage):
+            return self.config(first)
+        return self.recipe.model.build(*self.vocabulary, self.length, causal=stage.objective.causal)
+
     def mask(self, name: str) -> Mask:
         """The mask of a model that a stage makes, or a folder holds."""
         made = self.recipe.mask_of(name)

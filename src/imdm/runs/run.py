@@ -175,7 +175,7 @@ class Run:
         made = self._made(name)
         if done["inputs"] != self._hash(name, made):
             other = first_difference(done["settings"], self._settings(name)) or "settings or inputs"
-            again = [needed for needed, output in done["made"].items() if output != made.get(needed)]
+            again = [needed for needed, output in done["made"].items() if output != made.get(needed, output)]
             if again:
                 other = f"inputs: {', '.join(map(repr, again))} was made again since"
             raise UserError(

@@ -34,6 +34,7 @@ from imdm.recipes import CoupleStage, EvaluateStage, TrainStage
 from imdm.runs.checks import check_pairs
 from imdm.runs.status import DONE
 from imdm.sampling import Sampling
+from imdm.shipped import find
 from imdm.training import Progress, Trainer
 
 if TYPE_CHECKING:
@@ -67,6 +68,8 @@ def _train(run: Run, name: str, stage: TrainStage) -> str:
     if stage.data is not None:
         teacher = fingerprint(start) if stage.start is None else inputs.hash(stage.start)
         check_pairs(inputs.coupling(stage.data), stage, model.config, teacher)
+    if stage.teacher is not None:
+        start = inputs.model(stage.teacher)
     with run.reporter.bar(f"{name}: {stage.objective.kind}", stage.training.steps) as bar:
 
         def progress(p: Progress) -> None:
@@ -96,7 +99,7 @@ def _carry_tokenizer(run: Run, stage: TrainStage, folder: Path) -> None:
     """A model that was trained on text, or made from one that was, has its tokenizer beside it."""
     home = run.inputs.data.tokenizer_folder()
     if home is None and stage.start is not None and not run.inputs.is_stage(stage.start):
-        home = Path(stage.start)
+        home = Path(find(stage.start))
     if home is not None and processes().is_main_process:
         for target in (folder, folder.parent / "raw"):
             copy_tokenizer(home, target)
