@@ -24,7 +24,8 @@ from imdm.cli import main
 from imdm.cli.app import app
 from imdm.data import Coupling
 from imdm.evaluation import read
-from imdm.models import MaskedDiffusionLM
+from imdm.models import MaskedDiffusionLM, fingerprint, load_model
+from imdm.runs.status import read_done
 from tests.conftest import tiny_model
 
 ROOT = Path(__file__).parents[1]
@@ -419,6 +420,22 @@ MISTAKES = {
         ["distill", "sdtt", "MODEL", "--data", "aligned", "--out", "OUT", "--iterations", "0"],
         "iterations = 0: must be a whole number",
     ),
+    "start": (
+        ["distill", "sdtt", "MODEL", "--data", "aligned", "--out", "OUT", "--start", "MODEL"],
+        "sdtt has no such setting; it is for match",
+    ),
+    "rounds of none": (
+        ["distill", "match", "MODEL", "--data", "aligned", "--out", "OUT", "--rounds", "2"],
+        "rounds = 2: match has no such setting; it is for sdtt, redi, di4c",
+    ),
+    "pairs of none": (
+        ["distill", "match", "MODEL", "--data", "aligned", "--out", "OUT", "--pairs", "20"],
+        "pairs = 20: match has no such setting; it is for redi",
+    ),
+    "no start": (
+        ["distill", "match", "MODEL", "--data", "aligned", "--out", "OUT", "--start", "/no/such/model"],
+        "no such folder",
+    ),
     "no latent": (
         ["distill", "di4c", "MODEL", "--data", "aligned", "--out", "OUT", "--mask", "single"],
         "needs a latent that the whole sequence shares, and this student has none",
@@ -492,8 +509,32 @@ def test_distil_by_sdtt_then_redi_and_look_at_it(run: Path, tmp_path: Path) -> N
     assert "pairs-2: 16 pairs, 1,024 steps each\nstudent-2: 3 training steps of 8 sequences\n" in result.stdout
     shown = imdm("status", tmp_path / "redi").stdout
     assert [line.split()[0] for line in shown.splitlines()[2:]] == ["pairs-1", "student-1", "pairs-2", "student-2"]
-    assert re.search(r"student-2\s+redi\s+done\s+3 of 3\s+\d\.\d+\s+\d+%", shown)  # the share of tokens it has fitted
+    assert re.search(
+        r"student-2\s+redi\s+done\s+3 of 3\s+\d\.\d+\s+fitted \d+%", shown
+    )  # the share of tokens it has fitted
     assert "already there" in imdm(*redi, "--pairs", "16", "--out", tmp_path / "redi").stderr
+
+
+def test_distil_by_match_from_the_teacher_and_from_a_student(run: Path, tmp_path: Path) -> None:
+    teacher, student = run / "seed-0/teacher/model", run / "seed-0/imdm/model"
+    few = ["--data", "aligned", "--iterations", "6", "--batch", "8", "stages.student.watch.every=3"]
+    few += ["stages.student.objective={kind: match, looks: 4, steps: {1: 1}, auxiliary: {ahead: 2}}"]
+    cold = imdm("distill", "match", teacher, *few, "--mask", "infinite-uniform-4-1.0", "--out", tmp_path / "cold")
+    assert cold.returncode == 0, cold.stderr
+    assert "student: 6 training steps of 8 sequences\n" in cold.stdout
+    warm = ["distill", "match", teacher, "--start", student, *few, "--out", tmp_path / "warm"]
+    assert imdm(*warm).returncode == 0
+    assert "already there" in imdm(*warm).stderr
+    made = {name: tmp_path / name / "seed-0/student" for name in ("cold", "warm")}
+    assert MaskedDiffusionLM.from_pretrained(made["cold"] / "model").mask.name == "infinite-uniform-4-1.0"
+    assert MaskedDiffusionLM.from_pretrained(made["warm"] / "model").mask == load_model(student).mask
+    told = {name: read_done(folder)["made"] for name, folder in made.items()}
+    hashes = [fingerprint(load_model(place)) for place in (teacher, student)]
+    assert told == {"cold": {str(teacher): hashes[0]}, "warm": {str(student): hashes[1], str(teacher): hashes[0]}}
+    signals = r"ratio [\d.e+]+, lacking \d\.\d+, phase 1, best score -?[\d.]+"
+    assert re.search(
+        rf"student\s+match\s+done\s+6 of 6\s+-?\d\.\d+\s+{signals}", imdm("status", tmp_path / "warm").stdout
+    )
 
 
 def test_status_of_a_stopped_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

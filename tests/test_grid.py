@@ -10,11 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 
 from imdm.errors import UserError
 from imdm.evaluation import Row, read
 from imdm.files import append_line, write_json, write_recorded
-from imdm.models import load_model
+from imdm.models import fingerprint, load_model
 from imdm.recipes import CoupleStage, load_recipe, parse_recipe, variants
 from imdm.recipes.schema import Quick, Recipe
 from imdm.report import build_report
@@ -22,6 +23,7 @@ from imdm.report.languages import Figures, below_the_bound, margins
 from imdm.runs import Quiet, Run, distillation, first_difference, plan, run_jobs, workers_for
 from imdm.runs.status import read_done, status
 from imdm.theory import total_correlation
+from tests.conftest import tiny_model
 
 TRAINING = {"steps": 4, "batch": 8, "warmup": 0, "log_every": 2}
 SMALL = {
@@ -380,13 +382,97 @@ def test_a_setting_that_is_new_is_named() -> None:
     assert first_difference(now, now) is None
 
 
-@pytest.mark.parametrize("method", ["sdtt", "redi", "di4c"])
+@pytest.mark.parametrize("method", ["sdtt", "redi", "di4c", "match"])
 def test_in_bf16_a_distillation_is_compiled_as_a_whole(method: str) -> None:
-    data = {"kind": "language", "name": "aligned"}
-    recipe = parse_recipe(distillation(method, "teacher", data, mixture=True, precision="bf16", rounds=2))
+    data, rounds = {"kind": "language", "name": "aligned"}, None if method == "match" else 2
+    recipe = parse_recipe(distillation(method, "teacher", data, mixture=True, precision="bf16", rounds=rounds))
     for stage in recipe.stages.values():
         made = stage if isinstance(stage, CoupleStage) else stage.training
         assert (made.precision, made.compile) == ("bf16", True)
+        assert getattr(made, "graphs", False) == (method == "match")
+
+
+TAUGHT = {"kind": "train", "start": "student", "teacher": "teacher", "training": TRAINING}
+TAUGHT |= {"objective": {"kind": "match", "looks": 2, "steps": {1: 1}, "auxiliary": {"ahead": 1}}}
+
+
+def taught(**changes: dict) -> Recipe:
+    stages = {name: SMALL["stages"][name] for name in ("teacher", "student")} | {"taught": TAUGHT} | changes
+    return parse_recipe(SMALL | {"variants": {}, "quick": None, "stages": stages})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"taught": TAUGHT | {"teacher": "techer"}}, "builds on 'techer': neither a stage"),
+        (
+            {"taught": TAUGHT | {"objective": "nelbo"}},
+            "objective 'nelbo' has no teacher beside the model it starts from",
+        ),
+        ({"taught": TAUGHT | {"objective": "sdtt"}}, "objective 'sdtt' has no teacher beside"),
+        (
+            {
+                "teacher": SMALL["stages"]["teacher"] | {"objective": "autoregressive"},
+                "student": TAUGHT | {"start": None},
+            },
+            "its teacher 'teacher' reads from left to right",
+        ),
+        (
+            {"taught": TAUGHT | {"teacher": "LONGER"}},
+            "its teacher '.*' has a length of 3, the student 2; they must agree",
+        ),
+        (
+            {"taught": TAUGHT | {"teacher": "COSINE"}},
+            "its teacher '.*' has the schedule {'kind': 'cosine'.*they must agree",
+        ),
+        (
+            {"taught": TAUGHT | {"teacher": "LARGER"}},
+            "the data has 3 token ids with mask 2, the model has 4 with mask 3",
+        ),
+    ],
+)
+def test_a_teacher_that_does_not_fit_is_refused_before_any_work(changes: dict, message: str, tmp_path: Path) -> None:
+    sizes = {"LONGER": {"length": 3}, "COSINE": {"schedule": "cosine"}, "LARGER": {"vocab_size": 4}}
+    for stage in changes.values():
+        if stage.get("teacher") in sizes:
+            folder = tmp_path / stage["teacher"]
+            tiny_model(**{"vocab_size": 3, "length": 2} | sizes[stage["teacher"]]).save_pretrained(folder)
+            changes = {"taught": stage | {"teacher": str(folder)}}
+    with pytest.raises(UserError, match=message):
+        Run(taught(**changes), tmp_path / "run").all()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_teacher_stands_above_its_student_and_trains_a_model() -> None:
+    for changes, message in (
+        (
+            {"student": TAUGHT | {"start": "teacher", "teacher": "taught"}},
+            "'student' builds on 'taught', which must stand",
+        ),
+        (
+            {"student": PAIRS, "taught": TAUGHT | {"start": "teacher", "teacher": "student"}},
+            "teacher names 'student', which trains no model",
+        ),
+    ):
+        with pytest.raises(UserError, match=message):
+            taught(**changes)
+
+
+def test_a_student_is_taught_by_its_teacher_and_made_again_with_another(tmp_path: Path) -> None:
+    """The auxiliary network begins as the teacher, not as the model that the student starts from."""
+    Run(taught(), tmp_path).all()
+    folder = tmp_path / "seed-0"
+    hashes = {name: fingerprint(load_model(folder / name / "model")) for name in ("teacher", "student")}
+    assert read_done(folder / "taught")["made"] == hashes
+    kept = load_file(sorted((folder / "taught/checkpoints").iterdir())[-1] / "companion.safetensors")
+    of_teacher = load_model(folder / "teacher/model").state_dict()
+    assert all(torch.equal(kept[f"teacher.{name}"], weight) for name, weight in of_teacher.items())
+    with pytest.raises(UserError, match=r"'taught' .* was made with other teacher \(a setting that is no more\)"):
+        Run(taught(taught=TAUGHT | {"teacher": None}), tmp_path).all()
+    assert (
+        taught(taught=TAUGHT | {"teacher": None}).digest()
+        == taught(taught={name: value for name, value in TAUGHT.items() if name != "teacher"}).digest()
+    )
 
 
 def test_what_was_made_from_something_else_is_called_stale(tmp_path: Path) -> None:

@@ -198,23 +198,35 @@ def couple(
 
 @app.command()
 def distill(
-    method: Annotated[str, typer.Argument(help="sdtt, redi or di4c.")],
+    method: Annotated[str, typer.Argument(help="sdtt, redi, di4c or match.")],
     model: Annotated[str, typer.Argument(help="The teacher: a model folder, or one that ships.", callback=located)],
     data: Data,
     out: Annotated[Path, OutFolder(help="Folder of the run.")],
     overrides: Overrides = None,
+    start: Annotated[
+        str | None,
+        typer.Option(
+            help="match: the model that the student starts from, such as one that sdtt made; the teacher unless given.",
+            callback=located,
+        ),
+    ] = None,
     mask: Annotated[
         str | None,
-        typer.Option(help="The student's mask, such as infinite-uniform-768-1.0; the teacher's unless given."),
+        typer.Option(help="The student's mask, such as infinite-uniform-768-1.0; that of its start unless given."),
     ] = None,
     mixture: Annotated[
         bool,
         typer.Option("--mixture", help="Give the student a latent λ, which di4c needs and a single mask has not."),
     ] = False,
     rounds: Annotated[int | None, typer.Option(help="Rounds; 7 for sdtt, 1 for redi, 2 for di4c unless given.")] = None,
-    iterations: Annotated[int | None, typer.Option(help="Training steps a round; the paper's (di4c: 10,000).")] = None,
-    batch: Annotated[int | None, typer.Option(help="Sequences a step; the paper's (di4c: 32) unless given.")] = None,
-    pairs: Annotated[int, typer.Option(help="redi: pairs a round.")] = 100_000,
+    iterations: Annotated[
+        int | None,
+        typer.Option(help="Training steps, a round where there are rounds; the paper's (di4c: 10,000; match: 8,000)."),
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(help="Sequences a step; the paper's (di4c: 32; match: 256) unless given.")
+    ] = None,
+    pairs: Annotated[int | None, typer.Option(help="redi: pairs a round; 100,000 unless given.")] = None,
     precision: Annotated[
         str | None,
         typer.Option(
@@ -223,7 +235,7 @@ def distill(
     ] = None,
     seed: Seed = 0,
 ) -> None:
-    """Distil a model with the paper's settings. Run it again to go on after a stop."""
+    """Distil a model, with the paper's settings where it has any. Run it again to go on after a stop."""
     check_known("distillation", [method], DISTILLATIONS)
     check_data(data)
     from imdm.models import check_precision, load_model
@@ -237,6 +249,7 @@ def distill(
         method,
         str(model),
         section.model_dump(mode="json"),
+        start=start,
         mask=mask,
         mixture=mixture,
         rounds=rounds,
@@ -301,8 +314,9 @@ def reproduce(
 
 @app.command()
 def status(run: Annotated[Path, typer.Argument(help="Folder of a run.")]) -> None:
-    """Show how far a run is: stages, rounds, losses, time taken and left."""
+    """Show how far a run is: stages, rounds, losses, early signals, time taken and left."""
     check_holds(run, "recipe.json")
+    from imdm.runs.status import in_words
     from imdm.runs.status import status as read_status
 
     runs = read_status(run)
@@ -311,15 +325,15 @@ def status(run: Annotated[Path, typer.Argument(help="Folder of a run.")]) -> Non
             say(f"{name}: all {len(stages)} stages done")
             continue
         say(f"{name}:")
-        table = RichTable("stage", "kind", "state", "done", "round", "loss", "fitted", "time", box=None, pad_edge=False)
+        columns = ("stage", "kind", "state", "done", "round", "loss", "signals", "time")
+        table = RichTable(*columns, box=None, pad_edge=False)
         for row in stages:
             done = f"{row.done:,} of {row.total:,}" if row.total else ""
             seconds, word = (row.seconds_left, " left") if row.took is None else (row.took, "")
             time = "" if seconds is None else f"{seconds / 60:.1f} min{word}"
             loss = "" if row.loss is None else f"{row.loss:.4f}"
             round = "" if row.round is None else str(row.round + 1)
-            fitted = "" if row.fitted is None else f"{row.fitted:.0%}"
-            table.add_row(row.name, row.kind, row.state, done, round, loss, fitted, time)
+            table.add_row(row.name, row.kind, row.state, done, round, loss, in_words(row.signals), time)
         show(table)
 
 

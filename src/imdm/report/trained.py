@@ -10,14 +10,16 @@ from imdm.evaluation import Row
 from imdm.recipes import CoupleStage, Recipe, TrainStage
 from imdm.report.page import Section
 from imdm.report.tables import Table
-from imdm.runs.status import DONE, read_done
+from imdm.runs.status import DONE, in_words, read_done, shown_signals
 from imdm.training.history import read_history
 
 LAST = 4  # logged losses whose mean is the loss at the end
 NOTE = (
-    "Fitted: the share of masked tokens of its pairs that a ReDi student says with a chance above ½. Overlap: what "
-    "part of a student's writing, six tokens at a time, its pairs have, at the most steps measured; in brackets that "
-    "of the model that made the pairs. Minutes since the last stop."
+    "Signals at the end. Fitted: the share of masked tokens of its pairs that a ReDi student says with a chance above "
+    "½. Of match: the perplexity of its texts, by the teacher, over that of the teacher's own at equal entropy; the "
+    "pooled entropy that they lack; the score of the average that was kept, the lower the better. Overlap: what part "
+    "of a student's writing, six tokens at a time, its pairs have, at the most steps measured; in brackets that of the "
+    "model that made the pairs. Minutes since the last stop."
 )
 
 
@@ -29,7 +31,7 @@ def trained_section(run: Path, recipe: Recipe, rows: list[Row]) -> list[Section]
     found = [one for one in found if one.is_done]
     if not found:
         return []
-    columns = ("model", "from", "by", "mask", "rate", "steps × batch", "pairs", "passes", "loss", "fitted", "overlap")
+    columns = ("model", "from", "by", "mask", "rate", "steps × batch", "pairs", "passes", "loss", "signals", "overlap")
     table = Table("Training", (*columns, "minutes"), [one.cells(recipe, rows) for one in found], NOTE)
     return [Section("How the models were trained", f"Seed {recipe.seed} of the recipe.", [table])]
 
@@ -48,14 +50,14 @@ class _Trained:
         stage, training = self.stage, self.stage.training
         history = read_history(self.folder)
         losses = [row["loss"] for row in history if "loss" in row][-LAST:]
-        fitted = [row["fitted"] for row in history if "fitted" in row]
         seconds = read_done(self.folder)["seconds"]
         couple = recipe.stages.get(stage.data or "")
         pairs = couple.pairs if isinstance(couple, CoupleStage) else None
         mask = recipe.mask_of(self.name)
+        taught = "" if stage.teacher in (None, stage.start) else f" (taught by {stage.teacher})"
         return (
             self.name,
-            stage.start or "",
+            (stage.start or "") + taught,
             stage.objective.kind,
             mask.name if mask is not None else "",
             f"{training.lr:g}",
@@ -63,7 +65,7 @@ class _Trained:
             "" if pairs is None else f"{pairs:,}",
             "" if pairs is None else f"{training.steps * training.batch / pairs:.0f}",
             f"{fmean(losses):.3g}" if losses else "",
-            f"{fitted[-1]:.0%}" if fitted else "",
+            in_words(shown_signals(history)),
             overlap(recipe, rows, self.name) if isinstance(couple, CoupleStage) else "",
             f"{seconds / 60:.1f}" if seconds else "",
         )

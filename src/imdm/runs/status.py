@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,23 @@ from imdm.training.history import read_history
 
 DONE = "done.json"
 """The file by which a stage is finished."""
+BEST = "best score"
+SIGNALS = {
+    "fitted": "fitted {:.0%}",
+    "ratio": "ratio {:.3g}",
+    "pooled_lacking": "lacking {:.2f}",
+    "phase": "phase {:.0f}",
+    BEST: "best score {:.3g}",
+}
+"""Early signals that are shown, and how: the share of its pairs that a ReDi student has fitted; of `match` how its
+texts compare with the teacher's, how much pooled entropy they lack, the phase, and the score of what is kept."""
 
 
 @dataclass(frozen=True)
 class StageStatus:
     """state: `done`, `stale` (made with other settings or inputs than are there now), `stopped or running`, `waiting`;
-    done and total count steps, shards or nothing; fitted: the share of its pairs' tokens that a ReDi student has
-    learned; took: seconds that a finished stage ran, since its last stop."""
+    done and total count steps, shards or nothing; signals: the newest of the objective's early ones (`shown_signals`);
+    took: seconds that a finished stage ran, since its last stop."""
 
     name: str
     kind: str
@@ -31,7 +41,7 @@ class StageStatus:
     total: int = 0
     round: int | None = None
     loss: float | None = None
-    fitted: float | None = None
+    signals: dict[str, float] = field(default_factory=dict)
     seconds_left: float | None = None
     took: float | None = None
 
@@ -102,7 +112,6 @@ def _training(folder: Path, stage: TrainStage, name: str, state: str) -> StageSt
     history = read_history(folder)
     rows = [row for row in history if "steps_per_second" in row]
     losses = [row["loss"] for row in rows if "loss" in row]  # none while other networks are updated alone
-    signals = [row for row in history if "fitted" in row]
     step, steps = (rows[-1]["step"] if rows else 0), stage.training.steps
     saved, point = steps_present(folder / "checkpoints"), {}
     if saved:
@@ -111,6 +120,22 @@ def _training(folder: Path, stage: TrainStage, name: str, state: str) -> StageSt
     speeds = [row["steps_per_second"] for row in rows[-5:]]
     left = (steps - step) * len(speeds) / sum(speeds) if sum(speeds) > 0 and state != "done" else None
     loss = losses[-1] if losses else None
-    fitted, round = (signals[-1]["fitted"] if signals else None), point.get("companion", {}).get("round")
+    round = point.get("companion", {}).get("round")
     round = round if isinstance(round, int) else None
-    return StageStatus(name, stage.objective.kind, state, step, steps, round, loss, fitted, left)
+    signals = shown_signals(history)
+    return StageStatus(name, stage.objective.kind, state, step, steps, round, loss, signals, left)
+
+
+def shown_signals(history: list[dict[str, Any]]) -> dict[str, float]:
+    """Of an objective's signals in a history those that tell most (`SIGNALS`): the last value of each, phases counted
+    from 1; of a `score`, the lower the better, the best."""
+    looks = [row for row in history if "passes" in row]
+    found = {name: row[name] for row in looks for name in SIGNALS if name in row}
+    found |= {"phase": found["phase"] + 1} if "phase" in found else {}
+    scores = [row["score"] for row in looks if "score" in row]
+    return {name: found[name] for name in SIGNALS if name in found} | ({BEST: min(scores)} if scores else {})
+
+
+def in_words(signals: dict[str, float]) -> str:
+    """`fitted 93%`; `ratio 1.62, lacking 0.03, phase 1, best score 0.48`."""
+    return ", ".join(SIGNALS[name].format(value) for name, value in signals.items())
