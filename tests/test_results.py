@@ -306,6 +306,24 @@ def test_the_grids_frontier_is_the_teachers_at_every_temperature_and_top_p() -> 
     assert {top_p for t, top_p in points["sentences-judge"] if t == 1} == {0.8, 0.9, 0.95, 1.0}
 
 
+def test_the_grids_match_students_have_one_teacher_and_one_noise_policy() -> None:
+    """Three students a mask from the SDTT model that has it; under both judges the same samples."""
+    recipe = load_recipe("grid", ["data=sentences"])
+    students = {name: stage for name, stage in recipe.stages.items() if getattr(stage, "teacher", None) == "teacher"}
+    students = {name: stage for name, stage in students.items() if stage.kind == "train"}
+    assert {stage.objective.kind for stage in students.values()} == {"match"}
+    for model, start in (("imdm", "imdm-sdtt"), ("mdlm", "mdlm-sdtt")):
+        mine = [stage for name, stage in students.items() if name.startswith(f"{model}-match")]
+        assert [(stage.start, stage.seed) for stage in mine] == [(start, None), (start, 1), (start, 2)]
+    first, again = (recipe.evaluations()[name] for name in ("measure-match", "measure-match-again"))
+    assert set(first.models) == set(students)
+    assert (first.models, first.steps, first.noise) == (again.models, again.steps, again.noise)
+    assert again.judge_label == "smollm2 (bf16)"
+    chosen = recipe.evaluations()["choose-match"]
+    assert (chosen.seed, chosen.noise) == (1, first.noise)
+    assert chosen.models.items() <= first.models.items()
+
+
 def test_what_ships_is_small_whole_and_described() -> None:
     models = listed()
     assert [one.name for one in models] == ["sentences-imdm", "sentences-judge", "sentences-mdlm", "sentences-teacher"]
