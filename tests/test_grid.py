@@ -229,7 +229,9 @@ def test_the_quick_part_of_the_grid_is_what_it_should_be() -> None:
         for name, method in stage.models.items()
     }
     students = {
-        (method, model) for method in ("sdtt", "redi", "sdtt+redi", "di4c") for model in ("mdlm", "finite", "imdm")
+        (method, model)
+        for method in ("sdtt", "redi", "sdtt+redi", "di4c", "match")
+        for model in ("mdlm", "finite", "imdm")
     }
     assert measured == students | {("teacher", "teacher")}
     for member in variants(recipe).values():

@@ -15,7 +15,7 @@ from imdm.report.page import Picture, Report, Section
 from imdm.report.tables import Table, figure, steps_in_words
 from imdm.theory import total_correlation
 
-METHODS = ("sdtt", "redi", "sdtt+redi", "di4c")
+METHODS = ("sdtt", "redi", "sdtt+redi", "di4c", "match")
 MODELS = ("mdlm", "finite", "imdm")
 BAR = 4.0  # standard errors by which IMDM must be ahead
 BAR_METHODS, BAR_STEPS = ("redi", "sdtt+redi"), (1, 2)
