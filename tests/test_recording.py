@@ -19,7 +19,7 @@ from imdm.benchmarks.training import Pairs
 from imdm.data import TokenSource
 from imdm.errors import UserError
 from imdm.models import MaskedDiffusionLM
-from imdm.objectives import SDTT, Autoregressive, Di4C, Nelbo, Objective, ReDi, Step, Trained
+from imdm.objectives import SDTT, Autoregressive, Di4C, Match, Nelbo, Objective, ReDi, Step, Trained
 from imdm.objectives.rounds import Teacher
 from imdm.objectives.sdtt import teacher_reveals
 from imdm.randomness import Purpose, fold
@@ -32,6 +32,12 @@ TOKENS = torch.randint(0, 4, (96, 6), generator=torch.Generator().manual_seed(0)
 SOURCE, PAIRS = TokenSource(TOKENS, 5, 4), Pairs(TOKENS, 5, 4)
 CONFIG = TrainConfig(steps=20, batch=64, lr=1e-3, warmup=8, ema=0.9, checkpoint_every=50, log_every=50, graphs=True)
 ROUNDS = SDTT(rounds=2, iterations=11, first_dt=0.3)
+PURSUIT = Match(
+    phases=({"gradient": "fkl", "steps": 11}, {"gradient": "ipf", "clip": 2.0, "rate": 0.5}),
+    auxiliary={"lr": 1e-3, "warmup": 4, "ahead": 2},
+    remembered=100,
+    looks=8,
+)
 
 
 class Again:
@@ -78,8 +84,10 @@ def eager(config: TrainConfig = CONFIG) -> TrainConfig:
 
 
 def same_weights(one: Trainer, other: Trainer) -> bool:
+    """Where AdamW began anew, a gradient that is nothing but rounding moves its weight by a whole step at first."""
     pairs = zip(one.ema.weights.values(), other.ema.weights.values(), strict=True)
-    return all(torch.allclose(a, b, atol=1e-5) for a, b in pairs)
+    within = 3e-4 if isinstance(one.objective, Match) else 1e-5
+    return all(torch.allclose(a, b, atol=within) for a, b in pairs)
 
 
 @pytest.mark.parametrize("most", [1, 5, 63, 64, 65, 384, 65_536])
@@ -280,12 +288,15 @@ class Pair(Nelbo):
         (Autoregressive(), 18, {"causal": True, "mask": "single"}),
         (Pair(), 8, {}),
         (Pair(together=True), 8, {}),
+        (PURSUIT, 4, {}),
+        (PURSUIT, 4, {"mixture": True, "mask": "finite-5"}),
     ],
 )
 def test_recorded_training_is_the_same(
     tmp_path: Path, again: Again, objective: Objective, least: int, changes: dict[str, Any]
 ) -> None:
-    """Rates and averages warm up meanwhile; in SDTT the student becomes the teacher in between."""
+    """Rates and averages warm up meanwhile; in SDTT the student becomes the teacher in between, in `match` a phase
+    ends."""
     recorded = trainer(objective, tmp_path / "a", **changes)
     plain = trainer(objective, tmp_path / "b", eager(), **changes)
     assert recorded.recorder is not None
@@ -294,12 +305,12 @@ def test_recorded_training_is_the_same(
     assert found == pytest.approx(wanted, rel=1e-4)
     assert same_weights(recorded, plain)
     assert again.replayed >= least
-    assert again.forgotten == isinstance(objective, SDTT)
+    assert again.forgotten == isinstance(objective, SDTT | Match)
     assert len(recorded.recorder.recorded) <= 6
     assert recorded.run == plain.run
 
 
-@pytest.mark.parametrize("objective", [Nelbo(), ROUNDS])
+@pytest.mark.parametrize("objective", [Nelbo(), ROUNDS, PURSUIT])
 @pytest.mark.parametrize("graphs", [(True, True), (True, False), (False, True)])
 def test_a_run_goes_on_recorded_or_not(
     tmp_path: Path, again: Again, objective: Objective, graphs: tuple[bool, bool]
