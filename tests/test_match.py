@@ -19,13 +19,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from imdm.data import TokenSource
+from imdm.data import LanguageSource, TokenSource, aligned
 from imdm.errors import UserError
 from imdm.files import read_lines
 from imdm.masks import Mask, parse_mask
 from imdm.models import MaskedDiffusionLM, load_model, readout, with_mask
 from imdm.models.readout import Chosen, Gradient, Head, match_rows, matched
-from imdm.objectives import EARLIEST, Match, Step, match, nelbo_terms, parse_objective
+from imdm.objectives import EARLIEST, Match, Nelbo, Step, match, nelbo_terms, parse_objective
 from imdm.objectives.match import AUXILIARY, DATA, OWN, PRIOR, Starts
 from imdm.objectives.onpolicy import Auxiliary, Planned, Pursued
 from imdm.objectives.texts import Frontier, Standing, score, standing
@@ -1063,3 +1063,38 @@ def test_settings_survive_a_file() -> None:
     assert parse_objective(json.loads(how.model_dump_json())).digest() == how.digest()
     assert parse_objective("match") == Match()
     assert Match().hashed() == {"kind": "match"}
+
+
+# Learning
+
+
+def lacking(tmp_path: Path, mask: str, steps: int, watch_every: int) -> float:
+    """What a student of {00, 11} lacks in one step, KL(language ‖ student), from a teacher that knows it and a mask
+    that does nothing yet: half of its texts are 01 and 10, which is ln 2."""
+    source = LanguageSource(aligned())
+    config = TrainConfig(steps=120, batch=64, lr=4e-3, warmup=10, ema=0.9, log_every=1000)
+    fresh = tiny_model(trained=False, vocab_size=3, length=2, width=32, blocks=1)
+    teacher = load_model(Trainer(fresh, Nelbo(), source, config, tmp_path / "teacher").train())
+    how = Match(
+        starts={"prior": 1, "own": 0, "data": 0},
+        steps={1: 1.0},
+        phases=({"gradient": "fkl", "patience": 100},),
+        auxiliary={"lr": 6e-3, "warmup": 10, "ahead": 20},
+    )
+    config = config.model_copy(update={"steps": steps, "batch": 128, "lr": 2e-3})
+    student, out = with_mask(teacher, mask), tmp_path / "student"
+    run = Trainer(student, how, source, config, out, start=teacher, watch_every=watch_every)
+    tokens = load_model(run.train()).generate(num=4000, steps=1, seed=5).tokens
+    share = torch.bincount(aligned().index(tokens), minlength=4).double()[[0, 3]] / len(tokens)
+    return float((0.5 * (0.5 / share).log()).sum())
+
+
+def test_one_step_learns_what_a_single_mask_cannot(tmp_path: Path) -> None:
+    assert lacking(tmp_path, "infinite-uniform-64-4.0", 110, 1000) < 0.2 < math.log(2)
+
+
+@pytest.mark.slow
+def test_one_step_of_infinite_and_of_single_masks(tmp_path: Path) -> None:
+    """The best average is what counts."""
+    assert lacking(tmp_path / "infinite", "infinite-uniform-64-4.0", 200, 25) < 0.1
+    assert lacking(tmp_path / "single", "single", 200, 25) > 0.6
