@@ -537,6 +537,21 @@ def test_distil_by_match_from_the_teacher_and_from_a_student(run: Path, tmp_path
     )
 
 
+@pytest.mark.parametrize("name", ["match-cpu", pytest.param("match-text-cpu", marks=pytest.mark.slow)])
+def test_the_recipes_of_match_run(name: str, tmp_path: Path) -> None:
+    few = ["stages.teacher.training.steps=30", "stages.evaluate.samples=16"]
+    for student in ("mdlm", "imdm"):
+        few += [f"stages.{student}.training.steps=6", f"stages.{student}.training.batch=8"]
+        few += [f"stages.{student}.objective.looks=4", f"stages.{student}.objective.auxiliary.ahead=2"]
+        few += [f"stages.{student}.watch.every=3", f"stages.{student}.watch.samples=8"]
+    result = imdm("reproduce", name, *few, "--out", tmp_path)
+    assert result.returncode == 0, result.stderr
+    rows = read(tmp_path / "results.jsonl")
+    students = [("teacher", "mdlm"), ("match", "mdlm"), ("match", "imdm")]
+    assert {(row.method, row.model, row.steps) for row in rows} >= {(*one, k) for one in students for k in (1, 2, 4, 8)}
+    assert (tmp_path / "report.html").exists()
+
+
 def test_status_of_a_stopped_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from imdm.training import Trainer
 
