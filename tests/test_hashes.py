@@ -42,7 +42,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "SDTT": {"iterations": 200},
     "Di4C": {},
     "Autoregressive": {},
-    "Match": {"phases": [{"gradient": "fkl", "steps": 9}, {}], "steps": {1: 1, 4: 2}},
+    "Match": {"phases": [{"gradient": "fkl", "steps": 900}, {}], "steps": {1: 1, 4: 2}},
     "Starts": {"prior": 1.0},
     "Phase": {"gradient": "ipf"},
     "AuxiliarySettings": {"lr": 1e-3},

@@ -95,7 +95,7 @@ class ByHand:
         key = fold(fold(root, Purpose.UPDATE, update) if update else root, Purpose.SAMPLE, slot)
         # 1. where it begins
         prior, own, data = how.starts.counts(batch)
-        t, text = 1.0, x
+        t, text, noisy = 1.0, x, key
         if slot >= prior:
             first, many = (prior, own) if slot < prior + own else (prior + own, data)
             within = float(uniform(key, Purpose.TIME))
@@ -106,11 +106,16 @@ class ByHand:
             age = 1 + math.floor(float(uniform(key, Purpose.DATA)) * min(index * new, capacity - new))
             assert self.companion.held is not None
             text = self.companion.held[(index * new - age) % capacity]
+            if how.kept:
+                then, place = divmod(index * new - age, new)
+                older = fold(3, Purpose.STEP, then)
+                last = how.auxiliary.updates - 1
+                noisy = fold(fold(older, Purpose.UPDATE, last) if last else older, Purpose.SAMPLE, place)
         places = torch.arange(length)
         masked = uniform(key, Purpose.CORRUPT, places) >= process.schedule.alpha(torch.tensor(t, dtype=torch.float64))
         masked = masked | (slot < prior)
         # 2. what the student writes
-        state = self.state(process, text, masked, key, t)
+        state = self.state(process, text, masked, noisy, t)
         logits = self.student.output(self.student.trunk(state))[0].double()
         logits = logits.masked_fill(places.new_tensor(range(logits.shape[1])) == process.mask_id, -torch.inf)
         law = logits.detach().softmax(-1)
@@ -128,7 +133,10 @@ class ByHand:
         teacher, key = self.companion.model, fold(key, Purpose.COPY, 1)
         shown = self.state(teacher.process, said, again, key, t)
         wanted = teacher.head(teacher.trunk(shown))[0].double().detach()
-        told = (masked & ~again)[None, :, None] * self.auxiliary.generated
+        now, before = self.auxiliary.generated
+        told = (masked & ~again)[None, :, None] * now
+        if prior <= slot < prior + own:
+            told = told + (~masked)[None, :, None] * before
         heard = self.auxiliary._embedded(shown)
         heard = torch.cat((heard[:, :length] + told, heard[:, length:]), 1)
         expected = self.auxiliary.head(self.auxiliary.backbone(heard)[:, :length])[0].double()
@@ -136,8 +144,7 @@ class ByHand:
         found = []
         for i in again.nonzero()[:, 0].tolist():
             known = torch.arange(logits.shape[1]) != process.mask_id
-            now = law[i, known]
-            value, slope = self.gradient(now, expected.detach()[i, known], wanted[i, known])
+            value, slope = self.gradient(law[i, known], expected.detach()[i, known], wanted[i, known])
             weight = 1.0
             if how.phases[self.companion.phase].gradient == "soft":
                 weight = 1 / max(t * (1 - share), EARLIEST)
@@ -216,6 +223,17 @@ def test_a_step_is_what_it_says(
     how = objective(phases=({"gradient": gradient, "clip": clip},))
     student, teacher = pair()
     assert_by_hand(how, student, teacher)
+
+
+def test_own_texts_may_keep_their_noise() -> None:
+    assert_by_hand(objective(kept=True), *pair())
+    process, batch, step = pair()[0].process, {"tokens": TOKENS[:12]}, step_of(7, update=1)
+    fresh, kept = (objective(kept=kept).start(process, batch, step) for kept in (False, True))
+    assert torch.equal(fresh.masked, kept.masked)
+    assert fresh.noise is not None
+    assert kept.noise is not None
+    other = [not torch.equal(*both) for both in zip(fresh.noise, kept.noise, strict=True)]
+    assert other == ((fresh.origin == OWN) & fresh.masked.any(1)).tolist()
 
 
 def assert_by_hand(how: Match, student: MaskedDiffusionLM, teacher: MaskedDiffusionLM) -> None:
@@ -301,7 +319,7 @@ def test_the_auxiliary_begins_as_the_teacher() -> None:
     keys = fold(1, Purpose.SAMPLE, torch.arange(12))
     state = teacher.process.corrupt(TOKENS[:12], torch.full((12,), 0.6), keys)
     rows = Rows.where(state.masked)
-    generated = torch.rand(12, 6, generator=torch.Generator().manual_seed(1)) < 0.5
+    generated = torch.randint(0, 3, (12, 6), generator=torch.Generator().manual_seed(1))
     for train in (False, True):
         made.train(train)
         said = made(state, rows=rows, reduce=lambda law, part: law, generated=generated)
@@ -309,8 +327,10 @@ def test_the_auxiliary_begins_as_the_teacher() -> None:
     shared = {id(weight) for weight in teacher.parameters()} & {id(weight) for weight in made.parameters()}
     assert not shared
     with torch.no_grad():
-        made.generated.copy_(torch.linspace(-1, 1, 16))
-    assert not torch.allclose(made(state, rows=rows, reduce=lambda law, part: law, generated=generated), said)
+        made.generated.copy_(torch.linspace(-1, 1, 32).view(2, 16))
+    now, before = (made(state, rows=rows, reduce=lambda law, part: law, generated=generated * w) for w in (1, 2))
+    assert not torch.allclose(now, said)
+    assert not torch.allclose(before, now)
     none = torch.zeros_like(generated)
     assert torch.equal(made(state, rows=rows, reduce=lambda law, part: law, generated=none), said)
 
@@ -411,6 +431,7 @@ def test_what_is_shown_follows_from_the_share_alone() -> None:
     origin, t = torch.zeros(many, dtype=torch.int64), torch.ones(many)
     for share in (0.0, 0.3, 0.8, 1.0):
         plan = how.planned(PROCESS, keys, origin, t, torch.full((many,), share), 3, None)
+        assert plan.generated.max() <= 1  # nothing is of before
         sets = (plan.generated * torch.tensor([1, 2, 4])).sum(1)
         law = torch.zeros(8, dtype=torch.float64)
         for S, p in shown_at(3, share).items():
