@@ -306,22 +306,31 @@ def test_the_grids_frontier_is_the_teachers_at_every_temperature_and_top_p() -> 
     assert {top_p for t, top_p in points["sentences-judge"] if t == 1} == {0.8, 0.9, 0.95, 1.0}
 
 
-def test_the_grids_match_students_have_one_teacher_and_one_noise_policy() -> None:
-    """Three students a mask from the SDTT model that has it; under both judges the same samples."""
-    recipe = load_recipe("grid", ["data=sentences"])
-    students = {name: stage for name, stage in recipe.stages.items() if getattr(stage, "teacher", None) == "teacher"}
+@pytest.mark.parametrize(
+    ("name", "teacher", "seeds"), [("grid", "teacher", [None]), ("match", "sentences-teacher", [None, 1, 2])]
+)
+def test_students_of_match_have_one_teacher_and_one_noise_policy(name: str, teacher: str, seeds: list[Any]) -> None:
+    """From the SDTT model that has their mask; under both judges the same samples."""
+    recipe = load_recipe(name, ["data=sentences"] if name == "grid" else [])
+    students = {name: stage for name, stage in recipe.stages.items() if getattr(stage, "teacher", None) == teacher}
     students = {name: stage for name, stage in students.items() if stage.kind == "train"}
     assert {stage.objective.kind for stage in students.values()} == {"match"}
     for model, start in (("imdm", "imdm-sdtt"), ("mdlm", "mdlm-sdtt")):
         mine = [stage for name, stage in students.items() if name.startswith(f"{model}-match")]
-        assert [(stage.start, stage.seed) for stage in mine] == [(start, None), (start, 1), (start, 2)]
-    first, again = (recipe.evaluations()[name] for name in ("measure-match", "measure-match-again"))
-    assert set(first.models) == set(students)
+        assert [(stage.start, stage.seed) for stage in mine] == [(start, seed) for seed in seeds]
+    places = ("measure-match", "measure-match-again") if name == "grid" else ("measure", "measure-again")
+    first, again = (recipe.evaluations()[place] for place in places)
+    assert {one for one in students if "-match" in one} <= set(first.models)
     assert (first.models, first.steps, first.noise) == (again.models, again.steps, again.noise)
     assert again.judge_label == "smollm2 (bf16)"
-    chosen = recipe.evaluations()["choose-match"]
-    assert (chosen.seed, chosen.noise) == (1, first.noise)
-    assert chosen.models.items() <= first.models.items()
+
+
+def test_what_is_chosen_for_match_is_chosen_on_other_samples() -> None:
+    recipe = load_recipe("match")
+    chosen, reported = recipe.evaluations()["choose"], recipe.evaluations()["measure"]
+    assert chosen.seed not in (None, recipe.seed)
+    assert (chosen.noise, recipe.evaluations()["choose-posterior"].noise) == ("keep", "posterior")
+    assert chosen.models.items() <= reported.models.items()
 
 
 def test_what_ships_is_small_whole_and_described() -> None:
