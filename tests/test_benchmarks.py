@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from typer.testing import CliRunner
 
 import imdm.benchmarks
-from imdm.benchmarks import Machine, Row, benchmarks, couplings, losses, measure, sampling, scaling, training
+from imdm.benchmarks import Machine, Row, benchmarks, couplings, losses, match, measure, sampling, scaling, training
 from imdm.benchmarks.measure import Took, head_flops, machine, network_flops, paced, timed
 from imdm.benchmarks.table import table
 from imdm.cli.app import app
@@ -58,6 +58,7 @@ def paper() -> Iterator[None]:
         patch.setitem(couplings.SIZES, "tiny", SMALL | {"pairs": 8, "batch": 4, "steps": 32})
         patch.setitem(training.SIZES, "tiny", (SMALL | {"batch": 8},))
         patch.setitem(training.RECORDED, "tiny", SMALL | {"batch": 8})
+        patch.setitem(match.SIZES, "tiny", (SMALL | {"batch": 8},))
         patch.setitem(losses.SIZES, "tiny", ((32, 16, 256),))
         patch.setitem(scaling.BASE, "tiny", SMALL | {"batch": 2, "steps": 2})
         few = {"batch": (1, 8), "vocab_size": (256, 512), "length": (8, 16), "steps": (1, 4)}
@@ -65,7 +66,9 @@ def paper() -> Iterator[None]:
         for module in (sampling, losses, scaling):
             patch.setattr(module, "REPEATS", 1)
         for name in ("STEPS", "PLAIN_STEPS"):
-            patch.setattr(training, name, 2)
+            for module in (training, match):
+                patch.setattr(module, name, 2)
+        patch.setattr(match, "WARM", 1)
         yield
 
 
@@ -100,6 +103,14 @@ def test_a_long_loop_is_worth_avoiding(rows: dict[str, list[Row]]) -> None:
     (pairs,) = rows["couplings"]
     assert pairs.ratio is not None
     assert pairs.ratio > 4
+
+
+def test_three_networks_are_read_where_they_must(rows: dict[str, list[Row]]) -> None:
+    """Plainly, each is asked at all positions, and all of (B, L, V) is there; not recorded, as much is computed."""
+    (row,) = rows["match"]
+    assert row.ratio is not None
+    assert row.ratio > 1
+    assert row.also["not recorded"].ms == pytest.approx(row.ours.ms)
 
 
 def test_a_row_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:

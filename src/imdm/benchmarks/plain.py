@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,7 +68,7 @@ def sdtt(student: MaskedDiffusionLM, teacher: MaskedDiffusionLM, x: Tensor, step
 class Training:
     """A step of training as one would first write it: eager, AdamW as torch has it, the average one by one."""
 
-    def __init__(self, model: MaskedDiffusionLM, precision: torch.dtype | None) -> None:
+    def __init__(self, model: Any, precision: torch.dtype | None) -> None:
         self.model, self.precision = model.train(), precision
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
         self.average: Mapping[str, Tensor] = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -81,3 +84,43 @@ class Training:
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 self.average[name].lerp_(parameter, 1e-4)
+
+
+class Matching:
+    """On-policy distillation as one would first write it: half of the sequences from nothing, all of (B, L, V) of three
+    networks, `kl` clipped at 8."""
+
+    def __init__(self, student: MaskedDiffusionLM, teacher: MaskedDiffusionLM, precision: torch.dtype | None) -> None:
+        self.student, self.teacher, self.auxiliary = student.train(), teacher, copy.deepcopy(teacher)
+        self.both = Training(_Both([student, self.auxiliary]), precision)
+
+    def step(self, x: Tensor, updates: int) -> None:
+        """Of the auxiliary alone, and at last of both."""
+        for update in range(updates):
+            self.both.step(partial(self.loss, x, update == updates - 1))
+
+    def loss(self, x: Tensor, pushes: bool) -> Tensor:
+        student, mask_id, here = self.student, self.student.process.mask_id, x.device
+        t = torch.where(torch.arange(len(x), device=here) < len(x) // 2, 1.0, torch.rand(len(x), device=here))
+        state = student.process.corrupt(x, t, student.sample_keys(len(x), 0))
+        with torch.set_grad_enabled(pushes):
+            log_probs = student(state)  # (B, L, V)
+        written = torch.where(state.masked, _draw(log_probs.detach().double().exp()), x)
+        counts = 2 ** torch.randint(0, 5, (len(x),), device=here)
+        share = torch.rand(len(x), device=here) ** (1 / 3) * (1 / (counts * t)).clamp(max=1)
+        again = state.masked & (torch.rand(x.shape, device=here) >= share[:, None])
+        shown = Noised(written.masked_fill(again, mask_id), again, None, t)
+        expected = self.auxiliary(shown)
+        terms = -expected.gather(-1, written[..., None])[..., 0]
+        if pushes:
+            with torch.no_grad():
+                wanted = self.teacher(shown)
+                c = torch.where(wanted.isfinite() & expected.isfinite(), expected - wanted, 0.0).clamp(-8, 8)
+            terms = terms + (log_probs.exp() * c).sum(-1)
+        return torch.where(again, terms, 0.0).mean()
+
+
+class _Both(torch.nn.ModuleList):
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device

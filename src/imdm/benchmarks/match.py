@@ -1,0 +1,92 @@
+"""Steps of on-policy distillation: student, frozen teacher and auxiliary network, recorded and not."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from imdm.benchmarks import plain
+from imdm.benchmarks.measure import Row, Size, Took, benchmarks, device, head_flops, network_flops, paced
+from imdm.benchmarks.sampling import fresh
+from imdm.benchmarks.training import NOISY
+from imdm.data import TokenSource
+from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
+from imdm.objectives import Match, Step
+from imdm.training import TrainConfig, Trainer
+
+SIZES: dict[Size, tuple[dict[str, Any], ...]] = {
+    "full": (
+        {"preset": "mini", "length": 128, "vocab_size": 4096, "batch": 256},
+        {"preset": "small", "length": 128, "vocab_size": 30_522, "batch": 512},
+    ),
+    "tiny": ({"preset": "tiny", "length": 64, "vocab_size": 4096, "batch": 8},),
+}
+STEPS, WARM, PLAIN_STEPS = 30, 12, 6
+OBJECTIVE = Match(auxiliary={"ahead": 0})
+
+
+@benchmarks.register("match")
+def match(size: Size) -> Iterator[Row]:
+    for given in SIZES[size]:
+        yield _row(dict(given))
+
+
+def _row(given: dict[str, Any]) -> Row:
+    batch, length, V = given.pop("batch"), given["length"], given["vocab_size"]
+    tokens = torch.randint(0, V - 1, (8 * batch, length), generator=torch.Generator().manual_seed(0))
+    source = TokenSource(tokens, V, V - 1)
+    student, teacher = fresh(mask=NOISY, **given), fresh(mask="single", **given).eval()
+    took = {graphs: _trained(student, teacher, source, batch, graphs) for graphs in (False, True)}
+    cuda = device().type == "cuda"
+    bare = plain.Matching(student, teacher, torch.bfloat16 if cuda else None)
+    x = tokens[:batch].to(device())
+    return Row(
+        work=f"match {given['preset']}, L={length}, V={V:,}",
+        ours=took[True],
+        plain=paced(lambda: bare.step(x, OBJECTIVE.auxiliary.updates), PLAIN_STEPS, 2),
+        tokens=batch * length,
+        flops=_flops(student, teacher.config, batch, length),
+        settings={**given, "batch": batch, "mask": NOISY, "precision": "bf16" if cuda else "float32"},
+        per="step",
+        also={"not recorded": took[False]},
+        note=f"{OBJECTIVE.auxiliary.updates} updates of the auxiliary a step; recorded on a GPU alone",
+    )
+
+
+def _trained(
+    student: MaskedDiffusionLM, teacher: MaskedDiffusionLM, source: TokenSource, batch: int, graphs: bool
+) -> Took:
+    """Steps as they are taken, the first ones, which compile and record, not counted."""
+    cuda = device().type == "cuda"
+    config = TrainConfig(
+        steps=10_000, batch=batch, precision="bf16" if cuda else "float32", compile=cuda, graphs=graphs
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(copy.deepcopy(student), OBJECTIVE, source, config, folder, start=copy.deepcopy(teacher))
+        for network in trainer.networks.values():
+            network.model.train()
+        return paced(trainer.train_step, STEPS, WARM)
+
+
+def _flops(student: MaskedDiffusionLM, teacher: MaskedDiffusionConfig, batch: int, length: int) -> float:
+    """Of the steps that are timed, on average. Each of a step's updates reads and draws with the student and trains the
+    auxiliary, at three times an evaluation; the last trains the student too, and asks the teacher. Positions are those
+    that the plans have masked: first, and again."""
+    total, tokens, last = 0.0, batch * length, OBJECTIVE.auxiliary.updates - 1
+    blank = {"tokens": torch.zeros(batch, length, dtype=torch.int64)}
+    for index in range(WARM, WARM + STEPS):
+        for update in range(last + 1):
+            plan = OBJECTIVE.start(student.process, blank, Step(0, index, torch.arange(batch), batch, update=update))
+            first, again = int(plan.masked.sum()), int(plan.again.sum())
+            trained = 3 if update == last else 1
+            total += trained * network_flops(student.config, tokens, length, first, first)
+            total += head_flops(student.config, first)
+            total += 3 * (network_flops(teacher, tokens, length, again, 0) + head_flops(teacher, again))
+            if update == last:
+                total += network_flops(teacher, tokens, length, again, 0)
+                total += head_flops(teacher, again) + 3 * head_flops(student.config, again)
+    return total / STEPS
