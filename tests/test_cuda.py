@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from imdm.data import CoupleConfig, Coupling, LanguageSource, TokenSource, align
 from imdm.masks import Mask
 from imdm.models import faster, load_model
 from imdm.models.layers import attend, capped_attention, rotary, turned_back
-from imdm.objectives import SDTT, Autoregressive, Nelbo, Objective, ReDi, Step
+from imdm.models.readout import Gradient, matched
+from imdm.objectives import SDTT, Autoregressive, Match, Nelbo, Objective, ReDi, Step
+from imdm.objectives.onpolicy import Auxiliary
 from imdm.randomness import Purpose, bits, fold, normal, survivors, symmetric, uniform
 from imdm.sampling import Sampling, sample
 from imdm.sampling.categorical import draw
@@ -26,6 +29,7 @@ from tests.reference.statistics import assert_law, counts_of
 from tests.test_recording import Pair
 
 Draw = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+NOISY = "infinite-uniform-8-1.0"
 
 pytestmark = [
     pytest.mark.cuda,
@@ -316,6 +320,138 @@ def test_fused_losses_and_their_gradients(
         assert torch.allclose(found.double(), wanted, atol=1e-4)
         gradients = [torch.autograd.grad((v * upstream).sum(), ours, retain_graph=True) for v in (found, wanted)]
         assert_near(*gradients, within=2.0**-7)
+
+
+@pytest.fixture
+def matching() -> Any:
+    return pytest.importorskip("imdm.kernels.matching", exc_type=ImportError)
+
+
+def three_heads(rows: int, vocabulary: int, dtype: torch.dtype, device: str = "cuda") -> list[list[Tensor]]:
+    """A student's, a teacher's and an auxiliary's, each of a width of its own."""
+    generator = torch.Generator(device).manual_seed(1)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device, generator=generator)
+
+    return [
+        [
+            normal(rows, width).to(dtype).requires_grad_(),
+            (normal(vocabulary, width) * 2 / width**0.5).to(dtype).requires_grad_(),
+            normal(vocabulary).requires_grad_(),
+        ]
+        for width in (96, 64, 100)
+    ]
+
+
+def assert_matched(
+    matching: Any, rows: int, vocabulary: int, gradient: Gradient, clip: float | None, *how: Any
+) -> None:
+    """Against `readout.matched` in float64 on the same numbers: values to float32's rounding, gradients to that of half
+    precision. Targets are the auxiliary's likeliest token, its least likely one, or any."""
+    student, teacher, auxiliary = heads = three_heads(rows, vocabulary, *how)
+    s, t, a = (law_of(*head) for head in heads)
+    number = torch.arange(rows, device=a.device)
+    any_token = number * 31 % (vocabulary - 1)
+    targets = torch.where(number % 3 == 0, a.argmax(-1), torch.where(number % 3 == 1, a.argmin(-1), any_token))
+    found = matching.matched(*(tuple(head) for head in heads), targets, vocabulary - 1, gradient, clip)
+    wanted = matched(gradient, s, t, a, clip), -a.gather(1, targets[:, None])[:, 0]
+    upstream = torch.linspace(-1.0, 1.0, rows, device=a.device), torch.linspace(2.0, 0.5, rows, device=a.device)
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.allclose(one.double(), other, rtol=1e-4, atol=1e-3)
+    totals = [sum((v * u).sum() for v, u in zip(values, upstream, strict=True)) for values in (found, wanted)]
+    assert_near(*(torch.autograd.grad(total, student + auxiliary) for total in totals), within=2.0**-6)
+    assert all(tensor.grad is None for tensor in teacher)
+
+
+@pytest.mark.parametrize(("rows", "vocabulary"), [(70, 200), (1001, 5003)])
+@pytest.mark.parametrize("gradient", get_args(Gradient))
+@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("part", [None, 30])
+def test_three_heads_are_compared_without_storing_them(
+    matching: Any,
+    rows: int,
+    vocabulary: int,
+    gradient: Gradient,
+    clip: float | None,
+    part: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All rows at once and some at a time; rows and tokens that fill no tile."""
+    if part is not None:
+        monkeypatch.setattr("imdm.kernels.losses.AT_ONCE", 2 * part * (vocabulary + 64))
+    assert_matched(matching, rows, vocabulary, gradient, clip, torch.bfloat16)
+
+
+def test_no_rows_are_compared_too(matching: Any) -> None:
+    heads = three_heads(0, 200, torch.bfloat16)
+    targets = torch.zeros(0, dtype=torch.int64, device="cuda")
+    found = matching.matched(*(tuple(head) for head in heads), targets, 199, "kl", None)
+    assert [len(values) for values in found] == [0, 0]
+
+
+@pytest.mark.parametrize("gradient", get_args(Gradient))
+def test_a_match_step_in_bf16_has_the_plain_gradients(gradient: Gradient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through both networks, with and without the kernel; what was drawn is the same."""
+    settings = {"vocab_size": 300, "length": 16}
+    model, teacher = (tiny_model(seed=k, mask=m, **settings).cuda() for k, m in enumerate((NOISY, "single")))
+    objective = Match(phases=({"gradient": gradient},))
+    companion, auxiliary = objective.companion(model, teacher), Auxiliary.of(tiny_model(seed=2, **settings).cuda())
+    batch = {"tokens": torch.arange(64 * 16, device="cuda").view(64, 16) * 31 % 299}
+    step = Step(0, 0, torch.arange(64, device="cuda"), 64, updated=("student", "auxiliary"))
+    step = replace(step, networks={"auxiliary": auxiliary})
+    weights = [*model.parameters(), *auxiliary.parameters()]
+
+    def gradients() -> list[Tensor]:
+        with torch.autocast("cuda", torch.bfloat16):
+            found = objective.loss(model, model.process, batch, step, companion)
+        assert isinstance(found, dict)
+        given = torch.autograd.grad(sum(found.values()), weights, allow_unused=True)
+        return [torch.stack([loss.detach() for loss in found.values()]), *given]
+
+    fused = gradients()
+    with monkeypatch.context() as patch:
+        patch.setattr("imdm.models.readout.kernels", lambda name: None)
+        plain = gradients()
+    present = [(a, b) for a, b in zip(fused, plain, strict=True) if a is not None]
+    assert len(present) > 20
+    largest = max(float(b.norm()) for _, b in present[1:])
+    assert_near(*zip(*[pair for pair in present if float(pair[1].norm()) > 0.01 * largest], strict=True), within=0.05)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("mask", ["single", NOISY])
+def test_recorded_match_begins_with_the_same_losses(tmp_path: Path, mask: str, compiled: bool) -> None:
+    """In bf16; later a draw may fall the other way, and then all that follows differs. A phase ends in between, a look
+    and a checkpoint come after it."""
+    source = TokenSource(torch.arange(256 * 32).view(256, 32) * 31 % 299, 300, 299)
+    objective = Match(
+        phases=({"gradient": "fkl", "steps": 14}, {"gradient": "ipf", "rate": 0.5}),
+        auxiliary={"ahead": 2, "warmup": 4},
+        looks=8,
+    )
+    losses = {}
+    for recorded in (False, True):
+        config = TrainConfig(
+            steps=40, batch=128, lr=1e-4, warmup=6, ema=0.9, precision="bf16", compile=compiled, graphs=recorded
+        )
+        settings = {"vocab_size": 300, "length": 32, "width": 64, "heads": 4, "dropout": 0.1}
+        model, teacher = (tiny_model(seed=k, mask=m, **settings) for k, m in enumerate((mask, "single")))
+        trainer = Trainer(model, objective, source, config, tmp_path / str(recorded), start=teacher)
+        for network in trainer.networks.values():
+            network.model.train()
+        found = [float(trainer.train_step()) for _ in range(20)]
+        assert (trainer.recorder is not None) == recorded
+        assert trainer.recorder is None or trainer.recorder.recorded
+        assert trainer.companion is not None
+        assert trainer.companion.values()["phase"] == 1
+        trainer._look(None)
+        trainer.save()
+        trainer.resume()
+        found += [float(trainer.train_step()) for _ in range(4)]
+        assert all(torch.isfinite(torch.tensor(found)))
+        losses[recorded] = found
+    assert losses[True][:5] == pytest.approx(losses[False][:5], rel=1e-2, abs=2e-3)
 
 
 def test_a_training_step_in_bf16_has_the_plain_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
