@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from imdm.objectives.base import EARLIEST, nelbo_terms
+from imdm.models.readout import Chosen
 from imdm.randomness import Purpose, fold, uniform
 from imdm.sampling import Sampling, sample
+from imdm.state import Rows
 
 if TYPE_CHECKING:
     from imdm.models import MaskedDiffusionLM
 
-READINGS = 4  # times at which each text is read
+READINGS = 4  # how often each text is read, each time with other positions masked
 AT_ONCE = 256  # texts in one network evaluation
 TEMPERATURES = (1.0, 0.9, 0.8, 0.7)
 MANY = 1024  # steps
@@ -38,20 +39,27 @@ class Standing:
 
 @torch.no_grad()
 def standing(teacher: MaskedDiffusionLM, texts: Tensor, keys: Tensor) -> Standing:
-    """Of texts (n, L), read under keys (n,)."""
+    """Of texts (n, L), read under keys (n,). The NELBO is the mean, over numbers of masked positions from 1 to L, of
+    what a masked token costs: so no weight is large."""
     from imdm.evaluation.text import pooled_surprise, sample_entropy, shared_grams
 
-    n, terms = len(texts), []
+    (n, L), process = texts.shape, teacher.process
+    found = torch.zeros(n, dtype=torch.float64, device=texts.device)
     for reading in range(READINGS):
         key = fold(keys, Purpose.COPY, reading)
         place = (torch.arange(n, device=keys.device) + uniform(key, Purpose.TIME)) / n
-        t = (EARLIEST + (1 - EARLIEST) * place).float()
+        many = 1 + (place * L).long()  # masked: 1 … L, each as often
+        fate = uniform(key[:, None], Purpose.CORRUPT, torch.arange(L, device=keys.device))
+        masked = fate.argsort(1).argsort(1) < many[:, None]
         for part in torch.arange(n, device=keys.device).split(AT_ONCE):
-            state = teacher.process.corrupt(texts[part], t[part], key[part])
-            terms.append(nelbo_terms(teacher, teacher.process, state, texts[part]))
+            hidden = texts[part].masked_fill(masked[part], process.mask_id)
+            state = process.noised(hidden, (many[part] / L).float(), key[part])
+            rows = Rows.where(masked[part])
+            missed = -teacher(state, rows=rows, reduce=Chosen(rows.of(texts[part]))).double()
+            found[part] += (missed.new_zeros(len(part)).index_add(0, rows.sequence, missed) / many[part]) / READINGS
     home = texts.cpu()
     return Standing(
-        nll=float(torch.cat(terms).double().mean()),
+        nll=float(found.mean()),
         entropy=float(sample_entropy(home).mean()),
         pooled=float(pooled_surprise(home).mean()),
         shared=shared_grams(home).value,
