@@ -28,7 +28,7 @@ from imdm.models import MaskedDiffusionLM, load_model, readout, with_mask
 from imdm.models.readout import Chosen, Gradient, Head, match_rows, matched
 from imdm.objectives import EARLIEST, Match, Nelbo, Step, match, parse_objective
 from imdm.objectives.match import AUXILIARY, DATA, OWN, PRIOR, Starts
-from imdm.objectives.onpolicy import Auxiliary, Planned, Pursued
+from imdm.objectives.onpolicy import Auxiliary, Planned, Pursued, masked_again, planned
 from imdm.objectives.texts import Frontier, Standing, score, standing
 from imdm.randomness import Purpose, fold, uniform
 from imdm.sampling import Sampling, sample
@@ -130,6 +130,11 @@ class ByHand:
         share = u ** (1 / how.context) * min(1.0, 1 / (N * t))
         fate = uniform(key, Purpose.REVEAL, places).masked_fill(~masked, -1.0)
         again = masked & ((fate >= share) | (torch.arange(length) == int(fate.argmax())))
+        soft, weight = how.phases[self.companion.phase].gradient == "soft", 1.0
+        if soft and masked.any():
+            n = int(masked.sum())
+            k = 1 + math.floor(u * n)
+            again, weight = masked & (fate >= fate.sort(descending=True).values[k - 1]), n / k
         # 4. what teacher and auxiliary say of it
         teacher, key = self.companion.model, fold(key, Purpose.COPY, 1)
         shown = self.state(teacher.process, said, again, key, t)
@@ -146,9 +151,6 @@ class ByHand:
         for i in again.nonzero()[:, 0].tolist():
             known = torch.arange(logits.shape[1]) != process.mask_id
             value, slope = self.gradient(law[i, known], expected.detach()[i, known], wanted[i, known])
-            weight = 1.0
-            if how.phases[self.companion.phase].gradient == "soft":
-                weight = 1 / max(t * (1 - share), EARLIEST)
             found.append(("student", weight * value, weight * (slope * logits[i, known]).sum()))
             missed = -expected[i, said[i]]
             found.append((AUXILIARY, float(missed.detach()), missed))
@@ -210,6 +212,7 @@ def losses_of(
 
 
 BOTH = ("student", AUXILIARY)
+FIRST, ALL = torch.zeros(5, dtype=torch.int64), torch.tensor([True])
 
 
 @pytest.mark.parametrize("gradient", GRADIENTS)
@@ -424,17 +427,18 @@ def test_processes_plan_their_part_of_one_batch() -> None:
     how, whole = objective(), plan_of(objective(), step_of(5, 16))
     for first in range(2):
         part = plan_of(how, Step(3, 5, torch.arange(first, 16, 2), 16))
-        for name in ("keys", "origin", "t", "masked", "again", "recalled", "kept", "weight"):
+        for name in ("keys", "origin", "t", "masked", "again", "recalled", "kept"):
             assert torch.equal(getattr(part, name), getattr(whole, name)[first::2]), name
 
 
 def test_what_is_shown_follows_from_the_share_alone() -> None:
     """Each masked position by itself, but for the last one, which stays masked: the law of `shown_at`."""
-    many, how = 20_000, objective()
+    many = 20_000
     keys = fold(11, Purpose.SAMPLE, torch.arange(many))
     origin, t = torch.zeros(many, dtype=torch.int64), torch.ones(many)
+    whole, fate = torch.ones(many, 3, dtype=torch.bool), uniform(keys[:, None], Purpose.REVEAL, torch.arange(3))
     for share in (0.0, 0.3, 0.8, 1.0):
-        plan = how.planned(PROCESS, keys, origin, t, torch.full((many,), share), 3, None)
+        plan = planned(PROCESS, keys, origin, t, whole, masked_again(whole, fate, torch.full((many,), share)))
         assert plan.generated.max() <= 1  # nothing is of before
         sets = (plan.generated * torch.tensor([1, 2, 4])).sum(1)
         law = torch.zeros(8, dtype=torch.float64)
@@ -499,17 +503,18 @@ def test_shares_are_those_that_n_steps_reveal(context: float) -> None:
     assert torch.allclose(share, cosine.split(t, s).reveal)
 
 
-def test_the_time_of_what_is_shown_has_its_share_masked() -> None:
-    for schedule in ("log-linear", "cosine"):
-        process = tiny_model(schedule=schedule).process
-        keys, t = fold(1, Purpose.SAMPLE, torch.arange(4)), torch.tensor([1.0, 0.7, 0.5, 0.2])
-        share = torch.tensor([0.25, 0.5, 0.1, 0.9], dtype=torch.float64)
-        plan = objective().planned(process, keys, torch.full((4,), DATA), t, share, 6, None)
-        s = process.schedule.inverse(1 - (1 - process.schedule.alpha(t.double())) * (1 - share))
-        assert torch.allclose(process.split(t, s).reveal, share)
-        assert torch.allclose(plan.weight.double(), process.schedule.weight(s), rtol=1e-6)
-        if schedule == "log-linear":
-            assert torch.allclose(s, t.double() * (1 - share))
+def test_under_soft_every_number_of_shown_tokens_weighs_the_same() -> None:
+    """Σ weight·rows with |S| shown, over all |S| = 0 … n − 1: what makes the value of the rows KL(q ‖ p)."""
+    how = objective(phases=({"gradient": "soft"},), starts=Starts(prior=1.0, own=0.0, data=0.0))
+    shares = torch.zeros(6, dtype=torch.float64)
+    for index in range(50):
+        plan = plan_of(how, step_of(index, 96))
+        assert plan.weight is not None
+        left = plan.again.sum(1)
+        shares.index_add_(0, 6 - left, plan.weight.double() * left)
+        assert torch.allclose(plan.weight, 6 / left)
+    assert torch.allclose(shares / shares.sum(), torch.full((6,), 1 / 6, dtype=torch.float64), atol=0.01)
+    assert plan_of(objective(), step_of(1, 96)).weight is None
 
 
 # Two networks in one run
@@ -826,7 +831,7 @@ def looked(
 ) -> dict[str, float]:
     companion = how.companion(student, teacher)
     if trained:
-        companion.count(torch.tensor([1.0, 2.0]), Rows(torch.zeros(2), torch.zeros(2)))
+        companion.count(torch.tensor([1.0, 2.0]), Rows(FIRST[:2], FIRST[:2]), ALL)
     return how.signals(student, SOURCE, 3, companion, {AUXILIARY: Auxiliary.of(teacher)})
 
 
@@ -860,7 +865,7 @@ def test_a_bound_of_nothing_is_nothing() -> None:
     auxiliary = Auxiliary.of(known)  # which knows the student exactly
     found = own.signals(known, SOURCE, 3, companion, {AUXILIARY: auxiliary})
     assert found["kl_bound"] > 0.5
-    companion.count(torch.full((5,), 0.3), Rows(torch.zeros(5), torch.zeros(5)))
+    companion.count(torch.full((5,), 0.3), Rows(FIRST, FIRST), ALL)
     gap = own.signals(known, SOURCE, 3, companion, {AUXILIARY: auxiliary})["auxiliary_gap"]
     assert gap == pytest.approx(float(-(law * law.log()).sum()) - 0.3, abs=0.1)
 
@@ -869,8 +874,9 @@ def test_what_the_auxiliary_missed_is_counted_from_look_to_look() -> None:
     """Rows that only fill up do not count."""
     companion = Pursued(tiny_model(), tiny_model())
     assert companion.counted() is None
-    companion.count(torch.tensor([1.0, 2.0]), Rows(torch.zeros(2), torch.zeros(2)))
-    companion.count(torch.tensor([6.0, 0.0]), Rows(torch.zeros(2), torch.zeros(2), counted=torch.tensor([True, False])))
+    companion.count(torch.tensor([1.0, 2.0]), Rows(FIRST[:2], FIRST[:2]), ALL)
+    companion.count(torch.tensor([6.0, 0.0]), Rows(FIRST[:2], FIRST[:2], counted=torch.tensor([True, False])), ALL)
+    companion.count(torch.tensor([50.0, 0.0]), Rows(FIRST[:2], FIRST[:2]), ~ALL)  # another start
     assert companion.counted() == 3
     assert companion.counted() is None
 
@@ -964,9 +970,30 @@ def test_collapse_and_drift_are_worried_about() -> None:
     assert how.worry(looks([1.0] * 8, 0.4), 100) is None
     assert how.worry(looks([1.0] * 7, 0.6), 100) is None  # two looks in the second half
     assert how.worry([*looks([1.0] * 7, 0.6), (90, {"score": 1.0, "pooled_lacking": 0.1})], 100) is None
-    assert "22% or more above the best" in str(how.worry(looks([1.0, 0.8] + [1.0] * 5), 1000))
+    assert "worse than the best by 0.20 or more" in str(how.worry(looks([1.0, 0.8] + [1.0] * 5), 1000))
     assert how.worry(looks([1.0, 0.8] + [1.0] * 4), 1000) is None
     assert how.worry(looks([1.0, 0.8, *[1.0] * 4, 0.85]), 1000) is None
+
+
+def test_texts_below_the_coldest_of_the_teacher_are_not_compared() -> None:
+    """There the nearest point stands in, and what is missing counts against them."""
+    curve = Frontier((Standing(4.5, 4.4, 6.5, 0.0), Standing(3.5, 4.0, 5.9, 0.0)))
+    assert curve.shortfall(Standing(1.5, 2.0, 5.9, 0.0)) == pytest.approx(2.0)
+    assert curve.shortfall(Standing(4.0, 4.2, 6.2, 0.0)) == pytest.approx(0.0)
+    assert curve.shortfall(Standing(4.0, 4.2, 6.0, 0.0)) == pytest.approx(0.2)
+
+
+def test_the_order_of_step_counts_is_nothing() -> None:
+    one, other = objective(steps={1: 1.0, 4: 2.0}), objective(steps={4: 2.0, 1: 1.0})
+    assert one.digest() == other.digest()
+    assert torch.equal(plan_of(one, step_of(3)).again, plan_of(other, step_of(3)).again)
+
+
+def test_how_often_is_looked_belongs_to_the_run(tmp_path: Path) -> None:
+    student, teacher = pair()
+    config, rows = TrainConfig(steps=4, batch=12, warmup=2), TokenSource(TOKENS, 5, 4)
+    runs = [Trainer(student, objective(), rows, config, tmp_path, start=teacher, watch_every=n).run for n in (2, 3)]
+    assert runs[0] != runs[1]
 
 
 def test_a_run_warns_once(tmp_path: Path, scores: list[float]) -> None:
@@ -1032,7 +1059,7 @@ def assert_runs(tmp_path: Path, mask: Mask, **changes: Any) -> None:
     run = trainer(tmp_path, objective(auxiliary={"ahead": 1}), models, watch_every=2, steps=2)
     run.train()
     assert load_model(tmp_path / "model").mask == mask
-    assert {"loss", "loss_auxiliary"} <= read_lines(tmp_path / "history.jsonl")[-2].keys()
+    assert {"loss", "loss_auxiliary"} <= read_lines(tmp_path / "history.jsonl")[-1].keys()
 
 
 @pytest.fixture

@@ -343,12 +343,24 @@ def test_updates_of_networks_that_are_not_there_are_refused(tmp_path: Path, upda
         trainer(tmp_path, objective=own(updates=lambda step: updates))
 
 
+def test_a_run_that_never_updates_its_student_is_refused(tmp_path: Path) -> None:
+    def critic(model: nn.Module, start: nn.Module | None) -> dict[str, Trained]:
+        return {"critic": Trained(nn.Linear(2, 2))}
+
+    late = own(critic, lambda step: [("student" if step >= CONFIG.steps else "critic",)])
+    with pytest.raises(
+        UserError, match=r"training.steps = \d+: objective 'nelbo' does not update the student in so few"
+    ):
+        trainer(tmp_path, objective=late)
+    assert not list(tmp_path.iterdir())
+
+
 def test_losses_of_other_networks_are_refused(tmp_path: Path) -> None:
     def critic(model: nn.Module, start: nn.Module | None) -> dict[str, Trained]:
         return {"critic": Trained(nn.Linear(2, 2))}
 
     def refuse(given: Any, names: tuple[str, ...], message: str) -> None:
-        run = trainer(tmp_path, objective=own(critic, lambda step: [names], lambda *a: given))
+        run = trainer(tmp_path, objective=own(critic, lambda step: [("student",) if step else names], lambda *a: given))
         with pytest.raises(UserError, match=message):
             run.train_step()
 

@@ -19,6 +19,7 @@ from imdm.kernels.losses import gradients, half, summed
 
 KINDS = {"fkl": 0, "kl": 1, "soft": 1, "ipf": 2}
 NO_CLIP = 1e30
+MOST = 60.0  # of |c| under `ipf`, whose e^−c must stay a number in float32
 SIZE = {"BM": 64, "BN": TILE, "BK": 64, "AROUND": AROUND, "num_warps": 8, "num_stages": 3}
 
 
@@ -165,6 +166,6 @@ def matched(
     """For three heads (rows, weight, bias) without the token `never`: what `readout.matched` gives (R,), with gradients
     for the student, and −log p_ψ(target) (R,), with gradients for the auxiliary; float32."""
     fixed = (tensor.detach() for tensor in teacher)
-    return _Matched.apply(
-        *student, *auxiliary, *fixed, targets, never, KINDS[gradient], NO_CLIP if clip is None else clip
-    )
+    most = MOST if gradient == "ipf" else NO_CLIP
+    within = most if clip is None else min(clip, most)
+    return _Matched.apply(*student, *auxiliary, *fixed, targets, never, KINDS[gradient], within)

@@ -118,6 +118,8 @@ class Objective(Config):
     """Whether `loss` can be recorded once and replayed (`training.graphs`): what it does follows from the shapes of the
     batch and of `step.start`, and from `fixed`; it asks a GPU for no number, and keeps what it changes in tensors."""
 
+    heeds_looks: ClassVar[bool] = False  # whether what it sees in `signals` decides how it goes on
+
     @property
     def needs(self) -> tuple[str, ...]:
         return ("tokens",)

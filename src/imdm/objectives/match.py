@@ -17,7 +17,8 @@ A step, for each sequence of the batch:
     kl     p_θ·(c − E_θ c): the gradient of Σ_U λ(U)·KL(student_U ‖ teacher_U) over sets U of positions, under the
            conditions that docs/concepts.md names
     ipf    p_θ − normalise(p_θ·e^−c), a step of iterative proportional fitting; `kl` to first order
-    soft   as kl, each row with the NELBO's weight at the time of z̃, as IDLM has it
+    soft   as kl, as IDLM has it: of n masked positions k stay masked, k even in 1 … n, and each row has the NELBO's
+           weight n/k; `steps` and `context` count for nothing
 
 The auxiliary's one evaluation serves both its own update and the student's.
 """
@@ -38,12 +39,23 @@ from imdm.errors import UserError
 from imdm.models import MaskedDiffusionLM
 from imdm.models.readout import Chosen, Gradient, reduced
 from imdm.objectives.base import EARLIEST, STUDENT, Objective, Step, Trained, objectives
-from imdm.objectives.onpolicy import DATA, OWN, PRIOR, Auxiliary, Planned, Pursued, Write
+from imdm.objectives.onpolicy import (
+    DATA,
+    OWN,
+    PRIOR,
+    Auxiliary,
+    Planned,
+    Pursued,
+    Write,
+    agreed,
+    evenly_masked,
+    masked_again,
+    planned,
+)
 from imdm.objectives.texts import Frontier, score, standing
 from imdm.process import NoisePolicy, Process
 from imdm.randomness import Purpose, as_key, fold, uniform
 from imdm.sampling import Sampling, sample
-from imdm.state import Rows, filled_places, size_of_rows
 
 if TYPE_CHECKING:
     from imdm.data.source import Source
@@ -125,6 +137,7 @@ class Match(Objective):
 
     kind: str = "match"
     recordable: ClassVar[bool] = True
+    heeds_looks: ClassVar[bool] = True
     starts: Starts = Starts()
     steps: dict[Annotated[int, Field(ge=1, le=1 << 16)], Share] = Field(
         {1: 1.0, 2: 1.0, 4: 1.0, 8: 1.0, 16: 1.0}, min_length=1
@@ -195,8 +208,9 @@ class Match(Objective):
     def shares(self, process: Process, t: Tensor, place: Tensor, u: Tensor) -> Tensor:
         """The share of the new tokens that is shown, (b,): u^(1/context) times that which a step of 1/N reveals from t,
         min(1, 1/(N·t)) if α falls linearly; N is the one whose weights hold `place`. Both are in [0, 1)."""
-        counts = torch.tensor(list(self.steps), dtype=torch.float64, device=t.device)
-        weights = torch.tensor(list(self.steps.values()), dtype=torch.float64, device=t.device).cumsum(0)
+        steps, weight = zip(*sorted(self.steps.items()), strict=True)
+        counts = torch.tensor(steps, dtype=torch.float64, device=t.device)
+        weights = torch.tensor(weight, dtype=torch.float64, device=t.device).cumsum(0)
         chosen = torch.searchsorted(weights, place * weights[-1], right=True).clamp(max=len(counts) - 1)
         later = (t.double() - 1 / counts[chosen]).clamp(min=0)
         return u ** (1 / self.context) * process.split(t, later).reveal
@@ -210,7 +224,7 @@ class Match(Objective):
         lattice = step.slots.double()
         place = (uniform(shift, Purpose.TIME, 1) + lattice * 2**0.5) % 1
         u = (uniform(shift, Purpose.TIME, 2) + lattice * GOLDEN) % 1
-        share, keys = self.shares(process, t, place, u), step.keys()
+        phase, keys = self.phases[0 if step.companion is None else step.companion.phase], step.keys()
         new, capacity = self.texts(step.batch)
         there = min(step.index * new, capacity - new)
         number = step.index * new - 1 - (uniform(keys, Purpose.DATA) * there).long()  # of the own text, of all so far
@@ -220,7 +234,13 @@ class Match(Objective):
                 step, index=number // max(1, new), slots=number % max(1, new), update=self.auxiliary.updates - 1
             )
             drawn = torch.where(origin == OWN, before.keys(), keys)
-        plan = self.planned(process, keys, origin, t, share, batch["tokens"].shape[1], step, drawn)
+        masked = process.masks(t, keys, batch["tokens"].shape[1]) | (origin == PRIOR)[:, None]
+        fate = uniform(keys[:, None], Purpose.REVEAL, torch.arange(masked.shape[1], device=keys.device))
+        if phase.gradient == "soft":
+            again, weight = evenly_masked(masked, fate, u)
+        else:
+            again, weight = masked_again(masked, fate, self.shares(process, t, place, u)), None
+        plan = planned(process, keys, origin, t, masked, again, weight, step, drawn)
         kept = torch.where(step.slots < new, (step.index * new + step.slots) % capacity, capacity)
         return replace(plan, recalled=number % capacity, kept=kept)
 
@@ -228,48 +248,6 @@ class Match(Objective):
         """How many own texts come with each step, and how many are kept, so that none is read while it is replaced."""
         new = self.starts.counts(batch)[0]
         return new, max(self.remembered, 2 * new)
-
-    def planned(
-        self,
-        process: Process,
-        keys: Tensor,
-        origin: Tensor,
-        t: Tensor,
-        share: Tensor,
-        length: int,
-        step: Step | None = None,
-        drawn: Tensor | None = None,
-    ) -> Planned:
-        """What is masked, when, and what the student reads beside tokens. drawn (b,): the keys of its noise, where they
-        are others."""
-        drawn = keys if drawn is None else drawn
-        masked = process.masks(t, keys, length) | (origin == PRIOR)[:, None]
-        fate = uniform(keys[:, None], Purpose.REVEAL, torch.arange(length, device=keys.device))
-        fate = torch.where(masked, fate, -1.0)
-        again = masked & ((fate >= share[:, None]) | (fate == fate.amax(1, keepdim=True)))
-        rows = Rows.where(masked) if step is None else step.rows(masked)
-        left = rows.of(again)
-        if step is not None and step.fill:
-            left = filled_places(left, size_of_rows(int(left.sum()), len(left)))
-        else:
-            left = left.nonzero()[:, 0]
-        sequence, position = rows.sequence[left], rows.position[left]
-        counted = rows.of(again)[left] if step is not None and step.fill else None
-        covered = (1 - process.schedule.alpha(t.double())) * (1 - share)
-        s = process.schedule.inverse(1 - covered)  # the time of z̃
-        return Planned(
-            keys=keys,
-            origin=origin,
-            t=t,
-            masked=masked,
-            again=again,
-            noise=process.mask.draw(drawn, torch.zeros_like(masked, dtype=torch.int64), masked),
-            latent=process.latents(drawn),
-            weight=process.schedule.weight(s.clamp(min=EARLIEST)).float(),
-            rows=rows,
-            left=left,
-            left_rows=Rows(sequence, position, counted=counted),
-        )
 
     def loss(
         self,
@@ -284,7 +262,7 @@ class Match(Objective):
         if companion is None:
             raise ValueError("Match.loss needs the companion that Match.companion(model) makes")
         x, phase, pushes = batch["tokens"], self.phases[companion.phase], STUDENT in step.updated
-        plan = step.start if step.start is not None else self.start(process, batch, step)
+        plan = step.start or self.start(process, batch, replace(step, companion=companion))
         texts = companion.texts(self.texts(step.batch)[1], x.shape[1])
         text = torch.where((plan.origin == OWN)[:, None], texts[plan.recalled], x)
         write = Write(plan, text, companion, step.networks[AUXILIARY], phase if pushes else None)
@@ -292,13 +270,13 @@ class Match(Objective):
             found = model(plan.state(text, process.mask_id), rows=plan.rows, reduce=write)  # (R̃, 2), or (R̃,)
         rows = plan.left_rows
         said = rows.counting(found[:, 1] if pushes else found)
-        companion.count(said.detach(), rows)
+        companion.count(said.detach(), rows, plan.origin == PRIOR)
         if step.update == self.auxiliary.updates - 1:
             companion.remember(write.written, plan.kept)
         if not pushes:
             return said.sum() / x.numel()
         pushed = rows.counting(found[:, 0])
-        if phase.gradient == "soft":
+        if plan.weight is not None:
             pushed = pushed * plan.weight[rows.sequence]
         return {STUDENT: pushed.sum() / x.numel(), AUXILIARY: said.sum() / x.numel()}
 
@@ -337,7 +315,7 @@ class Match(Objective):
         companion: Any = None,
         networks: Mapping[str, nn.Module] | None = None,
     ) -> dict[str, float]:
-        """How the averaged student writes, on samples that are used for nothing else.
+        """How the averaged student writes, on samples of looks alone, the same at each.
 
         ratio_N         perplexity of its N-step texts, by the teacher's own NELBO, over that of the teacher's many-step
                         texts at equal entropy; ratio: the mean over `steps`
@@ -345,7 +323,7 @@ class Match(Objective):
                         pooled_lacking: how much lower the latter is than the teacher's at equal entropy, at worst
         shared_N        the share of a text's 4-grams that another text has
         kl_bound        CE_T − CE_ψ on its one-step texts, in nats a token: a lower bound of the KL, as good as ψ
-        auxiliary_gap   CE_ψ there, minus what it was on the samples that ψ was trained on since the last look
+        auxiliary_gap   CE_ψ there, minus what it was in training since the last look, from all masks too
         given_noise     H(θ | ε): what is left open once the noise is known, in nats a token, in one step
         score           what the average is kept by, the lower the better (`texts.score`); phase: its number, from 0
         """
@@ -370,6 +348,7 @@ class Match(Objective):
         total = sum(weight for weight, _ in ratios)
         found |= {"ratio": exp(sum(w * log(r) for w, r in ratios) / total), "pooled_lacking": lacking}
         found |= self._at_one_step(model, companion, networks[AUXILIARY], fold(keys, Purpose.COPY, 2), length)
+        value = agreed(value, model.device)
         companion.look(value, dict(model.named_parameters()))
         return found | {"score": value, "phase": float(companion.phase)}
 
@@ -380,7 +359,9 @@ class Match(Objective):
         for some in keys.split(64):
             origin, t = torch.full_like(some, PRIOR), torch.ones(len(some), device=some.device)
             share = self.shares(model.process, t, uniform(some, Purpose.TIME, 1), uniform(some, Purpose.TIME, 2))
-            plan = self.planned(model.process, some, origin, t, share, length)
+            masked = torch.ones(len(some), length, dtype=torch.bool, device=some.device)
+            fate = uniform(some[:, None], Purpose.REVEAL, torch.arange(length, device=some.device))
+            plan = planned(model.process, some, origin, t, masked, masked_again(masked, fate, share))
             blank = torch.zeros(len(some), length, dtype=torch.int64, device=some.device)
             hidden = model.trunk_at(plan.state(blank, model.process.mask_id), plan.rows)
             open_.append(reduced(model.head_of(hidden), _entropy))
@@ -406,7 +387,7 @@ class Match(Objective):
         scores = [row["score"] for _, row in signals]
         if len(scores) > 5 and (worse := min(scores[-5:]) - min(scores)) > DRIFTED:
             return (
-                f"the student drifts: for five looks its ratio has been {exp(worse) - 1:.0%} or more above the best; "
+                f"the student drifts: for five looks its score has been worse than the best by {worse:.2f} or more; "
                 "the best average is kept, so that the run may as well end"
             )
         return None

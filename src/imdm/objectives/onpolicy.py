@@ -11,14 +11,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from imdm.errors import UserError
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
 from imdm.models.readout import Chosen, Gradient, Head, Whole, match_rows, reduced
+from imdm.objectives.base import Step
 from imdm.objectives.rounds import fixed
 from imdm.objectives.texts import Frontier
 from imdm.process import Process
 from imdm.randomness import Purpose, fold, uniform
 from imdm.sampling import draw_tokens
-from imdm.state import Noised, Rows
+from imdm.state import Noised, Rows, filled_places, size_of_rows
 
 PRIOR, OWN, DATA = range(3)
 
@@ -40,7 +42,7 @@ class Planned:
     keys, origin, t   (b,): of each sequence; origin: PRIOR, OWN or DATA
     masked, again     (b, L): in z_t, and in z̃
     noise, latent     what the student reads
-    weight            (b,): the NELBO's at the time of z̃
+    weight            (b,): of each row, None where all have 1
     rows              the masked positions of z_t
     left, left_rows   which of them are masked in z̃: (R̃,)
     recalled, kept    (b,): the place of the own text that a sequence may begin with, and of the one that it leaves
@@ -53,7 +55,7 @@ class Planned:
     again: Tensor
     noise: Tensor | None
     latent: Tensor | None
-    weight: Tensor
+    weight: Tensor | None
     rows: Rows
     left: Tensor
     left_rows: Rows
@@ -85,6 +87,44 @@ class Planned:
         noise = process.mask.draw(keys, torch.zeros_like(written), self.again)
         tokens = written.masked_fill(self.again, process.mask_id)
         return Noised(tokens, self.again, noise, self.t, process.latents(keys), self.keys)
+
+
+def masked_again(masked: Tensor, fate: Tensor, share: Tensor) -> Tensor:
+    """What stays masked (b, L) where a share (b,) of the masked positions is shown, each by its number in [0, 1); the
+    one with the largest always stays."""
+    fate = torch.where(masked, fate, -1.0)
+    return masked & ((fate >= share[:, None]) | (fate == fate.amax(1, keepdim=True)))
+
+
+def evenly_masked(masked: Tensor, fate: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """What stays masked where k of n positions do, k even in 1 … n by u (b,) in [0, 1), and the NELBO's weight n/k (b,)
+    of each: over all k, Σ weight·c then has the mean KL of what is written."""
+    n = masked.sum(1)
+    k = (1 + (u * n).long()).clamp(max=n)
+    rank = torch.where(masked, fate, -1.0).argsort(1, descending=True).argsort(1)
+    return masked & (rank < k[:, None]), (n / k.clamp(min=1)).float()
+
+
+def planned(
+    process: Process,
+    keys: Tensor,
+    origin: Tensor,
+    t: Tensor,
+    masked: Tensor,
+    again: Tensor,
+    weight: Tensor | None = None,
+    step: Step | None = None,
+    drawn: Tensor | None = None,
+) -> Planned:
+    """The plan of sequences that are masked in z_t and in z̃ like this. step: whose rows are filled up, if so; drawn:
+    the keys (b,) of the student's noise, where they are others."""
+    drawn, fill = keys if drawn is None else drawn, step is not None and step.fill
+    rows = Rows.filled(masked) if fill else Rows.where(masked)
+    there = rows.of(again)
+    left = filled_places(there, size_of_rows(int(there.sum()), len(there))) if fill else there.nonzero()[:, 0]
+    left_rows = Rows(rows.sequence[left], rows.position[left], counted=there[left] if fill else None)
+    noise = process.mask.draw(drawn, torch.zeros_like(masked, dtype=torch.int64), masked)
+    return Planned(keys, origin, t, masked, again, noise, process.latents(drawn), weight, rows, left, left_rows)
 
 
 class Write(Whole):
@@ -131,7 +171,10 @@ class Auxiliary(MaskedDiffusionLM):
     @classmethod
     def of(cls, teacher: MaskedDiffusionLM) -> Auxiliary:
         made = cls(MaskedDiffusionConfig.from_dict(teacher.config.to_dict() | {"dropout": 0.0}))
-        made.load_state_dict(teacher.state_dict(), strict=False)
+        missing, unknown = made.load_state_dict(teacher.state_dict(), strict=False)
+        if unknown or missing != ["generated"]:
+            odd = (unknown + [name for name in missing if name != "generated"])[0]
+            raise UserError(f"objective 'match': the teacher's weights cannot be copied; {odd!r} has no place")
         nn.Module.to(made, teacher.device)
         return made
 
@@ -149,6 +192,15 @@ def _together() -> bool:
     """Whether there are other processes."""
     there = torch.distributed
     return there.is_available() and there.is_initialized() and there.get_world_size() > 1
+
+
+def agreed(value: float, device: torch.device) -> float:
+    """The first process' value: all must decide alike, and a GPU's sums differ in their last digits."""
+    if not _together():
+        return value
+    told = torch.tensor(value, dtype=torch.float64, device=device)
+    torch.distributed.broadcast(told, 0)
+    return float(told)
 
 
 class Pursued:
@@ -187,10 +239,10 @@ class Pursued:
         torch.distributed.all_reduce(everyones)
         held.copy_(torch.where(everyones > 0, everyones - 1, held))
 
-    def count(self, said: Tensor, rows: Rows) -> None:
-        """The auxiliary's cross-entropy (R̃,) on what it is trained on."""
-        many = torch.full_like(said, 1.0) if rows.counted is None else rows.counted
-        self.seen += torch.stack((said.double().sum(), many.double().sum()))
+    def count(self, said: Tensor, rows: Rows, chosen: Tensor) -> None:
+        """The auxiliary's cross-entropy (R̃,) on what it is trained on, of the sequences that are chosen (b,)."""
+        mine = chosen[rows.sequence] if rows.counted is None else chosen[rows.sequence] & rows.counted
+        self.seen += torch.stack((torch.where(mine, said.double(), 0.0).sum(), mine.double().sum()))
 
     def counted(self) -> float | None:
         """Its mean since the last call."""
@@ -232,7 +284,9 @@ class Pursued:
         return {"phase": self.phase, "since": self.since, **looks}
 
     def load(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        device = self.student.device
+        device, teacher = self.student.device, dict(self.model.named_parameters())
+        if {f"teacher.{name}" for name in teacher} != {name for name in tensors if name.startswith("teacher.")}:
+            raise UserError("checkpoint: the teacher in it does not match the model; it is not of this run")
         self.held = None
         if "texts" in tensors:
             texts = tensors["texts"].to(device)
@@ -240,7 +294,7 @@ class Pursued:
         self.seen = tensors["seen"].to(device)
         self.best = {n.removeprefix("best."): w.to(device) for n, w in tensors.items() if n.startswith("best.")}
         with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
+            for name, parameter in teacher.items():
                 parameter.copy_(tensors[f"teacher.{name}"])
         self.phase, self.since, self.scores = values["phase"], values["since"], list(values["scores"])
         self.best_score = values["best_score"]

@@ -107,8 +107,10 @@ class Frontier:
         return exp(texts.nll - self.at(texts.entropy).nll)
 
     def shortfall(self, texts: Standing) -> float:
-        """How much lower the pooled entropy is than the teacher's at equal entropy, in nats; 0 where it is not."""
-        return max(0.0, self.at(texts.entropy).pooled - texts.pooled)
+        """How much lower the pooled entropy is than the teacher's at equal entropy, in nats, 0 where it is not; and how
+        much lower the entropy is than at the teacher's lowest temperature, below which nothing is compared."""
+        below = max(0.0, self.points[-1].entropy - texts.entropy)
+        return max(0.0, self.at(texts.entropy).pooled - texts.pooled) + below
 
 
 def score(ratios: Sequence[tuple[float, float]], shortfall: float, allowed: float) -> float:

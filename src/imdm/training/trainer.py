@@ -96,7 +96,10 @@ class Trainer:
         configs = {name: config.changed(f"networks.{name}", one.settings()) for name, one in others.items()}
         loop = {"steps", "checkpoint_every", "keep_checkpoints", "log_every", "tensorboard", "weights", "graphs"}
         settings = {name: value for name, value in config.hashed().items() if name not in loop | {"micro_batch"}}
-        self.run = digest([settings, objective.hashed(), identity, source.fingerprint, seed, *settings_of(others)])
+        looks = [watch_every] if objective.heeds_looks else []
+        self.run = digest(
+            [settings, objective.hashed(), identity, source.fingerprint, seed, *settings_of(others), *looks]
+        )
         self.process = model.process
         self.order = Order(seed, len(source))
         self.recorder = self._recorder()
@@ -108,6 +111,11 @@ class Trainer:
         self.model, self.optimizer, self.ema = student.model, student.optimizer, student.ema
         self.bare: MaskedDiffusionLM = student.bare
         self._updates(0)  # refused now rather than later
+        if not any(STUDENT in names for step in range(config.steps) for names in objective.updates(step)):
+            raise UserError(
+                f"training.steps = {config.steps}: objective {objective.kind!r} does not update the student in so few; "
+                "give it more"
+            )
         self.companion = objective.companion(self.bare, start)
         self.beside = Beside(self.accelerator.device)
         self.step = 0
@@ -305,6 +313,10 @@ class Trainer:
             if any(map(self._due, (self.config.log_every, self.config.checkpoint_every, self.watch_every))):
                 losses = self._losses()
                 loss = losses.get("loss", loss)
+            if self._due(self.watch_every):
+                paused = time.perf_counter()
+                self._look(writer)  # which may end the run
+                started += time.perf_counter() - paused
             if self._due(self.config.log_every):
                 pace = steps / (time.perf_counter() - started)  # steps a second
                 speed = pace * self.config.batch * self.source.length
@@ -315,10 +327,6 @@ class Trainer:
                 started, steps = time.perf_counter(), 0
                 for network in self.networks.values():
                     network.losses = []
-            if self._due(self.watch_every):
-                paused = time.perf_counter()
-                self._look(writer)
-                started += time.perf_counter() - paused
             if self._due(self.config.checkpoint_every) or self.asked:
                 self.save()
             self.asked.end()
