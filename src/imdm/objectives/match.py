@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import exp, log
+from math import exp
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
@@ -52,7 +52,7 @@ from imdm.objectives.onpolicy import (
     masked_again,
     planned,
 )
-from imdm.objectives.texts import Frontier, score, standing
+from imdm.objectives.texts import Frontier, mean_log, score, standing
 from imdm.process import NoisePolicy, Process
 from imdm.randomness import Purpose, as_key, fold, uniform
 from imdm.sampling import Sampling, sample
@@ -181,11 +181,14 @@ class Match(Objective):
             ("schedule", start.process.schedule, model.process.schedule),
         ):
             if theirs != ours:
-                raise UserError(f"objective 'match': the teacher's {name} is {theirs}, the student's {ours}: not one")
+                raise UserError(
+                    f"objective 'match': the teacher's {name} is {theirs}, the student's {ours}; "
+                    "take a student that was made from this teacher, or from its like"
+                )
         if start.length < model.length:
             raise UserError(
                 f"objective 'match': the teacher takes at most {start.length} tokens, the student {model.length}; "
-                "make the student as short"
+                "take a teacher of that length, or a shorter student"
             )
         return start
 
@@ -344,11 +347,9 @@ class Match(Objective):
             found |= {f"shared_{N}": texts.shared}
             ratios.append((weight, found[f"ratio_{N}"]))
             lacking = max(lacking, frontier.shortfall(texts))
-        value = score(ratios, lacking, LACKING)
-        total = sum(weight for weight, _ in ratios)
-        found |= {"ratio": exp(sum(w * log(r) for w, r in ratios) / total), "pooled_lacking": lacking}
+        found |= {"ratio": exp(mean_log(ratios)), "pooled_lacking": lacking}
         found |= self._at_one_step(model, companion, networks[AUXILIARY], fold(keys, Purpose.COPY, 2), length)
-        value = agreed(value, model.device)
+        value = agreed(score(ratios, lacking, LACKING), model.device)
         companion.look(value, dict(model.named_parameters()))
         return found | {"score": value, "phase": float(companion.phase)}
 

@@ -174,7 +174,10 @@ class Auxiliary(MaskedDiffusionLM):
         missing, unknown = made.load_state_dict(teacher.state_dict(), strict=False)
         if unknown or missing != ["generated"]:
             odd = (unknown + [name for name in missing if name != "generated"])[0]
-            raise UserError(f"objective 'match': the teacher's weights cannot be copied; {odd!r} has no place")
+            raise UserError(
+                f"objective 'match': the teacher's weights cannot be copied, {odd!r} has no place; "
+                "give it a model as it was saved, no layer replaced"
+            )
         nn.Module.to(made, teacher.device)
         return made
 

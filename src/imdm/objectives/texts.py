@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from math import exp, log
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -93,14 +93,9 @@ class Frontier:
 
     def at(self, entropy: float) -> Standing:
         """Linear between the points, and as the nearest beyond them."""
-        if entropy >= self.points[0].entropy:
-            return self.points[0]
-        for high, low in pairwise(self.points):
-            if entropy >= low.entropy:
-                share = (entropy - low.entropy) / max(high.entropy - low.entropy, 1e-9)
-                above, below = asdict(high), asdict(low)
-                return Standing(**{name: below[name] + share * (above[name] - below[name]) for name in above})
-        return self.points[-1]
+        rising = [asdict(point) for point in reversed(self.points)]
+        known = [point["entropy"] for point in rising]
+        return Standing(**{name: float(np.interp(entropy, known, [p[name] for p in rising])) for name in rising[0]})
 
     def ratio(self, texts: Standing) -> float:
         """The texts' perplexity by the teacher over that of its own at equal entropy."""
@@ -113,8 +108,12 @@ class Frontier:
         return max(0.0, self.at(texts.entropy).pooled - texts.pooled) + below
 
 
+def mean_log(ratios: Sequence[tuple[float, float]]) -> float:
+    """The mean log ratio of (weight, ratio)."""
+    return sum(weight * log(ratio) for weight, ratio in ratios) / sum(weight for weight, _ in ratios)
+
+
 def score(ratios: Sequence[tuple[float, float]], shortfall: float, allowed: float) -> float:
-    """What an average is kept by, the lower the better: the mean log ratio of (weight, ratio), and all that the pooled
-    entropy lacks beyond `allowed`."""
-    total = sum(weight for weight, _ in ratios)
-    return sum(weight * log(ratio) for weight, ratio in ratios) / total + max(0.0, shortfall - allowed)
+    """What an average is kept by, the lower the better: the mean log ratio, and all that entropy lacks beyond
+    `allowed`."""
+    return mean_log(ratios) + max(0.0, shortfall - allowed)
