@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -44,11 +43,6 @@ NAMES = {
     "SDTT+ReDi, infinite (3)": "sdtt+redi imdm",
     "SDTT+ReDi, 6,144 masks": "sdtt+redi finite",
     "Di4C, 2 rounds after SDTT": "di4c mdlm",
-}
-README_NAMES = {
-    "teacher": "teacher",
-    "student (SDTT+ReDi), single mask": "SDTT+ReDi, single (3)",
-    "student, infinite masks": "SDTT+ReDi, infinite (3)",
 }
 MASKS = {
     "uniform, 8": ("infinite-uniform-8-1.0", "noise-dim-8"),
@@ -159,59 +153,6 @@ def test_the_documents_perplexities_are_those_of_the_rows() -> None:
     for name, cells in told.items():
         points = {k: f"{value:,.0f} ({entropy[NAMES[name]][k][0]:.2f})" for k, (value, _) in ppl[NAMES[name]].items()}
         assert cells == [points.get(k, "") for k in STEPS]
-    short = table(ROOT / "README.md", corner="Gen. PPL (entropy), 1,024 samples")
-    counts = [int(name.removesuffix(" steps").replace(",", "")) for name in short.head[1:]]
-    assert counts == [2, 4, 8, 16, 1024]
-    shown = {cells[0]: [cell.replace("*", "") for cell in cells[1:]] for cells in short.rows}
-    for name, ours in README_NAMES.items():
-        assert shown[name] == [told[ours][STEPS.index(count)] for count in counts]
-
-
-def teachers(entropy: float) -> float:
-    """The teacher's Gen. PPL in many steps at this entropy, log-linear through the temperatures that it was run at; at
-    most the entropy of temperature 1."""
-    cooler = read(ROOT / "results" / "equal-entropy" / "results.jsonl")
-    at = {(row.metric, row.temperature): row.value for row in cooler if row.method == "teacher"}
-    temperatures = sorted({temperature for _, temperature in at})
-    cold, cool, warm = ((at["entropy", t], math.log(at["gen_ppl", t])) for t in temperatures)
-    reached = min(entropy, warm[0])
-    (x, y), (x2, y2) = (cold, cool) if reached <= cool[0] else (cool, warm)
-    return math.exp(y + (y2 - y) * (reached - x) / (x2 - x))
-
-
-def test_the_documents_comparison_at_equal_entropy() -> None:
-    rows = usual(measured())
-    ppl, entropy = curves(rows, "gen_ppl"), curves(rows, "entropy")
-    told = table(DOCUMENT, "At equal entropy", "as a multiple of what the teacher has")
-    assert told.head == ["", "2 steps", "4", "8", "16", "32"]
-    names = [name for name, *_ in told.rows]
-    assert names == [name for name in NAMES if name not in ("ReDi, single, 32,768 pairs", "SDTT+ReDi, 6,144 masks")]
-    for name, *cells in told.rows:
-        for steps, cell in zip((2, 4, 8, 16, 32), cells, strict=True):
-            multiple = ppl[NAMES[name]][steps][0] / teachers(entropy[NAMES[name]][steps][0])
-            assert cell == f"{multiple:.2f}"
-
-
-def test_the_bars_are_met_at_equal_entropy_too() -> None:
-    found = {(*place(row), row.steps): row.value for row in measured()}
-    found_table = table(DOCUMENT, "At equal entropy", "Infinite over single in this measure")
-    told = {
-        int(cells[0]): {method: cells[found_table.column(name)] for method, name in METHODS.items()}
-        for cells in found_table.rows
-    }
-    assert list(told) == [1, 2, 4, 8, 16, 32]
-    for steps, cells in told.items():
-        for method, cell in cells.items():
-            logs = []
-            for seed in range(1 if method == "sdtt" else 3):
-                multiples = [
-                    found[method, mask, seed, "gen_ppl", steps] / teachers(found[method, mask, seed, "entropy", steps])
-                    for mask in (INFINITE, "single")
-                ]
-                logs.append(math.log(multiples[0] / multiples[1]))
-            ratio = math.exp(fmean(logs))
-            assert cell == f"{ratio:.2f}"
-            assert ratio <= BARS.get(method, {}).get(steps, 1.0)
 
 
 def test_the_documents_masks_and_what_stands_beside_the_ratios() -> None:

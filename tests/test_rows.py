@@ -42,7 +42,6 @@ OLD = (
 NEW = {"top_p": 1.0, "noise": "posterior", "sample_seed": 0, "conditional": None, "matched": None, "settings": None}
 TRACKED = {
     "results/grid": "5cc8ac9c87d05182",
-    "results/equal-entropy": "dd1be750d1c84055",
     "src/imdm/shipped/sentences-imdm": "7e22748c2597b5aa",
     "src/imdm/shipped/sentences-mdlm": "92a0018e3aa9cc87",
     "src/imdm/shipped/sentences-teacher": "71d70e79f2f0b288",

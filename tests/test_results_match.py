@@ -1,0 +1,278 @@
+"""What docs/results.md says of `match`, and of every method at equal entropy, against the recorded rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from math import exp, log
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from imdm.evaluation import Row, read
+from imdm.files import read_json
+from imdm.recipes import Recipe, load_recipe
+from imdm.report.equal import Multiple, equal_entropy
+from tests.test_results import BARS, DOCUMENT, INFINITE, METHODS, table
+
+ROOT = Path(__file__).parents[1]
+STEPS = (1, 2, 4, 8, 16, 32)
+JUDGES = {"sentences-judge": "sentences-judge", "SmolLM2": "smollm2 (bf16)"}
+TO_REACH, AIM = {1: 8, 2: 3.0, 4: 1.6, 8: 1.1, 16: 0.97}, {1: 4, 2: 1.8, 4: 1.3, 8: 1.05, 16: 0.95}
+STUDENT = ("match", INFINITE)
+METHOD = {  # as the document calls them: where the rows are, method and mask
+    "teacher": ("grid", "teacher", "single"),
+    "ReDi, single (3)": ("grid", "redi", "single"),
+    "ReDi, infinite (3)": ("grid", "redi", INFINITE),
+    "SDTT+ReDi, single (3)": ("grid", "sdtt+redi", "single"),
+    "SDTT+ReDi, infinite (3)": ("grid", "sdtt+redi", INFINITE),
+    "SDTT, single": ("match", "sdtt", "single"),
+    "SDTT, infinite": ("match", "sdtt", INFINITE),
+    "Di4C, 2 rounds after SDTT": ("grid", "di4c", "single+mixture"),
+    "match, single (3)": ("match", "match", "single"),
+    "match, infinite (3)": ("match", *STUDENT),
+}
+TOLD_APART = {
+    "teacher": ("teacher", "single"),
+    "SDTT, single": ("sdtt", "single"),
+    "SDTT, infinite": ("sdtt", INFINITE),
+    "SDTT+ReDi, single": ("sdtt+redi", "single"),
+    "SDTT+ReDi, infinite": ("sdtt+redi", INFINITE),
+    "match, single (3)": ("match", "single"),
+    "match, infinite (3)": STUDENT,
+}
+PARTS = {
+    "`kl`, from SDTT": ("match, 1200 steps", INFINITE),
+    "`fkl`": ("match by fkl, 1200 steps", INFINITE),
+    "`ipf`": ("match by ipf, 1200 steps", INFINITE),
+    "`soft`": ("match by soft, 1200 steps", INFINITE),
+    "`kl`, from the teacher": ("match, cold, 1200 steps", INFINITE),
+    "… single mask": ("match, cold, 1200 steps", "single"),
+    "… noise of 1,536": ("match, cold, 1200 steps", "infinite-uniform-1536-1.0"),
+    "… scale 2": ("match, cold, 1200 steps", "infinite-uniform-768-2.0"),
+    "… normal noise": ("match, cold, 1200 steps", "infinite-normal-768-1.0"),
+}
+
+
+@cache
+def reported(folder: str) -> Sequence[Row]:
+    """The rows of a run, without what settings were chosen on."""
+    return [row for row in read(ROOT / "results" / folder / "results.jsonl") if row.sample_seed == 0]
+
+
+@cache
+def teachers() -> Sequence[Row]:
+    return [row for row in reported("match") if (row.method, row.steps) == ("teacher", 1024)]
+
+
+@cache
+def found(
+    folder: str, judge: str | None, metric: str = "gen_ppl", envelope: bool = False
+) -> dict[tuple[str, str, int], Multiple]:
+    """Every figure beside the teacher's at equal entropy, by method, mask and steps."""
+    rows = [row for row in reported(folder) if row.judge in (None, judge)]
+    multiples = equal_entropy(rows, metric=metric, against=teachers(), envelope=envelope)
+    return {(one.method.split(", noise")[0], one.mask, one.steps): one for one in multiples}
+
+
+def number(value: float) -> str:
+    return f"{value:.0f}" if value >= 30 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def cell(one: Multiple) -> str:
+    return f"{number(one.value)} ({number(one.low)}–{number(one.high)})"
+
+
+def difference(one: Multiple, digits: int, times: int = 1) -> str:
+    value, low, high = (f"{times * x:+.{digits}f}" for x in (one.value, one.low, one.high))
+    return f"{value} ({low} to {high})"
+
+
+def told(lead: str, width: int, heading: str = "", corner: str = "") -> dict[str, list[str]]:
+    """A table's rows by their first cell, without emphasis."""
+    return {
+        name: [text.replace("*", "") for text in cells[:width]]
+        for name, *cells in table(DOCUMENT, heading, lead, corner).rows
+    }
+
+
+@pytest.mark.parametrize(
+    ("lead", "judge"), [("Gen. PPL as a multiple", "sentences-judge"), ("By SmolLM2, w", "SmolLM2")]
+)
+def test_every_method_at_equal_entropy(lead: str, judge: str) -> None:
+    shown = told(lead, len(STEPS), "What should I use to write in N steps?")
+    assert set(shown) <= set(METHOD)
+    assert len(shown) == len(METHOD) or judge == "SmolLM2"
+    for name, cells in shown.items():
+        folder, *who = METHOD[name]
+        assert cells == [cell(found(folder, JUDGES[judge])[(*who, steps)]) for steps in STEPS]
+
+
+def test_the_readmes_table() -> None:
+    short = table(ROOT / "README.md", corner="times the teacher's at equal entropy")
+    names = {
+        "teacher": "teacher",
+        "SDTT+ReDi, single mask": "SDTT+ReDi, single (3)",
+        "SDTT+ReDi, infinite masks: the paper's best, the model that ships": "SDTT+ReDi, infinite (3)",
+        "Di4C": "Di4C, 2 rounds after SDTT",
+        "`match`, single mask": "match, single (3)",
+        "`match`, infinite masks": "match, infinite (3)",
+    }
+    assert [cells[0] for cells in short.rows] == list(names)
+    by_other: dict[str, list[float]] = {}
+    for name, *cells in short.rows:
+        folder, *who = METHOD[names[name]]
+        multiples = {
+            judge: [found(folder, judge)[(*who, steps)].value for steps in STEPS[:5]] for judge in JUDGES.values()
+        }
+        assert [text.replace("*", "") for text in cells] == [number(value) for value in multiples["sentences-judge"]]
+        by_other[name] = multiples["smollm2 (bf16)"]
+    ours = by_other.pop("`match`, infinite masks")
+    best = [min(column) for column in zip(*by_other.values(), strict=True)]
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    for line, words in ((ours, "the last line is {}"), (best, "the best other one {}")):
+        *first, last = map(number, line)
+        assert words.format(f"{', '.join(first)} and {last}") in text
+
+
+def test_what_was_to_be_reached_is_reached_and_the_aim_is_met_at_one_step_alone() -> None:
+    bars = told("", 5, corner="set beforehand")
+    assert bars["to reach"] == [f"{bar}" for bar in TO_REACH.values()]
+    assert bars["aim"] == [f"{bar}" for bar in AIM.values()]
+    ours = {steps: found("match", "sentences-judge")[(*STUDENT, steps)] for steps in TO_REACH}
+    assert all(ours[steps].value <= bar and ours[steps].seeds == 3 for steps, bar in TO_REACH.items())
+    assert [steps for steps, bar in TO_REACH.items() if ours[steps].high > bar] == [8, 16]
+    assert [steps for steps, bar in AIM.items() if ours[steps].value <= bar] == [1]
+    assert ours[16].value == pytest.approx(0.95 * 1.005, rel=1e-3)
+
+
+def test_no_rival_is_below_by_either_judge() -> None:
+    for judge in JUDGES.values():
+        for envelope in (False, True):
+            ours = found("match", judge, envelope=envelope)
+            rivals = found("grid", judge, envelope=envelope) | {k: v for k, v in ours.items() if k[:2] != STUDENT}
+            for (method, _, steps), rival in rivals.items():
+                if steps in STEPS and "1200" not in method:
+                    assert ours[(*STUDENT, steps)].value < rival.value
+
+
+def test_the_lower_envelope() -> None:
+    shown = told("lower envelope of both", len(STEPS))
+    for name, cells in shown.items():
+        judge, method = name.split(": ")
+        folder, *who = METHOD["Di4C, 2 rounds after SDTT" if method == "Di4C" else method]
+        assert cells == [cell(found(folder, JUDGES[judge], envelope=True)[(*who, steps)]) for steps in STEPS]
+    assert len(shown) == 4
+
+
+def values(metric: str, method: str, mask: str, steps: int, judge: str | None = None) -> list[float]:
+    return [
+        row.value
+        for row in reported("match")
+        if (row.metric, row.method, row.mask, row.steps, row.judge) == (metric, method, mask, steps, judge)
+    ]
+
+
+def test_the_classifier() -> None:
+    shown = told("accuracy of a classifier", len(STEPS))
+    assert list(shown) == list(TOLD_APART)
+    known = {
+        name: {steps: 100 * fmean(values("told_apart", *who, steps)) for steps in STEPS}
+        for name, who in TOLD_APART.items()
+    }
+    for name, cells in shown.items():
+        assert cells == [f"{known[name][steps]:.1f}%" for steps in STEPS]
+    ours = known.pop("match, infinite (3)")
+    ahead = {steps: min(rival[steps] for rival in known.values()) - ours[steps] for steps in STEPS}
+    assert [int(ahead[steps]) for steps in (1, 2, 4)] == [19, 14, 5]
+    assert all(ahead[steps] < 0 for steps in (8, 16, 32))
+    (real,) = {row.value for row in reported("match") if row.metric == "real_told_apart"}
+    assert f"{real:.1%}" == "72.1%"
+
+
+def test_variety_beside_the_teachers_at_the_same_entropy() -> None:
+    shown = told("at the temperature that has the same entropy", len(STEPS))
+    ours = {
+        metric: [found("match", None, metric)[(*STUDENT, steps)] for steps in STEPS]
+        for metric in ("pooled_entropy", "shared_4grams", "novelty", "told_apart")
+    }
+    assert shown == {
+        "pooled entropy, difference": [difference(one, 3) for one in ours["pooled_entropy"]],
+        "shared 4-grams, ratio": [cell(one) for one in ours["shared_4grams"]],
+        "novelty, difference in points": [difference(one, 1, 100) for one in ours["novelty"]],
+        "told apart, difference in points": [difference(one, 1, 100) for one in ours["told_apart"]],
+    }
+    assert all(abs(one.value) < 0.1 for one in ours["pooled_entropy"])
+    assert [one.steps for one in ours["shared_4grams"] if one.value > 1.3] == [32]
+    assert [one.steps for one in ours["novelty"] if abs(one.value) > 0.01] == [1, 2]
+
+
+def test_the_frontier() -> None:
+    shown = told("What every ratio on this page is measured by", 7)
+    points = sorted({(row.top_p, row.temperature) for row in teachers()}, key=lambda how: (how[0] < 1, how))
+    assert len(shown) == len(points) == 9
+    for top_p, temperature in points:
+        at = {
+            (row.metric, row.judge): row
+            for row in teachers()
+            if (row.top_p, row.temperature, row.noise) == (top_p, temperature, "posterior")
+        }
+        judged = [(at["gen_ppl", judge], digits) for judge, digits in (("sentences-judge", 1), ("smollm2 (bf16)", 0))]
+        shares = [at[metric, None].value for metric in ("shared_4grams", "told_apart", "novelty")]
+        assert shown[f"{temperature:g}" if top_p == 1 else f"1, top-p {top_p:g}"] == [
+            f"{at['entropy', None].value:.3f}",
+            *(f"{row.value:.{digits}f} ± {row.stderr:.{digits}f}" for row, digits in judged),
+            f"{at['pooled_entropy', None].value:.3f}",
+            *(f"{share:.1%}" for share in shares),
+        ]
+        assert at["gen_ppl", "sentences-judge"].n == 1024
+
+
+def test_parts_of_the_way() -> None:
+    shown = told("One seed, 1,200 steps", 6)
+    assert list(shown) == list(PARTS)
+    for name, who in PARTS.items():
+        pooled = [found("match", None, "pooled_entropy")[(*who, steps)].value for steps in (1, 8)]
+        ratios = [cell(found("match", "sentences-judge")[(*who, steps)]) for steps in STEPS[:5]]
+        assert shown[name] == [*ratios, ", ".join(f"{value:+.2f}" for value in pooled)]
+
+
+def test_perplexities_and_what_noise_was_chosen_by() -> None:
+    shown = told("The perplexities themselves", len(STEPS))
+    for name, cells in shown.items():
+        who = METHOD[name][1:]
+        assert cells == [
+            f"{fmean(values('gen_ppl', *who, steps, 'sentences-judge')):,.0f} "
+            f"({fmean(values('entropy', *who, steps)):.2f})"
+            for steps in STEPS
+        ]
+    tried = [row for row in read(ROOT / "results" / "match" / "results.jsonl") if row.sample_seed == 1]
+    text = " ".join(DOCUMENT.read_text(encoding="utf-8").split())
+    for noise, words in (("keep", "steps {}; drawn again"), ("posterior", "drawn again {})")):
+        rows = [row for row in tried if row.noise == noise and row.mask == INFINITE]
+        some = {one.steps: one.value for one in equal_entropy(rows, against=teachers())}
+        assert words.format(", ".join(f"{some[steps]:.2f}" for steps in (2, 4, 8, 16))) in text
+
+
+def test_infinite_over_single_masks_under_the_papers_methods() -> None:
+    shown = table(DOCUMENT, "At equal entropy", "Infinite over single in this measure")
+    assert [int(cells[0]) for cells in shown.rows] == list(STEPS)
+    for method, column in METHODS.items():
+        by_seed = []
+        for seed in range(1 if method == "sdtt" else 3):
+            rows = [row for row in reported("grid") if (row.method, row.seed) == (method, seed)]
+            rows = [row for row in rows if row.judge in (None, "sentences-judge") and row.mask in (INFINITE, "single")]
+            by_seed.append({(one.mask, one.steps): one.value for one in equal_entropy(rows, against=teachers())})
+        for cells in shown.rows:
+            steps = int(cells[0])
+            ratio = exp(fmean(log(each[INFINITE, steps] / each["single", steps]) for each in by_seed))
+            assert cells[shown.column(column)] == f"{ratio:.2f}"
+            assert ratio <= BARS.get(method, {}).get(steps, 1.0)
+
+
+def test_the_rows_are_of_the_recipe_that_ships() -> None:
+    kept = Recipe.parse(read_json(ROOT / "results" / "match" / "recipe.json", "recipe"), "recipe")
+    ours = load_recipe("match", ["data={kind: prepared, path: rows}"])
+    assert kept.digest() == ours.digest()
+    assert {row.recipe_hash for row in reported("match")} == {ours.digest()}
