@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from imdm.later import later
 
 if TYPE_CHECKING:
+    from imdm.adopting import adopt
     from imdm.errors import UserError
     from imdm.masks import Finite, Infinite, Single
     from imdm.models import (
@@ -42,6 +43,7 @@ __all__ = [
     "Single",
     "UserError",
     "Writer",
+    "adopt",
     "faster",
     "fold_conditioning",
     "load",
@@ -54,6 +56,7 @@ __all__ = [
 __getattr__ = later(
     __name__,
     {
+        "imdm.adopting": ("adopt",),
         "imdm.errors": ("UserError",),
         "imdm.masks": ("Finite", "Infinite", "Single"),
         "imdm.models": (

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 import torch
 
+from imdm.adopting import write_published
 from imdm.data.tokenizers import copy_tokenizer, has_tokenizer, load_tokenizer
 from imdm.devices import processes
 from imdm.errors import UserError, check_is, unknown
@@ -76,6 +77,24 @@ def export(
         facts = card if card is not None else _facts(folded, folder.name, text, rounding)
         (aside / CARD).write_text(facts, encoding="utf-8")
     return Exported(folder, None if rounding is None else rounding.moved)
+
+
+def export_published(model: str | Path, out: str | Path, *, card: str | None = None) -> Path:
+    """Write `model` as MDLM's own class loads it (`adopting.write_published`), its tokenizer and card beside it."""
+    model, folder = find(model), as_path(out, "out")
+    check_is("card", card, (str, type(None)), "text")
+    if folder.exists():
+        raise UserError(f"{str(out)!r} is there already; choose another folder")
+    check_writable(folder)
+    loaded = load_model(model)
+    text = Path(model).is_dir() and has_tokenizer(Path(model))
+    with written_aside(folder) as aside:
+        aside.mkdir()
+        write_published(loaded, aside)
+        if text:
+            copy_tokenizer(Path(model), aside)
+        (aside / CARD).write_text(card or _facts(loaded, folder.name, text, None), encoding="utf-8")
+    return folder
 
 
 def _save_rounded(model: MaskedDiffusionLM, folder: Path, rounding: Rounding) -> None:

@@ -29,6 +29,7 @@ from imdm.cli.app import (
 from imdm.cli.arguments import parse_data
 from imdm.cli.early import (
     DISTILLATIONS,
+    LAYOUTS,
     WEIGHTS,
     check_data,
     check_known,
@@ -338,6 +339,36 @@ def status(run: Annotated[Path, typer.Argument(help="Folder of a run.")]) -> Non
 
 
 @app.command()
+def adopt(
+    source: Annotated[str, typer.Argument(help="A hub id, a folder, or a file: .safetensors, .ckpt.")],
+    out: Annotated[Path, OutFolder(help="Folder to write, which must not be there yet.")],
+    tokenizer: Annotated[str | None, typer.Option(help="Folder or hub id; unless given, the one beside it.")] = None,
+    length: Annotated[
+        int | None, typer.Option(help="The longest sequence, where nothing beside the weights says.")
+    ] = None,
+    mask: Annotated[
+        str | None, typer.Option(help="Law and scale of an infinite mask, which weights do not say.")
+    ] = None,
+    softcap: Annotated[float | None, typer.Option(help="Of attention scores, which weights do not say.")] = None,
+    mask_token_id: Annotated[int | None, typer.Option(help="The mask's id; the last, or BERT's, unless given.")] = None,
+    heads: Annotated[int | None, typer.Option(help="Of attention, where nothing says.")] = None,
+    last: Annotated[bool, typer.Option("--last", help="The last weights, not a training's averaged ones.")] = False,
+) -> None:
+    """Take in a published model: MDLM, SDTT, RADD, IMDM. No code in the file is run."""
+    from imdm.adopting import adopt_into
+
+    how = {"length": length, "mask": mask, "softcap": softcap, "mask_token_id": mask_token_id, "heads": heads}
+    found = adopt_into(source, out, tokenizer=tokenizer, averaged=not last, **how)
+    model = found.model
+    ids = f"{model.config.vocab_size:,} ids, the mask is {model.config.mask_token_id}"
+    say(f"{model.backbone.about}; {ids}; mask {model.mask.name}")
+    say("weights: the average of its training" if found.averaged else "weights: as they are in the file")
+    if tokenizer is None and found.tokenizer is None:
+        say("no tokenizer beside it: it writes ids; --tokenizer gives it one")
+    say(f"model: {out}")
+
+
+@app.command()
 def export(
     model: ModelPath,
     out: Annotated[Path, OutFolder(help="Folder to write, which must not be there yet.")],
@@ -349,15 +380,24 @@ def export(
         ),
     ] = "bf16",
     card: Annotated[Path | None, typer.Option(help="A Markdown file to put beside the weights as README.md.")] = None,
+    layout: Annotated[
+        str,
+        typer.Option(help="imdm, or mdlm: names and configuration of MDLM's own class, in float32, nothing folded."),
+    ] = "imdm",
 ) -> None:
     """Make a model ready to hand on: adaLN folded away, fewer bits a weight, tokenizer and card beside it."""
+    check_known("layout", [layout], LAYOUTS)
     check_known("kind of weights", [weights], WEIGHTS)
     if card is not None and not card.is_file():
         raise UserError(f"--card {card}: no such file")
     text = card.read_text(encoding="utf-8") if card is not None else None
-    from imdm.exporting import WITHIN
+    from imdm.exporting import WITHIN, export_published
     from imdm.exporting import export as write
 
+    if layout == "mdlm":
+        folder = export_published(model, out, card=text)
+        say(f"model: {folder} (layout mdlm)")
+        return
     with reporter().bar("effect of each matrix", 0) as bar:
         kind = cast("Weights", weights)
         made = write(model, out, weights=kind, card=text, on_progress=lambda done, of: bar(done, f"of {of}"))

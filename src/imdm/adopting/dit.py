@@ -1,0 +1,190 @@
+"""The layout in which MDLM, SDTT, RADD, IMDM and their relatives publish their diffusion transformer, and ours.
+
+The two differ in names alone: renamed, the weights give the same log-probabilities. RADD has no adaLN, as our models
+have none once it is folded. IMDM's noise MLP and finite masks lie beside the token embedding.
+
+    vocab_embed.embedding                     embedding.weight
+    vocab_embed.imdm_mlp.{0,2}                mask_embedding.{input,output}     infinite masks
+    vocab_embed.imdm_mlp.weight               mask_embedding.weight             finite masks
+    sigma_map.mlp.{0,2}                       time.{first,second}
+    blocks.N.{attn_qkv,attn_out}              blocks.N.attention.{qkv,out}
+    blocks.N.mlp.{0,2}                        blocks.N.mlp.{up,down}
+    blocks.N.adaLN_modulation                 blocks.N.modulation
+    output_layer.{norm_final,linear,adaLN_modulation}     norm, output, modulation
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from imdm.errors import UserError
+from imdm.models import MaskedDiffusionLM
+from imdm.models.layers import TimeCondition
+
+PREFIXES = ("backbone.", "_orig_mod.", "module.", "model.")
+ONCE = {
+    "vocab_embed.embedding": "embedding.weight",
+    "vocab_embed.imdm_mlp.weight": "mask_embedding.weight",
+    "vocab_embed.imdm_mlp.0": "mask_embedding.input",
+    "vocab_embed.imdm_mlp.2": "mask_embedding.output",
+    "sigma_map.mlp.0": "time.first",
+    "sigma_map.mlp.2": "time.second",
+    "output_layer.norm_final": "norm",
+    "output_layer.linear": "output",
+    "output_layer.adaLN_modulation": "modulation",
+}
+IN_A_BLOCK = {
+    "norm1": "norm1",
+    "attn_qkv": "attention.qkv",
+    "attn_out": "attention.out",
+    "norm2": "norm2",
+    "mlp.0": "mlp.up",
+    "mlp.2": "mlp.down",
+    "adaLN_modulation": "modulation",
+}
+"""Layers as they and as we call them; tensors are `.weight` and `.bias` of these, or the name itself."""
+ROTARY = "rotary_emb.inv_freq"
+HEADS = {768: 12, 1024: 16, 1536: 16}  # of the published sizes, by width
+BERT = 30_522, 103  # its vocabulary has the mask in the middle
+CONDITION = 128  # of every published model
+
+
+def stripped(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Names without what wrappers put in front of them."""
+
+    def bare(name: str) -> str:
+        while prefix := next((p for p in PREFIXES if name.startswith(p)), None):
+            name = name.removeprefix(prefix)
+        return name
+
+    return {bare(name): weight for name, weight in weights.items()}
+
+
+def is_published(weights: Mapping[str, Tensor]) -> bool:
+    return "vocab_embed.embedding" in stripped(weights)
+
+
+def names(blocks: int) -> dict[str, str]:
+    """Every tensor that a model of so many blocks may have: their name, and ours."""
+    layers = ONCE | {
+        f"blocks.{n}.{theirs}": f"blocks.{n}.{ours}" for n in range(blocks) for theirs, ours in IN_A_BLOCK.items()
+    }
+    whole = {theirs: ours for theirs, ours in layers.items() if ours.endswith(".weight")}
+    parts = {theirs: ours for theirs, ours in layers.items() if theirs not in whole}
+    return whole | {
+        f"{theirs}.{kind}": f"{ours}.{kind}" for theirs, ours in parts.items() for kind in ("weight", "bias")
+    }
+
+
+def renamed(weights: Mapping[str, Tensor], blocks: int, source: str) -> dict[str, Tensor]:
+    """Weights under our names; one that we do not know is refused."""
+    known, found = names(blocks), {}
+    for name, weight in stripped(weights).items():
+        if name == ROTARY:
+            continue
+        if name not in known:
+            raise UserError(f"{source}: {_stranger(name)}")
+        found[known[name]] = weight
+    return found
+
+
+def _stranger(name: str) -> str:
+    if name.startswith("latent_projection"):
+        return "this is a Di4C model of another kind than ours; its latent cannot be kept"
+    if name.startswith("vocab_embed.learnable_noise"):
+        return "its noise has a learnt mean and spread, which our masks do not have"
+    return f"it has a tensor {name!r} that MDLM's layout does not have"
+
+
+def size_of(weights: Mapping[str, Tensor], source: str) -> dict[str, Any]:
+    """What the weights themselves say of a configuration: sizes, masks; heads where the rotation's buffer is kept."""
+    bare = stripped(weights)
+    embedding = bare["vocab_embed.embedding"]
+    if embedding.ndim != 2:
+        raise UserError(f"{source}: its embedding has shape {tuple(embedding.shape)}, not (vocabulary, width)")
+    vocabulary, width = embedding.shape
+    blocks = {int(match[1]) for name in bare if (match := re.match(r"blocks\.(\d+)\.", name))}
+    if blocks != set(range(len(blocks))) or not blocks:
+        raise UserError(f"{source}: blocks are missing among its weights")
+    time = bare.get("sigma_map.mlp.2.weight")
+    found: dict[str, Any] = {
+        "vocab_size": vocabulary,
+        "width": width,
+        "blocks": len(blocks),
+        "condition": 0 if time is None else len(time),
+    }
+    if (frequencies := bare.get(ROTARY)) is not None:
+        _check_rotary(frequencies, source)
+        found["heads"] = width // (2 * len(frequencies))
+    if (noise := bare.get("vocab_embed.imdm_mlp.0.weight")) is not None:
+        found["mask"] = {"kind": "infinite", "law": "uniform", "dim": noise.shape[1], "scale": 1.0}
+    elif (masks := bare.get("vocab_embed.imdm_mlp.weight")) is not None:
+        found["mask"] = {"kind": "finite", "count": len(masks)}
+    return found
+
+
+def guessed(size: Mapping[str, Any]) -> dict[str, Any]:
+    """What holds of the published models, where neither weights nor configuration say it."""
+    vocabulary, heads = size["vocab_size"], HEADS.get(size["width"])
+    found = {"mask_token_id": BERT[1] if vocabulary == BERT[0] else vocabulary - 1}
+    return found if heads is None else found | {"heads": heads}
+
+
+def _check_rotary(frequencies: Tensor, source: str) -> None:
+    dim = 2 * len(frequencies)
+    ours = 10_000.0 ** (-torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    if not torch.allclose(frequencies.float(), ours, rtol=1e-3):
+        raise UserError(f"{source}: positions are rotated by other angles than base 10,000 gives; ours are not")
+
+
+def loaded(model: MaskedDiffusionLM, weights: Mapping[str, Tensor], source: str) -> MaskedDiffusionLM:
+    """The model with these weights, all of them and no others."""
+    blocks = model.config.blocks
+    ours, theirs = model.state_dict(), renamed(weights, blocks, source)
+    called = {our: their for their, our in names(blocks).items()}
+    for name, weight in ours.items():
+        if name not in theirs:
+            raise UserError(f"{source}: the tensor {called[name]!r} is missing")
+        if theirs[name].shape != weight.shape:
+            shape, wanted = tuple(theirs[name].shape), tuple(weight.shape)
+            raise UserError(f"{source}: {called[name]!r} has shape {shape}, not {wanted}")
+    if more := sorted(set(theirs) - set(ours)):
+        raise UserError(f"{source}: it has {called[more[0]]!r}, which a model like this does not have")
+    model.load_state_dict({name: weight.to(torch.float32) for name, weight in theirs.items()})
+    return model
+
+
+@torch.no_grad()
+def as_published(model: MaskedDiffusionLM) -> dict[str, Tensor]:
+    """The weights of a model under their names, below `backbone.`, as MDLM's own class loads them. Where adaLN was
+    folded, one is put back that has no effect but the shifts of the norms."""
+    config, weights = model.config, dict(model.state_dict())
+    if not config.condition:
+        weights = _unfolded(weights, config.width, config.blocks)
+    called = {our: their for their, our in names(config.blocks).items()}
+    dim = config.width // config.heads
+    rotary = 10_000.0 ** (-torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    found = {called[name]: weight for name, weight in weights.items()} | {ROTARY: rotary}
+    return {f"backbone.{name}": weight.detach().float().cpu().contiguous() for name, weight in found.items()}
+
+
+def _unfolded(weights: dict[str, Tensor], width: int, blocks: int) -> dict[str, Tensor]:
+    """adaLN whose weights are zero: what it adds is its bias alone, shift, scale and gate of each block."""
+    found, zero, one = dict(weights), torch.zeros(width), torch.ones(width)
+    for n in range(blocks):
+        shift1, shift2 = (found.pop(f"blocks.{n}.norm{k}.bias").float().cpu() for k in (1, 2))
+        found[f"blocks.{n}.modulation.bias"] = torch.cat((shift1, zero, one, shift2, zero, one))
+        found[f"blocks.{n}.modulation.weight"] = torch.zeros(6 * width, CONDITION)
+    found["modulation.bias"] = torch.cat((found.pop("norm.bias").float().cpu(), zero))
+    found["modulation.weight"] = torch.zeros(2 * width, CONDITION)
+    for layer, size in (("first", TimeCondition.FREQUENCIES), ("second", CONDITION)):
+        found[f"time.{layer}.weight"], found[f"time.{layer}.bias"] = (
+            torch.zeros(CONDITION, size),
+            torch.zeros(CONDITION),
+        )
+    return found

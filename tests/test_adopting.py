@@ -1,0 +1,290 @@
+"""Published checkpoints in, the same layout out; and files that would run code if they could."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import imdm
+from imdm.adopting import adopt_into
+from imdm.adopting.checkpoints import read_pickled, read_weights
+from imdm.errors import UserError
+from tests.reference.published import logits, made
+from tests.test_cli import imdm as command
+from tests.test_cli import refused
+
+SIZE: dict[str, Any] = {"vocabulary": 11, "width": 16, "blocks": 2, "heads": 2, "condition": 6}
+TOKENS = torch.tensor([[10, 3, 10, 0, 7, 10], [1, 10, 10, 10, 2, 9]])
+MDLM = {"model_type": "mdlm", "model_length": 6, "n_heads": 2, "dropout": 0.1, "time_conditioning": False}
+
+
+def expected(weights: dict[str, Tensor], added: Tensor | None = None) -> Tensor:
+    """Log-probabilities of data tokens at masked positions."""
+    every = logits(weights, TOKENS, SIZE["heads"], added)
+    every[..., 10] = -torch.inf
+    return every.log_softmax(-1)[TOKENS == 10]
+
+
+def folder(
+    tmp_path: Path, weights: dict[str, Tensor], config: dict[str, Any] | None = None, prefix: str = "backbone."
+) -> Path:
+    place = tmp_path / "published"
+    place.mkdir()
+    save_file({prefix + name: weight for name, weight in weights.items()}, place / "model.safetensors")
+    if config is not None:
+        (place / "config.json").write_text(json.dumps(config))
+    return place
+
+
+def lightning(file: Path, weights: dict[str, Tensor], average: bool = True, **more: Any) -> Path:
+    """A checkpoint as Lightning writes it, the averaged weights in a list."""
+    state = OrderedDict((f"backbone.{name}", weight) for name, weight in weights.items())
+    shadow = [weight + 1 for name, weight in weights.items() if not name.endswith("inv_freq")]
+    content = {"state_dict": state, "epoch": 3, "optimizer_states": [{"state": {0: torch.ones(4)}}]} | more
+    torch.save(
+        content | ({"ema": {"decay": 0.9999, "num_updates": 5, "shadow_params": shadow}} if average else {}), file
+    )
+    return file
+
+
+@pytest.mark.parametrize("prefix", ["backbone.", "backbone.backbone.", "_orig_mod.backbone.", ""])
+def test_mdlms_layout_gives_the_same_log_probabilities(tmp_path: Path, prefix: str) -> None:
+    weights = made(**SIZE)
+    model = imdm.adopt(folder(tmp_path, weights, MDLM, prefix))
+    assert (model.config.length, model.config.mask_token_id, model.mask.name) == (6, 10, "single")
+    found = model(model.noised(TOKENS), TOKENS == 10)
+    torch.testing.assert_close(found, expected(weights), atol=1e-5, rtol=1e-5)
+    assert not model.training
+
+
+def test_what_a_configuration_says_goes_before_a_guess_and_what_is_told_before_both(tmp_path: Path) -> None:
+    source = folder(tmp_path, made(**SIZE), MDLM | {"mask_index": 4, "softcap": -1})
+    assert (imdm.adopt(source).config.mask_token_id, imdm.adopt(source).config.softcap) == (4, None)
+    told = imdm.adopt(source, mask_token_id=5, length=9, softcap=30.0).config
+    assert (told.mask_token_id, told.length, told.softcap) == (5, 9, 30.0)
+    wide = made(vocabulary=30_522, width=768, blocks=1, heads=12, condition=2)
+    del wide["rotary_emb.inv_freq"]
+    (tmp_path / "bert").mkdir()
+    found = imdm.adopt(folder(tmp_path / "bert", wide), length=128).config
+    assert (found.mask_token_id, found.heads) == (103, 12)
+
+
+def test_radds_layout_has_no_adaln(tmp_path: Path) -> None:
+    weights = made(**SIZE | {"condition": 0})
+    model = imdm.adopt(folder(tmp_path, weights), length=6)
+    assert model.config.condition == 0
+    torch.testing.assert_close(model(model.noised(TOKENS), TOKENS == 10), expected(weights), atol=1e-5, rtol=1e-5)
+
+
+def test_imdms_noise_is_read_beside_the_mask(tmp_path: Path) -> None:
+    weights = made(**SIZE, noise=5)
+    source = folder(tmp_path, weights, MDLM)
+    model = imdm.adopt(source)
+    assert model.mask.name == "infinite-uniform-5-1.0"
+    state = model.noised(TOKENS, seed=3)
+    up = torch.nn.functional.gelu(
+        state.noise @ weights["vocab_embed.imdm_mlp.0.weight"].T + weights["vocab_embed.imdm_mlp.0.bias"]
+    )
+    added = (up @ weights["vocab_embed.imdm_mlp.2.weight"].T) * (TOKENS == 10)[..., None]
+    torch.testing.assert_close(model(state, TOKENS == 10), expected(weights, added), atol=1e-5, rtol=1e-5)
+    assert imdm.adopt(source, mask="infinite-normal-5-2.0").mask.name == "infinite-normal-5-2.0"
+    assert imdm.adopt(source, softcap=50.0).config.softcap == 50.0
+    with pytest.raises(UserError, match=r"of mask infinite-uniform-5-1.0, not infinite-uniform-7-1.0"):
+        imdm.adopt(source, mask="infinite-uniform-7-1.0")
+
+
+def test_finite_masks(tmp_path: Path) -> None:
+    weights = made(**SIZE, masks=4)
+    model = imdm.adopt(folder(tmp_path, weights, MDLM))
+    assert model.mask.name == "finite-4"
+    state = model.noised(TOKENS, seed=1)
+    added = weights["vocab_embed.imdm_mlp.weight"][state.noise.long().reshape(TOKENS.shape)] * (TOKENS == 10)[..., None]
+    torch.testing.assert_close(model(state, TOKENS == 10), expected(weights, added), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("averaged", [True, False])
+def test_a_lightning_checkpoint_gives_its_average_unless_told(tmp_path: Path, averaged: bool) -> None:
+    weights = made(**SIZE)
+    file = lightning(tmp_path / "mdlm.ckpt", weights)
+    model = imdm.adopt(file, length=6, averaged=averaged)
+    wanted = weights | {k: v + 1 for k, v in weights.items() if averaged and not k.endswith("inv_freq")}
+    torch.testing.assert_close(model(model.noised(TOKENS), TOKENS == 10), expected(wanted), atol=1e-5, rtol=1e-5)
+    plain = imdm.adopt(lightning(tmp_path / "plain.ckpt", weights, average=False), length=6)
+    torch.testing.assert_close(plain(plain.noised(TOKENS), TOKENS == 10), expected(weights), atol=1e-5, rtol=1e-5)
+
+
+def test_an_average_that_does_not_match_is_refused(tmp_path: Path) -> None:
+    file = lightning(tmp_path / "odd.ckpt", made(**SIZE), ema={"shadow_params": [torch.ones(3)]}, average=False)
+    with pytest.raises(UserError, match="do not match its .* parameters"):
+        imdm.adopt(file, length=6)
+    assert imdm.adopt(file, length=6, averaged=False).config.width == 16
+
+
+class Malicious:
+    """Unpickled by an ordinary reader it writes a file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.file}",)
+
+
+@pytest.mark.parametrize("where", ["hyper_parameters", "state_dict"])
+def test_nothing_in_a_checkpoint_is_run(tmp_path: Path, where: str) -> None:
+    trap, weights = tmp_path / "trap", made(**SIZE)
+    bad = Malicious(trap)
+    if where == "state_dict":
+        weights |= {"bad": bad}  # type: ignore[dict-item]
+        content: Any = {"state_dict": OrderedDict((f"backbone.{k}", v) for k, v in weights.items())}
+        torch.save(content, tmp_path / "bad.ckpt")
+    else:
+        lightning(tmp_path / "bad.ckpt", weights, **{where: {"config": bad, "tokenizer": Path("x"), "more": [bad]}})
+    assert imdm.adopt(tmp_path / "bad.ckpt", length=6).config.width == 16
+    assert not trap.exists()
+    torch.load(tmp_path / "bad.ckpt", weights_only=False)
+    assert trap.exists()  # the trap works on those who run it
+
+
+@pytest.mark.parametrize(
+    "opcodes",
+    [
+        b"\x80\x02cos\nsystem\nX\x05\x00\x00\x00false\x85R.",
+        b"\x80\x02cbuiltins\neval\nX\x03\x00\x00\x001/0\x85R.",
+        b"\x80\x04\x8c\x08builtins\x8c\x07getattr\x93\x8c\x02os\x8c\x06system\x86R.",
+        b"\x80\x02ctorch.serialization\nload\nX\x01\x00\x00\x00x\x85R.",
+        b"(S'x'\nios\nsystem\n.",
+    ],
+)
+def test_every_name_that_is_not_needed_does_nothing(tmp_path: Path, opcodes: bytes) -> None:
+    file = tmp_path / "raw.ckpt"
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("archive/data.pkl", opcodes)
+    assert type(read_pickled(file)).__name__ == "Inert"
+
+
+def test_files_that_are_no_checkpoints(tmp_path: Path) -> None:
+    legacy, text = tmp_path / "old.ckpt", tmp_path / "text.ckpt"
+    torch.save({"a": torch.ones(2)}, legacy, _use_new_zipfile_serialization=False)
+    text.write_bytes(pickle.dumps({"a": 1}))
+    for file in (legacy, text):
+        with pytest.raises(UserError, match="not a zip archive"):
+            read_weights(file)
+    other = tmp_path / "other.ckpt"
+    with zipfile.ZipFile(other, "w") as archive:
+        archive.writestr("a/data.pkl", b"\x80\x02garbage")
+    with pytest.raises(UserError, match="cannot be read as a checkpoint"):
+        read_weights(other)
+    torch.save({"epoch": 1}, tmp_path / "empty.ckpt")
+    with pytest.raises(UserError, match="holds no weights"):
+        read_weights(tmp_path / "empty.ckpt")
+
+
+def test_a_tensor_that_reaches_beyond_its_numbers(tmp_path: Path) -> None:
+    stream = io.BytesIO()
+    torch.save({"state_dict": {"a": torch.arange(4.0)}}, stream)
+    file = tmp_path / "long.ckpt"
+    with zipfile.ZipFile(stream) as before, zipfile.ZipFile(file, "w") as after:
+        for name in before.namelist():
+            data = before.read(name)
+            after.writestr(name, data[:8] if name.endswith("data/0") else data)
+    with pytest.raises(UserError, match="beyond its own numbers"):
+        read_weights(file)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (MDLM | {"model_type": "duo"}, "uniform-state"),
+        (MDLM | {"diffusion": "uniform"}, "uniform-state"),
+        (MDLM | {"algo": {"name": "duo_base"}}, "uniform-state"),
+        (MDLM | {"time_conditioning": True}, "shown the time"),
+        (MDLM | {"model_type": "bd3lm", "block_size": 4}, "block after block"),
+    ],
+)
+def test_models_that_are_none_of_ours_are_refused(tmp_path: Path, config: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        imdm.adopt(folder(tmp_path, made(**SIZE), config))
+
+
+def test_what_is_missing_too_much_or_of_another_shape(tmp_path: Path) -> None:
+    weights, number = made(**SIZE), iter(range(9))
+
+    def adopted(changed: dict[str, Tensor], **how: Any) -> Any:
+        return imdm.adopt(folder(tmp_path / str(next(number)), changed), **{"length": 6} | how)
+
+    for n in range(9):
+        (tmp_path / str(n)).mkdir()
+    with pytest.raises(UserError, match=r"'blocks.1.mlp.2.bias' is missing"):
+        adopted({k: v for k, v in weights.items() if k != "blocks.1.mlp.2.bias"})
+    with pytest.raises(UserError, match="a tensor 'extra'"):
+        adopted(weights | {"extra": torch.ones(1)})
+    with pytest.raises(UserError, match=r"shape \(3,\), not \(16,\)"):
+        adopted(weights | {"blocks.0.norm1.weight": torch.ones(3)})
+    with pytest.raises(UserError, match="Di4C"):
+        adopted(weights | {"latent_projection.0.weight": torch.ones(1)})
+    with pytest.raises(UserError, match="how long its sequences are; give length"):
+        adopted(weights, length=None)
+    bare = {k: v for k, v in weights.items() if not k.endswith("inv_freq")}
+    with pytest.raises(UserError, match="how many heads its attention has; give heads"):
+        adopted(bare)
+    assert adopted(bare, heads=2).config.heads == 2
+    with pytest.raises(UserError, match="other angles"):
+        adopted(weights | {"rotary_emb.inv_freq": torch.ones(4)})
+    with pytest.raises(UserError, match="not laid out as MDLM"):
+        adopted({"bert.embeddings": torch.ones(2, 2)})
+
+
+@pytest.mark.parametrize(("condition", "noise"), [(6, 0), (0, 0), (6, 5)])
+def test_out_again_it_is_what_mdlms_class_loads(tmp_path: Path, condition: int, noise: int) -> None:
+    weights = made(**SIZE | {"condition": condition}, noise=noise)
+    source = folder(tmp_path, weights, MDLM)
+    adopt_into(source, tmp_path / "ours")
+    said = command("export", tmp_path / "ours", "--out", tmp_path / "theirs", "--layout", "mdlm").stdout
+    assert "layout mdlm" in said
+    config = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    assert {name: config[name] for name in MDLM} == MDLM
+    assert (config["hidden_dim"], config["n_blocks"], config["vocab_size"]) == (16, 2, 11)
+    again = {k.removeprefix("backbone."): v for k, v in load_file(tmp_path / "theirs" / "model.safetensors").items()}
+    if condition:
+        assert again.keys() == weights.keys()
+        assert all(torch.equal(again[name], weight) for name, weight in weights.items())
+    else:
+        assert set(again) == set(made(**SIZE | {"condition": 128}))
+        torch.testing.assert_close(expected(again), expected(weights), atol=1e-5, rtol=1e-5)
+    assert imdm.adopt(tmp_path / "theirs").mask.name == ("infinite-uniform-5-1.0" if noise else "single")
+
+
+def test_an_adopted_model_is_one_of_ours(tmp_path: Path) -> None:
+    model = imdm.adopt(folder(tmp_path, made(**SIZE), MDLM))
+    before = model(model.noised(TOKENS), TOKENS == 10)
+    infinite = imdm.to_infinite(model, dim=4)
+    assert torch.equal(infinite(infinite.noised(TOKENS), TOKENS == 10), before)
+    written = model.generate(num=3, steps=2)
+    assert written.tokens.shape == (3, 6)
+    assert not (written.tokens == 10).any()
+
+
+def test_the_command(tmp_path: Path) -> None:
+    source = folder(tmp_path, made(**SIZE), MDLM)
+    said = command("adopt", source, "--out", tmp_path / "ours").stdout
+    assert "single" in said
+    assert "2 blocks of width 16" in said
+    assert "no tokenizer" in said
+    assert command("generate", tmp_path / "ours", "--steps", "2").stdout.strip()
+    assert "is there already" in refused(command("adopt", source, "--out", tmp_path / "ours"))
+    assert "no such file or folder" in refused(command("adopt", tmp_path / "nowhere", "--out", tmp_path / "b"))
+    assert "unknown layout" in refused(
+        command("export", tmp_path / "ours", "--out", tmp_path / "c", "--layout", "gguf")
+    )
