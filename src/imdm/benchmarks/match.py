@@ -25,7 +25,7 @@ SIZES: dict[Size, tuple[dict[str, Any], ...]] = {
     ),
     "tiny": ({"preset": "tiny", "length": 64, "vocab_size": 4096, "batch": 8},),
 }
-STEPS, WARM, PLAIN_STEPS = 30, 12, 6
+STEPS, WARM, PLAIN_STEPS = 16, 10, 3
 OBJECTIVE = Match(auxiliary={"ahead": 0})
 
 
