@@ -101,7 +101,7 @@ def told(lead: str, width: int, heading: str = "", corner: str = "") -> dict[str
 
 
 @pytest.mark.parametrize(
-    ("lead", "judge"), [("Gen. PPL as a multiple", "sentences-judge"), ("By SmolLM2, w", "SmolLM2")]
+    ("lead", "judge"), [("Gen. PPL as a multiple", "sentences-judge"), ("By SmolLM2, which has read", "SmolLM2")]
 )
 def test_every_method_at_equal_entropy(lead: str, judge: str) -> None:
     shown = told(lead, len(STEPS), "What should I use to write in N steps?")
@@ -187,14 +187,15 @@ def test_no_rival_is_below_by_either_judge() -> None:
                     assert ours[(*STUDENT, steps)].value < rival.value
     last, di4c = found("match", "sentences-judge")[(*STUDENT, 32)], found("grid", "sentences-judge")
     assert last.high > di4c["di4c", "single+mixture", 32].low  # a tie
-    undistilled, by_other = found("grid", "smollm2 (bf16)"), found("match", "smollm2 (bf16)")
     better = {
-        (method, steps)
-        for (method, mask, steps), one in (undistilled | by_other).items()
-        if steps in STEPS and one.value < undistilled["teacher", "single", steps].value and (method, mask) != STUDENT
+        (name, steps)
+        for name, (folder, *who) in METHOD.items()
+        for steps in STEPS
+        if found(folder, "smollm2 (bf16)")[(*who, steps)].value
+        < found("grid", "smollm2 (bf16)")["teacher", "single", steps].value
     }
-    assert {method for method, _ in better} - {"teacher"} == {"di4c"}
-    assert {steps for method, steps in better if method == "di4c"} == {4, 8, 16, 32}
+    di4c_from_4 = {("Di4C, 2 rounds after SDTT", steps) for steps in (4, 8, 16, 32)}
+    assert better == {("match, infinite (3)", steps) for steps in STEPS} | di4c_from_4
 
 
 def test_the_lower_envelope() -> None:
