@@ -319,6 +319,7 @@ def status(run: Annotated[Path, typer.Argument(help="Folder of a run.")]) -> Non
     check_holds(run, "recipe.json")
     from imdm.runs.status import in_words
     from imdm.runs.status import status as read_status
+    from imdm.training.history import LOSS, loss_in_words
 
     runs = read_status(run)
     for name, stages in runs.items():
@@ -332,10 +333,10 @@ def status(run: Annotated[Path, typer.Argument(help="Folder of a run.")]) -> Non
             done = f"{row.done:,} of {row.total:,}" if row.total else ""
             seconds, word = (row.seconds_left, " left") if row.took is None else (row.took, "")
             time = "" if seconds is None else f"{seconds / 60:.1f} min{word}"
-            loss = "" if row.loss is None else f"{row.loss:.4f}"
             round = "" if row.round is None else str(row.round + 1)
-            table.add_row(row.name, row.kind, row.state, done, round, loss, in_words(row.signals), time)
+            table.add_row(row.name, row.kind, row.state, done, round, loss_in_words(row.loss), in_words(row.signals), time)
         show(table)
+    say(LOSS)
 
 
 @app.command()

@@ -13,7 +13,7 @@ from imdm.report.tables import Table, figure, seeds_of
 from imdm.theory import entropy
 
 WAYS = ("from scratch", "fine-tuned")
-MODELS = {"mdlm": "MDLM", "imdm": "IMDM"}
+MODELS = {"mdlm": "single mask (MDLM)", "imdm": "infinite masks (IMDM)"}
 PAPER = (
     {name.lower(): row[-1] for name, *row in paper.TABLE_12.rows},
     {"mdlm": paper.TABLE_13.rows[0][1], "imdm": paper.TABLE_13.rows[0][2]},

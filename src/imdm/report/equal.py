@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 
 from imdm.evaluation import Row
+from imdm.report.names import metric_in_words, named
 from imdm.report.ratios import interval
 from imdm.report.tables import Table, steps_in_words, told_apart
 
@@ -261,7 +262,7 @@ def without_truncated(rows: list[Row], reference: str = "teacher") -> list[Row]:
 
 
 def equal_entropy_table(rows: Sequence[Row], judge: str | None, envelope: bool = False, **how: Any) -> Table | None:
-    """A row a method and mask, a column a step count. With the envelope only where there are points of top_p, without
+    """A row a model, a column a step count. With the envelope only where there are points of top_p, without
     which it says nothing new."""
     rows = [row for row in rows if row.judge in (None, judge)]
     frontier = Frontier.of(rows, judge=judge, envelope=envelope, **how)
@@ -307,27 +308,27 @@ def variety_table(rows: Sequence[Row], **how: Any) -> Table | None:
     for metric, table in tables.items():
         for cells in table.rows:
             mine = dict(zip(table.columns, cells, strict=True))
-            whole.rows.append((metric, *(mine.get(name, "") for name in whole.columns[1:])))
+            whole.rows.append((metric_in_words(metric), *(mine.get(name, "") for name in whole.columns[1:])))
     return whole
 
 
 _VARIETY = (
-    "shared_4grams as a multiple of the reference's at the same entropy, all others less the reference's. They depend "
+    "Shared 4-grams as a multiple of the reference's at the same entropy, all others less the reference's. They depend "
     "on the number of samples, which must be equal. ↑, ↓: beyond the frontier's ends."
 )
 
 
 def _order(column: str) -> tuple[int, int]:
-    names = ("method", "mask")
-    return (0, names.index(column)) if column in names else (1, int(column.split()[0]))
+    return (0, 0) if column == "model" else (1, int(column.split()[0].replace(",", "")))
 
 
 def _table(title: str, found: Sequence[Multiple], digits: str = "", note: str = "") -> Table:
     steps = sorted({one.steps for one in found})
-    table = Table(title, ("method", "mask", *map(steps_in_words, steps)), note=note)
-    for method, mask in dict.fromkeys((one.method, one.mask) for one in found):
+    table = Table(title, ("model", *map(steps_in_words, steps)), note=note)
+    places = list(dict.fromkeys((one.method, one.mask) for one in found))
+    for (method, mask), name in zip(places, named(places), strict=True):
         mine = {one.steps: one for one in found if (one.method, one.mask) == (method, mask)}
-        table.rows.append((method, mask, *(_cell(mine[k], digits) if k in mine else "" for k in steps)))
+        table.rows.append((name, *(_cell(mine[k], digits) if k in mine else "" for k in steps)))
     return table
 
 

@@ -11,6 +11,7 @@ from imdm.evaluation import Row
 from imdm.recipes import read_recipe, variants
 from imdm.report import plots
 from imdm.report.build import pages
+from imdm.report.names import mask_in_words, method_in_words, model_in_words
 from imdm.report.page import Picture, Report, Section
 from imdm.report.tables import Table, figure, steps_in_words
 from imdm.theory import total_correlation
@@ -130,20 +131,20 @@ def languages_page(run: Path, rows: list[Row], facts: dict[str, str]) -> Report 
 
 def margin_table(ahead: list[Margin]) -> Table:
     table = Table(
-        "Lead of the infinite mask over the single one", ("language", "method", "steps", "nats", "errors", "seeds")
+        "Lead of the infinite mask over the single one", ("language", "method", "steps", "lead (nats)", "standard errors", "students")
     )
     for language, method, steps in dict.fromkeys((m.language, m.method, m.steps) for m in ahead):
         mine = [m for m in ahead if (m.language, m.method, m.steps) == (language, method, steps)]
         worst = min(mine, key=lambda m: m.errors)
         cells = (f"{worst.difference:.4f}", f"{worst.errors:.0f}", str(len(mine)))
-        table.rows.append((language, method, str(steps), *cells))
+        table.rows.append((language, method_in_words(method), str(steps), *cells))
     return table
 
 
 def language_section(name: str, truth: Language, figures: Figures, bound: float) -> Section:
     steps = sorted({key[3] for key in figures.rows if key[0] == name and key[4] == "kl"})
-    kls = (f"KL, {steps_in_words(k)}" for k in steps)
-    columns = ("method", "model", *kls)
+    kls = (f"KL (nats), {steps_in_words(k)}" for k in steps)
+    columns = ("model", *kls)
     note = "Mean over seeds ± the farthest seed; one seed: ± its standard error. TV, validity and more: results.jsonl."
     table = Table(name, columns, note=note)
     panels: dict[str, plots.Bands] = {}
@@ -153,10 +154,12 @@ def language_section(name: str, truth: Language, figures: Figures, bound: float)
             if not any(by_step.values()):
                 continue
             kl = [figures.shown(name, method, model, k, "kl") for k in steps]
-            table.rows.append((method, model, *kl))
+            mask = next(row.mask for found in by_step.values() for row in found.values())
+            table.rows.append((model_in_words(method, mask), *kl))
             if method != "teacher":
                 points = {k: [row.value for row in found.values()] for k, found in by_step.items() if found}
-                panels.setdefault(method, {})[model] = points
+                kind = mask_in_words(mask.removesuffix("+mixture"))
+                panels.setdefault(method_in_words(method), {})[kind] = points
     text = (
         f"{truth.length} tokens over {truth.symbols} symbols, {int((truth.joint > 0).sum()):,} possible sequences; "
         f"total correlation {bound:.4f} nats."

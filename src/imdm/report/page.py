@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 import html
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import quote
 
 from imdm.console import appearing, colour, frames
 from imdm.files import write_text
@@ -18,6 +18,14 @@ STYLE = Path(__file__).with_name("page.css")
 
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]")
 """What a model may write byte by byte and no page should hold."""
+
+
+INK = 0.72  # of a terminal's colours, which are made for a dark ground
+
+
+def _ink(step: int, steps: int) -> tuple[int, ...]:
+    """When a token appeared, dark enough to be read on paper."""
+    return tuple(round(INK * part) for part in colour(step, steps))
 
 
 @dataclass(frozen=True)
@@ -36,14 +44,14 @@ class Picture:
     @property
     def address(self) -> str:
         """The image itself as an address, which needs no network."""
-        return "data:image/svg+xml;base64," + base64.b64encode(self.svg.encode()).decode()
+        return "data:image/svg+xml," + quote(" ".join(self.svg.split()), safe=" /:;,=?@!$'()*+<>|[]{}^`~")
 
     def markdown(self) -> str:
         return f"![{self.caption}]({self.file})"
 
     def html(self) -> str:
         caption = html.escape(self.caption)
-        return f'<figure><img src="{self.address}" alt="{caption}"><p class=note>{caption}</p></figure>'
+        return f'<figure><img src="{self.address}" alt="{caption}"><figcaption class=note>{caption}</figcaption></figure>'
 
 
 @dataclass(frozen=True)
@@ -64,8 +72,9 @@ class Written:
     def html(self) -> str:
         spans = []
         for text, step in self.pieces:
-            style = "font-weight:600" if step < 0 else "color:rgb({},{},{})".format(*colour(step, self.steps))
-            spans.append(f'<span style="{style}" title="step {step + 1}">{html.escape(text)}</span>')
+            style = "font-weight:600" if step < 0 else "color:rgb({},{},{})".format(*_ink(step, self.steps))
+            told = "given" if step < 0 else f"step {step + 1}"
+            spans.append(f'<span style="{style}" title="{told}">{html.escape(text)}</span>')
         return f"<p class=written><b>{html.escape(self.label)}</b> {''.join(spans)}</p>"
 
 
@@ -80,7 +89,8 @@ class Beside:
         return between.join(part.markdown() for part in self.parts)
 
     def html(self) -> str:
-        return f"<div class=beside>{''.join(part.html() for part in self.parts)}</div>"
+        kind = "beside" if isinstance(self.parts[0], Written) else '"beside pictures"'
+        return f"<div class={kind}>{''.join(part.html() for part in self.parts)}</div>"
 
 
 @dataclass(frozen=True)
@@ -153,7 +163,7 @@ class Report:
             "<!doctype html><html lang=en><head><meta charset=utf-8>"
             '<meta name=viewport content="width=device-width, initial-scale=1">'
             f"<title>{html.escape(self.title)}</title><style>{STYLE.read_text(encoding='utf-8')}</style></head>"
-            f"<body>{''.join(body)}<p class=facts>{facts}</p></body></html>\n"
+            f"<body><main>{''.join(body)}</main><footer class=facts>{facts}</footer></body></html>\n"
         )
 
     def write(self, folder: Path, page: Path | None = None) -> Path:

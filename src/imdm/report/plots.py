@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from textwrap import fill
 from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogFormatter
+from matplotlib.ticker import LogLocator
 from torch import Tensor
 
-COLOURS = {"mdm": "#8a8f98", "mdlm": "#8a8f98", "finite": "#0f766e", "imdm": "#c2410c", "teacher": "#1d4ed8"}
+INK = {"teacher": "#1d4ed8", "single": "#4b5563", "infinite": "#c2410c", "masks": "#0f766e"}
+"""A curve's colour, by the first of these words in its name; curves that share one differ in their shade, and every
+curve has a dash and marker of its own, so that no colour need be seen."""
+OTHER = "#7e22ce"
 STYLE: Any = {
     "font.size": 10,
     "axes.spines.top": False,
@@ -24,8 +29,13 @@ STYLE: Any = {
     "font.family": "sans-serif",
 }
 
-DASHES: tuple[Any, ...] = ("-", "--", "-.", (0, (1, 1)), (0, (6, 1, 1, 1, 1, 1)), (0, (8, 3)))
-MOST_INSIDE = 7  # curves whose names find room inside a picture
+DASHES: tuple[Any, ...] = (
+    "-", (0, (5, 2)), (0, (6, 2, 1, 2)), (0, (1, 1.2)), (0, (9, 2)), (0, (6, 1, 1, 1, 1, 1)), (0, (3, 1)), (0, (9, 2, 3, 2)),
+)  # fmt: skip
+MARKERS = "os^DvPX<>*ph8"
+FEW = 3  # curves that need no numbers
+NAME = 52  # letters of a line in a legend
+APART = 0.045  # of the axis, between numbers
 
 Bands = dict[str, dict[int, list[float]]]  # model → steps → one value a seed
 Measured = Mapping[str, Mapping[int, tuple[float, float]]]  # curve → steps → value and standard error
@@ -47,8 +57,10 @@ def training_curves(panels: Mapping[str, Curves], lines: Mapping[str, tuple[floa
         figure = Figure(figsize=(4.6 * len(panels), 3.2), layout="constrained")
         axes = figure.subplots(1, len(panels), squeeze=False)
         for axis, (title, curves) in zip(axes[0], panels.items(), strict=True):
-            for name, points in curves.items():
-                axis.plot(*zip(*points, strict=True), label=name.upper(), color=COLOURS.get(name), linewidth=1.8)
+            for name, look in looks(curves).items():
+                points = curves[name]
+                every = max(1, len(points) // 8)
+                axis.plot(*zip(*points, strict=True), **look, label=name, linewidth=1.8, markevery=every)
             if title in lines:
                 height, label = lines[title]
                 axis.axhline(height, color="black", linewidth=0.9, linestyle=":", label=label)
@@ -65,6 +77,7 @@ def error_over_steps(panels: Mapping[str, Bands], bound: float, bound_name: str)
         down = -(-len(panels) // across)
         figure = Figure(figsize=(3.8 * across, 2.7 * down), layout="constrained")
         axes = figure.subplots(down, across, squeeze=False, sharey=True)
+        shown = looks(dict.fromkeys(model for models in panels.values() for model in models))
         for axis, (method, models) in zip(axes.flat, panels.items(), strict=False):
             for model, points in models.items():
                 steps = sorted(points)
@@ -73,99 +86,130 @@ def error_over_steps(panels: Mapping[str, Bands], bound: float, bound_name: str)
                     [m - min(points[k]) for k, m in zip(steps, middle, strict=True)],
                     [max(points[k]) - m for k, m in zip(steps, middle, strict=True)],
                 ]
-                axis.errorbar(
-                    steps, middle, reach, marker="o", markersize=3.5, capsize=2, label=model, color=COLOURS[model]
-                )
+                axis.errorbar(steps, middle, reach, capsize=2, label=model, **shown[model])
             axis.plot([0.85, 1.18], [bound, bound], color="black", linewidth=1.4, label=f"{bound_name}, 1 step")
             ticks = sorted({k for points in models.values() for k in points})
             axis.set(title=method, xlabel="steps", xscale="log", yscale="log")
             axis.set_xticks(ticks, [str(k) for k in ticks])
-            axis.minorticks_off()
+            axis.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
+            _plain_numbers(axis)
         for row in axes:
             row[0].set_ylabel("KL to the truth (nats)")
         for spare in axes.flat[len(panels) :]:
             spare.remove()
-        axes[0][0].legend(frameon=False, fontsize=8, loc="best")
+        handles = {
+            label: handle
+            for axis in axes.flat[: len(panels)]
+            for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
+        }
+        _legend_below(figure, list(handles.values()), list(handles))
         return figure
 
 
 def over_steps(title: str, curves: Measured, log: bool = False, floors: Sequence[str] = ()) -> Figure:
     """A quantity over the number of steps, one curve a model, with standard errors; `floors` names the curves (by how
-    they begin) that are dotted."""
+    they begin) that are black and thin. Many curves are numbered where they end, as their names are."""
     with rc_context(STYLE):
-        below = len(curves) > MOST_INSIDE
-        figure = Figure(figsize=(4.2, 3.2 + (0.18 * len(curves) if below else 0)), layout="constrained")
-        axis, dashes = figure.subplots(), _dashes(list(curves))
-        for name, points in curves.items():
+        many = len(curves) > FEW
+        figure = Figure(figsize=(4.2, 3.1 + 0.19 * len(curves)), layout="constrained")
+        axis, shown = figure.subplots(), looks(curves)
+        ends = {}
+        for number, (name, points) in enumerate(curves.items(), 1):
             steps = sorted(points)
             values, errors = zip(*(points[k] for k in steps), strict=True)
             floor = name.startswith(tuple(floors))
-            axis.errorbar(
-                steps,
-                values,
-                errors,
-                marker="o",
-                markersize=3.5,
-                capsize=2,
-                label=name,
-                color="black" if floor else _shade(name),
-                linestyle=":" if floor else dashes[name],
-            )
+            look = shown[name] | ({"color": "black", "linewidth": 1.0} if floor else {})
+            axis.errorbar(steps, values, errors, capsize=2, label=f"{number}  {name}" if many else name, **look)
+            ends[number] = steps[-1], values[-1]
         ticks = sorted({k for points in curves.values() for k in points})
-        axis.set(title=title, xlabel="steps", xscale="log", yscale="log" if log else "linear")
-        axis.set_xticks(ticks, [str(k) for k in ticks])
+        axis.set(title=title, xlabel="steps (network evaluations)", xscale="log", yscale="log" if log else "linear")
+        axis.set_xticks(ticks, [f"{k:,}" for k in ticks])
         axis.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
         _plain_numbers(axis)
-        if below:
-            figure.legend(
-                frameon=False,
-                fontsize=8,
-                loc="outside lower center",
-                ncols=2 if len(max(curves, key=len)) < 24 else 1,
-                handlelength=4.5,
-            )
-        else:
-            axis.legend(frameon=False, fontsize=8, loc="best")
+        if many:
+            axis.margins(x=0.12)
+            _number(axis, ends)
+        _legend_below(figure, *axis.get_legend_handles_labels())
         return figure
 
 
 def frontier(title: str, models: Mapping[str, Sequence[Point]], goal: tuple[float, float] | None) -> Figure:
-    """Perplexity over entropy, one curve a model, each point with its temperature, and real text as a star."""
+    """Perplexity over entropy, one curve a model, its ends with their temperatures, and real text as a star."""
     with rc_context(STYLE):
-        figure = Figure(figsize=(4.2, 3.2), layout="constrained")
-        axis = figure.subplots()
+        figure = Figure(figsize=(4.2, 3.1 + 0.19 * (len(models) + 1)), layout="constrained")
+        axis, shown = figure.subplots(), looks(models)
         for name, points in models.items():
             _, entropy, perplexity = zip(*points, strict=True)
-            axis.plot(entropy, perplexity, marker="o", markersize=3.5, label=name, color=_shade(name))
-            for temperature, x, y in points:
+            axis.plot(entropy, perplexity, label=name, **shown[name])
+            for temperature, x, y in dict.fromkeys((points[0], points[-1])):
                 axis.annotate(f"{temperature:g}", (x, y), textcoords="offset points", xytext=(4, 3), fontsize=7)
         if goal is not None:
-            axis.plot(*goal, "*", color="black", markersize=9, label="real text")
+            axis.plot(*goal, "*", color="black", markersize=11, label="real text")
         axis.set(title=title, xlabel="entropy (nats)", ylabel="generative perplexity", yscale="log")
         _plain_numbers(axis)
-        axis.legend(frameon=False, fontsize=8, loc="best")
+        _legend_below(figure, *axis.get_legend_handles_labels())
         return figure
 
 
+def _legend_below(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:
+    """Where no curve is hidden by it, in lines long enough to show their dashes."""
+    labels = [fill(label, NAME) for label in labels]
+    figure.legend(handles, labels, frameon=False, fontsize=8, loc="outside lower center", handlelength=4.5)
+
+
+def _number(axis: Axes, ends: Mapping[int, tuple[float, float]]) -> None:
+    """Each curve's number beside its end; numbers of curves that end at the same step are moved apart."""
+    to_axes = axis.transData + axis.transAxes.inverted()
+    for step in {end[0] for end in ends.values()}:
+        mine = sorted((number for number in ends if ends[number][0] == step), key=lambda number: ends[number][1])
+        places = [to_axes.transform(ends[number]) for number in mine]
+        for number, height, (x, _) in zip(mine, spread([y for _, y in places], APART), places, strict=True):
+            axis.annotate(
+                str(number),
+                ends[number],
+                textcoords=axis.transAxes,
+                xytext=(x + 0.05, height),
+                fontsize=7,
+                va="center",
+                arrowprops={"arrowstyle": "-", "linewidth": 0.4, "shrinkA": 0, "shrinkB": 2},
+            )
+
+
+def spread(heights: Sequence[float], apart: float) -> list[float]:
+    """Ascending heights moved up and down until they are this far apart, none to below 0."""
+    moved: list[float] = []
+    for height in heights:
+        moved.append(max(height, moved[-1] + apart) if moved else height)
+    down = sum(new - old for new, old in zip(moved, heights, strict=True)) / max(1, len(moved))
+    down = min(down, moved[0]) if moved else 0.0
+    return [height - down for height in moved]
+
+
 def _plain_numbers(axis: Axes) -> None:
-    """300 and 2000, not powers of ten, where a logarithmic scale spans little."""
-    if axis.get_yscale() == "log":
-        for which in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
-            which(LogFormatter(labelOnlyBase=False, minor_thresholds=(3, 1)))
-        axis.tick_params(axis="y", which="minor", labelsize=8)
+    """300 and 2,000, not powers of ten; where a logarithmic scale spans much, the powers of ten alone."""
+    if axis.get_yscale() != "log":
+        return
+    low, high = axis.get_ylim()
+    between = (1.0, 2.0, 5.0) if high < 1000 * low else (1.0,)
+    axis.yaxis.set_major_locator(LogLocator(subs=between))
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
+    axis.yaxis.set_minor_formatter("")
 
 
-def _dashes(names: Sequence[str]) -> dict[str, Any]:
-    """Lines of one colour differ in their dashes, by method."""
-    methods = list(dict.fromkeys(name.rpartition(" ")[0] for name in names if _shade(name)))
-    return {
-        name: DASHES[methods.index(name.rpartition(" ")[0]) % len(DASHES)] if _shade(name) else "-" for name in names
-    }
-
-
-def _shade(name: str) -> str | None:
-    """A curve's colour, by the model that ends its name."""
-    return COLOURS.get(name.split()[-1])
+def looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """How each curve is drawn: a colour that says its mask, a shade, dash and marker of its own."""
+    found: dict[str, dict[str, Any]] = {}
+    inks = {name: next((INK[word] for word in INK if word in name), OTHER) for name in names}
+    for place, (name, ink) in enumerate(inks.items()):
+        same = [other for other in inks if inks[other] == ink]
+        light = 0.3 * same.index(name) / max(1, len(same) - 1)
+        found[name] = {
+            "color": tuple((1 - light) * part + light for part in to_rgb(ink)),
+            "linestyle": DASHES[place % len(DASHES)],
+            "marker": MARKERS[place % len(MARKERS)],
+            "markersize": 4.5,
+        }
+    return found
 
 
 def noise_planes(planes: Mapping[str, Tensor], reach: float) -> Figure:
@@ -181,7 +225,7 @@ def noise_planes(planes: Mapping[str, Tensor], reach: float) -> Figure:
                     extent=(-reach, reach) * 2,
                     vmin=0,
                     vmax=1,
-                    cmap="RdBu_r",
+                    cmap="cividis",
                     interpolation="nearest",
                 )
                 for label, place in (("ε₁", (1, 0)), ("ε₂", (0, 1))):

@@ -10,6 +10,7 @@ import torch
 
 from imdm.evaluation import Row
 from imdm.randomness import Purpose, as_key, normal, uniform
+from imdm.report.names import named
 from imdm.report.tables import Table, steps_in_words, told_apart
 
 REPLICATES = 4000
@@ -88,7 +89,7 @@ def interval(values: torch.Tensor, errors: torch.Tensor, shared: torch.Tensor | 
 
 
 def ratio_table(rows: Sequence[Row]) -> Table | None:
-    """A row a method and mask, a column a step count."""
+    """A row a model, a column a step count."""
     found = ratios(rows)
     if not found:
         return None
@@ -96,15 +97,16 @@ def ratio_table(rows: Sequence[Row]) -> Table | None:
     seeds = sorted({ratio.seeds for ratio in found})
     note = (
         f"exp of the mean difference of log perplexities over {' or '.join(map(str, seeds))} student seed"
-        f"{'s' if seeds != [1] else ''}, with a 95% bootstrap interval; in brackets the difference of entropies, "
+        f"{'s' if seeds != [1] else ''}, with a 95% bootstrap interval; in square brackets the difference of entropies (nats), "
         "where it is not 0.00."
     )
     table = Table(
-        "Perplexity, as a share of the single mask's", ("method", "mask", *map(steps_in_words, steps)), note=note
+        "Perplexity, as a share of the single mask's", ("model", *map(steps_in_words, steps)), note=note
     )
-    for method, mask in dict.fromkeys((ratio.method, ratio.mask) for ratio in found):
+    places = list(dict.fromkeys((ratio.method, ratio.mask) for ratio in found))
+    for (method, mask), name in zip(places, named(places), strict=True):
         mine = {ratio.steps: ratio for ratio in found if (ratio.method, ratio.mask) == (method, mask)}
-        table.rows.append((method, mask, *(_cell(mine[k]) if k in mine else "" for k in steps)))
+        table.rows.append((name, *(_cell(mine[k]) if k in mine else "" for k in steps)))
     return table
 
 

@@ -17,6 +17,7 @@ from imdm.report.tables import EVERYTHING, Table, all_results, figure, seeds_of
 from imdm.training.history import read_history
 
 MODELS = {"mdm": "MDM", "imdm": "IMDM"}  # stages of the recipe, as the paper names them
+WORDS = {"mdm": "single mask (MDM)", "imdm": "infinite masks (IMDM)"}
 FAMILY = {"mdm": "mdlm", "imdm": "imdm"}  # and as result rows do
 METRICS = ("validity", "token_entropy", "factorization_error")
 REACH = 1.6  # how far the pictured plane of noise goes, in units of the two draws that span it
@@ -90,7 +91,7 @@ def table_1(rows: list[Row], seeds: list[int]) -> Table:
                 for row in rows
                 if (row.method, row.model, row.metric) == ("redi", FAMILY[stage], metric)
             }
-            table.rows.append((name, paper.TABLE_1.columns[place + 1], theirs[name][place], *(ours[s] for s in seeds)))
+            table.rows.append((WORDS[stage], paper.TABLE_1.columns[place + 1], theirs[name][place], *(ours[s] for s in seeds)))
     return table
 
 
@@ -132,8 +133,8 @@ def curves(folder: Path) -> plots.Figure:
     panels: dict[str, dict[str, list[tuple[int, float]]]] = {"validity": {}, "factorization error (nats)": {}}
     for stage in MODELS:
         history = [row for row in read_history(folder / stage) if {"validity", "factorization_error"} <= row.keys()]
-        panels["validity"][stage] = [(row["step"], row["validity"]) for row in history]
-        panels["factorization error (nats)"][stage] = [(row["step"], row["factorization_error"]) for row in history]
+        panels["validity"][WORDS[stage]] = [(row["step"], row["validity"]) for row in history]
+        panels["factorization error (nats)"][WORDS[stage]] = [(row["step"], row["factorization_error"]) for row in history]
     return plots.training_curves(panels, {"factorization error (nats)": (math.log(2), "bound, ln 2")})
 
 
@@ -143,7 +144,7 @@ def partition(models: dict[str, MaskedDiffusionLM], resolution: int = 81) -> plo
     axis = torch.linspace(-REACH, REACH, resolution)
     b, a = torch.meshgrid(axis, axis, indexing="ij")
     planes = {}
-    for stage, name in MODELS.items():
+    for stage, name in WORDS.items():
         model = models[stage].eval()
         state = model.noised(_masked(2))
         noise = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -10,8 +11,11 @@ from math import inf
 from rich.table import Table as RichTable
 
 from imdm.evaluation import Row, metrics
+from imdm.report.names import model_in_words
 
-PAGE = 114  # letters that a row of a table has room for, counting three between columns
+PAGE, TELEPHONE = 114, 44  # letters that a row of a table has room for, counting three between columns
+BROKEN = 24  # letters from which on a cell may well be broken
+ASIDE = re.compile(r"([(\[][\d.,–%+−-]+[)\]])")  # (4.45), (0.17–0.18), [+0.01]
 EVERYTHING = "Everything measured"  # the section that holds all rows
 LARGE = 1e6  # from here on a figure is shown by its size
 USUAL = {"top_p": "1", "noise": "posterior", "conditional": "", "matched": ""}  # of which nothing is said
@@ -30,19 +34,37 @@ class Table:
         return "\n".join([*lines, "", self.note]).rstrip() + "\n"
 
     def html(self) -> str:
-        head = "".join(f"<th>{escape(column)}</th>" for column in self.columns)
-        body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in self.rows)
+        """In a frame that scrolls where the window is narrower than the table. On a telephone a table that cannot fit
+        becomes a card a row, on which the style's `--c1`, `--c2`, … name the figures."""
+        head = "".join(f"<th scope=col>{escape(column)}</th>" for column in self.columns)
+        body = "".join(f"<tr>{_row(row)}</tr>" for row in self.rows)
         note = f"<p class=note>{escape(self.note)}</p>" if self.note else ""
+        title = escape(self.title)
         return (
-            f"<figure{self._room}><figcaption>{escape(self.title)}</figcaption><div class=scroll><table>"
+            f"<figure{self._room}><figcaption>{title}</figcaption>"
+            f'<div class=scroll role=region tabindex=0 aria-label="{title}"><table{self._shape}>'
             f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{note}</figure>"
         )
+
+    def _widths(self, of: Callable[[str], int]) -> int:
+        """Letters that a row needs, where cells are as long as `of` says, counting three between columns."""
+        return sum(max(map(of, column)) + 3 for column in zip(self.columns, *self.rows, strict=True))
 
     @property
     def _room(self) -> str:
         """Wide tables may reach beyond the text where the window has room for it."""
-        cells = zip(self.columns, *self.rows, strict=True)
-        return " class=wide" if sum(max(map(len, column)) + 3 for column in cells) > PAGE else ""
+        return " class=wide" if self._widths(lambda cell: min(len(cell), BROKEN)) > PAGE else ""
+
+    @property
+    def _shape(self) -> str:
+        """Which columns hold words (`w2`: the second), and whether a telephone has no room for all of them."""
+        columns = list(zip(self.columns, *self.rows, strict=True))
+        kinds = [f"w{place}" for place, (_, *cells) in enumerate(columns, 1) if any(map(_is_words, cells))]
+        names = ""
+        if self._widths(_longest) > TELEPHONE:
+            kinds.append("cards")
+            names = ";".join(f"--c{place}:'{_css(name)}'" for place, name in enumerate(self.columns, 1))
+        return (f' class="{" ".join(kinds)}"' if kinds else "") + (f' style="{escape(names)}"' if names else "")
 
     def rich(self) -> RichTable:
         table = RichTable(title=self.title, caption=self.note or None, title_justify="left", caption_justify="left")
@@ -51,6 +73,28 @@ class Table:
         for row in self.rows:
             table.add_row(*row)
         return table
+
+
+def _row(cells: Sequence[str]) -> str:
+    """The first cell names the row, or, where it stands alone, the rows below. What stands in brackets behind a figure, and an error, is never broken."""
+    shown = [ASIDE.sub(r"<small>\1</small>", escape(cell)).replace("± ", "±&nbsp;") for cell in cells]
+    if len(cells) > 2 and not any(cells[1:]):
+        return f"<th scope=rowgroup colspan={len(cells)}>{shown[0]}</th>"
+    return f"<th scope=row>{shown[0]}</th>" + "".join(f"<td>{cell}</td>" for cell in shown[1:])
+
+
+def _is_words(cell: str) -> bool:
+    return any(letter.isalpha() for letter in cell) and not cell[0].isdigit()
+
+
+def _longest(cell: str) -> int:
+    """Letters of the longest part of a cell that is not broken."""
+    return max(map(len, cell.replace("± ", "±").split()), default=0)
+
+
+def _css(name: str) -> str:
+    """In quotes in a style sheet."""
+    return name.replace("\\", "\\\\").replace("'", "\\'")
 
 
 def figure(value: float, stderr: float | None, percent: bool = False) -> str:
@@ -62,7 +106,7 @@ def figure(value: float, stderr: float | None, percent: bool = False) -> str:
     scale, unit = (100, "%") if percent else (1, "")
     digits = 2 if percent else next((d for d, most in ((4, 10), (2, 1000)) if abs(value) < most), 0)
     spread = "" if not stderr else f" ± {stderr * scale:,.{digits}f}"
-    return f"{value * scale:,.{digits}f}{spread}{unit}"
+    return f"{round(value * scale, digits) + 0.0:,.{digits}f}{spread}{unit}"
 
 
 def all_results(rows: list[Row]) -> Table:
@@ -73,8 +117,7 @@ def all_results(rows: list[Row]) -> Table:
             "metric": row.metric,
             "value": figure(row.value, row.stderr, percent=row.metric == "validity"),
             "steps": str(row.steps),
-            "method": row.method,
-            "model": row.model,
+            "model": model_in_words(row.method, row.mask),
             "mask": row.mask,
             "evaluations": f"{row.evaluations:g}",
             "n": f"{row.n:,}",
@@ -125,5 +168,5 @@ def seeds_of(rows: list[Row]) -> list[int]:
 
 
 def steps_in_words(count: int) -> str:
-    """`1 step`, `4 steps`."""
-    return f"{count} step{'s' if count > 1 else ''}"
+    """`1 step`, `4 steps`, `1,024 steps`."""
+    return f"{count:,} step{'s' if count > 1 else ''}"

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from imdm.evaluation import Row
+from imdm.evaluation import Row, metrics
 from imdm.files import read_json
 from imdm.recipes import Recipe
 from imdm.report import paper, plots
-from imdm.report.equal import equal_entropy_table, variety_table, without_truncated
+from imdm.report.equal import LEAST, Frontier, equal_entropy_table, variety_table, without_truncated
+from imdm.report.names import method_in_words, metric_in_words, named
 from imdm.report.page import Beside, Part, Picture, Report, Section
 from imdm.report.ratios import ratio_table, ratios
 from imdm.report.tables import EVERYTHING, Table, all_results, figure, steps_in_words, told_apart
@@ -18,6 +19,11 @@ from imdm.report.trained import trained_section
 from imdm.report.writing import written_by
 
 CURVES = {"gen_ppl": "generative perplexity", "entropy": "entropy (nats)", "mauve": "MAUVE"}
+READ = {
+    CURVES["gen_ppl"]: "Lower: likelier to the judge.",
+    CURVES["entropy"]: "Higher: more varied within a text.",
+    CURVES["mauve"]: "Higher: closer to real text.",
+}
 WRITTEN, CONTINUED = ("gen_ppl", "entropy"), ("cond_gen_ppl", "cond_entropy", "cond_mauve")
 PAPER = {
     "lm1b": ((paper.TABLE_4, ("gen_ppl",)), (paper.TABLE_5, ("entropy",))),
@@ -27,7 +33,7 @@ PAPER = {
 """The paper's tables of an experiment, and which of our metrics stand beside them."""
 COST = {
     "all positions of a step (nats a sequence)": ("step_error", "step_correlation", "total correlation of the text"),
-    "pairs of neighbours": ("pair_error", "pair_bound", "bound of Theorem 4.1"),
+    "pairs of neighbours (nats a pair)": ("pair_error", "pair_bound", "bound of Theorem 4.1"),
 }
 
 
@@ -86,13 +92,13 @@ def quality(rows: list[Row], judge: str | None, number: int, own: set[str]) -> l
     the run's stages, one of which the judge may be. Where a method was measured with several masks of a kind, these
     have a section of their own."""
     every, rows = read_by(rows, judge), usual(read_by(rows, judge))
-    panels = {title: curves(rows, metric) for metric, title in CURVES.items() if not number or metric == "gen_ppl"}
+    panels = {title: curves(rows, metric, words=True) for metric, title in CURVES.items() if not number or metric == "gen_ppl"}
     panels = {title: found for title, found in panels.items() if found}
     if not panels:
         return []
     samples = sorted({row.n for row in rows if row.metric in CURVES})
     mauve = ", of MAUVE the spread over clusterings" if CURVES["mauve"] in panels else ""
-    text = f"{' or '.join(map(str, samples))} samples a point; bars are standard errors over samples{mauve}. "
+    text = f"{' or '.join(f'{n:,}' for n in samples)} samples a point; bars are standard errors over samples{mauve}. "
     trained = ", a model that this run trained on the same text" if judge in own else ""
     text += f"Judge: {judge}{trained}." if judge else "Nobody judged the text."
     nth, by = ("", "") if not number else (f"-{number + 1}", f", by {judge}")
@@ -100,14 +106,14 @@ def quality(rows: list[Row], judge: str | None, number: int, own: set[str]) -> l
     sections = [Section(f"Quality over steps{by}", text, [Beside(pictures), *_tables(rows, number)])]
     for place, (method, masks) in enumerate(several_masks(every).items(), 1):
         metric = "gen_ppl" if any(row.metric == "gen_ppl" for row in masks) else "entropy"
-        picture = _picture(f"masks-{place}{nth}", CURVES[metric], curves(masks, metric))
-        sections.append(Section(f"{method}: masks compared{by}", "", [Beside([picture]), *_tables(masks, number)]))
+        picture = _picture(f"masks-{place}{nth}", CURVES[metric], curves(masks, metric, words=True))
+        sections.append(Section(f"{method_in_words(method)}: masks compared{by}", "", [Beside([picture]), *_tables(masks, number)]))
     return sections
 
 
 def _picture(name: str, title: str, found: plots.Measured) -> Picture:
     drawn = plots.over_steps(title, found, log=title == CURVES["gen_ppl"])
-    return Picture(name, plots.svg(drawn), f"{title} over steps")
+    return Picture(name, plots.svg(drawn), f"{title[0].upper()}{title[1:]} over the number of steps. {READ[title]}")
 
 
 def _tables(rows: list[Row], number: int) -> list[Part]:
@@ -131,10 +137,10 @@ def several_masks(rows: list[Row]) -> dict[str, list[Row]]:
     return {method: [row for row in rows if row.method == method] for method in methods}
 
 
-def curves(rows: list[Row], metric: str) -> dict[str, dict[int, tuple[float, float]]]:
-    """`method model` → steps → the mean over seeds and its standard error."""
+def curves(rows: list[Row], metric: str, words: bool = False) -> dict[str, dict[int, tuple[float, float]]]:
+    """`method model` → steps → the mean over seeds and its standard error; with words, by their plain names."""
     found: dict[str, dict[int, list[Row]]] = {}
-    name = _names(rows)
+    name = plain_names(rows) if words else _names(rows)
     for row in rows:
         if row.metric == metric and row.temperature == 1.0:
             found.setdefault(name(row), {}).setdefault(row.steps, []).append(row)
@@ -149,8 +155,16 @@ def _several(rows: list[Row]) -> list[tuple[str, str]]:
     return [place for place, found in masks.items() if len(found) > 1]
 
 
+def plain_names(rows: list[Row]) -> Callable[[Row], str]:
+    """Each row's model in words (`named`), and how its samples were drawn where that differs."""
+    told = told_apart(rows)
+    models = list(dict.fromkeys((row.method + told(row), row.mask) for row in rows))
+    words = dict(zip(models, named(models), strict=True))
+    return lambda row: words[row.method + told(row), row.mask]
+
+
 def _names(rows: list[Row]) -> Callable[[Row], str]:
-    """Each row's model in a table: its method and kind, or its mask, and how it was drawn where that differs."""
+    """As `plain_names`, in the rows' own names: `redi imdm`."""
     several, told = _several(rows), told_apart(rows)
 
     def name(row: Row) -> str:
@@ -179,40 +193,54 @@ def _mean(rows: list[Row]) -> tuple[float, float]:
 
 def step_table(rows: list[Row]) -> Table:
     """Generative perplexity (entropy), a row a model, a column a step count, as the paper prints them."""
-    ppl, entropy = curves(rows, "gen_ppl"), curves(rows, "entropy")
+    ppl, entropy = (curves(rows, metric, words=True) for metric in ("gen_ppl", "entropy"))
     steps = sorted({k for points in (ppl or entropy).values() for k in points})
     real = _once(rows, "real_ppl")
     kind = "training" if real and real[0].split == "train" else "held-out"
     note = f"Real {kind} text under the same judge: {figure(*_mean(real))}." if real else ""
-    title = "Generative perplexity (entropy)" if ppl else "Entropy"
-    named = _names(rows)
-    seen = {(named(row), row.seed, row.sample_seed) for row in rows}
+    title = "Generative perplexity (entropy in nats)" if ppl else "Entropy (nats)"
+    name_of = plain_names(rows)
+    seen = {(name_of(row), row.seed, row.sample_seed) for row in rows}
     seeds = {name: sum(name == other for other, *_ in seen) for name in ppl or entropy}
-    if max(seeds.values(), default=1) > 1:
-        note += f" Means over seeds: {', '.join(f'{name} {n}' for name, n in seeds.items())}."
-    table = Table(title, ("model", *map(steps_in_words, steps)), note=note.strip())
+    counted = max(seeds.values(), default=1) > 1
+    if counted:
+        note += " Means over seeds, where there are several."
+    columns = ("model", *(("seeds",) if counted else ()), *map(steps_in_words, steps))
+    table = Table(title, columns, note=note.strip())
     for name in ppl or entropy:
         cells = []
         for k in steps:
-            spread = f"{entropy[name][k][0]:.2f}" if k in entropy.get(name, {}) else "–"
-            cells.append(f"{ppl[name][k][0]:.1f} ({spread})" if k in ppl.get(name, {}) else spread)
-        table.rows.append((name, *cells))
+            spread = f"{entropy[name][k][0]:.2f}" if k in entropy.get(name, {}) else "–" if k in ppl.get(name, {}) else ""
+            cells.append(f"{_shown(ppl[name][k][0])} ({spread})" if k in ppl.get(name, {}) else spread)
+        table.rows.append((name, *((str(seeds[name]),) if counted else ()), *cells))
     return table
 
 
+def _shown(perplexity: float) -> str:
+    return f"{perplexity:,.0f}" if perplexity >= 1000 else f"{perplexity:.1f}"
+
+
 def other_figures(rows: list[Row]) -> list[Part]:
-    """What is measured beside perplexity and entropy, a row a metric and model."""
-    steps = sorted({row.steps for row in rows})
-    table = Table("Other figures", ("metric", "model", *map(steps_in_words, steps)))
-    for metric in dict.fromkeys(row.metric for row in rows if row.metric not in ("gen_ppl", "entropy")):
-        found = curves(rows, metric)
+    """What is measured beside perplexity and entropy: what does not go with steps, and what does, by metric."""
+    once = Table("Figures that do not depend on steps", ("metric", "model", "value"))
+    shared, apart = list[tuple[str, ...]](), list[tuple[str, ...]]()
+    steps = sorted({row.steps for row in rows if row.metric not in metrics or metrics[row.metric].steps})
+    for metric in dict.fromkeys(row.metric for row in rows if row.metric not in WRITTEN):
+        found, words = curves(rows, metric, words=True), metric_in_words(metric)
         values = {tuple((k, round(value, 9)) for k, (value, _) in points.items()) for points in found.values()}
-        if len(found) > 1 and len(values) == 1:
-            found = {"all": next(iter(found.values()))}  # of the text, or of the teacher that they share
-        for name, points in found.items():
-            cells = [figure(*points[k]) if k in points else "" for k in steps]
-            table.rows.append((metric, name, *cells))
-    return [table] if table.rows else []
+        is_shared = len(found) > 1 and len(values) == 1  # of the text, or of the teacher that they share
+        found = {"all": next(iter(found.values()))} if is_shared else found
+        if metric in metrics and not metrics[metric].steps:
+            once.rows.extend((words, name, figure(*next(iter(points.values())))) for name, points in found.items())
+            continue
+        cells = {name: [figure(*points[k]) if k in points else "" for k in steps] for name, points in found.items()}
+        if is_shared:
+            shared.append((f"{words}, all", *cells["all"]))
+        else:
+            apart.append((words, *("" for _ in steps)))
+            apart += [(name, *mine) for name, mine in cells.items()]
+    over = Table("Other figures", ("model", *map(steps_in_words, steps)), [*shared, *apart])
+    return [table for table in (once, over) if table.rows]
 
 
 def at_equal_entropy(rows: list[Row], judges: list[str | None]) -> list[Section]:
@@ -237,13 +265,15 @@ def frontier(rows: list[Row]) -> list[Section]:
     """Perplexity against entropy as the temperature goes: a model that is merely less varied moves along its own curve.
     Only where several temperatures were measured."""
     points: dict[tuple[int, str, float], dict[str, list[Row]]] = {}
-    named = {count: _names([row for row in rows if row.steps == count]) for count in {row.steps for row in rows}}
+    names = {count: plain_names([row for row in rows if row.steps == count]) for count in {row.steps for row in rows}}
     for row in rows:
-        if row.metric in ("gen_ppl", "entropy"):
-            place = row.steps, named[row.steps](row), row.temperature
+        if row.metric in WRITTEN:
+            place = row.steps, names[row.steps](row), row.temperature
             points.setdefault(place, {}).setdefault(row.metric, []).append(row)
     panels: dict[str, dict[str, list[plots.Point]]] = {}
-    for (steps, name, temperature), found in sorted(points.items()):
+    shown = list(dict.fromkeys(name for _, name, _ in points))
+    for steps, name, temperature in sorted(points, key=lambda place: (place[0], shown.index(place[1]), place[2])):
+        found = points[steps, name, temperature]
         if len(found) == 2:
             point = temperature, _mean(found["entropy"])[0], _mean(found["gen_ppl"])[0]
             panels.setdefault(steps_in_words(steps), {}).setdefault(name, []).append(point)
@@ -252,12 +282,14 @@ def frontier(rows: list[Row]) -> list[Section]:
         return []
     varied, likely = _once(rows, "real_entropy"), _once(rows, "real_ppl")
     goal = (_mean(varied)[0], _mean(likely)[0]) if varied and likely else None
-    words = "Each point is a temperature, named beside it. Lower is likelier to the judge, further right is more varied"
+    words = "Each point is a temperature, the lowest and the highest named beside it. Lower is likelier to the judge, further right is more varied"
     words += "; the star is real held-out text." if goal else "."
     pictures = [
-        Picture(f"frontier-{number}", plots.svg(plots.frontier(title, found, goal)), f"in {title}")
+        Picture(f"frontier-{number}", plots.svg(plots.frontier(title, found, goal)), f"Perplexity over entropy in {title}")
         for number, (title, found) in enumerate(panels.items(), 1)
     ]
+    if not any(Frontier.of(rows, judge=judge) for judge in {row.judge for row in rows}):
+        words += f" A comparison at equal entropy needs the teacher at {LEAST} temperatures or more, in one step count."
     return [Section("Perplexity and entropy", words, [Beside(pictures)])]
 
 
@@ -265,7 +297,7 @@ def cost_of_steps(rows: list[Row]) -> list[Section]:
     """The factorization error on held-out text, with what one factorized law a step must lose."""
     panels = {}
     for title, (error, floor, name) in COST.items():
-        lines, floors = curves(rows, error), curves(rows, floor)
+        lines, floors = curves(rows, error, words=True), curves(rows, floor, words=True)
         if lines:
             same = len({tuple(points.items()) for points in floors.values()}) == 1  # models that share their teacher
             floors = {name: next(iter(floors.values()))} if same else {f"{name}, {m}": p for m, p in floors.items()}
@@ -275,13 +307,13 @@ def cost_of_steps(rows: list[Row]) -> list[Section]:
     words = (
         "What is lost by drawing the positions of one step together, on held-out text: the teacher's joint, read one "
         "position after another, against the model's law of each step. One factorized law a step cannot lose less than "
-        "the dotted floors; a mixture over noise can. For models with noise the figures of all positions are upper "
+        "the black floors; a mixture over noise can. For models with noise the figures of all positions are upper "
         "bounds, loose where 64 draws are few; pairs need few draws. A student that has learnt few pairs by heart "
         "loses more on text that is not theirs."
     )
-    dotted = [name for _, _, name in COST.values()]
+    black = [name for _, _, name in COST.values()]
     pictures = [
-        Picture(f"cost-{number}", plots.svg(plots.over_steps(title, found, floors=dotted)), "factorization error")
+        Picture(f"cost-{number}", plots.svg(plots.over_steps(title, found, floors=black)), f"Factorization error, {title}")
         for number, (title, found) in enumerate(panels.items(), 1)
     ]
     return [Section("What steps cost", words, [Beside(pictures)])]
@@ -296,7 +328,7 @@ def highlights(rows: list[Row]) -> list[tuple[str, str]]:
     return [
         (
             f"{ratio.value:.2f}",
-            f"({ratio.low:.2f}–{ratio.high:.2f}) of the single mask's perplexity, {ratio.method}, "
+            f"({ratio.low:.2f}–{ratio.high:.2f}) of the single mask's perplexity with infinite masks, {method_in_words(ratio.method)}, "
             f"{steps_in_words(ratio.steps)}",
         )
         for ratio in found[:3]
@@ -306,8 +338,12 @@ def highlights(rows: list[Row]) -> list[tuple[str, str]]:
 def paper_beside(experiment: str, rows: list[Row]) -> list[Part]:
     """The paper's tables of this experiment with our columns added."""
     parts: list[Part] = []
-    for table, metrics in PAPER.get(experiment, ()):
-        ours = {f"{name}, {metric}": points for metric in metrics for name, points in curves(rows, metric).items()}
+    for table, measured in PAPER.get(experiment, ()):
+        ours = {
+            f"{name}, {metric_in_words(metric)}": points
+            for metric in measured
+            for name, points in curves(rows, metric, words=True).items()
+        }
         shown = Table(f"Table {table.number}. {table.caption}", (*table.columns, *(f"ours: {name}" for name in ours)))
         for cells in table.rows:
             mine = [f"{p[int(cells[0])][0]:.2f}" if int(cells[0]) in p else "–" for p in ours.values()]

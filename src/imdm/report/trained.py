@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 
 from imdm.evaluation import Row
 from imdm.recipes import CoupleStage, Recipe, TrainStage
+from imdm.report.names import mask_in_words, method_in_words
 from imdm.report.page import Section
 from imdm.report.tables import Table
 from imdm.runs.status import DONE, in_words, read_done, shown_signals
-from imdm.training.history import read_history
+from imdm.training.history import LOSS, last_loss, loss_in_words, read_history
 
-LAST = 4  # logged losses whose mean is the loss at the end
 NOTE = (
-    "Signals at the end. Fitted: the share of masked tokens of its pairs that a ReDi student says with a chance above "
+    f"Stage: its folder in the run, which the column from names too. {LOSS[0].upper()}{LOSS[1:]}. Signals at the end. Fitted: the share of masked tokens of its pairs that a ReDi student says with a chance above "
     "½. Of match: the perplexity of its texts, by the teacher, over that of the teacher's own at equal entropy; the "
     "pooled entropy that they lack; the score of the average that was kept, the lower the better. Overlap: what part "
     "of a student's writing, six tokens at a time, its pairs have, at the most steps measured; in brackets that of the "
@@ -31,7 +30,7 @@ def trained_section(run: Path, recipe: Recipe, rows: list[Row]) -> list[Section]
     found = [one for one in found if one.is_done]
     if not found:
         return []
-    columns = ("model", "from", "by", "mask", "rate", "steps × batch", "pairs", "passes", "loss", "signals", "overlap")
+    columns = ("stage", "from", "by", "mask", "rate", "steps × batch", "pairs", "passes", "loss", "signals", "overlap")
     table = Table("Training", (*columns, "minutes"), [one.cells(recipe, rows) for one in found], NOTE)
     return [Section("How the models were trained", f"Seed {recipe.seed} of the recipe.", [table])]
 
@@ -49,7 +48,6 @@ class _Trained:
     def cells(self, recipe: Recipe, rows: list[Row]) -> tuple[str, ...]:
         stage, training = self.stage, self.stage.training
         history = read_history(self.folder)
-        losses = [row["loss"] for row in history if "loss" in row][-LAST:]
         seconds = read_done(self.folder)["seconds"]
         couple = recipe.stages.get(stage.data or "")
         pairs = couple.pairs if isinstance(couple, CoupleStage) else None
@@ -58,13 +56,13 @@ class _Trained:
         return (
             self.name,
             (stage.start or "") + taught,
-            stage.objective.kind,
-            mask.name if mask is not None else "",
+            "data (NELBO)" if stage.objective.kind == "nelbo" else method_in_words(stage.objective.kind),
+            mask_in_words(mask.name, exact=True) if mask is not None else "",
             f"{training.lr:g}",
             f"{training.steps:,} × {training.batch}",
             "" if pairs is None else f"{pairs:,}",
             "" if pairs is None else f"{training.steps * training.batch / pairs:.0f}",
-            f"{fmean(losses):.3g}" if losses else "",
+            loss_in_words(last_loss(history)),
             in_words(shown_signals(history)),
             overlap(recipe, rows, self.name) if isinstance(couple, CoupleStage) else "",
             f"{seconds / 60:.1f}" if seconds else "",

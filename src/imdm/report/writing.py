@@ -12,6 +12,7 @@ from imdm.data import PreparedData, TextData
 from imdm.data.tokenizers import special_ids
 from imdm.errors import UserError
 from imdm.recipes import Recipe
+from imdm.report.names import model_in_words
 from imdm.report.page import Beside, Part, Section, Strip, Written
 from imdm.report.tables import steps_in_words
 from imdm.writer import Text, Writer, load
@@ -57,7 +58,7 @@ def _authors(run: Path, recipe: Recipe) -> list[Author]:
     folder = next(iter(sorted(run.glob("seed-*"))), run)
     found = dict[str, Author]()
     for stage in recipe.reporting():
-        for name in stage.models:
+        for name, method in stage.models.items():
             if recipe.seed_of(name) != recipe.seed:
                 continue
             if name in found:
@@ -65,9 +66,11 @@ def _authors(run: Path, recipe: Recipe) -> list[Author]:
                 found[name] = replace(found[name], steps=tuple(sorted(steps)))
                 continue
             try:
-                found[name] = Author(name, load(folder / name / "model"), stage.steps)
+                writer = load(folder / name / "model")
             except UserError:
                 continue
+            words = model_in_words(method, writer.model.mask.name + ("+mixture" if writer.model.config.mixture else ""))
+            found[name] = Author(words, writer, stage.steps)
     return list(found.values())
 
 

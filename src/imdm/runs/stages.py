@@ -36,6 +36,7 @@ from imdm.runs.status import DONE
 from imdm.sampling import Sampling
 from imdm.shipped import find
 from imdm.training import Progress, Trainer
+from imdm.training.history import LAST, last_loss, loss_in_words, read_history
 
 if TYPE_CHECKING:
     from imdm.runs.run import Run
@@ -71,10 +72,13 @@ def _train(run: Run, name: str, stage: TrainStage) -> str:
     if stage.teacher is not None:
         start = inputs.model(stage.teacher)
     with run.reporter.bar(f"{name}: {stage.objective.kind}", stage.training.steps) as bar:
+        speed = ""
 
         def progress(p: Progress) -> None:
-            loss = f"{p.loss:.4f}" if isfinite(p.loss) else "–"  # before the student's first update
-            bar(p.step, f"loss {loss}  {p.tokens_per_second:,.0f} tok/s")
+            nonlocal speed
+            loss = loss_in_words(p.loss) if isfinite(p.loss) else "–"  # before the student's first update
+            speed = f"{p.tokens_per_second:,.0f} tok/s"
+            bar(p.step, f"loss {loss}  {speed}")
 
         trainer = Trainer(
             model,
@@ -91,6 +95,9 @@ def _train(run: Run, name: str, stage: TrainStage) -> str:
             on_warning=lambda text: run.reporter.say(f"{name}: warning: {text}"),
         )
         folder = trainer.train()
+        end = last_loss(read_history(run.folder / name))
+        if end is not None:
+            bar(trainer.step, f"loss {loss_in_words(end)} (mean of the last {LAST} logged)  {speed}")
     _carry_tokenizer(run, stage, folder)
     return fingerprint(load_model(folder))
 

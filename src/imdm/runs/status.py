@@ -12,7 +12,7 @@ from imdm.errors import UserError
 from imdm.files import check_holds, read_recorded
 from imdm.recipes import CoupleStage, Recipe, TrainStage, read_recipe, variants
 from imdm.training.checkpoint import checkpoint_path, steps_present
-from imdm.training.history import read_history
+from imdm.training.history import last_loss, read_history
 
 DONE = "done.json"
 """The file by which a stage is finished."""
@@ -111,7 +111,6 @@ def _stage(folder: Path, recipe: Recipe, name: str) -> StageStatus:
 def _training(folder: Path, stage: TrainStage, name: str, state: str) -> StageStatus:
     history = read_history(folder)
     rows = [row for row in history if "steps_per_second" in row]
-    losses = [row["loss"] for row in rows if "loss" in row]  # none while other networks are updated alone
     step, steps = (rows[-1]["step"] if rows else 0), stage.training.steps
     saved, point = steps_present(folder / "checkpoints"), {}
     if saved:
@@ -119,11 +118,10 @@ def _training(folder: Path, stage: TrainStage, name: str, state: str) -> StageSt
         point = read_recorded(file, "status", companion=dict)
     speeds = [row["steps_per_second"] for row in rows[-5:]]
     left = (steps - step) * len(speeds) / sum(speeds) if sum(speeds) > 0 and state != "done" else None
-    loss = losses[-1] if losses else None
     round = point.get("companion", {}).get("round")
     round = round if isinstance(round, int) else None
     signals = shown_signals(history)
-    return StageStatus(name, stage.objective.kind, state, step, steps, round, loss, signals, left)
+    return StageStatus(name, stage.objective.kind, state, step, steps, round, last_loss(rows), signals, left)
 
 
 def shown_signals(history: list[dict[str, Any]]) -> dict[str, float]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from imdm.errors import UserError
@@ -10,6 +12,20 @@ from imdm.files import read_lines
 
 FILE = "history.jsonl"
 LARGEST = 1e300
+LAST = 4  # logged losses whose mean is the loss at the end
+LOSS = f"loss: the mean of the last {LAST} logged"
+
+
+def last_loss(history: Sequence[Mapping[str, Any]]) -> float | None:
+    """The loss that terminals and pages give of a training: the mean of the last few that were logged, each itself the
+    mean over the steps since the one before. None while there is none, as where other networks are updated alone."""
+    losses = [row["loss"] for row in history if "loss" in row][-LAST:]
+    return fmean(losses) if losses else None
+
+
+def loss_in_words(loss: float | None) -> str:
+    """The same digits everywhere; nothing where there is no loss yet."""
+    return "" if loss is None else f"{loss:.4f}" if abs(loss) >= 0.01 else f"{loss:.2e}"
 
 
 def read_history(folder: Path) -> list[dict[str, Any]]:

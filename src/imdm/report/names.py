@@ -1,0 +1,100 @@
+"""Result rows in words: which model a figure is of, with which mask, and what was measured. Rows keep their own names
+(`sdtt+redi`, `infinite-uniform-768-1.0`, `gen_ppl`); pages, terminals and curves say these."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+METHODS = {"sdtt": "SDTT", "redi": "ReDi", "di4c": "Di4C", "match": "match"}
+NOISE = re.compile(r"infinite-([a-z]+)-(\d+)-([\d.]+)")
+METRICS = {
+    "gen_ppl": "generative perplexity",
+    "real_ppl": "perplexity of real text",
+    "entropy": "entropy (nats)",
+    "real_entropy": "entropy of real text (nats)",
+    "pooled_entropy": "entropy of all samples together (nats)",
+    "token_entropy": "token entropy (nats)",
+    "mauve": "MAUVE",
+    "distinct_1": "different tokens (share)",
+    "distinct_2": "different pairs of tokens (share)",
+    "distinct_3": "different triples of tokens (share)",
+    "repetition": "4-grams repeated in a sample (share)",
+    "shared_4grams": "4-grams shared with other samples (share)",
+    "novelty": "6-grams not in the training text (share)",
+    "pair_overlap": "6-grams that the pairs have (share)",
+    "told_apart": "told apart from real text (accuracy)",
+    "real_told_apart": "training text told apart (accuracy)",
+    "nelbo": "NELBO (nats a token)",
+    "val_ppl": "validation perplexity (bound)",
+    "kl": "KL (nats)",
+    "kl_half": "KL, half the samples (nats)",
+    "tv": "total variation",
+    "factorization_error": "factorization error (nats)",
+    "step_error": "error of steps, all positions (nats)",
+    "step_error_half": "error of steps, half the draws (nats)",
+    "step_correlation": "total correlation of steps (nats)",
+    "pair_error": "error of steps, neighbours (nats)",
+    "pair_bound": "bound of Theorem 4.1, neighbours (nats)",
+    "cond_gen_ppl": "generative perplexity after prompts",
+    "cond_entropy": "entropy after prompts (nats)",
+    "cond_mauve": "MAUVE after prompts",
+}
+
+
+def metric_in_words(metric: str) -> str:
+    """With its unit; one that is not known here keeps its name."""
+    return METRICS.get(metric, metric)
+
+
+def method_in_words(method: str) -> str:
+    """`sdtt+redi at 0.001` → `SDTT + ReDi at 0.001`; what is no distillation of ours keeps its name."""
+    stem, rest = _parts(method)
+    return " + ".join(METHODS[one] for one in stem) + rest if stem else method
+
+
+def mask_in_words(mask: str, exact: bool = False) -> str:
+    """`single mask`, `6,144 masks`, `infinite masks`. exact: with the law, dimension and scale of the noise."""
+    kind, latent, _ = mask.partition("+mixture")
+    noise = NOISE.fullmatch(kind)
+    if kind == "single":
+        words = "single mask"
+    elif re.fullmatch(r"finite-\d+", kind):
+        words = f"{int(kind.removeprefix('finite-')):,} masks"
+    elif noise is not None:
+        law, dim, scale = noise.groups()
+        words = "infinite masks" + (f", {law} noise, d = {int(dim):,}, scale {float(scale):g}" if exact else "")
+    elif kind.startswith("infinite"):
+        other = kind.removeprefix("infinite").lstrip("-")
+        words = "infinite masks" + (f", {other}" if exact and other else "")
+    else:
+        words = f"mask {kind}"
+    return words + (" with a latent" if latent else "")
+
+
+def model_in_words(method: str, mask: str, exact: bool = False) -> str:
+    """`teacher`; `student, infinite masks (SDTT + ReDi)`; of another method `from scratch, single mask`."""
+    if method.partition(",")[0] == "teacher" and mask == "single":
+        return method
+    if _parts(method)[0]:
+        return f"student, {mask_in_words(mask, exact)} ({method_in_words(method)})"
+    return f"{method}, {mask_in_words(mask, exact)}"
+
+
+def named(models: Sequence[tuple[str, str]]) -> list[str]:
+    """Methods and masks in words; those that would be called the same, with their masks' settings; where all are of
+    one method, and masks are compared, their masks alone."""
+    plain = [model_in_words(*model) for model in models]
+    if len(set(plain)) < len(models) and len({method for method, _ in models}) == 1:
+        return [mask_in_words(mask, exact=True) for _, mask in models]
+    return [
+        model_in_words(*model, exact=plain.count(name) > 1) for model, name in zip(models, plain, strict=True)
+    ]
+
+
+def _parts(method: str) -> tuple[list[str], str]:
+    """The distillations that a method's name begins with, and what it says after them; none where it begins
+    otherwise."""
+    found = re.match(r"[a-z0-9+]+(?=$|[ ,])", method)
+    stem = found.group().split("+") if found else []
+    return (stem, method[found.end() :]) if found and all(one in METHODS for one in stem) else ([], method)
