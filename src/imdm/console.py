@@ -81,7 +81,7 @@ class Terminal:
         self.who = f"{who}: " if who else ""
 
     def say(self, text: str) -> None:
-        self.console.print(f"  {self.who}{text}", soft_wrap=bool(self.who))
+        self.console.print(f"  {self.who}{text}", soft_wrap=True)
 
     @contextmanager
     def bar(self, title: str, total: int) -> Iterator[Bar]:

@@ -334,7 +334,9 @@ def status(run: Annotated[Path, typer.Argument(help="Folder of a run.")]) -> Non
             seconds, word = (row.seconds_left, " left") if row.took is None else (row.took, "")
             time = "" if seconds is None else f"{seconds / 60:.1f} min{word}"
             round = "" if row.round is None else str(row.round + 1)
-            table.add_row(row.name, row.kind, row.state, done, round, loss_in_words(row.loss), in_words(row.signals), time)
+            table.add_row(
+                row.name, row.kind, row.state, done, round, loss_in_words(row.loss), in_words(row.signals), time
+            )
         show(table)
     say(LOSS)
 

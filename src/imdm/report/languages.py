@@ -12,7 +12,7 @@ from imdm.recipes import read_recipe, variants
 from imdm.report import plots
 from imdm.report.build import pages
 from imdm.report.names import mask_in_words, method_in_words, model_in_words
-from imdm.report.page import Picture, Report, Section
+from imdm.report.page import Beside, Picture, Report, Section
 from imdm.report.tables import Table, figure, steps_in_words
 from imdm.theory import total_correlation
 
@@ -131,7 +131,8 @@ def languages_page(run: Path, rows: list[Row], facts: dict[str, str]) -> Report 
 
 def margin_table(ahead: list[Margin]) -> Table:
     table = Table(
-        "Lead of the infinite mask over the single one", ("language", "method", "steps", "lead (nats)", "standard errors", "students")
+        "Lead of the infinite mask over the single one",
+        ("language", "method", "steps", "lead (nats)", "standard errors", "students"),
     )
     for language, method, steps in dict.fromkeys((m.language, m.method, m.steps) for m in ahead):
         mine = [m for m in ahead if (m.language, m.method, m.steps) == (language, method, steps)]
@@ -164,12 +165,19 @@ def language_section(name: str, truth: Language, figures: Figures, bound: float)
         f"{truth.length} tokens over {truth.symbols} symbols, {int((truth.joint > 0).sum()):,} possible sequences; "
         f"total correlation {bound:.4f} nats."
     )
-    alt = f"{name}: KL over the number of steps for each distillation and mask"
-    parts: list[Table | Picture] = [table]
-    if panels:
-        drawn = plots.svg(plots.error_over_steps(panels, bound, "total correlation"))
-        parts.insert(0, Picture(f"language-{_slug(name)}", drawn, alt))
-    return Section(name, text, parts)
+    values = [
+        value for masks in panels.values() for points in masks.values() for each in points.values() for value in each
+    ]
+    heights = min(values, default=bound), max(values, default=bound)
+    pictures = [
+        Picture(
+            f"language-{_slug(name)}-{number}",
+            plots.svg(plots.error_over_steps(method, masks, heights, bound, "total correlation")),
+            f"{name}, {method}: KL over the number of steps, by mask. Lower is closer to the truth.",
+        )
+        for number, (method, masks) in enumerate(panels.items(), 1)
+    ]
+    return Section(name, text, [*([Beside(pictures)] if pictures else []), table])
 
 
 def _slug(name: str) -> str:

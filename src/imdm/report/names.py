@@ -87,9 +87,7 @@ def named(models: Sequence[tuple[str, str]]) -> list[str]:
     plain = [model_in_words(*model) for model in models]
     if len(set(plain)) < len(models) and len({method for method, _ in models}) == 1:
         return [mask_in_words(mask, exact=True) for _, mask in models]
-    return [
-        model_in_words(*model, exact=plain.count(name) > 1) for model, name in zip(models, plain, strict=True)
-    ]
+    return [model_in_words(*model, exact=plain.count(name) > 1) for model, name in zip(models, plain, strict=True)]
 
 
 def _parts(method: str) -> tuple[list[str], str]:

@@ -51,7 +51,9 @@ class Picture:
 
     def html(self) -> str:
         caption = html.escape(self.caption)
-        return f'<figure><img src="{self.address}" alt="{caption}"><figcaption class=note>{caption}</figcaption></figure>'
+        return (
+            f'<figure><img src="{self.address}" alt="{caption}"><figcaption class=note>{caption}</figcaption></figure>'
+        )
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Mapping, Sequence
+from math import inf
 from textwrap import fill
 from typing import Any
 
@@ -30,14 +31,15 @@ STYLE: Any = {
 }
 
 DASHES: tuple[Any, ...] = (
-    "-", (0, (5, 2)), (0, (6, 2, 1, 2)), (0, (1, 1.2)), (0, (9, 2)), (0, (6, 1, 1, 1, 1, 1)), (0, (3, 1)), (0, (9, 2, 3, 2)),
+    "-", (0, (5, 2)), (0, (6, 2, 1, 2)), (0, (1, 1.2)), (0, (9, 2)), (0, (6, 1, 1, 1, 1, 1)), (0, (3, 1)),
+    (0, (9, 2, 3, 2)),
 )  # fmt: skip
 MARKERS = "os^DvPX<>*ph8"
 FEW = 3  # curves that need no numbers
 NAME = 52  # letters of a line in a legend
 APART = 0.045  # of the axis, between numbers
 
-Bands = dict[str, dict[int, list[float]]]  # model → steps → one value a seed
+Bands = dict[str, dict[int, list[float]]]  # mask → steps → one value a seed
 Measured = Mapping[str, Mapping[int, tuple[float, float]]]  # curve → steps → value and standard error
 Point = tuple[float, float, float]  # temperature, entropy, perplexity
 Curves = Mapping[str, Sequence[tuple[int, float]]]
@@ -51,58 +53,46 @@ def svg(figure: Figure) -> str:
     return buffer.getvalue()
 
 
-def training_curves(panels: Mapping[str, Curves], lines: Mapping[str, tuple[float, str]]) -> Figure:
-    """One panel a quantity, one curve a model, over training steps; `lines` draws a bound into a panel."""
+def training_curve(title: str, curves: Curves, bound: tuple[float, str] | None = None) -> Figure:
+    """A quantity over training steps, one curve a model; a bound, with its name, is a dotted line."""
     with rc_context(STYLE):
-        figure = Figure(figsize=(4.6 * len(panels), 3.2), layout="constrained")
-        axes = figure.subplots(1, len(panels), squeeze=False)
-        for axis, (title, curves) in zip(axes[0], panels.items(), strict=True):
-            for name, look in looks(curves).items():
-                points = curves[name]
-                every = max(1, len(points) // 8)
-                axis.plot(*zip(*points, strict=True), **look, label=name, linewidth=1.8, markevery=every)
-            if title in lines:
-                height, label = lines[title]
-                axis.axhline(height, color="black", linewidth=0.9, linestyle=":", label=label)
-            axis.set(title=title, xlabel="training step")
-            axis.legend(frameon=False, loc="best")
+        figure = Figure(figsize=(4.2, 3.2), layout="constrained")
+        axis = figure.subplots()
+        for name, look in looks(curves).items():
+            every = max(1, len(curves[name]) // 8)
+            axis.plot(*zip(*curves[name], strict=True), **look, label=name, linewidth=1.8, markevery=every)
+        if bound is not None:
+            axis.axhline(bound[0], color="black", linewidth=0.9, linestyle=":", label=bound[1])
+        axis.set(title=title, xlabel="training step")
+        _legend_below(figure, *axis.get_legend_handles_labels())
         return figure
 
 
-def error_over_steps(panels: Mapping[str, Bands], bound: float, bound_name: str) -> Figure:
-    """KL over the number of steps, one panel a method, one curve a model: the mean over seeds, bars to the farthest
-    ones. The bound holds at one step for a single mask and is drawn there."""
+def error_over_steps(method: str, models: Bands, heights: tuple[float, float], bound: float, bound_name: str) -> Figure:
+    """KL over the number of steps under one method, one curve a mask: the mean over seeds, bars to the farthest ones.
+    heights: the lowest and highest value of all that is compared. The bound holds at one step for a single mask and is
+    drawn there."""
     with rc_context(STYLE):
-        across = min(2, len(panels))
-        down = -(-len(panels) // across)
-        figure = Figure(figsize=(3.8 * across, 2.7 * down), layout="constrained")
-        axes = figure.subplots(down, across, squeeze=False, sharey=True)
-        shown = looks(dict.fromkeys(model for models in panels.values() for model in models))
-        for axis, (method, models) in zip(axes.flat, panels.items(), strict=False):
-            for model, points in models.items():
-                steps = sorted(points)
-                middle = [sum(points[k]) / len(points[k]) for k in steps]
-                reach = [
-                    [m - min(points[k]) for k, m in zip(steps, middle, strict=True)],
-                    [max(points[k]) - m for k, m in zip(steps, middle, strict=True)],
-                ]
-                axis.errorbar(steps, middle, reach, capsize=2, label=model, **shown[model])
-            axis.plot([0.85, 1.18], [bound, bound], color="black", linewidth=1.4, label=f"{bound_name}, 1 step")
-            ticks = sorted({k for points in models.values() for k in points})
-            axis.set(title=method, xlabel="steps", xscale="log", yscale="log")
-            axis.set_xticks(ticks, [str(k) for k in ticks])
-            axis.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
-            _plain_numbers(axis)
-        for row in axes:
-            row[0].set_ylabel("KL to the truth (nats)")
-        for spare in axes.flat[len(panels) :]:
-            spare.remove()
-        handles = {
-            label: handle
-            for axis in axes.flat[: len(panels)]
-            for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
-        }
-        _legend_below(figure, list(handles.values()), list(handles))
+        figure = Figure(figsize=(4.2, 3.4), layout="constrained")
+        axis, shown = figure.subplots(), looks(models)
+        for model, points in models.items():
+            steps = sorted(points)
+            middle = [sum(points[k]) / len(points[k]) for k in steps]
+            reach = [
+                [m - min(points[k]) for k, m in zip(steps, middle, strict=True)],
+                [max(points[k]) - m for k, m in zip(steps, middle, strict=True)],
+            ]
+            axis.errorbar(steps, middle, reach, capsize=2, label=model, **shown[model])
+        axis.plot([0.85, 1.18], [bound, bound], color="black", linewidth=1.4, label=f"{bound_name}, 1 step")
+        ticks = sorted({k for points in models.values() for k in points})
+        axis.set(title=method, xlabel="steps", ylabel="KL to the truth (nats)", xscale="log", yscale="log")
+        low, high = min(heights[0], bound), max(heights[1], bound)
+        if 0 < low < high < inf:
+            axis.set_ylim(low / 1.3, high * 1.3)
+        axis.set_xticks(ticks, [str(k) for k in ticks])
+        axis.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
+        _plain_numbers(axis)
+        _legend_below(figure, *axis.get_legend_handles_labels())
         return figure
 
 
@@ -122,7 +112,7 @@ def over_steps(title: str, curves: Measured, log: bool = False, floors: Sequence
             axis.errorbar(steps, values, errors, capsize=2, label=f"{number}  {name}" if many else name, **look)
             ends[number] = steps[-1], values[-1]
         ticks = sorted({k for points in curves.values() for k in points})
-        axis.set(title=title, xlabel="steps (network evaluations)", xscale="log", yscale="log" if log else "linear")
+        axis.set(title=title, xlabel="steps", xscale="log", yscale="log" if log else "linear")
         axis.set_xticks(ticks, [f"{k:,}" for k in ticks])
         axis.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
         _plain_numbers(axis)
@@ -232,6 +222,6 @@ def noise_planes(planes: Mapping[str, Tensor], reach: float) -> Figure:
                     axis.plot(*place, "o", color="white", markeredgecolor="black", markersize=4)
                     paper = {"facecolor": "white", "alpha": 0.85, "edgecolor": "none", "pad": 1.0}
                     axis.annotate(label, place, textcoords="offset points", xytext=(6, 4), fontsize=8, bbox=paper)
-                axis.set(title=f"{name}, token {token + 1}", xlabel="share of ε₁", ylabel="share of ε₂")
+                axis.set(title=f"{name},\ntoken {token + 1}", xlabel="share of ε₁", ylabel="share of ε₂")
         figure.colorbar(axes[0][0].images[0], ax=axes, label="P(token = 0)", shrink=0.8)
         return figure

@@ -97,12 +97,10 @@ def ratio_table(rows: Sequence[Row]) -> Table | None:
     seeds = sorted({ratio.seeds for ratio in found})
     note = (
         f"exp of the mean difference of log perplexities over {' or '.join(map(str, seeds))} student seed"
-        f"{'s' if seeds != [1] else ''}, with a 95% bootstrap interval; in square brackets the difference of entropies (nats), "
-        "where it is not 0.00."
+        f"{'s' if seeds != [1] else ''}, with a 95% bootstrap interval; in square brackets the difference of entropies "
+        "(nats), where it is not 0.00."
     )
-    table = Table(
-        "Perplexity, as a share of the single mask's", ("model", *map(steps_in_words, steps)), note=note
-    )
+    table = Table("Perplexity, as a share of the single mask's", ("model", *map(steps_in_words, steps)), note=note)
     places = list(dict.fromkeys((ratio.method, ratio.mask) for ratio in found))
     for (method, mask), name in zip(places, named(places), strict=True):
         mine = {ratio.steps: ratio for ratio in found if (ratio.method, ratio.mask) == (method, mask)}

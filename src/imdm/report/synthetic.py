@@ -12,13 +12,18 @@ from imdm.evaluation import Row
 from imdm.models import MaskedDiffusionLM, load_model
 from imdm.report import paper, plots
 from imdm.report.build import pages
-from imdm.report.page import Picture, Report, Section
+from imdm.report.page import Beside, Picture, Report, Section
 from imdm.report.tables import EVERYTHING, Table, all_results, figure, seeds_of
 from imdm.training.history import read_history
 
 MODELS = {"mdm": "MDM", "imdm": "IMDM"}  # stages of the recipe, as the paper names them
 WORDS = {"mdm": "single mask (MDM)", "imdm": "infinite masks (IMDM)"}
+PAPERS = {MODELS[stage]: words for stage, words in WORDS.items()}
 FAMILY = {"mdm": "mdlm", "imdm": "imdm"}  # and as result rows do
+CAPTIONS = (
+    "Validity while training: the share of what is written in one step that is 00 or 11. Higher is better.",
+    "Factorization error in one step while training. Lower is better.",
+)
 METRICS = ("validity", "token_entropy", "factorization_error")
 REACH = 1.6  # how far the pictured plane of noise goes, in units of the two draws that span it
 
@@ -56,7 +61,7 @@ def synthetic_page(run: Path, rows: list[Row], facts: dict[str, str]) -> Report 
             "While training",
             f"Seed {first}, averaged weights, the same 2,000 samples and noise draws at every point. However long it "
             "trains, the single mask cannot pass below the bound.",
-            [Picture("training", plots.svg(curves(run / f"seed-{first}")), "Validity and error per training step")],
+            [Beside(curves(run / f"seed-{first}"))],
         ),
         Section(
             "The partition of Theorem 4.2",
@@ -91,7 +96,9 @@ def table_1(rows: list[Row], seeds: list[int]) -> Table:
                 for row in rows
                 if (row.method, row.model, row.metric) == ("redi", FAMILY[stage], metric)
             }
-            table.rows.append((WORDS[stage], paper.TABLE_1.columns[place + 1], theirs[name][place], *(ours[s] for s in seeds)))
+            table.rows.append(
+                (WORDS[stage], paper.TABLE_1.columns[place + 1], theirs[name][place], *(ours[s] for s in seeds))
+            )
     return table
 
 
@@ -112,7 +119,7 @@ def table_2(models: dict[str, MaskedDiffusionLM], candidates: int = 1000) -> Tab
         else:
             ours = zero_probability(models["mdm"], _masked(1))[0]
         shown = "none found" if ours is None else " / ".join(f"{p:.1%}" for p in ours.tolist())
-        table.rows.append((name, noise, " / ".join(theirs), shown))
+        table.rows.append((PAPERS[name], noise, " / ".join(theirs), shown))
     return table
 
 
@@ -129,13 +136,19 @@ def zero_probability(model: MaskedDiffusionLM, tokens: Tensor, noise: Tensor | N
     return model(state)[..., 0].exp()
 
 
-def curves(folder: Path) -> plots.Figure:
+def curves(folder: Path) -> list[Picture]:
     panels: dict[str, dict[str, list[tuple[int, float]]]] = {"validity": {}, "factorization error (nats)": {}}
     for stage in MODELS:
         history = [row for row in read_history(folder / stage) if {"validity", "factorization_error"} <= row.keys()]
         panels["validity"][WORDS[stage]] = [(row["step"], row["validity"]) for row in history]
-        panels["factorization error (nats)"][WORDS[stage]] = [(row["step"], row["factorization_error"]) for row in history]
-    return plots.training_curves(panels, {"factorization error (nats)": (math.log(2), "bound, ln 2")})
+        panels["factorization error (nats)"][WORDS[stage]] = [
+            (row["step"], row["factorization_error"]) for row in history
+        ]
+    bounds = {"factorization error (nats)": (math.log(2), "bound, ln 2")}
+    return [
+        Picture(f"training-{number}", plots.svg(plots.training_curve(title, found, bounds.get(title))), caption)
+        for number, ((title, found), caption) in enumerate(zip(panels.items(), CAPTIONS, strict=True), 1)
+    ]
 
 
 @torch.no_grad()

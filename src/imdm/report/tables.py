@@ -68,15 +68,17 @@ class Table:
 
     def rich(self) -> RichTable:
         table = RichTable(title=self.title, caption=self.note or None, title_justify="left", caption_justify="left")
-        for index, column in enumerate(self.columns):
-            table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
+        for index, (column, *cells) in enumerate(zip(self.columns, *self.rows, strict=True)):
+            is_left = index == 0 or any(map(_is_words, cells))
+            table.add_column(column, justify="left" if is_left else "right", overflow="fold")
         for row in self.rows:
             table.add_row(*row)
         return table
 
 
 def _row(cells: Sequence[str]) -> str:
-    """The first cell names the row, or, where it stands alone, the rows below. What stands in brackets behind a figure, and an error, is never broken."""
+    """The first cell names the row, or, where it stands alone, the rows below. What stands in brackets behind a
+    figure, and an error, is never broken."""
     shown = [ASIDE.sub(r"<small>\1</small>", escape(cell)).replace("± ", "±&nbsp;") for cell in cells]
     if len(cells) > 2 and not any(cells[1:]):
         return f"<th scope=rowgroup colspan={len(cells)}>{shown[0]}</th>"

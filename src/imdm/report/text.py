@@ -92,7 +92,9 @@ def quality(rows: list[Row], judge: str | None, number: int, own: set[str]) -> l
     the run's stages, one of which the judge may be. Where a method was measured with several masks of a kind, these
     have a section of their own."""
     every, rows = read_by(rows, judge), usual(read_by(rows, judge))
-    panels = {title: curves(rows, metric, words=True) for metric, title in CURVES.items() if not number or metric == "gen_ppl"}
+    panels = {
+        title: curves(rows, metric, words=True) for metric, title in CURVES.items() if not number or metric == "gen_ppl"
+    }
     panels = {title: found for title, found in panels.items() if found}
     if not panels:
         return []
@@ -107,7 +109,9 @@ def quality(rows: list[Row], judge: str | None, number: int, own: set[str]) -> l
     for place, (method, masks) in enumerate(several_masks(every).items(), 1):
         metric = "gen_ppl" if any(row.metric == "gen_ppl" for row in masks) else "entropy"
         picture = _picture(f"masks-{place}{nth}", CURVES[metric], curves(masks, metric, words=True))
-        sections.append(Section(f"{method_in_words(method)}: masks compared{by}", "", [Beside([picture]), *_tables(masks, number)]))
+        sections.append(
+            Section(f"{method_in_words(method)}: masks compared{by}", "", [Beside([picture]), *_tables(masks, number)])
+        )
     return sections
 
 
@@ -210,7 +214,9 @@ def step_table(rows: list[Row]) -> Table:
     for name in ppl or entropy:
         cells = []
         for k in steps:
-            spread = f"{entropy[name][k][0]:.2f}" if k in entropy.get(name, {}) else "–" if k in ppl.get(name, {}) else ""
+            spread = (
+                f"{entropy[name][k][0]:.2f}" if k in entropy.get(name, {}) else "–" if k in ppl.get(name, {}) else ""
+            )
             cells.append(f"{_shown(ppl[name][k][0])} ({spread})" if k in ppl.get(name, {}) else spread)
         table.rows.append((name, *((str(seeds[name]),) if counted else ()), *cells))
     return table
@@ -282,10 +288,13 @@ def frontier(rows: list[Row]) -> list[Section]:
         return []
     varied, likely = _once(rows, "real_entropy"), _once(rows, "real_ppl")
     goal = (_mean(varied)[0], _mean(likely)[0]) if varied and likely else None
-    words = "Each point is a temperature, the lowest and the highest named beside it. Lower is likelier to the judge, further right is more varied"
+    words = "Each point is a temperature, the lowest and the highest named beside it. Lower is likelier to the judge, "
+    words += "further right is more varied"
     words += "; the star is real held-out text." if goal else "."
     pictures = [
-        Picture(f"frontier-{number}", plots.svg(plots.frontier(title, found, goal)), f"Perplexity over entropy in {title}")
+        Picture(
+            f"frontier-{number}", plots.svg(plots.frontier(title, found, goal)), f"Perplexity over entropy in {title}"
+        )
         for number, (title, found) in enumerate(panels.items(), 1)
     ]
     if not any(Frontier.of(rows, judge=judge) for judge in {row.judge for row in rows}):
@@ -313,7 +322,9 @@ def cost_of_steps(rows: list[Row]) -> list[Section]:
     )
     black = [name for _, _, name in COST.values()]
     pictures = [
-        Picture(f"cost-{number}", plots.svg(plots.over_steps(title, found, floors=black)), f"Factorization error, {title}")
+        Picture(
+            f"cost-{number}", plots.svg(plots.over_steps(title, found, floors=black)), f"Factorization error, {title}"
+        )
         for number, (title, found) in enumerate(panels.items(), 1)
     ]
     return [Section("What steps cost", words, [Beside(pictures)])]
@@ -328,8 +339,8 @@ def highlights(rows: list[Row]) -> list[tuple[str, str]]:
     return [
         (
             f"{ratio.value:.2f}",
-            f"({ratio.low:.2f}–{ratio.high:.2f}) of the single mask's perplexity with infinite masks, {method_in_words(ratio.method)}, "
-            f"{steps_in_words(ratio.steps)}",
+            f"({ratio.low:.2f}–{ratio.high:.2f}) of the single mask's perplexity with infinite masks, "
+            f"{method_in_words(ratio.method)}, {steps_in_words(ratio.steps)}",
         )
         for ratio in found[:3]
     ]

@@ -14,11 +14,12 @@ from imdm.runs.status import DONE, in_words, read_done, shown_signals
 from imdm.training.history import LOSS, last_loss, loss_in_words, read_history
 
 NOTE = (
-    f"Stage: its folder in the run, which the column from names too. {LOSS[0].upper()}{LOSS[1:]}. Signals at the end. Fitted: the share of masked tokens of its pairs that a ReDi student says with a chance above "
-    "½. Of match: the perplexity of its texts, by the teacher, over that of the teacher's own at equal entropy; the "
-    "pooled entropy that they lack; the score of the average that was kept, the lower the better. Overlap: what part "
-    "of a student's writing, six tokens at a time, its pairs have, at the most steps measured; in brackets that of the "
-    "model that made the pairs. Minutes since the last stop."
+    f"Stage: its folder in the run. {LOSS[0].upper()}{LOSS[1:]}. Signals at the end. Fitted: the share of masked "
+    "tokens of its pairs that a ReDi student says with a chance above ½. Of match: the perplexity of its texts, by the "
+    "teacher, over that of the teacher's own at equal entropy; the pooled entropy that they lack (nats); the score of "
+    "the average that was kept, the lower the better. Overlap: what part of a student's writing, six tokens at a time, "
+    "its pairs have, at the most steps measured; in brackets that of the model that made the pairs. Minutes since the "
+    "last stop."
 )
 
 

@@ -97,7 +97,7 @@ def _train(run: Run, name: str, stage: TrainStage) -> str:
         folder = trainer.train()
         end = last_loss(read_history(run.folder / name))
         if end is not None:
-            bar(trainer.step, f"loss {loss_in_words(end)} (mean of the last {LAST} logged)  {speed}")
+            bar(trainer.step, f"loss {loss_in_words(end)} (mean of the last {LAST})  {speed}")
     _carry_tokenizer(run, stage, folder)
     return fingerprint(load_model(folder))
 
