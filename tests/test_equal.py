@@ -208,9 +208,10 @@ def test_what_is_no_logarithm_is_compared_by_its_difference() -> None:
     assert shared.value == pytest.approx(exp(4.2))
     table = variety_table(rows)
     assert table is not None
-    assert table.columns == ("metric", "method", "mask", "2 steps", "4 steps")
-    assert table.rows[0] == ("pooled_entropy", "redi", "single", "-0.100 (-0.100–-0.100)", "")
-    assert table.rows[1][:4] == ("shared_4grams", "redi", "single", "")
+    assert table.columns == ("metric", "model", "2 steps", "4 steps")
+    student = "student, single mask (ReDi)"
+    assert table.rows[0] == ("entropy of all samples together (nats)", student, "-0.100 (-0.100–-0.100)", "")
+    assert table.rows[1][:3] == ("4-grams shared with other samples (share)", student, "")
     assert variety_table(teacher()) is None
 
 
@@ -222,11 +223,11 @@ def test_the_table_stands_in_the_report_where_there_is_a_frontier(tmp_path: Path
     table = equal_entropy_table(rows, "j")
     assert table is not None
     assert table.title == "Perplexity at equal entropy"
-    assert table.columns == ("method", "mask", "2 steps")
+    assert table.columns == ("model", "2 steps")
     assert table.rows == [
-        ("redi", "infinite", "3.00 (3.00–3.00)"),
-        ("redi", "single", "4.95 (4.95–4.95) ↓"),
-        ("teacher", "single", "7.39 (7.39–7.39) ↑"),
+        ("student, infinite masks (ReDi)", "3.00 (3.00–3.00)"),
+        ("student, single mask (ReDi)", "4.95 (4.95–4.95) ↓"),
+        ("teacher", "7.39 (7.39–7.39) ↑"),
     ]
     assert "4 points in 64 steps, entropies 4.00 to 4.40 (temperature 0.7, 0.8, 0.9, 1)" in table.note
     (tmp_path / "results.jsonl").write_text("".join(one.model_dump_json() + "\n" for one in rows))
@@ -237,7 +238,7 @@ def test_the_table_stands_in_the_report_where_there_is_a_frontier(tmp_path: Path
         f"{table.title}, against the lower envelope over top-p",
     ]
     assert "top-p 0.8" in section.parts[1].note
-    assert section.parts[1].rows[0][2].startswith("4.06")
+    assert section.parts[1].rows[0][1].startswith("4.06")
     assert "4.95 (4.95–4.95) ↓" in page.markdown()
     assert "4.95 (4.95–4.95) ↓" in page.html()
     printed = CliRunner().invoke(app, ["report", str(tmp_path), "--html", str(tmp_path / "page.html")])

@@ -314,10 +314,10 @@ def test_compatibility_reports_both_ways(tmp_path: Path) -> None:
     report = build_report(tmp_path)
     table = report.sections[0].parts[0]
     assert [cells[:2] for cells in table.rows] == [
-        ("from scratch", "MDLM"),
-        ("from scratch", "IMDM"),
-        ("fine-tuned", "MDLM"),
-        ("fine-tuned", "IMDM"),
+        ("from scratch", "single mask (MDLM)"),
+        ("from scratch", "infinite masks (IMDM)"),
+        ("fine-tuned", "single mask (MDLM)"),
+        ("fine-tuned", "infinite masks (IMDM)"),
     ]
     assert [cells[-1] for cells in table.rows] == ["30.94", "31.69", "30.85", "30.91"]
     assert re.fullmatch(r"0\.\d{4}", report.highlights[0][0])

@@ -12,7 +12,6 @@ import torch
 from imdm.evaluation import Row
 from imdm.files import write_json
 from imdm.recipes import Recipe, load_recipe
-from imdm.report.plots import over_steps
 from imdm.report.ratios import interval, ratio_table, ratios
 from imdm.report.text import curves, highlights, quality, set_apart, several_masks, text_page, usual
 from imdm.report.trained import overlap
@@ -60,16 +59,16 @@ def test_intervals_grow_with_errors_and_shrink_with_seeds() -> None:
 def test_the_table_and_the_page_tell_masks_and_judges_apart() -> None:
     table = ratio_table(ROWS)
     assert table is not None
-    assert [cells[:2] for cells in table.rows] == [("redi", "infinite-a"), ("redi", "infinite-b")]
-    assert table.rows[0][2].startswith("0.612 (0.5")
-    assert table.rows[0][2].endswith("[+0.10]")
+    assert [cells[0] for cells in table.rows] == ["infinite masks, a", "infinite masks, b"]  # one method: masks alone
+    assert table.rows[0][1].startswith("0.612 (0.5")
+    assert table.rows[0][1].endswith("[+0.10]")
     assert ratio_table(ROWS[:1]) is None
     assert set(curves(ROWS, "gen_ppl")) == {"redi mdlm", "redi infinite-a", "redi infinite-b"}
     other = [row("single", 0, 7.0, judge="k"), row("infinite-a", 0, 7.7, judge="k")]
     (first, masks), (second,) = (quality(ROWS + other, judge, number, {"j"}) for number, judge in enumerate("jk"))
     assert first.title == "Quality over steps"
     assert first.text.endswith("Judge: j, a model that this run trained on the same text.")
-    assert masks.title == "redi: masks compared"
+    assert masks.title == "ReDi: masks compared"
     assert second.title == "Quality over steps, by k"
     assert second.text.endswith("Judge: k.")
     shown = [part.markdown() for part in second.parts if hasattr(part, "markdown")]
@@ -86,16 +85,6 @@ def test_of_several_masks_the_one_of_most_students_stands_for_its_kind() -> None
     assert usual([]) == []
 
 
-def test_lines_of_one_colour_differ_and_many_names_stand_below() -> None:
-    few = {f"m{i} mdlm": {1: (2.0, 0.1), 2: (1.0, 0.1)} for i in range(3)}
-    (axis,) = over_steps("few", few).axes
-    assert len({line.get_linestyle() for line in axis.lines if line.get_linestyle() != "None"}) >= 3
-    assert axis.get_legend() is not None
-    many = over_steps("many", {f"{name}, {k}": points for name, points in few.items() for k in range(3)})
-    assert many.axes[0].get_legend() is None
-    assert len(many.legends) == 1
-
-
 def test_means_over_seeds_have_the_larger_error_and_real_text_its_own() -> None:
     same = [row("single", seed, 50.0, metric="real_ppl", stderr=2.0) for seed in (0, 1)]
     assert curves(same, "real_ppl") == {"redi mdlm": {2: (50.0, 2.0)}}
@@ -109,7 +98,7 @@ def test_headlines_say_how_sure_they_are() -> None:
     (first, *_) = highlights(ROWS)
     assert first[0] == "0.61"
     assert first[1].startswith("(0.5")
-    assert first[1].endswith("of the single mask's perplexity, redi, 2 steps")
+    assert first[1].endswith("of the single mask's perplexity with infinite masks, ReDi, 2 steps")
     more = [row(mask, 0, value, method="sdtt+redi") for mask, value in (("single", 2.0), ("infinite-a", 1.0))]
     assert [words for _, words in highlights([*more, *ROWS])] == [words for _, words in highlights(ROWS)]
 

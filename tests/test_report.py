@@ -55,7 +55,10 @@ def test_a_page_of_text(tmp_path: Path) -> None:
         "The paper's tables",
     ]
     table = report.sections[0].parts[1]
-    assert table.rows == [("redi mdlm", "200.0 (4.20)", "50.0 (4.20)"), ("redi imdm", "100.0 (4.20)", "25.0 (4.20)")]
+    assert table.rows == [
+        ("student, single mask (ReDi)", "200.0 (4.20)", "50.0 (4.20)"),
+        ("student, infinite masks (ReDi)", "100.0 (4.20)", "25.0 (4.20)"),
+    ]
     page = report.write(tmp_path / "run").read_text()
     assert page.count("<details>") == page.count("</details>") == 2
     assert "Judge: j." in page
@@ -65,17 +68,17 @@ def test_a_page_of_text(tmp_path: Path) -> None:
 
 
 def test_ours_stands_beside_the_papers(tmp_path: Path) -> None:
-    rows = [row("imdm", 4, 90.0, 1.0, "sdtt+redi").model_copy(update={"metric": "gen_ppl"})]
+    rows = [row("imdm", 4, 90.0, 1.0, "sdtt+redi", "infinite-normal-8-1.0").model_copy(update={"metric": "gen_ppl"})]
     rows.append(rows[0].model_copy(update={"metric": "entropy", "value": 4.2}))
     (first, second) = paper_beside("lm1b", rows)
-    assert first.columns[-1] == "ours: sdtt+redi imdm, gen_ppl"
+    assert first.columns[-1] == "ours: student, infinite masks (SDTT + ReDi), generative perplexity"
     assert [cells[-1] for cells in first.rows] == ["–", "90.00", "–", "–"]
     assert second.title.startswith("Table 5.")
     assert paper_beside("elsewhere", rows) == []
     after_prompts = [rows[0].model_copy(update={"metric": metric}) for metric in ("cond_gen_ppl", "cond_mauve")]
     (third,) = paper_beside("owt", after_prompts)
     assert third.title.startswith("Table 7.")
-    assert third.columns[-1] == "ours: sdtt+redi imdm, cond_mauve"
+    assert third.columns[-1] == "ours: student, infinite masks (SDTT + ReDi), MAUVE after prompts"
 
 
 def test_seeds_are_averaged() -> None:
@@ -96,9 +99,9 @@ def test_several_runs_make_one_page(tmp_path: Path) -> None:
 
 def test_written_text_is_escaped_and_coloured() -> None:
     shown = Written("x:", [("<b>", -1), (" & ", 0), ("late", 3)], steps=4)
-    assert '<span style="font-weight:600" title="step 0">&lt;b&gt;</span>' in shown.html()
-    assert "rgb(60,110,240)" in shown.html()
-    assert "rgb(240,110,60)" in shown.html()
+    assert '<span style="font-weight:600" title="given">&lt;b&gt;</span>' in shown.html()
+    assert 'color:rgb(43,79,173)" title="step 1"' in shown.html()
+    assert 'color:rgb(173,79,43)" title="step 4"' in shown.html()
     assert shown.markdown() == "> **x:** *<b>* & late"
 
 
@@ -130,6 +133,7 @@ def test_the_frontier_needs_several_temperatures() -> None:
     rows += [at("gen_ppl", 60.0, 0.8), at("entropy", 3.8, 0.8)]
     (section,) = frontier(rows)
     assert "star" not in section.text
+    assert section.text.endswith("needs the teacher at 4 temperatures or more, in one step count.")
     assert "0.8" in section.parts[0].parts[0].svg
     rows += [at("real_ppl", 50.0, 1.0), at("real_entropy", 4.1, 1.0)]
     assert "star" in frontier(rows)[0].text

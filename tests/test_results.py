@@ -217,7 +217,7 @@ def test_the_page_can_be_made_again_and_its_tables_are_printed_whole(tmp_path: P
     assert done.returncode == 0, done.stderr
     assert "0.783 (0.762–0.804) [+0.01]" in done.stdout
     assert "…" not in done.stdout
-    assert "sdtt+redi: masks compared, by smollm2" in (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "SDTT + ReDi: masks compared, by smollm2" in (tmp_path / "page.html").read_text(encoding="utf-8")
     assert {file: file.read_bytes() for file in GRID.iterdir() if file.is_file()} == before
     assert "is a folder; name a file" in refused(command("report", GRID, "--html", tmp_path))
 
