@@ -143,13 +143,13 @@ def test_reproduce_leaves_results_and_reports(run: Path) -> None:
     assert {r.seed for r in rows} == {0}
     assert len({r.recipe_hash for r in rows}) == 1
     page = (run / "report.html").read_text()
-    assert page.count("data:image/svg+xml;base64,") == 2
+    assert page.count("data:image/svg+xml,") == 3
     assert not re.search(r"(src|href)=[\"']?(https?:|/)", page)
     assert "97.7%" in page
     text = (run / "report.md").read_text()
     assert "Table 1" in text
     pictures = re.findall(r"\]\((pictures/.*?)\)", text)
-    assert len(pictures) == 2
+    assert len(pictures) == 3
     assert all((run / picture).read_text().startswith("<?xml") for picture in pictures)
     assert MaskedDiffusionLM.from_pretrained(run / "seed-0" / "imdm" / "model").mask.kind == "infinite"
     history = [json.loads(line) for line in (run / "seed-0" / "imdm" / "history.jsonl").read_text().splitlines()]

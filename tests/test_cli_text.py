@@ -407,7 +407,7 @@ def test_students_of_several_seeds_and_a_judge_of_ones_own(tmp_path: Path) -> No
     page = (tmp_path / "run" / "report.md").read_text()
     pairs, steps, batch = stages["pairs"]["pairs"], student["training"]["steps"], student["training"]["batch"]
     assert f"| {steps} × {batch} | {pairs} | {steps * batch / pairs:.0f} |" in page
-    assert re.search(r"\| student-1 \| teacher \| redi \|.*\| \d+\.\d \|\n", page)
+    assert re.search(r"\| student-1 \| teacher \| ReDi \|.*\| \d+\.\d \|\n", page)
     assert re.search(r"\nteacher +nelbo +done .* \d+\.\d min\n", imdm("status", tmp_path / "run").stdout)
     text = (tmp_path / "mine.yaml").read_text()
     (tmp_path / "other.yaml").write_text(text.replace("judge_stage: reader", "judge_stage: teacher"))

@@ -240,7 +240,7 @@ def test_the_table_stands_in_the_report_where_there_is_a_frontier(tmp_path: Path
     assert "top-p 0.8" in section.parts[1].note
     assert section.parts[1].rows[0][1].startswith("4.06")
     assert "4.95 (4.95–4.95) ↓" in page.markdown()
-    assert "4.95 (4.95–4.95) ↓" in page.html()
+    assert "4.95 <small>(4.95–4.95)</small> ↓" in page.html()
     printed = CliRunner().invoke(app, ["report", str(tmp_path), "--html", str(tmp_path / "page.html")])
     assert printed.exit_code == 0, printed.output
     assert "4.95 (4.95–4.95) ↓" in printed.output

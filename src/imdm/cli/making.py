@@ -319,7 +319,7 @@ def status(run: Annotated[Path, typer.Argument(help="Folder of a run.")]) -> Non
     check_holds(run, "recipe.json")
     from imdm.runs.status import in_words
     from imdm.runs.status import status as read_status
-    from imdm.training.history import LOSS, loss_in_words
+    from imdm.training.history import LAST, loss_in_words
 
     runs = read_status(run)
     for name, stages in runs.items():
@@ -327,7 +327,7 @@ def status(run: Annotated[Path, typer.Argument(help="Folder of a run.")]) -> Non
             say(f"{name}: all {len(stages)} stages done")
             continue
         say(f"{name}:")
-        columns = ("stage", "kind", "state", "done", "round", "loss", "signals", "time")
+        columns = ("stage", "kind", "state", "done", "round", f"loss (last {LAST})", "signals", "time")
         table = RichTable(*columns, box=None, pad_edge=False)
         for row in stages:
             done = f"{row.done:,} of {row.total:,}" if row.total else ""
@@ -338,7 +338,6 @@ def status(run: Annotated[Path, typer.Argument(help="Folder of a run.")]) -> Non
                 row.name, row.kind, row.state, done, round, loss_in_words(row.loss), in_words(row.signals), time
             )
         show(table)
-    say(LOSS)
 
 
 @app.command()

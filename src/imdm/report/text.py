@@ -245,7 +245,10 @@ def other_figures(rows: list[Row]) -> list[Part]:
         else:
             apart.append((words, *("" for _ in steps)))
             apart += [(name, *mine) for name, mine in cells.items()]
-    over = Table("Other figures", ("model", *map(steps_in_words, steps)), [*shared, *apart])
+    names = ", ".join(dict.fromkeys(row.metric for row in rows if row.metric not in WRITTEN))
+    over = Table(
+        "Other figures", ("model", *map(steps_in_words, steps)), [*shared, *apart], f"In results.jsonl: {names}."
+    )
     return [table for table in (once, over) if table.rows]
 
 
