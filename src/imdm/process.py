@@ -62,8 +62,8 @@ class Split:
 @dataclass(frozen=True)
 class Process:
     """Mask diffusion over V ∪ M (Eq. 10) for one schedule and one kind of mask; with `mixture`, each state also
-    carries one latent λ ~ U(0, 1). With an `ending`, rows are whole texts: what comes after a visible end is padding with
-    certainty, and is never masked.
+    carries one latent λ ~ U(0, 1). With an `ending`, rows are whole texts: what comes after a visible end is padding
+    with certainty, and is never masked.
 
     >>> from imdm.masks import Single
     >>> from imdm.schedule import LogLinear

@@ -39,8 +39,8 @@ class MaskedDiffusionConfig(PreTrainedConfig):
     width, dropout  of any backbone
     blocks, heads, softcap    of `dit`; `preset` fills width, blocks, heads and condition
     condition       of `dit`: width of adaLN's conditioning; 0: folded into the other weights (`fold_conditioning`)
-    eos_token_id, pad_token_id   given where rows are whole texts (`Ending`): what follows the end token is padding. None:
-                    rows are cut from a stream
+    eos_token_id, pad_token_id   where rows are whole texts (`Ending`): what follows the end token is padding. None: rows
+                    are cut from a stream
     causal          each position sees those before it alone: a language model that reads from left to right, to judge
                     what others write (objective `autoregressive`); it writes nothing itself
     """
@@ -91,13 +91,13 @@ class MaskedDiffusionConfig(PreTrainedConfig):
         check_whole("model.mask_token_id", mask_token_id, 0, vocab_size - 1)
         if (eos_token_id is None) != (pad_token_id is None):
             raise UserError("model.eos_token_id and pad_token_id: give both, for rows that are whole texts, or neither")
-        for field, value in (("eos_token_id", eos_token_id), ("pad_token_id", pad_token_id)):
-            if value is None:
+        for field, token in (("eos_token_id", eos_token_id), ("pad_token_id", pad_token_id)):
+            if token is None:
                 continue
-            check_whole(f"model.{field}", value, 0, vocab_size - 1)
-            if value == mask_token_id:
-                raise UserError(f"model.{field} = {value}: that is the mask; a text ends with another token")
-            setattr(self, field, value)
+            check_whole(f"model.{field}", token, 0, vocab_size - 1)
+            if token == mask_token_id:
+                raise UserError(f"model.{field} = {token}: that is the mask; a text ends with another token")
+            setattr(self, field, token)  # not kept where it is None, so that configurations are what they were
         self.vocab_size, self.length = vocab_size, length
         self.width, self.blocks, self.heads, self.condition = width, blocks, heads, condition
         self.dropout, self.softcap = float(dropout), softcap
