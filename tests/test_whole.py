@@ -52,8 +52,7 @@ def test_law_of_the_sampler(policy: str, steps: int, symbols: int, length: int, 
 
 
 def test_law_of_the_process() -> None:
-    """The plain loop over `Process.reverse`, whose proposals no bar has touched: there marks may come before text, which
-    then stays, so that only what was masked is shut."""
+    """`Process.reverse` shuts texts as the sampler does."""
     denoiser = TableDenoiser(3, 3, 1, seed=3, ending=TWO)
     made = plain_sample(denoiser, torch.full((N, 3), 3), KEYS, 1, "keep")
     law = sequence_law(chain_law(denoiser, all_masked(3, 1), 1, "keep"), 3, 3)

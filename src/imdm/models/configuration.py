@@ -39,8 +39,8 @@ class MaskedDiffusionConfig(PreTrainedConfig):
     width, dropout  of any backbone
     blocks, heads, softcap    of `dit`; `preset` fills width, blocks, heads and condition
     condition       of `dit`: width of adaLN's conditioning; 0: folded into the other weights (`fold_conditioning`)
-    eos_token_id, pad_token_id   where rows are whole texts (`Ending`): what follows the end token is padding. None: rows
-                    are cut from a stream
+    eos_token_id, pad_token_id   where rows are whole texts (`Ending`): what follows the end token is padding. None:
+                    rows are cut from a stream
     causal          each position sees those before it alone: a language model that reads from left to right, to judge
                     what others write (objective `autoregressive`); it writes nothing itself
     """
