@@ -10,17 +10,19 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Ending:
-    """How the rows of a model end that writes whole texts: the id of the end token, and that of padding. The two may be
-    one id, as in tokenizers without padding.
+    """How the rows of a model begin and end that writes whole texts: the ids of the begin token, the end token and
+    padding. They may be one id, as in tokenizers that have but one.
 
-    The law of such rows: what comes after the first end or padding token is padding. The first place is the begin
-    token's, whatever its id, and ends nothing.
+    The law of such rows: the first place holds the begin token, and ends nothing; what comes after the first end or
+    padding token is padding. Both are certain, so that they are never masked. (A network that knows distances between
+    positions alone could not tell one mask from another without the begin token.)
 
-    >>> ending = Ending(end=1, pad=2)
+    >>> ending = Ending(begin=0, end=1, pad=2)
     >>> ending.lengths(torch.tensor([[0, 5, 6, 1, 2], [0, 5, 6, 7, 8]]))  # begin and end are counted
     tensor([4, 5])
     """
 
+    begin: int
     end: int
     pad: int
 
@@ -35,7 +37,10 @@ class Ending:
         return (marks.cumsum(-1) - marks.long()) > 0
 
     def closed(self, tokens: Tensor, fresh: Tensor) -> Tensor:
-        """Padding after the first end, where tokens are `fresh` (…, L): masked, or drawn just now."""
+        """The begin token in the first place, and padding after the first end, where tokens are `fresh` (…, L): masked,
+        or drawn just now."""
+        first = torch.arange(tokens.shape[-1], device=tokens.device) == 0
+        tokens = torch.where(fresh & first, self.begin, tokens)
         return torch.where(fresh & self.ended(tokens), self.pad, tokens)
 
     def barred(self, tokens: Tensor, masked: Tensor) -> Tensor:
@@ -43,7 +48,7 @@ class Ending:
         them."""
         visible = ~masked & (tokens != self.pad)
         after = visible.flip(-1).cumsum(-1).flip(-1) - visible.long()
-        return masked & (after > 0) & (torch.arange(tokens.shape[-1], device=tokens.device) > 0)
+        return masked & (after > 0)
 
     def lengths(self, tokens: Tensor) -> Tensor:
         """Tokens up to the first end and with it, (…,); the whole row where there is none."""

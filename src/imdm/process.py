@@ -62,8 +62,8 @@ class Split:
 @dataclass(frozen=True)
 class Process:
     """Mask diffusion over V ∪ M (Eq. 10) for one schedule and one kind of mask; with `mixture`, each state also
-    carries one latent λ ~ U(0, 1). With an `ending`, rows are whole texts: what comes after a visible end is padding
-    with certainty, and is never masked.
+    carries one latent λ ~ U(0, 1). With an `ending`, rows are whole texts: the begin token in the first place, and
+    padding after a visible end, are certain and never masked.
 
     >>> from imdm.masks import Single
     >>> from imdm.schedule import LogLinear
@@ -101,7 +101,7 @@ class Process:
         return Noised(tokens, masked, self.mask.draw(keys, torch.zeros_like(tokens), masked), t, self.latents(keys))
 
     def closed(self, tokens: Tensor, fresh: Tensor) -> Tensor:
-        """Where rows are whole texts: padding after the first end, at places that are `fresh` (B, L)."""
+        """Where rows are whole texts: what is certain of them, at places that are `fresh` (B, L)."""
         return tokens if self.ending is None else self.ending.closed(tokens, fresh)
 
     def barred(self, state: Noised) -> Tensor | None:

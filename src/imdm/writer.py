@@ -79,11 +79,8 @@ class Writer:
                 f"the tokenizer has {special.vocab_size} ids with mask {special.mask}, the model has "
                 f"{config.vocab_size} with mask {config.mask_token_id}; they do not belong together"
             )
-        if config.ending not in (None, Ending(special.end, special.pad)):
-            raise UserError(
-                f"the tokenizer ends texts with {special.end} and pads with {special.pad}, the model with "
-                f"{config.eos_token_id} and {config.pad_token_id}; they do not belong together"
-            )
+        if config.ending not in (None, ending := Ending(special.begin, special.end, special.pad)):
+            raise UserError(f"the tokenizer has {ending}, the model {config.ending}; they do not belong together")
 
     def __repr__(self) -> str:
         return f"Writer({self.model!r})"

@@ -96,14 +96,17 @@ def is_mark(state: State, position: int, ending: Ending) -> bool:
 
 def inner(state: State, position: int, ending: Ending | None) -> bool:
     """Whether text, or the end token where that is not also padding, is visible somewhere after this position."""
-    later = [] if ending is None or position == 0 else state[position + 1 :]
+    later = [] if ending is None else state[position + 1 :]
     return any(kind == "token" and (ending is None or value != ending.pad) for kind, value in later)
 
 
 def shut(before: State, outcome: State, ending: Ending | None) -> State:
-    """Padding after the first mark, wherever there was a mask before the step."""
+    """The begin token in the first place, and padding after the first mark, wherever there was a mask before the
+    step."""
     if ending is None:
         return outcome
+    if before[0][0] == "mask":
+        outcome = (("token", ending.begin), *outcome[1:])
     for first in range(len(outcome)):
         if is_mark(outcome, first, ending):
             rest = zip(before[first + 1 :], outcome[first + 1 :], strict=True)

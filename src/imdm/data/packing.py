@@ -102,7 +102,7 @@ class Prepared(Config):
     @property
     def ending(self) -> Ending | None:
         """How rows end, where they are whole texts."""
-        return Ending(self.end, self.pad) if self.packing == "whole" else None
+        return Ending(self.begin, self.end, self.pad) if self.packing == "whole" else None
 
     def settings(self) -> dict[str, Any]:
         """What must agree for a stopped run to go on."""

@@ -107,7 +107,7 @@ class Metric:
             )
 
 
-class TooShort(UserError):
+class TooShortError(UserError):
     """There are no texts as long as is asked for (`Subject.first`)."""
 
 
@@ -309,7 +309,9 @@ class Evaluation:
             return rows
         rows = rows[:, :first] if size is None else rows[size >= first, :first]
         if len(rows) < 2:
-            raise TooShort(f"first = {first}: fewer than two texts have as many tokens; choose less, or more samples")
+            raise TooShortError(
+                f"first = {first}: fewer than two texts have as many tokens; choose less, or more samples"
+            )
         return rows
 
     def sized(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -16,7 +16,7 @@ from imdm.objectives import Step, nelbo_terms
 def nelbo_of_rows(evaluation: Evaluation) -> Measurement:
     """Monte Carlo over rows, times and masks: the first `samples` rows, one low-discrepancy time a row. On an
     enumerated language rows are exact draws; a token file should be one that was not trained on. Of whole texts: nats a
-    token of the text, its end included; padding is certain after that, costs nothing and is not counted."""
+    token of the text, its end included; the begin token and padding are certain, cost nothing and are not counted."""
     return replace(_bound(evaluation), split=evaluation.subject.split)
 
 
@@ -34,7 +34,7 @@ def _bound(evaluation: Evaluation) -> Measurement:
     terms = evaluation.once("nelbo", lambda: _measure(evaluation))  # (n,), in nats a place of the row
     data = evaluation.source("data")
     _, size = evaluation.sized(data.rows(torch.arange(len(terms)))["tokens"])
-    return mean(terms) if size is None else ratio(terms.double() * data.length, size)
+    return mean(terms) if size is None else ratio(terms.double() * data.length, size - 1)
 
 
 def _measure(evaluation: Evaluation) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 
 from imdm.config import digest
 from imdm.errors import UserError
-from imdm.evaluation.base import Evaluation, Measurement, Metric, Subject, TooShort, metrics
+from imdm.evaluation.base import Evaluation, Measurement, Metric, Subject, TooShortError, metrics
 from imdm.evaluation.conditional import Conditional
 from imdm.evaluation.judge import Judge
 from imdm.evaluation.mauve import NO_LIBRARY, Embedder, has_mauve, load_embedder
@@ -49,7 +49,7 @@ def measure(names: Sequence[str], subject: Subject | Evaluation, *, finite: bool
 def _measured(metric: Metric, evaluation: Evaluation) -> Measurement:
     try:
         return metric.measure(evaluation)
-    except TooShort:
+    except TooShortError:
         subject = evaluation.subject
         judge = subject.judge.label if metric.named and subject.judge is not None else None
         return Measurement(inf, float("nan"), 0, judge, subject.split if "data" in metric.reads else None)

@@ -39,13 +39,14 @@ class MaskedDiffusionConfig(PreTrainedConfig):
     width, dropout  of any backbone
     blocks, heads, softcap    of `dit`; `preset` fills width, blocks, heads and condition
     condition       of `dit`: width of adaLN's conditioning; 0: folded into the other weights (`fold_conditioning`)
-    eos_token_id, pad_token_id   where rows are whole texts (`Ending`): what follows the end token is padding. None:
-                    rows are cut from a stream
+    bos_token_id, eos_token_id, pad_token_id   where rows are whole texts (`Ending`): what follows the end token is
+                    padding. None: rows are cut from a stream
     causal          each position sees those before it alone: a language model that reads from left to right, to judge
                     what others write (objective `autoregressive`); it writes nothing itself
     """
 
     model_type = "imdm"
+    bos_token_id: int | None = None
     eos_token_id: int | None = None
     pad_token_id: int | None = None
 
@@ -66,6 +67,7 @@ class MaskedDiffusionConfig(PreTrainedConfig):
         causal: bool = False,
         backbone: Any = None,
         tie_word_embeddings: bool = False,
+        bos_token_id: int | None = None,
         eos_token_id: int | None = None,
         pad_token_id: int | None = None,
         **kwargs: Any,
@@ -89,9 +91,10 @@ class MaskedDiffusionConfig(PreTrainedConfig):
             raise UserError("model.causal = true: such a model has a single mask, no mixture and no softcap")
         mask_token_id = vocab_size - 1 if mask_token_id is None else mask_token_id
         check_whole("model.mask_token_id", mask_token_id, 0, vocab_size - 1)
-        if (eos_token_id is None) != (pad_token_id is None):
-            raise UserError("model.eos_token_id and pad_token_id: give both, for rows that are whole texts, or neither")
-        for field, token in (("eos_token_id", eos_token_id), ("pad_token_id", pad_token_id)):
+        special = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
+        if len({token is None for token in special.values()}) > 1:
+            raise UserError(f"model: {', '.join(special)}: give all, for rows that are whole texts, or none")
+        for field, token in special.items():
             if token is None:
                 continue
             check_whole(f"model.{field}", token, 0, vocab_size - 1)
@@ -108,7 +111,7 @@ class MaskedDiffusionConfig(PreTrainedConfig):
         backbones[parsed.kind].check(self, parsed)
         super().__init__(**kwargs)
         if eos_token_id is not None:  # else not kept, so that a configuration is what it was
-            self.eos_token_id, self.pad_token_id = eos_token_id, pad_token_id
+            self.bos_token_id, self.eos_token_id, self.pad_token_id = bos_token_id, eos_token_id, pad_token_id
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Masks and schedules are kept as plain settings, however they were given."""
@@ -130,10 +133,10 @@ class MaskedDiffusionConfig(PreTrainedConfig):
 
     @property
     def ending(self) -> Ending | None:
-        """How rows end, where they are whole texts."""
-        if self.eos_token_id is None or self.pad_token_id is None:
+        """How rows begin and end, where they are whole texts."""
+        if self.bos_token_id is None or self.eos_token_id is None or self.pad_token_id is None:
             return None
-        return Ending(self.eos_token_id, self.pad_token_id)
+        return Ending(self.bos_token_id, self.eos_token_id, self.pad_token_id)
 
     @property
     def law(self) -> list[Any]:
@@ -141,7 +144,7 @@ class MaskedDiffusionConfig(PreTrainedConfig):
         law: list[Any] = [parse_mask(self.mask).hashed(), parse_schedule(self.schedule).hashed()]
         law += [self.mask_token_id, self.vocab_size, self.heads, self.softcap]
         law += ["causal"] * self.causal
-        law += [] if self.ending is None else ["whole texts", self.eos_token_id, self.pad_token_id]
+        law += [] if self.ending is None else ["whole texts", self.bos_token_id, self.eos_token_id, self.pad_token_id]
         backbone = parse_backbone(self.backbone)
         return law if is_default(backbone) else [*law, backbone.hashed()]
 

@@ -62,7 +62,7 @@ def standing(teacher: MaskedDiffusionLM, texts: Tensor, keys: Tensor) -> Standin
             found[part] += (missed.new_zeros(len(part)).index_add(0, rows.sequence, missed) / many[part]) / READINGS
     home = texts.cpu()
     size = lengths(home, process.ending)
-    nll = float(found.mean() if size is None else L * found.sum() / size.sum())
+    nll = float(found.mean() if size is None else L * found.sum() / (size - 1).sum())
     begun = home if size is None else home[size >= L // QUARTER, : L // QUARTER]
     entropy = sample_entropy(begun) if len(begun) else sample_entropy(home, size)
     return Standing(nll, float(entropy.mean()), pooled(home, size).value, shared_grams(home, size).value)

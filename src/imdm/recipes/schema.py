@@ -85,7 +85,7 @@ class ModelSettings(Config):
         given = {k: v for k, v in self.model_dump().items() if v is not None and k != "preset"}
         given = {"length": length, "vocab_size": vocab_size, "mask_token_id": mask_token_id} | given
         if ending is not None:
-            given |= {"eos_token_id": ending.end, "pad_token_id": ending.pad}
+            given |= {"bos_token_id": ending.begin, "eos_token_id": ending.end, "pad_token_id": ending.pad}
         if causal:
             given |= {"causal": True, "mask": "single", "mixture": False, "softcap": None}
         return (

@@ -268,7 +268,7 @@ def sample(
         written += len(u)
         if ending is not None:
             shut = process.closed(tokens[active], holes)
-            filled = holes & ending.ended(shut)
+            filled = holes & ending.ended(shut)  # the first place was never a hole
             tokens[active] = shut
             log_probs[active] = log_probs[active].masked_fill(filled, 0.0)
             revealed_at[active] = torch.where(filled & masked[active], now[:, None], revealed_at[active])
