@@ -632,7 +632,7 @@ def tiny_stories(path: Path) -> Recipe:
     model = {"width": 32, "blocks": 2, "heads": 2, "condition": 8, "dropout": 0.0}
     kept = ("frontier", "measure", "texts", "texts-many")
     stages = {name: stage for name, stage in stages.items() if stage["kind"] == "train" or name in kept}
-    return parse_recipe(settings | {"data": data, "model": model, "stages": stages})
+    return parse_recipe(settings | {"data": data, "model": model, "stages": stages, "threads": 1})
 
 
 @pytest.mark.slow

@@ -62,9 +62,10 @@ class Ending:
         """Which rows are whole texts: (…,)."""
         return (tokens == self.closed(tokens, torch.ones_like(tokens, dtype=torch.bool))).all(-1)
 
-    @property
-    def ids(self) -> list[int]:
-        return sorted({self.end, self.pad})
+    def among(self, vocab_size: int, device: torch.device) -> Tensor:
+        """Which of all ids are the end token and padding: (V,). Made on the device, so that a GPU waits for nothing."""
+        every = torch.arange(vocab_size, device=device)
+        return (every == self.end) | (every == self.pad)
 
 
 def lengths(tokens: Tensor, ending: Ending | None) -> Tensor | None:

@@ -72,7 +72,7 @@ def chain_law(
                 if kind == "token":
                     options.append([((kind, value), 1.0)])
                     continue
-                never = process.ending.ids if inner(state, position, process.ending) else []
+                never = {process.ending.end, process.ending.pad} if inner(state, position, process.ending) else set()
                 left = 1.0 - sum(float(probs[row, position, v]) for v in never)
                 said = {v: float(probs[row, position, v]) / left for v in range(process.mask_id) if v not in never}
                 here = [(("token", v), reveal * p) for v, p in said.items()]

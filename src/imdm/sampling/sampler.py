@@ -148,7 +148,7 @@ def draw_tokens(
     """A token for each hidden row (R, ·) from the head, so that (R, V) is never held whole: by one kernel on a GPU, in
     chunks elsewhere. barred (R,): where neither end nor padding may be drawn, of a model of whole texts."""
     ending = denoiser.process.ending
-    never = None if barred is None or ending is None else torch.tensor(ending.ids, device=rows.device)
+    never = None if barred is None or ending is None else ending.among(denoiser.vocab_size, rows.device)
     if rows.is_cuda and temperature == top_p == 1.0:
         head = denoiser.head_of(rows)
         if head.layer is not None and is_plain(head.layer) and (fast := kernels("draw")):
@@ -157,7 +157,7 @@ def draw_tokens(
             drawn = Drawn(*fast.draw_from_head(known, weight, bias, head.never, u))
             if never is None or barred is None:
                 return drawn
-            others = bias.index_fill(0, never, -torch.inf)
+            others = bias.masked_fill(never, -torch.inf)
             inside = Drawn(*fast.draw_from_head(known, weight, others, head.never, u))
             both = zip(vars(inside).values(), vars(drawn).values(), strict=True)
             return Drawn(*(torch.where(barred, one, other) for one, other in both))
@@ -168,7 +168,7 @@ def draw_tokens(
         part = slice(first, first + size)
         given = denoiser.head(rows[part])
         if never is not None and barred is not None:
-            others = torch.log_softmax(given.index_fill(-1, never, -torch.inf), -1)
+            others = torch.log_softmax(given.masked_fill(never, -torch.inf), -1)
             given = torch.where(barred[part, None], others, given)
         tokens[part] = draw(given, u[part], temperature, top_p)
         log_probs[part] = given.gather(-1, tokens[part, None])[:, 0].float()
