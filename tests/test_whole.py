@@ -645,9 +645,8 @@ def test_the_recipe_in_small(tmp_path: Path) -> None:
     rows = read(run.results_file)
     assert {(row.metric, row.first) for row in rows} >= {("entropy", 6), ("gen_ppl", 6), ("length", None)}
     by = {(row.method, row.steps, row.metric): row.value for row in rows if row.seed == 0}
-    assert by["teacher", 4, "real_length" if ("teacher", 4, "real_length") in by else "length"] > 0
     assert by["teacher", 4, "unfinished"] < 0.2
-    assert by["teacher", 4, "length_distance"] < 3
+    assert by["teacher", 4, "length_distance"] < 2.5
     assert by["teacher", 1, "val_ppl"] < 10
     run = Run(recipe, tmp_path / "run")
     run.all()  # finished stages stay finished, those whose n depends on what was written too
