@@ -24,6 +24,7 @@ from imdm.ending import Ending, lengths
 from imdm.errors import UserError
 from imdm.evaluation import Evaluation, Subject, measure, metrics, read
 from imdm.evaluation.classifier import accuracy
+from imdm.evaluation.conditional import Conditional, continued
 from imdm.evaluation.measuring import to_row
 from imdm.evaluation.text import pooled, shared_grams
 from imdm.masks import Single
@@ -594,6 +595,32 @@ def test_a_writer_of_whole_texts(tmp_path: Path, padding: bool) -> None:
         assert text.text.endswith(" end.")
     row = [0, *given, ending.end, *[ending.pad] * 4]
     assert writer.decode(row) == "Tom cat"
+
+
+def test_judges_read_texts_without_marks_and_continuations_may_end(tmp_path: Path) -> None:
+    writer = whole_writer(tmp_path, padding=True)
+    with torch.no_grad():
+        writer.model.output.bias[1] += 4.0  # ends often
+    inner = [writer._encode(text) for text in stories(40)]
+    rows = torch.tensor([[0, *ids, 1, *[2] * (30 - len(ids))] for ids in inner if len(ids) <= 30])
+    data = TokenSource(rows, writer.model.vocab_size, 3)
+    how = Conditional(prompts=4, prefix=3, continuations=3, tokens=4)
+    subject = Subject(writer.model, tokenizer=writer.tokenizer, data=data, samples=20, conditional=how)
+    evaluation = Evaluation(subject)
+    assert evaluation.decode(rows) == [text for text, ids in zip(stories(40), inner, strict=True) if len(ids) <= 30]
+    assert not any(mark in text for text in evaluation.texts() for mark in ("<bos>", "<eos>", "<pad>"))
+    made = continued(evaluation)
+    long = rows[TWO.lengths(rows) > 8][:4].repeat_interleave(3, 0)
+    assert made.prompts == writer.tokenizer.batch_decode(long[:, 1:4].tolist())
+    canvas = long.masked_fill(torch.arange(32) > 3, 3)  # no end is given
+    whole = evaluation.complete(canvas).tokens
+    sizes = [min(4, next((i + 1 for i, v in enumerate(row[4:]) if v in (1, 2)), 28)) for row in whole.tolist()]
+    assert made.lengths.tolist() == sizes
+    assert min(sizes) < 4
+    texts = [[v for v in row[4 : 4 + n] if v > 2] for row, n in zip(whole.tolist(), sizes, strict=True)]
+    assert made.written == writer.tokenizer.batch_decode(texts)
+    with pytest.raises(UserError, match="the end of a whole text has no fixed place"):
+        continued(Evaluation(replace(subject, conditional=how.model_copy(update={"suffix": 2}))))
 
 
 def test_a_tokenizer_that_ends_otherwise_is_refused(tmp_path: Path) -> None:
