@@ -75,8 +75,9 @@ class Row(Config):
         return inf if value is None else value
 
     def plain(self) -> dict[str, Any]:
-        """As it stands in a file."""
-        return self.model_dump() | {"value": self.value if isfinite(self.value) else None}
+        """As it stands in a file: `first` only where texts were cut, as rows were written before there was one."""
+        cut = set() if self.first is not None else {"first"}
+        return self.model_dump(exclude=cut) | {"value": self.value if isfinite(self.value) else None}
 
     @property
     def key(self) -> tuple[Any, ...]:
