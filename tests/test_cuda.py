@@ -20,7 +20,7 @@ from imdm.models.readout import Gradient, matched
 from imdm.objectives import SDTT, Autoregressive, Match, Nelbo, Objective, ReDi, Step
 from imdm.objectives.onpolicy import Auxiliary
 from imdm.randomness import Purpose, bits, fold, normal, survivors, symmetric, uniform
-from imdm.sampling import Sampling, sample
+from imdm.sampling import Sampling, draw_tokens, sample
 from imdm.sampling.categorical import draw
 from imdm.training import TrainConfig, Trainer
 from tests.conftest import tiny_model
@@ -93,6 +93,22 @@ def test_the_fused_draw_is_the_plain_one(draw_from_head: Draw, vocabulary: int, 
     assert bool(((u > edge - width - 1e-5) & (u < edge + 1e-5)).all())
     assert (tokens == draw(exact, u)).double().mean() > 0.95
     assert torch.allclose(log_probs.double(), exact.gather(1, tokens[:, None])[:, 0], atol=1e-3)
+
+
+def test_barred_draws_are_those_of_a_cpu() -> None:
+    """Where a text goes on, neither its end nor padding is drawn; elsewhere nothing has changed."""
+    model = tiny_model(vocab_size=300, bos_token_id=0, eos_token_id=1, pad_token_id=2)
+    with torch.no_grad():
+        model.output.bias[1:3] += 8.0
+    rows = torch.randn(2000, 16, generator=torch.Generator().manual_seed(0))
+    u, barred = uniform(fold(3, Purpose.SAMPLE, torch.arange(2000)), Purpose.TOKEN), torch.arange(2000) % 2 == 0
+    here = draw_tokens(model, rows, u, barred=barred)
+    there = draw_tokens(model.cuda(), rows.cuda(), u.cuda(), barred=barred.cuda())
+    assert not torch.isin(there.tokens.cpu()[barred], torch.tensor([1, 2])).any()
+    assert torch.isin(there.tokens.cpu()[~barred], torch.tensor([1, 2])).any()
+    assert (there.tokens.cpu() == here.tokens).double().mean() > 0.99
+    same = there.tokens.cpu() == here.tokens
+    assert torch.allclose(there.log_probs.cpu()[same], here.log_probs[same], atol=1e-3)
 
 
 def test_the_fused_draw_finds_every_token_in_the_tail(draw_from_head: Draw) -> None:

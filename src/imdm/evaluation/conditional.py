@@ -2,7 +2,8 @@
 window of what was written that is judged.
 
 Prompts are the first tokens of held-out rows. Prepare those `unwrapped`, so that a row is the beginning of a document;
-rows with padding, documents too short for the model, are passed over.
+rows with padding, documents too short for the model, are passed over. A model of whole texts has rows that begin a
+document anyway; of these, all whose window is text are taken, and what it writes may end within the window.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pydantic import Field
 from torch import Tensor
 
 from imdm.config import Config
+from imdm.ending import Ending
 from imdm.errors import UserError
 from imdm.evaluation.base import Evaluation, Measurement, Subject, mean, metric
 from imdm.evaluation.judge import perplexity
@@ -54,12 +56,14 @@ class Conditional(Config):
 @dataclass(frozen=True)
 class Continued:
     """prompts: the text before the window, one a continuation; written and real: windows of what was written (prompts ×
-    continuations) and of the documents themselves (prompts); tokens: the written windows as ids."""
+    continuations) and of the documents themselves (prompts); tokens: the written windows as ids; lengths: how much of
+    these is text, None where all is."""
 
     prompts: list[str]
     written: list[str]
     real: list[str]
     tokens: Tensor
+    lengths: Tensor | None = None
 
 
 def continued(evaluation: Evaluation) -> Continued:
@@ -70,31 +74,42 @@ def continued(evaluation: Evaluation) -> Continued:
 def _continue(evaluation: Evaluation) -> Continued:
     subject = evaluation.subject
     how, model = subject.conditional or Conditional(), subject.model
-    source = evaluation.source("documents")
+    source, ending = evaluation.source("documents"), model.config.ending
     length = source.length
     if how.part().stop >= length - how.suffix:
         raise UserError(
             f"rows of {length} tokens are too short for a prompt of {how.prefix + how.suffix} and a window of "
             f"{how.tokens}; choose another conditional.prefix or conditional.tokens"
         )
-    rows = _documents(source, how)
+    if ending is not None and how.suffix:
+        raise UserError(f"conditional.suffix = {how.suffix}: the end of a whole text has no fixed place; use 0")
+    rows = _documents(source, how, ending)
     position = torch.arange(length)
-    holes = (position > how.prefix) & (position < length - 1 - how.suffix)  # the end token frames every row
+    holes = position > how.prefix
+    if ending is None:
+        holes &= position < length - 1 - how.suffix  # the end token frames every row
     canvas = rows.masked_fill(holes, model.config.mask_token_id)
     made = evaluation.complete(canvas.repeat_interleave(how.continuations, 0)).tokens
     before = slice(1, how.part().start)
     repeated = rows.repeat_interleave(how.continuations, 0)
     prompts = evaluation.decode(repeated[:, before]) if how.window == "generated" else [""] * len(repeated)
     window = made[:, how.part()]
-    return Continued(prompts, evaluation.decode(window), evaluation.decode(rows[:, how.part()]), window)
+    if ending is None:
+        return Continued(prompts, evaluation.decode(window), evaluation.decode(rows[:, how.part()]), window)
+    size = (ending.lengths(made) - how.part().start).clamp(0, how.tokens)  # (prompts × continuations,)
+    texts = [ids[:n] for ids, n in zip(window.tolist(), size.tolist(), strict=True)]
+    written = subject.tokenizer.batch_decode(texts, skip_special_tokens=True)
+    return Continued(prompts, written, evaluation.decode(rows[:, how.part()]), window, size)
 
 
-def _documents(source: Any, how: Conditional) -> Tensor:
-    """The first rows that hold no padding: (prompts, L)."""
+def _documents(source: Any, how: Conditional, ending: Ending | None) -> Tensor:
+    """The first rows that hold no padding, or of whole texts those whose window holds none: (prompts, L)."""
     manifest, found = getattr(source, "manifest", None), list[Tensor]()
     for part in torch.arange(len(source)).split(1024):
         rows = source.rows(part)["tokens"]
-        if manifest is not None and manifest.packing == "unwrapped":
+        if ending is not None:
+            rows = rows[ending.lengths(rows) > how.part().stop]
+        elif manifest is not None and manifest.packing == "unwrapped":
             last = rows[:, -2]  # of a document that fills its row; the end token may also be what pads
             rows = rows[(last != manifest.end) & (last != manifest.pad)]
         found.append(rows)
@@ -122,7 +137,8 @@ def conditional_perplexity(evaluation: Evaluation) -> Measurement:
 @metric("cond_entropy", prompts=True, reads=("documents",))
 def conditional_entropy(evaluation: Evaluation) -> Measurement:
     """The unigram entropy of each window, averaged."""
-    return replace(mean(sample_entropy(continued(evaluation).tokens)), split=_split(evaluation.subject))
+    made = continued(evaluation)
+    return replace(mean(sample_entropy(made.tokens, made.lengths)), split=_split(evaluation.subject))
 
 
 @metric("cond_mauve", prompts=True, judge=True, embedder=True, reads=("documents",))

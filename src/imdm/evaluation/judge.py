@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from imdm.data.tokenizers import has_tokenizer, load_tokenizer
+from imdm.data.tokenizers import has_tokenizer, load_tokenizer, special_ids
 from imdm.devices import checked_device
 from imdm.errors import UserError, is_out_of_memory, reason_of, unknown
 from imdm.evaluation.base import Evaluation, Measurement, bootstrap_weights, metric, spread
@@ -212,8 +212,9 @@ def _own_judge(place: str, precision: Precision, device: str | torch.device, nam
     if not has_tokenizer(Path(place)):
         raise UserError(f"judge {name!r} has no tokenizer beside it; it was trained on ids and reads no text")
     torch.nn.Module.to(model.eval(), device, torch.bfloat16 if precision == "bf16" else torch.float32)
-    many = 64 if "cuda" in str(device) else 8
-    return Judge(name, LeftToRight(model), load_tokenizer(place), precision, None, many, model.config.length)
+    many, tokenizer = 64 if "cuda" in str(device) else 8, load_tokenizer(place)
+    begin = None if model.config.ending is None else special_ids(tokenizer).begin  # which whole texts come without
+    return Judge(name, LeftToRight(model), tokenizer, precision, begin, many, model.config.length)
 
 
 @dataclass(frozen=True)

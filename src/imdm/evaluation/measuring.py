@@ -14,7 +14,7 @@ import torch
 
 from imdm.config import digest
 from imdm.errors import UserError
-from imdm.evaluation.base import Evaluation, Measurement, Metric, Subject, metrics
+from imdm.evaluation.base import Evaluation, Measurement, Metric, Subject, TooShortError, metrics
 from imdm.evaluation.conditional import Conditional
 from imdm.evaluation.judge import Judge
 from imdm.evaluation.mauve import NO_LIBRARY, Embedder, has_mauve, load_embedder
@@ -27,21 +27,32 @@ from imdm.sampling import Sampling
 
 def measure(names: Sequence[str], subject: Subject | Evaluation, *, finite: bool = True) -> dict[str, Measurement]:
     """Each named metric of a subject; unknown names, and a subject that lacks what they need, are refused before any
-    work. finite: a value that is no number is an error, not a result; infinite may be what says so at registration."""
+    work. finite: a value that is no number is an error, not a result; infinite may be what says so at registration, and
+    what is asked of the first tokens of texts none of which has as many."""
     evaluation = subject if isinstance(subject, Evaluation) else Evaluation(subject)
     chosen = [metrics[name] for name in names]
     for metric in chosen:
         metric.check(evaluation.subject)
     evaluation.subject.model.eval()
     with torch.no_grad():
-        found = {metric.name: metric.measure(evaluation) for metric in chosen}
+        found = {metric.name: _measured(metric, evaluation) for metric in chosen}
     for metric in chosen:
         value = found[metric.name].value
-        if finite and not isfinite(value) and not (metric.infinite and value == inf):
+        may_be = metric.infinite or (metric.cut and evaluation.subject.first is not None)
+        if finite and not isfinite(value) and not (may_be and value == inf):
             raise UserError(
                 f"metric {metric.name!r} gives {value}, which is no figure: look at weights, data and top_p"
             )
     return found
+
+
+def _measured(metric: Metric, evaluation: Evaluation) -> Measurement:
+    try:
+        return metric.measure(evaluation)
+    except TooShortError:
+        subject = evaluation.subject
+        judge = subject.judge.label if metric.named and subject.judge is not None else None
+        return Measurement(inf, float("nan"), 0, judge, subject.split if "data" in metric.reads else None)
 
 
 def load_readers(
@@ -144,7 +155,7 @@ def matched(
     for _ in range(tries):
         temperature = (low * high) ** 0.5
         found = subject.drawn(temperature=temperature)
-        reached[temperature] = here = float(sample_entropy(Evaluation(found, hashes).generation.tokens).mean())
+        reached[temperature] = here = float(sample_entropy(*Evaluation(found, hashes).written()).mean())
         if abs(here - wanted) <= within:
             return found
         low, high = (temperature, high) if here < wanted else (low, temperature)
@@ -175,7 +186,7 @@ def to_row(
         model=family(model.mask),
         mask=model.mask.name + ("+mixture" if model.config.mixture else ""),
         steps=subject.how.steps,
-        evaluations=round(evaluation.once("evaluations", subject.evaluations), 4),
+        evaluations=round(evaluation.evaluations(metric.samples), 4),
         metric=metric.name,
         value=found.value,
         stderr=found.stderr if isfinite(found.stderr) else None,
@@ -185,10 +196,10 @@ def to_row(
         judge=found.judge,
         precision=str(model.dtype).removeprefix("torch."),
         length=model.config.length,
-        **drawn(metric, subject.how, subject.conditional),
+        **drawn(metric, subject.how, subject.conditional, subject.first),
         sample_seed=subject.seed,
         matched=equal if metric.samples else None,
-        settings=with_what(metric, subject.samples, inputs_of(metric, evaluation) if alone else None),
+        settings=with_what(metric, subject.samples, inputs_of(metric, evaluation) if alone else None, subject.first),
         recipe_hash=recipe_hash,
         time=datetime.now(UTC).isoformat(timespec="seconds"),
     )
@@ -199,8 +210,8 @@ def family(mask: Mask) -> str:
     return {"single": "mdlm", "infinite": "imdm"}.get(mask.kind, mask.kind)
 
 
-def drawn(metric: Metric, how: Sampling, conditional: Conditional | None) -> dict[str, Any]:
-    """How samples were drawn, as a row of this metric says it: what does not matter to the metric has its usual
+def drawn(metric: Metric, how: Sampling, conditional: Conditional | None, first: int | None = None) -> dict[str, Any]:
+    """How samples were drawn and cut, as a row of this metric says it: what does not matter to the metric has its usual
     value."""
     usual = how if metric.samples else Sampling()
     return {
@@ -208,13 +219,18 @@ def drawn(metric: Metric, how: Sampling, conditional: Conditional | None) -> dic
         "top_p": usual.top_p,
         "noise": usual.noise,
         "conditional": (conditional or Conditional()).spelled if metric.prompts else None,
+        "first": first if metric.cut else None,
     }
 
 
-def with_what(metric: Metric, samples: int, inputs: Mapping[str, str] | None = None) -> str | None:
+def with_what(
+    metric: Metric, samples: int, inputs: Mapping[str, str] | None = None, first: int | None = None
+) -> str | None:
     """The digest of what no other field of a row says; None where there is nothing more to say. inputs: the hashes of
-    what the metric read, where no recipe says it."""
+    what the metric read, where no recipe says it; first: where n is the number of texts that are long enough."""
     told: dict[str, Any] = dict(inputs or {})
+    if metric.cut and first is not None:
+        told["samples"] = samples
     if metric.counted is not None and metric.counted(samples) == metric.counted(samples + 1):  # n does not say it
         told["samples"] = samples
     return digest(told) if told else None

@@ -25,11 +25,13 @@ class Row(Config):
     sample_seed  what the samples, and all other draws of the evaluation, follow from
     top_p, noise, temperature   how the samples were drawn
     conditional  the settings of continuations, for metrics of these
+    first        how many tokens of each text were looked at, of texts that have as many; None: all of every text
     matched      what the temperature was found for: an entropy, or the hash of the model whose entropy it is
     settings     a digest of what else it was measured with, where no recipe says it: the data's content, the reference,
                  the pairs
     recipe_hash  of the recipe; in rows of `imdm evaluate`, of the model
-    value        infinite where too few samples cannot reach all that a language says; then `null` in the file
+    value        infinite where too few samples cannot reach all that a language says, or no text has `first` tokens;
+                 then `null` in the file
     """
 
     experiment: str
@@ -52,6 +54,7 @@ class Row(Config):
     noise: NoisePolicy = "posterior"
     sample_seed: int | None = None
     conditional: str | None = None
+    first: int | None = None
     matched: str | None = None
     settings: str | None = None
     recipe_hash: str
@@ -72,8 +75,9 @@ class Row(Config):
         return inf if value is None else value
 
     def plain(self) -> dict[str, Any]:
-        """As it stands in a file."""
-        return self.model_dump() | {"value": self.value if isfinite(self.value) else None}
+        """As it stands in a file: `first` only where texts were cut, as rows were written before there was one."""
+        cut = set() if self.first is not None else {"first"}
+        return self.model_dump(exclude=cut) | {"value": self.value if isfinite(self.value) else None}
 
     @property
     def key(self) -> tuple[Any, ...]:

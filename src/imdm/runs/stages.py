@@ -56,8 +56,9 @@ def _train(run: Run, name: str, stage: TrainStage) -> str:
     source: Source = inputs.source if stage.data is None else inputs.coupling(stage.data)
     if stage.start is None:
         with seeded(fold(as_key(seed), Purpose.INIT)):
-            causal = stage.objective.causal
-            model = MaskedDiffusionLM(recipe.model.build(*inputs.vocabulary, source.length, causal=causal))
+            causal, ending = stage.objective.causal, inputs.data.ending()
+            config = recipe.model.build(*inputs.vocabulary, source.length, causal=causal, ending=ending)
+            model = MaskedDiffusionLM(config)
     else:
         model = inputs.model(stage.start)
     start = model
@@ -171,6 +172,7 @@ def _evaluate(run: Run, name: str, stage: EvaluateStage) -> str:
                 judge=judge,
                 embedder=embedder,
                 conditional=stage.conditional,
+                first=stage.first,
                 reference=_ready(run, inputs.first(model_name), stage) if compared else None,
                 parts=parts,
                 **about,
@@ -201,14 +203,14 @@ def _judge(run: Run, stage: EvaluateStage) -> Judge:
 
 ASKED = (
     *("method", "metric", "steps", "seed", "sample_seed", "temperature", "top_p", "noise", "conditional", "matched"),
-    *("settings", "precision", "judge", "n"),
+    *("first", "settings", "precision", "judge", "n"),
 )
 """What a stage says of its rows; of judges where metrics name no other reader, of n where it is that of the samples."""
 
 
 def _asked(row: Mapping[str, Any]) -> tuple[Any, ...]:
     metric = metrics[row["metric"]]
-    unsaid = {"judge": not metric.named, "n": metric.counted is None}
+    unsaid = {"judge": not metric.named, "n": metric.counted is None or row["first"] is not None}
     return tuple(None if unsaid.get(name) else row[name] for name in ASKED)
 
 
@@ -217,16 +219,17 @@ def is_measured(run: Run, name: str, stage: EvaluateStage) -> bool:
     since, or the extra for MAUVE, makes it worth asking again."""
     rows = [row for row in read(run.results_file, infinite=True) if row.recipe_hash == run.recipe.digest()]
     known = [row for row in rows if row.metric in metrics]
-    there = {_asked(vars(row)) for row in known if isfinite(row.value) or metrics[row.metric].infinite}
+    found = [row for row in known if isfinite(row.value) or metrics[row.metric].infinite or row.first is not None]
+    there = {_asked(vars(row)) for row in found}
     precision = {"float32": "float32", "bf16": "bfloat16"}[stage.precision]
     asked = [metric for metric in stage.metrics if _can_be_had(metrics[metric], stage)]
     for occasion in occasions(asked, stage.steps, stage.temperatures, noise=stage.noise, top_p=stage.top_p):
         for metric, (model, method) in product(occasion.metrics, stage.models.items()):
-            told = drawn(metric, occasion.how, stage.conditional)
+            told = drawn(metric, occasion.how, stage.conditional, stage.first)
             told |= {"method": method, "metric": metric.name, "steps": occasion.how.steps, "matched": None}
             told |= {"seed": run.recipe.seed_of(model), "sample_seed": run.recipe.seed_of(name)}
             told |= {"precision": precision, "judge": stage.judge_label}
-            told |= {"settings": with_what(metric, stage.samples)}
+            told |= {"settings": with_what(metric, stage.samples, first=stage.first)}
             told |= {"n": metric.counted(stage.samples) if metric.counted is not None else None}
             if _asked(told) not in there:
                 return False
