@@ -24,7 +24,7 @@ from imdm.data.tokenizers import load_tokenizer, train_bpe
 from imdm.errors import UserError
 from imdm.evaluation import Conditional, Evaluation, Judge, Subject, load_embedder, load_judge, matched, measure
 from imdm.evaluation.conditional import continued
-from imdm.evaluation.judge import fetch
+from imdm.evaluation.fetching import fetch
 from imdm.evaluation.text import found_in, read_before, sample_entropy
 from imdm.exporting import export
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM

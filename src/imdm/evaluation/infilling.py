@@ -1,5 +1,5 @@
-"""Infilling: the middle third of held-out texts is removed and written anew between the two given ends, by the model and,
-to compare, by a judge that goes on from the beginning and cannot know the end."""
+"""Infilling: the middle third of held-out texts is removed and written anew between the two given ends, by the model
+and, to compare, by a judge that goes on from the beginning and cannot know the end."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from imdm.data.tokenizers import special_ids
 from imdm.errors import UserError
 from imdm.evaluation.base import Evaluation, Measurement, mean, metric
+from imdm.evaluation.continuing import continued
 from imdm.evaluation.judge import Score, have_ended, in_parts, judge_of, perplexity, perplexity_of
 from imdm.randomness import Purpose, as_key, fold
 
@@ -87,7 +88,7 @@ def continued_perplexity(evaluation: Evaluation) -> Measurement:
         known = [len(ids) for ids in judge.ids(before)]
         both = [len(ids) for ids in judge.ids([a + b for a, b in zip(before, middle, strict=True)])]
         counts = [max(1, all_ - old) for all_, old in zip(both, known, strict=True)]
-        made = judge.continued(before, counts, keys[some])
+        made = continued(judge, before, counts, keys[some])
         whole = [a + b + c for a, b, c in zip(before, made, end, strict=True)]
         return judge.score(whole, ended=None if ended is None else [ended[i] for i in some])
 

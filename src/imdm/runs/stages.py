@@ -24,7 +24,8 @@ from imdm.evaluation import (
     occasions,
     read,
 )
-from imdm.evaluation.judge import FETCHABLE, Judge, fetched, load_judge_or_other
+from imdm.evaluation.fetching import FETCHABLE, fetched
+from imdm.evaluation.judge import Judge, load_judge_or_other
 from imdm.evaluation.mauve import has_mauve
 from imdm.evaluation.measuring import drawn, with_what
 from imdm.models import MaskedDiffusionLM, fingerprint, in_precision, load_model, with_mask
