@@ -77,7 +77,9 @@ def test_targets_have_the_enumerated_mean(noise: list[int]) -> None:
     keys = fold(51, Purpose.SAMPLE, torch.arange(n))
     masked = torch.ones(n, 2, dtype=torch.bool)
     state = Noised(torch.full((n, 2), 2), masked, torch.tensor(noise).expand(n, 2), torch.full((n,), 0.9))
-    rows = denoiser.head(teacher_rows(denoiser, state, Rows.where(state.masked), 0.4, 2, keys)).exp().view(n, 2, 3)
+    rows = (
+        denoiser.head(teacher_rows(denoiser, state, Rows.where(state.masked), 0.4, 2, keys).hidden).exp().view(n, 2, 3)
+    )
     wanted = expected_target(denoiser, noise, 0.9, 0.5)
     for position, value in itertools.product(range(2), range(2)):
         assert_mean(rows[:, position, value], float(wanted[position, value]))
@@ -88,7 +90,7 @@ def test_a_step_past_zero_reveals_everything() -> None:
     denoiser = TableDenoiser(symbols=2, length=2, masks=2, seed=5)
     keys = fold(52, Purpose.SAMPLE, torch.arange(500))
     state = denoiser.process.noised(torch.full((500, 2), 2), torch.full((500,), 0.05), keys)
-    rows = teacher_rows(denoiser, state, Rows.where(state.masked), 0.1, 2, keys).view(500, 2, 3)
+    rows = teacher_rows(denoiser, state, Rows.where(state.masked), 0.1, 2, keys).hidden.view(500, 2, 3)
     assert torch.equal(rows, denoiser.trunk(state))
 
 

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from imdm.ending import Ending
 from imdm.errors import unknown
 from imdm.masks import Mask
 from imdm.randomness import Purpose, uniform
@@ -61,7 +62,8 @@ class Split:
 @dataclass(frozen=True)
 class Process:
     """Mask diffusion over V ∪ M (Eq. 10) for one schedule and one kind of mask; with `mixture`, each state also
-    carries one latent λ ~ U(0, 1).
+    carries one latent λ ~ U(0, 1). With an `ending`, rows are whole texts: what comes after a visible end is padding
+    with certainty, and is never masked.
 
     >>> from imdm.masks import Single
     >>> from imdm.schedule import LogLinear
@@ -75,6 +77,7 @@ class Process:
     mask: Mask
     mask_id: int
     mixture: bool = False
+    ending: Ending | None = None
 
     @property
     def noisy(self) -> bool:
@@ -93,8 +96,17 @@ class Process:
 
     def noised(self, tokens: Tensor, t: Tensor, keys: Tensor) -> Noised:
         """The state whose masked positions are those that hold the mask id, each with its first noise under its key."""
+        tokens = self.closed(tokens, tokens == self.mask_id)
         masked = tokens == self.mask_id
         return Noised(tokens, masked, self.mask.draw(keys, torch.zeros_like(tokens), masked), t, self.latents(keys))
+
+    def closed(self, tokens: Tensor, fresh: Tensor) -> Tensor:
+        """Where rows are whole texts: padding after the first end, at places that are `fresh` (B, L)."""
+        return tokens if self.ending is None else self.ending.closed(tokens, fresh)
+
+    def barred(self, state: Noised) -> Tensor | None:
+        """The masked places (B, L) where no end or padding may be drawn, since the text goes on after them."""
+        return None if self.ending is None else self.ending.barred(state.tokens, state.masked)
 
     def latents(self, keys: Tensor, step: Tensor | int = 0) -> Tensor | None:
         """The λ under which each sequence's step number `step` is taken, (B,); None without `mixture`."""
@@ -118,13 +130,16 @@ class Process:
         """z_t → z_s (Eq. 13) when every masked position's token, were it revealed now, is `proposal` (B, L).
 
         One number a position decides: revealed, kept or redrawn. `step` ≥ 1 numbers the draws of this trajectory.
-        The proposal is read only where `reveals` says so. λ is new at every step, unless noise is kept.
+        The proposal is read only where `reveals` says so. λ is new at every step, unless noise is kept. Where rows are
+        whole texts, the first end that the proposal brings wins: all that was masked after it becomes padding.
         """
         check_policy(policy)
         split = self.split(state.t, s)
         u = self._fate(state, keys, step)
         reveal = state.masked & (u < split.reveal[:, None])
+        tokens = self.closed(torch.where(reveal, proposal, state.tokens), state.masked)
         masked = state.masked & ~reveal
+        masked = masked if self.ending is None else masked & (tokens == self.mask_id)
         noise = state.noise
         if noise is not None and policy == "posterior":
             redraw = masked & (u >= (split.reveal + split.keep)[:, None])
@@ -132,4 +147,4 @@ class Process:
             if fresh is not None:
                 noise = torch.where(redraw if noise.ndim == 2 else redraw[..., None], fresh, noise)
         latent = state.latent if policy == "keep" else self.latents(keys, step)
-        return Noised(torch.where(reveal, proposal, state.tokens), masked, noise, s, latent)
+        return Noised(tokens, masked, noise, s, latent)

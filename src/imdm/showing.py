@@ -9,6 +9,7 @@ from time import perf_counter
 
 from pydantic import TypeAdapter, ValidationError
 
+from imdm.ending import lengths
 from imdm.errors import UserError
 from imdm.evaluation.text import sample_entropy
 from imdm.files import read_json, write_json
@@ -61,7 +62,8 @@ def completions(prompt: str, models: Sequence[str], steps: Sequence[int], seed: 
             took = perf_counter() - started
             pieces = [(piece.text, piece.step) for piece in writer.pieces(text)]
             made = writer.model.generate(num=SAMPLES, steps=count, seed=seed)
-            entropy = float(sample_entropy(made.tokens.cpu()).mean())
+            tokens = made.tokens.cpu()
+            entropy = float(sample_entropy(tokens, lengths(tokens, writer.model.config.ending)).mean())
             yield Shown(name, count, pieces, took, entropy, *measured.get(count, (None, None)))
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from imdm.data.tokenizers import has_tokenizer, load_tokenizer, special_ids
 from imdm.devices import checked_device
+from imdm.ending import Ending
 from imdm.errors import UserError, check_seed, check_whole, shorter, shown
 from imdm.files import no_progress_bars
 from imdm.models import MaskedDiffusionLM, faster, load_model
@@ -44,7 +45,8 @@ class Story:
 
 @dataclass(frozen=True, repr=False)
 class Text:
-    """What was written for one prompt. revealed_at: the step of each token, −1 where given; trace: on request."""
+    """What was written for one prompt. tokens: of a model of whole texts, those up to the end; revealed_at: the step of
+    each token, −1 where given; trace: on request."""
 
     prompt: str
     text: str
@@ -77,6 +79,11 @@ class Writer:
                 f"the tokenizer has {special.vocab_size} ids with mask {special.mask}, the model has "
                 f"{config.vocab_size} with mask {config.mask_token_id}; they do not belong together"
             )
+        if config.ending not in (None, Ending(special.end, special.pad)):
+            raise UserError(
+                f"the tokenizer ends texts with {special.end} and pads with {special.pad}, the model with "
+                f"{config.eos_token_id} and {config.pad_token_id}; they do not belong together"
+            )
 
     def __repr__(self) -> str:
         return f"Writer({self.model!r})"
@@ -90,7 +97,8 @@ class Writer:
         seed: int = 0,
         **options: Any,
     ) -> list[Text]:
-        """`num` continuations of each prompt (of nothing without one), to `length` tokens, one prompt after another.
+        """`num` continuations of each prompt (of nothing without one), to `length` tokens, one prompt after another. A
+        model of whole texts ends them itself, within `length` tokens.
         Text i of the result depends on the i-th key of `seed`, so that equal prompts are continued differently.
         Options as in `MaskedDiffusionLM.generate`: steps, noise, temperature, top_p, trace and the like."""
         given = [""] if prompts is None else _texts(prompts, "prompt")
@@ -112,14 +120,16 @@ class Writer:
         **options: Any,
     ) -> list[Text]:
         """Fill every `marker` in the text, or in each of several, with `blank` tokens, `num` times. Seed and options as
-        in `write`; texts of one length are written together."""
+        in `write`; texts of one length are written together. A model of whole texts takes the text as one, which ends
+        where it does."""
         given, marker = _texts(text, "text"), _text("marker", marker)
         if not given:
             raise UserError("nothing to fill in: there is no text")
         return self._filled(given, [self._blanked(one, blank, marker) for one in given], num, seed, options)
 
     def _blanked(self, text: str, blank: int, marker: str) -> list[int]:
-        """begin, the text with holes, end."""
+        """begin, the text with holes, end; and padding, where rows are whole texts: rows without it would be of another
+        kind than those that the model has learnt."""
         check_whole("blank", blank, 1, self.model.config.length)
         if not marker:
             raise UserError("marker = '': nothing to look for; the usual one is '___'")
@@ -133,18 +143,25 @@ class Writer:
         row = [special.begin, *ids, special.end]
         if len(row) > self.model.config.length:
             raise UserError(f"the text has {len(row)} tokens, the model takes at most {self.model.config.length}")
-        return row
+        return self._padded(row)
+
+    def _padded(self, row: list[int]) -> list[int]:
+        """A row as long as those that a model of whole texts has learnt."""
+        ending, length = self.model.config.ending, self.model.config.length
+        return row if ending is None else row + [ending.pad] * (length - len(row))
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
 
     def _prefix(self, prompt: str, length: int) -> list[int]:
-        """begin, the prompt, holes, end: the frame of the rows the model was trained on."""
-        special, ids = special_ids(self.tokenizer), self._encode(prompt)
-        holes = length - len(ids) - 2
+        """begin, the prompt, holes, end: the frame of the rows the model was trained on. A model of whole texts finds
+        the end itself, and has padding after `length` tokens: it knows that a text then ends before them."""
+        special, ids, whole = special_ids(self.tokenizer), self._encode(prompt), self.model.config.ending is not None
+        holes = length - len(ids) - (1 if whole else 2)
         if holes < 1:
             raise UserError(f"the prompt has {len(ids)} tokens; with {length} in all there is no room to write")
-        return [special.begin, *ids, *[special.mask] * holes, special.end]
+        row = [special.begin, *ids, *[special.mask] * holes]
+        return self._padded(row) if whole else [*row, special.end]
 
     def _filled(
         self, prompts: list[str], rows: list[list[int]], num: int, seed: int, options: dict[str, Any]
@@ -174,16 +191,23 @@ class Writer:
         return [found[i] for i in range(len(found))]
 
     def _text(self, prompt: str, made: Generation, row: int) -> Text:
-        tokens, revealed_at = made.tokens[row].tolist(), made.revealed_at[row].tolist()
+        ending, size = self.model.config.ending, made.tokens.shape[1]
+        if ending is not None:
+            size = int(ending.lengths(made.tokens[row]))
+        tokens, revealed_at = made.tokens[row, :size].tolist(), made.revealed_at[row, :size].tolist()
         text = Text(prompt, self.decode(tokens), tokens, revealed_at, int(made.evaluations[row]))
         if made.trace is None:
             return text
         pieces, steps = self.pieces(text), made.trace.canvases.shape[1]
         texts = ["".join(p.text if p.step < step else "░" * len(p.text) for p in pieces) for step in range(steps)]
-        return replace(text, trace=Story(texts, made.trace.log_probs[row].tolist()))
+        return replace(text, trace=Story(texts, made.trace.log_probs[row, :size].tolist()))
 
     def decode(self, tokens: list[int]) -> str:
-        """Text without special tokens; a new line where one document ends and another begins."""
+        """Text without special tokens; a new line where one document ends and another begins. Of a model of whole
+        texts, what comes before the end."""
+        if self.model.config.ending is not None:
+            size = int(self.model.config.ending.lengths(torch.tensor(tokens, dtype=torch.int64)))
+            return self.tokenizer.decode(tokens[:size], skip_special_tokens=True)
         end, documents = special_ids(self.tokenizer).end, list[list[int]]([[]])
         for token in tokens:
             if token == end:

@@ -7,6 +7,7 @@ import itertools
 import torch
 from torch import Tensor
 
+from imdm.ending import Ending
 from imdm.masks import Finite, Single
 from imdm.process import Process
 from imdm.sampling import time_grid
@@ -20,11 +21,13 @@ State = tuple[tuple[str, int], ...]  # per position ("token", value) or ("mask",
 class TableDenoiser(Tabulated):
     """A denoiser whose prediction is an arbitrary function of all tokens and all mask indices: a random table."""
 
-    def __init__(self, symbols: int, length: int, masks: int, seed: int, device: str = "cpu") -> None:
+    def __init__(
+        self, symbols: int, length: int, masks: int, seed: int, device: str = "cpu", ending: Ending | None = None
+    ) -> None:
         self.symbols, self.length, self.masks = symbols, length, masks
         self.vocab_size, self.device = symbols + 1, torch.device(device)
         mask = Single() if masks == 1 else Finite(count=masks)
-        self.process = Process(LogLinear(), mask, symbols)
+        self.process = Process(LogLinear(), mask, symbols, ending=ending)
         generator = torch.Generator().manual_seed(seed)
         shape = ((symbols + masks) ** length, length, symbols)
         logits = 2.0 * torch.randn(*shape, generator=generator, dtype=torch.float64)
@@ -49,7 +52,8 @@ def states_to_batch(states: list[State], denoiser: object) -> Noised:
 def chain_law(
     denoiser: object, start: dict[State, float], steps: int, policy: str, t: float = 1.0
 ) -> dict[State, float]:
-    """The law after the plain N-step loop of Eq. 13, by summing over every outcome of every position at every step."""
+    """The law after the plain N-step loop of Eq. 13, by summing over every outcome of every position at every step.
+    Where rows are whole texts, each outcome is then shut (`shut`), and positions before text draw no end (`inner`)."""
     process = denoiser.process  # type: ignore[attr-defined]
     count = process.mask.noises(1)
     grid = time_grid(steps, torch.tensor([t]))[0]
@@ -68,17 +72,44 @@ def chain_law(
                 if kind == "token":
                     options.append([((kind, value), 1.0)])
                     continue
-                here = [(("token", v), reveal * float(probs[row, position, v])) for v in range(process.mask_id)]
+                never = process.ending.ids if inner(state, position, process.ending) else []
+                left = 1.0 - sum(float(probs[row, position, v]) for v in never)
+                said = {v: float(probs[row, position, v]) / left for v in range(process.mask_id) if v not in never}
+                here = [(("token", v), reveal * p) for v, p in said.items()]
                 here += [(("mask", k), keep * (k == value) + redraw / count) for k in range(count)]
                 options.append([(outcome, p) for outcome, p in here if p > 0])
             for combination in itertools.product(*options):
-                outcome = tuple(o for o, _ in combination)
+                outcome = shut(state, tuple(o for o, _ in combination), process.ending)
                 weight = law[state]
                 for _, p in combination:
                     weight *= p
                 following[outcome] = following.get(outcome, 0.0) + weight
         law = following
     return law
+
+
+def is_mark(state: State, position: int, ending: Ending) -> bool:
+    """Whether a text ends here: by the end token or padding, anywhere but in the first place."""
+    kind, value = state[position]
+    return position > 0 and kind == "token" and value in (ending.end, ending.pad)
+
+
+def inner(state: State, position: int, ending: Ending | None) -> bool:
+    """Whether text, or the end token where that is not also padding, is visible somewhere after this position."""
+    later = [] if ending is None or position == 0 else state[position + 1 :]
+    return any(kind == "token" and (ending is None or value != ending.pad) for kind, value in later)
+
+
+def shut(before: State, outcome: State, ending: Ending | None) -> State:
+    """Padding after the first mark, wherever there was a mask before the step."""
+    if ending is None:
+        return outcome
+    for first in range(len(outcome)):
+        if is_mark(outcome, first, ending):
+            rest = zip(before[first + 1 :], outcome[first + 1 :], strict=True)
+            padded = (("token", ending.pad) if old[0] == "mask" else new for old, new in rest)
+            return (*outcome[: first + 1], *padded)
+    return outcome
 
 
 def all_masked(length: int, masks: int) -> dict[State, float]:

@@ -96,7 +96,11 @@ def prepare(
     train_bpe: Annotated[int | None, typer.Option(help="Train a byte-pair encoding of so many ids instead.")] = None,
     length: Annotated[int, typer.Option(help="Tokens a row.")] = 128,
     packing: Annotated[
-        str, typer.Option(help="wrapped: documents joined and cut; unwrapped: a document a row, padded.")
+        str,
+        typer.Option(
+            help="wrapped: documents joined and cut; unwrapped: a document a row, cut or padded; whole: a document a "
+            "row, those that do not fit left out."
+        ),
     ] = "wrapped",
     split: Annotated[
         str | None,
@@ -139,6 +143,7 @@ def prepare(
             )
         counts = made.counts
         broken = f", {counts.broken:,} broken skipped" if counts.broken else ""
+        broken += f", {counts.left_out:,} that do not fit left out" if counts.left_out else ""
         say(f"{counts.documents:,} documents, {counts.tokens:,} tokens, {counts.rows:,} rows{broken}: {out / name}")
 
 

@@ -104,6 +104,10 @@ def evaluate(
     top_p: Annotated[
         float, typer.Option("--top-p", help="Draw from the likeliest tokens that reach this probability alone.")
     ] = 1.0,
+    first: Annotated[
+        int | None,
+        typer.Option(min=2, help="Look at so many first tokens alone, of texts that have as many."),
+    ] = None,
     match: Annotated[
         str | None,
         typer.Option(
@@ -186,6 +190,7 @@ def evaluate(
             embedder=vectors,
             reference=others[reference] if reference is not None else None,
             conditional=protocol,
+            first=first,
             pairs=couplings,
             parts=parts,
         )

@@ -5,8 +5,10 @@ shards `tokens-00000.npy`, … of shape (rows, length). Packing, as the paper's 
 
     wrapped     documents joined by the end token, cut every L − 2 tokens, a begin and an end token around each piece
     unwrapped   a document a row: begin, its first L − 2 tokens, end, then padding, which the model reads like any token
+    whole       a document a row, and all of it: what does not fit is left out. A model that is made for such rows knows
+                that padding follows the end (`Ending`)
 
-The two give different perplexities, so the packing is named. A run that stopped goes on behind its last shard.
+They give different perplexities, so the packing is named. A run that stopped goes on behind its last shard.
 """
 
 from __future__ import annotations
@@ -27,12 +29,13 @@ from torch import Tensor
 from imdm.config import Config
 from imdm.data.corpora import Corpus
 from imdm.data.tokenizers import FILES, load_tokenizer, save_tokenizer, special_ids, tokenizer_hash, train_bpe
+from imdm.ending import Ending
 from imdm.errors import UserError, reason_of
 from imdm.files import as_path, check_once, digest_file, read_recorded, working_in, write_recorded, written_aside
 
 AT_ONCE = 2048  # documents that the tokenizer works on in parallel
 SHARD_TOKENS = 1 << 24
-Packing = Literal["wrapped", "unwrapped"]
+Packing = Literal["wrapped", "unwrapped", "whole"]
 ORDER = [
     "identity",
     "split",
@@ -65,12 +68,13 @@ class PrepareConfig(Config):
 
 
 class Counts(Config):
-    """How much was read and written."""
+    """How much was read and written. left_out: documents that are too long for a row, where rows are whole texts."""
 
     documents: int = 0
     tokens: int = 0
     rows: int = 0
     broken: int = 0
+    left_out: int = 0
 
 
 class Prepared(Config):
@@ -95,6 +99,11 @@ class Prepared(Config):
     finished: bool = False
     files: tuple[tuple[str, str], ...] = ()
 
+    @property
+    def ending(self) -> Ending | None:
+        """How rows end, where they are whole texts."""
+        return Ending(self.end, self.pad) if self.packing == "whole" else None
+
     def settings(self) -> dict[str, Any]:
         """What must agree for a stopped run to go on."""
         return self.model_dump(mode="json", exclude={"source", "counts", "shards", "carry", "finished", "files"})
@@ -116,7 +125,9 @@ class Packer:
     def rows(self, documents: list[list[int]]) -> np.ndarray:
         """The rows (n, L) that these documents complete."""
         m, inner = self.manifest, self.manifest.length - 2
-        if m.packing == "unwrapped":
+        if m.packing == "whole":
+            documents = [ids for ids in documents if len(ids) <= inner and m.end not in ids and m.pad not in ids]
+        if m.packing in ("unwrapped", "whole"):
             out = np.full((len(documents), m.length), m.pad, np.int64)
             for row, ids in zip(out, documents, strict=True):
                 kept = ids[:inner]
@@ -259,6 +270,7 @@ def _pack(
             tokens=counts.tokens + sum(map(len, ids)),
             rows=counts.rows + len(rows),
             broken=corpus.broken,
+            left_out=counts.left_out + (len(batch) - len(rows) if manifest.packing == "whole" else 0),
         )
         if on_progress is not None:
             on_progress(counts)
@@ -267,6 +279,8 @@ def _pack(
     if waiting and sum(map(len, waiting)):
         manifest = _write(folder, manifest, waiting, counts, packer)
     if not manifest.shards:
+        if config.packing == "whole":
+            raise UserError(f"corpus {corpus.source!r}: no document fits into a row of {config.length} tokens")
         raise UserError(f"corpus {corpus.source!r}: too little text for one row of {config.length} tokens")
     manifest = manifest.model_copy(update={"counts": counts, "finished": True})
     write_recorded(folder / "manifest.json", manifest.model_dump(mode="json"))
@@ -330,7 +344,7 @@ class PreparedSource:
             raise UserError(f"{where} is unfinished; run the same 'imdm prepare' again to finish it")
         m = self.manifest
         self.length, self.vocab_size, self.mask_id = m.length, m.vocab_size, m.mask_token_id
-        self.fingerprint = m.fingerprint()
+        self.fingerprint, self.ending = m.fingerprint(), m.ending
         for name, known in m.files:
             _check_file(self.folder / name, known)
         self._shards = [self._open(i, rows, digest) for i, (rows, digest) in enumerate(m.shards)]

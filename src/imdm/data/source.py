@@ -14,11 +14,13 @@ from torch import Tensor
 
 from imdm.config import Config, digest
 from imdm.data.synthetic import Language, languages
+from imdm.ending import Ending
 from imdm.errors import UserError
 from imdm.files import read_tensors
 from imdm.models import LARGEST_VOCABULARY, MaskedDiffusionConfig, check_tokens
 from imdm.randomness import Purpose, as_key, permutation, uniform
 
+LOOKED_AT = 1024  # rows
 Progress = Callable[[int, str], None]
 """How far a preparation is: documents so far, and what to say beside that."""
 
@@ -109,6 +111,10 @@ class Data(Config):
         """The enumerated truth, where there is one."""
         return None
 
+    def ending(self) -> Ending | None:
+        """How rows end, where they are whole texts."""
+        return None
+
     def tokenizer_folder(self) -> Path | None:
         """Where the tokenizer is, for text."""
         return None
@@ -174,6 +180,18 @@ def check_fits(source: Source, config: MaskedDiffusionConfig) -> None:
         )
     if source.length > config.length:
         raise UserError(f"the data has {source.length} tokens a row, the model takes at most {config.length}")
+    if config.ending is not None and not _is_whole(source, config.ending):
+        raise UserError(
+            "the model writes whole texts, which padding follows, and the rows of the data are none that end like its "
+            "own; prepare the text with packing: whole and the model's tokenizer"
+        )
+
+
+def _is_whole(source: Source, ending: Ending) -> bool:
+    """Whether rows end like this: prepared text says so itself, others are looked at, the first of them."""
+    if hasattr(source, "ending"):
+        return source.ending == ending
+    return bool(ending.fits(source.rows(torch.arange(min(LOOKED_AT, len(source))))["tokens"]).all())
 
 
 class Order:

@@ -13,6 +13,7 @@ from imdm.data.corpora import Corpus
 from imdm.data.packing import Counts, Packing, PrepareConfig, PreparedSource, prepare
 from imdm.data.source import Data, LanguageData, Progress, Source, TokenData
 from imdm.data.tokenizers import BPE_MASK, load_tokenizer, special_ids, tokenizer_hash
+from imdm.ending import Ending
 from imdm.errors import UserError, WriteError
 from imdm.files import home, locked
 
@@ -43,6 +44,9 @@ class PreparedData(Data):
         folder = self.path / "documents"
         return PreparedSource(folder) if folder.exists() else None
 
+    def ending(self) -> Ending | None:
+        return PreparedSource(self._train).ending
+
     def tokenizer_folder(self) -> Path:
         return self._train
 
@@ -57,6 +61,7 @@ class TextData(Data):
     path        a file or folder of .txt, .jsonl or .parquet, a preset, a hub id, or `sample` (comes with the package)
     valid       held-out text; unless given, the source's own valid split, or one document in 50
     tokenizer   a folder or hub id; or train_bpe: the size of a byte-pair encoding trained on the text
+    packing     `wrapped`: documents joined and cut; `unwrapped`: a document a row; `whole`: the same, of those that fit
     with_documents   also prepare the held-out text a document a row, for prompts that begin where a document does
     """
 
@@ -127,14 +132,17 @@ class TextData(Data):
         raise UserError("data: this text is not prepared yet")
 
 
-def prepared_for(source: str, model: str | Path, length: int, progress: Progress | None = None) -> PreparedData:
+def prepared_for(
+    source: str, model: str | Path, length: int, progress: Progress | None = None, packing: Packing = "wrapped"
+) -> PreparedData:
     """The held-out part of any text, in the tokens and rows of a model; kept, so that it is made once."""
     tokenizer = load_tokenizer(model)
     corpus = Corpus(source, split="valid")
     corpus.check()
     files = [[str(p.resolve()), p.stat().st_mtime_ns] for p in corpus.files()] if corpus.is_local else []
-    identity = digest([corpus.identity(), files, tokenizer_hash(tokenizer), length])
-    config = PrepareConfig(length=length, tokenizer=str(model))
+    how = [] if packing == "wrapped" else [packing]
+    identity = digest([corpus.identity(), files, tokenizer_hash(tokenizer), length, *how])
+    config = PrepareConfig(length=length, tokenizer=str(model), packing=packing)
 
     def told(counts: Counts) -> None:
         if progress is not None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from imdm.data.source import Data, LanguageSource, Source, check_fits
 from imdm.data.synthetic import Language
 from imdm.data.tokenizers import load_tokenizer
+from imdm.ending import lengths
 from imdm.errors import UserError, check_is, check_seed, check_whole
 from imdm.evaluation.parts import Parts
 from imdm.models import MaskedDiffusionLM, fingerprint
@@ -66,6 +67,7 @@ class Metric:
     prompts    is about what is written after prompts: the conditional settings matter
     infinite   may be infinite, where too few samples cannot reach all that the language says
     counted    n for so many samples; None where n is not a number of samples
+    cut        reads no more than the `first` tokens of texts, where that is asked for
     """
 
     name: str
@@ -80,6 +82,7 @@ class Metric:
     prompts: bool = False
     infinite: bool = False
     counted: Callable[[int], int] | None = int
+    cut: bool = True
 
     @property
     def named(self) -> bool:
@@ -111,6 +114,8 @@ def metric(name: str, **needs: Any) -> Callable[[Measure], Measure]:
     """Register a function as a metric, with what it needs (`Metric`): `@metric("kl", language=True)`."""
     if not needs.get("samples", True) or needs.get("prompts") or needs.get("embedder"):
         needs.setdefault("counted", None)
+    if needs.get("language") or needs.get("reference") or needs.get("prompts"):
+        needs.setdefault("cut", False)
 
     def add(measure: Measure) -> Measure:
         metrics.register(name)(Metric(name, measure, **needs))
@@ -132,6 +137,8 @@ class Subject:
             place; conditional: how continuations are made
     documents  held-out rows that each begin a document, for prompts
     reference  whose conditionals stand in for the truth of text (the teacher's); parts: where finished work is kept
+    first      look at the first so many tokens of texts alone, and only at texts that have as many: entropy grows with
+               length, and is comparable where texts are equally long. The begin token is counted
     """
 
     model: MaskedDiffusionLM
@@ -152,6 +159,7 @@ class Subject:
     conditional: Conditional | None = None
     reference: MaskedDiffusionLM | None = None
     parts: Parts = field(default_factory=Parts)
+    first: int | None = None
 
     def __post_init__(self) -> None:
         check_is("model", self.model, MaskedDiffusionLM, "one of our models")
@@ -159,6 +167,8 @@ class Subject:
         for name in ("samples", "draws", "batch_size"):
             check_whole(name, vars(self)[name])
         check_seed(self.seed)
+        if self.first is not None:
+            check_whole("first", self.first, 2, self.model.config.length)
 
     @classmethod
     def before(cls, model: MaskedDiffusionLM, data: Data, *, seed: int, **settings: Any) -> Subject:
@@ -183,7 +193,8 @@ class Subject:
 
     def evaluations(self) -> float:
         """How often the network runs for a sample on average. Reveals do not depend on the network, so that none is
-        asked."""
+        asked; where rows are whole texts it runs less often, as padding needs no network once there is an end
+        (`Evaluation.evaluations`)."""
         process, L = self.model.process, self.model.config.length
         check_room("samples", self.samples, 40 * L)
         total = 0
@@ -258,11 +269,22 @@ class Evaluation:
         made: dict[str, Any] = {**subject.parts.collect(len(canvas), identity, make)}
         return Generation(**made)
 
+    def evaluations(self, written: bool = True) -> float:
+        """How often the network ran for a sample, on average; without samples, at most."""
+        if self.subject.model.config.ending is None or not written:
+            return self.once("evaluations", self.subject.evaluations)
+        return float(self.generation.evaluations.double().mean())
+
     def decode(self, rows: Tensor) -> list[str]:
-        """Rows of ids as text, special tokens kept."""
-        if self.subject.tokenizer is None:
+        """Rows of ids as text, special tokens kept. Of whole texts, rows that begin a text are given: it is all before
+        the end, without any special token, so that a judge need not know what ours mean."""
+        tokenizer, ending = self.subject.tokenizer, self.subject.model.config.ending
+        if tokenizer is None:
             raise UserError("the metric reads text, but the model has no tokenizer")
-        return self.subject.tokenizer.batch_decode(rows.tolist(), skip_special_tokens=False)
+        if ending is None:
+            return tokenizer.batch_decode(rows.tolist(), skip_special_tokens=False)
+        texts = [row[:size] for row, size in zip(rows.tolist(), ending.lengths(rows).tolist(), strict=True)]
+        return tokenizer.batch_decode(texts, skip_special_tokens=True)
 
     def source(self, kind: Reads) -> Source:
         """Data that a metric said it reads."""
@@ -272,13 +294,31 @@ class Evaluation:
         return found
 
     def held_out(self) -> Tensor:
-        """As many rows of held-out data as there are samples, or all there are."""
+        """As many rows of held-out data as there are samples, or all there are; `cut`."""
         data = self.source("data")
-        return data.rows(torch.arange(min(self.subject.samples, len(data))))["tokens"]
+        return self.cut(data.rows(torch.arange(min(self.subject.samples, len(data))))["tokens"])
+
+    def cut(self, rows: Tensor) -> Tensor:
+        """Rows (n, L) as metrics read them: all of them, or the `first` tokens of texts that have as many."""
+        first, (rows, size) = self.subject.first, self.sized(rows)
+        if first is None:
+            return rows
+        rows = rows[:, :first] if size is None else rows[size >= first, :first]
+        if not len(rows) or rows.shape[1] < first:
+            raise UserError(f"first = {first}: no text has as many tokens; choose fewer, or more samples")
+        return rows
+
+    def sized(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Rows (n, L), and how much of each is text (n,): up to its end, and with it; None: all."""
+        return rows, lengths(rows, self.subject.model.config.ending)
+
+    def written(self) -> tuple[Tensor, Tensor | None]:
+        """What the model writes from nothing, `cut`, and how much of each row is text."""
+        return self.sized(self.cut(self.generation.tokens))
 
     def texts(self) -> list[str]:
         """What the model writes, as text."""
-        return self.once("texts", lambda: self.decode(self.generation.tokens))
+        return self.once("texts", lambda: self.decode(self.written()[0]))
 
     @property
     def language(self) -> Language:
@@ -293,6 +333,14 @@ class Evaluation:
                 f"the model writes {model.config.length}; they must agree"
             )
         return truth
+
+
+def ratio(totals: Tensor, counts: Tensor) -> Measurement:
+    """Σ totals / Σ counts over independent samples (n,), such as a cost a token; its error by the delta method."""
+    totals, counts = totals.double(), counts.double()
+    value = totals.sum() / counts.sum()
+    error = mean((totals - value * counts) / counts.mean()).stderr
+    return Measurement(float(value), error, len(totals))
 
 
 def mean(values: Tensor) -> Measurement:

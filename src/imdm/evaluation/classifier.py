@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from imdm.data.source import Source
+from imdm.ending import Ending, lengths
 from imdm.errors import UserError
 from imdm.evaluation.base import Evaluation, Measurement, metric
-from imdm.evaluation.text import grams
+from imdm.evaluation.text import grams, inside
 from imdm.randomness import Purpose, as_key, fold, permutation
 
 ORDERS = (1, 2, 3)
@@ -28,7 +29,8 @@ def told_apart(evaluation: Evaluation) -> Measurement:
 
     Held-out text may be of other books than the text that was learnt; then no model of that text comes down to 0.5, and
     `real_told_apart` says how far one could. More texts train a better classifier: compare at equal n alone."""
-    found = accuracy(evaluation.held_out(), evaluation.generation.tokens, evaluation.subject.seed)
+    ending = evaluation.subject.model.config.ending
+    found = accuracy(evaluation.held_out(), evaluation.written()[0], evaluation.subject.seed, ending)
     return replace(found, split=evaluation.subject.split)
 
 
@@ -37,8 +39,10 @@ def real_told_apart(evaluation: Evaluation) -> Measurement:
     """The same of training text in the place of what was written: what a model would score that writes exactly like the
     text it learnt. Where nothing is held out, both are training text, and it is 0.5."""
     real = evaluation.held_out()
-    learnt = spread_over(evaluation.source("train"), len(real))
-    return replace(accuracy(real, learnt, evaluation.subject.seed), split=evaluation.subject.split)
+    many = min(evaluation.subject.samples, len(evaluation.source("data")))
+    learnt = evaluation.cut(spread_over(evaluation.source("train"), many))
+    ending = evaluation.subject.model.config.ending
+    return replace(accuracy(real, learnt, evaluation.subject.seed, ending), split=evaluation.subject.split)
 
 
 def spread_over(source: Source, n: int) -> Tensor:
@@ -47,11 +51,12 @@ def spread_over(source: Source, n: int) -> Tensor:
     return source.rows(torch.arange(n) * len(source) // n)["tokens"]
 
 
-def accuracy(real: Tensor, written: Tensor, seed: int) -> Measurement:
+def accuracy(real: Tensor, written: Tensor, seed: int, ending: Ending | None = None) -> Measurement:
     """Of as many real as written texts (n, L) a half is learnt and the other half told apart, and the reverse, so that
     every text is tested once by a classifier that has not seen it; which half a text is in follows from the seed. The
     standard error is binomial over all tested texts. Near 0.5 it is too small, by a factor of √2 at most: what the
-    halves have in common by chance, both classifiers find or both miss."""
+    halves have in common by chance, both classifiers find or both miss. ending: of whole texts, whose padding is not
+    read."""
     n = min(len(real), len(written))
     if n < 2:
         raise UserError("a classifier needs two real and two written texts at least; give more samples or data")
@@ -61,7 +66,7 @@ def accuracy(real: Tensor, written: Tensor, seed: int) -> Measurement:
         order = permutation(fold(as_key(seed), Purpose.DATA, kind), n)
         for half, part in zip(halves, order.chunk(2), strict=True):
             half.append((texts[part], bool(kind)))
-    told = [Texts.of(half) for half in halves]
+    told = [Texts.of(half, ending) for half in halves]
     right = torch.cat([told[1 - side].are_told_by(told[side].learnt()) for side in (0, 1)]).double()
     share = float(right.mean())
     return Measurement(share, (share * (1 - share) / len(right)) ** 0.5, n)
@@ -78,14 +83,17 @@ class Texts:
     is_real: Tensor
 
     @classmethod
-    def of(cls, kinds: list[tuple[Tensor, bool]]) -> Texts:
+    def of(cls, kinds: list[tuple[Tensor, bool]], ending: Ending | None = None) -> Texts:
         """log(1 + count) of the 1-, 2- and 3-grams of tokens, hashed into buckets, and each text's length set to 1."""
-        tokens = np.concatenate([texts.numpy() for texts, _ in kinds])
+        every = torch.cat([texts for texts, _ in kinds])
+        tokens, size = every.numpy(), lengths(every, ending)
         rows = np.arange(len(tokens))[:, None]
-        found = [grams(tokens, n) >> np.uint64(48) for n in ORDERS if n <= tokens.shape[1]]  # the upper 16 bits
-        place, count = np.unique(
-            np.concatenate([rows * BUCKETS + hashed.astype(np.int64) for hashed in found], 1), return_counts=True
-        )
+        found = []
+        for n in ORDERS:
+            if n <= tokens.shape[1]:
+                hashed = grams(tokens, n) >> np.uint64(48)  # the upper 16 bits
+                found.append((rows * BUCKETS + hashed.astype(np.int64))[inside(hashed, n, size)])
+        place, count = np.unique(np.concatenate(found), return_counts=True)
         text, bucket = (torch.from_numpy(part) for part in np.divmod(place, BUCKETS))
         value = torch.from_numpy(count).double().log1p()
         length = torch.bincount(text, weights=value**2, minlength=len(tokens)).sqrt()

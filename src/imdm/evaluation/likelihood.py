@@ -8,29 +8,33 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from imdm.evaluation.base import Evaluation, Measurement, mean, metric
+from imdm.evaluation.base import Evaluation, Measurement, mean, metric, ratio
 from imdm.objectives import Step, nelbo_terms
 
 
-@metric("nelbo", reads=("data",), samples=False, steps=False)
+@metric("nelbo", reads=("data",), samples=False, steps=False, cut=False)
 def nelbo_of_rows(evaluation: Evaluation) -> Measurement:
     """Monte Carlo over rows, times and masks: the first `samples` rows, one low-discrepancy time a row. On an
-    enumerated language rows are exact draws; a token file should be one that was not trained on."""
-    return replace(mean(_terms(evaluation)), split=evaluation.subject.split)
+    enumerated language rows are exact draws; a token file should be one that was not trained on. Of whole texts: nats a
+    token of the text, its end included; padding is certain after that, costs nothing and is not counted."""
+    return replace(_bound(evaluation), split=evaluation.subject.split)
 
 
-@metric("val_ppl", reads=("data",), samples=False, steps=False)
+@metric("val_ppl", reads=("data",), samples=False, steps=False, cut=False)
 def validation_perplexity(evaluation: Evaluation) -> Measurement:
     """exp(NELBO): a bound on the perplexity a token of the held-out rows, special tokens included; its standard error
     by the delta method."""
-    bound = mean(_terms(evaluation))
+    bound = _bound(evaluation)
     value = math.exp(bound.value)
     return Measurement(value, value * bound.stderr, bound.n, split=evaluation.subject.split)
 
 
-def _terms(evaluation: Evaluation) -> Tensor:
-    """The NELBO of each row, (n,), made once for both metrics."""
-    return evaluation.once("nelbo", lambda: _measure(evaluation))
+def _bound(evaluation: Evaluation) -> Measurement:
+    """The NELBO in nats a token, made once for both metrics."""
+    terms = evaluation.once("nelbo", lambda: _measure(evaluation))  # (n,), in nats a place of the row
+    data = evaluation.source("data")
+    _, size = evaluation.sized(data.rows(torch.arange(len(terms)))["tokens"])
+    return mean(terms) if size is None else ratio(terms.double() * data.length, size)
 
 
 def _measure(evaluation: Evaluation) -> Tensor:

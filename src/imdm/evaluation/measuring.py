@@ -144,7 +144,7 @@ def matched(
     for _ in range(tries):
         temperature = (low * high) ** 0.5
         found = subject.drawn(temperature=temperature)
-        reached[temperature] = here = float(sample_entropy(Evaluation(found, hashes).generation.tokens).mean())
+        reached[temperature] = here = float(sample_entropy(*Evaluation(found, hashes).written()).mean())
         if abs(here - wanted) <= within:
             return found
         low, high = (temperature, high) if here < wanted else (low, temperature)
@@ -175,7 +175,7 @@ def to_row(
         model=family(model.mask),
         mask=model.mask.name + ("+mixture" if model.config.mixture else ""),
         steps=subject.how.steps,
-        evaluations=round(evaluation.once("evaluations", subject.evaluations), 4),
+        evaluations=round(evaluation.evaluations(metric.samples), 4),
         metric=metric.name,
         value=found.value,
         stderr=found.stderr if isfinite(found.stderr) else None,
@@ -185,10 +185,10 @@ def to_row(
         judge=found.judge,
         precision=str(model.dtype).removeprefix("torch."),
         length=model.config.length,
-        **drawn(metric, subject.how, subject.conditional),
+        **drawn(metric, subject.how, subject.conditional, subject.first),
         sample_seed=subject.seed,
         matched=equal if metric.samples else None,
-        settings=with_what(metric, subject.samples, inputs_of(metric, evaluation) if alone else None),
+        settings=with_what(metric, subject.samples, inputs_of(metric, evaluation) if alone else None, subject.first),
         recipe_hash=recipe_hash,
         time=datetime.now(UTC).isoformat(timespec="seconds"),
     )
@@ -199,8 +199,8 @@ def family(mask: Mask) -> str:
     return {"single": "mdlm", "infinite": "imdm"}.get(mask.kind, mask.kind)
 
 
-def drawn(metric: Metric, how: Sampling, conditional: Conditional | None) -> dict[str, Any]:
-    """How samples were drawn, as a row of this metric says it: what does not matter to the metric has its usual
+def drawn(metric: Metric, how: Sampling, conditional: Conditional | None, first: int | None = None) -> dict[str, Any]:
+    """How samples were drawn and cut, as a row of this metric says it: what does not matter to the metric has its usual
     value."""
     usual = how if metric.samples else Sampling()
     return {
@@ -208,13 +208,18 @@ def drawn(metric: Metric, how: Sampling, conditional: Conditional | None) -> dic
         "top_p": usual.top_p,
         "noise": usual.noise,
         "conditional": (conditional or Conditional()).spelled if metric.prompts else None,
+        "first": first if metric.cut else None,
     }
 
 
-def with_what(metric: Metric, samples: int, inputs: Mapping[str, str] | None = None) -> str | None:
+def with_what(
+    metric: Metric, samples: int, inputs: Mapping[str, str] | None = None, first: int | None = None
+) -> str | None:
     """The digest of what no other field of a row says; None where there is nothing more to say. inputs: the hashes of
-    what the metric read, where no recipe says it."""
+    what the metric read, where no recipe says it; first: where n is the number of texts that are long enough."""
     told: dict[str, Any] = dict(inputs or {})
+    if metric.cut and first is not None:
+        told["samples"] = samples
     if metric.counted is not None and metric.counted(samples) == metric.counted(samples + 1):  # n does not say it
         told["samples"] = samples
     return digest(told) if told else None

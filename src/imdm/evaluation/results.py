@@ -25,6 +25,7 @@ class Row(Config):
     sample_seed  what the samples, and all other draws of the evaluation, follow from
     top_p, noise, temperature   how the samples were drawn
     conditional  the settings of continuations, for metrics of these
+    first        how many tokens of each text were looked at, of texts that have as many; None: all of every text
     matched      what the temperature was found for: an entropy, or the hash of the model whose entropy it is
     settings     a digest of what else it was measured with, where no recipe says it: the data's content, the reference,
                  the pairs
@@ -52,6 +53,7 @@ class Row(Config):
     noise: NoisePolicy = "posterior"
     sample_seed: int | None = None
     conditional: str | None = None
+    first: int | None = None
     matched: str | None = None
     settings: str | None = None
     recipe_hash: str

@@ -135,9 +135,10 @@ def _shown(denoiser: Denoiser, x: Tensor, shown: Tensor, keys: Tensor) -> Noised
 
 
 def _log_p(denoiser: Denoiser, state: Noised, x: Tensor, where: Tensor) -> Tensor:
-    """Σ of log p_θ(x^ℓ | state) over the positions `where` (n, L): (n,), float64. The head reads these rows alone."""
+    """Σ of log p_θ(x^ℓ | state) over the positions `where` (n, L): (n,), float64. The head reads these rows alone, but
+    for padding that is certain."""
     hidden = denoiser.trunk(state)
-    row, column = where.nonzero(as_tuple=True)
+    row, column = (where & state.masked).nonzero(as_tuple=True)
     total = torch.zeros(len(x), dtype=torch.float64, device=x.device)
     for part in torch.arange(len(row), device=x.device).split(max(1, AT_ONCE // denoiser.vocab_size)):
         r, c = row[part], column[part]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from imdm.data.source import Source
-from imdm.evaluation.base import Evaluation, Measurement, mean, metric
+from imdm.evaluation.base import Evaluation, Measurement, bootstrap_weights, mean, metric, ratio, spread
 
 ODD, MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
 LOW = np.uint64((1 << 24) - 1)
@@ -24,13 +24,13 @@ _known: dict[tuple[str, int], np.ndarray] = {}  # all n-grams of the last few so
 @metric("entropy")
 def entropy(evaluation: Evaluation) -> Measurement:
     """The unigram entropy in nats of each sample's token counts, averaged over samples (data: 4.31 LM1B, 5.44 OWT)."""
-    return mean(sample_entropy(evaluation.generation.tokens))
+    return mean(sample_entropy(*evaluation.written()))
 
 
 @metric("real_entropy", reads=("data",), samples=False, steps=False)
 def real_entropy(evaluation: Evaluation) -> Measurement:
     """The same of as many rows of held-out text."""
-    return replace(mean(sample_entropy(evaluation.held_out())), split=evaluation.subject.split)
+    return replace(mean(sample_entropy(*evaluation.sized(evaluation.held_out()))), split=evaluation.subject.split)
 
 
 @metric("token_entropy")  # as Table 1 calls it
@@ -42,7 +42,18 @@ def pooled_entropy(evaluation: Evaluation) -> Measurement:
 
     It grows with the number of samples, since rare words are found late: with N tokens of V kinds it is too low by
     about (V − 1) / 2N. Compare at equal n alone."""
-    return mean(pooled_surprise(evaluation.generation.tokens))
+    return pooled(*evaluation.written())
+
+
+def pooled(tokens: Tensor, lengths: Tensor | None = None) -> Measurement:
+    """The entropy of all tokens together, of rows (n, L) or of their first `lengths` (n,) tokens."""
+    if lengths is None:
+        return mean(pooled_surprise(tokens))
+    inside = torch.arange(tokens.shape[1]) < lengths[:, None]
+    frequency = torch.bincount(tokens[inside]).double() / int(lengths.sum())
+    surprise = torch.zeros(tokens.shape, dtype=torch.float64)
+    surprise[inside] = -frequency.log()[tokens[inside]]
+    return ratio(surprise.sum(1), lengths)
 
 
 def pooled_surprise(tokens: Tensor) -> Tensor:
@@ -52,12 +63,12 @@ def pooled_surprise(tokens: Tensor) -> Tensor:
     return -frequency.log()[tokens].mean(1)
 
 
-def sample_entropy(tokens: Tensor) -> Tensor:
-    """Of each row (n, L): (n,), float64."""
-    ordered = tokens.sort(1).values
+def sample_entropy(tokens: Tensor, lengths: Tensor | None = None) -> Tensor:
+    """Of each row (n, L), or of its first `lengths` (n,) tokens: (n,), float64."""
     out = torch.zeros(len(tokens), dtype=torch.float64)
-    for row, values in enumerate(ordered):
-        share = values.unique_consecutive(return_counts=True)[1].double() / len(values)
+    for row, values in enumerate(tokens.sort(1).values if lengths is None else tokens):
+        ordered = values if lengths is None else values[: lengths[row]].sort().values
+        share = ordered.unique_consecutive(return_counts=True)[1].double() / len(ordered)
         out[row] = -(share * share.log()).sum()
     return out
 
@@ -74,10 +85,26 @@ def grams(tokens: np.ndarray, n: int) -> np.ndarray:
     return total
 
 
+def inside(found: np.ndarray, n: int, lengths: Tensor | None) -> np.ndarray:
+    """Which of the n-grams (rows, W) that `grams` found lie within the first `lengths` (rows,) tokens: (rows, W)."""
+    if lengths is None:
+        return np.ones(found.shape, bool)
+    return np.arange(found.shape[1]) <= lengths.numpy()[:, None] - n
+
+
+def shares(which: np.ndarray, within: np.ndarray) -> Tensor:
+    """The share of each row's n-grams `within` its text (rows, W) that are `which`: (rows,); 0 where it has none."""
+    if within.all():
+        return torch.from_numpy(which.mean(1))
+    return torch.from_numpy((which & within).sum(1) / within.sum(1).clip(min=1))
+
+
 def _distinct(evaluation: Evaluation, n: int) -> Measurement:
-    """The share of different n-grams among all n-grams of a sample, averaged over samples."""
-    shares = [len(np.unique(row)) / len(row) for row in grams(evaluation.generation.tokens.numpy(), n)]
-    return mean(torch.tensor(shares))
+    """The share of different n-grams among all n-grams of a sample, averaged over samples; 1 where it has none."""
+    tokens, lengths = evaluation.written()
+    found = grams(tokens.numpy(), n)
+    rows = [row[here] for row, here in zip(found, inside(found, n, lengths), strict=True)]
+    return mean(torch.tensor([len(np.unique(row)) / len(row) if len(row) else 1.0 for row in rows]))
 
 
 @metric("distinct_1")
@@ -108,47 +135,105 @@ def shared_4grams(evaluation: Evaluation) -> Measurement:
     are alike. Standard error by the jackknife, since samples that share something do so with each other.
 
     It grows with the number of samples, each of which is one more to share with. Compare at equal n alone."""
-    return shared_grams(evaluation.generation.tokens)
+    return shared_grams(*evaluation.written())
 
 
-def shared_grams(tokens: Tensor) -> Measurement:
-    """The share of each row's 4-grams that another row has, with its error by the jackknife."""
-    mine = grams(tokens.numpy(), min(SHARED, tokens.shape[1]))  # (n, W)
-    n, width = mine.shape
+def shared_grams(tokens: Tensor, lengths: Tensor | None = None) -> Measurement:
+    """The share of each row's 4-grams that another row has, with its error by the jackknife. lengths (n,): how much of a
+    row is text."""
+    size = min(SHARED, tokens.shape[1])
+    mine = grams(tokens.numpy(), size)  # (n, W)
+    n, within = len(mine), inside(mine, size, lengths)
     if n == 1:
         return Measurement(0.0, float("nan"), 1)
+    width = within.sum(1).clip(min=1)
     known, place = np.unique(mine, return_inverse=True)
-    own, often = np.unique(np.arange(n)[:, None] * len(known) + place.reshape(mine.shape), return_counts=True)
+    pairs = np.arange(n)[:, None] * len(known) + place.reshape(mine.shape)
+    own, often = np.unique(pairs[within], return_counts=True)
     sample, gram = np.divmod(own, len(known))  # each pair of a sample and a 4-gram of its, which it has `often` times
     holders, sum_of = np.bincount(gram), np.bincount(gram, weights=sample)
     share = np.bincount(sample, weights=often * (holders[gram] > 1), minlength=n) / width
     # Without a sample, what it shared with one other alone is shared no more.
     two = holders[gram] == 2
     other = (sum_of[gram] - sample)[two].astype(np.int64)
-    lost = np.bincount(other, weights=often[two], minlength=n) / width
+    lost = np.bincount(other, weights=often[two] / width[sample[two]], minlength=n)
     without = (share.sum() - share - lost) / (n - 1)
     error = ((n - 1) / n * ((without - without.mean()) ** 2).sum()) ** 0.5
     return Measurement(float(share.mean()), float(error), n)
 
 
+def sizes(evaluation: Evaluation, rows: Tensor) -> Tensor:
+    """Tokens of each text (n,), its begin and its end counted; of a model whose rows are no whole texts, the row's."""
+    _, size = evaluation.sized(rows)
+    return (torch.full((len(rows),), rows.shape[1]) if size is None else size).double()
+
+
+def real_sizes(evaluation: Evaluation) -> Tensor:
+    """The same of as many held-out texts as there are samples, or all there are."""
+    data = evaluation.source("data")
+    return sizes(evaluation, data.rows(torch.arange(min(evaluation.subject.samples, len(data))))["tokens"])
+
+
+@metric("length", cut=False)
+def length(evaluation: Evaluation) -> Measurement:
+    """Tokens of a text, its begin and its end counted: the mean."""
+    return mean(sizes(evaluation, evaluation.generation.tokens))
+
+
+@metric("real_length", reads=("data",), samples=False, steps=False, cut=False)
+def real_length(evaluation: Evaluation) -> Measurement:
+    """The same of held-out text."""
+    return replace(mean(real_sizes(evaluation)), split=evaluation.subject.split)
+
+
+@metric("unfinished", cut=False)
+def unfinished(evaluation: Evaluation) -> Measurement:
+    """The share of texts that have no end; of a model whose rows are no whole texts, all."""
+    tokens, ending = evaluation.generation.tokens, evaluation.subject.model.config.ending
+    return mean(torch.ones(len(tokens)) if ending is None else ~ending.finished(tokens))
+
+
+@metric("length_distance", reads=("data",), cut=False)
+def length_distance(evaluation: Evaluation) -> Measurement:
+    """How far the lengths of texts are from those of held-out text, in tokens: the Wasserstein distance of the two
+    distributions, which is how many tokens longer or shorter a text would have to be, on average, for them to agree.
+    Standard error by bootstrap over both. Where they do agree it is above 0, as samples differ by chance."""
+    mine, theirs = sizes(evaluation, evaluation.generation.tokens), real_sizes(evaluation)
+    seed = evaluation.subject.seed
+    again = zip(bootstrap_weights(len(mine), seed), bootstrap_weights(len(theirs), seed ^ 1), strict=True)
+    found = [wasserstein(mine, theirs, some, others) for some, others in again]
+    value = wasserstein(mine, theirs, torch.ones_like(mine) / len(mine), torch.ones_like(theirs) / len(theirs))
+    return Measurement(float(value), spread(found), len(mine), split=evaluation.subject.split)
+
+
+def wasserstein(mine: Tensor, theirs: Tensor, some: Tensor, others: Tensor) -> Tensor:
+    """∫ |F − G| of whole numbers (n,) and (m,), weighted by `some` (n,) and `others` (m,), which sum to 1."""
+    most = int(max(mine.max(), theirs.max())) + 1
+    counts = torch.bincount(mine.long(), some, most) - torch.bincount(theirs.long(), others, most)
+    return counts.cumsum(0).abs().sum()
+
+
 @metric("novelty", reads=("train",))
 def novelty(evaluation: Evaluation) -> Measurement:
     """The share of a sample's 6-grams that the training text does not have."""
-    return mean(1 - read_before(evaluation.generation.tokens, evaluation.source("train")))
+    tokens, lengths = evaluation.written()
+    return mean(1 - read_before(tokens, evaluation.source("train"), lengths=lengths))
 
 
 @metric("pair_overlap", reads=("pairs",))
 def pair_overlap(evaluation: Evaluation) -> Measurement:
     """The share of a sample's 6-grams that the couplings have which the model was distilled on: does it copy them?"""
-    return mean(read_before(evaluation.generation.tokens, evaluation.source("pairs")))
+    tokens, lengths = evaluation.written()
+    return mean(read_before(tokens, evaluation.source("pairs"), lengths=lengths))
 
 
-def read_before(tokens: Tensor, source: Source, n: int = NOVEL) -> Tensor:
+def read_before(tokens: Tensor, source: Source, n: int = NOVEL, lengths: Tensor | None = None) -> Tensor:
     """The share of each row's n-grams that a source has: (rows,). A source of moderate size is read once, and what it
-    has is remembered for the next model; a large one passes by each time."""
+    has is remembered for the next model; a large one passes by each time. lengths (rows,): how much of a row is
+    text."""
     n = min(n, tokens.shape[1])
     if len(source) * source.length > REMEMBERED or source.length < n:
-        return found_in(tokens, _rows(source), n)
+        return found_in(tokens, _rows(source), n, lengths)
     if (source.fingerprint, n) not in _known:
         while len(_known) > 3:
             del _known[next(iter(_known))]
@@ -157,10 +242,10 @@ def read_before(tokens: Tensor, source: Source, n: int = NOVEL) -> Tensor:
         _known[source.fingerprint, n] = every
     known, mine = _known[source.fingerprint, n], grams(tokens.numpy(), n)
     place = np.searchsorted(known, mine).clip(max=len(known) - 1)
-    return torch.from_numpy((known[place] == mine).mean(1))
+    return shares(known[place] == mine, inside(mine, n, lengths))
 
 
-def found_in(tokens: Tensor, texts: Iterable[np.ndarray], n: int = NOVEL) -> Tensor:
+def found_in(tokens: Tensor, texts: Iterable[np.ndarray], n: int = NOVEL, lengths: Tensor | None = None) -> Tensor:
     """The share of each row's n-grams that some of the texts (rows, L) has: (rows,). The samples' own n-grams are kept,
     the texts pass by, so that their size does not matter."""
     n = min(n, tokens.shape[1])
@@ -174,7 +259,7 @@ def found_in(tokens: Tensor, texts: Iterable[np.ndarray], n: int = NOVEL) -> Ten
             there = there[likely[there & LOW]]
             index = np.searchsorted(known, there).clip(max=len(known) - 1)
             seen[index[known[index] == there]] = True
-    return torch.from_numpy(seen[place.reshape(mine.shape)].mean(1))
+    return shares(seen[place.reshape(mine.shape)], inside(mine, n, lengths))
 
 
 def _rows(source: Source) -> Iterator[np.ndarray]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from imdm.ending import Ending
 from imdm.errors import UserError, check_number, check_whole, shown, unknown
 from imdm.masks import parse_mask
 from imdm.models.backbones import backbones, parse_backbone
@@ -38,11 +39,15 @@ class MaskedDiffusionConfig(PreTrainedConfig):
     width, dropout  of any backbone
     blocks, heads, softcap    of `dit`; `preset` fills width, blocks, heads and condition
     condition       of `dit`: width of adaLN's conditioning; 0: folded into the other weights (`fold_conditioning`)
+    eos_token_id, pad_token_id   where rows are whole texts (`Ending`): what follows the end token is padding. None: rows
+                    are cut from a stream
     causal          each position sees those before it alone: a language model that reads from left to right, to judge
                     what others write (objective `autoregressive`); it writes nothing itself
     """
 
     model_type = "imdm"
+    eos_token_id: int | None = None
+    pad_token_id: int | None = None
 
     def __init__(
         self,
@@ -61,6 +66,8 @@ class MaskedDiffusionConfig(PreTrainedConfig):
         causal: bool = False,
         backbone: Any = None,
         tie_word_embeddings: bool = False,
+        eos_token_id: int | None = None,
+        pad_token_id: int | None = None,
         **kwargs: Any,
     ) -> None:
         sizes = {"vocab_size": (vocab_size, 2, LARGEST_VOCABULARY), "length": (length, 1, 1 << 20)}
@@ -82,6 +89,15 @@ class MaskedDiffusionConfig(PreTrainedConfig):
             raise UserError("model.causal = true: such a model has a single mask, no mixture and no softcap")
         mask_token_id = vocab_size - 1 if mask_token_id is None else mask_token_id
         check_whole("model.mask_token_id", mask_token_id, 0, vocab_size - 1)
+        if (eos_token_id is None) != (pad_token_id is None):
+            raise UserError("model.eos_token_id and pad_token_id: give both, for rows that are whole texts, or neither")
+        for field, token in (("eos_token_id", eos_token_id), ("pad_token_id", pad_token_id)):
+            if token is None:
+                continue
+            check_whole(f"model.{field}", token, 0, vocab_size - 1)
+            if token == mask_token_id:
+                raise UserError(f"model.{field} = {token}: that is the mask; a text ends with another token")
+            setattr(self, field, token)  # not kept where it is None, so that configurations are what they were
         self.vocab_size, self.length = vocab_size, length
         self.width, self.blocks, self.heads, self.condition = width, blocks, heads, condition
         self.dropout, self.softcap = float(dropout), softcap
@@ -112,11 +128,19 @@ class MaskedDiffusionConfig(PreTrainedConfig):
             self.__dict__["backbone"] = settings.model_dump()
 
     @property
+    def ending(self) -> Ending | None:
+        """How rows end, where they are whole texts."""
+        if self.eos_token_id is None or self.pad_token_id is None:
+            return None
+        return Ending(self.eos_token_id, self.pad_token_id)
+
+    @property
     def law(self) -> list[Any]:
         """What a model's law follows from beside its weights, as plain data: masks, schedule, vocabulary, attention."""
         law: list[Any] = [parse_mask(self.mask).hashed(), parse_schedule(self.schedule).hashed()]
         law += [self.mask_token_id, self.vocab_size, self.heads, self.softcap]
         law += ["causal"] * self.causal
+        law += [] if self.ending is None else ["whole texts", self.eos_token_id, self.pad_token_id]
         backbone = parse_backbone(self.backbone)
         return law if is_default(backbone) else [*law, backbone.hashed()]
 

@@ -57,7 +57,8 @@ class MaskedDiffusionLM(PreTrainedModel):
     def __init__(self, config: MaskedDiffusionConfig) -> None:
         super().__init__(config)
         self.mask: Mask = parse_mask(config.mask)
-        self.process = Process(parse_schedule(config.schedule), self.mask, config.mask_token_id, config.mixture)
+        schedule = parse_schedule(config.schedule)
+        self.process = Process(schedule, self.mask, config.mask_token_id, config.mixture, config.ending)
         D, settings = config.width, parse_backbone(config.backbone)
         self.embedding = TokenEmbedding(config.vocab_size, D)
         self.mask_embedding = self.mask.embedding(D)

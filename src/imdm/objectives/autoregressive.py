@@ -17,7 +17,8 @@ from imdm.state import Noised, Rows
 
 @objectives.register("autoregressive")
 class Autoregressive(Objective):
-    """−log p(x^ℓ | x^1 … x^{ℓ−1}) in nats, averaged over ℓ = 2 … L. For models with `causal: true`."""
+    """−log p(x^ℓ | x^1 … x^{ℓ−1}) in nats, averaged over ℓ = 2 … L; padding after the end of a text costs nothing. For
+    models with `causal: true`."""
 
     kind: str = "autoregressive"
     causal: ClassVar[bool] = True
@@ -26,7 +27,11 @@ class Autoregressive(Objective):
     def loss(
         self, model: nn.Module, process: Process, batch: Mapping[str, Tensor], step: Step, companion: None = None
     ) -> Tensor:
-        return -next_log_probs(model, batch["tokens"], step.keys()).mean()
+        x = batch["tokens"]
+        found = next_log_probs(model, x, step.keys())
+        if process.ending is not None:
+            found = found.masked_fill(process.ending.ended(x)[:, 1:], 0.0)
+        return -found.mean()
 
 
 def next_log_probs(model: nn.Module, x: Tensor, keys: Tensor | None = None) -> Tensor:

@@ -35,6 +35,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from imdm.config import Config
+from imdm.ending import lengths
 from imdm.errors import UserError
 from imdm.models import MaskedDiffusionLM
 from imdm.models.readout import Chosen, Gradient, reduced
@@ -179,6 +180,7 @@ class Match(Objective):
             ("vocab_size", start.vocab_size, model.vocab_size),
             ("mask_token_id", start.process.mask_id, model.process.mask_id),
             ("schedule", start.process.schedule, model.process.schedule),
+            ("ending", start.process.ending, model.process.ending),
         ):
             if theirs != ours:
                 raise UserError(
@@ -270,15 +272,17 @@ class Match(Objective):
         text = torch.where((plan.origin == OWN)[:, None], texts[plan.recalled], x)
         write = Write(plan, text, companion, step.networks[AUXILIARY], phase if pushes else None)
         with torch.set_grad_enabled(pushes and torch.is_grad_enabled()):
-            found = model(plan.state(text, process.mask_id), rows=plan.rows, reduce=write)  # (R̃, 2), or (R̃,)
-        rows = plan.left_rows
+            found = model(plan.state(text, process), rows=plan.rows, reduce=write)  # (R̃, 2), or (R̃,)
+        rows = write.rows
         said = rows.counting(found[:, 1] if pushes else found)
         companion.count(said.detach(), rows, plan.origin == PRIOR)
         if step.update == self.auxiliary.updates - 1:
-            companion.remember(write.written, plan.kept)
+            companion.remember(write.written.tokens, plan.kept)
         if not pushes:
             return said.sum() / x.numel()
         pushed = rows.counting(found[:, 0])
+        if write.written.own is not None:
+            pushed = torch.where(rows.of(write.written.own), pushed, 0.0)
         if plan.weight is not None:
             pushed = pushed * plan.weight[rows.sequence]
         return {STUDENT: pushed.sum() / x.numel(), AUXILIARY: said.sum() / x.numel()}
@@ -329,6 +333,8 @@ class Match(Objective):
         auxiliary_gap   CE_ψ there, minus what it was in training since the last look, from all masks too
         given_noise     H(θ | ε): what is left open once the noise is known, in nats a token, in one step
         score           what the average is kept by, the lower the better (`texts.score`); phase: its number, from 0
+
+        Where rows are whole texts, `length_N` is the mean number of tokens of an N-step text too.
         """
         if companion is None or networks is None:
             return {}
@@ -342,9 +348,12 @@ class Match(Objective):
         canvas = torch.full((self.looks, length), model.process.mask_id, device=model.device)
         for N, weight in sorted(self.steps.items()):
             how = Sampling(steps=N, noise=self.noise)
-            texts = standing(teacher, sample(model, canvas, keys=keys, how=how, batch_size=256).tokens, keys)
+            written = sample(model, canvas, keys=keys, how=how, batch_size=256).tokens
+            texts = standing(teacher, written, keys)
             found |= {f"ratio_{N}": frontier.ratio(texts), f"entropy_{N}": texts.entropy, f"pooled_{N}": texts.pooled}
             found |= {f"shared_{N}": texts.shared}
+            if (tokens := lengths(written, model.process.ending)) is not None:
+                found |= {f"length_{N}": float(tokens.double().mean())}
             ratios.append((weight, found[f"ratio_{N}"]))
             lacking = max(lacking, frontier.shortfall(texts))
         found |= {"ratio": exp(mean_log(ratios)), "pooled_lacking": lacking}
@@ -364,13 +373,14 @@ class Match(Objective):
             fate = uniform(some[:, None], Purpose.REVEAL, torch.arange(length, device=some.device))
             plan = planned(model.process, some, origin, t, masked, masked_again(masked, fate, share))
             blank = torch.zeros(len(some), length, dtype=torch.int64, device=some.device)
-            hidden = model.trunk_at(plan.state(blank, model.process.mask_id), plan.rows)
+            hidden = model.trunk_at(plan.state(blank, model.process), plan.rows)
             open_.append(reduced(model.head_of(hidden), _entropy))
-            written = plan.written(companion.student, hidden, blank)
-            rows, chosen = plan.left_rows, Chosen(plan.left_rows.of(written))
+            written = plan.written(companion.student, hidden, blank).tokens
             shown = plan.shown(written, companion.model.process)
-            teacher_said.append(-companion.model(shown, rows=rows, reduce=chosen))
-            said.append(-auxiliary(shown, rows=rows, reduce=chosen, generated=plan.generated))
+            rows, chosen = plan.left_rows, Chosen(plan.left_rows.of(written))
+            there = rows.of(shown.masked)  # all of them, unless padding is certain
+            teacher_said.append(-companion.model(shown, rows=rows, reduce=chosen)[there])
+            said.append(-auxiliary(shown, rows=rows, reduce=chosen, generated=plan.generated)[there])
         ours, theirs = float(torch.cat(said).double().mean()), float(torch.cat(teacher_said).double().mean())
         trained = companion.counted()
         gap = {} if trained is None else {"auxiliary_gap": ours - trained}

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -69,24 +69,56 @@ class Planned:
         before = (self.origin == OWN)[:, None] & ~self.masked
         return (self.masked & ~self.again) + 2 * before
 
-    def state(self, text: Tensor, mask_id: int) -> Noised:
+    def state(self, text: Tensor, process: Process) -> Noised:
         """z_t of a text (b, L)."""
-        return Noised(text.masked_fill(self.masked, mask_id), self.masked, self.noise, self.t, self.latent, self.keys)
+        tokens, masked = _masked(text, self.masked, process)
+        return Noised(tokens, masked, self.noise, self.t, self.latent, self.keys)
 
-    def written(self, student: MaskedDiffusionLM, hidden: Tensor, text: Tensor) -> Tensor:
-        """x̃ (b, L): a token for every masked position, from the student's hidden states (R, D)."""
+    def written(self, student: MaskedDiffusionLM, hidden: Tensor, text: Tensor) -> Written:
+        """x̃: a token for every masked position, from the student's hidden states (R, D)."""
+        process, rows = student.process, self.rows
         with torch.no_grad():
-            u = uniform(self.keys[self.rows.sequence], Purpose.TOKEN, self.rows.position)
-            drawn = draw_tokens(student, hidden.detach(), u).tokens
-            said = text.index_put((self.rows.sequence, self.rows.position), drawn)
-            return torch.where(self.masked, said, text)
+            u = uniform(self.keys[rows.sequence], Purpose.TOKEN, rows.position)
+            state = self.state(text, process)
+            bars = process.barred(state)
+            drawn = draw_tokens(student, hidden.detach(), u, barred=None if bars is None else rows.of(bars)).tokens
+            said = state.tokens.index_put((rows.sequence, rows.position), drawn)
+            said = torch.where(state.masked, said, state.tokens)
+            if process.ending is None:
+                return Written(said, None)
+            return Written(process.closed(said, state.masked), state.masked & ~process.ending.ended(said))
 
     def shown(self, written: Tensor, process: Process) -> Noised:
         """z̃ as teacher and auxiliary read it."""
         keys = fold(self.keys, Purpose.COPY, 1)
-        noise = process.mask.draw(keys, torch.zeros_like(written), self.again)
-        tokens = written.masked_fill(self.again, process.mask_id)
-        return Noised(tokens, self.again, noise, self.t, process.latents(keys), self.keys)
+        tokens, masked = _masked(written, self.again, process)
+        noise = process.mask.draw(keys, torch.zeros_like(written), masked)
+        return Noised(tokens, masked, noise, self.t, process.latents(keys), self.keys)
+
+    def open_rows(self, shown: Noised, process: Process) -> Rows:
+        """The masked positions of z̃ that count: where rows are whole texts, those without padding that is certain."""
+        rows = self.left_rows
+        if process.ending is None:
+            return rows
+        there = rows.of(shown.masked)
+        return rows._replace(counted=there if rows.counted is None else there & rows.counted)
+
+
+class Written(NamedTuple):
+    """x̃ (b, L). own (b, L): where a token is what the student drew, if rows are whole texts: after the first end there
+    is padding whatever it drew, and nothing to learn from that."""
+
+    tokens: Tensor
+    own: Tensor | None
+
+
+def _masked(text: Tensor, masked: Tensor, process: Process) -> tuple[Tensor, Tensor]:
+    """A text (b, L) with masks, and where they are: not where padding is certain."""
+    tokens = text.masked_fill(masked, process.mask_id)
+    if process.ending is None:
+        return tokens, masked
+    tokens = process.closed(tokens, masked)
+    return tokens, masked & (tokens == process.mask_id)
 
 
 def masked_again(masked: Tensor, fate: Tensor, share: Tensor) -> Tensor:
@@ -133,13 +165,15 @@ class Write(Whole):
 
     def __init__(self, plan: Planned, text: Tensor, companion: Pursued, auxiliary: nn.Module, how: Push | None) -> None:
         self.plan, self.text, self.companion, self.auxiliary, self.how = plan, text, companion, auxiliary, how
-        self.written = text
+        self.written = Written(text, None)
+        self.rows = plan.left_rows
 
     def read(self, head: Head) -> Tensor:
         plan, teacher = self.plan, self.companion.model
         self.written = plan.written(self.companion.student, head.rows, self.text)
-        rows, shown = plan.left_rows, plan.shown(self.written, teacher.process)
-        said = rows.of(self.written)
+        shown = plan.shown(self.written.tokens, teacher.process)
+        rows = self.rows = plan.open_rows(shown, teacher.process)
+        said = rows.of(self.written.tokens)
         if self.how is None:
             with torch.enable_grad():
                 return -self.auxiliary(shown, rows=rows, reduce=Chosen(said), generated=plan.generated)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from imdm.models.readout import Compared, Divergence
+from imdm.models.readout import Chosen, Compared, Divergence, Head, Whole, reduced
 from imdm.objectives.base import Step, corrupted, objectives
 from imdm.objectives.rounds import Rounds, Teacher
 from imdm.process import Process
@@ -36,6 +36,9 @@ class SDTT(Rounds):
     """From z_t the teacher takes `teacher_steps` reverse steps of size dt, its noise kept; each masked position's
     target is the teacher's law at the step that revealed it, or the last one's. The student, seeing z_t and the same
     noise, is to give that law at once. dt doubles each round, and the student becomes the teacher.
+
+    Where rows are whole texts, an end that the teacher reveals makes padding certain after it. There the divergence is
+    forward KL, −log p(padding), whatever it is elsewhere: from a certain law, the backward one is infinite.
 
     divergence  how student and teacher are compared: `backward-kl` KL(student ‖ teacher), `forward-kl`, `tv` (total
                 variation of the probabilities), `mse` (squared difference of the probabilities)
@@ -83,7 +86,10 @@ class SDTT(Rounds):
         state, rows, reveals = step.start or self.start(process, batch, step)
         teacher, dt = companion.model, self.dt(companion.round)
         target = teacher_rows(teacher, state, rows, dt, self.teacher_steps, step.keys(), reveals)
-        total = rows.counting(model(state, rows=rows, reduce=Compared(self.divergence, teacher.head_of(target)))).sum()
+        compare: Any = Compared(self.divergence, teacher.head_of(target.hidden))
+        if process.ending is not None and target.certain is not None:
+            compare = _Settled(compare, target.certain, process.ending.pad)
+        total = rows.counting(model(state, rows=rows, reduce=compare)).sum()
         masked = process.masks(everyone.times(), everyone.keys(), x.shape[1]).sum()
         return total / masked.clamp(min=1) * (step.batch / len(x))
 
@@ -112,6 +118,27 @@ def teacher_reveals(
     return tuple(found)
 
 
+class Target(NamedTuple):
+    """The teacher's hidden state at each masked position of z_t, at the step that reveals it or at the last: (R, D).
+    certain (R,): where its steps have made padding certain instead, if rows are whole texts."""
+
+    hidden: Tensor
+    certain: Tensor | None
+
+
+@dataclass(frozen=True)
+class _Settled(Whole):
+    """A comparison, and −log p(padding) where that is certain (R,)."""
+
+    compare: Compared
+    certain: Tensor
+    pad: int
+
+    def read(self, head: Head) -> Tensor:
+        padding = Chosen(torch.full_like(self.certain, self.pad, dtype=torch.int64))
+        return torch.where(self.certain, -reduced(head, padding), reduced(head, self.compare))
+
+
 @torch.no_grad()
 def teacher_rows(
     teacher: Denoiser,
@@ -121,18 +148,25 @@ def teacher_rows(
     steps: int,
     keys: Tensor,
     reveals: Sequence[Tensor] | None = None,
-) -> Tensor:
-    """The teacher's hidden state at each masked position of z_t, at the step that reveals it or at the last: (R, D).
-    rows: those positions; reveals: what `teacher_reveals` says of them, if known."""
+) -> Target:
+    """What the student is to learn at each masked position of z_t. rows: those positions; reveals: what
+    `teacher_reveals` says of them, if known."""
     process = teacher.process
     times = teacher_times(state.t, dt, steps)
     if reveals is None:
         reveals = teacher_reveals(process, state, rows, dt, steps, keys)
     hidden = teacher.trunk_at(state, rows)
+    certain = None if process.ending is None else torch.zeros_like(rows.position, dtype=torch.bool)
     for step, now in enumerate(reveals, 1):
         u = uniform(keys[rows.sequence[now]], Purpose.TOKEN, rows.position[now])
-        drawn = draw_tokens(teacher, hidden[now], u).tokens
+        bars = process.barred(state)
+        barred = None if bars is None else rows.of(bars)[now]
+        drawn = draw_tokens(teacher, hidden[now], u, barred=barred).tokens
         proposal = state.tokens.index_put((rows.sequence[now], rows.position[now]), drawn)
-        state = process.reverse(state, times[:, step], proposal, keys, step, "keep")
+        later = process.reverse(state, times[:, step], proposal, keys, step, "keep")
+        if certain is not None:
+            drawn_now = process.reveals(state, times[:, step], keys, step)
+            certain = certain | rows.of(state.masked & ~drawn_now & ~later.masked)
+        state = later
         hidden = torch.where(rows.of(state.masked)[:, None], teacher.trunk_at(state, rows), hidden)
-    return hidden
+    return Target(hidden, certain)

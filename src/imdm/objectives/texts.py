@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from imdm.ending import lengths
 from imdm.models.readout import Chosen
 from imdm.randomness import Purpose, fold, uniform
 from imdm.sampling import Sampling, sample
@@ -23,13 +24,15 @@ READINGS = 4  # how often each text is read, each time with other positions mask
 AT_ONCE = 256  # texts in one network evaluation
 TEMPERATURES = (1.0, 0.9, 0.8, 0.7)
 MANY = 1024  # steps
+QUARTER = 4  # of a row, which nearly all texts reach; where they do not, entropies would not be comparable
 
 
 @dataclass(frozen=True)
 class Standing:
     """Of some texts: nll, the teacher's NELBO in nats a token; entropy of a text's token counts, the mean; pooled,
     entropy of the counts of all texts together, which shows a collapse that the first hides; shared, the share of a
-    text's 4-grams that another text has."""
+    text's 4-grams that another text has. Where rows are whole texts, padding counts for none of them, and entropy,
+    which grows with length, is that of the first quarter of a row, over the texts that reach so far."""
 
     nll: float
     entropy: float
@@ -41,7 +44,7 @@ class Standing:
 def standing(teacher: MaskedDiffusionLM, texts: Tensor, keys: Tensor) -> Standing:
     """Of texts (n, L), read under keys (n,). The NELBO is the mean, over numbers of masked positions from 1 to L, of
     what a masked token costs: so no weight is large."""
-    from imdm.evaluation.text import pooled_surprise, sample_entropy, shared_grams
+    from imdm.evaluation.text import pooled, sample_entropy, shared_grams
 
     (n, L), process = texts.shape, teacher.process
     found = torch.zeros(n, dtype=torch.float64, device=texts.device)
@@ -54,16 +57,15 @@ def standing(teacher: MaskedDiffusionLM, texts: Tensor, keys: Tensor) -> Standin
         for part in torch.arange(n, device=keys.device).split(AT_ONCE):
             hidden = texts[part].masked_fill(masked[part], process.mask_id)
             state = process.noised(hidden, (many[part] / L).float(), key[part])
-            rows = Rows.where(masked[part])
+            rows = Rows.where(state.masked)
             missed = -teacher(state, rows=rows, reduce=Chosen(rows.of(texts[part]))).double()
             found[part] += (missed.new_zeros(len(part)).index_add(0, rows.sequence, missed) / many[part]) / READINGS
     home = texts.cpu()
-    return Standing(
-        nll=float(found.mean()),
-        entropy=float(sample_entropy(home).mean()),
-        pooled=float(pooled_surprise(home).mean()),
-        shared=shared_grams(home).value,
-    )
+    size = lengths(home, process.ending)
+    nll = float(found.mean() if size is None else L * found.sum() / size.sum())
+    begun = home if size is None else home[size >= L // QUARTER, : L // QUARTER]
+    entropy = sample_entropy(begun) if len(begun) else sample_entropy(home, size)
+    return Standing(nll, float(entropy.mean()), pooled(home, size).value, shared_grams(home, size).value)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, mod
 
 from imdm.config import Config, Name, Seed, digest
 from imdm.data import CoupleConfig, DataConfig
+from imdm.ending import Ending
 from imdm.errors import MOST_STEPS, TEMPERATURES, is_temperature, unknown
 from imdm.evaluation import Conditional, metrics
 from imdm.evaluation.judge import labelled
@@ -71,10 +72,20 @@ class ModelSettings(Config):
     schedule: ScheduleField = Field(default_factory=lambda: parse_schedule("log-linear"))
     backbone: BackboneField = None
 
-    def build(self, vocab_size: int, mask_token_id: int, length: int, *, causal: bool = False) -> MaskedDiffusionConfig:
-        """causal: the same size, read from left to right."""
+    def build(
+        self,
+        vocab_size: int,
+        mask_token_id: int,
+        length: int,
+        *,
+        causal: bool = False,
+        ending: Ending | None = None,
+    ) -> MaskedDiffusionConfig:
+        """causal: the same size, read from left to right; ending: how rows end, where they are whole texts."""
         given = {k: v for k, v in self.model_dump().items() if v is not None and k != "preset"}
         given = {"length": length, "vocab_size": vocab_size, "mask_token_id": mask_token_id} | given
+        if ending is not None:
+            given |= {"eos_token_id": ending.end, "pad_token_id": ending.pad}
         if causal:
             given |= {"causal": True, "mask": "single", "mixture": False, "softcap": None}
         return (
@@ -133,7 +144,8 @@ class EvaluateStage(Config):
     where it is not to be had, the metrics that need it are left out and the rest goes on. judge_stage: a stage whose
     autoregressive model judges instead. embedder: a sentence embedder (folder or hub id) for MAUVE in the judge's
     place. temperatures, top_p: the paper's figures have 1.0 alone. precision: in what the models are measured, bf16 on
-    a GPU alone. seed: other samples than the recipe's, to choose settings on; reports show these figures apart.
+    a GPU alone. seed: other samples than the recipe's, to choose settings on; reports show these figures apart. first:
+    measure the first so many tokens of texts that have as many, so that entropies are of equally long texts.
     """
 
     kind: Literal["evaluate"]
@@ -152,6 +164,7 @@ class EvaluateStage(Config):
     temperatures: tuple[Temperature, ...] = Field((1.0,), min_length=1)
     conditional: Conditional = Conditional()
     top_p: float = Field(1.0, gt=0, le=1)
+    first: int | None = Field(None, ge=2, le=1 << 20)
 
     @model_validator(mode="after")
     def _one_judge(self) -> EvaluateStage:

@@ -24,6 +24,7 @@ TOGETHER = {
     "the mask id": "mask_token_id",
     "a length of": "length",
     "the schedule": "schedule",
+    "the ending": "ending",
 }
 """What a teacher and its student must have in common, by what a refusal calls it."""
 

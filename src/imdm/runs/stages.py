@@ -55,8 +55,8 @@ def _train(run: Run, name: str, stage: TrainStage) -> str:
     source: Source = inputs.source if stage.data is None else inputs.coupling(stage.data)
     if stage.start is None:
         with seeded(fold(as_key(seed), Purpose.INIT)):
-            causal = stage.objective.causal
-            model = MaskedDiffusionLM(recipe.model.build(*inputs.vocabulary, source.length, causal=causal))
+            how = {"causal": stage.objective.causal, "ending": inputs.data.ending()}
+            model = MaskedDiffusionLM(recipe.model.build(*inputs.vocabulary, source.length, **how))
     else:
         model = inputs.model(stage.start)
     start = model
@@ -164,6 +164,7 @@ def _evaluate(run: Run, name: str, stage: EvaluateStage) -> str:
                 judge=judge,
                 embedder=embedder,
                 conditional=stage.conditional,
+                first=stage.first,
                 reference=_ready(run, inputs.first(model_name), stage) if compared else None,
                 parts=parts,
                 **about,
@@ -203,14 +204,14 @@ def _judge(run: Run, name: str, stage: EvaluateStage) -> Judge:
 
 ASKED = (
     *("method", "metric", "steps", "seed", "sample_seed", "temperature", "top_p", "noise", "conditional", "matched"),
-    *("settings", "precision", "judge", "n"),
+    *("first", "settings", "precision", "judge", "n"),
 )
 """What a stage says of its rows; of judges where metrics name no other reader, of n where it is that of the samples."""
 
 
 def _asked(row: Mapping[str, Any]) -> tuple[Any, ...]:
     metric = metrics[row["metric"]]
-    unsaid = {"judge": not metric.named, "n": metric.counted is None}
+    unsaid = {"judge": not metric.named, "n": metric.counted is None or row["first"] is not None}
     return tuple(None if unsaid.get(name) else row[name] for name in ASKED)
 
 
@@ -224,11 +225,11 @@ def is_measured(run: Run, name: str, stage: EvaluateStage) -> bool:
     asked = [metric for metric in stage.metrics if _can_be_had(metrics[metric], stage)]
     for occasion in occasions(asked, stage.steps, stage.temperatures, noise=stage.noise, top_p=stage.top_p):
         for metric, (model, method) in product(occasion.metrics, stage.models.items()):
-            told = drawn(metric, occasion.how, stage.conditional)
+            told = drawn(metric, occasion.how, stage.conditional, stage.first)
             told |= {"method": method, "metric": metric.name, "steps": occasion.how.steps, "matched": None}
             told |= {"seed": run.recipe.seed_of(model), "sample_seed": run.recipe.seed_of(name)}
             told |= {"precision": precision, "judge": stage.judge_label}
-            told |= {"settings": with_what(metric, stage.samples)}
+            told |= {"settings": with_what(metric, stage.samples, first=stage.first)}
             told |= {"n": metric.counted(stage.samples) if metric.counted is not None else None}
             if _asked(told) not in there:
                 return False

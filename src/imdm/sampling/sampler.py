@@ -7,6 +7,10 @@ different steps share a batch and none waits for another. The law is that of the
 
 As all of that is known beforehand, all turns are laid out before the first: while a GPU works, nothing is asked
 of it.
+
+Where rows are whole texts (`Ending`), the first end that is drawn wins: all that was masked after it becomes padding at
+once, tokens that the same step drew there too, and no network is asked about them any more. Tokens that are there
+already are never replaced: before a token of the text neither end nor padding is drawn.
 """
 
 from __future__ import annotations
@@ -54,8 +58,8 @@ class Revealed:
 
     sequences (A,): the rows of the canvas that were evaluated
     steps     (A,): the step of each, 0 … N − 1
-    tokens    (A, L): their tokens now
-    rows      the positions that were revealed; `rows.sequence` counts within these A
+    tokens    (A, L): their tokens now, with padding after the end where rows are whole texts
+    rows      the positions that were drawn; `rows.sequence` counts within these A
     log_probs (R,): what the model gave each revealed token
     """
 
@@ -68,8 +72,8 @@ class Revealed:
 
 @dataclass(frozen=True, repr=False)
 class Generation:
-    """tokens (B, L); revealed_at (B, L): the step of each token, −1 where given; evaluations (B,): how often the
-    network ran for each sequence; draws (B, L): which draw of its noise each position was written under;
+    """tokens (B, L); revealed_at (B, L): the step of each token, −1 where given, or certain by what is given;
+    evaluations (B,): how often the network ran for each sequence; draws (B, L): which draw of its noise each position was written under;
     latents (B,): the λ of each sequence's last evaluation, for a model with `mixture`; trace: on request."""
 
     tokens: Tensor
@@ -132,20 +136,39 @@ class Drawn:
     log_probs: Tensor
 
 
-def draw_tokens(denoiser: Denoiser, rows: Tensor, u: Tensor, temperature: float = 1.0, top_p: float = 1.0) -> Drawn:
+def draw_tokens(
+    denoiser: Denoiser,
+    rows: Tensor,
+    u: Tensor,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    barred: Tensor | None = None,
+) -> Drawn:
     """A token for each hidden row (R, ·) from the head, so that (R, V) is never held whole: by one kernel on a GPU, in
-    chunks elsewhere."""
+    chunks elsewhere. barred (R,): where neither end nor padding may be drawn, of a model of whole texts."""
+    ending = denoiser.process.ending
+    never = None if barred is None or ending is None else torch.tensor(ending.ids, device=rows.device)
     if rows.is_cuda and temperature == top_p == 1.0:
         head = denoiser.head_of(rows)
         if head.layer is not None and is_plain(head.layer) and (fast := kernels("draw")):
             known, weight, bias = head.tensors
-            return Drawn(*fast.draw_from_head(known, _as_products(weight), bias, head.never, u))
+            weight = _as_products(weight)
+            drawn = Drawn(*fast.draw_from_head(known, weight, bias, head.never, u))
+            if never is None or barred is None:
+                return drawn
+            others = bias.index_fill(0, never, -torch.inf)
+            inside = Drawn(*fast.draw_from_head(known, weight, others, head.never, u))
+            both = zip(vars(inside).values(), vars(drawn).values(), strict=True)
+            return Drawn(*(torch.where(barred, one, other) for one, other in both))
     size = max(1, AT_ONCE // denoiser.vocab_size)
     tokens = torch.empty(len(rows), dtype=torch.int64, device=rows.device)
     log_probs = torch.empty(len(rows), device=rows.device)
     for first in range(0, len(rows), size):
         part = slice(first, first + size)
         given = denoiser.head(rows[part])
+        if never is not None and barred is not None:
+            others = torch.log_softmax(given.index_fill(-1, never, -torch.inf), -1)
+            given = torch.where(barred[part, None], others, given)
         tokens[part] = draw(given, u[part], temperature, top_p)
         log_probs[part] = given.gather(-1, tokens[part, None])[:, 0].float()
     return Drawn(tokens, log_probs)
@@ -192,6 +215,9 @@ def sample(
     elif B and not bool(((t > 0) & (t <= 1)).all()):
         raise UserError("t: every starting time must be in (0, 1]")
 
+    ending = process.ending
+    tokens = process.closed(tokens, tokens == process.mask_id)
+
     # 1. When is each position revealed?
     planned = plan(process, keys, t, how.steps, L)
     grid, alpha = planned.grid, planned.alpha
@@ -203,11 +229,22 @@ def sample(
 
     # 2. Evaluate each sequence at its own reveal steps.
     tokens = tokens.clone()
+    last = torch.zeros(B, dtype=torch.int64, device=tokens.device)  # the step of each sequence's last evaluation
     draws = torch.zeros_like(tokens)  # which draw of its noise each position carries
     latents = process.latents(keys)
     log_probs = torch.zeros(B, L, device=tokens.device)
     written = 0
+    holes_in_all = 0
+    if ending is not None:  # what is evaluated, and when, then depends on what is written
+        evaluations = torch.zeros_like(evaluations)
+        holes_in_all = int(masked.sum())
     for turn in coming:
+        if ending is not None:
+            turn = replace(turn, before=last[turn.active]).only(masked)
+            if not len(turn.active):
+                continue
+            evaluations[turn.active] += 1
+            last[turn.active] = turn.now
         active, now, rows = turn.active, turn.now, turn.rows
         key, holes = keys[active], masked[active]
         if how.noise == "posterior":
@@ -220,12 +257,22 @@ def sample(
         noise = process.mask.draw(key, draws[active], holes)
         state = Noised(tokens[active], holes, noise, grid[active, now], latent)
         u = uniform(key[rows.sequence], Purpose.TOKEN, rows.position)
-        drawn = draw_tokens(denoiser, denoiser.trunk_at(state, rows), u, how.temperature, how.top_p)
+        bars = process.barred(state)
+        barred = None if bars is None else rows.of(bars)
+        drawn = draw_tokens(denoiser, denoiser.trunk_at(state, rows), u, how.temperature, how.top_p, barred)
         place = active[rows.sequence], rows.position
         tokens[place] = drawn.tokens
         log_probs[place] = drawn.log_probs
         masked[place] = False
         written += len(u)
+        if ending is not None:
+            shut = process.closed(tokens[active], holes)
+            filled = holes & ending.ended(shut)
+            tokens[active] = shut
+            log_probs[active] = log_probs[active].masked_fill(filled, 0.0)
+            revealed_at[active] = torch.where(filled & masked[active], now[:, None], revealed_at[active])
+            masked[active] = masked[active] & ~filled
+            written = holes_in_all - int(masked.sum()) if on_progress is not None else 0
         if on_step is not None:
             on_step(Revealed(active, now, tokens[active], rows, drawn.log_probs))
         if on_progress is not None:

@@ -22,6 +22,19 @@ class Turn:
     before: Tensor
     rows: Rows
 
+    def only(self, masked: Tensor) -> Turn:
+        """The same without positions that are not masked (B, L) any more, and without sequences that have no other."""
+        rows = self.rows
+        left = masked[self.active[rows.sequence], rows.position]
+        sequence, position = rows.sequence[left], rows.position[left]
+        count = torch.bincount(sequence, minlength=len(self.active))
+        some = count > 0
+        place, many = some.cumsum(0) - 1, count[some]
+        first = many.cumsum(0) - many  # rows stand one sequence after another
+        slot = torch.arange(len(position), device=position.device) - first[place[sequence]]
+        rows = Rows(place[sequence], position, slot, int(many.max()) if len(many) else 0)
+        return Turn(self.active[some], self.now[some], self.before[some], rows)
+
 
 def turns(revealed_at: Tensor, batch_size: int | None = None) -> tuple[Tensor, list[Turn]]:
     """How often each sequence is evaluated (B,), and the turns in which that happens: revealed_at (B, L), the step of
