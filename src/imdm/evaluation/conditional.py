@@ -2,7 +2,8 @@
 window of what was written that is judged.
 
 Prompts are the first tokens of held-out rows. Prepare those `unwrapped`, so that a row is the beginning of a document;
-rows with padding, documents too short for the model, are passed over.
+rows with padding, documents too short for the model, are passed over. Of whole texts, which end before their row does,
+those are passed over that are too short for prompt and window; what is written may end within the window.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from pydantic import Field
 from torch import Tensor
 
 from imdm.config import Config
+from imdm.ending import Ending
 from imdm.errors import UserError
 from imdm.evaluation.base import Evaluation, Measurement, Subject, mean, metric
-from imdm.evaluation.judge import perplexity
+from imdm.evaluation.judge import have_ended, perplexity
 from imdm.evaluation.mauve import mauve_of
 from imdm.evaluation.text import sample_entropy
 
@@ -54,12 +56,14 @@ class Conditional(Config):
 @dataclass(frozen=True)
 class Continued:
     """prompts: the text before the window, one a continuation; written and real: windows of what was written (prompts ×
-    continuations) and of the documents themselves (prompts); tokens: the written windows as ids."""
+    continuations) and of the documents themselves (prompts); tokens: the written windows as ids; ended: which of them
+    hold the end of a whole text."""
 
     prompts: list[str]
     written: list[str]
     real: list[str]
     tokens: Tensor
+    ended: list[bool] | None
 
 
 def continued(evaluation: Evaluation) -> Continued:
@@ -77,26 +81,33 @@ def _continue(evaluation: Evaluation) -> Continued:
             f"rows of {length} tokens are too short for a prompt of {how.prefix + how.suffix} and a window of "
             f"{how.tokens}; choose another conditional.prefix or conditional.tokens"
         )
-    rows = _documents(source, how)
+    ending = model.config.ending
+    if ending is not None and how.suffix:
+        raise UserError("conditional.suffix is of rows without padding; of whole texts, infill_ppl fills in spans")
+    rows = _documents(source, how, ending)
     position = torch.arange(length)
-    holes = (position > how.prefix) & (position < length - 1 - how.suffix)  # the end token frames every row
+    last = length if ending is not None else length - 1 - how.suffix  # the end token frames every row of a stream
+    holes = (position > how.prefix) & (position < last)
     canvas = rows.masked_fill(holes, model.config.mask_token_id)
     made = evaluation.complete(canvas.repeat_interleave(how.continuations, 0)).tokens
     before = slice(1, how.part().start)
     repeated = rows.repeat_interleave(how.continuations, 0)
     prompts = evaluation.decode(repeated[:, before]) if how.window == "generated" else [""] * len(repeated)
     window = made[:, how.part()]
-    return Continued(prompts, evaluation.decode(window), evaluation.decode(rows[:, how.part()]), window)
+    real = evaluation.decode(rows[:, how.part()])
+    return Continued(prompts, evaluation.decode(window), real, window, have_ended(evaluation, window))
 
 
-def _documents(source: Any, how: Conditional) -> Tensor:
-    """The first rows that hold no padding: (prompts, L)."""
+def _documents(source: Any, how: Conditional, ending: Ending | None) -> Tensor:
+    """The first rows that hold no padding, or of whole texts none before the window's end: (prompts, L)."""
     manifest, found = getattr(source, "manifest", None), list[Tensor]()
     for part in torch.arange(len(source)).split(1024):
         rows = source.rows(part)["tokens"]
         if manifest is not None and manifest.packing == "unwrapped":
             last = rows[:, -2]  # of a document that fills its row; the end token may also be what pads
             rows = rows[(last != manifest.end) & (last != manifest.pad)]
+        if ending is not None:
+            rows = rows[ending.lengths(rows) > how.part().stop]  # the end itself comes after
         found.append(rows)
         if sum(map(len, found)) >= how.prompts:
             break
@@ -116,13 +127,14 @@ def _split(subject: Subject) -> str:
 def conditional_perplexity(evaluation: Evaluation) -> Measurement:
     """The judge's perplexity of the window given the prompt, whose own tokens do not count."""
     made = continued(evaluation)
-    return replace(perplexity(evaluation, made.written, made.prompts), split=_split(evaluation.subject))
+    return replace(perplexity(evaluation, made.written, made.prompts, made.ended), split=_split(evaluation.subject))
 
 
 @metric("cond_entropy", prompts=True, reads=("documents",))
 def conditional_entropy(evaluation: Evaluation) -> Measurement:
     """The unigram entropy of each window, averaged."""
-    return replace(mean(sample_entropy(continued(evaluation).tokens)), split=_split(evaluation.subject))
+    written = evaluation.sized(continued(evaluation).tokens)
+    return replace(mean(sample_entropy(*written)), split=_split(evaluation.subject))
 
 
 @metric("cond_mauve", prompts=True, judge=True, embedder=True, reads=("documents",))

@@ -63,19 +63,19 @@ def filled(evaluation: Evaluation) -> Tensor:
     return evaluation.once("filled", fill)
 
 
-@metric("infill_ppl", judge=True, reads=("documents",), counted=None)
+@metric("infill_ppl", judge=True, reads=("documents",), counted=None, cut=False)
 def infill_perplexity(evaluation: Evaluation) -> Measurement:
     """The judge's perplexity of whole texts whose middle third the model wrote. n: texts."""
     return _read(evaluation, filled(evaluation))
 
 
-@metric("infill_real_ppl", judge=True, reads=("documents",), samples=False, steps=False)
+@metric("infill_real_ppl", judge=True, reads=("documents",), samples=False, steps=False, cut=False)
 def real_perplexity(evaluation: Evaluation) -> Measurement:
     """The same of the texts as they were."""
     return _read(evaluation, gaps(evaluation).rows)
 
 
-@metric("infill_continued_ppl", judge=True, reads=("documents",), samples=False, steps=False)
+@metric("infill_continued_ppl", judge=True, reads=("documents",), samples=False, steps=False, cut=False)
 def continued_perplexity(evaluation: Evaluation) -> Measurement:
     """The same with a middle that the judge itself wrote after the beginning, without the end: as many tokens (of its
     own) as the middle had, drawn one by one at temperature 1; then the given end."""
@@ -96,7 +96,7 @@ def continued_perplexity(evaluation: Evaluation) -> Measurement:
     return replace(perplexity_of(evaluation, in_parts(evaluation, what, len(pieces), score)), split=subject.split)
 
 
-@metric("infill_kept", reads=("documents",), counted=None)
+@metric("infill_kept", reads=("documents",), counted=None, cut=False)
 def given_tokens_kept(evaluation: Evaluation) -> Measurement:
     """The share of given tokens that stand in the filled text where they stood: 1, always."""
     here = gaps(evaluation)

@@ -297,7 +297,7 @@ def in_parts(evaluation: Evaluation, what: list[Any], n: int, score: Callable[[l
 
 def have_ended(evaluation: Evaluation, rows: Tensor) -> list[bool] | None:
     """Which rows (n, L) hold a text with its end, where rows are whole texts; None where they are cut from a stream."""
-    ending = getattr(evaluation.subject.model.config, "ending", None)
+    ending = evaluation.subject.model.config.ending
     return None if ending is None else ending.finished(rows).tolist()
 
 
@@ -329,7 +329,7 @@ def perplexity_of(evaluation: Evaluation, score: Score) -> Measurement:
 def generative_perplexity(evaluation: Evaluation) -> Measurement:
     """The judge's perplexity of the samples, decoded with special tokens kept; of whole texts up to their end, which
     counts. Standard error over samples."""
-    return perplexity(evaluation, evaluation.texts(), ended=have_ended(evaluation, evaluation.generation.tokens))
+    return perplexity(evaluation, evaluation.texts(), ended=have_ended(evaluation, evaluation.written()[0]))
 
 
 @metric("real_ppl", judge=True, reads=("data",), samples=False, steps=False)

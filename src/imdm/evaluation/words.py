@@ -13,7 +13,7 @@ from imdm.config import digest
 from imdm.data.source import Source
 from imdm.data.tokenizers import tokenizer_hash
 from imdm.errors import UserError
-from imdm.evaluation.base import Evaluation, Measurement, metric
+from imdm.evaluation.base import Evaluation, Measurement, metric, ratio
 from imdm.files import home, locked, read_text, write_text
 
 WORD = re.compile(r"[^\W\d_]+(?:'[^\W\d_]+)*")
@@ -24,7 +24,7 @@ _read: dict[str, frozenset[str]] = {}  # the words of the last few sources
 @metric("known_words", reads=("train",))
 def known_words(evaluation: Evaluation) -> Measurement:
     """The share of the words of all samples that the training text has (`words`). Standard error over samples."""
-    return share_known(evaluation, evaluation.generation.tokens)
+    return share_known(evaluation, evaluation.written()[0])
 
 
 @metric("real_known_words", reads=("data", "train"), samples=False, steps=False)
@@ -48,13 +48,11 @@ def share_known(evaluation: Evaluation, rows: Tensor) -> Measurement:
     """Known words among all words of rows (n, L), and the error of that ratio over rows by the delta method."""
     known = known_to(evaluation, evaluation.source("train"))
     found = [words(text) for text in _texts(evaluation, rows)]
-    hits = torch.tensor([sum(word in known for word in some) for some in found]).double()
-    count = torch.tensor([len(some) for some in found]).double()
-    if not float(count.sum()):
+    hits = torch.tensor([sum(word in known for word in some) for some in found])
+    count = torch.tensor([len(some) for some in found])
+    if not int(count.sum()):
         raise UserError("known words: the texts have no words; this is a figure of text in letters")
-    share, n = float(hits.sum() / count.sum()), len(found)
-    apart = float(((hits - share * count) ** 2).sum()) ** 0.5 / float(count.sum())
-    return Measurement(share, apart * (n / (n - 1)) ** 0.5 if n > 1 else float("nan"), n)
+    return ratio(hits, count)
 
 
 def known_to(evaluation: Evaluation, source: Source) -> frozenset[str]:
