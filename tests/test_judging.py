@@ -367,7 +367,7 @@ def test_prompts_of_whole_texts(texts: Path, judges: dict[str, Judge]) -> None:
     expected = judges["begun"].score(made.written, made.prompts, made.ended).perplexity()
     assert found["cond_gen_ppl"].value == pytest.approx(expected, rel=1e-5)
     assert found["cond_entropy"].value <= log(4)
-    with pytest.raises(UserError, match=r"of whole texts, infill_ppl fills in spans"):
+    with pytest.raises(UserError, match="use 0, or infill_ppl"):
         continuations(infilling(texts, "whole", conditional=how.model_copy(update={"suffix": 2})))
 
 

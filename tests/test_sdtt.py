@@ -77,9 +77,8 @@ def test_targets_have_the_enumerated_mean(noise: list[int]) -> None:
     keys = fold(51, Purpose.SAMPLE, torch.arange(n))
     masked = torch.ones(n, 2, dtype=torch.bool)
     state = Noised(torch.full((n, 2), 2), masked, torch.tensor(noise).expand(n, 2), torch.full((n,), 0.9))
-    rows = (
-        denoiser.head(teacher_rows(denoiser, state, Rows.where(state.masked), 0.4, 2, keys).hidden).exp().view(n, 2, 3)
-    )
+    target = teacher_rows(denoiser, state, Rows.where(state.masked), 0.4, 2, keys)
+    rows = denoiser.head(target.hidden).exp().view(n, 2, 3)
     wanted = expected_target(denoiser, noise, 0.9, 0.5)
     for position, value in itertools.product(range(2), range(2)):
         assert_mean(rows[:, position, value], float(wanted[position, value]))

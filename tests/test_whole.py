@@ -2,15 +2,48 @@
 
 from __future__ import annotations
 
-import pytest
-import torch
+import itertools
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+from torch import Tensor
+
+from imdm.data import Language, TokenSource, check_fits
+from imdm.data.packing import Packer, Prepared
 from imdm.ending import Ending, lengths
+from imdm.errors import UserError
+from imdm.evaluation import Evaluation, Subject, measure, metrics
+from imdm.evaluation.classifier import accuracy
+from imdm.evaluation.measuring import to_row
+from imdm.evaluation.text import pooled, shared_grams
+from imdm.masks import Single
+from imdm.models import MaskedDiffusionConfig, fingerprint, load_model, with_mask
+from imdm.models.readout import Chosen, Compared, reduced
+from imdm.objectives import SDTT, Autoregressive, Di4C, Match, Nelbo, Objective, Step, nelbo_terms, next_log_probs, sdtt
+from imdm.objectives.base import corrupted
+from imdm.objectives.onpolicy import planned
+from imdm.objectives.sdtt import teacher_rows
+from imdm.process import Process
 from imdm.randomness import Purpose, fold
 from imdm.sampling import Sampling, sample
+from imdm.schedule import LogLinear
+from imdm.state import Noised, Rows
+from imdm.theory import ExactMarginals
+from imdm.training import TrainConfig, Trainer
+from imdm.training.history import read_history
+from tests.conftest import tiny_config, tiny_model
 from tests.reference.enumeration import TableDenoiser, all_masked, chain_law, sequence_law, shut
 from tests.reference.loop import plain_sample
-from tests.reference.statistics import assert_law, counts_of
+from tests.reference.statistics import assert_law, assert_mean, counts_of
 
 TWO, ONE = Ending(end=1, pad=2), Ending(end=1, pad=1)
 N = 40_000
@@ -52,8 +85,7 @@ def test_law_of_the_sampler(policy: str, steps: int, symbols: int, length: int, 
 
 
 def test_law_of_the_process() -> None:
-    """The plain loop over `Process.reverse`, whose proposals no bar has touched: there marks may come before text, which
-    then stays, so that only what was masked is shut."""
+    """`Process.reverse` shuts texts as the sampler does."""
     denoiser = TableDenoiser(3, 3, 1, seed=3, ending=TWO)
     made = plain_sample(denoiser, torch.full((N, 3), 3), KEYS, 1, "keep")
     law = sequence_law(chain_law(denoiser, all_masked(3, 1), 1, "keep"), 3, 3)
@@ -104,3 +136,388 @@ class Stream:
         denoiser = TableDenoiser(3, 6, 1, seed=2)
         made = sample(denoiser, torch.full((500, 6), 3), keys=KEYS[:500], how=Sampling(12))
         return float(made.evaluations.float().mean())
+
+
+# Losses
+
+
+def texts_language() -> Language:
+    """Begin (0), up to two of the words 3 and 0, an end, padding; mask 4: a random joint over whole texts alone."""
+    joint = torch.zeros([4] * 4, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    for row in torch.cartesian_prod(*[torch.arange(4)] * 4):
+        if row[0] == 0 and row[1:].eq(TWO.end).sum() == 1 and TWO.fits(row) and 2 not in row[: TWO.lengths(row)]:
+            joint[tuple(row)] = torch.rand((), generator=generator)
+    return Language("texts", joint / joint.sum())
+
+
+class Asked:
+    """An exact denoiser that is asked like a model."""
+
+    def __init__(self, language: Language, ending: Ending | None) -> None:
+        self.oracle = ExactMarginals(language)
+        self.process = replace(self.oracle.process, ending=ending)
+
+    def __call__(self, state: Noised, rows: Rows, reduce: Chosen) -> Tensor:
+        return reduce(self.oracle.trunk_at(state, rows), slice(0, len(rows.position)))
+
+
+def test_nelbo_of_the_exact_model_is_the_entropy_of_texts() -> None:
+    """Of each text, term by term, what it was without the rule, as an exact model is certain there anyway; on average,
+    the entropy (up to the times below 10⁻³, false alarm 1e-5)."""
+    language, n = texts_language(), 40_000
+    x, step = language.sample(n, seed=1), Step(0, 0, torch.arange(n), n)
+    t = step.times()[torch.randperm(n, generator=torch.Generator().manual_seed(0))]
+    found = []
+    for ending in (TWO, None):
+        model = Asked(language, ending)
+        state = model.process.corrupt(x, t, step.keys())
+        found.append((nelbo_terms(model, model.process, state, x), int(state.masked.sum())))  # type: ignore[arg-type]
+    (terms, few), (plain, many) = found
+    assert torch.allclose(terms, plain, atol=1e-6)
+    assert few < 0.96 * many
+    entropy = -float(torch.special.xlogy(language.joint, language.joint).sum())
+    assert_mean(terms * 4, entropy)
+
+
+def test_nelbo_metrics_are_a_token_of_the_text() -> None:
+    """Padding is in neither numerator nor denominator; without padding the figure is what it was."""
+    tokens = texts_language().sample(300, seed=2)
+    model = tiny_model(vocab_size=5, length=4, eos_token_id=1, pad_token_id=2)
+    found = measure(["nelbo", "val_ppl"], Subject(model, samples=300, data=TokenSource(tokens, 5, 4)))
+    step = Step(0, 0, torch.arange(300), 300)
+    with torch.no_grad():
+        terms = nelbo_terms(model, model.process, model.process.corrupt(tokens, step.times(), step.keys()), tokens)
+    value = float(terms.double().sum() * 4 / TWO.lengths(tokens).sum())
+    assert found["nelbo"].value == pytest.approx(value, rel=1e-6)
+    assert found["val_ppl"].value == pytest.approx(math.exp(value), rel=1e-6)
+    full = tokens[TWO.lengths(tokens) == 4]
+    whole, stream = (
+        measure(["nelbo"], Subject(one, samples=len(full), data=TokenSource(full, 5, 4)))["nelbo"]
+        for one in (model, tiny_model(vocab_size=5, length=4))
+    )
+    assert len(full) > 50
+    assert (whole.value, whole.stderr) == (pytest.approx(stream.value), pytest.approx(stream.stderr))
+
+
+@pytest.mark.parametrize("fill", [False, True])
+@pytest.mark.parametrize("ending", [TWO, ONE])
+def test_rows_of_a_loss_are_the_masks_that_are_open(fill: bool, ending: Ending) -> None:
+    tokens = torch.tensor([[0, 3, 3, 1, 2, 2, 2, 2]] * 200)
+    tokens = tokens.masked_fill(tokens == 2, ending.pad)
+    process = Process(LogLinear(), Single(), 4, ending=ending)
+    step = Step(3, 0, torch.arange(200), 200, fill=fill)
+    state, rows = corrupted(process, {"tokens": tokens}, step)
+    hidden = process.masks(step.times(), step.keys(), 8)
+    wanted = set()
+    for row, masks in enumerate(hidden.tolist()):
+        shown = [place for place in range(3, 8) if not masks[place]]  # the end and padding that are visible
+        last = min(shown, default=8)
+        wanted |= {(row, place) for place in range(8) if masks[place] and place < last}
+        assert state.tokens[row, last:].tolist() == tokens[row, last:].tolist()
+    counted = torch.ones_like(rows.position, dtype=torch.bool) if rows.counted is None else rows.counted
+    found = zip(rows.sequence[counted].tolist(), rows.position[counted].tolist(), strict=True)
+    assert set(found) == wanted
+    assert len(wanted) < int(hidden.sum())
+
+
+def test_a_judge_does_not_learn_padding() -> None:
+    model = tiny_model(vocab_size=5, length=6, causal=True, eos_token_id=1, pad_token_id=2)
+    x = torch.tensor([[0, 3, 1, 2, 2, 2], [0, 3, 3, 0, 3, 1]])
+    step = Step(0, 0, torch.arange(2), 2)
+    found = Autoregressive().loss(model, model.process, {"tokens": x}, step)
+    terms = next_log_probs(model, x)
+    assert float(found) == pytest.approx(-float(terms[0, :2].sum() + terms[1].sum()) / 10)
+
+
+# Distillation
+
+
+def expected_targets(denoiser: TableDenoiser, t: float, s: float) -> Tensor:
+    """E over what the first teacher step reveals and draws of the target law at each place, all masked: (3, V + 1)."""
+    reveal = float(denoiser.process.split(torch.tensor(t).double(), torch.tensor(s).double()).reveal)
+
+    def law(tokens: Sequence[int]) -> Tensor:
+        z = torch.tensor([list(tokens)])
+        return denoiser.trunk(Noised(z, z == 3, None, torch.ones(1)))[0].exp()
+
+    first, target = law([3, 3, 3]), torch.zeros(3, 4, dtype=torch.float64)
+    for drawn in itertools.product(range(4), repeat=3):  # 3: not revealed
+        chances = [1 - reveal if v == 3 else reveal * float(first[i, v]) for i, v in enumerate(drawn)]
+        marks = [i for i, v in enumerate(drawn) if v in (1, 2) and i > 0]
+        shown = [2 if marks and i > marks[0] else v for i, v in enumerate(drawn)]
+        for i, v in enumerate(drawn):
+            certain = torch.eye(4, dtype=torch.float64)[2]
+            here = first[i] if v != 3 else certain if shown[i] == 2 else law(shown)[i]
+            target[i] += math.prod(chances) * here
+    return target
+
+
+def test_sdtt_targets_have_the_enumerated_mean() -> None:
+    """Where the teacher's first step ends the text, padding is certain after it (false alarm 1e-5 a number)."""
+    n, denoiser = 20_000, TableDenoiser(3, 3, 1, seed=1, ending=TWO)
+    state = Noised(torch.full((n, 3), 3), torch.ones(n, 3, dtype=torch.bool), None, torch.full((n,), 0.9))
+    found = teacher_rows(denoiser, state, Rows.where(state.masked), 0.4, 2, KEYS[:n])
+    assert found.certain is not None
+    law = torch.where(found.certain[:, None], torch.eye(4, dtype=torch.float64)[2], found.hidden.exp()).view(n, 3, 4)
+    wanted = expected_targets(denoiser, 0.9, 0.5)
+    for place, value in itertools.product(range(3), range(3)):
+        assert_mean(law[:, place, value], float(wanted[place, value]))
+    assert 0.05 < found.certain.double().mean() < 0.5
+
+
+def test_sdtt_pays_forward_kl_where_padding_is_certain() -> None:
+    model = tiny_model(vocab_size=5)
+    hidden = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
+    certain = torch.tensor([True, False, True, False])
+    compare = Compared("backward-kl", model.head_of(hidden.flip(0)))
+    found = reduced(model.head_of(hidden), sdtt._Settled(compare, certain, pad=2))
+    law, other = model.head(hidden), model.head(hidden.flip(0))
+    wanted = torch.where(certain, -law[:, 2], (law.exp() * (law - other)).nan_to_num(0).sum(-1))
+    assert torch.allclose(found, wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize("given", [[3, 3, 3], [0, 3, 3], [3, 3, 0]])
+def test_what_match_writes_has_the_law_of_one_step(given: list[int]) -> None:
+    """And it is known which tokens are the student's own, and which masks are open after that (false alarm 1e-5)."""
+    denoiser, n = TableDenoiser(3, 3, 1, seed=1, ending=TWO), 20_000
+    text = torch.tensor(given).expand(n, 3)
+    masked = text == 3
+    again = masked & (torch.arange(3) == torch.arange(n)[:, None] % 3)
+    plan = planned(denoiser.process, KEYS[:n], torch.zeros(n), torch.ones(n), masked, again)
+    hidden = denoiser.trunk_at(plan.state(text, denoiser.process), plan.rows)
+    made = plan.written(denoiser, hidden, text)  # type: ignore[arg-type]
+    start = tuple(("mask", 0) if token == 3 else ("token", token) for token in given)
+    assert_law(counts_of(made.tokens, 3), sequence_law(chain_law(denoiser, {start: 1.0}, 1, "keep"), 3, 3))
+    assert torch.equal(made.own, masked & ~TWO.ended(made.tokens))
+    shown = plan.shown(made.tokens, denoiser.process)
+    assert torch.equal(shown.masked, again & ~TWO.ended(made.tokens.masked_fill(again, 3)))
+    rows = plan.open_rows(shown, denoiser.process)
+    assert int(rows.counted.sum()) == int(shown.masked.sum())  # type: ignore[union-attr]
+    assert (int(shown.masked.sum()) < int(again.sum())) == (given[-1] == 3)  # before a word nothing ends
+
+
+SOURCE = TokenSource(texts_language().sample(64, seed=5), 5, 4)
+SETTINGS: dict[str, Any] = {"remembered": 20, "looks": 8, "steps": {1: 1, 2: 1}, "auxiliary": {"ahead": 1, "warmup": 0}}
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        Nelbo(),
+        SDTT(rounds=1, iterations=4, first_dt=0.3),
+        Di4C(rounds=1, iterations=4, latents=2, teacher_steps=3),
+        Match(**SETTINGS),
+    ],
+    ids=lambda one: one.kind,
+)
+def test_every_objective_trains_a_model_of_whole_texts(objective: Objective, tmp_path: Path) -> None:
+    """In a few steps: weights move, and the model that is saved knows how its texts end."""
+    model = tiny_model(vocab_size=5, length=4, mask="infinite-uniform-4-1.0", eos_token_id=1, pad_token_id=2)
+    before = fingerprint(model)
+    config = TrainConfig(steps=4, batch=8, lr=1e-3, warmup=0, checkpoint_every=4)
+    Trainer(model, objective, SOURCE, config, tmp_path, watch_every=2).train()
+    made = load_model(tmp_path / "model")
+    assert fingerprint(made) != before
+    assert made.config.ending == made.process.ending == TWO
+    assert TWO.fits(made.generate(num=20, steps=3).tokens).all()
+    if objective.kind == "match":
+        looks = [row for row in read_history(tmp_path) if "length_1" in row]
+        assert looks
+        assert all(2 <= row["length_1"] <= 4 for row in looks)
+
+
+@pytest.mark.parametrize("objective", [Nelbo(), SDTT(rounds=1, first_dt=0.3)], ids=lambda one: one.kind)
+def test_a_filled_step_has_the_same_loss(objective: Objective) -> None:
+    """As steps are recorded: rows that only fill up count for nothing, whole texts or not."""
+    model = tiny_model(vocab_size=5, length=4, eos_token_id=1, pad_token_id=2)
+    batch, companion = SOURCE.rows(torch.arange(64)), objective.companion(model)
+    losses = []
+    for fill in (False, True):
+        step = Step(0, 3, torch.arange(64), 64, companion=companion, fill=fill)
+        losses.append(float(objective.loss(model, model.process, batch, step, companion)))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_a_filled_step_of_match_has_the_same_losses() -> None:
+    objective = Match(**SETTINGS)
+    student = tiny_model(vocab_size=5, length=4, mask="infinite-uniform-4-1.0", eos_token_id=1, pad_token_id=2)
+    teacher = tiny_model(seed=1, vocab_size=5, length=4, eos_token_id=1, pad_token_id=2)
+    networks = {"auxiliary": objective.networks(student, teacher)["auxiliary"].module}
+    losses = []
+    for fill in (False, True):
+        companion = objective.companion(student, teacher)
+        step = Step(0, 0, torch.arange(64), 64, update=1, updated=("student", "auxiliary"), companion=companion)
+        step = replace(step, networks=networks, fill=fill)
+        found = objective.loss(student, student.process, SOURCE.rows(torch.arange(64)), step, companion)
+        assert TWO.fits(companion.texts(0, 0)[: objective.texts(64)[0]]).all()
+        losses.append([float(found[name]) for name in ("student", "auxiliary")])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_a_teacher_whose_texts_end_otherwise_is_refused() -> None:
+    student = tiny_model(vocab_size=5, length=4, eos_token_id=1, pad_token_id=2)
+    with pytest.raises(UserError, match="the teacher's ending is None"):
+        Match().companion(student, tiny_model(vocab_size=5, length=4))
+
+
+# Configurations and data
+
+
+def test_models_that_know_no_ending_are_what_they_were() -> None:
+    plain, whole = tiny_config(), tiny_config(eos_token_id=1, pad_token_id=2)
+    assert plain.ending is None
+    assert not {"eos_token_id", "pad_token_id"} & plain.to_dict().keys()
+    assert MaskedDiffusionConfig.from_dict(plain.to_dict()).law == plain.law
+    assert MaskedDiffusionConfig.from_dict(whole.to_dict()).ending == TWO
+    assert whole.law == [*plain.law, "whole texts", 1, 2]
+    assert fingerprint(tiny_model()) != fingerprint(tiny_model(eos_token_id=1, pad_token_id=2))
+    assert with_mask(tiny_model(eos_token_id=1, pad_token_id=1), "finite-3").config.ending == ONE
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"eos_token_id": 1}, "give both, for rows that are whole texts, or neither"),
+        ({"eos_token_id": 1, "pad_token_id": 4}, "pad_token_id = 4: that is the mask"),
+        ({"eos_token_id": 1, "pad_token_id": 9}, "pad_token_id = 9"),
+    ],
+)
+def test_bad_endings_are_refused(changes: dict[str, int], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        tiny_config(**changes)
+
+
+def test_whole_packing_by_hand() -> None:
+    """Documents that do not fit, or have the end token in their midst, are left out."""
+    settings: dict[str, Any] = {"source": "", "identity": [], "split": "train", "length": 6, "limit": None}
+    settings |= {"tokenizer": "", "vocab_size": 100, "mask_token_id": 99, "begin": 1, "end": 2, "pad": 0}
+    packer = Packer(Prepared(packing="whole", **settings))
+    rows = packer.rows([[10, 11], [10, 11, 12, 13], [10, 11, 12, 13, 14], [10, 2, 11]])
+    assert rows.tolist() == [[1, 10, 11, 2, 0, 0], [1, 10, 11, 12, 13, 2]]
+    assert packer.manifest.ending == Ending(2, 0)
+
+
+def test_rows_that_are_no_whole_texts_are_refused() -> None:
+    config = tiny_config(length=4, eos_token_id=1, pad_token_id=2)
+    check_fits(SOURCE, config)
+    with pytest.raises(UserError, match="the rows of the data are none that end like its own"):
+        check_fits(TokenSource(torch.tensor([[0, 3, 1, 3]]), 5, 4), config)
+
+
+# Measures
+
+
+def evaluation_of(tokens: Tensor, **settings: Any) -> Evaluation:
+    """An evaluation of a model of whole texts that wrote these tokens."""
+    model = tiny_model(vocab_size=40, length=tokens.shape[1], eos_token_id=1, pad_token_id=2)
+    made = Evaluation(Subject(model, samples=len(tokens), **settings))
+    made.__dict__["generation"] = SimpleNamespace(tokens=tokens, evaluations=torch.full((len(tokens),), 3))
+    return made
+
+
+ROWS = torch.tensor(
+    [
+        [0, 5, 6, 7, 8, 1, 2, 2, 2, 2],
+        [0, 5, 6, 7, 9, 9, 9, 9, 9, 1],
+        [0, 5, 5, 1, 2, 2, 2, 2, 2, 2],
+        [0, 5, 6, 7, 8, 9, 10, 11, 12, 13],
+    ]
+)
+TEXTS = [row[:size] for row, size in zip(ROWS.tolist(), (6, 10, 4, 10), strict=True)]
+
+
+def entropy_of(texts: list[list[int]]) -> float:
+    return float(scipy.stats.entropy(list(Counter(sum(texts, [])).values())))
+
+
+def windows(text: list[int], n: int) -> list[tuple[int, ...]]:
+    return [tuple(text[i : i + n]) for i in range(len(text) - n + 1)]
+
+
+def test_measures_end_where_texts_do() -> None:
+    """Each by brute force on the texts alone; whatever stands after an end changes nothing."""
+    names = [
+        "entropy",
+        "pooled_entropy",
+        "distinct_2",
+        "repetition",
+        "shared_4grams",
+        "length",
+        "unfinished",
+        "novelty",
+    ]
+    train = TokenSource(torch.tensor([[0, 5, 6, 7, 8, 1, 2, 2, 2, 2]]), 40, 39)
+    found = {name: one.value for name, one in measure(names, evaluation_of(ROWS, train=train)).items()}
+    assert found["entropy"] == pytest.approx(np.mean([entropy_of([text]) for text in TEXTS]))
+    assert found["pooled_entropy"] == pytest.approx(entropy_of(TEXTS))
+    assert found["distinct_2"] == pytest.approx(np.mean([len(set(windows(t, 2))) / len(windows(t, 2)) for t in TEXTS]))
+    fresh = [len(set(windows(t, 4))) / len(windows(t, 4)) for t in TEXTS]
+    assert found["repetition"] == pytest.approx(1 - np.mean(fresh))
+    shared = [
+        np.mean(
+            [any(gram in windows(other, 4) for j, other in enumerate(TEXTS) if j != i) for gram in windows(text, 4)]
+        )
+        for i, text in enumerate(TEXTS)
+    ]
+    assert found["shared_4grams"] == pytest.approx(np.mean(shared))
+    assert found["length"] == 7.5
+    assert found["unfinished"] == 0.25
+    assert found["novelty"] == pytest.approx(np.mean([0, 1, 1, 1]))
+    other = ROWS.masked_fill(TWO.ended(ROWS), 1)
+    again = measure(names, evaluation_of(other, train=train))
+    assert {name: one.value for name, one in again.items()} == found
+
+
+def test_errors_of_unequal_texts_by_the_jackknife() -> None:
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.multinomial(1 / torch.arange(1.0, 31).expand(80, -1), 12, replacement=True, generator=generator) + 3
+    size = torch.randint(6, 13, (80,), generator=generator)
+    rows = torch.where(torch.arange(12) < size[:, None], rows, 2)
+    for value in (pooled, shared_grams):
+        found = value(rows, size)
+        left = [value(rows[k], size[k]).value for k in (torch.arange(80) != i for i in range(80))]
+        error = (79 / 80 * ((np.array(left) - np.mean(left)) ** 2).sum()) ** 0.5
+        assert found.stderr == pytest.approx(error, rel=0.1)
+
+
+def test_lengths_beside_those_of_held_out_text() -> None:
+    data = TokenSource(ROWS[:2], 40, 39)
+    found = measure(["length_distance", "real_length", "length"], evaluation_of(ROWS, data=data))
+    assert found["real_length"].value == 8
+    wanted = scipy.stats.wasserstein_distance([6, 10, 4, 10], [6, 10])
+    assert found["length_distance"].value == pytest.approx(wanted)
+    assert found["length_distance"].stderr > 0
+    assert (
+        measure(["length_distance"], evaluation_of(ROWS, data=TokenSource(ROWS, 40, 39)))["length_distance"].value == 0
+    )
+
+
+def test_the_first_tokens_of_texts_that_have_as_many() -> None:
+    """n is the number of these, and rows say what was cut."""
+    data = TokenSource(ROWS[:3], 40, 39)
+    evaluation = evaluation_of(ROWS, first=6, data=data)
+    found = measure(["entropy", "real_entropy", "length"], evaluation)
+    assert found["entropy"].value == pytest.approx(np.mean([entropy_of([TEXTS[i][:6]]) for i in (0, 1, 3)]))
+    assert (found["entropy"].n, found["real_entropy"].n, found["length"].n) == (3, 2, 4)
+    labels: dict[str, Any] = {"experiment": "e", "method": "m", "recipe_hash": "h"}
+    rows = {name: to_row(metrics[name], one, evaluation, **labels) for name, one in found.items()}
+    assert {name: row.first for name, row in rows.items()} == {"entropy": 6, "real_entropy": 6, "length": None}
+    assert rows["entropy"].evaluations == 3.0
+    whole = to_row(metrics["entropy"], found["entropy"], evaluation_of(ROWS), **labels)
+    assert whole.key != rows["entropy"].key
+    with pytest.raises(UserError, match="no text has as many tokens"):
+        measure(["entropy"], evaluation_of(ROWS[2:3], first=6))
+    with pytest.raises(UserError, match="first = 11"):
+        evaluation_of(ROWS, first=11)
+
+
+def test_a_classifier_reads_no_padding() -> None:
+    """Texts of one law whose rows end otherwise cannot be told apart by what stands after the end."""
+    generator = torch.Generator().manual_seed(0)
+    texts = torch.randint(3, 20, (200, 10), generator=generator)
+    texts[:, 6] = 1
+    one, other = texts.clone(), texts.flip(0).clone()
+    one[:, 7:], other[:, 7:] = 2, torch.randint(3, 6, (200, 3), generator=generator)
+    assert accuracy(one, other, 0).value > 0.9
+    assert accuracy(one, other, 0, TWO).value < 0.65

@@ -95,8 +95,8 @@ def parse_held_out(text: str, model: MaskedDiffusionLM, path: str, reporter: Any
     if Path(path).is_dir() and not has_tokenizer(Path(path)):
         raise UserError(f"--data {text!r} is text, but model {path!r} has no tokenizer to read it with")
     with reporter.bar(f"{text}: documents", 0) as bar:
-        packing = "wrapped" if model.config.ending is None else "whole"
-        return prepared_for(text, path, model.config.length, bar, packing), True
+        whole = model.config.ending is not None
+        return prepared_for(text, path, model.config.length, bar, "whole" if whole else "wrapped"), True
 
 
 def parse_conditional(text: str | None) -> Conditional:

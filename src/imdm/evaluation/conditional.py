@@ -2,8 +2,8 @@
 window of what was written that is judged.
 
 Prompts are the first tokens of held-out rows. Prepare those `unwrapped`, so that a row is the beginning of a document;
-rows with padding, documents too short for the model, are passed over. Of whole texts, which end before their row does,
-those are passed over that are too short for prompt and window; what is written may end within the window.
+rows with padding, documents too short for the model, are passed over. A model of whole texts has rows that begin a
+document anyway; of these, all whose window is text are taken, and what it writes may end within the window.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from imdm.config import Config
 from imdm.ending import Ending
 from imdm.errors import UserError
 from imdm.evaluation.base import Evaluation, Measurement, Subject, mean, metric
-from imdm.evaluation.judge import have_ended, perplexity
+from imdm.evaluation.judge import perplexity
 from imdm.evaluation.mauve import mauve_of
 from imdm.evaluation.text import sample_entropy
 
@@ -56,14 +56,15 @@ class Conditional(Config):
 @dataclass(frozen=True)
 class Continued:
     """prompts: the text before the window, one a continuation; written and real: windows of what was written (prompts ×
-    continuations) and of the documents themselves (prompts); tokens: the written windows as ids; ended: which of them
-    hold the end of a whole text."""
+    continuations) and of the documents themselves (prompts); tokens: the written windows as ids; lengths: how much of
+    these is text, and ended: which hold the end of one, None where rows are cut from a stream."""
 
     prompts: list[str]
     written: list[str]
     real: list[str]
     tokens: Tensor
-    ended: list[bool] | None
+    lengths: Tensor | None = None
+    ended: list[bool] | None = None
 
 
 def continued(evaluation: Evaluation) -> Continued:
@@ -74,40 +75,47 @@ def continued(evaluation: Evaluation) -> Continued:
 def _continue(evaluation: Evaluation) -> Continued:
     subject = evaluation.subject
     how, model = subject.conditional or Conditional(), subject.model
-    source = evaluation.source("documents")
+    source, ending = evaluation.source("documents"), model.config.ending
     length = source.length
     if how.part().stop >= length - how.suffix:
         raise UserError(
             f"rows of {length} tokens are too short for a prompt of {how.prefix + how.suffix} and a window of "
             f"{how.tokens}; choose another conditional.prefix or conditional.tokens"
         )
-    ending = model.config.ending
     if ending is not None and how.suffix:
-        raise UserError("conditional.suffix is of rows without padding; of whole texts, infill_ppl fills in spans")
+        raise UserError(
+            f"conditional.suffix = {how.suffix}: the end of a whole text has no fixed place; use 0, or infill_ppl"
+        )
     rows = _documents(source, how, ending)
     position = torch.arange(length)
-    last = length if ending is not None else length - 1 - how.suffix  # the end token frames every row of a stream
-    holes = (position > how.prefix) & (position < last)
+    holes = position > how.prefix
+    if ending is None:
+        holes &= position < length - 1 - how.suffix  # the end token frames every row
     canvas = rows.masked_fill(holes, model.config.mask_token_id)
     made = evaluation.complete(canvas.repeat_interleave(how.continuations, 0)).tokens
     before = slice(1, how.part().start)
     repeated = rows.repeat_interleave(how.continuations, 0)
     prompts = evaluation.decode(repeated[:, before]) if how.window == "generated" else [""] * len(repeated)
     window = made[:, how.part()]
-    real = evaluation.decode(rows[:, how.part()])
-    return Continued(prompts, evaluation.decode(window), real, window, have_ended(evaluation, window))
+    if ending is None:
+        return Continued(prompts, evaluation.decode(window), evaluation.decode(rows[:, how.part()]), window)
+    size = (ending.lengths(made) - how.part().start).clamp(0, how.tokens)  # (prompts × continuations,)
+    texts = [ids[:n] for ids, n in zip(window.tolist(), size.tolist(), strict=True)]
+    written = subject.tokenizer.batch_decode(texts, skip_special_tokens=True)
+    ended = ending.finished(made) & (ending.lengths(made) <= how.part().stop)
+    return Continued(prompts, written, evaluation.decode(rows[:, how.part()]), window, size, ended.tolist())
 
 
 def _documents(source: Any, how: Conditional, ending: Ending | None) -> Tensor:
-    """The first rows that hold no padding, or of whole texts none before the window's end: (prompts, L)."""
+    """The first rows that hold no padding, or of whole texts those whose window holds none: (prompts, L)."""
     manifest, found = getattr(source, "manifest", None), list[Tensor]()
     for part in torch.arange(len(source)).split(1024):
         rows = source.rows(part)["tokens"]
-        if manifest is not None and manifest.packing == "unwrapped":
+        if ending is not None:
+            rows = rows[ending.lengths(rows) > how.part().stop]
+        elif manifest is not None and manifest.packing == "unwrapped":
             last = rows[:, -2]  # of a document that fills its row; the end token may also be what pads
             rows = rows[(last != manifest.end) & (last != manifest.pad)]
-        if ending is not None:
-            rows = rows[ending.lengths(rows) > how.part().stop]  # the end itself comes after
         found.append(rows)
         if sum(map(len, found)) >= how.prompts:
             break
@@ -133,8 +141,8 @@ def conditional_perplexity(evaluation: Evaluation) -> Measurement:
 @metric("cond_entropy", prompts=True, reads=("documents",))
 def conditional_entropy(evaluation: Evaluation) -> Measurement:
     """The unigram entropy of each window, averaged."""
-    written = evaluation.sized(continued(evaluation).tokens)
-    return replace(mean(sample_entropy(*written)), split=_split(evaluation.subject))
+    made = continued(evaluation)
+    return replace(mean(sample_entropy(made.tokens, made.lengths)), split=_split(evaluation.subject))
 
 
 @metric("cond_mauve", prompts=True, judge=True, embedder=True, reads=("documents",))

@@ -139,8 +139,8 @@ def shared_4grams(evaluation: Evaluation) -> Measurement:
 
 
 def shared_grams(tokens: Tensor, lengths: Tensor | None = None) -> Measurement:
-    """The share of each row's 4-grams that another row has, with its error by the jackknife. lengths (n,): how much of a
-    row is text."""
+    """The share of each row's 4-grams that another row has, with its error by the jackknife. lengths (n,): how much of
+    a row is text."""
     size = min(SHARED, tokens.shape[1])
     mine = grams(tokens.numpy(), size)  # (n, W)
     n, within = len(mine), inside(mine, size, lengths)

@@ -39,8 +39,8 @@ class MaskedDiffusionConfig(PreTrainedConfig):
     width, dropout  of any backbone
     blocks, heads, softcap    of `dit`; `preset` fills width, blocks, heads and condition
     condition       of `dit`: width of adaLN's conditioning; 0: folded into the other weights (`fold_conditioning`)
-    eos_token_id, pad_token_id   where rows are whole texts (`Ending`): what follows the end token is padding. None: rows
-                    are cut from a stream
+    eos_token_id, pad_token_id   where rows are whole texts (`Ending`): what follows the end token is padding. None:
+                    rows are cut from a stream
     causal          each position sees those before it alone: a language model that reads from left to right, to judge
                     what others write (objective `autoregressive`); it writes nothing itself
     """
@@ -97,7 +97,6 @@ class MaskedDiffusionConfig(PreTrainedConfig):
             check_whole(f"model.{field}", token, 0, vocab_size - 1)
             if token == mask_token_id:
                 raise UserError(f"model.{field} = {token}: that is the mask; a text ends with another token")
-            setattr(self, field, token)  # not kept where it is None, so that configurations are what they were
         self.vocab_size, self.length = vocab_size, length
         self.width, self.blocks, self.heads, self.condition = width, blocks, heads, condition
         self.dropout, self.softcap = float(dropout), softcap
@@ -108,6 +107,8 @@ class MaskedDiffusionConfig(PreTrainedConfig):
         parsed = parse_backbone(self.backbone)
         backbones[parsed.kind].check(self, parsed)
         super().__init__(**kwargs)
+        if eos_token_id is not None:  # else not kept, so that a configuration is what it was
+            self.eos_token_id, self.pad_token_id = eos_token_id, pad_token_id
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Masks and schedules are kept as plain settings, however they were given."""

@@ -111,8 +111,8 @@ class Inputs:
         stage = self.recipe.stages.get(first)
         if not isinstance(stage, TrainStage):
             return self.config(first)
-        how = {"causal": stage.objective.causal, "ending": self.data.ending() if self.data.is_ready else None}
-        return self.recipe.model.build(*self.vocabulary, self.length, **how)
+        ending = self.data.ending() if self.data.is_ready else None
+        return self.recipe.model.build(*self.vocabulary, self.length, causal=stage.objective.causal, ending=ending)
 
     def mask(self, name: str) -> Mask:
         """The mask of a model that a stage makes, or a folder holds."""

@@ -55,8 +55,9 @@ def _train(run: Run, name: str, stage: TrainStage) -> str:
     source: Source = inputs.source if stage.data is None else inputs.coupling(stage.data)
     if stage.start is None:
         with seeded(fold(as_key(seed), Purpose.INIT)):
-            how = {"causal": stage.objective.causal, "ending": inputs.data.ending()}
-            model = MaskedDiffusionLM(recipe.model.build(*inputs.vocabulary, source.length, **how))
+            causal, ending = stage.objective.causal, inputs.data.ending()
+            config = recipe.model.build(*inputs.vocabulary, source.length, causal=causal, ending=ending)
+            model = MaskedDiffusionLM(config)
     else:
         model = inputs.model(stage.start)
     start = model

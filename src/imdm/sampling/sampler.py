@@ -73,8 +73,9 @@ class Revealed:
 @dataclass(frozen=True, repr=False)
 class Generation:
     """tokens (B, L); revealed_at (B, L): the step of each token, −1 where given, or certain by what is given;
-    evaluations (B,): how often the network ran for each sequence; draws (B, L): which draw of its noise each position was written under;
-    latents (B,): the λ of each sequence's last evaluation, for a model with `mixture`; trace: on request."""
+    evaluations (B,): how often the network ran for each sequence; draws (B, L): which draw of its noise each position
+    was written under; latents (B,): the λ of each sequence's last evaluation, for a model with `mixture`; trace: on
+    request."""
 
     tokens: Tensor
     revealed_at: Tensor
