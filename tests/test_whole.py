@@ -19,14 +19,15 @@ from torch import Tensor
 
 from imdm.data import Language, TokenSource, check_fits
 from imdm.data.packing import Packer, Prepared
+from imdm.data.tokenizers import special_ids, train_bpe
 from imdm.ending import Ending, lengths
 from imdm.errors import UserError
-from imdm.evaluation import Evaluation, Subject, measure, metrics
+from imdm.evaluation import Evaluation, Subject, measure, metrics, read
 from imdm.evaluation.classifier import accuracy
 from imdm.evaluation.measuring import to_row
 from imdm.evaluation.text import pooled, shared_grams
 from imdm.masks import Single
-from imdm.models import MaskedDiffusionConfig, fingerprint, load_model, with_mask
+from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM, fingerprint, load_model, with_mask
 from imdm.models.readout import Chosen, Compared, reduced
 from imdm.objectives import SDTT, Autoregressive, Di4C, Match, Nelbo, Objective, Step, nelbo_terms, next_log_probs, sdtt
 from imdm.objectives.base import corrupted
@@ -34,12 +35,15 @@ from imdm.objectives.onpolicy import planned
 from imdm.objectives.sdtt import teacher_rows
 from imdm.process import Process
 from imdm.randomness import Purpose, fold
+from imdm.recipes import Recipe, load_recipe, parse_recipe
+from imdm.runs import Run
 from imdm.sampling import Sampling, sample
 from imdm.schedule import LogLinear
 from imdm.state import Noised, Rows
 from imdm.theory import ExactMarginals
 from imdm.training import TrainConfig, Trainer
 from imdm.training.history import read_history
+from imdm.writer import Writer, load
 from tests.conftest import tiny_config, tiny_model
 from tests.reference.enumeration import TableDenoiser, all_masked, chain_law, sequence_law, shut
 from tests.reference.loop import plain_sample
@@ -255,7 +259,7 @@ def expected_targets(denoiser: TableDenoiser, t: float, s: float) -> Tensor:
 
 def test_sdtt_targets_have_the_enumerated_mean() -> None:
     """Where the teacher's first step ends the text, padding is certain after it (false alarm 1e-5 a number)."""
-    n, denoiser = 20_000, TableDenoiser(3, 3, 1, seed=1, ending=TWO)
+    n, denoiser = 20_000, TableDenoiser(3, 3, 1, seed=14, ending=TWO)
     state = Noised(torch.full((n, 3), 3), torch.ones(n, 3, dtype=torch.bool), None, torch.full((n,), 0.9))
     found = teacher_rows(denoiser, state, Rows.where(state.masked), 0.4, 2, KEYS[:n])
     assert found.certain is not None
@@ -506,8 +510,10 @@ def test_the_first_tokens_of_texts_that_have_as_many() -> None:
     assert rows["entropy"].evaluations == 3.0
     whole = to_row(metrics["entropy"], found["entropy"], evaluation_of(ROWS), **labels)
     assert whole.key != rows["entropy"].key
-    with pytest.raises(UserError, match="no text has as many tokens"):
-        measure(["entropy"], evaluation_of(ROWS[2:3], first=6))
+    none = measure(["entropy"], evaluation_of(ROWS[2:], first=6))["entropy"]  # a row without a figure
+    assert (none.value, none.n) == (math.inf, 0)
+    with pytest.raises(UserError, match="fewer than two texts have as many tokens"):
+        evaluation_of(ROWS[2:], first=6).written()
     with pytest.raises(UserError, match="first = 11"):
         evaluation_of(ROWS, first=11)
 
@@ -521,3 +527,134 @@ def test_a_classifier_reads_no_padding() -> None:
     one[:, 7:], other[:, 7:] = 2, torch.randint(3, 6, (200, 3), generator=generator)
     assert accuracy(one, other, 0).value > 0.9
     assert accuracy(one, other, 0, TWO).value < 0.65
+
+
+# Writing
+
+
+def stories(n: int) -> list[str]:
+    """Texts of three to nine words, which begin and end alike."""
+    words = ["cat", "dog", "sun", "tree", "ball", "red"]
+    return [f"Tom {' '.join(words[(i + j) % 6] for j in range(1 + i * i % 7))} end." for i in range(n)]
+
+
+def whole_writer(folder: Path, padding: bool) -> Writer:
+    """A model that knows nothing, with a tokenizer that has padding, or uses the end token for it."""
+    tokenizer = train_bpe(stories(60), 300)
+    if not padding:
+        tokenizer.pad_token = None
+    special = special_ids(tokenizer)
+    torch.manual_seed(0)
+    model = MaskedDiffusionLM(
+        tiny_config(
+            vocab_size=special.vocab_size,
+            mask_token_id=special.mask,
+            length=32,
+            eos_token_id=special.end,
+            pad_token_id=special.pad,
+        )
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return load(folder)
+
+
+@pytest.mark.parametrize("padding", [True, False])
+def test_a_writer_of_whole_texts(tmp_path: Path, padding: bool) -> None:
+    writer = whole_writer(tmp_path, padding)
+    ending = writer.model.config.ending
+    assert (ending.end != ending.pad) == padding
+    with torch.no_grad():
+        writer.model.output.bias[ending.end] += 3.0
+    given = writer._encode("Tom cat")
+    for text in writer.write("Tom cat", num=30, steps=4, trace=True):
+        assert text.tokens[: 1 + len(given)] == [0, *given]
+        assert text.text.startswith("Tom cat")
+        ends = [i for i, token in enumerate(text.tokens) if token in (ending.end, ending.pad) and i > 0]
+        assert ends in ([], [len(text.tokens) - 1])  # nothing after the end; no end where the row was full
+        assert len(text.tokens) == 32 or ends
+        assert len(text.revealed_at) == len(text.tokens) == len(text.trace.log_probs)
+        assert text.revealed_at.count(-1) == 1 + len(given)  # no end is given
+        assert text.trace.texts[-1].rstrip("\ufffd") == text.text.rstrip("\ufffd")  # a character may be cut
+    short = [len(text.tokens) for text in writer.write(length=9, num=30, steps=3)]
+    assert max(short) <= 10  # nine, and the padding that a text without an end runs into
+    for text in writer.infill("Tom ___ end.", blank=7, num=20, steps=3):
+        inner = text.tokens[1 + len(writer._encode("Tom")) :][:7]
+        assert not {ending.end, ending.pad} & set(inner)  # exactly so many words between
+        assert text.revealed_at.count(-1) == len(text.tokens) - 7
+        assert text.text.startswith("Tom")
+        assert text.text.endswith(" end.")
+    row = [0, *given, ending.end, *[ending.pad] * 4]
+    assert writer.decode(row) == "Tom cat"
+
+
+def test_a_tokenizer_that_ends_otherwise_is_refused(tmp_path: Path) -> None:
+    writer = whole_writer(tmp_path, padding=True)
+    config = MaskedDiffusionConfig.from_dict(writer.model.config.to_dict() | {"pad_token_id": 1})
+    with pytest.raises(UserError, match="ends texts with 1 and pads with 2, the model with 1 and 1"):
+        Writer(MaskedDiffusionLM(config), writer.tokenizer)
+
+
+# A recipe
+
+TINY: dict[str, Any] = {"batch": 32, "lr": 3e-3, "warmup": 5, "ema": 0.9, "dropout": 0.0, "log_every": 20}
+
+
+def tiny_stories(path: Path) -> Recipe:
+    """The recipe `stories` in small: every training stage, and one evaluation of each kind."""
+    settings = load_recipe("stories").resolved()
+    stages = settings["stages"]
+    for name in ("train", "valid"):
+        (path / f"{name}.txt").write_text("\n".join(stories(600 if name == "train" else 60)))
+    for stage in stages.values():
+        if stage["kind"] == "train":
+            stage["training"] = TINY | {"steps": 20}
+            stage["watch"] = stage["watch"] | {"every": 10}
+        else:
+            stage |= {"samples": 40, "precision": "float32", "steps": [1, 4], "temperatures": [1.0]}
+            stage |= {"first": None if stage["first"] is None else 6}
+    stages["teacher"]["training"]["steps"] = 400
+    for name, stage in stages.items():
+        if name.endswith("sdtt"):
+            stage["objective"] = {"kind": "sdtt", "rounds": 2, "iterations": 10, "first_dt": 0.1}
+        elif "match" in name and stage["kind"] == "train":
+            stage["objective"] = {"kind": "match", **SETTINGS}
+    stages["mdlm-di4c"]["objective"] = {"kind": "di4c", "rounds": 1, "iterations": 20, "latents": 2}
+    data = {"kind": "text", "path": str(path), "train_bpe": 300, "length": 24, "packing": "whole"}
+    model = {"width": 32, "blocks": 2, "heads": 2, "condition": 8, "dropout": 0.0}
+    kept = ("frontier", "measure", "texts", "texts-many")
+    stages = {name: stage for name, stage in stages.items() if stage["kind"] == "train" or name in kept}
+    return parse_recipe(settings | {"data": data, "model": model, "stages": stages})
+
+
+@pytest.mark.slow
+def test_the_recipe_in_small(tmp_path: Path) -> None:
+    """All of it; the teacher learns how long texts are, and that they end."""
+    (tmp_path / "text").mkdir()
+    recipe = tiny_stories(tmp_path / "text")
+    run = Run(recipe, tmp_path / "run")
+    run.all()
+    rows = read(run.results_file)
+    assert {(row.metric, row.first) for row in rows} >= {("entropy", 6), ("gen_ppl", 6), ("length", None)}
+    by = {(row.method, row.steps, row.metric): row.value for row in rows if row.seed == 0}
+    assert by["teacher", 4, "real_length" if ("teacher", 4, "real_length") in by else "length"] > 0
+    assert by["teacher", 4, "unfinished"] < 0.2
+    assert by["teacher", 4, "length_distance"] < 3
+    assert by["teacher", 1, "val_ppl"] < 10
+    run = Run(recipe, tmp_path / "run")
+    run.all()  # finished stages stay finished, those whose n depends on what was written too
+    assert read(run.results_file) == rows
+    writer = load(tmp_path / "run" / "seed-0" / "teacher" / "model")
+    found = [text.text for text in writer.write("Tom", num=20, steps=16)]
+    assert np.mean([text.startswith("Tom") and text.endswith("end.") for text in found]) > 0.5
+    wrapped = settings_of(recipe, tmp_path / "run" / "seed-0" / "teacher" / "model")
+    with pytest.raises(UserError, match="the model writes whole texts"):
+        Run(wrapped, tmp_path / "other").all()
+
+
+def settings_of(recipe: Recipe, teacher: Path) -> Recipe:
+    """A student of that teacher on rows that are cut from a stream."""
+    settings = recipe.resolved()
+    data = settings["data"] | {"packing": "wrapped", "train_bpe": None, "tokenizer": str(teacher)}
+    student = {"kind": "train", "start": str(teacher), "training": TINY | {"steps": 2}}
+    return parse_recipe(settings | {"data": data, "stages": {"student": student}})

@@ -107,6 +107,10 @@ class Metric:
             )
 
 
+class TooShort(UserError):
+    """There are no texts as long as is asked for (`Subject.first`)."""
+
+
 metrics: Registry[Metric] = Registry("metric")
 
 
@@ -304,8 +308,8 @@ class Evaluation:
         if first is None:
             return rows
         rows = rows[:, :first] if size is None else rows[size >= first, :first]
-        if not len(rows) or rows.shape[1] < first:
-            raise UserError(f"first = {first}: no text has as many tokens; choose fewer, or more samples")
+        if len(rows) < 2:
+            raise TooShort(f"first = {first}: fewer than two texts have as many tokens; choose less, or more samples")
         return rows
 
     def sized(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -14,7 +14,7 @@ import torch
 
 from imdm.config import digest
 from imdm.errors import UserError
-from imdm.evaluation.base import Evaluation, Measurement, Metric, Subject, metrics
+from imdm.evaluation.base import Evaluation, Measurement, Metric, Subject, TooShort, metrics
 from imdm.evaluation.conditional import Conditional
 from imdm.evaluation.judge import Judge
 from imdm.evaluation.mauve import NO_LIBRARY, Embedder, has_mauve, load_embedder
@@ -27,21 +27,32 @@ from imdm.sampling import Sampling
 
 def measure(names: Sequence[str], subject: Subject | Evaluation, *, finite: bool = True) -> dict[str, Measurement]:
     """Each named metric of a subject; unknown names, and a subject that lacks what they need, are refused before any
-    work. finite: a value that is no number is an error, not a result; infinite may be what says so at registration."""
+    work. finite: a value that is no number is an error, not a result; infinite may be what says so at registration, and
+    what is asked of the first tokens of texts none of which has as many."""
     evaluation = subject if isinstance(subject, Evaluation) else Evaluation(subject)
     chosen = [metrics[name] for name in names]
     for metric in chosen:
         metric.check(evaluation.subject)
     evaluation.subject.model.eval()
     with torch.no_grad():
-        found = {metric.name: metric.measure(evaluation) for metric in chosen}
+        found = {metric.name: _measured(metric, evaluation) for metric in chosen}
     for metric in chosen:
         value = found[metric.name].value
-        if finite and not isfinite(value) and not (metric.infinite and value == inf):
+        may_be = metric.infinite or (metric.cut and evaluation.subject.first is not None)
+        if finite and not isfinite(value) and not (may_be and value == inf):
             raise UserError(
                 f"metric {metric.name!r} gives {value}, which is no figure: look at weights, data and top_p"
             )
     return found
+
+
+def _measured(metric: Metric, evaluation: Evaluation) -> Measurement:
+    try:
+        return metric.measure(evaluation)
+    except TooShort:
+        subject = evaluation.subject
+        judge = subject.judge.label if metric.named and subject.judge is not None else None
+        return Measurement(inf, float("nan"), 0, judge, subject.split if "data" in metric.reads else None)
 
 
 def load_readers(

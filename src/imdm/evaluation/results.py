@@ -30,7 +30,8 @@ class Row(Config):
     settings     a digest of what else it was measured with, where no recipe says it: the data's content, the reference,
                  the pairs
     recipe_hash  of the recipe; in rows of `imdm evaluate`, of the model
-    value        infinite where too few samples cannot reach all that a language says; then `null` in the file
+    value        infinite where too few samples cannot reach all that a language says, or no text has `first` tokens;
+                 then `null` in the file
     """
 
     experiment: str

@@ -221,7 +221,8 @@ def is_measured(run: Run, name: str, stage: EvaluateStage) -> bool:
     since, or the extra for MAUVE, makes it worth asking again."""
     rows = [row for row in read(run.results_file, infinite=True) if row.recipe_hash == run.recipe.digest()]
     known = [row for row in rows if row.metric in metrics]
-    there = {_asked(vars(row)) for row in known if isfinite(row.value) or metrics[row.metric].infinite}
+    found = [row for row in known if isfinite(row.value) or metrics[row.metric].infinite or row.first is not None]
+    there = {_asked(vars(row)) for row in found}
     precision = {"float32": "float32", "bf16": "bfloat16"}[stage.precision]
     asked = [metric for metric in stage.metrics if _can_be_had(metrics[metric], stage)]
     for occasion in occasions(asked, stage.steps, stage.temperatures, noise=stage.noise, top_p=stage.top_p):
