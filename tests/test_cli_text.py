@@ -84,14 +84,19 @@ def test_text_becomes_a_report(run: Path) -> None:
     found = {(row.method, row.metric, row.steps) for row in rows}
     for steps in (1, 2):
         assert {("teacher", "entropy", steps), ("redi", "novelty", steps), ("redi", "pair_overlap", steps)} <= found
-    assert not any(metric == "gen_ppl" for _, metric, _ in found)  # nobody was there to judge
+    assert {row.judge for row in rows if row.metric == "gen_ppl"} == {"sentences-judge"}  # smollm2 was not there
     assert ("teacher", "pair_overlap", 1) in found  # what a student's is compared with
     assert {row.split for row in rows if row.metric == "val_ppl"} == {"valid"}
     said = " ".join((run.parent / "said.txt").read_text().split())
-    assert "measure: gen_ppl left out: judge 'smollm2' is not here; get it with 'imdm judge fetch smollm2'" in said
+    for stage in ("measure", "frontier"):
+        assert (
+            f"{stage}: judge 'smollm2' is not at hand, so that sentences-judge, which ships, reads; get it with 'imdm "
+            "judge fetch smollm2'"
+        ) in said
+    assert "left out" not in said
     page = (run / "report.html").read_text()
     assert "Written side by side" in page
-    assert "Nobody judged the text." in page
+    assert "Judge: sentences-judge." in page
     assert "novelty" in (run / "report.md").read_text()
     for stage in ("teacher", "student"):
         assert has_tokenizer(run / "seed-0" / stage / "model")

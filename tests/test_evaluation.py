@@ -116,7 +116,7 @@ def test_a_student_is_never_measured_on_the_noise_it_was_trained_on(tmp_path: Pa
 def test_metrics_refuse_what_they_cannot_measure() -> None:
     with pytest.raises(
         UserError,
-        match="unknown metric 'bleu'; known: cond_entropy, .* entropy, factorization_error, gen_ppl, .* validity",
+        match="unknown metric 'bleu'; known: coherence, .* entropy, factorization_error, gen_ppl, .* validity",
     ):
         measure(["bleu"], subject())
     with pytest.raises(UserError, match="'validity' needs an enumerated language"):

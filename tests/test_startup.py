@@ -15,7 +15,8 @@ from imdm.benchmarks import benchmarks
 from imdm.cli import early
 from imdm.data import languages
 from imdm.evaluation import metrics
-from imdm.evaluation.judge import FETCHABLE, Precision
+from imdm.evaluation.fetching import FETCHABLE
+from imdm.evaluation.judge import Precision
 from imdm.exporting import Weights
 from imdm.process import NoisePolicy
 from imdm.runs.distilling import METHODS

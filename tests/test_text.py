@@ -24,7 +24,7 @@ from imdm.data.tokenizers import load_tokenizer, train_bpe
 from imdm.errors import UserError
 from imdm.evaluation import Conditional, Evaluation, Judge, Subject, load_embedder, load_judge, matched, measure
 from imdm.evaluation.conditional import continued
-from imdm.evaluation.judge import fetch
+from imdm.evaluation.fetching import fetch
 from imdm.evaluation.text import found_in, read_before, sample_entropy
 from imdm.exporting import export
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
@@ -286,15 +286,15 @@ def test_a_model_of_our_own_judges(own: Path) -> None:
     assert judge.label == "mine"
     texts = ["The cat sat.", "A dog saw the cat and the bird."]
     for text in texts:
-        ids = torch.tensor([judge._ids([text])[0]])
+        ids = torch.tensor([[0, *judge.ids([text])[0]]])  # its rows begin with <bos>
         assert ids.shape[1] <= 24
-        score = judge.score([text])
-        assert float(score.nll) == pytest.approx(-float(next_log_probs(judge.model.model, ids).sum()), rel=1e-5)
-        assert int(score.count) == ids.shape[1] - 1
+        for score in (judge.score([text]), judge.score(["<bos>" + text])):  # once
+            assert float(score.nll) == pytest.approx(-float(next_log_probs(judge.model.model, ids).sum()), rel=1e-5)
+            assert int(score.count) == ids.shape[1] - 1
     assert torch.allclose(judge.score(texts).nll[:1], judge.score(texts[:1]).nll, rtol=1e-5)  # padding is not seen
     assert judge.features(texts).shape == (2, 16)
     long = judge.score(["The cat saw the bird. " * 20])
-    assert int(long.count) < len(judge._ids(["The cat saw the bird. " * 20])[0]) - 1  # windows of 24
+    assert int(long.count) < len(judge.ids(["The cat saw the bird. " * 20])[0]) - 1  # windows of 24
 
 
 def test_diffusion_models_and_models_of_ids_do_not_judge(folder: Path, own: Path) -> None:

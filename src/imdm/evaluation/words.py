@@ -1,0 +1,84 @@
+"""Known words: how much of what is written are words at all. A model that joins pieces of words badly writes some that
+nobody has read."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from imdm.config import digest
+from imdm.data.source import Source
+from imdm.data.tokenizers import tokenizer_hash
+from imdm.errors import UserError
+from imdm.evaluation.base import Evaluation, Measurement, metric, ratio
+from imdm.files import home, locked, read_text, write_text
+
+WORD = re.compile(r"[^\W\d_]+(?:'[^\W\d_]+)*")
+AT_ONCE = 4096  # rows
+_read: dict[str, frozenset[str]] = {}  # the words of the last few sources
+
+
+@metric("known_words", reads=("train",))
+def known_words(evaluation: Evaluation) -> Measurement:
+    """The share of the words of all samples that the training text has (`words`). Standard error over samples."""
+    return share_known(evaluation, evaluation.written()[0])
+
+
+@metric("real_known_words", reads=("data", "train"), samples=False, steps=False)
+def real_known_words(evaluation: Evaluation) -> Measurement:
+    """The same of as many rows of held-out text: names and rare words that a writer of this text may well use."""
+    found = share_known(evaluation, evaluation.held_out())
+    return replace(found, split=evaluation.subject.split)
+
+
+def words(text: str) -> list[str]:
+    """The words of a text: letters in a row, of any alphabet, with single apostrophes between letters (`don't`), case
+    folded. Quotation marks around a word are not part of it, and hyphens divide.
+
+    >>> words("'Tom's well-known DOG didn’t run 2 miles,' he said.")
+    ["tom's", 'well', 'known', 'dog', "didn't", 'run', 'miles', 'he', 'said']
+    """
+    return WORD.findall(text.replace("’", "'").casefold())
+
+
+def share_known(evaluation: Evaluation, rows: Tensor) -> Measurement:
+    """Known words among all words of rows (n, L), and the error of that ratio over rows by the delta method."""
+    known = known_to(evaluation, evaluation.source("train"))
+    found = [words(text) for text in _texts(evaluation, rows)]
+    hits = torch.tensor([sum(word in known for word in some) for some in found])
+    count = torch.tensor([len(some) for some in found])
+    if not int(count.sum()):
+        raise UserError("known words: the texts have no words; this is a figure of text in letters")
+    return ratio(hits, count)
+
+
+def known_to(evaluation: Evaluation, source: Source) -> frozenset[str]:
+    """All words of a source. It is read once, some rows at a time; the words alone are kept, here and in the user's
+    cache folder (IMDM_HOME) for the next program."""
+    name = digest(["words", WORD.pattern, source.fingerprint, tokenizer_hash(evaluation.subject.tokenizer)])
+    if name not in _read:
+        while len(_read) > 3:
+            del _read[next(iter(_read))]
+        file = home() / "words" / f"{name}.txt"
+        with locked(file):  # other processes want the same
+            if not file.exists():
+                write_text(file, "\n".join(sorted(_words_of(evaluation, source))))
+            _read[name] = frozenset(read_text(file, "known words").split("\n"))
+    return _read[name]
+
+
+def _words_of(evaluation: Evaluation, source: Source) -> set[str]:
+    found: set[str] = set()
+    for part in torch.arange(len(source)).split(AT_ONCE):
+        found.update(words(" ".join(_texts(evaluation, source.rows(part)["tokens"]))))
+    return found
+
+
+def _texts(evaluation: Evaluation, rows: Tensor) -> list[str]:
+    """Rows as text without special tokens, which divide words."""
+    special = evaluation.subject.tokenizer.all_special_tokens if evaluation.subject.tokenizer is not None else []
+    divide = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
+    return [divide.sub(" ", text) for text in evaluation.decode(rows)]

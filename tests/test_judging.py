@@ -1,0 +1,435 @@
+"""Judges: how texts begin and end for them, what they find coherent, what they would write themselves, and which one
+reads where the one that was wanted is not at hand."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from math import log
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tokenizers.processors import TemplateProcessing
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import imdm.shipped
+from imdm.data import Corpus, PrepareConfig, PreparedSource, prepare
+from imdm.data.tokenizers import load_tokenizer, train_bpe
+from imdm.errors import UserError
+from imdm.evaluation import Conditional, Evaluation, Judge, Subject, load_judge, measure, read
+from imdm.evaluation import judge as judging
+from imdm.evaluation.coherence import coherence_of, halved
+from imdm.evaluation.conditional import continued as continuations
+from imdm.evaluation.continuing import _anew, _draw, _remembering, continued
+from imdm.evaluation.infilling import filled, gaps
+from imdm.evaluation.judge import NotHereError, judge_at_hand, load_judge_or_other
+from imdm.randomness import Purpose, fold
+from imdm.sampling import Sampling
+from tests.conftest import tiny_model
+from tests.reference.statistics import assert_law
+from tests.test_cli import imdm as command
+from tests.test_cli import refused
+from tests.test_corpora import SENTENCES
+
+SIZES = {"n_embd": 32, "n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 1}
+LLAMA = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+END = {"eos_token_id": 1, "pad_token_id": 2}
+
+
+def begun(folder: Path) -> Path:
+    """A tiny Llama whose tokenizer puts <bos> before every text, and which reads 40 tokens at once."""
+    tokenizer = train_bpe(SENTENCES, 300)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 0)])
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(1)
+    how = {"bos_token_id": 0, "eos_token_id": 1, "max_position_embeddings": 40, "initializer_range": 0.3}
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **LLAMA, **how)).save_pretrained(folder)
+    return folder
+
+
+def plain(folder: Path) -> Path:
+    """A tiny GPT-2, whose tokenizer adds nothing."""
+    tokenizer = train_bpe(SENTENCES, 300)
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(2)
+    config = GPT2Config(vocab_size=len(tokenizer), n_positions=2048, initializer_range=0.3, **SIZES)
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    return folder
+
+
+def own(folder: Path) -> Path:
+    """One of our own, which reads from left to right."""
+    tokenizer = train_bpe(SENTENCES, 300)
+    tokenizer.save_pretrained(folder)
+    tiny_model(3, vocab_size=len(tokenizer), mask_token_id=3, length=64, causal=True).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def judges(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Judge]:
+    made = {"begun": begun, "plain": plain, "own": own}
+    return {name: load_judge(str(make(tmp_path_factory.mktemp(name))), name=name) for name, make in made.items()}
+
+
+def by_hand(judge: Judge, ids: list[int]) -> list[float]:
+    """−log p of each of the ids given those before it, from the second on; plain transformers, no padding."""
+    with torch.no_grad():
+        log_p = judge.model(input_ids=torch.tensor([ids]), attention_mask=torch.ones(1, len(ids))).logits.log_softmax(
+            -1
+        )
+    return [-float(log_p[0, i, token]) for i, token in enumerate(ids[1:])]
+
+
+# Begin and end
+
+
+def test_a_judge_begins_texts_as_its_own_tokenizer_does(judges: dict[str, Judge]) -> None:
+    text = "The cat saw the moon."
+    for name, begins, context in (("begun", True, 40), ("plain", False, 1024), ("own", True, 64)):
+        judge = judges[name]
+        (ids,) = judge.ids([text])
+        assert ids[0] != 0
+        assert (judge.begin, judge.end, judge.context) == (0 if begins else None, 1, context)
+        expected = by_hand(judge, [0, *ids] if begins else ids)
+        for given in [text, "<bos>" + text] if begins else [text]:  # never twice
+            score = judge.score([given])
+            assert float(score.count) == len(ids) - (not begins)
+            assert float(score.nll) == pytest.approx(sum(expected), rel=1e-4)
+
+
+def test_the_end_of_a_whole_text_counts(judges: dict[str, Judge]) -> None:
+    texts = ["The cat saw the moon.", "The dog met the sea."]
+    for judge in judges.values():
+        start = [] if judge.begin is None else [0]
+        found, without = judge.score(texts, ended=[True, False]), judge.score(texts)
+        assert (found.count - without.count).tolist() == [1, 0]
+        last = by_hand(judge, [*start, *judge.ids(texts)[0], 1])[-1]
+        assert (found.nll - without.nll).tolist() == pytest.approx([last, 0], abs=1e-3)
+    assert torch.equal(replace(judges["plain"], end=None).score(texts, ended=[True, True]).count, without.count - 1)
+
+
+def test_samples_of_a_model_of_whole_texts_are_read_with_their_end(judges: dict[str, Judge]) -> None:
+    """Of a finished and an unfinished text: no special token reaches the judge but its own end."""
+    tokenizer = train_bpe(SENTENCES, 310)
+    ids = [tokenizer(text)["input_ids"] for text in ("The cat saw the moon.", "The dog met")]
+    rows = torch.full((2, 12), 2)
+    rows[0, : len(ids[0]) + 2] = torch.tensor([0, *ids[0], 1])
+    rows[1] = torch.tensor(([0, *ids[1] * 12])[:12])
+    model = tiny_model(vocab_size=len(tokenizer), mask_token_id=3, length=12, **END)
+    evaluation = Evaluation(Subject(model, samples=2, judge=judges["begun"], tokenizer=tokenizer))
+    evaluation.__dict__["generation"] = SimpleNamespace(tokens=rows)
+    assert evaluation.texts()[0] == "The cat saw the moon."
+    expected = judges["begun"].score(evaluation.texts(), ended=[True, False]).perplexity()
+    assert measure(["gen_ppl"], evaluation)["gen_ppl"].value == pytest.approx(expected)
+    assert expected != pytest.approx(judges["begun"].score(evaluation.texts()).perplexity(), rel=1e-3)
+
+
+# Coherence
+
+
+class Letters:
+    """A tokenizer whose tokens are the letters a and b."""
+
+    eos_token_id = None
+
+    def __call__(self, texts: list[str], add_special_tokens: bool) -> dict[str, list[list[int]]]:
+        return {"input_ids": [["ab".index(letter) for letter in text] for text in texts]}
+
+
+class Law:
+    """A judge's model that knows the probability of every word of `length` letters, and asks nothing else."""
+
+    def __init__(self, p: Any, length: int) -> None:
+        self.table = {word: p(word) for n in range(length + 1) for word in product((0, 1), repeat=n)}
+
+    def parameters(self) -> Iterator[Tensor]:
+        yield torch.zeros(1)
+
+    def __call__(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
+        logits = torch.zeros(*input_ids.shape, 2)
+        for row, ids in enumerate(input_ids.tolist()):
+            for i in range(int(attention_mask[row].sum()) - 1):
+                prefix = tuple(ids[: i + 1])
+                logits[row, i] = torch.tensor([log(self.table[(*prefix, k)] / self.table[prefix]) for k in (0, 1)])
+        return SimpleNamespace(logits=logits)
+
+
+def topics(word: tuple[int, ...]) -> float:
+    """A text is about a or about b, and nine letters in ten are of its topic."""
+    return sum(0.5 * 0.9 ** word.count(z) * 0.1 ** word.count(1 - z) for z in (0, 1))
+
+
+def letters(judge_law: Any, context: int = 16, seed: int = 0) -> Evaluation:
+    judge = Judge("law", Law(judge_law, 8), Letters(), context=context)
+    return Evaluation(Subject(tiny_model(), judge=judge, seed=seed))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_coherence_by_enumeration(seed: int) -> None:
+    """Words of four to six letters, each probability by the law itself; one of a single letter is left out."""
+    texts = ["".join(word) for n in (4, 5, 6) for word in product("ab", repeat=n)][:: 3 + seed]
+    found = coherence_of(letters(topics, seed=seed), [*texts, "a", ""])
+    ids = [tuple("ab".index(letter) for letter in text) for text in texts]
+    n, by_shift = len(texts), set[float]()
+    for shift in range(1, n):
+        values = []
+        for i, word in enumerate(ids):
+            other, half = ids[(i + shift) % n], len(word) // 2
+            strange = other[: len(other) // 2]
+            gain = topics(word) / topics(word[:half]) / (topics((*strange, *word[half:])) / topics(strange))
+            values.append(log(gain) / (len(word) - half))
+        by_shift.add(round(sum(values) / n, 5))
+    assert round(found.value, 5) in by_shift
+    assert (found.n, found.judge) == (n, "law")
+    assert found.stderr > 0
+    assert found == coherence_of(letters(topics, seed=seed), texts)  # fixed by the seed
+
+
+def test_coherence_of_two_texts_by_hand() -> None:
+    """Texts of one topic each: what the other begins with says the opposite."""
+    found = coherence_of(letters(topics), ["aaaa", "bbbb"])
+    own, other = topics((0,) * 4) / topics((0,) * 2), topics((1, 1, 0, 0)) / topics((1, 1))
+    assert found.value == pytest.approx(log(own / other) / 2, abs=1e-5)
+    assert found.stderr == pytest.approx(0, abs=1e-5)
+
+
+def test_a_judge_that_looks_at_nothing_before_finds_no_coherence() -> None:
+    unigram = coherence_of(letters(lambda word: 0.7 ** word.count(0) * 0.3 ** word.count(1)), ["aaaa", "bbbb", "abab"])
+    assert unigram.value == pytest.approx(0, abs=1e-6)
+    assert unigram.n == 3
+
+
+def test_halves_fit_into_what_a_judge_reads_at_once(judges: dict[str, Judge]) -> None:
+    judge = replace(judges["begun"], context=8)
+    assert halved(judge, [0, 5, 6, 7]) == ([5], [6, 7])  # the begin token is no part of it
+    assert halved(judge, [0, 5]) is None
+    assert halved(judge, list(range(4, 30))) == ([4, 5, 6], [7, 8, 9, 10])
+    for judge in judges.values():
+        found = coherence_of(Evaluation(Subject(tiny_model(), judge=judge)), [" ".join(SENTENCES[:9]), *SENTENCES])
+        assert found.n == 13
+    with pytest.raises(UserError, match="two texts of two tokens at least, and has 1"):
+        coherence_of(letters(topics), ["ab", "a"])
+
+
+# What a judge would write
+
+
+def test_a_judge_that_remembers_reads_the_same(judges: dict[str, Judge]) -> None:
+    """Texts of different lengths, five tokens further: with its memory, and from the beginning each time."""
+    prompts = ["The", "The cat saw the", "A"]
+    for name in ("begun", "plain"):
+        judge = judges[name]
+        texts = [[*judge.start(ids), *ids] for ids in judge.ids(prompts)]
+        with torch.no_grad():
+            remembering, anew, tokens = _remembering(judge, texts), _anew(judge, texts), None
+            for place in range(5):
+                found, expected = remembering(tokens), anew(tokens)
+                assert torch.allclose(found, expected, atol=1e-4), (name, place)
+                tokens = expected.argmax(-1)
+
+
+@pytest.mark.parametrize("name", ["begun", "own"])
+def test_a_judge_draws_from_its_law(judges: dict[str, Judge], name: str) -> None:
+    """Two tokens after a prompt, sorted into the likeliest first token and the rest, against the law without special
+    tokens (false alarm 1e-5); and every draw follows from its key."""
+    judge, n = judges[name], 4000
+    prompt = [*judge.start([9]), *judge.ids(["The"])[0]]
+    keys = fold(5, Purpose.SAMPLE, torch.arange(n))
+    judge = replace(judge, batch_size=n)
+    with torch.no_grad():
+        drawn = _draw(judge, [prompt] * n, 2, keys)
+        law = _anew(judge, [prompt])(None)[0].double()
+        law[judge.tokenizer.all_special_ids] = -torch.inf
+        law = law.softmax(0)
+    likely = law.sort(descending=True).indices[:20]
+    rest = 1 - law[likely].sum()
+    counts = torch.bincount(drawn[:, 0], minlength=len(law))
+    assert_law(torch.cat([counts[likely], n - counts[likely].sum()[None]]), torch.cat([law[likely], rest[None]]))
+    assert not torch.isin(drawn, torch.tensor(judge.tokenizer.all_special_ids)).any()
+    with torch.no_grad():
+        assert torch.equal(_draw(judge, [prompt] * 3, 2, keys[7:10]), drawn[7:10])
+
+
+def test_so_many_tokens_are_written_after_each_prompt(judges: dict[str, Judge]) -> None:
+    for judge in judges.values():
+        keys = fold(1, Purpose.SAMPLE, torch.arange(3))
+        prompts, counts = ["The cat", "The dog met", "A"], [4, 1, 6]
+        found = continued(judge, prompts, counts, keys)
+        assert found == continued(replace(judge, batch_size=1), prompts, counts, keys)
+        again = [
+            continued(judge, [p], [c], keys[i : i + 1])[0] for i, (p, c) in enumerate(zip(prompts, counts, strict=True))
+        ]
+        assert found == again
+        (whole,) = continued(judge, prompts[2:], [7], keys[2:])
+        assert whole.startswith(found[2].rstrip("\ufffd"))
+        long = " ".join(SENTENCES * 30)
+        assert continued(judge, [long], [3], keys[:1])[0]  # longer than it reads at once
+
+
+# Infilling
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Held-out text with the tokenizer of a tiny model: rows of a stream, and whole texts."""
+    home = tmp_path_factory.mktemp("infilling")
+    train_bpe(SENTENCES * 5, 320).save_pretrained(home / "model")
+    lines = [*SENTENCES, "A", " ".join(SENTENCES[:2])]
+    (home / "text.txt").write_text("\n".join(lines))
+    for packing in ("wrapped", "whole"):
+        config = PrepareConfig(length=24, tokenizer=str(home / "model"), packing=packing)
+        prepare(Corpus(str(home / "text.txt")), config, home / packing)
+    return home
+
+
+def infilling(texts: Path, packing: str, **changes: Any) -> Evaluation:
+    rows, tokenizer = PreparedSource(texts / packing), load_tokenizer(texts / "model")
+    ending = END if packing == "whole" else {}
+    model = tiny_model(vocab_size=len(tokenizer), mask_token_id=3, length=24, **ending)
+    settings = {"how": Sampling(steps=2), "samples": 64, "data": rows, "split": "valid", "tokenizer": tokenizer}
+    return Evaluation(Subject(model, **(settings | changes)))
+
+
+def test_the_middle_third_is_removed(texts: Path) -> None:
+    stream = infilling(texts, "wrapped")
+    assert {(int(a), int(b)) for a, b in zip(gaps(stream).first, gaps(stream).last, strict=True)} <= {(8, 15), (8, 14)}
+    whole = infilling(texts, "whole")
+    here, every = gaps(whole), whole.source("data").rows(torch.arange(14))["tokens"]
+    sizes = [[token for token in row if token > 2] for row in every.tolist()]
+    long = [i for i, ids in enumerate(sizes) if len(ids) >= 3]
+    assert len(long) == 13  # a text of a token has no middle
+    for row, i in enumerate(long):
+        T = len(sizes[i])
+        assert here.rows[row].tolist() == every[i].tolist()
+        assert here.holes[row].nonzero()[:, 0].tolist() == list(range(1 + T // 3, 1 + 2 * T // 3))
+
+
+@pytest.mark.parametrize("packing", ["wrapped", "whole"])
+def test_infilling(texts: Path, judges: dict[str, Judge], packing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluation = infilling(texts, packing, judge=judges["begun"])
+    judge, here, made = judges["begun"], gaps(evaluation), filled(evaluation)
+    assert not (made == 3).any()
+    assert (made != here.rows)[here.holes].any()
+    assert torch.equal(made[~here.holes], here.rows[~here.holes])
+    heard: list[list[str]] = []
+    score = Judge.score
+    monkeypatch.setattr(
+        Judge, "score", lambda self, some, *rest, **more: heard.append(some) or score(self, some, *rest, **more)
+    )
+    names = ["infill_ppl", "infill_real_ppl", "infill_continued_ppl", "infill_kept"]
+    found = measure(names, evaluation)
+    assert (found["infill_kept"].value, found["infill_kept"].stderr) == (1.0, 0.0)
+    assert {(one.n, one.split) for one in found.values()} == {(len(here.rows), "valid")}
+    assert {found[name].judge for name in names[:3]} == {"begun"}
+    written, real, other = heard
+    assert (written, real) == (evaluation.decode(made), evaluation.decode(here.rows))
+    ended = [True] * len(real) if packing == "whole" else None
+    for name, some in zip(names, heard, strict=False):
+        assert found[name].value == pytest.approx(score(judge, some, None, ended).perplexity(), rel=1e-5)
+    for i, (text, given) in enumerate(zip(other, real, strict=True)):
+        before, last = (evaluation.decode(here.rows[i : i + 1, :stop])[0] for stop in (here.first[i], here.last[i]))
+        assert text.startswith(before)
+        assert text.endswith(given[len(last) :])
+        assert text != given
+    again = infilling(texts, packing, judge=judges["begun"], seed=1)
+    assert measure(names[2:3], again)[names[2]].value != found[names[2]].value
+
+
+def test_a_given_token_that_is_lost_is_seen(texts: Path) -> None:
+    evaluation = infilling(texts, "whole")
+    made = filled(evaluation).clone()
+    made[0, 1] += 1
+    evaluation._made["filled"] = made
+    given = int((~gaps(evaluation).holes[0]).sum())
+    assert measure(["infill_kept"], evaluation)["infill_kept"].value == pytest.approx(
+        1 - 1 / given / len(made), abs=1e-7
+    )
+
+
+def test_prompts_of_whole_texts(texts: Path, judges: dict[str, Judge]) -> None:
+    """Texts too short for prompt and window are passed over; nothing after the prompt is given, and a text may end."""
+    how = Conditional(prompts=12, prefix=2, continuations=2, tokens=4)
+    evaluation = infilling(texts, "whole", judge=judges["begun"], conditional=how)
+    canvases: list[Tensor] = []
+    complete = evaluation.complete
+    evaluation.__dict__["complete"] = lambda canvas: canvases.append(canvas) or complete(canvas)
+    made = continuations(evaluation)
+    assert (canvases[0][:, 3:] == 3).all()
+    assert (canvases[0][:, 1:3] != 3).all()
+    assert made.ended == [bool(((row == 1) | (row == 2)).any()) for row in made.tokens]
+    found = measure(["cond_gen_ppl", "cond_entropy"], evaluation)
+    expected = judges["begun"].score(made.written, made.prompts, made.ended).perplexity()
+    assert found["cond_gen_ppl"].value == pytest.approx(expected, rel=1e-5)
+    assert found["cond_entropy"].value <= log(4)
+    with pytest.raises(UserError, match="use 0, or infill_ppl"):
+        continuations(infilling(texts, "whole", conditional=how.model_copy(update={"suffix": 2})))
+
+
+# A judge at hand
+
+
+@pytest.fixture
+def nothing_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("IMDM_HOME", str(tmp_path / "home"))
+    return tmp_path
+
+
+def test_a_judge_that_ships_reads_where_another_is_not_at_hand(nothing_fetched: Path) -> None:
+    said: list[str] = []
+    other = train_bpe(SENTENCES, 300)
+    judge = load_judge_or_other("smollm2", "float32", "cpu", tokenizer=other, say=said.append)
+    assert judge.label == "sentences-judge"
+    assert said == [
+        "judge 'smollm2' is not at hand, so that sentences-judge, which ships, reads; get it with 'imdm judge fetch "
+        "smollm2'"
+    ]
+    for refusal in ({"tokenizer": other, "taken": ["sentences-judge"]}, {"tokenizer": None}):
+        with pytest.raises(NotHereError, match="'smollm2' is not here"):
+            load_judge_or_other("smollm2", "float32", "cpu", say=said.append, **refusal)
+    damaged = nothing_fetched / "damaged"
+    damaged.mkdir()
+    for wrong in ("smolm2", "sentences-juge", str(nothing_fetched / "nothing"), "nothing.gguf", str(damaged)):
+        with pytest.raises(UserError) as refusal:  # a mistake, not a judge to be had elsewhere
+            load_judge_or_other(wrong, "float32", "cpu", tokenizer=other, say=said.append)
+        assert not isinstance(refusal.value, NotHereError)
+    assert len(said) == 1
+
+
+def test_the_judge_of_the_texts_own_tokens_goes_first(
+    nothing_fetched: Path, monkeypatch: pytest.MonkeyPatch, judges: dict[str, Judge]
+) -> None:
+    assert judge_at_hand(load_tokenizer("sentences-teacher")) == "sentences-judge"
+    here = nothing_fetched / "shipped"
+    shutil.copytree(imdm.shipped.HERE / "sentences-judge", here / "sentences-judge")
+    own(here / "tiny-judge")
+    shutil.copytree(here / "tiny-judge", here / "a-writer")  # reads the same tokens, but is no judge
+    config = (here / "a-writer/config.json").read_text()
+    (here / "a-writer/config.json").write_text(config.replace('"causal": true', '"causal": false'))
+    monkeypatch.setattr(imdm.shipped, "HERE", here)
+    assert judge_at_hand(judges["own"].tokenizer) == "tiny-judge"
+    assert judge_at_hand(train_bpe(["Other words."], 300)) == "sentences-judge"
+
+
+def test_evaluate_without_a_judges_name_has_one(
+    nothing_fetched: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a name that was given is not read as another."""
+    monkeypatch.setattr(judging, "DEFAULT", "smollm2")  # gpt2-large would ask a hub
+    tokenizer = load_tokenizer(texts / "model")
+    tiny_model(vocab_size=len(tokenizer), mask_token_id=3, length=24).save_pretrained(nothing_fetched / "model")
+    tokenizer.save_pretrained(nothing_fetched / "model")
+    asked = ["evaluate", nothing_fetched / "model", "--data", texts / "wrapped", "--metrics", "gen_ppl"]
+    asked += ["--steps", "1", "--samples", "4"]
+    out = nothing_fetched / "results.jsonl"
+    assert "'smollm2' is not here" in refused(command(*asked, "--judge", "smollm2", "--out", out))
+    assert not out.exists()
+    done = command(*asked, "--out", out)
+    assert done.returncode == 0, done.stderr
+    assert "is not at hand, so that sentences-judge, which ships, reads" in " ".join(done.stdout.split())
+    assert [row.judge for row in read(out)] == ["sentences-judge"]
