@@ -17,7 +17,7 @@ import scipy.stats
 import torch
 from torch import Tensor
 
-from imdm.data import Language, TokenSource, check_fits
+from imdm.data import CoupleConfig, Coupling, Language, TokenSource, check_fits, couple
 from imdm.data.packing import Packer, Prepared
 from imdm.data.tokenizers import special_ids, train_bpe
 from imdm.ending import Ending, lengths
@@ -30,7 +30,19 @@ from imdm.evaluation.text import pooled, shared_grams
 from imdm.masks import Single
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM, fingerprint, load_model, with_mask
 from imdm.models.readout import Chosen, Compared, reduced
-from imdm.objectives import SDTT, Autoregressive, Di4C, Match, Nelbo, Objective, Step, nelbo_terms, next_log_probs, sdtt
+from imdm.objectives import (
+    SDTT,
+    Autoregressive,
+    Di4C,
+    Match,
+    Nelbo,
+    Objective,
+    ReDi,
+    Step,
+    nelbo_terms,
+    next_log_probs,
+    sdtt,
+)
 from imdm.objectives.base import corrupted
 from imdm.objectives.onpolicy import planned
 from imdm.objectives.sdtt import teacher_rows
@@ -337,6 +349,25 @@ def test_every_objective_trains_a_model_of_whole_texts(objective: Objective, tmp
         looks = [row for row in read_history(tmp_path) if "length_1" in row]
         assert looks
         assert all(2 <= row["length_1"] <= 4 for row in looks)
+
+
+@pytest.mark.parametrize("start", ["perturbed", "prior"])
+def test_pairs_of_whole_texts_are_learnt(start: str, tmp_path: Path) -> None:
+    """z_t shows what is certain, x̂ is a whole text, and ReDi's rows are the masks of z_t."""
+    model = tiny_model(vocab_size=5, length=4, mask="infinite-uniform-4-1.0", **WHOLE)
+    config = CoupleConfig(pairs=32, steps=2, start=start)
+    couple(model, SOURCE if start == "perturbed" else None, config, tmp_path / "pairs")
+    pairs = Coupling(tmp_path / "pairs")
+    columns = pairs.rows(torch.arange(32))
+    assert TWO.fits(columns["tokens"]).all()
+    step = Step(0, 0, torch.arange(32), 32)
+    state, rows = ReDi().start(model.process, columns, step)
+    assert not state.masked[:, 0].any()
+    assert not (state.masked & TWO.ended(state.tokens)).any()
+    assert len(rows.position) == int(state.masked.sum()) > 0
+    known = ~state.masked
+    assert torch.equal(state.tokens[known], columns["tokens"][known])
+    Trainer(model, ReDi(), pairs, TrainConfig(steps=2, batch=8, warmup=0), tmp_path / "run").train()
 
 
 @pytest.mark.parametrize("objective", [Nelbo(), SDTT(rounds=1, first_dt=0.3)], ids=lambda one: one.kind)
