@@ -150,6 +150,26 @@ def test_multiples_by_hand() -> None:
     assert equal_entropy(elsewhere, against=rows[:-8]) == [second]
 
 
+def test_texts_that_were_cut_are_compared_with_texts_cut_alike() -> None:
+    """Figures of the first tokens have a frontier of their own, or none; whole texts are not compared with them."""
+    cut = [
+        one.model_copy(update={"first": 8, "value": one.value * (2 if one.metric == "gen_ppl" else 1)})
+        for one in teacher()
+    ]
+    student = figures("redi", 2, 4.1, 4.7)
+    begun = [one.model_copy(update={"first": 8}) for one in student]
+    (whole,) = equal_entropy([*teacher(), *cut, *student])
+    (short,) = equal_entropy([*teacher(), *cut, *begun])
+    assert whole.value == pytest.approx(exp(1.2))
+    assert short.value == pytest.approx(exp(1.2) / 2)
+    assert equal_entropy([*teacher(), *begun]) == []
+    both = equal_entropy([*teacher(), *cut, *student, *begun])
+    assert [one.method for one in both] == ["redi", "redi, first 8"]
+    assert [one.value for one in both] == [whole.value, short.value]
+    assert Frontier.of(cut, judge="j") == Frontier.of(cut, judge="j", first=8)
+    assert Frontier.of(cut, judge="j", first="all") is None
+
+
 def test_the_frontiers_own_points_are_at_one() -> None:
     """Under another name, since as the teacher's they are the frontier."""
     same = [one.model_copy(update={"method": "copy", "temperature": 1.0}) for one in teacher()]

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import exp, isfinite, log
+from math import exp, inf, isfinite, log
 from typing import Any, Literal
 
 import torch
@@ -90,19 +90,23 @@ class Frontier:
         steps: int | None = None,
         envelope: bool = False,
         least: int = LEAST,
+        first: int | Literal["all", "any"] = "any",
     ) -> Frontier | None:
         """The reference's in so many steps, or in the most of which there are `least` temperatures; None where there
-        are not. With the envelope, points of every top_p, else those of 1."""
-        found: dict[int, dict[tuple[float, float], dict[Any, Compared]]] = {}
+        are not. With the envelope, points of every top_p, else those of 1. first: of so many tokens of each text, of
+        `all`, or of `any` number, which all points then share."""
+        found: dict[tuple[int, float], dict[tuple[float, float], dict[Any, Compared]]] = {}
         for one in compared(rows, metric):
             row = one.row
-            if row.method == reference and row.judge == judge and row.matched is None and steps in (None, row.steps):
-                settings = found.setdefault(row.steps, {}).setdefault((row.temperature, row.top_p), {})
+            is_wanted = steps in (None, row.steps) and first in ("any", _first(row))
+            if row.method == reference and row.judge == judge and row.matched is None and is_wanted:
+                cut = inf if row.first is None else row.first
+                settings = found.setdefault((row.steps, cut), {}).setdefault((row.temperature, row.top_p), {})
                 who = row.mask, row.seed, row.sample_seed, row.noise
                 if who not in settings or settings[who].row.n <= row.n:
                     settings[who] = one
-        for count in sorted(found, reverse=True):
-            points = [_point(list(each.values())) for each in found[count].values()]
+        for count, cut in sorted(found, reverse=True):
+            points = [_point(list(each.values())) for each in found[count, cut].values()]
             warm = [point for point in points if point.top_p == 1]
             if len({point.entropy for point in warm}) >= max(2, least):
                 return cls.below(points, count) if envelope else cls.through(warm, count)
@@ -165,7 +169,12 @@ def _beside(row: Row, entropies: Sequence[Row]) -> Row:
 def _samples(row: Row) -> tuple[Any, ...]:
     """What two figures of the same samples agree in, but for their number."""
     model = row.experiment, row.recipe_hash, row.method, row.mask, row.seed, row.precision, row.length
-    return *model, row.steps, row.sample_seed, row.temperature, row.top_p, row.noise, row.matched
+    return *model, row.steps, row.sample_seed, row.temperature, row.top_p, row.noise, row.matched, row.first
+
+
+def _first(row: Row) -> int | Literal["all"]:
+    """How many tokens of each text a row is about."""
+    return "all" if row.first is None else row.first
 
 
 def _point(each: Sequence[Compared]) -> Point:
@@ -222,13 +231,14 @@ def equal_entropy(
         if one.row.temperature == 1.0 and one.row.matched is None and one.row.top_p == 1.0
     ]
     named = told_apart([one.row for one in rated])
-    frontiers: dict[tuple[str, str | None], Frontier | None] = {}
+    frontiers: dict[tuple[Any, ...], Frontier | None] = {}
     found: dict[tuple[str, str, str, str | None, int], list[tuple[Point, Reading]]] = {}
     for one in rated:
-        row, place = one.row, (one.row.experiment, one.row.judge)
+        row, place = one.row, (one.row.experiment, one.row.judge, one.row.first)
         if place not in frontiers:
             theirs = [r for r in rows if r.experiment == row.experiment] if against is None else against
             how: dict[str, Any] = {"reference": reference, "steps": steps, "envelope": envelope, "least": least}
+            how["first"] = _first(row)
             frontiers[place] = Frontier.of(theirs, metric=metric, judge=row.judge, **how)
         frontier = frontiers[place]
         if frontier is None or (row.method, row.steps) == (reference, frontier.steps):

@@ -18,7 +18,7 @@ BROKEN = 24  # letters from which on a cell may well be broken
 ASIDE = re.compile(r"([(\[][\d.,–%+−-]+[)\]])")  # (4.45), (0.17–0.18), [+0.01]
 EVERYTHING = "Everything measured"  # the section that holds all rows
 LARGE = 1e6  # from here on a figure is shown by its size
-USUAL = {"top_p": "1", "noise": "posterior", "conditional": "", "matched": ""}  # of which nothing is said
+USUAL = {"top_p": "1", "noise": "posterior", "conditional": "", "matched": "", "first": ""}  # of which nothing is said
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,7 @@ def all_results(rows: list[Row]) -> Table:
             "n": f"{row.n:,}",
             "temperature": f"{row.temperature:g}",
             "top_p": f"{row.top_p:g}",
+            "first": "" if row.first is None else f"{row.first:,} tokens",
             "noise": row.noise,
             "conditional": row.conditional or "",
             "matched": row.matched or "",
@@ -148,7 +149,7 @@ def told_apart(rows: Sequence[Row]) -> Callable[[Row], str]:
     """What to add to a row's name where rows of one metric differ in how samples were drawn: `, noise keep`."""
     found: dict[tuple[str, str], set[object]] = {}
     for row in rows:
-        for name in ("noise", "top_p", "conditional"):
+        for name in ("noise", "top_p", "conditional", "first"):
             found.setdefault((row.metric, name), set()).add(getattr(row, name))
     differing = dict.fromkeys(name for (_, name), values in found.items() if len(values) > 1)
 
