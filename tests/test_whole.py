@@ -688,7 +688,7 @@ def tiny_stories(path: Path) -> Recipe:
     stages["mdlm-di4c"]["objective"] = {"kind": "di4c", "rounds": 1, "iterations": 20, "latents": 2}
     data = {"kind": "text", "path": str(path), "train_bpe": 300, "length": 24, "packing": "whole"}
     model = {"width": 32, "blocks": 2, "heads": 2, "condition": 8, "dropout": 0.0}
-    kept = ("frontier", "measure", "texts", "texts-many")
+    kept = ("frontier", "measure", "texts", "texts-many", "fill")
     stages = {name: stage for name, stage in stages.items() if stage["kind"] == "train" or name in kept}
     return parse_recipe(settings | {"data": data, "model": model, "stages": stages, "threads": 1})
 
