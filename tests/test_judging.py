@@ -39,7 +39,7 @@ from tests.test_corpora import SENTENCES
 
 SIZES = {"n_embd": 32, "n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 1}
 LLAMA = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-END = {"eos_token_id": 1, "pad_token_id": 2}
+END = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 
 
 def begun(folder: Path) -> Path:

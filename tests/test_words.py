@@ -57,7 +57,7 @@ def test_what_a_word_is() -> None:
     ]
 
 
-@pytest.mark.parametrize("ending", [{}, {"eos_token_id": 1, "pad_token_id": 2}])
+@pytest.mark.parametrize("ending", [{}, {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}])
 def test_known_words_by_hand(ending: dict[str, int]) -> None:
     """Of rows of a stream and of whole texts: marks of begin, end and padding are no words."""
     found = measure(["known_words", "real_known_words"], evaluation(WRITTEN, **ending))
@@ -72,8 +72,8 @@ def test_known_words_by_hand(ending: dict[str, int]) -> None:
 
 def test_the_end_of_a_whole_text_is_its_end() -> None:
     """What stands behind it is not read; in a stream it is."""
-    whole, stream = evaluation(WRITTEN[:1], eos_token_id=1, pad_token_id=2), evaluation(WRITTEN[:1])
-    assert whole.subject.model.config.ending == Ending(1, 2)
+    whole, stream = evaluation(WRITTEN[:1], bos_token_id=0, eos_token_id=1, pad_token_id=2), evaluation(WRITTEN[:1])
+    assert whole.subject.model.config.ending == Ending(0, 1, 2)
     more = rows(WRITTEN[:1])
     first = int((more[0] == 1).nonzero()[0, 0])
     junk = TOKENIZER("zzz")["input_ids"]
