@@ -214,6 +214,7 @@ def load_judge(
         close = meant(name, FETCHABLE, alike=0.6)
         kind = NotHereError if not close and _is_of_a_hub(place) else UserError
         raise kind(f"judge {name!r} cannot be loaded ({reason_of(error)}); {close or here}") from None
+    tokenizer.model_max_length = 1 << 40  # long texts are read in windows
     begin = tokenizer.bos_token_id if name in FETCHABLE else begin_of(tokenizer)
     context = min(CONTEXT, getattr(model.config, "max_position_embeddings", None) or CONTEXT)
     many = 32 if "cuda" in str(device) else 8
