@@ -955,8 +955,21 @@ def test_at_equal_entropy() -> None:
     assert curve.shortfall(texts) == pytest.approx(0.25)
     assert curve.shortfall(replace(texts, pooled=9.0)) == 0
     assert Frontier.from_points(curve.values()) == curve
-    assert score([(1.0, 2.0), (3.0, 4.0)], 0.25, 0.1) == pytest.approx((math.log(2) + 3 * math.log(4)) / 4 + 0.15)
-    assert score([(1.0, 2.0)], 0.05, 0.1) == pytest.approx(math.log(2))
+    mean = (math.log(2) + 3 * math.log(4)) / 4
+    assert score([(1.0, 2.0), (3.0, 4.0)], (0.25, 0.0), 0.1) == pytest.approx(mean + 0.15)
+    assert score([(1.0, 2.0), (3.0, 4.0)], (0.25, 0.3), 0.1) == pytest.approx(mean + 0.35)
+    assert score([(1.0, 2.0)], (0.05, 0.1), 0.1) == pytest.approx(math.log(2))
+
+
+def test_lengths_that_stray_count() -> None:
+    curve = Frontier((Standing(4.5, 4.4, 6.5, 0.0, length=20.0, spread=7.0), Standing(3.5, 4.0, 5.9, 0.0, 10.0, 3.0)))
+    assert curve.at(4.2).length == pytest.approx(15)
+    texts = Standing(4.0, 4.4, 6.5, 0.0, length=20.0, spread=9.0)
+    assert curve.astray(texts) == pytest.approx(0)  # a wider spread is none
+    assert curve.astray(replace(texts, length=10.0)) == pytest.approx(math.log(2))
+    assert curve.astray(replace(texts, spread=0.0)) == pytest.approx(math.log(8))
+    stream = Frontier((Standing(4.5, 4.4, 6.5, 0.0), Standing(3.5, 4.0, 5.9, 0.0)))
+    assert stream.astray(Standing(4.0, 4.2, 6.2, 0.0)) == 0
 
 
 def looks(scores: list[float], lacking: float = 0.0) -> list[tuple[int, dict[str, float]]]:

@@ -348,7 +348,7 @@ def test_every_objective_trains_a_model_of_whole_texts(objective: Objective, tmp
     if objective.kind == "match":
         looks = [row for row in read_history(tmp_path) if "length_1" in row]
         assert looks
-        assert all(2 <= row["length_1"] <= 4 for row in looks)
+        assert all(2 <= row["length_1"] <= 4 and row["lengths_astray"] >= 0 for row in looks)
 
 
 @pytest.mark.parametrize("start", ["perturbed", "prior"])

@@ -35,7 +35,6 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from imdm.config import Config
-from imdm.ending import lengths
 from imdm.errors import UserError
 from imdm.models import MaskedDiffusionLM
 from imdm.models.readout import Chosen, Gradient, reduced
@@ -334,7 +333,8 @@ class Match(Objective):
         given_noise     H(θ | ε): what is left open once the noise is known, in nats a token, in one step
         score           what the average is kept by, the lower the better (`texts.score`); phase: its number, from 0
 
-        Where rows are whole texts, `length_N` is the mean number of tokens of an N-step text too.
+        Where rows are whole texts, `length_N` is the mean number of tokens of an N-step text, and `lengths_astray` how
+        far lengths are from the teacher's at worst (`texts.Frontier.astray`), which counts in the score too.
         """
         if companion is None or networks is None:
             return {}
@@ -343,7 +343,7 @@ class Match(Objective):
         teacher, length = companion.model, source.length
         if companion.frontier is None:
             companion.frontier = Frontier.of(teacher, self.looks, length, fold(keys, Purpose.COPY, 1))
-        frontier, ratios, lacking = companion.frontier, [], 0.0
+        frontier, ratios, lacking, astray = companion.frontier, [], 0.0, 0.0
         found: dict[str, float] = {}
         canvas = torch.full((self.looks, length), model.process.mask_id, device=model.device)
         for N, weight in sorted(self.steps.items()):
@@ -352,13 +352,15 @@ class Match(Objective):
             texts = standing(teacher, written, keys)
             found |= {f"ratio_{N}": frontier.ratio(texts), f"entropy_{N}": texts.entropy, f"pooled_{N}": texts.pooled}
             found |= {f"shared_{N}": texts.shared}
-            if (tokens := lengths(written, model.process.ending)) is not None:
-                found |= {f"length_{N}": float(tokens.double().mean())}
+            if model.process.ending is not None:
+                found |= {f"length_{N}": texts.length}
+                astray = max(astray, frontier.astray(texts))
             ratios.append((weight, found[f"ratio_{N}"]))
             lacking = max(lacking, frontier.shortfall(texts))
         found |= {"ratio": exp(mean_log(ratios)), "pooled_lacking": lacking}
+        found |= {} if model.process.ending is None else {"lengths_astray": astray}
         found |= self._at_one_step(model, companion, networks[AUXILIARY], fold(keys, Purpose.COPY, 2), length)
-        value = agreed(score(ratios, lacking, LACKING), model.device)
+        value = agreed(score(ratios, (lacking, astray), LACKING), model.device)
         companion.look(value, dict(model.named_parameters()))
         return found | {"score": value, "phase": float(companion.phase)}
 
@@ -404,7 +406,7 @@ class Match(Objective):
         return None
 
 
-LACKING = 0.1  # nats of pooled entropy that an average may lack for nothing
+LACKING = 0.1  # nats of pooled entropy, or of lengths, that an average may lack for nothing
 COLLAPSED = 0.5
 DRIFTED = 0.1
 

@@ -32,12 +32,15 @@ class Standing:
     """Of some texts: nll, the teacher's NELBO in nats a token; entropy of a text's token counts, the mean; pooled,
     entropy of the counts of all texts together, which shows a collapse that the first hides; shared, the share of a
     text's 4-grams that another text has. Where rows are whole texts, padding counts for none of them, and entropy,
-    which grows with length, is that of the first quarter of a row, over the texts that reach so far."""
+    which grows with length, is that of the first quarter of a row, over the texts that reach so far; length is the mean
+    number of tokens, spread its standard deviation."""
 
     nll: float
     entropy: float
     pooled: float
     shared: float
+    length: float = 0.0
+    spread: float = 0.0
 
 
 @torch.no_grad()
@@ -65,7 +68,11 @@ def standing(teacher: MaskedDiffusionLM, texts: Tensor, keys: Tensor) -> Standin
     nll = float(found.mean() if size is None else L * found.sum() / (size - 1).sum())
     begun = home if size is None else home[size >= L // QUARTER, : L // QUARTER]
     entropy = sample_entropy(begun) if len(begun) else sample_entropy(home, size)
-    return Standing(nll, float(entropy.mean()), pooled(home, size).value, shared_grams(home, size).value)
+    tokens = torch.zeros(1) if size is None else size.double()
+    length, spread = float(tokens.mean()), float(tokens.std(correction=0))
+    return Standing(
+        nll, float(entropy.mean()), pooled(home, size).value, shared_grams(home, size).value, length, spread
+    )
 
 
 @dataclass(frozen=True)
@@ -109,13 +116,21 @@ class Frontier:
         below = max(0.0, self.points[-1].entropy - texts.entropy)
         return max(0.0, self.at(texts.entropy).pooled - texts.pooled) + below
 
+    def astray(self, texts: Standing) -> float:
+        """How far lengths are from the teacher's at equal entropy, where rows are whole texts: the log ratio of the
+        means, and how much narrower they spread, as a log ratio too (a token more on either side, for spreads of 0)."""
+        theirs = self.at(texts.entropy)
+        if not theirs.length:
+            return 0.0
+        return abs(log(texts.length / theirs.length)) + max(0.0, log((theirs.spread + 1) / (texts.spread + 1)))
+
 
 def mean_log(ratios: Sequence[tuple[float, float]]) -> float:
     """The mean log ratio of (weight, ratio)."""
     return sum(weight * log(ratio) for weight, ratio in ratios) / sum(weight for weight, _ in ratios)
 
 
-def score(ratios: Sequence[tuple[float, float]], shortfall: float, allowed: float) -> float:
-    """What an average is kept by, the lower the better: the mean log ratio, and all that entropy lacks beyond
-    `allowed`."""
-    return mean_log(ratios) + max(0.0, shortfall - allowed)
+def score(ratios: Sequence[tuple[float, float]], lacking: Sequence[float], allowed: float) -> float:
+    """What an average is kept by, the lower the better: the mean log ratio, and all that each of `lacking` (entropy,
+    lengths) has beyond `allowed`."""
+    return mean_log(ratios) + sum(max(0.0, one - allowed) for one in lacking)
