@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from imdm.errors import UserError, check_function, check_is, check_whole
-from imdm.kernels import is_plain, kernels
+from imdm.kernels import kernels
 from imdm.process import Process, Split
 from imdm.randomness import Purpose, uniform
 from imdm.sampling.categorical import draw
@@ -137,7 +137,7 @@ def draw_tokens(denoiser: Denoiser, rows: Tensor, u: Tensor, temperature: float 
     chunks elsewhere."""
     if rows.is_cuda and temperature == top_p == 1.0:
         head = denoiser.head_of(rows)
-        if head.layer is not None and is_plain(head.layer) and (fast := kernels("draw")):
+        if head.layer is not None and head.is_linear and (fast := kernels("draw")):
             known, weight, bias = head.tensors
             return Drawn(*fast.draw_from_head(known, _as_products(weight), bias, head.never, u))
     size = max(1, AT_ONCE // denoiser.vocab_size)

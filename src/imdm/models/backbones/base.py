@@ -14,6 +14,7 @@ wrapper's (`MaskedDiffusionLM`), so that another backbone is one file.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -56,6 +57,9 @@ class Backbone(nn.Module):
 
     Settings: ClassVar[type[BackboneSettings]] = BackboneSettings
     resets: ClassVar[bool] = False  # whether a new model resets its layers once more; else they stay as it made them
+    whole: ClassVar[bool] = False  # whether it has an embedding and a head of its own, `embedding` and `output`
+    embedding: Any
+    output: Any
 
     def __init__(self, config: MaskedDiffusionConfig, settings: BackboneSettings) -> None:
         super().__init__()
@@ -114,6 +118,10 @@ class Backbone(nn.Module):
         """How many weights each position passes through, if evaluations may be recorded as CUDA graphs (nothing in them
         waits for the GPU); None: they may not."""
         return None
+
+    def unrounded(self) -> AbstractContextManager[None]:
+        """While weights are moved or change their type: what of it is to keep the type it has."""
+        return nullcontext()
 
     def beside(self, length: int, device: torch.device) -> Any:
         """What an evaluation of so many positions reads beside weights and embeddings: a recording holds on to it."""
