@@ -280,13 +280,17 @@ def class_of(config: PreTrainedConfig) -> Any:
     return table[type(config)]
 
 
+def attention_of(config: PreTrainedConfig) -> dict[str, str]:
+    """How to ask for an attention that leaves nothing out: the fused one does not cap scores."""
+    return {} if getattr(config, "attn_logit_softcapping", None) is None else {"attn_implementation": "eager"}
+
+
 def built(fields: dict[str, Any]) -> PreTrainedModel:
     """The model with random weights, its attention open to both sides."""
     config = parse_config(fields)
     kind = class_of(config)
-    capped = getattr(config, "attn_logit_softcapping", None) is not None  # which the fused attention leaves out
     try:
-        return opened(kind._from_config(config, **({"attn_implementation": "eager"} if capped else {})))
+        return opened(kind._from_config(config, **attention_of(config)))
     except (TypeError, ValueError, AttributeError, RuntimeError, KeyError) as error:
         raise UserError(f"backbone.config: no model can be built from it: {reason_of(error)}") from None
 
