@@ -16,6 +16,7 @@ import imdm
 from imdm.adopting import adopt_into
 from imdm.errors import UserError
 from imdm.models import load_model
+from tests.reference.published import llada_logits
 from tests.test_cli import imdm as command
 from tests.test_cli import refused
 from tests.test_hf import CAUSAL, FAMILIES, GPT2, HOLES, MASK, SIZES, TOKENS, expected, logits_of
@@ -121,6 +122,7 @@ def test_llada(tmp_path: Path) -> None:
     lm = llada(tmp_path / "llada")
     model = imdm.adopt(tmp_path / "llada")
     agree(model, logits_of(lm, causal=True))
+    agree(model, llada_logits(load_file(tmp_path / "llada" / "model.safetensors"), TOKENS, heads=2, theta=5e5))
     assert (model.config.length, model.config.mask_token_id, model.config.vocab_size) == (6, MASK, 16)
     assert (model.config.blocks, model.config.heads, model.config.dropout) == (2, 2, 0.0)
     assert not model.training
