@@ -16,11 +16,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from imdm.data import CoupleConfig, Coupling, LanguageSource, aligned, couple
 from imdm.errors import UserError
+from imdm.exporting import export
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM, faster, fingerprint, load_model, to_infinite
 from imdm.models.backbones.hf import WholeHead, facts
 from imdm.models.readout import Chosen, Head, reduced
 from imdm.objectives import Step, parse_objective
 from imdm.randomness import Purpose, fold
+from imdm.recipes.schema import ModelSettings
 from imdm.sampling import Sampling, sample
 from imdm.training import TrainConfig, Trainer
 from tests.reference.enumeration import all_masked, chain_law, sequence_law
@@ -310,8 +312,10 @@ def test_a_mixtures_latent_comes_last() -> None:
     assert model.generate(num=3, steps=2).tokens.shape == (3, 6)
 
 
-def test_several_threads_write_what_one_writes() -> None:
-    model = made(FAMILIES["gemma2"])
+@pytest.mark.parametrize("training", [False, True])
+def test_several_threads_write_what_one_writes(training: bool) -> None:
+    """While it trains, without its dropout."""
+    model = made(FAMILIES["gemma2"], dropout=0.5).train(training)
     wanted = [model.generate(num=4, steps=3, seed=seed).tokens for seed in range(8)]
     found: dict[int, Tensor] = {}
 
@@ -325,6 +329,27 @@ def test_several_threads_write_what_one_writes() -> None:
     for thread in threads:
         thread.join()
     assert all(torch.equal(found[seed], one) for seed, one in enumerate(wanted))
+
+
+def test_a_recipe_may_ask_for_one() -> None:
+    settings = {"width": 16, "backbone": {"kind": "hf", "config": FAMILIES["gpt2"]}, "mask": "infinite-uniform-4-1.0"}
+    config = ModelSettings.parse(settings).build(12, MASK, 6)
+    model = MaskedDiffusionLM(config)
+    assert model.generate(num=2, steps=2).tokens.shape == (2, 6)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert abs(config.parameters - count) < 0.05 * count
+    assert "GPT2, 2 layers of width 16" in repr(model)
+
+
+@pytest.mark.parametrize("weights", ["bf16", "int8"])
+def test_it_is_exported(weights: Any, tmp_path: Path) -> None:
+    """Tied weights are."""
+    model = made(FAMILIES["qwen3"], mask="infinite-uniform-4-1.0")
+    model.save_pretrained(tmp_path / "model")
+    export(tmp_path / "model", tmp_path / "out", weights=weights)
+    loaded = load_model(tmp_path / "out")
+    difference = loaded(loaded.noised(TOKENS), HOLES) - model(model.noised(TOKENS), HOLES)
+    assert float(difference[:, :MASK].abs().max()) < 0.3
 
 
 LLAMA = FAMILIES["llama"]

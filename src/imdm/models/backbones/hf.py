@@ -72,6 +72,7 @@ class HF(Backbone):
         asked = cast("HFSettings", settings)
         self.shift, self.linear = asked.shift, facts(asked.config).linear
         self.lm = built(asked.config)
+        self.opens = is_causal(self.lm)  # else it sees both sides by itself
         self.set_dropout(config.dropout)
         self.check_lm()
 
@@ -120,7 +121,7 @@ class HF(Backbone):
         return torch.cat((hidden[:, :1], hidden[:, :-1]), 1) if self.shift else hidden
 
     def _hidden(self, **given: Tensor) -> Tensor:
-        if is_causal(self.lm):
+        if self.opens:
             length, like = next(iter(given.values())).shape[1], self.lm.get_input_embeddings().weight
             given |= {"attention_mask": self._open(length, cast("Tensor", like))} if self._windowed(length) else {}
             return self.lm.base_model(**given, use_cache=False).last_hidden_state
@@ -128,10 +129,10 @@ class HF(Backbone):
 
     def _windowed(self, length: int) -> bool:
         """Whether some layers would not see all of so many positions."""
-        config = self.lm.config
-        other = any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ())
-        window = getattr(config, "sliding_window", None)
-        return other if window is None else length > window // 2
+        window = getattr(self.lm.config, "sliding_window", None)
+        known = {"full_attention"} | ({"sliding_attention"} if window is not None else set())
+        other = set(getattr(self.lm.config, "layer_types", None) or ()) - known
+        return bool(other) or (window is not None and length > window // 2)
 
     def _open(self, length: int, like: Tensor) -> Tensor:
         """A mask that hides nothing: (1, 1, T, T)."""
