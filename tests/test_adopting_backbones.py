@@ -261,6 +261,21 @@ def test_weights_keep_their_precision_and_may_come_in_parts(tmp_path: Path) -> N
     agree(imdm.adopt(tmp_path / "old", mask_token_id=MASK, shift=False, length=6), logits_of(lm, causal=True))
 
 
+def test_code_beside_a_model_is_not_run(tmp_path: Path) -> None:
+    lm = random_lm("llama", **FAMILIES["llama"])
+    lm.save_pretrained(tmp_path / "lm")
+    (tmp_path / "lm" / "modeling_trap.py").write_text(f"open({str(tmp_path / 'trap')!r}, 'w')")
+    (tmp_path / "lm" / "configuration_trap.py").write_text(f"open({str(tmp_path / 'trap')!r}, 'w')")
+    auto = {
+        "AutoConfig": "configuration_trap.C",
+        "AutoModelForCausalLM": "modeling_trap.M",
+        "AutoModel": "modeling_trap.M",
+    }
+    retyped(tmp_path / "lm", auto_map=auto, mask_token_id=MASK)
+    agree(imdm.adopt(tmp_path / "lm", shift=False, length=6), logits_of(lm, causal=True))
+    assert not (tmp_path / "trap").exists()
+
+
 def test_with_another_mask_it_says_the_same_until_trained(tmp_path: Path) -> None:
     llada(tmp_path / "llada")
     plain, infinite = (imdm.adopt(tmp_path / "llada", mask=mask) for mask in (None, "infinite-uniform-4-1.0"))

@@ -17,7 +17,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 from imdm.data import CoupleConfig, Coupling, LanguageSource, aligned, couple
 from imdm.errors import UserError
 from imdm.exporting import export
-from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM, faster, fingerprint, load_model, to_infinite
+from imdm.models import (
+    MaskedDiffusionConfig,
+    MaskedDiffusionLM,
+    faster,
+    fingerprint,
+    load_model,
+    to_infinite,
+    with_mask,
+)
 from imdm.models.backbones.hf import WholeHead, facts
 from imdm.models.readout import Chosen, Head, reduced
 from imdm.objectives import Step, parse_objective
@@ -198,6 +206,22 @@ def test_a_head_may_have_fewer_outputs_than_there_are_tokens(bias: bool) -> None
     torch.testing.assert_close(wide.log_probs(), expected(layer(rows)[:, :5], 2))
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "bert", "albert"])
+def test_noise_is_added_to_what_the_model_embeds(name: str) -> None:
+    """Eq. 15, by their class: E(mask) + MLP(ε) where masked; Gemma's E has its scale in it."""
+    model = made(FAMILIES[name], mask="infinite-uniform-4-1.0")
+    lm, state = theirs(model, FAMILIES[name]), model.noised(TOKENS, seed=2)
+    weights, noise = model.state_dict(), state.noise
+    up = nn.functional.gelu(noise @ weights["mask_embedding.input.weight"].T + weights["mask_embedding.input.bias"])
+    added = (up @ weights["mask_embedding.output.weight"].T) * HOLES[..., None]
+    opened = {"attention_mask": torch.zeros(1, 1, 6, 6), "is_causal": False} if name in CAUSAL else {}
+    with torch.no_grad():
+        logits = lm(inputs_embeds=lm.get_input_embeddings()(TOKENS) + added, **opened).logits
+    found = model(state, HOLES)
+    torch.testing.assert_close(found, expected(logits)[HOLES], atol=1e-5, rtol=1e-5)
+    assert float((found - model(model.noised(TOKENS, seed=3), HOLES))[:, :MASK].abs().max()) > 1e-3
+
+
 def tiny(name: str, **changes: Any) -> MaskedDiffusionLM:
     """Two symbols and the mask, sequences of two."""
     return made(FAMILIES[name] | {"vocab_size": 3}, vocab_size=3, length=2, **changes)
@@ -293,6 +317,36 @@ def test_in_bf16_what_is_computed_and_not_learnt_stays_as_it_is(name: str, tmp_p
     assert {p.dtype for p in rounded.parameters()} == {torch.float32}
     difference = rounded(rounded.noised(TOKENS), HOLES) - model(model.noised(TOKENS), HOLES)
     assert float(difference[:, :MASK].abs().max()) < 0.3
+
+
+def test_another_mask_copies_the_backbone_and_makes_its_own_layers_anew() -> None:
+    model = made(FAMILIES["llama"], mask="infinite-uniform-4-1.0").requires_grad_(False)
+    first, second, third = (with_mask(model, "infinite-normal-5-1.0", seed, mixture=True) for seed in (0, 0, 1))
+    for name, weight in first.named_parameters():
+        assert weight.requires_grad
+        assert torch.equal(weight, second.get_parameter(name))
+        if name.startswith("lm."):
+            assert torch.equal(weight, model.get_parameter(name))
+            assert weight.data_ptr() != model.get_parameter(name).data_ptr()
+    assert not torch.equal(first.mask_embedding.input.weight, third.mask_embedding.input.weight)
+    assert not torch.equal(first.mixture.first.weight, third.mixture.first.weight)
+    assert bool((first.mask_embedding.output.weight == 0).all())
+    assert first.backbone.lm is first.lm
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_a_layer_put_in_its_place_is_heard(name: str) -> None:
+    model, state = made(FAMILIES[name]), made(FAMILIES[name]).noised(TOKENS)
+    for get, put in (
+        ("get_input_embeddings", "set_input_embeddings"),
+        ("get_output_embeddings", "set_output_embeddings"),
+    ):
+        before, other = model(state, HOLES), copy.deepcopy(getattr(model, get)())
+        nn.init.normal_(other.weight)
+        getattr(model, put)(other)
+        assert getattr(model, get)() is other
+        assert not torch.allclose(model(state, HOLES), before)
+    assert all(key.startswith("lm.") for key in model.state_dict())
 
 
 def test_it_drops_at_one_rate() -> None:

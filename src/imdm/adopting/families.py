@@ -21,7 +21,8 @@ from imdm.adopting.checkpoints import Weights
 from imdm.errors import UserError, check_whole, reason_of
 from imdm.masks import parse_mask
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM, with_mask
-from imdm.models.backbones.hf import HF, attention_of, class_of, facts, is_masked, opened, parse_config, plain_config
+from imdm.models.backbones.hf import attention_of, class_of, facts, is_masked, parse_config, plain_config
+from imdm.models.denoiser import around
 
 BERT = 30_522, 103  # ids of its vocabulary, the mask's among them
 LLADA_LAYERS = {
@@ -168,12 +169,7 @@ def adopted(
         dropout=_dropout(lm.config),
         backbone={"kind": "hf", "config": fields, "shift": shift},
     )
-    with torch.device("meta"):
-        model = MaskedDiffusionLM(config)
-    model.lm = opened(lm)
-    assert isinstance(model.backbone, HF)
-    model.backbone.set_dropout(config.dropout)
-    model.backbone.check_lm()
+    model = around(config, lm)
     return with_mask(model, told["mask"]) if "mask" in told and parse_mask(told["mask"]) != model.mask else model
 
 

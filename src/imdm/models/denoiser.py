@@ -170,13 +170,19 @@ class MaskedDiffusionLM(PreTrainedModel):
         return self._ends.embedding
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        self._ends.embedding = value
+        if self.backbone.whole:
+            self.backbone.get_network().set_input_embeddings(value)
+        else:
+            self.embedding = value  # type: ignore[assignment]
 
     def get_output_embeddings(self) -> nn.Module:
-        return self._ends.output
+        return self.backbone.get_network().get_output_embeddings() if self.backbone.whole else self.output
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        self._ends.output = new_embeddings
+        if self.backbone.whole:
+            self.backbone.get_network().set_output_embeddings(new_embeddings)
+        else:
+            self.output = new_embeddings  # type: ignore[assignment]
 
     def embed(self, state: Noised) -> Tensor:
         """Eq. 15: E(z) for data tokens, E(mask) + MLP(ε) for masked positions: (B, L, D). A single mask reads none."""
@@ -436,7 +442,26 @@ def fold_conditioning(model: MaskedDiffusionLM) -> MaskedDiffusionLM:
 
 def _like(model: MaskedDiffusionLM, seed: int, **changes: Any) -> MaskedDiffusionLM:
     """A fresh model with another config, where and as the old one is."""
-    with seeded(fold(as_key(seed), Purpose.INIT)):
-        fresh = MaskedDiffusionLM(MaskedDiffusionConfig.from_dict(model.config.to_dict() | changes))
+    config = MaskedDiffusionConfig.from_dict(model.config.to_dict() | changes)
+    if model.backbone.whole:
+        fresh = around(config, copy.deepcopy(model.backbone.get_network()).requires_grad_(True), seed)
+    else:
+        with seeded(fold(as_key(seed), Purpose.INIT)):
+            fresh = MaskedDiffusionLM(config)
     nn.Module.to(fresh, device=model.device, dtype=model.dtype)
     return fresh
+
+
+def around(config: MaskedDiffusionConfig, network: nn.Module, seed: int = 0) -> MaskedDiffusionLM:
+    """A model whose backbone is a network that is there already, so that a large one is not made twice. Its other
+    layers are fresh, from `seed`."""
+    with torch.device("meta"):
+        model = MaskedDiffusionLM(config)
+    with seeded(fold(as_key(seed), Purpose.INIT)):
+        model.mask_embedding = model.mask.embedding(config.width)
+        model.mixture = MixtureToken(config.width) if config.mixture else None
+        for part in (model.mask_embedding, model.mixture):
+            for module in () if part is None else part.modules():
+                model._init_weights(module)
+    model.backbone.set_network(network)
+    return model

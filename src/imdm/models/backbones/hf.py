@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from imdm.models.configuration import MaskedDiffusionConfig
 
 PREFIX = "lm"
-NOT_KEPT = ("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "attn_implementation")
-"""Fields of a configuration that say nothing of the function, or would run code."""
+NOT_KEPT = ["architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "attn_implementation"]
+NOT_KEPT += ["experts_implementation"]
+"""Fields of a configuration that say nothing of the function, or could have code fetched."""
 SHAPES = {"view", "_unsafe_view", "reshape", "t", "transpose", "slice", "select", "unsqueeze", "expand", "alias"}
 SHAPES |= {"detach", "clone"}
 PRODUCTS = {"mm", "addmm", "linear"}
@@ -71,10 +72,16 @@ class HF(Backbone):
         super().__init__(config, settings)
         asked = cast("HFSettings", settings)
         self.shift, self.linear = asked.shift, facts(asked.config).linear
-        self.lm = built(asked.config)
-        self.opens = is_causal(self.lm)  # else it sees both sides by itself
-        self.set_dropout(config.dropout)
-        self.check_lm()
+        self.set_network(built(asked.config))
+
+    def get_network(self) -> PreTrainedModel:
+        return self.lm
+
+    def set_network(self, network: PreTrainedModel) -> None:
+        self.lm = opened(network)
+        self.opens = is_causal(network)  # else it sees both sides by itself
+        self.set_dropout(self.config.dropout)
+        self.check_network()
 
     @classmethod
     def check(cls, config: MaskedDiffusionConfig, settings: BackboneSettings) -> None:
@@ -102,10 +109,6 @@ class HF(Backbone):
     @property
     def embedding(self) -> nn.Module:
         return self.lm.get_input_embeddings()
-
-    @embedding.setter
-    def embedding(self, value: nn.Module) -> None:
-        self.lm.set_input_embeddings(value)
 
     @property
     def output(self) -> Any:
@@ -141,7 +144,7 @@ class HF(Backbone):
         return like.new_zeros(shape) if added else torch.ones(shape, dtype=torch.bool, device=like.device)
 
     @torch.no_grad()
-    def check_lm(self) -> None:
+    def check_network(self) -> None:
         """Refuse a model that does not make the same of embeddings as of tokens, or whose first position does not see
         the last; where it has weights to try it with, in a precision that every machine has."""
         weight = cast("Tensor", self.lm.get_input_embeddings().weight)
@@ -287,11 +290,11 @@ def attention_of(config: PreTrainedConfig) -> dict[str, str]:
 
 
 def built(fields: dict[str, Any]) -> PreTrainedModel:
-    """The model with random weights, its attention open to both sides."""
+    """The model with random weights."""
     config = parse_config(fields)
     kind = class_of(config)
     try:
-        return opened(kind._from_config(config, **attention_of(config)))
+        return kind._from_config(config, **attention_of(config))
     except (TypeError, ValueError, AttributeError, RuntimeError, KeyError) as error:
         raise UserError(f"backbone.config: no model can be built from it: {reason_of(error)}") from None
 
