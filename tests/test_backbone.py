@@ -208,7 +208,7 @@ def test_its_settings_are_in_the_law_and_ours_are_nowhere(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"backbone": "mamba"}, "unknown backbone 'mamba'; known: dit, gru"),
+        ({"backbone": "mamba"}, "unknown backbone 'mamba'; known: dit, gru, hf"),
         ({"backbone": {"kind": "gru", "depth": 2}}, r"unknown key 'backbone.depth' \(known: kind, layers\)"),
         ({"backbone": {"kind": "gru", "layers": 0}}, "'backbone.layers' = 0"),
         ({"backbone": 3}, "backbone: expected a name or settings with 'kind'"),

@@ -26,6 +26,7 @@ from imdm.training import TrainConfig, Trainer
 from tests.conftest import tiny_model
 from tests.reference.enumeration import TableDenoiser, all_masked, chain_law, sequence_law
 from tests.reference.statistics import assert_law, counts_of
+from tests.test_hf import FAMILIES, made
 from tests.test_recording import Pair
 
 Draw = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -490,6 +491,31 @@ def test_a_training_step_in_bf16_has_the_plain_gradients(monkeypatch: pytest.Mon
         present = [(a, b) for a, b in zip(fused, plain, strict=True) if a is not None]
         assert len(present) > 10
         assert_near(*zip(*present, strict=True), within=0.05)
+
+
+def test_a_backbones_head_has_the_same_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a bias, and padded: 300 of its 320 rows mean something."""
+    fields = FAMILIES["llama"] | {"vocab_size": 320}
+    model, teacher = (made(fields, seed, vocab_size=300, mask_token_id=7).cuda() for seed in (0, 1))
+    batch = {"tokens": 8 + torch.arange(64 * 6, device="cuda").view(64, 6) * 31 % 292}
+    step = Step(0, 0, torch.arange(64, device="cuda"), 64)
+    for objective in (Nelbo(), SDTT()):
+
+        def gradients(objective: Objective = objective) -> list[Tensor]:
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = objective.loss(model, model.process, batch, step, objective.companion(model, teacher))
+            return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)]
+
+        fused = gradients()
+        with monkeypatch.context() as patch:
+            patch.setattr("imdm.models.readout.kernels", lambda name: None)
+            plain = gradients()
+        present = [(a, b) for a, b in zip(fused, plain, strict=True) if a is not None]
+        assert len(present) > 10
+        assert_near(*zip(*present, strict=True), within=0.05)
+    written = faster(model, compile=False).generate(num=200, steps=2).tokens
+    assert int(written.max()) < 300
+    assert not bool((written == 7).any())
 
 
 def test_two_samples_of_a_large_vocabulary_have_one_law(draw_from_head: Draw) -> None:

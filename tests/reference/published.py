@@ -93,3 +93,32 @@ def logits(w: dict[str, Tensor], tokens: Tensor, heads: int, added: Tensor | Non
     shift, scale = modulation("output_layer.adaLN_modulation", 2)
     x = norm("output_layer.norm_final", x) * (1 + scale) + shift
     return F.linear(x, w["output_layer.linear.weight"], w["output_layer.linear.bias"])
+
+
+def llada_logits(weights: dict[str, Tensor], tokens: Tensor, heads: int, theta: float, eps: float = 1e-5) -> Tensor:
+    """LLaDA's transformer as plain functions of its tensors by name: every position sees all."""
+
+    def tensor(name: str) -> Tensor:
+        return weights[f"model.transformer.{name}.weight"]
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * tensor(name)
+
+    def rotated(x: Tensor) -> Tensor:  # (B, L, H, d)
+        half = x.shape[-1] // 2
+        angle = torch.arange(x.shape[1])[:, None] * theta ** (-torch.arange(half) / half)  # (L, d/2)
+        cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+        first, second = x[..., :half], x[..., half:]
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+    x = F.embedding(tokens, tensor("wte"))
+    blocks = 1 + max(int(name.split(".")[3]) for name in weights if ".blocks." in name)
+    for at in (f"blocks.{n}." for n in range(blocks)):
+        seen = norm(x, f"{at}attn_norm")
+        q, k, v = ((seen @ tensor(f"{at}{one}_proj").T).unflatten(-1, (heads, -1)) for one in "qkv")
+        scores = torch.einsum("blhd,bmhd->bhlm", rotated(q), rotated(k)) / q.shape[-1] ** 0.5
+        mixed = torch.einsum("bhlm,bmhd->blhd", scores.softmax(-1), v).flatten(2)
+        x = x + mixed @ tensor(f"{at}attn_out").T
+        seen = norm(x, f"{at}ff_norm")
+        x = x + (F.silu(seen @ tensor(f"{at}ff_proj").T) * (seen @ tensor(f"{at}up_proj").T)) @ tensor(f"{at}ff_out").T
+    return norm(x, "ln_f") @ tensor("ff_out").T

@@ -1,4 +1,5 @@
-"""Other people's models: published checkpoints of masked diffusion models, as models of ours."""
+"""Other people's models, as models of ours: published masked diffusion models, and any language model of
+`transformers`."""
 
 from __future__ import annotations
 
@@ -6,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from imdm.adopting import dit
+import torch
+
+from imdm.adopting import dit, families
 from imdm.adopting.checkpoints import Weights, read_folder, read_weights
 from imdm.data.tokenizers import copy_tokenizer, has_tokenizer, load_tokenizer, save_tokenizer, special_ids
 from imdm.errors import UserError, check_whole, reason_of
@@ -24,11 +27,12 @@ BLOCKWISE = ("bd3lm", "block_size", "sdar", "llada2")
 @dataclass(frozen=True)
 class Adopted:
     """A model, and what was found out about it. averaged: its weights are a training's average; tokenizer: the folder
-    that has one beside the weights."""
+    that has one beside the weights; words: that tokenizer, where it was told which of its tokens is the mask."""
 
     model: MaskedDiffusionLM
     averaged: bool
     tokenizer: Path | None
+    words: Any = None
 
 
 def adopt(
@@ -40,23 +44,30 @@ def adopt(
     mask_token_id: int | None = None,
     heads: int | None = None,
     averaged: bool = True,
+    shift: bool | None = None,
+    adapt: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> MaskedDiffusionLM:
-    """A published masked diffusion model (MDLM, SDTT, RADD, IMDM) as one of ours: the same log-probabilities, and all
-    that works on ours works on it. Nothing in the file is run.
+    """A published model as one of ours: the same log-probabilities, and all that works on ours works on it. Nothing in
+    the file is run. MDLM, SDTT, RADD and IMDM become our own transformer; LLaDA, Dream, A2D and the models of
+    `transformers` stay what they are, as a backbone.
 
     source          a hub id, a folder, or a file: .safetensors, .ckpt
-    length          the longest sequence, where no configuration beside the weights says it
-    mask            law and scale of an infinite mask, which weights do not say; uniform on (−1, 1) unless given
+    length          the longest sequence, where no configuration beside the weights says it, or a shorter one
+    mask            of IMDM: law and scale of its infinite mask, which weights do not say; uniform on (−1, 1) unless
+                    given. Of a backbone: the mask it is to have, which adds nothing until trained
     softcap         of attention scores, which weights do not say; none unless given (IMDM's LM1B models: 50)
-    mask_token_id   the mask's id; the last unless given, or BERT's
+    mask_token_id   the mask's id, where configuration and tokenizer do not say it; of MDLM's like the last, or BERT's
     heads           of attention, where neither weights nor configuration say it
     averaged        take a training's averaged weights where a checkpoint has them
+    shift           of a causal model that was trained as a diffusion model: each position is predicted by the row
+                    before it (DiffuLLaMA), or by its own
+    adapt           take a causal language model, to be trained into a diffusion model: attention opened, shift kept,
+                    the mask as a new row of the embedding unless the tokenizer has one
+    dtype           of a backbone's weights; that of the file unless given
     """
-    return _adopted(
-        source,
-        averaged,
-        {"length": length, "mask": mask, "softcap": softcap, "mask_token_id": mask_token_id, "heads": heads},
-    ).model
+    told = {"length": length, "mask": mask, "softcap": softcap, "mask_token_id": mask_token_id, "heads": heads}
+    return _adopted(source, averaged, told | {"shift": shift}, adapt=adapt, dtype=dtype).model
 
 
 def adopt_into(source: str | Path, out: str | Path, *, tokenizer: str | None = None, **how: Any) -> Adopted:
@@ -66,18 +77,11 @@ def adopt_into(source: str | Path, out: str | Path, *, tokenizer: str | None = N
         raise UserError(f"{str(out)!r} is there already; choose another folder")
     check_writable(folder)
     words = None if tokenizer is None else load_tokenizer(tokenizer)
-    averaged = how.pop("averaged", True)
-    found = _adopted(source, averaged, how)
-    config = found.model.config
-    if words is not None and (special_ids(words).vocab_size, special_ids(words).mask) != (
-        config.vocab_size,
-        config.mask_token_id,
-    ):
-        special = special_ids(words)
-        raise UserError(
-            f"tokenizer {tokenizer!r} has {special.vocab_size} ids with mask {special.mask}, the model has "
-            f"{config.vocab_size} with mask {config.mask_token_id}; they do not belong together"
-        )
+    aside_from = {name: how.pop(name, default) for name, default in (("averaged", True), ("adapt", False))}
+    found = _adopted(source, aside_from["averaged"], how, adapt=aside_from["adapt"], words=words)
+    words = words if found.words is None else found.words
+    if words is not None:
+        _check_words(words, found.model.config, tokenizer or "beside it")
     with written_aside(folder) as aside:
         found.model.save_pretrained(aside)
         if words is not None:
@@ -87,20 +91,54 @@ def adopt_into(source: str | Path, out: str | Path, *, tokenizer: str | None = N
     return found
 
 
-def _adopted(source: str | Path, averaged: bool, told: dict[str, Any]) -> Adopted:
+def _check_words(words: Any, config: MaskedDiffusionConfig, name: str) -> None:
+    special = special_ids(words)
+    if (special.vocab_size, special.mask) != (config.vocab_size, config.mask_token_id):
+        raise UserError(
+            f"tokenizer {name!r} has {special.vocab_size} ids with mask {special.mask}, the model has "
+            f"{config.vocab_size} with mask {config.mask_token_id}; they do not belong together"
+        )
+
+
+def _adopted(
+    source: str | Path,
+    averaged: bool,
+    told: dict[str, Any],
+    *,
+    adapt: bool = False,
+    dtype: torch.dtype | None = None,
+    words: Any = None,
+) -> Adopted:
     place = _place(source)
     where = f"model {str(source)!r}"
-    settings = _settings(place, where)
-    weights = read_folder(place, averaged=averaged) if place.is_dir() else read_weights(place, averaged=averaged)
-    if not dit.is_published(weights.tensors):
-        first = next(iter(weights.tensors), "")
-        raise UserError(
-            f"{where}: its tensors ({first!r}, …) are not laid out as MDLM, SDTT, RADD and IMDM publish theirs"
-        )
-    model = MaskedDiffusionLM(_config(weights, settings, {k: v for k, v in told.items() if v is not None}, where))
+    raw = _raw(place)
+    settings = _settings(raw, where)
+    told = {name: value for name, value in told.items() if value is not None}
     folder = place if place.is_dir() else place.parent
     tokenizer = folder if has_tokenizer(folder) else None
+    weights = read_folder(place, averaged=averaged) if place.is_dir() else read_weights(place, averaged=averaged)
+    if not dit.is_published(weights.tensors):
+        family = families.family_of(raw, where)
+        if family is None:
+            first = next(iter(weights.tensors), "")
+            raise UserError(
+                f"{where}: its tensors ({first!r}, …) are not laid out as MDLM, SDTT, RADD and IMDM publish theirs, "
+                "nor does a config.json beside them name a model that transformers has"
+            )
+        words = load_tokenizer(tokenizer) if words is None and tokenizer is not None else words
+        model = families.adopted(family, weights, words, told, adapt=adapt, dtype=dtype, where=where)
+        return Adopted(model.eval(), weights.averaged, tokenizer, _with_mask_named(words, model.config.mask_token_id))
+    if adapt or "shift" in told:
+        raise UserError(f"{where} is a masked diffusion model in MDLM's layout: leave out adapt and shift")
+    model = MaskedDiffusionLM(_config(weights, settings, told, where))
     return Adopted(dit.loaded(model, weights.tensors, where).eval(), weights.averaged, tokenizer)
+
+
+def _with_mask_named(words: Any, mask: int) -> Any:
+    """The tokenizer, told which of its tokens is the mask; LLaDA's, for one, does not say."""
+    if words is not None and words.mask_token_id != mask and mask < len(words):
+        words.mask_token = words.convert_ids_to_tokens(mask)
+    return words
 
 
 def _place(source: str | Path) -> Path:
@@ -118,15 +156,17 @@ def _place(source: str | Path) -> Path:
         raise UserError(f"model {str(source)!r} cannot be downloaded: {reason_of(error)}") from None
 
 
-def _settings(place: Path, where: str) -> dict[str, Any]:
-    """What the configuration beside the weights says, under our names; nothing without one. Models that are no masked
-    diffusion models are refused."""
+def _raw(place: Path) -> dict[str, Any]:
+    """The configuration beside the weights; nothing without one."""
     file = (place if place.is_dir() else place.parent) / "config.json"
-    if not file.exists():
-        return {}
-    raw = read_json(file, str(file))
+    raw = read_json(file, str(file)) if file.exists() else {}
     if not isinstance(raw, dict):
         raise UserError(f"{file} is no configuration")
+    return raw
+
+
+def _settings(raw: dict[str, Any], where: str) -> dict[str, Any]:
+    """What a configuration says, under our names. Models that are no masked diffusion models are refused."""
     inner: dict[str, Any] = raw["model"] if isinstance(raw.get("model"), dict) else {}
     flat = {**{k: v for k, v in raw.items() if not isinstance(v, dict)}, **inner}
     said = " ".join(str(flat.get(key, "")) for key in ("model_type", "diffusion", "parameterization", "algo", "name"))

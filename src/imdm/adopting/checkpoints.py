@@ -21,7 +21,7 @@ from torch import Tensor
 from imdm.errors import UserError, reason_of
 from imdm.files import read_json, read_tensors
 
-INDEX = "model.safetensors.index.json"
+INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 DTYPES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
@@ -195,11 +195,11 @@ def _averaged(file: Path, stored: Mapping[str, Stored], shadow: Sequence[Any]) -
 
 def read_folder(folder: Path, *, averaged: bool = True) -> Weights:
     """The weights in a folder: model.safetensors, its parts, or PyTorch's file."""
-    if (folder / INDEX).exists():
-        index = read_json(folder / INDEX, str(folder / INDEX))
+    if there := [folder / name for name in INDEXES if (folder / name).exists()]:
+        index = read_json(there[0], str(there[0]))
         parts = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(parts, dict) or not all(isinstance(part, str) for part in parts.values()):
-            raise UserError(f"{folder / INDEX} does not say which file each tensor is in")
+            raise UserError(f"{there[0]} does not say which file each tensor is in")
         files = [folder / Path(part).name for part in dict.fromkeys(parts.values())]
     else:
         names = ("model.safetensors", "pytorch_model.bin")

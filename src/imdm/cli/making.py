@@ -354,22 +354,33 @@ def adopt(
         int | None, typer.Option(help="The longest sequence, where nothing beside the weights says.")
     ] = None,
     mask: Annotated[
-        str | None, typer.Option(help="Law and scale of an infinite mask, which weights do not say.")
+        str | None,
+        typer.Option(help="Law and scale of an infinite mask, which weights do not say; a backbone's new mask."),
     ] = None,
     softcap: Annotated[float | None, typer.Option(help="Of attention scores, which weights do not say.")] = None,
     mask_token_id: Annotated[int | None, typer.Option(help="The mask's id; the last, or BERT's, unless given.")] = None,
     heads: Annotated[int | None, typer.Option(help="Of attention, where nothing says.")] = None,
     last: Annotated[bool, typer.Option("--last", help="The last weights, not a training's averaged ones.")] = False,
+    shift: Annotated[
+        bool | None,
+        typer.Option(help="Of a causal model trained as a diffusion model: the row before predicts each position."),
+    ] = None,
+    adapt: Annotated[
+        bool, typer.Option("--adapt", help="Take a causal language model, to be trained into a diffusion model.")
+    ] = False,
 ) -> None:
-    """Take in a published model: MDLM, SDTT, RADD, IMDM. No code in the file is run."""
+    """Take in a published model: MDLM, SDTT, RADD, IMDM; LLaDA, Dream, A2D; BERT, Llama and other models of
+    transformers. No code in the file is run."""
     from imdm.adopting import adopt_into
 
     how = {"length": length, "mask": mask, "softcap": softcap, "mask_token_id": mask_token_id, "heads": heads}
-    found = adopt_into(source, out, tokenizer=tokenizer, averaged=not last, **how)
+    found = adopt_into(source, out, tokenizer=tokenizer, averaged=not last, shift=shift, adapt=adapt, **how)
     model = found.model
     ids = f"{model.config.vocab_size:,} ids, the mask is {model.config.mask_token_id}"
     say(f"{model.backbone.about}; {ids}; mask {model.mask.name}")
     say("weights: the average of its training" if found.averaged else "weights: as they are in the file")
+    if adapt:
+        say("its attention is open to both sides now: it writes nothing sensible before it is trained")
     if tokenizer is None and found.tokenizer is None:
         say("no tokenizer beside it: it writes ids; --tokenizer gives it one")
     say(f"model: {out}")

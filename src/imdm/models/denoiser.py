@@ -60,11 +60,14 @@ class MaskedDiffusionLM(PreTrainedModel):
         schedule = parse_schedule(config.schedule)
         self.process = Process(schedule, self.mask, config.mask_token_id, config.mixture, config.ending)
         D, settings = config.width, parse_backbone(config.backbone)
-        self.embedding = TokenEmbedding(config.vocab_size, D)
+        kind = backbones[settings.kind]
+        if not kind.whole:
+            self.embedding = TokenEmbedding(config.vocab_size, D)
         self.mask_embedding = self.mask.embedding(D)
         self.mixture = MixtureToken(D) if config.mixture else None
-        self._take_in(backbones[settings.kind](config, settings))
-        self.output = ZeroLinear(D, config.vocab_size)
+        self._take_in(kind(config, settings))
+        if not kind.whole:
+            self.output = ZeroLinear(D, config.vocab_size)
         self.post_init()
 
     def _take_in(self, backbone: Backbone) -> None:
@@ -98,7 +101,7 @@ class MaskedDiffusionLM(PreTrainedModel):
 
     def _is_own(self, module: nn.Module) -> bool:
         """Whether a layer is not the backbone's."""
-        own = (self.embedding, self.mask_embedding, self.mixture, self.output)
+        own = [self._modules.get(name) for name in ("embedding", "mask_embedding", "mixture", "output")]
         return any(module is one for part in own if part is not None for one in part.modules())
 
     @property
@@ -159,21 +162,32 @@ class MaskedDiffusionLM(PreTrainedModel):
         save = super().save_pretrained
         save_whole(lambda place: save(place, *args, **kwargs), Path(save_directory), self.config)
 
+    @property
+    def _ends(self) -> Any:
+        """What has the embedding and the head: a backbone with its own, or this."""
+        return self.backbone if self.backbone.whole else self
+
     def get_input_embeddings(self) -> nn.Module:
-        return self.embedding
+        return self._ends.embedding
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        self.embedding = value  # type: ignore[assignment]
+        if self.backbone.whole:
+            self.backbone.get_network().set_input_embeddings(value)
+        else:
+            self.embedding = value  # type: ignore[assignment]
 
     def get_output_embeddings(self) -> nn.Module:
-        return self.output
+        return self.backbone.get_network().get_output_embeddings() if self.backbone.whole else self.output
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        self.output = new_embeddings  # type: ignore[assignment]
+        if self.backbone.whole:
+            self.backbone.get_network().set_output_embeddings(new_embeddings)
+        else:
+            self.output = new_embeddings  # type: ignore[assignment]
 
     def embed(self, state: Noised) -> Tensor:
         """Eq. 15: E(z) for data tokens, E(mask) + MLP(ε) for masked positions: (B, L, D). A single mask reads none."""
-        x = self.embedding(state.tokens)
+        x = self._ends.embedding(state.tokens)
         if state.noise is None or not self.mask.noisy:
             return x
         return x + self.mask_embedding(state.noise).to(x.dtype) * state.masked[..., None]
@@ -206,7 +220,8 @@ class MaskedDiffusionLM(PreTrainedModel):
         """Weights that move leave their recordings behind."""
         if self.replay is not None:
             self.replay.forget()
-        return super()._apply(fn, recurse)
+        with self.backbone.unrounded():
+            return super()._apply(fn, recurse)
 
     def _check_length(self, state: Noised) -> None:
         if state.tokens.shape[1] > self.config.length:
@@ -241,7 +256,7 @@ class MaskedDiffusionLM(PreTrainedModel):
         return self.head_of(rows).log_probs()
 
     def head_of(self, rows: Tensor) -> Head:
-        return Head(rows, self.output, self.config.mask_token_id)
+        return Head(rows, self._ends.output, self.config.mask_token_id, self.vocab_size)
 
     def forward(
         self, state: Noised | Tensor, rows: Rows | Tensor | None = None, reduce: Reduce | None = None, group: int = 1
@@ -428,7 +443,26 @@ def fold_conditioning(model: MaskedDiffusionLM) -> MaskedDiffusionLM:
 
 def _like(model: MaskedDiffusionLM, seed: int, **changes: Any) -> MaskedDiffusionLM:
     """A fresh model with another config, where and as the old one is."""
-    with seeded(fold(as_key(seed), Purpose.INIT)):
-        fresh = MaskedDiffusionLM(MaskedDiffusionConfig.from_dict(model.config.to_dict() | changes))
+    config = MaskedDiffusionConfig.from_dict(model.config.to_dict() | changes)
+    if model.backbone.whole:
+        fresh = around(config, copy.deepcopy(model.backbone.get_network()).requires_grad_(True), seed)
+    else:
+        with seeded(fold(as_key(seed), Purpose.INIT)):
+            fresh = MaskedDiffusionLM(config)
     nn.Module.to(fresh, device=model.device, dtype=model.dtype)
     return fresh
+
+
+def around(config: MaskedDiffusionConfig, network: nn.Module, seed: int = 0) -> MaskedDiffusionLM:
+    """A model whose backbone is a network that is there already, so that a large one is not made twice. Its other
+    layers are fresh, from `seed`."""
+    with torch.device("meta"):
+        model = MaskedDiffusionLM(config)
+    with seeded(fold(as_key(seed), Purpose.INIT)):
+        model.mask_embedding = model.mask.embedding(config.width)
+        model.mixture = MixtureToken(config.width) if config.mixture else None
+        for part in (model.mask_embedding, model.mixture):
+            for module in () if part is None else part.modules():
+                model._init_weights(module)
+    model.backbone.set_network(network)
+    return model

@@ -25,21 +25,41 @@ Gradient = Literal["fkl", "kl", "ipf", "soft"]
 
 
 class Head(NamedTuple):
-    """Rows (R, D) and the layer that reads them; the token `never` has no probability."""
+    """Rows (R, D) and the layer that reads them; the token `never` has no probability. size: V, unless the layer has
+    just as many outputs; those beyond are not read, and tokens that it has none for have no probability. What takes
+    more than a linear layer is a function of rows with `out_features`."""
 
     rows: Tensor
     layer: nn.Linear
     never: int
+    size: int | None = None
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether it is its weights and no more, so that a kernel may stand in for it."""
+        return is_plain(self.layer) and (self.size or 0) <= self.layer.out_features
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.rows, self.layer.weight, self.layer.bias
+        """Rows, weight (V, D) and bias (V,) of a linear one."""
+        weight: Tensor = self.layer.weight
+        bias: Tensor = weight.new_zeros(len(weight)) if self.layer.bias is None else self.layer.bias
+        if self.size is not None and self.size < len(weight):
+            weight, bias = weight[: self.size], bias[: self.size]
+        return self.rows, weight, bias
 
     def log_probs(self, part: slice = slice(None)) -> Tensor:
         """Of some rows, (r, V), in float32."""
-        logits = self.layer(self.rows[part]).float()
+        logits = self._logits(self.rows[part]).float()
         never = torch.arange(logits.shape[-1], device=logits.device) == self.never
         return torch.log_softmax(logits.masked_fill(never, -torch.inf), dim=-1)
+
+    def _logits(self, rows: Tensor) -> Tensor:
+        more = 0 if self.size is None else self.size - self.layer.out_features
+        if more < 0 and self.is_linear:  # the others are not worth computing
+            return nn.functional.linear(rows, *self.tensors[1:])
+        logits = self.layer(rows)
+        return nn.functional.pad(logits, (0, more), value=-torch.inf) if more > 0 else logits[..., : self.size]
 
 
 class Said(NamedTuple):
@@ -47,6 +67,7 @@ class Said(NamedTuple):
 
     rows: Tensor
     layer: None = None
+    is_linear: bool = False
 
     def log_probs(self, part: slice = slice(None)) -> Tensor:
         return self.rows[part]
@@ -90,7 +111,7 @@ class Compared(Fused):
         return divergence(self.kind, log_probs, wanted)
 
     def fused(self, losses: Any, head: Head) -> Tensor | None:
-        if self.kind not in ("backward-kl", "forward-kl"):
+        if self.kind not in ("backward-kl", "forward-kl") or not self.teacher.is_linear:
             return None
         return losses.kl(head.tensors, self.teacher.tensors, head.never, self.kind == "forward-kl")
 
@@ -149,7 +170,7 @@ def match_rows(
     """Of three heads over the same rows: what `matched` gives, and the auxiliary's −log p_ψ(target): (R, 2). Gradients
     reach the student through the first and the auxiliary through the second; (R, V) is never held at once."""
     heads = (student, teacher, auxiliary)
-    if all(head.layer is not None and is_plain(head.layer) and _in_bf16(head.rows) for head in heads):
+    if all(head.is_linear and _in_bf16(head.rows) for head in heads):
         fast: Any = kernels("matching")
         if fast is not None:
             with torch.autocast("cuda", enabled=False):
@@ -183,7 +204,7 @@ def reduced(head: Head, reduce: Reduce, group: int = 1) -> Tensor:
     come together."""
     if isinstance(reduce, Whole):
         return reduce.read(head)
-    if isinstance(reduce, Fused) and is_plain(head.layer) and _in_bf16(head.rows) and (losses := kernels("losses")):
+    if isinstance(reduce, Fused) and head.is_linear and _in_bf16(head.rows) and (losses := kernels("losses")):
         with torch.autocast("cuda", enabled=False):
             found = reduce.fused(losses, head)
         if found is not None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from imdm.errors import UserError, check_function, check_is, check_whole
-from imdm.kernels import is_plain, kernels
+from imdm.kernels import kernels
 from imdm.process import Process, Split
 from imdm.randomness import Purpose, uniform
 from imdm.sampling.categorical import draw
@@ -151,7 +151,7 @@ def draw_tokens(
     never = None if barred is None or ending is None else ending.among(denoiser.vocab_size, rows.device)
     if rows.is_cuda and temperature == top_p == 1.0:
         head = denoiser.head_of(rows)
-        if head.layer is not None and is_plain(head.layer) and (fast := kernels("draw")):
+        if head.layer is not None and head.is_linear and (fast := kernels("draw")):
             known, weight, bias = head.tensors
             weight = _as_products(weight)
             drawn = Drawn(*fast.draw_from_head(known, weight, bias, head.never, u))

@@ -14,6 +14,7 @@ wrapper's (`MaskedDiffusionLM`), so that another backbone is one file.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -56,6 +57,7 @@ class Backbone(nn.Module):
 
     Settings: ClassVar[type[BackboneSettings]] = BackboneSettings
     resets: ClassVar[bool] = False  # whether a new model resets its layers once more; else they stay as it made them
+    whole: ClassVar[bool] = False  # whether it is a model with an embedding and a head of its own
 
     def __init__(self, config: MaskedDiffusionConfig, settings: BackboneSettings) -> None:
         super().__init__()
@@ -114,6 +116,29 @@ class Backbone(nn.Module):
         """How many weights each position passes through, if evaluations may be recorded as CUDA graphs (nothing in them
         waits for the GPU); None: they may not."""
         return None
+
+    def get_network(self) -> Any:
+        """Of one that is whole: the model of `transformers` that it is."""
+        raise NotImplementedError
+
+    def set_network(self, network: Any) -> None:
+        """Of one that is whole: be this one from now on."""
+        raise NotImplementedError
+
+    @property
+    def embedding(self) -> nn.Module:
+        """Of one that is whole: the layer that embeds tokens."""
+        raise NotImplementedError
+
+    @property
+    def output(self) -> Any:
+        """Of one that is whole: what makes logits of rows of hidden states, a linear layer or a function of rows with
+        `out_features`."""
+        raise NotImplementedError
+
+    def unrounded(self) -> AbstractContextManager[None]:
+        """While weights are moved or change their type: what of it is to keep the type it has."""
+        return nullcontext()
 
     def beside(self, length: int, device: torch.device) -> Any:
         """What an evaluation of so many positions reads beside weights and embeddings: a recording holds on to it."""

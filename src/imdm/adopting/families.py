@@ -1,0 +1,225 @@
+"""Folders of `transformers` models, and of those that are such a model under another name.
+
+LLaDA                          Llama, its layers renamed
+Dream                          Qwen2; each position predicted by the row before it
+A2D (`a2d-llama`, …)           the model after `a2d-`
+BERT, RoBERTa, ModernBERT, …   themselves, with the head for masked tokens
+Llama, Qwen, Gemma, GPT-2, …   themselves, attention opened: a causal model to be adapted, or one that was
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from imdm.adopting.checkpoints import Weights
+from imdm.errors import UserError, check_whole, reason_of
+from imdm.masks import parse_mask
+from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM, with_mask
+from imdm.models.backbones.hf import attention_of, class_of, facts, is_masked, parse_config, plain_config
+from imdm.models.denoiser import around
+
+BERT = 30_522, 103  # ids of its vocabulary, the mask's among them
+LLADA_LAYERS = {
+    "attn_norm": "input_layernorm",
+    "ff_norm": "post_attention_layernorm",
+    "q_proj": "self_attn.q_proj",
+    "k_proj": "self_attn.k_proj",
+    "v_proj": "self_attn.v_proj",
+    "attn_out": "self_attn.o_proj",
+    "ff_proj": "mlp.gate_proj",
+    "up_proj": "mlp.up_proj",
+    "ff_out": "mlp.down_proj",
+}
+LLADA_ENDS = {"wte": "model.embed_tokens", "ln_f": "model.norm", "ff_out": "lm_head"}
+LLADA_SWITCHES = {"block_type": "llama", "activation_type": "silu", "layer_norm_type": "rms", "rope": True}
+LLADA_OFF = ["alibi", "include_bias", "include_qkv_bias", "attention_layer_norm", "multi_query_attention", "clip_qkv"]
+LLADA_OFF += ["scale_logits", "input_emb_norm"]
+NOT_NEEDED = re.compile(r"(^|\.)(pooler|seq_relationship)\.|(^|\.)(position_ids|inv_freq|masked_bias|attn\.bias)$")
+"""Tensors beside those of a language model that say nothing of what it predicts."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a folder's configuration says. fields: of `transformers`' configuration; shift: None where it does not say,
+    as a causal model's does not; mask: its id, None where it does not say."""
+
+    name: str
+    fields: dict[str, Any]
+    shift: bool | None
+    mask: int | None
+
+
+def family_of(raw: Mapping[str, Any], where: str) -> Family | None:
+    """The family that a configuration is of; None: none of these."""
+    from transformers import CONFIG_MAPPING
+
+    kind = str(raw.get("model_type", "")).lower()
+    fields, mask = plain_config(dict(raw)), raw.get("mask_token_id")
+    fields.pop("mask_token_id", None)
+    if kind == "llada":
+        return Family(kind, _llada(raw, where), False, mask)
+    if kind == "dream":
+        return Family(kind, fields | {"model_type": "qwen2"}, True, mask)
+    stock = kind.removeprefix("a2d-")
+    if stock not in CONFIG_MAPPING:
+        return None
+    fields["model_type"] = stock
+    encoder = is_masked(parse_config(fields))
+    return Family(kind, fields, False if encoder or stock != kind else None, mask)
+
+
+def _llada(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """LLaDA's configuration as a Llama's."""
+    strange = [name for name, value in LLADA_SWITCHES.items() if raw.get(name, value) != value]
+    strange += [name for name in LLADA_OFF if raw.get(name)]
+    if strange:
+        raise UserError(f"{where}: its {strange[0]} is {raw.get(strange[0])!r}, which makes it no Llama")
+    names = {"d_model": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads"}
+    names |= {"max_sequence_length": "max_position_embeddings"}
+    if lacking := [name for name in (*names, "vocab_size") if raw.get(name) is None]:
+        raise UserError(f"{where}: its config.json lacks {lacking[0]!r}")
+    fields: dict[str, Any] = {"model_type": "llama"} | {ours: raw[name] for name, ours in names.items()}
+    fields["num_key_value_heads"] = raw.get("n_kv_heads") or raw["n_heads"]
+    fields["intermediate_size"] = raw.get("mlp_hidden_size") or int(raw.get("mlp_ratio", 4) * raw["d_model"])
+    fields["vocab_size"] = raw.get("embedding_size") or raw["vocab_size"]
+    fields["rms_norm_eps"] = raw.get("rms_norm_eps", 1e-5)
+    fields["rope_parameters"] = {"rope_type": "default", "rope_theta": raw.get("rope_theta", 10_000.0)}
+    fields["tie_word_embeddings"] = bool(raw.get("weight_tying", False))
+    return fields | {name: raw[name] for name in ("eos_token_id", "pad_token_id") if raw.get(name) is not None}
+
+
+def _renamed(tensors: Mapping[str, Tensor], family: Family) -> dict[str, Tensor]:
+    """LLaDA's tensors under Llama's names, all others as they are."""
+    if family.name != "llada":
+        return dict(tensors)
+
+    def name_of(name: str) -> str:
+        bare = name.removeprefix("model.").removeprefix("transformer.")
+        layer, _, part = bare.rpartition(".")
+        if match := re.fullmatch(r"blocks\.(\d+)\.(\w+)", layer):
+            return f"model.layers.{match[1]}.{LLADA_LAYERS.get(match[2], match[2])}.{part}"
+        return f"{LLADA_ENDS.get(layer, layer)}.{part}"
+
+    return {name_of(name): tensor for name, tensor in tensors.items()}
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """size: V, the mask included; mask: its id; fresh: whether the mask is an id that the model has never seen."""
+
+    size: int
+    mask: int
+    fresh: bool
+
+
+def vocabulary_of(family: Family, told: int | None, words: Any, adapt: bool, where: str) -> Vocabulary:
+    """The ids that mean something: those of the tokenizer, where there is one; a table may be padded beyond them."""
+    rows = facts(family.fields).rows
+    known = rows if words is None else len(words)
+    said = [told, family.mask, None if words is None else words.mask_token_id]
+    said += [BERT[1]] if (family.fields["model_type"], rows) == ("bert", BERT[0]) else []
+    mask = next((one for one in said if one is not None), None)
+    if mask is None and not adapt:
+        raise UserError(f"{where}: neither its config.json nor a tokenizer says the mask's id; give mask_token_id")
+    fresh = mask is None or (adapt and mask >= rows)
+    mask = known if mask is None else mask
+    check_whole("mask_token_id", mask, 0)
+    size = max(known, mask + 1)
+    if size > rows and not fresh:
+        raise UserError(f"{where}: it embeds {rows} ids, but its tokenizer and mask need {size}; they do not fit")
+    return Vocabulary(size, mask, fresh)
+
+
+def adopted(
+    family: Family,
+    weights: Weights,
+    words: Any,
+    told: dict[str, Any],
+    *,
+    adapt: bool,
+    dtype: torch.dtype | None,
+    where: str,
+) -> MaskedDiffusionLM:
+    """The folder's model as one of ours."""
+    for name in ("softcap", "heads"):
+        if name in told:
+            raise UserError(f"{name}: {where} says it in its own config.json; leave it out")
+    shift = _shift(family, told.get("shift"), adapt, where)
+    vocabulary = vocabulary_of(family, told.get("mask_token_id"), words, adapt, where)
+    length = told.get("length", facts(family.fields).positions)
+    if length is None:
+        raise UserError(f"{where}: its config.json does not say how long its sequences are; give length")
+    tensors = _renamed(weights.tensors, family)
+    lm, fields = _loaded(family, tensors, dtype, where), dict(family.fields)
+    if vocabulary.fresh:
+        fields["vocab_size"] = _with_row(lm, vocabulary)
+    config = MaskedDiffusionConfig(
+        vocab_size=vocabulary.size,
+        mask_token_id=vocabulary.mask,
+        length=length,
+        width=facts(fields).width,
+        blocks=getattr(lm.config, "num_hidden_layers", 1),
+        heads=getattr(lm.config, "num_attention_heads", 1),
+        dropout=_dropout(lm.config),
+        backbone={"kind": "hf", "config": fields, "shift": shift},
+    )
+    model = around(config, lm)
+    return with_mask(model, told["mask"]) if "mask" in told and parse_mask(told["mask"]) != model.mask else model
+
+
+def _shift(family: Family, told: bool | None, adapt: bool, where: str) -> bool:
+    if adapt and family.shift is not None:
+        raise UserError(f"{where} is no causal language model ({family.name}): there is nothing to adapt")
+    if told is not None:
+        return told
+    if family.shift is None and not adapt:
+        raise UserError(
+            f"{where} is a causal language model ({family.name}): adapt it, to be trained into a diffusion model "
+            "(adapt=True, --adapt); or, if it was trained as one, say whether each position is predicted by the row "
+            "before it (shift=True or False, --shift or --no-shift)"
+        )
+    return True if family.shift is None else family.shift
+
+
+def _dropout(config: Any) -> float:
+    names = ("hidden_dropout_prob", "resid_pdrop", "hidden_dropout", "dropout", "attention_dropout")
+    return next((float(rate) for name in names if isinstance(rate := getattr(config, name, None), float)), 0.0)
+
+
+def _loaded(family: Family, tensors: dict[str, Tensor], dtype: torch.dtype | None, where: str) -> Any:
+    """`transformers`' own model with these weights, all that it has and no others, in the precision of the file."""
+    config = parse_config(family.fields)
+    kinds = [tensor.dtype for tensor in tensors.values() if tensor.is_floating_point() and tensor.ndim > 1]
+    how: dict[str, Any] = {"dtype": dtype or max(set(kinds), key=kinds.count, default=torch.float32)}
+    try:
+        lm, info = class_of(config).from_pretrained(
+            None, config=config, state_dict=tensors, output_loading_info=True, **attention_of(config), **how
+        )
+    except RuntimeError as error:
+        raise UserError(f"{where}: its weights do not have the shapes its config.json says") from error
+    except (OSError, TypeError, KeyError, AttributeError, ValueError) as error:
+        raise UserError(f"{where} cannot be loaded: {reason_of(error)}") from error
+    missing = sorted(info["missing_keys"])
+    strange = sorted(name for name in info["unexpected_keys"] if not NOT_NEEDED.search(name))
+    if missing or strange:
+        problem = f"{missing[0]!r} is missing" if missing else f"{strange[0]!r} is too much"
+        raise UserError(f"{where}: the tensor {problem} for a {type(lm).__name__}")
+    return lm.eval()
+
+
+@torch.no_grad()
+def _with_row(lm: Any, vocabulary: Vocabulary) -> int:
+    """A row for the mask, the mean of all others, after the last or in the padding. Returns how many there are."""
+    rows = lm.get_input_embeddings().weight.shape[0]
+    known = min(rows, vocabulary.mask)
+    mean = lm.get_input_embeddings().weight[:known].float().mean(0)
+    if vocabulary.size > rows:
+        lm.resize_token_embeddings(vocabulary.size, mean_resizing=False)
+    lm.get_input_embeddings().weight[vocabulary.mask] = mean.to(lm.dtype)
+    return max(rows, vocabulary.size)

@@ -1,0 +1,366 @@
+"""Any language model of `transformers` as a backbone: Llama, Qwen, Gemma, GPT-2, BERT, RoBERTa, ModernBERT and others.
+
+    backbone: {kind: hf, config: {model_type: llama, hidden_size: 512, num_hidden_layers: 8, …}}
+
+The model is the whole of theirs, its embedding and head included, and keeps its own names below one prefix:
+`lm.model.layers.0.self_attn.q_proj.weight`, `lm.bert.encoder.layer.0…`. What is ours lies beside it: `mask_embedding.…`
+It is built from plain data; no code beside a model is ever run.
+
+A causal model is run with its attention open to both sides, sliding windows too; an encoder as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from imdm.errors import UserError, reason_of, shown, unknown
+from imdm.models.backbones.base import Backbone, BackboneSettings, backbones
+from imdm.randomness import Purpose, fold, seeded
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from imdm.models.configuration import MaskedDiffusionConfig
+
+PREFIX = "lm"
+NOT_KEPT = ["architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "attn_implementation"]
+NOT_KEPT += ["experts_implementation"]
+"""Fields of a configuration that say nothing of the function, or could have code fetched."""
+SHAPES = {"view", "_unsafe_view", "reshape", "t", "transpose", "slice", "select", "unsqueeze", "expand", "alias"}
+SHAPES |= {"detach", "clone"}
+PRODUCTS = {"mm", "addmm", "linear"}
+
+
+class HFSettings(BackboneSettings):
+    """config: the configuration of a `transformers` model as plain data, `model_type` and its fields.
+    shift: position p is predicted by the row before it, as causal models do (Dream, DiffuLLaMA)."""
+
+    config: dict[str, Any]
+    shift: bool = False
+
+
+class Facts(NamedTuple):
+    """What is known of a model before it has weights. width: of its embeddings; rows: how many these are; positions:
+    the longest sequence, None: any; linear: its head is one linear layer and no more; about: in a few words."""
+
+    width: int
+    rows: int
+    positions: int | None
+    linear: bool
+    about: str
+    parameters: int
+
+
+@backbones.register("hf")
+class HF(Backbone):
+    """A masked or a causal language model of `transformers`, whole. `config.width` is that of its embeddings."""
+
+    Settings: ClassVar[type[BackboneSettings]] = HFSettings
+    whole: ClassVar[bool] = True
+    lm: PreTrainedModel
+
+    def __init__(self, config: MaskedDiffusionConfig, settings: BackboneSettings) -> None:
+        super().__init__(config, settings)
+        asked = cast("HFSettings", settings)
+        self.shift, self.linear = asked.shift, facts(asked.config).linear
+        self.set_network(built(asked.config))
+
+    def get_network(self) -> PreTrainedModel:
+        return self.lm
+
+    def set_network(self, network: PreTrainedModel) -> None:
+        self.lm = opened(network)
+        self.opens = is_causal(network)  # else it sees both sides by itself
+        self.set_dropout(self.config.dropout)
+        self.check_network()
+
+    @classmethod
+    def check(cls, config: MaskedDiffusionConfig, settings: BackboneSettings) -> None:
+        super().check(config, settings)
+        known = facts(cast("HFSettings", settings).config)
+        if config.tie_word_embeddings:
+            raise UserError("model.tie_word_embeddings: backbone 'hf' says in its own config whether it ties them")
+        if config.width != known.width:
+            raise UserError(f"model.width = {config.width}: the backbone's embeddings have width {known.width}")
+        if config.vocab_size > known.rows:
+            raise UserError(f"model.vocab_size = {config.vocab_size}: the backbone embeds {known.rows} ids")
+        longest = config.length + config.mixture
+        if known.positions is not None and longest > known.positions:
+            raise UserError(f"model.length: {longest} positions, the backbone has {known.positions}")
+
+    @classmethod
+    def size(cls, config: MaskedDiffusionConfig, settings: BackboneSettings) -> int:
+        """Beside an embedding and a head of `config`'s vocabulary, which are its own here."""
+        return facts(cast("HFSettings", settings).config).parameters - 2 * config.vocab_size * config.width
+
+    @property
+    def about(self) -> str:
+        return facts(cast("HFSettings", self.settings).config).about
+
+    @property
+    def embedding(self) -> nn.Module:
+        return self.lm.get_input_embeddings()
+
+    @property
+    def output(self) -> Any:
+        linear = self.lm.get_output_embeddings()
+        return linear if self.linear else WholeHead(self.lm, linear.weight.shape[0])
+
+    def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
+        """What it drops while it trains is drawn by torch, under the key of the batch's first sequence: a run that goes
+        on drops the same, one with another number of processes does not."""
+        drops = self.training and self.config.dropout > 0
+        with nullcontext() if keys is None or not drops else seeded(fold(keys[0], Purpose.DROPOUT)):
+            hidden = self._hidden(inputs_embeds=x)
+        return torch.cat((hidden[:, :1], hidden[:, :-1]), 1) if self.shift else hidden
+
+    def _hidden(self, **given: Tensor) -> Tensor:
+        if self.opens:
+            length, like = next(iter(given.values())).shape[1], self.lm.get_input_embeddings().weight
+            given |= {"attention_mask": self._open(length, cast("Tensor", like))} if self._windowed(length) else {}
+            return self.lm.base_model(**given, use_cache=False).last_hidden_state
+        return self.lm.base_model(**given)[0]
+
+    def _windowed(self, length: int) -> bool:
+        """Whether some layers would not see all of so many positions."""
+        window = getattr(self.lm.config, "sliding_window", None)
+        known = {"full_attention"} | ({"sliding_attention"} if window is not None else set())
+        other = set(getattr(self.lm.config, "layer_types", None) or ()) - known
+        return bool(other) or (window is not None and length > window // 2)
+
+    def _open(self, length: int, like: Tensor) -> Tensor:
+        """A mask that hides nothing: (1, 1, T, T)."""
+        added = self.lm.config._attn_implementation == "eager"  # to the scores
+        shape = (1, 1, length, length)
+        return like.new_zeros(shape) if added else torch.ones(shape, dtype=torch.bool, device=like.device)
+
+    @torch.no_grad()
+    def check_network(self) -> None:
+        """Refuse a model that does not make the same of embeddings as of tokens, or whose first position does not see
+        the last; where it has weights to try it with, in a precision that every machine has."""
+        weight = cast("Tensor", self.lm.get_input_embeddings().weight)
+        if weight.is_meta or weight.dtype != torch.float32:
+            return
+        mask, kind = self.config.mask_token_id, self.lm.config.model_type
+        others = [i for i in range(min(len(weight), 9)) if i not in (mask, self.lm.config.pad_token_id)] or [0]
+        ids = torch.tensor([[others[0], mask, others[-1]]], device=weight.device)[:, : self.config.length + 1]
+        training = self.lm.training
+        self.lm.eval()
+        x = self.embedding(ids)
+        other = torch.cat((x[:, :-1], 1 - x[:, -1:]), 1)
+        try:
+            wanted, found, moved = (self._hidden(input_ids=ids), *(self._hidden(inputs_embeds=y) for y in (x, other)))
+            self.lm.train(training)
+        except Exception as error:  # whatever a model of theirs makes of being asked so
+            raise UserError(f"{kind!r} models cannot be run from embeddings in one pass: {reason_of(error)}") from None
+        if not torch.allclose(found, wanted, rtol=1e-4, atol=1e-5):
+            raise UserError(f"{kind!r} models read their tokens beside the embeddings of these; masks need the latter")
+        if not bool((moved[:, 0] - found[:, 0]).abs().max() > 0) and ids.shape[1] > 1:
+            raise UserError(f"{kind!r} models cannot be made to see what follows a position; ours see all positions")
+
+    def set_dropout(self, rate: float) -> None:
+        """One rate for all that it drops: hidden states, attention."""
+        for module in self.lm.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = rate
+            for name, value in vars(module).items():
+                if "dropout" in name and isinstance(value, float):
+                    setattr(module, name, rate)
+
+    @contextmanager
+    def unrounded(self) -> Iterator[None]:
+        """Tables that are computed and not learnt, as rotations are, stay in float32 whatever the weights become."""
+        tables = [
+            (module, name, module._buffers[name])
+            for module in self.lm.modules()
+            for name in module._non_persistent_buffers_set
+        ]
+        yield
+        for module, name, table in tables:
+            now = module._buffers[name]
+            if table is not None and now is not None and now.dtype != table.dtype:
+                module._buffers[name] = table.to(now.device)
+
+
+class WholeHead:
+    """All that a language model does after its trunk, with rows (…, D) in the trunk's place: logits (…, V)."""
+
+    def __init__(self, lm: PreTrainedModel, columns: int) -> None:
+        self.lm, self.out_features = lm, columns
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        ended = copy.copy(self.lm)  # the same layers, but for the trunk
+        ended._modules = {**self.lm._modules, self.lm.base_model_prefix: Given(rows.reshape(1, -1, rows.shape[-1]))}
+        logits = ended(inputs_embeds=rows).logits
+        return logits.reshape(*rows.shape[:-1], logits.shape[-1])
+
+
+class Given(nn.Module):
+    """Stands for a trunk: whatever it is asked, it gives these rows."""
+
+    def __init__(self, rows: Tensor) -> None:
+        super().__init__()
+        self.rows = rows
+
+    @property
+    def decoder(self) -> Given:
+        """OPT's trunk is asked at one remove."""
+        return self
+
+    def forward(self, *asked: Any, **how: Any) -> Any:
+        return _Output(self.rows)
+
+
+class _Output(tuple[Tensor]):
+    """Hidden states as a trunk of `transformers` gives them, and None for all that it may give beside them."""
+
+    def __new__(cls, rows: Tensor) -> _Output:
+        return super().__new__(cls, (rows,))
+
+    @property
+    def last_hidden_state(self) -> Tensor:
+        return self[0]
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+
+def plain_config(fields: dict[str, Any]) -> dict[str, Any]:
+    """A configuration's fields without what says nothing of the function."""
+    return {name: value for name, value in fields.items() if name not in NOT_KEPT and not name.startswith("_")}
+
+
+def parse_config(fields: dict[str, Any]) -> PreTrainedConfig:
+    """`transformers`' configuration from plain data."""
+    from transformers import CONFIG_MAPPING
+
+    fields = dict(fields)
+    kind = fields.pop("model_type", None)
+    if kind not in CONFIG_MAPPING:
+        raise unknown("model_type of transformers", kind, ("llama", "qwen2", "bert", "gpt2", "…"))
+    if strange := [name for name in fields if name in NOT_KEPT or name.startswith("_")]:
+        raise UserError(f"backbone.config.{strange[0]}: has no effect on what a model computes; leave it out")
+    if "quantization_config" in fields:
+        raise UserError("backbone.config: its weights are quantised; take the model it was made from")
+    try:
+        config: PreTrainedConfig = CONFIG_MAPPING[kind](**fields)
+    except Exception as error:  # whatever a class of theirs makes of wrong fields
+        raise UserError(f"backbone.config: not a configuration of {kind!r}: {reason_of(error)}") from None
+    if any("attention" not in one or "linear" in one for one in getattr(config, "layer_types", None) or ()):
+        raise UserError(f"{kind!r} models have layers that only look back; ours see all positions")
+    if getattr(config, "is_encoder_decoder", False):
+        raise UserError(f"{kind!r} models read with one half and write with the other; ours are one stack of layers")
+    return config
+
+
+def is_masked(config: PreTrainedConfig) -> bool:
+    """Whether it is an encoder that predicts masked tokens; else a causal model."""
+    from transformers import MODEL_FOR_MASKED_LM_MAPPING
+
+    return type(config) in MODEL_FOR_MASKED_LM_MAPPING
+
+
+def is_causal(lm: PreTrainedModel) -> bool:
+    return not is_masked(lm.config)
+
+
+def class_of(config: PreTrainedConfig) -> Any:
+    """`transformers`' class with a language model's head."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
+
+    table = MODEL_FOR_MASKED_LM_MAPPING if is_masked(config) else MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(config) not in table:
+        raise UserError(f"{config.model_type!r} models have no language model's head in transformers")
+    return table[type(config)]
+
+
+def attention_of(config: PreTrainedConfig) -> dict[str, str]:
+    """How to ask for an attention that leaves nothing out: the fused one does not cap scores."""
+    return {} if getattr(config, "attn_logit_softcapping", None) is None else {"attn_implementation": "eager"}
+
+
+def built(fields: dict[str, Any]) -> PreTrainedModel:
+    """The model with random weights."""
+    config = parse_config(fields)
+    kind = class_of(config)
+    try:
+        return kind._from_config(config, **attention_of(config))
+    except (TypeError, ValueError, AttributeError, RuntimeError, KeyError) as error:
+        raise UserError(f"backbone.config: no model can be built from it: {reason_of(error)}") from None
+
+
+def opened(lm: PreTrainedModel) -> PreTrainedModel:
+    """Each position sees all. In the configuration and not with each call: a call would change it for other threads."""
+    if is_causal(lm):
+        lm.config.is_causal = False
+        for module in lm.modules():
+            if isinstance(getattr(module, "is_causal", None), bool):
+                module.is_causal = False  # type: ignore[assignment]
+    else:
+        lm.config.is_decoder = False
+    return lm
+
+
+def facts(fields: dict[str, Any]) -> Facts:
+    try:
+        text = json.dumps(fields, sort_keys=True)
+    except (TypeError, ValueError):
+        raise UserError(f"backbone.config = {shown(fields)}: expected plain data") from None
+    return _facts(text)
+
+
+@lru_cache(maxsize=32)
+def _facts(text: str) -> Facts:
+    with torch.device("meta"):
+        lm = built(json.loads(text))
+    config, embedding = lm.config, lm.get_input_embeddings()
+    output = lm.get_output_embeddings()
+    if not isinstance(embedding, nn.Embedding) or output is None:
+        raise UserError(f"{config.model_type!r} models have no embedding of tokens, or no head, that could be found")
+    rows, width = embedding.weight.shape
+    layers = getattr(config, "num_hidden_layers", None)
+    name = type(lm).__name__.removesuffix("ForCausalLM").removesuffix("ForMaskedLM").removesuffix("LMHeadModel")
+    about = f"{name}, {layers} layers of width {getattr(config, 'hidden_size', width)}"
+    count = sum(parameter.numel() for parameter in lm.parameters())
+    return Facts(width, rows, _positions(lm), _is_linear(lm, output), about, count)
+
+
+def _positions(lm: PreTrainedModel) -> int | None:
+    """RoBERTa and its relatives begin to count after their padding's id."""
+    most = getattr(lm.config, "max_position_embeddings", None)
+    learnt = [m for n, m in lm.named_modules() if n.endswith("position_embeddings") and isinstance(m, nn.Embedding)]
+    skipped = learnt[0].padding_idx if learnt else None
+    return most if not isinstance(most, int) or most <= 0 or skipped is None else most - skipped - 1
+
+
+def _is_linear(lm: PreTrainedModel, output: nn.Module) -> bool:
+    """Whether nothing but one product happens after the trunk, told by what is computed for one row."""
+    if not isinstance(output, nn.Linear) or output.in_features != getattr(lm.config, "hidden_size", None):
+        return False
+    seen, row = _Seen(), torch.empty(1, output.in_features, device="meta")
+    with torch.no_grad(), seen:
+        WholeHead(lm, output.out_features)(row)
+    products = [name for name in seen.names if name in PRODUCTS]
+    return len(products) == 1 and not set(seen.names) - PRODUCTS - SHAPES
+
+
+class _Seen(TorchDispatchMode):
+    """The names of all that is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
