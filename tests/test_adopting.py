@@ -18,7 +18,7 @@ from torch import Tensor
 
 import imdm
 from imdm.adopting import adopt_into
-from imdm.adopting.checkpoints import read_pickled, read_weights
+from imdm.adopting.checkpoints import NEEDED, read_pickled, read_weights
 from imdm.errors import UserError
 from tests.reference.published import logits, made
 from tests.test_cli import imdm as command
@@ -174,6 +174,63 @@ def test_every_name_that_is_not_needed_does_nothing(tmp_path: Path, opcodes: byt
     assert type(read_pickled(file)).__name__ == "Inert"
 
 
+class Setting:
+    """Pickled as an object and a state to be set on it."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, (), self.state
+
+
+def test_nothing_that_was_read_can_be_changed_by_what_follows(tmp_path: Path) -> None:
+    """A pickle sets attributes of what it made: not here, so that a tensor cannot be sent to another file."""
+    secret = tmp_path / "secret.zip"
+    with zipfile.ZipFile(secret, "w") as archive:
+        archive.writestr("secret", b"secret!!")
+    stream = io.BytesIO()
+    torch.save({"state_dict": {"a": torch.zeros(2)}, "more": Setting({"items": 1, "keys": 2})}, stream)
+    file = tmp_path / "set.ckpt"
+    with zipfile.ZipFile(stream) as before, zipfile.ZipFile(file, "w") as after:
+        for name in before.namelist():
+            data = before.read(name)
+            if name.endswith("data.pkl"):  # after each tensor's storage: BUILD {file: …, entry: …}
+                build = pickle.dumps({"file": str(secret), "entry": "secret", "offset": 7}, 2)[2:-1]
+                assert data.count(b"Q") == 1
+                data = data.replace(b"Q", b"Q" + build + b"b")
+            after.writestr(name, data)
+    assert read_weights(file).tensors["a"].tolist() == [0, 0]
+    before_all = {name: (one.of, vars(one)) for name, one in NEEDED.items()}
+    raw = tmp_path / "raw.ckpt"
+    function = b"\x80\x02ctorch._utils\n_rebuild_parameter\n" + pickle.dumps((None, {"of": 1}), 2)[2:-1] + b"b."
+    with zipfile.ZipFile(raw, "w") as archive:
+        archive.writestr("archive/data.pkl", function)
+    read_pickled(raw)
+    assert {name: (one.of, vars(one)) for name, one in NEEDED.items()} == before_all
+
+
+def test_what_costs_more_than_the_file_has_is_refused(tmp_path: Path) -> None:
+    torch.save({"wide": torch.zeros(1).expand(1 << 40), "none": torch.zeros(0, 3)}, tmp_path / "wide.ckpt")
+    with pytest.raises(UserError, match="beyond its own numbers"):
+        read_weights(tmp_path / "wide.ckpt")
+    torch.save({"none": torch.zeros(0, 3), "one": torch.tensor(2.0)}, tmp_path / "empty.ckpt")
+    found = read_weights(tmp_path / "empty.ckpt").tensors
+    assert (found["none"].shape, found["one"].item()) == ((0, 3), 2.0)
+    torch.save({"odd": torch.zeros(2, dtype=torch.complex64)}, tmp_path / "odd.ckpt")
+    with pytest.raises(UserError, match="'odd' is of a type of numbers"):
+        read_weights(tmp_path / "odd.ckpt")
+    with pytest.raises(UserError, match="no such file"):
+        read_weights(tmp_path / "nowhere.ckpt")
+    stream = io.BytesIO()
+    torch.save({"a": torch.zeros(1000)}, stream)
+    with zipfile.ZipFile(stream) as plain, zipfile.ZipFile(tmp_path / "z.ckpt", "w", zipfile.ZIP_DEFLATED) as small:
+        for name in plain.namelist():
+            small.writestr(name, plain.read(name))
+    with pytest.raises(UserError, match="compressed"):
+        read_weights(tmp_path / "z.ckpt")
+
+
 def test_files_that_are_no_checkpoints(tmp_path: Path) -> None:
     legacy, text = tmp_path / "old.ckpt", tmp_path / "text.ckpt"
     torch.save({"a": torch.ones(2)}, legacy, _use_new_zipfile_serialization=False)
@@ -210,6 +267,9 @@ def test_a_tensor_that_reaches_beyond_its_numbers(tmp_path: Path) -> None:
         (MDLM | {"diffusion": "uniform"}, "uniform-state"),
         (MDLM | {"algo": {"name": "duo_base"}}, "uniform-state"),
         (MDLM | {"time_conditioning": True}, "shown the time"),
+        (MDLM | {"graph": {"type": "absorb"}, "model": {"scale_by_sigma": True}}, "SEDD"),
+        (MDLM | {"graph": {"type": "uniform"}}, "SEDD"),
+        (MDLM | {"parameterization": "ar"}, "SEDD"),
         (MDLM | {"model_type": "bd3lm", "block_size": 4}, "block after block"),
     ],
 )
@@ -264,6 +324,17 @@ def test_out_again_it_is_what_mdlms_class_loads(tmp_path: Path, condition: int, 
         assert set(again) == set(made(**SIZE | {"condition": 128}))
         torch.testing.assert_close(expected(again), expected(weights), atol=1e-5, rtol=1e-5)
     assert imdm.adopt(tmp_path / "theirs").mask.name == ("infinite-uniform-5-1.0" if noise else "single")
+
+
+def test_law_and_scale_of_noise_come_back(tmp_path: Path) -> None:
+    adopt_into(folder(tmp_path, made(**SIZE, noise=5), MDLM), tmp_path / "ours", mask="infinite-normal-5-2.0")
+    command("export", tmp_path / "ours", "--out", tmp_path / "theirs", "--layout", "mdlm")
+    assert imdm.adopt(tmp_path / "theirs").mask.name == "infinite-normal-5-2.0"
+    for changes in ({"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}, {"schedule": "cosine"}):
+        other = imdm.MaskedDiffusionConfig(vocab_size=11, length=6, width=16, blocks=1, heads=2, condition=4, **changes)
+        imdm.MaskedDiffusionLM(other).save_pretrained(tmp_path / "other")
+        said = refused(command("export", tmp_path / "other", "--out", tmp_path / "x", "--layout", "mdlm"))
+        assert "on the log-linear schedule" in said
 
 
 def test_an_adopted_model_is_one_of_ours(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from imdm.adopting import dit, families
 from imdm.adopting.checkpoints import Weights, read_folder, read_weights
 from imdm.data.tokenizers import copy_tokenizer, has_tokenizer, load_tokenizer, save_tokenizer, special_ids
-from imdm.errors import UserError, check_whole, reason_of
+from imdm.errors import UserError, check_number, check_whole, reason_of
 from imdm.files import as_path, check_writable, read_json, write_json, write_tensors, written_aside
 from imdm.masks import parse_mask
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
@@ -178,18 +178,34 @@ def _settings(raw: dict[str, Any], where: str) -> dict[str, Any]:
         flat.get("model_length"),
     ):
         raise UserError(f"{where}: it writes block after block, each seeing those before; ours see all positions")
+    graph = raw["graph"].get("type") if isinstance(raw.get("graph"), dict) else None
+    if (
+        graph == "uniform"
+        or flat.get("scale_by_sigma") is not None
+        or flat.get("parameterization") in ("sedd", "ar", "d3pm")
+    ):
+        raise UserError(
+            f"{where}: it gives scores, not the law of a token (SEDD), or is no masked model of MDLM's kind"
+        )
     if raw.get("time_conditioning", flat.get("time_conditioning", False)) is True:
         raise UserError(f"{where}: it is shown the time, and its answers depend on it; ours are not")
     theirs = {"model_length": "length", "length": "length", "n_heads": "heads", "dropout": "dropout"}
     theirs |= {"mask_index": "mask_token_id", "softcap": "softcap"}
     found = {ours: flat[name] for name, ours in theirs.items() if flat.get(name) is not None}
-    if found.get("softcap", 1) <= 0:  # as theirs say that there is none
-        del found["softcap"]
+    if "softcap" in found:
+        check_number("softcap", found["softcap"])
+        if found["softcap"] <= 0:  # as theirs say that there is none
+            del found["softcap"]
+    if "mask" in raw and isinstance(raw["mask"], dict):  # as `write_published` has it
+        found["mask"] = raw["mask"]
     return found
 
 
 def _config(weights: Weights, settings: dict[str, Any], told: dict[str, Any], where: str) -> MaskedDiffusionConfig:
     size = dit.size_of(weights.tensors, where)
+    if "mask" in settings and "mask" in size:
+        told = {"mask": settings["mask"]} | told
+    settings = {name: value for name, value in settings.items() if name != "mask"}
     if "mask" in told:
         told["mask"] = parse_mask(told["mask"]).model_dump()
         mine, theirs = (dict(one, law=None, scale=None) for one in (told["mask"], size.get("mask", {"kind": "single"})))
@@ -211,6 +227,8 @@ def write_published(model: MaskedDiffusionLM, folder: Path) -> None:
     config = model.config
     if config.causal or config.mixture or config.backbone != {"kind": "dit"}:
         raise UserError("layout mdlm: only a diffusion transformer without a latent can be written so")
+    if config.ending is not None or config.schedule["kind"] != "log-linear":
+        raise UserError("layout mdlm: its models write rows of a stream on the log-linear schedule; this one does not")
     if config.tie_word_embeddings:
         raise UserError("layout mdlm: its embedding and output are two matrices, this model has one for both")
     write_tensors(folder / "model.safetensors", dit.as_published(model), {"format": "pt"})
@@ -219,4 +237,7 @@ def write_published(model: MaskedDiffusionLM, folder: Path) -> None:
     theirs |= {"n_heads": config.heads, "cond_dim": config.condition or dit.CONDITION, "dropout": config.dropout}
     theirs |= {"time_conditioning": False, "mask_index": config.mask_token_id}
     theirs |= {} if config.softcap is None else {"softcap": config.softcap}
+    theirs |= (
+        {} if config.mask["kind"] == "single" else {"mask": config.mask}
+    )  # law and scale, which weights do not say
     write_json(folder / "config.json", theirs)

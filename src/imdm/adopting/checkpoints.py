@@ -1,17 +1,19 @@
 """Tensors from files that other programs wrote, read as data: no code in them is ever run.
 
-A PyTorch file (`.ckpt`, `.pt`, `.bin`) is a pickle, and a pickle may name any function to be called. Here it cannot:
-the few names that tensors and containers need are answered by records of our own, every other name by a class that does
-nothing. Tensors are read when they are asked for, so that an optimiser's state beside the weights costs nothing.
+A PyTorch file (`.ckpt`, `.pt`, `.bin`) is a pickle, and a pickle may name any function to be called, and set attributes
+of what it made. Here it cannot: the few names that tensors and containers need are answered by objects of our own,
+every other name by a class that does nothing, and none of them keeps what a file wants to set. Tensors are read when
+they are asked for, so that an optimiser's state beside the weights costs nothing. A file made to do harm may still use
+up memory or end the process; it cannot do more.
 """
 
 from __future__ import annotations
 
 import pickle
 import zipfile
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -34,24 +36,36 @@ DTYPES = {
     "ByteStorage": torch.uint8,
     "BoolStorage": torch.bool,
 }
-LARGEST_PICKLE = 1 << 28  # bytes of the pickle itself, without tensors
+LARGEST_PICKLE = 1 << 25  # bytes of the pickle itself, without tensors
+
+
+class Sealed:
+    """Something that a pickle may hold and not change."""
+
+    def __setstate__(self, state: Any) -> None:
+        pass
 
 
 @dataclass(frozen=True)
-class Storage:
+class Storage(Sealed):
     """Numbers in the file that have not been read yet."""
 
     file: Path
     entry: str
     dtype: torch.dtype
 
-    def read(self) -> Tensor:
+    def read(self, least: int) -> Tensor:
+        """All of them, if there are at least so many."""
         with zipfile.ZipFile(self.file) as archive:
-            return torch.frombuffer(bytearray(archive.read(self.entry)), dtype=self.dtype)
+            info = archive.getinfo(self.entry)
+            if info.compress_type != zipfile.ZIP_STORED or info.file_size < least * self.dtype.itemsize:
+                raise UserError(f"{self.file}: a tensor of it reaches beyond its own numbers, or these are compressed")
+            data = bytearray(archive.read(self.entry))
+        return torch.frombuffer(data, dtype=self.dtype, count=len(data) // self.dtype.itemsize)
 
 
 @dataclass(frozen=True)
-class Stored:
+class Stored(Sealed):
     """A tensor that has not been read yet."""
 
     storage: Storage
@@ -60,20 +74,28 @@ class Stored:
     stride: tuple[int, ...]
 
     def read(self) -> Tensor:
-        numbers = self.storage.read()
+        if 0 in self.size:
+            return torch.empty(self.size, dtype=self.storage.dtype)
         last = self.offset + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True))
-        if min((self.offset, *self.size, *self.stride), default=0) < 0 or (0 not in self.size and last >= len(numbers)):
-            raise UserError(f"{self.storage.file}: a tensor of it reaches beyond its own numbers; the file is damaged")
-        return numbers.as_strided(self.size, self.stride, self.offset).clone()
+        if min((self.offset, *self.size, *self.stride), default=0) < 0:
+            raise UserError(f"{self.storage.file}: a tensor of it has a negative size; the file is damaged")
+        try:
+            numbers = self.storage.read(max(prod(self.size), last + 1))
+            return numbers.as_strided(self.size, self.stride, self.offset).clone()
+        except UserError:
+            raise
+        except Exception as error:  # damaged entries, sizes that no tensor can have
+            raise UserError(f"{self.storage.file}: a tensor of it cannot be read: {reason_of(error)}") from None
 
 
-class Inert:
+class Unreadable(Sealed):
+    """A tensor of a type of numbers that is not read here."""
+
+
+class Inert(Sealed):
     """What stands for every object that is not needed to read tensors: it takes anything and does nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def __setstate__(self, state: Any) -> None:
         pass
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -89,25 +111,38 @@ class Inert:
         pass
 
 
+class Table(dict[Any, Any], Sealed):
+    """A dictionary whose attributes cannot be set."""
+
+
+@dataclass(frozen=True)
+class Call(Sealed):
+    """A function that a checkpoint may name."""
+
+    of: Callable[..., Any]
+
+    def __call__(self, *args: Any) -> Any:
+        return self.of(*args)
+
+
 def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *others: Any) -> Any:
     whole = isinstance(offset, int) and all(isinstance(n, int) for n in (*size, *stride)) and len(size) == len(stride)
-    return Stored(storage, offset, tuple(size), tuple(stride)) if isinstance(storage, Storage) and whole else Inert()
+    if not isinstance(storage, Storage) or not whole:
+        return Unreadable()
+    return Stored(storage, offset, tuple(size), tuple(stride))
 
 
-def _parameter(data: Any, *others: Any) -> Any:
-    return data
-
-
-NEEDED: dict[tuple[str, str], Any] = {
-    ("collections", "OrderedDict"): OrderedDict,
-    ("torch._utils", "_rebuild_tensor_v2"): _tensor,
-    ("torch._utils", "_rebuild_parameter"): _parameter,
-    ("torch", "Size"): tuple,
+NEEDED = {
+    ("collections", "OrderedDict"): Call(lambda *items: Table()),
+    ("torch._utils", "_rebuild_tensor_v2"): Call(_tensor),
+    ("torch._utils", "_rebuild_tensor_v3"): Call(lambda *parts: Unreadable()),
+    ("torch._utils", "_rebuild_parameter"): Call(lambda data, *others: data),
+    ("torch", "Size"): Call(lambda sizes=(): tuple(sizes)),
 }
 """All that a checkpoint may name to any effect."""
 
 
-class Reader(pickle.Unpickler):
+class Reader(pickle._Unpickler):  # the one in Python: a few bytes do not make it ask for gigabytes
     """Reads a pickle of PyTorch's into plain containers, numbers, text and `Stored` tensors."""
 
     def __init__(self, pickled: Any, file: Path, folder: str, entries: set[str]) -> None:
@@ -122,12 +157,14 @@ class Reader(pickle.Unpickler):
     def persistent_load(self, saved: Any) -> Any:
         kind, dtype, key = saved[:3] if isinstance(saved, tuple) and len(saved) >= 3 else (None, None, None)
         entry = f"{self.folder}data/{key}"
-        known = kind == "storage" and isinstance(dtype, torch.dtype) and entry in self.entries
+        known = kind == "storage" and entry in self.entries
         return Storage(self.file, entry, dtype) if known and isinstance(dtype, torch.dtype) else Inert()
 
 
 def read_pickled(file: Path) -> Any:
     """What a PyTorch file holds, tensors unread."""
+    if not file.is_file():
+        raise UserError(f"{file}: no such file")
     if not zipfile.is_zipfile(file):
         raise UserError(
             f"{file} is no checkpoint that can be read without running code in it: it is not a zip archive, as PyTorch "
@@ -139,12 +176,12 @@ def read_pickled(file: Path) -> Any:
             found = [name for name in entries if name.endswith("/data.pkl")]
             if len(found) != 1:
                 raise UserError(f"{file} is a zip archive, but no checkpoint of PyTorch's: it has no data.pkl")
-            folder = found[0].removesuffix("data.pkl")
+            folder, info = found[0].removesuffix("data.pkl"), archive.getinfo(found[0])
             order = f"{folder}byteorder"
             if order in entries and archive.read(order) != b"little":
                 raise UserError(f"{file} was written on a machine with another order of bytes; save it as safetensors")
-            if archive.getinfo(found[0]).file_size > LARGEST_PICKLE:
-                raise UserError(f"{file}: its data.pkl is too large to be a checkpoint's")
+            if info.file_size > LARGEST_PICKLE or info.compress_type != zipfile.ZIP_STORED:
+                raise UserError(f"{file}: its data.pkl is too large, or compressed, as PyTorch writes none")
             with archive.open(found[0]) as pickled:
                 return Reader(pickled, file, folder, entries).load()
     except UserError:
@@ -169,6 +206,9 @@ def read_weights(file: Path, *, averaged: bool = True) -> Weights:
     content = read_pickled(file)
     state = content.get("state_dict", content) if isinstance(content, Mapping) else None
     stored = {str(k): v for k, v in state.items() if isinstance(v, Stored)} if isinstance(state, Mapping) else {}
+    for name, value in state.items() if isinstance(state, Mapping) else ():
+        if isinstance(value, Unreadable):
+            raise UserError(f"{file}: {name!r} is of a type of numbers that is not read here; save it as float32")
     if not stored:
         raise UserError(f"{file} holds no weights: neither tensors by name nor a state_dict of them")
     average = content.get("ema") if averaged and "state_dict" in content else None

@@ -121,7 +121,7 @@ def size_of(weights: Mapping[str, Tensor], source: str) -> dict[str, Any]:
     if (frequencies := bare.get(ROTARY)) is not None:
         _check_rotary(frequencies, source)
         found["heads"] = width // (2 * len(frequencies))
-    if (noise := bare.get("vocab_embed.imdm_mlp.0.weight")) is not None:
+    if (noise := bare.get("vocab_embed.imdm_mlp.0.weight")) is not None and noise.ndim == 2:
         found["mask"] = {"kind": "infinite", "law": "uniform", "dim": noise.shape[1], "scale": 1.0}
     elif (masks := bare.get("vocab_embed.imdm_mlp.weight")) is not None:
         found["mask"] = {"kind": "finite", "count": len(masks)}
@@ -136,6 +136,8 @@ def guessed(size: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_rotary(frequencies: Tensor, source: str) -> None:
+    if frequencies.ndim != 1 or not len(frequencies):
+        raise UserError(f"{source}: {ROTARY!r} has shape {tuple(frequencies.shape)}, not (half a head's width,)")
     dim = 2 * len(frequencies)
     ours = 10_000.0 ** (-torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     if not torch.allclose(frequencies.float(), ours, rtol=1e-3):
