@@ -64,6 +64,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     },
     "TrainConfig": {"steps": 3},
     "BackboneSettings": {"kind": "dit"},
+    "HFSettings": {"kind": "hf", "config": {"model_type": "gpt2", "n_layer": 2}},
     "ModelSettings": {"preset": "mini"},
     "TrainStage": {"kind": "train", "mask": "infinite-uniform-8-1.0", "objective": "redi", "training": {"steps": 3}},
     "CoupleStage": {"kind": "couple", "teacher": "teacher"},

@@ -100,7 +100,7 @@ def theirs(model: MaskedDiffusionLM, fields: dict[str, Any]) -> nn.Module:
     """`transformers`' own model of these weights, by its public classes alone."""
     fields = dict(fields)
     kind = fields.pop("model_type")
-    auto = AutoModelForCausalLM if kind in CAUSAL else AutoModelForMaskedLM
+    auto = AutoModelForMaskedLM if kind in MASKED else AutoModelForCausalLM
     lm = auto.from_config(AutoConfig.for_model(kind, **fields), attn_implementation="eager")
     weights = {n.removeprefix("lm."): w for n, w in model.state_dict().items() if n.startswith("lm.")}
     lm.load_state_dict(weights)
@@ -133,6 +133,16 @@ def test_log_probabilities_are_those_of_transformers(name: str, tmp_path: Path) 
     assert torch.equal(loaded(loaded.noised(TOKENS), HOLES), found)
     infinite = to_infinite(model, dim=4)
     assert torch.equal(infinite(infinite.noised(TOKENS), HOLES), found)
+
+
+def test_opt_counts_positions_by_a_mask_of_its_own() -> None:
+    fields = {"model_type": "opt", "vocab_size": 12, "hidden_size": 16, "ffn_dim": 24, "num_hidden_layers": 2}
+    fields |= {"num_attention_heads": 2, "max_position_embeddings": 16, "word_embed_proj_dim": 16}
+    model = made(fields)
+    lm = theirs(model, fields)
+    with torch.no_grad():
+        wanted = expected(lm(input_ids=TOKENS, is_causal=False).logits)[HOLES]
+    torch.testing.assert_close(model(model.noised(TOKENS), HOLES), wanted, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma2", "gemma3_text", "llama"])

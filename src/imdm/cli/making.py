@@ -369,8 +369,7 @@ def adopt(
         bool, typer.Option("--adapt", help="Take a causal language model, to be trained into a diffusion model.")
     ] = False,
 ) -> None:
-    """Take in a published model: MDLM, SDTT, RADD, IMDM; LLaDA, Dream, A2D; BERT, Llama and other models of
-    transformers. No code in the file is run."""
+    """Take in a published model: MDLM, SDTT, IMDM, LLaDA, Dream, BERT, Llama, … No code in the file is run."""
     from imdm.adopting import adopt_into
 
     how = {"length": length, "mask": mask, "softcap": softcap, "mask_token_id": mask_token_id, "heads": heads}
