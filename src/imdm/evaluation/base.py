@@ -15,7 +15,7 @@ from torch import Tensor
 
 from imdm.data.source import Data, LanguageSource, Source, check_fits
 from imdm.data.synthetic import Language
-from imdm.data.tokenizers import load_tokenizer
+from imdm.data.tokenizers import load_tokenizer, special_ids
 from imdm.ending import lengths
 from imdm.errors import UserError, check_is, check_seed, check_whole
 from imdm.evaluation.parts import Parts
@@ -280,13 +280,14 @@ class Evaluation:
         return float(self.generation.evaluations.double().mean())
 
     def decode(self, rows: Tensor) -> list[str]:
-        """Rows of ids as text, special tokens kept. Of whole texts, rows that begin a text are given: it is all before
-        the end, without any special token, so that a judge need not know what ours mean."""
+        """Rows of ids as text, special tokens kept, but for padding at the end of a row. Of whole texts, rows that
+        begin a text are given: it is all before the end, without any special token, so that a judge need not know what
+        ours mean."""
         tokenizer, ending = self.subject.tokenizer, self.subject.model.config.ending
         if tokenizer is None:
             raise UserError("the metric reads text, but the model has no tokenizer")
         if ending is None:
-            return tokenizer.batch_decode(rows.tolist(), skip_special_tokens=False)
+            return tokenizer.batch_decode(unpadded(rows, tokenizer), skip_special_tokens=False)
         texts = [row[:size] for row, size in zip(rows.tolist(), ending.lengths(rows).tolist(), strict=True)]
         return tokenizer.batch_decode(texts, skip_special_tokens=True)
 
@@ -339,6 +340,14 @@ class Evaluation:
                 f"the model writes {model.config.length}; they must agree"
             )
         return truth
+
+
+def unpadded(rows: Tensor, tokenizer: Any) -> list[list[int]]:
+    """Rows (n, L) without the padding at their end; where the end token also pads, the first of it stays."""
+    special = special_ids(tokenizer)
+    place = torch.arange(rows.shape[1], device=rows.device)
+    sizes = torch.where(rows != special.pad, place + 1, 0).amax(1) + int(special.pad == special.end)
+    return [row[:size] for row, size in zip(rows.tolist(), sizes.tolist(), strict=True)]
 
 
 def ratio(totals: Tensor, counts: Tensor) -> Measurement:
