@@ -19,14 +19,15 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import imdm.shipped
-from imdm.data import Corpus, PrepareConfig, PreparedSource, prepare
+from imdm.data import Corpus, PrepareConfig, PreparedSource, TokenSource, prepare
 from imdm.data.tokenizers import load_tokenizer, train_bpe
 from imdm.errors import UserError
 from imdm.evaluation import Conditional, Evaluation, Judge, Subject, load_judge, measure, read
 from imdm.evaluation import judge as judging
+from imdm.evaluation.base import unpadded
 from imdm.evaluation.coherence import coherence_of, halved
 from imdm.evaluation.conditional import continued as continuations
-from imdm.evaluation.continuing import _anew, _draw, _remembering, continued
+from imdm.evaluation.continuing import _anew, _batches, _draw, _remembering, continued
 from imdm.evaluation.infilling import filled, gaps
 from imdm.evaluation.judge import NotHereError, judge_at_hand, load_judge_or_other
 from imdm.randomness import Purpose, fold
@@ -217,6 +218,29 @@ def test_halves_fit_into_what_a_judge_reads_at_once(judges: dict[str, Judge]) ->
         coherence_of(letters(topics), ["ab", "a"])
 
 
+def test_padding_is_no_text_for_a_model_of_a_stream(judges: dict[str, Judge]) -> None:
+    """Rows of one document each, padded a little and a lot: the figures are the same."""
+    tokenizer, found = train_bpe(SENTENCES, 310), list[dict[str, float]]()
+    written = ["The cat saw the sea.", "The dog met the moon.", "A bird, too."]
+    ids = [[0, *tokenizer(text)["input_ids"], 1] for text in written]
+    for length in (40, 80):
+        rows = torch.tensor([row + [2] * (length - len(row)) for row in ids])
+        data = TokenSource(rows, len(tokenizer), 3)
+        model = tiny_model(vocab_size=len(tokenizer), mask_token_id=3, length=length)
+        subject = Subject(model, samples=3, data=data, split="valid", judge=judges["plain"], tokenizer=tokenizer)
+        assert Evaluation(subject).decode(rows) == [f"<bos>{text}<eos>" for text in written]
+        names = ["infill_real_ppl", "real_coherence", "infill_continued_ppl"]
+        found.append({name: one.value for name, one in measure(names, subject).items()})
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
+    assert abs(found[0]["real_coherence"]) > 1e-3
+    tokenizer.pad_token = tokenizer.eos_token  # the end token pads, and ends the text once
+    assert unpadded(torch.tensor([[0, 5, 1, 1, 1], [0, 5, 6, 7, 1], [0, 5, 1, 6, 7]]), tokenizer) == [
+        [0, 5, 1],
+        [0, 5, 6, 7, 1],
+        [0, 5, 1, 6, 7],
+    ]
+
+
 # What a judge would write
 
 
@@ -270,6 +294,26 @@ def test_so_many_tokens_are_written_after_each_prompt(judges: dict[str, Judge]) 
         assert whole.startswith(found[2].rstrip("\ufffd"))
         long = " ".join(SENTENCES * 30)
         assert continued(judge, [long], [3], keys[:1])[0]  # longer than it reads at once
+
+
+@pytest.mark.parametrize("name", ["begun", "own"])
+def test_who_is_written_beside_a_text_does_not_matter(judges: dict[str, Judge], name: str) -> None:
+    """Long prompts beside great counts: each text fits, and all of them only in batches."""
+    judge = judges[name]
+    long, most = " ".join(SENTENCES * 3), judge.context - 1
+    prompts, counts = [long, "The cat", long, "A", long], [3, 20, 25, most, 30]
+    keys = fold(1, Purpose.SAMPLE, torch.arange(5))
+    alone = [
+        continued(judge, [p], [c], keys[i : i + 1])[0] for i, (p, c) in enumerate(zip(prompts, counts, strict=True))
+    ]
+    assert continued(judge, prompts, counts, keys) == alone
+    sizes = [judge.context - 3, 4, judge.context - 25, 1, judge.context - 30]
+    together = _batches(judge, sizes, counts)
+    assert sorted(sum(together, [])) == list(range(5))
+    assert 1 < len(together) < 5
+    assert all(max(sizes[i] for i in some) + max(counts[i] for i in some) <= judge.context for some in together)
+    with pytest.raises(UserError, match=f"cannot write {most + 1} after a prompt"):
+        continued(judge, prompts[:2], [1, most + 1], keys[:2])
 
 
 # Infilling
