@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import WordPiece
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import imdm.shipped
 from imdm.data import Corpus, PrepareConfig, PreparedSource, TokenSource, prepare
@@ -28,7 +30,7 @@ from imdm.evaluation.base import unpadded
 from imdm.evaluation.coherence import coherence_of, halved
 from imdm.evaluation.conditional import continued as continuations
 from imdm.evaluation.continuing import _anew, _batches, _draw, _remembering, continued
-from imdm.evaluation.infilling import filled, gaps
+from imdm.evaluation.infilling import Gaps, _cut, filled, gaps
 from imdm.evaluation.judge import NotHereError, judge_at_hand, load_judge_or_other
 from imdm.randomness import Purpose, fold
 from imdm.sampling import Sampling
@@ -383,6 +385,34 @@ def test_infilling(texts: Path, judges: dict[str, Judge], packing: str, monkeypa
         assert text != given
     again = infilling(texts, packing, judge=judges["begun"], seed=1)
     assert measure(names[2:3], again)[names[2]].value != found[names[2]].value
+
+
+def of_words() -> Any:
+    """A tokenizer like BERT's: it joins what it decodes by blanks, and then takes some away again."""
+    known = ["[CLS]", "[SEP]", "[PAD]", "[MASK]", "[UNK]", "don", "'", "t", "go", "there", ",", "she", "said", "."]
+    inner = Tokenizer(WordPiece({word: number for number, word in enumerate(known)}, unk_token="[UNK]"))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
+    special = {"bos_token": "[CLS]", "eos_token": "[SEP]", "pad_token": "[PAD]", "mask_token": "[MASK]"}
+    return PreTrainedTokenizerFast(tokenizer_object=inner, clean_up_tokenization_spaces=True, **special)
+
+
+@pytest.mark.parametrize("ending", [{}, END])
+def test_the_parts_of_a_text_are_the_whole(ending: dict[str, int]) -> None:
+    """Cut inside of characters of several bytes, and where a tokenizer tidies up."""
+    bpe, words = train_bpe(SENTENCES, 310), of_words()
+    for tokenizer, text in ((bpe, "Das Mädchen sah 😀 große Vögel."), (words, "don't go there, she said. don't go.")):
+        row = torch.tensor([[0, *tokenizer(text, add_special_tokens=False)["input_ids"], 1, 2]])
+        model = tiny_model(vocab_size=len(tokenizer), mask_token_id=3, length=row.shape[1], **ending)
+        evaluation, moved = Evaluation(Subject(model, tokenizer=tokenizer)), 0
+        (whole,) = evaluation.decode(row)
+        for first in range(1 + bool(ending), row.shape[1] - 5):
+            here = Gaps(row, torch.tensor([first]), torch.tensor([first + 3]))
+            before, middle, end = _cut(evaluation, here, 0)
+            assert before + middle + end == whole
+            assert before
+            assert middle
+            moved += before != evaluation.decode(row[:, :first])[0]
+        assert moved
 
 
 def test_a_given_token_that_is_lost_is_seen(texts: Path) -> None:

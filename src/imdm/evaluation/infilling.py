@@ -111,7 +111,17 @@ def _read(evaluation: Evaluation, rows: Tensor) -> Measurement:
 
 
 def _cut(evaluation: Evaluation, here: Gaps, i: int) -> tuple[str, str, str]:
-    """Beginning, middle and end of a text, as they stand in the whole: a piece alone may lose its first space."""
-    row, first, last = here.rows[i : i + 1], int(here.first[i]), int(here.last[i])
-    before, until, whole = (evaluation.decode(row[:, :stop])[0] for stop in (first, last, row.shape[1]))
-    return before, until[len(before) :], whole[len(until) :]
+    """Beginning, middle and end of a text, which joined are the whole: a piece alone may lose its first space. Where a
+    tokenizer spells a part otherwise than the whole (half a character, a blank before a mark), the cut is at the next
+    token where it does not."""
+    row = here.rows[i : i + 1]
+    whole = evaluation.decode(row)[0]
+
+    def until(stop: int, more_than: int) -> str:
+        """The text before a place, or the nearest after it, that has more letters than so many."""
+        parts = (evaluation.decode(row[:, :place])[0] for place in range(stop, row.shape[1]))
+        return next((part for part in parts if len(part) > more_than and whole.startswith(part)), whole)
+
+    before = until(int(here.first[i]), 0)
+    both = until(int(here.last[i]), len(before))
+    return before, both[len(before) :], whole[len(both) :]
