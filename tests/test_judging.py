@@ -24,7 +24,7 @@ import imdm.shipped
 from imdm.data import Corpus, PrepareConfig, PreparedSource, TokenSource, prepare
 from imdm.data.tokenizers import load_tokenizer, train_bpe
 from imdm.errors import UserError
-from imdm.evaluation import Conditional, Evaluation, Judge, Subject, load_judge, measure, read
+from imdm.evaluation import Conditional, Evaluation, Judge, Subject, load_judge, measure, metrics, read, to_row
 from imdm.evaluation import judge as judging
 from imdm.evaluation.base import unpadded
 from imdm.evaluation.coherence import coherence_of, halved
@@ -417,13 +417,35 @@ def test_the_parts_of_a_text_are_the_whole(ending: dict[str, int]) -> None:
 
 def test_a_given_token_that_is_lost_is_seen(texts: Path) -> None:
     evaluation = infilling(texts, "whole")
-    made = filled(evaluation).clone()
+    made = filled(evaluation)
     made[0, 1] += 1
-    evaluation._made["filled"] = made
     given = int((~gaps(evaluation).holes[0]).sum())
     assert measure(["infill_kept"], evaluation)["infill_kept"].value == pytest.approx(
         1 - 1 / given / len(made), abs=1e-7
     )
+
+
+@pytest.mark.parametrize("packing", ["wrapped", "whole"])
+def test_rows_tell_what_was_written_for_them(texts: Path, packing: str) -> None:
+    """How often the network ran for the gaps, or after the prompts; nothing is written from nothing for that."""
+    how = Conditional(prompts=4, prefix=2, continuations=2, tokens=4)
+    evaluation = infilling(texts, packing, how=Sampling(steps=16), samples=8, conditional=how)
+    costs: list[float] = []
+    complete = evaluation.complete
+
+    def spy(canvas: Tensor) -> Any:
+        made = complete(canvas)
+        costs.append(float(made.evaluations.double().mean()))
+        return made
+
+    evaluation.__dict__["complete"] = spy
+    labels: dict[str, Any] = {"experiment": "e", "method": "m", "recipe_hash": "h"}
+    found = measure(["infill_kept", "cond_entropy"], evaluation)
+    rows = [to_row(metrics[name], one, evaluation, **labels) for name, one in found.items()]
+    assert [row.evaluations for row in rows] == pytest.approx(costs, abs=1e-4)
+    assert costs[0] < costs[1] < evaluation.subject.evaluations()  # a third of the places, most of them, all
+    assert evaluation.evaluations() == evaluation.subject.evaluations()
+    assert len(costs) == 2
 
 
 def test_prompts_of_whole_texts(texts: Path, judges: dict[str, Judge]) -> None:

@@ -43,13 +43,15 @@ LACKING: dict[Reads, str] = {
 
 @dataclass(frozen=True)
 class Measurement:
-    """judge: who read the samples; split: which rows of data were used."""
+    """judge: who read the samples; split: which rows of data were used; evaluations: how often the network ran for a
+    sample, where other samples were read than those written from nothing."""
 
     value: float
     stderr: float
     n: int
     judge: str | None = None
     split: str | None = None
+    evaluations: float | None = None
 
 
 @dataclass(frozen=True)
@@ -274,10 +276,11 @@ class Evaluation:
         return Generation(**made)
 
     def evaluations(self, written: bool = True) -> float:
-        """How often the network ran for a sample, on average; without samples, at most."""
-        if self.subject.model.config.ending is None or not written:
+        """How often the network ran for a sample written from nothing, on average; at most, where none was written.
+        Nothing is generated for it."""
+        if self.subject.model.config.ending is None or not written or "generation" not in vars(self):
             return self.once("evaluations", self.subject.evaluations)
-        return float(self.generation.evaluations.double().mean())
+        return average_evaluations(self.generation)
 
     def decode(self, rows: Tensor) -> list[str]:
         """Rows of ids as text, special tokens kept, but for padding at the end of a row. Of whole texts, rows that
@@ -340,6 +343,11 @@ class Evaluation:
                 f"the model writes {model.config.length}; they must agree"
             )
         return truth
+
+
+def average_evaluations(made: Generation) -> float:
+    """How often the network ran for a sample, on average."""
+    return float(made.evaluations.double().mean())
 
 
 def unpadded(rows: Tensor, tokenizer: Any) -> list[list[int]]:
