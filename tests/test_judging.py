@@ -14,20 +14,23 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import WordPiece
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import imdm.shipped
-from imdm.data import Corpus, PrepareConfig, PreparedSource, prepare
+from imdm.data import Corpus, PrepareConfig, PreparedSource, TokenSource, prepare
 from imdm.data.tokenizers import load_tokenizer, train_bpe
 from imdm.errors import UserError
-from imdm.evaluation import Conditional, Evaluation, Judge, Subject, load_judge, measure, read
+from imdm.evaluation import Conditional, Evaluation, Judge, Subject, load_judge, measure, metrics, read, to_row
 from imdm.evaluation import judge as judging
+from imdm.evaluation.base import unpadded
 from imdm.evaluation.coherence import coherence_of, halved
 from imdm.evaluation.conditional import continued as continuations
-from imdm.evaluation.continuing import _anew, _draw, _remembering, continued
-from imdm.evaluation.infilling import filled, gaps
+from imdm.evaluation.continuing import _anew, _batches, _draw, _remembering, continued
+from imdm.evaluation.infilling import Gaps, _cut, filled, gaps
 from imdm.evaluation.judge import NotHereError, judge_at_hand, load_judge_or_other
 from imdm.randomness import Purpose, fold
 from imdm.sampling import Sampling
@@ -217,6 +220,29 @@ def test_halves_fit_into_what_a_judge_reads_at_once(judges: dict[str, Judge]) ->
         coherence_of(letters(topics), ["ab", "a"])
 
 
+def test_padding_is_no_text_for_a_model_of_a_stream(judges: dict[str, Judge]) -> None:
+    """Rows of one document each, padded a little and a lot: the figures are the same."""
+    tokenizer, found = train_bpe(SENTENCES, 310), list[dict[str, float]]()
+    written = ["The cat saw the sea.", "The dog met the moon.", "A bird, too."]
+    ids = [[0, *tokenizer(text)["input_ids"], 1] for text in written]
+    for length in (40, 80):
+        rows = torch.tensor([row + [2] * (length - len(row)) for row in ids])
+        data = TokenSource(rows, len(tokenizer), 3)
+        model = tiny_model(vocab_size=len(tokenizer), mask_token_id=3, length=length)
+        subject = Subject(model, samples=3, data=data, split="valid", judge=judges["plain"], tokenizer=tokenizer)
+        assert Evaluation(subject).decode(rows) == [f"<bos>{text}<eos>" for text in written]
+        names = ["infill_real_ppl", "real_coherence", "infill_continued_ppl"]
+        found.append({name: one.value for name, one in measure(names, subject).items()})
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
+    assert abs(found[0]["real_coherence"]) > 1e-3
+    tokenizer.pad_token = tokenizer.eos_token  # the end token pads, and ends the text once
+    assert unpadded(torch.tensor([[0, 5, 1, 1, 1], [0, 5, 6, 7, 1], [0, 5, 1, 6, 7]]), tokenizer) == [
+        [0, 5, 1],
+        [0, 5, 6, 7, 1],
+        [0, 5, 1, 6, 7],
+    ]
+
+
 # What a judge would write
 
 
@@ -270,6 +296,26 @@ def test_so_many_tokens_are_written_after_each_prompt(judges: dict[str, Judge]) 
         assert whole.startswith(found[2].rstrip("\ufffd"))
         long = " ".join(SENTENCES * 30)
         assert continued(judge, [long], [3], keys[:1])[0]  # longer than it reads at once
+
+
+@pytest.mark.parametrize("name", ["begun", "own"])
+def test_who_is_written_beside_a_text_does_not_matter(judges: dict[str, Judge], name: str) -> None:
+    """Long prompts beside great counts: each text fits, and all of them only in batches."""
+    judge = judges[name]
+    long, most = " ".join(SENTENCES * 3), judge.context - 1
+    prompts, counts = [long, "The cat", long, "A", long], [3, 20, 25, most, 30]
+    keys = fold(1, Purpose.SAMPLE, torch.arange(5))
+    alone = [
+        continued(judge, [p], [c], keys[i : i + 1])[0] for i, (p, c) in enumerate(zip(prompts, counts, strict=True))
+    ]
+    assert continued(judge, prompts, counts, keys) == alone
+    sizes = [judge.context - 3, 4, judge.context - 25, 1, judge.context - 30]
+    together = _batches(judge, sizes, counts)
+    assert sorted(sum(together, [])) == list(range(5))
+    assert 1 < len(together) < 5
+    assert all(max(sizes[i] for i in some) + max(counts[i] for i in some) <= judge.context for some in together)
+    with pytest.raises(UserError, match=f"cannot write {most + 1} after a prompt"):
+        continued(judge, prompts[:2], [1, most + 1], keys[:2])
 
 
 # Infilling
@@ -341,15 +387,65 @@ def test_infilling(texts: Path, judges: dict[str, Judge], packing: str, monkeypa
     assert measure(names[2:3], again)[names[2]].value != found[names[2]].value
 
 
+def of_words() -> Any:
+    """A tokenizer like BERT's: it joins what it decodes by blanks, and then takes some away again."""
+    known = ["[CLS]", "[SEP]", "[PAD]", "[MASK]", "[UNK]", "don", "'", "t", "go", "there", ",", "she", "said", "."]
+    inner = Tokenizer(WordPiece({word: number for number, word in enumerate(known)}, unk_token="[UNK]"))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
+    special = {"bos_token": "[CLS]", "eos_token": "[SEP]", "pad_token": "[PAD]", "mask_token": "[MASK]"}
+    return PreTrainedTokenizerFast(tokenizer_object=inner, clean_up_tokenization_spaces=True, **special)
+
+
+@pytest.mark.parametrize("ending", [{}, END])
+def test_the_parts_of_a_text_are_the_whole(ending: dict[str, int]) -> None:
+    """Cut inside of characters of several bytes, and where a tokenizer tidies up."""
+    bpe, words = train_bpe(SENTENCES, 310), of_words()
+    for tokenizer, text in ((bpe, "Das Mädchen sah 😀 große Vögel."), (words, "don't go there, she said. don't go.")):
+        row = torch.tensor([[0, *tokenizer(text, add_special_tokens=False)["input_ids"], 1, 2]])
+        model = tiny_model(vocab_size=len(tokenizer), mask_token_id=3, length=row.shape[1], **ending)
+        evaluation, moved = Evaluation(Subject(model, tokenizer=tokenizer)), 0
+        (whole,) = evaluation.decode(row)
+        for first in range(1 + bool(ending), row.shape[1] - 5):
+            here = Gaps(row, torch.tensor([first]), torch.tensor([first + 3]))
+            before, middle, end = _cut(evaluation, here, 0)
+            assert before + middle + end == whole
+            assert before
+            assert middle
+            moved += before != evaluation.decode(row[:, :first])[0]
+        assert moved
+
+
 def test_a_given_token_that_is_lost_is_seen(texts: Path) -> None:
     evaluation = infilling(texts, "whole")
-    made = filled(evaluation).clone()
+    made = filled(evaluation)
     made[0, 1] += 1
-    evaluation._made["filled"] = made
     given = int((~gaps(evaluation).holes[0]).sum())
     assert measure(["infill_kept"], evaluation)["infill_kept"].value == pytest.approx(
         1 - 1 / given / len(made), abs=1e-7
     )
+
+
+@pytest.mark.parametrize("packing", ["wrapped", "whole"])
+def test_rows_tell_what_was_written_for_them(texts: Path, packing: str) -> None:
+    """How often the network ran for the gaps, or after the prompts; nothing is written from nothing for that."""
+    how = Conditional(prompts=4, prefix=2, continuations=2, tokens=4)
+    evaluation = infilling(texts, packing, how=Sampling(steps=16), samples=8, conditional=how)
+    costs: list[float] = []
+    complete = evaluation.complete
+
+    def spy(canvas: Tensor) -> Any:
+        made = complete(canvas)
+        costs.append(float(made.evaluations.double().mean()))
+        return made
+
+    evaluation.__dict__["complete"] = spy
+    labels: dict[str, Any] = {"experiment": "e", "method": "m", "recipe_hash": "h"}
+    found = measure(["infill_kept", "cond_entropy"], evaluation)
+    rows = [to_row(metrics[name], one, evaluation, **labels) for name, one in found.items()]
+    assert [row.evaluations for row in rows] == pytest.approx(costs, abs=1e-4)
+    assert costs[0] < costs[1] < evaluation.subject.evaluations()  # a third of the places, most of them, all
+    assert evaluation.evaluations() == evaluation.subject.evaluations()
+    assert len(costs) == 2
 
 
 def test_prompts_of_whole_texts(texts: Path, judges: dict[str, Judge]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from imdm.data import TokenSource
+from imdm.data import Corpus, PrepareConfig, PreparedSource, TokenSource, prepare
 from imdm.data.tokenizers import train_bpe
 from imdm.ending import Ending
 from imdm.errors import UserError
@@ -101,3 +102,29 @@ def test_the_training_text_is_read_once(cache: Path, monkeypatch: pytest.MonkeyP
 def test_texts_without_words_are_no_figure() -> None:
     with pytest.raises(UserError, match="no words"):
         measure(["known_words"], evaluation(["12 34", "..."]))
+
+
+def test_parts_of_words_at_the_edges_of_wrapped_rows_do_not_count(tmp_path: Path) -> None:
+    """Rows are cut inside of words: what is left of one at either end is not known, nor asked about in samples."""
+    TOKENIZER.save_pretrained(tmp_path / "tokenizer")
+    text = "The grandmother remembered storms. " * 15
+    (tmp_path / "text.txt").write_text(text)
+    config = PrepareConfig(length=64, tokenizer=str(tmp_path / "tokenizer"))
+    prepare(Corpus(str(tmp_path / "text.txt")), config, tmp_path / "rows")
+    source = PreparedSource(tmp_path / "rows")
+    made = evaluation(["tery the grandmother tery the unheard"])
+    every = {word for row in made.decode(source.rows(torch.arange(len(source)))["tokens"]) for word in words(row[5:-5])}
+    assert every > set(words(text))  # there are parts
+    subject = replace(made.subject, train=source, data=source)
+    whole = Evaluation(subject)
+    whole.__dict__["generation"] = made.generation
+    assert known.known_to(whole, source) == set(words(text))
+    found = measure(["known_words", "real_known_words"], whole)
+    assert (found["known_words"].value, found["real_known_words"].value) == (0.75, 1.0)
+
+
+def test_no_words_without_a_tokenizer() -> None:
+    subject = replace(evaluation(WRITTEN).subject, tokenizer=None)
+    for name in ("known_words", "real_known_words"):
+        with pytest.raises(UserError, match="has no tokenizer"):
+            measure([name], subject)

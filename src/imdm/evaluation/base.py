@@ -15,7 +15,7 @@ from torch import Tensor
 
 from imdm.data.source import Data, LanguageSource, Source, check_fits
 from imdm.data.synthetic import Language
-from imdm.data.tokenizers import load_tokenizer
+from imdm.data.tokenizers import load_tokenizer, special_ids
 from imdm.ending import lengths
 from imdm.errors import UserError, check_is, check_seed, check_whole
 from imdm.evaluation.parts import Parts
@@ -43,13 +43,15 @@ LACKING: dict[Reads, str] = {
 
 @dataclass(frozen=True)
 class Measurement:
-    """judge: who read the samples; split: which rows of data were used."""
+    """judge: who read the samples; split: which rows of data were used; evaluations: how often the network ran for a
+    sample, where other samples were read than those written from nothing."""
 
     value: float
     stderr: float
     n: int
     judge: str | None = None
     split: str | None = None
+    evaluations: float | None = None
 
 
 @dataclass(frozen=True)
@@ -274,19 +276,21 @@ class Evaluation:
         return Generation(**made)
 
     def evaluations(self, written: bool = True) -> float:
-        """How often the network ran for a sample, on average; without samples, at most."""
-        if self.subject.model.config.ending is None or not written:
+        """How often the network ran for a sample written from nothing, on average; at most, where none was written.
+        Nothing is generated for it."""
+        if self.subject.model.config.ending is None or not written or "generation" not in vars(self):
             return self.once("evaluations", self.subject.evaluations)
-        return float(self.generation.evaluations.double().mean())
+        return average_evaluations(self.generation)
 
     def decode(self, rows: Tensor) -> list[str]:
-        """Rows of ids as text, special tokens kept. Of whole texts, rows that begin a text are given: it is all before
-        the end, without any special token, so that a judge need not know what ours mean."""
+        """Rows of ids as text, special tokens kept, but for padding at the end of a row. Of whole texts, rows that
+        begin a text are given: it is all before the end, without any special token, so that a judge need not know what
+        ours mean."""
         tokenizer, ending = self.subject.tokenizer, self.subject.model.config.ending
         if tokenizer is None:
             raise UserError("the metric reads text, but the model has no tokenizer")
         if ending is None:
-            return tokenizer.batch_decode(rows.tolist(), skip_special_tokens=False)
+            return tokenizer.batch_decode(unpadded(rows, tokenizer), skip_special_tokens=False)
         texts = [row[:size] for row, size in zip(rows.tolist(), ending.lengths(rows).tolist(), strict=True)]
         return tokenizer.batch_decode(texts, skip_special_tokens=True)
 
@@ -339,6 +343,19 @@ class Evaluation:
                 f"the model writes {model.config.length}; they must agree"
             )
         return truth
+
+
+def average_evaluations(made: Generation) -> float:
+    """How often the network ran for a sample, on average."""
+    return float(made.evaluations.double().mean())
+
+
+def unpadded(rows: Tensor, tokenizer: Any) -> list[list[int]]:
+    """Rows (n, L) without the padding at their end; where the end token also pads, the first of it stays."""
+    special = special_ids(tokenizer)
+    place = torch.arange(rows.shape[1], device=rows.device)
+    sizes = torch.where(rows != special.pad, place + 1, 0).amax(1) + int(special.pad == special.end)
+    return [row[:size] for row, size in zip(rows.tolist(), sizes.tolist(), strict=True)]
 
 
 def ratio(totals: Tensor, counts: Tensor) -> Measurement:

@@ -18,7 +18,7 @@ from torch import Tensor
 from imdm.config import Config
 from imdm.ending import Ending
 from imdm.errors import UserError
-from imdm.evaluation.base import Evaluation, Measurement, Subject, mean, metric
+from imdm.evaluation.base import Evaluation, Measurement, average_evaluations, mean, metric
 from imdm.evaluation.judge import perplexity
 from imdm.evaluation.mauve import mauve_of
 from imdm.evaluation.text import sample_entropy
@@ -57,12 +57,14 @@ class Conditional(Config):
 class Continued:
     """prompts: the text before the window, one a continuation; written and real: windows of what was written (prompts ×
     continuations) and of the documents themselves (prompts); tokens: the written windows as ids; lengths: how much of
-    these is text, and ended: which hold the end of one, None where rows are cut from a stream."""
+    these is text, and ended: which hold the end of one, None where rows are cut from a stream; evaluations: how often
+    the network ran for a continuation, on average."""
 
     prompts: list[str]
     written: list[str]
     real: list[str]
     tokens: Tensor
+    evaluations: float
     lengths: Tensor | None = None
     ended: list[bool] | None = None
 
@@ -92,18 +94,21 @@ def _continue(evaluation: Evaluation) -> Continued:
     if ending is None:
         holes &= position < length - 1 - how.suffix  # the end token frames every row
     canvas = rows.masked_fill(holes, model.config.mask_token_id)
-    made = evaluation.complete(canvas.repeat_interleave(how.continuations, 0)).tokens
+    generation = evaluation.complete(canvas.repeat_interleave(how.continuations, 0))
+    made, evaluations = generation.tokens, average_evaluations(generation)
     before = slice(1, how.part().start)
     repeated = rows.repeat_interleave(how.continuations, 0)
     prompts = evaluation.decode(repeated[:, before]) if how.window == "generated" else [""] * len(repeated)
     window = made[:, how.part()]
     if ending is None:
-        return Continued(prompts, evaluation.decode(window), evaluation.decode(rows[:, how.part()]), window)
+        real = evaluation.decode(rows[:, how.part()])
+        return Continued(prompts, evaluation.decode(window), real, window, evaluations)
     size = (ending.lengths(made) - how.part().start).clamp(0, how.tokens)  # (prompts × continuations,)
     texts = [ids[:n] for ids, n in zip(window.tolist(), size.tolist(), strict=True)]
     written = subject.tokenizer.batch_decode(texts, skip_special_tokens=True)
     ended = ending.finished(made) & (ending.lengths(made) <= how.part().stop)
-    return Continued(prompts, written, evaluation.decode(rows[:, how.part()]), window, size, ended.tolist())
+    real = evaluation.decode(rows[:, how.part()])
+    return Continued(prompts, written, real, window, evaluations, size, ended.tolist())
 
 
 def _documents(source: Any, how: Conditional, ending: Ending | None) -> Tensor:
@@ -125,28 +130,30 @@ def _documents(source: Any, how: Conditional, ending: Ending | None) -> Tensor:
     return rows
 
 
-def _split(subject: Subject) -> str:
-    """Which part of the data, and which window of it, a figure is about."""
+def _told(evaluation: Evaluation, found: Measurement) -> Measurement:
+    """A figure with which part of the data, and which window of it, it is about, and what the continuations cost."""
+    subject = evaluation.subject
     label = (subject.conditional or Conditional()).label
-    return label if subject.split is None else f"{subject.split}, {label}"
+    split = label if subject.split is None else f"{subject.split}, {label}"
+    return replace(found, split=split, evaluations=continued(evaluation).evaluations)
 
 
 @metric("cond_gen_ppl", prompts=True, judge=True, reads=("documents",))
 def conditional_perplexity(evaluation: Evaluation) -> Measurement:
     """The judge's perplexity of the window given the prompt, whose own tokens do not count."""
     made = continued(evaluation)
-    return replace(perplexity(evaluation, made.written, made.prompts, made.ended), split=_split(evaluation.subject))
+    return _told(evaluation, perplexity(evaluation, made.written, made.prompts, made.ended))
 
 
 @metric("cond_entropy", prompts=True, reads=("documents",))
 def conditional_entropy(evaluation: Evaluation) -> Measurement:
     """The unigram entropy of each window, averaged."""
     made = continued(evaluation)
-    return replace(mean(sample_entropy(made.tokens, made.lengths)), split=_split(evaluation.subject))
+    return _told(evaluation, mean(sample_entropy(made.tokens, made.lengths)))
 
 
 @metric("cond_mauve", prompts=True, judge=True, embedder=True, reads=("documents",))
 def conditional_mauve(evaluation: Evaluation) -> Measurement:
     """MAUVE of the written windows against the documents' own, over five clustering seeds."""
     made = continued(evaluation)
-    return replace(mauve_of(evaluation, made.real, made.written), split=_split(evaluation.subject))
+    return _told(evaluation, mauve_of(evaluation, made.real, made.written))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from imdm.errors import UserError
 from imdm.evaluation.judge import Judge, LeftToRight, Window
 from imdm.randomness import Purpose, uniform
 
@@ -21,15 +22,34 @@ ReadOn = Callable[[Tensor | None], Tensor]
 def continued(judge: Judge, prompts: list[str], counts: Sequence[int], keys: Tensor) -> list[str]:
     """So many of the judge's tokens after each prompt, drawn at temperature 1. Its special tokens are never drawn, so
     that it does not end before. keys: of each prompt's draws, (n,)."""
+    if max(counts, default=0) >= judge.context:
+        raise UserError(
+            f"judge {judge.name!r} reads {judge.context} tokens at once and cannot write {max(counts)} after a prompt; "
+            "take shorter texts, or a judge that reads more"
+        )
     begun = [[*judge.start(ids), *ids] for ids in judge.ids(prompts)]
-    begun = [ids[-max(1, judge.context - count) :] for ids, count in zip(begun, counts, strict=True)]
-    order, made = sorted(range(len(prompts)), key=lambda number: (counts[number], len(begun[number]))), dict[int, str]()
-    for first in range(0, len(order), WIDER * judge.batch_size):
-        some = order[first : first + WIDER * judge.batch_size]
+    begun = [ids[-(judge.context - count) :] for ids, count in zip(begun, counts, strict=True)]
+    made: dict[int, str] = {}
+    for some in _batches(judge, [len(ids) for ids in begun], counts):
         drawn = _draw(judge, [begun[number] for number in some], max(counts[number] for number in some), keys[some])
         for number, tokens in zip(some, drawn.tolist(), strict=True):
             made[number] = _added(judge, begun[number], tokens[: counts[number]])
     return [made[number] for number in range(len(prompts))]
+
+
+def _batches(judge: Judge, sizes: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
+    """Which texts are written together, of which each alone fits into what the judge reads at once. The longest prompt
+    and the greatest count of a batch fit too, as texts go on until the last has its count."""
+    batches: list[list[int]] = []
+    longest = 0
+    for number in sorted(range(len(sizes)), key=lambda number: (counts[number], sizes[number])):
+        longest = max(longest, sizes[number])
+        full = not batches or len(batches[-1]) == WIDER * judge.batch_size
+        if full or longest + counts[number] > judge.context:
+            batches.append([])
+            longest = sizes[number]
+        batches[-1].append(number)
+    return batches
 
 
 def _draw(judge: Judge, texts: list[list[int]], most: int, keys: Tensor) -> Tensor:

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from imdm.data.tokenizers import special_ids
 from imdm.errors import UserError
-from imdm.evaluation.base import Evaluation, Measurement, mean, metric
+from imdm.evaluation.base import Evaluation, Measurement, average_evaluations, mean, metric
 from imdm.evaluation.continuing import continued
 from imdm.evaluation.judge import Score, have_ended, in_parts, judge_of, perplexity, perplexity_of
 from imdm.randomness import Purpose, as_key, fold
+from imdm.sampling import Generation
 
 
 @dataclass(frozen=True)
@@ -53,20 +54,25 @@ def _gaps(evaluation: Evaluation) -> Gaps:
     return Gaps(rows, start + T // 3, start + 2 * T // 3)
 
 
+def filling(evaluation: Evaluation) -> Generation:
+    """What the model writes into the gaps."""
+
+    def fill() -> Generation:
+        here, mask = gaps(evaluation), evaluation.subject.model.config.mask_token_id
+        return evaluation.complete(here.rows.masked_fill(here.holes, mask))
+
+    return evaluation.once("filling", fill)
+
+
 def filled(evaluation: Evaluation) -> Tensor:
     """The texts with what the model writes into the gaps: (n, L)."""
-
-    def fill() -> Tensor:
-        here, mask = gaps(evaluation), evaluation.subject.model.config.mask_token_id
-        return evaluation.complete(here.rows.masked_fill(here.holes, mask)).tokens
-
-    return evaluation.once("filled", fill)
+    return filling(evaluation).tokens
 
 
 @metric("infill_ppl", judge=True, reads=("documents",), counted=None, cut=False)
 def infill_perplexity(evaluation: Evaluation) -> Measurement:
     """The judge's perplexity of whole texts whose middle third the model wrote. n: texts."""
-    return _read(evaluation, filled(evaluation))
+    return replace(_read(evaluation, filled(evaluation)), evaluations=average_evaluations(filling(evaluation)))
 
 
 @metric("infill_real_ppl", judge=True, reads=("documents",), samples=False, steps=False, cut=False)
@@ -102,7 +108,7 @@ def given_tokens_kept(evaluation: Evaluation) -> Measurement:
     here = gaps(evaluation)
     given = ~here.holes
     kept = ((filled(evaluation) == here.rows) & given).sum(1) / given.sum(1)
-    return replace(mean(kept), split=evaluation.subject.split)
+    return replace(mean(kept), split=evaluation.subject.split, evaluations=average_evaluations(filling(evaluation)))
 
 
 def _read(evaluation: Evaluation, rows: Tensor) -> Measurement:
@@ -111,7 +117,17 @@ def _read(evaluation: Evaluation, rows: Tensor) -> Measurement:
 
 
 def _cut(evaluation: Evaluation, here: Gaps, i: int) -> tuple[str, str, str]:
-    """Beginning, middle and end of a text, as they stand in the whole: a piece alone may lose its first space."""
-    row, first, last = here.rows[i : i + 1], int(here.first[i]), int(here.last[i])
-    before, until, whole = (evaluation.decode(row[:, :stop])[0] for stop in (first, last, row.shape[1]))
-    return before, until[len(before) :], whole[len(until) :]
+    """Beginning, middle and end of a text, which joined are the whole: a piece alone may lose its first space. Where a
+    tokenizer spells a part otherwise than the whole (half a character, a blank before a mark), the cut is at the next
+    token where it does not."""
+    row = here.rows[i : i + 1]
+    whole = evaluation.decode(row)[0]
+
+    def until(stop: int, more_than: int) -> str:
+        """The text before a place, or the nearest after it, that has more letters than so many."""
+        parts = (evaluation.decode(row[:, :place])[0] for place in range(stop, row.shape[1]))
+        return next((part for part in parts if len(part) > more_than and whole.startswith(part)), whole)
+
+    before = until(int(here.first[i]), 0)
+    both = until(int(here.last[i]), len(before))
+    return before, both[len(before) :], whole[len(both) :]

@@ -180,13 +180,14 @@ def to_row(
     entropy was matched to; alone: no recipe says what data, reference and pairs are."""
     subject = evaluation.subject
     model = subject.model
+    evaluations = found.evaluations if found.evaluations is not None else evaluation.evaluations(metric.samples)
     return Row(
         experiment=experiment,
         method=method,
         model=family(model.mask),
         mask=model.mask.name + ("+mixture" if model.config.mixture else ""),
         steps=subject.how.steps,
-        evaluations=round(evaluation.evaluations(metric.samples), 4),
+        evaluations=round(evaluations, 4),
         metric=metric.name,
         value=found.value,
         stderr=found.stderr if isfinite(found.stderr) else None,

@@ -4,6 +4,7 @@ nobody has read."""
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -24,13 +25,13 @@ _read: dict[str, frozenset[str]] = {}  # the words of the last few sources
 @metric("known_words", reads=("train",))
 def known_words(evaluation: Evaluation) -> Measurement:
     """The share of the words of all samples that the training text has (`words`). Standard error over samples."""
-    return share_known(evaluation, evaluation.written()[0])
+    return share_known(evaluation, lambda: evaluation.written()[0], is_wrapped(evaluation.source("train")))
 
 
 @metric("real_known_words", reads=("data", "train"), samples=False, steps=False)
 def real_known_words(evaluation: Evaluation) -> Measurement:
     """The same of as many rows of held-out text: names and rare words that a writer of this text may well use."""
-    found = share_known(evaluation, evaluation.held_out())
+    found = share_known(evaluation, evaluation.held_out, is_wrapped(evaluation.source("data")))
     return replace(found, split=evaluation.subject.split)
 
 
@@ -44,10 +45,19 @@ def words(text: str) -> list[str]:
     return WORD.findall(text.replace("’", "'").casefold())
 
 
-def share_known(evaluation: Evaluation, rows: Tensor) -> Measurement:
-    """Known words among all words of rows (n, L), and the error of that ratio over rows by the delta method."""
+def is_wrapped(source: Source) -> bool:
+    """Whether rows are cut from a stream wherever they are full, mostly inside of words."""
+    manifest = getattr(source, "manifest", None)
+    return manifest is not None and manifest.packing == "wrapped"
+
+
+def share_known(evaluation: Evaluation, rows: Callable[[], Tensor], wrapped: bool) -> Measurement:
+    """Known words among all words of rows (n, L), and the error of that ratio over rows by the delta method. wrapped:
+    the first and the last word of a row may be parts of words, and do not count."""
+    if evaluation.subject.tokenizer is None:
+        raise UserError("known words are counted in text, but the model has no tokenizer; evaluate a model of text")
     known = known_to(evaluation, evaluation.source("train"))
-    found = [words(text) for text in _texts(evaluation, rows)]
+    found = _words_of_each(evaluation, rows(), wrapped)
     hits = torch.tensor([sum(word in known for word in some) for some in found])
     count = torch.tensor([len(some) for some in found])
     if not int(count.sum()):
@@ -58,7 +68,7 @@ def share_known(evaluation: Evaluation, rows: Tensor) -> Measurement:
 def known_to(evaluation: Evaluation, source: Source) -> frozenset[str]:
     """All words of a source. It is read once, some rows at a time; the words alone are kept, here and in the user's
     cache folder (IMDM_HOME) for the next program."""
-    name = digest(["words", WORD.pattern, source.fingerprint, tokenizer_hash(evaluation.subject.tokenizer)])
+    name = digest(["whole words", WORD.pattern, source.fingerprint, tokenizer_hash(evaluation.subject.tokenizer)])
     if name not in _read:
         while len(_read) > 3:
             del _read[next(iter(_read))]
@@ -73,12 +83,18 @@ def known_to(evaluation: Evaluation, source: Source) -> frozenset[str]:
 def _words_of(evaluation: Evaluation, source: Source) -> set[str]:
     found: set[str] = set()
     for part in torch.arange(len(source)).split(AT_ONCE):
-        found.update(words(" ".join(_texts(evaluation, source.rows(part)["tokens"]))))
+        found.update(*_words_of_each(evaluation, source.rows(part)["tokens"], is_wrapped(source)))
     return found
+
+
+def _words_of_each(evaluation: Evaluation, rows: Tensor, wrapped: bool) -> list[list[str]]:
+    """The words of each row; of wrapped ones those between the first and the last."""
+    found = [words(text) for text in _texts(evaluation, rows)]
+    return [some[1:-1] for some in found] if wrapped else found
 
 
 def _texts(evaluation: Evaluation, rows: Tensor) -> list[str]:
     """Rows as text without special tokens, which divide words."""
-    special = evaluation.subject.tokenizer.all_special_tokens if evaluation.subject.tokenizer is not None else []
+    special = evaluation.subject.tokenizer.all_special_tokens
     divide = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
     return [divide.sub(" ", text) for text in evaluation.decode(rows)]
