@@ -51,12 +51,14 @@ class Ending:
         return masked & (after > 0)
 
     def lengths(self, tokens: Tensor) -> Tensor:
-        """Tokens up to the first end and with it, (…,); the whole row where there is none."""
-        return (~self.ended(tokens)).sum(-1)
+        """Tokens up to the first end and with it, (…,); the whole row where there is none. Padding is never counted,
+        also where a text runs into it without an end, as one from few steps may."""
+        bare = self.marks(tokens) & (tokens != self.end)
+        return (~self.ended(tokens) & ~bare).sum(-1)
 
     def finished(self, tokens: Tensor) -> Tensor:
-        """Which texts have an end: (…,)."""
-        return self.marks(tokens).any(-1)
+        """Which texts have an end: (…,). One that runs into padding stops, but has none."""
+        return (self.marks(tokens) & ~self.ended(tokens) & (tokens == self.end)).any(-1)
 
     def fits(self, tokens: Tensor) -> Tensor:
         """Which rows are whole texts: (…,)."""
