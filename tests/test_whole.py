@@ -26,6 +26,7 @@ from imdm.evaluation import Evaluation, Subject, measure, metrics, read
 from imdm.evaluation.classifier import accuracy
 from imdm.evaluation.conditional import Conditional, continued
 from imdm.evaluation.measuring import to_row
+from imdm.evaluation.steps import in_steps, one_by_one, pairs_at_once, pairs_one_by_one
 from imdm.evaluation.text import pooled, shared_grams
 from imdm.masks import Single
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM, fingerprint, load_model, with_mask
@@ -112,6 +113,31 @@ def test_law_of_the_sampler(policy: str, steps: int, symbols: int, length: int, 
     made = sample(denoiser, torch.full((N, length), symbols), keys=KEYS, how=Sampling(steps, policy))
     assert_law(counts_of(made.tokens, symbols), law)
     assert ending.fits(made.tokens).all()
+
+
+@pytest.mark.parametrize("ending", [TWO, ONE])
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_what_steps_cost_is_read_off_the_law_of_the_sampler(steps: int, ending: Ending) -> None:
+    """The chance of each text, over orders, is the enumerated one; in each order all texts together have 1."""
+    denoiser, n = TableDenoiser(3, 4, 1, seed=1, ending=ending), 400
+    law = sequence_law(chain_law(denoiser, begun(4, 1, ending), steps, "keep"), 3, 4)
+    texts = torch.cartesian_prod(*[torch.arange(3)] * 4)
+    law, texts = law[ending.fits(texts)], texts[ending.fits(texts)]
+    x, keys = texts.repeat_interleave(n, 0), KEYS[:n].repeat(len(texts))
+    chances = in_steps(denoiser, x, keys, steps).exp().view(len(texts), n)
+    assert torch.allclose(chances.sum(0), torch.ones(n).double())
+    assert torch.allclose(one_by_one(denoiser, x, keys).exp().view(len(texts), n).sum(0), torch.ones(n).double())
+    for found, wanted in zip(chances, law.tolist(), strict=True):
+        if steps == 1:
+            assert torch.allclose(found, torch.tensor(wanted).double())
+        else:
+            assert_mean(found, wanted)
+
+
+def test_padding_that_an_end_makes_certain_costs_a_pair_nothing() -> None:
+    denoiser = TableDenoiser(3, 3, 1, seed=1, ending=TWO)
+    x = torch.tensor([[0, 1, 2]]).expand(50, 3)
+    assert torch.allclose(pairs_one_by_one(denoiser, x, KEYS[:50], 1), pairs_at_once(denoiser, x, KEYS[:50], 1))
 
 
 def test_law_of_the_process() -> None:
