@@ -195,7 +195,7 @@ class Stream:
 
 
 def test_a_text_that_runs_into_padding_is_unfinished() -> None:
-    """One step, in which each place is an end, padding or a word alike: by the rule, as many run into padding as end."""
+    """One step, in which a place is an end as likely as padding: as many texts run into padding as end."""
     model = tiny_model(vocab_size=5, length=4, **WHOLE)
     with torch.no_grad():
         model.output.weight.zero_()
