@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from imdm.cli.app import app
 from imdm.evaluation import Row
 from imdm.report import Frontier, Point, build_report, equal_entropy
-from imdm.report.equal import compared, equal_entropy_table, variety_table, without_truncated
+from imdm.report.equal import compared, equal_entropy_tables, variety_table, without_truncated
 from imdm.report.text import text_page
 from tests.reference.statistics import ALARM
 from tests.test_ratios import row
@@ -75,7 +75,7 @@ def test_the_frontier_needs_four_temperatures_and_takes_the_most_steps() -> None
     fewer = [one for one in rows if one.temperature > 0.7]
     assert Frontier.of(fewer, judge="j") is None
     assert equal_entropy([*fewer, *figures("redi", 2, 4.2, 5.0)]) == []
-    assert equal_entropy_table([*fewer, *figures("redi", 2, 4.2, 5.0)], "j") is None
+    assert equal_entropy_tables([*fewer, *figures("redi", 2, 4.2, 5.0)], "j") == []
     assert Frontier.of(fewer, judge="j", least=3).points == Frontier.of(rows, judge="j").points[1:]  # type: ignore[union-attr]
     assert Frontier.of(rows, judge="k") is None
     many = [one.model_copy(update={"steps": 1024}) for one in rows]
@@ -170,6 +170,24 @@ def test_texts_that_were_cut_are_compared_with_texts_cut_alike() -> None:
     assert Frontier.of(cut, judge="j", first="all") is None
 
 
+def test_texts_that_were_cut_have_a_table_of_their_own() -> None:
+    """Each with what it is compared with in its note."""
+    cut = [
+        one.model_copy(update={"first": 8, "value": one.value - 1 if one.metric == "entropy" else one.value})
+        for one in [*teacher(), *figures("redi", 2, 4.2, 5.0)]
+    ]
+    whole, short = equal_entropy_tables([*teacher(), *cut, *figures("redi", 2, 4.1, 4.7)], "j")
+    assert (whole.title, short.title) == (
+        "Perplexity at equal entropy",
+        "Perplexity at equal entropy, first 8 tokens",
+    )
+    assert "entropies 4.00 to 4.40" in whole.note
+    assert "entropies 3.00 to 3.40" in short.note
+    assert whole.rows == [("student, single mask (ReDi)", "3.32 (3.32–3.32)")]
+    assert short.rows == [("student, single mask (ReDi)", "2.72 (2.72–2.72)")]
+    assert equal_entropy_tables(cut, "j") == [short]
+
+
 def test_the_frontiers_own_points_are_at_one() -> None:
     """Under another name, since as the teacher's they are the frontier."""
     same = [one.model_copy(update={"method": "copy", "temperature": 1.0}) for one in teacher()]
@@ -240,8 +258,7 @@ def test_the_table_stands_in_the_report_where_there_is_a_frontier(tmp_path: Path
         figures("redi", 2, 4.1, 4.6, mask="infinite") + figures("redi", 2, 3.9, 4.6) + figures("teacher", 2, 5, 9)
     )
     rows = [*teacher(), *truncated(), *students]
-    table = equal_entropy_table(rows, "j")
-    assert table is not None
+    (table,) = equal_entropy_tables(rows, "j")
     assert table.title == "Perplexity at equal entropy"
     assert table.columns == ("model", "2 steps")
     assert table.rows == [

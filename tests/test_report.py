@@ -13,10 +13,10 @@ from imdm.errors import UserError
 from imdm.evaluation import Row
 from imdm.files import append_line
 from imdm.recipes import load_recipe
-from imdm.report import build_report, combine
+from imdm.report import build_report, combine, plots
 from imdm.report.page import Beside, Strip, Written
 from imdm.report.paper import TABLES
-from imdm.report.text import cost_of_steps, curves, frontier, paper_beside
+from imdm.report.text import cost_of_steps, curves, frontier, other_figures, paper_beside, step_table
 from tests.test_grid import row
 
 ROWS = {1: 3, 2: 3, 3: 4, 4: 4, 5: 4, 6: 6, 7: 6, 8: 4, 9: 6, 10: 6, 11: 4, 12: 2, 13: 1, 14: 6}
@@ -138,6 +138,44 @@ def test_the_frontier_needs_several_temperatures() -> None:
     rows += [at("real_ppl", 50.0, 1.0), at("real_entropy", 4.1, 1.0)]
     assert "star" in frontier(rows)[0].text
     assert curves(rows, "gen_ppl") == {"redi imdm": {4: (90.0, 1.0)}}  # the paper's temperature alone
+
+
+def test_real_text_that_was_cut_stands_beside_texts_that_were_cut_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the note, among the other figures, and as the star of its own picture."""
+
+    def at(metric: str, value: float, temperature: float, first: int | None) -> Row:
+        changes = {"metric": metric, "temperature": temperature, "first": first}
+        return row("imdm", 4, value, 1.0).model_copy(update=changes)
+
+    rows = [
+        at(metric, value + (first or 0), temperature, first)
+        for first in (None, 8)
+        for temperature in (0.8, 1.0)
+        for metric, value in (("gen_ppl", 90.0), ("entropy", 3.0 + temperature))
+    ]
+    rows += [at("real_ppl", 50.0, 1.0, None), at("real_entropy", 4.1, 1.0, None)]
+    rows += [at("real_ppl", 30.0, 1.0, 8), at("real_entropy", 2.1, 1.0, 8)]
+    drawn = {}
+    monkeypatch.setattr(plots, "frontier", lambda title, found, goal: drawn.setdefault(title, (found, goal)))
+    monkeypatch.setattr(plots, "svg", str)
+    assert [picture.caption for picture in frontier(rows)[0].parts[0].parts] == [
+        "Perplexity over entropy in 4 steps",
+        "Perplexity over entropy in 4 steps, first 8 tokens",
+    ]
+    assert [goal for _, goal in drawn.values()] == [(4.1, 50.0), (2.1, 30.0)]
+    assert [[point[2] for points in found.values() for point in points] for found, _ in drawn.values()] == [
+        [90.0, 90.0],
+        [98.0, 98.0],
+    ]
+    note = step_table(rows).note
+    assert re.search(r"same judge: 50\S*.*; 30\S*.*, first 8 tokens\.", note)
+    figures = {(cells[0], cells[-1].split()[0]) for table in other_figures(rows) for cells in table.rows}
+    assert figures == {
+        ("perplexity of real text", "50.00"),
+        ("perplexity of real text, first 8 tokens", "30.00"),
+        ("entropy of real text (nats)", "4.1000"),
+        ("entropy of real text (nats), first 8 tokens", "2.1000"),
+    }
 
 
 def test_what_steps_cost_is_drawn_with_the_bound() -> None:

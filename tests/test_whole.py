@@ -26,6 +26,7 @@ from imdm.evaluation import Evaluation, Subject, measure, metrics, read
 from imdm.evaluation.classifier import accuracy
 from imdm.evaluation.conditional import Conditional, continued
 from imdm.evaluation.measuring import to_row
+from imdm.evaluation.steps import in_steps, one_by_one, pairs_at_once, pairs_one_by_one
 from imdm.evaluation.text import pooled, shared_grams
 from imdm.masks import Single
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM, fingerprint, load_model, with_mask
@@ -70,12 +71,14 @@ KEYS = fold(7, Purpose.SAMPLE, torch.arange(N))
 
 def test_where_texts_end_by_hand() -> None:
     rows = torch.tensor([[0, 5, 6, 1, 2, 2], [0, 5, 6, 7, 8, 9], [0, 1, 2, 2, 2, 2], [0, 5, 2, 2, 2, 2]])
-    assert TWO.lengths(rows).tolist() == [4, 6, 2, 3]
-    assert TWO.finished(rows).tolist() == [True, False, True, True]
+    assert TWO.lengths(rows).tolist() == [4, 6, 2, 2]  # the last runs into padding, which is not its own
+    assert TWO.finished(rows).tolist() == [True, False, True, False]
+    assert TWO.finished(torch.tensor([[0, 5, 2, 1, 2, 2]])).tolist() == [False]  # what comes after padding ends nothing
     assert TWO.fits(rows).all()
     assert not TWO.fits(torch.tensor([[0, 5, 1, 6, 2, 2]])).any()
     same = torch.tensor([[1, 5, 6, 1, 1, 1], [1, 1, 1, 1, 1, 1]])  # begin, end and padding are one id
     assert ONE.lengths(same).tolist() == [4, 2]
+    assert ONE.finished(same).all()
     assert lengths(same, None) is None
 
 
@@ -110,6 +113,31 @@ def test_law_of_the_sampler(policy: str, steps: int, symbols: int, length: int, 
     made = sample(denoiser, torch.full((N, length), symbols), keys=KEYS, how=Sampling(steps, policy))
     assert_law(counts_of(made.tokens, symbols), law)
     assert ending.fits(made.tokens).all()
+
+
+@pytest.mark.parametrize("ending", [TWO, ONE])
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_what_steps_cost_is_read_off_the_law_of_the_sampler(steps: int, ending: Ending) -> None:
+    """The chance of each text, over orders, is the enumerated one; in each order all texts together have 1."""
+    denoiser, n = TableDenoiser(3, 4, 1, seed=1, ending=ending), 400
+    law = sequence_law(chain_law(denoiser, begun(4, 1, ending), steps, "keep"), 3, 4)
+    texts = torch.cartesian_prod(*[torch.arange(3)] * 4)
+    law, texts = law[ending.fits(texts)], texts[ending.fits(texts)]
+    x, keys = texts.repeat_interleave(n, 0), KEYS[:n].repeat(len(texts))
+    chances = in_steps(denoiser, x, keys, steps).exp().view(len(texts), n)
+    assert torch.allclose(chances.sum(0), torch.ones(n).double())
+    assert torch.allclose(one_by_one(denoiser, x, keys).exp().view(len(texts), n).sum(0), torch.ones(n).double())
+    for found, wanted in zip(chances, law.tolist(), strict=True):
+        if steps == 1:
+            assert torch.allclose(found, torch.tensor(wanted).double())
+        else:
+            assert_mean(found, wanted)
+
+
+def test_padding_that_an_end_makes_certain_costs_a_pair_nothing() -> None:
+    denoiser = TableDenoiser(3, 3, 1, seed=1, ending=TWO)
+    x = torch.tensor([[0, 1, 2]]).expand(50, 3)
+    assert torch.allclose(pairs_one_by_one(denoiser, x, KEYS[:50], 1), pairs_at_once(denoiser, x, KEYS[:50], 1))
 
 
 def test_law_of_the_process() -> None:
@@ -164,6 +192,22 @@ class Stream:
         denoiser = TableDenoiser(3, 6, 1, seed=2)
         made = sample(denoiser, torch.full((500, 6), 3), keys=KEYS[:500], how=Sampling(12))
         return float(made.evaluations.float().mean())
+
+
+def test_a_text_that_runs_into_padding_is_unfinished() -> None:
+    """One step, in which a place is an end as likely as padding: as many texts run into padding as end."""
+    model = tiny_model(vocab_size=5, length=4, **WHOLE)
+    with torch.no_grad():
+        model.output.weight.zero_()
+        model.output.bias.zero_()
+    found = Evaluation(Subject(model, samples=4000, how=Sampling(1)))
+    tokens = found.generation.tokens
+    bare = (tokens == 2).any(1) & ~(tokens == 1).any(1)
+    full = (tokens[:, 1:] % 3 == 0).all(1)
+    assert 0.3 < bare.double().mean() < 0.55  # (1 − 1/8)/2
+    value = measure(["unfinished"], found)["unfinished"].value
+    assert value == pytest.approx(float((bare | full).double().mean()))
+    assert torch.equal(TWO.lengths(tokens), (tokens != 2).sum(1))  # no padding
 
 
 # Losses
@@ -617,7 +661,7 @@ def test_a_writer_of_whole_texts(tmp_path: Path, padding: bool) -> None:
         assert text.revealed_at.count(-1) == 1 + len(given)  # no end is given
         assert text.trace.texts[-1].rstrip("\ufffd") == text.text.rstrip("\ufffd")  # a character may be cut
     short = [len(text.tokens) for text in writer.write(length=9, num=30, steps=3)]
-    assert max(short) <= 10  # nine, and the padding that a text without an end runs into
+    assert max(short) <= (9 if padding else 10)  # what a text without an end runs into is its own only as an end
     for text in writer.infill("Tom ___ end.", blank=7, num=20, steps=3):
         inner = text.tokens[1 + len(writer._encode("Tom")) :][:7]
         assert not {ending.end, ending.pad} & set(inner)  # exactly so many words between
@@ -645,7 +689,7 @@ def test_judges_read_texts_without_marks_and_continuations_may_end(tmp_path: Pat
     assert made.prompts == writer.tokenizer.batch_decode(long[:, 1:4].tolist())
     canvas = long.masked_fill(torch.arange(32) > 3, 3)  # no end is given
     whole = evaluation.complete(canvas).tokens
-    sizes = [min(4, next((i + 1 for i, v in enumerate(row[4:]) if v in (1, 2)), 28)) for row in whole.tolist()]
+    sizes = [min(4, next((i + (v == 1) for i, v in enumerate(row[4:]) if v in (1, 2)), 28)) for row in whole.tolist()]
     assert made.lengths.tolist() == sizes
     assert min(sizes) < 4
     texts = [[v for v in row[4 : 4 + n] if v > 2] for row, n in zip(whole.tolist(), sizes, strict=True)]

@@ -50,13 +50,21 @@ class Ending:
         after = visible.flip(-1).cumsum(-1).flip(-1) - visible.long()
         return masked & (after > 0)
 
+    def within(self, log_probs: Tensor, barred: Tensor) -> Tensor:
+        """Laws of tokens (R, V) as they are drawn: where `barred` (R,), without end and padding, and scaled up."""
+        never = self.among(log_probs.shape[-1], log_probs.device)
+        others = torch.log_softmax(log_probs.masked_fill(never, -torch.inf), -1)
+        return torch.where(barred[:, None], others, log_probs)
+
     def lengths(self, tokens: Tensor) -> Tensor:
-        """Tokens up to the first end and with it, (…,); the whole row where there is none."""
-        return (~self.ended(tokens)).sum(-1)
+        """Tokens up to the first end and with it, (…,); the whole row where there is none. Padding is never counted,
+        also where a text runs into it without an end, as one from few steps may."""
+        bare = self.marks(tokens) & (tokens != self.end)
+        return (~self.ended(tokens) & ~bare).sum(-1)
 
     def finished(self, tokens: Tensor) -> Tensor:
-        """Which texts have an end: (…,)."""
-        return self.marks(tokens).any(-1)
+        """Which texts have an end: (…,). One that runs into padding stops, but has none."""
+        return (self.marks(tokens) & ~self.ended(tokens) & (tokens == self.end)).any(-1)
 
     def fits(self, tokens: Tensor) -> Tensor:
         """Which rows are whole texts: (…,)."""

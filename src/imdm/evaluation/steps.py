@@ -135,14 +135,22 @@ def _shown(denoiser: Denoiser, x: Tensor, shown: Tensor, keys: Tensor) -> Noised
 
 
 def _log_p(denoiser: Denoiser, state: Noised, x: Tensor, where: Tensor) -> Tensor:
-    """Σ of log p_θ(x^ℓ | state) over the positions `where` (n, L): (n,), float64. The head reads these rows alone, but
-    for padding that is certain."""
+    """log of the chance that the positions `where` (n, L), drawn together from `state`, come out as in x: Σ of
+    log p_θ(x^ℓ | state), (n,), float64. The head reads these rows alone. Where rows are whole texts it is the sampler's
+    law: padding that a visible end makes certain, or one drawn in the same step, costs nothing, and before text neither
+    end nor padding is drawn."""
+    ending, bars, where = denoiser.process.ending, denoiser.process.barred(state), where & state.masked
+    if ending is not None:
+        where = where & ~ending.ended(torch.where(where, x, state.tokens))
     hidden = denoiser.trunk(state)
-    row, column = (where & state.masked).nonzero(as_tuple=True)
+    row, column = where.nonzero(as_tuple=True)
     total = torch.zeros(len(x), dtype=torch.float64, device=x.device)
     for part in torch.arange(len(row), device=x.device).split(max(1, AT_ONCE // denoiser.vocab_size)):
         r, c = row[part], column[part]
-        total.index_add_(0, r, denoiser.head(hidden[r, c]).gather(-1, x[r, c, None])[:, 0].double())
+        given = denoiser.head(hidden[r, c])
+        if ending is not None and bars is not None:
+            given = ending.within(given, bars[r, c])
+        total.index_add_(0, r, given.gather(-1, x[r, c, None])[:, 0].double())
     return total
 
 

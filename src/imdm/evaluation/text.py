@@ -188,7 +188,8 @@ def real_length(evaluation: Evaluation) -> Measurement:
 
 @metric("unfinished", cut=False)
 def unfinished(evaluation: Evaluation) -> Measurement:
-    """The share of texts that have no end; of a model whose rows are no whole texts, all."""
+    """The share of texts that have no end: the row was full, or padding came without one. Of a model whose rows are no
+    whole texts, all."""
     tokens, ending = evaluation.generation.tokens, evaluation.subject.model.config.ending
     return mean(torch.ones(len(tokens)) if ending is None else ~ending.finished(tokens))
 

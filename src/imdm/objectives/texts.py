@@ -65,7 +65,7 @@ def standing(teacher: MaskedDiffusionLM, texts: Tensor, keys: Tensor) -> Standin
             found[part] += (missed.new_zeros(len(part)).index_add(0, rows.sequence, missed) / many[part]) / READINGS
     home = texts.cpu()
     size = lengths(home, process.ending)
-    nll = float(found.mean() if size is None else L * found.sum() / (size - 1).sum())
+    nll = float(found.mean() if size is None else L * found.sum() / (size - 1).sum().clamp(min=1))  # all may be empty
     begun = home if size is None else home[size >= L // QUARTER, : L // QUARTER]
     entropy = sample_entropy(begun) if len(begun) else sample_entropy(home, size)
     tokens = torch.zeros(1) if size is None else size.double()

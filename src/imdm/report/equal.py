@@ -271,10 +271,28 @@ def without_truncated(rows: list[Row], reference: str = "teacher") -> list[Row]:
     return [row for row in rows if not (row.method == reference and row.steps in steps and row.top_p < 1)]
 
 
-def equal_entropy_table(rows: Sequence[Row], judge: str | None, envelope: bool = False, **how: Any) -> Table | None:
-    """A row a model, a column a step count. With the envelope only where there are points of top_p, without
-    which it says nothing new."""
+def firsts(rows: Sequence[Row]) -> list[int | None]:
+    """How many first tokens of each text rows are about: all of it (None), then by number."""
+    return sorted({row.first for row in rows}, key=lambda first: (first is not None, first or 0))
+
+
+def first_in_words(first: int | None) -> str:
+    """What to add to a title: `, first 128 tokens`."""
+    return "" if first is None else f", first {first:,} tokens"
+
+
+def equal_entropy_tables(rows: Sequence[Row], judge: str | None, envelope: bool = False, **how: Any) -> list[Table]:
+    """A row a model, a column a step count; a table for each number of first tokens, which has a frontier of its own.
+    With the envelope only where there are points of top_p, without which it says nothing new."""
     rows = [row for row in rows if row.judge in (None, judge)]
+    every = [([row for row in rows if row.first == first], first) for first in firsts(rows)]
+    found = [_equal_entropy_table(some, first, judge, envelope, **how) for some, first in every]
+    return [table for table in found if table is not None]
+
+
+def _equal_entropy_table(
+    rows: Sequence[Row], first: int | None, judge: str | None, envelope: bool, **how: Any
+) -> Table | None:
     frontier = Frontier.of(rows, judge=judge, envelope=envelope, **how)
     found = [one for one in equal_entropy(rows, envelope=envelope, **how) if one.judge == judge]
     if not found or frontier is None:
@@ -287,7 +305,7 @@ def equal_entropy_table(rows: Sequence[Row], judge: str | None, envelope: bool =
     )
     note += f" ({_settings(frontier)}). 95% intervals over samples, frontier and students.{_beyond(found)}"
     title = "Perplexity at equal entropy" + (", against the lower envelope over top-p" if envelope else "")
-    return _table(title, found, note=note)
+    return _table(title + first_in_words(first), found, note=note)
 
 
 def _settings(frontier: Frontier) -> str:

@@ -10,7 +10,15 @@ from imdm.evaluation import Row, metrics
 from imdm.files import read_json
 from imdm.recipes import Recipe
 from imdm.report import paper, plots
-from imdm.report.equal import LEAST, Frontier, equal_entropy_table, variety_table, without_truncated
+from imdm.report.equal import (
+    LEAST,
+    Frontier,
+    equal_entropy_tables,
+    first_in_words,
+    firsts,
+    variety_table,
+    without_truncated,
+)
 from imdm.report.names import method_in_words, metric_in_words, named
 from imdm.report.page import Beside, Part, Picture, Report, Section
 from imdm.report.ratios import ratio_table, ratios
@@ -178,9 +186,10 @@ def _names(rows: list[Row]) -> Callable[[Row], str]:
     return name
 
 
-def _once(rows: list[Row], metric: str) -> list[Row]:
-    """One row a seed of what is the same for every model."""
-    return list({row.seed: row for row in rows if row.metric == metric}.values())
+def _once(rows: list[Row], metric: str) -> dict[int | None, list[Row]]:
+    """One row a seed of what is the same for every model, for each number of first tokens (None: all of a text)."""
+    found = list({(row.seed, row.first): row for row in rows if row.metric == metric}.values())
+    return {first: [row for row in found if row.first == first] for first in firsts(found)}
 
 
 def _mean(rows: list[Row]) -> tuple[float, float]:
@@ -200,8 +209,11 @@ def step_table(rows: list[Row]) -> Table:
     ppl, entropy = (curves(rows, metric, words=True) for metric in ("gen_ppl", "entropy"))
     steps = sorted({k for points in (ppl or entropy).values() for k in points})
     real = _once(rows, "real_ppl")
-    kind = "training" if real and real[0].split == "train" else "held-out"
-    note = f"Real {kind} text under the same judge: {figure(*_mean(real))}." if real else ""
+    kind = "training" if any(row.split == "train" for some in real.values() for row in some) else "held-out"
+    said = "; ".join(
+        figure(*_mean(some)) + (first_in_words(first) if len(real) > 1 else "") for first, some in real.items()
+    )
+    note = f"Real {kind} text under the same judge: {said}." if real else ""
     title = "Generative perplexity (entropy in nats)" if ppl else "Entropy (nats)"
     name_of = plain_names(rows)
     seen = {(name_of(row), row.seed, row.sample_seed) for row in rows}
@@ -231,8 +243,9 @@ def other_figures(rows: list[Row]) -> list[Part]:
     once = Table("Figures that do not depend on steps", ("metric", "model", "value"))
     shared, apart = list[tuple[str, ...]](), list[tuple[str, ...]]()
     steps = sorted({row.steps for row in rows if row.metric not in metrics or metrics[row.metric].steps})
-    for metric in dict.fromkeys(row.metric for row in rows if row.metric not in WRITTEN):
-        found, words = curves(rows, metric, words=True), metric_in_words(metric)
+    for metric, first in dict.fromkeys((row.metric, row.first) for row in rows if row.metric not in WRITTEN):
+        found = curves([row for row in rows if row.first == first], metric, words=True)
+        words = metric_in_words(metric) + first_in_words(first)
         values = {tuple((k, round(value, 9)) for k, (value, _) in points.items()) for points in found.values()}
         is_shared = len(found) > 1 and len(values) == 1  # of the text, or of the teacher that they share
         found = {"all": next(iter(found.values()))} if is_shared else found
@@ -257,9 +270,9 @@ def at_equal_entropy(rows: list[Row], judges: list[str | None]) -> list[Section]
     temperatures: against its frontier, and against the lower envelope over top-p."""
     parts: list[Part] = []
     for number, judge in enumerate(judges):
-        found = [equal_entropy_table(rows, judge, envelope) for envelope in (False, True)]
+        found = [table for envelope in (False, True) for table in equal_entropy_tables(rows, judge, envelope)]
         by = f", by {judge}" if number else ""
-        parts += [replace(table, title=table.title + by) for table in found if table is not None]
+        parts += [replace(table, title=table.title + by) for table in found]
     beside = variety_table(rows)
     parts += [beside] if beside is not None else []
     words = (
@@ -273,36 +286,38 @@ def at_equal_entropy(rows: list[Row], judges: list[str | None]) -> list[Section]
 def frontier(rows: list[Row]) -> list[Section]:
     """Perplexity against entropy as the temperature goes: a model that is merely less varied moves along its own curve.
     Only where several temperatures were measured."""
-    points: dict[tuple[int, str, float], dict[str, list[Row]]] = {}
-    names = {count: plain_names([row for row in rows if row.steps == count]) for count in {row.steps for row in rows}}
-    for row in rows:
-        if row.metric in WRITTEN:
-            place = row.steps, names[row.steps](row), row.temperature
-            points.setdefault(place, {}).setdefault(row.metric, []).append(row)
-    panels: dict[str, dict[str, list[plots.Point]]] = {}
-    shown = list(dict.fromkeys(name for _, name, _ in points))
-    for steps, name, temperature in sorted(points, key=lambda place: (place[0], shown.index(place[1]), place[2])):
-        found = points[steps, name, temperature]
-        if len(found) == 2:
-            point = temperature, _mean(found["entropy"])[0], _mean(found["gen_ppl"])[0]
-            panels.setdefault(steps_in_words(steps), {}).setdefault(name, []).append(point)
-    panels = {title: models for title, models in panels.items() if any(len(m) > 1 for m in models.values())}
-    if not panels:
-        return []
     varied, likely = _once(rows, "real_entropy"), _once(rows, "real_ppl")
-    goal = (_mean(varied)[0], _mean(likely)[0]) if varied and likely else None
+    goals = {first: (_mean(varied[first])[0], _mean(likely[first])[0]) for first in varied if first in likely}
+    pictures, has_goal = list[Picture](), False
+    for steps, first in sorted({(row.steps, row.first) for row in rows}, key=lambda place: (place[0], place[1] or 0)):
+        found = _panel([row for row in rows if (row.steps, row.first) == (steps, first)])
+        if any(len(points) > 1 for points in found.values()):
+            title, goal = steps_in_words(steps) + first_in_words(first), goals.get(first)
+            drawn = plots.svg(plots.frontier(title, found, goal))
+            pictures.append(Picture(f"frontier-{len(pictures) + 1}", drawn, f"Perplexity over entropy in {title}"))
+            has_goal = has_goal or goal is not None
+    if not pictures:
+        return []
     words = "Each point is a temperature, the lowest and the highest named beside it. Lower is likelier to the judge, "
     words += "further right is more varied"
-    words += "; the star is real held-out text." if goal else "."
-    pictures = [
-        Picture(
-            f"frontier-{number}", plots.svg(plots.frontier(title, found, goal)), f"Perplexity over entropy in {title}"
-        )
-        for number, (title, found) in enumerate(panels.items(), 1)
-    ]
+    words += "; the star is real held-out text." if has_goal else "."
     if not any(Frontier.of(rows, judge=judge) for judge in {row.judge for row in rows}):
         words += f" A comparison at equal entropy needs the teacher at {LEAST} temperatures or more, in one step count."
     return [Section("Perplexity and entropy", words, [Beside(pictures)])]
+
+
+def _panel(rows: list[Row]) -> dict[str, list[plots.Point]]:
+    """Of each model, its points by rising temperature."""
+    points: dict[tuple[str, float], dict[str, list[Row]]] = {}
+    name_of = plain_names(rows)
+    for row in rows:
+        if row.metric in WRITTEN:
+            points.setdefault((name_of(row), row.temperature), {}).setdefault(row.metric, []).append(row)
+    panel: dict[str, list[plots.Point]] = {name: [] for name, _ in points}
+    for (name, temperature), found in sorted(points.items(), key=lambda place: place[0][1]):
+        if len(found) == 2:
+            panel[name].append((temperature, _mean(found["entropy"])[0], _mean(found["gen_ppl"])[0]))
+    return {name: found for name, found in panel.items() if found}
 
 
 def cost_of_steps(rows: list[Row]) -> list[Section]:

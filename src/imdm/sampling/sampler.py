@@ -148,15 +148,15 @@ def draw_tokens(
     """A token for each hidden row (R, ·) from the head, so that (R, V) is never held whole: by one kernel on a GPU, in
     chunks elsewhere. barred (R,): where neither end nor padding may be drawn, of a model of whole texts."""
     ending = denoiser.process.ending
-    never = None if barred is None or ending is None else ending.among(denoiser.vocab_size, rows.device)
     if rows.is_cuda and temperature == top_p == 1.0:
         head = denoiser.head_of(rows)
         if head.layer is not None and head.is_linear and (fast := kernels("draw")):
             known, weight, bias = head.tensors
             weight = _as_products(weight)
             drawn = Drawn(*fast.draw_from_head(known, weight, bias, head.never, u))
-            if never is None or barred is None:
+            if ending is None or barred is None:
                 return drawn
+            never = ending.among(denoiser.vocab_size, rows.device)
             others = bias.masked_fill(never, -torch.inf)
             inside = Drawn(*fast.draw_from_head(known, weight, others, head.never, u))
             both = zip(vars(inside).values(), vars(drawn).values(), strict=True)
@@ -167,9 +167,8 @@ def draw_tokens(
     for first in range(0, len(rows), size):
         part = slice(first, first + size)
         given = denoiser.head(rows[part])
-        if never is not None and barred is not None:
-            others = torch.log_softmax(given.masked_fill(never, -torch.inf), -1)
-            given = torch.where(barred[part, None], others, given)
+        if ending is not None and barred is not None:
+            given = ending.within(given, barred[part])
         tokens[part] = draw(given, u[part], temperature, top_p)
         log_probs[part] = given.gather(-1, tokens[part, None])[:, 0].float()
     return Drawn(tokens, log_probs)
