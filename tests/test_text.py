@@ -286,9 +286,10 @@ def test_a_model_of_our_own_judges(own: Path) -> None:
     assert judge.label == "mine"
     texts = ["The cat sat.", "A dog saw the cat and the bird."]
     for text in texts:
-        ids = torch.tensor([[0, *judge.ids([text])[0]]])  # its rows begin with <bos>
-        assert ids.shape[1] <= 24
-        for score in (judge.score([text]), judge.score(["<bos>" + text])):  # once
+        for given in (text, "<bos>" + text):  # rows of a stream hold their begin token as text, or do without
+            ids = torch.tensor(judge.ids([given]))
+            assert ids.shape[1] <= 24
+            score = judge.score([given])
             assert float(score.nll) == pytest.approx(-float(next_log_probs(judge.model.model, ids).sum()), rel=1e-5)
             assert int(score.count) == ids.shape[1] - 1
     assert torch.allclose(judge.score(texts).nll[:1], judge.score(texts[:1]).nll, rtol=1e-5)  # padding is not seen

@@ -275,9 +275,10 @@ def _own_judge(place: str, precision: Precision, device: str | torch.device, nam
         raise UserError(f"judge {name!r} has no tokenizer beside it; it was trained on ids and reads no text")
     torch.nn.Module.to(model.eval(), device, torch.bfloat16 if precision == "bf16" else torch.float32)
     many, tokenizer = 64 if "cuda" in str(device) else 8, load_tokenizer(place)
-    special = special_ids(tokenizer)  # its rows have both
-    context = model.config.length
-    return Judge(name, LeftToRight(model), tokenizer, precision, special.begin, many, context, end=special.end)
+    special, context = special_ids(tokenizer), model.config.length
+    # Rows of a stream hold their begin token as text, which a model that writes them has to write itself.
+    begin = None if model.config.ending is None else special.begin
+    return Judge(name, LeftToRight(model), tokenizer, precision, begin, many, context, end=special.end)
 
 
 def judge_of(evaluation: Evaluation) -> Judge:
