@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import replace
 from itertools import permutations
@@ -140,6 +141,18 @@ def test_greedy_unmasking_by_hand(seed: int) -> None:
     every = [Asked((0, 1, a, b, c), 2, 5) for a in range(3) for b in range(3) for c in range(3)]
     same = dict(greedy(model, every, batch_size=5))
     assert [every[i].row for i in range(27) if same[i]] == [tuple(tokens[0].tolist())]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("mask", ["single", "infinite-uniform-8-1.0"])
+def test_the_same_on_a_gpu(mask: str) -> None:
+    model = of_tokens(mask=mask)
+    there = copy.deepcopy(model).cuda()
+    asked = [*ASKED, Asked((0, 1, 2, 1, 2, 0), 1, 6)]
+    for one, other in zip(found(model, asked, n=9), found(there, asked, n=9), strict=True):
+        assert one.value == pytest.approx(other.value, abs=1e-2)
+    assert dict(greedy(model, asked)) == dict(greedy(there, asked))
 
 
 def test_one_draw_has_no_error_and_none_is_refused() -> None:

@@ -22,8 +22,8 @@ from imdm.writer import Writer, load
 
 T = TypeVar("T")
 TAIL = 8
-"""Masks after a continuation, of models of a stream: rows that break off are not what they have learnt. 8 raise the
-bound of the teacher of sentences by about 0.2 nats a token; all that fit hardly more."""
+"""Masks after a continuation, of models of a stream: rows that break off are not what they have learnt. For 70
+sentences 8 raised the bound of `sentences-teacher` by 0.14 ± 0.04 nats a token, and all that fit by no more."""
 
 
 @register_model("imdm")
