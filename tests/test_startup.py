@@ -60,6 +60,8 @@ REFUSED = {
     f"evaluate {SHIPPED} --data sample --reference nosuch": "model 'nosuch': no such folder",
     f"evaluate {SHIPPED} --data sample --match nosuch": "model 'nosuch': no such folder",
     f"evaluate {SHIPPED} --data sample --pairs nosuch": "coupling 'nosuch': no such folder",
+    "lm-eval nosuch --tasks blimp": "model 'nosuch': no such folder",
+    f"lm-eval {SHIPPED} --tasks nosuch.yaml": "--tasks nosuch.yaml: no such file",
     "couple nosuch --out out": "model 'nosuch': no such folder",
     f"couple {SHIPPED} --data nosuch --out out": "--data 'nosuch': neither a language (aligned, ",
     "distill sdtt nosuch --data aligned --out out": "model 'nosuch': no such folder",

@@ -91,6 +91,17 @@ def check_evaluation(metrics: str | None, data: Iterable[str], judge: str | None
     return asked
 
 
+def check_tasks(names: Iterable[str]) -> None:
+    """Refuse tasks of lm-eval that cannot be meant: none, or a file that is not there."""
+    for name in names:
+        if not name:
+            raise UserError(
+                "--tasks: a name is empty; give names of lm-eval's tasks or YAML files, separated by commas"
+            )
+        if name.endswith((".yaml", ".yml")) and not Path(name).is_file():
+            raise UserError(f"--tasks {name}: no such file; paths are taken from the folder you run in, {Path.cwd()}")
+
+
 def check_data(text: str) -> None:
     """Refuse data that cannot be meant: `--data` as `parse_data` reads it."""
     _check_given(text)

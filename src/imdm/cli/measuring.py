@@ -1,4 +1,4 @@
-"""Commands that measure: evaluate, judge, report, bench."""
+"""Commands that measure: evaluate, lm-eval, judge, report, bench."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ from imdm.cli.early import (
     ON_LANGUAGES,
     check_evaluation,
     check_known,
+    check_tasks,
     known_of,
     known_precision,
     located,
 )
-from imdm.errors import UserError
+from imdm.errors import UserError, reason_of
 from imdm.files import check_holds
 
 if TYPE_CHECKING:
@@ -213,6 +214,63 @@ def _usual(data: str, foreign: bool) -> list[str]:
     if data.endswith(".safetensors"):
         return ["nelbo"]
     return ["entropy", "val_ppl"] if Path(data).is_dir() else ["validity"]
+
+
+@app.command("lm-eval")
+def lm_eval(
+    model: ModelPath,
+    tasks: Annotated[
+        str,
+        typer.Option(help="Comma-separated: names of lm-eval's tasks, which it fetches, and YAML files of your own."),
+    ],
+    limit: Annotated[int | None, typer.Option(min=1, help="So many questions of each task alone.")] = None,
+    n: Annotated[int, typer.Option("--n", min=2, help="Draws of masks for each log-likelihood.")] = 128,
+    steps: Annotated[int, typer.Option(min=1, help="Network evaluations of each text that is written.")] = 32,
+    fewshot: Annotated[
+        int | None, typer.Option(min=0, help="Examples before each question; as the task says unless given.")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="Of texts that are written; as the task says unless given.")
+    ] = None,
+    tail: Annotated[
+        int | None,
+        typer.Option(min=0, help="Masks after a continuation; 8 unless given, in models of whole texts all that fit."),
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows in one network evaluation.")] = 64,
+    seed: Seed = 0,
+    out: Annotated[Path | None, typer.Option(help="Write what lm-eval reports to this JSON file.")] = None,
+) -> None:
+    """Run tasks of lm-eval, or your own, on a model with its tokenizer."""
+    names = [name.strip() for name in tasks.split(",")]
+    check_tasks(names)
+    if out is not None and out.is_dir():
+        raise UserError(f"--out {out} is a folder; give a file for the results")
+    from importlib.util import find_spec
+
+    if find_spec("lm_eval") is None:
+        raise UserError("lm-eval is not installed: pip install 'imdm[lm-eval]'")
+    try:
+        from imdm.lm_eval import DiffusionLM, Tasks, figures
+    except ImportError as error:
+        raise UserError(f"lm-eval cannot be used ({reason_of(error)}): pip install 'imdm[lm-eval]'") from None
+    from rich.table import Table
+
+    from imdm.files import write_json
+
+    known = Tasks(names)
+    settings: dict[str, Any] = {"n": n, "steps": steps, "temperature": temperature, "tail": tail, "seed": seed}
+    lm = DiffusionLM(model, **settings, batch_size=batch_size, device=device())
+    found = known.run(lm, limit, fewshot)
+    made = Table(box=None, pad_edge=False)
+    for name in ("task", "metric", "value", "± questions", "± masks, nats"):
+        made.add_column(name, justify="left" if name in ("task", "metric") else "right")
+    for row in figures(found):
+        errors = ("" if error is None else f"{error:.4f}" for error in (row.stderr, row.monte_carlo))
+        made.add_row(row.task, row.metric, f"{row.value:.4f}", *errors)
+    show(made)
+    if out is not None:
+        write_json(out, found | {"model": model})
+        say(f"results: {out}")
 
 
 @judges.command()

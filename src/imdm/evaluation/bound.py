@@ -1,0 +1,208 @@
+"""log p(continuation | context) of a masked diffusion model: the NELBO with the context always visible.
+
+With l places asked for, k of them masked at a time, k uniform on 1…l and then any k of them alike,
+
+    log p(continuation | context) ≥ E[ l/k · Σ over masked places of log x_θ(their token) ]
+
+which is Eq. 14 with the time integrated out. Noise of masks is drawn anew for every draw.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from imdm.errors import check_whole
+from imdm.models import MaskedDiffusionLM
+from imdm.models.readout import Chosen
+from imdm.process import Process
+from imdm.randomness import Purpose, as_key, fold, uniform
+from imdm.state import Noised, Rows
+
+ENUMERATED = 3, 16
+"""Masks of so few places are always enumerated, of more than so many never."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A row of tokens, and the places first … last − 1 of it that are asked for. All others are given; those that hold
+    the mask stay masked."""
+
+    row: tuple[int, ...]
+    first: int
+    last: int
+
+    @property
+    def size(self) -> int:
+        return self.last - self.first
+
+    def key(self, seed: int) -> Tensor:
+        """It follows from seed, row and places, and from nothing that is asked beside it."""
+        said = hashlib.sha256(repr((self.row, self.first, self.last)).encode()).digest()
+        return fold(as_key(seed), Purpose.DATA, *(int.from_bytes(said[i : i + 4], "big") for i in (0, 4)))
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A bound on a log-probability in nats, and its Monte-Carlo standard error: 0 where all masks were enumerated."""
+
+    value: float
+    stderr: float
+
+
+@dataclass(frozen=True)
+class _Draws:
+    """Which of the l places are masked in each of m draws (m, l), the draws' keys (m,), and what Σ log x_θ of each is
+    multiplied by (m,); summed up they are the bound."""
+
+    masked: Tensor
+    keys: Tensor
+    weight: Tensor
+    exact: bool
+
+    def bound(self, sums: Tensor) -> Bound:
+        """sums (m,): Σ log x_θ over the masked places of each draw.
+
+        Draws are stratified, and neighbours are of neighbouring strata: half the mean square of their differences is
+        the variance of one draw, or a little more."""
+        terms = self.weight * sums
+        value, m = float(terms.sum()), len(terms)
+        if self.exact:
+            return Bound(value, 0.0)
+        if m < 2:
+            return Bound(value, math.nan)
+        return Bound(value, math.sqrt(float((terms.diff() ** 2).sum()) * m / (2 * (m - 1))))
+
+
+def enumerated(size: int, n: int, noisy: bool) -> bool:
+    """Whether all 2^size − 1 masks are taken in the place of n draws: where they are no more, or very few, and carry no
+    noise."""
+    always, most = ENUMERATED
+    return not noisy and size <= most and (size <= always or (1 << size) - 1 <= n)
+
+
+def drawn(asked: Asked, n: int, seed: int, noisy: bool) -> _Draws:
+    """n draws, the i-th with k in the i-th of n equal parts of 1…l; or all masks there are (`enumerated`)."""
+    size, key = asked.size, asked.key(seed)
+    if enumerated(size, n, noisy):
+        masked = (torch.arange(1, 1 << size)[:, None] >> torch.arange(size)) % 2 == 1
+        weight = torch.tensor([1 / (k * math.comb(size, k)) for k in masked.sum(1).tolist()], dtype=torch.float64)
+        return _Draws(masked, fold(key, Purpose.SAMPLE, torch.arange(len(masked))), weight, exact=True)
+    draw = torch.arange(n)
+    keys = fold(key, Purpose.SAMPLE, draw)
+    count = 1 + ((draw + uniform(keys, Purpose.TIME)) / n * size).long().clamp(max=size - 1)
+    order = uniform(keys[:, None], Purpose.CORRUPT, torch.arange(size)).argsort(-1).argsort(-1)
+    return _Draws(order < count[:, None], keys, size / count.double() / n, exact=False)
+
+
+@torch.no_grad()
+def bounds(
+    model: MaskedDiffusionLM, asked: Sequence[Asked], n: int = 128, seed: int = 0, batch_size: int = 64
+) -> Iterator[tuple[int, Bound]]:
+    """The number and the bound of each, in another order: rows of one length are evaluated together, at most
+    `batch_size` at once. What comes out does not depend on what is asked beside it, but for rounding."""
+    check_whole("n", n)
+    check_whole("batch_size", batch_size)
+    noisy = model.process.noisy
+    many_draws = [(1 << one.size) - 1 if enumerated(one.size, n, noisy) else n for one in asked]
+    for some in _alike(asked, many_draws, batch_size):
+        draws = [drawn(asked[i], n, seed, noisy) for i in some]
+        rows = torch.cat([_masked(asked[i], d.masked, model.process.mask_id) for i, d in zip(some, draws, strict=True)])
+        many = torch.tensor([len(d.keys) for d in draws])
+        whole = torch.tensor([asked[i].row for i in some]).repeat_interleave(many, 0)
+        keys = torch.cat([d.keys for d in draws])
+        parts = zip(*(values.split(batch_size) for values in (rows, whole, keys)), strict=True)
+        sums = torch.cat([_sums(model, *(values.to(model.device) for values in part)) for part in parts])
+        for i, d, one in zip(some, draws, sums.split(many.tolist()), strict=True):
+            yield i, d.bound(one)
+
+
+def _alike(asked: Sequence[Asked], cost: Sequence[int], most: int) -> Iterator[list[int]]:
+    """The numbers of those with rows of one length, so many that they cost `most` together, or one that costs more;
+    those that ask for nothing are left out."""
+    some, spent = list[int](), 0
+    for i in sorted((i for i, one in enumerate(asked) if one.size), key=lambda i: len(asked[i].row)):
+        if some and (len(asked[i].row) != len(asked[some[0]].row) or spent + cost[i] > most):
+            yield some
+            some, spent = [], 0
+        some.append(i)
+        spent += cost[i]
+    if some:
+        yield some
+
+
+def _masked(asked: Asked, masked: Tensor, mask_id: int) -> Tensor:
+    """The row (L,) with masks where masked (m, l) says: (m, L)."""
+    rows = torch.tensor(asked.row).repeat(len(masked), 1)
+    rows[:, asked.first : asked.last] = rows[:, asked.first : asked.last].masked_fill(masked, mask_id)
+    return rows
+
+
+def _sums(model: MaskedDiffusionLM, tokens: Tensor, whole: Tensor, keys: Tensor) -> Tensor:
+    """Σ log x_θ of the tokens of `whole` (B, L) that are masked in `tokens` (B, L): (B,), in float64 and on the CPU."""
+    state = _state(model.process, tokens, keys)
+    rows = Rows.where(state.masked & (whole != model.process.mask_id))
+    found = model(state, rows=rows, reduce=Chosen(rows.of(whole)))
+    return torch.zeros(len(tokens), dtype=torch.float64).index_add(0, rows.sequence.cpu(), found.double().cpu())
+
+
+def _state(process: Process, tokens: Tensor, keys: Tensor) -> Noised:
+    """Time is not looked at by the network."""
+    return process.noised(tokens, torch.ones(len(tokens), device=tokens.device), keys)
+
+
+@torch.no_grad()
+def greedy(
+    model: MaskedDiffusionLM, asked: Sequence[Asked], seed: int = 0, batch_size: int = 64
+) -> Iterator[tuple[int, bool]]:
+    """Whether greedy unmasking writes the tokens asked for, of each by its number: one place an evaluation, the one of
+    whose likeliest token the model is surest, until a token is another or all are there. Noise follows from the row,
+    and is held until a place is written."""
+    for some in _alike(asked, [1] * len(asked), batch_size):
+        whole = torch.tensor([asked[i].row for i in some], device=model.device)
+        place = torch.arange(whole.shape[1], device=model.device)
+        first, last = (torch.tensor(ends, device=model.device)[:, None] for ends in _ends(asked, some))
+        inside = (place >= first) & (place < last)
+        keys = torch.stack([asked[i].key(seed) for i in some]).to(model.device)
+        tokens = whole.masked_fill(inside, model.process.mask_id)
+        while True:
+            state = _state(model.process, tokens, keys)
+            tokens = state.tokens
+            open_ = state.masked & inside
+            right = ((tokens == whole) | open_ | ~inside).all(1)
+            left = (right & open_.any(1)).nonzero()[:, 0]
+            if not len(left):
+                break
+            tokens = tokens.index_copy(0, left, _one_more(model, state[left], open_[left]))
+        yield from zip(some, right.tolist(), strict=True)
+
+
+def _ends(asked: Sequence[Asked], some: list[int]) -> tuple[list[int], list[int]]:
+    return [asked[i].first for i in some], [asked[i].last for i in some]
+
+
+def _one_more(model: MaskedDiffusionLM, state: Noised, open_: Tensor) -> Tensor:
+    """The tokens (B, L) with one more of the open places written: the surest. No end is written before other text."""
+    rows, bars, ending = Rows.where(open_), model.process.barred(state), model.process.ending
+    barred = None if bars is None else rows.of(bars)
+
+    def likeliest(log_probs: Tensor, part: slice) -> Tensor:
+        if barred is not None and ending is not None:
+            never = ending.among(log_probs.shape[-1], log_probs.device)
+            others = torch.log_softmax(log_probs.masked_fill(never, -torch.inf), -1)
+            log_probs = torch.where(barred[part, None], others, log_probs)
+        value, token = log_probs.double().max(-1)
+        return torch.stack((value, token.double()), 1)
+
+    found = model(state, rows=rows, reduce=likeliest)
+    sure = torch.full(open_.shape, -torch.inf, dtype=torch.float64, device=open_.device)
+    token = torch.zeros_like(state.tokens)
+    sure[rows.sequence, rows.position] = found[:, 0]
+    token[rows.sequence, rows.position] = found[:, 1].long()
+    at = sure.argmax(1, keepdim=True)
+    return state.tokens.scatter(1, at, token.gather(1, at))

@@ -1,0 +1,92 @@
+"""lm-eval's tasks by name or file, run, and what comes out as rows."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lm_eval import simple_evaluate
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import handle_non_serializable
+
+from imdm.errors import UserError, reason_of
+from imdm.lm_eval.model import DiffusionLM
+
+BOOTSTRAPS = 1000  # of those metrics whose standard error has no formula
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure of a task or a group of tasks; stderr over its questions, where lm-eval has one; monte_carlo: the mean
+    standard error of its log-likelihoods in nats, where it has some."""
+
+    task: str
+    metric: str
+    value: float
+    stderr: float | None
+    monte_carlo: float | None
+
+
+class Tasks:
+    """Tasks that are there: names of lm-eval's own (or patterns, `blimp_*`), which it fetches, and YAML files."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)
+        self.manager = TaskManager(include_defaults=not all(map(is_file, names)))
+        self.names = list(dict.fromkeys(found for name in names for found in self._known(name)))
+
+    def _known(self, name: str) -> list[str]:
+        if is_file(name):
+            return [name]
+        found = self.manager.match_tasks([name])
+        if not found:
+            near = difflib.get_close_matches(name, self.manager.all_tasks, 3)
+            hint = f"did you mean {', '.join(near)}?" if near else "'lm-eval ls tasks' lists them"
+            raise UserError(f"unknown task {name!r}: neither a YAML file nor one of lm-eval's; {hint}")
+        return found
+
+    def run(self, lm: DiffusionLM, limit: int | None = None, fewshot: int | None = None) -> dict[str, Any]:
+        """What lm-eval reports, as plain data; limit: of each task so many questions alone; fewshot: examples before
+        each."""
+        built = [one for name in self.names for one in self._built(name)]
+        found = simple_evaluate(
+            model=lm,
+            tasks=built,
+            task_manager=self.manager,
+            num_fewshot=fewshot,
+            limit=limit,
+            log_samples=False,
+            bootstrap_iters=BOOTSTRAPS,
+        )
+        return json.loads(json.dumps(found or {}, default=handle_non_serializable))
+
+    def _built(self, name: str) -> list[Any]:
+        """A task or group with its data; a tag has several."""
+        try:
+            loaded = self.manager.load([name])
+        except Exception as error:  # of many kinds: a file that is no task, no network, data that is not there
+            raise UserError(f"task {name!r} cannot be loaded: {reason_of(error)}") from error
+        groups = loaded["groups"]
+        return [groups[name]] if name in groups else list(loaded["tasks"].values())
+
+
+def is_file(name: str) -> bool:
+    return name.endswith((".yaml", ".yml"))
+
+
+def figures(found: dict[str, Any]) -> Iterator[Figure]:
+    """Every figure of a report, in its order."""
+    errors = found.get("config", {}).get("monte_carlo_stderr_by_task", {})
+    for task, values in found.get("results", {}).items():
+        for name, value in values.items():
+            metric, _, kind = name.partition(",")
+            if not kind or metric.endswith("_stderr") or not isinstance(value, int | float):
+                continue
+            stderr = values.get(f"{metric}_stderr,{kind}")
+            stderr = float(stderr) if isinstance(stderr, int | float) else None
+            named = metric if kind == "none" else f"{metric} ({kind})"
+            yield Figure(task, named, float(value), stderr, errors.get(task))
