@@ -114,7 +114,7 @@ class Trainer:
         if not any(STUDENT in names for step in range(config.steps) for names in objective.updates(step)):
             raise UserError(
                 f"training.steps = {config.steps}: objective {objective.kind!r} does not update the student in so few; "
-                "give it more"
+                "give it more, or fewer that are another network's alone (objective.auxiliary.ahead of match)"
             )
         self.companion = objective.companion(self.bare, start)
         self.beside = Beside(self.accelerator.device)
