@@ -747,7 +747,7 @@ def test_the_recipe_in_small(tmp_path: Path) -> None:
     rows = read(run.results_file)
     assert {(row.metric, row.first) for row in rows} >= {("entropy", 6), ("gen_ppl", 6), ("length", None)}
     by = {(row.method, row.steps, row.metric): row.value for row in rows if row.seed == 0}
-    assert by["teacher", 32, "unfinished"] < min(0.4, by["teacher", 4, "unfinished"])  # in few steps more miss their end
+    assert by["teacher", 32, "unfinished"] < min(0.4, by["teacher", 4, "unfinished"])  # in few, more miss it
     assert by["teacher", 4, "length_distance"] < 2.5
     assert by["teacher", 1, "val_ppl"] < 10
     run = Run(recipe, tmp_path / "run")
