@@ -471,26 +471,33 @@ def test_recorded_match_begins_with_the_same_losses(tmp_path: Path, mask: str, c
     assert losses[True][:5] == pytest.approx(losses[False][:5], rel=1e-2, abs=2e-3)
 
 
+def check_kernels(
+    monkeypatch: pytest.MonkeyPatch, model: Any, objective: Objective, batch: dict[str, Tensor], by: Any
+) -> None:
+    """Loss and gradients of a step in bf16, with the kernels and without; by: the objective's companion."""
+    step = Step(0, 0, torch.arange(64, device="cuda"), 64)
+
+    def gradients() -> list[Tensor]:
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = objective.loss(model, model.process, batch, step, by)
+        return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)]
+
+    fused = gradients()
+    with monkeypatch.context() as patch:
+        patch.setattr("imdm.models.readout.kernels", lambda name: None)
+        plain = gradients()
+    present = [(a, b) for a, b in zip(fused, plain, strict=True) if a is not None]
+    assert len(present) > 10
+    assert_near(*zip(*present, strict=True), within=0.05)
+
+
 def test_a_training_step_in_bf16_has_the_plain_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same loss with and without the kernels, through the whole model, for both kinds of loss."""
     model = tiny_model(vocab_size=300, length=16).cuda()
     batch = {"tokens": torch.arange(64 * 16, device="cuda").view(64, 16) * 31 % 299}
-    step = Step(0, 0, torch.arange(64, device="cuda"), 64)
     teacher = SDTT().companion(tiny_model(vocab_size=300, length=16, seed=1).cuda())
     for objective in (Nelbo(), SDTT(), SDTT(divergence="forward-kl")):
-
-        def gradients(objective: Objective = objective) -> list[Tensor]:
-            with torch.autocast("cuda", torch.bfloat16):
-                loss = objective.loss(model, model.process, batch, step, teacher)
-            return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)]
-
-        fused = gradients()
-        with monkeypatch.context() as patch:
-            patch.setattr("imdm.models.readout.kernels", lambda name: None)
-            plain = gradients()
-        present = [(a, b) for a, b in zip(fused, plain, strict=True) if a is not None]
-        assert len(present) > 10
-        assert_near(*zip(*present, strict=True), within=0.05)
+        check_kernels(monkeypatch, model, objective, batch, teacher)
 
 
 def test_a_backbones_head_has_the_same_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -498,21 +505,8 @@ def test_a_backbones_head_has_the_same_kernels(monkeypatch: pytest.MonkeyPatch) 
     fields = FAMILIES["llama"] | {"vocab_size": 320}
     model, teacher = (made(fields, seed, vocab_size=300, mask_token_id=7).cuda() for seed in (0, 1))
     batch = {"tokens": 8 + torch.arange(64 * 6, device="cuda").view(64, 6) * 31 % 292}
-    step = Step(0, 0, torch.arange(64, device="cuda"), 64)
     for objective in (Nelbo(), SDTT()):
-
-        def gradients(objective: Objective = objective) -> list[Tensor]:
-            with torch.autocast("cuda", torch.bfloat16):
-                loss = objective.loss(model, model.process, batch, step, objective.companion(model, teacher))
-            return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)]
-
-        fused = gradients()
-        with monkeypatch.context() as patch:
-            patch.setattr("imdm.models.readout.kernels", lambda name: None)
-            plain = gradients()
-        present = [(a, b) for a, b in zip(fused, plain, strict=True) if a is not None]
-        assert len(present) > 10
-        assert_near(*zip(*present, strict=True), within=0.05)
+        check_kernels(monkeypatch, model, objective, batch, objective.companion(model, teacher))
     written = faster(model, compile=False).generate(num=200, steps=2).tokens
     assert int(written.max()) < 300
     assert not bool((written == 7).any())

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from imdm.data.tokenizers import has_tokenizer, load_tokenizer, special_ids
+from imdm.data.tokenizers import check_ids, has_tokenizer, load_tokenizer, special_ids
 from imdm.devices import checked_device
 from imdm.ending import Ending
 from imdm.errors import UserError, check_seed, check_whole, shorter, shown
@@ -72,13 +72,8 @@ class Writer:
     tokenizer: Any
 
     def __post_init__(self) -> None:
-        special = special_ids(self.tokenizer)
-        config = self.model.config
-        if (special.vocab_size, special.mask) != (config.vocab_size, config.mask_token_id):
-            raise UserError(
-                f"the tokenizer has {special.vocab_size} ids with mask {special.mask}, the model has "
-                f"{config.vocab_size} with mask {config.mask_token_id}; they do not belong together"
-            )
+        special, config = special_ids(self.tokenizer), self.model.config
+        check_ids(self.tokenizer, config.vocab_size, config.mask_token_id)
         if config.ending not in (None, ending := Ending(special.begin, special.end, special.pad)):
             raise UserError(f"the tokenizer has {ending}, the model {config.ending}; they do not belong together")
 

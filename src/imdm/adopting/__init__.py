@@ -11,7 +11,7 @@ import torch
 
 from imdm.adopting import dit, families
 from imdm.adopting.checkpoints import Weights, read_folder, read_weights
-from imdm.data.tokenizers import copy_tokenizer, has_tokenizer, load_tokenizer, save_tokenizer, special_ids
+from imdm.data.tokenizers import check_ids, copy_tokenizer, has_tokenizer, load_tokenizer, save_tokenizer
 from imdm.errors import UserError, check_number, check_whole, reason_of
 from imdm.files import as_path, check_writable, read_json, write_json, write_tensors, written_aside
 from imdm.masks import parse_mask
@@ -81,7 +81,8 @@ def adopt_into(source: str | Path, out: str | Path, *, tokenizer: str | None = N
     found = _adopted(source, aside_from["averaged"], how, adapt=aside_from["adapt"], words=words)
     words = words if found.words is None else found.words
     if words is not None:
-        _check_words(words, found.model.config, tokenizer or "beside it")
+        config = found.model.config
+        check_ids(words, config.vocab_size, config.mask_token_id, f"tokenizer {tokenizer or 'beside it'!r}")
     with written_aside(folder) as aside:
         found.model.save_pretrained(aside)
         if words is not None:
@@ -89,15 +90,6 @@ def adopt_into(source: str | Path, out: str | Path, *, tokenizer: str | None = N
         elif found.tokenizer is not None:
             copy_tokenizer(found.tokenizer, aside)
     return found
-
-
-def _check_words(words: Any, config: MaskedDiffusionConfig, name: str) -> None:
-    special = special_ids(words)
-    if (special.vocab_size, special.mask) != (config.vocab_size, config.mask_token_id):
-        raise UserError(
-            f"tokenizer {name!r} has {special.vocab_size} ids with mask {special.mask}, the model has "
-            f"{config.vocab_size} with mask {config.mask_token_id}; they do not belong together"
-        )
 
 
 def _adopted(
@@ -169,24 +161,17 @@ def _settings(raw: dict[str, Any], where: str) -> dict[str, Any]:
     """What a configuration says, under our names. Models that are no masked diffusion models are refused."""
     inner: dict[str, Any] = raw["model"] if isinstance(raw.get("model"), dict) else {}
     flat = {**{k: v for k, v in raw.items() if not isinstance(v, dict)}, **inner}
-    said = " ".join(str(flat.get(key, "")) for key in ("model_type", "diffusion", "parameterization", "algo", "name"))
-    said += " " + " ".join(str(raw.get(key, {}).get("name", "")) for key in ("algo",) if isinstance(raw.get(key), dict))
-    if any(word in said.lower() for word in UNIFORM):
+    kind = " ".join(str(flat.get(key, "")) for key in ("model_type", "diffusion", "parameterization", "algo", "name"))
+    kind += f" {raw['algo'].get('name', '')}" if isinstance(raw.get("algo"), dict) else ""
+    kind, block = kind.lower(), flat.get("block_size")
+    if any(word in kind for word in UNIFORM):
         raise UserError(f"{where}: its noise is other tokens, not a mask (a uniform-state model); ours are masked ones")
-    if any(word in said.lower() for word in BLOCKWISE) or flat.get("block_size") not in (
-        None,
-        flat.get("model_length"),
-    ):
+    if any(word in kind for word in BLOCKWISE) or block not in (None, flat.get("model_length")):
         raise UserError(f"{where}: it writes block after block, each seeing those before; ours see all positions")
     graph = raw["graph"].get("type") if isinstance(raw.get("graph"), dict) else None
-    if (
-        graph == "uniform"
-        or flat.get("scale_by_sigma") is not None
-        or flat.get("parameterization") in ("sedd", "ar", "d3pm")
-    ):
-        raise UserError(
-            f"{where}: it gives scores, not the law of a token (SEDD), or is no masked model of MDLM's kind"
-        )
+    other = flat.get("parameterization") in ("sedd", "ar", "d3pm")
+    if other or graph == "uniform" or flat.get("scale_by_sigma") is not None:
+        raise UserError(f"{where}: it gives scores, not the law of a token (SEDD), or is no model of MDLM's kind")
     if raw.get("time_conditioning", flat.get("time_conditioning", False)) is True:
         raise UserError(f"{where}: it is shown the time, and its answers depend on it; ours are not")
     theirs = {"model_length": "length", "length": "length", "n_heads": "heads", "dropout": "dropout"}
@@ -237,7 +222,6 @@ def write_published(model: MaskedDiffusionLM, folder: Path) -> None:
     theirs |= {"n_heads": config.heads, "cond_dim": config.condition or dit.CONDITION, "dropout": config.dropout}
     theirs |= {"time_conditioning": False, "mask_index": config.mask_token_id}
     theirs |= {} if config.softcap is None else {"softcap": config.softcap}
-    theirs |= (
-        {} if config.mask["kind"] == "single" else {"mask": config.mask}
-    )  # law and scale, which weights do not say
+    if config.mask["kind"] != "single":
+        theirs["mask"] = config.mask  # law and scale, which weights do not say
     write_json(folder / "config.json", theirs)

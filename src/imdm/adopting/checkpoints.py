@@ -204,9 +204,10 @@ def read_weights(file: Path, *, averaged: bool = True) -> Weights:
     if file.suffix == ".safetensors":
         return Weights(read_tensors(file, f"weights {file}"))
     content = read_pickled(file)
-    state = content.get("state_dict", content) if isinstance(content, Mapping) else None
-    stored = {str(k): v for k, v in state.items() if isinstance(v, Stored)} if isinstance(state, Mapping) else {}
-    for name, value in state.items() if isinstance(state, Mapping) else ():
+    state = content.get("state_dict", content) if isinstance(content, Mapping) else {}
+    state = state if isinstance(state, Mapping) else {}
+    stored = {str(name): value for name, value in state.items() if isinstance(value, Stored)}
+    for name, value in state.items():
         if isinstance(value, Unreadable):
             raise UserError(f"{file}: {name!r} is of a type of numbers that is not read here; save it as float32")
     if not stored:

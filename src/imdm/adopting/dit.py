@@ -24,7 +24,7 @@ from torch import Tensor
 
 from imdm.errors import UserError
 from imdm.models import MaskedDiffusionLM
-from imdm.models.layers import TimeCondition
+from imdm.models.layers import TimeCondition, rotary_frequencies
 
 PREFIXES = ("backbone.", "_orig_mod.", "module.", "model.")
 ONCE = {
@@ -138,9 +138,7 @@ def guessed(size: Mapping[str, Any]) -> dict[str, Any]:
 def _check_rotary(frequencies: Tensor, source: str) -> None:
     if frequencies.ndim != 1 or not len(frequencies):
         raise UserError(f"{source}: {ROTARY!r} has shape {tuple(frequencies.shape)}, not (half a head's width,)")
-    dim = 2 * len(frequencies)
-    ours = 10_000.0 ** (-torch.arange(0, dim, 2, dtype=torch.float32) / dim)
-    if not torch.allclose(frequencies.float(), ours, rtol=1e-3):
+    if not torch.allclose(frequencies.float(), rotary_frequencies(2 * len(frequencies)), rtol=1e-3):
         raise UserError(f"{source}: positions are rotated by other angles than base 10,000 gives; ours are not")
 
 
@@ -169,9 +167,8 @@ def as_published(model: MaskedDiffusionLM) -> dict[str, Tensor]:
     if not config.condition:
         weights = _unfolded(weights, config.width, config.blocks)
     called = {our: their for their, our in names(config.blocks).items()}
-    dim = config.width // config.heads
-    rotary = 10_000.0 ** (-torch.arange(0, dim, 2, dtype=torch.float32) / dim)
-    found = {called[name]: weight for name, weight in weights.items()} | {ROTARY: rotary}
+    found = {called[name]: weight for name, weight in weights.items()}
+    found[ROTARY] = rotary_frequencies(config.width // config.heads)
     return {f"backbone.{name}": weight.detach().float().cpu().contiguous() for name, weight in found.items()}
 
 
@@ -185,8 +182,6 @@ def _unfolded(weights: dict[str, Tensor], width: int, blocks: int) -> dict[str, 
     found["modulation.bias"] = torch.cat((found.pop("norm.bias").float().cpu(), zero))
     found["modulation.weight"] = torch.zeros(2 * width, CONDITION)
     for layer, size in (("first", TimeCondition.FREQUENCIES), ("second", CONDITION)):
-        found[f"time.{layer}.weight"], found[f"time.{layer}.bias"] = (
-            torch.zeros(CONDITION, size),
-            torch.zeros(CONDITION),
-        )
+        found[f"time.{layer}.weight"] = torch.zeros(CONDITION, size)
+        found[f"time.{layer}.bias"] = torch.zeros(CONDITION)
     return found

@@ -85,6 +85,16 @@ def special_ids(tokenizer: Any) -> Special:
     return Special(size, begin, end, pad, size + 1)
 
 
+def check_ids(tokenizer: Any, vocab_size: int, mask: int, what: str = "the tokenizer") -> None:
+    """Refuse a tokenizer whose ids are not those of a model."""
+    special = special_ids(tokenizer)
+    if (special.vocab_size, special.mask) != (vocab_size, mask):
+        raise UserError(
+            f"{what} has {special.vocab_size} ids with mask {special.mask}, the model has {vocab_size} with mask "
+            f"{mask}; they do not belong together"
+        )
+
+
 def train_bpe(documents: Iterable[str], vocab_size: int) -> Any:
     """A byte-level BPE of `vocab_size` ids, the mask included, with <bos>, <eos>, <pad> and <mask>."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers

@@ -193,9 +193,7 @@ def _one_more(model: MaskedDiffusionLM, state: Noised, open_: Tensor) -> Tensor:
 
     def likeliest(log_probs: Tensor, part: slice) -> Tensor:
         if barred is not None and ending is not None:
-            never = ending.among(log_probs.shape[-1], log_probs.device)
-            others = torch.log_softmax(log_probs.masked_fill(never, -torch.inf), -1)
-            log_probs = torch.where(barred[part, None], others, log_probs)
+            log_probs = ending.within(log_probs, barred[part])
         value, token = log_probs.double().max(-1)
         return torch.stack((value, token.double()), 1)
 

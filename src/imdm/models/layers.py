@@ -89,12 +89,17 @@ class MixtureToken(nn.Module):
         return self.second(F.silu(self.first(waves)))
 
 
+def rotary_frequencies(dim: int, device: torch.device | None = None) -> Tensor:
+    """Angles a position of the rotary position embedding, base 10,000: (dim / 2,)."""
+    return 10_000.0 ** (-torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
+
+
 @lru_cache(maxsize=64)
 @torch.inference_mode(False)
 def rotary(length: int, dim: int, device: torch.device) -> Rope:
     """cos and sin of the rotary position embedding, base 10,000: (L, dim) each. Remembered here and not by the model:
     a buffer would come back as garbage from a meta-device load."""
-    frequency = 10_000.0 ** (-torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
+    frequency = rotary_frequencies(dim, device)
     angle = torch.arange(length, dtype=torch.float32, device=device)[:, None] * frequency  # (L, dim/2)
     angle = torch.cat((angle, angle), dim=-1)
     return angle.cos(), angle.sin()
