@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from imdm.errors import UserError
 from imdm.objectives.base import Objective
+from imdm.sharding import duplicate, shard, shared_like, sharding_of, weights_of
 
 if TYPE_CHECKING:
     from imdm.models import MaskedDiffusionLM
@@ -34,11 +34,11 @@ class Teacher:
 
     @torch.no_grad()
     def _set(self, weights: Mapping[str, Tensor]) -> None:
-        for name, parameter in self.model.named_parameters():
-            parameter.copy_(weights[name])
+        for name, parameter in weights_of(self.model).items():
+            parameter.copy_(shared_like(weights[name], parameter))
 
     def tensors(self) -> dict[str, Tensor]:
-        return dict(self.model.named_parameters())
+        return dict(weights_of(self.model))
 
     def values(self) -> dict[str, Any]:
         from imdm.models import fingerprint
@@ -48,7 +48,7 @@ class Teacher:
     def load(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         if values["round"] > 0:
             self.model = _frozen(self.student)
-        if set(tensors) != set(dict(self.model.named_parameters())):
+        if set(tensors) != set(weights_of(self.model)):
             raise UserError("checkpoint: the teacher in it does not match the model; it is not of this run")
         self._set(tensors)
         self.round = values["round"]
@@ -57,12 +57,16 @@ class Teacher:
 
 
 def _frozen(model: MaskedDiffusionLM) -> MaskedDiffusionLM:
-    return fixed(copy.deepcopy(model), model)
+    return fixed(duplicate(model), model)
 
 
 def fixed(model: MaskedDiffusionLM, student: MaskedDiffusionLM) -> MaskedDiffusionLM:
-    """Where the student is, compiled if it is."""
-    torch.nn.Module.to(model, student.device)
+    """Where the student is, compiled and sharded if it is."""
+    how = sharding_of(student)
+    if how is None:
+        torch.nn.Module.to(model, student.device)
+    elif sharding_of(model) is None:
+        shard(model, how)
     if student.is_compiled:
         model.compile_trunk(training=False)
     return model.eval().requires_grad_(False)
@@ -87,5 +91,5 @@ class Rounds(Objective):
         """At the end of a round the student becomes the teacher; the last round has no end."""
         if step // self.iterations <= companion.round or companion.round == self.rounds - 1:
             return False
-        companion.promote(average if self.promote == "ema" else dict(companion.student.named_parameters()))
+        companion.promote(average if self.promote == "ema" else weights_of(companion.student))
         return not self.keep_optimizer
