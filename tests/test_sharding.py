@@ -26,7 +26,7 @@ Job = dict[str, Any]
 
 
 def launch(jobs: list[Job], world: int, *nodes: list[str]) -> None:
-    """All jobs, one after another, on so many processes; nodes: torchrun's words for each machine, if there are some."""
+    """All jobs, one after another, on so many processes; nodes: what torchrun is told on each of several machines."""
     home = Path(jobs[0]["out"]).parent
     home.mkdir(exist_ok=True, parents=True)
     (home / "jobs.json").write_text(json.dumps(jobs))
@@ -67,7 +67,7 @@ def seen(out: Path, world: int) -> list[dict[str, Any]]:
 def tensors(out: Path, step: int) -> dict[str, torch.Tensor]:
     """All of a checkpoint by file and name."""
     home = out / "checkpoints" / f"step-{step:08d}"
-    files = [path for path in home.rglob("*.safetensors")]
+    files = list(home.rglob("*.safetensors"))
     return {f"{path.relative_to(home)}:{name}": t for path in files for name, t in load_file(path).items()}
 
 
@@ -86,18 +86,22 @@ def assert_same(one: Path, other: Path, step: int, atol: float = 1e-5) -> None:
         assert row == pytest.approx(like, abs=atol)
     a, b = tensors(one, step), tensors(other, step)
     assert a.keys() == b.keys()
-    ours = [name for name in a if not name.startswith("optimizer") and "/optimizer" not in name]
-    assert all(a[name].shape == b[name].shape for name in a)
-    assert max(float((a[name].double() - b[name].double()).abs().max()) for name in ours) < 10 * atol
+    for name in a:
+        apart = float((a[name].double() - b[name].double()).abs().max())
+        moments = "optimizer.safetensors:exp" in name  # which tell whether gradients were clipped by the same norm
+        assert apart < (0.01 * float(a[name].abs().max()) + 1e-7 if moments else 10 * atol), name
     for name in ("raw", "model"):
         x, y = (load_model(out / name).state_dict() for out in (one, other))
         assert all(torch.allclose(x[key], y[key], atol=10 * atol) for key in x)
 
 
 def assert_shared_out(out: Path, world: int) -> None:
-    """Each process held about its part of weights, averages and moments, of every network and of the companion's."""
-    for told in seen(out, world):
+    """Each process held about its part of weights, averages and moments, of every network and of the companion's. Whole
+    tensors are the first one's alone, and it has them once."""
+    for rank, told in enumerate(seen(out, world)):
         assert told.pop("world") == world
+        assert told["gathered"].pop("copies") == 0
+        assert all((many > 0) == (rank == 0) for many in told.pop("gathered").values())
         for shares in told.values():
             assert max(shares) < 1.25 / world, told
 
@@ -107,21 +111,25 @@ def test_two_processes_share_out_what_one_has(tmp_path: Path) -> None:
     looks of the two differ in number."""
     launch(
         [
-            job("match", tmp_path / "shared", "full", 8),
-            job("sdtt", tmp_path / "moved", "full", 5),
+            job("match", tmp_path / "shared", "full", 5),
+            job("sdtt", tmp_path / "moved", "full", 4),
             job("nelbo", tmp_path / "batch", "full", training={"batch": 15}),
+            job("half", tmp_path / "half"),
         ],
         2,
     )
-    sharded.run(job("match", tmp_path / "whole", "none", 8))
-    sharded.run(job("sdtt", tmp_path / "moved", "full", 8))
-    sharded.run(job("sdtt", tmp_path / "stayed", "none", 8))
+    sharded.run(job("match", tmp_path / "whole", "none", 5))
+    sharded.run(job("sdtt", tmp_path / "moved", "full", 5))
+    sharded.run(job("sdtt", tmp_path / "stayed", "none", 5))
     assert_shared_out(tmp_path / "shared", 2)
-    assert_same(tmp_path / "shared", tmp_path / "whole", 8)
-    assert_same(tmp_path / "moved", tmp_path / "stayed", 8)
+    assert_same(tmp_path / "shared", tmp_path / "whole", 5)
+    assert_same(tmp_path / "moved", tmp_path / "stayed", 5)
     (told,) = {one["refused"] for one in seen(tmp_path / "batch", 2)}
-    assert told == "training.batch = 15: must be a multiple of 2 processes × 4 micro-batches"
+    assert told == "training.batch = 15: must be a multiple of 2 processes × 2 micro-batches"
     assert not (tmp_path / "batch" / "checkpoints").exists()
+    for told in seen(tmp_path / "half", 2):
+        assert told.pop("astray") < 0.02
+        assert told == {"block": "torch.bfloat16", "gradient": "torch.float32", "weight": "torch.float32"}
 
 
 def test_one_process_has_all(tmp_path: Path) -> None:
@@ -175,9 +183,9 @@ def test_every_objective_gives_the_same(tmp_path: Path, pairs: str, world: int) 
 
 @pytest.mark.slow
 def test_another_number_of_processes_goes_on(tmp_path: Path, pairs: str) -> None:
-    """Stopped on four after 10 steps, ended by two."""
+    """Stopped on four after 12 steps, ended by two."""
     launch([job(kind, tmp_path / f"{kind}-4", "full", pairs=pairs) for kind in KINDS], 4)
-    launch([job(kind, tmp_path / f"{kind}-42", "full", 10, pairs=pairs) for kind in KINDS], 4)
+    launch([job(kind, tmp_path / f"{kind}-42", "full", 12, pairs=pairs) for kind in KINDS], 4)
     launch([job(kind, tmp_path / f"{kind}-42", "full", pairs=pairs) for kind in KINDS], 2)
     for kind in KINDS:
         assert_shared_out(tmp_path / f"{kind}-42", 2)
@@ -199,6 +207,8 @@ def test_two_machines(tmp_path: Path) -> None:
         [
             job("nelbo", tmp_path / "hf-full", "full", 6, **changed),
             job("nelbo", tmp_path / "hf-none", "none", 6, **changed),
+            job("nelbo", tmp_path / "hf-on", "full", 4, **changed),
+            job("nelbo", tmp_path / "hf-on", "optimizer", 6, **changed),
             job("match", tmp_path / "half", "full", 6, **half),
             job("match", tmp_path / "half", "full", 9, model=7, **half),
         ],
@@ -208,6 +218,7 @@ def test_two_machines(tmp_path: Path) -> None:
     sharded.run(job("match", tmp_path / "half-one", "none", 6, **half))
     assert_shared_out(tmp_path / "hf-full", 2)
     assert_same(tmp_path / "hf-full", tmp_path / "hf-none", 6)
+    assert_same(tmp_path / "hf-on", tmp_path / "hf-none", 6)
     x, y = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("half", "half-one"))
     assert all(weight.dtype == torch.bfloat16 for weight in x.values())
     assert all(torch.allclose(x[name].float(), y[name].float(), atol=1e-2) for name in y)

@@ -1,8 +1,8 @@
 """Models whose weights are shared out over processes (FSDP2): each holds its part of every weight, and with it of what
 an optimiser and an average keep of it.
 
-Blocks are gathered one after another while they run. What is outside of blocks (embeddings, head, last norm) is gathered
-when a model first runs in a step and stays until the step is over: heads are read outside of `forward`.
+Blocks are gathered one after another while they run. What is outside of blocks (embeddings, head, last norm) is
+gathered when a model first runs in a step and stays until the step is over: heads are read outside of `forward`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
 
 from imdm.errors import UserError
 
@@ -69,7 +70,8 @@ def shard(model: M, how: Sharding) -> M:
     for block in _blocks(model):
         policy = half if how.half else MixedPrecisionPolicy()
         fully_shard(block, mesh=how.mesh, reshard_after_forward=not how.stay, mp_policy=policy)
-    fully_shard(model, mesh=how.mesh, reshard_after_forward=False)
+    top: Any = fully_shard(model, mesh=how.mesh, reshard_after_forward=False)
+    top._get_fsdp_state()._lazy_init()  # else in the first pass: if weights are held still then, gradients stay in bf16
     for name in RUN:
         if hasattr(model, name):
             register_fsdp_forward_method(model, name)
@@ -161,8 +163,8 @@ def shared_like(value: Tensor, like: Tensor) -> Tensor:
     """A value that every process has whole, where `like` is, and shared out as that is."""
     if isinstance(value, DTensor) or not isinstance(like, DTensor):
         return value.to(like.device)
-    part = value.to(like.device)
-    return distribute_tensor(part, like.device_mesh, like.placements, src_data_rank=None)
+    found = distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    return found.clone()  # it would hold on to the whole
 
 
 def duplicate(model: M) -> M:
@@ -187,6 +189,6 @@ def whole_model(model: M, weights: Mapping[str, Tensor] | None = None) -> M | No
     made = cast("M", copy.deepcopy(held.layers))
     found |= {name: buffer.cpu() for name, buffer in model.named_buffers()}
     made.load_state_dict(found, strict=False, assign=True)
-    if hasattr(made, "tie_weights"):
+    if isinstance(made, PreTrainedModel):
         made.tie_weights()
     return made.train(model.training)

@@ -1,7 +1,7 @@
-"""Small trainings, one after another, on however many processes there are: `torchrun … -m tests.reference.sharded JOBS.json`.
+"""Small trainings, one after another, on however many processes there are.
 
-Each job leaves what it saw in `OUT/seen-RANK.json`: the number of processes, the share of each kind of tensor that this
-process held, or what it was refused with.
+`torchrun … -m tests.reference.sharded JOBS.json`; each job leaves what it saw in `OUT/seen-RANK.json`: the number of
+processes, the share of each kind of tensor that this process held, or what it was refused with.
 """
 
 from __future__ import annotations
@@ -12,29 +12,33 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from imdm import devices, sharding
 from imdm.data import Coupling, LanguageSource, aligned
 from imdm.errors import UserError
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
 from imdm.objectives import parse_objective
 from imdm.randomness import as_key, seeded
-from imdm.training import TrainConfig, Trainer
+from imdm.sharding import whole_on_first
+from imdm.training import Network, TrainConfig, Trainer
 
 OBJECTIVES: dict[str, Any] = {
     "nelbo": "nelbo",
     "redi": "redi",
-    "sdtt": {"kind": "sdtt", "rounds": 2, "iterations": 5, "first_dt": 0.2, "promote": "ema", "keep_optimizer": False},
-    "di4c": {"kind": "di4c", "rounds": 2, "iterations": 5, "latents": 2, "teacher_steps": 4, "threshold": 0.3},
+    "sdtt": {"kind": "sdtt", "rounds": 2, "iterations": 3, "first_dt": 0.2, "promote": "ema", "keep_optimizer": False},
+    "di4c": {"kind": "di4c", "rounds": 2, "iterations": 3, "latents": 2, "teacher_steps": 4, "threshold": 0.3},
     "match": {
         "kind": "match",
-        "auxiliary": {"ahead": 2, "warmup": 2},
+        "auxiliary": {"ahead": 1, "warmup": 2},
         "looks": 8,
         "remembered": 32,
         "steps": {1: 1, 2: 1},
-        "phases": [{"gradient": "fkl", "steps": 6}, {"gradient": "kl"}],
+        "phases": [{"gradient": "fkl", "steps": 4}, {"gradient": "kl"}],
     },
 }
 LLAMA = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 8}
@@ -53,8 +57,17 @@ def model(seed: int = 0, **changes: Any) -> MaskedDiffusionLM:
 
 
 def trainer(job: Mapping[str, Any]) -> Trainer:
-    settings = {"steps": 20, "batch": 16, "micro_batch": 2, "lr": 3e-3, "warmup": 2, "log_every": 1, "ema": 0.9}
-    settings |= {"checkpoint_every": 5} | job.get("training", {})
+    settings = {
+        "steps": 20,
+        "batch": 16,
+        "micro_batch": 4,
+        "lr": 3e-3,
+        "warmup": 2,
+        "clip": 0.1,
+        "log_every": 1,
+        "ema": 0.9,
+    }
+    settings |= {"checkpoint_every": 4} | job.get("training", {})
     source = Coupling(Path(job["pairs"])) if job["kind"] == "redi" else LanguageSource(aligned(length=3, symbols=2))
 
     def watch(student: MaskedDiffusionLM) -> dict[str, float]:
@@ -92,6 +105,8 @@ def seen(made: Trainer) -> dict[str, Any]:
     for name, network in made.networks.items():
         moments = [one["exp_avg_sq"] for one in network.optimizer.state.values()]
         found[name] = [share(network.bare.parameters()), share(network.ema.weights.values()), share(moments)]
+        if network.sharding is not None:
+            found["gathered"] = gathered(network)
     if made.companion is not None:
         found["companion"] = [share(made.companion.model.parameters())]
         best = getattr(made.companion, "best", {})
@@ -99,12 +114,76 @@ def seen(made: Trainer) -> dict[str, Any]:
     return found
 
 
+def gathered(network: Network) -> dict[str, Any]:
+    """How many tensors this process gets of a checkpoint, and of a plain model that is made of the network; copies: how
+    many weights of that model are not the gathered tensors themselves."""
+    state, given = network.state(), []
+    found = {"model": len(state.model), "ema": len(state.ema), "optimizer": len(state.optimizer)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharding, "whole_on_first", lambda tensors: given.append(whole_on_first(tensors)) or given[0])
+        plain = sharding.whole_model(network.bare)
+    weights = {} if plain is None else dict(plain.named_parameters())
+    found["plain"] = len(weights)
+    found["copies"] = sum(weight.data_ptr() != given[0][name].data_ptr() for name, weight in weights.items())
+    return found
+
+
+class Products(nn.Module):
+    """A list of blocks that multiply."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Product(4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Product(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(1 + torch.arange(width) / 512)  # not all of them are numbers in bf16
+        self.seen = self.weight.dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.weight.dtype
+        return x * self.weight
+
+
+def in_half() -> dict[str, Any]:
+    """Blocks gathered in bf16, first while they are held still: in what precision they run and have gradients, and how
+    far these are from those of a whole model."""
+    alone, state = Products(), devices.processes()
+    model = sharding.shard(Products(), sharding.Sharding(init_device_mesh("cpu", (state.num_processes,)), half=True))
+    x = torch.full((3, 4), 1.0 + state.process_index)
+    model.requires_grad_(False)
+    model(x)
+    sharding.reshard(model)
+    model.requires_grad_(True)
+    model(x).sum().backward()
+    alone(torch.full((3, 4), 1.5)).sum().backward()
+    found = [weight.grad for weight in sharding.weights_of(model).values()]
+    wanted = [weight.grad for weight in alone.parameters()]
+    astray = [float((sharding.whole(a) - b).abs().max()) for a, b in zip(found, wanted, strict=True)]
+    return {
+        "block": str(model.blocks[0].seen),
+        "gradient": str(found[0].dtype),
+        "weight": str(sharding.weights_of(model)["blocks.0.weight"].dtype),
+        "astray": max(astray),
+    }
+
+
 def run(job: Mapping[str, Any]) -> None:
     told: dict[str, Any]
     try:
-        made = trainer(job)
-        made.train()
-        told, rank = seen(made), made.accelerator.process_index
+        if job["kind"] == "half":
+            told, rank = in_half(), devices.processes().process_index
+        else:
+            made = trainer(job)
+            made.train()
+            told, rank = seen(made), made.accelerator.process_index
     except UserError as error:
         told, rank = {"refused": str(error)}, torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     folder = Path(job["out"])

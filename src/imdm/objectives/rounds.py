@@ -11,7 +11,7 @@ from torch import Tensor
 
 from imdm.errors import UserError
 from imdm.objectives.base import Objective
-from imdm.sharding import duplicate, shard, shared_like, sharding_of, weights_of
+from imdm.sharding import duplicate, shard, sharding_of, shared_like, weights_of
 
 if TYPE_CHECKING:
     from imdm.models import MaskedDiffusionLM

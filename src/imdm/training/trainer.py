@@ -95,10 +95,11 @@ class Trainer:
             model.set_dropout(config.dropout)
         others = other_networks(objective, model, start, seed)
         configs = {name: config.changed(f"networks.{name}", one.settings()) for name, one in others.items()}
-        loop = {"steps", "checkpoint_every", "keep_checkpoints", "log_every", "tensorboard", "weights", "graphs", "shard"}
+        loop = {"steps", "checkpoint_every", "keep_checkpoints", "log_every", "tensorboard", "weights", "graphs"}
         if config.decay:
             loop.remove("steps")  # when the rate begins to fall depends on them
-        settings = {name: value for name, value in config.hashed().items() if name not in loop | {"micro_batch"}}
+        loop |= {"micro_batch", "shard"}
+        settings = {name: value for name, value in config.hashed().items() if name not in loop}
         looks = [watch_every] if objective.heeds_looks else []
         self.run = digest(
             [settings, objective.hashed(), identity, source.fingerprint, seed, *settings_of(others), *looks]
