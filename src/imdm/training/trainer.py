@@ -195,7 +195,7 @@ class Trainer:
             losses: dict[str, Tensor] = {}
             for number, names in enumerate(self._updates(self.step)):
                 losses |= self._update(number, names)
-            for each in self._models():
+            for each in self._models() if self.sharding is not None else ():
                 reshard(each)
         self.step += 1
         return losses.get(STUDENT, [*losses.values()][-1])
