@@ -128,7 +128,7 @@ def test_two_processes_share_out_what_one_has(tmp_path: Path) -> None:
     assert told == "training.batch = 15: must be a multiple of 2 processes × 2 micro-batches"
     assert not (tmp_path / "batch" / "checkpoints").exists()
     for told in seen(tmp_path / "half", 2):
-        assert told.pop("astray") < 0.02
+        assert told.pop("astray") < 4.6 * 2**-7  # a few roundings to bf16
         assert told == {"block": "torch.bfloat16", "gradient": "torch.float32", "weight": "torch.float32"}
 
 
