@@ -77,22 +77,23 @@ def losses(out: Path) -> list[dict[str, float]]:
     return [{k: v for k, v in row.items() if k.startswith("loss") or k in ("score", "ones")} for row in rows]
 
 
-def assert_same(one: Path, other: Path, step: int, atol: float = 1e-5) -> None:
-    """Losses and looks step by step, and in the end weights, averages and what the objective keeps."""
+def assert_same(one: Path, other: Path, step: int, weights: float = 1e-4) -> None:
+    """Losses and looks step by step within 1e-5, and in the end weights, averages and what the objective keeps within
+    `weights`: AdamW makes much of the rounding of small gradients."""
     mine, theirs = losses(one), losses(other)
     assert any("ones" in row for row in mine)
     assert len(mine) == len(theirs)
     for row, like in zip(mine, theirs, strict=True):
-        assert row == pytest.approx(like, abs=atol)
+        assert row == pytest.approx(like, abs=1e-5)
     a, b = tensors(one, step), tensors(other, step)
     assert a.keys() == b.keys()
     for name in a:
         apart = float((a[name].double() - b[name].double()).abs().max())
         moments = "optimizer.safetensors:exp" in name  # which tell whether gradients were clipped by the same norm
-        assert apart < (0.01 * float(a[name].abs().max()) + 1e-7 if moments else atol), name
+        assert apart < (0.01 * float(a[name].abs().max()) + 1e-7 if moments else weights), name
     for name in ("raw", "model"):
         x, y = (load_model(out / name).state_dict() for out in (one, other))
-        assert all(torch.allclose(x[key], y[key], atol=atol) for key in x)
+        assert all(torch.allclose(x[key], y[key], atol=weights) for key in x)
 
 
 def assert_shared_out(out: Path, world: int) -> None:
@@ -189,7 +190,7 @@ def test_another_number_of_processes_goes_on(tmp_path: Path, pairs: str) -> None
     launch([job(kind, tmp_path / f"{kind}-42", "full", pairs=pairs) for kind in KINDS], 2)
     for kind in KINDS:
         assert_shared_out(tmp_path / f"{kind}-42", 2)
-        assert_same(tmp_path / f"{kind}-42", tmp_path / f"{kind}-4", 20)
+        assert_same(tmp_path / f"{kind}-42", tmp_path / f"{kind}-4", 20, weights=1e-5)
 
 
 @pytest.mark.slow
