@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from imdm.adopting.checkpoints import Weights
+from imdm.data.tokenizers import special_ids
 from imdm.errors import UserError, check_whole, reason_of
 from imdm.masks import parse_mask
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM, with_mask
@@ -136,49 +137,79 @@ def vocabulary_of(family: Family, told: int | None, words: Any, adapt: bool, whe
     return Vocabulary(size, mask, fresh)
 
 
+@dataclass(frozen=True)
+class How:
+    """What a model is to be: see `imdm.adopt`."""
+
+    adapt: bool = False
+    causal: bool = False
+    whole: bool = False
+    dtype: torch.dtype | None = None
+
+    @property
+    def extends(self) -> bool:
+        """Whether it may get a row for a mask that it does not have."""
+        return self.adapt or self.causal
+
+
 def adopted(
-    family: Family,
-    weights: Weights,
-    words: Any,
-    told: dict[str, Any],
-    *,
-    adapt: bool,
-    dtype: torch.dtype | None,
-    where: str,
+    family: Family, weights: Weights, words: Any, told: dict[str, Any], how: How, where: str
 ) -> MaskedDiffusionLM:
     """The folder's model as one of ours."""
-    for name in ("softcap", "heads"):
-        if name in told:
-            raise UserError(f"{name}: {where} says it in its own config.json; leave it out")
-    shift = _shift(family, told.get("shift"), adapt, where)
-    vocabulary = vocabulary_of(family, told.get("mask_token_id"), words, adapt, where)
-    length = told.get("length", facts(family.fields).positions)
-    if length is None:
-        raise UserError(f"{where}: its config.json does not say how long its sequences are; give length")
-    tensors = _renamed(weights.tensors, family)
-    lm, fields = _loaded(family, tensors, dtype, where), dict(family.fields)
-    if vocabulary.fresh:
-        fields["vocab_size"] = _with_row(lm, vocabulary)
-    config = MaskedDiffusionConfig(
-        vocab_size=vocabulary.size,
-        mask_token_id=vocabulary.mask,
-        length=length,
-        width=facts(fields).width,
-        blocks=getattr(lm.config, "num_hidden_layers", 1),
-        heads=getattr(lm.config, "num_attention_heads", 1),
-        dropout=_dropout(lm.config),
-        backbone={"kind": "hf", "config": fields, "shift": shift},
-    )
+    config = config_of(family, words, told, how, where)
+    lm = _loaded(family, _renamed(weights.tensors, family), how.dtype, where)
+    if vocabulary_of(family, told.get("mask_token_id"), words, how.extends, where).fresh:
+        _add_row(lm, config)
     model = around(config, lm)
     return with_mask(model, told["mask"]) if "mask" in told and parse_mask(told["mask"]) != model.mask else model
 
 
-def _shift(family: Family, told: bool | None, adapt: bool, where: str) -> bool:
-    if adapt and family.shift is not None:
+def config_of(family: Family, words: Any, told: dict[str, Any], how: How, where: str) -> MaskedDiffusionConfig:
+    """That of the folder's model as one of ours, with a single mask."""
+    for name in ("softcap", "heads"):
+        if name in told:
+            raise UserError(f"{name}: {where} says it in its own config.json; leave it out")
+    shift = _shift(family, told.get("shift"), how, where)
+    vocabulary = vocabulary_of(family, told.get("mask_token_id"), words, how.extends, where)
+    known = facts(family.fields)
+    length = told.get("length", known.positions)
+    if length is None:
+        raise UserError(f"{where}: its config.json does not say how long its sequences are; give length")
+    theirs, fields = parse_config(family.fields), dict(family.fields)
+    if vocabulary.fresh:
+        fields["vocab_size"] = max(known.rows, vocabulary.size)
+    return MaskedDiffusionConfig(
+        vocab_size=vocabulary.size,
+        mask_token_id=vocabulary.mask,
+        length=length,
+        width=facts(fields).width,
+        blocks=getattr(theirs, "num_hidden_layers", 1),
+        heads=getattr(theirs, "num_attention_heads", 1),
+        dropout=_dropout(theirs),
+        causal=how.causal,
+        **(_ending(words, where) if how.whole else {}),
+        backbone={"kind": "hf", "config": fields, "shift": shift},
+    )
+
+
+def _ending(words: Any, where: str) -> dict[str, Any]:
+    """How whole texts begin and end, as text is prepared with this tokenizer (`packing: whole`)."""
+    if words is None:
+        raise UserError(f"{where}: there is no tokenizer beside it that says how whole texts begin and end; give one")
+    special = special_ids(words)
+    return {"bos_token_id": special.begin, "eos_token_id": special.end, "pad_token_id": special.pad}
+
+
+def _shift(family: Family, told: bool | None, how: How, where: str) -> bool:
+    if how.adapt and how.causal:
+        raise UserError(f"{where}: adapt opens its attention, and causal keeps it as it is; give one of them")
+    if (how.adapt or how.causal) and family.shift is not None:
         raise UserError(f"{where} is no causal language model ({family.name}): there is nothing to adapt")
-    if told is not None:
-        return told
-    if family.shift is None and not adapt:
+    if how.causal and told is not None:
+        raise UserError(f"{where}: a model that reads from left to right predicts what follows; leave out shift")
+    if told is not None or how.causal:
+        return bool(told)
+    if family.shift is None and not how.adapt:
         raise UserError(
             f"{where} is a causal language model ({family.name}): adapt it, to be trained into a diffusion model "
             "(adapt=True, --adapt); or, if it was trained as one, say whether each position is predicted by the row "
@@ -214,12 +245,10 @@ def _loaded(family: Family, tensors: dict[str, Tensor], dtype: torch.dtype | Non
 
 
 @torch.no_grad()
-def _with_row(lm: Any, vocabulary: Vocabulary) -> int:
-    """A row for the mask, the mean of all others, after the last or in the padding. Returns how many there are."""
-    rows = lm.get_input_embeddings().weight.shape[0]
-    known = min(rows, vocabulary.mask)
-    mean = lm.get_input_embeddings().weight[:known].float().mean(0)
-    if vocabulary.size > rows:
-        lm.resize_token_embeddings(vocabulary.size, mean_resizing=False)
-    lm.get_input_embeddings().weight[vocabulary.mask] = mean.to(lm.dtype)
-    return max(rows, vocabulary.size)
+def _add_row(lm: Any, config: MaskedDiffusionConfig) -> None:
+    """A row for the mask, the mean of all others, after the last or in the padding."""
+    mask, embedded = config.mask_token_id, lm.get_input_embeddings().weight
+    mean = embedded[: min(len(embedded), mask)].float().mean(0)
+    if config.vocab_size > len(embedded):
+        lm.resize_token_embeddings(config.vocab_size, mean_resizing=False)
+    lm.get_input_embeddings().weight[mask] = mean.to(lm.dtype)

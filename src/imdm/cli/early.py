@@ -36,7 +36,6 @@ DISTILLATIONS = ("sdtt", "redi", "di4c", "match")
 POLICIES = ("posterior", "keep")
 PRECISIONS = ("float32", "bf16")
 WEIGHTS = ("bf16", "float32", "int8", "mixed")
-FETCHABLE = ("smollm2",)
 LAYOUTS = ("imdm", "mdlm")
 
 

@@ -368,12 +368,31 @@ def adopt(
     adapt: Annotated[
         bool, typer.Option("--adapt", help="Take a causal language model, to be trained into a diffusion model.")
     ] = False,
+    causal: Annotated[
+        bool, typer.Option("--causal", help="Take a causal language model as it is, to be trained from left to right.")
+    ] = False,
+    whole: Annotated[
+        bool, typer.Option("--whole", help="It is to write whole texts, which begin and end as its tokenizer says.")
+    ] = False,
+    weights: Annotated[
+        str | None, typer.Option(help="float32 or bf16; as in the file unless given.", callback=known_precision)
+    ] = None,
 ) -> None:
     """Take in a published model: MDLM, SDTT, IMDM, LLaDA, Dream, BERT, Llama, … No code in the file is run."""
+    import torch
+
     from imdm.adopting import adopt_into
 
-    how = {"length": length, "mask": mask, "softcap": softcap, "mask_token_id": mask_token_id, "heads": heads}
-    found = adopt_into(source, out, tokenizer=tokenizer, averaged=not last, shift=shift, adapt=adapt, **how)
+    how: dict[str, Any] = {
+        "length": length,
+        "mask": mask,
+        "softcap": softcap,
+        "mask_token_id": mask_token_id,
+        "heads": heads,
+    }
+    how |= {"shift": shift, "adapt": adapt, "causal": causal, "whole": whole}
+    kind = {None: None, "float32": torch.float32, "bf16": torch.bfloat16}[weights]
+    found = adopt_into(source, out, tokenizer=tokenizer, averaged=not last, dtype=kind, **how)
     model = found.model
     ids = f"{model.config.vocab_size:,} ids, the mask is {model.config.mask_token_id}"
     say(f"{model.backbone.about}; {ids}; mask {model.mask.name}")

@@ -42,7 +42,7 @@ class MaskedDiffusionConfig(PreTrainedConfig):
     bos_token_id, eos_token_id, pad_token_id   where rows are whole texts (`Ending`): what follows the end token is
                     padding. None: rows are cut from a stream
     causal          each position sees those before it alone: a language model that reads from left to right, to judge
-                    what others write (objective `autoregressive`); it writes nothing itself
+                    what others write (objective `autoregressive`); it writes a token after another itself
     """
 
     model_type = "imdm"

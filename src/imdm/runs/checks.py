@@ -14,7 +14,7 @@ from imdm.evaluation import metrics
 from imdm.models import MaskedDiffusionConfig, check_precision
 from imdm.objectives import Objective, ReDi
 from imdm.objectives.rounds import Rounds
-from imdm.recipes import CoupleStage, EvaluateStage, TrainStage
+from imdm.recipes import AdoptStage, CoupleStage, EvaluateStage, TrainStage
 from imdm.room import check_room
 from imdm.runs.inputs import Inputs
 from imdm.shipped import find
@@ -43,6 +43,9 @@ def check_stage(inputs: Inputs, name: str) -> None:
     """Refuse a stage that could not be made, as far as that is known before its inputs are."""
     stage = inputs.recipe.stages[name]
     _check_inputs(inputs, name)
+    if isinstance(stage, AdoptStage):
+        inputs.adopted(stage)
+        return
     if isinstance(stage, TrainStage):
         _check_training(inputs, name, stage)
         _check_metrics(inputs, name, stage.watch.metrics)

@@ -19,6 +19,8 @@ class TrainConfig(Config):
     lr, warmup   constant rate after a linear warm-up
     ema          decay of the averaged weights, which are what a finished run hands over
     dropout      another rate than the model's own
+    opening      of a causal backbone that becomes a diffusion model: over the first so many steps its attention opens
+                 gradually, from causal to both sides; 0: it is open from the first
     weights      in what precision the finished model is kept; it trains, and is loaded, in float32
     compile      on a GPU, fuse the model's small operations (torch.compile): about twenty seconds once, then faster
     graphs       on a GPU, record a step once and replay it (CUDA graphs): faster where steps are short, since launching
@@ -38,6 +40,7 @@ class TrainConfig(Config):
     clip: float = Field(1.0, gt=0)
     ema: float = Field(0.9999, ge=0, lt=1)
     dropout: float | None = Field(None, ge=0, lt=1)
+    opening: int = Field(0, ge=0)
     precision: Literal["float32", "bf16"] = "float32"
     compile: bool = False
     graphs: bool = False

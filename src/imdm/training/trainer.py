@@ -23,6 +23,7 @@ from imdm.errors import UserError, check_function, check_is, check_seed, check_w
 from imdm.files import append_line, as_path, working_in, write_text, written_aside
 from imdm.models import MaskedDiffusionLM, fingerprint
 from imdm.objectives import STUDENT, Objective, Step
+from imdm.randomness import Purpose, as_key, fold
 from imdm.stopping import Asked
 from imdm.training import checkpoint, history, recording
 from imdm.training.config import TrainConfig
@@ -133,6 +134,13 @@ class Trainer:
         if model.config.causal != self.objective.causal:
             needed = "causal: true" if self.objective.causal else "causal: false"
             raise UserError(f"objective {self.objective.kind!r} trains a model with {needed}; this one is not")
+        if self.config.opening and not model.backbone.opens:
+            raise UserError(
+                f"training.opening = {self.config.opening}: only a causal model of backbone 'hf' that becomes a "
+                "diffusion model has an attention to open; leave it out"
+            )
+        if self.config.opening and self.config.graphs:
+            raise UserError("training.opening and training.graphs: a recorded step cannot open; leave one out")
         check_fits(self.source, model.config)
         self.config.check(self.accelerator.num_processes, self.accelerator.device)
 
@@ -184,11 +192,18 @@ class Trainer:
             if self.recorder is not None and (renewed or self.recorder.under != self._fixed()):
                 self.recorder.forget(self._fixed(), self._held())
             self.networks[STUDENT].pace = self.objective.pace(self.companion)
+            self._open()
             losses: dict[str, Tensor] = {}
             for number, names in enumerate(self._updates(self.step)):
                 losses |= self._update(number, names)
         self.step += 1
         return losses.get(STUDENT, [*losses.values()][-1])
+
+    def _open(self) -> None:
+        """How far the student's attention is open in this step."""
+        if self.config.opening:
+            key = fold(as_key(self.seed), Purpose.OPENING, self.step)
+            self.bare.backbone.open_attention(min(1.0, self.step / self.config.opening), key)
 
     def _fixed(self) -> Hashable:
         """What a recorded step holds for."""

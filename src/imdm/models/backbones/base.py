@@ -57,6 +57,7 @@ class Backbone(nn.Module):
 
     Settings: ClassVar[type[BackboneSettings]] = BackboneSettings
     resets: ClassVar[bool] = False  # whether a new model resets its layers once more; else they stay as it made them
+    opens = False  # whether it was causal, and its attention was opened
     whole: ClassVar[bool] = False  # whether it is a model with an embedding and a head of its own
 
     def __init__(self, config: MaskedDiffusionConfig, settings: BackboneSettings) -> None:
@@ -91,6 +92,12 @@ class Backbone(nn.Module):
         """Hidden states of some rows alone, (R, D), where that is less work."""
         return rows.of(self(x, keys))
 
+    def onward(self, x: Tensor, past: Any = None) -> tuple[Tensor, Any]:
+        """Of a causal one: hidden states of positions (B, T, D) that follow those it has read, and what it is to be
+        given back as `past` with the next. One that remembers nothing reads all of them again."""
+        x = x if past is None else torch.cat((past, x), 1)
+        return self(x)[:, 0 if past is None else past.shape[1] :], x
+
     def set_dropout(self, rate: float) -> None:
         """Another rate; `config.dropout` has it already."""
         for module in self.modules():
@@ -98,6 +105,11 @@ class Backbone(nn.Module):
                 module.rate = rate
             elif isinstance(module, nn.Dropout):
                 module.p = rate
+
+    def open_attention(self, share: float, key: Tensor) -> None:
+        """Of one that `opens`: while it trains, each position sees so large a share of what follows it, drawn from
+        `key`; 1: all."""
+        raise NotImplementedError
 
     def compile_trunk(self, *, training: bool) -> None:
         """Fuse small operations from the next batch on, while it trains or while it does not; nothing, unless it knows

@@ -6,7 +6,8 @@ The model is the whole of theirs, its embedding and head included, and keeps its
 `lm.model.layers.0.self_attn.q_proj.weight`, `lm.bert.encoder.layer.0…`. What is ours lies beside it: `mask_embedding.…`
 It is built from plain data; no code beside a model is ever run.
 
-A causal model is run with its attention open to both sides, sliding windows too; an encoder as it is.
+A causal model is run with its attention open to both sides, sliding windows too; an encoder as it is. With
+`model.causal` a causal model stays one, and learns from left to right (objective `autoregressive`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import copy
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
@@ -24,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from imdm.errors import UserError, reason_of, shown, unknown
 from imdm.models.backbones.base import Backbone, BackboneSettings, backbones
-from imdm.randomness import Purpose, fold, seeded
+from imdm.randomness import Purpose, fold, seeded, uniform
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -71,22 +73,28 @@ class HF(Backbone):
     def __init__(self, config: MaskedDiffusionConfig, settings: BackboneSettings) -> None:
         super().__init__(config, settings)
         asked = cast("HFSettings", settings)
-        self.shift, self.linear = asked.shift, facts(asked.config).linear
+        self.shift, self.linear = asked.shift and not config.causal, facts(asked.config).linear
+        self.opening: Opening | None = None
+        self._compiled: frozenset[bool] = frozenset()  # whether while it trains, whether while it does not
         self.set_network(built(asked.config))
 
     def get_network(self) -> PreTrainedModel:
         return self.lm
 
     def set_network(self, network: PreTrainedModel) -> None:
-        self.lm = opened(network)
-        self.opens = is_causal(network)  # else it sees both sides by itself
+        self.lm = network if self.config.causal else opened(network)
+        self.opens = is_causal(network) and not self.config.causal  # else it sees what it sees by itself
         self.set_dropout(self.config.dropout)
         self.check_network()
 
     @classmethod
     def check(cls, config: MaskedDiffusionConfig, settings: BackboneSettings) -> None:
-        super().check(config, settings)
-        known = facts(cast("HFSettings", settings).config)
+        if config.softcap is not None:
+            raise UserError("model.softcap: backbone 'hf' says in its own config what it caps; leave it out")
+        fields = cast("HFSettings", settings).config
+        if config.causal and is_masked(parse_config(fields)):
+            raise UserError(f"model.causal: {fields['model_type']!r} models see both sides; take a causal one")
+        known = facts(fields)
         if config.tie_word_embeddings:
             raise UserError("model.tie_word_embeddings: backbone 'hf' says in its own config whether it ties them")
         if config.width != known.width:
@@ -124,11 +132,27 @@ class HF(Backbone):
         return torch.cat((hidden[:, :1], hidden[:, :-1]), 1) if self.shift else hidden
 
     def _hidden(self, **given: Tensor) -> Tensor:
+        self._compile_layers()
         if self.opens:
-            length, like = next(iter(given.values())).shape[1], self.lm.get_input_embeddings().weight
-            given |= {"attention_mask": self._open(length, cast("Tensor", like))} if self._windowed(length) else {}
-            return self.lm.base_model(**given, use_cache=False).last_hidden_state
-        return self.lm.base_model(**given)[0]
+            length = next(iter(given.values())).shape[1]
+            if self.training and self.opening is not None:
+                given["attention_mask"] = self._as_mask(self.opening.visible(length, self._like.device))
+            elif self._windowed(length):
+                everything = torch.ones(length, length, dtype=torch.bool, device=self._like.device)
+                given["attention_mask"] = self._as_mask(everything)
+        if is_masked(self.lm.config):
+            return self.lm.base_model(**given)[0]
+        return self.lm.base_model(**given, use_cache=False).last_hidden_state
+
+    def onward(self, x: Tensor, past: Any = None) -> tuple[Tensor, Any]:
+        """What it has read is kept by the model's own cache."""
+        found = self.lm.base_model(inputs_embeds=x, past_key_values=past, use_cache=True)
+        return found.last_hidden_state, found.past_key_values
+
+    @property
+    def _like(self) -> Tensor:
+        """What tensors are made like."""
+        return cast("Tensor", self.lm.get_input_embeddings().weight)
 
     def _windowed(self, length: int) -> bool:
         """Whether some layers would not see all of so many positions."""
@@ -137,11 +161,34 @@ class HF(Backbone):
         other = set(getattr(self.lm.config, "layer_types", None) or ()) - known
         return bool(other) or (window is not None and length > window // 2)
 
-    def _open(self, length: int, like: Tensor) -> Tensor:
-        """A mask that hides nothing: (1, 1, T, T)."""
-        added = self.lm.config._attn_implementation == "eager"  # to the scores
-        shape = (1, 1, length, length)
-        return like.new_zeros(shape) if added else torch.ones(shape, dtype=torch.bool, device=like.device)
+    def _as_mask(self, visible: Tensor) -> Tensor:
+        """Which position sees which, (T, T), as its attention reads it: (1, 1, T, T)."""
+        if self.lm.config._attn_implementation == "eager":  # added to the scores
+            like = self._like
+            visible = like.new_zeros(visible.shape).masked_fill(~visible, torch.finfo(like.dtype).min)
+        return visible[None, None]
+
+    def open_attention(self, share: float, key: Tensor) -> None:
+        self.opening = None if share >= 1 else Opening(share, key)
+
+    def compile_trunk(self, *, training: bool) -> None:
+        """Layer by layer: all layers of a model share what was compiled for their shape."""
+        self._compiled |= {training}
+
+    @property
+    def is_compiled(self) -> bool:
+        return bool(self._compiled)
+
+    def _compile_layers(self) -> None:
+        """Those that repeat, in the mode it is in now. torch keeps what it compiled of a module in
+        `_compiled_call_impl` and leaves it behind in copies, which come here by themselves."""
+        wanted = self.training in self._compiled
+        for layer in layers_of(self.lm) if self._compiled else ():
+            if wanted and layer._compiled_call_impl is None:
+                torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+                layer.compile()
+            elif not wanted:
+                layer._compiled_call_impl = None
 
     @torch.no_grad()
     def check_network(self) -> None:
@@ -164,7 +211,7 @@ class HF(Backbone):
             raise UserError(f"{kind!r} models cannot be run from embeddings in one pass: {reason_of(error)}") from None
         if not torch.allclose(found, wanted, rtol=1e-4, atol=1e-5):
             raise UserError(f"{kind!r} models read their tokens beside the embeddings of these; masks need the latter")
-        if not bool((moved[:, 0] - found[:, 0]).abs().max() > 0) and ids.shape[1] > 1:
+        if not self.config.causal and not bool((moved[:, 0] - found[:, 0]).abs().max() > 0) and ids.shape[1] > 1:
             raise UserError(f"{kind!r} models cannot be made to see what follows a position; ours see all positions")
 
     def set_dropout(self, rate: float) -> None:
@@ -189,6 +236,22 @@ class HF(Backbone):
             now = module._buffers[name]
             if table is not None and now is not None and now.dtype != table.dtype:
                 module._buffers[name] = table.to(now.device)
+
+
+@dataclass(frozen=True)
+class Opening:
+    """Attention on its way from causal to open: of what follows a position, it sees each place with probability
+    `share`, drawn anew for every step and the same for all sequences (as DiffuLLaMA anneals its mask). At 0 it is
+    causal, at 1 open."""
+
+    share: float
+    key: Tensor
+
+    def visible(self, length: int, device: torch.device) -> Tensor:
+        """Which position sees which: (T, T)."""
+        place = torch.arange(length * length, device=device)
+        later = uniform(self.key.to(device), Purpose.OPENING, place).view(length, length) < self.share
+        return later | torch.ones(length, length, dtype=torch.bool, device=device).tril()
 
 
 class WholeHead:
@@ -268,6 +331,12 @@ def is_masked(config: PreTrainedConfig) -> bool:
     from transformers import MODEL_FOR_MASKED_LM_MAPPING
 
     return type(config) in MODEL_FOR_MASKED_LM_MAPPING
+
+
+def layers_of(lm: PreTrainedModel) -> list[nn.Module]:
+    """The layers that repeat, first to last: the outermost list of layers of one kind."""
+    lists = (list(one) for one in lm.modules() if isinstance(one, nn.ModuleList))
+    return next((one for one in lists if one and len({type(layer) for layer in one}) == 1), [])
 
 
 def is_causal(lm: PreTrainedModel) -> bool:
