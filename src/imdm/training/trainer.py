@@ -29,6 +29,7 @@ from imdm.training import checkpoint, history, recording
 from imdm.training.config import TrainConfig
 from imdm.training.ema import applied
 from imdm.training.history import read_history
+from imdm.training.lora import add_adapters, has_adapters, merged
 from imdm.training.network import Network, other_networks, settings_of, still
 from imdm.training.recording import Recorder, tensors_in
 
@@ -96,11 +97,17 @@ class Trainer:
         others = other_networks(objective, model, start, seed)
         configs = {name: config.changed(f"networks.{name}", one.settings()) for name, one in others.items()}
         loop = {"steps", "checkpoint_every", "keep_checkpoints", "log_every", "tensorboard", "weights", "graphs"}
+        loop |= {"checkpoint_blocks"}
         settings = {name: value for name, value in config.hashed().items() if name not in loop | {"micro_batch"}}
         looks = [watch_every] if objective.heeds_looks else []
         self.run = digest(
             [settings, objective.hashed(), identity, source.fingerprint, seed, *settings_of(others), *looks]
         )
+        for module, how in [(model, config), *((one.module, configs[name]) for name, one in others.items())]:
+            if how.lora is not None and isinstance(module, MaskedDiffusionLM):
+                add_adapters(module, how.lora, seed)
+            if how.checkpoint_blocks and isinstance(module, MaskedDiffusionLM):
+                module.backbone.checkpoint_blocks()
         self.process = model.process
         self.order = Order(seed, len(source))
         self.recorder = self._recorder()
@@ -470,9 +477,10 @@ class Trainer:
 
     def _export(self, name: str, weights: Any) -> None:
         with weights, written_aside(self.out / name) as aside:
+            whole = merged(self.bare) if has_adapters(self.bare) else self.bare
             if self.config.weights == "float32":
-                self.bare.save_pretrained(aside)
+                whole.save_pretrained(aside)
             else:
-                half = copy.deepcopy(self.bare)
+                half = copy.deepcopy(whole)
                 torch.nn.Module.to(half, torch.bfloat16)
                 half.save_pretrained(aside)

@@ -57,6 +57,7 @@ class Backbone(nn.Module):
 
     Settings: ClassVar[type[BackboneSettings]] = BackboneSettings
     resets: ClassVar[bool] = False  # whether a new model resets its layers once more; else they stay as it made them
+    drops = False  # whether it drops something at a rate that is not `config.dropout`
     opens = False  # whether it was causal, and its attention was opened
     whole: ClassVar[bool] = False  # whether it is a model with an embedding and a head of its own
 
@@ -105,6 +106,11 @@ class Backbone(nn.Module):
                 module.rate = rate
             elif isinstance(module, nn.Dropout):
                 module.p = rate
+
+    def checkpoint_blocks(self) -> None:
+        """From here on, while it trains, keep what enters each block alone and compute the rest again for its gradient:
+        the same gradients, less memory, about a third more work."""
+        raise UserError(f"training.checkpoint_blocks: backbone {self.settings.kind!r} does not know how; leave it out")
 
     def open_attention(self, share: float, key: Tensor) -> None:
         """Of one that `opens`: while it trains, each position sees so large a share of what follows it, drawn from

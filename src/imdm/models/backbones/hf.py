@@ -126,7 +126,7 @@ class HF(Backbone):
     def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
         """What it drops while it trains is drawn by torch, under the key of the batch's first sequence: a run that goes
         on drops the same, one with another number of processes does not."""
-        drops = self.training and self.config.dropout > 0
+        drops = self.training and (self.config.dropout > 0 or self.drops)
         with nullcontext() if keys is None or not drops else seeded(fold(keys[0], Purpose.DROPOUT)):
             hidden = self._hidden(inputs_embeds=x)
         return torch.cat((hidden[:, :1], hidden[:, :-1]), 1) if self.shift else hidden
@@ -167,6 +167,14 @@ class HF(Backbone):
             like = self._like
             visible = like.new_zeros(visible.shape).masked_fill(~visible, torch.finfo(like.dtype).min)
         return visible[None, None]
+
+    def checkpoint_blocks(self) -> None:
+        """As `transformers` does it; what is dropped is dropped again."""
+        how = {"use_reentrant": False, "preserve_rng_state": self.config.dropout > 0 or self.drops}
+        try:
+            self.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
+        except (ValueError, NotImplementedError) as error:
+            raise UserError(f"training.checkpoint_blocks: {reason_of(error)}") from None
 
     def open_attention(self, share: float, key: Tensor) -> None:
         self.opening = None if share >= 1 else Opening(share, key)
