@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
-from typing import TYPE_CHECKING, ClassVar, cast
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from imdm.errors import UserError
 from imdm.kernels import is_plain
@@ -36,6 +37,7 @@ class DiT(Backbone):
         )
         self.norm = Norm(D, bias=not C)
         self.modulation = ZeroLinear(C, 2 * D) if C else None
+        self._checkpoints = False
         self._compiled: frozenset[bool] = frozenset()  # whether while it trains, whether while it does not
 
     @classmethod
@@ -82,6 +84,10 @@ class DiT(Backbone):
         if self.training in self._compiled:
             through, out = _compiled()
             self._mark_changing(x, rows, queries)
+        if self._checkpoints and self.training and torch.is_grad_enabled():
+            # nothing ambient is drawn in a block, and a recording may not ask for the generator's state
+            how: Any = {"use_reentrant": False, "preserve_rng_state": False}
+            through, out = partial(checkpoint, through, **how), partial(checkpoint, out, **how)
         *first, last = cast("list[Block]", list(self.blocks))
         dropped = self._dropout_keys(keys, many, x.device)
         for number, block in enumerate(first):
@@ -108,6 +114,9 @@ class DiT(Backbone):
 
     def beside(self, length: int, device: torch.device) -> Rope:
         return rotary(length, self.config.width // self.config.heads, device)
+
+    def checkpoint_blocks(self) -> None:
+        self._checkpoints = True
 
     def compile_trunk(self, *, training: bool) -> None:
         self._compiled |= {training}
