@@ -311,5 +311,14 @@ def test_the_command_for_both_ways(tmp_path: Path) -> None:
     assert model.config.ending is not None
     command("adopt", str(source), "--causal", "--length", "24", "--out", tmp_path / "two")
     assert load_model(tmp_path / "two").config.causal
+    told = refused(command("generate", tmp_path / "one", "--precision", "bf16"))
+    assert "--precision = bf16 needs a GPU" in told
+    half = load_model(tmp_path / "one", precision="bf16")
+    assert {weight.dtype for weight in half.parameters()} == {torch.bfloat16}
+    assert half.backbone.get_network().model.rotary_emb.inv_freq.dtype == torch.float32
+    assert half.generate(num=2, steps=2).tokens.shape == (2, 24)
+    assert imdm.load(tmp_path / "one", precision="bf16").model.dtype == torch.bfloat16
+    with pytest.raises(UserError, match="float32 or bf16"):
+        load_model(tmp_path / "one", precision="int4")
     told = refused(command("adopt", str(source), "--adapt", "--causal", "--out", tmp_path / "three"))
     assert "give one of them" in told
