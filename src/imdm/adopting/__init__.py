@@ -128,7 +128,10 @@ def _adopted(source: str | Path, averaged: bool, told: dict[str, Any], how: fami
     tokenizer = folder if has_tokenizer(folder) else None
     weights = read_folder(place, averaged=averaged) if place.is_dir() else read_weights(place, averaged=averaged)
     if not dit.is_published(weights.tensors):
-        family = families.family_of(raw, where)
+        if families.is_diffugpt(weights.tensors):
+            family: families.Family | None = families.diffugpt(weights.tensors, raw, told.pop("heads", None), where)
+        else:
+            family = families.family_of(raw, where)
         if family is None:
             first = next(iter(weights.tensors), "")
             raise UserError(

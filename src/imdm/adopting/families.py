@@ -2,6 +2,7 @@
 
 LLaDA                          Llama, its layers renamed
 Dream                          Qwen2; each position predicted by the row before it
+DiffuGPT                       GPT-2, its parts renamed; shifted too
 A2D (`a2d-llama`, …)           the model after `a2d-`
 BERT, RoBERTa, ModernBERT, …   themselves, with the head for masked tokens
 Llama, Qwen, Gemma, GPT-2, …   themselves, attention opened: a causal model to be adapted, or one that was
@@ -25,6 +26,8 @@ from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM, with_mask
 from imdm.models.backbones.hf import attention_of, class_of, facts, is_masked, parse_config, plain_config
 from imdm.models.denoiser import around
 
+DIFFUGPT = "denoise_model."
+DIFFUGPT_MASKS = {50_257: 10_541, 50_258: 50_257}  # by how many ids it embeds
 BERT = 30_522, 103  # ids of its vocabulary, the mask's among them
 LLADA_LAYERS = {
     "attn_norm": "input_layernorm",
@@ -75,6 +78,37 @@ def family_of(raw: Mapping[str, Any], where: str) -> Family | None:
     return Family(kind, fields, False if encoder or stock != kind else None, mask)
 
 
+def is_diffugpt(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether these are laid out as DiffuGPT's: a GPT-2 under `denoise_model`, its embedding beside it."""
+    return any(name.startswith(f"{DIFFUGPT}h.") for name in tensors)
+
+
+def diffugpt(tensors: Mapping[str, Tensor], raw: Mapping[str, Any], heads: int | None, where: str) -> Family:
+    """DiffuGPT's family, read off its tensors: what lies beside them is the base model's configuration, if any. Its
+    mask is an ordinary word in the small model and a row of its own in the medium one."""
+    bare = _renamed_diffugpt(tensors)
+    try:
+        rows, width = bare["transformer.wte.weight"].shape
+        positions = len(bare["transformer.wpe.weight"])
+    except (KeyError, ValueError):
+        raise UserError(f"{where}: a DiffuGPT lacks its embedding of tokens or of positions") from None
+    layers = {int(found[1]) for name in bare if (found := re.match(r"transformer\.h\.(\d+)\.", name))}
+    head, given = bare.get("lm_head.weight"), raw.get("n_head") if raw.get("model_type") == "gpt2" else None
+    tied = head is None or (head.shape == (rows, width) and torch.equal(head, bare["transformer.wte.weight"]))
+    fields = {"model_type": "gpt2", "vocab_size": rows, "n_embd": width, "n_layer": len(layers)}
+    fields |= {"n_head": heads or given or max(1, width // 64), "n_positions": positions, "tie_word_embeddings": tied}
+    return Family("diffugpt", fields, True, raw.get("mask_token_id", DIFFUGPT_MASKS.get(rows)))
+
+
+def _renamed_diffugpt(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Under GPT-2's names. Embedding and head may be one, and there once."""
+    trunk = {n: t for n, t in tensors.items() if n.startswith(DIFFUGPT)}
+    found = {f"transformer.{name.removeprefix(DIFFUGPT)}": tensor for name, tensor in trunk.items()}
+    found |= {n: t for n, t in tensors.items() if n not in trunk and n != "embed_tokens.weight"}
+    embedding = tensors.get("embed_tokens.weight", tensors.get("lm_head.weight"))
+    return found if embedding is None else found | {"transformer.wte.weight": embedding}
+
+
 def _llada(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     """LLaDA's configuration as a Llama's."""
     strange = [name for name, value in LLADA_SWITCHES.items() if raw.get(name, value) != value]
@@ -96,7 +130,9 @@ def _llada(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _renamed(tensors: Mapping[str, Tensor], family: Family) -> dict[str, Tensor]:
-    """LLaDA's tensors under Llama's names, all others as they are."""
+    """LLaDA's tensors under Llama's names, DiffuGPT's under GPT-2's, all others as they are."""
+    if family.name == "diffugpt":
+        return _renamed_diffugpt(tensors)
     if family.name != "llada":
         return dict(tensors)
 
