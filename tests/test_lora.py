@@ -161,6 +161,15 @@ def test_the_teacher_of_a_round_is_the_student_as_it_was(promote: str, tmp_path:
     assert fingerprint(run.companion.model) == fingerprint(wanted)
 
 
+def test_muon_moves_adapters_too(tmp_path: Path) -> None:
+    run = trainer("nelbo", tmp_path / "run", steps=3, optimizer="muon", decay=2)
+    before = {n: w.detach().clone() for n, w in run.bare.named_parameters()}
+    run.train()
+    for name, weight in run.bare.named_parameters():
+        assert weight.requires_grad or torch.equal(weight, before[name])
+    assert any("lora_A" in name and not torch.equal(w, before[name]) for name, w in run.bare.named_parameters())
+
+
 def test_the_loss_goes_down_and_the_average_is_what_is_handed_over(tmp_path: Path) -> None:
     run = trainer("nelbo", tmp_path / "run", steps=120, ema=0.9, batch=32, lora={"rank": 4}, checkpoint_every=99)
     folder = run.train()

@@ -18,6 +18,8 @@ class TrainConfig(Config):
 
     batch        sequences a step over all processes; micro_batch: at most so many at once on one (None: all)
     lr, warmup   constant rate after a linear warm-up
+    decay        so many steps at the end lower the rate to zero, linearly; such a run cannot be made longer later
+    optimizer    adamw; muon: the momentum of the blocks' matrices made orthogonal, AdamW for all else, at the same rate
     ema          decay of the averaged weights, which are what a finished run hands over
     dropout      another rate than the model's own
     opening      of a causal backbone that becomes a diffusion model: over the first so many steps its attention opens
@@ -38,6 +40,8 @@ class TrainConfig(Config):
     micro_batch: int | None = Field(None, ge=1)
     lr: float = Field(3e-4, gt=0)
     warmup: int = Field(2500, ge=0)
+    decay: int = Field(0, ge=0)
+    optimizer: Literal["adamw", "muon"] = "adamw"
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.0, ge=0)
@@ -59,6 +63,11 @@ class TrainConfig(Config):
     def changed(self, where: str, settings: dict[str, Any]) -> TrainConfig:
         """The same with some settings of its own, which are checked like these."""
         return TrainConfig.parse(self.model_dump() | settings, where)
+
+    def pace(self, step: int) -> float:
+        """What the rate is multiplied by at this step: less than one in the last `decay` of them."""
+        left = max(0, self.steps - step)
+        return min(1.0, left / (self.decay + 1)) if self.decay else 1.0
 
     def accumulation(self, world: int) -> int:
         """Micro-batches a step on each of `world` processes."""

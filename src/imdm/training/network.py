@@ -1,4 +1,4 @@
-"""A network in training: its weights, AdamW, rate and average, and its part of a checkpoint."""
+"""A network in training: its weights, optimiser, rate and average, and its part of a checkpoint."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from imdm.training.checkpoint import NetworkState
 from imdm.training.config import TrainConfig
 from imdm.training.ema import EMA
 from imdm.training.lora import has_adapters
+from imdm.training.optimizers import make_optimizer
 
 WHOLE = StateDictOptions(full_state_dict=True)  # every process sees all of it
 SOME = StateDictOptions(full_state_dict=True, strict=False)  # a weight that never had a gradient has no moments
@@ -46,16 +47,7 @@ class Network:
         """recorded: whether `step` is to be recorded and replayed."""
         self.name, self.config, self.accelerator = name, config, accelerator
         self.lr = torch.zeros((), device=accelerator.device) if recorded else None
-        optimizer = torch.optim.AdamW(
-            [weight for weight in module.parameters() if weight.requires_grad],
-            lr=config.lr,
-            betas=config.betas,
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            fused=True,
-            capturable=recorded,
-        )
-        self.model, self.optimizer = accelerator.prepare(module, optimizer)
+        self.model, self.optimizer = accelerator.prepare(module, make_optimizer(module, config, recorded))
         self.bare: Any = accelerator.unwrap_model(self.model)
         self.ema = EMA(self.bare, config.ema)
         self.weights = [weight for weight in self.bare.parameters() if weight.requires_grad]
@@ -65,11 +57,11 @@ class Network:
             self.bare.compile_trunk(training=True)
 
     def rate(self) -> float:
-        """That of the next update: constant after a linear warm-up, times `pace`."""
+        """That of the next update: constant after a linear warm-up, times `pace`, which the trainer sets."""
         return self.pace * self.config.lr * min(1.0, (self.ema.updates + 1) / max(1, self.config.warmup))
 
     def update(self) -> None:
-        """One step of AdamW with the gradients that are there, then the average."""
+        """One step of the optimiser with the gradients that are there, then the average."""
         self.set_rate()
         self.step()
         self.ema.update(self.bare)
@@ -83,7 +75,7 @@ class Network:
             group["lr"] = rate if self.lr is None else self.lr
 
     def step(self) -> None:
-        """One step of AdamW with the gradients that are there."""
+        """One step of the optimiser with the gradients that are there."""
         self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

@@ -1,4 +1,4 @@
-"""One loop for pretraining and every distillation: rows → objective → AdamW → averages, on Accelerate."""
+"""One loop for pretraining and every distillation: rows → objective → optimiser → averages, on Accelerate."""
 
 from __future__ import annotations
 
@@ -98,6 +98,8 @@ class Trainer:
         configs = {name: config.changed(f"networks.{name}", one.settings()) for name, one in others.items()}
         loop = {"steps", "checkpoint_every", "keep_checkpoints", "log_every", "tensorboard", "weights", "graphs"}
         loop |= {"checkpoint_blocks"}
+        if config.decay:
+            loop.remove("steps")  # when the rate begins to fall depends on them
         settings = {name: value for name, value in config.hashed().items() if name not in loop | {"micro_batch"}}
         looks = [watch_every] if objective.heeds_looks else []
         self.run = digest(
@@ -198,7 +200,9 @@ class Trainer:
                 self.optimizer.state.clear()
             if self.recorder is not None and (renewed or self.recorder.under != self._fixed()):
                 self.recorder.forget(self._fixed(), self._held())
-            self.networks[STUDENT].pace = self.objective.pace(self.companion)
+            for name, network in self.networks.items():
+                own = self.objective.pace(self.companion) if name == STUDENT else 1.0
+                network.pace = own * self.config.pace(self.step)
             self._open()
             losses: dict[str, Tensor] = {}
             for number, names in enumerate(self._updates(self.step)):
@@ -272,7 +276,7 @@ class Trainer:
         return still(network for name, network in self.networks.items() if name not in names)
 
     def _replayed(self, recorder: Recorder, number: int, names: tuple[str, ...]) -> Tensor:
-        """One update, recorded when it can be: gradients and AdamW. Averages, whose decay changes, come after it."""
+        """One update, recorded when it can be: gradients and optimiser. Averages, whose decay changes, come after."""
         batch, step = self.batch(0, number, names)
         index = torch.full((), self.step, device=self.accelerator.device)
         moved = [self.networks[name] for name in names]

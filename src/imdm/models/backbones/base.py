@@ -129,6 +129,13 @@ class Backbone(nn.Module):
         """The same function with fewer weights than these, which are the model's; None: there is nothing to fold."""
         return None
 
+    def matrices(self) -> dict[Tensor, int]:
+        """The weights that are matrices of its blocks, and how many matrices lie in each, one above the other: what
+        Muon is for. Not those that give or take tokens."""
+        output = self.get_network().get_output_embeddings() if self.whole else None
+        linear = (module for module in self.modules() if isinstance(module, nn.Linear))
+        return {module.weight: 1 for module in linear if module is not output}
+
     @property
     def weights(self) -> int | None:
         """How many weights each position passes through, if evaluations may be recorded as CUDA graphs (nothing in them

@@ -112,6 +112,15 @@ class DiT(Backbone):
         for tensor, axis in changing:
             torch._dynamo.maybe_mark_dynamic(tensor, axis)
 
+    def matrices(self) -> dict[Tensor, int]:
+        """Of attention (queries, keys and values lie in one weight) and MLP; not those of adaLN, which act as vectors
+        where no time is seen."""
+        found: dict[Tensor, int] = {}
+        for block in cast("list[Block]", list(self.blocks)):
+            found |= {block.attention.qkv.weight: 3, block.attention.out.weight: 1}
+            found |= {block.mlp.up.weight: 1, block.mlp.down.weight: 1}
+        return found
+
     def beside(self, length: int, device: torch.device) -> Rope:
         return rotary(length, self.config.width // self.config.heads, device)
 

@@ -1,0 +1,105 @@
+"""What moves the weights: AdamW, or Muon for the matrices of the blocks and AdamW for all else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from imdm.errors import UserError
+from imdm.models import MaskedDiffusionLM
+from imdm.training.config import TrainConfig
+
+MOMENTUM = 0.95
+ROUNDS = 5
+QUINTIC = (3.4445, -4.7750, 2.0315)
+"""x ← a x + b x³ + c x⁵ brings each singular value near 1 in few rounds, and keeps it between about 0.7 and 1.2."""
+LIKE_ADAMW = 0.2
+"""The root mean square of an update of AdamW, about: so Muon takes the same rate."""
+
+
+def make_optimizer(module: nn.Module, config: TrainConfig, recorded: bool) -> torch.optim.AdamW:
+    """The optimiser that `config` asks for. recorded: its step is to be recorded as a CUDA graph."""
+    settings: dict[str, Any] = {
+        "lr": config.lr,
+        "betas": config.betas,
+        "eps": config.eps,
+        "weight_decay": config.weight_decay,
+        "fused": True,
+        "capturable": recorded,
+    }
+    trained = [weight for weight in module.parameters() if weight.requires_grad]
+    if config.optimizer == "adamw":
+        return torch.optim.AdamW(trained, **settings)
+    if not isinstance(module, MaskedDiffusionLM) or not (parts := module.backbone.matrices()):
+        raise UserError("training.optimizer = 'muon': this network has no matrices of blocks; use adamw")
+    groups: dict[int, list[Tensor]] = {}
+    for weight in trained:
+        groups.setdefault(parts.get(weight, 0), []).append(weight)
+    return Muon([{"params": weights, "matrices": count} for count, weights in groups.items()], **settings)
+
+
+class Muon(torch.optim.AdamW):
+    """Momentum, made orthogonal by the Newton–Schulz iteration, for the groups that say how many matrices lie in each
+    of their weights, one above the other (`matrices`); AdamW for the others. An update is scaled to the size that
+    AdamW's would have, 0.2·√max(rows, columns), so that one rate serves both. Matrices of one shape are computed
+    together."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        matrices = [(weight, group) for group in self.param_groups if group["matrices"] for weight in group["params"]]
+        moving = [(weight, group) for weight, group in matrices if weight.grad is not None]
+        moving.sort(key=lambda one: _shape(*one))
+        for _, same in groupby(moving, key=lambda one: _shape(*one)):
+            self._move(list(same))
+        held = [(weight, weight.grad) for weight, _ in moving]
+        for weight, _ in held:
+            weight.grad = None  # AdamW passes by what has none
+        try:
+            return super().step(closure)
+        finally:
+            for weight, gradient in held:
+                weight.grad = gradient
+
+    def _move(self, same: Sequence[tuple[Tensor, dict[str, Any]]]) -> None:
+        """Weights of one shape, all at once."""
+        updates = []
+        for weight, group in same:
+            if isinstance(weight, DTensor):
+                raise UserError("training.optimizer = 'muon' needs whole matrices, not sharded ones; use adamw")
+            assert weight.grad is not None
+            state = self.state[weight]
+            if "momentum" not in state:
+                state["step"] = torch.zeros((), device=weight.device)  # AdamW expects one
+                state["momentum"] = torch.zeros_like(weight)
+            state["step"] += 1
+            state["momentum"].lerp_(weight.grad, 1 - MOMENTUM)
+            ahead = weight.grad.lerp(state["momentum"], MOMENTUM)
+            updates.append(ahead.unflatten(0, (group["matrices"], -1)))
+        found = orthogonal(torch.stack(updates))
+        scale = LIKE_ADAMW * max(found.shape[-2:]) ** 0.5
+        for (weight, group), update in zip(same, found.flatten(1, 2).to(same[0][0].dtype), strict=True):
+            rate = group["lr"]
+            weight.mul_(1 - rate * group["weight_decay"])
+            weight.sub_(rate * scale * update)
+
+
+def _shape(weight: Tensor, group: dict[str, Any]) -> tuple[int, ...]:
+    return (group["matrices"], *weight.shape)
+
+
+def orthogonal(matrices: Tensor) -> Tensor:
+    """About U Vᵀ of each matrix U S Vᵀ of (..., rows, columns); bf16 on a GPU, where it is fast and exact enough."""
+    wide = matrices.shape[-2] <= matrices.shape[-1]
+    x = matrices if wide else matrices.mT
+    x = x.bfloat16() if x.is_cuda else x
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    a, b, c = QUINTIC
+    for _ in range(ROUNDS):
+        square = x @ x.mT
+        x = a * x + (b * square + c * square @ square) @ x
+    return x if wide else x.mT
