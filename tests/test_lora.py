@@ -21,6 +21,7 @@ from imdm.training.history import read_history
 from imdm.training.lora import Lora, add_adapters, merged, targets_in
 from tests.conftest import tiny_model
 from tests.test_cli import imdm as command
+from tests.test_cli import refused
 from tests.test_hf import FAMILIES, MASK, SIZES, TOKENS, made
 
 pytest.importorskip("peft")
@@ -217,6 +218,12 @@ def test_what_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(UserError, match=r"training.lora needs the extra: pip install 'imdm\[lora\]'"):
         start(started())
+
+
+def test_a_recipe_says_so_before_any_work(tmp_path: Path) -> None:
+    done = command("train", "synthetic", "stages.teacher.training.lora.rank=2", "--out", tmp_path / "run")
+    assert "backbone 'dit' is small and trained whole" in refused(done)
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_command_takes_it(tmp_path: Path) -> None:

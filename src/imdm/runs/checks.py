@@ -18,6 +18,7 @@ from imdm.recipes import AdoptStage, CoupleStage, EvaluateStage, TrainStage
 from imdm.room import check_room
 from imdm.runs.inputs import Inputs
 from imdm.shipped import find
+from imdm.training.lora import check_backbone
 
 TOGETHER = {
     "a vocabulary of": "vocab_size",
@@ -83,6 +84,8 @@ def _check_training(inputs: Inputs, name: str, stage: TrainStage) -> None:
             f"stage {name!r}: objective {stage.objective.kind!r} trains on a coupling; "
             "set 'data' to a couple stage or to a folder of pairs"
         )
+    if stage.training.lora is not None:
+        check_backbone(inputs.origin(name).backbone["kind"])
     stage.objective.check(inputs.noisy(name))
     _check_teacher(inputs, name, stage)
     _check_couple(inputs, name, stage)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from imdm.config import Config
 from imdm.errors import UserError
 from imdm.models import MaskedDiffusionLM
+from imdm.models.backbones import backbones
 from imdm.models.backbones.hf import layers_of
 from imdm.randomness import Purpose, as_key, fold, seeded
 
@@ -65,11 +66,7 @@ class MaskRow(nn.Module):
 def add_adapters(model: MaskedDiffusionLM, lora: Lora, seed: int) -> None:
     """From here on the model trains through adapters, whose first weights follow from `seed`."""
     peft = _peft()
-    if not model.backbone.whole:
-        raise UserError(
-            f"training.lora: backbone {model.backbone.settings.kind!r} is small and trained whole; LoRA is for models "
-            "of transformers (backbone 'hf')"
-        )
+    check_backbone(model.backbone.settings.kind)
     lm = model.backbone.get_network()
     names = targets_in(lm, lora.targets)
     lm.requires_grad_(False)
@@ -136,6 +133,15 @@ def check_lora(lora: Lora | None, precision: str) -> None:
     _peft()
     if lora.base == "bf16" and precision != "bf16":
         raise UserError("training.lora.base = bf16: products are then of bf16 too; set training.precision = bf16")
+
+
+def check_backbone(kind: str) -> None:
+    """Refuse a model that is not one of `transformers`."""
+    if not backbones[kind].whole:
+        raise UserError(
+            f"training.lora: backbone {kind!r} is small and trained whole; LoRA is for models of transformers "
+            "(backbone 'hf')"
+        )
 
 
 def _peft() -> Any:
