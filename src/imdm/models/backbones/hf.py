@@ -133,26 +133,18 @@ class HF(Backbone):
 
     def _hidden(self, **given: Tensor) -> Tensor:
         self._compile_layers()
-        if self.opens:
-            length = next(iter(given.values())).shape[1]
-            if self.training and self.opening is not None:
-                given["attention_mask"] = self._as_mask(self.opening.visible(length, self._like.device))
-            elif self._windowed(length):
-                everything = torch.ones(length, length, dtype=torch.bool, device=self._like.device)
-                given["attention_mask"] = self._as_mask(everything)
-        if is_masked(self.lm.config):
-            return self.lm.base_model(**given)[0]
-        return self.lm.base_model(**given, use_cache=False).last_hidden_state
+        if self.opens or self.config.causal:
+            length, like = next(iter(given.values())).shape[1], self.lm.get_input_embeddings().weight
+            if self.opens:
+                given |= {"attention_mask": self._open(length, cast("Tensor", like))} if self._windowed(length) else {}
+                given |= self._opening(length, cast("Tensor", like))
+            return self.lm.base_model(**given, use_cache=False).last_hidden_state
+        return self.lm.base_model(**given)[0]
 
     def onward(self, x: Tensor, past: Any = None) -> tuple[Tensor, Any]:
         """What it has read is kept by the model's own cache."""
         found = self.lm.base_model(inputs_embeds=x, past_key_values=past, use_cache=True)
         return found.last_hidden_state, found.past_key_values
-
-    @property
-    def _like(self) -> Tensor:
-        """What tensors are made like."""
-        return cast("Tensor", self.lm.get_input_embeddings().weight)
 
     def _windowed(self, length: int) -> bool:
         """Whether some layers would not see all of so many positions."""
@@ -161,12 +153,19 @@ class HF(Backbone):
         other = set(getattr(self.lm.config, "layer_types", None) or ()) - known
         return bool(other) or (window is not None and length > window // 2)
 
-    def _as_mask(self, visible: Tensor) -> Tensor:
-        """Which position sees which, (T, T), as its attention reads it: (1, 1, T, T)."""
-        if self.lm.config._attn_implementation == "eager":  # added to the scores
-            like = self._like
-            visible = like.new_zeros(visible.shape).masked_fill(~visible, torch.finfo(like.dtype).min)
-        return visible[None, None]
+    def _open(self, length: int, like: Tensor) -> Tensor:
+        """A mask that hides nothing: (1, 1, T, T)."""
+        added = self.lm.config._attn_implementation == "eager"  # to the scores
+        shape = (1, 1, length, length)
+        return like.new_zeros(shape) if added else torch.ones(shape, dtype=torch.bool, device=like.device)
+
+    def _opening(self, length: int, like: Tensor) -> dict[str, Tensor]:
+        """The mask of a step in which attention is not quite open yet; else nothing."""
+        if not self.training or self.opening is None:
+            return {}
+        mask, visible = self._open(length, like), self.opening.visible(length, like.device)
+        hides = mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, torch.finfo(mask.dtype).min)
+        return {"attention_mask": hides}
 
     def checkpoint_blocks(self) -> None:
         """As `transformers` does it; what is dropped is dropped again."""
