@@ -12,6 +12,7 @@ A causal model is run with its attention open to both sides, sliding windows too
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from imdm.errors import UserError, reason_of, shown, unknown
-from imdm.models.backbones.base import Backbone, BackboneSettings, backbones
+from imdm.models.backbones.base import Asked, Backbone, BackboneSettings, Looked, backbones
 from imdm.randomness import Purpose, fold, seeded
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class HF(Backbone):
         super().__init__(config, settings)
         asked = cast("HFSettings", settings)
         self.shift, self.linear = asked.shift, facts(asked.config).linear
-        self.set_network(built(asked.config))
+        self.set_network(built(asked.config, eager=config._attn_implementation == "eager"))
 
     def get_network(self) -> PreTrainedModel:
         return self.lm
@@ -129,6 +130,42 @@ class HF(Backbone):
             given |= {"attention_mask": self._open(length, cast("Tensor", like))} if self._windowed(length) else {}
             return self.lm.base_model(**given, use_cache=False).last_hidden_state
         return self.lm.base_model(**given)[0]
+
+    def look(self, x: Tensor, asked: Asked) -> Looked:
+        """By `transformers`' own arguments. Positions leave padding out; attentions need `eager` attention."""
+        if asked.nothing and asked.kinds is None:
+            return Looked(self(x))
+        if asked.attentions and self.lm.config._attn_implementation != "eager":
+            raise UserError("output_attentions: the fused attention keeps none; use set_attn_implementation('eager')")
+        given: dict[str, Any] = {"inputs_embeds": x} | ({"use_cache": False} if self.opens else {})
+        if asked.seen is not None or (self.opens and self._windowed(x.shape[1])):
+            given["attention_mask"] = self._seen(x, asked.seen)
+        takes = inspect.signature(self.lm.base_model.forward).parameters
+        if (places := asked.places()) is not None:
+            if "position_ids" not in takes:
+                raise UserError(f"{self.lm.config.model_type!r} models cannot be told where a token stands")
+            given["position_ids"] = places + _first_position(self.lm)
+        if asked.kinds is not None and "token_type_ids" in takes:
+            given["token_type_ids"] = asked.kinds
+        found = self.lm.base_model(**given, output_hidden_states=asked.states, output_attentions=asked.attentions)
+        hidden = found.last_hidden_state
+        if self.shift:
+            before = torch.cat((hidden[:, :1], hidden[:, :-1]), 1)
+            seen = None if asked.seen is None else nn.functional.pad(asked.seen[:, :-1], (1, 0), value=True)
+            hidden = before if seen is None else torch.where(seen[..., None], before, hidden)  # the first has none
+        return Looked(hidden, found.hidden_states, found.attentions)
+
+    def _seen(self, x: Tensor, seen: Tensor | None) -> Tensor:
+        """Which positions are read, as the model wants to be told: (B, T), or what its layers add or heed where a
+        window is to be opened."""
+        if seen is not None and not (self.opens and self._windowed(x.shape[1])):
+            return seen.long()
+        mask = self._open(x.shape[1], x)
+        if seen is None:
+            return mask
+        if mask.dtype == torch.bool:
+            return mask & seen[:, None, None]
+        return mask.masked_fill(~seen[:, None, None], torch.finfo(mask.dtype).min)
 
     def _windowed(self, length: int) -> bool:
         """Whether some layers would not see all of so many positions."""
@@ -289,12 +326,12 @@ def attention_of(config: PreTrainedConfig) -> dict[str, str]:
     return {} if getattr(config, "attn_logit_softcapping", None) is None else {"attn_implementation": "eager"}
 
 
-def built(fields: dict[str, Any]) -> PreTrainedModel:
-    """The model with random weights."""
+def built(fields: dict[str, Any], eager: bool = False) -> PreTrainedModel:
+    """The model with random weights; eager: with an attention that can be looked at."""
     config = parse_config(fields)
     kind = class_of(config)
     try:
-        return kind._from_config(config, **attention_of(config))
+        return kind._from_config(config, **({"attn_implementation": "eager"} if eager else attention_of(config)))
     except (TypeError, ValueError, AttributeError, RuntimeError, KeyError) as error:
         raise UserError(f"backbone.config: no model can be built from it: {reason_of(error)}") from None
 
@@ -338,9 +375,14 @@ def _facts(text: str) -> Facts:
 def _positions(lm: PreTrainedModel) -> int | None:
     """RoBERTa and its relatives begin to count after their padding's id."""
     most = getattr(lm.config, "max_position_embeddings", None)
+    return most if not isinstance(most, int) or most <= 0 else most - _first_position(lm)
+
+
+def _first_position(lm: PreTrainedModel) -> int:
+    """The row of a learnt table that the first position reads."""
     learnt = [m for n, m in lm.named_modules() if n.endswith("position_embeddings") and isinstance(m, nn.Embedding)]
     skipped = learnt[0].padding_idx if learnt else None
-    return most if not isinstance(most, int) or most <= 0 or skipped is None else most - skipped - 1
+    return 0 if skipped is None else skipped + 1
 
 
 def _is_linear(lm: PreTrainedModel, output: nn.Module) -> bool:
