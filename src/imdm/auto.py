@@ -61,7 +61,7 @@ class _Watch(MetaPathFinder):
             return None
         spec = PathFinder.find_spec(name, path)
         if spec is not None and spec.loader is not None:
-            spec.loader.exec_module = _then(spec.loader, _registered)  # type: ignore[method-assign]
+            spec.loader.exec_module = _then(spec.loader, _registered)  # type: ignore[method-assign, assignment]
         return spec
 
 

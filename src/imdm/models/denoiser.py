@@ -330,8 +330,8 @@ class MaskedDiffusionLM(PreTrainedModel):
             token_type_ids,
             inputs_embeds,
             noise,
-            states=config.output_hidden_states if output_hidden_states is None else output_hidden_states,
-            attentions=config.output_attentions if output_attentions is None else output_attentions,
+            states=bool(config.output_hidden_states if output_hidden_states is None else output_hidden_states),
+            attentions=bool(config.output_attentions if output_attentions is None else output_attentions),
         )
         return found if (config.return_dict if return_dict is None else return_dict) else found.to_tuple()
 

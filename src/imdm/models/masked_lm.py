@@ -58,7 +58,8 @@ def masked_lm(
     hidden = found.states
     if hidden is not None and model.mixture is not None:
         hidden = tuple(each[:, : shape[1]] for each in hidden)
-    return MaskedLMOutput(loss=loss, logits=logits, hidden_states=hidden, attentions=found.attentions)
+    output: Any = MaskedLMOutput  # which knows tensors by the type of their numbers
+    return output(loss=loss, logits=logits, hidden_states=hidden, attentions=found.attentions)
 
 
 def masked_loss(logits: Tensor, labels: Tensor, causal: bool = False) -> Tensor:
@@ -86,22 +87,19 @@ def noised(model: MaskedDiffusionLM, tokens: Tensor, noise: Tensor | int | None)
     seed = int(torch.randint(1 << 62, ())) if noise is None or isinstance(noise, Tensor) else noise
     check_seed(seed)
     keys = model.sample_keys(len(tokens), seed).to(tokens.device)
-    drawn = noise if isinstance(noise, Tensor) else process.mask.draw(keys, torch.zeros_like(tokens), masked)
-    if isinstance(noise, Tensor) and process.mask.noisy:
-        wanted = process.mask.draw(keys[:1], torch.zeros_like(tokens[:1]), masked[:1])
-        assert wanted is not None
-        if noise.shape != (*tokens.shape, *wanted.shape[2:]) or noise.is_floating_point() != wanted.is_floating_point():
-            like = tuple((*tokens.shape, *wanted.shape[2:]))
-            raise UserError(f"noise: mask {process.mask.name} takes {like}, got {tuple(noise.shape)} of {noise.dtype}")
+    drawn = process.mask.draw(keys, torch.zeros_like(tokens), masked)
+    if isinstance(noise, Tensor) and drawn is not None:
+        if noise.shape != drawn.shape or noise.is_floating_point() != drawn.is_floating_point():
+            kind = f"{tuple(drawn.shape)} of {drawn.dtype}"
+            raise UserError(f"noise: mask {process.mask.name} takes {kind}, got {tuple(noise.shape)} of {noise.dtype}")
+        drawn = noise
     return Noised(tokens, masked, drawn, time, process.latents(keys))
 
 
 def _given(model: MaskedDiffusionLM, x: Tensor, noise: Any) -> Tensor:
     """Embeddings that are there already, masks and their noise included; a mixture's latent is drawn."""
     if noise is not None:
-        raise UserError(
-            "noise: inputs_embeds are embeddings already; add the noise of masks to them, or give input_ids"
-        )
+        raise UserError("noise: inputs_embeds have that of their masks in them, or none; leave it out")
     if x.ndim != 3 or x.shape[-1] != model.config.width or x.shape[1] > model.config.length:
         limits = f"(sequences, up to {model.config.length}, {model.config.width})"
         raise UserError(f"inputs_embeds: expected {limits}, got {tuple(x.shape)}")
