@@ -401,8 +401,8 @@ def export(
     layout: Annotated[
         str,
         typer.Option(
-            help="imdm; mdlm: names and configuration of MDLM's own class, in float32, nothing folded; transformers: with "
-            "the code it needs, for AutoModelForMaskedLM where imdm is not installed."
+            help="imdm; mdlm: names and configuration of MDLM's own class, in float32, nothing folded; transformers: "
+            "with the code it needs, for AutoModelForMaskedLM where imdm is not installed."
         ),
     ] = "imdm",
 ) -> None:

@@ -47,7 +47,7 @@ def _calls(tokenizer: Any) -> str:
         return "\n".join(lines)
     begin = special_ids(tokenizer).begin
     lines = ["import torch", "from transformers import AutoModelForMaskedLM, AutoTokenizer", "", load]
-    lines += ['tokenizer = AutoTokenizer.from_pretrained("PATH OR HUB ID")']
+    lines += ['tokenizer = AutoTokenizer.from_pretrained("PATH OR HUB ID", trust_remote_code=True)']
     lines += ['prompt = tokenizer("It was", add_special_tokens=False)["input_ids"]']
     lines += [f"tokens = model.generate(torch.tensor([[{begin}, *prompt]]), num=4, steps=8)  # {begin} begins a text"]
     lines += ["print(tokenizer.batch_decode(tokens, skip_special_tokens=True))"]

@@ -47,9 +47,9 @@ class MaskedDiffusionConfig(PreTrainedConfig):
         self.mask_token_id = vocab_size - 1 if mask_token_id is None else mask_token_id
         self.width, self.blocks, self.heads, self.condition = width, blocks, heads, 0
         self.dropout, self.softcap = dropout, softcap
-        self.mask = {"kind": "single"} if mask is None else mask
+        self.mask: dict[str, Any] = {"kind": "single"} if mask is None else mask
         self.mixture = mixture
-        self.schedule = {"kind": "log-linear", "floor": 1e-3} if schedule is None else schedule
+        self.schedule: dict[str, Any] = {"kind": "log-linear", "floor": 1e-3} if schedule is None else schedule
         if backbone is not None:
             self.backbone = backbone
         self.tie_word_embeddings = tie_word_embeddings

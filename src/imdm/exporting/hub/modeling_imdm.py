@@ -140,10 +140,10 @@ class Rows(nn.Module):
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return _Output((self.rows,))
+        return _Output([self.rows])
 
 
-class _Output(tuple):  # type: ignore[type-arg]
+class _Output(tuple[Tensor]):
     """Hidden states, and None for all that a trunk may give beside them."""
 
     @property
@@ -159,7 +159,7 @@ def open_network(config: MaskedDiffusionConfig) -> PreTrainedModel:
     """The model of `transformers` in the transformer's place, each position seeing all."""
     network = config.network()
     masked = type(network) in MODEL_FOR_MASKED_LM_MAPPING
-    kind = (MODEL_FOR_MASKED_LM_MAPPING if masked else MODEL_FOR_CAUSAL_LM_MAPPING)[type(network)]
+    kind: Any = (MODEL_FOR_MASKED_LM_MAPPING if masked else MODEL_FOR_CAUSAL_LM_MAPPING)[type(network)]
     capped = getattr(network, "attn_logit_softcapping", None) is not None  # which the fused attention leaves out
     eager = {"attn_implementation": "eager"} if capped or config._attn_implementation == "eager" else {}
     lm = kind._from_config(network, **eager)
