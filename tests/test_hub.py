@@ -269,8 +269,8 @@ def alone(code: str, *arguments: object, **environment: str) -> Any:
 
 READ = """
 from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, AutoTokenizer
-found = {}
-for folder in sys.argv[1:]:
+found, (text, *folders) = {}, sys.argv[1:]
+for folder in folders:
     model, told = AutoModelForMaskedLM.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
     assert not told["missing_keys"] and not told["unexpected_keys"]
     assert AutoConfig.from_pretrained(folder, trust_remote_code=True).vocab_size == model.config.vocab_size
@@ -285,27 +285,18 @@ for folder in sys.argv[1:]:
     model.save_pretrained(folder + "-again")
     again = AutoModelForMaskedLM.from_pretrained(folder + "-again", trust_remote_code=True)
     assert torch.allclose(again(input_ids=ids, noise=noise).logits, logits)
+"""
+PUSH = """
+model = AutoModelForMaskedLM.from_pretrained(text, trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained(text, trust_remote_code=True)
+model.push_to_hub("me/model")
+tokenizer.push_to_hub("me/model")
+again = AutoModelForMaskedLM.from_pretrained("me/model", trust_remote_code=True)
+inputs = AutoTokenizer.from_pretrained("me/model", trust_remote_code=True)("the <mask> sat", return_tensors="pt")
+assert torch.allclose(again(**inputs).logits, model(**inputs).logits)
+found["text"] = tokenizer.batch_decode(again.generate(**inputs, steps=2), skip_special_tokens=True)
 print(json.dumps(found))
 """
-
-
-def test_it_runs_where_there_is_no_imdm(tmp_path: Path) -> None:
-    """By the Auto classes, in a process of its own: our transformer, and a Llama with infinite masks."""
-    models = {
-        "dit": tiny_model(mask="infinite-normal-8-2.0"),
-        "llama": made(FAMILIES["llama"], mask="infinite-uniform-4-1.0"),
-    }
-    for name, model in models.items():
-        model.save_pretrained(tmp_path / f"{name}-ours")
-        export_transformers(tmp_path / f"{name}-ours", tmp_path / name)
-    found = alone(READ, *(tmp_path / name for name in models))
-    for name, model in models.items():
-        hole, said = model.config.mask_token_id, found[str(tmp_path / name)]
-        noise = torch.linspace(-1, 1, 4 * model.config.mask["dim"]).view(1, 4, -1)
-        wanted = model(input_ids=torch.tensor([[0, hole, 2, hole]]), noise=noise).logits
-        torch.testing.assert_close(torch.tensor(said["logits"]).float(), wanted, atol=1e-5, rtol=1e-5)
-        assert said["tokens"][0][::2] == [0, 2]
-        assert hole not in said["tokens"][0]
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -383,28 +374,31 @@ def hub() -> Iterator[tuple[str, dict[str, bytes]]]:
         thread.join()
 
 
-PUSH = """
-from transformers import AutoModelForMaskedLM, AutoTokenizer
-folder = sys.argv[1]
-model = AutoModelForMaskedLM.from_pretrained(folder, trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
-model.push_to_hub("me/model")
-tokenizer.push_to_hub("me/model")
-again = AutoModelForMaskedLM.from_pretrained("me/model", trust_remote_code=True)
-inputs = AutoTokenizer.from_pretrained("me/model", trust_remote_code=True)("the <mask> sat", return_tensors="pt")
-assert torch.allclose(again(**inputs).logits, model(**inputs).logits)
-print(json.dumps(tokenizer.batch_decode(again.generate(**inputs, steps=2), skip_special_tokens=True)))
-"""
-
-
-def test_it_goes_to_a_hub_and_comes_back(tmp_path: Path) -> None:
+def test_it_runs_where_there_is_no_imdm_and_goes_to_a_hub(tmp_path: Path) -> None:
+    """By the Auto classes, in a process of its own: our transformer, and a Llama with infinite masks; then one with its
+    tokenizer to a stand-in for a hub, and back."""
     tokenizer = train_bpe(["the cat sat on the mat"] * 4, 300)
-    tiny_model(vocab_size=len(tokenizer), mask_token_id=3, length=16).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    folder = export_transformers(tmp_path / "model", tmp_path / "hub")
+    models = {
+        "text": tiny_model(vocab_size=len(tokenizer), mask_token_id=3, length=16),
+        "dit": tiny_model(mask="infinite-normal-8-2.0"),
+        "llama": made(FAMILIES["llama"], mask="infinite-uniform-4-1.0"),
+    }
+    for name, model in models.items():
+        model.save_pretrained(tmp_path / f"{name}-ours")
+        if name == "text":
+            tokenizer.save_pretrained(tmp_path / "text-ours")
+        export_transformers(tmp_path / f"{name}-ours", tmp_path / name)
     with hub() as (address, files):
-        found = alone(PUSH, folder, HF_ENDPOINT=address, HF_TOKEN="hf_none", HF_HOME=str(tmp_path / "home"))
+        where = {"HF_ENDPOINT": address, "HF_TOKEN": "hf_none", "HF_HOME": str(tmp_path / "home")}
+        found = alone(READ + PUSH, *(tmp_path / name for name in models), **where)
+    for name in ("dit", "llama"):
+        hole, said = models[name].config.mask_token_id, found[str(tmp_path / name)]
+        noise = torch.linspace(-1, 1, 4 * models[name].config.mask["dim"]).view(1, 4, -1)
+        wanted = models[name](input_ids=torch.tensor([[0, hole, 2, hole]]), noise=noise).logits
+        torch.testing.assert_close(torch.tensor(said["logits"]).float(), wanted, atol=1e-5, rtol=1e-5)
+        assert said["tokens"][0][::2] == [0, 2]
+        assert hole not in said["tokens"][0]
     assert {"config.json", "model.safetensors", "tokenizer.json", *HUB_FILES} <= set(files)
     assert files["modeling_imdm.py"] == (HUB / "modeling_imdm.py").read_bytes()
     assert json.loads(files["config.json"])["auto_map"]["AutoModelForMaskedLM"] == "modeling_imdm.MaskedDiffusionLM"
-    assert found[0].startswith("the")
+    assert found["text"][0].startswith("the")

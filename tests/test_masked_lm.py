@@ -150,16 +150,20 @@ def test_hidden_states_and_attentions(kind: str) -> None:
 
 def test_a_backbone_gives_its_own(tmp_path: Path) -> None:
     model = made(FAMILIES["llama"])
-    with pytest.raises(UserError, match="eager"):
-        model(input_ids=IDS, output_attentions=True)
+    shown = model(input_ids=IDS, output_attentions=True).attentions
+    assert model.backbone.get_network().config._attn_implementation == "sdpa"
     model.save_pretrained(tmp_path)
     eager = MaskedDiffusionLM.from_pretrained(tmp_path, attn_implementation="eager")
     found = eager(input_ids=IDS, output_attentions=True, output_hidden_states=True)
     assert (len(found.attentions), len(found.hidden_states)) == (2, 3)
     assert (found.attentions[0][..., 0, 5] > 0).all()  # the first sees the last
     assert same(found.logits, model(input_ids=IDS).logits)
+    assert torch.allclose(shown[0], found.attentions[0], atol=1e-6)
     model.set_attn_implementation("eager")
-    assert torch.equal(model(input_ids=IDS, output_attentions=True).attentions[0], found.attentions[0])
+    assert model.backbone.get_network().config._attn_implementation == "eager"
+    assert torch.allclose(model(input_ids=IDS, output_attentions=True).attentions[0], shown[0], atol=1e-6)
+    windowed = made(WINDOWED)(input_ids=IDS, output_attentions=True)
+    assert (windowed.attentions[0][..., 0, 5] > 0).all()
 
 
 def test_embeddings_in_the_place_of_ids() -> None:

@@ -3,7 +3,7 @@ distribution alone:
 
     pip download --no-binary :all: --no-deps transformers==5.22.2 -d /tmp
     pip install parameterized
-    TRANSFORMERS_SDIST=/tmp/transformers-5.22.2.tar.gz pytest tests/transformers_common.py
+    TRANSFORMERS_SDIST=/tmp/transformers-5.22.2.tar.gz pytest -o addopts="" tests/transformers_common.py
 
 docs/adopting.md says which fail, and why. Those of generation and of exporters are not in the distribution.
 """
@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import torch
 
 from imdm import MaskedDiffusionConfig, MaskedDiffusionLM
+from imdm.exporting.hub import configuration_imdm, modeling_imdm
 
 PACKAGE = "transformers_tests"
 LEFT_OUT = {"exporters/test_export.py": "ExportTesterMixin", "generation/test_utils.py": "GenerationTesterMixin"}
@@ -54,24 +55,50 @@ class Tester:
     hidden_size, num_hidden_layers, num_attention_heads = 16, 2, 2
     image_size = patch_size = 1  # `noise` is taken for that of a model of images; a single mask reads none
 
-    def get_config(self) -> MaskedDiffusionConfig:
-        sizes = {"vocab_size": self.vocab_size, "length": self.seq_length, "dropout": 0.0, "condition": 8}
-        sizes |= {"mask_token_id": 1}  # the tests take the last ids away
-        sizes |= {"width": self.hidden_size, "blocks": self.num_hidden_layers, "heads": self.num_attention_heads}
-        return MaskedDiffusionConfig(**sizes)
+    def __init__(self, kind: type, **changes: Any) -> None:
+        self.kind, self.changes = kind, changes
 
-    def prepare_config_and_inputs_for_common(self) -> tuple[MaskedDiffusionConfig, dict[str, Any]]:
+    def get_config(self) -> Any:
+        sizes = {"vocab_size": self.vocab_size, "length": self.seq_length, "dropout": 0.0}
+        sizes |= {"width": self.hidden_size, "blocks": self.num_hidden_layers, "heads": self.num_attention_heads}
+        return self.kind(**sizes | {"mask_token_id": 1} | self.changes)  # the tests take the last ids away
+
+    def prepare_config_and_inputs_for_common(self) -> tuple[Any, dict[str, Any]]:
         ids = ids_tensor([self.batch_size, self.seq_length], self.vocab_size - 1)
         return self.get_config(), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-class CommonTest(ModelTesterMixin, unittest.TestCase):
-    all_model_classes: ClassVar[tuple[type, ...]] = (MaskedDiffusionLM,)
+class Common(ModelTesterMixin):
     all_generative_model_classes: ClassVar[tuple[type, ...]] = ()
-
-    def setUp(self) -> None:
-        self.model_tester = Tester()
 
     def _prepare_for_class(self, inputs: dict[str, Any], model_class: type, return_labels: bool = False) -> Any:
         labels = {"labels": torch.zeros_like(inputs["input_ids"])} if return_labels else {}
         return dict(inputs) | labels
+
+
+class OursTest(Common, unittest.TestCase):
+    all_model_classes: ClassVar[tuple[type, ...]] = (MaskedDiffusionLM,)
+
+    def setUp(self) -> None:
+        self.model_tester = Tester(MaskedDiffusionConfig, condition=8)
+
+
+class LlamaTest(Common, unittest.TestCase):
+    """Ours, around a model of `transformers`."""
+
+    all_model_classes: ClassVar[tuple[type, ...]] = (MaskedDiffusionLM,)
+
+    def setUp(self) -> None:
+        sizes = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 16}
+        sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "pad_token_id": 0}
+        backbone = {"kind": "hf", "config": {"model_type": "llama"} | sizes}
+        self.model_tester = Tester(MaskedDiffusionConfig, backbone=backbone)
+
+
+class PlainTest(Common, unittest.TestCase):
+    """The class of a folder for plain `transformers`."""
+
+    all_model_classes: ClassVar[tuple[type, ...]] = (modeling_imdm.MaskedDiffusionLM,)
+
+    def setUp(self) -> None:
+        self.model_tester = Tester(configuration_imdm.MaskedDiffusionConfig)

@@ -284,7 +284,7 @@ class MaskedDiffusionLM(PreTrainedModel):
 
     def _noise(self, tokens: Tensor, noise: Tensor | int | None) -> Tensor | None:
         if isinstance(noise, Tensor):
-            return noise
+            return None if self.config.mask["kind"] == "single" else noise
         generator = None if noise is None else torch.Generator(tokens.device).manual_seed(noise)
         return self._drawn(tokens.shape, tokens.device, generator)
 
@@ -348,8 +348,9 @@ class MaskedDiffusionLM(PreTrainedModel):
     ) -> tuple[Tensor, Any, Any]:
         """The trunk of a model of `transformers`, sliding windows opened."""
         lm, T = self.lm, x.shape[1]
-        if weights and lm.config._attn_implementation != "eager":
-            raise ValueError("output_attentions: load the model with attn_implementation='eager'")
+        if weights and lm.config._attn_implementation != "eager":  # the fused attention keeps none
+            lm = copy.deepcopy(lm, {id(tensor): tensor for tensor in (*lm.parameters(), *lm.buffers())})
+            lm.set_attn_implementation("eager")
         given: dict[str, Any] = {"inputs_embeds": x}
         if seen is not None:
             given["attention_mask"] = seen.long()

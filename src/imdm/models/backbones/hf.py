@@ -132,14 +132,13 @@ class HF(Backbone):
         return self.lm.base_model(**given)[0]
 
     def look(self, x: Tensor, asked: Asked) -> Looked:
-        """By `transformers`' own arguments. Positions leave padding out; attentions need `eager` attention."""
+        """By `transformers`' own arguments. Positions leave padding out."""
         if asked.nothing and asked.kinds is None:
             return Looked(self(x))
-        if asked.attentions and self.lm.config._attn_implementation != "eager":
-            raise UserError("output_attentions: the fused attention keeps none; use set_attn_implementation('eager')")
+        lm = self._showing() if asked.attentions else self.lm
         given: dict[str, Any] = {"inputs_embeds": x} | ({"use_cache": False} if self.opens else {})
         if asked.seen is not None or (self.opens and self._windowed(x.shape[1])):
-            given["attention_mask"] = self._seen(x, asked.seen)
+            given["attention_mask"] = self._seen(x, asked.seen, eager=asked.attentions)
         takes = inspect.signature(self.lm.base_model.forward).parameters
         if (places := asked.places()) is not None:
             if "position_ids" not in takes:
@@ -147,7 +146,7 @@ class HF(Backbone):
             given["position_ids"] = places + _first_position(self.lm)
         if asked.kinds is not None and "token_type_ids" in takes:
             given["token_type_ids"] = asked.kinds
-        found = self.lm.base_model(**given, output_hidden_states=asked.states, output_attentions=asked.attentions)
+        found = lm.base_model(**given, output_hidden_states=asked.states, output_attentions=asked.attentions)
         hidden = found.last_hidden_state
         if self.shift:
             before = torch.cat((hidden[:, :1], hidden[:, :-1]), 1)
@@ -155,12 +154,22 @@ class HF(Backbone):
             hidden = before if seen is None else torch.where(seen[..., None], before, hidden)  # the first has none
         return Looked(hidden, found.hidden_states, found.attentions)
 
-    def _seen(self, x: Tensor, seen: Tensor | None) -> Tensor:
+    def _showing(self) -> PreTrainedModel:
+        """The same weights with an attention that can be looked at, which the fused one cannot: a second model, so that
+        no other thread finds its own changed."""
+        if self.lm.config._attn_implementation == "eager":
+            return self.lm
+        shared = {id(tensor): tensor for tensor in (*self.lm.parameters(), *self.lm.buffers())}
+        other = copy.deepcopy(self.lm, shared)
+        other.set_attn_implementation("eager")
+        return other
+
+    def _seen(self, x: Tensor, seen: Tensor | None, eager: bool) -> Tensor:
         """Which positions are read, as the model wants to be told: (B, T), or what its layers add or heed where a
         window is to be opened."""
         if seen is not None and not (self.opens and self._windowed(x.shape[1])):
             return seen.long()
-        mask = self._open(x.shape[1], x)
+        mask = self._open(x.shape[1], x, eager)
         if seen is None:
             return mask
         if mask.dtype == torch.bool:
@@ -174,9 +183,9 @@ class HF(Backbone):
         other = set(getattr(self.lm.config, "layer_types", None) or ()) - known
         return bool(other) or (window is not None and length > window // 2)
 
-    def _open(self, length: int, like: Tensor) -> Tensor:
+    def _open(self, length: int, like: Tensor, eager: bool = False) -> Tensor:
         """A mask that hides nothing: (1, 1, T, T)."""
-        added = self.lm.config._attn_implementation == "eager"  # to the scores
+        added = eager or self.lm.config._attn_implementation == "eager"  # to the scores
         shape = (1, 1, length, length)
         return like.new_zeros(shape) if added else torch.ones(shape, dtype=torch.bool, device=like.device)
 
