@@ -29,6 +29,8 @@ from tests.conftest import tiny_model
 from tests.reference.enumeration import all_masked, chain_law, sequence_law, shut
 from tests.reference.statistics import assert_law, counts_of
 from tests.test_backbone import InFull
+from tests.test_cli import imdm as command
+from tests.test_cli import refused
 from tests.test_hf import FAMILIES, made
 from tests.test_masked_lm import BACKBONES, IDS, KINDS, MASKS, same
 
@@ -402,3 +404,15 @@ def test_it_runs_where_there_is_no_imdm_and_goes_to_a_hub(tmp_path: Path) -> Non
     assert files["modeling_imdm.py"] == (HUB / "modeling_imdm.py").read_bytes()
     assert json.loads(files["config.json"])["auto_map"]["AutoModelForMaskedLM"] == "modeling_imdm.MaskedDiffusionLM"
     assert found["text"][0].startswith("the")
+
+
+def test_the_command(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path / "model")
+    said = command("export", tmp_path / "model", "--out", tmp_path / "out", "--layout", "transformers").stdout
+    assert "layout transformers" in said
+    assert Plain.from_pretrained(tmp_path / "out").dtype == torch.float32
+    again = command("export", tmp_path / "model", "--out", tmp_path / "out", "--layout", "transformers")
+    assert "there already" in refused(again)
+    half = ("--layout", "transformers", "--weights", "bf16")
+    command("export", tmp_path / "model", "--out", tmp_path / "half", *half)
+    assert Plain.from_pretrained(tmp_path / "half").dtype == torch.bfloat16

@@ -140,12 +140,11 @@ class MaskedDiffusionConfig(PreTrainedConfig):
 
     def _of_backbone(self, name: str, own: str) -> Any:
         """A size by its name in `transformers`: the backbone's, where it is a model of theirs, else our own."""
-        theirs = self.backbone.get("config")
-        if not isinstance(theirs, dict):
+        if not backbones[self.backbone["kind"]].whole:
             return getattr(self, own)
         from transformers import AutoConfig
 
-        fields = dict(theirs)
+        fields = dict(self.backbone["config"])
         return getattr(AutoConfig.for_model(fields.pop("model_type"), **fields), name)
 
     @property
