@@ -207,6 +207,18 @@ def test_a_tokenizer_s_output_goes_in(tmp_path: Path) -> None:
     assert sum(one["score"] for one in best) == pytest.approx(1, abs=1e-4)
 
 
+@pytest.mark.parametrize("mask", [[[0, 1], [1, 1]], [[1, 0], [1, 1]]])
+def test_prompts_of_unequal_length_are_continued(mask: list[list[int]]) -> None:
+    model, shown = tiny_model(), torch.tensor(mask)
+    ids = torch.where(shown == 1, torch.tensor([[1, 1], [3, 0]]), 2)
+    wanted = model.generate(torch.tensor([[1, 4, 4, 4, 4, 4], [3, 0, 4, 4, 4, 4]]), num=20).tokens
+    found = model.generate(input_ids=ids, attention_mask=shown, token_type_ids=ids * 0, num=20).tokens
+    assert torch.equal(found, wanted)
+    assert len(set(found[:20, 1].tolist())) > 1
+    with pytest.raises(UserError, match="attention_mask: expected one number a token"):
+        model.generate(ids, attention_mask=shown[:, :1])
+
+
 @pytest.mark.parametrize(
     "order",
     ["import imdm; from transformers import", pytest.param("from transformers import", marks=pytest.mark.slow)],

@@ -22,7 +22,7 @@ from imdm.models.backbones import Backbone, backbones, parse_backbone
 from imdm.models.backbones.base import size_filled
 from imdm.models.configuration import MaskedDiffusionConfig
 from imdm.models.layers import MixtureToken, Norm, TokenEmbedding, ZeroLinear
-from imdm.models.masked_lm import masked_lm
+from imdm.models.masked_lm import masked_lm, unpadded
 from imdm.models.quantized import opened
 from imdm.models.readout import Head, Reduce, reduced
 from imdm.models.saving import check_saved, save_whole
@@ -366,6 +366,8 @@ class MaskedDiffusionLM(PreTrainedModel):
     def generate(
         self,
         input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
         *,
         length: int | None = None,
         num: int = 1,
@@ -382,6 +384,7 @@ class MaskedDiffusionLM(PreTrainedModel):
         input_ids    a canvas (B, L) whose holes are `mask_token_id`; each row is completed `num` times, rows in order.
                      Without holes and `length` it is continued to the model's length. Without a canvas: `num` sequences
                      of `length` from nothing. A model of text expects its begin token first, which `Writer` puts there.
+        attention_mask   of a tokenizer: padding beside prompts of unequal length is left out. Its token_type_ids too
         seed, keys   sequence i depends on the i-th key of `seed`, or on keys[i] where keys (sequences,) are given
         how          the options of `Sampling`: steps, noise, temperature, top_p
         on_progress, on_step    as in `sample`
@@ -391,6 +394,9 @@ class MaskedDiffusionLM(PreTrainedModel):
         """
         options = Sampling.of(how)
         check_seed(seed)
+        if input_ids is not None and attention_mask is not None:
+            input_ids = unpadded(as_ids(input_ids), attention_mask, self.config.mask_token_id)
+            length = self.config.length if length is None and bool((attention_mask == 0).any()) else length
         canvas = self._canvas(input_ids, length, num, options.steps, batch_size)
         keys = self.sample_keys(len(canvas), seed) if keys is None else self.checked_keys(keys, len(canvas))
         return sample(

@@ -8,7 +8,7 @@ visible tokens too; padding is not read; masks draw their noise anew in each cal
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -94,6 +94,13 @@ def noised(model: MaskedDiffusionLM, tokens: Tensor, noise: Tensor | int | None)
             raise UserError(f"noise: mask {process.mask.name} takes {kind}, got {tuple(noise.shape)} of {noise.dtype}")
         drawn = noise
     return Noised(tokens, masked, drawn, time, process.latents(keys))
+
+
+def unpadded(tokens: Tensor, attention_mask: Tensor, hole: int) -> Tensor:
+    """Prompts (B, L) with their padding taken out, wherever it stands, and so many holes after them."""
+    real = cast("Tensor", _as_rows("attention_mask", attention_mask, tokens.shape)).to(tokens.device) != 0
+    order = real.long().argsort(dim=-1, descending=True, stable=True)
+    return tokens.gather(1, order).masked_fill(~real.gather(1, order), hole)
 
 
 def _given(model: MaskedDiffusionLM, x: Tensor, noise: Any) -> Tensor:
