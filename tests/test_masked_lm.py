@@ -91,6 +91,18 @@ def test_padding_is_not_read(kind: str, side: str) -> None:
     assert torch.isfinite(model(input_ids=text, attention_mask=text * 0, noise=1).logits).all()
 
 
+def test_a_judge_reads_no_padding_and_looks_back_alone() -> None:
+    model, text = tiny_model(causal=True), torch.tensor([[3, 1, 0, 2]])
+    alone = model(input_ids=text, output_attentions=True)
+    assert all((a.triu(1) == 0).all() for a in alone.attentions)
+    padded = torch.cat((torch.tensor([[1, 1]]), text), 1)
+    for asked in ({}, {"output_attentions": True}):
+        found = model(input_ids=padded, attention_mask=torch.tensor([[0, 0, 1, 1, 1, 1]]), **asked).logits
+        assert torch.isfinite(found).all()
+        assert same(found[:, 2:], alone.logits)
+    assert not torch.allclose(model(input_ids=padded).logits[:, 2:], alone.logits, atol=1e-3)
+
+
 @pytest.mark.parametrize("name", BACKBONES)
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_is_not_read_by_a_backbone(name: str, side: str) -> None:

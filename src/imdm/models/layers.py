@@ -216,7 +216,7 @@ class Look:
         seen = self.seen
         if causal:
             before = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-            seen = before if seen is None else seen & before
+            seen = before if seen is None else (seen & before) | before.triu()  # padding before all reads itself
         if softcap is None and self.weights is None:
             return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
         weights = attention_weights(q, k, softcap, seen)
