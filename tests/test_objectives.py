@@ -44,7 +44,7 @@ def enumerated_nelbo(model, schedule: Schedule) -> float:
             if not context.masked:
                 continue
             with torch.no_grad():
-                log_probs = model(context.tokens[None])[0].double()
+                log_probs = model(model.noised(context.tokens[None]))[0].double()
             for values in torch.cartesian_prod(*[torch.arange(2)] * len(context.masked)).view(-1, len(context.masked)):
                 p = float(context.conditional[tuple(values.tolist())])
                 surprise = -sum(float(log_probs[i, v]) for i, v in zip(context.masked, values, strict=True))

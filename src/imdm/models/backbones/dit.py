@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from imdm.errors import UserError
 from imdm.kernels import is_plain
-from imdm.models.backbones.base import Backbone, BackboneSettings, Folded, backbones, size_filled
-from imdm.models.layers import Block, Norm, Rope, TimeCondition, ZeroLinear, rotary
+from imdm.models.backbones.base import Asked, Backbone, BackboneSettings, Folded, Looked, backbones, size_filled
+from imdm.models.layers import Block, Look, Norm, Rope, TimeCondition, ZeroLinear, rotary
 from imdm.randomness import Purpose, fold
 from imdm.state import Rows
 
@@ -95,6 +95,33 @@ class DiT(Backbone):
         hidden = out(last, self.norm, self.modulation, x, c, rope, rows, queries, dropped[-1])
         return hidden if rows is not None else hidden[:many]
 
+    def look(self, x: Tensor, asked: Asked) -> Looked:
+        """Rotations are by distance, so that padding before a text changes nothing; with a latent after it, it would,
+        and positions leave it out. States: the last is what the head reads, as Llama's."""
+        if asked.nothing:
+            return Looked(self(x))
+        rope = self.beside(x.shape[1], x.device)
+        if asked.positions is not None:
+            rope = self._at(asked.positions)
+        look = Look(None if asked.seen is None else asked.seen[:, None, None], [] if asked.attentions else None)
+        c = self.time() if self.time is not None else None
+        dropped = self._dropout_keys(None, len(x), x.device)
+        blocks = cast("list[Block]", list(self.blocks))
+        states = [x]
+        for block, keys in zip(blocks[:-1], dropped[:-1], strict=True):
+            x = _through(block, x, c, rope, keys, look)
+            states.append(x)
+        x = _out(blocks[-1], self.norm, self.modulation, x, c, rope, None, None, dropped[-1], look)
+        states.append(x)
+        attentions = None if look.weights is None else tuple(look.weights)
+        return Looked(x, tuple(states) if asked.states else None, attentions)
+
+    def _at(self, positions: Tensor) -> Rope:
+        """The rotations of positions (B, T): (B, 1, T, dim) each."""
+        longest = self.config.length + self.config.mixture
+        table = self.beside(longest, positions.device)
+        return cast("Rope", tuple(turn[positions][:, None] for turn in table))
+
     def _dropout_keys(self, keys: Tensor | None, many: int, device: torch.device) -> Sequence[Tensor | None]:
         """What each block's two dropouts draw from, (2, B); None where nothing is dropped."""
         if not self.training or not self.config.dropout:
@@ -163,8 +190,10 @@ class DiT(Backbone):
         return Folded({"condition": 0}, left)
 
 
-def _through(block: Block, x: Tensor, c: Tensor | None, rope: Rope, keys: Tensor | None) -> Tensor:
-    return block(x, c, rope, keys=keys)
+def _through(
+    block: Block, x: Tensor, c: Tensor | None, rope: Rope, keys: Tensor | None, look: Look | None = None
+) -> Tensor:
+    return block(x, c, rope, keys=keys, look=look)
 
 
 def _out(
@@ -177,9 +206,10 @@ def _out(
     rows: Rows | None,
     queries: Tensor | None,
     keys: Tensor | None,
+    look: Look | None = None,
 ) -> Tensor:
     """The last block and what follows it."""
-    x = norm(block(x, c, rope, rows, queries, keys))
+    x = norm(block(x, c, rope, rows, queries, keys, look))
     if modulation is None:
         return x
     shift, scale = modulation(c).chunk(2, dim=-1)

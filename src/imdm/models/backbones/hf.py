@@ -13,6 +13,7 @@ A causal model is run with its attention open to both sides, sliding windows too
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from imdm.errors import UserError, reason_of, shown, unknown
-from imdm.models.backbones.base import Backbone, BackboneSettings, backbones
+from imdm.models.backbones.base import Asked, Backbone, BackboneSettings, Looked, backbones
 from imdm.randomness import Purpose, fold, seeded, uniform
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class HF(Backbone):
         self.shift, self.linear = asked.shift and not config.causal, facts(asked.config).linear
         self.opening: Opening | None = None
         self._compiled: frozenset[bool] = frozenset()  # whether while it trains, whether while it does not
-        self.set_network(built(asked.config))
+        self.set_network(built(asked.config, eager=config._attn_implementation == "eager"))
 
     def get_network(self) -> PreTrainedModel:
         return self.lm
@@ -146,6 +147,51 @@ class HF(Backbone):
         found = self.lm.base_model(inputs_embeds=x, past_key_values=past, use_cache=True)
         return found.last_hidden_state, found.past_key_values
 
+    def look(self, x: Tensor, asked: Asked) -> Looked:
+        """By `transformers`' own arguments. Positions leave padding out."""
+        if asked.nothing and asked.kinds is None:
+            return Looked(self(x))
+        lm = self._showing() if asked.attentions else self.lm
+        given: dict[str, Any] = {"inputs_embeds": x} | ({} if is_masked(self.lm.config) else {"use_cache": False})
+        if asked.seen is not None or (self.opens and self._windowed(x.shape[1])):
+            given["attention_mask"] = self._seen(x, asked.seen, eager=asked.attentions)
+        takes = inspect.signature(self.lm.base_model.forward).parameters
+        if (places := asked.places()) is not None:
+            if "position_ids" not in takes:
+                raise UserError(f"{self.lm.config.model_type!r} models cannot be told where a token stands")
+            given["position_ids"] = places + _first_position(self.lm)
+        if asked.kinds is not None and "token_type_ids" in takes:
+            given["token_type_ids"] = asked.kinds
+        found = lm.base_model(**given, output_hidden_states=asked.states, output_attentions=asked.attentions)
+        hidden = found.last_hidden_state
+        if self.shift:
+            before = torch.cat((hidden[:, :1], hidden[:, :-1]), 1)
+            seen = None if asked.seen is None else nn.functional.pad(asked.seen[:, :-1], (1, 0), value=True)
+            hidden = before if seen is None else torch.where(seen[..., None], before, hidden)  # the first has none
+        return Looked(hidden, found.hidden_states, found.attentions)
+
+    def _showing(self) -> PreTrainedModel:
+        """The same weights with an attention that can be looked at, which the fused one cannot: a second model, so that
+        no other thread finds its own changed."""
+        if self.lm.config._attn_implementation == "eager":
+            return self.lm
+        shared = {id(tensor): tensor for tensor in (*self.lm.parameters(), *self.lm.buffers())}
+        other = copy.deepcopy(self.lm, shared)
+        other.set_attn_implementation("eager")
+        return other
+
+    def _seen(self, x: Tensor, seen: Tensor | None, eager: bool) -> Tensor:
+        """Which positions are read, as the model wants to be told: (B, T), or what its layers add or heed where a
+        window is to be opened."""
+        if seen is not None and not (self.opens and self._windowed(x.shape[1])):
+            return seen.long()
+        mask = self._open(x.shape[1], x, eager)
+        if seen is None:
+            return mask
+        if mask.dtype == torch.bool:
+            return mask & seen[:, None, None]
+        return mask.masked_fill(~seen[:, None, None], torch.finfo(mask.dtype).min)
+
     def _windowed(self, length: int) -> bool:
         """Whether some layers would not see all of so many positions."""
         window = getattr(self.lm.config, "sliding_window", None)
@@ -153,9 +199,9 @@ class HF(Backbone):
         other = set(getattr(self.lm.config, "layer_types", None) or ()) - known
         return bool(other) or (window is not None and length > window // 2)
 
-    def _open(self, length: int, like: Tensor) -> Tensor:
+    def _open(self, length: int, like: Tensor, eager: bool = False) -> Tensor:
         """A mask that hides nothing: (1, 1, T, T)."""
-        added = self.lm.config._attn_implementation == "eager"  # to the scores
+        added = eager or self.lm.config._attn_implementation == "eager"  # to the scores
         shape = (1, 1, length, length)
         return like.new_zeros(shape) if added else torch.ones(shape, dtype=torch.bool, device=like.device)
 
@@ -365,12 +411,12 @@ def attention_of(config: PreTrainedConfig) -> dict[str, str]:
     return {} if getattr(config, "attn_logit_softcapping", None) is None else {"attn_implementation": "eager"}
 
 
-def built(fields: dict[str, Any]) -> PreTrainedModel:
-    """The model with random weights."""
+def built(fields: dict[str, Any], eager: bool = False) -> PreTrainedModel:
+    """The model with random weights; eager: with an attention that can be looked at."""
     config = parse_config(fields)
     kind = class_of(config)
     try:
-        return kind._from_config(config, **attention_of(config))
+        return kind._from_config(config, **({"attn_implementation": "eager"} if eager else attention_of(config)))
     except (TypeError, ValueError, AttributeError, RuntimeError, KeyError) as error:
         raise UserError(f"backbone.config: no model can be built from it: {reason_of(error)}") from None
 
@@ -414,9 +460,14 @@ def _facts(text: str) -> Facts:
 def _positions(lm: PreTrainedModel) -> int | None:
     """RoBERTa and its relatives begin to count after their padding's id."""
     most = getattr(lm.config, "max_position_embeddings", None)
+    return most if not isinstance(most, int) or most <= 0 else most - _first_position(lm)
+
+
+def _first_position(lm: PreTrainedModel) -> int:
+    """The row of a learnt table that the first position reads."""
     learnt = [m for n, m in lm.named_modules() if n.endswith("position_embeddings") and isinstance(m, nn.Embedding)]
     skipped = learnt[0].padding_idx if learnt else None
-    return most if not isinstance(most, int) or most <= 0 or skipped is None else most - skipped - 1
+    return 0 if skipped is None else skipped + 1
 
 
 def _is_linear(lm: PreTrainedModel, output: nn.Module) -> bool:
