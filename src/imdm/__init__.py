@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from imdm.auto import watch
 from imdm.later import later
 
 if TYPE_CHECKING:
@@ -75,6 +76,8 @@ __getattr__ = later(
     },
 )
 """`imdm --help` does not wait for torch."""
+
+watch()
 
 
 def __dir__() -> list[str]:

@@ -256,12 +256,15 @@ def _texts(values: Any, name: str) -> list[str]:
     return [_text(name, value) for value in values]
 
 
-def load(name: str | Path, device: str | torch.device = "cpu", *, fast: bool = False) -> Writer:
+def load(
+    name: str | Path, device: str | torch.device = "cpu", *, fast: bool = False, precision: str = "float32"
+) -> Writer:
     """A writer from a model folder, the name of a model that ships (`imdm models`) or a hub id, with the tokenizer that
-    lies beside the weights. fast: made ready by `faster`, which pays for many texts on a GPU."""
+    lies beside the weights. fast: made ready by `faster`, which pays for many texts on a GPU; precision: of the
+    weights, `bf16` for large models."""
     name, device = find(name), checked_device(device)
     with no_progress_bars():
-        model = load_model(name)
+        model = load_model(name, precision)
     folder = Path(name)
     if folder.is_dir() and not has_tokenizer(folder):
         raise UserError(f"model {str(name)!r} has no tokenizer beside it; it was trained on ids and writes ids only")

@@ -14,6 +14,7 @@ from rich.text import Text as Plain
 
 from imdm.cli.app import ModelPath, Noise, Seed, app, device, in_colour, say, show, wide
 from imdm.cli.arguments import parse_canvas, parse_counts, read_prompts
+from imdm.cli.early import known_precision
 from imdm.console import appearing, coloured, legend, side_by_side
 from imdm.errors import UserError
 from imdm.shipped import DEFAULT, folder_of, listed
@@ -41,6 +42,9 @@ def generate(
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object a line, with the step of each token.")
     ] = False,
+    precision: Annotated[
+        str, typer.Option(help="float32, or on a GPU bf16, for large models.", callback=known_precision)
+    ] = "float32",
     trace: Annotated[bool, typer.Option(help="Show when each token appeared: in colour, or canvas by canvas.")] = False,
 ) -> None:
     """Write: from nothing, after a prompt, into blanks. A model without a tokenizer writes token ids."""
@@ -48,19 +52,20 @@ def generate(
         raise UserError("give one of --prompt, --prompts, --infill and --canvas")
     given = read_prompts(prompts) if prompts is not None else prompt
     from imdm.data.tokenizers import has_tokenizer
-    from imdm.models import load_model
+    from imdm.models import check_precision, load_model
     from imdm.writer import load
 
+    check_precision(precision, device(), "--precision")
     options: dict[str, Any] = {"num": num, "steps": steps, "seed": seed, "noise": noise}
     options |= {"temperature": temperature, "top_p": top_p}
     ids_only = Path(model).is_dir() and not has_tokenizer(Path(model))
     if canvas or (ids_only and given is None and infill is None):
-        writer = load_model(model).to(device())
+        writer = load_model(model, precision).to(device())
         start = parse_canvas(canvas, writer, length) if canvas else None
         made = writer.generate(start, length=length, trace=trace, **options)
         _print_ids(made, writer.config.mask_token_id, as_json)
         return
-    author = load(model, device())
+    author = load(model, device(), precision=precision)
     options |= {"trace": True} if trace and as_json else {}  # what a terminal shows follows from the tokens' steps
     if infill is not None:
         texts = author.infill(infill, blank=blank, **options)

@@ -205,10 +205,14 @@ def sample(
     if batch_size is not None:
         check_whole("batch_size", batch_size)
     B, L = tokens.shape
-    if denoiser.causal:
-        raise UserError("this model reads from left to right: it judges text and writes none")
     if denoiser.length < L:
         raise UserError(f"the canvas has rows of {L} tokens, the model takes at most {denoiser.length}")
+    if denoiser.causal:
+        from imdm.sampling.left_to_right import continued
+
+        if t is not None or trace or on_step is not None:
+            raise UserError("this model reads from left to right: it writes a token after another, and has no steps")
+        return continued(denoiser, tokens, keys, how, batch_size)
     process = denoiser.process
     if t is None:
         t = torch.ones(B, device=tokens.device)

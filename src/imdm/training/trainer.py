@@ -23,11 +23,13 @@ from imdm.errors import UserError, check_function, check_is, check_seed, check_w
 from imdm.files import append_line, as_path, working_in, write_text, written_aside
 from imdm.models import MaskedDiffusionLM, fingerprint
 from imdm.objectives import STUDENT, Objective, Step
+from imdm.randomness import Purpose, as_key, fold
 from imdm.stopping import Asked
 from imdm.training import checkpoint, history, recording
 from imdm.training.config import TrainConfig
 from imdm.training.ema import applied
 from imdm.training.history import read_history
+from imdm.training.lora import add_adapters, has_adapters, merged
 from imdm.training.network import Network, other_networks, settings_of, still
 from imdm.training.recording import Recorder, tensors_in
 
@@ -95,6 +97,7 @@ class Trainer:
         others = other_networks(objective, model, start, seed)
         configs = {name: config.changed(f"networks.{name}", one.settings()) for name, one in others.items()}
         loop = {"steps", "checkpoint_every", "keep_checkpoints", "log_every", "tensorboard", "weights", "graphs"}
+        loop |= {"checkpoint_blocks"}
         if config.decay:
             loop.remove("steps")  # when the rate begins to fall depends on them
         settings = {name: value for name, value in config.hashed().items() if name not in loop | {"micro_batch"}}
@@ -102,6 +105,11 @@ class Trainer:
         self.run = digest(
             [settings, objective.hashed(), identity, source.fingerprint, seed, *settings_of(others), *looks]
         )
+        for module, how in [(model, config), *((one.module, configs[name]) for name, one in others.items())]:
+            if how.lora is not None and isinstance(module, MaskedDiffusionLM):
+                add_adapters(module, how.lora, seed)
+            if how.checkpoint_blocks and isinstance(module, MaskedDiffusionLM):
+                module.backbone.checkpoint_blocks()
         self.process = model.process
         self.order = Order(seed, len(source))
         self.recorder = self._recorder()
@@ -135,6 +143,13 @@ class Trainer:
         if model.config.causal != self.objective.causal:
             needed = "causal: true" if self.objective.causal else "causal: false"
             raise UserError(f"objective {self.objective.kind!r} trains a model with {needed}; this one is not")
+        if self.config.opening and not model.backbone.opens:
+            raise UserError(
+                f"training.opening = {self.config.opening}: only a causal model of backbone 'hf' that becomes a "
+                "diffusion model has an attention to open; leave it out"
+            )
+        if self.config.opening and self.config.graphs:
+            raise UserError("training.opening and training.graphs: a recorded step cannot open; leave one out")
         check_fits(self.source, model.config)
         self.config.check(self.accelerator.num_processes, self.accelerator.device)
 
@@ -188,11 +203,18 @@ class Trainer:
             for name, network in self.networks.items():
                 own = self.objective.pace(self.companion) if name == STUDENT else 1.0
                 network.pace = own * self.config.pace(self.step)
+            self._open()
             losses: dict[str, Tensor] = {}
             for number, names in enumerate(self._updates(self.step)):
                 losses |= self._update(number, names)
         self.step += 1
         return losses.get(STUDENT, [*losses.values()][-1])
+
+    def _open(self) -> None:
+        """How far the student's attention is open in this step."""
+        if self.config.opening:
+            key = fold(as_key(self.seed), Purpose.OPENING, self.step)
+            self.bare.backbone.open_attention(min(1.0, self.step / self.config.opening), key)
 
     def _fixed(self) -> Hashable:
         """What a recorded step holds for."""
@@ -459,9 +481,10 @@ class Trainer:
 
     def _export(self, name: str, weights: Any) -> None:
         with weights, written_aside(self.out / name) as aside:
+            whole = merged(self.bare) if has_adapters(self.bare) else self.bare
             if self.config.weights == "float32":
-                self.bare.save_pretrained(aside)
+                whole.save_pretrained(aside)
             else:
-                half = copy.deepcopy(self.bare)
+                half = copy.deepcopy(whole)
                 torch.nn.Module.to(half, torch.bfloat16)
                 half.save_pretrained(aside)
