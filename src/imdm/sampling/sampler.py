@@ -24,6 +24,7 @@ from torch import Tensor
 
 from imdm.errors import UserError, check_function, check_is, check_whole
 from imdm.kernels import kernels
+from imdm.masks import NoisePath
 from imdm.process import Process, Split
 from imdm.randomness import Purpose, uniform
 from imdm.sampling.categorical import draw
@@ -185,6 +186,7 @@ def sample(
     tokens: Tensor,
     *,
     keys: Tensor,
+    noise_keys: Tensor | NoisePath | None = None,
     how: Sampling,
     t: Tensor | None = None,
     trace: bool = False,
@@ -195,6 +197,7 @@ def sample(
     """Reveal every mask of `tokens` (B, L) in `how.steps` reverse steps from time t (B,), 1 unless given.
 
     keys (B,)    64-bit keys; a sequence's text depends on its own key alone
+    noise_keys   others (B,), or a path, for what masks carry: ε and λ; all else, also when to redraw them, is of `keys`
     batch_size   the most sequences in one network evaluation
     on_progress  called with the number of tokens written so far; a GPU may be some turns behind
     on_step      called after each network evaluation with what it revealed; nothing is made for it when it is not given
@@ -231,7 +234,7 @@ def sample(
     tokens = tokens.clone()
     last = torch.zeros(B, dtype=torch.int64, device=tokens.device)  # the step of each sequence's last evaluation
     draws = torch.zeros_like(tokens)  # which draw of its noise each position carries
-    latents = process.latents(keys)
+    latents = process.latents(keys if noise_keys is None else noise_keys)
     log_probs = torch.zeros(B, L, device=tokens.device)
     written = 0
     holes_in_all = 0
@@ -251,10 +254,11 @@ def sample(
             kept = Split(alpha[active, turn.before], alpha[active, now]).alpha_ts  # over skipped steps too
             redraw = uniform(key[:, None], Purpose.REDRAW, position, now[:, None]) >= kept[:, None]
             draws[active] = torch.where(holes & redraw, now[:, None], draws[active])
-        latent = process.latents(key, now if how.noise == "posterior" else 0)
+        noisy = key if noise_keys is None else noise_keys[active]
+        latent = process.latents(noisy, now if how.noise == "posterior" else 0)
         if latents is not None and latent is not None:
             latents[active] = latent
-        noise = process.mask.draw(key, draws[active], holes)
+        noise = process.mask.draw(noisy, draws[active], holes)
         state = Noised(tokens[active], holes, noise, grid[active, now], latent)
         u = uniform(key[rows.sequence], Purpose.TOKEN, rows.position)
         bars = process.barred(state)
