@@ -165,9 +165,10 @@ class Writer:
         check_seed(seed)
         check_whole("num", num)
         check_room("num", num, 8 * len(rows))
-        given = options.pop("keys", None)
+        given, noises = options.pop("keys", None), options.pop("noise_keys", None)
         keys = self.model.sample_keys(num * len(rows), seed)
         keys = keys if given is None else self.model.checked_keys(given, len(keys))
+        noises = None if noises is None else self.model.checked_noise_keys(noises, len(keys))
         found, written = dict[int, Text](), 0
         for length in sorted({len(row) for row in rows}):
             some = [i for i, row in enumerate(rows) if len(row) == length]
@@ -176,6 +177,7 @@ class Writer:
                 torch.tensor([rows[i] for i in some]),
                 num=num,
                 keys=keys[place.to(keys.device)],
+                noise_keys=None if noises is None else noises[place.to(keys.device)],
                 **options | _within(options, place, written),
             )
             found |= {at: self._text(prompts[at // num], made, i) for i, at in enumerate(place.tolist())}

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -197,24 +197,20 @@ class Canvas:
             wide = name in ("grid", "alpha")
             return torch.cat([F.pad(value, (0, N - value.shape[1])) for value in values] if wide else values)
 
-        return Canvas(
-            self.denoiser,
-            [how for one in every for how in one.hows],
-            self.keys.joined([one.keys for one in others]),
-            *map(column, COLUMNS),
-            None if self.latents is None else column("latents"),
-        )
+        hows = [how for one in every for how in one.hows]
+        return self._with(hows, self.keys.joined([one.keys for one in others]), column)
 
     def kept(self, index: list[int]) -> Canvas:
         """Some of these sequences, in this order."""
         at = torch.tensor(index, dtype=torch.int64, device=self.tokens.device)
-        return Canvas(
-            self.denoiser,
-            [self.hows[i] for i in index],
-            self.keys.at(at).settled(),
-            *(getattr(self, name)[at] for name in COLUMNS),
-            None if self.latents is None else self.latents[at],
-        )
+        hows = [self.hows[i] for i in index]
+        return self._with(hows, self.keys.at(at).settled(), lambda name: getattr(self, name)[at])
+
+    def _with(self, hows: list[Sampling], keys: Keys, column: Callable[[str], Tensor]) -> Canvas:
+        """Other sequences, whose columns are told by name."""
+        held = [name for name, value in vars(self).items() if isinstance(value, Tensor)]
+        columns: dict[str, Any] = {name: column(name) for name in held}
+        return replace(self, hows=hows, keys=keys, **columns)
 
     def next_turn(self) -> Turn:
         """The next evaluation of all that is not finished. A GPU is waited for."""
@@ -285,20 +281,6 @@ class Canvas:
         return Drawn(tokens, log_probs)
 
 
-COLUMNS = (
-    "grid",
-    "alpha",
-    "tokens",
-    "masked",
-    "revealed_at",
-    "draws",
-    "log_probs",
-    "last",
-    "evaluations",
-)
-"""What a canvas holds of each sequence, in the order of its fields."""
-
-
 @torch.no_grad()
 def sample(
     denoiser: Denoiser,
@@ -316,7 +298,7 @@ def sample(
     """Reveal every mask of `tokens` (B, L) in `how.steps` reverse steps from time t (B,), 1 unless given.
 
     keys (B,)    64-bit keys; a sequence's text depends on its own key alone
-    noise_keys   others (B,), or a path, for what masks carry: ε and λ; when they are redrawn, and all else, is of `keys`
+    noise_keys   others (B,), or a path, for what masks carry, ε and λ; when that is redrawn, and all else, is of `keys`
     batch_size   the most sequences in one network evaluation
     on_progress  called with the number of tokens written so far; a GPU may be some turns behind
     on_step      called after each network evaluation with what it revealed; nothing is made for it when it is not given
