@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from imdm.data.tokenizers import special_ids
 from imdm.writer import Writer
 
 MOST = 100_000  # texts that are remembered
@@ -19,6 +20,8 @@ class Pieces:
 
     def __init__(self, writer: Writer) -> None:
         self.writer = writer
+        ending = writer.model.config.ending
+        self._closing = {special_ids(writer.tokenizer).end} | ({ending.pad} if ending is not None else set())
         self._known: dict[tuple[int, ...], str] = {}
 
     def of(self, ids: Sequence[int | None]) -> list[str | None]:
@@ -33,8 +36,8 @@ class Pieces:
                 continue
             begun = (*begun, token)
             piece = self._decoded((*before, *begun))[len(self._decoded(before)) :]
-            is_last = place + 1 == len(ids) or ids[place + 1] is None
-            if piece.endswith(BROKEN) and not is_last:
+            following = ids[place + 1] if place + 1 < len(ids) else None
+            if piece.endswith(BROKEN) and following is not None and following not in self._closing:
                 out.append("")
                 continue
             out.append(piece)

@@ -20,6 +20,7 @@ from imdm.data.tokenizers import special_ids
 from imdm.errors import UserError, unknown
 from imdm.evaluation.judge import Judge, judge_at_hand, load_judge
 from imdm.evaluation.text import sample_entropy
+from imdm.models.denoiser import check_tokens
 from imdm.serving.engine import Engine, Frame, Job
 from imdm.serving.pieces import Pieces
 from imdm.shipped import DEFAULT, listed
@@ -53,7 +54,7 @@ class ToWrite(Asked):
     """A prompt to continue, or a row of ids with null where a token is to be written."""
 
     prompt: str = Field("", max_length=MOST_TEXT)
-    row: list[int | None] | None = None
+    row: list[int | None] | None = Field(None, max_length=MOST_TEXT)
     steps: int = Field(8, ge=1, le=MOST_STEPS)
     seed: Seed = 0
     temperature: float = Field(1.0, ge=0, le=10)
@@ -76,7 +77,7 @@ class ToRead(Asked):
 class ToJudge(Asked):
     """A row of ids; the first `given` of them were not written and do not count."""
 
-    row: list[int]
+    row: list[Annotated[int, Field(ge=0, lt=1 << 31)]] = Field(min_length=1, max_length=MOST_TEXT)
     given: int = Field(0, ge=0)
 
 
@@ -107,7 +108,7 @@ class Author:
         """What is to be written, with holes."""
         hole, length = self.writer.model.config.mask_token_id, self.writer.model.config.length
         if asked.row is None:
-            return [None if token == hole else token for token in self.writer._prefix(asked.prompt, length)]
+            return [None if token == hole else token for token in self.writer.prefixed(asked.prompt, length)]
         if asked.prompt:
             raise UserError("give a prompt or a row, not both")
         if None not in asked.row:
@@ -156,6 +157,7 @@ class Judges:
             return await asyncio.to_thread(self._read, author, asked)
 
     def _read(self, author: Author, asked: ToJudge) -> dict[str, Any]:
+        check_tokens(torch.tensor(asked.row), author.writer.model.vocab_size, "row")
         judge = self._of(author)
         written = author.writer.decode(asked.row)
         before = author.writer.decode(asked.row[: asked.given]) if asked.given else ""

@@ -77,8 +77,8 @@ function shown() {
   byId("about").textContent = app.model(field.model.value).about ?? "";
 }
 
-async function begin() {
-  const found = await json("/play/models", null, work.signal);
+async function begin(signal) {
+  const found = await json("/play/models", null, signal);
   models = found.models;
   field.steps.max = found.steps;
   for (const select of [field.model, field.other]) select.replaceChildren(...models.map(({ name }) => el("option", { value: name }, name)));
@@ -88,17 +88,17 @@ async function begin() {
   field.model.value = written.name;
   field.other.value = before.name;
   shown();
-  if (here === "fill") await panels.fill.read(work.signal);
+  if (here === "fill") await panels.fill.read(signal);
 }
 
 byId("settings").addEventListener("submit", (event) => {
   event.preventDefault();
-  run((signal) => panels[here].go(signal));
+  run((signal) => (models.length ? panels[here].go(signal) : begin(signal)));
 });
 byId("settings").addEventListener("input", shown);
 byId("reseed").addEventListener("click", () => { field.seed.value = Math.floor(Math.random() * 1e6); });
 byId("take").addEventListener("click", () => run((signal) => panels.fill.read(signal)));
-field.key.addEventListener("change", () => { setKey(field.key.value); run(begin); });
+field.key.addEventListener("input", () => setKey(field.key.value));
 for (const area of [field.prompt, field.own]) {
   area.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) byId("settings").requestSubmit();

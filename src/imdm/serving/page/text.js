@@ -5,6 +5,8 @@ import { byId, el } from "/page/dom.js";
 const BANDS = 4; // kinds of underline
 const UNKNOWN = ["░░", "░░░░", "░░░", "░░░░░", "░░░"]; // what a masked token takes the room of, until it is known
 
+const UNPRINTABLE = /[\x00-\x08\x0b-\x1f\x7f]/g; // what a model may write byte by byte and nobody can see
+
 export const band = (step, steps) => (steps <= 1 ? 2 : Math.min(BANDS - 1, Math.floor((BANDS * (step - 1)) / steps)));
 const share = (step, steps) => (steps <= 1 ? 0 : (step - 1) / (steps - 1));
 
@@ -56,7 +58,7 @@ export class TextView {
     const [piece, step] = [frame.pieces[i], frame.revealed[i]];
     const given = piece !== null && step === 0;
     const masked = piece === null || (!given && step > after);
-    const text = piece ?? ` ${UNKNOWN[(i * 7) % UNKNOWN.length]}`;
+    const text = piece?.replace(UNPRINTABLE, "\ufffd") ?? ` ${UNKNOWN[(i * 7) % UNKNOWN.length]}`;
     const lead = text.match(/^\s*/)[0];
     const inner = lead.length < text.length ? text.slice(lead.length) : text;
     set(space, lead.length < text.length ? lead : "");

@@ -1,0 +1,382 @@
+"""The page in a browser: writing, scrubbing, two models, words selected and refilled, noise, a telephone, errors."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the service needs imdm[serve]")
+pytest.importorskip("playwright", reason="the page is tried with playwright, which is not installed")
+
+import uvicorn
+from playwright.sync_api import Page, expect, sync_playwright
+
+from imdm.serving import Engine
+from imdm.serving.app import make_app
+from imdm.serving.settings import Settings
+from tests.test_play import writers
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+SHOTS = os.environ.get("IMDM_SCREENSHOTS")  # a folder to leave pictures in
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium here; on Debian: apt-get install chromium"),
+]
+
+
+class Service:
+    """The service on a free port, in a thread."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.engine = Engine(writers(96), Settings(**settings))
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.address = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
+        self.server = uvicorn.Server(uvicorn.Config(make_app(self.engine), log_level="warning"))
+        self.thread = threading.Thread(target=self.server.run, args=([self.socket],), daemon=True)
+
+    def __enter__(self) -> Service:
+        self.engine.start()
+        self.thread.start()
+        while not self.server.started:
+            time.sleep(0.01)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.should_exit = True
+        self.thread.join()
+        self.engine.stop(0)
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Service]:
+    with Service() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_playwright() as playwright:
+        flags = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+        found = playwright.chromium.launch(executable_path=CHROMIUM, args=flags)
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def opened(browser: Any) -> Iterator[Any]:
+    """Opens the page; fails where it says anything on its console, asks for anything from elsewhere, or overflows."""
+    contexts, wrong = [], list[str]()
+
+    def opening(address: str, width: int = 1280, height: int = 900, failing: bool = False, **how: Any) -> Page:
+        context = browser.new_context(viewport={"width": width, "height": height}, **how)
+        context.set_default_timeout(20_000)
+        contexts.append(context)
+        page = context.new_page()
+        refused = "Failed to load resource" if failing else None
+        page.on("console", lambda said: said.text.startswith(refused or "\0") or wrong.append(said.text))
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("request", lambda asked: asked.url.startswith(address) or wrong.append(asked.url))
+        page.goto(address)
+        return page
+
+    yield opening
+    for context in contexts:
+        for page in context.pages:
+            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the page is too wide"
+        context.close()
+    assert not wrong
+
+
+def ready(page: Page) -> Page:
+    expect(page.locator("#model option")).to_have_count(3)
+    page.select_option("#model", "noisy")
+    page.fill("#prompt", "The cat")
+    return page
+
+
+def shot(page: Page, name: str) -> None:
+    if SHOTS:
+        page.screenshot(path=Path(SHOTS) / f"{name}.png", full_page=True)
+
+
+def text_of(page: Page, panel: str, number: int = 0) -> str:
+    """What is to be read, masked tokens left out."""
+    shown = "all => all.map(one => (one.previousSibling?.textContent ?? '') + one.textContent).join('')"
+    return page.locator(f"{panel} .text").nth(number).locator(".token:not(.masked)").evaluate_all(shown)
+
+
+def printable(text: str) -> str:
+    return re.sub("[\x00-\x08\x0b-\x1f\x7f]", "\ufffd", text)
+
+
+def played(page: Page, panel: str, steps: int) -> None:
+    """Waits until the last step is shown."""
+    expect(page.locator(f"{panel} .player output").first).to_have_text(f"{steps} / {steps}")
+
+
+def number_in(page: Page, panel: str, name: str) -> float:
+    found = page.locator(f"{panel} .figures div", has=page.locator("dt", has_text=name)).first.locator("dd")
+    expect(found).to_have_text(re.compile(r"^[\d.,]+$"))
+    return float(found.inner_text().replace(",", ""))
+
+
+def test_write_and_scrub(service: Service, opened: Any) -> None:
+    page = ready(opened(service.address))
+    page.fill("#steps", "6")
+    page.fill("#seed", "3")
+    page.click("#go")
+    played(page, "#write", 6)
+    (expected,) = service.engine.writers["noisy"].write("The cat", steps=6, seed=3)
+    assert text_of(page, "#write") == printable(expected.text)
+    assert number_in(page, "#write", "evaluations") == expected.evaluations
+    assert number_in(page, "#write", "perplexity by") > 1
+    assert number_in(page, "#write", "entropy") > 0
+    expect(page.locator("#status")).to_contain_text("network evaluations")
+    expect(page.locator("#write .legend li")).to_have_count(2 + 4)
+    shot(page, "write")
+
+    scrubber = page.locator("#write .player input")
+    scrubber.fill("0")
+    assert text_of(page, "#write") == "The cat"
+    counts = []
+    for step in range(7):
+        scrubber.fill(str(step))
+        counts.append(page.locator("#write .text .written:not([hidden])").count())
+        steps = page.locator("#write .text .written").evaluate_all("all => all.map(one => Number(one.dataset.step))")
+        assert all(0 < found <= step for found in steps)
+    assert counts == sorted(counts)
+    assert counts[-1] > 0
+    scrubber.focus()
+    page.keyboard.press("ArrowLeft")
+    expect(page.locator("#write .player output")).to_have_text("5 / 6")
+
+
+def test_a_token_tells_its_step_and_probability_by_mouse_and_by_keyboard(service: Service, opened: Any) -> None:
+    page = ready(opened(service.address))
+    page.click("#go")
+    played(page, "#write", 8)
+    told = re.compile(r"step \d of 8 · probability [<>]? ?\d\.\d\d")
+    page.locator("#write .text .written", has_text=re.compile("^[a-z]+$")).first.hover()
+    expect(page.locator("#tip")).to_have_text(told)
+    page.locator("#write .text .token[tabindex='0']").focus()
+    expect(page.locator("#tip")).to_have_text("given")
+    for _ in range(8):
+        page.keyboard.press("ArrowRight")
+    expect(page.locator("#tip")).to_have_text(told)
+    expect(page.locator("#write .text .token:focus")).to_have_attribute("aria-label", told)
+    page.keyboard.press("Escape")
+    expect(page.locator("#tip")).to_be_hidden()
+
+
+def test_steps_can_be_told_apart_without_colour(service: Service, opened: Any) -> None:
+    page = ready(opened(service.address))
+    page.fill("#steps", "4")
+    page.click("#go")
+    played(page, "#write", 4)
+    lines = page.locator("#write .legend .written").evaluate_all(
+        "all => all.map(one => getComputedStyle(one).textDecorationStyle)"
+    )
+    assert len(set(lines)) == 4
+    page.check("#write .legend input")
+    number = page.locator("#write .text .written[data-step='3']:not([hidden])").first
+    assert number.evaluate("one => getComputedStyle(one, '::after').content") == '"3"'
+
+
+def test_what_a_model_is_given_is_text_and_nothing_else(service: Service, opened: Any) -> None:
+    page = ready(opened(service.address))
+    page.fill("#prompt", "<i>&amp;<b>")
+    page.click("#go")
+    played(page, "#write", 8)
+    assert text_of(page, "#write").startswith("<i>&amp;<b>")
+    assert page.locator("#write .text i, #write .text b").count() == 0
+
+
+def test_two_models_side_by_side(service: Service, opened: Any) -> None:
+    page = ready(opened(service.address))
+    page.click("#tab-beside")
+    page.select_option("#other", "plain")
+    page.fill("#steps", "5")
+    page.click("#go")
+    played(page, "#beside", 5)
+    for place, name in enumerate(["plain", "noisy"]):
+        expect(page.locator("#beside h3").nth(place)).to_have_text(name)
+        (expected,) = service.engine.writers[name].write("The cat", steps=5)
+        assert text_of(page, "#beside", place) == printable(expected.text)
+    page.locator("#beside .player input").fill("2")
+    steps = page.locator("#beside .text .written").evaluate_all("all => all.map(one => Number(one.dataset.step))")
+    assert set(steps) <= {1, 2}
+    shot(page, "beside")
+
+
+def test_words_are_selected_by_mouse_and_refilled(service: Service, opened: Any) -> None:
+    page = ready(opened(service.address))
+    page.click("#tab-fill")
+    page.fill("#own", "The cat sat on the mat.")
+    page.click("#take")
+    words = page.locator("#fill .text .token:not([hidden])")
+    expect(page.locator("#fill .text")).to_have_text("The cat sat on the mat.")
+    expect(page.locator("#fill .note")).to_have_text("Nothing is selected yet.")
+    words.first.click()
+    expect(page.locator("#fill .text .token.chosen")).not_to_have_count(0)
+    chosen = page.locator("#fill .text .token.chosen").count()
+    page.click("#go")
+    played(page, "#fill", 8)
+    expect(page.locator("#fill .note")).to_contain_text(f"{chosen} tokens were written again")
+    assert text_of(page, "#fill").endswith(" cat sat on the mat.")
+    expect(page.locator("#fill .text .written")).to_have_count(chosen)
+    before, seed = text_of(page, "#fill"), page.input_value("#seed")
+    page.click("#go")  # the same once more: another seed
+    expect(page.locator("#seed")).not_to_have_value(seed)
+    played(page, "#fill", 8)
+    assert text_of(page, "#fill") != before
+    shot(page, "fill")
+
+
+def test_words_are_dragged_over(service: Service, opened: Any) -> None:
+    page = ready(opened(service.address))
+    page.click("#tab-fill")
+    page.fill("#own", "The cat sat on the mat.")
+    page.click("#take")
+    expect(page.locator("#fill .text")).to_have_text("The cat sat on the mat.")
+    first, last = (page.locator("#fill .text .token:not([hidden])").nth(n).bounding_box() for n in (0, 4))
+    page.mouse.move(first["x"] + 1, first["y"] + first["height"] / 2)
+    page.mouse.down()
+    page.mouse.move(last["x"] + last["width"] - 1, last["y"] + last["height"] / 2, steps=5)
+    page.mouse.up()
+    assert page.locator("#fill .text .token.chosen").count() >= 5
+
+
+def test_words_are_kept_by_keyboard_and_the_rest_is_redrawn(service: Service, opened: Any) -> None:
+    page = ready(opened(service.address))
+    page.click("#tab-fill")
+    page.fill("#own", "The cat sat on the mat.")
+    page.click("#take")
+    expect(page.locator("#fill .text")).to_have_text("The cat sat on the mat.")
+    page.get_by_role("button", name="Keep what I select").press("Enter")
+    page.locator("#fill .text .token[tabindex='0']").focus()
+    page.keyboard.press("Space")
+    page.keyboard.press("Shift+ArrowRight")
+    kept = page.locator("#fill .text .token.chosen").all_inner_texts()
+    assert "".join(kept) == "Thecat"
+    expect(page.locator("#fill .text .token.chosen").first).to_have_attribute("aria-checked", "true")
+    page.click("#go")
+    played(page, "#fill", 8)
+    assert text_of(page, "#fill").startswith("The cat")
+    assert text_of(page, "#fill") != "The cat sat on the mat."
+    written = page.locator("#fill .text .written").count()
+    assert written == page.locator("#fill .text .token").count() - len(kept) - 2  # begin and end
+
+
+def test_a_written_text_is_taken_over_to_fill_in(service: Service, opened: Any) -> None:
+    page = ready(opened(service.address))
+    page.click("#go")
+    played(page, "#write", 8)
+    text = text_of(page, "#write")
+    page.get_by_role("button", name="Fill in parts of this text").click()
+    expect(page.locator("#tab-fill")).to_have_attribute("aria-selected", "true")
+    assert text_of(page, "#fill") == text
+
+
+def test_noise_decides_and_a_slider_goes_from_one_to_another(service: Service, opened: Any) -> None:
+    page = ready(opened(service.address))
+    page.click("#tab-noise")
+    page.fill("#steps", "2")
+    page.click("#go")
+    expect(page.locator("#way")).to_be_enabled()
+    shares = page.locator("#noise .bars tbody tr").evaluate_all(
+        "rows => Object.fromEntries(rows.map(r => [r.querySelector('button').textContent, [...r.querySelectorAll('td')].map(c => parseInt(c.textContent))]))"
+    )
+    assert set(shares) == {"noisy", "plain", "whole"}
+    assert shares["plain"][0] == shares["whole"][0] == 0  # a single mask has no noise to change
+    assert shares["noisy"][0] > 0
+    assert min(new for _, new in shares.values()) > 0
+    expect(page.locator("#policies-said")).to_have_text(re.compile(r"\d+% of the written tokens differ"))
+
+    first = text_of(page, "#noise", 5)
+    expect(page.locator("#way-said")).to_have_text(re.compile(r"100% of the tokens as at ε₁, \d+% as at ε₂; 0 flip here"))
+    assert page.locator("#noise .flips i").count() == 33
+    flips = page.locator("#noise .flips i.some").count()
+    assert flips > 0
+    page.locator("#way").fill("32")
+    expect(page.locator("#way-said")).to_have_text(re.compile(r"\d+% of the tokens as at ε₁, 100% as at ε₂"))
+    assert text_of(page, "#noise", 5) != first
+    at = page.locator("#noise .flips i").evaluate_all("all => all.findIndex(one => one.classList.contains('some'))")
+    page.locator("#way").fill(str(at))
+    marked = page.locator("#noise .text").nth(5).locator(".changed").count()
+    expect(page.locator("#way-said")).to_contain_text(f"; {marked} flip here")
+    assert marked > 0
+    shot(page, "noise")
+
+    page.locator("#noise .bars button", has_text="plain").click()
+    expect(page.locator("#noise h3", has_text="Same draws, new ε")).to_contain_text("0% changed")
+    page.select_option("#model", "plain")
+    page.click("#go")
+    expect(page.locator("#way-said")).to_contain_text("carries no noise")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("width", "height"), [(390, 844), (768, 1024), (1600, 1000)])
+def test_any_width_dark_and_light(service: Service, opened: Any, width: int, height: int, scheme: str) -> None:
+    """That nothing overflows is checked when the page is closed."""
+    page = ready(opened(service.address, width, height, color_scheme=scheme))
+    for panel in ("write", "beside", "fill", "noise"):
+        page.click(f"#tab-{panel}")
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    page.click("#tab-write")
+    page.click("#go")
+    played(page, "#write", 8)
+    assert page.locator("#write .text").bounding_box()["width"] <= min(width, 700)
+    shot(page, f"write-{width}-{scheme}")
+
+
+def test_tabs_by_keyboard_and_no_motion_where_none_is_wanted(service: Service, opened: Any) -> None:
+    page = ready(opened(service.address, reduced_motion="reduce"))
+    page.locator("#tab-write").focus()
+    page.keyboard.press("ArrowRight")
+    expect(page.locator("#tab-beside")).to_be_focused()
+    expect(page.locator("#beside")).to_be_visible()
+    page.keyboard.press("ArrowLeft")
+    page.locator("#prompt").press("Control+Enter")
+    played(page, "#write", 8)
+    assert page.locator("#write .text .token").first.evaluate("one => getComputedStyle(one).transitionDuration") == "0s"
+    for field in page.locator("input:visible, select:visible, textarea:visible").all():
+        assert field.evaluate("one => one.labels?.length || one.ariaLabel"), "a field without a name"
+
+
+def test_what_goes_wrong_is_a_sentence(service: Service, opened: Any) -> None:
+    page = ready(opened(service.address, failing=True))
+    page.fill("#prompt", "word " * 200)
+    with page.expect_response("**/play/write"):
+        page.click("#go")
+    expect(page.get_by_role("alert")).to_have_text(re.compile(r"The prompt has \d+ tokens; with 96 in all there is no room to write\."))
+    page.fill("#prompt", "The cat")
+    page.click("#go")
+    expect(page.get_by_role("alert")).to_be_hidden()
+    played(page, "#write", 8)
+
+
+def test_a_service_that_is_gone_is_a_sentence(opened: Any) -> None:
+    with Service() as passing:
+        page = ready(opened(passing.address, failing=True))
+    page.click("#go")
+    expect(page.get_by_role("alert")).to_have_text("The service does not answer. Is it still running?")
+
+
+def test_a_key_is_asked_for_where_one_is_wanted(opened: Any) -> None:
+    with Service(api_key="open sesame") as locked:
+        page = opened(locked.address, failing=True)
+        expect(page.get_by_role("alert")).to_contain_text("API key is wrong or missing")
+        page.fill("#key", "open sesame")
+        page.press("#key", "Enter")
+        expect(page.locator("#model option")).to_have_count(3)
+        page.click("#go")
+        played(page, "#write", 8)
