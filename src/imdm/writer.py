@@ -99,7 +99,7 @@ class Writer:
         most = self.model.config.length
         length = most if length is None else length
         check_whole("length", length, 1, most)
-        return self._filled(given, [self._prefix(prompt, length) for prompt in given], num, seed, options)
+        return self._filled(given, [self.prefixed(prompt, length) for prompt in given], num, seed, options)
 
     def infill(
         self,
@@ -117,9 +117,9 @@ class Writer:
         given, marker = _texts(text, "text"), _text("marker", marker)
         if not given:
             raise UserError("nothing to fill in: there is no text")
-        return self._filled(given, [self._blanked(one, blank, marker) for one in given], num, seed, options)
+        return self._filled(given, [self.blanked(one, blank, marker) for one in given], num, seed, options)
 
-    def _blanked(self, text: str, blank: int, marker: str) -> list[int]:
+    def blanked(self, text: str, blank: int, marker: str) -> list[int]:
         """begin, the text with holes, end; and padding, where rows are whole texts: rows without it would be of another
         kind than those that the model has learnt."""
         check_whole("blank", blank, 1, self.model.config.length)
@@ -145,11 +145,20 @@ class Writer:
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
 
-    def _prefix(self, prompt: str, length: int) -> list[int]:
+    @property
+    def _framed(self) -> int:
+        """Tokens around a prompt and its holes: begin and end, or begin alone where a model finds the end itself."""
+        return 2 if self.model.config.ending is None else 1
+
+    def room(self, prompt: str) -> int:
+        """How many tokens the model can write after a prompt, at most."""
+        return self.model.config.length - len(self._encode(prompt)) - self._framed
+
+    def prefixed(self, prompt: str, length: int) -> list[int]:
         """begin, the prompt, holes, end: the frame of the rows the model was trained on. A model of whole texts finds
         the end itself, and has padding after `length` tokens: it knows that a text then ends before them."""
         special, ids, whole = special_ids(self.tokenizer), self._encode(prompt), self.model.config.ending is not None
-        holes = length - len(ids) - (1 if whole else 2)
+        holes = length - len(ids) - self._framed
         if holes < 1:
             raise UserError(f"the prompt has {len(ids)} tokens; with {length} in all there is no room to write")
         row = [special.begin, *ids, *[special.mask] * holes]

@@ -214,8 +214,11 @@ class Engine:
             async for _, frame in frames:
                 yield frame
 
-    async def run_all(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, Frame], None]:
-        """The same of several jobs, taken up together or not at all: (number of the job, frame)."""
+    async def run_all(
+        self, jobs: Sequence[Job], seconds: float | None = None
+    ) -> AsyncGenerator[tuple[int, Frame], None]:
+        """The same of several jobs, taken up together or not at all: (number of the job, frame). seconds: that they may
+        take; those of the settings unless given."""
         loop = asyncio.get_running_loop()
         heard: asyncio.Queue[tuple[int, Frame | UserError]] = asyncio.Queue()
 
@@ -232,15 +235,15 @@ class Engine:
         now = time.monotonic()
         tickets = [_Ticket(job, self.check(job), teller(number), now) for number, job in enumerate(jobs)]
         self._submit(tickets)
-        left, deadline = len(jobs), now + self.settings.seconds
+        seconds = self.settings.seconds if seconds is None else seconds
+        left, deadline = len(jobs), now + seconds
         try:
             while left:
                 try:
                     number, said = await asyncio.wait_for(heard.get(), deadline - time.monotonic())
                 except TimeoutError:
                     raise TooLong(
-                        f"the request took longer than {self.settings.seconds:g} seconds; ask for fewer texts, tokens "
-                        "or steps"
+                        f"the request took longer than {seconds:g} seconds; ask for fewer texts, tokens or steps"
                     ) from None
                 if isinstance(said, UserError):
                     raise said
