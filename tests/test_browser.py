@@ -292,9 +292,9 @@ def test_noise_decides_and_a_slider_goes_from_one_to_another(service: Service, o
     page.fill("#steps", "2")
     page.click("#go")
     expect(page.locator("#way")).to_be_enabled()
-    shares = page.locator("#noise .bars tbody tr").evaluate_all(
-        "rows => Object.fromEntries(rows.map(r => [r.querySelector('button').textContent, [...r.querySelectorAll('td')].map(c => parseInt(c.textContent))]))"
-    )
+    row = "one => [one.querySelector('button'), ...one.querySelectorAll('td')].map(cell => cell.textContent)"
+    rows = page.locator("#noise .bars tbody tr").evaluate_all(f"all => all.map({row})")
+    shares = {name: [int(share.rstrip("%")) for share in found] for name, *found in rows}
     assert set(shares) == {"noisy", "plain", "whole"}
     assert shares["plain"][0] == shares["whole"][0] == 0  # a single mask has no noise to change
     assert shares["noisy"][0] > 0
@@ -302,7 +302,9 @@ def test_noise_decides_and_a_slider_goes_from_one_to_another(service: Service, o
     expect(page.locator("#policies-said")).to_have_text(re.compile(r"\d+% of the written tokens differ"))
 
     first = text_of(page, "#noise", 5)
-    expect(page.locator("#way-said")).to_have_text(re.compile(r"100% of the tokens as at ε₁, \d+% as at ε₂; 0 flip here"))
+    expect(page.locator("#way-said")).to_have_text(
+        re.compile(r"100% of the tokens as at ε₁, \d+% as at ε₂; 0 flip here")
+    )
     assert page.locator("#noise .flips i").count() == 33
     flips = page.locator("#noise .flips i.some").count()
     assert flips > 0
@@ -357,7 +359,9 @@ def test_what_goes_wrong_is_a_sentence(service: Service, opened: Any) -> None:
     page.fill("#prompt", "word " * 200)
     with page.expect_response("**/play/write"):
         page.click("#go")
-    expect(page.get_by_role("alert")).to_have_text(re.compile(r"The prompt has \d+ tokens; with 96 in all there is no room to write\."))
+    expect(page.get_by_role("alert")).to_have_text(
+        re.compile(r"The prompt has \d+ tokens; with 96 in all there is no room to write\.")
+    )
     page.fill("#prompt", "The cat")
     page.click("#go")
     expect(page.get_by_role("alert")).to_be_hidden()

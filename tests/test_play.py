@@ -1,4 +1,4 @@
-"""What the page asks of the service: frames with the text of each token, ways between noises, a judge; and its files."""
+"""What the page asks of the service: frames with the text of each token, ways between noises, a judge; its files."""
 
 from __future__ import annotations
 
@@ -156,15 +156,17 @@ def test_models_say_what_their_masks_carry(served: Any) -> None:
         ("write", {"model": "plain", "row": [0, None], "prompt": "a"}, "not both"),
         ("write", {"model": "plain", "colour": "red"}, "colour"),
         ("path", {"model": "noisy", "between": [0, 1], "points": 1}, "points"),
-        ("tokens", {"model": "plain", "text": "word " * 200}, "shorten it"),
+        ("tokens", {"model": "plain", "text": "word " * 200}, "the model takes at most 40"),
         ("tokens", {"model": "plain", "text": ""}, "text"),
+        ("tokens", {"model": "plain", "text": "\ud800"}, "unicode string"),
+        ("write", {"model": "plain", "prompt": "\ud800"}, "unicode string"),
         ("judge", {"model": "plain", "row": [0, 99999]}, "99999"),
         ("judge", {"model": "plain", "row": []}, "row"),
     ],
 )
 def test_what_cannot_be_done_is_a_sentence(served: Any, path: str, asked: dict[str, Any], sentence: str) -> None:
     client, _ = served
-    answer = client.post(f"/play/{path}", json=asked)
+    answer = client.post(f"/play/{path}", content=json.dumps(asked), headers={"Content-Type": "application/json"})
     assert 400 <= answer.status_code < 500
     message = answer.json()["error"]["message"]
     assert sentence in message

@@ -7,22 +7,24 @@ import json
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from fastapi import APIRouter, HTTPException
+from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from imdm.data.tokenizers import special_ids
 from imdm.errors import UserError, unknown
 from imdm.evaluation.judge import Judge, judge_at_hand, load_judge
 from imdm.evaluation.text import sample_entropy
 from imdm.models.denoiser import check_tokens
+from imdm.serving.api import check_text
+from imdm.serving.app import while_connected
 from imdm.serving.engine import Engine, Frame, Job
 from imdm.serving.pieces import Pieces
+from imdm.serving.settings import Settings
 from imdm.shipped import DEFAULT, listed
 from imdm.writer import Writer
 
@@ -39,6 +41,7 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
+NOT_KEPT = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 Events = AsyncGenerator[tuple[str, Mapping[str, Any]]]
 
@@ -117,11 +120,7 @@ class Author:
 
     def read(self, text: str) -> dict[str, Any]:
         """A text as a row that can be filled in again."""
-        special, ids = special_ids(self.writer.tokenizer), self.writer._encode(text)
-        most = self.writer.model.config.length
-        if len(ids) > most - 2:
-            raise UserError(f"the text has {len(ids)} tokens, the model takes at most {most - 2}; shorten it")
-        row = self.writer._padded([special.begin, *ids, special.end])
+        row = self.writer.framed(text)
         return {"ids": row, "pieces": self.pieces.of(row)}
 
     def shown(self, frame: Frame) -> dict[str, Any]:
@@ -153,16 +152,15 @@ class Judges:
         self._turn = asyncio.Lock()
 
     async def read(self, author: Author, asked: ToJudge) -> dict[str, Any]:
-        async with self._turn:
-            return await asyncio.to_thread(self._read, author, asked)
-
-    def _read(self, author: Author, asked: ToJudge) -> dict[str, Any]:
         check_tokens(torch.tensor(asked.row), author.writer.model.vocab_size, "row")
+        text, before = author.pieces.text(asked.row), author.pieces.text(asked.row[: asked.given])
+        prompt = before if text.startswith(before) else ""
+        async with self._turn:
+            return await asyncio.to_thread(self._read, author, prompt, text[len(prompt) :])
+
+    def _read(self, author: Author, prompt: str, text: str) -> dict[str, Any]:
         judge = self._of(author)
-        written = author.writer.decode(asked.row)
-        before = author.writer.decode(asked.row[: asked.given]) if asked.given else ""
-        prompt = before if written.startswith(before) else ""
-        score = judge.score([written[len(prompt) :]], [prompt] if prompt else None)
+        score = judge.score([text], [prompt] if prompt else None)
         counted = int(score.count.sum())
         return {"judge": judge.label, "tokens": counted, "perplexity": score.perplexity() if counted else None}
 
@@ -174,7 +172,7 @@ class Judges:
         return self._loaded[author.name]
 
 
-def router(engine: Engine, settings: Any) -> APIRouter:
+def router(engine: Engine, settings: Settings) -> APIRouter:
     """The page and what it asks for."""
     files = {file.name: file for file in PAGE.iterdir() if file.suffix in KINDS}
     about = {model.name: model.about for model in listed()}
@@ -185,6 +183,8 @@ def router(engine: Engine, settings: Any) -> APIRouter:
     def author_of(asked: Asked) -> Author:
         if asked.model not in authors:
             raise unknown("model", asked.model, authors)
+        for text in (getattr(asked, "prompt", ""), getattr(asked, "text", "")):
+            check_text(text, settings.prompt)
         return authors[asked.model]
 
     @routes.get("/", include_in_schema=False)
@@ -201,17 +201,17 @@ def router(engine: Engine, settings: Any) -> APIRouter:
     async def models() -> dict[str, Any]:
         first = DEFAULT if DEFAULT in authors else next(iter(authors))
         described = [author.described() for author in authors.values()]
-        return {"models": described, "default": first, "steps": MOST_STEPS}
+        return {"models": described, "default": first, "steps": min(MOST_STEPS, settings.steps)}
 
     @routes.post("/play/write", include_in_schema=False)
-    async def write(asked: ToWrite) -> Response:
+    async def write(request: Request, asked: ToWrite) -> Response:
         author = author_of(asked)
-        return await _stream(_frames(engine, author, _job(author, asked)))
+        return await _stream(request, _frames(engine, author, _job(author, asked)))
 
     @routes.post("/play/path", include_in_schema=False)
-    async def path(asked: ToGo) -> Response:
+    async def path(request: Request, asked: ToGo) -> Response:
         author = author_of(asked)
-        return await _stream(_points(engine, author, asked))
+        return await _stream(request, _points(engine, author, asked))
 
     @routes.post("/play/tokens", include_in_schema=False)
     async def tokens(asked: ToRead) -> dict[str, Any]:
@@ -224,19 +224,18 @@ def router(engine: Engine, settings: Any) -> APIRouter:
     return routes
 
 
-def _job(author: Author, asked: ToWrite, **changes: Any) -> Job:
-    how = {
-        "model": author.name,
-        "ids": author.row(asked),
-        "steps": asked.steps,
-        "seed": asked.seed,
-        "temperature": asked.temperature,
-        "noise": asked.noise,
-        "draws_seed": asked.draws_seed,
-        "noise_seed": asked.noise_seed,
-        "frames": True,
-    }
-    return Job(**how | changes)
+def _job(author: Author, asked: ToWrite) -> Job:
+    return Job(
+        author.name,
+        author.row(asked),
+        steps=asked.steps,
+        seed=asked.seed,
+        temperature=asked.temperature,
+        noise=asked.noise,
+        draws_seed=asked.draws_seed,
+        noise_seed=asked.noise_seed,
+        frames=True,
+    )
 
 
 async def _frames(engine: Engine, author: Author, job: Job) -> Events:
@@ -247,11 +246,11 @@ async def _frames(engine: Engine, author: Author, job: Job) -> Events:
 
 async def _points(engine: Engine, author: Author, asked: ToGo) -> Events:
     """Some points at a time, both ends first and then finer and finer."""
-    order = refining(asked.points)
+    order, job = refining(asked.points), _job(author, asked)
     for first in range(0, len(order), TOGETHER):
         some = order[first : first + TOGETHER]
         ways = [number / (asked.points - 1) for number in some]
-        jobs = [_job(author, asked, noise_between=(*asked.between, s), noise_seed=None, frames=False) for s in ways]
+        jobs = [replace(job, noise_between=(*asked.between, s), frames=False) for s in ways]
         async with aclosing(engine.run_all(jobs)) as found:
             async for i, frame in found:
                 yield "point", {"point": some[i], "s": ways[i], **author.shown(frame)}
@@ -273,9 +272,9 @@ def refining(points: int) -> list[int]:
     return order
 
 
-async def _stream(events: Events) -> Response:
+async def _stream(request: Request, events: Events) -> Response:
     """Server-sent events. What is refused at once is an answer of its own, with a status; later it is an event."""
-    first = await anext(events)
+    first = await while_connected(request, _next(events))
 
     async def lines() -> AsyncGenerator[str]:
         async with aclosing(events):
@@ -286,7 +285,11 @@ async def _stream(events: Events) -> Response:
             except UserError as error:
                 yield _event("error", {"message": str(error)})
 
-    return StreamingResponse(lines(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+    return StreamingResponse(lines(), media_type="text/event-stream", headers=NOT_KEPT)
+
+
+async def _next(events: Events) -> tuple[str, Mapping[str, Any]]:
+    return await anext(events)
 
 
 def _event(name: str, data: Mapping[str, Any]) -> str:
