@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("fastapi", reason="the service needs imdm[serve]")
@@ -138,7 +139,8 @@ def test_write_and_scrub(service: Service, opened: Any) -> None:
     (expected,) = service.engine.writers["noisy"].write("The cat", steps=6, seed=3)
     assert text_of(page, "#write") == printable(expected.text)
     assert number_in(page, "#write", "evaluations") == expected.evaluations
-    assert number_in(page, "#write", "perplexity by") > 1
+    assert number_in(page, "#write", "perplexity") > 1
+    expect(page.locator("#write .figures .note")).to_contain_text("perplexity by ")
     assert number_in(page, "#write", "entropy") > 0
     expect(page.locator("#status")).to_contain_text("network evaluations")
     expect(page.locator("#write .legend li")).to_have_count(2 + 4)
@@ -224,13 +226,13 @@ def test_words_are_selected_by_mouse_and_refilled(service: Service, opened: Any)
     page.click("#take")
     words = page.locator("#fill .text .token:not([hidden])")
     expect(page.locator("#fill .text")).to_have_text("The cat sat on the mat.")
-    expect(page.locator("#fill .note")).to_have_text("Nothing is selected yet.")
+    expect(page.locator("#fill > .note")).to_have_text("Nothing is selected yet.")
     words.first.click()
     expect(page.locator("#fill .text .token.chosen")).not_to_have_count(0)
     chosen = page.locator("#fill .text .token.chosen").count()
     page.click("#go")
     played(page, "#fill", 8)
-    expect(page.locator("#fill .note")).to_contain_text(f"{chosen} tokens were written again")
+    expect(page.locator("#fill > .note")).to_contain_text(f"{chosen} tokens were written again")
     assert text_of(page, "#fill").endswith(" cat sat on the mat.")
     expect(page.locator("#fill .text .written")).to_have_count(chosen)
     before, seed = text_of(page, "#fill"), page.input_value("#seed")
@@ -384,3 +386,60 @@ def test_a_key_is_asked_for_where_one_is_wanted(opened: Any) -> None:
         expect(page.locator("#model option")).to_have_count(3)
         page.click("#go")
         played(page, "#write", 8)
+
+
+COLOURS = """all => all.map(one => {
+    const canvas = document.createElement('canvas').getContext('2d', { willReadFrequently: true });
+    canvas.fillStyle = getComputedStyle(one)[one.tagName === 'BODY' ? 'backgroundColor' : 'color'];
+    canvas.fillRect(0, 0, 1, 1);
+    return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3).map(part => part / 255);
+})"""
+# How those see colours who lack one kind of cone (Machado, Oliveira and Fernandes 2009, severity 1), in linear light.
+EYES = {
+    "all cones": np.eye(3),
+    "no red": np.array([[0.1523, 1.0526, -0.2049], [0.1145, 0.7863, 0.0992], [-0.0039, -0.0481, 1.0520]]),
+    "no green": np.array([[0.3673, 0.8606, -0.2280], [0.2801, 0.6725, 0.0474], [-0.0118, 0.0429, 0.9689]]),
+    "no blue": np.array([[1.2555, -0.0767, -0.1788], [-0.0784, 0.9308, 0.1476], [0.0047, 0.6914, 0.3039]]),
+}
+
+
+def linear(colours: list[list[float]]) -> np.ndarray:
+    given = np.array(colours)
+    return np.where(given <= 0.04045, given / 12.92, ((given + 0.055) / 1.055) ** 2.4)
+
+
+def in_lab(light: np.ndarray) -> np.ndarray:
+    """CIE L*a*b* of linear sRGB."""
+    to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+    xyz = light.clip(0, 1) @ to_xyz.T / to_xyz.sum(1)
+    f = np.where(xyz > 216 / 24389, np.cbrt(xyz), (24389 / 27 * xyz + 16) / 116)
+    return np.stack([116 * f[:, 1] - 16, 500 * (f[:, 0] - f[:, 1]), 200 * (f[:, 1] - f[:, 2])], -1)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_colours_can_be_read_and_told_apart_by_all_eyes(service: Service, opened: Any, scheme: str) -> None:
+    page = ready(opened(service.address, color_scheme=scheme))
+    page.fill("#steps", "4")
+    page.click("#go")
+    steps = linear(page.locator("#write .legend .written").evaluate_all(COLOURS))
+    (paper,) = linear(page.locator("body").evaluate_all(COLOURS))
+    weights = np.array([0.2126, 0.7152, 0.0722])
+    for light in steps:
+        bright, dark = sorted([float(light @ weights), float(paper @ weights)], reverse=True)
+        assert (bright + 0.05) / (dark + 0.05) >= 4.5  # WCAG, for text
+    for eyes, seen in EYES.items():
+        lab = in_lab(steps @ seen.T)
+        apart = np.linalg.norm(lab[:, None] - lab[None], axis=-1)[np.triu_indices(4, 1)]
+        assert apart.min() > 10, f"{eyes}: {apart.round(1)}"
+
+
+def test_another_models_tokens_are_read_anew(service: Service, opened: Any) -> None:
+    page = ready(opened(service.address))
+    page.click("#tab-fill")
+    expect(page.locator("#fill .text")).to_contain_text("It was a dark")
+    text, many = text_of(page, "#fill"), page.locator("#fill .text .token").count()
+    page.evaluate("window.before = document.querySelector('#fill .text .token')")
+    page.select_option("#model", "plain")  # the same tokenizer: nothing to read
+    assert page.evaluate("window.before === document.querySelector('#fill .text .token')")
+    assert text_of(page, "#fill") == text
+    assert page.locator("#fill .text .token").count() == many

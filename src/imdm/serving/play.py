@@ -16,6 +16,7 @@ from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
+from imdm.data.tokenizers import tokenizer_hash
 from imdm.errors import UserError, unknown
 from imdm.evaluation.judge import Judge, judge_at_hand, load_judge
 from imdm.evaluation.text import sample_entropy
@@ -105,6 +106,7 @@ class Author:
             "mask": mask.name,
             "noisy": mask.noisy or config.mixture,
             "length": config.length,
+            "tokenizer": tokenizer_hash(self.writer.tokenizer),
         }
 
     def row(self, asked: ToWrite) -> list[int | None]:

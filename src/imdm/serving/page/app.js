@@ -21,7 +21,7 @@ const app = {
   model: (name) => models.find((model) => model.name === name) ?? {},
   say: (sentence) => { byId("status").textContent = sentence; },
   reseed: () => { field.seed.value = app.settings().seed + 1; },
-  fill: (frame) => { panels.fill.take(frame, app.settings().steps); open("fill"); },
+  fill: (frame, model, steps) => { field.model.value = model; shown(); panels.fill.take(frame, model, steps); open("fill"); },
 };
 const panels = { write: panel(byId("write"), app), beside: beside(byId("beside"), app), fill: fill(byId("fill"), app), noise: noise(byId("noise"), app) };
 const tabs = Object.keys(panels).map((name) => byId(`tab-${name}`));
@@ -96,6 +96,7 @@ byId("settings").addEventListener("submit", (event) => {
   run((signal) => (models.length ? panels[here].go(signal) : begin(signal)));
 });
 byId("settings").addEventListener("input", shown);
+field.model.addEventListener("change", () => run((signal) => panels.fill.changed(signal)));
 byId("reseed").addEventListener("click", () => { field.seed.value = Math.floor(Math.random() * 1e6); });
 byId("take").addEventListener("click", () => run((signal) => panels.fill.read(signal)));
 field.key.addEventListener("input", () => setKey(field.key.value));

@@ -6,18 +6,19 @@ import { el, short } from "/page/dom.js";
 export class Figures {
   constructor() {
     this.values = {};
-    this.names = {};
     const one = (name, words) => {
       this.values[name] = el("dd", {}, "–");
-      this.names[name] = el("dt", {}, words);
-      return el("div", {}, this.names[name], this.values[name]);
+      return el("div", {}, el("dt", {}, words), this.values[name]);
     };
-    this.root = el("dl", { class: "figures", hidden: true }, one("evaluations", "evaluations"), one("ms", "milliseconds"),
-      one("speed", "tokens/s"), one("entropy", "entropy"), one("perplexity", "perplexity"));
+    this.note = el("p", { class: "note" });
+    this.root = el("div", { class: "figures", hidden: true },
+      el("dl", {}, one("evaluations", "evaluations"), one("ms", "milliseconds"), one("speed", "tokens/s"), one("entropy", "entropy"), one("perplexity", "perplexity")),
+      this.note);
   }
 
   clear() {
     this.root.hidden = true;
+    this.note.textContent = "";
     for (const value of Object.values(this.values)) value.textContent = "–";
   }
 
@@ -36,6 +37,6 @@ export class Figures {
     const first = frame.revealed.findIndex((step) => step > 0);
     const found = await json("/play/judge", { model, row: frame.ids, given: Math.max(0, first) }, signal);
     this.values.perplexity.textContent = short(found.perplexity);
-    this.names.perplexity.textContent = `perplexity by ${found.judge}`;
+    this.note.textContent = `Entropy of the tokens, in nats; perplexity by ${found.judge}.`;
   }
 }

@@ -24,6 +24,7 @@ export function fill(root, app) {
   let steps = 1;
   let mode = "hole";
   let asked = "";
+  let tokenizer = null;
   const chosen = new Set();
 
   const writable = () => frame.ids.map((_, i) => i).filter((i) => frame.pieces[i]);
@@ -49,12 +50,14 @@ export function fill(root, app) {
     told.textContent = many ? `${many} of ${writable().length} tokens will be written again.` : mode === "hole" ? "Nothing is selected yet." : "Everything is kept.";
   }
 
-  function take(found, of = 1) {
+  // A text in the tokens of a model, written in so many steps
+  function take(found, model, of = 1) {
     player.stop();
     player.root.hidden = true;
     figures.clear();
     key.replaceChildren();
     frame = found;
+    tokenizer = app.model(model).tokenizer;
     steps = of;
     chosen.clear();
     draw();
@@ -63,11 +66,15 @@ export function fill(root, app) {
   return {
     verb: "Refill",
     take,
-    async read(signal) {
-      const { model, own } = app.settings();
-      const found = await json("/play/tokens", { model, text: own }, signal);
-      take({ ...found, revealed: found.ids.map(() => 0), probability: found.ids.map(() => 1) });
+    async read(signal, text = app.settings().own) {
+      const { model } = app.settings();
+      const found = await json("/play/tokens", { model, text }, signal);
+      take({ ...found, revealed: found.ids.map(() => 0), probability: found.ids.map(() => 1) }, model);
       app.say("The text is ready: select words.");
+    },
+    // Another model may have other tokens
+    async changed(signal) {
+      if (frame && app.model(app.settings().model).tokenizer !== tokenizer) await this.read(signal, frame.pieces.join(""));
     },
     async go(signal) {
       if (!frame) await this.read(signal);

@@ -72,7 +72,7 @@ function deciders(app) {
     others.forEach((frame, i) => {
       const { changed, share } = compared(base, frame);
       views[i + 1].show(frame, { steps: found.steps ?? steps, changed });
-      titles[i + 1].replaceChildren(["Same draws, new ε", "Same ε, new draws"][i], el("span", {}, ` · ${percent(share)} changed`));
+      titles[i + 1].replaceChildren(["Same draws, new ε", "Same ε, new draws"][i], el("span", {}, `${percent(share)} changed`));
     });
     for (const button of body.querySelectorAll("button")) button.setAttribute("aria-pressed", String(button.textContent === name));
   }

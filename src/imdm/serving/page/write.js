@@ -22,8 +22,9 @@ export function panel(root, app) {
   const player = new Player([view]);
   const figures = new Figures();
   const key = el("div", {});
-  const on = el("button", { type: "button", class: "plain", hidden: true, onclick: () => app.fill(last) }, "Fill in parts of this text");
+  const on = el("button", { type: "button", class: "plain", hidden: true, onclick: () => app.fill(last, asked.model, asked.steps) }, "Fill in parts of this text");
   let last = null;
+  let asked = {};
   root.append(key, view.root, player.root, figures.root, el("p", { class: "note" }, on));
 
   return {
@@ -35,7 +36,8 @@ export function panel(root, app) {
       figures.clear();
       on.hidden = true;
       player.start(steps);
-      last = await written({ model, prompt, steps, seed, temperature }, player, 0, figures, signal);
+      asked = { model, prompt, steps, seed, temperature };
+      last = await written(asked, player, 0, figures, signal);
       on.hidden = false;
       app.say(`Written in ${last.evaluations} network evaluations, ${Math.round(1000 * last.seconds)} milliseconds.`);
       await figures.judge(model, last, signal);
