@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +13,7 @@ from imdm.cli.app import STOPPED, app, device, say
 from imdm.cli.early import located
 from imdm.errors import UserError
 from imdm.files import read_json
+from imdm.listening import listen
 from imdm.shipped import HERE, names
 
 
@@ -50,7 +50,7 @@ def serve(
         raise UserError(f"imdm serve needs {' and '.join(needed)}: pip install 'imdm[serve]'")
     limits = {"batch": batch, "queue": queue, "seconds": seconds, "grace": grace, "clients": clients, "body": body}
     limits |= {"prompt": prompt, "tokens": tokens, "steps": steps}
-    listening = bound(host, port)
+    listening = listen(host, port)
     from imdm.serving import Engine, Settings
     from imdm.serving.guard import LOCAL, is_local
     from imdm.serving.server import address, serve
@@ -89,13 +89,3 @@ def named(models: Iterable[str]) -> dict[str, str]:
             raise UserError(f"two models would be called {name!r}; give folders of different names")
         found[name] = place
     return found
-
-
-def bound(host: str, port: int) -> socket.socket:
-    """A socket that listens, before anything slow is done."""
-    try:
-        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        return socket.create_server(address[:2], family=family, backlog=1024)
-    except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise UserError(f"cannot listen on {host}, port {port} ({reason}); choose another --port or --host") from None

@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
 from pydantic import ConfigDict, Field, WrapValidator
@@ -81,6 +81,14 @@ class Infill(Asked):
     marker: str = Field(BLANK, description="What a blank looks like.")
 
 
+class Said(NamedTuple):
+    """stopped: whether the text was cut off before a stop; reason: why it ends, in OpenAI's words."""
+
+    text: str
+    stopped: bool
+    reason: str
+
+
 @dataclass(frozen=True)
 class Order:
     """A request as work for the engine. Job i is choice i of the answer."""
@@ -91,7 +99,8 @@ class Order:
     jobs: list[Job]
     seed: int
     prompt_tokens: int
-    whole: bool  # whether answers begin with what was given
+    infill: bool  # whether blanks are filled; else texts go on
+    echo: bool  # whether answers begin with what was given
     stops: list[str]
     stream: bool
     include_usage: bool
@@ -152,31 +161,28 @@ class Order:
             jobs,
             seed,
             sum(_given(row, hole, writer) for row in rows),
+            infill is not None,
             infill is not None or (completion is not None and completion.echo),
             _stops(completion.stop if completion is not None else None),
             asked.stream,
             bool((asked.stream_options or {}).get("include_usage")),
         )
 
-    def head(self, number: int) -> str:
-        """What an answer does not repeat."""
-        ids = self.jobs[number].ids
-        if self.whole or None not in ids:
-            return ""
-        return self.writer.decode([token for token in ids[: ids.index(None)] if token is not None])
-
-    def finished(self, number: int, frame: Frame) -> tuple[str, str]:
-        """The text of choice `number` as far as it is written from its beginning, and why it ended."""
-        ids = frame.ids if frame.done else frame.ids[: frame.ids.index(None)]
+    def said(self, number: int, frame: Frame) -> Said:
+        """The text of choice `number`, as far as it is written from its beginning."""
+        given, ids = self.jobs[number].ids, frame.ids if frame.done else frame.ids[: frame.ids.index(None)]
         tokens = [token for token in ids if token is not None]
-        text, head = self.writer.decode(tokens), self.head(number)
-        text = text.removeprefix(head) if text.startswith(head) else ""
+        text = self.writer.decode(tokens)
+        if not self.echo and None in given:
+            first = given.index(None)
+            head = self.writer.decode(tokens[:first])
+            text = text.removeprefix(head) if text.startswith(head) else self.writer.decode(tokens[first:])
         cut = min((text.find(stop) for stop in self.stops if stop in text), default=-1)
         if cut >= 0:
-            return text[:cut], "stop"
+            return Said(text[:cut], True, "stop")
         ending = self.writer.model.config.ending
-        whole = ending is not None and bool(ending.finished(torch.tensor([tokens]))[0])
-        return text, "stop" if whole else "length"
+        ended = ending is not None and bool(ending.finished(torch.tensor(tokens)))
+        return Said(text, False, "stop" if ended or self.infill else "length")
 
     def written(self, number: int, frame: Frame) -> int:
         """Tokens that were written, up to the end of the text."""
@@ -196,8 +202,9 @@ class Order:
 
     def answer(self, frames: Sequence[Frame]) -> dict[str, Any]:
         """All choices, from the last frame of each."""
-        said = [self.finished(number, frame) for number, frame in enumerate(frames)]
-        return self.chunk([choice(i, *each) for i, each in enumerate(said)]) | {"usage": self.usage(frames)}
+        said = [self.said(number, frame) for number, frame in enumerate(frames)]
+        choices = [choice(number, one.text, one.reason) for number, one in enumerate(said)]
+        return self.chunk(choices) | {"usage": self.usage(frames)}
 
     def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -225,15 +232,15 @@ class Growing:
 
     def more(self, number: int, frame: Frame) -> dict[str, Any] | None:
         """The next piece of a choice; None where there is none."""
-        text, reason = self.order.finished(number, frame)
-        told = self.told[number]
+        said, told = self.order.said(number, frame), self.told[number]
+        text = said.text
         if not frame.done:
             text = text.rstrip("\ufffd")
-            text = text[: len(text) - self.held] if reason == "length" else text
+            text = text if said.stopped else text[: max(0, len(text) - self.held)]
             if len(text) <= len(told) or not text.startswith(told):
                 return None
         self.told[number] = text
-        return choice(number, text[len(told) :], reason if frame.done else None)
+        return choice(number, text[len(told) :], said.reason if frame.done else None)
 
 
 def _listed(texts: str | list[str] | None) -> list[str]:
