@@ -202,6 +202,16 @@ def test_what_a_model_is_given_is_text_and_nothing_else(service: Service, opened
     assert page.locator("#write .text i, #write .text b").count() == 0
 
 
+def test_a_model_of_whole_texts_ends_them_itself(service: Service, opened: Any) -> None:
+    page = ready(opened(service.address))
+    page.select_option("#model", "whole")
+    page.click("#go")
+    played(page, "#write", 8)
+    (expected,) = service.engine.writers["whole"].write("The cat", steps=8)
+    assert text_of(page, "#write") == printable(expected.text)
+    assert page.locator("#write .text .masked:visible").count() == 0
+
+
 def test_two_models_side_by_side(service: Service, opened: Any) -> None:
     page = ready(opened(service.address))
     page.click("#tab-beside")

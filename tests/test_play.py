@@ -15,7 +15,7 @@ pytest.importorskip("fastapi", reason="the service needs imdm[serve]")
 from fastapi.testclient import TestClient
 
 from imdm.data.tokenizers import train_bpe
-from imdm.serving import Engine
+from imdm.serving import Engine, Settings
 from imdm.serving.app import make_app
 from imdm.serving.pieces import Pieces
 from imdm.serving.play import PAGE, refining
@@ -119,6 +119,21 @@ def test_a_way_between_two_noises_has_them_at_its_ends(served: Any) -> None:
 @pytest.mark.parametrize("points", [2, 3, 10, 33])
 def test_a_way_is_refined_and_leaves_nothing_out(points: int) -> None:
     assert sorted(refining(points)) == list(range(points))
+    assert refining(9) == [0, 8, 4, 2, 6, 1, 3, 5, 7]
+
+
+def test_the_limits_of_the_service_are_the_pages_too() -> None:
+    with Engine(writers(), Settings(tokens=100, prompt=10, steps=5)) as engine:
+        client = TestClient(make_app(engine), base_url="http://127.0.0.1")
+        assert client.get("/play/models").json()["steps"] == 5
+        for path, asked, sentence in (
+            ("path", {"between": [0, 1], "points": 9}, "tokens are to be written, of 100 at most"),
+            ("write", {"prompt": "a text of more than ten"}, "of 10 at most"),
+            ("write", {"steps": 6}, "steps = 6: must be a whole number from 1 to 5"),
+        ):
+            answer = client.post(f"/play/{path}", json={"model": "noisy", **asked})
+            assert answer.status_code == 400
+            assert sentence in answer.json()["error"]["message"]
 
 
 def test_the_judge_that_ships_reads(served: Any) -> None:

@@ -42,7 +42,7 @@ class NoisePath:
     def __len__(self) -> int:
         return len(self.first)
 
-    def to(self, device: torch.device) -> NoisePath:
+    def to(self, device: torch.device | str) -> NoisePath:
         return NoisePath(self.first.to(device), self.second.to(device), self.s.to(device))
 
     @property

@@ -189,6 +189,11 @@ def router(engine: Engine, settings: Settings) -> APIRouter:
             check_text(text, settings.prompt)
         return authors[asked.model]
 
+    def check_size(job: Job, texts: int) -> None:
+        many = texts * sum(token is None for token in job.ids)
+        if many > settings.tokens:
+            raise UserError(f"{many:,} tokens are to be written, of {settings.tokens:,} at most; ask for fewer")
+
     @routes.get("/", include_in_schema=False)
     async def index() -> Response:
         return _file(files["index.html"])
@@ -208,12 +213,16 @@ def router(engine: Engine, settings: Settings) -> APIRouter:
     @routes.post("/play/write", include_in_schema=False)
     async def write(request: Request, asked: ToWrite) -> Response:
         author = author_of(asked)
-        return await _stream(request, _frames(engine, author, _job(author, asked)))
+        job = _job(author, asked)
+        check_size(job, 1)
+        return await _stream(request, _frames(engine, author, job))
 
     @routes.post("/play/path", include_in_schema=False)
     async def path(request: Request, asked: ToGo) -> Response:
         author = author_of(asked)
-        return await _stream(request, _points(engine, author, asked))
+        job = _job(author, asked)
+        check_size(job, asked.points)
+        return await _stream(request, _points(engine, author, job, asked))
 
     @routes.post("/play/tokens", include_in_schema=False)
     async def tokens(asked: ToRead) -> dict[str, Any]:
@@ -246,9 +255,9 @@ async def _frames(engine: Engine, author: Author, job: Job) -> Events:
             yield "frame", author.shown(frame)
 
 
-async def _points(engine: Engine, author: Author, asked: ToGo) -> Events:
+async def _points(engine: Engine, author: Author, job: Job, asked: ToGo) -> Events:
     """Some points at a time, both ends first and then finer and finer."""
-    order, job = refining(asked.points), _job(author, asked)
+    order = refining(asked.points)
     for first in range(0, len(order), TOGETHER):
         some = order[first : first + TOGETHER]
         ways = [number / (asked.points - 1) for number in some]
@@ -259,11 +268,7 @@ async def _points(engine: Engine, author: Author, asked: ToGo) -> Events:
 
 
 def refining(points: int) -> list[int]:
-    """0 … points − 1 in an order in which the widest gap is halved first.
-
-    >>> refining(9)
-    [0, 8, 4, 2, 6, 1, 3, 5, 7]
-    """
+    """0 … points − 1 in an order in which the widest gap is halved first."""
     order, gaps = [0, points - 1], deque([(0, points - 1)])
     while gaps:
         first, last = gaps.popleft()

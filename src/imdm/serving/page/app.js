@@ -112,5 +112,6 @@ tabs.forEach((tab, i) => {
     if (way) open(tabs.at((i + way) % tabs.length).id.slice(4), true);
   });
 });
+addEventListener("hashchange", () => open(location.hash.slice(1)));
 open(location.hash.slice(1) || "write");
 run(begin);
