@@ -273,7 +273,7 @@ def test_words_are_kept_by_keyboard_and_the_rest_is_redrawn(service: Service, op
     page.fill("#own", "The cat sat on the mat.")
     page.click("#take")
     expect(page.locator("#fill .text")).to_have_text("The cat sat on the mat.")
-    page.get_by_role("button", name="Keep what I select").press("Enter")
+    page.get_by_role("button", name="Keep selection").press("Enter")
     page.locator("#fill .text .token[tabindex='0']").focus()
     page.keyboard.press("Space")
     page.keyboard.press("Shift+ArrowRight")
@@ -348,6 +348,7 @@ def test_any_width_dark_and_light(service: Service, opened: Any, width: int, hei
     page.click("#tab-write")
     page.click("#go")
     played(page, "#write", 8)
+    expect(page.locator("#write .text")).to_be_in_viewport()
     assert page.locator("#write .text").bounding_box()["width"] <= min(width, 700)
     shot(page, f"write-{width}-{scheme}")
 
@@ -385,6 +386,7 @@ def test_a_service_that_is_gone_is_a_sentence(opened: Any) -> None:
         page = ready(opened(passing.address, failing=True))
     page.click("#go")
     expect(page.get_by_role("alert")).to_have_text("The service does not answer. Is it still running?")
+    expect(page.locator("#write .player")).to_be_hidden()
 
 
 def test_a_key_is_asked_for_where_one_is_wanted(opened: Any) -> None:

@@ -1,7 +1,7 @@
 // The page: settings, tabs, and who does what.
 
 import { json, Problem, setKey } from "/page/api.js";
-import { byId, el } from "/page/dom.js";
+import { byId, calm, el } from "/page/dom.js";
 import { fill } from "/page/fill.js";
 import { noise } from "/page/noise.js";
 import { hideTip } from "/page/text.js";
@@ -93,6 +93,8 @@ async function begin(signal) {
 
 byId("settings").addEventListener("submit", (event) => {
   event.preventDefault();
+  const below = matchMedia("(max-width: 60rem)").matches; // the text is not to be seen from here
+  if (below) byId("stage").scrollIntoView({ behavior: calm() ? "auto" : "smooth" });
   run((signal) => (models.length ? panels[here].go(signal) : begin(signal)));
 });
 byId("settings").addEventListener("input", shown);

@@ -13,11 +13,11 @@ export function fill(root, app) {
   const figures = new Figures();
   const key = el("div", {});
   const told = el("p", { class: "note" });
-  const modes = [["hole", "Rewrite what I select"], ["keep", "Keep what I select"]].map(([name, words]) =>
+  const modes = [["hole", "Rewrite selection"], ["keep", "Keep selection"]].map(([name, words]) =>
     el("button", { type: "button", class: "plain", "data-mode": name, "aria-pressed": String(name === "hole"), onclick: () => into(name) }, words));
   const clear = el("button", { type: "button", class: "plain", onclick: () => { chosen.clear(); draw(); } }, "Select nothing");
   root.append(
-    el("p", { class: "lead" }, "Select words with the mouse, or go there with the arrow keys and press the space bar; Shift and an arrow selects more. What is not to be written again stays as it is."),
+    el("p", { class: "lead" }, "Select words with the mouse or a tap, or go there with the arrow keys and press the space bar; Shift and an arrow selects more. What is not to be written again stays as it is."),
     el("div", { class: "row" }, el("div", { class: "row", role: "group", "aria-label": "What a selection means" }, ...modes), clear),
     told, key, view.root, player.root, figures.root);
   let frame = null;
@@ -92,7 +92,6 @@ export function fill(root, app) {
         frame = await written({ model, row, steps, seed, temperature }, player, 0, figures, signal);
       } catch (error) {
         player.stop();
-        player.root.hidden = true;
         frame = before;
         draw();
         throw error;

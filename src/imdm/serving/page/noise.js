@@ -66,12 +66,12 @@ function deciders(app) {
   let found = new Map();
 
   function choose(name) {
-    const { steps } = app.settings();
     const [base, ...others] = found.get(name);
     views[0].show(base, { steps: found.steps });
+    titles[0].replaceChildren("As it was", el("span", {}, `seed ${found.seed}`));
     others.forEach((frame, i) => {
       const { changed, share } = compared(base, frame);
-      views[i + 1].show(frame, { steps: found.steps ?? steps, changed });
+      views[i + 1].show(frame, { steps: found.steps, changed });
       titles[i + 1].replaceChildren(["Same draws, new ε", "Same ε, new draws"][i], el("span", {}, `${percent(share)} changed`));
     });
     for (const button of body.querySelectorAll("button")) button.setAttribute("aria-pressed", String(button.textContent === name));
@@ -82,7 +82,7 @@ function deciders(app) {
     async go(signal) {
       const { model, prompt, steps, seed, temperature } = app.settings();
       found = new Map();
-      found.steps = steps;
+      Object.assign(found, { steps, seed });
       body.replaceChildren();
       table.hidden = false;
       const names = [model, ...app.models().map(({ name }) => name).filter((name) => name !== model)].slice(0, 6);

@@ -58,6 +58,8 @@ export class Player {
   stop() {
     clearTimeout(this.timer);
     this.playing = false;
+    if (!this.frames?.some(Boolean)) this.root.hidden = true; // nothing has come
+    else this.#label();
   }
 
   #ready() {
