@@ -6,10 +6,8 @@ import asyncio
 import json
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,6 @@ from imdm.benchmarks import clients as clients_program
 from imdm.benchmarks.measure import Row, Size, Took, benchmarks, device
 from imdm.benchmarks.sampling import fresh, writing_flops
 from imdm.errors import UserError
-from imdm.listening import listen
 from imdm.models import faster
 from imdm.serving.api import Completion, Order
 from imdm.serving.engine import Engine
@@ -48,7 +45,12 @@ def serving(size: Size) -> Iterator[Row]:
     engine = Engine({"it": writer}, Settings(queue=4096, seconds=3600))
     tokens = sum(row.count(None) for row in (Order.of(_asked(one), engine).jobs[0].ids for one in requests))
     flops = writing_flops(writer.model.config, tokens, given["length"], STEPS)
-    with served(engine) as port:
+    try:
+        from imdm.serving.server import in_background
+    except ModuleNotFoundError as error:
+        raise UserError(f"the benchmark 'serving' needs {error.name}: pip install 'imdm[serve]'") from None
+    with in_background(engine) as server:
+        port = server.port
         for many in CLIENTS:
             _load(port, many, requests[: 2 * many])  # new sizes of a batch have a price once
             over_http = _load(port, many, requests)
@@ -129,26 +131,6 @@ async def directly(engine: Engine, clients: int, requests: list[dict[str, Any]])
 
     await asyncio.gather(*(client() for _ in range(clients)))
     return time.perf_counter() - started, texts
-
-
-@contextmanager
-def served(engine: Engine) -> Iterator[int]:
-    """The service on a free port of this machine, as long as the block lasts."""
-    try:
-        from imdm.serving.server import Server, make_app
-    except ModuleNotFoundError as error:
-        raise UserError(f"the benchmark 'serving' needs {error.name}: pip install 'imdm[serve]'") from None
-
-    listening = listen("127.0.0.1", 0)
-    with engine:
-        server = Server(make_app(engine), engine)
-        running = threading.Thread(target=server.run, args=([listening],), daemon=True)
-        running.start()
-        try:
-            yield listening.getsockname()[1]
-        finally:
-            server.should_exit = True
-            running.join()
 
 
 def _load(port: int, clients: int, requests: list[dict[str, Any]]) -> dict[str, Any]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING
 
 import uvicorn
 
+from imdm.listening import listen
 from imdm.serving.app import make_app
 from imdm.serving.engine import Engine, Job
 
@@ -36,6 +38,8 @@ class Server(uvicorn.Server):
         )
         self.engine = engine
 
+    port: int = 0  # where it listens, if it was started here
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         super().handle_exit(sig, frame)
         threading.Thread(target=self.engine.stop, args=(self.engine.settings.grace,), daemon=True).start()
@@ -47,6 +51,22 @@ def serve(engine: Engine, listening: socket.socket, on_ready: Callable[[], None]
         warm(engine)
         on_ready()
         Server(make_app(engine), engine).run([listening])
+
+
+@contextmanager
+def in_background(engine: Engine) -> Iterator[Server]:
+    """The service on a free port of this machine, in a thread, as long as the block lasts."""
+    listening = listen("127.0.0.1", 0)
+    with engine:
+        server = Server(make_app(engine), engine)
+        server.port = listening.getsockname()[1]
+        running = threading.Thread(target=server.run, args=([listening],), daemon=True)
+        running.start()
+        try:
+            yield server
+        finally:
+            server.should_exit = True
+            running.join()
 
 
 def warm(engine: Engine) -> None:
