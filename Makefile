@@ -13,7 +13,7 @@ setup: .venv/ready
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "imdm needs Python 3.11 or newer; set PYTHON=…")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,text,judge,mauve,tensorboard,lora]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,text,judge,mauve,tensorboard,lora,serve]'
 	@touch $@
 
 run: setup
@@ -27,7 +27,7 @@ test: setup
 	$(BIN)/mypy
 
 test-all: test
-	$(BIN)/pytest -n auto --dist loadfile -m slow
+	$(BIN)/pytest -n auto --dist loadfile -m slow -rs
 
 clean:
 	rm -rf .venv runs .pytest_cache .ruff_cache .mypy_cache .hypothesis

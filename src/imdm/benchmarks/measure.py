@@ -63,7 +63,7 @@ class Took:
 @dataclass(frozen=True)
 class Row:
     """One comparison. tokens: written or trained on in a run; flops: what a run must compute at least; per: what a
-    run is; also: other ways to do the same."""
+    run is; also: other ways to do the same; figures: what else was measured."""
 
     work: str
     ours: Took
@@ -74,6 +74,7 @@ class Row:
     per: str = "run"
     also: Mapping[str, Took] = field(default_factory=dict)
     note: str | None = None
+    figures: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def ratio(self) -> float | None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from imdm.errors import UserError, check_is, check_seed, check_whole, is_out_of_memory, shown
-from imdm.masks import Infinite, Mask, parse_mask
+from imdm.masks import Infinite, Mask, NoisePath, parse_mask
 from imdm.models.backbones import Backbone, backbones, parse_backbone
 from imdm.models.backbones.base import size_filled
 from imdm.models.configuration import MaskedDiffusionConfig
@@ -373,6 +373,7 @@ class MaskedDiffusionLM(PreTrainedModel):
         num: int = 1,
         seed: int = 0,
         keys: Tensor | None = None,
+        noise_keys: Tensor | NoisePath | None = None,
         trace: bool = False,
         batch_size: int | None = None,
         on_progress: Callable[[int], None] | None = None,
@@ -386,6 +387,7 @@ class MaskedDiffusionLM(PreTrainedModel):
                      of `length` from nothing. A model of text expects its begin token first, which `Writer` puts there.
         attention_mask   of a tokenizer: padding beside prompts of unequal length is left out. Its token_type_ids too
         seed, keys   sequence i depends on the i-th key of `seed`, or on keys[i] where keys (sequences,) are given
+        noise_keys   others of them, or a path between two, for what masks carry: the same draws then meet other noise
         how          the options of `Sampling`: steps, noise, temperature, top_p
         on_progress, on_step    as in `sample`
 
@@ -403,6 +405,7 @@ class MaskedDiffusionLM(PreTrainedModel):
             self._still(),
             canvas,
             keys=keys,
+            noise_keys=None if noise_keys is None else self.checked_noise_keys(noise_keys, len(canvas)),
             how=options,
             trace=trace,
             batch_size=batch_size,
@@ -424,6 +427,15 @@ class MaskedDiffusionLM(PreTrainedModel):
         if keys.shape != (many,) or keys.dtype != torch.int64:
             raise UserError(f"keys: expected {many} numbers of 64 bits, got {tuple(keys.shape)} of type {keys.dtype}")
         return keys.to(self.device)
+
+    def checked_noise_keys(self, keys: Tensor | NoisePath, many: int) -> Tensor | NoisePath:
+        """So many keys of noise, or places between two, where the model is."""
+        if not isinstance(keys, NoisePath):
+            return self.checked_keys(keys, many)
+        if keys.s.shape != (many,) or not bool(((keys.s >= 0) & (keys.s <= 1)).all()):
+            raise UserError(f"noise_keys: expected {many} places s in [0, 1], got {shown(keys.s.tolist())}")
+        one, other = (self.checked_keys(each, many) for each in (keys.first, keys.second))
+        return NoisePath(one, other, keys.s.to(self.device, torch.float64))
 
     def _check_room(self, what: str, many: int, tokens: int, steps: int, batch_size: int | None) -> None:
         """Refuse more texts of so many tokens than there is memory for; what the network itself takes counts only where
