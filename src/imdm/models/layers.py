@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from imdm.kernels import kernels
 from imdm.randomness import survivors
@@ -290,10 +289,9 @@ class Dropout(nn.Module):
         return x * kept / (1 - self.rate)
 
 
-class Block(GradientCheckpointingLayer):
+class Block(nn.Module):
     """Pre-norm attention and MLP. With `condition` > 0 each is shifted, scaled and gated by adaLN-zero; with 0 those
-    constants live in the norms and the output layers (`fold_conditioning`). After `gradient_checkpointing_enable` of
-    `transformers`, what happens in it is done again for its gradient, not kept."""
+    constants live in the norms and the output layers (`fold_conditioning`)."""
 
     def __init__(
         self, width: int, heads: int, softcap: float | None, causal: bool, dropout: float, condition: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,9 +35,9 @@ class DiT(Backbone):
         self.blocks = nn.ModuleList(
             Block(D, config.heads, config.softcap, config.causal, config.dropout, C) for _ in range(config.blocks)
         )
+        self.blocks.gradient_checkpointing = False  # where `transformers` looks for it, and sets it
         self.norm = Norm(D, bias=not C)
         self.modulation = ZeroLinear(C, 2 * D) if C else None
-        self._checkpoints = False
         self._compiled: frozenset[bool] = frozenset()  # whether while it trains, whether while it does not
 
     @classmethod
@@ -84,10 +84,7 @@ class DiT(Backbone):
         if self.training in self._compiled:
             through, out = _compiled()
             self._mark_changing(x, rows, queries)
-        if self._checkpoints and self.training and torch.is_grad_enabled():
-            # nothing ambient is drawn in a block, and a recording may not ask for the generator's state
-            how: Any = {"use_reentrant": False, "preserve_rng_state": False}
-            through, out = partial(checkpoint, through, **how), partial(checkpoint, out, **how)
+        through, out = self._again(through), self._again(out)
         *first, last = cast("list[Block]", list(self.blocks))
         dropped = self._dropout_keys(keys, many, x.device)
         for number, block in enumerate(first):
@@ -107,11 +104,12 @@ class DiT(Backbone):
         c = self.time() if self.time is not None else None
         dropped = self._dropout_keys(None, len(x), x.device)
         blocks = cast("list[Block]", list(self.blocks))
+        through, out = self._again(_through), self._again(_out)
         states = [x]
         for block, keys in zip(blocks[:-1], dropped[:-1], strict=True):
-            x = _through(block, x, c, rope, keys, look)
+            x = through(block, x, c, rope, keys, look)
             states.append(x)
-        x = _out(blocks[-1], self.norm, self.modulation, x, c, rope, None, None, dropped[-1], look)
+        x = out(blocks[-1], self.norm, self.modulation, x, c, rope, None, None, dropped[-1], look)
         states.append(x)
         attentions = None if look.weights is None else tuple(look.weights)
         return Looked(x, tuple(states) if asked.states else None, attentions)
@@ -121,6 +119,13 @@ class DiT(Backbone):
         longest = self.config.length + self.config.mixture
         table = self.beside(longest, positions.device)
         return cast("Rope", tuple(turn[positions][:, None] for turn in table))
+
+    def _again(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """The function, computed a second time for its gradient where blocks keep nothing. No ambient number is drawn
+        in it, and a recording may not ask for the generator's state."""
+        if not (self.blocks.gradient_checkpointing and self.training and torch.is_grad_enabled()):
+            return function
+        return partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)
 
     def _dropout_keys(self, keys: Tensor | None, many: int, device: torch.device) -> Sequence[Tensor | None]:
         """What each block's two dropouts draw from, (2, B); None where nothing is dropped."""
@@ -152,7 +157,7 @@ class DiT(Backbone):
         return rotary(length, self.config.width // self.config.heads, device)
 
     def checkpoint_blocks(self) -> None:
-        self._checkpoints = True
+        self.blocks.gradient_checkpointing = True
 
     def compile_trunk(self, *, training: bool) -> None:
         self._compiled |= {training}
