@@ -35,7 +35,7 @@ class DiT(Backbone):
         self.blocks = nn.ModuleList(
             Block(D, config.heads, config.softcap, config.causal, config.dropout, C) for _ in range(config.blocks)
         )
-        self.blocks.gradient_checkpointing = False  # where `transformers` looks for it, and sets it
+        self._compute_again(False)
         self.norm = Norm(D, bias=not C)
         self.modulation = ZeroLinear(C, 2 * D) if C else None
         self._compiled: frozenset[bool] = frozenset()  # whether while it trains, whether while it does not
@@ -157,7 +157,11 @@ class DiT(Backbone):
         return rotary(length, self.config.width // self.config.heads, device)
 
     def checkpoint_blocks(self) -> None:
-        self.blocks.gradient_checkpointing = True
+        self._compute_again(True)
+
+    def _compute_again(self, whether: bool) -> None:
+        """Kept where `transformers` looks for it, and sets it (`gradient_checkpointing_enable`)."""
+        setattr(self.blocks, "gradient_checkpointing", whether)  # noqa: B010  (no layer, so mypy would refuse it)
 
     def compile_trunk(self, *, training: bool) -> None:
         self._compiled |= {training}
