@@ -274,9 +274,10 @@ class Engine:
                 raise UserError(f"noise_between = {s}: the way from one noise to another goes from 0 to 1")
         if not 1 <= len(job.ids) <= model.length:
             raise UserError(f"the row has {len(job.ids)} tokens, the model takes 1 to {model.length}")
+        most = model.vocab_size
         for token in job.ids:
-            if token is not None:
-                check_whole("ids", token, 0, model.vocab_size - 1)
+            if token is not None and not (type(token) is int and 0 <= token < most):
+                check_whole("ids", token, 0, most - 1)
         return how
 
     def _submit(self, tickets: list[_Ticket]) -> None:
