@@ -456,12 +456,14 @@ def started(jobs: Sequence[Job], how: Sampling, model: Any) -> Canvas:
         return [job.seed if getattr(job, name) is None else getattr(job, name) for job in jobs]
 
     order = keys([job.seed for job in jobs])
+    start = torch.ones(len(jobs), device=model.device)
+    if all(job.draws_seed is job.noise_seed is job.noise_between is None for job in jobs):
+        return Canvas.start(model, tokens, Keys.one(order), how, start)
     noise: Tensor | NoisePath = keys(seeds("noise_seed"))
     ways = [job.noise_between or (seed, seed, 0.0) for job, seed in zip(jobs, seeds("noise_seed"), strict=True)]
     if any(s > 0 for _, _, s in ways) or any(job.noise_between for job in jobs):
         first, second, s = zip(*ways, strict=True)
         noise = NoisePath(keys(first), keys(second), torch.tensor(s, dtype=torch.float64, device=model.device))
-    start = torch.ones(len(jobs), device=model.device)
     return Canvas.start(model, tokens, Keys(order, keys(seeds("draws_seed")), noise), how, start)
 
 
