@@ -183,13 +183,14 @@ class Engine:
         with self._changed:
             self._open = False
             self._changed.notify_all()
-        if self._thread is None:
+        thread = self._thread
+        if thread is None:
             return
-        self._thread.join(grace)
+        thread.join(grace)
         with self._changed:
             self._aborted = True
             self._changed.notify_all()
-        self._thread.join()
+        thread.join()
         self._thread = None
 
     @property
@@ -368,21 +369,24 @@ class Engine:
                 self._keep(key, group, [i for i, ticket in enumerate(group.tickets) if not ticket.dropped])
 
     def _keep(self, key: tuple[str, int], group: _Group, index: list[int]) -> None:
-        with self._changed:
-            self._running -= len(group.tickets) - len(index)
+        """Go on with some sequences of a group alone."""
         if index:
             self._groups[key] = _Group(group.canvas.kept(index), [group.tickets[i] for i in index])
         else:
             self._groups.pop(key, None)
+        with self._changed:
+            self._running -= len(group.tickets) - len(index)
 
     def _turn(self) -> None:
         """One evaluation of the group whose turn it is."""
         key = next(iter(self._groups))
         group = self._groups.pop(key)
         self._groups[key] = group  # the next time after the others
-        if not self._safely(group.tickets, partial(self._evaluate, group)):
+        if not self._safely(group.tickets, partial(self._advance, key, group)):
             self._groups.pop(key, None)
-            return
+
+    def _advance(self, key: tuple[str, int], group: _Group) -> None:
+        self._evaluate(group.canvas)
         done = (~group.canvas.masked.any(1)).tolist()
         frames = self._frames(group, done)
         if any(done):
@@ -390,8 +394,7 @@ class Engine:
         for ticket, frame in frames:
             ticket.tell(frame)
 
-    def _evaluate(self, group: _Group) -> None:
-        canvas = group.canvas
+    def _evaluate(self, canvas: Canvas) -> None:
         turn = canvas.next_turn()
         if len(turn.active):
             canvas.begin(turn)
