@@ -474,20 +474,25 @@ def frames_of(canvas: Canvas, index: list[int]) -> list[dict[str, Any]]:
     """What frames say of some sequences of a canvas, but for time."""
     if not index:
         return []
-    at = torch.tensor(index, device=canvas.tokens.device)
+    at, L = torch.tensor(index, device=canvas.tokens.device), canvas.tokens.shape[1]
     masked = canvas.masked[at]
     given = canvas.revealed_at[at] < 0
-    tokens = canvas.tokens[at].masked_fill(masked, -1).tolist()
-    revealed = (canvas.revealed_at[at] + 1).masked_fill(masked | given, 0).tolist()
-    probability = canvas.log_probs[at].exp().masked_fill(given, 1.0).masked_fill(masked, 0.0).tolist()
-    last, evaluations = canvas.last[at].tolist(), canvas.evaluations[at].tolist()
+    columns = (
+        canvas.tokens[at].masked_fill(masked, -1),
+        (canvas.revealed_at[at] + 1).masked_fill(masked | given, 0),
+        canvas.log_probs[at].double().exp().masked_fill(given, 1.0).masked_fill(masked, 0.0),
+        canvas.last[at, None],
+        canvas.evaluations[at, None],
+    )
+    rows = torch.cat([column.double() for column in columns], 1).cpu().numpy()  # a GPU is waited for once
+    whole = rows[:, : 2 * L].astype(int).tolist()
     return [
         {
-            "step": last[i] + 1 if evaluations[i] else 0,
-            "ids": [None if token < 0 else token for token in tokens[i]],
-            "revealed": revealed[i],
-            "probability": probability[i],
-            "evaluations": evaluations[i],
+            "step": int(row[-2]) + 1 if row[-1] else 0,
+            "ids": [None if token < 0 else token for token in numbers[:L]],
+            "revealed": numbers[L:],
+            "probability": row[2 * L : 3 * L].tolist(),
+            "evaluations": int(row[-1]),
         }
-        for i in range(len(index))
+        for row, numbers in zip(rows, whole, strict=True)
     ]
