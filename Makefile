@@ -28,7 +28,7 @@ test: setup
 	$(BIN)/mypy
 
 test-all: test
-	$(BIN)/pytest -n auto --dist loadfile -m slow
+	$(BIN)/pytest -n auto --dist loadfile -m slow -rs
 
 clean:
 	rm -rf .venv runs .pytest_cache .ruff_cache .mypy_cache .hypothesis

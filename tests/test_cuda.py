@@ -13,7 +13,7 @@ from torch import Tensor
 
 from imdm.benchmarks.training import Pairs
 from imdm.data import CoupleConfig, Coupling, LanguageSource, TokenSource, aligned, couple
-from imdm.masks import Mask
+from imdm.masks import Mask, NoisePath
 from imdm.models import faster, load_model
 from imdm.models.layers import attend, capped_attention, rotary, turned_back
 from imdm.models.readout import Gradient, matched
@@ -52,6 +52,22 @@ def test_bits_and_noise_are_the_same_on_every_device() -> None:
     there = normal(keys.cuda()[:, None], Purpose.NOISE, position.cuda(), 0, 37).cpu()
     ulp = torch.maximum(here.abs(), there.abs()) * 2.0**-23
     assert ((here - there).abs() <= ulp).all()
+
+
+def test_ways_between_noises_are_the_same_on_every_device(mask: Mask) -> None:
+    keys, others = (fold(seed, Purpose.SAMPLE, torch.arange(64)) for seed in (1, 2))
+    draws, everywhere = torch.zeros(64, 9, dtype=torch.int64), torch.ones(64, 9, dtype=torch.bool)
+    for s in (0.0, 0.3, 1.0):
+        path = NoisePath.at(keys, others, s)
+        here, there = mask.draw(path, draws, everywhere), mask.draw(path.to("cuda"), draws.cuda(), everywhere.cuda())
+        if here is None:
+            assert there is None
+            continue
+        assert (here - there.cpu()).abs().max() <= 2.0**-20
+    model, canvas = tiny_model(mask=mask.name).cuda(), torch.full((64, 6), 4, device="cuda")
+    path = NoisePath.at(keys, others, 0.5).to("cuda")
+    made = sample(model, canvas, keys=keys.cuda(), noise_keys=path, how=Sampling(3))
+    assert (made.tokens != 4).all()
 
 
 def test_keys_and_empty_draws_are_the_same_on_every_device() -> None:

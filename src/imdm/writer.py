@@ -137,6 +137,14 @@ class Writer:
             last = number == len(parts) - 1
             ids += [special.mask] * blank * (number > 0)
             ids += self._encode(part if last else part.rstrip(" "))  # a blank's first token brings its own space
+        return self._whole(ids)
+
+    def framed(self, text: str) -> list[int]:
+        """A text without holes as a row: begin, the text, end; and padding, where rows are whole texts."""
+        return self._whole(self._encode(_text("text", text)))
+
+    def _whole(self, ids: list[int]) -> list[int]:
+        special = special_ids(self.tokenizer)
         row = [special.begin, *ids, special.end]
         if len(row) > self.model.config.length:
             raise UserError(f"the text has {len(row)} tokens, the model takes at most {self.model.config.length}")

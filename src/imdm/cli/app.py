@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+from rich.console import Console
 from rich.measure import Measurement
 from rich.text import Text
 
@@ -104,6 +105,11 @@ def say(text: str) -> None:
 def show(*things: Any, soft_wrap: bool = False) -> None:
     """Print tables and other things of rich."""
     console.print(*things, soft_wrap=soft_wrap)
+
+
+def terminal() -> Console:
+    """Where what is printed goes."""
+    return console
 
 
 def in_colour() -> bool:

@@ -76,8 +76,9 @@ class Mask(Config):
         return out
 
     def _at(self, keys: Tensor | NoisePath, position: Tensor, draw: Tensor) -> Tensor | None:
-        on_the_way = isinstance(keys, NoisePath)
-        return self.noise_between(keys, position, draw) if on_the_way else self.noise(keys, position, draw)
+        if isinstance(keys, NoisePath):
+            return self.noise_between(keys, position, draw)
+        return self.noise(keys, position, draw)
 
 
 def parse_mask(value: Any) -> Mask:

@@ -56,8 +56,8 @@ class Infinite(Mask):
     def noise_between(self, path: NoisePath, position: Tensor, draw: Tensor) -> Tensor:
         """On the sphere for normal noise, through the distribution function for uniform noise."""
         between = between_uniforms if self.law == "uniform" else between_normals
-        ends = (self._unscaled(keys, position, draw) for keys in (path.first, path.second))
-        return self._scaled(between(*ends, path.s[..., None]))
+        one, other = (self._unscaled(keys, position, draw) for keys in (path.first, path.second))
+        return self._scaled(between(one, other, path.s[..., None]))
 
     def _unscaled(self, keys: Tensor, position: Tensor, draw: Tensor) -> Tensor:
         law = symmetric if self.law == "uniform" else normal

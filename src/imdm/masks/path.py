@@ -42,7 +42,7 @@ class NoisePath:
     def __len__(self) -> int:
         return len(self.first)
 
-    def to(self, device: torch.device) -> NoisePath:
+    def to(self, device: torch.device | str) -> NoisePath:
         return NoisePath(self.first.to(device), self.second.to(device), self.s.to(device))
 
     @property
@@ -66,7 +66,8 @@ def between_uniforms(first: Tensor, second: Tensor, s: Tensor) -> Tensor:
     """The same of Unif(−1, 1), through the distribution functions: x → Φ⁻¹((1 + x)/2) = √2·erf⁻¹(x) is standard
     normal, goes its way, and comes back by erf. Never ±1."""
     most = 1.0 - 2.0**-24
-    way = torch.erf(between_normals(*(torch.erfinv(x.to(torch.float64)) for x in (first, second)), s))
+    one, other = (torch.erfinv(x.to(torch.float64)) for x in (first, second))
+    way = torch.erf(between_normals(one, other, s))
     return with_ends(first, second, s, way.to(first.dtype).clamp(-most, most))
 
 

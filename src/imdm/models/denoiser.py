@@ -354,8 +354,8 @@ class MaskedDiffusionLM(PreTrainedModel):
             return self.checked_keys(keys, many)
         if keys.s.shape != (many,) or not bool(((keys.s >= 0) & (keys.s <= 1)).all()):
             raise UserError(f"noise_keys: expected {many} places s in [0, 1], got {shown(keys.s.tolist())}")
-        ends = (self.checked_keys(each, many) for each in (keys.first, keys.second))
-        return NoisePath(*ends, keys.s.to(self.device, torch.float64))
+        one, other = (self.checked_keys(each, many) for each in (keys.first, keys.second))
+        return NoisePath(one, other, keys.s.to(self.device, torch.float64))
 
     def _check_room(self, what: str, many: int, tokens: int, steps: int, batch_size: int | None) -> None:
         """Refuse more texts of so many tokens than there is memory for; what the network itself takes counts only where

@@ -123,7 +123,7 @@ class Order:
                 f"{len(texts)} × n = {asked.n} texts are more than the {limits.queue} that may be asked for"
             )
         for text in texts:
-            _check_text(text, limits.prompt)
+            check_text(text, limits.prompt)
         if completion is not None:
             _check_neutral(completion)
         if infill is not None:
@@ -252,7 +252,7 @@ def _stops(texts: str | list[str] | None) -> list[str]:
     return stops
 
 
-def _check_text(text: str, most: int) -> None:
+def check_text(text: str, most: int) -> None:
     if len(text) > most:
         raise UserError(f"a prompt has {len(text):,} characters, of {most:,} at most")
     try:
