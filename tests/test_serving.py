@@ -10,6 +10,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -545,6 +546,14 @@ def test_the_command_has_an_option_for_each_limit() -> None:
 def test_keys_that_no_header_can_hold_are_refused(key: str) -> None:
     with pytest.raises(UserError, match="the API key is empty or has characters that no header can hold"):
         serve(api_key=key)
+
+
+def test_a_key_is_in_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file that keeps one begins with the command that was given."""
+    monkeypatch.setattr("sys.argv", ["imdm", "serve", "--api-key", KEY, f"--api-key={KEY}"])
+    with pytest.raises(UserError, match="model 'nosuch': no such folder"):
+        serve(["nosuch"], api_key=KEY)
+    assert sys.argv == ["imdm", "serve", "--api-key", "…", "--api-key=…"]
 
 
 def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
