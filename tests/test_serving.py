@@ -492,12 +492,20 @@ def test_the_benchmark_asks_all_and_measures_what_it_says(
         assert row.figures["p50"] <= row.figures["p95"] <= row.ours.ms / 1e3
         assert row.figures["p95_in_sequence"] <= row.plain.ms / 1e3
         assert 0 <= row.figures["http_share"] <= 1
+        assert row.figures["cpu_seconds"] > 0
     requests = [{"prompt": PROMPT, "seed": i, "steps": 3} for i in range(4)]
     with in_background(Engine({"tiny": writer})) as server:
         found = bench._load(server.port, 2, requests)
         with pytest.raises(UserError, match="the clients failed: .*400"):
             bench._load(server.port, 2, [{"steps": 0}])
     assert found["texts"] == [rest(writer, writer.write(PROMPT, seed=i, steps=3))[0] for i in range(4)]
+
+
+def test_the_benchmark_has_models_of_other_sizes() -> None:
+    made = bench._writer("tiny", 32)
+    assert made.model.process.mask_id == made.model.config.mask_token_id
+    (text,) = made.write(PROMPT, steps=2)
+    assert len(text.tokens) == 32
 
 
 def test_in_turn_is_what_a_queue_of_clients_waits() -> None:
