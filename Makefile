@@ -19,6 +19,7 @@ setup: .venv/ready
 run: setup
 	$(BIN)/imdm reproduce synthetic
 	$(BIN)/imdm show --into runs/synthetic
+	@echo 'to see it write, and for programs: $(BIN)/imdm serve'
 
 test: setup
 	$(BIN)/pytest -n auto --dist loadfile -m "not slow"

@@ -14,7 +14,7 @@ import torch
 
 from imdm.errors import UserError
 from imdm.masks import NoisePath
-from imdm.models import MaskedDiffusionLM
+from imdm.models import MaskedDiffusionLM, faster
 from imdm.randomness import Purpose, fold
 from imdm.sampling import Canvas, Keys, Sampling
 from imdm.serving import Busy, Engine, Frame, Job, Settings, Stopped, TooLong
@@ -336,3 +336,20 @@ def test_models_that_cannot_write_are_refused() -> None:
         engine_of(a=tiny_model(causal=True))
     with pytest.raises(UserError, match="there is no model to serve"):
         engine_of()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_requests_share_a_batch_on_a_gpu() -> None:
+    """Recorded evaluations and all, in float32: as alone but for rounding."""
+    model = faster(tiny_model(mask="infinite-uniform-8-1.0").cuda(), dtype=torch.float32, compile=False)
+    jobs = varied("a", 60)
+    engine = engine_of(Settings(batch=16), a=model)
+
+    async def work() -> list[Frame]:
+        return await asyncio.gather(*(last(engine, job) for job in jobs))
+
+    frames = run(engine, work)
+    wanted = [alone(model, job) for job in jobs]
+    pairs = [(a, b) for f, w in zip(frames, wanted, strict=True) for a, b in zip(f.ids, w.tokens[0], strict=True)]
+    assert sum(a == int(b) for a, b in pairs) >= 0.99 * len(pairs)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import http.client
+import inspect
 import json
 import re
+import shutil
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -18,6 +23,7 @@ import pytest
 import torch
 
 from imdm.benchmarks import serving as bench
+from imdm.cli.serving import named, serve, writing
 from imdm.data.tokenizers import special_ids, train_bpe
 from imdm.errors import UserError
 from imdm.serving import Engine, Settings
@@ -38,7 +44,7 @@ def tiny_writer(seed: int = 0, **changes: Any) -> Writer:
     tokenizer = train_bpe(SENTENCES * 5, 320)
     special = special_ids(tokenizer)
     size = {"vocab_size": special.vocab_size, "mask_token_id": special.mask, "length": 24}
-    return Writer(tiny_model(seed, **size, **changes), tokenizer)
+    return Writer(tiny_model(seed, **size | changes), tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -486,12 +492,20 @@ def test_the_benchmark_asks_all_and_measures_what_it_says(
         assert row.figures["p50"] <= row.figures["p95"] <= row.ours.ms / 1e3
         assert row.figures["p95_in_sequence"] <= row.plain.ms / 1e3
         assert 0 <= row.figures["http_share"] <= 1
+        assert row.figures["cpu_seconds"] > 0
     requests = [{"prompt": PROMPT, "seed": i, "steps": 3} for i in range(4)]
     with in_background(Engine({"tiny": writer})) as server:
         found = bench._load(server.port, 2, requests)
         with pytest.raises(UserError, match="the clients failed: .*400"):
             bench._load(server.port, 2, [{"steps": 0}])
     assert found["texts"] == [rest(writer, writer.write(PROMPT, seed=i, steps=3))[0] for i in range(4)]
+
+
+def test_the_benchmark_has_models_of_other_sizes() -> None:
+    made = bench._writer("tiny", 32)
+    assert made.model.process.mask_id == made.model.config.mask_token_id
+    (text,) = made.write(PROMPT, steps=2)
+    assert len(text.tokens) == 32
 
 
 def test_in_turn_is_what_a_queue_of_clients_waits() -> None:
@@ -503,3 +517,62 @@ def test_an_order_knows_its_limits(writer: Writer) -> None:
     engine = Engine({"tiny": writer}, Settings(tokens=50))
     with pytest.raises(UserError, match=r"asks for 6\d tokens in all, of 50 at most"):
         Order.of(Completion(prompt=PROMPT, n=3), engine)
+
+
+def test_the_examples_of_the_document_run(writer: Writer, capsys: pytest.CaptureFixture[str]) -> None:
+    """What it says to type, with a tiny model in the place of the one that it speaks of."""
+    page = (Path(__file__).parents[1] / "docs/serving.md").read_text(encoding="utf-8")
+    with in_background(Engine({"sentences-imdm": tiny_writer(length=60)})) as server:
+        page = page.replace("127.0.0.1:8000", f"127.0.0.1:{server.port}")
+        names: dict[str, object] = {}
+        for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+            *before, last = block.strip().splitlines()
+            exec("\n".join(before), names)
+            assert eval(last, names)
+        assert capsys.readouterr().out
+        lines = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
+        assert len(lines) == 2
+        for line in lines:
+            if shutil.which("curl") is None:
+                continue
+            done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=True)
+            assert json.loads(done.stdout)["choices"], done.stdout
+
+
+def test_the_document_tells_the_limits() -> None:
+    page = (Path(__file__).parents[1] / "docs/serving.md").read_text(encoding="utf-8")
+    told = {name: float(value.replace(",", "")) for name, value in re.findall(r"\| `--(\w+)` \| ([\d,]+) \|", page)}
+    assert told == {name: field.default for name, field in Settings.model_fields.items() if field.default is not None}
+
+
+def test_the_command_has_an_option_for_each_limit() -> None:
+    limits = {name for name, field in Settings.model_fields.items() if field.default is not None}
+    assert limits <= set(inspect.signature(serve).parameters)
+
+
+@pytest.mark.parametrize("key", ["", "  ", "a\nb", "schlüssel"])
+def test_keys_that_no_header_can_hold_are_refused(key: str) -> None:
+    with pytest.raises(UserError, match="the API key is empty or has characters that no header can hold"):
+        serve(api_key=key)
+
+
+def test_a_key_is_in_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file that keeps one begins with the command that was given."""
+    monkeypatch.setattr("sys.argv", ["imdm", "serve", "--api-key", KEY, f"--api-key={KEY}"])
+    with pytest.raises(UserError, match="model 'nosuch': no such folder"):
+        serve(["nosuch"], api_key=KEY)
+    assert sys.argv == ["imdm", "serve", "--api-key", "…", "--api-key=…"]
+
+
+def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("imdm.cli.serving.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"imdm serve needs fastapi and uvicorn: pip install 'imdm\[serve\]'"):
+        serve()
+
+
+def test_models_are_served_under_the_names_of_their_folders(tmp_path: Path) -> None:
+    for folder in ("one", "run/model"):
+        tiny_model().save_pretrained(tmp_path / folder)
+    found = named([str(tmp_path / "one"), str(tmp_path / "run/model"), "sentences-imdm"])
+    assert list(found) == ["one", "run", "sentences-imdm"]
+    assert writing() == ["sentences-imdm", "sentences-mdlm", "sentences-teacher"]

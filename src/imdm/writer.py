@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from imdm.data.tokenizers import check_ids, has_tokenizer, load_tokenizer, special_ids
+from imdm.data.tokenizers import Special, check_ids, has_tokenizer, load_tokenizer, special_ids
 from imdm.devices import checked_device
 from imdm.ending import Ending
 from imdm.errors import UserError, check_seed, check_whole, shorter, shown
@@ -72,13 +73,17 @@ class Writer:
     tokenizer: Any
 
     def __post_init__(self) -> None:
-        special, config = special_ids(self.tokenizer), self.model.config
+        special, config = self._special, self.model.config
         check_ids(self.tokenizer, config.vocab_size, config.mask_token_id)
         if config.ending not in (None, ending := Ending(special.begin, special.end, special.pad)):
             raise UserError(f"the tokenizer has {ending}, the model {config.ending}; they do not belong together")
 
     def __repr__(self) -> str:
         return f"Writer({self.model!r})"
+
+    @cached_property
+    def _special(self) -> Special:
+        return special_ids(self.tokenizer)
 
     def write(
         self,
@@ -127,7 +132,7 @@ class Writer:
             raise UserError("marker = '': nothing to look for; the usual one is '___'")
         if marker not in text:
             raise UserError(f"nothing to fill in: the text {shown(text)} has no {shown(marker)}")
-        special, ids, parts = special_ids(self.tokenizer), [], text.split(marker)
+        special, ids, parts = self._special, [], text.split(marker)
         for number, part in enumerate(parts):
             last = number == len(parts) - 1
             ids += [special.mask] * blank * (number > 0)
@@ -165,7 +170,7 @@ class Writer:
     def prefixed(self, prompt: str, length: int) -> list[int]:
         """begin, the prompt, holes, end: the frame of the rows the model was trained on. A model of whole texts finds
         the end itself, and has padding after `length` tokens: it knows that a text then ends before them."""
-        special, ids, whole = special_ids(self.tokenizer), self._encode(prompt), self.model.config.ending is not None
+        special, ids, whole = self._special, self._encode(prompt), self.model.config.ending is not None
         holes = length - len(ids) - self._framed
         if holes < 1:
             raise UserError(f"the prompt has {len(ids)} tokens; with {length} in all there is no room to write")
@@ -219,7 +224,7 @@ class Writer:
         if self.model.config.ending is not None:
             size = int(self.model.config.ending.lengths(torch.tensor(tokens, dtype=torch.int64)))
             return self.tokenizer.decode(tokens[:size], skip_special_tokens=True)
-        end, documents = special_ids(self.tokenizer).end, list[list[int]]([[]])
+        end, documents = self._special.end, list[list[int]]([[]])
         for token in tokens:
             if token == end:
                 documents.append([])

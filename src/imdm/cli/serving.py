@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
@@ -44,6 +45,8 @@ def serve(
     """Serve models: a page to look at, and OpenAI's completions for programs. Ctrl-C ends it."""
     if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip()):
         raise UserError("the API key is empty or has characters that no header can hold")
+    if api_key is not None:
+        sys.argv = [word.replace(api_key, "…") for word in sys.argv]  # which a traceback's file would tell
     chosen = named(models or writing())
     needed = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
     if needed:

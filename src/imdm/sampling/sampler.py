@@ -16,7 +16,7 @@ already are never replaced: before a token of the text neither end nor padding i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -103,13 +103,25 @@ class Keys(NamedTuple):
     tokens: Tensor
     noise: Tensor | NoisePath
 
+    @classmethod
+    def one(cls, keys: Tensor) -> Keys:
+        return cls(keys, keys, keys)
+
+    @property
+    def are_one(self) -> bool:
+        return self.order is self.tokens is self.noise
+
     def at(self, index: Tensor) -> Keys:
-        return Keys(self.order[index], self.tokens[index], self.noise[index])
+        order = self.order[index]
+        return Keys.one(order) if self.are_one else Keys(order, self.tokens[index], self.noise[index])
 
     def joined(self, others: Sequence[Keys]) -> Keys:
         """These and others. Noise that is on no way stays at the beginning of one, which changes no bit of it."""
         every = [self, *others]
-        order, tokens = torch.cat([one.order for one in every]), torch.cat([one.tokens for one in every])
+        order = torch.cat([one.order for one in every])
+        if all(one.are_one for one in every):
+            return Keys.one(order)
+        tokens = torch.cat([one.tokens for one in every])
         noises = [one.noise for one in every]
         plain = [noise for noise in noises if isinstance(noise, Tensor)]
         if len(plain) == len(noises):
@@ -159,6 +171,7 @@ class Canvas:
     def __post_init__(self) -> None:
         self.laws = list(dict.fromkeys((how.temperature, how.top_p) for how in self.hows))
         self.policies = {how.noise for how in self.hows}
+        self.position = torch.arange(self.tokens.shape[1], device=self.tokens.device)
 
     def __len__(self) -> int:
         return len(self.hows)
@@ -208,7 +221,7 @@ class Canvas:
 
     def _with(self, hows: list[Sampling], keys: Keys, column: Callable[[str], Tensor]) -> Canvas:
         """Other sequences, whose columns are told by name."""
-        held = [name for name, value in vars(self).items() if isinstance(value, Tensor)]
+        held = [each.name for each in fields(self) if isinstance(getattr(self, each.name), Tensor)]
         columns: dict[str, Any] = {name: column(name) for name in held}
         return replace(self, hows=hows, keys=keys, **columns)
 
@@ -228,9 +241,8 @@ class Canvas:
         keys, holes = self.keys.at(active), self.masked[active]
         redrawn = self._redrawn(active)
         if redrawn is not None:
-            position = torch.arange(self.tokens.shape[1], device=self.tokens.device)
             kept = Split(self.alpha[active, turn.before], self.alpha[active, now]).alpha_ts  # over skipped steps too
-            redraw = uniform(keys.order[:, None], Purpose.REDRAW, position, now[:, None]) >= kept[:, None]
+            redraw = uniform(keys.order[:, None], Purpose.REDRAW, self.position, now[:, None]) >= kept[:, None]
             redraw = redraw if isinstance(redrawn, bool) else redraw & redrawn[:, None]
             self.draws[active] = torch.where(holes & redraw, now[:, None], self.draws[active])
         step = 0 if redrawn is None else now if isinstance(redrawn, bool) else torch.where(redrawn, now, 0)

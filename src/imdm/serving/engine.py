@@ -183,13 +183,14 @@ class Engine:
         with self._changed:
             self._open = False
             self._changed.notify_all()
-        if self._thread is None:
+        thread = self._thread
+        if thread is None:
             return
-        self._thread.join(grace)
+        thread.join(grace)
         with self._changed:
             self._aborted = True
             self._changed.notify_all()
-        self._thread.join()
+        thread.join()
         self._thread = None
 
     @property
@@ -274,9 +275,10 @@ class Engine:
                 raise UserError(f"noise_between = {s}: the way from one noise to another goes from 0 to 1")
         if not 1 <= len(job.ids) <= model.length:
             raise UserError(f"the row has {len(job.ids)} tokens, the model takes 1 to {model.length}")
+        most = model.vocab_size
         for token in job.ids:
-            if token is not None:
-                check_whole("ids", token, 0, model.vocab_size - 1)
+            if token is not None and not (type(token) is int and 0 <= token < most):
+                check_whole("ids", token, 0, most - 1)
         return how
 
     def _submit(self, tickets: list[_Ticket]) -> None:
@@ -367,21 +369,24 @@ class Engine:
                 self._keep(key, group, [i for i, ticket in enumerate(group.tickets) if not ticket.dropped])
 
     def _keep(self, key: tuple[str, int], group: _Group, index: list[int]) -> None:
-        with self._changed:
-            self._running -= len(group.tickets) - len(index)
+        """Go on with some sequences of a group alone."""
         if index:
             self._groups[key] = _Group(group.canvas.kept(index), [group.tickets[i] for i in index])
         else:
             self._groups.pop(key, None)
+        with self._changed:
+            self._running -= len(group.tickets) - len(index)
 
     def _turn(self) -> None:
         """One evaluation of the group whose turn it is."""
         key = next(iter(self._groups))
         group = self._groups.pop(key)
         self._groups[key] = group  # the next time after the others
-        if not self._safely(group.tickets, partial(self._evaluate, group)):
+        if not self._safely(group.tickets, partial(self._advance, key, group)):
             self._groups.pop(key, None)
-            return
+
+    def _advance(self, key: tuple[str, int], group: _Group) -> None:
+        self._evaluate(group.canvas)
         done = (~group.canvas.masked.any(1)).tolist()
         frames = self._frames(group, done)
         if any(done):
@@ -389,8 +394,7 @@ class Engine:
         for ticket, frame in frames:
             ticket.tell(frame)
 
-    def _evaluate(self, group: _Group) -> None:
-        canvas = group.canvas
+    def _evaluate(self, canvas: Canvas) -> None:
         turn = canvas.next_turn()
         if len(turn.active):
             canvas.begin(turn)
@@ -455,12 +459,14 @@ def started(jobs: Sequence[Job], how: Sampling, model: Any) -> Canvas:
         return [job.seed if getattr(job, name) is None else getattr(job, name) for job in jobs]
 
     order = keys([job.seed for job in jobs])
+    start = torch.ones(len(jobs), device=model.device)
+    if all(job.draws_seed is job.noise_seed is job.noise_between is None for job in jobs):
+        return Canvas.start(model, tokens, Keys.one(order), how, start)
     noise: Tensor | NoisePath = keys(seeds("noise_seed"))
     ways = [job.noise_between or (seed, seed, 0.0) for job, seed in zip(jobs, seeds("noise_seed"), strict=True)]
     if any(s > 0 for _, _, s in ways) or any(job.noise_between for job in jobs):
         first, second, s = zip(*ways, strict=True)
         noise = NoisePath(keys(first), keys(second), torch.tensor(s, dtype=torch.float64, device=model.device))
-    start = torch.ones(len(jobs), device=model.device)
     return Canvas.start(model, tokens, Keys(order, keys(seeds("draws_seed")), noise), how, start)
 
 
@@ -468,20 +474,25 @@ def frames_of(canvas: Canvas, index: list[int]) -> list[dict[str, Any]]:
     """What frames say of some sequences of a canvas, but for time."""
     if not index:
         return []
-    at = torch.tensor(index, device=canvas.tokens.device)
+    at, L = torch.tensor(index, device=canvas.tokens.device), canvas.tokens.shape[1]
     masked = canvas.masked[at]
     given = canvas.revealed_at[at] < 0
-    tokens = canvas.tokens[at].masked_fill(masked, -1).tolist()
-    revealed = (canvas.revealed_at[at] + 1).masked_fill(masked | given, 0).tolist()
-    probability = canvas.log_probs[at].exp().masked_fill(given, 1.0).masked_fill(masked, 0.0).tolist()
-    last, evaluations = canvas.last[at].tolist(), canvas.evaluations[at].tolist()
+    columns = (
+        canvas.tokens[at].masked_fill(masked, -1),
+        (canvas.revealed_at[at] + 1).masked_fill(masked | given, 0),
+        canvas.log_probs[at].double().exp().masked_fill(given, 1.0).masked_fill(masked, 0.0),
+        canvas.last[at, None],
+        canvas.evaluations[at, None],
+    )
+    rows = torch.cat([column.double() for column in columns], 1).cpu().numpy()  # a GPU is waited for once
+    whole = rows[:, : 2 * L].astype(int).tolist()
     return [
         {
-            "step": last[i] + 1 if evaluations[i] else 0,
-            "ids": [None if token < 0 else token for token in tokens[i]],
-            "revealed": revealed[i],
-            "probability": probability[i],
-            "evaluations": evaluations[i],
+            "step": int(row[-2]) + 1 if row[-1] else 0,
+            "ids": [None if token < 0 else token for token in numbers[:L]],
+            "revealed": numbers[L:],
+            "probability": row[2 * L : 3 * L].tolist(),
+            "evaluations": int(row[-1]),
         }
-        for i in range(len(index))
+        for row, numbers in zip(rows, whole, strict=True)
     ]
