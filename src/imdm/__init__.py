@@ -15,6 +15,7 @@ from imdm.later import later
 
 if TYPE_CHECKING:
     from imdm.adopting import adopt
+    from imdm.costing import cost
     from imdm.errors import UserError
     from imdm.masks import Finite, Infinite, Single
     from imdm.models import (
@@ -44,6 +45,7 @@ __all__ = [
     "UserError",
     "Writer",
     "adopt",
+    "cost",
     "faster",
     "fold_conditioning",
     "load",
@@ -57,6 +59,7 @@ __getattr__ = later(
     __name__,
     {
         "imdm.adopting": ("adopt",),
+        "imdm.costing": ("cost",),
         "imdm.errors": ("UserError",),
         "imdm.masks": ("Finite", "Infinite", "Single"),
         "imdm.models": (
