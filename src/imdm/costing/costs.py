@@ -71,7 +71,7 @@ class Cost:
         for stage in self.stages:
             made.add_row(*self._cells(stage))
         blank = [""] * (len(names) - 5)
-        sums = (_short(self.tokens), f"{self.flops:.2g}", *blank, _hours(self.hours), _hours(self.gpu_hours))
+        sums = (short(self.tokens), f"{self.flops:.2g}", *blank, spelled(self.hours), spelled(self.gpu_hours))
         made.add_row("in all", "", "", *sums)
         return made
 
@@ -84,13 +84,13 @@ class Cost:
         cells = [
             stage.name,
             stage.kind,
-            _short(stage.parameters),
-            _short(stage.tokens),
+            short(stage.parameters),
+            short(stage.tokens),
             f"{stage.flops:.2g}",
             step,
             gib,
         ]
-        return [*cells, *([sent] if self.gpus > 1 else []), _hours(stage.hours), _hours(stage.gpu_hours) + used]
+        return [*cells, *([sent] if self.gpus > 1 else []), spelled(stage.hours), spelled(stage.gpu_hours) + used]
 
     def notes(self) -> list[str]:
         """What is to be said of stages, a line each, with the stages that it holds for."""
@@ -157,7 +157,8 @@ def _json(stage: StageCost) -> dict[str, Any]:
     return found | {"hours": stage.hours, "gpu_hours": stage.gpu_hours}
 
 
-def _short(number: float) -> str:
+def short(number: float) -> str:
+    """Three digits and a letter: 65.5B."""
     for unit in ("", "k", "M", "B"):
         if number < 1000:
             return f"{number:.3g}{unit}"
@@ -169,5 +170,6 @@ def _seconds(seconds: float) -> str:
     return f"{seconds * 1e3:,.3g} ms" if seconds < 1 else f"{seconds:,.3g} s"
 
 
-def _hours(hours: float) -> str:
+def spelled(hours: float) -> str:
+    """Hours, three digits of them."""
     return f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}" if hours >= 0.01 else "< 0.01"
