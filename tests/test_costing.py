@@ -6,6 +6,7 @@ import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from imdm.costing.costs import short, spelled
 from imdm.costing.machines import bandwidth
 from imdm.costing.memory import CONTEXT, GIB, How, trained_state, writing
 from imdm.costing.networks import Networks, Size, measured
-from imdm.costing.stages import communication, usable
+from imdm.costing.stages import check_memory, communication, usable
 from imdm.costing.steps import Setting, masked_by, plan
 from imdm.costing.work import completions, evaluations, written
 from imdm.data import TokenSource
@@ -27,6 +28,8 @@ from imdm.errors import UserError
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
 from imdm.objectives import SDTT, Match, Nelbo, Objective, ReDi, Step
 from imdm.recipes import load_recipe, parse_recipe, recipe_names
+from imdm.runs import checks
+from imdm.runs.inputs import Inputs
 from imdm.training import TrainConfig, Trainer
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -39,6 +42,7 @@ STORIES: dict[str, Any] = {
     "width": 448, "blocks": 6, "heads": 7, "condition": 64, "tie_word_embeddings": True, "length": 256,
     "vocab_size": 8192,
 }  # fmt: skip
+MICRO = "stages.teacher.training.micro_batch=64"
 ONE_UPDATE = Match.model_validate({"auxiliary": {"updates": 1}})
 
 
@@ -133,7 +137,7 @@ def test_couplings_take_what_was_measured() -> None:
 
 
 def test_a_whole_stage_takes_what_was_measured() -> None:
-    """The stories' teacher took 17 minutes, which no constant was chosen by."""
+    """The stories' teacher took 17 minutes."""
     teacher = next(stage for stage in cost("stories").stages if stage.name == "teacher")
     minutes = teacher.seconds / 60
     assert minutes == pytest.approx(17, rel=0.15)
@@ -296,6 +300,34 @@ def test_waiting_for_launches_is_said_and_what_helps() -> None:
     assert not any("waits" in line for line in recorded.notes())
     several = cost("lm1b-imdm", gpus=8)
     assert any("waits for launches" in line and "larger batches" in line for line in several.notes())
+
+
+def test_a_run_that_cannot_fit_is_refused_before_it_begins() -> None:
+    """By its memory, with the setting that makes it fit; set so, it may begin, and so may one that only might not."""
+    recipe = load_recipe("owt-860m-imdm")
+    with pytest.raises(UserError, match=r"stages\.teacher: a step would take \d+ GiB .*training\.micro_batch=64") as no:
+        check_memory(Networks(recipe), "teacher", 1, 139 * GIB)
+    assert "there are 139" in str(no.value)
+    check_memory(Networks(load_recipe("owt-860m-imdm", [MICRO])), "teacher", 1, 139 * GIB)
+    check_memory(Networks(recipe), "pairs", 1, 139 * GIB)
+    asked = cost("lm1b-mdlm").stages[0].memory.total
+    check_memory(Networks(load_recipe("lm1b-mdlm")), "teacher", 1, int(0.99 * asked))
+    with pytest.raises(UserError, match="use a smaller model"):
+        check_memory(Networks(recipe), "teacher", 1, 2 * GIB)
+
+
+def test_a_run_asks_the_gpu_that_it_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of a run on a GPU of 16 MiB, before any work."""
+    recipe = load_recipe("synthetic", ["stages.teacher.training.batch=16384", "stages.teacher.training.precision=bf16"])
+    state = SimpleNamespace(num_processes=1, process_index=0, is_main_process=True, device=torch.device("cuda"))
+    inputs = Inputs(recipe, tmp_path, recipe.data)
+    monkeypatch.setattr(checks, "processes", lambda: state)
+    monkeypatch.setattr(checks, "check_room", lambda *asked, **where: None)
+    monkeypatch.setattr(checks, "memory", lambda device: 1 << 40)
+    checks.check_stage(inputs, "teacher")
+    monkeypatch.setattr(checks, "memory", lambda device: 1 << 24)
+    with pytest.raises(UserError, match=r"stages\.teacher: a step would take"):
+        checks.check_stage(inputs, "teacher")
 
 
 def test_a_tokenizer_that_is_not_here_is_a_sentence() -> None:

@@ -31,11 +31,12 @@ class Size(NamedTuple):
 
 
 class Networks:
-    """Of one recipe, by the names of its stages or by folder. vocab_size: where it cannot be known otherwise."""
+    """Of one recipe, by the names of its stages or by folder. vocab_size, length: where they are known already, or
+    cannot be known otherwise."""
 
-    def __init__(self, recipe: Recipe, vocab_size: int | None = None) -> None:
+    def __init__(self, recipe: Recipe, vocab_size: int | None = None, length: int | None = None) -> None:
         self.recipe, self.data = recipe, recipe.data
-        self._vocab_size = vocab_size
+        self._vocab_size, self._length = vocab_size, length
 
     def size(self, name: str) -> Size:
         """Of the model that a stage makes, or a folder holds."""
@@ -58,6 +59,8 @@ class Networks:
     @cached_property
     def length(self) -> int:
         """Tokens a row."""
+        if self._length is not None:
+            return self._length
         return self.data.length if isinstance(self.data, TextData) else self.data.source(self.recipe.seed).length
 
     @cached_property

@@ -12,13 +12,16 @@ from imdm.costing.memory import CONTEXT, GIB, ROOM, How, Memory, writing
 from imdm.costing.networks import Networks, Size
 from imdm.costing.steps import Plan, Setting, is_known, looks, plan
 from imdm.costing.work import Work, completions, drawn, evaluated, evaluations, written
+from imdm.errors import UserError
 from imdm.evaluation import metrics
 from imdm.evaluation.measuring import Occasion, occasions
 from imdm.evaluation.parts import LEAST, MOST
+from imdm.models.backbones.base import DEFAULT
 from imdm.objectives import Match
 from imdm.recipes import CoupleStage, EvaluateStage, TrainStage
 
 COMPILED = 20.0  # seconds once, where blocks are compiled
+SURE = 1.1  # times a GPU's memory: what needs more does not fit, however the estimate errs
 ABOUT = 1.03  # times: a change of settings is not worth less
 JUDGES = {"gpt2-large": 774e6, "gpt2": 124e6, "gpt2-medium": 355e6, "gpt2-xl": 1558e6, "smollm2": 135e6}
 """Parameters of judges that are not here; others count as the paper's, gpt2-large."""
@@ -78,12 +81,9 @@ def stage_costs(networks: Networks, gpu: GPU, gpus: int) -> Iterator[StageCost]:
 
 
 def _trained(networks: Networks, name: str, stage: TrainStage, gpu: GPU, gpus: int) -> StageCost:
-    training, student = stage.training, networks.size(name)
-    place = stage.teacher or stage.start
-    teacher = networks.size(place) if place is not None else student
-    used = usable(training.batch, gpus)
-    length = networks.length
-    asked = Setting(stage.objective, student, teacher, training, length, used, How.of(training, used))
+    training, used = stage.training, usable(stage.training.batch, gpus)
+    asked = _setting(networks, name, stage, used)
+    student, length = asked.student, asked.length
     fitting = asked if _fits(asked, gpu) else _made_to_fit(asked, gpu)
     setting = fitting or asked
     made = plan(setting)
@@ -111,6 +111,40 @@ def _trained(networks: Networks, name: str, stage: TrainStage, gpu: GPU, gpus: i
         None if fitting is None else fitting.how.changes(asked.how),
         None if fitting is None else _memory(fitting),
         (*_notes(asked, fitting, gpu, gpus), *_waits(setting, gpu)),
+    )
+
+
+def _setting(networks: Networks, name: str, stage: TrainStage, gpus: int) -> Setting:
+    student, place = networks.size(name), stage.teacher or stage.start
+    teacher = networks.size(place) if place is not None else student
+    return Setting(
+        stage.objective, student, teacher, stage.training, networks.length, gpus, How.of(stage.training, gpus)
+    )
+
+
+def check_memory(networks: Networks, name: str, gpus: int, room: int) -> None:
+    """Refuse a training stage that GPUs of so many bytes cannot hold, before its first step. Only what was measured is
+    refused, and only what could not have fitted: in bf16, our own network, of which weights, what the backward pass
+    keeps and the head are counted, and a tenth is allowed for."""
+    stage = networks.recipe.stages[name]
+    if not isinstance(stage, TrainStage) or not is_known(stage.objective) or stage.training.batch % gpus:
+        return
+    asked = _setting(networks, name, stage, gpus)
+    if stage.training.precision != "bf16" or asked.student.config.backbone["kind"] != DEFAULT:
+        return
+    held = plan(asked).memory
+    least = held.weights + held.activations + held.head
+    if least <= SURE * room:
+        return
+    here = replace(GPUS["h200"], gib=room / GIB)
+    fitting = _made_to_fit(asked, here)
+    remedy = "use a smaller model, or GPUs with more memory"
+    if fitting is not None:
+        settings = (f"stages.{name}.training.{key}={value}" for key, value in fitting.how.changes(asked.how).items())
+        remedy = f"set {', '.join(settings)}"
+    raise UserError(
+        f"stages.{name}: a step would take {least / GIB:,.0f} GiB of GPU memory or more, and there are "
+        f"{room / GIB:,.0f}; {remedy} (imdm cost says more)"
     )
 
 
