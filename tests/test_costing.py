@@ -416,13 +416,18 @@ def test_the_document_shows_what_the_command_prints() -> None:
 
 
 def test_an_objective_of_ones_own_counts_as_nelbo() -> None:
-    class Mine(Nelbo):
+    class Mine(Objective):
         kind: str = "mine"
+
+        def loss(self, model: Any, process: Any, batch: Any, step: Any, companion: Any = None) -> torch.Tensor:
+            return torch.zeros(())
 
     recipe = load_recipe("lm1b-mdlm")
     stage = recipe.stages["teacher"]
     other = recipe.model_copy(update={"stages": {"teacher": stage.model_copy(update={"objective": Mine()})}})
     assert cost(other).stages[0].seconds == cost(recipe).stages[0].seconds
+    assert cost(other).notes() == ["teacher: objective 'mine' is counted as nelbo"]
+    check_memory(Networks(other), "teacher", 1, GIB)  # what it needs is not known
 
 
 def test_a_recipe_of_settings_is_taken_as_it_is() -> None:

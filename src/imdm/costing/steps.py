@@ -157,12 +157,10 @@ def masked_by(objective: Match) -> tuple[float, float]:
     total = starts.prior + starts.own + starts.data
     weights = sum(objective.steps.values())
     shown = objective.context / (objective.context + 1)  # the mean of u^(1/context)
-    if objective.phases[0].gradient == "soft":
-        shown = 0.5
 
     def still(t: float) -> float:
         if objective.phases[0].gradient == "soft":
-            return 0.5 * t
+            return t / 2
         revealed = sum(w * min(1.0, 1 / (N * t)) for N, w in objective.steps.items()) / weights
         return t * (1 - shown * revealed)
 
