@@ -30,9 +30,10 @@ from imdm.benchmarks import (
     scaling,
     training,
 )
-from imdm.benchmarks.measure import Took, head_flops, machine, network_flops, paced, timed
+from imdm.benchmarks.measure import Took, machine, paced, timed
 from imdm.benchmarks.table import table
 from imdm.cli.app import app
+from imdm.costing.work import head_flops, network_flops
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
 
 SMALL = {"preset": "tiny", "length": 16, "vocab_size": 512}

@@ -81,6 +81,8 @@ REFUSED = {
     "judge nosuch": "No such command 'nosuch'",
     "judge fetch nosuch": "unknown judge to fetch 'nosuch'; known: smollm2",
     "bench nosuch": "unknown benchmark 'nosuch'; known: ",
+    "cost nosuch": "unknown recipe 'nosuch'; known: ",
+    "cost synthetic --gpu nosuch": "unknown GPU 'nosuch'; known: ",
 }
 ONE_PROCESS = """
 import io, json, sys

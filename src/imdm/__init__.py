@@ -16,6 +16,7 @@ from imdm.later import later
 
 if TYPE_CHECKING:
     from imdm.adopting import adopt
+    from imdm.costing import cost
     from imdm.errors import UserError
     from imdm.masks import Finite, Infinite, Single
     from imdm.models import (
@@ -45,6 +46,7 @@ __all__ = [
     "UserError",
     "Writer",
     "adopt",
+    "cost",
     "faster",
     "fold_conditioning",
     "load",
@@ -58,6 +60,7 @@ __getattr__ = later(
     __name__,
     {
         "imdm.adopting": ("adopt",),
+        "imdm.costing": ("cost",),
         "imdm.errors": ("UserError",),
         "imdm.masks": ("Finite", "Infinite", "Single"),
         "imdm.models": (

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from imdm.benchmarks.measure import Row, Size, benchmarks, device, head_flops, timed
+from imdm.benchmarks.measure import Row, Size, benchmarks, device, timed
+from imdm.costing.work import head_flops
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
 from imdm.models.backbones.hf import layers_of
 

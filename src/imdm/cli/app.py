@@ -143,11 +143,11 @@ def show_tables(made: Any) -> None:
     for part in [*first.parts, *(part for section in others if section.printed for part in section.parts)]:
         if isinstance(part, Table):
             show()
-            _whole(part.rich())
+            show_whole(part.rich())
     show()
 
 
-def _whole(table: Any) -> None:
+def show_whole(table: Any) -> None:
     """Print a table as wide as it is, unless there is a window that is narrower."""
     needed = Measurement.get(console, console.options.update(max_width=1000), table).maximum
     if console.is_terminal or needed <= console.width:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
+from imdm.costing.networks import Networks
+from imdm.costing.stages import check_memory
 from imdm.data import Coupling, check_fits
 from imdm.data.tokenizers import check_same
 from imdm.devices import processes
@@ -15,7 +17,7 @@ from imdm.models import MaskedDiffusionConfig, check_precision
 from imdm.objectives import Objective, ReDi
 from imdm.objectives.rounds import Rounds
 from imdm.recipes import AdoptStage, CoupleStage, EvaluateStage, TrainStage
-from imdm.room import check_room
+from imdm.room import check_room, memory
 from imdm.runs.inputs import Inputs
 from imdm.shipped import find
 from imdm.training.lora import check_backbone
@@ -100,6 +102,9 @@ def _check_training(inputs: Inputs, name: str, stage: TrainStage) -> None:
         check_room(f"stages.{name}.watch.samples", stage.watch.samples, each)
     batch = stage.training.micro_batch or stage.training.batch // state.num_processes
     check_room(f"stages.{name}.training.batch", batch, 200 * inputs.length, state.device)
+    if state.device.type == "cuda":
+        networks = Networks(inputs.recipe, inputs.vocabulary[0], inputs.length)
+        check_memory(networks, name, state.num_processes, memory(state.device))
 
 
 def _check_teacher(inputs: Inputs, name: str, stage: TrainStage) -> None:
