@@ -13,12 +13,13 @@ setup: .venv/ready
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "imdm needs Python 3.11 or newer; set PYTHON=…")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,text,judge,mauve,tensorboard]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,text,judge,mauve,tensorboard,lora,serve]'
 	@touch $@
 
 run: setup
 	$(BIN)/imdm reproduce synthetic
 	$(BIN)/imdm show --into runs/synthetic
+	@echo 'to see it write, and for programs: $(BIN)/imdm serve'
 
 test: setup
 	$(BIN)/pytest -n auto --dist loadfile -m "not slow"
@@ -27,7 +28,7 @@ test: setup
 	$(BIN)/mypy
 
 test-all: test
-	$(BIN)/pytest -n auto --dist loadfile -m slow
+	$(BIN)/pytest -n auto --dist loadfile -m slow -rs
 
 clean:
 	rm -rf .venv runs .pytest_cache .ruff_cache .mypy_cache .hypothesis

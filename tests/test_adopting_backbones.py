@@ -133,6 +133,38 @@ def test_llada(tmp_path: Path) -> None:
     assert {name.removeprefix("lm.") for name in model.state_dict()} == set(lm.state_dict())
 
 
+@pytest.mark.parametrize("kept", ["both", "embed_tokens", "lm_head", "untied"])
+def test_diffugpt(kept: str, tmp_path: Path) -> None:
+    """A GPT-2 whose trunk is called `denoise_model`, its embedding taken out; what is tied may be there once."""
+    lm = random_lm("gpt2", **GPT2, tie_word_embeddings=kept != "untied")
+    tensors = {}
+    for name, weight in lm.state_dict().items():
+        tensors[name.replace("transformer.wte", "embed_tokens").replace("transformer.", "denoise_model.")] = weight
+    other = {"embed_tokens": "lm_head.weight", "lm_head": "embed_tokens.weight"}.get(kept)
+    tensors = {name: weight.clone() for name, weight in tensors.items() if name != other}
+    save_file(tensors | {"denoise_model.h.0.attn.bias": torch.ones(1, 1, 16, 16)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="says the mask's id"):
+        imdm.adopt(tmp_path, heads=2, length=6)
+    model = imdm.adopt(tmp_path, heads=2, length=6, mask_token_id=MASK)
+    agree(model, logits_of(lm, causal=True), shift=True)
+    assert model.config.backbone["config"]["tie_word_embeddings"] == (kept != "untied")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_head": 2, "mask_token_id": MASK}))
+    agree(imdm.adopt(tmp_path), logits_of(lm, causal=True), shift=True)
+    assert imdm.adopt(tmp_path).config.length == 16
+
+
+@pytest.mark.parametrize(("rows", "mask"), [(50_257, 10_541), (50_258, 50_257)])
+def test_the_masks_of_diffugpt(rows: int, mask: int) -> None:
+    from imdm.adopting.families import diffugpt
+
+    shapes = {"embed_tokens.weight": (rows, 128), "denoise_model.wpe.weight": (1024, 128)}
+    tensors = {name: torch.empty(shape) for name, shape in shapes.items()} | {
+        "denoise_model.h.0.ln_1.bias": torch.ones(1)
+    }
+    family = diffugpt(tensors, {}, None, "it")
+    assert (family.mask, family.shift, family.fields["n_head"], family.fields["n_layer"]) == (mask, True, 2, 1)
+
+
 @pytest.mark.parametrize("name", ["block_type", "alibi", "include_qkv_bias"])
 def test_a_llada_that_is_no_llama_is_refused(name: str, tmp_path: Path) -> None:
     llada(tmp_path / "llada", **{name: "other"})

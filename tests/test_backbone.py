@@ -139,7 +139,7 @@ def test_it_trains(objective: Any, tmp_path: Path) -> None:
 def test_it_is_copied_and_moved_like_ours(tmp_path: Path) -> None:
     model = model_of(mask="infinite-uniform-4-1.0")
     tokens = torch.full((5, 2), 2)
-    wanted = model(tokens)
+    wanted = model(model.noised(tokens))
     model.save_pretrained(tmp_path / "model")
     copies = [
         copy.deepcopy(model),
@@ -152,7 +152,7 @@ def test_it_is_copied_and_moved_like_ours(tmp_path: Path) -> None:
         model.double().float(),
     ]
     for other in copies:
-        assert torch.allclose(other(tokens), wanted, atol=1e-6)
+        assert torch.allclose(other(other.noised(tokens)), wanted, atol=1e-6)
         assert fingerprint(other) == fingerprint(model)
         assert other.backbone._modules is other._modules
     assert list(model.state_dict()) == [name for name, _ in model.named_parameters()]
@@ -166,21 +166,21 @@ NAMES = {"embedding", "mask_embedding", "gates", "last", "output"}
 
 def test_its_mode_and_dropout_are_the_models() -> None:
     model, tokens = model_of(dropout=0.5), torch.full((5, 2), 2)
-    assert torch.equal(model(tokens), model(tokens))
+    assert torch.equal(model(model.noised(tokens)), model(model.noised(tokens)))
     model.train()
     assert model.backbone.training
-    assert not torch.equal(model(tokens), model(tokens))
+    assert not torch.equal(model(model.noised(tokens)), model(model.noised(tokens)))
     model.set_dropout(0.0)
-    assert torch.equal(model(tokens), model(tokens))
+    assert torch.equal(model(model.noised(tokens)), model(model.noised(tokens)))
 
 
 def test_a_layer_put_in_its_place_is_heard() -> None:
     """As adapters and quantisation do: also a direct child, which wrapper and backbone both know."""
     for model, name in ((model_of(), "last"), (tiny_model(), "norm")):
         tokens = torch.full((3, 2), model.config.mask_token_id)
-        before = model(tokens)
+        before = model(model.noised(tokens))
         setattr(model, name, torch.nn.Identity())
-        assert not torch.allclose(model(tokens), before)
+        assert not torch.allclose(model(model.noised(tokens)), before)
 
 
 def test_its_settings_are_in_the_law_and_ours_are_nowhere(tmp_path: Path) -> None:

@@ -17,15 +17,29 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from typer.testing import CliRunner
 
 import imdm.benchmarks
-from imdm.benchmarks import Machine, Row, benchmarks, couplings, losses, match, measure, sampling, scaling, training
-from imdm.benchmarks.measure import Took, head_flops, machine, network_flops, paced, timed
+from imdm.benchmarks import (
+    Machine,
+    Row,
+    benchmarks,
+    couplings,
+    llada,
+    losses,
+    match,
+    measure,
+    sampling,
+    scaling,
+    training,
+)
+from imdm.benchmarks.measure import Took, machine, paced, timed
 from imdm.benchmarks.table import table
 from imdm.cli.app import app
+from imdm.costing.work import head_flops, network_flops
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
 
 SMALL = {"preset": "tiny", "length": 16, "vocab_size": 512}
 PAPER = Machine("a machine of paper", "2.x", tflops=1.0, terabytes=1.0)
 """It does 10⁹ operations a millisecond and nothing else takes time."""
+COUNTED = [name for name in benchmarks if name != "serving"]  # which works in another thread: tests/test_serving.py
 LEAST = {"training": 0.8, "sdtt": 0.8, "graphs": 0.8, "scaling": 0.8}
 
 
@@ -63,7 +77,9 @@ def paper() -> Iterator[None]:
         patch.setitem(scaling.BASE, "tiny", SMALL | {"batch": 2, "steps": 2})
         few = {"batch": (1, 8), "vocab_size": (256, 512), "length": (8, 16), "steps": (1, 4)}
         patch.setitem(scaling.ALONG, "tiny", few)
-        for module in (sampling, losses, scaling):
+        shape = llada.SIZES["tiny"]["fields"] | {"num_hidden_layers": 1}
+        patch.setitem(llada.SIZES, "tiny", llada.SIZES["tiny"] | {"fields": shape, "length": 16, "steps": (4,)})
+        for module in (sampling, losses, scaling, llada):
             patch.setattr(module, "REPEATS", 1)
         for name in ("STEPS", "PLAIN_STEPS"):
             for module in (training, match):
@@ -74,10 +90,10 @@ def paper() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def rows(paper: None) -> dict[str, list[Row]]:
-    return {name: list(benchmarks[name]("tiny")) for name in benchmarks}
+    return {name: list(benchmarks[name]("tiny")) for name in COUNTED}
 
 
-@pytest.mark.parametrize("name", list(benchmarks))
+@pytest.mark.parametrize("name", COUNTED)
 def test_rows_say_what_was_done(name: str, rows: dict[str, list[Row]]) -> None:
     """The necessary operations (`flops`) are counted by hand, those that were done by torch: none is done without need,
     but for masks that happen to be more than their expected number (training) and what is cheap (scaling)."""
@@ -103,6 +119,35 @@ def test_a_long_loop_is_worth_avoiding(rows: dict[str, list[Row]]) -> None:
     (pairs,) = rows["couplings"]
     assert pairs.ratio is not None
     assert pairs.ratio > 4
+
+
+def test_at_size_no_logits_of_all_positions_are_made(rows: dict[str, list[Row]]) -> None:
+    """The published way reveals all there is, and makes all of (B, L, V) at every step; ours never does."""
+    (row,) = rows["llada"]
+    assert row.ratio is not None
+    assert row.ratio > 1.5  # operations: the head at a quarter of the rows each step
+    small = {**llada.SIZES["tiny"]["fields"], "num_hidden_layers": 1, "hidden_size": 32}
+    model = llada.fresh(small, 2047, 16, torch.float32)
+    start, whole = torch.full((4, 16), 2047), 4 * 16 * 2048
+    with Largest() as theirs:
+        found = llada.published(model.backbone.get_network(), start, 2047, 4)
+    assert not bool((found == 2047).any())
+    assert theirs.elements == whole
+    with Largest() as ours:
+        model.generate(num=4, steps=4)
+    assert ours.elements <= whole // 2 == model.get_input_embeddings().weight.numel()
+
+
+class Largest(TorchDispatchMode):
+    """How many elements the largest tensor has that is made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for one in out if isinstance(out, tuple | list) else (out,):
+            self.elements = max(self.elements, one.numel() if isinstance(one, torch.Tensor) else 0)
+        return out
 
 
 def test_three_networks_are_read_where_they_must(rows: dict[str, list[Row]]) -> None:

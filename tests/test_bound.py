@@ -45,7 +45,7 @@ def over_orders(model: MaskedDiffusionLM, asked: Asked) -> float:
         tokens = torch.tensor([asked.row])
         tokens[:, asked.first : asked.last] = MASK
         for place in order:
-            total += float(model(tokens)[0, place, asked.row[place]])
+            total += float(model(model.noised(tokens))[0, place, asked.row[place]])
             tokens[0, place] = asked.row[place]
     return total / math.factorial(len(places))
 
@@ -135,7 +135,7 @@ def test_greedy_unmasking_by_hand(seed: int) -> None:
     model = of_tokens(seed)
     tokens = torch.tensor([[0, 1, MASK, MASK, MASK]])
     while bool((tokens == MASK).any()):
-        best, token = model(tokens)[0].max(-1)
+        best, token = model(model.noised(tokens))[0].max(-1)
         place = int(best.masked_fill(tokens[0] != MASK, -torch.inf).argmax())
         tokens[0, place] = token[place]
     every = [Asked((0, 1, a, b, c), 2, 5) for a in range(3) for b in range(3) for c in range(3)]

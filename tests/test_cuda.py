@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +14,8 @@ from torch import Tensor
 
 from imdm.benchmarks.training import Pairs
 from imdm.data import CoupleConfig, Coupling, LanguageSource, TokenSource, aligned, couple
-from imdm.masks import Mask
-from imdm.models import faster, load_model
+from imdm.masks import Mask, NoisePath
+from imdm.models import MaskedDiffusionLM, faster, load_model
 from imdm.models.layers import attend, capped_attention, rotary, turned_back
 from imdm.models.readout import Gradient, matched
 from imdm.objectives import SDTT, Autoregressive, Match, Nelbo, Objective, ReDi, Step
@@ -52,6 +53,22 @@ def test_bits_and_noise_are_the_same_on_every_device() -> None:
     there = normal(keys.cuda()[:, None], Purpose.NOISE, position.cuda(), 0, 37).cpu()
     ulp = torch.maximum(here.abs(), there.abs()) * 2.0**-23
     assert ((here - there).abs() <= ulp).all()
+
+
+def test_ways_between_noises_are_the_same_on_every_device(mask: Mask) -> None:
+    keys, others = (fold(seed, Purpose.SAMPLE, torch.arange(64)) for seed in (1, 2))
+    draws, everywhere = torch.zeros(64, 9, dtype=torch.int64), torch.ones(64, 9, dtype=torch.bool)
+    for s in (0.0, 0.3, 1.0):
+        path = NoisePath.at(keys, others, s)
+        here, there = mask.draw(path, draws, everywhere), mask.draw(path.to("cuda"), draws.cuda(), everywhere.cuda())
+        if here is None:
+            assert there is None
+            continue
+        assert (here - there.cpu()).abs().max() <= 2.0**-20
+    model, canvas = tiny_model(mask=mask.name).cuda(), torch.full((64, 6), 4, device="cuda")
+    path = NoisePath.at(keys, others, 0.5).to("cuda")
+    made = sample(model, canvas, keys=keys.cuda(), noise_keys=path, how=Sampling(3))
+    assert (made.tokens != 4).all()
 
 
 def test_keys_and_empty_draws_are_the_same_on_every_device() -> None:
@@ -562,3 +579,65 @@ def test_the_gradient_of_the_projection_is_put_together_in_one_pass(dtype: torch
     cos, sin = rotary(40, 64, q.device)
     fused = pytest.importorskip("imdm.kernels.rotation", exc_type=ImportError).turned_back(q, k, v, cos, sin)
     assert torch.allclose(fused, turned_back(q, k, v, cos, sin), atol=1e-6 if dtype == torch.float32 else 2e-2)
+
+
+# Models of transformers
+
+TOKENS_OF_16 = TokenSource(torch.arange(64 * 16).view(64, 16) * 7 % 10, 12, 11)
+
+
+def llama_of_16(seed: int = 0, **changes: Any) -> MaskedDiffusionLM:
+    fields = FAMILIES["llama"] | {"hidden_size": 64, "head_dim": 32, "num_hidden_layers": 3}
+    return made(fields, seed, length=16, **changes)
+
+
+def losses_of(model: MaskedDiffusionLM, objective: Objective, folder: Path, **settings: Any) -> list[float]:
+    config = TrainConfig.parse({"steps": 6, "batch": 32, "lr": 1e-4, "warmup": 0} | settings)
+    trainer = Trainer(model, objective, TOKENS_OF_16, config, folder, start=llama_of_16(seed=1))
+    for network in trainer.networks.values():
+        network.model.train()
+    return [float(trainer.train_step()) for _ in range(6)]
+
+
+@pytest.mark.parametrize("settings", [{}, {"opening": 4}, {"checkpoint_blocks": True}])
+def test_compiled_layers_of_transformers_have_the_same_losses(tmp_path: Path, settings: dict[str, Any]) -> None:
+    eager = losses_of(llama_of_16(), Nelbo(), tmp_path / "eager", **settings | {"checkpoint_blocks": False})
+    found = losses_of(llama_of_16(), Nelbo(), tmp_path / "compiled", compile=True, **settings)
+    assert found == pytest.approx(eager, rel=1e-3, abs=1e-4)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_blocks_computed_again_have_the_same_losses(tmp_path: Path, graphs: bool) -> None:
+    """Of our own transformer, recorded too: nothing asks for the generator's state."""
+    losses = {}
+    for again in (False, True):
+        config = TrainConfig(
+            steps=8, batch=32, lr=1e-4, warmup=0, precision="bf16", graphs=graphs, checkpoint_blocks=again
+        )
+        model = tiny_model(vocab_size=12, length=16, width=64, heads=4, dropout=0.1)
+        trainer = Trainer(model, Nelbo(), TOKENS_OF_16, config, tmp_path / str(again))
+        trainer.model.train()
+        losses[again] = [float(trainer.train_step()) for _ in range(8)]
+    assert losses[True] == pytest.approx(losses[False], rel=1e-3, abs=1e-4)
+
+
+@pytest.mark.parametrize("objective", [Nelbo(), SDTT(rounds=2, iterations=3, first_dt=0.1), Match()])
+def test_adapters_on_frozen_weights_in_half_precision(tmp_path: Path, objective: Objective) -> None:
+    """The losses of frozen weights in bf16 are about those in float32, whose products are of bf16 too."""
+    pytest.importorskip("peft")
+    if isinstance(objective, Match):
+        objective = Match.parse({"remembered": 64, "looks": 8, "auxiliary": {"ahead": 1, "warmup": 0}})
+    found = {}
+    for base in ("float32", "bf16"):
+        model = llama_of_16(mask="infinite-uniform-8-1.0")
+        how = {"precision": "bf16", "lora": {"rank": 4, "base": base}}
+        found[base] = losses_of(model, objective, tmp_path / base, **how)
+    assert found["bf16"][:2] == pytest.approx(found["float32"][:2], rel=0.1, abs=0.02)
+    assert all(math.isfinite(loss) for loss in found["bf16"])
+
+
+def test_a_model_of_transformers_writes_from_left_to_right_on_a_gpu() -> None:
+    model = llama_of_16(causal=True, bos_token_id=0, eos_token_id=1, pad_token_id=1)
+    here = model.generate(num=64, seed=3).tokens
+    there = model.cuda().generate(num=64, seed=3).tokens.cpu()
+    assert float((here == there).float().mean()) > 0.95  # a draw may fall on another token by rounding

@@ -41,7 +41,7 @@ def test_validity_and_entropy_are_what_they_say() -> None:
 def test_error_of_a_single_mask_is_exact() -> None:
     """Σ p ln(p/p̂) with p̂ a product: no noise, no standard error."""
     model = tiny_model(vocab_size=3, length=2)
-    law = model(torch.tensor([[2, 2]]))[0].detach().double()
+    law = model(model.noised(torch.tensor([[2, 2]])))[0].detach().double()
     by_hand = sum(0.5 * (math.log(0.5) - float(law[0, v] + law[1, v])) for v in (0, 1))
     found = measure(["factorization_error"], subject(model=model))["factorization_error"]
     assert found.value == pytest.approx(by_hand, rel=1e-6)

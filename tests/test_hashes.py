@@ -63,10 +63,12 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         **{"shards": [[4, "abc"]]},
     },
     "TrainConfig": {"steps": 3},
+    "Lora": {"rank": 4},
     "BackboneSettings": {"kind": "dit"},
     "HFSettings": {"kind": "hf", "config": {"model_type": "gpt2", "n_layer": 2}},
     "ModelSettings": {"preset": "mini"},
     "TrainStage": {"kind": "train", "mask": "infinite-uniform-8-1.0", "objective": "redi", "training": {"steps": 3}},
+    "AdoptStage": {"kind": "adopt", "source": "smollm2", "adapt": True},
     "CoupleStage": {"kind": "couple", "teacher": "teacher"},
     "EvaluateStage": LOOK,
     "Recipe": {

@@ -442,7 +442,8 @@ MAMBA = {"model_type": "mamba", "vocab_size": 12, "hidden_size": 16, "num_hidden
         (FAMILIES["roberta"], {"length": 15}, "15 positions, the backbone has 14"),
         (FAMILIES["bert"], {"length": 16, "mixture": True}, "17 positions"),
         (LLAMA, {"tie_word_embeddings": True}, "in its own config"),
-        (LLAMA, {"causal": True}, "no such thing"),
+        (LLAMA, {"softcap": 5.0}, "says in its own config what it caps"),
+        (FAMILIES["bert"], {"causal": True}, "'bert' models see both sides; take a causal one"),
     ],
 )
 def test_what_cannot_be_gets_a_sentence(fields: dict[str, Any], changes: dict[str, Any], words: str) -> None:

@@ -81,7 +81,7 @@ def test_a_fresh_model_is_uniform_over_data_tokens(mask: str) -> None:
 
 
 def test_revealed_tokens_are_carried_over_and_the_mask_is_never_predicted(model: MaskedDiffusionLM) -> None:
-    law = model(TOKENS).exp()
+    law = model(model.noised(TOKENS)).exp()
     assert law[0, 1].tolist() == [0, 1, 0, 0, 0]
     assert torch.allclose(law.sum(-1), torch.ones(2, 6))
     assert (law[..., 4] == 0).all()
@@ -132,7 +132,7 @@ def test_tied_embeddings_survive_saving(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     loaded = MaskedDiffusionLM.from_pretrained(tmp_path)
     assert loaded.output.weight is loaded.embedding.weight
-    assert same(model(TOKENS), loaded(TOKENS))
+    assert same(model(model.noised(TOKENS)), loaded(loaded.noised(TOKENS)))
     assert size(model) < size(tiny_model())
 
 
@@ -141,7 +141,7 @@ def test_an_mdm_checkpoint_loads_as_an_imdm_with_equal_outputs(tmp_path: Path) -
     teacher.save_pretrained(tmp_path)
     student = MaskedDiffusionLM.from_pretrained(tmp_path, mask="infinite-normal-8-1.0")
     assert student.mask.name == "infinite-normal-8-1.0"
-    assert same(teacher(TOKENS), student(student.noised(TOKENS, seed=1)))
+    assert same(teacher(teacher.noised(TOKENS)), student(student.noised(TOKENS, seed=1)))
     student.save_pretrained(tmp_path / "student")
     assert json.loads((tmp_path / "student" / "config.json").read_text())["mask"]["kind"] == "infinite"
 
@@ -179,7 +179,7 @@ def test_soft_cap_paths_agree() -> None:
     assert not torch.allclose(plain, attend(q, k, v, None), atol=1e-2)
     assert torch.allclose(capped_attention(q, k, v, 1e6), attend(q, k, v, None), atol=1e-4)
     capped = tiny_model(softcap=5.0).train()
-    capped(TOKENS, rows=TOKENS == 4).exp()[:, 0].sum().backward()
+    capped(capped.noised(TOKENS), rows=TOKENS == 4).exp()[:, 0].sum().backward()
     assert all(p.grad is not None for p in capped.parameters())
 
 
@@ -194,15 +194,15 @@ def test_rotary_positions_are_relative() -> None:
 
 def test_ids_outside_the_vocabulary_are_refused() -> None:
     for bad in (-1, 5, 99):
-        with pytest.raises(UserError, match=rf"tokens: token {bad} is outside the vocabulary 0…4"):
+        with pytest.raises(UserError, match=rf"input_ids: token {bad} is outside the vocabulary 0…4"):
             tiny_model()(torch.tensor([[0, bad, 4]]))
 
 
 def test_dropout_acts_in_training_only() -> None:
     model = tiny_model(dropout=0.5)
-    assert torch.equal(model(TOKENS), model(TOKENS))
+    assert torch.equal(model(model.noised(TOKENS)), model(model.noised(TOKENS)))
     model.train()
-    assert not torch.equal(model(TOKENS), model(TOKENS))
+    assert not torch.equal(model(model.noised(TOKENS)), model(model.noised(TOKENS)))
     model.generate(num=1)
     assert model.training
 

@@ -44,7 +44,7 @@ def enumerated_nelbo(model, schedule: Schedule) -> float:
             if not context.masked:
                 continue
             with torch.no_grad():
-                log_probs = model(context.tokens[None])[0].double()
+                log_probs = model(model.noised(context.tokens[None]))[0].double()
             for values in torch.cartesian_prod(*[torch.arange(2)] * len(context.masked)).view(-1, len(context.masked)):
                 p = float(context.conditional[tuple(values.tolist())])
                 surprise = -sum(float(log_probs[i, v]) for i, v in zip(context.masked, values, strict=True))
@@ -182,10 +182,10 @@ def test_objectives_refuse_models_that_read_the_other_way(tmp_path: Path, causal
         Trainer(tiny_model(causal=causal), objective, source, TrainConfig(steps=1, batch=4), tmp_path)
 
 
-def test_a_causal_model_writes_nothing_and_has_no_noise(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="it judges text and writes none"):
+def test_a_causal_model_makes_no_pairs_and_has_no_noise(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="give at least the first token"):
         tiny_model(causal=True).generate()
-    with pytest.raises(UserError, match="it judges text and writes none"):
+    with pytest.raises(UserError, match="a token after another, and has no steps"):
         couple(tiny_model(causal=True), None, CoupleConfig(pairs=2, steps=2, start="prior"), tmp_path)
     with pytest.raises(UserError, match="single mask, no mixture and no softcap"):
         tiny_model(causal=True, mask="infinite")

@@ -330,10 +330,11 @@ def test_a_shipped_model_writes_as_well_as_was_measured(name: str) -> None:
     assert float(torch.exp(score.nll.sum() / score.count.sum())) == pytest.approx(perplexity, rel=0.25)
 
 
-def test_the_judge_reads_and_does_not_write() -> None:
+def test_the_judge_goes_on_and_fills_in_nothing() -> None:
     assert load_model("sentences-judge").config.causal
-    with pytest.raises(imdm.UserError, match="writes none"):
-        imdm.load("sentences-judge").write("It was")
+    assert imdm.load("sentences-judge").write("It was", length=8)[0].text.startswith("It was")
+    with pytest.raises(imdm.UserError, match="fills in nothing before one"):
+        imdm.load("sentences-judge").infill("It ___ a day")
 
 
 def test_without_a_model_the_student_writes() -> None:

@@ -258,7 +258,7 @@ def test_an_evaluation_names_what_it_read(home: Path, tmp_path: Path) -> None:
 def test_top_p_narrows_what_is_written_and_its_law() -> None:
     """One step with a single mask: the law is that of the nucleus, and a sequence outside it has no probability."""
     model = tiny_model(vocab_size=3, length=2)
-    laws = model(torch.tensor([[2, 2]]))[0].exp().double().detach()
+    laws = model(model.noised(torch.tensor([[2, 2]])))[0].exp().double().detach()
     likely = float(laws[:, :2].max(1).values.min())
     subject = Subject(model, truth=aligned(), samples=50, how=Sampling(steps=1, top_p=likely - 1e-3))
     best = laws[:, :2].argmax(1)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from imdm.data import aligned
 from imdm.errors import UserError
+from imdm.masks import NoisePath
 from imdm.randomness import Purpose, fold
 from imdm.sampling import Revealed, Sampling, draw, probabilities, reveal_steps, sample, time_grid, turns
 from imdm.theory import ExactMarginals
@@ -289,7 +290,7 @@ def test_the_likeliest_tokens_at_temperature_0() -> None:
     """As one token after another is taken by hand, whatever u is; a law that is certain, without a division by zero."""
     model = tiny_model()
     made = model.generate(num=4, steps=1, temperature=0, trace=True)
-    best = model(torch.full((4, 6), 4)).max(-1)
+    best = model(model.noised(torch.full((4, 6), 4))).max(-1)
     assert torch.equal(made.tokens, best.indices)
     assert torch.allclose(made.trace.log_probs, best.values, atol=1e-6)
     assert torch.equal(made.tokens, model.generate(num=4, steps=1, temperature=1e-6).tokens)
@@ -330,3 +331,49 @@ def test_what_is_shown_of_a_generation_is_short() -> None:
     assert repr(made) == "Generation(3 × 6 tokens, with trace)"
     assert repr(made.trace) == "Trace(3 × 6 tokens in 2 steps)"
     assert repr(tiny_model().generate(num=3)) == "Generation(3 × 6 tokens)"
+
+
+def test_noise_has_a_key_of_its_own() -> None:
+    """The same draws under other noise: as if noise and draws had come from two sequences."""
+    model, canvas = tiny_model(mask="infinite-uniform-8-1.0"), torch.full((64, 6), 4)
+    keys, others = (fold(seed, Purpose.SAMPLE, torch.arange(64)) for seed in (1, 2))
+    own, same, new = (
+        sample(model, canvas, keys=keys, noise_keys=noise, how=Sampling(3, "keep")) for noise in (None, keys, others)
+    )
+    assert torch.equal(own.tokens, same.tokens)
+    assert torch.equal(own.revealed_at, new.revealed_at)  # when is no matter of noise
+    assert not torch.equal(own.tokens, new.tokens)
+    for s, end in ((0.0, own), (1.0, new)):
+        found = sample(model, canvas, keys=keys, noise_keys=NoisePath.at(keys, others, s), how=Sampling(3, "keep"))
+        assert torch.equal(found.tokens, end.tokens)
+
+
+def test_a_single_mask_has_no_noise_to_change() -> None:
+    model, canvas, others = tiny_model(), torch.full((64, 6), 4), fold(5, Purpose.SAMPLE, torch.arange(64))
+    one, other = (sample(model, canvas, keys=KEYS[:64], noise_keys=n, how=Sampling(3)) for n in (None, others))
+    assert torch.equal(one.tokens, other.tokens)
+
+
+@pytest.mark.parametrize("policy", ["posterior", "keep"])
+@pytest.mark.parametrize("s", [0.0, 0.4, 1.0])
+def test_law_is_the_same_on_the_way_from_one_noise_to_another(policy: str, s: float) -> None:
+    """Against the enumerated chain, as for noise under the sequence's own key (false alarm 1e-5 each)."""
+    denoiser = TableDenoiser(2, 2, 2, seed=4)
+    law = sequence_law(chain_law(denoiser, all_masked(2, 2), 3, policy), 2, 2)
+    ends = (fold(seed, Purpose.SAMPLE, torch.arange(N)) for seed in (91, 92))
+    path = NoisePath.at(*ends, s)
+    made = sample(denoiser, torch.full((N, 2), 2), keys=KEYS, noise_keys=path, how=Sampling(3, policy))
+    assert_law(counts_of(made.tokens, 2), law)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (torch.zeros(2, dtype=torch.int64), "keys: expected 3 numbers of 64 bits"),
+        (NoisePath(KEYS[:3], KEYS[3:6], torch.full((3,), 1.5)), r"noise_keys: expected 3 places s in \[0, 1\]"),
+        ([1, 2, 3], "keys = .*: expected a tensor"),
+    ],
+)
+def test_bad_keys_of_noise_get_a_sentence(keys: object, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        tiny_model().generate(num=3, noise_keys=keys)

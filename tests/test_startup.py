@@ -20,6 +20,7 @@ from imdm.evaluation.judge import Precision
 from imdm.exporting import Weights
 from imdm.process import NoisePolicy
 from imdm.runs.distilling import METHODS
+from imdm.shipped import FETCHABLE as FETCHED
 
 SHIPPED = "sentences-teacher"
 LISTED = {
@@ -47,6 +48,9 @@ REFUSED = {
     "generate --prompts nosuch.txt": "--prompts: nosuch.txt is missing",
     "generate --noise nosuch": "unknown noise policy 'nosuch'; known: keep, posterior",
     "show --first nosuch": "model 'nosuch': no such folder",
+    "serve nosuch": "model 'nosuch': no such folder",
+    f"serve {SHIPPED} {SHIPPED}": "two models would be called 'sentences-teacher'",
+    "serve --host 203.0.113.1": "cannot listen on 203.0.113.1, port 8000",
     "show --second nosuch": "model 'nosuch': no such folder",
     "evaluate nosuch --data aligned": "model 'nosuch': no such folder",
     f"evaluate {SHIPPED} --data nosuch": "--data 'nosuch': neither a language (aligned, ",
@@ -77,6 +81,8 @@ REFUSED = {
     "judge nosuch": "No such command 'nosuch'",
     "judge fetch nosuch": "unknown judge to fetch 'nosuch'; known: smollm2",
     "bench nosuch": "unknown benchmark 'nosuch'; known: ",
+    "cost nosuch": "unknown recipe 'nosuch'; known: ",
+    "cost synthetic --gpu nosuch": "unknown GPU 'nosuch'; known: ",
 }
 ONE_PROCESS = """
 import io, json, sys
@@ -136,7 +142,7 @@ def test_names_that_are_known_early_are_the_registered_ones() -> None:
     assert set(early.POLICIES) == set(get_args(NoisePolicy))
     assert set(early.PRECISIONS) == set(get_args(Precision))
     assert set(early.WEIGHTS) == set(get_args(Weights))
-    assert set(early.FETCHABLE) == set(FETCHABLE)
+    assert set(FETCHED) == set(FETCHABLE)
 
 
 def test_standard_output_that_is_closed_is_a_sentence(tmp_path: Path) -> None:

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from imdm.auto import watch
 from imdm.later import later
 
 if TYPE_CHECKING:
     from imdm.adopting import adopt
+    from imdm.costing import cost
     from imdm.errors import UserError
     from imdm.masks import Finite, Infinite, Single
     from imdm.models import (
@@ -44,6 +46,7 @@ __all__ = [
     "UserError",
     "Writer",
     "adopt",
+    "cost",
     "faster",
     "fold_conditioning",
     "load",
@@ -57,6 +60,7 @@ __getattr__ = later(
     __name__,
     {
         "imdm.adopting": ("adopt",),
+        "imdm.costing": ("cost",),
         "imdm.errors": ("UserError",),
         "imdm.masks": ("Finite", "Infinite", "Single"),
         "imdm.models": (
@@ -75,6 +79,8 @@ __getattr__ = later(
     },
 )
 """`imdm --help` does not wait for torch."""
+
+watch()
 
 
 def __dir__() -> list[str]:

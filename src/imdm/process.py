@@ -11,7 +11,8 @@ from torch import Tensor
 
 from imdm.ending import Ending
 from imdm.errors import unknown
-from imdm.masks import Mask
+from imdm.masks import Mask, NoisePath
+from imdm.masks.path import between_uniforms, with_ends
 from imdm.randomness import Purpose, uniform
 from imdm.schedule import Schedule
 from imdm.state import Noised
@@ -108,9 +109,15 @@ class Process:
         """The masked places (B, L) where no end or padding may be drawn, since the text goes on after them."""
         return None if self.ending is None else self.ending.barred(state.tokens, state.masked)
 
-    def latents(self, keys: Tensor, step: Tensor | int = 0) -> Tensor | None:
+    def latents(self, keys: Tensor | NoisePath, step: Tensor | int = 0) -> Tensor | None:
         """The λ under which each sequence's step number `step` is taken, (B,); None without `mixture`."""
-        return uniform(keys, Purpose.LATENT, step).float() if self.mixture else None
+        if not self.mixture:
+            return None
+        if isinstance(keys, NoisePath):
+            one, other = (uniform(each, Purpose.LATENT, step) for each in (keys.first, keys.second))
+            way = (1 + between_uniforms(2 * one - 1, 2 * other - 1, keys.s)) / 2
+            return with_ends(one, other, keys.s, way).float()
+        return uniform(keys, Purpose.LATENT, step).float()
 
     def split(self, t: Tensor, s: Tensor) -> Split:
         """Eq. 13 for a masked position, in float64."""

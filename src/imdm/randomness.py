@@ -56,6 +56,8 @@ class Purpose(IntEnum):
     COPY = 17  # key of copy a of a training sample, each with latents of its own
     HELD_OUT = 18  # key of held-out row a, where the cost of steps is measured; then which pair, b = step
     UPDATE = 19  # key of update a of a training step, where it has several
+    OPENING = 20  # what an attention on its way from causal to open shows; key of step a, then a = place
+    PATH = 21  # when a mask index goes over to another; a = position, b = draw
 
 
 def philox(counter: tuple[W, W, W, W], key: tuple[W, W]) -> tuple[W, W, W, W]:

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import PreTrainedModel
 
 from imdm.errors import UserError
 
@@ -167,11 +166,11 @@ def shared_like(value: Tensor, like: Tensor) -> Tensor:
     return found.clone()  # it would hold on to the whole
 
 
-def duplicate(model: M) -> M:
-    """A copy, sharded as the model is."""
+def duplicate(model: M, shared: Mapping[int, nn.Parameter] | None = None) -> M:
+    """A copy, sharded as the model is. shared: weights of a whole model by id that the copy has in common with it."""
     held: _Sharded | None = vars(model).get(HELD)
     if held is None:
-        return copy.deepcopy(model)
+        return copy.deepcopy(model, dict(shared or {}))
     made = shard(cast("M", _with_empty_weights(held.layers, "cpu")), held.how)
     with torch.no_grad():
         for name, weight in weights_of(made).items():
@@ -189,6 +188,5 @@ def whole_model(model: M, weights: Mapping[str, Tensor] | None = None) -> M | No
     made = cast("M", copy.deepcopy(held.layers))
     found |= {name: buffer.cpu() for name, buffer in model.named_buffers()}
     made.load_state_dict(found, strict=False, assign=True)
-    if isinstance(made, PreTrainedModel):
-        made.tie_weights()
+    getattr(made, "tie_weights", lambda: None)()
     return made.train(model.training)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from imdm.data.tokenizers import check_ids, has_tokenizer, load_tokenizer, special_ids
+from imdm.data.tokenizers import Special, check_ids, has_tokenizer, load_tokenizer, special_ids
 from imdm.devices import checked_device
 from imdm.ending import Ending
 from imdm.errors import UserError, check_seed, check_whole, shorter, shown
@@ -72,13 +73,17 @@ class Writer:
     tokenizer: Any
 
     def __post_init__(self) -> None:
-        special, config = special_ids(self.tokenizer), self.model.config
+        special, config = self._special, self.model.config
         check_ids(self.tokenizer, config.vocab_size, config.mask_token_id)
         if config.ending not in (None, ending := Ending(special.begin, special.end, special.pad)):
             raise UserError(f"the tokenizer has {ending}, the model {config.ending}; they do not belong together")
 
     def __repr__(self) -> str:
         return f"Writer({self.model!r})"
+
+    @cached_property
+    def _special(self) -> Special:
+        return special_ids(self.tokenizer)
 
     def write(
         self,
@@ -99,7 +104,7 @@ class Writer:
         most = self.model.config.length
         length = most if length is None else length
         check_whole("length", length, 1, most)
-        return self._filled(given, [self._prefix(prompt, length) for prompt in given], num, seed, options)
+        return self._filled(given, [self.prefixed(prompt, length) for prompt in given], num, seed, options)
 
     def infill(
         self,
@@ -117,9 +122,9 @@ class Writer:
         given, marker = _texts(text, "text"), _text("marker", marker)
         if not given:
             raise UserError("nothing to fill in: there is no text")
-        return self._filled(given, [self._blanked(one, blank, marker) for one in given], num, seed, options)
+        return self._filled(given, [self.blanked(one, blank, marker) for one in given], num, seed, options)
 
-    def _blanked(self, text: str, blank: int, marker: str) -> list[int]:
+    def blanked(self, text: str, blank: int, marker: str) -> list[int]:
         """begin, the text with holes, end; and padding, where rows are whole texts: rows without it would be of another
         kind than those that the model has learnt."""
         check_whole("blank", blank, 1, self.model.config.length)
@@ -127,11 +132,19 @@ class Writer:
             raise UserError("marker = '': nothing to look for; the usual one is '___'")
         if marker not in text:
             raise UserError(f"nothing to fill in: the text {shown(text)} has no {shown(marker)}")
-        special, ids, parts = special_ids(self.tokenizer), [], text.split(marker)
+        special, ids, parts = self._special, [], text.split(marker)
         for number, part in enumerate(parts):
             last = number == len(parts) - 1
             ids += [special.mask] * blank * (number > 0)
             ids += self._encode(part if last else part.rstrip(" "))  # a blank's first token brings its own space
+        return self._whole(ids)
+
+    def framed(self, text: str) -> list[int]:
+        """A text without holes as a row: begin, the text, end; and padding, where rows are whole texts."""
+        return self._whole(self._encode(_text("text", text)))
+
+    def _whole(self, ids: list[int]) -> list[int]:
+        special = special_ids(self.tokenizer)
         row = [special.begin, *ids, special.end]
         if len(row) > self.model.config.length:
             raise UserError(f"the text has {len(row)} tokens, the model takes at most {self.model.config.length}")
@@ -145,11 +158,20 @@ class Writer:
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
 
-    def _prefix(self, prompt: str, length: int) -> list[int]:
+    @property
+    def _framed(self) -> int:
+        """Tokens around a prompt and its holes: begin and end, or begin alone where a model finds the end itself."""
+        return 2 if self.model.config.ending is None else 1
+
+    def room(self, prompt: str) -> int:
+        """How many tokens the model can write after a prompt, at most."""
+        return self.model.config.length - len(self._encode(prompt)) - self._framed
+
+    def prefixed(self, prompt: str, length: int) -> list[int]:
         """begin, the prompt, holes, end: the frame of the rows the model was trained on. A model of whole texts finds
         the end itself, and has padding after `length` tokens: it knows that a text then ends before them."""
-        special, ids, whole = special_ids(self.tokenizer), self._encode(prompt), self.model.config.ending is not None
-        holes = length - len(ids) - (1 if whole else 2)
+        special, ids, whole = self._special, self._encode(prompt), self.model.config.ending is not None
+        holes = length - len(ids) - self._framed
         if holes < 1:
             raise UserError(f"the prompt has {len(ids)} tokens; with {length} in all there is no room to write")
         row = [special.begin, *ids, *[special.mask] * holes]
@@ -165,9 +187,10 @@ class Writer:
         check_seed(seed)
         check_whole("num", num)
         check_room("num", num, 8 * len(rows))
-        given = options.pop("keys", None)
+        given, noises = options.pop("keys", None), options.pop("noise_keys", None)
         keys = self.model.sample_keys(num * len(rows), seed)
         keys = keys if given is None else self.model.checked_keys(given, len(keys))
+        noises = None if noises is None else self.model.checked_noise_keys(noises, len(keys))
         found, written = dict[int, Text](), 0
         for length in sorted({len(row) for row in rows}):
             some = [i for i, row in enumerate(rows) if len(row) == length]
@@ -176,6 +199,7 @@ class Writer:
                 torch.tensor([rows[i] for i in some]),
                 num=num,
                 keys=keys[place.to(keys.device)],
+                noise_keys=None if noises is None else noises[place.to(keys.device)],
                 **options | _within(options, place, written),
             )
             found |= {at: self._text(prompts[at // num], made, i) for i, at in enumerate(place.tolist())}
@@ -200,7 +224,7 @@ class Writer:
         if self.model.config.ending is not None:
             size = int(self.model.config.ending.lengths(torch.tensor(tokens, dtype=torch.int64)))
             return self.tokenizer.decode(tokens[:size], skip_special_tokens=True)
-        end, documents = special_ids(self.tokenizer).end, list[list[int]]([[]])
+        end, documents = self._special.end, list[list[int]]([[]])
         for token in tokens:
             if token == end:
                 documents.append([])
@@ -256,12 +280,15 @@ def _texts(values: Any, name: str) -> list[str]:
     return [_text(name, value) for value in values]
 
 
-def load(name: str | Path, device: str | torch.device = "cpu", *, fast: bool = False) -> Writer:
+def load(
+    name: str | Path, device: str | torch.device = "cpu", *, fast: bool = False, precision: str = "float32"
+) -> Writer:
     """A writer from a model folder, the name of a model that ships (`imdm models`) or a hub id, with the tokenizer that
-    lies beside the weights. fast: made ready by `faster`, which pays for many texts on a GPU."""
+    lies beside the weights. fast: made ready by `faster`, which pays for many texts on a GPU; precision: of the
+    weights, `bf16` for large models."""
     name, device = find(name), checked_device(device)
     with no_progress_bars():
-        model = load_model(name)
+        model = load_model(name, precision)
     folder = Path(name)
     if folder.is_dir() and not has_tokenizer(folder):
         raise UserError(f"model {str(name)!r} has no tokenizer beside it; it was trained on ids and writes ids only")

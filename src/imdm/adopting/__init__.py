@@ -16,8 +16,9 @@ from imdm.errors import UserError, check_number, check_whole, reason_of
 from imdm.files import as_path, check_writable, read_json, write_json, write_tensors, written_aside
 from imdm.masks import parse_mask
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
+from imdm.shipped import check_fetched, find
 
-__all__ = ["Adopted", "adopt", "adopt_into", "write_published"]
+__all__ = ["Adopted", "adopt", "adopt_into", "adopted_config", "write_published"]
 
 FILES = ("*.json", "*.safetensors", "*.bin", "*.ckpt", "*.txt")
 UNIFORM = ("duo", "udlm", "uniform")  # what configurations of models call themselves whose noise is no mask
@@ -46,13 +47,15 @@ def adopt(
     averaged: bool = True,
     shift: bool | None = None,
     adapt: bool = False,
+    causal: bool = False,
+    whole: bool = False,
     dtype: torch.dtype | None = None,
 ) -> MaskedDiffusionLM:
     """A published model as one of ours: the same log-probabilities, and all that works on ours works on it. Nothing in
     the file is run. MDLM, SDTT, RADD and IMDM become our own transformer; LLaDA, Dream, A2D and the models of
     `transformers` stay what they are, as a backbone.
 
-    source          a hub id, a folder, or a file: .safetensors, .ckpt
+    source          a hub id, a folder, or a file: .safetensors, .ckpt; or the name of a model that was fetched
     length          the longest sequence, where no configuration beside the weights says it, or a shorter one
     mask            of IMDM: law and scale of its infinite mask, which weights do not say; uniform on (−1, 1) unless
                     given. Of a backbone: the mask it is to have, which adds nothing until trained
@@ -64,10 +67,33 @@ def adopt(
                     before it (DiffuLLaMA), or by its own
     adapt           take a causal language model, to be trained into a diffusion model: attention opened, shift kept,
                     the mask as a new row of the embedding unless the tokenizer has one
-    dtype           of a backbone's weights; that of the file unless given
+    causal          take a causal language model as it is, to be trained on from left to right (`autoregressive`); it
+                    has a row for the mask too, and never reads it, so that it fits the same rows of data
+    whole           it is to write whole texts: begin, end and padding are those of its tokenizer
+    dtype           of the weights; that of the file unless given, float32 in MDLM's layout
     """
     told = {"length": length, "mask": mask, "softcap": softcap, "mask_token_id": mask_token_id, "heads": heads}
-    return _adopted(source, averaged, told | {"shift": shift}, adapt=adapt, dtype=dtype).model
+    how = families.How(adapt, causal, whole, dtype)
+    return _adopted(source, averaged, told | {"shift": shift}, how).model
+
+
+def adopted_config(
+    source: str | Path,
+    *,
+    length: int | None = None,
+    shift: bool | None = None,
+    mask_token_id: int | None = None,
+    **how: Any,
+) -> MaskedDiffusionConfig:
+    """The configuration that `adopt` gives a model of `transformers`; its weights are not read."""
+    place, where = _place(source), f"model {str(source)!r}"
+    family = families.family_of(_raw(place), where)
+    if family is None:
+        raise UserError(f"{where}: no config.json in that folder names a model that transformers has")
+    words = load_tokenizer(place) if has_tokenizer(place) else None
+    told = {"length": length, "shift": shift, "mask_token_id": mask_token_id}
+    told = {name: value for name, value in told.items() if value is not None}
+    return families.config_of(family, words, told, families.How(**how), where)
 
 
 def adopt_into(source: str | Path, out: str | Path, *, tokenizer: str | None = None, **how: Any) -> Adopted:
@@ -77,8 +103,8 @@ def adopt_into(source: str | Path, out: str | Path, *, tokenizer: str | None = N
         raise UserError(f"{str(out)!r} is there already; choose another folder")
     check_writable(folder)
     words = None if tokenizer is None else load_tokenizer(tokenizer)
-    aside_from = {name: how.pop(name, default) for name, default in (("averaged", True), ("adapt", False))}
-    found = _adopted(source, aside_from["averaged"], how, adapt=aside_from["adapt"], words=words)
+    ways = families.How(**{name: how.pop(name) for name in ("adapt", "causal", "whole", "dtype") if name in how})
+    found = _adopted(source, how.pop("averaged", True), how, ways, words)
     words = words if found.words is None else found.words
     if words is not None:
         config = found.model.config
@@ -92,15 +118,7 @@ def adopt_into(source: str | Path, out: str | Path, *, tokenizer: str | None = N
     return found
 
 
-def _adopted(
-    source: str | Path,
-    averaged: bool,
-    told: dict[str, Any],
-    *,
-    adapt: bool = False,
-    dtype: torch.dtype | None = None,
-    words: Any = None,
-) -> Adopted:
+def _adopted(source: str | Path, averaged: bool, told: dict[str, Any], how: families.How, words: Any = None) -> Adopted:
     place = _place(source)
     where = f"model {str(source)!r}"
     raw = _raw(place)
@@ -110,7 +128,10 @@ def _adopted(
     tokenizer = folder if has_tokenizer(folder) else None
     weights = read_folder(place, averaged=averaged) if place.is_dir() else read_weights(place, averaged=averaged)
     if not dit.is_published(weights.tensors):
-        family = families.family_of(raw, where)
+        if families.is_diffugpt(weights.tensors):
+            family: families.Family | None = families.diffugpt(weights.tensors, raw, told.pop("heads", None), where)
+        else:
+            family = families.family_of(raw, where)
         if family is None:
             first = next(iter(weights.tensors), "")
             raise UserError(
@@ -118,12 +139,14 @@ def _adopted(
                 "nor does a config.json beside them name a model that transformers has"
             )
         words = load_tokenizer(tokenizer) if words is None and tokenizer is not None else words
-        model = families.adopted(family, weights, words, told, adapt=adapt, dtype=dtype, where=where)
+        model = families.adopted(family, weights, words, told, how, where)
         return Adopted(model.eval(), weights.averaged, tokenizer, _with_mask_named(words, model.config.mask_token_id))
-    if adapt or "shift" in told:
-        raise UserError(f"{where} is a masked diffusion model in MDLM's layout: leave out adapt and shift")
-    model = MaskedDiffusionLM(_config(weights, settings, told, where))
-    return Adopted(dit.loaded(model, weights.tensors, where).eval(), weights.averaged, tokenizer)
+    given = [name for name in ("adapt", "causal", "whole") if getattr(how, name)] + ["shift"] * ("shift" in told)
+    if given:
+        raise UserError(f"{where} is a masked diffusion model in MDLM's layout: leave out {given[0]}")
+    model = dit.loaded(MaskedDiffusionLM(_config(weights, settings, told, where)), weights.tensors, where)
+    torch.nn.Module.to(model, how.dtype or model.dtype)
+    return Adopted(model.eval(), weights.averaged, tokenizer)
 
 
 def _with_mask_named(words: Any, mask: int) -> Any:
@@ -134,8 +157,9 @@ def _with_mask_named(words: Any, mask: int) -> Any:
 
 
 def _place(source: str | Path) -> Path:
-    """The folder or file, downloaded if it is a hub id."""
-    path = as_path(source, "model")
+    """The folder or file, downloaded if it is a hub id; of one that was fetched its folder."""
+    check_fetched(source, "model")
+    path = as_path(find(source), "model")
     if path.exists():
         return path
     if path.is_absolute() or len(path.parts) != 2 or path.suffix in (".ckpt", ".safetensors", ".bin", ".pt"):

@@ -2,6 +2,7 @@
 
 LLaDA                          Llama, its layers renamed
 Dream                          Qwen2; each position predicted by the row before it
+DiffuGPT                       GPT-2, its parts renamed; shifted too
 A2D (`a2d-llama`, …)           the model after `a2d-`
 BERT, RoBERTa, ModernBERT, …   themselves, with the head for masked tokens
 Llama, Qwen, Gemma, GPT-2, …   themselves, attention opened: a causal model to be adapted, or one that was
@@ -18,12 +19,15 @@ import torch
 from torch import Tensor
 
 from imdm.adopting.checkpoints import Weights
+from imdm.data.tokenizers import special_ids
 from imdm.errors import UserError, check_whole, reason_of
 from imdm.masks import parse_mask
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM, with_mask
 from imdm.models.backbones.hf import attention_of, class_of, facts, is_masked, parse_config, plain_config
 from imdm.models.denoiser import around
 
+DIFFUGPT = "denoise_model."
+DIFFUGPT_MASKS = {50_257: 10_541, 50_258: 50_257}  # by how many ids it embeds
 BERT = 30_522, 103  # ids of its vocabulary, the mask's among them
 LLADA_LAYERS = {
     "attn_norm": "input_layernorm",
@@ -74,6 +78,37 @@ def family_of(raw: Mapping[str, Any], where: str) -> Family | None:
     return Family(kind, fields, False if encoder or stock != kind else None, mask)
 
 
+def is_diffugpt(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether these are laid out as DiffuGPT's: a GPT-2 under `denoise_model`, its embedding beside it."""
+    return any(name.startswith(f"{DIFFUGPT}h.") for name in tensors)
+
+
+def diffugpt(tensors: Mapping[str, Tensor], raw: Mapping[str, Any], heads: int | None, where: str) -> Family:
+    """DiffuGPT's family, read off its tensors: what lies beside them is the base model's configuration, if any. Its
+    mask is an ordinary word in the small model and a row of its own in the medium one."""
+    bare = _renamed_diffugpt(tensors)
+    try:
+        rows, width = bare["transformer.wte.weight"].shape
+        positions = len(bare["transformer.wpe.weight"])
+    except (KeyError, ValueError):
+        raise UserError(f"{where}: a DiffuGPT lacks its embedding of tokens or of positions") from None
+    layers = {int(found[1]) for name in bare if (found := re.match(r"transformer\.h\.(\d+)\.", name))}
+    head, given = bare.get("lm_head.weight"), raw.get("n_head") if raw.get("model_type") == "gpt2" else None
+    tied = head is None or (head.shape == (rows, width) and torch.equal(head, bare["transformer.wte.weight"]))
+    fields = {"model_type": "gpt2", "vocab_size": rows, "n_embd": width, "n_layer": len(layers)}
+    fields |= {"n_head": heads or given or max(1, width // 64), "n_positions": positions, "tie_word_embeddings": tied}
+    return Family("diffugpt", fields, True, raw.get("mask_token_id", DIFFUGPT_MASKS.get(rows)))
+
+
+def _renamed_diffugpt(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Under GPT-2's names. Embedding and head may be one, and there once."""
+    trunk = {n: t for n, t in tensors.items() if n.startswith(DIFFUGPT)}
+    found = {f"transformer.{name.removeprefix(DIFFUGPT)}": tensor for name, tensor in trunk.items()}
+    found |= {n: t for n, t in tensors.items() if n not in trunk and n != "embed_tokens.weight"}
+    embedding = tensors.get("embed_tokens.weight", tensors.get("lm_head.weight"))
+    return found if embedding is None else found | {"transformer.wte.weight": embedding}
+
+
 def _llada(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     """LLaDA's configuration as a Llama's."""
     strange = [name for name, value in LLADA_SWITCHES.items() if raw.get(name, value) != value]
@@ -95,7 +130,9 @@ def _llada(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _renamed(tensors: Mapping[str, Tensor], family: Family) -> dict[str, Tensor]:
-    """LLaDA's tensors under Llama's names, all others as they are."""
+    """LLaDA's tensors under Llama's names, DiffuGPT's under GPT-2's, all others as they are."""
+    if family.name == "diffugpt":
+        return _renamed_diffugpt(tensors)
     if family.name != "llada":
         return dict(tensors)
 
@@ -136,49 +173,79 @@ def vocabulary_of(family: Family, told: int | None, words: Any, adapt: bool, whe
     return Vocabulary(size, mask, fresh)
 
 
+@dataclass(frozen=True)
+class How:
+    """What a model is to be: see `imdm.adopt`."""
+
+    adapt: bool = False
+    causal: bool = False
+    whole: bool = False
+    dtype: torch.dtype | None = None
+
+    @property
+    def extends(self) -> bool:
+        """Whether it may get a row for a mask that it does not have."""
+        return self.adapt or self.causal
+
+
 def adopted(
-    family: Family,
-    weights: Weights,
-    words: Any,
-    told: dict[str, Any],
-    *,
-    adapt: bool,
-    dtype: torch.dtype | None,
-    where: str,
+    family: Family, weights: Weights, words: Any, told: dict[str, Any], how: How, where: str
 ) -> MaskedDiffusionLM:
     """The folder's model as one of ours."""
-    for name in ("softcap", "heads"):
-        if name in told:
-            raise UserError(f"{name}: {where} says it in its own config.json; leave it out")
-    shift = _shift(family, told.get("shift"), adapt, where)
-    vocabulary = vocabulary_of(family, told.get("mask_token_id"), words, adapt, where)
-    length = told.get("length", facts(family.fields).positions)
-    if length is None:
-        raise UserError(f"{where}: its config.json does not say how long its sequences are; give length")
-    tensors = _renamed(weights.tensors, family)
-    lm, fields = _loaded(family, tensors, dtype, where), dict(family.fields)
-    if vocabulary.fresh:
-        fields["vocab_size"] = _with_row(lm, vocabulary)
-    config = MaskedDiffusionConfig(
-        vocab_size=vocabulary.size,
-        mask_token_id=vocabulary.mask,
-        length=length,
-        width=facts(fields).width,
-        blocks=getattr(lm.config, "num_hidden_layers", 1),
-        heads=getattr(lm.config, "num_attention_heads", 1),
-        dropout=_dropout(lm.config),
-        backbone={"kind": "hf", "config": fields, "shift": shift},
-    )
+    config = config_of(family, words, told, how, where)
+    lm = _loaded(family, _renamed(weights.tensors, family), how.dtype, where)
+    if vocabulary_of(family, told.get("mask_token_id"), words, how.extends, where).fresh:
+        _add_row(lm, config)
     model = around(config, lm)
     return with_mask(model, told["mask"]) if "mask" in told and parse_mask(told["mask"]) != model.mask else model
 
 
-def _shift(family: Family, told: bool | None, adapt: bool, where: str) -> bool:
-    if adapt and family.shift is not None:
+def config_of(family: Family, words: Any, told: dict[str, Any], how: How, where: str) -> MaskedDiffusionConfig:
+    """That of the folder's model as one of ours, with a single mask."""
+    for name in ("softcap", "heads"):
+        if name in told:
+            raise UserError(f"{name}: {where} says it in its own config.json; leave it out")
+    shift = _shift(family, told.get("shift"), how, where)
+    vocabulary = vocabulary_of(family, told.get("mask_token_id"), words, how.extends, where)
+    known = facts(family.fields)
+    length = told.get("length", known.positions)
+    if length is None:
+        raise UserError(f"{where}: its config.json does not say how long its sequences are; give length")
+    theirs, fields = parse_config(family.fields), dict(family.fields)
+    if vocabulary.fresh:
+        fields["vocab_size"] = max(known.rows, vocabulary.size)
+    return MaskedDiffusionConfig(
+        vocab_size=vocabulary.size,
+        mask_token_id=vocabulary.mask,
+        length=length,
+        width=facts(fields).width,
+        blocks=getattr(theirs, "num_hidden_layers", 1),
+        heads=getattr(theirs, "num_attention_heads", 1),
+        dropout=_dropout(theirs),
+        causal=how.causal,
+        **(_ending(words, where) if how.whole else {}),
+        backbone={"kind": "hf", "config": fields, "shift": shift},
+    )
+
+
+def _ending(words: Any, where: str) -> dict[str, Any]:
+    """How whole texts begin and end, as text is prepared with this tokenizer (`packing: whole`)."""
+    if words is None:
+        raise UserError(f"{where}: there is no tokenizer beside it that says how whole texts begin and end; give one")
+    special = special_ids(words)
+    return {"bos_token_id": special.begin, "eos_token_id": special.end, "pad_token_id": special.pad}
+
+
+def _shift(family: Family, told: bool | None, how: How, where: str) -> bool:
+    if how.adapt and how.causal:
+        raise UserError(f"{where}: adapt opens its attention, and causal keeps it as it is; give one of them")
+    if (how.adapt or how.causal) and family.shift is not None:
         raise UserError(f"{where} is no causal language model ({family.name}): there is nothing to adapt")
-    if told is not None:
-        return told
-    if family.shift is None and not adapt:
+    if how.causal and told is not None:
+        raise UserError(f"{where}: a model that reads from left to right predicts what follows; leave out shift")
+    if told is not None or how.causal:
+        return bool(told)
+    if family.shift is None and not how.adapt:
         raise UserError(
             f"{where} is a causal language model ({family.name}): adapt it, to be trained into a diffusion model "
             "(adapt=True, --adapt); or, if it was trained as one, say whether each position is predicted by the row "
@@ -214,12 +281,10 @@ def _loaded(family: Family, tensors: dict[str, Tensor], dtype: torch.dtype | Non
 
 
 @torch.no_grad()
-def _with_row(lm: Any, vocabulary: Vocabulary) -> int:
-    """A row for the mask, the mean of all others, after the last or in the padding. Returns how many there are."""
-    rows = lm.get_input_embeddings().weight.shape[0]
-    known = min(rows, vocabulary.mask)
-    mean = lm.get_input_embeddings().weight[:known].float().mean(0)
-    if vocabulary.size > rows:
-        lm.resize_token_embeddings(vocabulary.size, mean_resizing=False)
-    lm.get_input_embeddings().weight[vocabulary.mask] = mean.to(lm.dtype)
-    return max(rows, vocabulary.size)
+def _add_row(lm: Any, config: MaskedDiffusionConfig) -> None:
+    """A row for the mask, the mean of all others, after the last or in the padding."""
+    mask, embedded = config.mask_token_id, lm.get_input_embeddings().weight
+    mean = embedded[: min(len(embedded), mask)].float().mean(0)
+    if config.vocab_size > len(embedded):
+        lm.resize_token_embeddings(config.vocab_size, mean_resizing=False)
+    lm.get_input_embeddings().weight[mask] = mean.to(lm.dtype)

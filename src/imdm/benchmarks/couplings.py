@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from imdm.benchmarks import plain
-from imdm.benchmarks.measure import Row, Size, Took, benchmarks, device, head_flops, network_flops, timed
+from imdm.benchmarks.measure import Row, Size, Took, benchmarks, device, timed
 from imdm.benchmarks.sampling import fresh
+from imdm.costing.work import head_flops, network_flops
 from imdm.data import CoupleConfig, Coupling, TokenSource, couple
 from imdm.sampling import plan, turns
 

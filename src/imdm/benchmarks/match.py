@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from imdm.benchmarks import plain
-from imdm.benchmarks.measure import Row, Size, Took, benchmarks, device, head_flops, network_flops, paced
+from imdm.benchmarks.measure import Row, Size, Took, benchmarks, device, paced
 from imdm.benchmarks.sampling import fresh
 from imdm.benchmarks.training import NOISY
+from imdm.costing.work import head_flops, network_flops
 from imdm.data import TokenSource
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
 from imdm.objectives import Match, Step

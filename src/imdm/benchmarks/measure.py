@@ -14,8 +14,6 @@ from typing import Any, Literal
 
 import torch
 
-from imdm.masks import Infinite
-from imdm.models import MaskedDiffusionConfig
 from imdm.registry import Registry
 
 Size = Literal["full", "tiny"]
@@ -63,7 +61,7 @@ class Took:
 @dataclass(frozen=True)
 class Row:
     """One comparison. tokens: written or trained on in a run; flops: what a run must compute at least; per: what a
-    run is; also: other ways to do the same."""
+    run is; also: other ways to do the same; figures: what else was measured."""
 
     work: str
     ours: Took
@@ -74,6 +72,7 @@ class Row:
     per: str = "run"
     also: Mapping[str, Took] = field(default_factory=dict)
     note: str | None = None
+    figures: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def ratio(self) -> float | None:
@@ -136,16 +135,3 @@ def _start() -> Callable[[], object]:
 
 def _peak() -> float | None:
     return torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
-
-
-def network_flops(config: MaskedDiffusionConfig, tokens: int, length: int, read: float, noisy: float) -> float:
-    """Of passing so many tokens through the blocks, of which `read` are read at the end and `noisy` carry noise."""
-    D = config.width
-    keys, others, attention = 2 * 2 * D**2, 2 * 10 * D**2, 4 * length * D
-    whole = tokens * (config.blocks - 1) * (keys + others + attention) + tokens * keys + read * (others + attention)
-    dim = Infinite.parse(config.mask, "mask").dim if config.mask["kind"] == "infinite" else 0
-    return whole + noisy * 2 * 4 * D * (dim + D) * bool(dim)
-
-
-def head_flops(config: MaskedDiffusionConfig, rows: int) -> float:
-    return 2.0 * rows * config.width * config.vocab_size

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from imdm.benchmarks import plain
-from imdm.benchmarks.measure import Row, Size, benchmarks, device, head_flops, network_flops, timed
+from imdm.benchmarks.measure import Row, Size, benchmarks, device, timed
+from imdm.costing.work import writing_flops
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM, faster
 
 SIZES: dict[Size, dict[str, Any]] = {
@@ -23,12 +24,6 @@ def fresh(preset: str, mask: str, **settings: Any) -> MaskedDiffusionLM:
     """A model to measure with; what it has learned does not matter for speed."""
     with device():
         return MaskedDiffusionLM(MaskedDiffusionConfig.preset(preset, mask=mask, **settings))
-
-
-def writing_flops(config: MaskedDiffusionConfig, tokens: int, length: int, steps: int) -> float:
-    """Each token is read once; at step k of N a share 1 − k/N is still masked, and noise that is kept is still read."""
-    network = network_flops(config, steps * tokens, length, tokens, tokens * (steps + 1) / 2)
-    return network + head_flops(config, tokens)
 
 
 @benchmarks.register("sampling")

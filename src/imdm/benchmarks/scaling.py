@@ -7,7 +7,8 @@ from functools import partial
 from typing import Any
 
 from imdm.benchmarks.measure import Row, Size, benchmarks, timed
-from imdm.benchmarks.sampling import fresh, writing_flops
+from imdm.benchmarks.sampling import fresh
+from imdm.costing.work import writing_flops
 from imdm.models import MaskedDiffusionLM, faster
 
 BASE: dict[Size, dict[str, Any]] = {

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from imdm.benchmarks import plain
-from imdm.benchmarks.measure import Row, Size, Took, benchmarks, device, head_flops, network_flops, paced
+from imdm.benchmarks.measure import Row, Size, Took, benchmarks, device, paced
 from imdm.benchmarks.sampling import fresh
+from imdm.costing.work import head_flops, network_flops
 from imdm.data import TokenSource
 from imdm.models import MaskedDiffusionLM
 from imdm.objectives import SDTT, Nelbo, Objective, ReDi, Step

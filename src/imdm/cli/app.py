@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+from rich.console import Console
 from rich.measure import Measurement
 from rich.text import Text
 
@@ -106,6 +107,11 @@ def show(*things: Any, soft_wrap: bool = False) -> None:
     console.print(*things, soft_wrap=soft_wrap)
 
 
+def terminal() -> Console:
+    """Where what is printed goes."""
+    return console
+
+
 def in_colour() -> bool:
     """Whether colours can be seen."""
     return console.is_terminal and not console.no_color
@@ -137,11 +143,11 @@ def show_tables(made: Any) -> None:
     for part in [*first.parts, *(part for section in others if section.printed for part in section.parts)]:
         if isinstance(part, Table):
             show()
-            _whole(part.rich())
+            show_whole(part.rich())
     show()
 
 
-def _whole(table: Any) -> None:
+def show_whole(table: Any) -> None:
     """Print a table as wide as it is, unless there is a window that is narrower."""
     needed = Measurement.get(console, console.options.update(max_width=1000), table).maximum
     if console.is_terminal or needed <= console.width:

@@ -36,8 +36,7 @@ DISTILLATIONS = ("sdtt", "redi", "di4c", "match")
 POLICIES = ("posterior", "keep")
 PRECISIONS = ("float32", "bf16")
 WEIGHTS = ("bf16", "float32", "int8", "mixed")
-FETCHABLE = ("smollm2",)
-LAYOUTS = ("imdm", "mdlm")
+LAYOUTS = ("imdm", "mdlm", "transformers")
 
 
 def known_of(module: str, registry: str, here: tuple[str, ...]) -> tuple[str, ...]:

@@ -368,12 +368,31 @@ def adopt(
     adapt: Annotated[
         bool, typer.Option("--adapt", help="Take a causal language model, to be trained into a diffusion model.")
     ] = False,
+    causal: Annotated[
+        bool, typer.Option("--causal", help="Take a causal language model as it is, to be trained from left to right.")
+    ] = False,
+    whole: Annotated[
+        bool, typer.Option("--whole", help="It is to write whole texts, which begin and end as its tokenizer says.")
+    ] = False,
+    weights: Annotated[
+        str | None, typer.Option(help="float32 or bf16; as in the file unless given.", callback=known_precision)
+    ] = None,
 ) -> None:
     """Take in a published model: MDLM, SDTT, IMDM, LLaDA, Dream, BERT, Llama, … No code in the file is run."""
+    import torch
+
     from imdm.adopting import adopt_into
 
-    how = {"length": length, "mask": mask, "softcap": softcap, "mask_token_id": mask_token_id, "heads": heads}
-    found = adopt_into(source, out, tokenizer=tokenizer, averaged=not last, shift=shift, adapt=adapt, **how)
+    how: dict[str, Any] = {
+        "length": length,
+        "mask": mask,
+        "softcap": softcap,
+        "mask_token_id": mask_token_id,
+        "heads": heads,
+    }
+    how |= {"shift": shift, "adapt": adapt, "causal": causal, "whole": whole}
+    kind = {None: None, "float32": torch.float32, "bf16": torch.bfloat16}[weights]
+    found = adopt_into(source, out, tokenizer=tokenizer, averaged=not last, dtype=kind, **how)
     model = found.model
     ids = f"{model.config.vocab_size:,} ids, the mask is {model.config.mask_token_id}"
     say(f"{model.backbone.about}; {ids}; mask {model.mask.name}")
@@ -390,33 +409,42 @@ def export(
     model: ModelPath,
     out: Annotated[Path, OutFolder(help="Folder to write, which must not be there yet.")],
     weights: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="bf16 (half the size), float32, int8 (a quarter; whole numbers, one scale a row), or mixed (whole "
-            "numbers of as many bits as each matrix needs: the law moves by less than 0.002 nats a token)."
+            help="bf16 (half the size; unless told, of layout imdm), float32 (of the others), int8 (a quarter; whole "
+            "numbers, one scale a row), or mixed (whole numbers of as many bits as each matrix needs: the law moves by "
+            "less than 0.002 nats a token)."
         ),
-    ] = "bf16",
+    ] = None,
     card: Annotated[Path | None, typer.Option(help="A Markdown file to put beside the weights as README.md.")] = None,
     layout: Annotated[
         str,
-        typer.Option(help="imdm, or mdlm: names and configuration of MDLM's own class, in float32, nothing folded."),
+        typer.Option(
+            help="imdm; mdlm: names and configuration of MDLM's own class, in float32, nothing folded; transformers: "
+            "with the code it needs, for AutoModelForMaskedLM where imdm is not installed."
+        ),
     ] = "imdm",
 ) -> None:
     """Make a model ready to hand on: adaLN folded away, fewer bits a weight, tokenizer and card beside it."""
     check_known("layout", [layout], LAYOUTS)
-    check_known("kind of weights", [weights], WEIGHTS)
+    if weights is not None:
+        check_known("kind of weights", [weights], WEIGHTS)
     if card is not None and not card.is_file():
         raise UserError(f"--card {card}: no such file")
     text = card.read_text(encoding="utf-8") if card is not None else None
-    from imdm.exporting import WITHIN, export_published
+    from imdm.exporting import WITHIN, export_published, export_transformers
     from imdm.exporting import export as write
 
     if layout == "mdlm":
         folder = export_published(model, out, card=text)
         say(f"model: {folder} (layout mdlm)")
         return
+    if layout == "transformers":
+        folder = export_transformers(model, out, weights=cast("Any", weights or "float32"), card=text)
+        say(f"model: {folder} (layout transformers)")
+        return
     with reporter().bar("effect of each matrix", 0) as bar:
-        kind = cast("Weights", weights)
+        kind = cast("Weights", weights or "bf16")
         made = write(model, out, weights=kind, card=text, on_progress=lambda done, of: bar(done, f"of {of}"))
     size = sum(file.stat().st_size for file in made.folder.iterdir())
     moves = f", moves the law by {made.moved} nats a token" if made.moved is not None else ""

@@ -27,7 +27,6 @@ from imdm.cli.early import (
     AFTER_PROMPTS,
     BENCHMARKS,
     ELSEWHERE,
-    FETCHABLE,
     ON_LANGUAGES,
     check_evaluation,
     check_known,
@@ -38,6 +37,7 @@ from imdm.cli.early import (
 )
 from imdm.errors import UserError, reason_of
 from imdm.files import check_holds
+from imdm.shipped import FETCHABLE
 
 if TYPE_CHECKING:
     from imdm.evaluation import Judge

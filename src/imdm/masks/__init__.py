@@ -3,9 +3,10 @@
 from imdm.masks.base import Mask, masks, parse_mask
 from imdm.masks.finite import Finite
 from imdm.masks.infinite import Infinite
+from imdm.masks.path import NoisePath
 from imdm.masks.single import Single
 from imdm.registry import import_all
 
 import_all(__name__, __path__)
 
-__all__ = ["Finite", "Infinite", "Mask", "Single", "masks", "parse_mask"]
+__all__ = ["Finite", "Infinite", "Mask", "NoisePath", "Single", "masks", "parse_mask"]

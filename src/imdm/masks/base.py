@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from imdm.config import Config, parse_kind
 from imdm.errors import UserError
+from imdm.masks.path import NoisePath
+from imdm.randomness import Purpose, uniform
 from imdm.registry import Registry
 
 masks: Registry[type[Mask]] = Registry("mask")
@@ -38,6 +40,15 @@ class Mask(Config):
     def noise(self, keys: Tensor, position: Tensor, draw: Tensor) -> Tensor | None:
         """The noise of positions (R,), (R, d) or (R,); None when the mask carries none."""
 
+    def noise_between(self, path: NoisePath, position: Tensor, draw: Tensor) -> Tensor | None:
+        """The same on the way from one noise to another, at each point of which it has its law. Where nothing lies
+        between two masks, each position goes over at a moment of its own."""
+        one, other = (self.noise(keys, position, draw) for keys in (path.first, path.second))
+        if one is None or other is None:
+            return None
+        over = uniform(path.first, Purpose.PATH, position, draw) < path.s
+        return torch.where(over if one.ndim == over.ndim else over[..., None], other, one)
+
     def noises(self, holes: int) -> int | None:
         """How many noises so many masked positions can have together, all equally likely; None: without end."""
         return None
@@ -50,18 +61,24 @@ class Mask(Config):
     def embedding(self, width: int) -> nn.Module:
         """The layer noise → what is added to E(mask): (…, width). Its last parameters start at zero."""
 
-    def draw(self, keys: Tensor, draws: Tensor, where: Tensor) -> Tensor | None:
-        """Noise of a batch: keys (B,), draws (B, L); computed where `where` (B, L) is True, zero elsewhere."""
+    def draw(self, keys: Tensor | NoisePath, draws: Tensor, where: Tensor) -> Tensor | None:
+        """Noise of a batch: keys (B,) or a path between two, draws (B, L); computed where `where` (B, L) is True, zero
+        elsewhere."""
         if keys.is_cuda:  # all of it costs less there than asking where it is needed
-            every = self.noise(keys[:, None], torch.arange(where.shape[1], device=keys.device), draws)
+            every = self._at(keys[:, None], torch.arange(where.shape[1], device=keys.device), draws)
             return every if every is None else every * (where if every.ndim == 2 else where[..., None])
         row, position = where.nonzero(as_tuple=True)
-        values = self.noise(keys[row], position, draws[row, position])
+        values = self._at(keys[row], position, draws[row, position])
         if values is None:
             return None
         out = torch.zeros(*where.shape, *values.shape[1:], dtype=values.dtype, device=values.device)
         out[row, position] = values
         return out
+
+    def _at(self, keys: Tensor | NoisePath, position: Tensor, draw: Tensor) -> Tensor | None:
+        if isinstance(keys, NoisePath):
+            return self.noise_between(keys, position, draw)
+        return self.noise(keys, position, draw)
 
 
 def parse_mask(value: Any) -> Mask:

@@ -8,6 +8,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from imdm.masks.base import Mask, masks
+from imdm.masks.path import NoisePath, between_normals, between_uniforms
 from imdm.randomness import Purpose, normal, symmetric
 
 
@@ -50,8 +51,19 @@ class Infinite(Mask):
         return f"infinite-{self.law}-{self.dim}-{self.scale}"
 
     def noise(self, keys: Tensor, position: Tensor, draw: Tensor) -> Tensor:
+        return self._scaled(self._unscaled(keys, position, draw))
+
+    def noise_between(self, path: NoisePath, position: Tensor, draw: Tensor) -> Tensor:
+        """On the sphere for normal noise, through the distribution function for uniform noise."""
+        between = between_uniforms if self.law == "uniform" else between_normals
+        one, other = (self._unscaled(keys, position, draw) for keys in (path.first, path.second))
+        return self._scaled(between(one, other, path.s[..., None]))
+
+    def _unscaled(self, keys: Tensor, position: Tensor, draw: Tensor) -> Tensor:
         law = symmetric if self.law == "uniform" else normal
-        values = law(keys, Purpose.NOISE, position, draw, self.dim)
+        return law(keys, Purpose.NOISE, position, draw, self.dim)
+
+    def _scaled(self, values: Tensor) -> Tensor:
         return values if self.scale == 1.0 else values * self.scale
 
     def embedding(self, width: int) -> nn.Module:

@@ -1,5 +1,6 @@
 """The denoiser: a backbone between embeddings and head, its configuration, and what others may ask of it."""
 
+from imdm.auto import register
 from imdm.models.backbones import Backbone, BackboneSettings
 from imdm.models.configuration import LARGEST_VOCABULARY, PRESETS, MaskedDiffusionConfig
 from imdm.models.contract import Denoiser
@@ -33,3 +34,5 @@ __all__ = [
     "to_infinite",
     "with_mask",
 ]
+
+register()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
@@ -42,10 +42,14 @@ class MaskedDiffusionConfig(PreTrainedConfig):
     bos_token_id, eos_token_id, pad_token_id   where rows are whole texts (`Ending`): what follows the end token is
                     padding. None: rows are cut from a stream
     causal          each position sees those before it alone: a language model that reads from left to right, to judge
-                    what others write (objective `autoregressive`); it writes nothing itself
+                    what others write (objective `autoregressive`); it writes a token after another itself
+
+    The common names of `transformers` answer too, and may be given: hidden_size, num_hidden_layers,
+    num_attention_heads, max_position_embeddings; of a backbone that is a model of theirs, what it says itself.
     """
 
     model_type = "imdm"
+    attribute_map: ClassVar[dict[str, str]] = {"max_position_embeddings": "length"}
     bos_token_id: int | None = None
     eos_token_id: int | None = None
     pad_token_id: int | None = None
@@ -72,6 +76,9 @@ class MaskedDiffusionConfig(PreTrainedConfig):
         pad_token_id: int | None = None,
         **kwargs: Any,
     ) -> None:
+        width, blocks = kwargs.pop("hidden_size", width), kwargs.pop("num_hidden_layers", blocks)
+        heads, length = kwargs.pop("num_attention_heads", heads), kwargs.pop("max_position_embeddings", length)
+        kwargs.pop("auto_map", None)  # of a folder for plain `transformers`; what is saved from here has no such files
         sizes = {"vocab_size": (vocab_size, 2, LARGEST_VOCABULARY), "length": (length, 1, 1 << 20)}
         sizes |= {"width": (width, 1, 1 << 16), "blocks": (blocks, 1, 1 << 12), "heads": (heads, 1, 1 << 12)}
         sizes |= {"condition": (condition, 0, 1 << 16)}
@@ -130,6 +137,39 @@ class MaskedDiffusionConfig(PreTrainedConfig):
         self.__dict__.pop("backbone", None)
         if not is_default(settings):
             self.__dict__["backbone"] = settings.model_dump()
+
+    def _of_backbone(self, name: str, own: str) -> Any:
+        """A size by its name in `transformers`: the backbone's, where it is a model of theirs, else our own."""
+        if not backbones[self.backbone["kind"]].whole:
+            return getattr(self, own)
+        from transformers import AutoConfig
+
+        fields = dict(self.backbone["config"])
+        return getattr(AutoConfig.for_model(fields.pop("model_type"), **fields), name)
+
+    @property
+    def hidden_size(self) -> int:
+        return self._of_backbone("hidden_size", "width")
+
+    @hidden_size.setter
+    def hidden_size(self, value: int) -> None:
+        self.width = value
+
+    @property
+    def num_hidden_layers(self) -> int:
+        return self._of_backbone("num_hidden_layers", "blocks")
+
+    @num_hidden_layers.setter
+    def num_hidden_layers(self, value: int) -> None:
+        self.blocks = value
+
+    @property
+    def num_attention_heads(self) -> int:
+        return self._of_backbone("num_attention_heads", "heads")
+
+    @num_attention_heads.setter
+    def num_attention_heads(self, value: int) -> None:
+        self.heads = value
 
     @property
     def ending(self) -> Ending | None:

@@ -31,7 +31,7 @@ class Denoiser(Protocol):
 
     @property
     def causal(self) -> bool:
-        """Whether it reads from left to right: such a model judges text and writes none."""
+        """Whether it reads from left to right: such a model judges text, and writes a token after another."""
 
     def trunk(self, state: Noised) -> Tensor:
         """Hidden states (B, L, ·)."""

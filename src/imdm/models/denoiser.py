@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from imdm.errors import UserError, check_is, check_seed, check_whole, is_out_of_memory, shown
-from imdm.masks import Infinite, Mask, parse_mask
+from imdm.masks import Infinite, Mask, NoisePath, parse_mask
 from imdm.models.backbones import Backbone, backbones, parse_backbone
 from imdm.models.backbones.base import size_filled
 from imdm.models.configuration import MaskedDiffusionConfig
 from imdm.models.layers import MixtureToken, Norm, TokenEmbedding, ZeroLinear
+from imdm.models.masked_lm import masked_lm, unpadded
 from imdm.models.quantized import opened
 from imdm.models.readout import Head, Reduce, reduced
 from imdm.models.saving import check_saved, save_whole
@@ -50,6 +51,7 @@ class MaskedDiffusionLM(PreTrainedModel):
     config: MaskedDiffusionConfig
     base_model_prefix = ""
     _supports_sdpa = True
+    supports_gradient_checkpointing = True
     _tied_weights_keys = {"output.weight": "embedding.weight"}  # noqa: RUF012  (transformers' own convention)
     backbone: Backbone
     replay: Any = None  # recorded evaluations (`faster`)
@@ -108,6 +110,10 @@ class MaskedDiffusionLM(PreTrainedModel):
     def vocab_size(self) -> int:
         return self.config.vocab_size
 
+    @vocab_size.setter
+    def vocab_size(self, value: int) -> None:
+        self.config.vocab_size = value
+
     @property
     def length(self) -> int:
         return self.config.length
@@ -122,18 +128,19 @@ class MaskedDiffusionLM(PreTrainedModel):
         self.backbone.set_dropout(rate)
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> MaskedDiffusionLM:
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         """As in `transformers`, from safetensors only, and refusing weights that do not fit: there, a missing layer
-        would come back random. `mask=...` loads an MDM as an IMDM with identical log-probabilities."""
+        would come back random; with `output_loading_info` they are told instead. `mask=...` loads an MDM as an IMDM
+        with identical log-probabilities."""
         where, folder = f"model {str(pretrained_model_name_or_path)!r}", Path(str(pretrained_model_name_or_path))
-        new_mask = "mask" in kwargs
+        new_mask, tells = "mask" in kwargs, kwargs.pop("output_loading_info", False)
         as_saved = folder.is_dir() and not kwargs.keys() - AS_SAVED
         kwargs |= {"use_safetensors": True, "output_loading_info": True}
         try:
             source, kwargs = opened(cls.config_class, pretrained_model_name_or_path, kwargs)
             loaded: Any = super().from_pretrained(source, *args, **kwargs)
         except RuntimeError as error:
-            if is_out_of_memory(error):
+            if is_out_of_memory(error) or "meta device" in str(error):
                 raise
             raise UserError(f"{where}: its weights do not have the shapes its config.json says") from error
         except (OSError, SafetensorError, TypeError, KeyError, AttributeError) as error:
@@ -142,7 +149,7 @@ class MaskedDiffusionLM(PreTrainedModel):
         model, info = loaded
         missing = {name for name in info["missing_keys"] if not (new_mask and name.startswith("mask_embedding."))}
         ignored = {name for name in info["unexpected_keys"] if not (new_mask and name.startswith("mask_embedding."))}
-        if missing or ignored:
+        if (missing or ignored) and not tells:
             problem = f"lacks {sorted(missing)[0]!r}" if missing else f"has the unknown {sorted(ignored)[0]!r}"
             raise UserError(f"{where} does not fit its config.json: it {problem}; it is damaged or not ours")
         if as_saved:
@@ -152,7 +159,7 @@ class MaskedDiffusionLM(PreTrainedModel):
                 raise UserError(
                     f"{where}: {name!r} has weights that are no numbers; it is damaged, or its training failed"
                 )
-        return model
+        return (model, info) if tells else model
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """As in `transformers`, each file whole or not there, and the weights with a digest of themselves."""
@@ -184,6 +191,24 @@ class MaskedDiffusionLM(PreTrainedModel):
             self.backbone.get_network().set_output_embeddings(new_embeddings)
         else:
             self.output = new_embeddings  # type: ignore[assignment]
+
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> Any:
+        """As in `transformers`. The mask keeps its id, and with it all ids that mean something must remain."""
+        config = self.config
+        special = [config.mask_token_id, config.bos_token_id, config.eos_token_id, config.pad_token_id]
+        least = 1 + max(token for token in special if token is not None)
+        if new_num_tokens is not None and new_num_tokens < least:
+            raise UserError(f"new_num_tokens = {new_num_tokens}: at least {least}, as token {least - 1} has a meaning")
+        if not self.backbone.whole:
+            return super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+        found = self.backbone.get_network().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+        if new_num_tokens is not None or pad_to_multiple_of is not None:
+            theirs = config.backbone["config"] | {"vocab_size": found.weight.shape[0]}
+            config.backbone = config.backbone | {"config": theirs}
+            self.backbone.settings, config.vocab_size = parse_backbone(config.backbone), found.weight.shape[0]
+        return found
 
     def embed(self, state: Noised) -> Tensor:
         """Eq. 15: E(z) for data tokens, E(mask) + MLP(ε) for masked positions: (B, L, D). A single mask reads none."""
@@ -259,7 +284,59 @@ class MaskedDiffusionLM(PreTrainedModel):
         return Head(rows, self._ends.output, self.config.mask_token_id, self.vocab_size)
 
     def forward(
-        self, state: Noised | Tensor, rows: Rows | Tensor | None = None, reduce: Reduce | None = None, group: int = 1
+        self,
+        input_ids: Noised | Tensor | None = None,
+        attention_mask: Rows | Tensor | None = None,
+        labels: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        noise: Tensor | int | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        return_dict: bool | None = None,
+        *,
+        rows: Rows | Tensor | None = None,
+        reduce: Reduce | None = None,
+        group: int = 1,
+    ) -> Any:
+        """Of a state of the diffusion, `model(state, rows, reduce=…, group=…)`: what `log_probs` gives.
+
+        Of ids, as `transformers` calls a masked language model: a `MaskedLMOutput`.
+
+        input_ids       (B, L), holes are `mask_token_id`
+        attention_mask  (B, L): 0 at padding, before or after the text, which no position reads
+        labels          (B, L): the tokens that were there; `.loss` is −log p of them in nats, the mean over those that
+                        are not −100
+        position_ids    (B, L) from 0 on: where tokens stand, unless one after another
+        token_type_ids  for backbones that read them, as BERT; others do without
+        inputs_embeds   (B, L, width), in the place of input_ids; masks then look as they are given
+        noise           of masks that carry some: a seed, or the noise itself, (B, L, dim) or, of finite masks, (B, L);
+                        None: drawn anew in each call, from torch's generator
+        output_hidden_states, output_attentions, return_dict   as in `transformers`
+
+        `.logits` (B, L, V) are the network's at every position, of visible tokens too; log_softmax of them is what
+        `log_probs` gives at masked ones. The mask's own is the least number there is: it is never predicted.
+        """
+        if isinstance(input_ids, Noised):
+            return self.log_probs(input_ids, attention_mask if rows is None else rows, reduce, group)
+        config = self.config
+        found = masked_lm(
+            self,
+            input_ids,
+            cast("Tensor | None", attention_mask),
+            labels,
+            position_ids,
+            token_type_ids,
+            inputs_embeds,
+            noise,
+            states=bool(config.output_hidden_states if output_hidden_states is None else output_hidden_states),
+            attentions=bool(config.output_attentions if output_attentions is None else output_attentions),
+        )
+        return found if (config.return_dict if return_dict is None else return_dict) else found.to_tuple()
+
+    def log_probs(
+        self, state: Noised, rows: Rows | Tensor | None = None, reduce: Reduce | None = None, group: int = 1
     ) -> Tensor:
         """Log-probabilities of data tokens.
 
@@ -268,9 +345,6 @@ class MaskedDiffusionLM(PreTrainedModel):
         `group` rows that follow one another come together.
         Without rows: all of (B, L, V), revealed tokens carried over.
         """
-        if isinstance(state, Tensor):
-            check_tokens(state, self.vocab_size, "tokens")
-            state = self.noised(state)
         if rows is not None:
             rows = rows if isinstance(rows, Rows) else Rows.where(rows)
             head = self.head_of(self.trunk_at(state, rows))
@@ -292,11 +366,14 @@ class MaskedDiffusionLM(PreTrainedModel):
     def generate(
         self,
         input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
         *,
         length: int | None = None,
         num: int = 1,
         seed: int = 0,
         keys: Tensor | None = None,
+        noise_keys: Tensor | NoisePath | None = None,
         trace: bool = False,
         batch_size: int | None = None,
         on_progress: Callable[[int], None] | None = None,
@@ -308,7 +385,9 @@ class MaskedDiffusionLM(PreTrainedModel):
         input_ids    a canvas (B, L) whose holes are `mask_token_id`; each row is completed `num` times, rows in order.
                      Without holes and `length` it is continued to the model's length. Without a canvas: `num` sequences
                      of `length` from nothing. A model of text expects its begin token first, which `Writer` puts there.
+        attention_mask   of a tokenizer: padding beside prompts of unequal length is left out. Its token_type_ids too
         seed, keys   sequence i depends on the i-th key of `seed`, or on keys[i] where keys (sequences,) are given
+        noise_keys   others of them, or a path between two, for what masks carry: the same draws then meet other noise
         how          the options of `Sampling`: steps, noise, temperature, top_p
         on_progress, on_step    as in `sample`
 
@@ -317,12 +396,16 @@ class MaskedDiffusionLM(PreTrainedModel):
         """
         options = Sampling.of(how)
         check_seed(seed)
+        if input_ids is not None and attention_mask is not None:
+            input_ids = unpadded(as_ids(input_ids), attention_mask, self.config.mask_token_id)
+            length = self.config.length if length is None and bool((attention_mask == 0).any()) else length
         canvas = self._canvas(input_ids, length, num, options.steps, batch_size)
         keys = self.sample_keys(len(canvas), seed) if keys is None else self.checked_keys(keys, len(canvas))
         return sample(
             self._still(),
             canvas,
             keys=keys,
+            noise_keys=None if noise_keys is None else self.checked_noise_keys(noise_keys, len(canvas)),
             how=options,
             trace=trace,
             batch_size=batch_size,
@@ -344,6 +427,15 @@ class MaskedDiffusionLM(PreTrainedModel):
         if keys.shape != (many,) or keys.dtype != torch.int64:
             raise UserError(f"keys: expected {many} numbers of 64 bits, got {tuple(keys.shape)} of type {keys.dtype}")
         return keys.to(self.device)
+
+    def checked_noise_keys(self, keys: Tensor | NoisePath, many: int) -> Tensor | NoisePath:
+        """So many keys of noise, or places between two, where the model is."""
+        if not isinstance(keys, NoisePath):
+            return self.checked_keys(keys, many)
+        if keys.s.shape != (many,) or not bool(((keys.s >= 0) & (keys.s <= 1)).all()):
+            raise UserError(f"noise_keys: expected {many} places s in [0, 1], got {shown(keys.s.tolist())}")
+        one, other = (self.checked_keys(each, many) for each in (keys.first, keys.second))
+        return NoisePath(one, other, keys.s.to(self.device, torch.float64))
 
     def _check_room(self, what: str, many: int, tokens: int, steps: int, batch_size: int | None) -> None:
         """Refuse more texts of so many tokens than there is memory for; what the network itself takes counts only where

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -174,8 +175,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, softcap: float | None, causal: bool 
 
 
 def capped_attention(q: Tensor, k: Tensor, v: Tensor, softcap: float) -> Tensor:
+    return attention_weights(q, k, softcap).to(v.dtype) @ v
+
+
+def attention_weights(q: Tensor, k: Tensor, softcap: float | None, seen: Tensor | None = None) -> Tensor:
+    """What each position reads of each other, (B, H, L, L), in float32; nothing where `seen` is False."""
     scores = (q @ k.transpose(-1, -2)).float() * q.shape[-1] ** -0.5
-    return torch.softmax(softcap * torch.tanh(scores / softcap), dim=-1).to(v.dtype) @ v
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if seen is not None:
+        scores = scores.masked_fill(~seen, -torch.inf)
+    return torch.softmax(scores, dim=-1)
 
 
 @lru_cache
@@ -192,6 +202,28 @@ def soft_cap_score(softcap: float) -> Callable[..., Tensor]:
     return score
 
 
+@dataclass(frozen=True)
+class Look:
+    """What attention is asked beside its usual work. seen (B, 1, 1, T) bool: the positions that others may read, None:
+    all of them; weights: a list that each layer adds its attention to, (B, H, T, T)."""
+
+    seen: Tensor | None = None
+    weights: list[Tensor] | None = None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, softcap: float | None, causal: bool) -> Tensor:
+        """As `attend`, (B, H, T, dim)."""
+        seen = self.seen
+        if causal:
+            before = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+            seen = before if seen is None else (seen & before) | before.triu()  # padding before all reads itself
+        if softcap is None and self.weights is None:
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        weights = attention_weights(q, k, softcap, seen)
+        if self.weights is not None:
+            self.weights.append(weights.to(v.dtype))
+        return weights.to(v.dtype) @ v
+
+
 class Attention(nn.Module):
     def __init__(self, width: int, heads: int, softcap: float | None, causal: bool, out: type[nn.Linear]) -> None:
         super().__init__()
@@ -199,10 +231,20 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = out(width, width, bias=False)
 
-    def forward(self, x: Tensor, rope: Rope, rows: Rows | None = None, queries: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        rope: Rope,
+        rows: Rows | None = None,
+        queries: Tensor | None = None,
+        look: Look | None = None,
+    ) -> Tensor:
         """x (B, L, D) → (B, L, D), or (R, D) of some rows alone. With `queries` (B, Q), where those rows are, only
-        these ask the others."""
+        these ask the others. With `look`, all rows."""
         D = x.shape[-1]
+        if look is not None:
+            q, k, v = (in_heads(part, self.heads) for part in self.qkv(x).chunk(3, dim=-1))
+            return self.out(joined(look.attend(rotate(q, *rope), rotate(k, *rope), v, self.softcap, self.causal)))
         if queries is None or rows is None or rows.slot is None:
             q, k, v = Heads.apply(self.qkv(x), *rope, self.heads)
             mixed = joined(attend(q, k, v, self.softcap, self.causal))
@@ -271,14 +313,15 @@ class Block(nn.Module):
         rows: Rows | None = None,
         queries: Tensor | None = None,
         keys: Tensor | None = None,
+        look: Look | None = None,
     ) -> Tensor:
         """x (B, L, D) → (B, L, D), or (R, D) of the given rows alone. keys (2, B): for dropout, while it trains."""
         kept = x if rows is None else rows.of(x)
         first, second = (None, None) if keys is None else keys
         if self.modulation is None:
-            kept = kept + self.dropout(self.attention(self.norm1(x), rope, rows, queries), first, rows)
+            kept = kept + self.dropout(self.attention(self.norm1(x), rope, rows, queries, look), first, rows)
             return kept + self.dropout(self.mlp(self.norm2(kept)), second, rows)
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(c).chunk(6, dim=-1)  # (D,) each
-        asked = self.attention(self.norm1(x) * (1 + scale1) + shift1, rope, rows, queries)
+        asked = self.attention(self.norm1(x) * (1 + scale1) + shift1, rope, rows, queries, look)
         kept = kept + gate1 * self.dropout(asked, first, rows)
         return kept + gate2 * self.dropout(self.mlp(self.norm2(kept) * (1 + scale2) + shift2), second, rows)

@@ -11,6 +11,7 @@ from imdm.errors import UserError, check_is, reason_of
 from imdm.files import read_json
 from imdm.models.configuration import MaskedDiffusionConfig
 from imdm.models.denoiser import MaskedDiffusionLM
+from imdm.models.fast import check_precision
 from imdm.models.saving import law_text
 from imdm.sharding import whole
 from imdm.shipped import folder_of
@@ -36,10 +37,13 @@ def is_ours(folder: Path) -> bool:
     return isinstance(config, dict) and config.get("model_type") == MaskedDiffusionLM.config_class.model_type
 
 
-def load_model(path: str | Path) -> MaskedDiffusionLM:
+def load_model(path: str | Path, precision: str = "float32") -> MaskedDiffusionLM:
     """A model by folder, by the name of one that ships, or by hub id; local paths get precise answers. In float32,
-    however it is stored: half precision is slow on a CPU, and for a GPU there is `faster`."""
-    return MaskedDiffusionLM.from_pretrained(_found(path), dtype=torch.float32)
+    however it is stored: half precision is slow on a CPU, and for a GPU there is `faster`. precision: `bf16` for a
+    model that is too large for that."""
+    check_precision(precision)
+    kind = torch.bfloat16 if precision == "bf16" else torch.float32
+    return MaskedDiffusionLM.from_pretrained(_found(path), dtype=kind)
 
 
 def load_config(path: str | Path) -> MaskedDiffusionConfig:

@@ -54,6 +54,13 @@ class Head(NamedTuple):
         never = torch.arange(logits.shape[-1], device=logits.device) == self.never
         return torch.log_softmax(logits.masked_fill(never, -torch.inf), dim=-1)
 
+    def logits(self) -> Tensor:
+        """Of all rows, in the precision of the weights; what has no probability has the least number there is, so that
+        sums over tokens stay numbers."""
+        logits = self._logits(self.rows)
+        never = torch.arange(logits.shape[-1], device=logits.device) == self.never
+        return logits.masked_fill(never, -torch.inf).clamp(min=torch.finfo(logits.dtype).min)
+
     def _logits(self, rows: Tensor) -> Tensor:
         more = 0 if self.size is None else self.size - self.layer.out_features
         if more < 0 and self.is_linear:  # the others are not worth computing

@@ -295,7 +295,7 @@ class Pursued:
         self.scores.append(value)
         if self.best_score is None or value < self.best_score:
             self.best_score = value
-            self.best = {name: weight.detach().clone() for name, weight in weights.items()}
+            self.best = {name: weight.detach().clone() for name, weight in weights.items() if weight.requires_grad}
 
     def idle(self, patience: int) -> bool:
         """Whether the last looks, `patience` of them, found nothing better than those of this phase before."""

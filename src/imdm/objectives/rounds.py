@@ -34,11 +34,13 @@ class Teacher:
 
     @torch.no_grad()
     def _set(self, weights: Mapping[str, Tensor]) -> None:
-        for name, parameter in weights_of(self.model).items():
+        for name, parameter in self.tensors().items():
             parameter.copy_(shared_like(weights[name], parameter))
 
     def tensors(self) -> dict[str, Tensor]:
-        return dict(weights_of(self.model))
+        """Its weights, but for those that are the student's, which stay as they are."""
+        students = {id(weight) for weight in weights_of(self.student).values()}
+        return {name: weight for name, weight in weights_of(self.model).items() if id(weight) not in students}
 
     def values(self) -> dict[str, Any]:
         from imdm.models import fingerprint
@@ -48,7 +50,7 @@ class Teacher:
     def load(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         if values["round"] > 0:
             self.model = _frozen(self.student)
-        if set(tensors) != set(weights_of(self.model)):
+        if set(tensors) != set(self.tensors()):
             raise UserError("checkpoint: the teacher in it does not match the model; it is not of this run")
         self._set(tensors)
         self.round = values["round"]
@@ -57,7 +59,9 @@ class Teacher:
 
 
 def _frozen(model: MaskedDiffusionLM) -> MaskedDiffusionLM:
-    return fixed(duplicate(model), model)
+    """A copy; what is not trained is not held twice."""
+    shared = {id(weight): weight for weight in model.parameters() if not weight.requires_grad}
+    return fixed(duplicate(model, shared), model)
 
 
 def fixed(model: MaskedDiffusionLM, student: MaskedDiffusionLM) -> MaskedDiffusionLM:

@@ -13,13 +13,15 @@ from imdm.files import as_path, parse_yaml, read_json, read_text
 from imdm.later import later
 
 if TYPE_CHECKING:
-    from imdm.recipes.schema import CoupleStage, EvaluateStage, Recipe, TrainStage
+    from imdm.recipes.schema import AdoptStage, CoupleStage, EvaluateStage, Recipe, TrainStage
 else:
-    __getattr__ = later(__name__, {"imdm.recipes.schema": ("CoupleStage", "EvaluateStage", "Recipe", "TrainStage")})
+    _NAMES = ("AdoptStage", "CoupleStage", "EvaluateStage", "Recipe", "TrainStage")
+    __getattr__ = later(__name__, {"imdm.recipes.schema": _NAMES})
 
 HERE = Path(__file__).parent
 
 __all__ = [
+    "AdoptStage",
     "CoupleStage",
     "EvaluateStage",
     "Recipe",

@@ -104,6 +104,27 @@ class Watch(Config):
     samples: int = Field(2000, ge=1)
 
 
+class AdoptStage(Config):
+    """Take in a model of other people: the name of one that was fetched, a folder or a hub id, with the length of the
+    data and, where its rows are whole texts, their ending. adapt: a causal one with its attention opened, to be trained
+    into a diffusion model; causal: one as it is, to be trained from left to right; shift, mask_token_id: of one that
+    was trained as a diffusion model (`imdm.adopt`)."""
+
+    kind: Literal["adopt"]
+    source: str = Field(min_length=1)
+    adapt: bool = False
+    causal: bool = False
+    shift: bool | None = None
+    mask_token_id: int | None = Field(None, ge=0)
+
+    def inputs(self) -> list[str]:
+        return []
+
+    def how(self) -> dict[str, Any]:
+        """The settings as `imdm.adopt` has them."""
+        return {name: value for name, value in self.model_dump(exclude={"kind", "source"}).items() if value is not None}
+
+
 class TrainStage(Config):
     """Train a model. start: the stage (or model folder) it starts from, None for fresh weights; teacher: the stage (or
     model folder) that teaches it, where that is another than `start`; data: the coupling stage (or folder) it reads,
@@ -181,11 +202,13 @@ class EvaluateStage(Config):
         return labelled(self.judge_stage or self.judge, self.judge_precision)
 
 
-Stage = Annotated[TrainStage | CoupleStage | EvaluateStage, Field(discriminator="kind")]
+Stage = Annotated[AdoptStage | TrainStage | CoupleStage | EvaluateStage, Field(discriminator="kind")]
 
 
-def _models_of(stage: TrainStage | CoupleStage | EvaluateStage) -> list[tuple[str, str]]:
+def _models_of(stage: AdoptStage | TrainStage | CoupleStage | EvaluateStage) -> list[tuple[str, str]]:
     """The settings of a stage that name models, with the stages or folders they name."""
+    if isinstance(stage, AdoptStage):
+        return []
     if isinstance(stage, EvaluateStage):
         return [("models", name) for name in stage.models]
     start = stage.start if isinstance(stage, TrainStage) else None
@@ -227,10 +250,10 @@ class Recipe(Config):
 
     @model_validator(mode="after")
     def _stages_of_a_kind(self) -> Recipe:
-        """Models come from training stages, pairs from couple stages."""
+        """Models come from stages that adopt or train, pairs from couple stages."""
         for name, stage in self.stages.items():
             for setting, needed in _models_of(stage):
-                if not isinstance(self.stages.get(needed), TrainStage | None):
+                if not isinstance(self.stages.get(needed), AdoptStage | TrainStage | None):
                     raise ValueError(f"stage {name!r}: {setting} names {needed!r}, which trains no model")
             pairs = stage.data if isinstance(stage, TrainStage) else None
             if not isinstance(self.stages.get(pairs or ""), CoupleStage | None):
@@ -290,6 +313,8 @@ class Recipe(Config):
     def mask_of(self, name: str) -> Mask | None:
         """The mask of the model that a stage makes; None where it is a folder's."""
         stage = self.stages.get(name)
+        if isinstance(stage, AdoptStage):
+            return parse_mask("single")
         if not isinstance(stage, TrainStage):
             return None
         if stage.mask is not None:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
+from imdm.costing.networks import Networks
+from imdm.costing.stages import check_memory
 from imdm.data import Coupling, check_fits
 from imdm.data.tokenizers import check_same
 from imdm.devices import processes
@@ -14,10 +16,11 @@ from imdm.evaluation import metrics
 from imdm.models import MaskedDiffusionConfig, check_precision
 from imdm.objectives import Objective, ReDi
 from imdm.objectives.rounds import Rounds
-from imdm.recipes import CoupleStage, EvaluateStage, TrainStage
-from imdm.room import check_room
+from imdm.recipes import AdoptStage, CoupleStage, EvaluateStage, TrainStage
+from imdm.room import check_room, memory
 from imdm.runs.inputs import Inputs
 from imdm.shipped import find
+from imdm.training.lora import check_backbone
 
 TOGETHER = {
     "a vocabulary of": "vocab_size",
@@ -43,6 +46,9 @@ def check_stage(inputs: Inputs, name: str) -> None:
     """Refuse a stage that could not be made, as far as that is known before its inputs are."""
     stage = inputs.recipe.stages[name]
     _check_inputs(inputs, name)
+    if isinstance(stage, AdoptStage):
+        inputs.adopted(stage)
+        return
     if isinstance(stage, TrainStage):
         _check_training(inputs, name, stage)
         _check_metrics(inputs, name, stage.watch.metrics)
@@ -80,6 +86,8 @@ def _check_training(inputs: Inputs, name: str, stage: TrainStage) -> None:
             f"stage {name!r}: objective {stage.objective.kind!r} trains on a coupling; "
             "set 'data' to a couple stage or to a folder of pairs"
         )
+    if stage.training.lora is not None:
+        check_backbone(inputs.origin(name).backbone["kind"])
     stage.objective.check(inputs.noisy(name))
     _check_teacher(inputs, name, stage)
     _check_couple(inputs, name, stage)
@@ -94,6 +102,9 @@ def _check_training(inputs: Inputs, name: str, stage: TrainStage) -> None:
         check_room(f"stages.{name}.watch.samples", stage.watch.samples, each)
     batch = stage.training.micro_batch or stage.training.batch // state.num_processes
     check_room(f"stages.{name}.training.batch", batch, 200 * inputs.length, state.device)
+    if state.device.type == "cuda":
+        networks = Networks(inputs.recipe, inputs.vocabulary[0], inputs.length)
+        check_memory(networks, name, state.num_processes, memory(state.device))
 
 
 def _check_teacher(inputs: Inputs, name: str, stage: TrainStage) -> None:

@@ -11,7 +11,7 @@ from imdm.data import Coupling, Data, Source, TextData
 from imdm.evaluation import about
 from imdm.masks import Mask, parse_mask
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM, fingerprint, load_config, load_model
-from imdm.recipes import Recipe, TrainStage
+from imdm.recipes import AdoptStage, Recipe, TrainStage
 from imdm.runs.status import read_done
 from imdm.shipped import find
 
@@ -109,10 +109,23 @@ class Inputs:
         schedule are still the same."""
         first = self.first(name)
         stage = self.recipe.stages.get(first)
+        if isinstance(stage, AdoptStage):
+            return self.adopted(stage)
         if not isinstance(stage, TrainStage):
             return self.config(first)
         ending = self.data.ending() if self.data.is_ready else None
         return self.recipe.model.build(*self.vocabulary, self.length, causal=stage.objective.causal, ending=ending)
+
+    def adopted(self, stage: AdoptStage) -> MaskedDiffusionConfig:
+        """The configuration that a stage's model will have; no weights are read."""
+        from imdm.adopting import adopted_config
+
+        return adopted_config(stage.source, length=self.length, whole=self.whole, **stage.how())
+
+    @property
+    def whole(self) -> bool:
+        """Whether the rows of the data are whole texts; known before they are prepared."""
+        return self.data.packing == "whole" if isinstance(self.data, TextData) else self.data.ending() is not None
 
     def mask(self, name: str) -> Mask:
         """The mask of a model that a stage makes, or a folder holds."""
@@ -122,6 +135,8 @@ class Inputs:
     def mixture(self, name: str) -> bool:
         """Whether a model reads a latent λ."""
         stage = self.recipe.stages.get(name)
+        if isinstance(stage, AdoptStage):
+            return False
         if not isinstance(stage, TrainStage):
             return self.config(name).mixture
         before = self.recipe.model.mixture if stage.start is None else self.mixture(stage.start)

@@ -24,7 +24,7 @@ from imdm.devices import processes
 from imdm.errors import UserError, unknown
 from imdm.files import check_once, check_writable, kept_if_refused, working_in, write_json, write_recorded
 from imdm.models import fingerprint
-from imdm.recipes import EvaluateStage, Recipe, TrainStage
+from imdm.recipes import AdoptStage, EvaluateStage, Recipe, TrainStage
 from imdm.runs.checks import check_size, check_stage
 from imdm.runs.inputs import Inputs
 from imdm.runs.stages import is_measured, make_stage
@@ -190,7 +190,7 @@ class Run:
 
     def _check_output(self, name: str, output: str) -> None:
         """Refuse what a finished stage made if it is not that any more; looked at once a process."""
-        folder, model = self.folder / name, isinstance(self.recipe.stages[name], TrainStage)
+        folder, model = self.folder / name, isinstance(self.recipe.stages[name], AdoptStage | TrainStage)
 
         def check() -> None:
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping
 from itertools import product
 from math import isfinite
@@ -9,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from imdm.config import digest
-from imdm.data import CoupleConfig, Coupling, Source, couple
-from imdm.data.tokenizers import copy_tokenizer
+from imdm.data import CoupleConfig, Coupling, Source, check_fits, couple
+from imdm.data.tokenizers import check_same, copy_tokenizer
 from imdm.devices import processes
 from imdm.evaluation import (
     Metric,
@@ -30,7 +31,7 @@ from imdm.evaluation.mauve import has_mauve
 from imdm.evaluation.measuring import drawn, with_what
 from imdm.models import MaskedDiffusionLM, fingerprint, in_precision, load_model, with_mask
 from imdm.randomness import Purpose, as_key, fold, seeded
-from imdm.recipes import CoupleStage, EvaluateStage, TrainStage
+from imdm.recipes import AdoptStage, CoupleStage, EvaluateStage, TrainStage
 from imdm.runs.checks import check_pairs
 from imdm.runs.status import DONE
 from imdm.sampling import Sampling
@@ -44,11 +45,28 @@ if TYPE_CHECKING:
 
 def make_stage(run: Run, name: str) -> str:
     stage = run.recipe.stages[name]
+    if isinstance(stage, AdoptStage):
+        return _adopt(run, name, stage)
     if isinstance(stage, TrainStage):
         return _train(run, name, stage)
     if isinstance(stage, CoupleStage):
         return _couple(run, name, stage)
     return _evaluate(run, name, stage)
+
+
+def _adopt(run: Run, name: str, stage: AdoptStage) -> str:
+    """A model of other people as one of ours, with the rows' length and ending."""
+    from imdm.adopting import adopt_into
+
+    inputs, folder = run.inputs, run.folder / name / "model"
+    run.reporter.say(f"{name}: {stage.source} as one of ours")
+    if processes().is_main_process:
+        shutil.rmtree(folder, ignore_errors=True)  # of a run that stopped
+        adopt_into(stage.source, folder, length=inputs.length, whole=inputs.whole, **stage.how())
+    processes().wait_for_everyone()
+    check_fits(inputs.source, inputs.model(name).config)
+    check_same(folder, inputs.data.tokenizer_folder())
+    return fingerprint(load_model(folder))
 
 
 def _train(run: Run, name: str, stage: TrainStage) -> str:

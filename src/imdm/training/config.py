@@ -11,6 +11,7 @@ from imdm.config import Config
 from imdm.errors import UserError
 from imdm.models import check_precision
 from imdm.sharding import Shard
+from imdm.training.lora import Lora, check_lora
 
 
 class TrainConfig(Config):
@@ -22,6 +23,11 @@ class TrainConfig(Config):
     optimizer    adamw; muon: the momentum of the blocks' matrices made orthogonal, AdamW for all else, at the same rate
     ema          decay of the averaged weights, which are what a finished run hands over
     dropout      another rate than the model's own
+    opening      of a causal backbone that becomes a diffusion model: over the first so many steps its attention opens
+                 gradually, from causal to both sides; 0: it is open from the first
+    checkpoint_blocks   keep what enters each block of the model alone and compute the rest again for its gradient: the
+                 same numbers, less memory, about a third more work
+    lora         train a large model of `transformers` through small ones: `{rank: 64}` (`Lora`)
     weights      in what precision the finished model is kept; it trains, and is loaded, in float32
     compile      on a GPU, fuse the model's small operations (torch.compile): about twenty seconds once, then faster
     graphs       on a GPU, record a step once and replay it (CUDA graphs): faster where steps are short, since launching
@@ -46,6 +52,9 @@ class TrainConfig(Config):
     clip: float = Field(1.0, gt=0)
     ema: float = Field(0.9999, ge=0, lt=1)
     dropout: float | None = Field(None, ge=0, lt=1)
+    opening: int = Field(0, ge=0)
+    lora: Lora | None = None
+    checkpoint_blocks: bool = False
     precision: Literal["float32", "bf16"] = "float32"
     compile: bool = False
     graphs: bool = False
@@ -73,11 +82,14 @@ class TrainConfig(Config):
     def check(self, world: int, device: torch.device) -> None:
         """Refuse what this machine cannot run."""
         check_precision(self.precision, device, "training.precision")
+        check_lora(self.lora, self.precision)
         if self.shard != "none" and self.optimizer == "muon":
             raise UserError(
                 f"training.shard = {self.shard!r}: muon needs whole matrices, and no process would have them; "
                 "use adamw, or shard: none"
             )
+        if self.shard != "none" and self.lora is not None:
+            raise UserError(f"training.shard = {self.shard!r}: adapters (training.lora) are not shared out; use none")
         if self.batch % (world * self.accumulation(world)):
             raise UserError(
                 f"training.batch = {self.batch}: must be a multiple of "

@@ -28,11 +28,13 @@ from imdm.sharding import Sharding, reshard, shard, whole_on_first
 from imdm.training.checkpoint import NetworkState
 from imdm.training.config import TrainConfig
 from imdm.training.ema import EMA
+from imdm.training.lora import has_adapters
 from imdm.training.optimizers import make_optimizer
 
 WHOLE = StateDictOptions(full_state_dict=True)  # every process sees all of it
 SOME = StateDictOptions(full_state_dict=True, strict=False)  # a weight that never had a gradient has no moments
 HOME = StateDictOptions(full_state_dict=True, cpu_offload=True)  # only the first process does
+TRAINED = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
 
 
 class Network:
@@ -96,13 +98,14 @@ class Network:
         """All processes gather, the first one gets it. An optimiser that has no moments yet is left alone: asked for
         them, it would make some."""
         self._plain_rate()
-        model: Any = get_model_state_dict(self.model, options=HOME)
+        small = has_adapters(self.bare)
+        model: Any = get_model_state_dict(self.model, options=TRAINED if small else HOME)
         moments: dict[str, Tensor] = {}
         if self.optimizer.state:
             found: Any = get_optimizer_state_dict(self.model, self.optimizer.optimizer, options=HOME)
             whole = found.get("state", {})  # nothing, but for the first process
             moments = {f"{kind}.{name}": v for name, state in whole.items() for kind, v in state.items()}
-        config = self.bare.config if isinstance(self.bare, PreTrainedModel) else None
+        config = self.bare.config if isinstance(self.bare, PreTrainedModel) and not small else None
         average = self.ema.weights if self.sharding is None else whole_on_first(self.ema.weights)
         return NetworkState(model, average, moments, self.ema.updates, config)
 
@@ -113,7 +116,7 @@ class Network:
 
     def load(self, point: NetworkState) -> None:
         self._plain_rate()
-        set_model_state_dict(self.model, dict(point.model), options=WHOLE)
+        self._set_weights(dict(point.model))
         self.ema.load(point.ema, point.ema_updates)
         optimizer = self.optimizer.optimizer
         if not point.optimizer:
@@ -129,6 +132,14 @@ class Network:
         weights = dict(self.bare.named_parameters(remove_duplicate=False))
         for name in current["state"].keys() - state.keys():
             optimizer.state.pop(weights[name], None)  # asked for above, and so made
+
+    def _set_weights(self, weights: dict[str, Any]) -> None:
+        """Of a model with adapters those that are trained; all others are the start's, which the run's hash names."""
+        small = has_adapters(self.bare)
+        if small and set(weights) != set(self.ema.weights):
+            odd = sorted(set(weights) ^ set(self.ema.weights))[0]
+            raise UserError(f"checkpoint: its weights do not match the model ({odd!r}); it is not of this run")
+        set_model_state_dict(self.model, weights, options=SOME if small else WHOLE)
 
 
 @contextmanager

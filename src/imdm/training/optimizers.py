@@ -32,12 +32,13 @@ def make_optimizer(module: nn.Module, config: TrainConfig, recorded: bool) -> to
         "fused": True,
         "capturable": recorded,
     }
+    trained = [weight for weight in module.parameters() if weight.requires_grad]
     if config.optimizer == "adamw":
-        return torch.optim.AdamW(module.parameters(), **settings)
+        return torch.optim.AdamW(trained, **settings)
     if not isinstance(module, MaskedDiffusionLM) or not (parts := module.backbone.matrices()):
         raise UserError("training.optimizer = 'muon': this network has no matrices of blocks; use adamw")
     groups: dict[int, list[Tensor]] = {}
-    for weight in module.parameters():
+    for weight in trained:
         groups.setdefault(parts.get(weight, 0), []).append(weight)
     return Muon([{"params": weights, "matrices": count} for count, weights in groups.items()], **settings)
 

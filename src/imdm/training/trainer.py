@@ -23,12 +23,14 @@ from imdm.errors import UserError, check_function, check_is, check_seed, check_w
 from imdm.files import append_line, as_path, working_in, write_text, written_aside
 from imdm.models import MaskedDiffusionLM, fingerprint
 from imdm.objectives import STUDENT, Objective, Step
+from imdm.randomness import Purpose, as_key, fold
 from imdm.sharding import Sharding, gathered, reshard, whole_model, whole_on_first
 from imdm.stopping import Asked
 from imdm.training import checkpoint, history, recording
 from imdm.training.config import TrainConfig
 from imdm.training.ema import applied
 from imdm.training.history import read_history
+from imdm.training.lora import add_adapters, has_adapters, merged
 from imdm.training.network import Network, other_networks, settings_of, still
 from imdm.training.recording import Recorder, tensors_in
 
@@ -96,6 +98,7 @@ class Trainer:
         others = other_networks(objective, model, start, seed)
         configs = {name: config.changed(f"networks.{name}", one.settings()) for name, one in others.items()}
         loop = {"steps", "checkpoint_every", "keep_checkpoints", "log_every", "tensorboard", "weights", "graphs"}
+        loop |= {"checkpoint_blocks"}
         if config.decay:
             loop.remove("steps")  # when the rate begins to fall depends on them
         loop |= {"micro_batch", "shard"}
@@ -104,6 +107,11 @@ class Trainer:
         self.run = digest(
             [settings, objective.hashed(), identity, source.fingerprint, seed, *settings_of(others), *looks]
         )
+        for module, how in [(model, config), *((one.module, configs[name]) for name, one in others.items())]:
+            if how.lora is not None and isinstance(module, MaskedDiffusionLM):
+                add_adapters(module, how.lora, seed)
+            if how.checkpoint_blocks and isinstance(module, MaskedDiffusionLM):
+                module.backbone.checkpoint_blocks()
         self.process = model.process
         self.order = Order(seed, len(source))
         self.recorder = self._recorder()
@@ -139,6 +147,13 @@ class Trainer:
         if model.config.causal != self.objective.causal:
             needed = "causal: true" if self.objective.causal else "causal: false"
             raise UserError(f"objective {self.objective.kind!r} trains a model with {needed}; this one is not")
+        if self.config.opening and not model.backbone.opens:
+            raise UserError(
+                f"training.opening = {self.config.opening}: only a causal model of backbone 'hf' that becomes a "
+                "diffusion model has an attention to open; leave it out"
+            )
+        if self.config.opening and self.config.graphs:
+            raise UserError("training.opening and training.graphs: a recorded step cannot open; leave one out")
         check_fits(self.source, model.config)
         self.config.check(self.accelerator.num_processes, self.accelerator.device)
 
@@ -192,6 +207,7 @@ class Trainer:
             for name, network in self.networks.items():
                 own = self.objective.pace(self.companion) if name == STUDENT else 1.0
                 network.pace = own * self.config.pace(self.step)
+            self._open()
             losses: dict[str, Tensor] = {}
             for number, names in enumerate(self._updates(self.step)):
                 losses |= self._update(number, names)
@@ -199,6 +215,12 @@ class Trainer:
                 reshard(each)
         self.step += 1
         return losses.get(STUDENT, [*losses.values()][-1])
+
+    def _open(self) -> None:
+        """How far the student's attention is open in this step."""
+        if self.config.opening:
+            key = fold(as_key(self.seed), Purpose.OPENING, self.step)
+            self.bare.backbone.open_attention(min(1.0, self.step / self.config.opening), key)
 
     def _fixed(self) -> Hashable:
         """What a recorded step holds for."""
@@ -473,7 +495,8 @@ class Trainer:
             elif self.accelerator.is_main_process:
                 with applied(weights, self.bare):
                     half = self.config.weights != "float32"
-                    self._write(name, copy.deepcopy(self.bare) if half else self.bare)
+                    copied = merged if has_adapters(self.bare) else copy.deepcopy if half else None
+                    self._write(name, self.bare if copied is None else copied(self.bare))
         self.accelerator.wait_for_everyone()
 
     def _write(self, name: str, model: MaskedDiffusionLM | None) -> None:

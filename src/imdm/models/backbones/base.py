@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +49,53 @@ class Folded(NamedTuple):
     weights: dict[str, Tensor]
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What `transformers` may ask beside the last hidden states. Sizes without the latent of a mixture.
+
+    seen       (B, L) bool: False at padding, which no position reads; None: there is none
+    positions  (B, L): where each token stands, counted from 0; None: one after another
+    kinds      (B, L): `token_type_ids`, for backbones that have such
+    states     whether all hidden states are wanted, attentions: whether the attention of each layer is
+    """
+
+    seen: Tensor | None = None
+    positions: Tensor | None = None
+    kinds: Tensor | None = None
+    states: bool = False
+    attentions: bool = False
+
+    @property
+    def nothing(self) -> bool:
+        """Whether the last hidden states will do; kinds come from tokenizers, whoever has a use for them."""
+        return self.seen is None and self.positions is None and not self.states and not self.attentions
+
+    def places(self) -> Tensor | None:
+        """Where tokens stand, padding left out of the count: (B, L); None: one after another."""
+        if self.positions is not None or self.seen is None:
+            return self.positions
+        return (self.seen.long().cumsum(-1) - 1).clamp(min=0)
+
+    def with_latent(self) -> Asked:
+        """The same where one more token comes last, the latent's, which all positions read."""
+        kinds = None if self.kinds is None else nn.functional.pad(self.kinds, (0, 1))
+        if self.seen is None and self.positions is None:
+            return replace(self, kinds=kinds)
+        places = cast("Tensor", self.places())
+        counted = places if self.seen is None else places.masked_fill(~self.seen, -1)
+        seen = None if self.seen is None else nn.functional.pad(self.seen, (0, 1), value=True)
+        return replace(self, seen=seen, positions=torch.cat((places, counted.amax(-1, True) + 1), -1), kinds=kinds)
+
+
+class Looked(NamedTuple):
+    """hidden (B, T, D), for the head; states: after the embedding and after each layer, attentions: of each layer,
+    (B, H, T, T), where asked for."""
+
+    hidden: Tensor
+    states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+
+
 class Backbone(nn.Module):
     """Layers between embeddings and hidden states, both (B, T, D) with D = `config.width`. T is the sequence's length,
     and one more for a model with `mixture`, whose latent comes last. Position must be its own affair.
@@ -57,6 +105,8 @@ class Backbone(nn.Module):
 
     Settings: ClassVar[type[BackboneSettings]] = BackboneSettings
     resets: ClassVar[bool] = False  # whether a new model resets its layers once more; else they stay as it made them
+    drops = False  # whether it drops something at a rate that is not `config.dropout`
+    opens = False  # whether it was causal, and its attention was opened
     whole: ClassVar[bool] = False  # whether it is a model with an embedding and a head of its own
 
     def __init__(self, config: MaskedDiffusionConfig, settings: BackboneSettings) -> None:
@@ -91,6 +141,21 @@ class Backbone(nn.Module):
         """Hidden states of some rows alone, (R, D), where that is less work."""
         return rows.of(self(x, keys))
 
+    def onward(self, x: Tensor, past: Any = None) -> tuple[Tensor, Any]:
+        """Of a causal one: hidden states of positions (B, T, D) that follow those it has read, and what it is to be
+        given back as `past` with the next. One that remembers nothing reads all of them again."""
+        x = x if past is None else torch.cat((past, x), 1)
+        return self(x)[:, 0 if past is None else past.shape[1] :], x
+
+    def look(self, x: Tensor, asked: Asked) -> Looked:
+        """Hidden states as `transformers` asks for them, of embeddings (B, T, D); what is not known here is refused."""
+        if not asked.nothing:
+            raise UserError(
+                f"backbone {self.settings.kind!r} knows no padding, no positions, no hidden states between its layers "
+                "and no attentions; ask without them"
+            )
+        return Looked(self(x))
+
     def set_dropout(self, rate: float) -> None:
         """Another rate; `config.dropout` has it already."""
         for module in self.modules():
@@ -98,6 +163,16 @@ class Backbone(nn.Module):
                 module.rate = rate
             elif isinstance(module, nn.Dropout):
                 module.p = rate
+
+    def checkpoint_blocks(self) -> None:
+        """From here on, while it trains, keep what enters each block alone and compute the rest again for its gradient:
+        the same gradients, less memory, about a third more work."""
+        raise UserError(f"training.checkpoint_blocks: backbone {self.settings.kind!r} does not know how; leave it out")
+
+    def open_attention(self, share: float, key: Tensor) -> None:
+        """Of one that `opens`: while it trains, each position sees so large a share of what follows it, drawn from
+        `key`; 1: all."""
+        raise NotImplementedError
 
     def compile_trunk(self, *, training: bool) -> None:
         """Fuse small operations from the next batch on, while it trains or while it does not; nothing, unless it knows

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from imdm.errors import UserError
 from imdm.kernels import is_plain
-from imdm.models.backbones.base import Backbone, BackboneSettings, Folded, backbones, size_filled
-from imdm.models.layers import Block, Norm, Rope, TimeCondition, ZeroLinear, rotary
+from imdm.models.backbones.base import Asked, Backbone, BackboneSettings, Folded, Looked, backbones, size_filled
+from imdm.models.layers import Block, Look, Norm, Rope, TimeCondition, ZeroLinear, rotary
 from imdm.randomness import Purpose, fold
 from imdm.state import Rows
 
@@ -34,6 +35,7 @@ class DiT(Backbone):
         self.blocks = nn.ModuleList(
             Block(D, config.heads, config.softcap, config.causal, config.dropout, C) for _ in range(config.blocks)
         )
+        self._compute_again(False)
         self.norm = Norm(D, bias=not C)
         self.modulation = ZeroLinear(C, 2 * D) if C else None
         self._compiled: frozenset[bool] = frozenset()  # whether while it trains, whether while it does not
@@ -82,12 +84,48 @@ class DiT(Backbone):
         if self.training in self._compiled:
             through, out = _compiled()
             self._mark_changing(x, rows, queries)
+        through, out = self._again(through), self._again(out)
         *first, last = cast("list[Block]", list(self.blocks))
         dropped = self._dropout_keys(keys, many, x.device)
         for number, block in enumerate(first):
             x = through(block, x, c, rope, dropped[number])
         hidden = out(last, self.norm, self.modulation, x, c, rope, rows, queries, dropped[-1])
         return hidden if rows is not None else hidden[:many]
+
+    def look(self, x: Tensor, asked: Asked) -> Looked:
+        """Rotations are by distance, so that padding before a text changes nothing; with a latent after it, it would,
+        and positions leave it out. States: the last is what the head reads, as Llama's."""
+        if asked.nothing:
+            return Looked(self(x))
+        rope = self.beside(x.shape[1], x.device)
+        if asked.positions is not None:
+            rope = self._at(asked.positions)
+        look = Look(None if asked.seen is None else asked.seen[:, None, None], [] if asked.attentions else None)
+        c = self.time() if self.time is not None else None
+        dropped = self._dropout_keys(None, len(x), x.device)
+        blocks = cast("list[Block]", list(self.blocks))
+        through, out = self._again(_through), self._again(_out)
+        states = [x]
+        for block, keys in zip(blocks[:-1], dropped[:-1], strict=True):
+            x = through(block, x, c, rope, keys, look)
+            states.append(x)
+        x = out(blocks[-1], self.norm, self.modulation, x, c, rope, None, None, dropped[-1], look)
+        states.append(x)
+        attentions = None if look.weights is None else tuple(look.weights)
+        return Looked(x, tuple(states) if asked.states else None, attentions)
+
+    def _at(self, positions: Tensor) -> Rope:
+        """The rotations of positions (B, T): (B, 1, T, dim) each."""
+        longest = self.config.length + self.config.mixture
+        table = self.beside(longest, positions.device)
+        return cast("Rope", tuple(turn[positions][:, None] for turn in table))
+
+    def _again(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """The function, computed a second time for its gradient where blocks keep nothing. No ambient number is drawn
+        in it, and a recording may not ask for the generator's state."""
+        if not (self.blocks.gradient_checkpointing and self.training and torch.is_grad_enabled()):
+            return function
+        return partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)
 
     def _dropout_keys(self, keys: Tensor | None, many: int, device: torch.device) -> Sequence[Tensor | None]:
         """What each block's two dropouts draw from, (2, B); None where nothing is dropped."""
@@ -117,6 +155,13 @@ class DiT(Backbone):
 
     def beside(self, length: int, device: torch.device) -> Rope:
         return rotary(length, self.config.width // self.config.heads, device)
+
+    def checkpoint_blocks(self) -> None:
+        self._compute_again(True)
+
+    def _compute_again(self, whether: bool) -> None:
+        """Kept where `transformers` looks for it, and sets it (`gradient_checkpointing_enable`)."""
+        setattr(self.blocks, "gradient_checkpointing", whether)  # noqa: B010  (no layer, so mypy would refuse it)
 
     def compile_trunk(self, *, training: bool) -> None:
         self._compiled |= {training}
@@ -154,8 +199,10 @@ class DiT(Backbone):
         return Folded({"condition": 0}, left)
 
 
-def _through(block: Block, x: Tensor, c: Tensor | None, rope: Rope, keys: Tensor | None) -> Tensor:
-    return block(x, c, rope, keys=keys)
+def _through(
+    block: Block, x: Tensor, c: Tensor | None, rope: Rope, keys: Tensor | None, look: Look | None = None
+) -> Tensor:
+    return block(x, c, rope, keys=keys, look=look)
 
 
 def _out(
@@ -168,9 +215,10 @@ def _out(
     rows: Rows | None,
     queries: Tensor | None,
     keys: Tensor | None,
+    look: Look | None = None,
 ) -> Tensor:
     """The last block and what follows it."""
-    x = norm(block(x, c, rope, rows, queries, keys))
+    x = norm(block(x, c, rope, rows, queries, keys, look))
     if modulation is None:
         return x
     shift, scale = modulation(c).chunk(2, dim=-1)

@@ -6,15 +6,18 @@ The model is the whole of theirs, its embedding and head included, and keeps its
 `lm.model.layers.0.self_attn.q_proj.weight`, `lm.bert.encoder.layer.0…`. What is ours lies beside it: `mask_embedding.…`
 It is built from plain data; no code beside a model is ever run.
 
-A causal model is run with its attention open to both sides, sliding windows too; an encoder as it is.
+A causal model is run with its attention open to both sides, sliding windows too; an encoder as it is. With
+`model.causal` a causal model stays one, and learns from left to right (objective `autoregressive`).
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
@@ -23,8 +26,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from imdm.errors import UserError, reason_of, shown, unknown
-from imdm.models.backbones.base import Backbone, BackboneSettings, backbones
-from imdm.randomness import Purpose, fold, seeded
+from imdm.models.backbones.base import Asked, Backbone, BackboneSettings, Looked, backbones
+from imdm.randomness import Purpose, fold, seeded, uniform
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -71,22 +74,28 @@ class HF(Backbone):
     def __init__(self, config: MaskedDiffusionConfig, settings: BackboneSettings) -> None:
         super().__init__(config, settings)
         asked = cast("HFSettings", settings)
-        self.shift, self.linear = asked.shift, facts(asked.config).linear
-        self.set_network(built(asked.config))
+        self.shift, self.linear = asked.shift and not config.causal, facts(asked.config).linear
+        self.opening: Opening | None = None
+        self._compiled: frozenset[bool] = frozenset()  # whether while it trains, whether while it does not
+        self.set_network(built(asked.config, eager=config._attn_implementation == "eager"))
 
     def get_network(self) -> PreTrainedModel:
         return self.lm
 
     def set_network(self, network: PreTrainedModel) -> None:
-        self.lm = opened(network)
-        self.opens = is_causal(network)  # else it sees both sides by itself
+        self.lm = network if self.config.causal else opened(network)
+        self.opens = is_causal(network) and not self.config.causal  # else it sees what it sees by itself
         self.set_dropout(self.config.dropout)
         self.check_network()
 
     @classmethod
     def check(cls, config: MaskedDiffusionConfig, settings: BackboneSettings) -> None:
-        super().check(config, settings)
-        known = facts(cast("HFSettings", settings).config)
+        if config.softcap is not None:
+            raise UserError("model.softcap: backbone 'hf' says in its own config what it caps; leave it out")
+        fields = cast("HFSettings", settings).config
+        if config.causal and is_masked(parse_config(fields)):
+            raise UserError(f"model.causal: {fields['model_type']!r} models see both sides; take a causal one")
+        known = facts(fields)
         if config.tie_word_embeddings:
             raise UserError("model.tie_word_embeddings: backbone 'hf' says in its own config whether it ties them")
         if config.width != known.width:
@@ -118,17 +127,70 @@ class HF(Backbone):
     def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
         """What it drops while it trains is drawn by torch, under the key of the batch's first sequence: a run that goes
         on drops the same, one with another number of processes does not."""
-        drops = self.training and self.config.dropout > 0
+        drops = self.training and (self.config.dropout > 0 or self.drops)
         with nullcontext() if keys is None or not drops else seeded(fold(keys[0], Purpose.DROPOUT)):
             hidden = self._hidden(inputs_embeds=x)
         return torch.cat((hidden[:, :1], hidden[:, :-1]), 1) if self.shift else hidden
 
     def _hidden(self, **given: Tensor) -> Tensor:
-        if self.opens:
+        self._compile_layers()
+        if self.opens or self.config.causal:
             length, like = next(iter(given.values())).shape[1], self.lm.get_input_embeddings().weight
-            given |= {"attention_mask": self._open(length, cast("Tensor", like))} if self._windowed(length) else {}
+            if self.opens:
+                given |= {"attention_mask": self._open(length, cast("Tensor", like))} if self._windowed(length) else {}
+                given |= self._opening(length, cast("Tensor", like))
             return self.lm.base_model(**given, use_cache=False).last_hidden_state
         return self.lm.base_model(**given)[0]
+
+    def onward(self, x: Tensor, past: Any = None) -> tuple[Tensor, Any]:
+        """What it has read is kept by the model's own cache."""
+        found = self.lm.base_model(inputs_embeds=x, past_key_values=past, use_cache=True)
+        return found.last_hidden_state, found.past_key_values
+
+    def look(self, x: Tensor, asked: Asked) -> Looked:
+        """By `transformers`' own arguments. Positions leave padding out."""
+        if asked.nothing and asked.kinds is None:
+            return Looked(self(x))
+        lm = self._showing() if asked.attentions else self.lm
+        given: dict[str, Any] = {"inputs_embeds": x} | ({} if is_masked(self.lm.config) else {"use_cache": False})
+        if asked.seen is not None or (self.opens and self._windowed(x.shape[1])):
+            given["attention_mask"] = self._seen(x, asked.seen, eager=asked.attentions)
+        takes = inspect.signature(self.lm.base_model.forward).parameters
+        if (places := asked.places()) is not None:
+            if "position_ids" not in takes:
+                raise UserError(f"{self.lm.config.model_type!r} models cannot be told where a token stands")
+            given["position_ids"] = places + _first_position(self.lm)
+        if asked.kinds is not None and "token_type_ids" in takes:
+            given["token_type_ids"] = asked.kinds
+        found = lm.base_model(**given, output_hidden_states=asked.states, output_attentions=asked.attentions)
+        hidden = found.last_hidden_state
+        if self.shift:
+            before = torch.cat((hidden[:, :1], hidden[:, :-1]), 1)
+            seen = None if asked.seen is None else nn.functional.pad(asked.seen[:, :-1], (1, 0), value=True)
+            hidden = before if seen is None else torch.where(seen[..., None], before, hidden)  # the first has none
+        return Looked(hidden, found.hidden_states, found.attentions)
+
+    def _showing(self) -> PreTrainedModel:
+        """The same weights with an attention that can be looked at, which the fused one cannot: a second model, so that
+        no other thread finds its own changed."""
+        if self.lm.config._attn_implementation == "eager":
+            return self.lm
+        shared = {id(tensor): tensor for tensor in (*self.lm.parameters(), *self.lm.buffers())}
+        other = copy.deepcopy(self.lm, shared)
+        other.set_attn_implementation("eager")
+        return other
+
+    def _seen(self, x: Tensor, seen: Tensor | None, eager: bool) -> Tensor:
+        """Which positions are read, as the model wants to be told: (B, T), or what its layers add or heed where a
+        window is to be opened."""
+        if seen is not None and not (self.opens and self._windowed(x.shape[1])):
+            return seen.long()
+        mask = self._open(x.shape[1], x, eager)
+        if seen is None:
+            return mask
+        if mask.dtype == torch.bool:
+            return mask & seen[:, None, None]
+        return mask.masked_fill(~seen[:, None, None], torch.finfo(mask.dtype).min)
 
     def _windowed(self, length: int) -> bool:
         """Whether some layers would not see all of so many positions."""
@@ -137,11 +199,49 @@ class HF(Backbone):
         other = set(getattr(self.lm.config, "layer_types", None) or ()) - known
         return bool(other) or (window is not None and length > window // 2)
 
-    def _open(self, length: int, like: Tensor) -> Tensor:
+    def _open(self, length: int, like: Tensor, eager: bool = False) -> Tensor:
         """A mask that hides nothing: (1, 1, T, T)."""
-        added = self.lm.config._attn_implementation == "eager"  # to the scores
+        added = eager or self.lm.config._attn_implementation == "eager"  # to the scores
         shape = (1, 1, length, length)
         return like.new_zeros(shape) if added else torch.ones(shape, dtype=torch.bool, device=like.device)
+
+    def _opening(self, length: int, like: Tensor) -> dict[str, Tensor]:
+        """The mask of a step in which attention is not quite open yet; else nothing."""
+        if not self.training or self.opening is None:
+            return {}
+        mask, visible = self._open(length, like), self.opening.visible(length, like.device)
+        hides = mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, torch.finfo(mask.dtype).min)
+        return {"attention_mask": hides}
+
+    def checkpoint_blocks(self) -> None:
+        """As `transformers` does it; what is dropped is dropped again."""
+        how = {"use_reentrant": False, "preserve_rng_state": self.config.dropout > 0 or self.drops}
+        try:
+            self.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
+        except (ValueError, NotImplementedError) as error:
+            raise UserError(f"training.checkpoint_blocks: {reason_of(error)}") from None
+
+    def open_attention(self, share: float, key: Tensor) -> None:
+        self.opening = None if share >= 1 else Opening(share, key)
+
+    def compile_trunk(self, *, training: bool) -> None:
+        """Layer by layer: all layers of a model share what was compiled for their shape."""
+        self._compiled |= {training}
+
+    @property
+    def is_compiled(self) -> bool:
+        return bool(self._compiled)
+
+    def _compile_layers(self) -> None:
+        """Those that repeat, in the mode it is in now. torch keeps what it compiled of a module in
+        `_compiled_call_impl` and leaves it behind in copies, which come here by themselves."""
+        wanted = self.training in self._compiled
+        for layer in layers_of(self.lm) if self._compiled else ():
+            if wanted and layer._compiled_call_impl is None:
+                torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+                layer.compile()
+            elif not wanted:
+                layer._compiled_call_impl = None
 
     @torch.no_grad()
     def check_network(self) -> None:
@@ -164,7 +264,7 @@ class HF(Backbone):
             raise UserError(f"{kind!r} models cannot be run from embeddings in one pass: {reason_of(error)}") from None
         if not torch.allclose(found, wanted, rtol=1e-4, atol=1e-5):
             raise UserError(f"{kind!r} models read their tokens beside the embeddings of these; masks need the latter")
-        if not bool((moved[:, 0] - found[:, 0]).abs().max() > 0) and ids.shape[1] > 1:
+        if not self.config.causal and not bool((moved[:, 0] - found[:, 0]).abs().max() > 0) and ids.shape[1] > 1:
             raise UserError(f"{kind!r} models cannot be made to see what follows a position; ours see all positions")
 
     def set_dropout(self, rate: float) -> None:
@@ -189,6 +289,22 @@ class HF(Backbone):
             now = module._buffers[name]
             if table is not None and now is not None and now.dtype != table.dtype:
                 module._buffers[name] = table.to(now.device)
+
+
+@dataclass(frozen=True)
+class Opening:
+    """Attention on its way from causal to open: of what follows a position, it sees each place with probability
+    `share`, drawn anew for every step and the same for all sequences (as DiffuLLaMA anneals its mask). At 0 it is
+    causal, at 1 open."""
+
+    share: float
+    key: Tensor
+
+    def visible(self, length: int, device: torch.device) -> Tensor:
+        """Which position sees which: (T, T)."""
+        place = torch.arange(length * length, device=device)
+        later = uniform(self.key.to(device), Purpose.OPENING, place).view(length, length) < self.share
+        return later | torch.ones(length, length, dtype=torch.bool, device=device).tril()
 
 
 class WholeHead:
@@ -270,6 +386,12 @@ def is_masked(config: PreTrainedConfig) -> bool:
     return type(config) in MODEL_FOR_MASKED_LM_MAPPING
 
 
+def layers_of(lm: PreTrainedModel) -> list[nn.Module]:
+    """The layers that repeat, first to last: the outermost list of layers of one kind."""
+    lists = (list(one) for one in lm.modules() if isinstance(one, nn.ModuleList))
+    return next((one for one in lists if one and len({type(layer) for layer in one}) == 1), [])
+
+
 def is_causal(lm: PreTrainedModel) -> bool:
     return not is_masked(lm.config)
 
@@ -289,12 +411,12 @@ def attention_of(config: PreTrainedConfig) -> dict[str, str]:
     return {} if getattr(config, "attn_logit_softcapping", None) is None else {"attn_implementation": "eager"}
 
 
-def built(fields: dict[str, Any]) -> PreTrainedModel:
-    """The model with random weights."""
+def built(fields: dict[str, Any], eager: bool = False) -> PreTrainedModel:
+    """The model with random weights; eager: with an attention that can be looked at."""
     config = parse_config(fields)
     kind = class_of(config)
     try:
-        return kind._from_config(config, **attention_of(config))
+        return kind._from_config(config, **({"attn_implementation": "eager"} if eager else attention_of(config)))
     except (TypeError, ValueError, AttributeError, RuntimeError, KeyError) as error:
         raise UserError(f"backbone.config: no model can be built from it: {reason_of(error)}") from None
 
@@ -338,9 +460,14 @@ def _facts(text: str) -> Facts:
 def _positions(lm: PreTrainedModel) -> int | None:
     """RoBERTa and its relatives begin to count after their padding's id."""
     most = getattr(lm.config, "max_position_embeddings", None)
+    return most if not isinstance(most, int) or most <= 0 else most - _first_position(lm)
+
+
+def _first_position(lm: PreTrainedModel) -> int:
+    """The row of a learnt table that the first position reads."""
     learnt = [m for n, m in lm.named_modules() if n.endswith("position_embeddings") and isinstance(m, nn.Embedding)]
     skipped = learnt[0].padding_idx if learnt else None
-    return most if not isinstance(most, int) or most <= 0 or skipped is None else most - skipped - 1
+    return 0 if skipped is None else skipped + 1
 
 
 def _is_linear(lm: PreTrainedModel, output: nn.Module) -> bool:

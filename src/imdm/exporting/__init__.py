@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,8 @@ from imdm.adopting import write_published
 from imdm.data.tokenizers import copy_tokenizer, has_tokenizer, load_tokenizer
 from imdm.devices import processes
 from imdm.errors import UserError, check_is, unknown
-from imdm.files import as_path, check_writable, written_aside
+from imdm.exporting.card import hub_card
+from imdm.files import as_path, check_writable, read_json, write_json, written_aside
 from imdm.models import MaskedDiffusionLM, fold_conditioning, load_model
 from imdm.models.quantized import FILE, save
 from imdm.models.rounding import WITHIN, Move, Rounding, eight_bits, fewest_bits
@@ -21,6 +23,12 @@ from imdm.models.saving import save_whole
 from imdm.shipped import find
 
 CARD = "README.md"
+HUB = Path(__file__).parent / "hub"
+HUB_FILES = ("configuration_imdm.py", "modeling_imdm.py")
+AUTO_MAP = {"AutoConfig": "configuration_imdm.MaskedDiffusionConfig"}
+AUTO_MAP |= dict.fromkeys(("AutoModel", "AutoModelForMaskedLM"), "modeling_imdm.MaskedDiffusionLM")
+KNOWN = {"mask": ("single", "finite", "infinite"), "schedule": ("log-linear", "cosine"), "backbone": ("dit", "hf")}
+"""What the code of a folder for plain `transformers` knows."""
 
 Weights = Literal["bf16", "float32", "int8", "mixed"]
 """How weights are kept: as floats of 16 or 32 bits; or matrices as whole numbers with one scale a row, of 8 bits, or of
@@ -95,6 +103,50 @@ def export_published(model: str | Path, out: str | Path, *, card: str | None = N
             copy_tokenizer(Path(model), aside)
         (aside / CARD).write_text(card or _facts(loaded, folder.name, text, None), encoding="utf-8")
     return folder
+
+
+def export_transformers(
+    model: str | Path, out: str | Path, *, weights: Literal["bf16", "float32"] = "float32", card: str | None = None
+) -> Path:
+    """Write `model` as a folder that plain `transformers` loads, `AutoModelForMaskedLM.from_pretrained(out,
+    trust_remote_code=True)`: its weights with adaLN folded in, its tokenizer, a card, and the code it needs
+    (`exporting/hub`). It is still one of our folders too."""
+    model, folder = find(model), as_path(out, "out")
+    check_is("card", card, (str, type(None)), "text")
+    if weights not in ("bf16", "float32"):
+        raise UserError(f"layout transformers: weights are bf16 or float32, not {weights!r}")
+    if folder.exists():
+        raise UserError(f"{str(out)!r} is there already; choose another folder")
+    check_writable(folder)
+    loaded = load_model(model)
+    _check_known(loaded)
+    folded = fold_conditioning(loaded)
+    torch.nn.Module.to(folded, torch.bfloat16 if weights == "bf16" else torch.float32)
+    text = Path(model).is_dir() and has_tokenizer(Path(model))
+    with written_aside(folder) as aside:
+        folded.save_pretrained(aside)
+        config = read_json(aside / "config.json", "config.json")
+        write_json(aside / "config.json", config | {"auto_map": AUTO_MAP})
+        for file in HUB_FILES:
+            shutil.copyfile(HUB / file, aside / file)
+        tokenizer = None
+        if text:
+            copy_tokenizer(Path(model), aside)
+            tokenizer = load_tokenizer(aside)
+        facts = card or hub_card(folded, folder.name, tokenizer)
+        (aside / CARD).write_text(facts, encoding="utf-8")
+    return folder
+
+
+def _check_known(model: MaskedDiffusionLM) -> None:
+    """Refuse what the code of the folder does not know."""
+    config = model.config
+    if config.causal:
+        raise UserError("layout transformers: this model reads from left to right; it judges text and writes none")
+    kinds = {"mask": config.mask["kind"], "schedule": config.schedule["kind"], "backbone": config.backbone["kind"]}
+    for name, kind in kinds.items():
+        if kind not in KNOWN[name]:
+            raise UserError(f"layout transformers: its code has no {name} {kind!r}, only {', '.join(KNOWN[name])}")
 
 
 def _save_rounded(model: MaskedDiffusionLM, folder: Path, rounding: Rounding) -> None:

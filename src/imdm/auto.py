@@ -1,0 +1,75 @@
+"""Our models under the Auto classes of `transformers`: AutoConfig, AutoModel, AutoModelForMaskedLM.
+
+`import imdm` must not wait for torch. So the classes are registered when both they and the Auto classes are loaded,
+whichever comes last: what loads the Auto classes after `import imdm` loads ours with them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+CONFIGS, MODELS = "transformers.models.auto.configuration_auto", "transformers.models.auto.modeling_auto"
+OURS = "imdm.models"
+
+
+def watch() -> None:
+    """Register now what is loaded, and the rest when it is."""
+    if not any(isinstance(finder, _Watch) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Watch())
+    if CONFIGS in sys.modules:
+        _registered()
+
+
+def register() -> None:
+    """Our classes with the Auto classes that are loaded by now; as often as one likes."""
+    from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
+
+    if (configs := _loaded(CONFIGS)) is not None:
+        configs.AutoConfig.register(MaskedDiffusionConfig.model_type, MaskedDiffusionConfig, exist_ok=True)
+    if (models := _loaded(MODELS)) is not None:
+        for auto in (models.AutoModel, models.AutoModelForMaskedLM):
+            auto.register(MaskedDiffusionConfig, MaskedDiffusionLM, exist_ok=True)
+
+
+def _loaded(name: str) -> Any:
+    """A module that has run to its end, else None; the end of MODELS defines its last classes."""
+    module = sys.modules.get(name)
+    last = "AutoConfig" if name == CONFIGS else "AutoModelForMaskedLM"
+    return module if hasattr(module, last) else None
+
+
+def _registered() -> None:
+    """Once our models are there; while they are being loaded, they register themselves at their end."""
+    if OURS in sys.modules:
+        if hasattr(sys.modules[OURS], "load_model"):
+            register()
+    else:
+        import_module(OURS)
+
+
+class _Watch(MetaPathFinder):
+    """Finds the modules of the Auto classes as ever, and is told when they have been loaded."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name not in (CONFIGS, MODELS):
+            return None
+        spec = PathFinder.find_spec(name, path)
+        if spec is not None and spec.loader is not None:
+            spec.loader.exec_module = _then(spec.loader, _registered)  # type: ignore[method-assign, assignment]
+        return spec
+
+
+def _then(loader: Loader, done: Callable[[], None]) -> Callable[[ModuleType], None]:
+    run = loader.exec_module
+
+    def both(module: ModuleType) -> None:
+        run(module)
+        done()
+
+    return both

@@ -1,0 +1,45 @@
+"""Clients of the service, each of which asks again as soon as it is answered. Run as a program, in a process of their
+own, so that they take no time of the service's: what to ask comes as JSON, how long each answer took goes back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from typing import Any
+
+
+async def _ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, port: int, body: bytes) -> tuple[int, Any]:
+    """One request on a connection that stays open: the status, and what was answered."""
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
+    writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+    length = next(int(line.partition(":")[2]) for line in lines if line.lower().startswith("content-length:"))
+    return int(lines[0].split()[1]), json.loads(await reader.readexactly(length))
+
+
+async def run(port: int, clients: int, requests: list[dict[str, Any]]) -> dict[str, Any]:
+    """seconds: of all; took: of each request; texts: in their order."""
+    left = list(enumerate(requests))[::-1]
+    took, texts = [0.0] * len(requests), [""] * len(requests)
+    started = time.perf_counter()
+
+    async def client() -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 24)
+        while left:
+            number, request = left.pop()
+            asked = time.perf_counter()
+            status, answer = await _ask(reader, writer, port, json.dumps(request).encode())
+            if status != 200:
+                raise RuntimeError(f"the service answered {status}: {answer}")
+            took[number] = time.perf_counter() - asked
+            texts[number] = answer["choices"][0]["text"]
+        writer.close()
+
+    await asyncio.gather(*(client() for _ in range(clients)))
+    return {"seconds": time.perf_counter() - started, "took": took, "texts": texts}
+
+
+if __name__ == "__main__":
+    print(json.dumps(asyncio.run(run(**json.load(sys.stdin)))))

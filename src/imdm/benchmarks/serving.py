@@ -1,0 +1,147 @@
+"""The service under load, on this machine alone: more and more clients, beside the same requests in sequence."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from imdm.benchmarks import clients as clients_program
+from imdm.benchmarks.measure import Row, Size, Took, benchmarks, device
+from imdm.benchmarks.sampling import fresh, writing_flops
+from imdm.errors import UserError
+from imdm.models import faster
+from imdm.serving.api import Completion, Order
+from imdm.serving.engine import Engine
+from imdm.serving.settings import Settings
+from imdm.writer import Writer, load
+
+CLIENTS = (1, 8, 32, 64)
+STEPS = 8
+SIZES: dict[Size, dict[str, Any]] = {
+    "full": {"preset": "small", "length": 128, "requests": 512},
+    "tiny": {"preset": None, "length": 128, "requests": 64},  # the model that ships
+}
+PROMPTS = ("It was a dark", "The old man", "She looked at the sea and", "When they came home,", "")
+
+
+@benchmarks.register("serving")
+def serving(size: Size) -> Iterator[Row]:
+    given = SIZES[size]
+    writer = _writer(given["preset"], given["length"])
+    requests = [
+        {"prompt": PROMPTS[i % len(PROMPTS)], "seed": i, "steps": STEPS, "model": "it"}
+        for i in range(given["requests"])
+    ]
+    sequence, processor = alone(writer, requests)
+    engine = Engine({"it": writer}, Settings(queue=4096, seconds=3600))
+    tokens = sum(row.count(None) for row in (Order.of(_asked(one), engine).jobs[0].ids for one in requests))
+    flops = writing_flops(writer.model.config, tokens, given["length"], STEPS)
+    try:
+        from imdm.serving.server import in_background
+    except ModuleNotFoundError as error:
+        raise UserError(f"the benchmark 'serving' needs {error.name}: pip install 'imdm[serve]'") from None
+    with in_background(engine) as server:
+        port = server.port
+        for many in CLIENTS:
+            _load(port, many, requests[: 2 * many])  # new sizes of a batch have a price once
+            worked = time.process_time()
+            over_http = _load(port, many, requests)
+            worked = time.process_time() - worked
+            inside, _ = asyncio.run(directly(engine, many, requests))
+            p50, p95 = np.quantile(over_http["took"], [0.5, 0.95])
+            waited = in_turn(sequence, many)
+            before50, before95 = np.quantile(waited, [0.5, 0.95])
+            seconds = over_http["seconds"]
+            share = max(0.0, 1 - inside / seconds)
+            yield Row(
+                work=f"serve, {many} client{'s' if many > 1 else ''}",
+                ours=Took(seconds * 1e3, None),
+                plain=Took(sum(sequence) * 1e3, None),
+                tokens=tokens,
+                flops=flops,
+                settings={**given, "clients": many, "steps": STEPS, "mask": writer.model.mask.name},
+                per=f"{len(requests)} requests",
+                also={"without HTTP": Took(inside * 1e3, None)},
+                note=f"p50 {p50:.2f} s, p95 {p95:.2f} s (in sequence {before50:.2f}, {before95:.2f}); "
+                f"HTTP {share:.0%}; processor time {processor / worked:.2f}× less",
+                figures={
+                    "p50": float(p50),
+                    "p95": float(p95),
+                    "p50_in_sequence": float(before50),
+                    "p95_in_sequence": float(before95),
+                    "http_share": share,
+                    "cpu_seconds": worked,  # which hardly depend on what else this machine does
+                    "cpu_seconds_in_sequence": processor,
+                },
+            )
+
+
+def _writer(preset: str | None, length: int) -> Writer:
+    """The shipped model, or a fresh one of another size with its tokenizer; made ready for a GPU where there is one."""
+    shipped = load("sentences-imdm", device())
+    if preset is None:
+        return Writer(faster(shipped.model), shipped.tokenizer)
+    config = shipped.model.config
+    ids = {"vocab_size": config.vocab_size, "mask_token_id": config.mask_token_id}
+    made = fresh(preset, "infinite-uniform-768-1.0", length=length, **ids)
+    return Writer(faster(made.eval()), shipped.tokenizer)
+
+
+def _asked(request: dict[str, Any]) -> Completion:
+    return Completion.parse(request)
+
+
+def alone(writer: Writer, requests: list[dict[str, Any]]) -> tuple[list[float], float]:
+    """Seconds of each request when `Writer` writes one after another, and those of the processor in all."""
+
+    def write(request: dict[str, Any]) -> None:
+        writer.write(request["prompt"] or None, seed=request["seed"], steps=request["steps"])
+
+    for request in requests[:8]:
+        write(request)
+    took, worked = [], time.process_time()
+    for request in requests:
+        started = time.perf_counter()
+        write(request)
+        took.append(time.perf_counter() - started)
+    return took, time.process_time() - worked
+
+
+def in_turn(took: list[float], clients: int) -> list[float]:
+    """How long each request would wait and run where requests of so many clients, each of whom asks again as soon as it
+    is answered, are done one after another."""
+    ends = np.cumsum(took)
+    return [float(end - (ends[i - clients] if i >= clients else 0.0)) for i, end in enumerate(ends)]
+
+
+async def directly(engine: Engine, clients: int, requests: list[dict[str, Any]]) -> tuple[float, list[str]]:
+    """Seconds of all requests, and their texts, without HTTP between clients and engine."""
+    number, texts = count(), [""] * len(requests)
+    started = time.perf_counter()
+
+    async def client() -> None:
+        while (i := next(number)) < len(requests):
+            order = Order.of(_asked(requests[i]), engine)
+            async for _, frame in engine.run_all(order.jobs):
+                texts[i] = order.said(0, frame).text
+
+    await asyncio.gather(*(client() for _ in range(clients)))
+    return time.perf_counter() - started, texts
+
+
+def _load(port: int, clients: int, requests: list[dict[str, Any]]) -> dict[str, Any]:
+    program = [sys.executable, str(Path(clients_program.__file__))]
+    asked = json.dumps({"port": port, "clients": min(clients, len(requests)), "requests": requests})
+    done = subprocess.run(program, input=asked, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise UserError(f"the clients failed: {done.stderr.strip().splitlines()[-1]}")
+    return json.loads(done.stdout)

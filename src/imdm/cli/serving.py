@@ -1,0 +1,94 @@
+"""The command that serves: a page, and an HTTP service for programs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from imdm.cli.app import STOPPED, app, device, say
+from imdm.cli.early import located
+from imdm.errors import UserError
+from imdm.files import read_json
+from imdm.listening import listen
+from imdm.shipped import HERE, names
+
+
+@app.command()
+def serve(
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(help="Model folders, names of shipped ones or hub ids; all that ship and write unless given."),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="0 takes a free one.")] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="IMDM_API_KEY", show_default=False, help="What requests must bring. Others see a command's options."
+        ),
+    ] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences in one network evaluation, at most.")] = None,
+    queue: Annotated[int | None, typer.Option(help="Sequences written or waiting, at most; then 429.")] = None,
+    seconds: Annotated[float | None, typer.Option(help="A request may take; then 504.")] = None,
+    grace: Annotated[float | None, typer.Option(help="Seconds to finish requests in, when stopped.")] = None,
+    clients: Annotated[int | None, typer.Option(help="Requests at a time, at most; then 429.")] = None,
+    body: Annotated[int | None, typer.Option(help="Bytes of a request, at most; then 413.")] = None,
+    prompt: Annotated[int | None, typer.Option(help="Characters of a prompt, at most.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Tokens a request may ask for: prompts × n × max_tokens.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps a request may ask for.")] = None,
+) -> None:
+    """Serve models: a page to look at, and OpenAI's completions for programs. Ctrl-C ends it."""
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip()):
+        raise UserError("the API key is empty or has characters that no header can hold")
+    if api_key is not None:
+        sys.argv = [word.replace(api_key, "…") for word in sys.argv]  # which a traceback's file would tell
+    chosen = named(models or writing())
+    needed = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
+    if needed:
+        raise UserError(f"imdm serve needs {' and '.join(needed)}: pip install 'imdm[serve]'")
+    limits = {"batch": batch, "queue": queue, "seconds": seconds, "grace": grace, "clients": clients, "body": body}
+    limits |= {"prompt": prompt, "tokens": tokens, "steps": steps}
+    listening = listen(host, port)
+    from imdm.serving import Engine, Settings
+    from imdm.serving.guard import LOCAL, is_local
+    from imdm.serving.server import address, serve
+    from imdm.writer import load
+
+    local = is_local(host)
+    settings = Settings(
+        **{name: value for name, value in limits.items() if value is not None},
+        api_key=api_key,
+        hosts=tuple(dict.fromkeys((*LOCAL, host))) if local else None,
+    )
+    here = device()
+    writers = {name: load(place, here, fast=here.type == "cuda") for name, place in chosen.items()}
+    engine = Engine(writers, settings)
+    if not local and api_key is None:
+        say("whoever reaches this machine can use the service: --api-key (or IMDM_API_KEY) asks for a key")
+    STOPPED.append("stopped")
+    if here.type == "cuda":
+        say("getting ready, which takes a minute or so on a GPU")
+    serve(engine, listening, lambda: say(f"{', '.join(writers)} on {address(listening)} (Ctrl-C ends it)"))
+
+
+def writing() -> list[str]:
+    """The models that ship and write."""
+    return [name for name in names() if not read_json(HERE / name / "config.json", "model").get("causal")]
+
+
+def named(models: Iterable[str]) -> dict[str, str]:
+    """Models by the names under which they are served: that of a folder, or of the run it lies in."""
+    found: dict[str, str] = {}
+    for model in models:
+        place = located(model) or model
+        folder = Path(place).resolve()
+        name = model if not folder.is_dir() else folder.parent.name if folder.name == "model" else folder.name
+        if name in found:
+            raise UserError(f"two models would be called {name!r}; give folders of different names")
+        found[name] = place
+    return found

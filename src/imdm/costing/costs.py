@@ -1,0 +1,175 @@
+"""The cost of a whole recipe, as numbers, as a table, as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from imdm.costing.machines import GPU, HIDDEN, TOGETHER, bandwidth, find_gpu
+from imdm.costing.memory import GIB, Memory
+from imdm.costing.networks import Networks
+from imdm.costing.stages import StageCost, stage_costs
+from imdm.errors import check_is, check_whole
+from imdm.models.configuration import LARGEST_VOCABULARY
+from imdm.recipes import Recipe, load_recipe, variants
+
+MOST_GPUS = 1 << 16
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of a recipe on so many GPUs of a kind, stage by stage; those of a variant are called `variant/stage`."""
+
+    recipe: str
+    gpu: GPU
+    gpus: int
+    stages: tuple[StageCost, ...]
+
+    @property
+    def hours(self) -> float:
+        """One stage after another."""
+        return sum(stage.hours for stage in self.stages)
+
+    @property
+    def gpu_hours(self) -> float:
+        return sum(stage.gpu_hours for stage in self.stages)
+
+    @property
+    def tokens(self) -> float:
+        return sum(stage.tokens for stage in self.stages)
+
+    @property
+    def flops(self) -> float:
+        return sum(stage.flops for stage in self.stages)
+
+    def assumptions(self) -> list[str]:
+        """What of these figures was not measured, and what is left out."""
+        said = []
+        if any(stage.kind == "evaluate" for stage in self.stages):
+            said.append("evaluation: the networks' work alone, not what metrics do on the CPU")
+        if not self.gpu.measured:
+            said.append(
+                f"{self.gpu.name}: its published speed and memory, and of them the shares that were measured on an H200"
+            )
+        if self.gpus > 1:
+            speed, where = bandwidth(self.gpu, self.gpus) / 1e9, "of one machine"
+            if self.gpus > TOGETHER:
+                where = f"of machines of {TOGETHER}, with a link to the others for each GPU"
+            said.append(f"links: {speed:,.0f} GB/s from each GPU, {where}; {HIDDEN:.0%} of a step's work hide it")
+        return said
+
+    def table(self) -> Table:
+        made = Table(box=None, pad_edge=False)
+        names = ["stage", "kind", "parameters", "tokens", "FLOPs", "a step", "memory a GPU"]
+        names += ["sent a step: DDP / full"] if self.gpus > 1 else []
+        for name in (*names, "hours", "GPU-hours"):
+            made.add_column(name, justify="left" if name in ("stage", "kind") else "right")
+        for stage in self.stages:
+            made.add_row(*self._cells(stage))
+        blank = [""] * (len(names) - 5)
+        sums = (short(self.tokens), f"{self.flops:.2g}", *blank, spelled(self.hours), spelled(self.gpu_hours))
+        made.add_row("in all", "", "", *sums)
+        return made
+
+    def _cells(self, stage: StageCost) -> list[str]:
+        step = "" if stage.step is None else _seconds(stage.step)
+        gib = f"{stage.memory.total / GIB:,.1f} GiB" + ("" if stage.fits == {} else " (!)")
+        talk = stage.communication
+        sent = "" if talk is None else f"{talk.ddp / 1e9:,.1f} / {talk.full / 1e9:,.1f} GB"
+        used = f" ({stage.gpus} GPUs)" if stage.gpus < self.gpus else ""
+        cells = [
+            stage.name,
+            stage.kind,
+            short(stage.parameters),
+            short(stage.tokens),
+            f"{stage.flops:.2g}",
+            step,
+            gib,
+        ]
+        return [*cells, *([sent] if self.gpus > 1 else []), spelled(stage.hours), spelled(stage.gpu_hours) + used]
+
+    def notes(self) -> list[str]:
+        """What is to be said of stages, a line each, with the stages that it holds for."""
+        holds: dict[str, list[str]] = {}
+        for stage in self.stages:
+            for note in stage.notes:
+                holds.setdefault(note, []).append(stage.name)
+        return [f"{_listed(names)}: {note}" for note, names in holds.items()]
+
+    def json(self) -> dict[str, Any]:
+        whole = {"tokens": self.tokens, "flops": self.flops, "hours": self.hours, "gpu_hours": self.gpu_hours}
+        return {
+            "recipe": self.recipe,
+            "gpu": asdict(self.gpu),
+            "gpus": self.gpus,
+            "stages": [_json(stage) for stage in self.stages],
+            "total": whole,
+            "assumptions": self.assumptions(),
+        }
+
+
+def cost(
+    recipe: str | Path | Recipe,
+    overrides: Sequence[str] = (),
+    *,
+    gpus: int = 1,
+    gpu: str = "h200",
+    vocab_size: int | None = None,
+) -> Cost:
+    """What a recipe costs on so many GPUs. vocab_size: where its tokenizer is not at hand.
+
+    >>> found = cost("lm1b-imdm", gpus=8)
+    >>> [stage.name for stage in found.stages]
+    ['teacher', 'sdtt', 'pairs', 'redi', 'evaluate']
+    >>> cost("lm1b-imdm").hours > found.hours
+    True
+    """
+    check_is("recipe", recipe, (str, Path, Recipe), "a recipe, its name or its file")
+    check_is("gpu", gpu, str, "the name of a GPU")
+    check_whole("gpus", gpus, 1, MOST_GPUS)
+    if vocab_size is not None:
+        check_whole("vocab_size", vocab_size, 2, LARGEST_VOCABULARY)
+    kind = find_gpu(gpu)
+    chosen = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, list(overrides))
+    found = []
+    for variant, member in variants(chosen).items():
+        for stage in stage_costs(Networks(member, vocab_size), kind, gpus):
+            found.append(replace(stage, name=f"{variant}/{stage.name}") if variant else stage)
+    return Cost(chosen.name, kind, gpus, tuple(found))
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - 4} others" if len(names) > 5 else ""
+    return ", ".join(names[:4] if more else names) + more
+
+
+def _json(stage: StageCost) -> dict[str, Any]:
+    def held(memory: Memory | None) -> dict[str, float] | None:
+        return None if memory is None else memory.gib()
+
+    found = {name: value for name, value in vars(stage).items() if name not in ("memory", "held", "room")}
+    found |= {"communication": None if stage.communication is None else asdict(stage.communication)}
+    found |= {"memory": held(stage.memory), "held": held(stage.held), "room": stage.room / GIB}
+    return found | {"hours": stage.hours, "gpu_hours": stage.gpu_hours}
+
+
+def short(number: float) -> str:
+    """Three digits and a letter: 65.5B."""
+    for unit in ("", "k", "M", "B"):
+        if number < 1000:
+            return f"{number:.3g}{unit}"
+        number /= 1000
+    return f"{number:,.3g}T"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds * 1e3:,.3g} ms" if seconds < 1 else f"{seconds:,.3g} s"
+
+
+def spelled(hours: float) -> str:
+    """Hours, three digits of them."""
+    return f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}" if hours >= 0.01 else "< 0.01"

@@ -1,0 +1,71 @@
+"""GPUs: their speed, memory and links. An H200's share of its published speed was measured (docs/performance.md); for
+all other GPUs the same share is assumed, and so is everything about links between GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from imdm.errors import unknown
+
+REACHED = 0.78
+"""Of the published bf16 speed, by a large product: 770 of 989 TFLOP/s on the H200."""
+COPIED = 0.875
+"""Of the published memory bandwidth, by a copy: 4.2 of 4.8 TB/s."""
+
+
+@dataclass(frozen=True)
+class GPU:
+    """What its maker publishes: TFLOP/s of dense bf16 products and in float32, TB/s and GiB of memory, GB/s to the
+    other GPUs of a machine, and of its own link to other machines, each way. measured: whether the shares were
+    measured on it."""
+
+    name: str
+    tflops: float
+    float32: float
+    terabytes: float
+    gib: float
+    inside: float
+    outside: float
+    measured: bool = False
+
+    def products(self, precision: str) -> float:
+        """FLOP/s of a large product."""
+        return 1e12 * (REACHED * self.tflops if precision == "bf16" else self.float32)
+
+    @property
+    def copies(self) -> float:
+        """Bytes a second, read or written."""
+        return COPIED * self.terabytes * 1e12
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        GPU("h200", 989, 67, 4.8, 139, 450, 50, measured=True),
+        GPU("h100", 989, 67, 3.35, 79, 450, 50),
+        GPU("b200", 2250, 75, 8.0, 178, 900, 50),
+        GPU("a100", 312, 19.5, 2.04, 79, 300, 25),
+        GPU("a100-40", 312, 19.5, 1.56, 39, 300, 25),
+        GPU("l40s", 362, 91.6, 0.864, 44, 32, 25),
+        GPU("rtx4090", 165, 82.6, 1.01, 23.5, 32, 12.5),
+    )
+}
+
+TOGETHER = 8
+"""GPUs of one machine (assumed)."""
+LINK = 0.75
+"""Of a link's published speed, by a collective operation (assumed)."""
+HIDDEN = 0.5
+"""Of a step's work, so much can hide communication: the backward pass, less its ends (assumed)."""
+
+
+def find_gpu(name: str) -> GPU:
+    if name not in GPUS:
+        raise unknown("GPU", name, GPUS)
+    return GPUS[name]
+
+
+def bandwidth(gpu: GPU, gpus: int) -> float:
+    """Bytes a second that each GPU sends in a ring over all of them. Between machines there is one link a GPU, and as
+    many rings, each of which carries its part over another of them."""
+    return LINK * 1e9 * (gpu.inside if gpus <= TOGETHER else min(gpu.inside, TOGETHER * gpu.outside))

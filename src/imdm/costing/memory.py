@@ -1,0 +1,137 @@
+"""What a GPU holds while a stage runs, in bytes, by what it is for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+from imdm.errors import UserError
+
+if TYPE_CHECKING:
+    from imdm.models import MaskedDiffusionConfig
+    from imdm.training import TrainConfig
+
+GIB = 1 << 30
+ACTIVATION = 43.0
+"""Bytes that a token and feature leave in each block for the backward pass (measured, compiled, bf16)."""
+KEPT = 4.0
+"""The same where blocks are computed again: what a block reads, in float32."""
+WRITTEN = 25.0
+"""Bytes a token and feature while text is written, in bf16 (measured)."""
+SLOPES = 1 << 29  # the most elements of (rows, V) that a fused loss holds, in half precision
+CHUNK = 1 << 26  # the same of a loss without a kernel, in float32
+COPIES = 10  # that such a loss holds of them (assumed)
+CONTEXT = 0.5 * GIB  # CUDA itself, and kernels
+RECORDED = 0.05  # of what is kept for the backward pass, beside it, where steps are recorded
+ROOM = 0.92  # of a GPU's memory that can be filled: the rest is lost between tensors
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes. weights: in float32, with a copy in the precision of products; companions: networks that are not trained;
+    buckets: what DDP gathers gradients in, or the blocks that full sharding has at a time."""
+
+    weights: float = 0.0
+    gradients: float = 0.0
+    moments: float = 0.0
+    averages: float = 0.0
+    companions: float = 0.0
+    activations: float = 0.0
+    head: float = 0.0
+    graphs: float = 0.0
+    buckets: float = 0.0
+    context: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, one.name) for one in fields(self))
+
+    def __add__(self, other: Memory) -> Memory:
+        return Memory(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
+
+    def gib(self) -> dict[str, float]:
+        parts = {one.name: getattr(self, one.name) / GIB for one in fields(self)}
+        return parts | {"total": self.total / GIB}
+
+
+@dataclass(frozen=True)
+class How:
+    """The settings of a training that decide whether it fits. micro: sequences at once on a GPU."""
+
+    micro: int
+    checkpoint_blocks: bool = False
+    shard: str = "none"
+
+    @classmethod
+    def of(cls, training: TrainConfig, gpus: int) -> How:
+        """As a recipe has them; whatever has no such setting trains as ever."""
+        share = training.batch // gpus
+        again, shard = training.checkpoint_blocks, getattr(training, "shard", "none")
+        return cls(min(share, training.micro_batch or share), again, shard if gpus > 1 else "none")
+
+    def changes(self, other: How) -> dict[str, str]:
+        """The settings of this one that another has otherwise."""
+        mine = {"micro_batch": self.micro, "checkpoint_blocks": self.checkpoint_blocks, "shard": self.shard}
+        theirs = {"micro_batch": other.micro, "checkpoint_blocks": other.checkpoint_blocks, "shard": other.shard}
+        return {name: str(value).lower() for name, value in mine.items() if value != theirs[name]}
+
+
+def trained_state(parameters: float, precision: str, how: How, gpus: int, block: float, ends: float) -> Memory:
+    """A network that is trained: float32 weights, gradients, AdamW's two moments, average. block, ends: the weights of
+    a block, and of embedding and head."""
+    many = {"none": 1, "optimizer": gpus, "full": gpus}[_known(how.shard)]
+    whole = gpus if how.shard == "full" else 1
+    half = 2.0 if precision == "bf16" else 0.0
+    if how.shard == "full":
+        buckets = (2 * block + ends) * (4.0 + half)
+    else:
+        buckets = 4.0 * parameters if gpus > 1 else 0.0
+    return Memory(
+        weights=(4.0 if how.shard == "full" else 4.0 + half) * parameters / whole,
+        gradients=4.0 * parameters / whole,
+        moments=8.0 * parameters / many,
+        averages=4.0 * parameters / many,
+        buckets=buckets,
+    )
+
+
+def frozen_state(parameters: float, precision: str, how: How, gpus: int) -> Memory:
+    each = 6.0 if precision == "bf16" else 4.0
+    return Memory(companions=each * parameters / (gpus if how.shard == "full" else 1))
+
+
+def kept_for_backward(
+    config: MaskedDiffusionConfig, tokens: float, read: float, precision: str, how: How, recorded: bool
+) -> Memory:
+    """What a trained pass over so many tokens at once leaves for its gradient."""
+    wide = 1.0 if precision == "bf16" else 2.0
+    full, last = ACTIVATION * wide * config.width, config.blocks - 1 + read / tokens
+    blocks = KEPT * config.width * config.blocks + full if how.checkpoint_blocks else full * last
+    dim = config.mask.get("dim", 0)
+    noise = (4 * dim + 16 * wide * config.width) * bool(dim)
+    kept = tokens * (blocks + noise)
+    return Memory(activations=kept, graphs=RECORDED * kept * recorded)
+
+
+def fused_head(config: MaskedDiffusionConfig, rows: float, heads: int = 1) -> Memory:
+    """heads: of which gradients are made."""
+    slopes = 2.0 * min(SLOPES, rows * config.vocab_size * heads)
+    each = 4.0 * rows * config.width + 6.0 * config.vocab_size * config.width
+    return Memory(head=slopes + heads * each)
+
+
+def plain_head() -> Memory:
+    return Memory(head=4.0 * CHUNK * COPIES)
+
+
+def writing(config: MaskedDiffusionConfig, parameters: float, tokens: float, precision: str) -> Memory:
+    """A model that writes, so many tokens at once; in bf16 a copy of it does."""
+    wide = 1.0 if precision == "bf16" else 2.0
+    weights = (6.0 if precision == "bf16" else 4.0) * parameters
+    return Memory(weights=weights, activations=WRITTEN * wide * config.width * tokens, context=CONTEXT)
+
+
+def _known(shard: str) -> str:
+    if shard not in ("none", "optimizer", "full"):
+        raise UserError(f"training.shard = {shard!r}: must be none, optimizer or full")
+    return shard

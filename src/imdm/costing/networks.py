@@ -1,0 +1,106 @@
+"""The networks of a recipe: their configurations and sizes, without a weight in memory."""
+
+from __future__ import annotations
+
+import copy
+import json
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from imdm.data import TextData
+from imdm.errors import UserError
+from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM, load_config
+from imdm.models.backbones.base import DEFAULT
+from imdm.recipes import AdoptStage, Recipe, TrainStage
+from imdm.shipped import find
+
+TOKENIZERS = {"gpt2": 50_258, "bert-base-uncased": 30_522}
+"""Ids of the paper's tokenizers, the mask included: known without fetching them."""
+
+
+class Size(NamedTuple):
+    """A network. parameters: all of them; block: those of one block; ends: of embedding and head."""
+
+    config: MaskedDiffusionConfig
+    parameters: int
+    block: float
+    ends: int
+
+
+class Networks:
+    """Of one recipe, by the names of its stages or by folder. vocab_size, length: where they are known already, or
+    cannot be known otherwise."""
+
+    def __init__(self, recipe: Recipe, vocab_size: int | None = None, length: int | None = None) -> None:
+        self.recipe, self.data = recipe, recipe.data
+        self._vocab_size, self._length = vocab_size, length
+
+    def size(self, name: str) -> Size:
+        """Of the model that a stage makes, or a folder holds."""
+        config = self.config(name)
+        return measured(json.dumps(config.to_dict(), sort_keys=True, default=str))
+
+    def adopted(self, name: str) -> str | None:
+        """The stage that took in the model of other people which this one begins with; None: it begins with ours."""
+        stage = self.recipe.stages.get(name)
+        if isinstance(stage, AdoptStage):
+            return name
+        return self.adopted(stage.start) if isinstance(stage, TrainStage) and stage.start is not None else None
+
+    def config(self, name: str) -> MaskedDiffusionConfig:
+        stage = self.recipe.stages.get(name)
+        if (other := self.adopted(name)) is not None:
+            raise UserError(
+                f"stages.{other} takes in a model of other people, whose size is known once it is there; "
+                "imdm cost counts models of our own"
+            )
+        if not isinstance(stage, TrainStage):
+            return load_config(name)
+        if stage.start is None:
+            vocab_size, length = self.vocab_size, self.length
+            config = self.recipe.model.build(vocab_size, vocab_size - 1, length, causal=stage.objective.causal)
+        else:
+            config = self.config(stage.start)
+        mask = config.mask if stage.mask is None else stage.mask
+        mixture = config.mixture or stage.mixture
+        return MaskedDiffusionConfig.from_dict(config.to_dict() | {"mask": mask, "mixture": mixture})
+
+    @cached_property
+    def length(self) -> int:
+        """Tokens a row."""
+        if self._length is not None:
+            return self._length
+        return self.data.length if isinstance(self.data, TextData) else self.data.source(self.recipe.seed).length
+
+    @cached_property
+    def vocab_size(self) -> int:
+        if self._vocab_size is not None:
+            return self._vocab_size
+        data = self.data
+        if isinstance(data, TextData) and data.tokenizer is not None and not Path(find(data.tokenizer)).is_dir():
+            if data.tokenizer not in TOKENIZERS:
+                raise UserError(
+                    f"tokenizer {data.tokenizer!r} is not here, so that its size is not known; give --vocab-size, its "
+                    "number of ids and one for the mask, or the folder it is in (data.tokenizer=PATH)"
+                )
+            return TOKENIZERS[data.tokenizer]
+        return data.vocabulary()[0]
+
+
+@lru_cache(maxsize=256)
+def measured(settings: str) -> Size:
+    """Built without memory (device `meta`) and counted. Another backbone than ours counts as blocks of ours with as
+    many weights."""
+    config = MaskedDiffusionConfig.from_dict(json.loads(settings))
+    with torch.device("meta"):
+        model = MaskedDiffusionLM(config)
+    parameters = sum(weight.numel() for weight in model.parameters())
+    ends = config.vocab_size * config.width * (1 if config.tie_word_embeddings else 2)
+    inside = max(1, parameters - ends)
+    if config.backbone["kind"] != DEFAULT:
+        config = copy.deepcopy(config)
+        config.blocks = max(1, round(inside / (12 * config.width**2)))
+    return Size(config, parameters, inside / config.blocks, ends)

@@ -1,0 +1,340 @@
+"""What each stage of a recipe costs: training, couplings, evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import add
+
+from imdm.costing.machines import GPU, GPUS, HIDDEN, bandwidth
+from imdm.costing.memory import CONTEXT, GIB, ROOM, How, Memory, writing
+from imdm.costing.networks import Networks, Size
+from imdm.costing.steps import Plan, Setting, is_known, looks, plan
+from imdm.costing.work import Work, completions, drawn, evaluated, evaluations, written
+from imdm.errors import UserError
+from imdm.evaluation import metrics
+from imdm.evaluation.measuring import Occasion, occasions
+from imdm.evaluation.parts import LEAST, MOST
+from imdm.models.backbones.base import DEFAULT
+from imdm.objectives import Match
+from imdm.recipes import CoupleStage, EvaluateStage, TrainStage
+
+COMPILED = 20.0  # seconds once, where blocks are compiled
+SURE = 1.1  # times a GPU's memory: what needs more does not fit, however the estimate errs
+ABOUT = 1.03  # times: a change of settings is not worth less
+JUDGES = {"gpt2-large": 774e6, "gpt2": 124e6, "gpt2-medium": 355e6, "gpt2-xl": 1558e6, "smollm2": 135e6}
+"""Parameters of judges that are not here; others count as the paper's, gpt2-large."""
+
+
+@dataclass(frozen=True)
+class Communication:
+    """Bytes that a GPU sends in a step: by DDP, and if all were sharded (`training.shard: full`); seconds of the one
+    that is used, and those that no work hides. All from assumed links."""
+
+    ddp: float
+    full: float
+    seconds: float
+    exposed: float
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """steps: of training, or network evaluations of a text; tokens: trained on or written; flops: what must be
+    computed; seconds: of all of it; step: seconds of one step; gpus: how many work, where not all can. memory: as the
+    recipe has it, of `room` that can be filled; fits: the settings that make it fit where it does not, and held: what
+    is held then, which the time is of; None: nothing does."""
+
+    name: str
+    kind: str
+    parameters: int
+    gpus: int
+    steps: float
+    tokens: float
+    flops: float
+    seconds: float
+    memory: Memory
+    room: float
+    step: float | None = None
+    communication: Communication | None = None
+    fits: dict[str, str] | None = field(default_factory=dict)
+    held: Memory | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def hours(self) -> float:
+        return self.seconds / 3600
+
+    @property
+    def gpu_hours(self) -> float:
+        return self.hours * self.gpus
+
+
+def stage_costs(networks: Networks, gpu: GPU, gpus: int) -> Iterator[StageCost]:
+    """Those of every stage that asks something of a GPU: to take in a model costs nothing."""
+    for name, stage in networks.recipe.stages.items():
+        if isinstance(stage, TrainStage):
+            yield _trained(networks, name, stage, gpu, gpus)
+        elif isinstance(stage, CoupleStage):
+            yield _coupled(networks, name, stage, gpu, gpus)
+        elif isinstance(stage, EvaluateStage):
+            yield _evaluated(networks, name, stage, gpu, gpus)
+
+
+def _trained(networks: Networks, name: str, stage: TrainStage, gpu: GPU, gpus: int) -> StageCost:
+    training, used = stage.training, usable(stage.training.batch, gpus)
+    asked = _setting(networks, name, stage, used)
+    student, length = asked.student, asked.length
+    fitting = asked if _fits(asked, gpu) else _made_to_fit(asked, gpu)
+    setting = fitting or asked
+    made = plan(setting)
+    work = made.micro * setting.accumulation + made.once
+    alone = work.seconds(gpu, training.precision, setting.recorded)
+    talk = communication(setting, made, gpu, alone) if used > 1 else None
+    step = alone + (talk.exposed if talk is not None else 0.0)
+    more = Work()
+    if isinstance(stage.objective, Match):
+        more = looks(setting, stage.objective, stage.watch.every)
+    seconds = training.steps * step + more.writing(gpu) + COMPILED * training.compile
+    return StageCost(
+        name,
+        stage.objective.kind,
+        student.parameters,
+        used,
+        training.steps,
+        float(training.steps) * training.batch * length,
+        training.steps * used * work.flops + more.flops,
+        seconds,
+        _memory(asked),
+        ROOM * gpu.gib * GIB,
+        step,
+        talk,
+        None if fitting is None else fitting.how.changes(asked.how),
+        None if fitting is None else _memory(fitting),
+        (*_notes(asked, fitting, gpu, gpus), *_waits(setting, gpu)),
+    )
+
+
+def _setting(networks: Networks, name: str, stage: TrainStage, gpus: int) -> Setting:
+    student, place = networks.size(name), stage.teacher or stage.start
+    teacher = networks.size(place) if place is not None else student
+    return Setting(
+        stage.objective, student, teacher, stage.training, networks.length, gpus, How.of(stage.training, gpus)
+    )
+
+
+def check_memory(networks: Networks, name: str, gpus: int, room: int) -> None:
+    """Refuse a training stage that GPUs of so many bytes cannot hold, before its first step. Only what was measured is
+    refused, and only what could not have fitted: in bf16, our own network, of which weights, what the backward pass
+    keeps and the head are counted, and a tenth is allowed for."""
+    stage = networks.recipe.stages[name]
+    if not isinstance(stage, TrainStage) or not is_known(stage.objective) or stage.training.batch % gpus:
+        return
+    if any(networks.adopted(place) for place in (name, stage.teacher) if place is not None):
+        return
+    asked = _setting(networks, name, stage, gpus)
+    if stage.training.precision != "bf16" or asked.student.config.backbone["kind"] != DEFAULT:
+        return
+    held = plan(asked).memory
+    least = held.weights + held.activations + held.head
+    if least <= SURE * room:
+        return
+    here = replace(GPUS["h200"], gib=room / GIB)
+    fitting = _made_to_fit(asked, here)
+    remedy = "use a smaller model, or GPUs with more memory"
+    if fitting is not None:
+        settings = (f"stages.{name}.training.{key}={value}" for key, value in fitting.how.changes(asked.how).items())
+        remedy = f"set {', '.join(settings)}"
+    raise UserError(
+        f"stages.{name}: a step would take {least / GIB:,.0f} GiB of GPU memory or more, and there are "
+        f"{room / GIB:,.0f}; {remedy} (imdm cost says more)"
+    )
+
+
+def usable(batch: int, gpus: int) -> int:
+    """The most of so many GPUs that a batch can be shared among."""
+    return next(many for many in range(min(gpus, batch), 0, -1) if batch % many == 0)
+
+
+def _notes(asked: Setting, fitting: Setting | None, gpu: GPU, gpus: int) -> Iterator[str]:
+    batch = asked.training.batch
+    if asked.gpus < gpus:
+        yield f"batch {batch} cannot be shared by {gpus} GPUs: {asked.gpus} of them work"
+    if not is_known(asked.objective):
+        yield f"objective {asked.objective.kind!r} is counted as nelbo"
+    if fitting is asked:
+        return
+    need = f"takes {_memory(asked).total / GIB:,.0f} GiB a GPU, of {ROOM * gpu.gib:,.0f} that can be filled"
+    if fitting is not None:
+        settings = ", ".join(f"training.{name}={value}" for name, value in fitting.how.changes(asked.how).items())
+        yield f"{need}; fits with {settings} ({_memory(fitting).total / GIB:,.0f} GiB), which the time is of"
+        return
+    larger = [other.name for other in GPUS.values() if _fits(asked, other) or _made_to_fit(asked, other)]
+    elsewhere = f"a GPU with more memory ({', '.join(larger)})" if larger else "more GPUs, or a smaller model"
+    yield f"{need}, and no setting makes it fit; use {elsewhere}"
+
+
+def _waits(setting: Setting, gpu: GPU) -> Iterator[str]:
+    """Whether launching kernels takes longer than running them."""
+    made = plan(setting)
+    work = made.micro * setting.accumulation + made.once
+    precision = setting.training.precision
+    if setting.recorded or work.seconds(gpu, precision) <= work.busy(gpu, precision):
+        return
+    remedy = "larger batches make better use of it"
+    graphs = replace(setting, training=setting.training.model_copy(update={"graphs": True}))
+    if graphs.recorded:
+        remedy = f"training.graphs=true makes a step {1e3 * work.seconds(gpu, precision, True):,.3g} ms"
+    yield f"the GPU waits for launches, {work.busy(gpu, precision) / work.seconds(gpu, precision):.0%} busy; {remedy}"
+
+
+def _memory(setting: Setting) -> Memory:
+    return plan(setting).memory + Memory(context=CONTEXT)
+
+
+def _fits(setting: Setting, gpu: GPU) -> bool:
+    return _memory(setting).total <= ROOM * gpu.gib * GIB
+
+
+def _made_to_fit(asked: Setting, gpu: GPU) -> Setting | None:
+    """Smaller micro-batches; blocks that are computed again; everything sharded; both: the first of them that is about
+    as quick as the quickest."""
+    found = []
+    shards = (asked.how.shard, "full") if asked.gpus > 1 and asked.training.optimizer == "adamw" else (asked.how.shard,)
+    for shard in dict.fromkeys(shards):
+        for again in dict.fromkeys((asked.how.checkpoint_blocks, True)):
+            for micro in _shares(asked.training.batch // asked.gpus, asked.how.micro):
+                changed = replace(asked, how=How(micro, again, shard))
+                if _fits(changed, gpu):
+                    found.append(changed)
+                    break
+    best = min((_step(setting, gpu) for setting in found), default=0.0)
+    return next((setting for setting in found if _step(setting, gpu) <= ABOUT * best), None)
+
+
+def _shares(share: int, most: int) -> Iterator[int]:
+    """Micro-batches that divide a GPU's share of the batch, the largest first."""
+    return (share // many for many in range(1, share + 1) if share % many == 0 and share // many <= most)
+
+
+def _step(setting: Setting, gpu: GPU) -> float:
+    made = plan(setting)
+    work = made.micro * setting.accumulation + made.once
+    alone = work.seconds(gpu, setting.training.precision, setting.recorded)
+    return alone + (communication(setting, made, gpu, alone).exposed if setting.gpus > 1 else 0.0)
+
+
+def communication(setting: Setting, made: Plan, gpu: GPU, alone: float) -> Communication:
+    """DDP sums float32 gradients up once a step, in a ring: 2·(n − 1)/n of them leave each GPU, while the last
+    micro-batch goes backward. Full sharding gathers the weights of every pass, in the precision of products, and sums
+    and scatters gradients; every micro-batch can hide its own."""
+    ring = (setting.gpus - 1) / setting.gpus
+    wide = 2.0 if setting.training.precision == "bf16" else 4.0
+    ddp = 2 * ring * 4.0 * made.sent
+    full = ring * (wide * made.gathered * setting.accumulation + 4.0 * made.sent)
+    sharded = setting.how.shard == "full"
+    if setting.how.shard == "optimizer":
+        ddp += ring * 4.0 * made.sent  # the weights come back
+    seconds = (full if sharded else ddp) / bandwidth(gpu, setting.gpus)
+    hides = HIDDEN * alone / (1 if sharded else setting.accumulation)
+    return Communication(ddp, full, seconds, max(0.0, seconds - hides))
+
+
+def _coupled(networks: Networks, name: str, stage: CoupleStage, gpu: GPU, gpus: int) -> StageCost:
+    size, length = networks.size(stage.teacher), networks.length
+    shards = -(-stage.pairs // stage.shard)
+    used = min(gpus, shards)
+    masked = 1.0 if stage.start == "prior" else 0.5
+    runs = evaluations(length, stage.steps) if stage.start == "prior" else completions(length, stage.steps)
+    work = written(size.config, stage.pairs, length, runs, stage.batch_size, masked)
+    share = -(-shards // used) / shards  # of the process that has most
+    seconds = (work * share).writing(gpu, stage.precision) + COMPILED * stage.compile
+    memory = writing(size.config, size.parameters, stage.batch_size * length, stage.precision)
+    tokens, notes = float(stage.pairs) * length * masked, []
+    if used < gpus:
+        notes.append(f"{shards} shards of {stage.shard:,} pairs: {used} of {gpus} GPUs work (stages.{name}.shard)")
+    return _writes(name, "couple", size, used, runs, tokens, work, seconds, memory, gpu, notes, "batch_size")
+
+
+def _evaluated(networks: Networks, name: str, stage: EvaluateStage, gpu: GPU, gpus: int) -> StageCost:
+    """Texts that models write, the judge's reading, and a bound of the likelihood; not what is done on CPUs."""
+    length, total, reading = networks.length, Work(), Work()
+    parts = min(stage.samples, -(-stage.samples // max(LEAST, -(-stage.samples // MOST))))
+    used, tokens, runs = min(gpus, parts), 0.0, 0.0
+    batch = -(-stage.samples // parts)
+    sizes = [networks.size(model) for model in stage.models]
+    judge = _judge(networks, stage)
+    asked = occasions(stage.metrics, stage.steps, stage.temperatures, noise=stage.noise, top_p=stage.top_p)
+    for size in sizes:
+        for occasion in asked:
+            work, read, wrote = _occasion(size, stage, occasion, length, batch, judge)
+            total, reading, tokens = total + work, reading + read, tokens + wrote
+            runs = max(runs, evaluations(length, occasion.how.steps))
+    share = -(-parts // used) / parts
+    seconds = (total * share).writing(gpu, stage.precision)
+    seconds += (reading * share).writing(gpu, stage.judge_precision)
+    largest = max(sizes, key=lambda size: size.parameters)
+    memory = writing(largest.config, largest.parameters, batch * length, stage.precision)
+    memory += Memory(companions=judge * (2.0 if stage.judge_precision == "bf16" else 4.0))
+    notes = []
+    if others := [name for name in stage.metrics if metrics[name].language or metrics[name].reference]:
+        notes.append(f"{', '.join(others)}: not counted")
+    if used < gpus:
+        notes.append(f"{parts} parts: {used} of {gpus} GPUs work")
+    if stage.precision == "float32":
+        notes.append("in float32, whose share of peak was not measured; precision=bf16 is quicker")
+    return _writes(
+        name, "evaluate", largest, used, runs, tokens, total + reading, seconds, memory, gpu, notes, "samples"
+    )
+
+
+def _occasion(
+    size: Size, stage: EvaluateStage, occasion: Occasion, length: int, batch: int, judge: float
+) -> tuple[Work, Work, float]:
+    """The work of one way of drawing samples, what the judge reads of it, and how many tokens are written."""
+    config, chosen, parts, tokens = size.config, occasion.metrics, [Work()], 0.0
+    runs, how = evaluations(length, occasion.how.steps), stage.conditional
+    reading = 0.0
+    if any(metric.samples and not metric.prompts for metric in chosen):
+        parts.append(written(config, stage.samples, length, runs, batch))
+        tokens += stage.samples * length
+    if any(metric.prompts for metric in chosen):
+        many, holes = how.prompts * how.continuations, 1 - (how.prefix + how.suffix) / length
+        parts.append(written(config, many, length, evaluations(length, occasion.how.steps, holes), batch, holes))
+        tokens += many * length * holes
+    for metric in chosen:
+        if not metric.samples and not metric.judge and not metric.steps and "data" in metric.reads:
+            half = stage.samples * length / 2
+            bound = evaluated(config, stage.samples * length, length, half, half) + drawn(config, half)
+            parts.append(bound if metric.name in ("nelbo", "val_ppl") else Work())
+        if metric.judge:
+            of_prompts = how.prompts * how.continuations * (how.prefix + how.tokens)
+            reading += of_prompts if metric.prompts else stage.samples * min(length, stage.first or length)
+    return reduce(add, parts), Work(flops=2 * judge * reading, products=2 * judge * reading), tokens
+
+
+def _judge(networks: Networks, stage: EvaluateStage) -> float:
+    """Parameters of the judge, where one reads."""
+    if not any(metrics[name].judge for name in stage.metrics):
+        return 0.0
+    if stage.judge_stage is not None:
+        return networks.size(stage.judge_stage).parameters
+    return JUDGES.get(stage.judge, JUDGES["gpt2-large"])
+
+
+def _writes(
+    name: str, kind: str, size: Size, used: int, runs: float, tokens: float, work: Work, seconds: float,
+    memory: Memory, gpu: GPU, notes: list[str], smaller: str,
+) -> StageCost:  # fmt: skip
+    """A stage that trains nothing."""
+    room = ROOM * gpu.gib * GIB
+    fits = memory.total <= room
+    if not fits:
+        notes.append(
+            f"takes {memory.total / GIB:,.0f} GiB a GPU, of {room / GIB:,.0f} that can be filled: use less {smaller}, "
+            "precision=bf16 or a GPU with more memory"
+        )
+    return StageCost(
+        name, kind, size.parameters, used, runs, tokens, work.flops, seconds, memory, room,
+        fits={} if fits else None, notes=tuple(notes),
+    )  # fmt: skip

@@ -1,0 +1,196 @@
+"""What a training step of each objective does on one GPU: its work, what it holds, what it sends to the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
+
+from imdm.costing.memory import How, Memory, frozen_state, fused_head, kept_for_backward, plain_head, trained_state
+from imdm.costing.networks import Size
+from imdm.costing.work import (
+    SCORED,
+    Work,
+    compared,
+    drawn,
+    evaluated,
+    evaluations,
+    head_flops,
+    scored,
+    trained,
+    updated,
+    written,
+)
+from imdm.objectives import SDTT, Autoregressive, Di4C, Match, Nelbo, Objective, ReDi
+from imdm.objectives.base import EARLIEST
+from imdm.objectives.texts import MANY, READINGS, TEMPERATURES
+from imdm.training import TrainConfig
+
+TIMES = 256  # times over which a mean is taken
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A training stage on one of several GPUs."""
+
+    objective: Objective
+    student: Size
+    teacher: Size
+    training: TrainConfig
+    length: int
+    gpus: int
+    how: How
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches a step."""
+        return -(-self.training.batch // (self.gpus * self.how.micro))
+
+    @property
+    def recorded(self) -> bool:
+        alone = self.gpus == 1 and self.accumulation == 1
+        return self.training.graphs and self.objective.recordable and alone
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch."""
+        return self.how.micro * self.length
+
+
+@dataclass(frozen=True)
+class Plan:
+    """micro: the work of each micro-batch; once: what comes once a step; sent: weights whose gradients are exchanged in
+    a step; gathered: weights that full sharding gathers in a micro-batch, once for each pass over them."""
+
+    micro: Work
+    once: Work
+    memory: Memory
+    sent: float
+    gathered: float
+
+
+def plan(setting: Setting) -> Plan:
+    objective = setting.objective
+    if isinstance(objective, Match):
+        return _match(setting, objective)
+    if isinstance(objective, Di4C):
+        return _di4c(setting, objective)
+    return _alone(setting)
+
+
+def is_known(objective: Objective) -> bool:
+    """Whether its steps are counted as its own; those of others count as NELBO's."""
+    return isinstance(objective, Nelbo | ReDi | Autoregressive | SDTT | Di4C | Match)
+
+
+def _alone(setting: Setting) -> Plan:
+    """One network, trained on the positions that it reads: half of them are masked; from left to right, all."""
+    config, tokens, how = setting.student.config, setting.tokens, setting.how
+    read = float(tokens if setting.objective.causal else tokens / 2)
+    micro = trained(config, tokens, setting.length, read, read, how.checkpoint_blocks)
+    memory, gathered = _held(setting, setting.student, tokens, read), 2.0 + how.checkpoint_blocks
+    if isinstance(setting.objective, SDTT):
+        looks = setting.objective.teacher_steps
+        micro += evaluated(config, tokens, setting.length, read, read) * looks + compared(config, read, 2)
+        memory += _frozen(setting, setting.student)
+        gathered += looks
+    else:
+        micro += scored(config, read)
+    memory += fused_head(config, read)
+    size = setting.student.parameters
+    return Plan(micro, _update(setting, setting.student) + Work(steps=1), memory, size, gathered * size)
+
+
+def _di4c(setting: Setting, objective: Di4C) -> Plan:
+    """Every sequence under M latents: the student is trained on all of them, and asked once more a little later; the
+    teacher is asked once where it has no latent, else for each. No kernel: (rows, V) is made chunk by chunk, twice."""
+    student, teacher, how, M = setting.student, setting.teacher, setting.how, objective.latents
+    config, length = student.config, setting.length + student.config.mixture
+    share = min(objective.distil_share, 1.0) if objective.threshold > EARLIEST else 0.0
+    masked = share * objective.threshold / 2 + (1 - share) * (1 + objective.threshold) / 2
+    tokens, rows = M * how.micro * length, masked * M * setting.tokens
+    noisy_teacher = teacher.config.mixture or teacher.config.mask["kind"] != "single"
+    first = min(1.0, objective.iterations / setting.training.steps)
+    each = M if noisy_teacher else first + (1 - first) * M  # from the second round on, it was a student
+    micro = trained(config, tokens, length, rows, rows, how.checkpoint_blocks)
+    micro += evaluated(config, tokens, length, tokens, rows)
+    micro += evaluated(teacher.config, tokens * each / M, length, tokens * each / M, rows * each / M)
+    heads = head_flops(config, rows)
+    micro += Work(flops=(4 + each / M) * heads, products=(6 + 2 * each / M) * heads)
+    micro += Work(bytes=SCORED * rows * config.vocab_size) + drawn(config, rows)
+    memory = _held(setting, student, tokens, rows) + _frozen(setting, student) + plain_head()
+    size = student.parameters
+    gathered = (3.0 + how.checkpoint_blocks) * size + teacher.parameters
+    return Plan(micro, _update(setting, student) + Work(steps=1), memory, size, gathered)
+
+
+def _match(setting: Setting, objective: Match) -> Plan:
+    """Each update draws with the student and trains the auxiliary on what it drew; the last trains the student too, and
+    asks the teacher."""
+    student, teacher, how, length = setting.student, setting.teacher, setting.how, setting.length
+    tokens, again = setting.tokens, how.checkpoint_blocks
+    first, left = (share * tokens for share in masked_by(objective))
+    own, other = student.config, teacher.config
+    parts, once = [], Work(steps=1)
+    for update in range(objective.auxiliary.updates):
+        last = update == objective.auxiliary.updates - 1
+        parts.append(drawn(own, first) + trained(other, tokens, length, left, 0.0, again))
+        once += _update(setting, teacher)
+        if last:
+            parts.append(trained(own, tokens, length, first, first, again))
+            parts.append(evaluated(other, tokens, length, left, 0.0) + compared(other, left, 3))
+            once += _update(setting, student)
+        else:
+            parts.append(evaluated(own, tokens, length, first, first) + scored(other, left))
+    memory = _held(setting, student, tokens, first) + _held(setting, teacher, tokens, left)
+    memory += Memory(companions=4.0 * student.parameters)  # the best average so far
+    memory += _frozen(setting, teacher) + fused_head(other, left, 2)
+    many, passes = objective.auxiliary.updates, 2.0 + again
+    gathered = (passes + many - 1) * student.parameters + (passes * many + 1) * teacher.parameters
+    sent = student.parameters + many * teacher.parameters
+    return Plan(reduce(add, parts), once, memory, sent, gathered)
+
+
+def masked_by(objective: Match) -> tuple[float, float]:
+    """The mean shares of positions that are masked in z_t, and still in z̃."""
+    starts = objective.starts
+    total = starts.prior + starts.own + starts.data
+    weights = sum(objective.steps.values())
+    shown = objective.context / (objective.context + 1)  # the mean of u^(1/context)
+
+    def still(t: float) -> float:
+        if objective.phases[0].gradient == "soft":
+            return t / 2
+        revealed = sum(w * min(1.0, 1 / (N * t)) for N, w in objective.steps.items()) / weights
+        return t * (1 - shown * revealed)
+
+    times = [(k + 0.5) / TIMES for k in range(TIMES)]
+    prior, others = starts.prior / total, 1 - starts.prior / total
+    return prior + others / 2, prior * still(1.0) + others * sum(map(still, times)) / TIMES
+
+
+def looks(setting: Setting, objective: Match, every: int) -> Work:
+    """What `match` looks at on the way: texts at each of its step counts, read by the teacher; and once what the
+    teacher writes in many steps."""
+    student, teacher, length, texts = setting.student.config, setting.teacher.config, setting.length, objective.looks
+    tokens = texts * length
+    read = (evaluated(teacher, tokens, length, tokens / 2, 0.0) + drawn(teacher, tokens / 2)) * READINGS
+    many = evaluations(length, min(MANY, 8 * length))
+    once = (written(teacher, texts, length, many, texts) + read) * len(TEMPERATURES)
+    each = reduce(add, (written(student, texts, length, evaluations(length, N), texts) + read for N in objective.steps))
+    return once + each * (setting.training.steps // every)
+
+
+def _update(setting: Setting, size: Size) -> Work:
+    many = setting.gpus if setting.how.shard != "none" else 1
+    return updated(size.config, size.parameters, setting.training.optimizer == "muon") * (1 / many)
+
+
+def _held(setting: Setting, size: Size, tokens: float, read: float) -> Memory:
+    how, precision = setting.how, setting.training.precision
+    state = trained_state(size.parameters, precision, how, setting.gpus, size.block, size.ends)
+    return state + kept_for_backward(size.config, tokens, read, precision, how, setting.recorded)
+
+
+def _frozen(setting: Setting, size: Size) -> Memory:
+    return frozen_state(size.parameters, setting.training.precision, setting.how, setting.gpus)

@@ -1,0 +1,173 @@
+"""What training and writing compute: operations, by kind, and bytes that are read and written beside them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
+
+from imdm.costing.machines import GPU
+
+if TYPE_CHECKING:
+    from imdm.models import MaskedDiffusionConfig
+
+# Shares of the speed of a large product, fitted to the measured steps that tests/test_costing.py names.
+PRODUCTS = 0.75  # the blocks' matrices
+ATTENTION = 0.5  # forward
+ATTENTION_BACK = 0.33  # backward, whose five products are 2.5 times the forward ones
+HEAD = 0.66  # tiles of the fused losses and draws
+COMPARED = 0.53  # the same of two and three heads
+
+# Bytes that a token and feature cost in each block beside products: norms, rotation, GELU, dropout, sums.
+POINTWISE = 60.0  # forward; backward twice as many
+UPDATE = 52.0  # a weight and update: gradient clipped, AdamW's moments, the average
+SCORED = 600.0  # an element of (rows, V) where a loss has no kernel (`di4c`), forward, again and backward
+
+# Launching kernels takes this long, whatever they do; where that is longer than the work, it decides.
+LAUNCH_STEP = 11.7e-3  # a step: rows, losses, optimiser, average
+LAUNCH_BLOCK = 1.0e-3  # a block passed forward; backward counts twice
+# Recorded steps are launched at once; what is left are gaps between kernels.
+GAP_STEP = 1.0e-3
+GAP_BLOCK = 0.13e-3
+WRITE_BLOCK = 0.16e-3  # the same as LAUNCH_BLOCK, of a model that was made ready for writing (`imdm.faster`)
+
+
+@dataclass(frozen=True)
+class Work:
+    """flops: what must be computed at least, nothing twice, as `imdm bench` counts; the others: what is run, in FLOPs
+    (products, attention, attention_back, head, compared), bytes, passes of a block, and steps."""
+
+    flops: float = 0.0
+    products: float = 0.0
+    attention: float = 0.0
+    attention_back: float = 0.0
+    head: float = 0.0
+    compared: float = 0.0
+    bytes: float = 0.0
+    passes: float = 0.0
+    steps: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
+
+    def __mul__(self, times: float) -> Work:
+        return Work(*(getattr(self, one.name) * times for one in fields(self)))
+
+    def busy(self, gpu: GPU, precision: str = "bf16") -> float:
+        """Seconds of the GPU alone."""
+        blocks = self.products / PRODUCTS + self.attention / ATTENTION + self.attention_back / ATTENTION_BACK
+        heads = self.head / HEAD + self.compared / COMPARED
+        wide = 1 if precision == "bf16" else 2
+        return (blocks + heads) / gpu.products(precision) + wide * self.bytes / gpu.copies
+
+    def seconds(self, gpu: GPU, precision: str = "bf16", recorded: bool = False) -> float:
+        """recorded: launched at once, as CUDA graphs."""
+        if recorded:
+            return self.busy(gpu, precision) + GAP_STEP * self.steps + GAP_BLOCK * self.passes
+        return max(self.busy(gpu, precision), LAUNCH_STEP * self.steps + LAUNCH_BLOCK * self.passes)
+
+    def writing(self, gpu: GPU, precision: str = "bf16") -> float:
+        """Seconds of work that trains nothing; in bf16 by a model that was made ready for it."""
+        return max(self.busy(gpu, precision), self.passes * (WRITE_BLOCK if precision == "bf16" else LAUNCH_BLOCK))
+
+
+def network_flops(config: MaskedDiffusionConfig, tokens: float, length: int, read: float, noisy: float) -> float:
+    """Of passing so many tokens through the blocks, of which `read` are read at the end and `noisy` carry noise."""
+    return products_of(config, tokens, read, noisy) + attention_of(config, tokens, length, read)
+
+
+def products_of(config: MaskedDiffusionConfig, tokens: float, read: float, noisy: float) -> float:
+    """The part of `network_flops` that multiplies with weights."""
+    D = config.width
+    keys, others = 2 * 2 * D**2, 2 * 10 * D**2
+    dim = config.mask.get("dim", 0)
+    whole = tokens * (config.blocks - 1) * (keys + others) + tokens * keys + read * others
+    return whole + noisy * 2 * 4 * D * (dim + D) * bool(dim)
+
+
+def attention_of(config: MaskedDiffusionConfig, tokens: float, length: int, read: float) -> float:
+    """The part of `network_flops` that compares tokens with each other."""
+    return (tokens * (config.blocks - 1) + read) * 4 * length * config.width
+
+
+def head_flops(config: MaskedDiffusionConfig, rows: float) -> float:
+    return 2.0 * rows * config.width * config.vocab_size
+
+
+def writing_flops(config: MaskedDiffusionConfig, tokens: float, length: int, steps: int) -> float:
+    """Each token is read once; at step k of N a share 1 − k/N is still masked, and noise that is kept is still read."""
+    network = network_flops(config, steps * tokens, length, tokens, tokens * (steps + 1) / 2)
+    return network + head_flops(config, tokens)
+
+
+def evaluated(config: MaskedDiffusionConfig, tokens: float, length: int, read: float, noisy: float) -> Work:
+    """One evaluation of the network, without its head. Noise is drawn and read everywhere, though it counts only where
+    there are masks."""
+    full = tokens * (config.blocks - 1) + read
+    return Work(
+        flops=network_flops(config, tokens, length, read, noisy),
+        products=products_of(config, tokens, read, tokens),
+        attention=attention_of(config, tokens, length, read),
+        bytes=full * POINTWISE * config.width,
+        passes=config.blocks,
+    )
+
+
+def trained(
+    config: MaskedDiffusionConfig, tokens: float, length: int, read: float, noisy: float, again: bool = False
+) -> Work:
+    """Forward and backward. again: blocks are computed once more, not kept (`checkpoint_blocks`)."""
+    once = evaluated(config, tokens, length, read, noisy)
+    back = Work(
+        flops=2 * once.flops,
+        products=2 * once.products,
+        attention_back=2.5 * once.attention,
+        bytes=2 * once.bytes,
+        passes=2 * once.passes,
+    )
+    more = Work(products=once.products, attention=once.attention, bytes=once.bytes, passes=once.passes)
+    return once + back + (more if again else Work())
+
+
+def drawn(config: MaskedDiffusionConfig, rows: float) -> Work:
+    """A token for each row; or a loss without its gradient."""
+    return Work(flops=head_flops(config, rows), head=head_flops(config, rows))
+
+
+def scored(config: MaskedDiffusionConfig, rows: float) -> Work:
+    """Cross-entropy with its gradient: forward, once more, and the gradients of rows and weights."""
+    once = head_flops(config, rows)
+    return Work(flops=3 * once, head=4 * once)
+
+
+def compared(config: MaskedDiffusionConfig, rows: float, heads: int) -> Work:
+    """Two heads by KL, or three by what `match` makes of them: sums in one or two passes, all once more, and the
+    gradients of one head, or of two."""
+    once = head_flops(config, rows)
+    run = {2: 6, 3: 13}[heads]
+    return Work(flops={2: 4, 3: 7}[heads] * once, compared=run * once)
+
+
+def updated(config: MaskedDiffusionConfig, parameters: float, muon: bool = False) -> Work:
+    """An update of so many weights. muon: with five rounds of three products for each matrix of the blocks."""
+    return Work(bytes=parameters * UPDATE, products=muon * 5 * 60 * config.width**3 * config.blocks)
+
+
+def evaluations(length: int, steps: int, masked: float = 1.0) -> float:
+    """How often the network runs for a text: once for each of `steps` steps that reveals something, where every
+    position is masked with this chance and revealed at any step alike."""
+    return steps * (1 - (1 - masked / steps) ** length)
+
+
+def completions(length: int, steps: int) -> float:
+    """The mean of `evaluations` over texts that were masked up to a time drawn evenly."""
+    return steps - steps**2 / (length + 1) * (1 - (1 - 1 / steps) ** (length + 1))
+
+
+def written(
+    config: MaskedDiffusionConfig, texts: float, length: int, runs: float, batch: int, masked: float = 1.0
+) -> Work:
+    """Texts that the network runs `runs` times for, a share `masked` of their tokens written; at most `batch` of them
+    in one evaluation."""
+    tokens, read = texts * length * runs, texts * length * masked
+    once = evaluated(config, tokens, length, read, (tokens * masked + read) / 2) + drawn(config, read)
+    return replace(once, passes=config.blocks * max(runs, texts * runs / batch))

@@ -1,0 +1,65 @@
+"""How a model writes that reads from left to right: a token after another, each from those before it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from imdm.ending import Ending
+from imdm.errors import UserError
+from imdm.randomness import Purpose, uniform
+from imdm.sampling.options import Sampling
+from imdm.sampling.sampler import Generation, draw_tokens
+
+
+@torch.no_grad()
+def continued(denoiser: Any, tokens: Tensor, keys: Tensor, how: Sampling, batch_size: int | None) -> Generation:
+    """What follows the given tokens of each row (B, L), drawn one after another; steps and noise are not its affair.
+    Each draw has a number that follows from its text's key and its place alone."""
+    process = denoiser.process
+    tokens = process.closed(tokens, tokens == process.mask_id)
+    masked = tokens == process.mask_id
+    if bool(masked[:, 0].any()):
+        raise UserError("this model reads from left to right: give at least the first token, such as the begin token")
+    if bool(_fills_in(tokens, masked, process.ending).any()):
+        raise UserError("this model reads from left to right: it goes on after a text, and fills in nothing before one")
+    made = torch.cat([_written(denoiser, *some, how) for some in _parts(tokens, keys, batch_size)])
+    place = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    drawn = masked if process.ending is None else masked & ~process.ending.ended(made)
+    revealed_at = torch.where(masked, place, -1)
+    return Generation(made, revealed_at, drawn.sum(1), torch.zeros_like(made))
+
+
+def _fills_in(tokens: Tensor, masked: Tensor, ending: Ending | None) -> Tensor:
+    """Which rows have text after a hole: (B,). The frame of a row is none: padding, or one token in the last place."""
+    given = ~masked
+    given[:, -1] = False
+    if ending is not None:
+        given &= tokens != ending.pad
+    return ((masked.cumsum(1) > 0) & given).any(1)
+
+
+def _parts(tokens: Tensor, keys: Tensor, batch_size: int | None) -> list[tuple[Tensor, Tensor]]:
+    size = batch_size or len(tokens)
+    return list(zip(tokens.split(size), keys.split(size), strict=True))
+
+
+def _written(denoiser: Any, tokens: Tensor, keys: Tensor, how: Sampling) -> Tensor:
+    process, tokens = denoiser.process, tokens.clone()
+    masked = tokens == process.mask_id
+    known = int((masked.cumsum(1) == 0).sum(1).min())  # what all rows have before their first hole
+    past, new = None, tokens[:, :known]
+    ended = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+    for place in range(known, tokens.shape[1]):
+        hidden, past = denoiser.backbone.onward(denoiser.get_input_embeddings()(new), past)
+        u = uniform(keys, Purpose.TOKEN, place)
+        drawn = draw_tokens(denoiser, hidden[:, -1], u, how.temperature, how.top_p).tokens
+        new = torch.where(masked[:, place], drawn, tokens[:, place])[:, None]
+        tokens[:, place] = new[:, 0]
+        if process.ending is not None:
+            ended |= (new[:, 0] == process.ending.end) | (new[:, 0] == process.ending.pad)
+            if bool(ended.all()):
+                break
+    return process.closed(tokens, masked)

@@ -1,0 +1,48 @@
+"""What is known of a text before the network says anything: its times, and when each position is revealed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from imdm.process import Process, Split
+from imdm.randomness import Purpose, uniform
+
+END = 1e-5  # the time grid ends here; the last step reveals whatever is left
+
+
+def time_grid(steps: int, t: Tensor) -> Tensor:
+    """N steps from each sequence's t (B,), linear: t·linspace(1, 10⁻⁵), the last one to 0: (B, N + 1), float64."""
+    grid = torch.linspace(1.0, END, steps + 1, dtype=torch.float64, device=t.device)
+    grid[-1] = 0.0
+    return t.to(torch.float64)[:, None] * grid
+
+
+def reveal_steps(survival: Tensor, u: Tensor) -> Tensor:
+    """The step at which each position is revealed: survival (B, N + 1) falls from 1 to 0, u (B, L) in [0, 1).
+
+    A position masked at the start is still masked after step k with the probability `Split.stay` from time 0 of the
+    grid to time k + 1; it is revealed in the first step whose survival does not exceed u.
+    """
+    return torch.searchsorted(-survival[:, 1:].contiguous(), -u.contiguous())
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a generation does whatever the network says: times and α after each step (B, N + 1), and the step at which
+    each position, if masked, is revealed (B, L)."""
+
+    grid: Tensor
+    alpha: Tensor
+    reveal: Tensor
+
+
+def plan(process: Process, keys: Tensor, t: Tensor, steps: int, length: int) -> Plan:
+    """The plan of each key's sequence, from time t (B,) on."""
+    grid = time_grid(steps, t)
+    alpha = process.schedule.alpha(grid)
+    survival = Split(alpha[:, :1], alpha).stay
+    position = torch.arange(length, device=keys.device)
+    return Plan(grid, alpha, reveal_steps(survival, uniform(keys[:, None], Purpose.REVEAL, position)))

@@ -1,0 +1,299 @@
+"""What programs ask for and what they are told, in the shapes of OpenAI's API; nothing here knows HTTP."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import torch
+from pydantic import ConfigDict, Field, WrapValidator
+
+from imdm.config import Config
+from imdm.errors import UserError, unknown
+from imdm.process import NoisePolicy
+from imdm.serving.engine import Engine, Frame, Job
+from imdm.writer import BLANK
+
+if TYPE_CHECKING:
+    from imdm.writer import Writer
+
+
+class Missing(UserError):  # noqa: N818
+    """There is no such model or page (404)."""
+
+
+def _one_or_more(value: Any, check: Any) -> Any:
+    if isinstance(value, str) or (isinstance(value, list) and all(isinstance(one, str) for one in value)):
+        return check(value)
+    raise ValueError("expected a text or a list of texts")
+
+
+Texts = Annotated[str | list[str], WrapValidator(_one_or_more)]
+
+
+class Asked(Config):
+    """What every request for text may say."""
+
+    model_config = ConfigDict(strict=True)
+
+    model: str | None = Field(None, description="A model of GET /v1/models; the first of them unless given.")
+    n: int = Field(1, ge=1, le=4096, description="Texts of each prompt.")
+    seed: int | None = Field(
+        None, ge=-(1 << 63), lt=1 << 64, description="Everything random follows from it; drawn and told unless given."
+    )
+    steps: int = Field(8, ge=1, description="Reverse steps: at most so many network evaluations a text.")
+    noise: NoisePolicy = Field(
+        "posterior", description="What a mask's noise does while it stays masked: posterior (the paper) or keep."
+    )
+    temperature: float = Field(1.0, description="1 draws from the model's law, 0 takes the likeliest tokens.")
+    top_p: float = Field(1.0, description="Draw from the likeliest tokens that reach this probability alone.")
+    stream: bool = Field(False, description="Server-sent events: the text as far as it is finished from its beginning.")
+    stream_options: dict[str, Any] | None = Field(None, description='{"include_usage": true}: usage in a last event.')
+    user: str | None = Field(None, description="Not used.")
+
+
+class Completion(Asked):
+    """POST /v1/completions: texts that go on from a prompt, or fill its blanks."""
+
+    prompt: Texts = Field("", description="A text or several; empty: from nothing.")
+    max_tokens: int | None = Field(None, ge=1, description="Tokens to write; as many as the model has room for.")
+    stop: Texts | None = Field(None, description="Texts before which an answer is cut off.")
+    echo: bool = Field(False, description="Whether the answer begins with the prompt.")
+    infill: bool = Field(False, description="Whether the prompt has blanks to fill; the answer is the whole text.")
+    blank: int = Field(4, ge=1, description="Tokens that each blank becomes.")
+    marker: str = Field(BLANK, description="What a blank looks like.")
+    suffix: str | None = None
+    logprobs: int | None = None
+    best_of: int | None = None
+    logit_bias: dict[str, float] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+
+
+class Infill(Asked):
+    """POST /v1/infill: a text, or several, whose blanks are to be filled."""
+
+    text: Texts = Field(description="With a marker at each blank.")
+    blank: int = Field(4, ge=1, description="Tokens that each blank becomes.")
+    marker: str = Field(BLANK, description="What a blank looks like.")
+
+
+class Said(NamedTuple):
+    """stopped: whether the text was cut off before a stop; reason: why it ends, in OpenAI's words."""
+
+    text: str
+    stopped: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class Order:
+    """A request as work for the engine. Job i is choice i of the answer."""
+
+    id: str
+    model: str
+    writer: Writer
+    jobs: list[Job]
+    seed: int
+    prompt_tokens: int
+    infill: bool  # whether blanks are filled; else texts go on
+    echo: bool  # whether answers begin with what was given
+    stops: list[str]
+    stream: bool
+    include_usage: bool
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @classmethod
+    def of(cls, asked: Completion | Infill, engine: Engine) -> Order:
+        """Refuse what cannot be done, or is more than may be asked for."""
+        limits = engine.settings
+        name = asked.model if asked.model is not None else next(iter(engine.writers))
+        if name not in engine.writers:
+            raise Missing(str(unknown("model", name, engine.writers)))
+        writer, completion = engine.writers[name], asked if isinstance(asked, Completion) else None
+        infill = asked if isinstance(asked, Infill) or asked.infill else None
+        texts = _listed(asked.prompt if isinstance(asked, Completion) else asked.text)
+        if not texts:
+            raise UserError("the list of prompts is empty; give one text at least")
+        if len(texts) * asked.n > limits.queue:
+            raise UserError(
+                f"{len(texts)} × n = {asked.n} texts are more than the {limits.queue} that may be asked for"
+            )
+        for text in texts:
+            check_text(text, limits.prompt)
+        if completion is not None:
+            _check_neutral(completion)
+        if infill is not None:
+            rows = [writer.blanked(text, infill.blank, infill.marker) for text in texts]
+        else:
+            rows = [_continued(writer, text, asked.max_tokens) for text in texts]  # type: ignore[union-attr]
+        hole = writer.model.config.mask_token_id
+        wanted = asked.n * sum(row.count(hole) for row in rows)
+        if wanted > limits.tokens:
+            raise UserError(
+                f"the request asks for {wanted:,} tokens in all, of {limits.tokens:,} at most; ask for fewer or "
+                "shorter texts"
+            )
+        seed = secrets.randbits(63) if asked.seed is None else asked.seed
+        jobs = [
+            Job(
+                name,
+                [None if token == hole else token for token in row],
+                asked.steps,
+                seed,
+                number,
+                asked.temperature,
+                asked.top_p,
+                asked.noise,
+                frames=asked.stream,
+            )
+            for number, row in enumerate(row for row in rows for _ in range(asked.n))
+        ]
+        return cls(
+            f"cmpl-{secrets.token_hex(12)}",
+            name,
+            writer,
+            jobs,
+            seed,
+            sum(_given(row, hole, writer) for row in rows),
+            infill is not None,
+            infill is not None or (completion is not None and completion.echo),
+            _stops(completion.stop if completion is not None else None),
+            asked.stream,
+            bool((asked.stream_options or {}).get("include_usage")),
+        )
+
+    def said(self, number: int, frame: Frame) -> Said:
+        """The text of choice `number`, as far as it is written from its beginning."""
+        given, ids = self.jobs[number].ids, frame.ids if frame.done else frame.ids[: frame.ids.index(None)]
+        tokens = [token for token in ids if token is not None]
+        text = self.writer.decode(tokens)
+        if not self.echo and None in given:
+            first = given.index(None)
+            head = self.writer.decode(tokens[:first])
+            text = text.removeprefix(head) if text.startswith(head) else self.writer.decode(tokens[first:])
+        cut = min((text.find(stop) for stop in self.stops if stop in text), default=-1)
+        if cut >= 0:
+            return Said(text[:cut], True, "stop")
+        ending = self.writer.model.config.ending
+        ended = ending is not None and bool(ending.finished(torch.tensor(tokens)))
+        return Said(text, False, "stop" if ended or self.infill else "length")
+
+    def written(self, number: int, frame: Frame) -> int:
+        """Tokens that were written, up to the end of the text."""
+        ending = self.writer.model.config.ending
+        tokens = torch.tensor([token or 0 for token in frame.ids])
+        size = len(tokens) if ending is None else int(ending.lengths(tokens))
+        return sum(token is None for token in self.jobs[number].ids[:size])
+
+    def usage(self, frames: Sequence[Frame]) -> dict[str, int]:
+        written = sum(self.written(number, frame) for number, frame in enumerate(frames))
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": written,
+            "total_tokens": self.prompt_tokens + written,
+            "evaluations": sum(frame.evaluations for frame in frames),
+        }
+
+    def answer(self, frames: Sequence[Frame]) -> dict[str, Any]:
+        """All choices, from the last frame of each."""
+        said = [self.said(number, frame) for number, frame in enumerate(frames)]
+        choices = [choice(number, one.text, one.reason) for number, one in enumerate(said)]
+        return self.chunk(choices) | {"usage": self.usage(frames)}
+
+    def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.model,
+            "seed": self.seed,
+            "choices": choices,
+        }
+
+
+def choice(index: int, text: str, reason: str | None) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+
+
+class Growing:
+    """What is new in the text of each choice of an order, frame by frame. A text is told from its beginning as far as
+    all of it is there, since whoever reads a stream cannot go back; a model that writes all in one step tells it in one
+    piece. What may be the beginning of a stop, or of a character, is held back."""
+
+    def __init__(self, order: Order) -> None:
+        self.order, self.told = order, [""] * len(order.jobs)
+        self.held = max((len(stop) - 1 for stop in order.stops), default=0)
+
+    def more(self, number: int, frame: Frame) -> dict[str, Any] | None:
+        """The next piece of a choice; None where there is none."""
+        said, told = self.order.said(number, frame), self.told[number]
+        text = said.text
+        if not frame.done:
+            text = text.rstrip("\ufffd")
+            text = text if said.stopped else text[: max(0, len(text) - self.held)]
+            if len(text) <= len(told) or not text.startswith(told):
+                return None
+        self.told[number] = text
+        return choice(number, text[len(told) :], said.reason if frame.done else None)
+
+
+def _listed(texts: str | list[str] | None) -> list[str]:
+    return [] if texts is None else [texts] if isinstance(texts, str) else texts
+
+
+def _stops(texts: str | list[str] | None) -> list[str]:
+    stops = _listed(texts)
+    if len(stops) > 16 or not all(stops) or any(len(stop) > 256 for stop in stops):
+        raise UserError("stop: at most 16 texts of 1 to 256 characters")
+    return stops
+
+
+def check_text(text: str, most: int) -> None:
+    if len(text) > most:
+        raise UserError(f"a prompt has {len(text):,} characters, of {most:,} at most")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise UserError("a prompt is not text that UTF-8 can hold") from None
+
+
+def _check_neutral(asked: Completion) -> None:
+    """Refuse what OpenAI's API has and a diffusion model has not, unless it changes nothing."""
+    changing = {
+        "suffix": bool(asked.suffix),
+        "logprobs": bool(asked.logprobs),
+        "best_of": asked.best_of not in (None, asked.n),
+        "logit_bias": bool(asked.logit_bias),
+        "presence_penalty": bool(asked.presence_penalty),
+        "frequency_penalty": bool(asked.frequency_penalty),
+    }
+    for name, changes in changing.items():
+        if changes:
+            instead = f"; write the blank as {BLANK} and say infill" if name == "suffix" else "; leave it out"
+            raise UserError(f"{name}: this service has no such thing{instead}")
+
+
+def _continued(writer: Writer, prompt: str, max_tokens: int | None) -> list[int]:
+    """A row of the prompt and so many holes, framed as the model wants it."""
+    length = writer.model.config.length
+    if prompt and not prompt.strip():
+        raise UserError("the prompt has nothing but spaces; leave it empty to write from nothing")
+    if max_tokens is None:
+        return writer.prefixed(prompt, length)
+    most = writer.room(prompt)
+    if max_tokens > most >= 1:
+        raise UserError(
+            f"max_tokens = {max_tokens}: the model takes {length} tokens, of which the prompt leaves {most}; ask for "
+            "no more"
+        )
+    return writer.prefixed(prompt, min(length, length - most + max_tokens))
+
+
+def _given(row: list[int], hole: int, writer: Writer) -> int:
+    """Tokens of a row that were given, without padding."""
+    ending = writer.model.config.ending
+    return sum(token != hole and (ending is None or token != ending.pad) for token in row)

@@ -1,0 +1,289 @@
+"""The HTTP service: OpenAI's completions, filling in, the models, health, metrics, and the page."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Coroutine
+from html import escape
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+
+from imdm import __version__
+from imdm.config import Config, explain
+from imdm.errors import UserError, shorter
+from imdm.serving.api import Completion, Growing, Infill, Missing, Order
+from imdm.serving.engine import Engine, Frame
+from imdm.serving.guard import Guard, error, told
+from imdm.serving.metrics import TEXT, Metrics
+from imdm.serving.settings import Settings
+
+T = TypeVar("T")
+C = TypeVar("C", bound=Config)
+
+
+class Gone(Exception):  # noqa: N818
+    """The client has hung up."""
+
+
+def make_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
+    """The service around an engine, which must be started by whoever has it."""
+    settings = settings or engine.settings
+    metrics = Metrics()
+    app = FastAPI(
+        title="imdm",
+        version=__version__,
+        summary="Text from diffusion language models in a handful of network evaluations.",
+        docs_url=None,
+        redoc_url=None,
+        swagger_ui_oauth2_redirect_url=None,
+    )
+    app.state.engine, app.state.settings, app.state.metrics = engine, settings, metrics
+    app.add_middleware(Guard, settings=settings, metrics=metrics)
+    _tell_errors(app)
+
+    async def write(request: Request, kind: type[Completion | Infill]) -> Response:
+        asked = await read(request, kind)
+        order = Order.of(asked, engine)
+        if order.stream:
+            return await streamed(request, engine, order)
+        frames = await while_connected(request, all_frames(engine, order))
+        return JSONResponse(order.answer(frames))
+
+    @app.post("/v1/completions", openapi_extra=_body(Completion), response_class=JSONResponse)
+    async def completions(request: Request) -> Response:
+        """Texts that go on from each prompt, n of each, in the shape of OpenAI's completions."""
+        return await write(request, Completion)
+
+    @app.post("/v1/infill", openapi_extra=_body(Infill), response_class=JSONResponse)
+    async def infill(request: Request) -> Response:
+        """Texts whose blanks are filled; all else is kept."""
+        return await write(request, Infill)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """The models that write here."""
+        return {"object": "list", "data": [_described(engine, name) for name in engine.writers]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        """One of them."""
+        if name not in engine.writers:
+            raise Missing(f"unknown model {shorter(name, 100)!r}; known: {', '.join(sorted(engine.writers))}")
+        return _described(engine, name)
+
+    @app.get("/healthz")
+    async def healthz() -> JSONResponse:
+        """Whether the service takes requests."""
+        return JSONResponse({"status": "ok" if engine.alive else "stopping"}, 200 if engine.alive else 503)
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def measured() -> PlainTextResponse:
+        """What was done so far, as Prometheus reads it."""
+        return PlainTextResponse(metrics.text(engine), media_type=TEXT)
+
+    @app.get("/docs", response_class=HTMLResponse, include_in_schema=False)
+    async def docs() -> HTMLResponse:
+        return HTMLResponse(docs_page(app.openapi()))
+
+    if find_spec("imdm.serving.play") is not None:
+        app.include_router(import_module("imdm.serving.play").router(engine, settings))
+    return app
+
+
+async def read(request: Request, kind: type[C]) -> C:
+    """The JSON of a request as what it asks for."""
+    sent = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if sent != "application/json":
+        raise HTTPException(415, "send JSON, with the header 'Content-Type: application/json'")
+    body = await request.body()
+    try:
+        values = json.loads(body)
+    except (ValueError, RecursionError):
+        raise UserError("the request is not JSON") from None
+    if not isinstance(values, dict):
+        raise UserError('the request must be a JSON object, such as {"prompt": "It was"}')
+    return kind.parse(values)
+
+
+async def all_frames(engine: Engine, order: Order) -> list[Frame]:
+    """The last frame of each job of an order."""
+    found = dict[int, Frame]()
+    async for number, frame in engine.run_all(order.jobs):
+        found[number] = frame
+    return [found[number] for number in range(len(found))]
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` gives, unless the client hangs up before; then it is dropped."""
+    working, leaving = asyncio.create_task(work), asyncio.create_task(_left(request))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Gone
+        return working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def streamed(request: Request, engine: Engine, order: Order) -> Response:
+    """Server-sent events. What goes wrong before the first frame is an answer of its own; later, an event."""
+    frames = engine.run_all(order.jobs)
+    first = await while_connected(request, _next(frames))
+    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+    return StreamingResponse(_events(order, first, frames), media_type="text/event-stream", headers=headers)
+
+
+async def _next(frames: AsyncGenerator[tuple[int, Frame], None]) -> tuple[int, Frame]:
+    return await anext(frames)
+
+
+async def _events(
+    order: Order, first: tuple[int, Frame], frames: AsyncGenerator[tuple[int, Frame], None]
+) -> AsyncGenerator[str, None]:
+    growing, done = Growing(order), dict[int, Frame]()
+
+    def said(number: int, frame: Frame) -> str:
+        if frame.done:
+            done[number] = frame
+        piece = growing.more(number, frame)
+        return "" if piece is None else event(order.chunk([piece]))
+
+    try:
+        if text := said(*first):
+            yield text
+        async for number, frame in frames:
+            if text := said(number, frame):
+                yield text
+        if order.include_usage:
+            yield event(order.chunk([]) | {"usage": order.usage([done[i] for i in range(len(done))])})
+    except UserError as wrong:
+        yield f"data: {bytes(told(wrong).body).decode()}\n\n"
+    finally:
+        await frames.aclose()
+    yield "data: [DONE]\n\n"
+
+
+def event(values: dict[str, Any]) -> str:
+    return f"data: {json.dumps(values, ensure_ascii=False)}\n\n"
+
+
+def _described(engine: Engine, name: str) -> dict[str, Any]:
+    model = engine.writers[name].model
+    return {
+        "id": name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "imdm",
+        "length": model.config.length,
+        "mask": model.mask.name,
+    }
+
+
+def _tell_errors(app: FastAPI) -> None:
+    """Every refusal in one shape, with one sentence."""
+
+    async def user(request: Request, wrong: Exception) -> Response:
+        return told(wrong)
+
+    async def http(request: Request, wrong: Exception) -> Response:
+        assert isinstance(wrong, HTTPException)
+        sentences = {
+            404: "there is no such page; GET /docs lists what there is",
+            405: f"{request.method} is not for this page; GET /docs says what is",
+        }
+        plain = wrong.detail in ("Not Found", "Method Not Allowed")
+        return error(wrong.status_code, sentences[wrong.status_code] if plain else str(wrong.detail))
+
+    async def invalid(request: Request, wrong: Exception) -> Response:
+        assert isinstance(wrong, RequestValidationError)
+        items = [item | {"loc": tuple(item["loc"])[1:]} for item in wrong.errors()]
+        if any(item["type"] == "json_invalid" for item in items):
+            return error(400, "the request is not JSON")
+        return error(400, explain(_Report(items), Config, wrong.body, ""))  # type: ignore[arg-type]
+
+    async def gone(request: Request, wrong: Exception) -> Response:
+        return Response(status_code=499)
+
+    async def failed(request: Request, wrong: Exception) -> Response:
+        return error(500, f"the service failed: {type(wrong).__name__}; its log says more")
+
+    app.add_exception_handler(UserError, user)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(Gone, gone)
+    app.add_exception_handler(Exception, failed)
+
+
+class _Report:
+    """What `explain` reads."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+    def errors(self) -> list[Any]:
+        return self.items
+
+
+def _body(kind: type[Config]) -> dict[str, Any]:
+    """The JSON that a route takes, for its description."""
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": kind.model_json_schema()}}}}
+
+
+def docs_page(described: dict[str, Any]) -> str:
+    """The description of the service as a page: nothing to load, nothing to run."""
+    parts = []
+    for path, methods in described["paths"].items():
+        for method, one in methods.items():
+            parts.append(
+                f"<h2><code>{method.upper()} {escape(path)}</code></h2><p>{escape(one.get('description', ''))}</p>"
+            )
+            schema = one.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
+            rows = [
+                f"<tr><td><code>{escape(name)}</code></td><td>{escape(_kind(field))}</td>"
+                f"<td>{_default(field, name in schema.get('required', ()))}</td>"
+                f"<td>{escape(field.get('description', ''))}</td></tr>"
+                for name, field in schema.get("properties", {}).items()
+            ]
+            if rows:
+                head = "<tr><th>field</th><th>kind</th><th>unless given</th><th></th></tr>"
+                parts.append(f"<table>{head}{''.join(rows)}</table>")
+    title = f"{described['info']['title']} {described['info']['version']}"
+    return PAGE.format(title=escape(title), summary=escape(described["info"]["summary"]), parts="\n".join(parts))
+
+
+def _default(field: dict[str, Any], required: bool) -> str:
+    if required:
+        return "required"
+    return "" if field.get("default") is None else escape(json.dumps(field["default"]))
+
+
+def _kind(field: dict[str, Any]) -> str:
+    kinds = [one.get("type", "") for one in field.get("anyOf", [field])]
+    return " or ".join(kind for kind in kinds if kind and kind != "null")
+
+
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>{title}</title>
+<style>
+body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }}
+table {{ border-collapse: collapse; }} td, th {{ text-align: left; padding: .2rem 1rem .2rem 0; vertical-align: top; }}
+</style></head>
+<body><h1>{title}</h1><p>{summary} The same for programs: <a href="openapi.json">openapi.json</a>.</p>
+{parts}
+</body></html>
+"""

@@ -1,0 +1,498 @@
+"""The engine: one thread that owns the models, a queue before it, and sequences of all requests in one batch.
+
+The network does not see time, and every random number follows from a sequence's own key. So sequences of different
+requests, at different steps, with prompts, seeds and options of their own, share a network evaluation, and a sequence's
+text does not depend on its company. A new one joins at the next turn; one that nobody waits for any more leaves.
+
+Rows of one model and one length share a batch; where there are several such groups, they take turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from imdm.errors import UserError, check_number, check_seed, check_whole, is_out_of_memory, reason_of, unknown
+from imdm.masks import NoisePath
+from imdm.process import NoisePolicy
+from imdm.randomness import Purpose, as_key, fold
+from imdm.sampling import Canvas, Keys, Sampling
+from imdm.serving.settings import Settings
+
+if TYPE_CHECKING:
+    from imdm.writer import Writer
+
+
+class Busy(UserError):  # noqa: N818
+    """Too many wait already. after: seconds in which it is worth to come again."""
+
+    def __init__(self, sentence: str, after: int) -> None:
+        super().__init__(sentence)
+        self.after = after
+
+
+class TooLong(UserError):  # noqa: N818
+    """A request took longer than it may; its work was dropped."""
+
+
+class Stopped(UserError):  # noqa: N818
+    """The engine stops, or its work failed; the request was not answered."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One sequence to write.
+
+    model          by its name in the engine
+    ids            its row, with begin and end as the model wants them; None where a token is to be written
+    steps, noise, temperature, top_p    as in `Sampling`
+    seed, number   its randomness is that of text `number` of `Writer.write(seed=seed)`
+    draws_seed     another seed for which tokens are drawn, all else as it is
+    noise_seed     another for what masks carry
+    noise_between  two seeds and s in [0, 1]: what masks carry is on the way from the one's to the other's
+    frames         whether a frame is wanted after every step that reveals something; else there is but the last
+    """
+
+    model: str
+    ids: Sequence[int | None]
+    steps: int = 8
+    seed: int = 0
+    number: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    noise: NoisePolicy = "posterior"
+    draws_seed: int | None = None
+    noise_seed: int | None = None
+    noise_between: tuple[int, int, float] | None = None
+    frames: bool = False
+
+    @property
+    def how(self) -> Sampling:
+        return Sampling(self.steps, self.noise, self.temperature, self.top_p)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A sequence after one of its steps.
+
+    step         1 … steps; a step that reveals nothing has no frame; 0 where nothing was to be written
+    ids          None where still masked
+    revealed     the step that revealed each position; 0 where given, or still masked
+    probability  what the model gave each token when it was drawn; 1 where given, 0 where still masked
+    done         whether this is the last
+    evaluations  of the network so far, for this sequence
+    seconds      since the job was taken up
+    """
+
+    step: int
+    ids: list[int | None]
+    revealed: list[int]
+    probability: list[float]
+    done: bool
+    evaluations: int
+    seconds: float
+
+
+@dataclass(eq=False)
+class _Ticket:
+    """A job on its way: `tell` is called from the engine's thread with each frame, or with what went wrong."""
+
+    job: Job
+    how: Sampling
+    tell: Callable[[Frame | UserError], None]
+    came: float
+    began: float = 0.0
+    dropped: bool = False
+
+
+class _Group(NamedTuple):
+    """Sequences that share evaluations, and whose they are."""
+
+    canvas: Canvas
+    tickets: list[_Ticket]
+
+
+@dataclass
+class Counts:
+    """What an engine has done so far. turns: network evaluations; evaluated: sequences in them; busy: seconds in
+    which it worked."""
+
+    sequences: int = 0
+    tokens: int = 0
+    turns: int = 0
+    evaluated: int = 0
+    dropped: int = 0
+    failed: int = 0
+    busy: float = 0.0
+    lately: deque[float] = field(default_factory=lambda: deque(maxlen=64))  # seconds that sequences took
+
+
+class Engine:
+    """Writes for many at once.
+
+        with Engine({"mine": imdm.load("sentences-imdm")}) as engine:
+            async for frame in engine.run(Job("mine", ids)):
+                ...
+
+    Its models belong to it: nobody else may run or change them meanwhile; their tokenizers anybody may use.
+    """
+
+    def __init__(self, writers: Mapping[str, Writer], settings: Settings | None = None) -> None:
+        self.writers, self.settings = dict(writers), settings or Settings()
+        if not self.writers:
+            raise UserError("there is no model to serve; name one")
+        for name, writer in self.writers.items():
+            if writer.model.causal:
+                raise UserError(f"model {name!r} reads from left to right: it judges text and writes none")
+            writer.model.eval()
+        self.counts = Counts()
+        self._coming: deque[_Ticket] = deque()
+        self._groups: dict[tuple[str, int], _Group] = {}
+        self._changed = threading.Condition()
+        self._running = 0  # sequences taken up
+        self._open, self._aborted = False, False
+        self._thread: threading.Thread | None = None
+
+    # What others call, from any thread.
+
+    def __enter__(self) -> Engine:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop(0.0)
+
+    def start(self) -> None:
+        """Begin to work. The process may end without waiting for it."""
+        self._open, self._aborted = True, False
+        self._thread = threading.Thread(target=self._work, name="imdm-engine", daemon=True)
+        self._thread.start()
+
+    def stop(self, grace: float) -> None:
+        """Take no more jobs; finish those that are there within so many seconds; tell the others."""
+        with self._changed:
+            self._open = False
+            self._changed.notify_all()
+        thread = self._thread
+        if thread is None:
+            return
+        thread.join(grace)
+        with self._changed:
+            self._aborted = True
+            self._changed.notify_all()
+        thread.join()
+        self._thread = None
+
+    @property
+    def waiting(self) -> int:
+        """Sequences that are not taken up yet."""
+        return len(self._coming)
+
+    @property
+    def running(self) -> int:
+        """Sequences that are being written."""
+        return self._running
+
+    @property
+    def alive(self) -> bool:
+        """Whether it takes jobs."""
+        return self._open and self._thread is not None and self._thread.is_alive()
+
+    async def run(self, job: Job) -> AsyncGenerator[Frame, None]:
+        """The frames of a job in order, the last one `done`. One who leaves early has the work dropped at the next
+        turn; in a function that goes on afterwards, leave through `contextlib.aclosing`."""
+        async with aclosing(self.run_all([job])) as frames:
+            async for _, frame in frames:
+                yield frame
+
+    async def run_all(
+        self, jobs: Sequence[Job], seconds: float | None = None
+    ) -> AsyncGenerator[tuple[int, Frame], None]:
+        """The same of several jobs, taken up together or not at all: (number of the job, frame). seconds: that they may
+        take; those of the settings unless given."""
+        loop = asyncio.get_running_loop()
+        heard: asyncio.Queue[tuple[int, Frame | UserError]] = asyncio.Queue()
+
+        def teller(number: int) -> Callable[[Frame | UserError], None]:
+            def tell(said: Frame | UserError) -> None:
+                try:
+                    loop.call_soon_threadsafe(heard.put_nowait, (number, said))
+                except RuntimeError:  # the loop is closed: nobody listens any more
+                    ticket = tickets[number]
+                    ticket.dropped = True
+
+            return tell
+
+        now = time.monotonic()
+        tickets = [_Ticket(job, self.check(job), teller(number), now) for number, job in enumerate(jobs)]
+        self._submit(tickets)
+        seconds = self.settings.seconds if seconds is None else seconds
+        left, deadline = len(jobs), now + seconds
+        try:
+            while left:
+                try:
+                    number, said = await asyncio.wait_for(heard.get(), deadline - time.monotonic())
+                except TimeoutError:
+                    raise TooLong(
+                        f"the request took longer than {seconds:g} seconds; ask for fewer texts, tokens or steps"
+                    ) from None
+                if isinstance(said, UserError):
+                    raise said
+                left -= said.done
+                yield number, said
+        finally:
+            for ticket in tickets:
+                ticket.dropped = True
+
+    def check(self, job: Job) -> Sampling:
+        """Refuse what cannot be written."""
+        if job.model not in self.writers:
+            raise unknown("model", job.model, self.writers)
+        model = self.writers[job.model].model
+        how = job.how
+        check_whole("steps", job.steps, 1, self.settings.steps)
+        for name in ("seed", "draws_seed", "noise_seed"):
+            value = getattr(job, name)
+            if value is not None:
+                check_seed(value, name)
+        check_whole("number", job.number, 0, (1 << 31) - 1)
+        if job.noise_between is not None:
+            first, second, s = job.noise_between
+            check_seed(first, "noise_between")
+            check_seed(second, "noise_between")
+            check_number("noise_between", s)
+            if not 0 <= s <= 1:
+                raise UserError(f"noise_between = {s}: the way from one noise to another goes from 0 to 1")
+        if not 1 <= len(job.ids) <= model.length:
+            raise UserError(f"the row has {len(job.ids)} tokens, the model takes 1 to {model.length}")
+        most = model.vocab_size
+        for token in job.ids:
+            if token is not None and not (type(token) is int and 0 <= token < most):
+                check_whole("ids", token, 0, most - 1)
+        return how
+
+    def _submit(self, tickets: list[_Ticket]) -> None:
+        with self._changed:
+            if not self.alive or self._aborted:
+                raise Stopped("the service is stopping; come again when it has started")
+            many = len(self._coming) + self._running
+            if many + len(tickets) > self.settings.queue:
+                raise Busy(
+                    f"{many} texts are being written or wait, of {self.settings.queue} at most; come again later",
+                    self._after(),
+                )
+            self._coming.extend(tickets)
+            self._changed.notify_all()
+
+    def _after(self) -> int:
+        lately = self.counts.lately
+        return max(1, min(60, round(sum(lately) / len(lately)))) if lately else 1
+
+    # What its thread does.
+
+    def _work(self) -> None:
+        devices = {writer.model.device for writer in self.writers.values()}
+        for device in devices:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+        try:
+            with torch.no_grad():
+                while self._wait():
+                    started = time.monotonic()
+                    self._take_up()
+                    self._leave()
+                    if self._groups:
+                        self._turn()
+                    self.counts.busy += time.monotonic() - started
+        finally:
+            self._give_up()
+
+    def _wait(self) -> bool:
+        """Until there is work; False: the end."""
+        with self._changed:
+            while not (self._coming or self._groups or self._aborted):
+                if not self._open:
+                    return False
+                self._changed.wait()
+            return not self._aborted
+
+    def _take_up(self) -> None:
+        """Jobs that came, in their order, into groups that have room."""
+        fresh: dict[tuple[str, int], list[_Ticket]] = {}
+        with self._changed:
+            left: deque[_Ticket] = deque()
+            for ticket in self._coming:
+                if ticket.dropped:
+                    self.counts.dropped += 1
+                    continue
+                key = ticket.job.model, len(ticket.job.ids)
+                there = len(self._groups[key].tickets) if key in self._groups else 0
+                if there + len(fresh.get(key, ())) < self.settings.batch:
+                    fresh.setdefault(key, []).append(ticket)
+                else:
+                    left.append(ticket)
+            self._coming = left
+            self._running += sum(map(len, fresh.values()))
+        for key, tickets in fresh.items():
+            self._safely(tickets, partial(self._enter, key, tickets))
+
+    def _enter(self, key: tuple[str, int], tickets: list[_Ticket]) -> None:
+        now, model = time.monotonic(), self.writers[key[0]].model
+        canvases, order = [], []
+        for how in dict.fromkeys(ticket.how for ticket in tickets):
+            some = [ticket for ticket in tickets if ticket.how == how]
+            canvases.append(started([ticket.job for ticket in some], how, model))
+            order += some
+        for ticket in order:
+            ticket.began = now
+        there = self._groups.get(key)
+        if there is not None:
+            canvases, order = [there.canvas, *canvases], [*there.tickets, *order]
+        self._groups[key] = _Group(canvases[0].joined(*canvases[1:]) if canvases[1:] else canvases[0], order)
+
+    def _leave(self) -> None:
+        """Those whom nobody waits for."""
+        for key, group in list(self._groups.items()):
+            gone = sum(ticket.dropped for ticket in group.tickets)
+            if gone:
+                self.counts.dropped += gone
+                self._keep(key, group, [i for i, ticket in enumerate(group.tickets) if not ticket.dropped])
+
+    def _keep(self, key: tuple[str, int], group: _Group, index: list[int]) -> None:
+        """Go on with some sequences of a group alone."""
+        if index:
+            self._groups[key] = _Group(group.canvas.kept(index), [group.tickets[i] for i in index])
+        else:
+            self._groups.pop(key, None)
+        with self._changed:
+            self._running -= len(group.tickets) - len(index)
+
+    def _turn(self) -> None:
+        """One evaluation of the group whose turn it is."""
+        key = next(iter(self._groups))
+        group = self._groups.pop(key)
+        self._groups[key] = group  # the next time after the others
+        if not self._safely(group.tickets, partial(self._advance, key, group)):
+            self._groups.pop(key, None)
+
+    def _advance(self, key: tuple[str, int], group: _Group) -> None:
+        self._evaluate(group.canvas)
+        done = (~group.canvas.masked.any(1)).tolist()
+        frames = self._frames(group, done)
+        if any(done):
+            self._keep(key, group, [i for i, one in enumerate(done) if not one])
+        for ticket, frame in frames:
+            ticket.tell(frame)
+
+    def _evaluate(self, canvas: Canvas) -> None:
+        turn = canvas.next_turn()
+        if len(turn.active):
+            canvas.begin(turn)
+            drawn = canvas.evaluate(turn)
+            self.counts.turns += 1
+            self.counts.evaluated += len(turn.active)
+            self.counts.tokens += len(drawn.tokens)
+
+    def _frames(self, group: _Group, done: list[bool]) -> list[tuple[_Ticket, Frame]]:
+        """For those who want one after every step, and for all that are finished."""
+        now = time.monotonic()
+        told = [i for i, ticket in enumerate(group.tickets) if done[i] or ticket.job.frames]
+        for ticket, one in zip(group.tickets, done, strict=True):
+            if one:
+                self.counts.sequences += 1
+                self.counts.lately.append(now - ticket.came)
+        return [
+            (group.tickets[i], Frame(**frame, done=done[i], seconds=now - group.tickets[i].began))
+            for i, frame in zip(told, frames_of(group.canvas, told), strict=True)
+        ]
+
+    def _safely(self, tickets: list[_Ticket], work: Callable[[], None]) -> bool:
+        """Whatever goes wrong is told to those whom it concerns, and to no one else."""
+        try:
+            work()
+        except Exception as error:
+            with self._changed:
+                self._running -= len(tickets)
+            self.counts.failed += len(tickets)
+            if is_out_of_memory(error):
+                said: UserError = Stopped("out of memory; ask for fewer or shorter texts, or come again later")
+            else:
+                said = Stopped(f"writing failed: {type(error).__name__}: {reason_of(error)}")
+            for ticket in tickets:
+                ticket.tell(said)
+            return False
+        return True
+
+    def _give_up(self) -> None:
+        """At the end nobody is left without an answer."""
+        with self._changed:
+            self._open = False
+            left = [*self._coming, *(ticket for group in self._groups.values() for ticket in group.tickets)]
+            self._coming.clear()
+            self._groups.clear()
+            self._running = 0
+        for ticket in left:
+            ticket.tell(Stopped("the service stopped before the text was written; come again when it has started"))
+
+
+def started(jobs: Sequence[Job], how: Sampling, model: Any) -> Canvas:
+    """The canvas of jobs that are written in the same way, with rows of one length."""
+    hole = model.process.mask_id
+    rows = [[hole if token is None else token for token in job.ids] for job in jobs]
+    tokens = torch.tensor(rows, device=model.device)
+    number = torch.tensor([job.number for job in jobs], device=model.device)
+
+    def keys(seeds: Sequence[int]) -> Tensor:
+        return fold(torch.stack([as_key(seed) for seed in seeds]).to(model.device), Purpose.SAMPLE, number)
+
+    def seeds(name: str) -> list[int]:
+        return [job.seed if getattr(job, name) is None else getattr(job, name) for job in jobs]
+
+    order = keys([job.seed for job in jobs])
+    start = torch.ones(len(jobs), device=model.device)
+    if all(job.draws_seed is job.noise_seed is job.noise_between is None for job in jobs):
+        return Canvas.start(model, tokens, Keys.one(order), how, start)
+    noise: Tensor | NoisePath = keys(seeds("noise_seed"))
+    ways = [job.noise_between or (seed, seed, 0.0) for job, seed in zip(jobs, seeds("noise_seed"), strict=True)]
+    if any(s > 0 for _, _, s in ways) or any(job.noise_between for job in jobs):
+        first, second, s = zip(*ways, strict=True)
+        noise = NoisePath(keys(first), keys(second), torch.tensor(s, dtype=torch.float64, device=model.device))
+    return Canvas.start(model, tokens, Keys(order, keys(seeds("draws_seed")), noise), how, start)
+
+
+def frames_of(canvas: Canvas, index: list[int]) -> list[dict[str, Any]]:
+    """What frames say of some sequences of a canvas, but for time."""
+    if not index:
+        return []
+    at, L = torch.tensor(index, device=canvas.tokens.device), canvas.tokens.shape[1]
+    masked = canvas.masked[at]
+    given = canvas.revealed_at[at] < 0
+    columns = (
+        canvas.tokens[at].masked_fill(masked, -1),
+        (canvas.revealed_at[at] + 1).masked_fill(masked | given, 0),
+        canvas.log_probs[at].double().exp().masked_fill(given, 1.0).masked_fill(masked, 0.0),
+        canvas.last[at, None],
+        canvas.evaluations[at, None],
+    )
+    rows = torch.cat([column.double() for column in columns], 1).cpu().numpy()  # a GPU is waited for once
+    whole = rows[:, : 2 * L].astype(int).tolist()
+    return [
+        {
+            "step": int(row[-2]) + 1 if row[-1] else 0,
+            "ids": [None if token < 0 else token for token in numbers[:L]],
+            "revealed": numbers[L:],
+            "probability": row[2 * L : 3 * L].tolist(),
+            "evaluations": int(row[-1]),
+        }
+        for row, numbers in zip(rows, whole, strict=True)
+    ]

@@ -1,0 +1,151 @@
+"""What a request must pass before anything is done for it: names, keys, sizes, numbers."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import time
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from imdm.serving.metrics import Metrics
+from imdm.serving.settings import Settings
+
+LOCAL = ("127.0.0.1", "localhost", "::1")
+WITH_KEY = ("/v1", "/play", "/metrics")
+KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    504: "timeout_error",
+}
+
+
+def error(status: int, sentence: str, code: str | None = None, **headers: str) -> JSONResponse:
+    """A refusal in the shape of OpenAI's API."""
+    kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
+    said = {"message": " ".join(sentence.split()), "type": kind, "param": None, "code": code}
+    return JSONResponse({"error": said}, status, {name.replace("_", "-"): value for name, value in headers.items()})
+
+
+class Guard:
+    """Refuses, counts and limits, around the whole application."""
+
+    def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics) -> None:
+        self.app, self.settings, self.metrics = app, settings, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        started, status = time.monotonic(), 499  # nobody was there any more
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        self.metrics.clients += 1
+        try:
+            refused = self._refused(scope, Headers(scope=scope))
+            app = self.app if refused is None else refused
+            await app(scope, self._limited(receive), noted)
+        finally:
+            self.metrics.clients -= 1
+            route = getattr(scope.get("route"), "path", "other")
+            self.metrics.count(route, status, time.monotonic() - started)
+
+    def _refused(self, scope: Scope, headers: Headers) -> ASGIApp | None:
+        settings = self.settings
+        host = name_of(headers.get("host", ""))
+        if settings.hosts is not None and host not in settings.hosts:
+            return error(403, "this service is addressed by another name than its own; use http://127.0.0.1", "host")
+        origin = headers.get("origin")
+        if origin is not None and scope["method"] not in ("GET", "HEAD") and not _same(origin, headers.get("host", "")):
+            return error(403, "pages of another origin may not ask this service", "origin")
+        if settings.api_key is not None and scope["path"].startswith(WITH_KEY):
+            given = headers.get("authorization", "")
+            wanted = f"Bearer {settings.api_key.get_secret_value()}"
+            if not hmac.compare_digest(given.encode("utf-8", "replace"), wanted.encode()):
+                sentence = "the API key is wrong or missing; send the header 'Authorization: Bearer KEY'"
+                return error(401, sentence, "invalid_api_key", www_authenticate="Bearer")
+        if self.metrics.clients > settings.clients:
+            sentence = f"{settings.clients} requests are being answered, as many as may be; come again later"
+            return error(429, sentence, "too_many_clients", retry_after="1")
+        length = headers.get("content-length", "0")
+        if not length.isdigit() or int(length) > settings.body:
+            return error(413, self._too_large(), "body_too_large", connection="close")
+        return None
+
+    def _too_large(self) -> str:
+        return f"the request has more than {self.settings.body:,} bytes, as many as it may have"
+
+    def _limited(self, receive: Receive) -> Receive:
+        """The body of a request, which must come in time and not be too large; then news that the client has gone."""
+        read, whole = 0, False
+        deadline = time.monotonic() + self.settings.seconds
+
+        async def limited() -> Message:
+            nonlocal read, whole
+            if whole:
+                return await receive()
+            try:
+                message = await asyncio.wait_for(receive(), deadline - time.monotonic())
+            except TimeoutError:
+                raise HTTPException(408, "the request did not come in time; send it in one go") from None
+            if message["type"] == "http.request":
+                read += len(message.get("body", b""))
+                whole = not message.get("more_body", False)
+                if read > self.settings.body:
+                    raise HTTPException(413, self._too_large())
+            return message
+
+        return limited
+
+
+def name_of(host: str) -> str:
+    """A Host header without its port."""
+    try:
+        return (urlsplit(f"//{host}").hostname or "").lower()
+    except ValueError:
+        return ""
+
+
+def _same(origin: str, host: str) -> bool:
+    try:
+        return urlsplit(origin).netloc.lower() == host.lower()
+    except ValueError:
+        return False
+
+
+def is_local(host: str) -> bool:
+    return host in LOCAL or host.startswith("127.")
+
+
+def status_of(said: BaseException) -> tuple[int, str | None, dict[str, str]]:
+    """Status, code and headers of a refusal that the engine or the API makes."""
+    from imdm.serving.api import Missing
+    from imdm.serving.engine import Busy, Stopped, TooLong
+
+    if isinstance(said, Busy):
+        return 429, "queue_full", {"retry_after": str(said.after)}
+    known: dict[type[BaseException], tuple[int, str]] = {
+        TooLong: (504, "timeout"),
+        Stopped: (503, "stopped"),
+        Missing: (404, "model_not_found"),
+    }
+    status, code = next((found for kind, found in known.items() if isinstance(said, kind)), (400, None))
+    return status, code, {}
+
+
+def told(said: Any) -> JSONResponse:
+    """A UserError as an answer."""
+    status, code, headers = status_of(said)
+    return error(status, str(said), code, **headers)

@@ -1,0 +1,42 @@
+// What a text cost and what it is worth: evaluations, time, entropy, and a judge's perplexity.
+
+import { json } from "/page/api.js";
+import { el, short } from "/page/dom.js";
+
+export class Figures {
+  constructor() {
+    this.values = {};
+    const one = (name, words) => {
+      this.values[name] = el("dd", {}, "–");
+      return el("div", {}, el("dt", {}, words), this.values[name]);
+    };
+    this.note = el("p", { class: "note" });
+    this.root = el("div", { class: "figures", hidden: true },
+      el("dl", {}, one("evaluations", "evaluations"), one("ms", "milliseconds"), one("speed", "tokens/s"), one("entropy", "entropy"), one("perplexity", "perplexity")),
+      this.note);
+  }
+
+  clear() {
+    this.root.hidden = true;
+    this.note.textContent = "";
+    for (const value of Object.values(this.values)) value.textContent = "–";
+  }
+
+  show(frame) {
+    this.root.hidden = false;
+    const written = frame.ids.filter((_, i) => frame.revealed[i] > 0 && frame.pieces[i]).length;
+    this.values.evaluations.textContent = frame.evaluations;
+    this.values.ms.textContent = short(1000 * frame.seconds);
+    this.values.speed.textContent = short(written / frame.seconds);
+    this.values.entropy.textContent = frame.entropy.toFixed(2);
+  }
+
+  // The judge reads what was written after what was given at the beginning
+  async judge(model, frame, signal) {
+    this.values.perplexity.textContent = "…";
+    const first = frame.revealed.findIndex((step) => step > 0);
+    const found = await json("/play/judge", { model, row: frame.ids, given: Math.max(0, first) }, signal);
+    this.values.perplexity.textContent = short(found.perplexity);
+    this.note.textContent = `Entropy of the tokens, in nats; perplexity by ${found.judge}.`;
+  }
+}

@@ -1,0 +1,307 @@
+"""What the page at `/` asks for: its files, texts frame by frame, ways from one noise to another, a judge's opinion."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from fastapi import APIRouter, HTTPException, Request
+from fastapi.responses import Response, StreamingResponse
+from pydantic import BaseModel, ConfigDict, Field
+
+from imdm.data.tokenizers import tokenizer_hash
+from imdm.errors import UserError, unknown
+from imdm.evaluation.judge import Judge, judge_at_hand, load_judge
+from imdm.evaluation.text import sample_entropy
+from imdm.models.denoiser import check_tokens
+from imdm.serving.api import check_text
+from imdm.serving.app import while_connected
+from imdm.serving.engine import Engine, Frame, Job
+from imdm.serving.pieces import Pieces
+from imdm.serving.settings import Settings
+from imdm.shipped import DEFAULT, listed
+from imdm.writer import Writer
+
+PAGE = Path(__file__).with_name("page")
+KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+MOST_STEPS = 64
+MOST_POINTS = 65
+TOGETHER = 8  # points of a way that are written at once
+MOST_TEXT = 20_000  # characters
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+NOT_KEPT = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
+Events = AsyncGenerator[tuple[str, Mapping[str, Any]]]
+
+
+class Asked(BaseModel):
+    """What all requests of the page share."""
+
+    model_config = ConfigDict(extra="forbid")
+    model: str
+
+
+class ToWrite(Asked):
+    """A prompt to continue, or a row of ids with null where a token is to be written."""
+
+    prompt: str = Field("", max_length=MOST_TEXT)
+    row: list[int | None] | None = Field(None, max_length=MOST_TEXT)
+    steps: int = Field(8, ge=1, le=MOST_STEPS)
+    seed: Seed = 0
+    temperature: float = Field(1.0, ge=0, le=10)
+    noise: Literal["posterior", "keep"] = "posterior"
+    draws_seed: Seed | None = None
+    noise_seed: Seed | None = None
+
+
+class ToGo(ToWrite):
+    """The same draws at so many points of the way from one noise to another."""
+
+    between: tuple[Seed, Seed]
+    points: int = Field(17, ge=2, le=MOST_POINTS)
+
+
+class ToRead(Asked):
+    text: str = Field(min_length=1, max_length=MOST_TEXT)
+
+
+class ToJudge(Asked):
+    """A row of ids; the first `given` of them were not written and do not count."""
+
+    row: list[Annotated[int, Field(ge=0, lt=1 << 31)]] = Field(min_length=1, max_length=MOST_TEXT)
+    given: int = Field(0, ge=0)
+
+
+@dataclass
+class Author:
+    """A model of the service as the page knows it."""
+
+    name: str
+    writer: Writer
+    about: str = ""
+    pieces: Pieces = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.pieces = Pieces(self.writer)
+
+    def described(self) -> dict[str, Any]:
+        config = self.writer.model.config
+        mask = self.writer.model.mask
+        return {
+            "name": self.name,
+            "about": self.about,
+            "mask": mask.name,
+            "noisy": mask.noisy or config.mixture,
+            "length": config.length,
+            "tokenizer": tokenizer_hash(self.writer.tokenizer),
+        }
+
+    def row(self, asked: ToWrite) -> list[int | None]:
+        """What is to be written, with holes."""
+        hole, length = self.writer.model.config.mask_token_id, self.writer.model.config.length
+        if asked.row is None:
+            return [None if token == hole else token for token in self.writer.prefixed(asked.prompt, length)]
+        if asked.prompt:
+            raise UserError("give a prompt or a row, not both")
+        if None not in asked.row:
+            raise UserError("nothing to fill in: select the words that are to be written again")
+        return list(asked.row)
+
+    def read(self, text: str) -> dict[str, Any]:
+        """A text as a row that can be filled in again."""
+        row = self.writer.framed(text)
+        return {"ids": row, "pieces": self.pieces.of(row)}
+
+    def shown(self, frame: Frame) -> dict[str, Any]:
+        """A frame as the page draws it."""
+        known = [token for token in frame.ids if token is not None]
+        return {
+            "step": frame.step,
+            "ids": frame.ids,
+            "pieces": self.pieces.of(frame.ids),
+            "revealed": frame.revealed,
+            "probability": [round(p, 4) for p in frame.probability],
+            "done": frame.done,
+            "evaluations": frame.evaluations,
+            "seconds": round(frame.seconds, 4),
+            "entropy": round(self._entropy(known), 3) if known else 0.0,
+        }
+
+    def _entropy(self, ids: list[int]) -> float:
+        """Of a text's tokens, up to its end."""
+        row, ending = torch.tensor([ids]), self.writer.model.config.ending
+        return float(sample_entropy(row, None if ending is None else ending.lengths(row)))
+
+
+class Judges:
+    """The judges that ship, each loaded when it is first asked; one text is read at a time."""
+
+    def __init__(self) -> None:
+        self._loaded: dict[str, Judge] = {}
+        self._turn = asyncio.Lock()
+
+    async def read(self, author: Author, asked: ToJudge) -> dict[str, Any]:
+        check_tokens(torch.tensor(asked.row), author.writer.model.vocab_size, "row")
+        text, before = author.pieces.text(asked.row), author.pieces.text(asked.row[: asked.given])
+        prompt = before if text.startswith(before) else ""
+        async with self._turn:
+            return await asyncio.to_thread(self._read, author, prompt, text[len(prompt) :])
+
+    def _read(self, author: Author, prompt: str, text: str) -> dict[str, Any]:
+        judge = self._of(author)
+        score = judge.score([text], [prompt] if prompt else None)
+        counted = int(score.count.sum())
+        return {"judge": judge.label, "tokens": counted, "perplexity": score.perplexity() if counted else None}
+
+    def _of(self, author: Author) -> Judge:
+        if author.name not in self._loaded:
+            name = judge_at_hand(author.writer.tokenizer)
+            known = {judge.name: judge for judge in self._loaded.values()}
+            self._loaded[author.name] = known.get(name) or load_judge(name)
+        return self._loaded[author.name]
+
+
+def router(engine: Engine, settings: Settings) -> APIRouter:
+    """The page and what it asks for."""
+    files = {file.name: file for file in PAGE.iterdir() if file.suffix in KINDS}
+    about = {model.name: model.about for model in listed()}
+    authors = {name: Author(name, writer, about.get(name, "")) for name, writer in engine.writers.items()}
+    judges = Judges()
+    routes = APIRouter()
+
+    def author_of(asked: Asked) -> Author:
+        if asked.model not in authors:
+            raise unknown("model", asked.model, authors)
+        for text in (getattr(asked, "prompt", ""), getattr(asked, "text", "")):
+            check_text(text, settings.prompt)
+        return authors[asked.model]
+
+    def check_size(job: Job, texts: int) -> None:
+        many = texts * sum(token is None for token in job.ids)
+        if many > settings.tokens:
+            raise UserError(f"{many:,} tokens are to be written, of {settings.tokens:,} at most; ask for fewer")
+
+    @routes.get("/", include_in_schema=False)
+    async def index() -> Response:
+        return _file(files["index.html"])
+
+    @routes.get("/page/{name}", include_in_schema=False)
+    async def file(name: str) -> Response:
+        if name not in files:
+            raise HTTPException(404, "the page has no such file")
+        return _file(files[name])
+
+    @routes.get("/play/models", include_in_schema=False)
+    async def models() -> dict[str, Any]:
+        first = DEFAULT if DEFAULT in authors else next(iter(authors))
+        described = [author.described() for author in authors.values()]
+        return {"models": described, "default": first, "steps": min(MOST_STEPS, settings.steps)}
+
+    @routes.post("/play/write", include_in_schema=False)
+    async def write(request: Request, asked: ToWrite) -> Response:
+        author = author_of(asked)
+        job = _job(author, asked)
+        check_size(job, 1)
+        return await _stream(request, _frames(engine, author, job))
+
+    @routes.post("/play/path", include_in_schema=False)
+    async def path(request: Request, asked: ToGo) -> Response:
+        author = author_of(asked)
+        job = _job(author, asked)
+        check_size(job, asked.points)
+        return await _stream(request, _points(engine, author, job, asked))
+
+    @routes.post("/play/tokens", include_in_schema=False)
+    async def tokens(asked: ToRead) -> dict[str, Any]:
+        return author_of(asked).read(asked.text)
+
+    @routes.post("/play/judge", include_in_schema=False)
+    async def judge(asked: ToJudge) -> dict[str, Any]:
+        return await judges.read(author_of(asked), asked)
+
+    return routes
+
+
+def _job(author: Author, asked: ToWrite) -> Job:
+    return Job(
+        author.name,
+        author.row(asked),
+        steps=asked.steps,
+        seed=asked.seed,
+        temperature=asked.temperature,
+        noise=asked.noise,
+        draws_seed=asked.draws_seed,
+        noise_seed=asked.noise_seed,
+        frames=True,
+    )
+
+
+async def _frames(engine: Engine, author: Author, job: Job) -> Events:
+    async with aclosing(engine.run(job)) as frames:
+        async for frame in frames:
+            yield "frame", author.shown(frame)
+
+
+async def _points(engine: Engine, author: Author, job: Job, asked: ToGo) -> Events:
+    """Some points at a time, both ends first and then finer and finer."""
+    order = refining(asked.points)
+    for first in range(0, len(order), TOGETHER):
+        some = order[first : first + TOGETHER]
+        ways = [number / (asked.points - 1) for number in some]
+        jobs = [replace(job, noise_between=(*asked.between, s), frames=False) for s in ways]
+        async with aclosing(engine.run_all(jobs)) as found:
+            async for i, frame in found:
+                yield "point", {"point": some[i], "s": ways[i], **author.shown(frame)}
+
+
+def refining(points: int) -> list[int]:
+    """0 … points − 1 in an order in which the widest gap is halved first."""
+    order, gaps = [0, points - 1], deque([(0, points - 1)])
+    while gaps:
+        first, last = gaps.popleft()
+        if last - first > 1:
+            middle = (first + last) // 2
+            order.append(middle)
+            gaps += [(first, middle), (middle, last)]
+    return order
+
+
+async def _stream(request: Request, events: Events) -> Response:
+    """Server-sent events. What is refused at once is an answer of its own, with a status; later it is an event."""
+    first = await while_connected(request, _next(events))
+
+    async def lines() -> AsyncGenerator[str]:
+        async with aclosing(events):
+            yield _event(*first)
+            try:
+                async for event in events:
+                    yield _event(*event)
+            except UserError as error:
+                yield _event("error", {"message": str(error)})
+
+    return StreamingResponse(lines(), media_type="text/event-stream", headers=NOT_KEPT)
+
+
+async def _next(events: Events) -> tuple[str, Mapping[str, Any]]:
+    return await anext(events)
+
+
+def _event(name: str, data: Mapping[str, Any]) -> str:
+    return f"event: {name}\ndata: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+def _file(file: Path) -> Response:
+    return Response(file.read_bytes(), media_type=f"{KINDS[file.suffix]}; charset=utf-8", headers=HEADERS)

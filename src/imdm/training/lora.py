@@ -1,0 +1,152 @@
+"""LoRA: a large model trained through small ones. Each linear layer W of the backbone's blocks learns a change of low
+rank, W + (alpha / rank)·B·A, and W itself stays as it is (arXiv 2106.09685); what is small is trained whole: norms, the
+mask's row of the embedding, and all that is ours, such as the network that reads the masks' noise.
+
+The layers are `peft`'s. B starts at zero, so that a run starts with the law of its start, bit for bit.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from imdm.config import Config
+from imdm.errors import UserError
+from imdm.models import MaskedDiffusionLM
+from imdm.models.backbones import backbones
+from imdm.models.backbones.hf import layers_of
+from imdm.randomness import Purpose, as_key, fold, seeded
+
+NAME = "default"  # peft's own
+
+
+class Lora(Config):
+    """rank     of each layer's change
+    alpha    the change is scaled by alpha / rank; 2·rank unless given
+    dropout  of what the changes read
+    targets  names of the linear layers that change, such as `[q_proj, v_proj]`; all of the blocks unless given
+    base     in what precision weights that stay as they are lie in memory; bf16 needs `training.precision: bf16`
+    """
+
+    rank: int = Field(ge=1)
+    alpha: float | None = Field(None, gt=0)
+    dropout: float = Field(0.0, ge=0, lt=1)
+    targets: tuple[str, ...] | None = Field(None, min_length=1)
+    base: Literal["float32", "bf16"] = "float32"
+
+
+class MaskRow(nn.Module):
+    """An embedding that stays as it is but for the mask's row, which learns what is added to it."""
+
+    def __init__(self, base: Any, mask: int) -> None:
+        super().__init__()
+        self.base, self.mask = base, mask
+        self.change = nn.Parameter(torch.zeros_like(base.weight[0], dtype=torch.float32))
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.base(ids)
+        scale = getattr(self.base, "embed_scale", 1.0)  # Gemma's embedding scales its rows
+        return x + ((ids == self.mask)[..., None] * (self.change * scale)).to(x.dtype)
+
+    @torch.no_grad()
+    def merged(self) -> Any:
+        self.base.weight[self.mask] += self.change.to(self.base.weight.dtype)
+        return self.base
+
+
+def add_adapters(model: MaskedDiffusionLM, lora: Lora, seed: int) -> None:
+    """From here on the model trains through adapters, whose first weights follow from `seed`."""
+    peft = _peft()
+    check_backbone(model.backbone.settings.kind)
+    lm = model.backbone.get_network()
+    names = targets_in(lm, lora.targets)
+    lm.requires_grad_(False)
+    alpha = 2.0 * lora.rank if lora.alpha is None else lora.alpha
+    how = {"r": lora.rank, "lora_alpha": alpha, "lora_dropout": lora.dropout, "target_modules": names}
+    turned = any(type(lm.get_submodule(name)).__name__ == "Conv1D" for name in names)  # GPT-2 has (in, out)
+    with seeded(fold(as_key(seed), Purpose.INIT, 2)):
+        peft.inject_adapter_in_model(peft.LoraConfig(**how, fan_in_fan_out=turned), lm)
+    for module in lm.modules():
+        if "norm" in type(module).__name__.lower():
+            module.requires_grad_(True)
+    lm.set_input_embeddings(MaskRow(lm.get_input_embeddings(), model.config.mask_token_id).to(model.device))
+    for weight in lm.parameters():
+        weight.data = weight.data.to(
+            torch.float32 if weight.requires_grad or lora.base == "float32" else torch.bfloat16
+        )
+    model.backbone.drops = lora.dropout > 0
+
+
+def targets_in(lm: Any, wanted: Sequence[str] | None) -> list[str]:
+    """The whole names of the linear layers in the blocks; of those that end like one of the wanted, where some are."""
+    blocks = {id(module) for layer in layers_of(lm) for module in layer.modules()}
+    linear = [name for name, module in lm.named_modules() if id(module) in blocks and _is_linear(module)]
+    if wanted is None:
+        return linear
+    for one in wanted:
+        if not any(f".{name}".endswith(f".{one}") for name in linear):
+            known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linear))
+            raise UserError(
+                f"training.lora.targets: no linear layer of {lm.config.model_type!r} is called {one!r}; it has {known}"
+            )
+    return [name for name in linear if any(f".{name}".endswith(f".{one}") for one in wanted)]
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+@torch.no_grad()
+def merged(model: MaskedDiffusionLM) -> MaskedDiffusionLM:
+    """A copy whose weights are what a model with adapters has learnt: a plain one, in float32."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    plain = copy.deepcopy(model)
+    lm = plain.backbone.get_network()
+    nn.Module.to(plain, torch.float32)
+    for name, layer in list(lm.named_modules()):
+        if isinstance(layer, BaseTunerLayer):
+            layer.merge()
+            parent, _, last = name.rpartition(".")
+            setattr(lm.get_submodule(parent), last, layer.get_base_layer())
+    lm.set_input_embeddings(lm.get_input_embeddings().merged())
+    return plain.requires_grad_(True)
+
+
+def has_adapters(model: nn.Module) -> bool:
+    return isinstance(model, MaskedDiffusionLM) and isinstance(model.get_input_embeddings(), MaskRow)
+
+
+def check_lora(lora: Lora | None, precision: str) -> None:
+    """Refuse what cannot be, before any work."""
+    if lora is None:
+        return
+    _peft()
+    if lora.base == "bf16" and precision != "bf16":
+        raise UserError("training.lora.base = bf16: products are then of bf16 too; set training.precision = bf16")
+
+
+def check_backbone(kind: str) -> None:
+    """Refuse a model that is not one of `transformers`."""
+    if not backbones[kind].whole:
+        raise UserError(
+            f"training.lora: backbone {kind!r} is small and trained whole; LoRA is for models of transformers "
+            "(backbone 'hf')"
+        )
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError:
+        raise UserError("training.lora needs the extra: pip install 'imdm[lora]'") from None
+    return peft

@@ -1,0 +1,326 @@
+"""A causal language model that stays one, or becomes a diffusion model: attention that opens, training from left to
+right and writing so, and the recipe `adapt-smollm2` in small."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import imdm
+from imdm.adopting import adopted_config
+from imdm.data import LanguageSource, TokenSource, aligned
+from imdm.data.tokenizers import load_tokenizer, special_ids, train_bpe
+from imdm.ending import Ending
+from imdm.errors import UserError
+from imdm.evaluation import Subject, measure, read
+from imdm.models import MaskedDiffusionLM, load_model
+from imdm.objectives import Autoregressive, Nelbo, next_log_probs
+from imdm.randomness import Purpose, fold
+from imdm.recipes import Recipe, load_recipe, parse_recipe
+from imdm.runs import Run
+from imdm.runs.status import status
+from imdm.sampling import Sampling, sample
+from imdm.training import TrainConfig, Trainer
+from tests.conftest import tiny_model
+from tests.reference.statistics import assert_law, counts_of
+from tests.test_cli import imdm as command
+from tests.test_cli import refused
+from tests.test_hf import CAUSAL, FAMILIES, HOLES, MASK, SIZES, TOKENS, expected, logits_of, made, theirs
+from tests.test_whole import SETTINGS, stories
+
+LANGUAGE = aligned(length=3, symbols=3)
+SMALL = {"model_type": "llama"} | SIZES | {"vocab_size": LANGUAGE.vocab_size}
+
+
+def causal_logits(lm: Any, tokens: Tensor = TOKENS) -> Tensor:
+    with torch.no_grad():
+        return lm(input_ids=tokens).logits
+
+
+# Left to right
+
+
+@pytest.mark.parametrize("kind", list(CAUSAL))
+def test_a_causal_backbone_says_what_its_own_class_says(kind: str) -> None:
+    model = made(FAMILIES[kind], causal=True)
+    tokens = TOKENS.clamp(max=MASK - 1)
+    wanted = expected(causal_logits(theirs(model, FAMILIES[kind]), tokens))
+    found = next_log_probs(model, tokens)
+    torch.testing.assert_close(found, wanted[:, :-1].gather(-1, tokens[:, 1:, None])[..., 0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["dit", "llama", "gpt2", "gemma3_text"])
+def test_it_writes_by_its_own_law(kind: str) -> None:
+    """Every text of three symbols after a given one, against the product of its conditionals."""
+    if kind == "dit":
+        model = tiny_model(vocab_size=4, length=3, causal=True)
+    else:
+        model = made(FAMILIES[kind] | {"vocab_size": 4, "pad_token_id": 0}, vocab_size=4, length=3, causal=True)
+    first = torch.full((4000, 1), 2)
+    canvas = torch.cat((first, torch.full((4000, 2), 3)), 1)
+    keys = model.sample_keys(4000, seed=1)
+    found = sample(model, canvas, keys=keys, how=Sampling(), batch_size=1500)
+    every = torch.cartesian_prod(torch.tensor([2]), torch.arange(3), torch.arange(3))
+    law = next_log_probs(model, every).sum(1).exp().detach().double()
+    assert_law(counts_of(found.tokens[:, 1:], 3), law / law.sum())
+    assert float(law.sum()) == pytest.approx(1, abs=1e-5)
+    assert found.evaluations.tolist() == [2] * 4000
+    again = sample(model, canvas[7:9], keys=keys[7:9], how=Sampling())
+    assert torch.equal(again.tokens, found.tokens[7:9])  # each follows from its own key
+
+
+def test_what_it_has_read_is_remembered() -> None:
+    model = made(FAMILIES["llama"], causal=True)
+    x = model.get_input_embeddings()(TOKENS)
+    first, past = model.backbone.onward(x[:, :2])
+    second, past = model.backbone.onward(x[:, 2:3], past)
+    third, _ = model.backbone.onward(x[:, 3:], past)
+    torch.testing.assert_close(torch.cat((first, second, third), 1), model.backbone(x), atol=1e-5, rtol=1e-5)
+
+
+def test_whole_texts_end_and_are_measured_from_left_to_right() -> None:
+    ending = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
+    model = made(FAMILIES["llama"], causal=True, **ending)
+    written = model.generate(num=50, seed=3)
+    assert bool((written.tokens[:, 0] == 0).all())
+    assert bool(model.config.ending.fits(written.tokens).all())
+    rows = written.tokens
+    size = model.config.ending.lengths(rows)
+    assert torch.equal(written.evaluations, size - 1)
+    found = measure(["nelbo"], Subject(model, samples=50, data=TokenSource(rows, 12, MASK)))["nelbo"].value
+    terms = next_log_probs(model, rows).detach()
+    kept = torch.arange(1, 6)[None] < size[:, None]
+    assert found == pytest.approx(float(-(terms * kept).sum() / (size - 1).sum()), rel=1e-5)
+
+
+def test_it_learns_from_left_to_right_and_goes_on_exactly(tmp_path: Path) -> None:
+    def trainer(folder: str, steps: int) -> Trainer:
+        model = made(SMALL, vocab_size=LANGUAGE.vocab_size, length=3, causal=True, dropout=0.1)
+        config = TrainConfig(steps=steps, batch=32, lr=1e-2, warmup=5, ema=0.9, checkpoint_every=10)
+        return Trainer(model, Autoregressive(), LanguageSource(LANGUAGE), config, tmp_path / folder)
+
+    whole = load_model(trainer("whole", 80).train())
+    trainer("parts", 30).train()
+    for name, weight in load_model(trainer("parts", 80).train()).state_dict().items():
+        assert torch.equal(weight, whole.state_dict()[name])
+    x = LANGUAGE.at(torch.rand(200, dtype=torch.float64))
+    assert -float(next_log_probs(whole, x).detach().sum(1).mean()) < 0.2  # what follows the first token is certain
+    assert whole.config.causal
+
+
+# Attention that opens
+
+
+def half_open(model: MaskedDiffusionLM, share: float, seed: int = 0) -> Tensor:
+    model.train()
+    model.backbone.open_attention(share, fold(seed, Purpose.OPENING, 0))
+    return model(model.noised(TOKENS), HOLES).detach()
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2", "mistral"])
+def test_it_opens_from_causal_to_both_sides(kind: str) -> None:
+    """Gemma 2 adds its mask to the scores; Mistral's windows are opened too, as those of a model that is open."""
+    model = made(FAMILIES[kind], shift=True)
+    lm = theirs(model, FAMILIES[kind] | ({"sliding_window": 64} if "sliding_window" in FAMILIES[kind] else {}))
+    shifted = torch.tensor([0, 0, 1, 2, 3, 4])
+    causal = expected(causal_logits(lm))[:, shifted][HOLES]
+    opened = expected(logits_of(lm, causal=True))[:, shifted][HOLES]
+    torch.testing.assert_close(half_open(model, 0.0), causal, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(half_open(model, 1.0), opened, atol=1e-5, rtol=1e-5)
+    between = half_open(model, 0.5)
+    assert float((between - causal)[:, :MASK].abs().max()) > 1e-3
+    assert float((between - opened)[:, :MASK].abs().max()) > 1e-3
+    assert torch.equal(between, half_open(model, 0.5))
+    assert not torch.equal(between, half_open(model, 0.5, seed=1))
+    model.eval()  # measured as it will be
+    torch.testing.assert_close(model(model.noised(TOKENS), HOLES), opened, atol=1e-5, rtol=1e-5)
+
+
+def test_it_sees_that_share_of_what_follows() -> None:
+    from imdm.models.backbones.hf import Opening
+
+    visible = Opening(0.3, fold(3, Purpose.OPENING, 7)).visible(200, torch.device("cpu"))
+    later = torch.ones(200, 200, dtype=torch.bool).triu(1)
+    assert bool(visible[~later].all())
+    assert_law([int(visible[later].sum()), int((~visible[later]).sum())], [0.3, 0.7])
+
+
+def test_a_run_whose_attention_opens_goes_on_exactly(tmp_path: Path) -> None:
+    def trainer(folder: str, steps: int, opening: int = 6) -> Trainer:
+        model = made(SMALL, vocab_size=LANGUAGE.vocab_size, length=3, shift=True)
+        config = TrainConfig(steps=steps, batch=8, lr=1e-3, warmup=0, ema=0.9, opening=opening)
+        return Trainer(model, Nelbo(), LanguageSource(LANGUAGE), config, tmp_path / folder)
+
+    seen = []
+    run = trainer("whole", 8)
+    for _ in range(8):
+        run.train_step()
+        seen.append(run.bare.backbone.opening.share if run.bare.backbone.opening else 1.0)
+    assert seen == pytest.approx([0, 1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6, 1, 1])
+    whole = load_model(trainer("again", 8).train())
+    trainer("parts", 4).train()
+    for name, weight in load_model(trainer("parts", 8).train()).state_dict().items():
+        assert torch.equal(weight, whole.state_dict()[name])
+    assert trainer("none", 8, 0).run != run.run
+
+
+def test_what_cannot_open_is_refused(tmp_path: Path) -> None:
+    def start(model: MaskedDiffusionLM, **settings: Any) -> None:
+        config = TrainConfig(steps=1, batch=4, opening=5, **settings)
+        Trainer(model, Nelbo(), LanguageSource(LANGUAGE), config, tmp_path)
+
+    size = {"vocab_size": LANGUAGE.vocab_size, "length": 3}
+    for model in (tiny_model(**size), made(FAMILIES["bert"] | {"vocab_size": 4}, **size)):
+        with pytest.raises(UserError, match="only a causal model of backbone 'hf' that becomes a diffusion model"):
+            start(model)
+    with pytest.raises(UserError, match="a recorded step cannot open"):
+        start(made(SMALL, **size), graphs=True)
+
+
+@pytest.mark.slow
+def test_compiled_layers_agree() -> None:
+    model = made(FAMILIES["llama"], shift=True)
+    wanted = model(model.noised(TOKENS), HOLES)
+    wanted[:, :MASK].sum().backward()
+    gradients = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+    model.zero_grad()
+    for training in (False, True):
+        model.compile_trunk(training=training)
+        model.train(training)
+        found = model(model.noised(TOKENS), HOLES)
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    assert model.is_compiled
+    found[:, :MASK].sum().backward()
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(weight.grad, gradients.get(name), atol=1e-4, rtol=1e-4)
+
+
+# The recipe
+
+
+def tiny_llama(folder: Path) -> Path:
+    """A random Llama with a tokenizer like SmolLM2's: no mask, and the end token pads."""
+    tokenizer = train_bpe(stories(60), 300)
+    tokenizer.pad_token, tokenizer.mask_token = tokenizer.eos_token, None
+    torch.manual_seed(0)
+    fields = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = AutoConfig.for_model("llama", vocab_size=len(tokenizer), max_position_embeddings=64, **fields)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def tiny_recipe(source: Path, text: Path) -> Recipe:
+    """The recipe with a random Llama in SmolLM2's place: every stage of it."""
+    text.mkdir()
+    for name in ("train", "valid"):
+        (text / f"{name}.txt").write_text("\n".join(stories(300 if name == "train" else 40)))
+    settings = load_recipe("adapt-smollm2").resolved()
+    size = special_ids(load_tokenizer(source)).vocab_size
+    fields = {"model_type": "llama", "vocab_size": size, "hidden_size": 32, "intermediate_size": 48}
+    fields |= {"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64}
+    overrides = [f"data={text}", f"data.tokenizer={source}", "data.length=24", "model.width=32", "threads=1"]
+    overrides += [f"model.backbone.config={fields}"]
+    training = {"batch": 16, "lr": 3e-3, "warmup": 5, "ema": 0.9, "log_every": 10, "steps": 20}
+    for name, stage in settings["stages"].items():
+        if stage["kind"] == "adopt":
+            overrides.append(f"stages.{name}.source={source}")
+        elif stage["kind"] == "train":
+            opening = min(stage["training"]["opening"], 10)
+            overrides += [f"stages.{name}.training={training | {'opening': opening}}", f"stages.{name}.watch.every=10"]
+        else:
+            overrides += [f"stages.{name}.{setting}" for setting in ("samples=16", "precision=float32", "steps=[4]")]
+            overrides += [f"stages.{name}.judge={source}", f"stages.{name}.judge_precision=float32"]
+    sdtt = {"kind": "sdtt", "rounds": 2, "iterations": 10, "first_dt": 0.1}
+    overrides += [
+        f"stages.imdm-sdtt.objective={sdtt}",
+        f"stages.imdm-match.objective={ {'kind': 'match', **SETTINGS} }",
+    ]
+    return load_recipe("adapt-smollm2", overrides)
+
+
+def test_the_recipe_in_small(tmp_path: Path) -> None:
+    source = tiny_llama(tmp_path / "llama")
+    recipe = tiny_recipe(source, tmp_path / "text")
+    run = Run(recipe, tmp_path / "run")
+    run.all()
+    rows = read(run.results_file)
+    by = {(row.method, row.metric): row for row in rows}
+    assert {method for method, metric in by if metric == "gen_ppl"} == {
+        *("sdtt", "match", "adapted", "fresh", "left-to-right")
+    }
+    assert by["left-to-right", "gen_ppl"].judge == str(source)
+    folder = tmp_path / "run" / "seed-0"
+    before, after = (load_model(folder / name / "model") for name in ("smollm2", "imdm-match"))
+    special = special_ids(load_tokenizer(source))
+    for model in (before, after, load_model(folder / "fresh" / "model")):
+        assert (model.config.vocab_size, model.config.mask_token_id) == (special.vocab_size, special.mask)
+        assert model.config.ending == Ending(special.begin, special.end, special.end)
+        assert model.config.backbone["shift"]
+    assert not before.config.causal
+    assert load_model(folder / "left-to-right" / "model").config.causal
+    mean = before.get_input_embeddings().weight[: special.mask].mean(0)
+    torch.testing.assert_close(before.get_input_embeddings().weight[special.mask], mean)
+    assert imdm.load(folder / "imdm-match" / "model").write("Tom", steps=4)[0].text.startswith("Tom")
+    assert {row.kind for row in status(tmp_path / "run")["seed 0"]} >= {"adopt", "nelbo", "match", "evaluate"}
+    again = Run(recipe, tmp_path / "run")
+    again.all()  # all is there
+    assert read(again.results_file) == rows
+
+
+def test_an_adopted_stage_is_what_adopt_makes(tmp_path: Path) -> None:
+    source = tiny_llama(tmp_path / "llama")
+    for how in ({"adapt": True}, {"causal": True, "whole": True}):
+        model = imdm.adopt(source, length=16, **how)
+        found = adopted_config(source, length=16, **how)
+        assert found.to_dict() == model.config.to_dict()
+
+
+def test_what_a_recipe_cannot_start_from_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("IMDM_HOME", str(tmp_path / "home"))
+    with pytest.raises(UserError, match="tokenizer 'smollm2' is not here; get it with 'imdm judge fetch smollm2'"):
+        Run(load_recipe("adapt-smollm2"), tmp_path / "run").all()
+    with pytest.raises(UserError, match="model 'smollm2' is not here; get it with 'imdm judge fetch smollm2'"):
+        imdm.adopt("smollm2", adapt=True)
+    source = tiny_llama(tmp_path / "llama")
+    with pytest.raises(UserError, match="adapt opens its attention, and causal keeps it as it is"):
+        imdm.adopt(source, adapt=True, causal=True)
+    with pytest.raises(UserError, match="predicts what follows; leave out shift"):
+        imdm.adopt(source, causal=True, shift=False)
+    for file in source.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(UserError, match="no tokenizer beside it that says how whole texts begin and end"):
+        imdm.adopt(source, adapt=True, whole=True)
+    recipe = load_recipe("synthetic").resolved()
+    recipe["stages"] = {"mine": {"kind": "adopt", "source": str(tmp_path / "nowhere"), "adapt": True}}
+    recipe |= {"quick": None, "variants": {}}
+    with pytest.raises(UserError, match="no such file or folder, nor a hub id"):
+        Run(parse_recipe(recipe), tmp_path / "other").all()
+
+
+def test_the_command_for_both_ways(tmp_path: Path) -> None:
+    source = tiny_llama(tmp_path / "llama")
+    command(
+        "adopt", str(source), "--adapt", "--whole", "--length", "24", "--weights", "bf16", "--out", tmp_path / "one"
+    )
+    model = MaskedDiffusionLM.from_pretrained(tmp_path / "one", dtype="auto")
+    assert model.dtype == torch.bfloat16
+    assert model.config.ending is not None
+    command("adopt", str(source), "--causal", "--length", "24", "--out", tmp_path / "two")
+    assert load_model(tmp_path / "two").config.causal
+    told = refused(command("generate", tmp_path / "one", "--precision", "bf16"))
+    assert "--precision = bf16 needs a GPU" in told
+    half = load_model(tmp_path / "one", precision="bf16")
+    assert {weight.dtype for weight in half.parameters()} == {torch.bfloat16}
+    assert half.backbone.get_network().model.rotary_emb.inv_freq.dtype == torch.float32
+    assert half.generate(num=2, steps=2).tokens.shape == (2, 24)
+    assert imdm.load(tmp_path / "one", precision="bf16").model.dtype == torch.bfloat16
+    with pytest.raises(UserError, match="float32 or bf16"):
+        load_model(tmp_path / "one", precision="int4")
+    told = refused(command("adopt", str(source), "--adapt", "--causal", "--out", tmp_path / "three"))
+    assert "give one of them" in told

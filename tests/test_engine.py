@@ -1,0 +1,355 @@
+"""Many requests in one batch: each is written as if it were alone, comes and goes between turns, has an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from imdm.errors import UserError
+from imdm.masks import NoisePath
+from imdm.models import MaskedDiffusionLM, faster
+from imdm.randomness import Purpose, fold
+from imdm.sampling import Canvas, Keys, Sampling
+from imdm.serving import Busy, Engine, Frame, Job, Settings, Stopped, TooLong
+from tests.conftest import tiny_model
+from tests.reference.enumeration import TableDenoiser, all_masked, chain_law, sequence_law
+from tests.reference.statistics import assert_law, counts_of
+
+HOLES = [None] * 6
+WHOLE = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}  # rows are whole texts
+
+
+def engine_of(settings: Settings | None = None, **models: MaskedDiffusionLM) -> Engine:
+    """Ids are enough for it: nothing here needs a tokenizer."""
+    return Engine({name: SimpleNamespace(model=model) for name, model in models.items()}, settings)  # type: ignore
+
+
+def run(engine: Engine, work: Callable[[], Awaitable[Any]]) -> Any:
+    with engine:
+        return asyncio.run(asyncio.wait_for(work(), 60))  # type: ignore[arg-type]
+
+
+async def story(engine: Engine, job: Job) -> list[Frame]:
+    return [frame async for frame in engine.run(job)]
+
+
+async def last(engine: Engine, job: Job) -> Frame:
+    return (await story(engine, job))[-1]
+
+
+def alone(model: MaskedDiffusionLM, job: Job, **options: Any) -> Any:
+    """The same by `generate`, which is what `Writer` asks."""
+    row = [model.config.mask_token_id if token is None else token for token in job.ids]
+    keys = model.sample_keys(job.number + 1, job.seed)[job.number :]
+    how = {"steps": job.steps, "noise": job.noise, "temperature": job.temperature, "top_p": job.top_p}
+    return model.generate(torch.tensor([row]), keys=keys, **how, **options)
+
+
+def varied(name: str, many: int, first: int | None = None) -> list[Job]:
+    """Jobs of all kinds: lengths, prompts, steps, seeds, ways to draw."""
+    return [
+        Job(
+            name,
+            [i % 4 if first is None else first, *[None] * (3 + i % 3)] if i % 2 else [None] * (4 + i % 3),
+            steps=1 + i % 7,
+            seed=i // 3,
+            number=i % 3,
+            temperature=(1.0, 0.7, 0.0, 1.3)[i % 4],
+            top_p=(1.0, 0.8)[i // 4 % 2],
+            noise=("posterior", "keep")[i // 2 % 2],
+        )
+        for i in range(many)
+    ]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mask": "single"},
+        {"mask": "finite-7"},
+        {"mask": "infinite-uniform-8-1.0"},
+        {"mask": "infinite-normal-8-2.0", "mixture": True},
+        {"mask": "infinite-uniform-8-1.0", **WHOLE},
+    ],
+    ids=lambda changes: "-".join(changes),
+)
+def test_a_text_does_not_depend_on_its_company(changes: dict[str, Any]) -> None:
+    """Same ids as alone, whatever shares the batch, in at least 99.9% of tokens (rounding may flip a draw)."""
+    model = tiny_model(**changes)
+    jobs = varied("a", 60, first=changes.get("bos_token_id"))
+    engine = engine_of(Settings(batch=16), a=model)
+
+    async def work() -> list[Frame]:
+        return await asyncio.gather(*(last(engine, job) for job in jobs))
+
+    frames = run(engine, work)
+    wanted = [alone(model, job) for job in jobs]
+    pairs = [(a, b) for f, w in zip(frames, wanted, strict=True) for a, b in zip(f.ids, w.tokens[0], strict=True)]
+    assert sum(a == int(b) for a, b in pairs) >= 0.999 * len(pairs)
+    assert [f.evaluations for f in frames] == [int(w.evaluations[0]) for w in wanted]
+    assert engine.counts.turns < engine.counts.evaluated / 3  # they did share
+
+
+def test_sequences_of_all_kinds_in_one_batch_have_their_own_laws() -> None:
+    """Some of 3 steps that redraw their noise, some of 2 that keep it and join later; enumerated (false alarm 1e-5)."""
+    N, denoiser, ones = 20_000, TableDenoiser(2, 2, 2, seed=4), torch.ones(20_000)
+    keys = fold(8, Purpose.SAMPLE, torch.arange(2 * N))
+    start = torch.full((N, 2), 2)
+    first = Canvas.start(denoiser, start, Keys(*[keys[:N]] * 3), Sampling(3), ones)
+    turn = first.next_turn()
+    first.begin(turn)
+    first.evaluate(turn)
+    both = first.joined(Canvas.start(denoiser, start, Keys(*[keys[N:]] * 3), Sampling(2, "keep"), ones))
+    while len((turn := both.next_turn()).active):
+        both.begin(turn)
+        both.evaluate(turn)
+    for tokens, steps, policy in ((both.tokens[:N], 3, "posterior"), (both.tokens[N:], 2, "keep")):
+        law = sequence_law(chain_law(denoiser, all_masked(2, 2), steps, policy), 2, 2)
+        assert_law(counts_of(tokens, 2), law)
+
+
+def test_frames_tell_the_story_that_a_trace_tells() -> None:
+    model = tiny_model(mask="infinite-uniform-8-1.0")
+    job = Job("a", [3, *HOLES[1:]], steps=5, seed=4, frames=True)
+    engine = engine_of(a=model)
+    frames = run(engine, lambda: story(engine, job))
+    told = alone(model, job, trace=True)
+    hole = model.config.mask_token_id
+    for frame in frames:
+        canvas = told.trace.canvases[0, frame.step].tolist()
+        assert frame.ids == [None if token == hole else token for token in canvas]
+        assert frame.revealed == [
+            0 if token is None else int(step) + 1 for token, step in zip(frame.ids, told.revealed_at[0], strict=True)
+        ]
+    assert [frame.done for frame in frames] == [False] * (len(frames) - 1) + [True]
+    assert [frame.step for frame in frames] == sorted({int(step) + 1 for step in told.revealed_at[0]} - {0})
+    assert [frame.evaluations for frame in frames] == list(range(1, len(frames) + 1))
+    assert frames[-1].probability == pytest.approx(told.trace.log_probs[0].exp().tolist())
+    assert len(run(engine, lambda: story(engine, Job("a", HOLES)))) == 1
+
+
+def test_draws_and_noise_have_seeds_of_their_own() -> None:
+    model = tiny_model(mask="infinite-uniform-8-1.0")
+    base = Job("a", HOLES, seed=1, steps=2)
+
+    def key(seed: int) -> torch.Tensor:
+        return model.sample_keys(1, seed)
+
+    def by_keys(noise: Any) -> list[int]:
+        return alone(model, base, noise_keys=noise).tokens[0].tolist()
+
+    jobs = [
+        Job("a", HOLES, seed=1, steps=2, noise_seed=7),
+        Job("a", HOLES, seed=1, steps=2, noise_between=(7, 9, 0.4)),
+        Job("a", HOLES, seed=1, steps=2, noise_between=(7, 9, 0.0)),
+        base,
+        Job("a", HOLES, seed=1, steps=2, draws_seed=7),
+        Job("a", HOLES, seed=7, steps=2, noise_seed=1, draws_seed=1),
+    ]
+    engine = engine_of(a=model)
+
+    async def work() -> list[Frame]:
+        return await asyncio.gather(*(last(engine, job) for job in jobs))
+
+    found = run(engine, work)
+    assert found[0].ids == by_keys(key(7))
+    assert found[1].ids == by_keys(NoisePath.at(key(7), key(9), 0.4))
+    assert found[2].ids == found[0].ids
+    assert found[3].ids == by_keys(None)
+    assert found[4].revealed == found[3].revealed != found[5].revealed  # the order is the seed's
+
+
+def test_a_full_row_comes_back_without_any_evaluation() -> None:
+    engine = engine_of(a=tiny_model())
+    frame = run(engine, lambda: last(engine, Job("a", [0, 1, 2])))
+    assert (frame.ids, frame.evaluations, frame.step, frame.done) == ([0, 1, 2], 0, 0, True)
+
+
+class Gate:
+    """A model that waits before each evaluation until it is let go, and remembers how many it was asked for."""
+
+    def __init__(self, model: MaskedDiffusionLM) -> None:
+        self.asked, self.go, self.sizes = threading.Semaphore(0), threading.Semaphore(0), list[int]()
+        run_at = model.trunk_at
+
+        def trunk_at(state: Any, rows: Any) -> torch.Tensor:
+            self.sizes.append(len(state.tokens))
+            self.asked.release()
+            assert self.go.acquire(timeout=60)
+            return run_at(state, rows)
+
+        model.trunk_at = trunk_at  # type: ignore[method-assign]
+
+    async def reached(self) -> None:
+        """Until an evaluation waits."""
+        assert await asyncio.to_thread(self.asked.acquire, timeout=60)
+
+    def open(self) -> None:
+        self.go.release(1000)
+
+
+MANY = Job("a", HOLES, steps=1000, seed=2)  # six evaluations
+
+
+def test_a_new_request_joins_at_the_next_turn_and_one_that_hangs_up_leaves() -> None:
+    model = tiny_model()
+    gate, engine = Gate(model), engine_of(a=model)
+
+    async def hang_up() -> None:
+        async with aclosing(engine.run(MANY)) as frames:
+            async for _ in frames:
+                pass
+
+    async def work() -> None:
+        first = asyncio.create_task(last(engine, MANY))
+        await gate.reached()
+        leaving = asyncio.create_task(hang_up())
+        while not engine.waiting:
+            await asyncio.sleep(0)
+        gate.go.release()
+        await gate.reached()
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        gate.open()
+        assert (await first).ids == alone(tiny_model(), MANY).tokens[0].tolist()
+
+    run(engine, work)
+    assert gate.sizes == [1, 2, 1, 1, 1, 1]
+    assert (engine.counts.sequences, engine.counts.dropped, engine.running, engine.waiting) == (1, 1, 0, 0)
+
+
+def test_more_than_may_wait_are_told_to_come_again() -> None:
+    model = tiny_model()
+    gate, engine = Gate(model), engine_of(Settings(queue=3, batch=2), a=model)
+
+    async def work() -> None:
+        three = [asyncio.create_task(last(engine, Job("a", HOLES, seed=seed, steps=1))) for seed in range(3)]
+        await gate.reached()
+        with pytest.raises(Busy, match="3 texts are being written or wait, of 3 at most") as told:
+            await last(engine, Job("a", HOLES))
+        assert told.value.after >= 1
+        gate.open()
+        assert [(await one).done for one in three] == [True] * 3
+        assert (await last(engine, Job("a", HOLES))).done
+
+    run(engine, work)
+    assert max(gate.sizes) <= 2
+
+
+def test_a_request_that_takes_too_long_is_dropped() -> None:
+    model = tiny_model()
+    gate, engine = Gate(model), engine_of(Settings(seconds=0.2), a=model)
+
+    async def work() -> None:
+        with pytest.raises(TooLong, match=r"longer than 0\.2 seconds"):
+            await last(engine, MANY)
+        gate.open()
+        while engine.running:
+            await asyncio.sleep(0.001)
+
+    run(engine, work)
+    assert len(gate.sizes) == 1
+
+
+def test_what_fails_concerns_nobody_else() -> None:
+    model, broken = tiny_model(), tiny_model()
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("it broke")
+
+    broken.trunk_at = fail  # type: ignore[method-assign, assignment]
+    engine = engine_of(a=model, b=broken)
+
+    async def work() -> None:
+        good, bad = await asyncio.gather(
+            last(engine, Job("a", HOLES)), last(engine, Job("b", HOLES)), return_exceptions=True
+        )
+        assert isinstance(good, Frame)
+        assert isinstance(bad, Stopped)
+        assert "it broke" in str(bad)
+        assert engine.running == 0
+        assert (await last(engine, Job("a", HOLES))).done
+
+    run(engine, work)
+
+
+@pytest.mark.parametrize("grace", [60.0, 0.0])
+def test_at_the_end_running_work_is_finished_or_told_and_none_is_taken(grace: float) -> None:
+    model = tiny_model()
+    gate, engine = Gate(model), engine_of(a=model)
+
+    async def work() -> None:
+        engine.start()
+        running = asyncio.create_task(last(engine, MANY))
+        await gate.reached()
+        stopping = asyncio.create_task(asyncio.to_thread(engine.stop, grace))
+        while engine.alive:
+            await asyncio.sleep(0)
+        with pytest.raises(Stopped, match="is stopping"):
+            await last(engine, Job("a", HOLES))
+        if not grace:
+            while not engine._aborted:
+                await asyncio.sleep(0)
+        gate.open()
+        if grace:
+            assert (await running).done
+        else:
+            with pytest.raises(Stopped, match="stopped before"):
+                await running
+        await stopping
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+
+
+@pytest.mark.parametrize(
+    ("job", "message"),
+    [
+        (Job("c", HOLES), "unknown model 'c'; known: a"),
+        (Job("a", HOLES, steps=0), "steps = 0: must be"),
+        (Job("a", HOLES, steps=1001), "steps = 1001: must be a whole number from 1 to 1,000"),
+        (Job("a", HOLES, seed=1 << 64), "seed = "),
+        (Job("a", HOLES, noise="no"), "unknown noise policy 'no'"),  # type: ignore[arg-type]
+        (Job("a", HOLES, temperature=-1.0), "temperature = "),
+        (Job("a", HOLES, top_p=0.0), "top_p = "),
+        (Job("a", HOLES, noise_between=(1, 2, 1.5)), "noise_between = 1.5"),
+        (Job("a", [None] * 7), "the row has 7 tokens, the model takes 1 to 6"),
+        (Job("a", []), "the row has 0 tokens"),
+        (Job("a", [5, None]), "ids = 5: must be a whole number from 0 to 4"),
+    ],
+)
+def test_bad_jobs_get_a_sentence(job: Job, message: str) -> None:
+    engine = engine_of(a=tiny_model())
+    with pytest.raises(UserError, match=message):
+        run(engine, lambda: last(engine, job))
+
+
+def test_models_that_cannot_write_are_refused() -> None:
+    with pytest.raises(UserError, match="model 'a' reads from left to right"):
+        engine_of(a=tiny_model(causal=True))
+    with pytest.raises(UserError, match="there is no model to serve"):
+        engine_of()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_requests_share_a_batch_on_a_gpu() -> None:
+    """Recorded evaluations and all, in float32: as alone but for rounding."""
+    model = faster(tiny_model(mask="infinite-uniform-8-1.0").cuda(), dtype=torch.float32, compile=False)
+    jobs = varied("a", 60)
+    engine = engine_of(Settings(batch=16), a=model)
+
+    async def work() -> list[Frame]:
+        return await asyncio.gather(*(last(engine, job) for job in jobs))
+
+    frames = run(engine, work)
+    wanted = [alone(model, job) for job in jobs]
+    pairs = [(a, b) for f, w in zip(frames, wanted, strict=True) for a, b in zip(f.ids, w.tokens[0], strict=True)]
+    assert sum(a == int(b) for a, b in pairs) >= 0.99 * len(pairs)

@@ -1,0 +1,229 @@
+"""What the page asks of the service: frames with the text of each token, ways between noises, a judge; its files."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("fastapi", reason="the service needs imdm[serve]")
+
+from fastapi.testclient import TestClient
+
+from imdm.data.tokenizers import train_bpe
+from imdm.serving import Engine, Settings
+from imdm.serving.app import make_app
+from imdm.serving.pieces import Pieces
+from imdm.serving.play import PAGE, refining
+from imdm.writer import Writer
+from tests.conftest import tiny_model
+from tests.test_corpora import SENTENCES
+
+END, MASK, LENGTH = 1, 3, 40
+WHOLE = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+
+
+def writers(length: int = LENGTH) -> dict[str, Writer]:
+    """Two models of random weights, with and without noise in their masks; one that writes whole texts."""
+    tokenizer = train_bpe(SENTENCES * 5, 320)
+    size = {"vocab_size": len(tokenizer), "mask_token_id": MASK, "length": length}
+    made = {
+        "noisy": tiny_model(1, mask="infinite-uniform-8-1.0", **size),
+        "plain": tiny_model(2, **size),
+        "whole": tiny_model(3, **size, **WHOLE),
+    }
+    return {name: Writer(model, tokenizer) for name, model in made.items()}
+
+
+def ids_of(writer: Writer, text: str) -> list[int]:
+    return writer.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[tuple[TestClient, dict[str, Writer]]]:
+    models = writers()
+    with Engine(models) as engine:
+        yield TestClient(make_app(engine), base_url="http://127.0.0.1"), models
+
+
+def told(client: TestClient, path: str, **asked: Any) -> list[dict[str, Any]]:
+    """The data of all events of an answer."""
+    answer = client.post(path, json=asked)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    return [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: ")]
+
+
+@pytest.mark.parametrize("model", ["noisy", "plain", "whole"])
+def test_frames_end_in_the_text_that_a_writer_writes(served: Any, model: str) -> None:
+    client, models = served
+    frames = told(client, "/play/write", model=model, prompt="The cat", steps=5, seed=3)
+    (text,) = models[model].write("The cat", steps=5, seed=3)
+    last = frames[-1]
+    assert "".join(last["pieces"]) == text.text
+    assert last["ids"][: len(text.tokens)] == text.tokens
+    assert last["evaluations"] == text.evaluations == len(frames)
+    assert [frame["done"] for frame in frames] == [False] * (len(frames) - 1) + [True]
+    for frame in frames:
+        for token, piece, step, probability in zip(
+            frame["ids"], frame["pieces"], frame["revealed"], frame["probability"], strict=True
+        ):
+            assert (token is None) == (piece is None)
+            assert step <= frame["step"]
+            assert 0 <= probability <= 1
+    given = len(ids_of(models[model], "The cat")) + 1
+    assert last["revealed"][:given] == [0] * given
+    assert 0 < last["entropy"] < 4
+
+
+def test_a_row_is_filled_in_and_kept_elsewhere(served: Any) -> None:
+    client, _ = served
+    row = client.post("/play/tokens", json={"model": "noisy", "text": "The cat sat on the mat."}).json()
+    assert "".join(row["pieces"]) == "The cat sat on the mat."
+    holes = [2, 3, 6]
+    ids = [None if i in holes else token for i, token in enumerate(row["ids"])]
+    last = told(client, "/play/write", model="noisy", row=ids, steps=4)[-1]
+    assert [i for i, step in enumerate(last["revealed"]) if step] == holes
+    assert all(last["ids"][i] == token for i, token in enumerate(ids) if token is not None)
+
+
+def test_noise_and_draws_change_apart(served: Any) -> None:
+    client, _ = served
+    for model, moved in (("noisy", True), ("plain", False)):
+        asked = {"model": model, "steps": 2, "noise": "keep"}
+        base, noise, draws = (
+            told(client, "/play/write", **asked, **change)[-1] for change in ({}, {"noise_seed": 9}, {"draws_seed": 9})
+        )
+        assert base["revealed"] == noise["revealed"] == draws["revealed"]
+        assert (base["ids"] != noise["ids"]) == moved
+        assert base["ids"] != draws["ids"]
+
+
+def test_a_way_between_two_noises_has_them_at_its_ends(served: Any) -> None:
+    client, _ = served
+    asked = {"model": "noisy", "steps": 2, "noise": "keep", "seed": 4}
+    points = told(client, "/play/path", **asked, between=[4, 5], points=11)
+    assert sorted(point["point"] for point in points) == list(range(11))
+    assert all(point["s"] == point["point"] / 10 for point in points)
+    assert {point["point"] for point in points[:2]} == {0, 10}  # both ends first
+    at = {point["point"]: point["ids"] for point in points}
+    assert at[0] == told(client, "/play/write", **asked)[-1]["ids"]
+    assert at[10] == told(client, "/play/write", **asked, noise_seed=5)[-1]["ids"]
+    assert at[0] != at[10]
+
+
+@pytest.mark.parametrize("points", [2, 3, 10, 33])
+def test_a_way_is_refined_and_leaves_nothing_out(points: int) -> None:
+    assert sorted(refining(points)) == list(range(points))
+    assert refining(9) == [0, 8, 4, 2, 6, 1, 3, 5, 7]
+
+
+def test_the_limits_of_the_service_are_the_pages_too() -> None:
+    with Engine(writers(), Settings(tokens=100, prompt=10, steps=5)) as engine:
+        client = TestClient(make_app(engine), base_url="http://127.0.0.1")
+        assert client.get("/play/models").json()["steps"] == 5
+        for path, asked, sentence in (
+            ("path", {"between": [0, 1], "points": 9}, "tokens are to be written, of 100 at most"),
+            ("write", {"prompt": "a text of more than ten"}, "of 10 at most"),
+            ("write", {"steps": 6}, "steps = 6: must be a whole number from 1 to 5"),
+        ):
+            answer = client.post(f"/play/{path}", json={"model": "noisy", **asked})
+            assert answer.status_code == 400
+            assert sentence in answer.json()["error"]["message"]
+
+
+def test_the_judge_that_ships_reads(served: Any) -> None:
+    client, models = served
+    row = models["plain"].blanked("The cat sat ___.", 1, "___")
+    found = client.post("/play/judge", json={"model": "plain", "row": row}).json()
+    assert found["judge"]
+    assert found["perplexity"] > 1
+    after = client.post("/play/judge", json={"model": "plain", "row": row, "given": 4}).json()
+    assert 0 < after["tokens"] < found["tokens"]
+    nothing = client.post("/play/judge", json={"model": "plain", "row": [0, 1]}).json()
+    assert nothing["perplexity"] is None
+
+
+def test_models_say_what_their_masks_carry(served: Any) -> None:
+    client, _ = served
+    found = client.get("/play/models").json()
+    assert {model["name"]: model["noisy"] for model in found["models"]} == {
+        "noisy": True,
+        "plain": False,
+        "whole": False,
+    }
+    assert found["default"] in ("noisy", "plain", "whole")
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "sentence"),
+    [
+        ("write", {"model": "none"}, "unknown model 'none'; known: noisy, plain, whole"),
+        ("write", {"model": "plain", "steps": 65}, "steps"),
+        ("write", {"model": "plain", "prompt": "word " * 200}, "there is no room to write"),
+        ("write", {"model": "plain", "row": [0, 5, 1]}, "nothing to fill in"),
+        ("write", {"model": "plain", "row": [0, None, 999]}, "999"),
+        ("write", {"model": "plain", "row": [None] * 99}, "the row has 99 tokens"),
+        ("write", {"model": "plain", "row": [0, None], "prompt": "a"}, "not both"),
+        ("write", {"model": "plain", "colour": "red"}, "colour"),
+        ("path", {"model": "noisy", "between": [0, 1], "points": 1}, "points"),
+        ("tokens", {"model": "plain", "text": "word " * 200}, "the model takes at most 40"),
+        ("tokens", {"model": "plain", "text": ""}, "text"),
+        ("tokens", {"model": "plain", "text": "\ud800"}, "unicode string"),
+        ("write", {"model": "plain", "prompt": "\ud800"}, "unicode string"),
+        ("judge", {"model": "plain", "row": [0, 99999]}, "99999"),
+        ("judge", {"model": "plain", "row": []}, "row"),
+    ],
+)
+def test_what_cannot_be_done_is_a_sentence(served: Any, path: str, asked: dict[str, Any], sentence: str) -> None:
+    client, _ = served
+    answer = client.post(f"/play/{path}", content=json.dumps(asked), headers={"Content-Type": "application/json"})
+    assert 400 <= answer.status_code < 500
+    message = answer.json()["error"]["message"]
+    assert sentence in message
+    assert "\n" not in message
+
+
+def test_the_pages_files_come_from_here_and_nothing_else_does(served: Any) -> None:
+    client, _ = served
+    page = client.get("/")
+    assert page.status_code == 200
+    policy = page.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    for file in PAGE.iterdir():
+        found = client.get(f"/page/{file.name}")
+        assert found.status_code == 200
+        assert found.content == file.read_bytes()
+        text = file.read_text(encoding="utf-8")
+        assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text), "nothing is fetched from outside"
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(", text)
+    for name in ("nosuch.js", "../play.py", "%2e%2e/play.py", "..%2fplay.py"):
+        assert client.get(f"/page/{name}").status_code == 404
+
+
+@pytest.mark.parametrize("text", ["a naïve café — 東京 ☃ 👩‍🚀 end", "<b>&amp;</b>", "line\nline"])
+def test_pieces_of_tokens_are_the_text(text: str) -> None:
+    for writer in writers().values():
+        pieces = Pieces(writer)
+        row = ids_of(writer, text)
+        assert "".join(pieces.of(row)) == text
+        half = [token if i % 2 else None for i, token in enumerate(row)]
+        assert [piece is None for piece in pieces.of(half)] == [token is None for token in half]
+
+
+def test_pieces_are_the_text_whatever_the_tokens_are() -> None:
+    """Stray bytes, ends in the middle, padding."""
+    for writer in writers(20).values():
+        size = writer.model.vocab_size
+        pieces, rows = Pieces(writer), torch.randint(0, size, (200, 20), generator=torch.Generator().manual_seed(0))
+        rows = rows.masked_fill(rows == MASK, 5)
+        rows = writer.model.process.closed(rows, torch.ones_like(rows, dtype=torch.bool))
+        for row in rows.tolist():
+            found = pieces.of(row)
+            assert "".join(found) == writer.decode(row)
+            assert not any(piece for token, piece in zip(row, found, strict=True) if token == END)

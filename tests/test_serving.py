@@ -1,0 +1,578 @@
+"""The HTTP service as its clients see it: OpenAI's own, and those that hang up, ask for too much or speak nonsense."""
+
+from __future__ import annotations
+
+import http.client
+import inspect
+import json
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+
+from imdm.benchmarks import serving as bench
+from imdm.cli.serving import named, serve, writing
+from imdm.data.tokenizers import special_ids, train_bpe
+from imdm.errors import UserError
+from imdm.serving import Engine, Settings
+from imdm.serving.api import Completion, Order
+from imdm.serving.guard import LOCAL
+from imdm.serving.server import Server, address, in_background
+from imdm.writer import Writer
+from tests.conftest import tiny_model
+from tests.test_corpora import SENTENCES
+from tests.test_engine import WHOLE, Gate
+
+KEY = "sesame"
+PROMPT = "The cat"
+
+
+def tiny_writer(seed: int = 0, **changes: Any) -> Writer:
+    """A model of random weights with a tokenizer: it writes nonsense, but always the same."""
+    tokenizer = train_bpe(SENTENCES * 5, 320)
+    special = special_ids(tokenizer)
+    size = {"vocab_size": special.vocab_size, "mask_token_id": special.mask, "length": 24}
+    return Writer(tiny_model(seed, **size | changes), tokenizer)
+
+
+@pytest.fixture(scope="module")
+def writer() -> Writer:
+    return tiny_writer(mask="infinite-uniform-8-1.0")
+
+
+@pytest.fixture(scope="module")
+def whole() -> Writer:
+    made = tiny_writer(1, **WHOLE)
+    made.model.output.bias.data[WHOLE["eos_token_id"]] += 3  # or it would hardly ever end
+    return made
+
+
+@pytest.fixture(scope="module")
+def server(writer: Writer, whole: Writer) -> Iterator[Server]:
+    limits = Settings(api_key=KEY, hosts=LOCAL, body=20_000, prompt=5000, tokens=4000, queue=100)
+    with in_background(Engine({"tiny": writer, "whole": whole}, limits)) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: Server) -> Any:
+    return client_of(server)
+
+
+def client_of(server: Server, key: str = KEY) -> Any:
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key=key, max_retries=0, timeout=60)
+
+
+def ask(
+    server: Server, body: Any = None, path: str = "/v1/completions", method: str = "POST", **headers: str
+) -> tuple[int, dict[str, str], Any]:
+    """One request, as it is: status, headers, and what was answered."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    sent = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    sent |= {name.replace("_", "-"): value for name, value in headers.items()}
+    content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+    connection.request(method, path, content, {name: value for name, value in sent.items() if value})
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    connection.close()
+    heads = {name.lower(): value for name, value in answer.getheaders()}
+    return answer.status, heads, json.loads(text) if heads.get("content-type") == "application/json" else text
+
+
+def until(true: Callable[[], object]) -> None:
+    """Wait for something that another thread does."""
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def rest(writer: Writer, texts: list[Any]) -> list[str]:
+    """What `Writer` wrote after each prompt."""
+    return [text.text.removeprefix(writer.decode(writer._encode(text.prompt))) for text in texts]
+
+
+def test_a_completion_is_what_the_writer_writes(client: Any, writer: Writer) -> None:
+    made = client.completions.create(model="tiny", prompt=PROMPT, seed=3, extra_body={"steps": 5, "noise": "keep"})
+    wanted = writer.write(PROMPT, seed=3, steps=5, noise="keep")
+    assert [choice.text for choice in made.choices] == rest(writer, wanted)
+    assert (made.model, made.object, made.choices[0].finish_reason) == ("tiny", "text_completion", "length")
+    given = 2 + len(writer._encode(PROMPT))
+    assert (made.usage.prompt_tokens, made.usage.completion_tokens) == (given, 24 - given)
+    assert made.usage.total_tokens == 24
+    assert made.usage.evaluations == wanted[0].evaluations
+    assert made.seed == 3
+
+
+def test_max_tokens_are_written(client: Any, writer: Writer) -> None:
+    made = client.completions.create(model="tiny", prompt=PROMPT, seed=3, max_tokens=4, temperature=0.8, top_p=0.9)
+    length = 2 + len(writer._encode(PROMPT)) + 4
+    wanted = writer.write(PROMPT, seed=3, length=length, temperature=0.8, top_p=0.9)
+    assert made.choices[0].text == rest(writer, wanted)[0]
+    assert made.usage.completion_tokens == 4
+
+
+def test_several_prompts_and_several_texts_of_each(client: Any, writer: Writer) -> None:
+    prompts = [PROMPT, "A dog sat", "The"]
+    made = client.completions.create(model="tiny", prompt=prompts, n=3, seed=5)
+    assert [choice.index for choice in made.choices] == list(range(9))
+    assert [choice.text for choice in made.choices] == rest(writer, writer.write(prompts, num=3, seed=5))
+    (alone,) = client.completions.create(model="tiny", prompt=PROMPT, n=1, seed=5).choices
+    assert alone.text == made.choices[0].text
+    assert len({choice.text for choice in made.choices}) > 3
+
+
+def test_a_stream_is_the_same_text_in_pieces(client: Any) -> None:
+    asked = {"model": "tiny", "prompt": [PROMPT, "A"], "seed": 4, "extra_body": {"steps": 30}}
+    plain = client.completions.create(**asked)
+    pieces = list(client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    said = ["", ""]
+    for piece in pieces[:-1]:
+        (choice,) = piece.choices
+        said[choice.index] += choice.text
+    assert said == [choice.text for choice in plain.choices]
+    assert len(pieces) > 4
+    reasons = [piece.choices[0].finish_reason for piece in pieces[:-1]]
+    assert sorted(map(str, set(reasons))) == ["None", "length"]
+    assert reasons.count("length") == 2
+    assert pieces[-1].choices == []
+    assert pieces[-1].usage.total_tokens == plain.usage.total_tokens
+    (once,) = list(client.completions.create(model="tiny", prompt=PROMPT, stream=True, extra_body={"steps": 1}))
+    assert once.choices[0].finish_reason == "length"
+
+
+def test_stop_and_echo(client: Any) -> None:
+    asked = {"model": "tiny", "prompt": PROMPT, "seed": 4, "extra_body": {"steps": 30}}
+    text = client.completions.create(**asked).choices[0].text
+    stop = text[len(text) // 2 :][:2]
+    (cut,) = client.completions.create(**asked, stop=["nosuch stop", stop]).choices
+    assert (cut.text, cut.finish_reason) == (text[: text.index(stop)], "stop")
+    pieces = list(client.completions.create(**asked, stop=stop, stream=True))
+    assert "".join(piece.choices[0].text for piece in pieces) == cut.text
+    assert client.completions.create(**asked, echo=True).choices[0].text == PROMPT + text
+
+
+def test_blanks_are_filled(server: Server, writer: Writer) -> None:
+    text = "The ___ sat on ___."
+    wanted = [one.text for one in writer.infill(text, num=2, seed=6, blank=3)]
+    assert len(set(wanted)) == 2
+    _, _, made = ask(server, {"text": text, "n": 2, "seed": 6, "blank": 3}, "/v1/infill")
+    assert [choice["text"] for choice in made["choices"]] == wanted
+    assert {choice["finish_reason"] for choice in made["choices"]} == {"stop"}
+    _, _, same = ask(server, {"prompt": text, "n": 2, "seed": 6, "blank": 3, "infill": True})
+    assert [choice["text"] for choice in same["choices"]] == wanted
+    _, heads, told = ask(server, {"text": [text], "seed": 6, "blank": 3, "stream": True}, "/v1/infill")
+    assert heads["content-type"].startswith("text/event-stream")
+    events = [line[6:] for line in told.splitlines() if line]
+    assert events[-1] == "[DONE]"
+    assert "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1]) == wanted[0]
+
+
+def test_a_model_of_whole_texts_says_whether_they_ended(client: Any, whole: Writer) -> None:
+    made = client.completions.create(model="whole", prompt=PROMPT, n=30, seed=1)
+    wanted = whole.write(PROMPT, num=30, seed=1)
+    assert [choice.text for choice in made.choices] == rest(whole, wanted)
+    ended = [choice.finish_reason == "stop" for choice in made.choices]
+    assert ended == [text.tokens[-1] == WHOLE["eos_token_id"] for text in wanted]
+    assert 0 < sum(ended) < 30
+    given = 1 + len(whole._encode(PROMPT))
+    assert made.usage.completion_tokens == sum(len(text.tokens) - given for text in wanted)
+
+
+def test_without_a_seed_texts_differ_and_the_seed_is_told(client: Any) -> None:
+    first, second = (client.completions.create(model="tiny", prompt=PROMPT) for _ in range(2))
+    assert first.choices[0].text != second.choices[0].text
+    again = client.completions.create(model="tiny", prompt=PROMPT, seed=first.seed)
+    assert again.choices[0].text == first.choices[0].text
+
+
+def test_openai_says_what_was_refused(server: Server, client: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(openai.AuthenticationError, match="API key is wrong or missing"):
+        client_of(server, "another key").completions.create(model="tiny", prompt=PROMPT)
+    with pytest.raises(openai.BadRequestError, match="tokens; with 24 in all there is no room to write"):
+        client.completions.create(model="tiny", prompt="cat " * 100)
+    with pytest.raises(openai.BadRequestError, match="of which the prompt leaves"):
+        client.completions.create(model="tiny", prompt=PROMPT, max_tokens=100)
+    with pytest.raises(openai.NotFoundError, match="unknown model 'nosuch'; known: tiny, whole"):
+        client.completions.create(model="nosuch", prompt=PROMPT)
+    assert "another key" not in "".join(capfd.readouterr())
+    assert KEY not in repr(server.engine.settings)
+
+
+def test_models_health_metrics_and_docs(server: Server, client: Any) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny", "whole"]
+    assert client.models.retrieve("whole").length == 24
+    assert ask(server, path="/healthz", method="GET", Authorization="")[::2] == (200, {"status": "ok"})
+    client.completions.create(model="tiny", prompt=PROMPT)
+    status, heads, text = ask(server, path="/metrics", method="GET")
+    assert (status, heads["content-type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
+    for line in text.splitlines():
+        assert re.fullmatch(r"# (HELP|TYPE) imdm_\w+ .+|imdm_\w+(\{.+\})? [\d.e+-]+", line), line
+    figures = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert float(figures['imdm_requests_total{route="/v1/completions",status="200"}']) > 0
+    assert float(figures["imdm_tokens_total"]) > 0
+    assert (figures["imdm_sequences_running"], figures["imdm_clients"]) == ("0", "1")
+    status, _, page = ask(server, path="/docs", method="GET", Authorization="")
+    assert status == 200
+    assert "POST /v1/completions" in page
+    assert "max_tokens" in page
+    assert not re.search(r"<script|<link|<img|src=|https?://", page)  # nothing is loaded from anywhere
+    assert "/v1/infill" in ask(server, path="/openapi.json", method="GET")[2]["paths"]
+
+
+BAD_FIELDS: dict[str, list[Any]] = {
+    "model": [5, [], {}, True],
+    "prompt": [5, [5], [[1, 2]], {"a": 1}, [], " ", [" "], None, True, "\ud800", "x" * 5001, "cat " * 30],
+    "max_tokens": [0, -1, 1.5, "5", True, 10**9, [], 23],
+    "n": [0, -1, 1.5, "2", None, 5000, 101],
+    "seed": [1.5, "x", 1 << 64, -(1 << 63) - 1, []],
+    "steps": [0, -1, 2.5, "8", None, 1001, 10**12],
+    "noise": ["x", 1, None, ""],
+    "temperature": [-1, "1", None, 1e9, 1e-9, [], float("nan"), float("inf")],
+    "top_p": [0, -0.1, 1.1, "1", float("nan")],
+    "stream": [1, "yes", None],
+    "stream_options": [5, []],
+    "stop": ["", [""], 5, [1], ["a"] * 17, "x" * 300],
+    "echo": [1, "no"],
+    "infill": ["yes", True],
+    "blank": [0, "4"],
+    "marker": [5],
+    "suffix": ["x"],
+    "logprobs": [3],
+    "best_of": [2],
+    "presence_penalty": [1.0],
+    "frequency_penalty": [1],
+    "logit_bias": [{"1": 2.0}],
+    "promt": ["The"],
+}
+BAD_BODIES = [b"", b"{", b"[]", b"null", b"5", b'"x"', b"\xff\xfe", b"[" * 9000, b"{'prompt': 1}", b'{"prompt": "a",}']
+FILL = "/v1/infill"
+MALFORMED: list[tuple[int, dict[str, Any]]] = [
+    *((400, {"body": {"prompt": PROMPT} | {name: value}}) for name, values in BAD_FIELDS.items() for value in values),
+    *((400, {"body": body}) for body in BAD_BODIES),
+    (404, {"body": {"prompt": PROMPT, "model": "nosuch"}}),
+    (404, {"body": {"prompt": PROMPT, "model": ""}}),
+    (404, {"body": {"prompt": PROMPT, "model": "../../etc/passwd"}}),
+    (400, {"body": {"prompt": ["A"] * 100, "n": 2}}),
+    (400, {"body": {"prompt": "a ___ b", "infill": True, "marker": ""}}),
+    (400, {"body": {"prompt": "a ___ b", "infill": True, "blank": 100}}),
+    (400, {"body": {}, "path": FILL}),
+    (400, {"body": {"text": 5}, "path": FILL}),
+    (400, {"body": {"text": []}, "path": FILL}),
+    (400, {"body": {"text": "no blank"}, "path": FILL}),
+    (400, {"body": {"text": "a ___", "blank": 0}, "path": FILL}),
+    (400, {"body": {"text": "a ___", "max_tokens": 4}, "path": FILL}),
+    (415, {"body": {"prompt": PROMPT}, "Content_Type": ""}),
+    (415, {"body": {"prompt": PROMPT}, "Content_Type": "text/plain"}),
+    (415, {"body": {"prompt": PROMPT}, "Content_Type": "application/x-www-form-urlencoded"}),
+    (413, {"body": {"prompt": "x" * 20_000}}),
+    (413, {"body": {"prompt": PROMPT}, "Content_Length": "99999999999"}),
+    (405, {"method": "GET"}),
+    (405, {"method": "PUT", "body": {}}),
+    (405, {"method": "DELETE"}),
+    (405, {"path": "/v1/models", "body": {}}),
+    (404, {"path": "/v1/nosuch", "body": {}}),
+    (404, {"path": "/v1/models/nosuch", "method": "GET"}),
+    (404, {"path": "/v1/models/../../pyproject.toml", "method": "GET"}),
+    (404, {"path": "/nosuch/%2e%2e/%2e%2e/etc/passwd", "method": "GET"}),
+    (403, {"body": {"prompt": PROMPT}, "Host": "evil.example"}),
+    (403, {"body": {"prompt": PROMPT}, "Host": "127.0.0.1.evil.example"}),
+    (403, {"path": "/healthz", "method": "GET", "Host": "[::1"}),
+    (403, {"body": {"prompt": PROMPT}, "Origin": "http://evil.example"}),
+    (403, {"body": {"prompt": PROMPT}, "Origin": "null"}),
+    (401, {"body": {"prompt": PROMPT}, "Authorization": ""}),
+    (401, {"body": {"prompt": PROMPT}, "Authorization": KEY}),
+    (401, {"body": {"prompt": PROMPT}, "Authorization": f"Basic {KEY}"}),
+    (401, {"body": {"prompt": PROMPT}, "Authorization": f"Bearer {KEY} "[:-2]}),
+    (401, {"path": "/metrics", "method": "GET", "Authorization": "Bearer é"}),
+    (401, {"path": "/v1/models", "method": "GET", "Authorization": ""}),
+]
+KINDS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+
+
+def test_a_hundred_malformed_requests(server: Server) -> None:
+    """Each has its status and OpenAI's shape, with one sentence; and none of them is work for the engine."""
+    assert len(MALFORMED) >= 100
+    before = server.engine.counts.turns
+    for status, request in MALFORMED:
+        found, heads, answer = ask(server, **request)
+        assert found == status, (request, answer)
+        assert heads["content-type"] == "application/json", request
+        assert set(answer) == {"error"}
+        assert set(answer["error"]) == {"message", "type", "param", "code"}
+        assert answer["error"]["type"] == KINDS.get(status, "invalid_request_error")
+        sentence = answer["error"]["message"]
+        assert 10 < len(sentence) < 1200, request
+        assert sentence.isprintable(), request
+        assert "Traceback" not in sentence
+        assert KEY not in sentence
+    assert server.engine.counts.turns == before
+    assert (server.engine.running, server.engine.waiting) == (0, 0)
+    assert ask(server, {"prompt": PROMPT})[0] == 200
+
+
+def test_a_body_without_a_length_is_limited_too(server: Server) -> None:
+    def chunks() -> Iterator[bytes]:
+        for _ in range(100):
+            yield b"x" * 1000
+
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    with suppress(BrokenPipeError, ConnectionResetError):  # it may be refused before all is sent
+        connection.request("POST", "/v1/completions", chunks(), headers, encode_chunked=True)
+    assert connection.getresponse().status == 413
+
+
+@pytest.fixture
+def gated() -> Iterator[Callable[..., tuple[Server, Gate]]]:
+    """A service whose network waits until it is let go."""
+    with ExitStack() as running:
+
+        def start(**limits: Any) -> tuple[Server, Gate]:
+            writer = tiny_writer()
+            gate = Gate(writer.model)
+            server = running.enter_context(in_background(Engine({"tiny": writer}, Settings(**limits))))
+            running.callback(gate.open)
+            return server, gate
+
+        yield start
+
+
+def begin(server: Server, body: Any, found: list[Any]) -> threading.Thread:
+    """A request in a thread of its own."""
+    thread = threading.Thread(target=lambda: found.append(ask(server, body)), daemon=True)
+    thread.start()
+    return thread
+
+
+def is_closed(server: Server) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", server.port)).close()
+    except ConnectionRefusedError:
+        return True
+    return False
+
+
+SLOW = {"prompt": PROMPT, "steps": 1000, "seed": 1}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_hangs_up_is_forgotten(gated: Any, stream: bool) -> None:
+    server, gate = gated()
+    engine, body = server.engine, json.dumps(SLOW | {"stream": stream}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    connection = socket.create_connection(("127.0.0.1", server.port))
+    connection.sendall(head.encode() + b"\r\n\r\n" + body)
+    assert gate.asked.acquire(timeout=60)
+    connection.close()
+    until(lambda: all(ticket.dropped for group in engine._groups.values() for ticket in group.tickets))
+    gate.open()
+    until(lambda: not engine.running)
+    assert (engine.counts.dropped, engine.counts.sequences, engine.counts.turns) == (1, 0, 1)
+
+
+def test_a_full_queue_and_too_many_clients(gated: Any) -> None:
+    server, gate = gated(queue=2, clients=3)
+    found: list[Any] = []
+    threads = [begin(server, {"prompt": PROMPT, "n": 2}, found)]
+    assert gate.asked.acquire(timeout=60)
+    status, heads, answer = ask(server, {"prompt": PROMPT})
+    assert (status, answer["error"]["code"], answer["error"]["type"]) == (429, "queue_full", "rate_limit_error")
+    assert int(heads["retry-after"]) >= 1
+    with pytest.raises(openai.RateLimitError, match="2 texts are being written or wait, of 2 at most"):
+        client_of(server).completions.create(model="tiny", prompt=PROMPT, stream=True)
+    held = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(2)]
+    for connection in held:  # requests that do not come to an end
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
+        connection.sendall(b"Content-Length: 5\r\n\r\n{")
+    until(lambda: ask(server, path="/healthz", method="GET")[0] == 429)
+    status, heads, answer = ask(server, {"prompt": PROMPT})
+    assert (status, answer["error"]["code"], heads["retry-after"]) == (429, "too_many_clients", "1")
+    for connection in held:
+        connection.close()
+    gate.open()
+    for thread in threads:
+        thread.join(60)
+    assert [one[0] for one in found] == [200]
+    until(lambda: ask(server, {"prompt": PROMPT})[0] == 200)
+
+
+def test_a_request_that_takes_too_long(gated: Any) -> None:
+    server, gate = gated(seconds=0.3)
+    status, _, answer = ask(server, SLOW)
+    assert (status, answer["error"]["type"]) == (504, "timeout_error")
+    assert "took longer than 0.3 seconds" in answer["error"]["message"]
+    connection = socket.create_connection(("127.0.0.1", server.port))
+    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
+    connection.sendall(b"Content-Length: 5\r\n\r\n{")
+    assert connection.recv(4096).startswith(b"HTTP/1.1 408 ")
+    gate.open()
+    until(lambda: not server.engine.running)
+    assert server.engine.counts.dropped == 1
+
+
+def test_a_stream_that_takes_too_long_ends_with_an_error(gated: Any) -> None:
+    server, gate = gated(seconds=1.0)
+    gate.go.release()
+    pieces = client_of(server).completions.create(model="tiny", prompt=PROMPT, stream=True, seed=1)
+    with pytest.raises(openai.APIError, match=r"took longer than 1 seconds"):
+        list(pieces)
+
+
+@pytest.mark.parametrize("grace", [60.0, 0.0])
+def test_a_signal_ends_the_service_and_leaves_nobody_without_an_answer(gated: Any, grace: float) -> None:
+    """Requests that run are finished if there is time, and told otherwise; then the port is free."""
+    server, gate = gated(grace=grace, batch=2)
+    found: list[Any] = []
+    threads = [begin(server, SLOW | {"seed": i, "stream": i == 0}, found) for i in range(5)]
+    until(lambda: server.engine.running + server.engine.waiting == 5)
+    server.handle_exit(signal.SIGTERM, None)
+    if grace:
+        gate.open()
+    else:
+        until(lambda: server.engine._aborted)
+        gate.go.release()
+    for thread in threads:
+        thread.join(60)
+    assert [one[0] for one in found] == [200] * 5 if grace else {one[0] for one in found} <= {200, 503}
+    if not grace:
+        told = [one[2]["error"] if isinstance(one[2], dict) else one[2] for one in found]
+        assert all("stopped before the text was written" in str(one) for one in told)
+    until(lambda: not server.engine._thread)
+    until(lambda: is_closed(server))
+
+
+def test_what_goes_wrong_inside_is_one_sentence(gated: Any) -> None:
+    server, gate = gated()
+    gate.open()
+
+    def broken(*_: Any) -> torch.Tensor:
+        raise RuntimeError("it broke\nin two lines")
+
+    server.engine.writers["tiny"].model.trunk_at = broken
+    status, _, answer = ask(server, {"prompt": PROMPT})
+    assert (status, answer["error"]["type"]) == (503, "server_error")
+    assert answer["error"]["message"] == "writing failed: RuntimeError: it broke"
+
+
+def test_a_key_is_asked_for_where_something_is_to_be_had(server: Server) -> None:
+    for path in ("/healthz", "/docs", "/openapi.json"):
+        assert ask(server, path=path, method="GET", Authorization="")[0] == 200
+    for path in ("/v1/models", "/metrics", "/v1/models/tiny"):
+        assert ask(server, path=path, method="GET", Authorization="")[0] == 401
+
+
+def test_an_address_that_a_browser_can_open() -> None:
+    with socket.create_server(("0.0.0.0", 0)) as listening:
+        assert address(listening) == f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+
+def test_the_benchmark_asks_all_and_measures_what_it_says(
+    monkeypatch: pytest.MonkeyPatch, writer: Writer, whole: Writer
+) -> None:
+    """With clients in a process of their own; the texts are those that `Writer` writes."""
+    monkeypatch.setattr(bench, "CLIENTS", (1, 4))
+    monkeypatch.setitem(bench.SIZES, "tiny", {"preset": None, "length": 24, "requests": 8})
+    monkeypatch.setattr(bench, "_writer", lambda preset, length: writer)
+    rows = list(bench.serving("tiny"))
+    assert [row.settings["clients"] for row in rows] == [1, 4]
+    for row in rows:
+        assert row.figures["p50"] <= row.figures["p95"] <= row.ours.ms / 1e3
+        assert row.figures["p95_in_sequence"] <= row.plain.ms / 1e3
+        assert 0 <= row.figures["http_share"] <= 1
+        assert row.figures["cpu_seconds"] > 0
+    requests = [{"prompt": PROMPT, "seed": i, "steps": 3} for i in range(4)]
+    with in_background(Engine({"tiny": writer})) as server:
+        found = bench._load(server.port, 2, requests)
+        with pytest.raises(UserError, match="the clients failed: .*400"):
+            bench._load(server.port, 2, [{"steps": 0}])
+    assert found["texts"] == [rest(writer, writer.write(PROMPT, seed=i, steps=3))[0] for i in range(4)]
+
+
+def test_the_benchmark_has_models_of_other_sizes() -> None:
+    made = bench._writer("tiny", 32)
+    assert made.model.process.mask_id == made.model.config.mask_token_id
+    (text,) = made.write(PROMPT, steps=2)
+    assert len(text.tokens) == 32
+
+
+def test_in_turn_is_what_a_queue_of_clients_waits() -> None:
+    assert bench.in_turn([1.0, 2.0, 3.0, 4.0], 1) == [1.0, 2.0, 3.0, 4.0]
+    assert bench.in_turn([1.0, 2.0, 3.0, 4.0], 2) == [1.0, 3.0, 5.0, 7.0]
+
+
+def test_an_order_knows_its_limits(writer: Writer) -> None:
+    engine = Engine({"tiny": writer}, Settings(tokens=50))
+    with pytest.raises(UserError, match=r"asks for 6\d tokens in all, of 50 at most"):
+        Order.of(Completion(prompt=PROMPT, n=3), engine)
+
+
+def test_the_examples_of_the_document_run(writer: Writer, capsys: pytest.CaptureFixture[str]) -> None:
+    """What it says to type, with a tiny model in the place of the one that it speaks of."""
+    page = (Path(__file__).parents[1] / "docs/serving.md").read_text(encoding="utf-8")
+    with in_background(Engine({"sentences-imdm": tiny_writer(length=60)})) as server:
+        page = page.replace("127.0.0.1:8000", f"127.0.0.1:{server.port}")
+        names: dict[str, object] = {}
+        for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+            *before, last = block.strip().splitlines()
+            exec("\n".join(before), names)
+            assert eval(last, names)
+        assert capsys.readouterr().out
+        lines = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
+        assert len(lines) == 2
+        for line in lines:
+            if shutil.which("curl") is None:
+                continue
+            done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=True)
+            assert json.loads(done.stdout)["choices"], done.stdout
+
+
+def test_the_document_tells_the_limits() -> None:
+    page = (Path(__file__).parents[1] / "docs/serving.md").read_text(encoding="utf-8")
+    told = {name: float(value.replace(",", "")) for name, value in re.findall(r"\| `--(\w+)` \| ([\d,]+) \|", page)}
+    assert told == {name: field.default for name, field in Settings.model_fields.items() if field.default is not None}
+
+
+def test_the_command_has_an_option_for_each_limit() -> None:
+    limits = {name for name, field in Settings.model_fields.items() if field.default is not None}
+    assert limits <= set(inspect.signature(serve).parameters)
+
+
+@pytest.mark.parametrize("key", ["", "  ", "a\nb", "schlüssel"])
+def test_keys_that_no_header_can_hold_are_refused(key: str) -> None:
+    with pytest.raises(UserError, match="the API key is empty or has characters that no header can hold"):
+        serve(api_key=key)
+
+
+def test_a_key_is_in_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file that keeps one begins with the command that was given."""
+    monkeypatch.setattr("sys.argv", ["imdm", "serve", "--api-key", KEY, f"--api-key={KEY}"])
+    with pytest.raises(UserError, match="model 'nosuch': no such folder"):
+        serve(["nosuch"], api_key=KEY)
+    assert sys.argv == ["imdm", "serve", "--api-key", "…", "--api-key=…"]
+
+
+def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("imdm.cli.serving.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"imdm serve needs fastapi and uvicorn: pip install 'imdm\[serve\]'"):
+        serve()
+
+
+def test_models_are_served_under_the_names_of_their_folders(tmp_path: Path) -> None:
+    for folder in ("one", "run/model"):
+        tiny_model().save_pretrained(tmp_path / folder)
+    found = named([str(tmp_path / "one"), str(tmp_path / "run/model"), "sentences-imdm"])
+    assert list(found) == ["one", "run", "sentences-imdm"]
+    assert writing() == ["sentences-imdm", "sentences-mdlm", "sentences-teacher"]
