@@ -13,6 +13,7 @@ from imdm.models.configuration import MaskedDiffusionConfig
 from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.models.fast import check_precision
 from imdm.models.saving import law_text
+from imdm.sharding import whole
 from imdm.shipped import folder_of
 
 
@@ -25,7 +26,7 @@ def fingerprint(model: MaskedDiffusionLM) -> str:
     total.update(law_text(config).encode())
     for name, weight in sorted(model.state_dict().items()):
         total.update(name.encode())
-        total.update(weight.detach().to("cpu", torch.float32).contiguous().numpy().tobytes())
+        total.update(whole(weight.detach()).to("cpu", torch.float32).contiguous().numpy().tobytes())
     return total.hexdigest()[:16]
 
 

@@ -56,6 +56,7 @@ from imdm.objectives.texts import Frontier, mean_log, score, standing
 from imdm.process import NoisePolicy, Process
 from imdm.randomness import Purpose, as_key, fold, uniform
 from imdm.sampling import Sampling, sample
+from imdm.sharding import weights_of
 
 if TYPE_CHECKING:
     from imdm.data.source import Source
@@ -361,7 +362,7 @@ class Match(Objective):
         found |= {} if model.process.ending is None else {"lengths_astray": astray}
         found |= self._at_one_step(model, companion, networks[AUXILIARY], fold(keys, Purpose.COPY, 2), length)
         value = agreed(score(ratios, (lacking, astray), LACKING), model.device)
-        companion.look(value, dict(model.named_parameters()))
+        companion.look(value, weights_of(model))
         return found | {"score": value, "phase": float(companion.phase)}
 
     def _at_one_step(

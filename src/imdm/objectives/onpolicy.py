@@ -3,7 +3,6 @@ kept beside them."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -20,6 +19,7 @@ from imdm.objectives.texts import Frontier
 from imdm.process import Process
 from imdm.randomness import Purpose, fold, uniform
 from imdm.sampling import draw_tokens
+from imdm.sharding import duplicate, shared_like, weights_of
 from imdm.state import Noised, Rows, filled_places, size_of_rows
 
 PRIOR, OWN, DATA = range(3)
@@ -250,7 +250,7 @@ class Pursued:
 
     def __init__(self, teacher: MaskedDiffusionLM, student: MaskedDiffusionLM) -> None:
         self.student = student
-        self.model = fixed(copy.deepcopy(teacher) if teacher is student else teacher, student)
+        self.model = fixed(duplicate(teacher) if teacher is student else teacher, student)
         self.held: Tensor | None = None
         self.seen = torch.zeros(2, dtype=torch.float64, device=student.device)
         self.frontier: Frontier | None = None
@@ -304,7 +304,7 @@ class Pursued:
     @torch.no_grad()
     def enter(self, phase: int, step: int, average: Mapping[str, Tensor]) -> None:
         self.phase, self.since, self.scores = phase, step, []
-        for name, parameter in self.student.named_parameters():
+        for name, parameter in weights_of(self.student).items():
             if name in self.best:
                 parameter.copy_(self.best[name])
             if name in self.best and name in average:  # what is frozen has none
@@ -312,7 +312,7 @@ class Pursued:
 
     def tensors(self) -> dict[str, Tensor]:
         held = {"seen": self.seen} | {f"best.{name}": weight for name, weight in self.best.items()}
-        held |= {f"teacher.{name}": weight for name, weight in self.model.named_parameters()}
+        held |= {f"teacher.{name}": weight for name, weight in weights_of(self.model).items()}
         return held | ({"texts": self.held[:-1]} if self.held is not None else {})
 
     def values(self) -> dict[str, Any]:
@@ -321,7 +321,7 @@ class Pursued:
         return {"phase": self.phase, "since": self.since, **looks}
 
     def load(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        device, teacher = self.student.device, dict(self.model.named_parameters())
+        device, teacher = self.student.device, weights_of(self.model)
         if {f"teacher.{name}" for name in teacher} != {name for name in tensors if name.startswith("teacher.")}:
             raise UserError("checkpoint: the teacher in it does not match the model; it is not of this run")
         self.held = None
@@ -329,10 +329,12 @@ class Pursued:
             texts = tensors["texts"].to(device)
             self.held = torch.cat((texts, torch.zeros_like(texts[:1])))
         self.seen = tensors["seen"].to(device)
-        self.best = {n.removeprefix("best."): w.to(device) for n, w in tensors.items() if n.startswith("best.")}
+        best = {n.removeprefix("best."): w for n, w in tensors.items() if n.startswith("best.")}
+        weights = weights_of(self.student)
+        self.best = {name: shared_like(weight, weights[name]) for name, weight in best.items()}
         with torch.no_grad():
             for name, parameter in teacher.items():
-                parameter.copy_(tensors[f"teacher.{name}"])
+                parameter.copy_(shared_like(tensors[f"teacher.{name}"], parameter))
         self.phase, self.since, self.scores = values["phase"], values["since"], list(values["scores"])
         self.best_score = values["best_score"]
         self.frontier = None if values["frontier"] is None else Frontier.from_points(values["frontier"])

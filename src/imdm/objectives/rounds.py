@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from imdm.errors import UserError
 from imdm.objectives.base import Objective
+from imdm.sharding import duplicate, shard, sharding_of, shared_like, weights_of
 
 if TYPE_CHECKING:
     from imdm.models import MaskedDiffusionLM
@@ -35,12 +35,12 @@ class Teacher:
     @torch.no_grad()
     def _set(self, weights: Mapping[str, Tensor]) -> None:
         for name, parameter in self.tensors().items():
-            parameter.copy_(weights[name])
+            parameter.copy_(shared_like(weights[name], parameter))
 
     def tensors(self) -> dict[str, Tensor]:
         """Its weights, but for those that are the student's, which stay as they are."""
-        students = {id(weight) for weight in self.student.parameters()}
-        return {name: weight for name, weight in self.model.named_parameters() if id(weight) not in students}
+        students = {id(weight) for weight in weights_of(self.student).values()}
+        return {name: weight for name, weight in weights_of(self.model).items() if id(weight) not in students}
 
     def values(self) -> dict[str, Any]:
         from imdm.models import fingerprint
@@ -61,12 +61,16 @@ class Teacher:
 def _frozen(model: MaskedDiffusionLM) -> MaskedDiffusionLM:
     """A copy; what is not trained is not held twice."""
     shared = {id(weight): weight for weight in model.parameters() if not weight.requires_grad}
-    return fixed(copy.deepcopy(model, shared), model)
+    return fixed(duplicate(model, shared), model)
 
 
 def fixed(model: MaskedDiffusionLM, student: MaskedDiffusionLM) -> MaskedDiffusionLM:
-    """Where the student is, compiled if it is."""
-    torch.nn.Module.to(model, student.device)
+    """Where the student is, compiled and sharded if it is."""
+    how = sharding_of(student)
+    if how is None:
+        torch.nn.Module.to(model, student.device)
+    elif sharding_of(model) is None:
+        shard(model, how)
     if student.is_compiled:
         model.compile_trunk(training=False)
     return model.eval().requires_grad_(False)
@@ -91,5 +95,5 @@ class Rounds(Objective):
         """At the end of a round the student becomes the teacher; the last round has no end."""
         if step // self.iterations <= companion.round or companion.round == self.rounds - 1:
             return False
-        companion.promote(average if self.promote == "ema" else dict(companion.student.named_parameters()))
+        companion.promote(average if self.promote == "ema" else weights_of(companion.student))
         return not self.keep_optimizer

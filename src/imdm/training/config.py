@@ -10,6 +10,7 @@ from pydantic import Field
 from imdm.config import Config
 from imdm.errors import UserError
 from imdm.models import check_precision
+from imdm.sharding import Shard
 from imdm.training.lora import Lora, check_lora
 
 
@@ -33,6 +34,9 @@ class TrainConfig(Config):
                  their many kernels takes longer than running them; takes more memory. The same numbers up to rounding.
                  Where there are several processes or micro-batches, or for an objective that cannot be recorded
                  (`di4c`), steps run as ever
+    shard        over several processes, what each has of a network: `none`: all of it; `full`: its part of weights,
+                 gradients, moments and average, the weights of a block gathered while it runs; `optimizer`: the same,
+                 but weights stay gathered from the forward pass to the backward pass (less to send, more memory)
     """
 
     steps: int = Field(ge=1, le=10**9)
@@ -54,6 +58,7 @@ class TrainConfig(Config):
     precision: Literal["float32", "bf16"] = "float32"
     compile: bool = False
     graphs: bool = False
+    shard: Shard = "none"
     weights: Literal["float32", "bf16"] = "float32"
     checkpoint_every: int = Field(1000, ge=1)
     keep_checkpoints: int = Field(2, ge=1)
@@ -78,6 +83,13 @@ class TrainConfig(Config):
         """Refuse what this machine cannot run."""
         check_precision(self.precision, device, "training.precision")
         check_lora(self.lora, self.precision)
+        if self.shard != "none" and self.optimizer == "muon":
+            raise UserError(
+                f"training.shard = {self.shard!r}: muon needs whole matrices, and no process would have them; "
+                "use adamw, or shard: none"
+            )
+        if self.shard != "none" and self.lora is not None:
+            raise UserError(f"training.shard = {self.shard!r}: adapters (training.lora) are not shared out; use none")
         if self.batch % (world * self.accumulation(world)):
             raise UserError(
                 f"training.batch = {self.batch}: must be a multiple of "

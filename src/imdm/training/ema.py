@@ -9,30 +9,32 @@ import torch
 from torch import Tensor, nn
 
 from imdm.errors import UserError
+from imdm.sharding import own, shared_like, weights_of
 
 
 class EMA:
     """θ̄ ← decay·θ̄ + (1 − decay)·θ after every step; the decay warms up as (1 + n)/(10 + n) so that a short run's
-    average forgets its start. Held in float32 by parameter name: reordering a model's layers cannot mix them up."""
+    average forgets its start. Held in float32 by parameter name: reordering a model's layers cannot mix them up. Of a
+    sharded model each process averages its parts."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay, self.updates = decay, 0
-        self.weights = {n: p.detach().clone().float() for n, p in model.named_parameters() if p.requires_grad}
+        self.weights = {n: p.detach().clone().float() for n, p in weights_of(model).items() if p.requires_grad}
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
         self.updates += 1
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
-        current = dict(model.named_parameters())
-        averages = list(self.weights.values())
-        torch._foreach_lerp_(averages, [current[name].detach().float() for name in self.weights], 1 - decay)
+        current = weights_of(model)
+        averages = [own(average) for average in self.weights.values()]
+        torch._foreach_lerp_(averages, [own(current[name].detach()).float() for name in self.weights], 1 - decay)
 
     def load(self, weights: Mapping[str, Tensor], updates: int) -> None:
         if set(weights) != set(self.weights):
             odd = sorted(set(weights) ^ set(self.weights))[0]
             raise UserError(f"checkpoint: the averaged weights do not match the model ({odd!r}); it is not of this run")
         for name, average in self.weights.items():
-            average.copy_(weights[name])
+            average.copy_(shared_like(weights[name], average))
         self.updates = updates
 
     def applied(self, model: nn.Module) -> AbstractContextManager[None]:
@@ -43,7 +45,7 @@ class EMA:
 @contextmanager
 def applied(weights: Mapping[str, Tensor], model: nn.Module) -> Iterator[None]:
     """The model carries these weights inside this block, and its own again after it."""
-    current = dict(model.named_parameters())
+    current = weights_of(model)
     saved = {name: current[name].detach().clone() for name in weights}
     _copy(weights, current)
     try:
@@ -55,4 +57,4 @@ def applied(weights: Mapping[str, Tensor], model: nn.Module) -> Iterator[None]:
 @torch.no_grad()
 def _copy(values: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> None:
     for name, value in values.items():
-        into[name].copy_(value)
+        into[name].copy_(shared_like(value, into[name]))

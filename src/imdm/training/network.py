@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from imdm.config import check_name
@@ -25,6 +24,7 @@ from imdm.files import digest_of
 from imdm.models import MaskedDiffusionLM
 from imdm.objectives import STUDENT, Objective, Trained
 from imdm.randomness import Purpose, as_key, fold, seeded
+from imdm.sharding import Sharding, reshard, shard, whole_on_first
 from imdm.training.checkpoint import NetworkState
 from imdm.training.config import TrainConfig
 from imdm.training.ema import EMA
@@ -42,12 +42,22 @@ class Network:
     since they were last taken."""
 
     def __init__(
-        self, name: str, module: nn.Module, config: TrainConfig, accelerator: Accelerator, recorded: bool = False
+        self,
+        name: str,
+        module: nn.Module,
+        config: TrainConfig,
+        accelerator: Accelerator,
+        recorded: bool = False,
+        sharding: Sharding | None = None,
     ) -> None:
-        """recorded: whether `step` is to be recorded and replayed."""
-        self.name, self.config, self.accelerator = name, config, accelerator
+        """recorded: whether `step` is to be recorded and replayed; sharding: how it is shared out, if it is."""
+        self.name, self.config, self.accelerator, self.sharding = name, config, accelerator, sharding
         self.lr = torch.zeros((), device=accelerator.device) if recorded else None
-        self.model, self.optimizer = accelerator.prepare(module, make_optimizer(module, config, recorded))
+        if sharding is None:
+            self.model, self.optimizer = accelerator.prepare(module, make_optimizer(module, config, recorded))
+        else:  # Accelerate would make DDP of it on a CPU, and say nothing
+            self.model = shard(module, sharding)
+            self.optimizer = accelerator.prepare(make_optimizer(module, config, recorded))
         self.bare: Any = accelerator.unwrap_model(self.model)
         self.ema = EMA(self.bare, config.ema)
         self.weights = [weight for weight in self.bare.parameters() if weight.requires_grad]
@@ -96,7 +106,8 @@ class Network:
             whole = found.get("state", {})  # nothing, but for the first process
             moments = {f"{kind}.{name}": v for name, state in whole.items() for kind, v in state.items()}
         config = self.bare.config if isinstance(self.bare, PreTrainedModel) and not small else None
-        return NetworkState(model, self.ema.weights, moments, self.ema.updates, config)
+        average = self.ema.weights if self.sharding is None else whole_on_first(self.ema.weights)
+        return NetworkState(model, average, moments, self.ema.updates, config)
 
     def _plain_rate(self) -> None:
         """A number, as it is in every checkpoint."""
@@ -144,9 +155,7 @@ def still(networks: Iterable[Network]) -> Iterator[None]:
 
 def _train_weights(networks: Iterable[Network], whether: bool) -> None:
     for network in networks:
-        for module in network.bare.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # what it gathered, and no backward pass dropped, would not know
+        reshard(network.bare)  # what it gathered, and no backward pass dropped, would not know
         for weight in network.weights:
             weight.requires_grad_(whether)
 

@@ -24,6 +24,7 @@ from imdm.files import append_line, as_path, working_in, write_text, written_asi
 from imdm.models import MaskedDiffusionLM, fingerprint
 from imdm.objectives import STUDENT, Objective, Step
 from imdm.randomness import Purpose, as_key, fold
+from imdm.sharding import Sharding, gathered, reshard, whole_model, whole_on_first
 from imdm.stopping import Asked
 from imdm.training import checkpoint, history, recording
 from imdm.training.config import TrainConfig
@@ -100,7 +101,8 @@ class Trainer:
         loop |= {"checkpoint_blocks"}
         if config.decay:
             loop.remove("steps")  # when the rate begins to fall depends on them
-        settings = {name: value for name, value in config.hashed().items() if name not in loop | {"micro_batch"}}
+        loop |= {"micro_batch", "shard"}
+        settings = {name: value for name, value in config.hashed().items() if name not in loop}
         looks = [watch_every] if objective.heeds_looks else []
         self.run = digest(
             [settings, objective.hashed(), identity, source.fingerprint, seed, *settings_of(others), *looks]
@@ -114,10 +116,12 @@ class Trainer:
         self.order = Order(seed, len(source))
         self.recorder = self._recorder()
         recorded = self.recorder is not None
-        student = Network(STUDENT, model, config, self.accelerator, recorded)
+        world, half = self.accelerator.num_processes, config.precision == "bf16"
+        self.sharding = Sharding.of(config.shard, world, self.accelerator.device, half)
+        student = Network(STUDENT, model, config, self.accelerator, recorded, self.sharding)
         self.networks = {STUDENT: student}
         for name, one in others.items():
-            self.networks[name] = Network(name, one.module, configs[name], self.accelerator, recorded)
+            self.networks[name] = Network(name, one.module, configs[name], self.accelerator, recorded, self.sharding)
         self.model, self.optimizer, self.ema = student.model, student.optimizer, student.ema
         self.bare: MaskedDiffusionLM = student.bare
         self._updates(0)  # refused now rather than later
@@ -207,6 +211,8 @@ class Trainer:
             losses: dict[str, Tensor] = {}
             for number, names in enumerate(self._updates(self.step)):
                 losses |= self._update(number, names)
+            for each in self._models() if self.sharding is not None else ():
+                reshard(each)
         self.step += 1
         return losses.get(STUDENT, [*losses.values()][-1])
 
@@ -221,10 +227,14 @@ class Trainer:
         training = tuple(network.bare.training for network in self.networks.values())
         return training, self.objective.fixed(self.companion)
 
+    def _models(self) -> list[torch.nn.Module]:
+        """All networks, and the companion's."""
+        found = [network.bare for network in self.networks.values()] + [getattr(self.companion, "model", None)]
+        return [model for model in found if isinstance(model, torch.nn.Module)]
+
     def _held(self) -> list[Any]:
         """What recorded steps read beside weights and rows: tables that are remembered elsewhere, and not for ever."""
-        models = [network.bare for network in self.networks.values()] + [getattr(self.companion, "model", None)]
-        known = [model for model in models if isinstance(model, MaskedDiffusionLM)]
+        known = [model for model in self._models() if isinstance(model, MaskedDiffusionLM)]
         device = self.accelerator.device
         return [model.backbone.beside(self.source.length + model.config.mixture, device) for model in known]
 
@@ -250,7 +260,8 @@ class Trainer:
                 for micro in range(self.accumulation):
                     batch, step = self.batch(micro, number, names)
                     with ExitStack() as waiting:
-                        for network in moved if micro < self.accumulation - 1 else ():
+                        later = self.sharding is None and micro < self.accumulation - 1
+                        for network in moved if later else ():
                             waiting.enter_context(self.accelerator.no_sync(network.model))
                         total += self._gradients(batch, step)
                 for network in moved:
@@ -377,7 +388,7 @@ class Trainer:
 
     def _look(self, writer: Any) -> None:
         """The objective's early signals and what `watch` measures, and a warning where they promise nothing good."""
-        with self.averaged(), self._precision():
+        with self.averaged(), gathered(self._models()), self._precision():
             others = {name: one.bare for name, one in self.networks.items() if name != STUDENT}
             signals = self.objective.signals(self.bare, self.source, self.seed, self.companion, others)
             seen = signals | dict(self.watch(self.bare) if self.watch is not None else {})
@@ -435,9 +446,13 @@ class Trainer:
     def save(self) -> None:
         """All processes gather, the first one writes, none goes on before it is done."""
         networks = {name: network.state() for name, network in self.networks.items()}
-        if self.accelerator.is_main_process:
-            companion = self.companion.tensors() if self.companion else {}
-            values = self.companion.values() if self.companion else {}
+        first = self.accelerator.is_main_process
+        companion, values = {}, {}
+        if self.companion and (first or self.sharding is not None):
+            companion, values = self.companion.tensors(), self.companion.values()
+        if self.sharding is not None:
+            companion = whole_on_first(companion)
+        if first:
             point = checkpoint.Checkpoint(self.step, self.run, self.recipe, values, companion, networks)
             checkpoint.save(self.checkpoints, point, self.config.keep_checkpoints)
         self.accelerator.wait_for_everyone()
@@ -473,18 +488,22 @@ class Trainer:
 
     def export(self) -> None:
         """`raw/` and `model/` (averaged), each whole or not there."""
-        if self.accelerator.is_main_process:
-            self._export("raw", nullcontext())
-            best = self.objective.best(self.companion)
-            self._export("model", self.ema.applied(self.bare) if best is None else applied(best, self.bare))
+        best = self.objective.best(self.companion)
+        for name, weights in (("raw", {}), ("model", self.ema.weights if best is None else best)):
+            if self.sharding is not None:
+                self._write(name, whole_model(self.bare, weights))
+            elif self.accelerator.is_main_process:
+                with applied(weights, self.bare):
+                    half = self.config.weights != "float32"
+                    copied = merged if has_adapters(self.bare) else copy.deepcopy if half else None
+                    self._write(name, self.bare if copied is None else copied(self.bare))
         self.accelerator.wait_for_everyone()
 
-    def _export(self, name: str, weights: Any) -> None:
-        with weights, written_aside(self.out / name) as aside:
-            whole = merged(self.bare) if has_adapters(self.bare) else self.bare
-            if self.config.weights == "float32":
-                whole.save_pretrained(aside)
-            else:
-                half = copy.deepcopy(whole)
-                torch.nn.Module.to(half, torch.bfloat16)
-                half.save_pretrained(aside)
+    def _write(self, name: str, model: MaskedDiffusionLM | None) -> None:
+        """A model that may be changed for it, where this process has it."""
+        if model is None:
+            return
+        with written_aside(self.out / name) as aside:
+            if self.config.weights != "float32":
+                torch.nn.Module.to(model, torch.bfloat16)
+            model.save_pretrained(aside)

@@ -1,0 +1,198 @@
+"""Small trainings, one after another, on however many processes there are.
+
+`torchrun … -m tests.reference.sharded JOBS.json`; each job leaves what it saw in `OUT/seen-RANK.json`: the number of
+processes, the share of each kind of tensor that this process held, or what it was refused with.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from imdm import devices, sharding
+from imdm.data import Coupling, LanguageSource, aligned
+from imdm.errors import UserError
+from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
+from imdm.objectives import parse_objective
+from imdm.randomness import as_key, seeded
+from imdm.sharding import whole_on_first
+from imdm.training import Network, TrainConfig, Trainer
+
+OBJECTIVES: dict[str, Any] = {
+    "nelbo": "nelbo",
+    "redi": "redi",
+    "sdtt": {"kind": "sdtt", "rounds": 2, "iterations": 3, "first_dt": 0.2, "promote": "ema", "keep_optimizer": False},
+    "di4c": {"kind": "di4c", "rounds": 2, "iterations": 3, "latents": 2, "teacher_steps": 4, "threshold": 0.3},
+    "match": {
+        "kind": "match",
+        "auxiliary": {"ahead": 1, "warmup": 2},
+        "looks": 8,
+        "remembered": 32,
+        "steps": {1: 1, 2: 1},
+        "phases": [{"gradient": "fkl", "steps": 4}, {"gradient": "kl"}],
+    },
+}
+LLAMA = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 8}
+LLAMA |= {"num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": True}
+
+
+def model(seed: int = 0, **changes: Any) -> MaskedDiffusionLM:
+    """No layer at zero, so that every one matters."""
+    how: dict[str, Any] = {"vocab_size": 3, "length": 3, "width": 16, "blocks": 2, "heads": 2, "condition": 8}
+    how |= {"mask": "infinite-uniform-4-1.0", "dropout": 0.1}
+    with seeded(as_key(seed)), torch.no_grad():
+        made = MaskedDiffusionLM(MaskedDiffusionConfig(**how | changes))
+        for weight in made.parameters():
+            weight.add_(0.2 * torch.randn_like(weight))
+    return made
+
+
+def trainer(job: Mapping[str, Any]) -> Trainer:
+    settings = {
+        "steps": 20,
+        "batch": 16,
+        "micro_batch": 4,
+        "lr": 3e-3,
+        "warmup": 2,
+        "clip": 0.1,
+        "log_every": 1,
+        "ema": 0.9,
+    }
+    settings |= {"checkpoint_every": 4} | job.get("training", {})
+    source = Coupling(Path(job["pairs"])) if job["kind"] == "redi" else LanguageSource(aligned(length=3, symbols=2))
+
+    def watch(student: MaskedDiffusionLM) -> dict[str, float]:
+        """Processes need not do the same."""
+        for _ in range(1 + made.accelerator.process_index):
+            tokens = student.generate(num=8, steps=2, seed=1).tokens
+        return {"ones": float(tokens.double().mean())}
+
+    start = model(1, mask="single") if job["kind"] == "sdtt" else None
+    made = Trainer(
+        model(job.get("model", 0), **job.get("changes", {})),
+        parse_objective(OBJECTIVES[job["kind"]]),
+        source,
+        TrainConfig(**settings),
+        job["out"],
+        seed=5,
+        watch=watch,
+        watch_every=4,
+        start=start,
+    )
+    return made
+
+
+def share(tensors: Iterable[Tensor]) -> float:
+    """How much of them this process holds; all of it, unless each of them is shared out."""
+    known = list(tensors)
+    if not known or not all(isinstance(tensor, DTensor) for tensor in known):
+        return 1.0
+    mine = sum(tensor.to_local().numel() for tensor in known if isinstance(tensor, DTensor))
+    return mine / sum(tensor.numel() for tensor in known)
+
+
+def seen(made: Trainer) -> dict[str, Any]:
+    found: dict[str, Any] = {"world": made.accelerator.num_processes}
+    for name, network in made.networks.items():
+        moments = [one["exp_avg_sq"] for one in network.optimizer.state.values()]
+        found[name] = [share(network.bare.parameters()), share(network.ema.weights.values()), share(moments)]
+        if network.sharding is not None:
+            found["gathered"] = gathered(network)
+    if made.companion is not None:
+        found["companion"] = [share(made.companion.model.parameters())]
+        best = getattr(made.companion, "best", {})
+        found["companion"] += [share(best.values())] if best else []
+    return found
+
+
+def gathered(network: Network) -> dict[str, Any]:
+    """How many tensors this process gets of a checkpoint, and of a plain model that is made of the network; copies: how
+    many weights of that model are not the gathered tensors themselves."""
+    state, given = network.state(), []
+    found = {"model": len(state.model), "ema": len(state.ema), "optimizer": len(state.optimizer)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharding, "whole_on_first", lambda tensors: given.append(whole_on_first(tensors)) or given[0])
+        plain = sharding.whole_model(network.bare)
+    weights = {} if plain is None else dict(plain.named_parameters())
+    found["plain"] = len(weights)
+    found["copies"] = sum(weight.data_ptr() != given[0][name].data_ptr() for name, weight in weights.items())
+    return found
+
+
+class Products(nn.Module):
+    """A list of blocks that multiply."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Product(4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Product(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(1 + torch.arange(width) / 512)  # not all of them are numbers in bf16
+        self.seen = self.weight.dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.weight.dtype
+        return x * self.weight
+
+
+def in_half() -> dict[str, Any]:
+    """Blocks gathered in bf16, first while they are held still: in what precision they run and have gradients, and how
+    far these are from those of a whole model."""
+    alone, state = Products(), devices.processes()
+    model = sharding.shard(Products(), sharding.Sharding(init_device_mesh("cpu", (state.num_processes,)), half=True))
+    x = torch.full((3, 4), 1.0 + state.process_index)
+    model.requires_grad_(False)
+    model(x)
+    sharding.reshard(model)
+    model.requires_grad_(True)
+    model(x).sum().backward()
+    alone(torch.full((3, 4), 1.5)).sum().backward()
+    found = [weight.grad for weight in sharding.weights_of(model).values()]
+    wanted = [weight.grad for weight in alone.parameters()]
+    astray = [float((sharding.whole(a) - b).abs().max()) for a, b in zip(found, wanted, strict=True)]
+    return {
+        "block": str(model.blocks[0].seen),
+        "gradient": str(found[0].dtype),
+        "weight": str(sharding.weights_of(model)["blocks.0.weight"].dtype),
+        "astray": max(astray),
+    }
+
+
+def run(job: Mapping[str, Any]) -> None:
+    told: dict[str, Any]
+    try:
+        if job["kind"] == "half":
+            told, rank = in_half(), devices.processes().process_index
+        else:
+            made = trainer(job)
+            made.train()
+            told, rank = seen(made), made.accelerator.process_index
+    except UserError as error:
+        told, rank = {"refused": str(error)}, torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    folder = Path(job["out"])
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"seen-{rank}.json").write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    for each in json.loads(Path(sys.argv[1]).read_text()):
+        run(each)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,235 @@
+"""Weights shared out over processes: the same numbers as with all of them everywhere, and less on each process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from imdm.data import CoupleConfig, LanguageSource, aligned, couple
+from imdm.errors import UserError
+from imdm.models import load_model
+from imdm.training import TrainConfig
+from imdm.training.history import read_history
+from tests.reference import sharded
+
+ENVIRONMENT = {"ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
+KINDS = tuple(sharded.OBJECTIVES)
+Job = dict[str, Any]
+
+
+def launch(jobs: list[Job], world: int, *nodes: list[str]) -> None:
+    """All jobs, one after another, on so many processes; nodes: what torchrun is told on each of several machines."""
+    home = Path(jobs[0]["out"]).parent
+    home.mkdir(exist_ok=True, parents=True)
+    (home / "jobs.json").write_text(json.dumps(jobs))
+    lines = nodes or (["--standalone", f"--nproc_per_node={world}"],)
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", *line, "-m", sharded.__name__, str(home / "jobs.json")],
+            env=os.environ | ENVIRONMENT,
+            cwd=Path(__file__).parents[1],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for line in lines
+    ]
+    for process in started:
+        said, _ = process.communicate(timeout=600)
+        assert process.returncode == 0, said
+
+
+def job(kind: str, out: Path, shard: str = "none", steps: int = 20, **more: Any) -> Job:
+    training = {"shard": shard, "steps": steps} | more.pop("training", {})
+    return {"kind": kind, "out": str(out), "training": training, **more}
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> str:
+    out = tmp_path_factory.mktemp("coupling") / "pairs"
+    source = LanguageSource(aligned(length=3, symbols=2))
+    couple(sharded.model(), source, CoupleConfig(pairs=64, steps=4), out)
+    return str(out)
+
+
+def seen(out: Path, world: int) -> list[dict[str, Any]]:
+    return [json.loads((out / f"seen-{rank}.json").read_text()) for rank in range(world)]
+
+
+def tensors(out: Path, step: int) -> dict[str, torch.Tensor]:
+    """All of a checkpoint by file and name."""
+    home = out / "checkpoints" / f"step-{step:08d}"
+    files = list(home.rglob("*.safetensors"))
+    return {f"{path.relative_to(home)}:{name}": t for path in files for name, t in load_file(path).items()}
+
+
+def losses(out: Path) -> list[dict[str, float]]:
+    rows = read_history(out)
+    assert rows[-1]["step"] == max(row["step"] for row in rows)
+    return [{k: v for k, v in row.items() if k.startswith("loss") or k in ("score", "ones")} for row in rows]
+
+
+def assert_same(one: Path, other: Path, step: int, weights: float = 1e-4) -> None:
+    """Losses and looks step by step within 1e-5, and in the end weights, averages and what the objective keeps within
+    `weights`: AdamW makes much of the rounding of small gradients."""
+    mine, theirs = losses(one), losses(other)
+    assert any("ones" in row for row in mine)
+    assert len(mine) == len(theirs)
+    for row, like in zip(mine, theirs, strict=True):
+        assert row == pytest.approx(like, abs=1e-5)
+    a, b = tensors(one, step), tensors(other, step)
+    assert a.keys() == b.keys()
+    for name in a:
+        apart = float((a[name].double() - b[name].double()).abs().max())
+        moments = "optimizer.safetensors:exp" in name  # which tell whether gradients were clipped by the same norm
+        assert apart < (0.01 * float(a[name].abs().max()) + 1e-7 if moments else weights), name
+    for name in ("raw", "model"):
+        x, y = (load_model(out / name).state_dict() for out in (one, other))
+        assert all(torch.allclose(x[key], y[key], atol=weights) for key in x)
+
+
+def assert_shared_out(out: Path, world: int) -> None:
+    """Each process held about its part of weights, averages and moments, of every network and of the companion's. Whole
+    tensors are the first one's alone, and it has them once."""
+    for rank, told in enumerate(seen(out, world)):
+        assert told.pop("world") == world
+        assert told["gathered"].pop("copies") == 0
+        assert all((many > 0) == (rank == 0) for many in told.pop("gathered").values())
+        for shares in told.values():
+            assert max(shares) < 1.25 / world, told
+
+
+def test_two_processes_share_out_what_one_has(tmp_path: Path) -> None:
+    """Two that share `match`'s three networks, and `none` on one; then two, stopped in the middle, go on as one. The
+    looks of the two differ in number."""
+    launch(
+        [
+            job("match", tmp_path / "shared", "full", 5),
+            job("sdtt", tmp_path / "moved", "full", 4),
+            job("nelbo", tmp_path / "batch", "full", training={"batch": 15}),
+            job("half", tmp_path / "half"),
+        ],
+        2,
+    )
+    sharded.run(job("match", tmp_path / "whole", "none", 5))
+    sharded.run(job("sdtt", tmp_path / "moved", "full", 5))
+    sharded.run(job("sdtt", tmp_path / "stayed", "none", 5))
+    assert_shared_out(tmp_path / "shared", 2)
+    assert_same(tmp_path / "shared", tmp_path / "whole", 5)
+    assert_same(tmp_path / "moved", tmp_path / "stayed", 5)
+    (told,) = {one["refused"] for one in seen(tmp_path / "batch", 2)}
+    assert told == "training.batch = 15: must be a multiple of 2 processes × 2 micro-batches"
+    assert not (tmp_path / "batch" / "checkpoints").exists()
+    for told in seen(tmp_path / "half", 2):
+        assert told.pop("astray") < 4.6 * 2**-7  # a few roundings to bf16
+        assert told == {"block": "torch.bfloat16", "gradient": "torch.float32", "weight": "torch.float32"}
+
+
+def test_one_process_has_all(tmp_path: Path) -> None:
+    """Sharding asked for where there is nothing to share is no error, and changes no bit."""
+    for shard in ("none", "full"):
+        sharded.run(job("nelbo", tmp_path / shard, shard, 3))
+    (told,) = seen(tmp_path / "full", 1)
+    assert told["student"] == [1.0, 1.0, 1.0]
+    a, b = (tensors(tmp_path / shard, 3) for shard in ("none", "full"))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_hashes_do_not_change() -> None:
+    assert "shard" not in TrainConfig(steps=1).hashed()
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "full"])
+def test_muon_is_refused_before_the_first_step(tmp_path: Path, shard: str) -> None:
+    with pytest.raises(UserError, match="muon needs whole matrices, and no process would have them; use adamw"):
+        sharded.trainer(job("nelbo", tmp_path / "out", shard, training={"optimizer": "muon"}))
+    assert not (tmp_path / "out").exists()
+
+
+def test_blocks_are_those_of_any_backbone() -> None:
+    from imdm.sharding import _blocks
+
+    ours = sharded.model()
+    assert list(_blocks(ours)) == list(ours.backbone.blocks)  # type: ignore[arg-type]
+    theirs = sharded.model(**HF)
+    assert [type(block).__name__ for block in _blocks(theirs)] == ["LlamaDecoderLayer"] * 2
+
+
+HF: dict[str, Any] = {"backbone": {"kind": "hf", "config": sharded.LLAMA}, "condition": 0, "dropout": 0.0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_objective_gives_the_same(tmp_path: Path, pairs: str, world: int) -> None:
+    """20 steps on so many processes, shared out in either way, and on one; and the folder's models are the same."""
+    ways = ["none", "full"] + ["optimizer"] * (world == 2)
+    jobs = [job(kind, tmp_path / f"{kind}-{way}", way, pairs=pairs) for kind in KINDS for way in ways]
+    launch(jobs, world)
+    for kind in KINDS:
+        sharded.run(job(kind, tmp_path / f"{kind}-one", "none", pairs=pairs))
+        assert [one["world"] for one in seen(tmp_path / f"{kind}-none", world)] == [world] * world
+        for way in ways[1:]:
+            assert_shared_out(tmp_path / f"{kind}-{way}", world)
+            assert_same(tmp_path / f"{kind}-{way}", tmp_path / f"{kind}-none", 20)
+        assert_same(tmp_path / f"{kind}-full", tmp_path / f"{kind}-one", 20)
+
+
+@pytest.mark.slow
+def test_another_number_of_processes_goes_on(tmp_path: Path, pairs: str) -> None:
+    """Stopped on four after 12 steps, ended by two."""
+    launch([job(kind, tmp_path / f"{kind}-4", "full", pairs=pairs) for kind in KINDS], 4)
+    launch([job(kind, tmp_path / f"{kind}-42", "full", 12, pairs=pairs) for kind in KINDS], 4)
+    launch([job(kind, tmp_path / f"{kind}-42", "full", pairs=pairs) for kind in KINDS], 2)
+    for kind in KINDS:
+        assert_shared_out(tmp_path / f"{kind}-42", 2)
+        assert_same(tmp_path / f"{kind}-42", tmp_path / f"{kind}-4", 20, weights=1e-5)
+
+
+@pytest.mark.slow
+def test_two_machines(tmp_path: Path) -> None:
+    """Two nodes of one process each, which meet at an address. Backbones of `transformers` with tied weights, and a
+    model that is kept in bf16, beside others; a folder of another model is refused by every process."""
+    with_socket = free_port()
+    nodes = [
+        [f"--nnodes=2 --nproc_per_node=1 --node_rank={rank} --master_addr=127.0.0.1 --master_port={with_socket}"]
+        for rank in range(2)
+    ]
+    changed = {"changes": HF}
+    half = {"training": {"weights": "bf16"}}
+    launch(
+        [
+            job("nelbo", tmp_path / "hf-full", "full", 6, **changed),
+            job("nelbo", tmp_path / "hf-none", "none", 6, **changed),
+            job("nelbo", tmp_path / "hf-on", "full", 4, **changed),
+            job("nelbo", tmp_path / "hf-on", "optimizer", 6, **changed),
+            job("match", tmp_path / "half", "full", 6, **half),
+            job("match", tmp_path / "half", "full", 9, model=7, **half),
+        ],
+        2,
+        *[line[0].split() for line in nodes],
+    )
+    sharded.run(job("match", tmp_path / "half-one", "none", 6, **half))
+    assert_shared_out(tmp_path / "hf-full", 2)
+    assert_same(tmp_path / "hf-full", tmp_path / "hf-none", 6)
+    assert_same(tmp_path / "hf-on", tmp_path / "hf-none", 6)
+    x, y = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("half", "half-one"))
+    assert all(weight.dtype == torch.bfloat16 for weight in x.values())
+    assert all(torch.allclose(x[name].float(), y[name].float(), atol=1e-2) for name in y)
+    for told in seen(tmp_path / "half", 2):
+        assert "the recipe, its start or its data changed" in told["refused"]
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as asked:
+        asked.bind(("127.0.0.1", 0))
+        return int(asked.getsockname()[1])
