@@ -64,9 +64,9 @@ class How:
 
     @classmethod
     def of(cls, training: TrainConfig, gpus: int) -> How:
-        """As a recipe has them; whatever has no such setting trains as ever."""
+        """As a recipe has them."""
         share = training.batch // gpus
-        again, shard = training.checkpoint_blocks, getattr(training, "shard", "none")
+        again, shard = training.checkpoint_blocks, training.shard
         return cls(min(share, training.micro_batch or share), again, shard if gpus > 1 else "none")
 
     def changes(self, other: How) -> dict[str, str]:
