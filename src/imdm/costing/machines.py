@@ -60,9 +60,10 @@ HIDDEN = 0.5
 
 
 def find_gpu(name: str) -> GPU:
-    if name not in GPUS:
+    """By its name, in capitals or not."""
+    if name.lower() not in GPUS:
         raise unknown("GPU", name, GPUS)
-    return GPUS[name]
+    return GPUS[name.lower()]
 
 
 def bandwidth(gpu: GPU, gpus: int) -> float:

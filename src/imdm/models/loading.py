@@ -64,5 +64,8 @@ def _found(path: str | Path) -> str | Path:
     config = read_json(folder / "config.json", f"model {str(path)!r}")
     kind = config.get("model_type") if isinstance(config, dict) else None
     if kind != MaskedDiffusionLM.config_class.model_type:
-        raise UserError(f"model {str(path)!r} is of type {kind!r}, not {MaskedDiffusionLM.config_class.model_type!r}")
+        raise UserError(
+            f"model {str(path)!r} is of type {kind!r}, not {MaskedDiffusionLM.config_class.model_type!r}; "
+            "take it in first (imdm adopt MODEL --out FOLDER, or imdm.adopt)"
+        )
     return folder
