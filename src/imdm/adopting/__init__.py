@@ -163,7 +163,9 @@ def _place(source: str | Path) -> Path:
     if path.exists():
         return path
     if path.is_absolute() or len(path.parts) != 2 or path.suffix in (".ckpt", ".safetensors", ".bin", ".pt"):
-        raise UserError(f"model {str(source)!r}: no such file or folder, nor a hub id (owner/name, as google-bert/bert-base-uncased)")
+        raise UserError(
+            f"model {str(source)!r}: no such file or folder, nor a hub id (owner/name, as google-bert/bert-base-uncased)"
+        )
     from huggingface_hub import snapshot_download
 
     try:
