@@ -78,6 +78,16 @@ class TrainConfig(Config):
         """Refuse what this machine cannot run."""
         check_precision(self.precision, device, "training.precision")
         check_lora(self.lora, self.precision)
+        if self.decay >= self.steps:
+            raise UserError(
+                f"training.decay = {self.decay}: of training.steps = {self.steps} none would be at the whole rate; "
+                "give it fewer"
+            )
+        if self.opening >= self.steps:
+            raise UserError(
+                f"training.opening = {self.opening}: in training.steps = {self.steps} attention would never be open; "
+                "give it fewer"
+            )
         if self.batch % (world * self.accumulation(world)):
             raise UserError(
                 f"training.batch = {self.batch}: must be a multiple of "

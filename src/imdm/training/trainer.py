@@ -150,6 +150,8 @@ class Trainer:
             )
         if self.config.opening and self.config.graphs:
             raise UserError("training.opening and training.graphs: a recorded step cannot open; leave one out")
+        if self.config.opening:
+            model.backbone.check_opening()
         check_fits(self.source, model.config)
         self.config.check(self.accelerator.num_processes, self.accelerator.device)
 
@@ -481,10 +483,11 @@ class Trainer:
 
     def _export(self, name: str, weights: Any) -> None:
         with weights, written_aside(self.out / name) as aside:
-            whole = merged(self.bare) if has_adapters(self.bare) else self.bare
-            if self.config.weights == "float32":
-                whole.save_pretrained(aside)
-            else:
-                half = copy.deepcopy(whole)
-                torch.nn.Module.to(half, torch.bfloat16)
-                half.save_pretrained(aside)
+            half, whole = self.config.weights == "bf16", self.bare
+            if has_adapters(whole):
+                whole = merged(whole)
+            elif half:
+                whole = copy.deepcopy(whole)
+            if half:
+                torch.nn.Module.to(whole, torch.bfloat16)
+            whole.save_pretrained(aside)
