@@ -6,14 +6,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from imdm.errors import UserError
-from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM, fingerprint
+from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
 from imdm.models.readout import Chosen, Gradient, Head, Whole, match_rows, reduced
 from imdm.objectives.base import Step
 from imdm.objectives.rounds import fixed
@@ -312,30 +311,28 @@ class Pursued:
                 average[name].copy_(self.best[name])
 
     def tensors(self) -> dict[str, Tensor]:
-        """The teacher is not among them: a run that goes on has it again, and knows it by its hash."""
         held = {"seen": self.seen} | {f"best.{name}": weight for name, weight in self.best.items()}
+        held |= {f"teacher.{name}": weight for name, weight in self.model.named_parameters()}
         return held | ({"texts": self.held[:-1]} if self.held is not None else {})
 
     def values(self) -> dict[str, Any]:
         frontier = None if self.frontier is None else self.frontier.values()
         looks = {"scores": self.scores, "best_score": self.best_score, "frontier": frontier}
-        return {"phase": self.phase, "since": self.since, **looks, "teacher": self.teacher}
-
-    @cached_property
-    def teacher(self) -> str:
-        """The teacher's hash; it never changes."""
-        return fingerprint(self.model)
+        return {"phase": self.phase, "since": self.since, **looks}
 
     def load(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        device = self.student.device
-        if values.get("teacher", self.teacher) != self.teacher:  # checkpoints of old do not say
-            raise UserError("checkpoint: its teacher is not the one that this run has; give it that one")
+        device, teacher = self.student.device, dict(self.model.named_parameters())
+        if {f"teacher.{name}" for name in teacher} != {name for name in tensors if name.startswith("teacher.")}:
+            raise UserError("checkpoint: the teacher in it does not match the model; it is not of this run")
         self.held = None
         if "texts" in tensors:
             texts = tensors["texts"].to(device)
             self.held = torch.cat((texts, torch.zeros_like(texts[:1])))
         self.seen = tensors["seen"].to(device)
         self.best = {n.removeprefix("best."): w.to(device) for n, w in tensors.items() if n.startswith("best.")}
+        with torch.no_grad():
+            for name, parameter in teacher.items():
+                parameter.copy_(tensors[f"teacher.{name}"])
         self.phase, self.since, self.scores = values["phase"], values["since"], list(values["scores"])
         self.best_score = values["best_score"]
         self.frontier = None if values["frontier"] is None else Frontier.from_points(values["frontier"])

@@ -34,14 +34,10 @@ class Teacher:
 
     @torch.no_grad()
     def _set(self, weights: Mapping[str, Tensor]) -> None:
-        for name, parameter in self._own().items():
+        for name, parameter in self.tensors().items():
             parameter.copy_(weights[name])
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint needs of it: nothing in round 0, whose teacher a run that goes on has again."""
-        return self._own() if self.round else {}
-
-    def _own(self) -> dict[str, Tensor]:
         """Its weights, but for those that are the student's, which stay as they are."""
         students = {id(weight) for weight in self.student.parameters()}
         return {name: weight for name, weight in self.model.named_parameters() if id(weight) not in students}
@@ -52,15 +48,13 @@ class Teacher:
         return {"round": self.round, "teacher": fingerprint(self.model)}
 
     def load(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        self.round = values["round"]
-        if self.round:
+        if values["round"] > 0:
             self.model = _frozen(self.student)
-            if set(tensors) != set(self._own()):
-                raise UserError("checkpoint: the teacher in it does not match the model; it is not of this run")
-            self._set(tensors)
+        if set(tensors) != set(self.tensors()):
+            raise UserError("checkpoint: the teacher in it does not match the model; it is not of this run")
+        self._set(tensors)
+        self.round = values["round"]
         if self.values() != dict(values):
-            if not self.round:
-                raise UserError("checkpoint: its teacher is not the model that this run starts from; give it that one")
             raise UserError("checkpoint: the teacher in it is not the one its hash names; it is damaged")
 
 
