@@ -3,16 +3,18 @@ right and writing so, and the recipe `adapt-smollm2` in small."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import imdm
-from imdm.adopting import adopted_config
+from imdm.adopting import adopted_config, write_published
 from imdm.data import LanguageSource, TokenSource, aligned
 from imdm.data.tokenizers import load_tokenizer, special_ids, train_bpe
 from imdm.ending import Ending
@@ -163,7 +165,11 @@ def test_a_run_whose_attention_opens_goes_on_exactly(tmp_path: Path) -> None:
         seen.append(run.bare.backbone.opening.share if run.bare.backbone.opening else 1.0)
     assert seen == pytest.approx([0, 1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6, 1, 1])
     whole = load_model(trainer("again", 8).train())
-    trainer("parts", 4).train()
+    part = trainer("parts", 8)
+    part.model.train()
+    for _ in range(4):
+        part.train_step()
+    part.save()
     for name, weight in load_model(trainer("parts", 8).train()).state_dict().items():
         assert torch.equal(weight, whole.state_dict()[name])
     assert trainer("none", 8, 0).run != run.run
@@ -171,7 +177,7 @@ def test_a_run_whose_attention_opens_goes_on_exactly(tmp_path: Path) -> None:
 
 def test_what_cannot_open_is_refused(tmp_path: Path) -> None:
     def start(model: MaskedDiffusionLM, **settings: Any) -> None:
-        config = TrainConfig(steps=1, batch=4, opening=5, **settings)
+        config = TrainConfig.parse({"steps": 6, "batch": 4, "opening": 5} | settings)
         Trainer(model, Nelbo(), LanguageSource(LANGUAGE), config, tmp_path)
 
     size = {"vocab_size": LANGUAGE.vocab_size, "length": 3}
@@ -180,6 +186,26 @@ def test_what_cannot_open_is_refused(tmp_path: Path) -> None:
             start(model)
     with pytest.raises(UserError, match="a recorded step cannot open"):
         start(made(SMALL, **size), graphs=True)
+    with pytest.raises(UserError, match="in training.steps = 5 attention would never be open"):
+        start(made(SMALL, **size), steps=5)
+    bloom = {"model_type": "bloom", "hidden_size": 16, "n_layer": 1, "n_head": 2, "vocab_size": 4, "pad_token_id": 0}
+    with pytest.raises(UserError, match="'bloom' models cannot open gradually"):
+        start(made(bloom, **size))
+
+
+def test_a_model_that_needs_a_mask_a_sequence_opens(tmp_path: Path) -> None:
+    xglm = {
+        "model_type": "xglm",
+        "d_model": 16,
+        "num_layers": 1,
+        "attention_heads": 2,
+        "ffn_dim": 24,
+        "pad_token_id": 0,
+    }
+    model = made(xglm | {"vocab_size": LANGUAGE.vocab_size}, vocab_size=LANGUAGE.vocab_size, length=3)
+    config = TrainConfig(steps=3, batch=4, opening=2)
+    Trainer(model, Nelbo(), LanguageSource(LANGUAGE), config, tmp_path).train()
+    assert model.backbone.opening is None
 
 
 @pytest.mark.slow
@@ -279,6 +305,33 @@ def test_an_adopted_stage_is_what_adopt_makes(tmp_path: Path) -> None:
         model = imdm.adopt(source, length=16, **how)
         found = adopted_config(source, length=16, **how)
         assert found.to_dict() == model.config.to_dict()
+
+
+def test_a_stage_is_made_from_what_its_source_holds(tmp_path: Path) -> None:
+    source = tiny_llama(tmp_path / "llama")
+    recipe = tiny_recipe(source, tmp_path / "text")
+    Run(recipe, tmp_path / "run").run(["smollm2"])
+    Run(recipe, tmp_path / "run").run(["smollm2"])  # is there
+    assert {row.name: row.state for row in status(tmp_path / "run")["seed 0"]}["smollm2"] == "done"
+    lm = AutoModelForCausalLM.from_pretrained(source)
+    with torch.no_grad():
+        lm.get_input_embeddings().weight.add_(1.0)
+    lm.save_pretrained(source)
+    with pytest.raises(UserError, match="stage 'smollm2' .* was made with other inputs: 'files of .*' was made again"):
+        Run(recipe, tmp_path / "run").run(["smollm2"])
+
+
+def test_a_stage_refuses_what_is_known_by_its_weights(tmp_path: Path) -> None:
+    """MDLM's layout, and DiffuGPT's, whose configuration is GPT-2's."""
+    (tmp_path / "mdlm").mkdir()
+    write_published(tiny_model(vocab_size=16, length=8), tmp_path / "mdlm")
+    (tmp_path / "diffugpt").mkdir()
+    names = ("embed_tokens.weight", "denoise_model.wpe.weight", "denoise_model.h.0.ln_1.weight")
+    save_file({name: torch.zeros(2, 2) for name in names}, tmp_path / "diffugpt" / "model.safetensors")
+    (tmp_path / "diffugpt" / "config.json").write_text(json.dumps({"model_type": "gpt2", "mask_token_id": 1}))
+    for name in ("mdlm", "diffugpt"):
+        with pytest.raises(UserError, match="run 'imdm adopt' first and start from its folder"):
+            adopted_config(tmp_path / name, length=8, shift=True)
 
 
 def test_what_a_recipe_cannot_start_from_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy import stats
 
-from imdm.data import CoupleConfig, Coupling, LanguageSource, aligned, couple
+from imdm.data import CoupleConfig, Coupling, LanguageSource, TokenSource, aligned, couple
 from imdm.errors import UserError
 from imdm.evaluation import Evaluation, Row, Subject, append, family, measure, metrics, read, to_row
 from imdm.evaluation.factorization import component_laws, factorization_error, joint_under
@@ -169,3 +169,12 @@ def test_a_line_cut_short_by_a_crash_is_left_out(tmp_path: Path) -> None:
 def test_families() -> None:
     names = {m: family(parse_mask(m)) for m in ("single", "finite-7", "infinite")}
     assert names == {"single": "mdlm", "finite-7": "finite", "infinite": "imdm"}
+
+
+def test_a_model_that_reads_from_left_to_right_pays_for_what_it_reads() -> None:
+    """The first token is given, so that L − 1 are read. Uniform over four tokens, each costs log 4."""
+    model = tiny_model(trained=False, causal=True, vocab_size=5, length=3).eval()
+    rows = TokenSource(torch.randint(4, (8, 3), generator=torch.Generator().manual_seed(0)), 5, 4)
+    found = measure(["nelbo", "val_ppl"], Subject(model, samples=8, data=rows))
+    assert found["nelbo"].value == pytest.approx(math.log(4), rel=1e-6)
+    assert found["val_ppl"].value == pytest.approx(4, rel=1e-6)

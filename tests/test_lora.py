@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
 from pathlib import Path
@@ -90,6 +91,25 @@ def test_what_is_trained() -> None:
     assert [name.rpartition(".")[2] for name in names] == ["v_proj", "up_proj"] * 2
 
 
+def test_norms_are_trained_and_not_what_is_named_after_them() -> None:
+    model = made({"model_type": "roberta-prelayernorm"} | SIZES)
+    add_adapters(model, Lora(rank=2), seed=0)
+    trained = [name for name, weight in model.named_parameters() if weight.requires_grad and "lora_" not in name]
+    assert "lm.roberta_prelayernorm.encoder.layer.0.attention.LayerNorm.weight" in trained
+    assert [name for name in trained if "norm" not in name.rpartition(".")[0].rpartition(".")[2].lower()] == [
+        "lm.roberta_prelayernorm.embeddings.word_embeddings.change"
+    ]
+
+
+def test_blocks_in_several_lists_are_all_changed() -> None:
+    from transformers import XLMConfig, XLMWithLMHeadModel
+
+    lm = XLMWithLMHeadModel(XLMConfig(vocab_size=12, emb_dim=16, n_layers=2, n_heads=2))
+    names = targets_in(lm, None)
+    assert {name.rpartition(".")[2] for name in names} == {"q_lin", "k_lin", "v_lin", "out_lin", "lin1", "lin2"}
+    assert len(names) == 2 * 6
+
+
 def pairs_of(teacher: MaskedDiffusionLM, folder: Path) -> Coupling:
     if not folder.exists():
         couple(teacher, LanguageSource(LANGUAGE), CoupleConfig(pairs=64, steps=4), folder)
@@ -142,6 +162,7 @@ def test_checkpoints_hold_what_is_trained_and_only_for_their_own_start(tmp_path:
     teacher = run.companion.model
     shared = dict(run.bare.named_parameters())
     assert all((weight is shared[name]) == (name not in trained) for name, weight in teacher.named_parameters())
+    assert set(load_file(checkpoint_path(tmp_path / "run" / "checkpoints", 3) / "companion.safetensors")) == set()
     other = started(seed=5)
     config = run.config
     with pytest.raises(UserError, match="belongs to run"):
@@ -160,6 +181,36 @@ def test_the_teacher_of_a_round_is_the_student_as_it_was(promote: str, tmp_path:
     run.train_step()
     assert run.companion.round == 1
     assert fingerprint(run.companion.model) == fingerprint(wanted)
+
+
+def test_the_first_teacher_is_the_start_and_no_other(tmp_path: Path) -> None:
+    """It is not in checkpoints: a run that goes on has it, or is refused."""
+    from safetensors.torch import load_file
+
+    run = trainer("match", tmp_path / "match", steps=3)
+    run.train()
+    kept = load_file(checkpoint_path(tmp_path / "match" / "checkpoints", 3) / "companion.safetensors")
+    assert not [name for name in kept if name.startswith("teacher.")]
+    run.companion.model.requires_grad_(False).get_input_embeddings().weight[0] += 1
+    del run.companion.teacher
+    with pytest.raises(UserError, match="its teacher is not the one that this run has"):
+        run.resume()
+    run = trainer("sdtt", tmp_path / "sdtt", steps=3)
+    run.train()
+    run.companion.model.get_input_embeddings().weight[0] += 1
+    with pytest.raises(UserError, match="its teacher is not the model that this run starts from"):
+        run.resume()
+
+
+@pytest.mark.parametrize("weights", ["float32", "bf16"])
+def test_what_is_handed_over_is_copied_once(weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = trainer("nelbo", tmp_path / "run", steps=1, weights=weights)
+    copied, of = [], copy.deepcopy
+    monkeypatch.setattr(copy, "deepcopy", lambda x, memo=None: copied.append(type(x)) or of(x, memo))
+    run._export("raw", contextlib.nullcontext())
+    assert copied.count(MaskedDiffusionLM) == 1
+    assert {weight.dtype for weight in run.bare.parameters()} == {torch.float32}
+    assert load_model(tmp_path / "run" / "raw").config.vocab_size == LANGUAGE.vocab_size
 
 
 def test_muon_moves_adapters_too(tmp_path: Path) -> None:
@@ -192,12 +243,17 @@ def test_frozen_weights_in_half_precision(tmp_path: Path, monkeypatch: pytest.Mo
     more = {"precision": "bf16", "batch": 32, "lora": {"rank": 4, "base": "bf16"}, "checkpoint_every": 99}
     run = trainer("nelbo", tmp_path / "run", steps=40, **more)
     for weight in run.bare.parameters():
-        assert weight.dtype == (torch.float32 if weight.requires_grad else torch.bfloat16) or weight.ndim < 2
+        assert weight.dtype == (torch.float32 if weight.requires_grad else torch.bfloat16)
+    frozen = started().state_dict()["lm.model.layers.0.self_attn.q_proj.weight"]
     folder = run.train()
     assert {moment.dtype for state in run.optimizer.state.values() for moment in state.values()} == {torch.float32}
     losses = [row["loss"] for row in read_history(tmp_path / "run")]
     assert sum(losses[-10:]) < 0.9 * sum(losses[:10])
     assert load_model(folder).dtype == torch.float32
+    lm = merged(trainer("nelbo", tmp_path / "new", **more).bare).state_dict()
+    rounded = lm["lm.model.layers.0.self_attn.q_proj.weight"]
+    assert torch.equal(rounded, frozen.bfloat16().float())
+    assert not torch.equal(rounded, frozen)
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,6 +269,9 @@ def test_what_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         start(started(), rank=0)
     with pytest.raises(UserError, match="no linear layer of 'llama' is called 'query'; it has q_proj, k_proj"):
         start(started(), targets=["q_proj", "query"])
+    convolved = {"model_type": "squeezebert", "embedding_size": 16} | SIZES | {"vocab_size": LANGUAGE.vocab_size}
+    with pytest.raises(UserError, match="no layer in the blocks of 'squeezebert' is linear"):
+        start(made(convolved, **size))
     with pytest.raises(UserError, match="set training.precision = bf16"):
         start(started(), base="bf16")
     monkeypatch.setitem(sys.modules, "peft", None)

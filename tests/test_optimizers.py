@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from imdm.errors import UserError
+from imdm.models.backbones.base import Backbone, backbones
 from imdm.training import TrainConfig
 from imdm.training.optimizers import MOMENTUM, Muon, make_optimizer, orthogonal
 from tests.conftest import tiny_model
@@ -66,6 +68,28 @@ def test_every_weight_is_in_one_group() -> None:
         assert sum(len(group["params"]) for group in optimizer.param_groups if group["matrices"]) == layers
 
 
+class Plain(Backbone):
+    def __init__(self, config: Any, settings: Any) -> None:
+        super().__init__(config, settings)
+        self.layer = torch.nn.Linear(config.width, config.width)
+
+
+def test_muon_takes_the_blocks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what is the wrapper's: embedding, the network that reads noise, a latent's, the head."""
+    monkeypatch.setitem(backbones._entries, "plain", Plain)
+    gpt2 = {"model_type": "gpt2", "vocab_size": 5, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16}
+    llama = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    llama |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+    wanted = {"plain": ["layer"], "gpt2": ["c_attn", "c_fc", "c_proj", "c_proj"]}
+    wanted["llama"] = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    theirs = {"gpt2": gpt2, "llama": llama}
+    for kind, layers in wanted.items():
+        settings = {"width": 16, "mask": "infinite-uniform-4-1.0", "mixture": True, "trained": False}
+        model = tiny_model(backbone={"kind": "hf", "config": theirs[kind]} if kind in theirs else kind, **settings)
+        names = {weight: name for name, weight in model.named_parameters()}
+        assert sorted(names[weight].split(".")[-2] for weight in model.backbone.matrices()) == layers
+
+
 def test_muon_goes_on_bit_for_bit(tmp_path: Path) -> None:
     trainer(tmp_path / "whole", MUON).train()
     trainer(tmp_path / "parts", MUON.model_copy(update={"steps": 10})).train()
@@ -94,6 +118,12 @@ def test_the_rate_falls_at_the_end(tmp_path: Path) -> None:
         rates.append(one.optimizer.param_groups[0]["lr"])
     assert rates[:16] == [config.lr] * 16
     assert rates[16:] == pytest.approx([config.lr * left / 5 for left in (4, 3, 2, 1)])
+
+
+def test_a_fall_that_is_longer_than_the_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"training.decay = 20: of training.steps = 20 none would be at the whole rate"):
+        trainer(tmp_path, CONFIG.model_copy(update={"decay": 20}))
+    trainer(tmp_path, CONFIG.model_copy(update={"decay": 19}))
 
 
 def test_a_run_with_a_fall_is_not_made_longer(tmp_path: Path) -> None:

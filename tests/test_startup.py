@@ -15,12 +15,10 @@ from imdm.benchmarks import benchmarks
 from imdm.cli import early
 from imdm.data import languages
 from imdm.evaluation import metrics
-from imdm.evaluation.fetching import FETCHABLE
 from imdm.evaluation.judge import Precision
 from imdm.exporting import Weights
 from imdm.process import NoisePolicy
 from imdm.runs.distilling import METHODS
-from imdm.shipped import FETCHABLE as FETCHED
 
 SHIPPED = "sentences-teacher"
 LISTED = {
@@ -142,7 +140,6 @@ def test_names_that_are_known_early_are_the_registered_ones() -> None:
     assert set(early.POLICIES) == set(get_args(NoisePolicy))
     assert set(early.PRECISIONS) == set(get_args(Precision))
     assert set(early.WEIGHTS) == set(get_args(Weights))
-    assert set(FETCHED) == set(FETCHABLE)
 
 
 def test_standard_output_that_is_closed_is_a_sentence(tmp_path: Path) -> None:

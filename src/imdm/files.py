@@ -390,6 +390,14 @@ def read_metadata(path: Path, what: str) -> dict[str, str]:
         return file.metadata() or {}
 
 
+def tensor_names(path: Path, what: str) -> list[str]:
+    """The names of the tensors in a file, none of which is read."""
+    from safetensors import safe_open
+
+    with _safetensors(path, what), safe_open(path, framework="pt") as file:
+        return list(file.keys())
+
+
 _checked: dict[tuple[str, Path], tuple[int, int, int]] = {}
 
 

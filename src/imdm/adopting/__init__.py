@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from imdm.adopting import dit, families
-from imdm.adopting.checkpoints import Weights, read_folder, read_weights
+from imdm.adopting.checkpoints import Weights, names_in, read_folder, read_weights
 from imdm.data.tokenizers import check_ids, copy_tokenizer, has_tokenizer, load_tokenizer, save_tokenizer
 from imdm.errors import UserError, check_number, check_whole, reason_of
 from imdm.files import as_path, check_writable, read_json, write_json, write_tensors, written_aside
@@ -18,7 +18,7 @@ from imdm.masks import parse_mask
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
 from imdm.shipped import check_fetched, find
 
-__all__ = ["Adopted", "adopt", "adopt_into", "adopted_config", "write_published"]
+__all__ = ["Adopted", "adopt", "adopt_into", "adopted_config", "source_files", "write_published"]
 
 FILES = ("*.json", "*.safetensors", "*.bin", "*.ckpt", "*.txt")
 UNIFORM = ("duo", "udlm", "uniform")  # what configurations of models call themselves whose noise is no mask
@@ -85,15 +85,28 @@ def adopted_config(
     mask_token_id: int | None = None,
     **how: Any,
 ) -> MaskedDiffusionConfig:
-    """The configuration that `adopt` gives a model of `transformers`; its weights are not read."""
+    """The configuration that `adopt` gives a model of `transformers`; its weights are not read. Those that `adopt`
+    knows by their weights, in the layouts of MDLM and DiffuGPT, are refused."""
     place, where = _place(source), f"model {str(source)!r}"
-    family = families.family_of(_raw(place), where)
-    if family is None:
-        raise UserError(f"{where}: no config.json in that folder names a model that transformers has")
+    names = dict.fromkeys(names_in(place))
+    family = None if dit.is_published(names) else families.family_of(_raw(place), where)
+    if family is None or families.is_diffugpt(names):
+        raise UserError(
+            f"{where}: a stage takes in only what config.json names as a model of transformers; run 'imdm adopt' first "
+            "and start from its folder"
+        )
     words = load_tokenizer(place) if has_tokenizer(place) else None
     told = {"length": length, "shift": shift, "mask_token_id": mask_token_id}
     told = {name: value for name, value in told.items() if value is not None}
     return families.config_of(family, words, told, families.How(**how), where)
+
+
+def source_files(source: str | Path) -> list[Path]:
+    """The files that `adopt` makes a model from: weights, configuration, tokenizer."""
+    place = _place(source)
+    beside = place if place.is_dir() else place.parent
+    found = {file for kind in FILES for file in beside.glob(kind) if place.is_dir() or kind in ("*.json", "*.txt")}
+    return sorted(file for file in found | {place} if file.is_file())
 
 
 def adopt_into(source: str | Path, out: str | Path, *, tokenizer: str | None = None, **how: Any) -> Adopted:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from imdm.errors import UserError, reason_of
-from imdm.files import read_json, read_tensors
+from imdm.files import read_json, read_tensors, tensor_names
 
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 DTYPES = {
@@ -236,19 +236,36 @@ def _averaged(file: Path, stored: Mapping[str, Stored], shadow: Sequence[Any]) -
 
 def read_folder(folder: Path, *, averaged: bool = True) -> Weights:
     """The weights in a folder: model.safetensors, its parts, or PyTorch's file."""
+    read = [read_weights(file, averaged=averaged) for file in files_in(folder)]
+    tensors = {name: tensor for one in read for name, tensor in one.tensors.items()}
+    return Weights(tensors, any(one.averaged for one in read))
+
+
+def files_in(folder: Path) -> list[Path]:
+    """The files that a folder's weights are in."""
     if there := [folder / name for name in INDEXES if (folder / name).exists()]:
         index = read_json(there[0], str(there[0]))
         parts = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(parts, dict) or not all(isinstance(part, str) for part in parts.values()):
             raise UserError(f"{there[0]} does not say which file each tensor is in")
-        files = [folder / Path(part).name for part in dict.fromkeys(parts.values())]
-    else:
-        names = ("model.safetensors", "pytorch_model.bin")
-        files = [folder / name for name in names if (folder / name).exists()][:1]
-        files = files or sorted([*folder.glob("*.safetensors"), *folder.glob("*.ckpt"), *folder.glob("*.bin")])[:2]
-        if len(files) != 1:
-            found = "no weights" if not files else "several files of weights"
-            raise UserError(f"{folder} holds {found}; give the file itself (.safetensors or .ckpt)")
-    read = [read_weights(file, averaged=averaged) for file in files]
-    tensors = {name: tensor for one in read for name, tensor in one.tensors.items()}
-    return Weights(tensors, any(one.averaged for one in read))
+        return [folder / Path(part).name for part in dict.fromkeys(parts.values())]
+    names = ("model.safetensors", "pytorch_model.bin")
+    files = [folder / name for name in names if (folder / name).exists()][:1]
+    files = files or sorted([*folder.glob("*.safetensors"), *folder.glob("*.ckpt"), *folder.glob("*.bin")])[:2]
+    if len(files) != 1:
+        found = "no weights" if not files else "several files of weights"
+        raise UserError(f"{folder} holds {found}; give the file itself (.safetensors or .ckpt)")
+    return files
+
+
+def names_in(place: Path) -> list[str]:
+    """The names of the tensors in a folder or a file; none of them is read."""
+    return [name for file in (files_in(place) if place.is_dir() else [place]) for name in _names(file)]
+
+
+def _names(file: Path) -> list[str]:
+    if file.suffix == ".safetensors":
+        return tensor_names(file, f"weights {file}")
+    content = read_pickled(file)
+    state = content.get("state_dict", content) if isinstance(content, Mapping) else {}
+    return [str(name) for name in state] if isinstance(state, Mapping) else []

@@ -54,7 +54,7 @@ BERT = 30_522, 103  # its vocabulary has the mask in the middle
 CONDITION = 128  # of every published model
 
 
-def stripped(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def stripped(weights: Mapping[str, Any]) -> dict[str, Any]:
     """Names without what wrappers put in front of them."""
 
     def bare(name: str) -> str:
@@ -65,7 +65,7 @@ def stripped(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {bare(name): weight for name, weight in weights.items()}
 
 
-def is_published(weights: Mapping[str, Tensor]) -> bool:
+def is_published(weights: Mapping[str, Any]) -> bool:
     return "vocab_embed.embedding" in stripped(weights)
 
 

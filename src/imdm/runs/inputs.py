@@ -7,8 +7,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from imdm.config import digest
 from imdm.data import Coupling, Data, Source, TextData
 from imdm.evaluation import about
+from imdm.files import digest_file
 from imdm.masks import Mask, parse_mask
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM, fingerprint, load_config, load_model
 from imdm.recipes import AdoptStage, Recipe, TrainStage
@@ -86,12 +88,20 @@ class Inputs:
             self._hashes[now] = fingerprint(self._loaded[now])
         return self._hashes[now]
 
+    def source_hash(self, source: str) -> str:
+        """The hash of the files of a model that a stage adopts."""
+        from imdm.adopting import source_files
+
+        files = source_files(source)
+        now = source, _states(files)
+        if now not in self._hashes:
+            self._hashes[now] = digest([[file.name, digest_file(file)] for file in files])
+        return self._hashes[now]
+
     def _files(self, name: str) -> Files:
         """What tells whether a folder is still as it was."""
         place = self.folder / name if self.is_stage(name) else Path(find(name))
-        found = sorted([*place.glob("*"), *place.glob("model/*")])
-        states = [(str(file), file.stat()) for file in found if file.is_file()]
-        return tuple((name, state.st_ino, state.st_size, state.st_mtime_ns) for name, state in states)
+        return _states(sorted([*place.glob("*"), *place.glob("model/*")]))
 
     def forget(self) -> None:
         """Let go of models and couplings, which are large; what they hashed to is still known."""
@@ -150,3 +160,9 @@ class Inputs:
         """The model that a stage's model goes back to: its teacher's teacher, and so on."""
         stage = self.recipe.stages.get(name)
         return self.first(stage.start) if isinstance(stage, TrainStage) and stage.start is not None else name
+
+
+def _states(files: list[Path]) -> Files:
+    """What tells whether files are still as they were."""
+    states = [(str(file), file.stat()) for file in files if file.is_file()]
+    return tuple((name, state.st_ino, state.st_size, state.st_mtime_ns) for name, state in states)

@@ -219,12 +219,15 @@ class Run:
         state.wait_for_everyone()
 
     def _made(self, name: str) -> dict[str, str]:
-        """What a stage builds on → the hash of it."""
-        return {needed: self.inputs.hash(needed) for needed in self.recipe.stages[name].inputs()}
+        """What a stage builds on → the hash of it; of one that adopts a model, that model's files."""
+        stage = self.recipe.stages[name]
+        if isinstance(stage, AdoptStage):
+            return {f"files of {stage.source}": self.inputs.source_hash(stage.source)}
+        return {needed: self.inputs.hash(needed) for needed in stage.inputs()}
 
     def _hash(self, name: str, made: Mapping[str, str]) -> str:
         settings = self._settings(name)
-        outputs = [made[needed] for needed in self.recipe.stages[name].inputs()]
+        outputs = [made[needed] for needed in self.recipe.stages[name].inputs() or made]
         return digest([settings["stage"], outputs, {k: v for k, v in settings.items() if k != "stage"}])
 
     def _settings(self, name: str) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from imdm.evaluation import (
     occasions,
     read,
 )
-from imdm.evaluation.fetching import FETCHABLE, fetched
 from imdm.evaluation.judge import Judge, load_judge_or_other
 from imdm.evaluation.mauve import has_mauve
 from imdm.evaluation.measuring import drawn, with_what
@@ -35,7 +34,7 @@ from imdm.recipes import AdoptStage, CoupleStage, EvaluateStage, TrainStage
 from imdm.runs.checks import check_pairs
 from imdm.runs.status import DONE
 from imdm.sampling import Sampling
-from imdm.shipped import find
+from imdm.shipped import FETCHABLE, fetched, find
 from imdm.training import Progress, Trainer
 from imdm.training.history import LAST, last_loss, loss_in_words, read_history
 

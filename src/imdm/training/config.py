@@ -90,6 +90,16 @@ class TrainConfig(Config):
             )
         if self.shard != "none" and self.lora is not None:
             raise UserError(f"training.shard = {self.shard!r}: adapters (training.lora) are not shared out; use none")
+        if self.decay >= self.steps:
+            raise UserError(
+                f"training.decay = {self.decay}: of training.steps = {self.steps} none would be at the whole rate; "
+                "give it fewer"
+            )
+        if self.opening >= self.steps:
+            raise UserError(
+                f"training.opening = {self.opening}: in training.steps = {self.steps} attention would never be open; "
+                "give it fewer"
+            )
         if self.batch % (world * self.accumulation(world)):
             raise UserError(
                 f"training.batch = {self.batch}: must be a multiple of "

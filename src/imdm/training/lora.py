@@ -19,7 +19,7 @@ from imdm.config import Config
 from imdm.errors import UserError
 from imdm.models import MaskedDiffusionLM
 from imdm.models.backbones import backbones
-from imdm.models.backbones.hf import layers_of
+from imdm.models.backbones.hf import linear_layers
 from imdm.randomness import Purpose, as_key, fold, seeded
 
 NAME = "default"  # peft's own
@@ -76,7 +76,7 @@ def add_adapters(model: MaskedDiffusionLM, lora: Lora, seed: int) -> None:
     with seeded(fold(as_key(seed), Purpose.INIT, 2)):
         peft.inject_adapter_in_model(peft.LoraConfig(**how, fan_in_fan_out=turned), lm)
     for module in lm.modules():
-        if "norm" in type(module).__name__.lower():
+        if "norm" in type(module).__name__.lower() and not list(module.children()):  # a norm, not what has some
             module.requires_grad_(True)
     lm.set_input_embeddings(MaskRow(lm.get_input_embeddings(), model.config.mask_token_id).to(model.device))
     for weight in lm.parameters():
@@ -88,8 +88,12 @@ def add_adapters(model: MaskedDiffusionLM, lora: Lora, seed: int) -> None:
 
 def targets_in(lm: Any, wanted: Sequence[str] | None) -> list[str]:
     """The whole names of the linear layers in the blocks; of those that end like one of the wanted, where some are."""
-    blocks = {id(module) for layer in layers_of(lm) for module in layer.modules()}
-    linear = [name for name, module in lm.named_modules() if id(module) in blocks and _is_linear(module)]
+    linear = list(linear_layers(lm))
+    if not linear:
+        raise UserError(
+            f"training.lora: no layer in the blocks of {lm.config.model_type!r} is linear, and LoRA changes no others; "
+            "leave it out"
+        )
     if wanted is None:
         return linear
     for one in wanted:
@@ -101,18 +105,15 @@ def targets_in(lm: Any, wanted: Sequence[str] | None) -> list[str]:
     return [name for name in linear if any(f".{name}".endswith(f".{one}") for one in wanted)]
 
 
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-
-
 @torch.no_grad()
 def merged(model: MaskedDiffusionLM) -> MaskedDiffusionLM:
-    """A copy whose weights are what a model with adapters has learnt: a plain one, in float32."""
+    """A copy whose weights are what a model with adapters has learnt: a plain one, on the CPU and in float32."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    plain = copy.deepcopy(model)
+    moved = {id(weight): nn.Parameter(_plain(weight), weight.requires_grad) for weight in model.parameters()}
+    plain = copy.deepcopy(model, moved)  # which finds its weights copied
     lm = plain.backbone.get_network()
-    nn.Module.to(plain, torch.float32)
+    nn.Module.to(plain, "cpu", torch.float32)
     for name, layer in list(lm.named_modules()):
         if isinstance(layer, BaseTunerLayer):
             layer.merge()
@@ -120,6 +121,10 @@ def merged(model: MaskedDiffusionLM) -> MaskedDiffusionLM:
             setattr(lm.get_submodule(parent), last, layer.get_base_layer())
     lm.set_input_embeddings(lm.get_input_embeddings().merged())
     return plain.requires_grad_(True)
+
+
+def _plain(weight: Tensor) -> Tensor:
+    return weight.detach().to("cpu", torch.float32, copy=True)
 
 
 def has_adapters(model: nn.Module) -> bool:

@@ -154,6 +154,8 @@ class Trainer:
             )
         if self.config.opening and self.config.graphs:
             raise UserError("training.opening and training.graphs: a recorded step cannot open; leave one out")
+        if self.config.opening:
+            model.backbone.check_opening()
         check_fits(self.source, model.config)
         self.config.check(self.accelerator.num_processes, self.accelerator.device)
 

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 backbones: Registry[type[Backbone]] = Registry("backbone")
 
 DEFAULT = "dit"
+WRAPPERS = ("embedding", "mask_embedding", "mixture", "output")
+"""Layers of `MaskedDiffusionLM` that are not the backbone's, though it shares one table of layers with it."""
 
 
 class BackboneSettings(Config):
@@ -174,6 +176,9 @@ class Backbone(nn.Module):
         `key`; 1: all."""
         raise NotImplementedError
 
+    def check_opening(self) -> None:
+        """Of one that `opens`: refuse, in a sentence, what cannot open gradually."""
+
     def compile_trunk(self, *, training: bool) -> None:
         """Fuse small operations from the next batch on, while it trains or while it does not; nothing, unless it knows
         how."""
@@ -189,9 +194,9 @@ class Backbone(nn.Module):
     def matrices(self) -> dict[Tensor, int]:
         """The weights that are matrices of its blocks, and how many matrices lie in each, one above the other: what
         Muon is for. Not those that give or take tokens."""
-        output = self.get_network().get_output_embeddings() if self.whole else None
-        linear = (module for module in self.modules() if isinstance(module, nn.Linear))
-        return {module.weight: 1 for module in linear if module is not output}
+        own = [part for name, part in self._modules.items() if name not in WRAPPERS and part is not None]
+        linear = (module for part in own for module in part.modules() if isinstance(module, nn.Linear))
+        return {module.weight: 1 for module in linear}
 
     @property
     def weights(self) -> int | None:

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from imdm.errors import UserError, reason_of, shown, unknown
 from imdm.models.backbones.base import Asked, Backbone, BackboneSettings, Looked, backbones
-from imdm.randomness import Purpose, fold, seeded, uniform
+from imdm.randomness import Purpose, as_key, fold, seeded, uniform
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -138,7 +138,7 @@ class HF(Backbone):
             length, like = next(iter(given.values())).shape[1], self.lm.get_input_embeddings().weight
             if self.opens:
                 given |= {"attention_mask": self._open(length, cast("Tensor", like))} if self._windowed(length) else {}
-                given |= self._opening(length, cast("Tensor", like))
+                given |= self._opening(next(iter(given.values())), cast("Tensor", like))
             return self.lm.base_model(**given, use_cache=False).last_hidden_state
         return self.lm.base_model(**given)[0]
 
@@ -205,13 +205,15 @@ class HF(Backbone):
         shape = (1, 1, length, length)
         return like.new_zeros(shape) if added else torch.ones(shape, dtype=torch.bool, device=like.device)
 
-    def _opening(self, length: int, like: Tensor) -> dict[str, Tensor]:
-        """The mask of a step in which attention is not quite open yet; else nothing."""
+    def _opening(self, x: Tensor, like: Tensor) -> dict[str, Tensor]:
+        """The mask of a step in which attention is not quite open yet, (B, 1, T, T), as some models need it; else
+        nothing."""
         if not self.training or self.opening is None:
             return {}
+        many, length = x.shape[:2]
         mask, visible = self._open(length, like), self.opening.visible(length, like.device)
         hides = mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, torch.finfo(mask.dtype).min)
-        return {"attention_mask": hides}
+        return {"attention_mask": hides.expand(many, -1, -1, -1)}
 
     def checkpoint_blocks(self) -> None:
         """As `transformers` does it; what is dropped is dropped again."""
@@ -223,6 +225,35 @@ class HF(Backbone):
 
     def open_attention(self, share: float, key: Tensor) -> None:
         self.opening = None if share >= 1 else Opening(share, key)
+
+    @torch.no_grad()
+    def check_opening(self) -> None:
+        """By two short sequences: while it is still causal, no position may see what follows it."""
+        weight, training = cast("Tensor", self.lm.get_input_embeddings().weight), self.training
+        if weight.is_meta:
+            return
+        x = self.embedding(torch.zeros(2, min(3, self.config.length), dtype=torch.int64, device=weight.device))
+        other = torch.cat((x[:, :-1], 1 - x[:, -1:]), 1)
+        self.lm.eval()  # nothing is dropped
+        self.training = True
+        self.open_attention(0.0, as_key(0))
+        try:
+            found, moved = (self._hidden(inputs_embeds=y)[:, :-1] for y in (x, other))
+        except Exception as error:  # whatever a model of theirs makes of a mask
+            raise UserError(
+                f"training.opening: {self.lm.config.model_type!r} models cannot open gradually "
+                f"({reason_of(error)}); leave it out"
+            ) from None
+        finally:
+            self.opening = None
+            self.lm.train(training)
+            self.training = training
+        if not torch.allclose(found, moved, rtol=1e-4, atol=1e-5):
+            raise UserError(f"training.opening: {self.lm.config.model_type!r} models do not heed a mask; leave it out")
+
+    def matrices(self) -> dict[Tensor, int]:
+        """Muon does not mind that GPT-2 has its matrices turned."""
+        return {cast("Tensor", module.weight): 1 for module in linear_layers(self.lm).values()}
 
     def compile_trunk(self, *, training: bool) -> None:
         """Layer by layer: all layers of a model share what was compiled for their shape."""
@@ -390,6 +421,14 @@ def layers_of(lm: PreTrainedModel) -> list[nn.Module]:
     """The layers that repeat, first to last: the outermost list of layers of one kind."""
     lists = (list(one) for one in lm.modules() if isinstance(one, nn.ModuleList))
     return next((one for one in lists if one and len({type(layer) for layer in one}) == 1), [])
+
+
+def linear_layers(lm: PreTrainedModel) -> dict[str, nn.Module]:
+    """The linear layers of the blocks by name, GPT-2's too, which has its matrices turned: all that lies in a list of
+    the trunk. XLM, for one, has a list of attentions and another of MLPs."""
+    inside = {id(one) for each in lm.base_model.modules() if isinstance(each, nn.ModuleList) for one in each.modules()}
+    found = ((name, module) for name, module in lm.named_modules() if id(module) in inside)
+    return {n: module for n, module in found if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"}
 
 
 def is_causal(lm: PreTrainedModel) -> bool:
