@@ -190,6 +190,26 @@ def test_embeddings_in_the_place_of_ids() -> None:
             model(inputs_embeds=x[..., :3])
 
 
+def test_a_state_takes_its_own_arguments_alone() -> None:
+    model = tiny_model()
+    state, rows = model.noised(IDS), IDS == model.config.mask_token_id
+    assert rows.sum() > 1
+
+    def first(log_probs: Tensor, part: slice) -> Tensor:
+        return log_probs[:, 0]
+
+    wanted = model(state, rows=rows)[:, 0]
+    assert torch.equal(model(state, rows, reduce=first), wanted)
+    assert torch.equal(model(state, rows, first), wanted)
+    assert torch.equal(model(state, rows, first, 2), wanted)
+    assert torch.equal(model(input_ids=state, rows=rows, reduce=first), wanted)
+    for other in ({"attention_mask": torch.ones_like(IDS)}, {"attention_mask": rows}, {"labels": IDS}, {"noise": 1}):
+        with pytest.raises(UserError, match=f"{next(iter(other))}: a state of the diffusion takes rows"):
+            model(state, **other)
+    with pytest.raises(UserError, match="rows: ids are read whole"):
+        model(IDS, rows=rows)
+
+
 def test_bad_input_gets_a_sentence() -> None:
     model = tiny_model()
     with pytest.raises(UserError, match="input_ids: expected ids"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -283,10 +283,17 @@ class MaskedDiffusionLM(PreTrainedModel):
     def head_of(self, rows: Tensor) -> Head:
         return Head(rows, self._ends.output, self.config.mask_token_id, self.vocab_size)
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Arguments by position: those of `forward`, or beside a state of the diffusion those of `log_probs`."""
+        if args and isinstance(args[0], Noised):
+            names = ("input_ids", "rows", "reduce", "group")[: len(args)]
+            return super().__call__(**dict(zip(names, args, strict=True)), **kwargs)
+        return super().__call__(*args, **kwargs)
+
     def forward(
         self,
         input_ids: Noised | Tensor | None = None,
-        attention_mask: Rows | Tensor | None = None,
+        attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         position_ids: Tensor | None = None,
         token_type_ids: Tensor | None = None,
@@ -300,7 +307,7 @@ class MaskedDiffusionLM(PreTrainedModel):
         reduce: Reduce | None = None,
         group: int = 1,
     ) -> Any:
-        """Of a state of the diffusion, `model(state, rows, reduce=…, group=…)`: what `log_probs` gives.
+        """Of a state of the diffusion, `model(state, rows, reduce, group)`: what `log_probs` gives.
 
         Of ids, as `transformers` calls a masked language model: a `MaskedLMOutput`.
 
@@ -319,12 +326,25 @@ class MaskedDiffusionLM(PreTrainedModel):
         `log_probs` gives at masked ones. The mask's own is the least number there is: it is never predicted.
         """
         if isinstance(input_ids, Noised):
-            return self.log_probs(input_ids, attention_mask if rows is None else rows, reduce, group)
+            _check_absent(
+                "a state of the diffusion takes rows, reduce and group beside it",
+                attention_mask=attention_mask,
+                labels=labels,
+                position_ids=position_ids,
+                token_type_ids=token_type_ids,
+                inputs_embeds=inputs_embeds,
+                noise=noise,
+                output_hidden_states=output_hidden_states,
+                output_attentions=output_attentions,
+                return_dict=return_dict,
+            )
+            return self.log_probs(input_ids, rows, reduce, group)
+        _check_absent("ids are read whole; model.noised(ids) makes a state of them", rows=rows, reduce=reduce)
         config = self.config
         found = masked_lm(
             self,
             input_ids,
-            cast("Tensor | None", attention_mask),
+            attention_mask,
             labels,
             position_ids,
             token_type_ids,
@@ -473,6 +493,12 @@ class MaskedDiffusionLM(PreTrainedModel):
             holes = self.config.mask_token_id
             input_ids = nn.functional.pad(input_ids, (0, length - input_ids.shape[1]), value=holes)
         return input_ids.repeat_interleave(num, dim=0)
+
+
+def _check_absent(why: str, **arguments: Any) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            raise UserError(f"{name}: {why}; leave it out")
 
 
 def as_ids(values: Any) -> Tensor:
