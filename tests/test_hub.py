@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,12 +17,13 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 from safetensors.torch import load_file
 from torch import Tensor
 
-from imdm.data.tokenizers import train_bpe
+from imdm.data.tokenizers import load_tokenizer, train_bpe
 from imdm.errors import UserError
-from imdm.exporting import HUB, HUB_FILES, export, export_transformers
+from imdm.exporting import HUB, HUB_FILES, export, export_published, export_transformers
 from imdm.exporting.hub import modeling_imdm
 from imdm.models import MaskedDiffusionLM, load_model
 from imdm.writer import load
@@ -231,6 +233,9 @@ def test_the_folder_is_still_ours(tmp_path: Path) -> None:
     assert {w.dtype for w in load_file(folder / "model.safetensors").values()} == {torch.float32}
     card = (folder / "README.md").read_text()
     assert "trust_remote_code=True" in card
+    required = tomllib.loads((HUB.parents[3] / "pyproject.toml").read_text())["project"]["dependencies"]
+    least = next(Requirement(one) for one in required if one.startswith("transformers")).specifier
+    assert f"`transformers` {min(str(part.version) for part in least)} or newer" in card
     assert "torch.tensor([[0, *prompt]])" in card
     ids = torch.tensor([[0, 3, 3, 9, 3, 1]])
     small, again = load_model(tmp_path / "small"), load_model(folder)
@@ -242,6 +247,10 @@ def test_the_folder_is_still_ours(tmp_path: Path) -> None:
     half = export_transformers(tmp_path / "small", tmp_path / "half", weights="bf16", card="# Mine")
     assert {w.dtype for w in load_file(half / "model.safetensors").values()} == {torch.bfloat16}
     assert (half / "README.md").read_text() == "# Mine"
+    for number, write in enumerate((export, export_published, export_transformers)):
+        write(tmp_path / "model", tmp_path / f"bare-{number}", card="")
+        assert (tmp_path / f"bare-{number}" / "README.md").read_text() == ""
+        assert load_tokenizer(tmp_path / f"bare-{number}").get_vocab() == tokenizer.get_vocab()
 
 
 def test_what_its_code_does_not_know_is_refused(tmp_path: Path) -> None:

@@ -286,8 +286,9 @@ class MaskedDiffusionLM(PreTrainedModel):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Arguments by position: those of `forward`, or beside a state of the diffusion those of `log_probs`."""
         if args and isinstance(args[0], Noised):
-            names = ("input_ids", "rows", "reduce", "group")[: len(args)]
-            return super().__call__(**dict(zip(names, args, strict=True)), **kwargs)
+            state, *others = args
+            names = ("rows", "reduce", "group")[: len(others)]
+            return super().__call__(state, **dict(zip(names, others, strict=True)), **kwargs)
         return super().__call__(*args, **kwargs)
 
     def forward(
@@ -408,7 +409,8 @@ class MaskedDiffusionLM(PreTrainedModel):
         attention_mask   of a tokenizer: padding beside prompts of unequal length is left out. Its token_type_ids too
         seed, keys   sequence i depends on the i-th key of `seed`, or on keys[i] where keys (sequences,) are given
         noise_keys   others of them, or a path between two, for what masks carry: the same draws then meet other noise
-        how          the options of `Sampling`: steps, noise, temperature, top_p
+        how          the options of `Sampling`: steps, noise, temperature, top_p; a causal model writes one token each
+                     evaluation, whatever the steps
         on_progress, on_step    as in `sample`
 
         Safe from several threads at once, also of a model that trains: dropout is off here and nowhere else. A thread
@@ -417,8 +419,8 @@ class MaskedDiffusionLM(PreTrainedModel):
         options = Sampling.of(how)
         check_seed(seed)
         if input_ids is not None and attention_mask is not None:
-            input_ids = unpadded(as_ids(input_ids), attention_mask, self.config.mask_token_id)
-            length = self.config.length if length is None and bool((attention_mask == 0).any()) else length
+            input_ids, padded = unpadded(as_ids(input_ids), attention_mask, self.config.mask_token_id)
+            length = self.config.length if length is None and padded else length
         canvas = self._canvas(input_ids, length, num, options.steps, batch_size)
         keys = self.sample_keys(len(canvas), seed) if keys is None else self.checked_keys(keys, len(canvas))
         return sample(
