@@ -66,12 +66,17 @@ def test_it_writes_by_its_own_law(kind: str) -> None:
     first = torch.full((4000, 1), 2)
     canvas = torch.cat((first, torch.full((4000, 2), 3)), 1)
     keys = model.sample_keys(4000, seed=1)
-    found = sample(model, canvas, keys=keys, how=Sampling(), batch_size=1500)
+    told: list[int] = []
+    found = sample(model, canvas, keys=keys, how=Sampling(), batch_size=1500, on_progress=told.append)
     every = torch.cartesian_prod(torch.tensor([2]), torch.arange(3), torch.arange(3))
     law = next_log_probs(model, every).sum(1).exp().detach().double()
     assert_law(counts_of(found.tokens[:, 1:], 3), law / law.sum())
     assert float(law.sum()) == pytest.approx(1, abs=1e-5)
     assert found.evaluations.tolist() == [2] * 4000
+    assert found.revealed_at.unique(dim=0).tolist() == [[-1, 0, 1]]
+    assert told == [1500, 3000, 4500, 6000, 7000, 8000]
+    with pytest.raises(UserError, match="noise_keys: this model reads from left to right"):
+        sample(model, canvas, keys=keys, noise_keys=keys, how=Sampling())
     again = sample(model, canvas[7:9], keys=keys[7:9], how=Sampling())
     assert torch.equal(again.tokens, found.tokens[7:9])  # each follows from its own key
 
@@ -94,6 +99,10 @@ def test_whole_texts_end_and_are_measured_from_left_to_right() -> None:
     rows = written.tokens
     size = model.config.ending.lengths(rows)
     assert torch.equal(written.evaluations, size - 1)
+    assert torch.equal(written.revealed_at.amax(1), written.evaluations - 1)
+    told: list[int] = []
+    model.generate(num=50, seed=3, on_progress=told.append)
+    assert told[-1] == 50 * 5
     found = measure(["nelbo"], Subject(model, samples=50, data=TokenSource(rows, 12, MASK)))["nelbo"].value
     terms = next_log_probs(model, rows).detach()
     kept = torch.arange(1, 6)[None] < size[:, None]

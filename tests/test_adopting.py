@@ -335,6 +335,10 @@ def test_law_and_scale_of_noise_come_back(tmp_path: Path) -> None:
         imdm.MaskedDiffusionLM(other).save_pretrained(tmp_path / "other")
         said = refused(command("export", tmp_path / "other", "--out", tmp_path / "x", "--layout", "mdlm"))
         assert "on the log-linear schedule" in said
+    eight = ("--layout", "mdlm", "--weights", "int8")
+    said = refused(command("export", tmp_path / "ours", "--out", tmp_path / "x", *eight))
+    assert "is written in float32; leave out --weights int8" in said
+    assert not (tmp_path / "x").exists()
 
 
 def test_an_adopted_model_is_one_of_ours(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from imdm.console import plain_console
+from imdm.console import colour, plain_console
+from imdm.data.tokenizers import train_bpe
 from imdm.film import SECONDS, play, scene, scenes
 from imdm.writer import Piece
 from tests.conftest import tiny_model
@@ -78,6 +79,24 @@ def test_the_command_plays_prompts_blanks_and_ids(tmp_path: Path) -> None:
     lines = imdm("generate", str(tmp_path / "model"), "--canvas", "1 ? 2", "--film", "--steps", "1").stdout.splitlines()
     assert lines[0] == "step 0 of 1  1 ░░2"
     assert len(lines) == 2
+
+
+def test_a_causal_model_takes_a_step_a_token(tmp_path: Path) -> None:
+    tokenizer = train_bpe(["the cat sat on the mat"] * 4, 300)
+    tiny_model(causal=True, vocab_size=len(tokenizer), mask_token_id=3, length=16).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    ids = tokenizer("the cat", add_special_tokens=False)["input_ids"]
+    many = 16 - 2 - len(ids)
+    asked = ("generate", str(tmp_path), "--prompt", "the cat", "--steps", "2")
+    lines = imdm(*asked, "--film").stdout.splitlines()
+    assert lines[0].startswith(f"step 0 of {many}  the cat")
+    traced = imdm(*asked, "--trace").stdout.splitlines()
+    assert traced[-1].split()[0] == str(many)
+    assert "░" in traced[0]
+    assert "░" not in traced[-1]
+    lines = imdm("generate", str(tmp_path), "--canvas", "0 ? ? ?", "--film", "--steps", "1").stdout.splitlines()
+    assert [line[:11] for line in lines] == [f"step {n} of 3" for n in range(4)]
+    assert colour(200, 8) == colour(7, 8)
 
 
 def test_a_film_is_neither_a_trace_nor_json() -> None:

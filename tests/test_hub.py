@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,12 +17,13 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 from safetensors.torch import load_file
 from torch import Tensor
 
-from imdm.data.tokenizers import train_bpe
+from imdm.data.tokenizers import load_tokenizer, train_bpe
 from imdm.errors import UserError
-from imdm.exporting import HUB, HUB_FILES, export, export_transformers
+from imdm.exporting import HUB, HUB_FILES, export, export_published, export_transformers
 from imdm.exporting.hub import modeling_imdm
 from imdm.models import MaskedDiffusionLM, load_model
 from imdm.writer import load
@@ -85,6 +87,24 @@ def test_a_latent_is_shown_too(tmp_path: Path) -> None:
     torch.testing.assert_close(hidden, model.trunk(state), atol=1e-5, rtol=1e-5)
     assert other.generate(num=2, steps=2).shape == (2, 6)
     assert other(input_ids=IDS).logits.shape == (2, 6, 5)
+
+
+def test_a_seeded_latent_is_not_the_noise_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = plain(tiny_model(mixture=True, mask="infinite-uniform-4-1.0"), tmp_path)
+    latents: list[Tensor] = []
+    monkeypatch.setattr(other.mixture, "forward", lambda x: (latents.append(x), torch.zeros(len(x), 16))[1])
+    monkeypatch.setattr(other.mask_embedding, "forward", lambda x: (latents.append(x), torch.zeros(*IDS.shape, 16))[1])
+    assert torch.equal(other(input_ids=IDS, noise=7).logits, other(input_ids=IDS, noise=7).logits)
+    noise, latent = latents[0], latents[1]
+    assert (latents[3] == latent).all()
+    assert ((noise.flatten()[:, None] + 1) / 2 - latent).abs().min() > 1e-6
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_a_backbone_drops_as_ours_does(rate: float, tmp_path: Path) -> None:
+    other = plain(made(FAMILIES["bert"], dropout=rate), tmp_path).train()
+    one, two = (other(input_ids=IDS).logits for _ in range(2))
+    assert torch.equal(one, two) == (rate == 0)
 
 
 @pytest.mark.parametrize("name", [*BACKBONES, "granite", "qwen3", "electra"])
@@ -171,6 +191,11 @@ def test_prompts_and_canvases(tmp_path: Path) -> None:
     for wrong in ({"steps": 0}, {"temperature": -1}, {"top_p": 0}, {"noise": "fresh"}, {"length": 7}):
         with pytest.raises(ValueError, match="steps|at most"):
             other.generate(torch.tensor([[1]]), **wrong)
+    for wrong in ({"length": 7}, {"length": 0}, {"max_new_tokens": 7}, {"max_new_tokens": 0}):
+        with pytest.raises(ValueError, match="at most 6"):
+            other.generate(**wrong)
+    with pytest.raises(ValueError, match="num ≥ 1"):
+        other.generate(num=0)
 
 
 def test_it_trains_and_grows(tmp_path: Path) -> None:
@@ -182,12 +207,17 @@ def test_it_trains_and_grows(tmp_path: Path) -> None:
     assert other.training
     other.resize_token_embeddings(8)
     assert other(input_ids=IDS).logits.shape[-1] == 8
-    with pytest.raises(ValueError, match="the mask is token 4"):
+    with pytest.raises(ValueError, match="at least 5, as token 4 has a meaning"):
         other.resize_token_embeddings(4)
     llama = plain(made(FAMILIES["llama"]), tmp_path / "llama")
-    llama.resize_token_embeddings(14)
-    llama.save_pretrained(tmp_path / "grown")
-    assert Plain.from_pretrained(tmp_path / "grown")(input_ids=IDS).logits.shape[-1] == 14
+    for size, asked in ((14, {"new_num_tokens": 14}), (16, {"pad_to_multiple_of": 16})):
+        llama.resize_token_embeddings(**asked)
+        assert (llama.config.vocab_size, llama.config.backbone["config"]["vocab_size"]) == (size, size)
+        llama.save_pretrained(tmp_path / "grown")
+        assert Plain.from_pretrained(tmp_path / "grown")(input_ids=IDS).logits.shape[-1] == size
+    whole = plain(tiny_model(vocab_size=8, mask_token_id=3, **ENDING | {"eos_token_id": 7}), tmp_path / "whole")
+    with pytest.raises(ValueError, match="at least 8"):
+        whole.resize_token_embeddings(7)
 
 
 def test_the_folder_is_still_ours(tmp_path: Path) -> None:
@@ -203,6 +233,9 @@ def test_the_folder_is_still_ours(tmp_path: Path) -> None:
     assert {w.dtype for w in load_file(folder / "model.safetensors").values()} == {torch.float32}
     card = (folder / "README.md").read_text()
     assert "trust_remote_code=True" in card
+    required = tomllib.loads((HUB.parents[3] / "pyproject.toml").read_text())["project"]["dependencies"]
+    least = next(Requirement(one) for one in required if one.startswith("transformers")).specifier
+    assert f"`transformers` {min(str(part.version) for part in least)} or newer" in card
     assert "torch.tensor([[0, *prompt]])" in card
     ids = torch.tensor([[0, 3, 3, 9, 3, 1]])
     small, again = load_model(tmp_path / "small"), load_model(folder)
@@ -214,6 +247,10 @@ def test_the_folder_is_still_ours(tmp_path: Path) -> None:
     half = export_transformers(tmp_path / "small", tmp_path / "half", weights="bf16", card="# Mine")
     assert {w.dtype for w in load_file(half / "model.safetensors").values()} == {torch.bfloat16}
     assert (half / "README.md").read_text() == "# Mine"
+    for number, write in enumerate((export, export_published, export_transformers)):
+        write(tmp_path / "model", tmp_path / f"bare-{number}", card="")
+        assert (tmp_path / f"bare-{number}" / "README.md").read_text() == ""
+        assert load_tokenizer(tmp_path / f"bare-{number}").get_vocab() == tokenizer.get_vocab()
 
 
 def test_what_its_code_does_not_know_is_refused(tmp_path: Path) -> None:

@@ -190,6 +190,26 @@ def test_embeddings_in_the_place_of_ids() -> None:
             model(inputs_embeds=x[..., :3])
 
 
+def test_a_state_takes_its_own_arguments_alone() -> None:
+    model = tiny_model()
+    state, rows = model.noised(IDS), HOLES
+    assert rows.sum() > 1
+
+    def first(log_probs: Tensor, part: slice) -> Tensor:
+        return log_probs[:, 0]
+
+    wanted = model(state, rows=rows)[:, 0]
+    assert torch.equal(model(state, rows, reduce=first), wanted)
+    assert torch.equal(model(state, rows, first), wanted)
+    assert torch.equal(model(state, rows, first, 2), wanted)
+    assert torch.equal(model(input_ids=state, rows=rows, reduce=first), wanted)
+    for other in ({"attention_mask": torch.ones_like(IDS)}, {"attention_mask": rows}, {"labels": IDS}, {"noise": 1}):
+        with pytest.raises(UserError, match=f"{next(iter(other))}: a state of the diffusion takes rows"):
+            model(state, **other)
+    with pytest.raises(UserError, match="rows: ids are read whole"):
+        model(IDS, rows=rows)
+
+
 def test_bad_input_gets_a_sentence() -> None:
     model = tiny_model()
     with pytest.raises(UserError, match="input_ids: expected ids"):
@@ -198,6 +218,9 @@ def test_bad_input_gets_a_sentence() -> None:
         model(input_ids=torch.zeros(1, 7, dtype=torch.long))
     with pytest.raises(UserError, match="attention_mask: expected one number a token"):
         model(input_ids=IDS, attention_mask=torch.ones(2, 5))
+    shown = [[1, 1, 1, 1, 0, 0]] * 2
+    wanted = model(input_ids=IDS, attention_mask=torch.tensor(shown), noise=1).logits
+    assert torch.equal(model(input_ids=IDS, attention_mask=shown, noise=1).logits, wanted)
 
 
 def test_a_tokenizer_s_output_goes_in(tmp_path: Path) -> None:
@@ -227,8 +250,10 @@ def test_prompts_of_unequal_length_are_continued(mask: list[list[int]]) -> None:
     found = model.generate(input_ids=ids, attention_mask=shown, token_type_ids=ids * 0, num=20).tokens
     assert torch.equal(found, wanted)
     assert len(set(found[:20, 1].tolist())) > 1
-    with pytest.raises(UserError, match="attention_mask: expected one number a token"):
-        model.generate(ids, attention_mask=shown[:, :1])
+    assert torch.equal(model.generate(ids.tolist(), attention_mask=mask, num=20).tokens, wanted)
+    for wrong in (shown[:, :1], [[1], [1, 1]], "11"):
+        with pytest.raises(UserError, match="attention_mask: expected one number a token"):
+            model.generate(ids, attention_mask=wrong)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def plain_console(**settings: Any) -> Console:
 
 def colour(step: int, steps: int) -> tuple[int, int, int]:
     """From blue (written first) to red (written last)."""
-    late = step / max(1, steps - 1)
+    late = min(1.0, step / max(1, steps - 1))
     return round(60 + 180 * late), 110, round(240 - 180 * late)
 
 

@@ -431,6 +431,8 @@ def export(
         check_known("kind of weights", [weights], WEIGHTS)
     if card is not None and not card.is_file():
         raise UserError(f"--card {card}: no such file")
+    if layout == "mdlm" and weights not in (None, "float32"):
+        raise UserError(f"--layout mdlm is written in float32; leave out --weights {weights}")
     text = card.read_text(encoding="utf-8") if card is not None else None
     from imdm.exporting import WITHIN, export_published, export_transformers
     from imdm.exporting import export as write

@@ -31,7 +31,12 @@ def generate(
         list[str] | None, typer.Option(help="Token ids with holes to fill, such as '0 ? ? 1'; may be repeated.")
     ] = None,
     num: Annotated[int, typer.Option(help="How many texts (of each prompt).")] = 1,
-    steps: Annotated[int, typer.Option(help="Reverse steps: at most so many network evaluations a text.")] = 8,
+    steps: Annotated[
+        int,
+        typer.Option(
+            help="Reverse steps: at most so many network evaluations a text. A causal model has one for each token."
+        ),
+    ] = 8,
     length: Annotated[int | None, typer.Option(help="Tokens a text; the model's length unless given.")] = None,
     noise: Noise = "posterior",
     temperature: Annotated[
@@ -68,7 +73,7 @@ def generate(
         made = writer.generate(start, length=length, trace=trace, **options)
         if film:
             rows = zip(made.tokens.tolist(), made.revealed_at.tolist(), strict=True)
-            _play([_pieces_of_ids(*row) for row in rows], steps)
+            _play([_pieces_of_ids(*row) for row in rows], steps_of(writer, steps, made.revealed_at.flatten().tolist()))
             return
         _print_ids(made, writer.config.mask_token_id, as_json)
         return
@@ -78,6 +83,7 @@ def generate(
         texts = author.infill(infill, blank=blank, **options)
     else:
         texts = author.write(given, length=length, **options)
+    steps = steps_of(author.model, steps, [step for text in texts for step in text.revealed_at])
     if film:
         _play([author.pieces(text) for text in texts], steps)
         return
@@ -104,6 +110,11 @@ def generate(
         if number and apart:
             print()
         show(one, soft_wrap=True)
+
+
+def steps_of(model: Any, steps: int, revealed_at: list[int]) -> int:
+    """In how many steps tokens appeared: a model that reads from left to right takes one for each, whatever asked."""
+    return max(revealed_at, default=-1) + 1 if model.causal else steps
 
 
 def _play(texts: list[Any], steps: int) -> None:

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -58,17 +58,10 @@ def export(
     within       `mixed`: the law moves by less than so many nats a token
     on_progress  called with the number of matrices measured so far, and of all
     """
-    model, folder = find(model), as_path(out, "out")
-    check_is("card", card, (str, type(None)), "text")
     if weights not in get_args(Weights):
         raise unknown("kind of weights", weights, get_args(Weights))
-    if folder.exists():
-        raise UserError(f"{str(out)!r} is there already; choose another folder")
-    check_writable(folder)
+    model, folder, tokenizer = _checked(model, out, card)
     folded = fold_conditioning(load_model(model))
-    text = Path(model).is_dir() and has_tokenizer(Path(model))
-    if text:
-        load_tokenizer(model)  # which refuses a damaged one
     rounding = None
     if weights in ("int8", "mixed"):
         torch.nn.Module.to(folded, processes().device)
@@ -80,28 +73,18 @@ def export(
             folded.save_pretrained(aside)
         else:
             save_whole(lambda place: _save_rounded(folded, place, rounding), aside, folded.config)
-        if text:
-            copy_tokenizer(Path(model), aside)
-        facts = card if card is not None else _facts(folded, folder.name, text, rounding)
-        (aside / CARD).write_text(facts, encoding="utf-8")
+        _finish(aside, model, tokenizer, card, _facts(folded, folder.name, tokenizer is not None, rounding))
     return Exported(folder, None if rounding is None else rounding.moved)
 
 
 def export_published(model: str | Path, out: str | Path, *, card: str | None = None) -> Path:
     """Write `model` as MDLM's own class loads it (`adopting.write_published`), its tokenizer and card beside it."""
-    model, folder = find(model), as_path(out, "out")
-    check_is("card", card, (str, type(None)), "text")
-    if folder.exists():
-        raise UserError(f"{str(out)!r} is there already; choose another folder")
-    check_writable(folder)
+    model, folder, tokenizer = _checked(model, out, card)
     loaded = load_model(model)
-    text = Path(model).is_dir() and has_tokenizer(Path(model))
     with written_aside(folder) as aside:
         aside.mkdir()
         write_published(loaded, aside)
-        if text:
-            copy_tokenizer(Path(model), aside)
-        (aside / CARD).write_text(card or _facts(loaded, folder.name, text, None), encoding="utf-8")
+        _finish(aside, model, tokenizer, card, _facts(loaded, folder.name, tokenizer is not None, None))
     return folder
 
 
@@ -111,38 +94,45 @@ def export_transformers(
     """Write `model` as a folder that plain `transformers` loads, `AutoModelForMaskedLM.from_pretrained(out,
     trust_remote_code=True)`: its weights with adaLN folded in, its tokenizer, a card, and the code it needs
     (`exporting/hub`). It is still one of our folders too."""
-    model, folder = find(model), as_path(out, "out")
-    check_is("card", card, (str, type(None)), "text")
     if weights not in ("bf16", "float32"):
         raise UserError(f"layout transformers: weights are bf16 or float32, not {weights!r}")
-    if folder.exists():
-        raise UserError(f"{str(out)!r} is there already; choose another folder")
-    check_writable(folder)
+    model, folder, tokenizer = _checked(model, out, card)
     loaded = load_model(model)
     _check_known(loaded)
     folded = fold_conditioning(loaded)
     torch.nn.Module.to(folded, torch.bfloat16 if weights == "bf16" else torch.float32)
-    text = Path(model).is_dir() and has_tokenizer(Path(model))
     with written_aside(folder) as aside:
         folded.save_pretrained(aside)
         config = read_json(aside / "config.json", "config.json")
         write_json(aside / "config.json", config | {"auto_map": AUTO_MAP})
         for file in HUB_FILES:
             shutil.copyfile(HUB / file, aside / file)
-        tokenizer = None
-        if text:
-            copy_tokenizer(Path(model), aside)
-            tokenizer = load_tokenizer(aside)
-        facts = card or hub_card(folded, folder.name, tokenizer)
-        (aside / CARD).write_text(facts, encoding="utf-8")
+        _finish(aside, model, tokenizer, card, hub_card(folded, folder.name, tokenizer))
     return folder
+
+
+def _checked(model: str | Path, out: str | Path, card: str | None) -> tuple[str | Path, Path, Any]:
+    """Where the model is, where it goes, which must not be there yet, and its tokenizer, None where it has none."""
+    model, folder = find(model), as_path(out, "out")
+    check_is("card", card, (str, type(None)), "text")
+    if folder.exists():
+        raise UserError(f"{str(out)!r} is there already; choose another folder")
+    check_writable(folder)
+    return model, folder, load_tokenizer(model) if Path(model).is_dir() and has_tokenizer(Path(model)) else None
+
+
+def _finish(aside: Path, model: str | Path, tokenizer: Any, card: str | None, facts: str) -> None:
+    """Tokenizer and card beside the weights: the card given, else the facts."""
+    if tokenizer is not None:
+        copy_tokenizer(Path(model), aside)
+    (aside / CARD).write_text(facts if card is None else card, encoding="utf-8")
 
 
 def _check_known(model: MaskedDiffusionLM) -> None:
     """Refuse what the code of the folder does not know."""
     config = model.config
     if config.causal:
-        raise UserError("layout transformers: this model reads from left to right; it judges text and writes none")
+        raise UserError("layout transformers: its code writes by diffusion, and this model reads from left to right")
     kinds = {"mask": config.mask["kind"], "schedule": config.schedule["kind"], "backbone": config.backbone["kind"]}
     for name, kind in kinds.items():
         if kind not in KNOWN[name]:

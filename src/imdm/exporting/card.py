@@ -28,7 +28,7 @@ network evaluations.
 - {model.backbone.about}; mask {model.mask.name}; sequences of up to {config.length} tokens{whole}
 - vocabulary of {config.vocab_size:,} ids; the mask is {config.mask_token_id}
 
-It needs `torch` and `transformers`. The code beside the weights is run, `modeling_imdm.py`: read it first.
+It needs `torch` and `transformers` 5.17 or newer. The code beside the weights, `modeling_imdm.py`, is run: read it.
 
 ```python
 {_calls(tokenizer)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -283,10 +283,18 @@ class MaskedDiffusionLM(PreTrainedModel):
     def head_of(self, rows: Tensor) -> Head:
         return Head(rows, self._ends.output, self.config.mask_token_id, self.vocab_size)
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Arguments by position: those of `forward`, or beside a state of the diffusion those of `log_probs`."""
+        if args and isinstance(args[0], Noised):
+            state, *others = args
+            names = ("rows", "reduce", "group")[: len(others)]
+            return super().__call__(state, **dict(zip(names, others, strict=True)), **kwargs)
+        return super().__call__(*args, **kwargs)
+
     def forward(
         self,
         input_ids: Noised | Tensor | None = None,
-        attention_mask: Rows | Tensor | None = None,
+        attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         position_ids: Tensor | None = None,
         token_type_ids: Tensor | None = None,
@@ -300,7 +308,7 @@ class MaskedDiffusionLM(PreTrainedModel):
         reduce: Reduce | None = None,
         group: int = 1,
     ) -> Any:
-        """Of a state of the diffusion, `model(state, rows, reduce=…, group=…)`: what `log_probs` gives.
+        """Of a state of the diffusion, `model(state, rows, reduce, group)`: what `log_probs` gives.
 
         Of ids, as `transformers` calls a masked language model: a `MaskedLMOutput`.
 
@@ -319,12 +327,25 @@ class MaskedDiffusionLM(PreTrainedModel):
         `log_probs` gives at masked ones. The mask's own is the least number there is: it is never predicted.
         """
         if isinstance(input_ids, Noised):
-            return self.log_probs(input_ids, attention_mask if rows is None else rows, reduce, group)
+            _check_absent(
+                "a state of the diffusion takes rows, reduce and group beside it",
+                attention_mask=attention_mask,
+                labels=labels,
+                position_ids=position_ids,
+                token_type_ids=token_type_ids,
+                inputs_embeds=inputs_embeds,
+                noise=noise,
+                output_hidden_states=output_hidden_states,
+                output_attentions=output_attentions,
+                return_dict=return_dict,
+            )
+            return self.log_probs(input_ids, rows, reduce, group)
+        _check_absent("ids are read whole; model.noised(ids) makes a state of them", rows=rows, reduce=reduce)
         config = self.config
         found = masked_lm(
             self,
             input_ids,
-            cast("Tensor | None", attention_mask),
+            attention_mask,
             labels,
             position_ids,
             token_type_ids,
@@ -388,7 +409,8 @@ class MaskedDiffusionLM(PreTrainedModel):
         attention_mask   of a tokenizer: padding beside prompts of unequal length is left out. Its token_type_ids too
         seed, keys   sequence i depends on the i-th key of `seed`, or on keys[i] where keys (sequences,) are given
         noise_keys   others of them, or a path between two, for what masks carry: the same draws then meet other noise
-        how          the options of `Sampling`: steps, noise, temperature, top_p
+        how          the options of `Sampling`: steps, noise, temperature, top_p; a causal model writes one token each
+                     evaluation, whatever the steps
         on_progress, on_step    as in `sample`
 
         Safe from several threads at once, also of a model that trains: dropout is off here and nowhere else. A thread
@@ -397,8 +419,8 @@ class MaskedDiffusionLM(PreTrainedModel):
         options = Sampling.of(how)
         check_seed(seed)
         if input_ids is not None and attention_mask is not None:
-            input_ids = unpadded(as_ids(input_ids), attention_mask, self.config.mask_token_id)
-            length = self.config.length if length is None and bool((attention_mask == 0).any()) else length
+            input_ids, padded = unpadded(as_ids(input_ids), attention_mask, self.config.mask_token_id)
+            length = self.config.length if length is None and padded else length
         canvas = self._canvas(input_ids, length, num, options.steps, batch_size)
         keys = self.sample_keys(len(canvas), seed) if keys is None else self.checked_keys(keys, len(canvas))
         return sample(
@@ -473,6 +495,12 @@ class MaskedDiffusionLM(PreTrainedModel):
             holes = self.config.mask_token_id
             input_ids = nn.functional.pad(input_ids, (0, length - input_ids.shape[1]), value=holes)
         return input_ids.repeat_interleave(num, dim=0)
+
+
+def _check_absent(why: str, **arguments: Any) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            raise UserError(f"{name}: {why}; leave it out")
 
 
 def as_ids(values: Any) -> Tensor:

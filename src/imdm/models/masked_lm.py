@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import MaskedLMOutput
 
-from imdm.errors import UserError, check_is, check_seed
+from imdm.errors import UserError, check_is, check_seed, shown
 from imdm.models.backbones import Asked
 from imdm.state import Noised
 
@@ -96,11 +96,12 @@ def noised(model: MaskedDiffusionLM, tokens: Tensor, noise: Tensor | int | None)
     return Noised(tokens, masked, drawn, time, process.latents(keys))
 
 
-def unpadded(tokens: Tensor, attention_mask: Tensor, hole: int) -> Tensor:
-    """Prompts (B, L) with their padding taken out, wherever it stands, and so many holes after them."""
+def unpadded(tokens: Tensor, attention_mask: Tensor, hole: int) -> tuple[Tensor, bool]:
+    """Prompts (B, L) with their padding taken out, wherever it stands, and so many holes after them; whether there was
+    any."""
     real = cast("Tensor", _as_rows("attention_mask", attention_mask, tokens.shape)).to(tokens.device) != 0
     order = real.long().argsort(dim=-1, descending=True, stable=True)
-    return tokens.gather(1, order).masked_fill(~real.gather(1, order), hole)
+    return tokens.gather(1, order).masked_fill(~real.gather(1, order), hole), not bool(real.all())
 
 
 def _given(model: MaskedDiffusionLM, x: Tensor, noise: Any) -> Tensor:
@@ -125,10 +126,14 @@ def _seen(attention_mask: Tensor | None, shape: Any) -> Tensor | None:
     return None if bool(seen.all()) else seen | ~seen.any(-1, keepdim=True)
 
 
-def _as_rows(name: str, values: Tensor | None, shape: Any, most: int | None = None) -> Tensor | None:
-    """One number a token, (B, L), or (1, L) for all sequences alike."""
+def _as_rows(name: str, values: Any, shape: Any, most: int | None = None) -> Tensor | None:
+    """One number a token, (B, L), or (1, L) for all sequences alike; from nested lists too."""
     if values is None:
         return None
+    try:
+        values = torch.as_tensor(values)
+    except (ValueError, TypeError, RuntimeError):
+        raise UserError(f"{name}: expected one number a token, {tuple(shape)}, got {shown(values)}") from None
     if values.ndim != 2 or values.shape[1] != shape[1] or values.shape[0] not in (1, shape[0]):
         raise UserError(f"{name}: expected one number a token, {tuple(shape)}, got shape {tuple(values.shape)}")
     if most is not None and values.numel() and not 0 <= int(values.min()) <= int(values.max()) < most:

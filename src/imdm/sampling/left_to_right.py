@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,9 +16,16 @@ from imdm.sampling.sampler import Generation, draw_tokens
 
 
 @torch.no_grad()
-def continued(denoiser: Any, tokens: Tensor, keys: Tensor, how: Sampling, batch_size: int | None) -> Generation:
+def continued(
+    denoiser: Any,
+    tokens: Tensor,
+    keys: Tensor,
+    how: Sampling,
+    batch_size: int | None,
+    on_progress: Callable[[int], None] | None = None,
+) -> Generation:
     """What follows the given tokens of each row (B, L), drawn one after another; steps and noise are not its affair.
-    Each draw has a number that follows from its text's key and its place alone."""
+    Each draw has a number that follows from its text's key and its place alone. on_progress is as in `sample`."""
     process = denoiser.process
     tokens = process.closed(tokens, tokens == process.mask_id)
     masked = tokens == process.mask_id
@@ -25,11 +33,15 @@ def continued(denoiser: Any, tokens: Tensor, keys: Tensor, how: Sampling, batch_
         raise UserError("this model reads from left to right: give at least the first token, such as the begin token")
     if bool(_fills_in(tokens, masked, process.ending).any()):
         raise UserError("this model reads from left to right: it goes on after a text, and fills in nothing before one")
-    made = torch.cat([_written(denoiser, *some, how) for some in _parts(tokens, keys, batch_size)])
-    place = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    parts: list[Tensor] = []
+    for some in _parts(tokens, keys, batch_size):
+        before = int(masked[: sum(map(len, parts))].sum())
+        parts.append(_written(denoiser, *some, how, before, on_progress))
+    made = torch.cat(parts)
     drawn = masked if process.ending is None else masked & ~process.ending.ended(made)
-    revealed_at = torch.where(masked, place, -1)
-    return Generation(made, revealed_at, drawn.sum(1), torch.zeros_like(made))
+    evaluations = drawn.sum(1)
+    step = torch.minimum(masked.cumsum(1), evaluations[:, None]) - 1  # padding comes with the end
+    return Generation(made, torch.where(masked, step, -1), evaluations, torch.zeros_like(made))
 
 
 def _fills_in(tokens: Tensor, masked: Tensor, ending: Ending | None) -> Tensor:
@@ -46,7 +58,15 @@ def _parts(tokens: Tensor, keys: Tensor, batch_size: int | None) -> list[tuple[T
     return list(zip(tokens.split(size), keys.split(size), strict=True))
 
 
-def _written(denoiser: Any, tokens: Tensor, keys: Tensor, how: Sampling) -> Tensor:
+def _written(
+    denoiser: Any,
+    tokens: Tensor,
+    keys: Tensor,
+    how: Sampling,
+    before: int,
+    on_progress: Callable[[int], None] | None,
+) -> Tensor:
+    """One batch of rows, after others with `before` holes."""
     process, tokens = denoiser.process, tokens.clone()
     masked = tokens == process.mask_id
     known = int((masked.cumsum(1) == 0).sum(1).min())  # what all rows have before their first hole
@@ -60,6 +80,9 @@ def _written(denoiser: Any, tokens: Tensor, keys: Tensor, how: Sampling) -> Tens
         tokens[:, place] = new[:, 0]
         if process.ending is not None:
             ended |= (new[:, 0] == process.ending.end) | (new[:, 0] == process.ending.pad)
-            if bool(ended.all()):
-                break
+        done = bool(ended.all())
+        if on_progress is not None:
+            on_progress(before + int((masked if done else masked[:, : place + 1]).sum()))
+        if done:
+            break
     return process.closed(tokens, masked)

@@ -328,7 +328,9 @@ def sample(
 
         if t is not None or trace or on_step is not None:
             raise UserError("this model reads from left to right: it writes a token after another, and has no steps")
-        return continued(denoiser, tokens, keys, how, batch_size)
+        if noise_keys is not None:
+            raise UserError("noise_keys: this model reads from left to right, and has no masks that carry noise")
+        return continued(denoiser, tokens, keys, how, batch_size, on_progress)
     process = denoiser.process
     if t is None:
         t = torch.ones(B, device=tokens.device)

@@ -153,7 +153,7 @@ class Engine:
             raise UserError("there is no model to serve; name one")
         for name, writer in self.writers.items():
             if writer.model.causal:
-                raise UserError(f"model {name!r} reads from left to right: it judges text and writes none")
+                raise UserError(f"model {name!r} reads from left to right; only diffusion models are served")
             writer.model.eval()
         self.counts = Counts()
         self._coming: deque[_Ticket] = deque()

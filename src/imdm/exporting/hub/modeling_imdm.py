@@ -155,6 +155,16 @@ class _Output(tuple[Tensor]):
             raise AttributeError(name)
 
 
+def set_dropout(network: nn.Module, rate: float) -> None:
+    """One rate for all that it drops: hidden states, attention."""
+    for module in network.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = rate
+        for name, value in vars(module).items():
+            if "dropout" in name and isinstance(value, float):
+                setattr(module, name, rate)
+
+
 def open_network(config: MaskedDiffusionConfig) -> PreTrainedModel:
     """The model of `transformers` in the transformer's place, each position seeing all."""
     network = config.network()
@@ -163,6 +173,7 @@ def open_network(config: MaskedDiffusionConfig) -> PreTrainedModel:
     capped = getattr(network, "attn_logit_softcapping", None) is not None  # which the fused attention leaves out
     eager = {"attn_implementation": "eager"} if capped or config._attn_implementation == "eager" else {}
     lm = kind._from_config(network, **eager)
+    set_dropout(lm, config.dropout)
     if masked:
         lm.config.is_decoder = False
         return lm
@@ -219,17 +230,22 @@ class MaskedDiffusionLM(PreTrainedModel):
         else:
             self.output = new_embeddings
 
-    def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As in `transformers`; the mask keeps its id."""
-        if new_num_tokens is not None and new_num_tokens <= self.config.mask_token_id:
-            raise ValueError(f"new_num_tokens = {new_num_tokens}: the mask is token {self.config.mask_token_id}")
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> Any:
+        """As in `transformers`; tokens that have a meaning, as the mask, keep their ids."""
+        config = self.config
+        special = [config.mask_token_id, config.bos_token_id, config.eos_token_id, config.pad_token_id]
+        least = 1 + max(token for token in special if token is not None)
+        if new_num_tokens is not None and new_num_tokens < least:
+            raise ValueError(f"new_num_tokens = {new_num_tokens}: at least {least}, as token {least - 1} has a meaning")
         if not self.whole:
-            return super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
-        found = self.lm.resize_token_embeddings(new_num_tokens, *args, **kwargs)
-        if self.config.vocab_size != len(found.weight) and new_num_tokens is not None:
-            self.config.vocab_size = len(found.weight)
-            theirs = self.config.backbone["config"] | {"vocab_size": len(found.weight)}
-            self.config.backbone = self.config.backbone | {"config": theirs}
+            return super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+        found = self.lm.resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+        if new_num_tokens is not None or pad_to_multiple_of is not None:
+            config.vocab_size = len(found.weight)
+            theirs = config.backbone["config"] | {"vocab_size": len(found.weight)}
+            config.backbone = config.backbone | {"config": theirs}
         return found
 
     def forward(
@@ -253,12 +269,14 @@ class MaskedDiffusionLM(PreTrainedModel):
                         None: drawn anew in each call
         """
         config = self.config
+        given = input_ids if inputs_embeds is None else inputs_embeds
+        if given is None:
+            raise ValueError("give input_ids or inputs_embeds")
+        generator = torch.Generator(given.device).manual_seed(noise) if isinstance(noise, int) else None
         if inputs_embeds is None:
-            if input_ids is None:
-                raise ValueError("give input_ids or inputs_embeds")
-            inputs_embeds = self.embed(input_ids, self._noise(input_ids, noise))
-        generator = torch.Generator().manual_seed(noise) if isinstance(noise, int) else None
-        latent = torch.rand(len(inputs_embeds), generator=generator).to(inputs_embeds.device) if self.mixture else None
+            drawn = noise if isinstance(noise, Tensor) else self._drawn(given.shape, given.device, generator)
+            inputs_embeds = self.embed(given, None if config.mask["kind"] == "single" else drawn)
+        latent = torch.rand(len(given), generator=generator, device=given.device) if self.mixture else None
         L = inputs_embeds.shape[1]
         states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         attentions = config.output_attentions if output_attentions is None else output_attentions
@@ -281,12 +299,6 @@ class MaskedDiffusionLM(PreTrainedModel):
         if noise is None:
             return x
         return x + self.mask_embedding(noise).to(x.dtype) * (tokens == self.config.mask_token_id)[..., None]
-
-    def _noise(self, tokens: Tensor, noise: Tensor | int | None) -> Tensor | None:
-        if isinstance(noise, Tensor):
-            return None if self.config.mask["kind"] == "single" else noise
-        generator = None if noise is None else torch.Generator(tokens.device).manual_seed(noise)
-        return self._drawn(tokens.shape, tokens.device, generator)
 
     def _drawn(self, shape: Any, device: torch.device, generator: torch.Generator | None) -> Tensor | None:
         """Fresh noise for each position: (B, L, dim), of finite masks (B, L), of a single one None."""
@@ -426,8 +438,8 @@ class MaskedDiffusionLM(PreTrainedModel):
 
         A model of whole texts begins and ends them itself: after the end comes padding.
         """
-        if steps < 1 or temperature < 0 or not 0 < top_p <= 1 or noise not in ("posterior", "keep"):
-            raise ValueError("steps ≥ 1, temperature ≥ 0, 0 < top_p ≤ 1, noise 'posterior' or 'keep'")
+        if min(steps, num) < 1 or temperature < 0 or not 0 < top_p <= 1 or noise not in ("posterior", "keep"):
+            raise ValueError("steps ≥ 1, num ≥ 1, temperature ≥ 0, 0 < top_p ≤ 1, noise 'posterior' or 'keep'")
         canvas = self._canvas(input_ids, attention_mask, length, max_new_tokens, num)
         generator = None if seed is None else torch.Generator(canvas.device).manual_seed(seed)
         training = self.training
@@ -442,6 +454,9 @@ class MaskedDiffusionLM(PreTrainedModel):
     ) -> Tensor:
         """Rows with holes, each `num` times: (B·num, L)."""
         hole, most = self.config.mask_token_id, self.config.length
+        for name, value in (("length", length), ("max_new_tokens", more)):
+            if value is not None and not 1 <= value <= most:
+                raise ValueError(f"{name} = {value}: at least 1 token, and at most {most}, which is the model's length")
         if ids is None:
             return torch.full((num, length or more or most), hole, device=self.device)
         ids = ids.to(self.device)
@@ -451,7 +466,7 @@ class MaskedDiffusionLM(PreTrainedModel):
             ids = ids.gather(1, first).masked_fill(~real.gather(1, first), hole)
             length = most if length is None and more is None else length
         if length is None:
-            length = ids.shape[1] + more if more else ids.shape[1] if bool((ids == hole).any()) else most
+            length = ids.shape[1] + more if more is not None else ids.shape[1] if bool((ids == hole).any()) else most
         if not ids.shape[1] <= length <= most:
             raise ValueError(f"a row of {ids.shape[1]} tokens, {length} wanted; the model takes at most {most}")
         return F.pad(ids, (0, length - ids.shape[1]), value=hole).repeat_interleave(num, dim=0)
