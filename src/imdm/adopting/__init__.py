@@ -177,7 +177,7 @@ def _place(source: str | Path) -> Path:
         return path
     if path.is_absolute() or len(path.parts) != 2 or path.suffix in (".ckpt", ".safetensors", ".bin", ".pt"):
         raise UserError(
-            f"model {str(source)!r}: no such file or folder, nor a hub id (owner/name, as google-bert/bert-base-uncased)"
+            f"model {str(source)!r}: no such file or folder, nor a hub id (owner/name: google-bert/bert-base-uncased)"
         )
     from huggingface_hub import snapshot_download
 
