@@ -256,6 +256,41 @@ def test_words_are_selected_by_mouse_and_refilled(service: Service, opened: Any)
     shot(page, "fill")
 
 
+def test_refill_pressed_twice_is_written_once_and_to_its_end(service: Service, opened: Any) -> None:
+    page = ready(opened(service.address))
+    page.click("#tab-fill")
+    expect(page.locator("#fill .text")).to_contain_text("It was a dark")
+    page.get_by_role("button", name="Keep selection").click()
+    page.evaluate("for (const _ of [1, 2]) document.getElementById('go').click()")
+    played(page, "#fill", 8)
+    assert page.locator("#fill .text .masked:visible").count() == 0
+    expect(page.locator("#fill > .note")).to_contain_text("tokens were written again")
+
+
+def test_a_text_is_not_given_up_for_another_choice_of_model(service: Service, opened: Any) -> None:
+    page = ready(opened(service.address, reduced_motion="reduce"))
+    page.fill("#steps", "16")
+    chosen = "document.getElementById('model').dispatchEvent(new Event('change'))"
+    page.evaluate(f"document.getElementById('go').click(); {chosen}")
+    played(page, "#write", 16)
+    expect(page.locator("#go")).not_to_have_attribute("aria-busy", "true")
+
+
+def test_what_is_given_up_is_shown_no_further(service: Service, opened: Any) -> None:
+    page = ready(opened(service.address))
+    page.evaluate("for (const id of ['go', 'take']) document.getElementById(id).click()")
+    expect(page.locator("#status")).to_have_text("The text is ready: select words.")
+    expect(page.locator("#write .player")).to_be_hidden()
+
+    page.click("#tab-fill")
+    text = text_of(page, "#fill")
+    page.locator("#fill .text .token:not([hidden])").first.click()
+    page.evaluate("for (const id of ['go', 'tab-write', 'go']) document.getElementById(id).click()")
+    played(page, "#write", 8)
+    page.click("#tab-fill")
+    assert text_of(page, "#fill") == text
+
+
 def test_words_are_dragged_over(service: Service, opened: Any) -> None:
     page = ready(opened(service.address))
     page.click("#tab-fill")
