@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import inspect
+import itertools
 import json
 import re
 import shutil
@@ -15,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,8 @@ from imdm.cli.serving import named, serve, writing
 from imdm.data.tokenizers import special_ids, train_bpe
 from imdm.errors import UserError
 from imdm.serving import Engine, Settings
-from imdm.serving.api import Completion, Order
+from imdm.serving.api import Completion, Growing, Order
+from imdm.serving.engine import Frame
 from imdm.serving.guard import LOCAL
 from imdm.serving.server import Server, address, in_background
 from imdm.writer import Writer
@@ -162,6 +165,38 @@ def test_stop_and_echo(client: Any) -> None:
     pieces = list(client.completions.create(**asked, stop=stop, stream=True))
     assert "".join(piece.choices[0].text for piece in pieces) == cut.text
     assert client.completions.create(**asked, echo=True).choices[0].text == PROMPT + text
+
+
+def test_a_stop_in_the_prompt_stops_nothing(client: Any) -> None:
+    asked = {"model": "tiny", "prompt": PROMPT, "seed": 4, "echo": True, "extra_body": {"steps": 30}}
+    text = client.completions.create(**asked).choices[0].text
+    assert client.completions.create(**asked, stop="cat").choices[0].text == text
+    stop = text[len(PROMPT) + 3 :][:4]
+    for stream in (False, True):
+        made = client.completions.create(**asked, stop=["cat", stop], stream=stream)
+        pieces = list(made) if stream else [made]
+        cut = "".join(piece.choices[0].text for piece in pieces)
+        assert cut == text[: text.index(stop, len(PROMPT))]
+
+
+def test_a_stream_waits_for_a_stop_that_began_before_another(writer: Writer) -> None:
+    """Whatever the stops, and wherever they stand: the answer is cut the same in one piece and in many."""
+    engine = Engine({"tiny": writer})
+    order = Order.of(Completion(prompt="A", stream=True), engine)
+    row = writer._encode("A dog saw the cat é on the mat")
+    given = writer._special.begin
+    holes: list[int | None] = [None] * 40
+    frames = [[given, *row[:size], *holes[size:]] for size in range(1, len(row) + 1)] + [[given, *row]]
+    text = writer.decode(row).removeprefix("A")
+    for begin, size, inside in itertools.product(range(0, 20, 3), (3, 9, 14), (1, 4, 9)):
+        long, short = text[begin : begin + size], text[begin + inside :][:2]
+        for stops in ([long, short], [f"{long}!", short], [long], [text + "!"]):
+            growing = Growing(replace(order, stops=stops))
+            shown = [Frame(n, ids, [], [], n == len(frames) - 1, n, 0.0) for n, ids in enumerate(frames)]
+            pieces = [growing.more(0, frame) for frame in shown]
+            said = "".join(piece["text"] for piece in pieces if piece is not None)
+            cuts = [text.index(stop) for stop in stops if stop in text]
+            assert said == text[: min(cuts, default=len(text))], stops
 
 
 def test_blanks_are_filled(server: Server, writer: Writer) -> None:
