@@ -10,7 +10,7 @@ from os.path import commonprefix
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
-from pydantic import ConfigDict, Field, WrapValidator
+from pydantic import ConfigDict, Field, WrapValidator, model_validator
 
 from imdm.config import Config
 from imdm.errors import UserError, unknown
@@ -54,6 +54,15 @@ class Asked(Config):
     stream: bool = Field(False, description="Server-sent events: the text as far as it is finished from its beginning.")
     stream_options: dict[str, Any] | None = Field(None, description='{"include_usage": true}: usage in a last event.')
     user: str | None = Field(None, description="Not used.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, values: Any) -> Any:
+        """null is a field that is not given, as OpenAI's clients send it."""
+        if not isinstance(values, dict):
+            return values
+        optional = {name for name, one in cls.model_fields.items() if not one.is_required()}
+        return {name: value for name, value in values.items() if value is not None or name not in optional}
 
 
 class Completion(Asked):
