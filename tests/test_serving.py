@@ -199,6 +199,15 @@ def test_a_stream_waits_for_a_stop_that_began_before_another(writer: Writer) -> 
             assert said == text[: min(cuts, default=len(text))], stops
 
 
+def test_special_tokens_in_a_prompt_are_text(client: Any, writer: Writer) -> None:
+    prompt = "A<pad> <mask>"
+    for model in ("tiny", "whole"):
+        made = client.completions.create(model=model, prompt=prompt, max_tokens=2, echo=True)
+        assert made.choices[0].text.startswith(prompt)
+        assert made.usage.prompt_tokens >= 1 + len(writer._encode(prompt))
+        assert made.usage.completion_tokens <= 2
+
+
 def test_blanks_are_filled(server: Server, writer: Writer) -> None:
     text = "The ___ sat on ___."
     wanted = [one.text for one in writer.infill(text, num=2, seed=6, blank=3)]
