@@ -165,6 +165,20 @@ def test_write_and_scrub(service: Service, opened: Any) -> None:
     expect(page.locator("#write .player output")).to_have_text("5 / 6")
 
 
+def test_the_judge_reads_while_a_text_is_written(service: Service, opened: Any) -> None:
+    page = ready(opened(service.address))
+    page.fill("#steps", "16")
+    rows = list[Any]()
+    page.on("request", lambda asked: asked.url.endswith("/play/judge") and rows.append(asked.post_data_json))
+    page.click("#go")
+    assert number_in(page, "#write", "perplexity") > 1
+    sizes = [len(asked["row"]) for asked in rows]
+    assert 2 <= len(sizes) <= 4
+    assert sizes == sorted(sizes)
+    assert sizes[0] < sizes[-1] == 96
+    assert len({asked["given"] for asked in rows}) == 1
+
+
 def test_a_token_tells_its_step_and_probability_by_mouse_and_by_keyboard(service: Service, opened: Any) -> None:
     page = ready(opened(service.address))
     page.click("#go")
