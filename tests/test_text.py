@@ -173,7 +173,9 @@ def test_what_is_typed_is_text(writer: Writer) -> None:
     words = PreTrainedTokenizerFast(tokenizer_object=backend, mask_token="[MASK]", sep_token="[SEP]", unk_token="[UNK]")
     other = Writer(tiny_model(vocab_size=4, mask_token_id=0, length=8), words)
     assert other._encode("a b [UNK] a") == [3, 2, 2, 3]
-    with pytest.raises(UserError, match=r"'a \[MASK\]' has '\[MASK\]', which this tokenizer cannot read as text; leave it"):
+    with pytest.raises(
+        UserError, match=r"'a \[MASK\]' has '\[MASK\]', which this tokenizer cannot read as text; leave it"
+    ):
         other.write("a [MASK]")
 
 

@@ -163,7 +163,9 @@ class Writer:
         special = self._special
         for token in {special.mask, special.begin, special.end, special.pad}.intersection(ids):
             name = self.tokenizer.convert_ids_to_tokens(token)
-            raise UserError(f"the text {shown(text)} has {name!r}, which this tokenizer cannot read as text; leave it out")
+            raise UserError(
+                f"the text {shown(text)} has {name!r}, which this tokenizer cannot read as text; leave it out"
+            )
         return ids
 
     @property

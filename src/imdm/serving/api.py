@@ -6,7 +6,6 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from os.path import commonprefix
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
@@ -185,7 +184,7 @@ class Order:
             text = text.removeprefix(head) if text.startswith(head) else self.writer.decode(tokens[first:])
         if not frame.done:
             text = text.rstrip("\ufffd")  # the beginning of a character
-        begin = len(commonprefix([head, text])) if self.echo else 0
+        begin = len(head.rstrip("\ufffd")) if self.echo else 0
         cut = _cut(text, begin, self.stops, open_ended=not frame.done)
         if cut is not None:
             return Said(text[:cut], "stop")
