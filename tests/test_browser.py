@@ -165,6 +165,20 @@ def test_write_and_scrub(service: Service, opened: Any) -> None:
     expect(page.locator("#write .player output")).to_have_text("5 / 6")
 
 
+def test_the_judge_reads_while_a_text_is_written(service: Service, opened: Any) -> None:
+    page = ready(opened(service.address))
+    page.fill("#steps", "16")
+    rows = list[Any]()
+    page.on("request", lambda asked: asked.url.endswith("/play/judge") and rows.append(asked.post_data_json))
+    page.click("#go")
+    assert number_in(page, "#write", "perplexity") > 1
+    sizes = [len(asked["row"]) for asked in rows]
+    assert 2 <= len(sizes) <= 4
+    assert sizes == sorted(sizes)
+    assert sizes[0] < sizes[-1] == 96
+    assert len({asked["given"] for asked in rows}) == 1
+
+
 def test_a_token_tells_its_step_and_probability_by_mouse_and_by_keyboard(service: Service, opened: Any) -> None:
     page = ready(opened(service.address))
     page.click("#go")
@@ -254,6 +268,41 @@ def test_words_are_selected_by_mouse_and_refilled(service: Service, opened: Any)
     played(page, "#fill", 8)
     assert text_of(page, "#fill") != before
     shot(page, "fill")
+
+
+def test_refill_pressed_twice_is_written_once_and_to_its_end(service: Service, opened: Any) -> None:
+    page = ready(opened(service.address))
+    page.click("#tab-fill")
+    expect(page.locator("#fill .text")).to_contain_text("It was a dark")
+    page.get_by_role("button", name="Keep selection").click()
+    page.evaluate("for (const _ of [1, 2]) document.getElementById('go').click()")
+    played(page, "#fill", 8)
+    assert page.locator("#fill .text .masked:visible").count() == 0
+    expect(page.locator("#fill > .note")).to_contain_text("tokens were written again")
+
+
+def test_a_text_is_not_given_up_for_another_choice_of_model(service: Service, opened: Any) -> None:
+    page = ready(opened(service.address, reduced_motion="reduce"))
+    page.fill("#steps", "16")
+    chosen = "document.getElementById('model').dispatchEvent(new Event('change'))"
+    page.evaluate(f"document.getElementById('go').click(); {chosen}")
+    played(page, "#write", 16)
+    expect(page.locator("#go")).not_to_have_attribute("aria-busy", "true")
+
+
+def test_what_is_given_up_is_shown_no_further(service: Service, opened: Any) -> None:
+    page = ready(opened(service.address))
+    page.evaluate("for (const id of ['go', 'take']) document.getElementById(id).click()")
+    expect(page.locator("#status")).to_have_text("The text is ready: select words.")
+    expect(page.locator("#write .player")).to_be_hidden()
+
+    page.click("#tab-fill")
+    text = text_of(page, "#fill")
+    page.locator("#fill .text .token:not([hidden])").first.click()
+    page.evaluate("for (const id of ['go', 'tab-write', 'go']) document.getElementById(id).click()")
+    played(page, "#write", 8)
+    page.click("#tab-fill")
+    assert text_of(page, "#fill") == text
 
 
 def test_words_are_dragged_over(service: Service, opened: Any) -> None:

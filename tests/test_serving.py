@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import inspect
+import itertools
 import json
 import re
 import shutil
@@ -15,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,8 @@ from imdm.cli.serving import named, serve, writing
 from imdm.data.tokenizers import special_ids, train_bpe
 from imdm.errors import UserError
 from imdm.serving import Engine, Settings
-from imdm.serving.api import Completion, Order
+from imdm.serving.api import Completion, Growing, Order
+from imdm.serving.engine import Frame
 from imdm.serving.guard import LOCAL
 from imdm.serving.server import Server, address, in_background
 from imdm.writer import Writer
@@ -164,6 +167,47 @@ def test_stop_and_echo(client: Any) -> None:
     assert client.completions.create(**asked, echo=True).choices[0].text == PROMPT + text
 
 
+def test_a_stop_in_the_prompt_stops_nothing(client: Any) -> None:
+    asked = {"model": "tiny", "prompt": PROMPT, "seed": 4, "echo": True, "extra_body": {"steps": 30}}
+    text = client.completions.create(**asked).choices[0].text
+    assert client.completions.create(**asked, stop="cat").choices[0].text == text
+    stop = text[len(PROMPT) + 3 :][:4]
+    for stream in (False, True):
+        made = client.completions.create(**asked, stop=["cat", stop], stream=stream)
+        pieces = list(made) if stream else [made]
+        cut = "".join(piece.choices[0].text for piece in pieces)
+        assert cut == text[: text.index(stop, len(PROMPT))]
+
+
+def test_a_stream_waits_for_a_stop_that_began_before_another(writer: Writer) -> None:
+    """Whatever the stops, and wherever they stand: the answer is cut the same in one piece and in many."""
+    engine = Engine({"tiny": writer})
+    order = Order.of(Completion(prompt="A", stream=True), engine)
+    row = writer._encode("A dog saw the cat é on the mat")
+    given = writer._special.begin
+    holes: list[int | None] = [None] * 40
+    frames = [[given, *row[:size], *holes[size:]] for size in range(1, len(row) + 1)] + [[given, *row]]
+    text = writer.decode(row).removeprefix("A")
+    for begin, size, inside in itertools.product(range(0, 20, 3), (3, 9, 14), (1, 4, 9)):
+        long, short = text[begin : begin + size], text[begin + inside :][:2]
+        for stops in ([long, short], [f"{long}!", short], [long], [text + "!"]):
+            growing = Growing(replace(order, stops=stops))
+            shown = [Frame(n, ids, [], [], n == len(frames) - 1, n, 0.0) for n, ids in enumerate(frames)]
+            pieces = [growing.more(0, frame) for frame in shown]
+            said = "".join(piece["text"] for piece in pieces if piece is not None)
+            cuts = [text.index(stop) for stop in stops if stop in text]
+            assert said == text[: min(cuts, default=len(text))], stops
+
+
+def test_special_tokens_in_a_prompt_are_text(client: Any, writer: Writer) -> None:
+    prompt = "A<pad> <mask>"
+    for model in ("tiny", "whole"):
+        made = client.completions.create(model=model, prompt=prompt, max_tokens=2, echo=True)
+        assert made.choices[0].text.startswith(prompt)
+        assert made.usage.prompt_tokens >= 1 + len(writer._encode(prompt))
+        assert made.usage.completion_tokens <= 2
+
+
 def test_blanks_are_filled(server: Server, writer: Writer) -> None:
     text = "The ___ sat on ___."
     wanted = [one.text for one in writer.infill(text, num=2, seed=6, blank=3)]
@@ -234,15 +278,15 @@ def test_models_health_metrics_and_docs(server: Server, client: Any) -> None:
 
 BAD_FIELDS: dict[str, list[Any]] = {
     "model": [5, [], {}, True],
-    "prompt": [5, [5], [[1, 2]], {"a": 1}, [], " ", [" "], None, True, "\ud800", "x" * 5001, "cat " * 30],
+    "prompt": [5, [5], [[1, 2]], {"a": 1}, [], " ", [" "], True, "\ud800", "x" * 5001, "cat " * 30],
     "max_tokens": [0, -1, 1.5, "5", True, 10**9, [], 23],
-    "n": [0, -1, 1.5, "2", None, 5000, 101],
+    "n": [0, -1, 1.5, "2", 5000, 101],
     "seed": [1.5, "x", 1 << 64, -(1 << 63) - 1, []],
-    "steps": [0, -1, 2.5, "8", None, 1001, 10**12],
-    "noise": ["x", 1, None, ""],
-    "temperature": [-1, "1", None, 1e9, 1e-9, [], float("nan"), float("inf")],
+    "steps": [0, -1, 2.5, "8", 1001, 10**12],
+    "noise": ["x", 1, ""],
+    "temperature": [-1, "1", 1e9, 1e-9, [], float("nan"), float("inf")],
     "top_p": [0, -0.1, 1.1, "1", float("nan")],
-    "stream": [1, "yes", None],
+    "stream": [1, "yes"],
     "stream_options": [5, []],
     "stop": ["", [""], 5, [1], ["a"] * 17, "x" * 300],
     "echo": [1, "no"],
@@ -255,7 +299,7 @@ BAD_FIELDS: dict[str, list[Any]] = {
     "presence_penalty": [1.0],
     "frequency_penalty": [1],
     "logit_bias": [{"1": 2.0}],
-    "promt": ["The"],
+    "promt": ["The", None],
 }
 BAD_BODIES = [b"", b"{", b"[]", b"null", b"5", b'"x"', b"\xff\xfe", b"[" * 9000, b"{'prompt': 1}", b'{"prompt": "a",}']
 FILL = "/v1/infill"
@@ -270,6 +314,7 @@ MALFORMED: list[tuple[int, dict[str, Any]]] = [
     (400, {"body": {"prompt": "a ___ b", "infill": True, "blank": 100}}),
     (400, {"body": {}, "path": FILL}),
     (400, {"body": {"text": 5}, "path": FILL}),
+    (400, {"body": {"text": None}, "path": FILL}),
     (400, {"body": {"text": []}, "path": FILL}),
     (400, {"body": {"text": "no blank"}, "path": FILL}),
     (400, {"body": {"text": "a ___", "blank": 0}, "path": FILL}),
@@ -316,11 +361,22 @@ def test_a_hundred_malformed_requests(server: Server) -> None:
         sentence = answer["error"]["message"]
         assert 10 < len(sentence) < 1200, request
         assert sentence.isprintable(), request
-        assert "Traceback" not in sentence
+        assert not re.search(r"[.!?;:]\s*$|[.!?]\s+[A-Z]", sentence), sentence  # one, without an end
+        assert not re.search(r"Traceback|File \"|line \d|\.py\b|pydantic", sentence), sentence
         assert KEY not in sentence
     assert server.engine.counts.turns == before
     assert (server.engine.running, server.engine.waiting) == (0, 0)
     assert ask(server, {"prompt": PROMPT})[0] == 200
+
+
+def test_null_is_a_field_that_is_not_given(server: Server, client: Any) -> None:
+    """OpenAI's client has it for most of them."""
+    plain = client.completions.create(model="tiny", prompt="", seed=3)
+    nulls = dict.fromkeys(set(Completion.model_fields) - {"seed"})
+    status, _, made = ask(server, nulls | {"seed": 3})
+    assert (status, made["choices"][0]["text"]) == (200, plain.choices[0].text)
+    some: Any = {"n": None, "temperature": None, "echo": None, "stream": None, "max_tokens": None}
+    assert client.completions.create(model="tiny", prompt=None, seed=3, **some).choices == plain.choices
 
 
 def test_a_body_without_a_length_is_limited_too(server: Server) -> None:

@@ -13,7 +13,10 @@ import pytest
 import scipy.stats
 import torch
 from safetensors.torch import load_file
-from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 import imdm
@@ -152,6 +155,28 @@ def test_writers_and_texts_are_shown_in_a_line(writer: Writer) -> None:
     assert repr(writer).startswith("Writer(MaskedDiffusionLM(0.0M parameters, 1 blocks of width 16")
     assert len(repr(text)) < 120
     assert len(repr(writer)) < 200
+
+
+def test_what_is_typed_is_text(writer: Writer) -> None:
+    """The names of special tokens are characters like others, whatever the tokenizer."""
+    typed = "A <mask> <eos>"
+    (found,) = writer.write(typed)
+    assert found.text.startswith(typed)
+    assert found.revealed_at.count(-1) == 2 + len(writer._encode(typed))
+    (filled,) = writer.infill("<eos> <mask> b", marker="<mask>", blank=2)
+    assert filled.text.startswith("<eos>")
+    assert filled.text.endswith(" b")
+    assert len([step for step in filled.revealed_at if step >= 0]) == 2
+
+    backend = Tokenizer(WordLevel({"[MASK]": 0, "[SEP]": 1, "[UNK]": 2, "a": 3}, unk_token="[UNK]"))
+    backend.pre_tokenizer = WhitespaceSplit()
+    words = PreTrainedTokenizerFast(tokenizer_object=backend, mask_token="[MASK]", sep_token="[SEP]", unk_token="[UNK]")
+    other = Writer(tiny_model(vocab_size=4, mask_token_id=0, length=8), words)
+    assert other._encode("a b [UNK] a") == [3, 2, 2, 3]
+    with pytest.raises(
+        UserError, match=r"'a \[MASK\]' has '\[MASK\]', which this tokenizer cannot read as text; leave it"
+    ):
+        other.write("a [MASK]")
 
 
 def test_several_threads_write_with_one_writer(writer: Writer) -> None:

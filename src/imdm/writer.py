@@ -156,7 +156,17 @@ class Writer:
         return row if ending is None else row + [ending.pad] * (length - len(row))
 
     def _encode(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+        """What is typed is text: `<mask>` or `<eos>` in it are characters like others."""
+        if not text:
+            return []
+        ids = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        special = self._special
+        for token in {special.mask, special.begin, special.end, special.pad}.intersection(ids):
+            name = self.tokenizer.convert_ids_to_tokens(token)
+            raise UserError(
+                f"the text {shown(text)} has {name!r}, which this tokenizer cannot read as text; leave it out"
+            )
+        return ids
 
     @property
     def _framed(self) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
-from pydantic import ConfigDict, Field, WrapValidator
+from pydantic import ConfigDict, Field, WrapValidator, model_validator
 
 from imdm.config import Config
 from imdm.errors import UserError, unknown
@@ -54,6 +54,15 @@ class Asked(Config):
     stream_options: dict[str, Any] | None = Field(None, description='{"include_usage": true}: usage in a last event.')
     user: str | None = Field(None, description="Not used.")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, values: Any) -> Any:
+        """null is a field that is not given, as OpenAI's clients send it."""
+        if not isinstance(values, dict):
+            return values
+        optional = {name for name, one in cls.model_fields.items() if not one.is_required()}
+        return {name: value for name, value in values.items() if value is not None or name not in optional}
+
 
 class Completion(Asked):
     """POST /v1/completions: texts that go on from a prompt, or fill its blanks."""
@@ -82,10 +91,9 @@ class Infill(Asked):
 
 
 class Said(NamedTuple):
-    """stopped: whether the text was cut off before a stop; reason: why it ends, in OpenAI's words."""
+    """reason: why the text ends, in OpenAI's words."""
 
     text: str
-    stopped: bool
     reason: str
 
 
@@ -167,20 +175,22 @@ class Order:
         )
 
     def said(self, number: int, frame: Frame) -> Said:
-        """The text of choice `number`, as far as it is written from its beginning."""
+        """The text of choice `number`, as far as it is written from its beginning; without what may yet be cut off."""
         given, ids = self.jobs[number].ids, frame.ids if frame.done else frame.ids[: frame.ids.index(None)]
         tokens = [token for token in ids if token is not None]
-        text = self.writer.decode(tokens)
-        if not self.echo and None in given:
-            first = given.index(None)
-            head = self.writer.decode(tokens[:first])
+        text, first = self.writer.decode(tokens), given.index(None) if None in given else 0
+        head = self.writer.decode(tokens[:first])
+        if not self.echo:
             text = text.removeprefix(head) if text.startswith(head) else self.writer.decode(tokens[first:])
-        cut = min((text.find(stop) for stop in self.stops if stop in text), default=-1)
-        if cut >= 0:
-            return Said(text[:cut], True, "stop")
+        if not frame.done:
+            text = text.rstrip("\ufffd")  # the beginning of a character
+        begin = len(head.rstrip("\ufffd")) if self.echo else 0
+        cut = _cut(text, begin, self.stops, open_ended=not frame.done)
+        if cut is not None:
+            return Said(text[:cut], "stop")
         ending = self.writer.model.config.ending
         ended = ending is not None and bool(ending.finished(torch.tensor(tokens)))
-        return Said(text, False, "stop" if ended or self.infill else "length")
+        return Said(text, "stop" if ended or self.infill else "length")
 
     def written(self, number: int, frame: Frame) -> int:
         """Tokens that were written, up to the end of the text."""
@@ -226,19 +236,14 @@ class Growing:
 
     def __init__(self, order: Order) -> None:
         self.order, self.told = order, [""] * len(order.jobs)
-        self.held = max((len(stop) - 1 for stop in order.stops), default=0)
 
     def more(self, number: int, frame: Frame) -> dict[str, Any] | None:
         """The next piece of a choice; None where there is none."""
         said, told = self.order.said(number, frame), self.told[number]
-        text = said.text
-        if not frame.done:
-            text = text.rstrip("\ufffd")
-            text = text if said.stopped else text[: max(0, len(text) - self.held)]
-            if len(text) <= len(told) or not text.startswith(told):
-                return None
-        self.told[number] = text
-        return choice(number, text[len(told) :], said.reason if frame.done else None)
+        if not frame.done and (len(said.text) <= len(told) or not said.text.startswith(told)):
+            return None
+        self.told[number] = said.text
+        return choice(number, said.text[len(told) :], said.reason if frame.done else None)
 
 
 def _listed(texts: str | list[str] | None) -> list[str]:
@@ -250,6 +255,17 @@ def _stops(texts: str | list[str] | None) -> list[str]:
     if len(stops) > 16 or not all(stops) or any(len(stop) > 256 for stop in stops):
         raise UserError("stop: at most 16 texts of 1 to 256 characters")
     return stops
+
+
+def _cut(text: str, begin: int, stops: list[str], open_ended: bool) -> int | None:
+    """Where the first stop stands at or after `begin`. Of a text that goes on, where one may stand: what has come of it
+    may be its beginning alone, and it goes before another that is whole but begins later."""
+    places = [text.find(stop, begin) for stop in stops]
+    if open_ended:
+        for stop in stops:
+            last = range(max(begin, len(text) - len(stop) + 1), len(text))
+            places += [place for place in last if stop.startswith(text[place:])][:1]
+    return min((place for place in places if place >= 0), default=None)
 
 
 def check_text(text: str, most: int) -> None:

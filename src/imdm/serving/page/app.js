@@ -10,7 +10,7 @@ import { beside, panel } from "/page/write.js";
 const field = Object.fromEntries(["prompt", "own", "model", "other", "steps", "temperature", "seed", "key"].map((id) => [id, byId(id)]));
 let models = [];
 let here = "write";
-let work = new AbortController();
+let work = null;
 
 const app = {
   settings: () => ({
@@ -43,7 +43,12 @@ function open(name, focus = false) {
   problem(null);
   hideTip();
   history.replaceState(null, "", `#${here}`);
-  if (here === "fill" && !panels.fill.ready && models.length) run((signal) => panels.fill.read(signal));
+  read();
+}
+
+// Words can be selected once the text is there in the model's tokens
+function read() {
+  if (here === "fill" && models.length && !panels.fill.ready) run((signal) => panels.fill.make(signal));
 }
 
 function problem(error) {
@@ -55,7 +60,10 @@ function problem(error) {
 
 // One thing at a time: who asks anew lets go of what was asked before
 async function run(doing) {
-  work.abort();
+  if (work) {
+    work.abort();
+    stop();
+  }
   const mine = (work = new AbortController());
   problem(null);
   byId("go").setAttribute("aria-busy", "true");
@@ -63,12 +71,19 @@ async function run(doing) {
     await doing(mine.signal);
   } catch (error) {
     if (!mine.signal.aborted) {
-      Object.values(panels).forEach((each) => each.stop?.());
+      stop();
       problem(error);
     }
   } finally {
-    if (work === mine) byId("go").removeAttribute("aria-busy");
+    if (work === mine) {
+      work = null;
+      byId("go").removeAttribute("aria-busy");
+    }
   }
+}
+
+function stop() {
+  for (const each of Object.values(panels)) each.stop?.();
 }
 
 function shown() {
@@ -98,7 +113,7 @@ byId("settings").addEventListener("submit", (event) => {
   run((signal) => (models.length ? panels[here].go(signal) : begin(signal)));
 });
 byId("settings").addEventListener("input", shown);
-field.model.addEventListener("change", () => run((signal) => panels.fill.changed(signal)));
+field.model.addEventListener("change", read);
 byId("reseed").addEventListener("click", () => { field.seed.value = Math.floor(Math.random() * 1e6); });
 byId("take").addEventListener("click", () => run((signal) => panels.fill.read(signal)));
 field.key.addEventListener("input", () => setKey(field.key.value));

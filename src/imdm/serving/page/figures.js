@@ -6,6 +6,7 @@ import { el, short } from "/page/dom.js";
 export class Figures {
   constructor() {
     this.values = {};
+    this.reading = null;
     const one = (name, words) => {
       this.values[name] = el("dd", {}, "–");
       return el("div", {}, el("dt", {}, words), this.values[name]);
@@ -31,12 +32,23 @@ export class Figures {
     this.values.entropy.textContent = frame.entropy.toFixed(2);
   }
 
-  // The judge reads what was written after what was given at the beginning
+  // What there is so far, masks left out; while the judge still reads an earlier frame, this one is passed over
+  soFar(model, frame, signal) {
+    this.reading ??= this.#read(model, frame, " …", signal).catch(() => {}).finally(() => { this.reading = null; });
+  }
+
   async judge(model, frame, signal) {
-    this.values.perplexity.textContent = "…";
-    const first = frame.revealed.findIndex((step) => step > 0);
-    const found = await json("/play/judge", { model, row: frame.ids, given: Math.max(0, first) }, signal);
-    this.values.perplexity.textContent = short(found.perplexity);
+    await this.reading;
+    await this.#read(model, frame, "", signal);
+  }
+
+  // The judge reads what was written after what was given at the beginning
+  async #read(model, frame, more, signal) {
+    if (this.values.perplexity.textContent === "–") this.values.perplexity.textContent = "…";
+    const first = frame.ids.findIndex((id, i) => id === null || frame.revealed[i] > 0);
+    const row = frame.ids.filter((id) => id !== null);
+    const found = await json("/play/judge", { model, row, given: Math.max(0, first) }, signal);
+    this.values.perplexity.textContent = short(found.perplexity) + more;
     this.note.textContent = `Entropy of the tokens, in nats; perplexity by ${found.judge}.`;
   }
 }

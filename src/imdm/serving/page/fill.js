@@ -25,6 +25,7 @@ export function fill(root, app) {
   let mode = "hole";
   let asked = "";
   let tokenizer = null;
+  let writing = false;
   const chosen = new Set();
 
   const writable = () => frame.ids.map((_, i) => i).filter((i) => frame.pieces[i]);
@@ -63,7 +64,7 @@ export function fill(root, app) {
     draw();
   }
 
-  return {
+  const panel = {
     verb: "Refill",
     take,
     async read(signal, text = app.settings().own) {
@@ -72,12 +73,11 @@ export function fill(root, app) {
       take({ ...found, revealed: found.ids.map(() => 0), probability: found.ids.map(() => 1) }, model);
       app.say("The text is ready: select words.");
     },
-    // Another model may have other tokens
-    async changed(signal) {
-      if (frame && app.model(app.settings().model).tokenizer !== tokenizer) await this.read(signal, frame.pieces.join(""));
-    },
+    // Whether there is a text in the tokens of the chosen model; another may have other ones
+    get ready() { return frame !== null && app.model(app.settings().model).tokenizer === tokenizer; },
+    make: (signal) => panel.read(signal, frame?.pieces.join("")),
     async go(signal) {
-      if (!frame) await this.read(signal);
+      if (!panel.ready) await panel.make(signal);
       const row = [...frame.ids];
       for (const i of holes()) row[i] = null;
       const same = JSON.stringify([row, app.settings()]);
@@ -85,23 +85,24 @@ export function fill(root, app) {
       const { model, steps: many, seed, temperature } = app.settings();
       asked = JSON.stringify([row, app.settings()]);
       figures.clear();
-      const before = frame;
       player.start(many);
-      try {
-        steps = many;
-        frame = await written({ model, row, steps, seed, temperature }, player, 0, figures, signal);
-      } catch (error) {
-        player.stop();
-        frame = before;
-        draw();
-        throw error;
-      }
+      writing = true;
+      frame = await written({ model, row, steps: many, seed, temperature }, player, 0, figures, signal);
+      writing = false;
+      steps = many;
       key.replaceChildren(legend(steps, root));
       told.textContent = `${holes().length} tokens were written again; press Refill for others.`;
       app.say(told.textContent);
       await figures.judge(model, frame, signal);
     },
-    stop: () => player.stop(),
-    get ready() { return frame !== null; },
+    // What is half written is dropped: the text from before is there again
+    stop() {
+      player.stop();
+      if (!writing) return;
+      writing = false;
+      player.root.hidden = true;
+      draw();
+    },
   };
+  return panel;
 }

@@ -6,13 +6,17 @@ import { Figures } from "/page/figures.js";
 import { Player } from "/page/player.js";
 import { legend, TextView } from "/page/text.js";
 
+const JUDGED = 4; // frames from one that the judge is asked about to the next
+
 // Write into a player's text, with figures; gives the last frame
 export async function written(asked, player, number, figures, signal) {
   let last = null;
+  let count = 0;
   for await (const [, frame] of events("/play/write", asked, signal)) {
     last = frame;
     player.push(number, frame);
     figures?.show(frame);
+    if (++count % JUDGED === 0 && !frame.done) figures?.soFar(asked.model, frame, signal);
   }
   return last;
 }
