@@ -227,3 +227,16 @@ def test_pieces_are_the_text_whatever_the_tokens_are() -> None:
             found = pieces.of(row)
             assert "".join(found) == writer.decode(row)
             assert not any(piece for token, piece in zip(row, found, strict=True) if token == END)
+
+
+def test_stray_bytes_are_read_a_few_at_a_time() -> None:
+    """However many there are, among special tokens or not: no longer rows are decoded, and the text is the same."""
+    writer = writers()["plain"]
+    strays = [token for token in range(writer.model.vocab_size) if writer.decode([token]) == "\ufffd"]
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.tensor([*strays, 0, 2, *ids_of(writer, "é")])
+    rows = [*tokens[torch.randint(0, len(tokens), (20, 60), generator=generator)].tolist(), strays[:1] * 2000]
+    pieces = Pieces(writer)
+    for row in rows:
+        assert "".join(pieces.of(row)) == writer.decode(row)
+    assert max(map(len, pieces._known)) <= 8
