@@ -292,7 +292,7 @@ def test_a_fault_while_someone_leaves_does_not_end_the_engine(monkeypatch: pytes
 
     async def work() -> None:
         both = [asyncio.create_task(last(engine, MANY)) for _ in range(2)]
-        while not engine.running == 2:
+        while engine.running != 2:
             await asyncio.sleep(0)
             if engine.running == 1 and engine.waiting:
                 gate.go.release()
