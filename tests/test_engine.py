@@ -227,6 +227,25 @@ def test_a_new_request_joins_at_the_next_turn_and_one_that_hangs_up_leaves() -> 
     assert (engine.counts.sequences, engine.counts.dropped, engine.running, engine.waiting) == (1, 1, 0, 0)
 
 
+def test_groups_have_turns_as_they_have_sequences() -> None:
+    """Five of one length and one of another: of each six turns the one has one, and neither waits for the other's end."""
+    model = tiny_model(length=40)
+    gate, engine = Gate(model), engine_of(a=model)
+
+    async def work() -> None:
+        first = asyncio.create_task(last(engine, Job("a", [None] * 3, steps=1)))
+        await gate.reached()
+        jobs = [Job("a", [None] * 40, steps=1000, seed=seed) for seed in range(5)] + [Job("a", [None] * 6, steps=1000)]
+        rest = [asyncio.create_task(last(engine, job)) for job in jobs]
+        while engine.waiting < 6:
+            await asyncio.sleep(0)
+        gate.open()
+        await asyncio.gather(first, *rest)
+
+    run(engine, work)
+    assert gate.sizes[1:31].count(1) == 5
+
+
 def test_more_than_may_wait_are_told_to_come_again() -> None:
     model = tiny_model()
     gate, engine = Gate(model), engine_of(Settings(queue=3, batch=2), a=model)

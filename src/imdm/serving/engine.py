@@ -4,7 +4,8 @@ The network does not see time, and every random number follows from a sequence's
 requests, at different steps, with prompts, seeds and options of their own, share a network evaluation, and a sequence's
 text does not depend on its company. A new one joins at the next turn; one that nobody waits for any more leaves.
 
-Rows of one model and one length share a batch; where there are several such groups, they take turns.
+Rows of one model and one length share a batch; where there are several such groups, they take turns, more of them the
+more sequences they have.
 """
 
 from __future__ import annotations
@@ -165,6 +166,7 @@ class Engine:
         self.counts = Counts()
         self._coming: deque[_Ticket] = deque()
         self._groups: dict[tuple[str, int], _Group] = {}
+        self._credit: dict[tuple[str, int], int] = {}  # of each group: the largest has the next turn
         self._changed = threading.Condition()
         self._running = 0  # sequences taken up
         self._open, self._aborted = False, False
@@ -391,10 +393,13 @@ class Engine:
             self._running -= len(group.tickets) - len(index)
 
     def _turn(self) -> None:
-        """One evaluation of the group whose turn it is."""
-        key = next(iter(self._groups))
-        group = self._groups.pop(key)
-        self._groups[key] = group  # the next time after the others
+        """One evaluation of the group whose turn it is: each has a share of the turns as large as its share of the
+        sequences."""
+        sizes = {key: len(group.tickets) for key, group in self._groups.items()}
+        self._credit = {key: self._credit.get(key, 0) + size for key, size in sizes.items()}
+        key = max(self._credit, key=self._credit.__getitem__)
+        self._credit[key] -= sum(sizes.values())
+        group = self._groups[key]
         if not self._safely(group.tickets, partial(self._advance, key, group)):
             self._groups.pop(key, None)
 
