@@ -18,6 +18,7 @@ from imdm.models import MaskedDiffusionLM, faster
 from imdm.randomness import Purpose, fold
 from imdm.sampling import Canvas, Keys, Sampling
 from imdm.serving import Busy, Engine, Frame, Job, Settings, Stopped, TooLong
+from imdm.serving.engine import Failed
 from tests.conftest import tiny_model
 from tests.reference.enumeration import TableDenoiser, all_masked, chain_law, sequence_law
 from tests.reference.statistics import assert_law, counts_of
@@ -226,6 +227,25 @@ def test_a_new_request_joins_at_the_next_turn_and_one_that_hangs_up_leaves() -> 
     assert (engine.counts.sequences, engine.counts.dropped, engine.running, engine.waiting) == (1, 1, 0, 0)
 
 
+def test_groups_have_turns_as_they_have_sequences() -> None:
+    """Five of one length and one of another: of each six turns the one has one, and neither waits for the other's end."""
+    model = tiny_model(length=40)
+    gate, engine = Gate(model), engine_of(a=model)
+
+    async def work() -> None:
+        first = asyncio.create_task(last(engine, Job("a", [None] * 3, steps=1)))
+        await gate.reached()
+        jobs = [Job("a", [None] * 40, steps=1000, seed=seed) for seed in range(5)] + [Job("a", [None] * 6, steps=1000)]
+        rest = [asyncio.create_task(last(engine, job)) for job in jobs]
+        while engine.waiting < 6:
+            await asyncio.sleep(0)
+        gate.open()
+        await asyncio.gather(first, *rest)
+
+    run(engine, work)
+    assert gate.sizes[1:31].count(1) == 5
+
+
 def test_more_than_may_wait_are_told_to_come_again() -> None:
     model = tiny_model()
     gate, engine = Gate(model), engine_of(Settings(queue=3, batch=2), a=model)
@@ -259,7 +279,7 @@ def test_a_request_that_takes_too_long_is_dropped() -> None:
     assert len(gate.sizes) == 1
 
 
-def test_what_fails_concerns_nobody_else() -> None:
+def test_what_fails_concerns_nobody_else(caplog: pytest.LogCaptureFixture) -> None:
     model, broken = tiny_model(), tiny_model()
 
     def fail(*_: Any) -> None:
@@ -273,12 +293,60 @@ def test_what_fails_concerns_nobody_else() -> None:
             last(engine, Job("a", HOLES)), last(engine, Job("b", HOLES)), return_exceptions=True
         )
         assert isinstance(good, Frame)
-        assert isinstance(bad, Stopped)
-        assert "it broke" in str(bad)
+        assert isinstance(bad, Failed)
+        assert "it broke" not in str(bad)
         assert engine.running == 0
         assert (await last(engine, Job("a", HOLES))).done
 
     run(engine, work)
+    assert "RuntimeError: it broke" in caplog.text
+
+
+def test_a_fault_while_someone_leaves_does_not_end_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model()
+    gate, engine = Gate(model), engine_of(a=model)
+
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    async def work() -> None:
+        both = [asyncio.create_task(last(engine, MANY)) for _ in range(2)]
+        while engine.running != 2:
+            await asyncio.sleep(0)
+            if engine.running == 1 and engine.waiting:
+                gate.go.release()
+        both[0].cancel()
+        await asyncio.wait(both[:1])
+        with monkeypatch.context() as patched:
+            patched.setattr(Canvas, "kept", full)
+            gate.open()
+            with pytest.raises(Stopped, match="out of memory"):
+                await both[1]
+        assert engine.alive
+        assert engine.running == 0
+        assert (await last(engine, Job("a", HOLES))).done
+
+    run(engine, work)
+    assert not engine.broken
+
+
+def test_an_engine_that_ends_by_a_fault_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = engine_of(a=tiny_model())
+
+    def fail() -> None:
+        raise RuntimeError("it broke")
+
+    monkeypatch.setattr(engine, "_take_up", fail)
+
+    async def work() -> None:
+        with pytest.raises(Stopped, match="stopped before"):
+            await last(engine, MANY)
+
+    run(engine, work)
+    assert engine.broken
+    assert "it broke" in caplog.text
 
 
 @pytest.mark.parametrize("grace", [60.0, 0.0])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,10 +18,10 @@ pytest.importorskip("fastapi", reason="the service needs imdm[serve]")
 from fastapi.testclient import TestClient
 
 from imdm.data.tokenizers import train_bpe
-from imdm.serving import Engine, Settings
+from imdm.serving import Busy, Engine, Settings, TooLong
 from imdm.serving.app import make_app
 from imdm.serving.pieces import Pieces
-from imdm.serving.play import PAGE, refining
+from imdm.serving.play import MOST_JUDGED, PAGE, Author, Judges, ToJudge, refining
 from imdm.writer import Writer
 from tests.conftest import tiny_model
 from tests.test_corpora import SENTENCES
@@ -148,6 +151,45 @@ def test_the_judge_that_ships_reads(served: Any) -> None:
     assert nothing["perplexity"] is None
 
 
+def test_a_judge_has_a_deadline_and_a_queue_that_one_may_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    judges, author, go = Judges(0.1), Author("plain", writers()["plain"]), threading.Event()
+    asked = ToJudge(model="plain", row=[5, 6])
+    monkeypatch.setattr(judges, "_read", lambda *_: {"read": go.wait(60)})
+
+    async def work() -> None:
+        with pytest.raises(TooLong, match=r"the judge took longer than 0\.1 seconds"):
+            await judges.read(author, asked)
+        judges.seconds = 60.0
+        waiting = [asyncio.create_task(judges.read(author, asked)) for _ in range(MOST_JUDGED - 1)]
+        await asyncio.sleep(0)
+        with pytest.raises(Busy, match="16 texts wait for a judge"):
+            await judges.read(author, asked)
+        waiting[-1].cancel()
+        await asyncio.wait(waiting[-1:])
+        last = asyncio.create_task(judges.read(author, asked))
+        await asyncio.sleep(0)
+        go.set()
+        assert await asyncio.gather(*waiting[:-1], last) == [{"read": True}] * (MOST_JUDGED - 1)
+
+    asyncio.run(work())
+
+
+def test_a_way_has_one_deadline_for_all_its_points() -> None:
+    models = writers(12)
+    trunk_at = models["noisy"].model.trunk_at
+
+    def slow(state: Any, rows: Any) -> torch.Tensor:
+        time.sleep(0.1)
+        return trunk_at(state, rows)
+
+    models["noisy"].model.trunk_at = slow  # type: ignore[method-assign]
+    with Engine(models, Settings(seconds=0.4)) as engine:
+        client = TestClient(make_app(engine), base_url="http://127.0.0.1")
+        found = told(client, "/play/path", model="noisy", steps=1, between=[1, 2], points=65)
+    assert found[-1] == {"message": "the request took longer than 0.4 seconds; ask for fewer texts, tokens or steps"}
+    assert len(found) < 65
+
+
 def test_models_say_what_their_masks_carry(served: Any) -> None:
     client, _ = served
     found = client.get("/play/models").json()
@@ -177,6 +219,7 @@ def test_models_say_what_their_masks_carry(served: Any) -> None:
         ("write", {"model": "plain", "prompt": "\ud800"}, "unicode string"),
         ("judge", {"model": "plain", "row": [0, 99999]}, "99999"),
         ("judge", {"model": "plain", "row": []}, "row"),
+        ("judge", {"model": "plain", "row": [5] * 99}, "the row has 99 tokens, the model takes 1 to 40"),
     ],
 )
 def test_what_cannot_be_done_is_a_sentence(served: Any, path: str, asked: dict[str, Any], sentence: str) -> None:
@@ -227,3 +270,16 @@ def test_pieces_are_the_text_whatever_the_tokens_are() -> None:
             found = pieces.of(row)
             assert "".join(found) == writer.decode(row)
             assert not any(piece for token, piece in zip(row, found, strict=True) if token == END)
+
+
+def test_stray_bytes_are_read_a_few_at_a_time() -> None:
+    """However many there are, among special tokens or not: no longer rows are decoded, and the text is the same."""
+    writer = writers()["plain"]
+    strays = [token for token in range(writer.model.vocab_size) if writer.decode([token]) == "\ufffd"]
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.tensor([*strays, 0, 2, *ids_of(writer, "é")])
+    rows = [*tokens[torch.randint(0, len(tokens), (20, 60), generator=generator)].tolist(), strays[:1] * 2000]
+    pieces = Pieces(writer)
+    for row in rows:
+        assert "".join(pieces.of(row)) == writer.decode(row)
+    assert max(map(len, pieces._known)) <= 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import inspect
 import itertools
@@ -18,21 +19,26 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
 import torch
+import uvicorn
 
 from imdm.benchmarks import serving as bench
 from imdm.cli.serving import named, serve, writing
 from imdm.data.tokenizers import special_ids, train_bpe
 from imdm.errors import UserError
+from imdm.listening import listen
 from imdm.serving import Engine, Settings
 from imdm.serving.api import Completion, Growing, Order
 from imdm.serving.engine import Frame
-from imdm.serving.guard import LOCAL
-from imdm.serving.server import Server, address, in_background
+from imdm.serving.guard import LOCAL, Guard, is_local
+from imdm.serving.metrics import Metrics
+from imdm.serving.server import Server, address, connections, in_background, patient
+from imdm.serving.server import serve as run_service
 from imdm.writer import Writer
 from tests.conftest import tiny_model
 from tests.test_corpora import SENTENCES
@@ -64,7 +70,9 @@ def whole() -> Writer:
 
 @pytest.fixture(scope="module")
 def server(writer: Writer, whole: Writer) -> Iterator[Server]:
-    limits = Settings(api_key=KEY, hosts=LOCAL, body=20_000, prompt=5000, tokens=4000, queue=100)
+    limits = Settings(
+        api_key=KEY, hosts=LOCAL, allowed=("texts.example",), body=20_000, prompt=5000, tokens=4000, queue=100
+    )
     with in_background(Engine({"tiny": writer, "whole": whole}, limits)) as running:
         yield running
 
@@ -453,7 +461,8 @@ def test_a_full_queue_and_too_many_clients(gated: Any) -> None:
     for connection in held:  # requests that do not come to an end
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
         connection.sendall(b"Content-Length: 5\r\n\r\n{")
-    until(lambda: ask(server, path="/healthz", method="GET")[0] == 429)
+    until(lambda: server.config.app.state.metrics.clients == 3)  # type: ignore[union-attr]
+    assert [ask(server, path=path, method="GET")[0] for path in ("/healthz", "/metrics")] == [200, 200]
     status, heads, answer = ask(server, {"prompt": PROMPT})
     assert (status, answer["error"]["code"], heads["retry-after"]) == (429, "too_many_clients", "1")
     for connection in held:
@@ -519,8 +528,8 @@ def test_what_goes_wrong_inside_is_one_sentence(gated: Any) -> None:
 
     server.engine.writers["tiny"].model.trunk_at = broken
     status, _, answer = ask(server, {"prompt": PROMPT})
-    assert (status, answer["error"]["type"]) == (503, "server_error")
-    assert answer["error"]["message"] == "writing failed: RuntimeError: it broke"
+    assert (status, answer["error"]["type"], answer["error"]["code"]) == (500, "server_error", "failed")
+    assert answer["error"]["message"] == "writing failed; the log of the service says why"
 
 
 def test_a_key_is_asked_for_where_something_is_to_be_had(server: Server) -> None:
@@ -528,6 +537,115 @@ def test_a_key_is_asked_for_where_something_is_to_be_had(server: Server) -> None
         assert ask(server, path=path, method="GET", Authorization="")[0] == 200
     for path in ("/v1/models", "/metrics", "/v1/models/tiny"):
         assert ask(server, path=path, method="GET", Authorization="")[0] == 401
+
+
+def test_a_proxy_may_have_a_name_of_its_own(server: Server) -> None:
+    asked = {"prompt": PROMPT, "steps": 1}
+    assert ask(server, asked, Host="texts.example", Origin="https://texts.example")[0] == 200
+    assert ask(server, asked, Host="127.0.0.1:8000", Origin="https://Texts.example")[0] == 200
+    for origin in ("http://localhost:1", "https://texts.example.evil", "https://[", "texts.example"):
+        status, _, answer = ask(server, asked, Origin=origin)
+        assert (status, answer["error"]["code"]) == (403, "origin")
+    with pytest.raises(UserError, match="give a name alone, such as texts.example"):
+        serve(["sentences-imdm"], port=0, allow_host=["https://texts.example"])
+
+
+@pytest.mark.parametrize(
+    ("host", "local"), [("Localhost", True), ("127.0.0.2", True), ("0x7f.1", True), ("0.0.0.0", False)]
+)
+def test_the_address_says_who_can_reach_it(host: str, local: bool) -> None:
+    with listen(host, 0) as listening:
+        assert is_local(listening.getsockname()[0]) == local
+
+
+def test_addresses_of_this_machine() -> None:
+    found = {name: is_local(name) for name in ("::1", "::ffff:127.0.0.1", "::", "192.0.2.1", "fe80::1%1")}
+    assert [name for name, local in found.items() if local] == ["::1", "::ffff:127.0.0.1"]
+
+
+HALF = b"POST /v1/completions HTTP/1.1\r\nHost: "
+
+
+def test_who_does_not_send_a_whole_header_is_let_go(gated: Any) -> None:
+    server, _ = gated(seconds=0.3)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        connection.sendall(HALF)
+        assert connection.recv(100) == b""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:  # after a whole request
+        connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 200 ")
+        connection.sendall(HALF)
+        started = time.monotonic()
+        while connection.recv(4096):
+            pass
+        assert time.monotonic() - started < 3
+
+
+def test_half_sent_headers_keep_nobody_out(gated: Any) -> None:
+    server, _ = gated(clients=1)
+    held = []
+    for _ in range(60):
+        held.append(socket.create_connection(("127.0.0.1", server.port)))
+        held[-1].sendall(HALF)
+    until(lambda: len(server.server_state.connections) == connections(1) == 36)
+    assert ask(server, path="/healthz", method="GET")[0] == 200
+    for connection in held:
+        connection.close()
+
+
+def test_who_does_not_read_on_is_let_go() -> None:
+    left = threading.Event()
+
+    async def endless(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while not left.is_set():
+            await send({"type": "http.response.body", "body": b"x" * 100_000, "more_body": True})
+            if not server.server_state.connections:
+                left.set()
+
+    server = uvicorn.Server(uvicorn.Config(endless, http=patient(0.2, 10), lifespan="off", log_level="critical"))
+    listening = listen("127.0.0.1", 0)
+    running = threading.Thread(target=server.run, args=([listening],), daemon=True)
+    running.start()
+    with socket.create_connection(listening.getsockname()) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert left.wait(60)
+    server.should_exit = True
+    running.join(60)
+
+
+def test_the_guard_waits_for_no_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("imdm.serving.guard.LAST_WORDS", 0.1)
+    metrics = Metrics()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def stuck(message: Any) -> None:
+        await asyncio.Event().wait()
+
+    guard = Guard(app, Settings(seconds=0.1), metrics)
+    scope = {"type": "http", "method": "GET", "path": "/", "headers": []}
+    asyncio.run(asyncio.wait_for(guard(scope, stuck, stuck), 10))  # type: ignore[arg-type]
+    assert metrics.clients == 0
+
+
+def test_a_service_whose_engine_breaks_ends_with_an_error(monkeypatch: pytest.MonkeyPatch, writer: Writer) -> None:
+    engine, listening = Engine({"tiny": writer}), listen("127.0.0.1", 0)
+
+    def fail() -> None:
+        raise RuntimeError("it broke")
+
+    def ask_it() -> None:
+        found.append(ask(SimpleNamespace(port=listening.getsockname()[1]), {"prompt": PROMPT}))  # type: ignore[arg-type]
+
+    found: list[Any] = []
+    monkeypatch.setattr(engine, "_take_up", fail)
+    asking = threading.Thread(target=ask_it, daemon=True)
+    with pytest.raises(UserError, match="the service ended by a fault of its own"):
+        run_service(engine, listening, asking.start)
+    asking.join(60)
+    assert [one[0] for one in found] == [503]
 
 
 def test_an_address_that_a_browser_can_open() -> None:
@@ -606,10 +724,16 @@ def test_the_command_has_an_option_for_each_limit() -> None:
     assert limits <= set(inspect.signature(serve).parameters)
 
 
-@pytest.mark.parametrize("key", ["", "  ", "a\nb", "schlüssel"])
+@pytest.mark.parametrize("key", ["", "  ", "a\nb", "schlüssel", " key", "key "])
 def test_keys_that_no_header_can_hold_are_refused(key: str) -> None:
     with pytest.raises(UserError, match="the API key is empty or has characters that no header can hold"):
         serve(api_key=key)
+
+
+def test_an_empty_variable_is_no_open_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("IMDM_API_KEY", "")
+    with pytest.raises(UserError, match="the API key is empty"):
+        serve()
 
 
 def test_a_key_is_in_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

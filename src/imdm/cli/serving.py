@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable
 from importlib.util import find_spec
@@ -32,6 +33,10 @@ def serve(
             envvar="IMDM_API_KEY", show_default=False, help="What requests must bring. Others see a command's options."
         ),
     ] = None,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="A name under which a proxy is reached; may be given several times."),
+    ] = None,
     batch: Annotated[int | None, typer.Option(help="Sequences in one network evaluation, at most.")] = None,
     queue: Annotated[int | None, typer.Option(help="Sequences written or waiting, at most; then 429.")] = None,
     seconds: Annotated[float | None, typer.Option(help="A request may take; then 504.")] = None,
@@ -43,8 +48,10 @@ def serve(
     steps: Annotated[int | None, typer.Option(help="Steps a request may ask for.")] = None,
 ) -> None:
     """Serve models: a page to look at, and OpenAI's completions for programs. Ctrl-C ends it."""
-    if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip()):
-        raise UserError("the API key is empty or has characters that no header can hold")
+    if api_key is None and "IMDM_API_KEY" in os.environ:
+        api_key = os.environ["IMDM_API_KEY"]  # an empty one is no key, and not the wish for none
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""):
+        raise UserError("the API key is empty or has characters that no header can hold, such as a space at its end")
     if api_key is not None:
         sys.argv = [word.replace(api_key, "…") for word in sys.argv]  # which a traceback's file would tell
     chosen = named(models or writing())
@@ -55,15 +62,20 @@ def serve(
     limits |= {"prompt": prompt, "tokens": tokens, "steps": steps}
     listening = listen(host, port)
     from imdm.serving import Engine, Settings
-    from imdm.serving.guard import LOCAL, is_local
+    from imdm.serving.guard import LOCAL, is_local, name_of
     from imdm.serving.server import address, serve
     from imdm.writer import load
 
-    local = is_local(host)
+    for name in allow_host or ():
+        if not name or name_of(name) != name.lower():
+            raise UserError(f"--allow-host {name}: give a name alone, such as texts.example, without scheme and port")
+    bound = listening.getsockname()[0]
+    local = is_local(bound)
     settings = Settings(
         **{name: value for name, value in limits.items() if value is not None},
         api_key=api_key,
-        hosts=tuple(dict.fromkeys((*LOCAL, host))) if local else None,
+        hosts=tuple(dict.fromkeys((*LOCAL, host.lower(), bound))) if local else None,
+        allowed=tuple(name.lower() for name in allow_host) if allow_host else None,
     )
     here = device()
     writers = {name: load(place, here, fast=here.type == "cuda") for name, place in chosen.items()}

@@ -4,12 +4,14 @@ The network does not see time, and every random number follows from a sequence's
 requests, at different steps, with prompts, seeds and options of their own, share a network evaluation, and a sequence's
 text does not depend on its company. A new one joins at the next turn; one that nobody waits for any more leaves.
 
-Rows of one model and one length share a batch; where there are several such groups, they take turns.
+Rows of one model and one length share a batch; where there are several such groups, they take turns, more of them the
+more sequences they have.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections import deque
@@ -22,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from imdm.errors import UserError, check_number, check_seed, check_whole, is_out_of_memory, reason_of, unknown
+from imdm.errors import UserError, check_number, check_seed, check_whole, is_out_of_memory, unknown
 from imdm.masks import NoisePath
 from imdm.process import NoisePolicy
 from imdm.randomness import Purpose, as_key, fold
@@ -31,6 +33,8 @@ from imdm.serving.settings import Settings
 
 if TYPE_CHECKING:
     from imdm.writer import Writer
+
+LOG = logging.getLogger(__name__)
 
 
 class Busy(UserError):  # noqa: N818
@@ -46,7 +50,11 @@ class TooLong(UserError):  # noqa: N818
 
 
 class Stopped(UserError):  # noqa: N818
-    """The engine stops, or its work failed; the request was not answered."""
+    """The engine stops, or has no memory left; the request was not answered."""
+
+
+class Failed(UserError):  # noqa: N818
+    """Its work failed by a fault of the program's own, which the log tells."""
 
 
 @dataclass(frozen=True)
@@ -158,9 +166,11 @@ class Engine:
         self.counts = Counts()
         self._coming: deque[_Ticket] = deque()
         self._groups: dict[tuple[str, int], _Group] = {}
+        self._credit: dict[tuple[str, int], int] = {}  # of each group: the largest has the next turn
         self._changed = threading.Condition()
         self._running = 0  # sequences taken up
         self._open, self._aborted = False, False
+        self.broken = False  # whether its thread ended by a fault; it takes no more jobs
         self._thread: threading.Thread | None = None
 
     # What others call, from any thread.
@@ -174,7 +184,7 @@ class Engine:
 
     def start(self) -> None:
         """Begin to work. The process may end without waiting for it."""
-        self._open, self._aborted = True, False
+        self._open, self._aborted, self.broken = True, False, False
         self._thread = threading.Thread(target=self._work, name="imdm-engine", daemon=True)
         self._thread.start()
 
@@ -216,10 +226,10 @@ class Engine:
                 yield frame
 
     async def run_all(
-        self, jobs: Sequence[Job], seconds: float | None = None
+        self, jobs: Sequence[Job], seconds: float | None = None, since: float | None = None
     ) -> AsyncGenerator[tuple[int, Frame], None]:
         """The same of several jobs, taken up together or not at all: (number of the job, frame). seconds: that they may
-        take; those of the settings unless given."""
+        take; those of the settings unless given. since: from when they count, by `time.monotonic`; now unless given."""
         loop = asyncio.get_running_loop()
         heard: asyncio.Queue[tuple[int, Frame | UserError]] = asyncio.Queue()
 
@@ -237,7 +247,7 @@ class Engine:
         tickets = [_Ticket(job, self.check(job), teller(number), now) for number, job in enumerate(jobs)]
         self._submit(tickets)
         seconds = self.settings.seconds if seconds is None else seconds
-        left, deadline = len(jobs), now + seconds
+        left, deadline = len(jobs), (now if since is None else since) + seconds
         try:
             while left:
                 try:
@@ -302,10 +312,10 @@ class Engine:
 
     def _work(self) -> None:
         devices = {writer.model.device for writer in self.writers.values()}
-        for device in devices:
-            if device.type == "cuda":
-                torch.cuda.set_device(device)
         try:
+            for device in devices:
+                if device.type == "cuda":
+                    torch.cuda.set_device(device)
             with torch.no_grad():
                 while self._wait():
                     started = time.monotonic()
@@ -314,6 +324,9 @@ class Engine:
                     if self._groups:
                         self._turn()
                     self.counts.busy += time.monotonic() - started
+        except Exception:
+            LOG.exception("the engine ended by a fault")
+            self.broken = True
         finally:
             self._give_up()
 
@@ -366,7 +379,9 @@ class Engine:
             gone = sum(ticket.dropped for ticket in group.tickets)
             if gone:
                 self.counts.dropped += gone
-                self._keep(key, group, [i for i, ticket in enumerate(group.tickets) if not ticket.dropped])
+                stay = [i for i, ticket in enumerate(group.tickets) if not ticket.dropped]
+                if not self._safely(group.tickets, partial(self._keep, key, group, stay)):
+                    self._groups.pop(key, None)
 
     def _keep(self, key: tuple[str, int], group: _Group, index: list[int]) -> None:
         """Go on with some sequences of a group alone."""
@@ -378,10 +393,13 @@ class Engine:
             self._running -= len(group.tickets) - len(index)
 
     def _turn(self) -> None:
-        """One evaluation of the group whose turn it is."""
-        key = next(iter(self._groups))
-        group = self._groups.pop(key)
-        self._groups[key] = group  # the next time after the others
+        """One evaluation of the group whose turn it is: each has a share of the turns as large as its share of the
+        sequences."""
+        sizes = {key: len(group.tickets) for key, group in self._groups.items()}
+        self._credit = {key: self._credit.get(key, 0) + size for key, size in sizes.items()}
+        key = max(self._credit, key=self._credit.__getitem__)
+        self._credit[key] -= sum(sizes.values())
+        group = self._groups[key]
         if not self._safely(group.tickets, partial(self._advance, key, group)):
             self._groups.pop(key, None)
 
@@ -424,10 +442,11 @@ class Engine:
             with self._changed:
                 self._running -= len(tickets)
             self.counts.failed += len(tickets)
+            LOG.exception("%d texts could not be written", len(tickets))
             if is_out_of_memory(error):
                 said: UserError = Stopped("out of memory; ask for fewer or shorter texts, or come again later")
             else:
-                said = Stopped(f"writing failed: {type(error).__name__}: {reason_of(error)}")
+                said = Failed("writing failed; the log of the service says why")
             for ticket in tickets:
                 ticket.tell(said)
             return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 import time
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,6 +19,8 @@ from imdm.serving.settings import Settings
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 WITH_KEY = ("/v1", "/play", "/metrics")
+ALWAYS = ("/healthz", "/metrics")  # answered however many requests there are
+LAST_WORDS = 2.0  # seconds that a client has, after those of a request, to take the end of its answer
 KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -45,18 +48,27 @@ class Guard:
             await self.app(scope, receive, send)
             return
         started, status = time.monotonic(), 499  # nobody was there any more
+        deadline, stalled = started + self.settings.seconds + LAST_WORDS, False
 
         async def noted(message: Message) -> None:
-            nonlocal status
+            nonlocal status, stalled
             if message["type"] == "http.response.start":
                 status = message["status"]
-            await send(message)
+            try:
+                async with asyncio.timeout(deadline - time.monotonic()):
+                    await send(message)
+            except TimeoutError:
+                stalled = True
+                raise
 
         self.metrics.clients += 1
         try:
             refused = self._refused(scope, Headers(scope=scope))
             app = self.app if refused is None else refused
             await app(scope, self._limited(receive), noted)
+        except Exception:
+            if not stalled:  # a client that does not read has no more to be told
+                raise
         finally:
             self.metrics.clients -= 1
             route = getattr(scope.get("route"), "path", "other")
@@ -65,10 +77,13 @@ class Guard:
     def _refused(self, scope: Scope, headers: Headers) -> ASGIApp | None:
         settings = self.settings
         host = name_of(headers.get("host", ""))
-        if settings.hosts is not None and host not in settings.hosts:
-            return error(403, "this service is addressed by another name than its own; use http://127.0.0.1", "host")
+        allowed = settings.allowed or ()
+        if settings.hosts is not None and host not in (*settings.hosts, *allowed):
+            sentence = "this service is addressed by another name than its own; use http://127.0.0.1, or start it with"
+            return error(403, f"{sentence} --allow-host NAME", "host")
         origin = headers.get("origin")
-        if origin is not None and scope["method"] not in ("GET", "HEAD") and not _same(origin, headers.get("host", "")):
+        known = origin is None or _same(origin, headers.get("host", "")) or name_of(_netloc(origin)) in allowed
+        if not known and scope["method"] not in ("GET", "HEAD"):
             return error(403, "pages of another origin may not ask this service", "origin")
         if settings.api_key is not None and scope["path"].startswith(WITH_KEY):
             given = headers.get("authorization", "")
@@ -76,7 +91,7 @@ class Guard:
             if not hmac.compare_digest(given.encode("utf-8", "replace"), wanted.encode()):
                 sentence = "the API key is wrong or missing; send the header 'Authorization: Bearer KEY'"
                 return error(401, sentence, "invalid_api_key", www_authenticate="Bearer")
-        if self.metrics.clients > settings.clients:
+        if self.metrics.clients > settings.clients and scope["path"] not in ALWAYS:
             sentence = f"{settings.clients} requests are being answered, as many as may be; come again later"
             return error(429, sentence, "too_many_clients", retry_after="1")
         length = headers.get("content-length", "0")
@@ -118,27 +133,34 @@ def name_of(host: str) -> str:
         return ""
 
 
-def _same(origin: str, host: str) -> bool:
+def _netloc(origin: str) -> str:
     try:
-        return urlsplit(origin).netloc.lower() == host.lower()
+        return urlsplit(origin).netloc.lower()
     except ValueError:
-        return False
+        return ""
 
 
-def is_local(host: str) -> bool:
-    return host in LOCAL or host.startswith("127.")
+def _same(origin: str, host: str) -> bool:
+    return _netloc(origin) == host.lower() != ""
+
+
+def is_local(address: str) -> bool:
+    """Whether only this machine can reach an address on which a socket listens."""
+    found = ipaddress.ip_address(address)
+    return (getattr(found, "ipv4_mapped", None) or found).is_loopback
 
 
 def status_of(said: BaseException) -> tuple[int, str | None, dict[str, str]]:
     """Status, code and headers of a refusal that the engine or the API makes."""
     from imdm.serving.api import Missing
-    from imdm.serving.engine import Busy, Stopped, TooLong
+    from imdm.serving.engine import Busy, Failed, Stopped, TooLong
 
     if isinstance(said, Busy):
         return 429, "queue_full", {"retry_after": str(said.after)}
     known: dict[type[BaseException], tuple[int, str]] = {
         TooLong: (504, "timeout"),
         Stopped: (503, "stopped"),
+        Failed: (500, "failed"),
         Missing: (404, "model_not_found"),
     }
     status, code = next((found for kind, found in known.items() if isinstance(said, kind)), (400, None))

@@ -9,6 +9,7 @@ from imdm.writer import Writer
 
 MOST = 100_000  # texts that are remembered
 BROKEN = "\ufffd"  # what bytes that are no whole character are decoded to
+OPEN = 3  # bytes of a character that is not whole yet, and so tokens that hold them, at most
 
 
 class Pieces:
@@ -22,6 +23,7 @@ class Pieces:
         self.writer = writer
         ending = writer.model.config.ending
         self._closing = {special_ids(writer.tokenizer).end} | ({ending.pad} if ending is not None else set())
+        self._silent = set(writer.tokenizer.all_special_ids) - self._closing
         self._known: dict[tuple[int, ...], str] = {}
 
     def of(self, ids: Sequence[int | None]) -> list[str | None]:
@@ -29,27 +31,37 @@ class Pieces:
         out: list[str | None] = []
         before: tuple[int, ...] = ()  # the last token that had text, and special ones after it
         begun: tuple[int, ...] = ()  # bytes of a character that is not whole yet
+        shown = 0  # characters of `before` and `begun` that are in earlier pieces
         for place, token in enumerate(ids):
             if token is None:
                 out.append(None)
-                before, begun = (), ()
+                before, begun, shown = (), (), 0
                 continue
-            begun = (*begun, token)
-            piece = self._decoded((*before, *begun))[len(self._decoded(before)) :]
             following = ids[place + 1] if place + 1 < len(ids) else None
-            if piece.endswith(BROKEN) and following is not None and following not in self._closing:
+            if token in self._silent and following is not None and following not in self._closing:
                 out.append("")
                 continue
-            out.append(piece)
-            before, begun = (token,) if piece else (*before, token)[-4:], ()
+            begun = (*begun, token)
+            piece = self._decoded((*before, *begun))[shown:]
+            if not piece.endswith(BROKEN) or following is None or following in self._closing:
+                out.append(piece)
+                before, begun = (token,) if piece else (*before, token)[-4:], ()
+                shown = len(self._decoded(before))
+            elif len(begun) <= OPEN:
+                out.append("")
+            else:  # whatever comes, all but the last is as it is
+                out.append(piece[:-1])
+                before, begun = (), begun[-OPEN:]
+                shown = max(0, len(self._decoded(begun)) - 1)
         return out
 
     def text(self, ids: Sequence[int | None]) -> str:
         return "".join(piece or "" for piece in self.of(ids))
 
     def _decoded(self, ids: tuple[int, ...]) -> str:
-        if ids not in self._known:
+        text = self._known.get(ids)
+        if text is None:
             if len(self._known) >= MOST:
                 self._known.clear()
-            self._known[ids] = self.writer.decode(list(ids))
-        return self._known[ids]
+            text = self._known[ids] = self.writer.decode(list(ids))
+        return text

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,7 +26,7 @@ from imdm.evaluation.text import sample_entropy
 from imdm.models.denoiser import check_tokens
 from imdm.serving.api import check_text
 from imdm.serving.app import while_connected
-from imdm.serving.engine import Engine, Frame, Job
+from imdm.serving.engine import Busy, Engine, Frame, Job, TooLong
 from imdm.serving.pieces import Pieces
 from imdm.serving.settings import Settings
 from imdm.shipped import DEFAULT, listed
@@ -35,6 +38,7 @@ MOST_STEPS = 64
 MOST_POINTS = 65
 TOGETHER = 8  # points of a way that are written at once
 MOST_TEXT = 20_000  # characters
+MOST_JUDGED = 16  # texts that are judged or wait to be
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -149,20 +153,32 @@ class Author:
 class Judges:
     """The judges that ship, each loaded when it is first asked; one text is read at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds  # that a text may take, waiting included
         self._loaded: dict[str, Judge] = {}
-        self._turn = asyncio.Lock()
+        self._room = threading.Semaphore(MOST_JUDGED)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="imdm-judge")
 
     async def read(self, author: Author, asked: ToJudge) -> dict[str, Any]:
-        check_tokens(torch.tensor(asked.row), author.writer.model.vocab_size, "row")
+        """A judge's opinion. Who leaves gives up a place in the queue; what is being read is read to its end."""
+        model = author.writer.model
+        if len(asked.row) > model.length:
+            raise UserError(f"the row has {len(asked.row)} tokens, the model takes 1 to {model.length}")
+        check_tokens(torch.tensor(asked.row), model.vocab_size, "row")
+        if not self._room.acquire(blocking=False):
+            raise Busy(f"{MOST_JUDGED} texts wait for a judge, as many as may; come again later", 1)
+        reading = self._thread.submit(self._read, author, asked)
+        reading.add_done_callback(lambda _: self._room.release())
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(reading), self.seconds)
+        except TimeoutError:
+            raise TooLong(f"the judge took longer than {self.seconds:g} seconds; come again later") from None
+
+    def _read(self, author: Author, asked: ToJudge) -> dict[str, Any]:
         text, before = author.pieces.text(asked.row), author.pieces.text(asked.row[: asked.given])
         prompt = before if text.startswith(before) else ""
-        async with self._turn:
-            return await asyncio.to_thread(self._read, author, prompt, text[len(prompt) :])
-
-    def _read(self, author: Author, prompt: str, text: str) -> dict[str, Any]:
         judge = self._of(author)
-        score = judge.score([text], [prompt] if prompt else None)
+        score = judge.score([text[len(prompt) :]], [prompt] if prompt else None)
         counted = int(score.count.sum())
         return {"judge": judge.label, "tokens": counted, "perplexity": score.perplexity() if counted else None}
 
@@ -179,7 +195,7 @@ def router(engine: Engine, settings: Settings) -> APIRouter:
     files = {file.name: file for file in PAGE.iterdir() if file.suffix in KINDS}
     about = {model.name: model.about for model in listed()}
     authors = {name: Author(name, writer, about.get(name, "")) for name, writer in engine.writers.items()}
-    judges = Judges()
+    judges = Judges(settings.seconds)
     routes = APIRouter()
 
     def author_of(asked: Asked) -> Author:
@@ -222,15 +238,15 @@ def router(engine: Engine, settings: Settings) -> APIRouter:
         author = author_of(asked)
         job = _job(author, asked)
         check_size(job, asked.points)
-        return await _stream(request, _points(engine, author, job, asked))
+        return await _stream(request, _points(engine, author, job, asked, time.monotonic()))
 
     @routes.post("/play/tokens", include_in_schema=False)
     async def tokens(asked: ToRead) -> dict[str, Any]:
         return author_of(asked).read(asked.text)
 
     @routes.post("/play/judge", include_in_schema=False)
-    async def judge(asked: ToJudge) -> dict[str, Any]:
-        return await judges.read(author_of(asked), asked)
+    async def judge(request: Request, asked: ToJudge) -> dict[str, Any]:
+        return await while_connected(request, judges.read(author_of(asked), asked))
 
     return routes
 
@@ -255,14 +271,14 @@ async def _frames(engine: Engine, author: Author, job: Job) -> Events:
             yield "frame", author.shown(frame)
 
 
-async def _points(engine: Engine, author: Author, job: Job, asked: ToGo) -> Events:
-    """Some points at a time, both ends first and then finer and finer."""
+async def _points(engine: Engine, author: Author, job: Job, asked: ToGo, since: float) -> Events:
+    """Some points at a time, both ends first and then finer and finer. since: when the request came."""
     order = refining(asked.points)
     for first in range(0, len(order), TOGETHER):
         some = order[first : first + TOGETHER]
         ways = [number / (asked.points - 1) for number in some]
         jobs = [replace(job, noise_between=(*asked.between, s), frames=False) for s in ways]
-        async with aclosing(engine.run_all(jobs)) as found:
+        async with aclosing(engine.run_all(jobs, since=since)) as found:
             async for i, frame in found:
                 yield "point", {"point": some[i], "s": ways[i], **author.shown(frame)}
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from imdm.errors import UserError
 from imdm.listening import listen
 from imdm.serving.app import make_app
 from imdm.serving.engine import Engine, Job
@@ -20,12 +24,83 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 
+PATIENCE = 10.0  # seconds for a request's header to come, and for a client to go on reading
+AT_ONCE = 16  # connections that are accepted before any of them is looked at
+QUEUED = 1024  # connections that the system holds until they are accepted
+
+
+def patient(seconds: float, most: int) -> type[asyncio.Protocol]:
+    """Connections that do not wait for ever: one whose header does not come whole, or who does not read on, is closed
+    after so many seconds. Where there are `most` of them, a new one takes the place of the one without a request for
+    the longest time."""
+
+    class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+        idle_since = 0.0
+        header: asyncio.TimerHandle | None = None  # set while a header is waited for
+        reading: asyncio.TimerHandle | None = None  # set while the client has to read on
+
+        @property
+        def idle(self) -> bool:
+            return self.cycle is None or bool(self.cycle.response_complete)
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._expect()
+            there = [one for one in self.connections if not one.transport.is_closing()]
+            if len(there) > most:
+                others = [one for one in there if one.idle and one is not self]
+                min(others, key=lambda one: one.idle_since, default=self).transport.abort()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self.idle and self.header is None:
+                self._expect()
+            elif not self.idle:
+                self._cancel("header")
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._cancel("header")
+            self._cancel("reading")
+            super().connection_lost(exc)
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self.reading = self.loop.call_later(seconds, self.transport.abort)
+
+        def resume_writing(self) -> None:
+            self._cancel("reading")
+            super().resume_writing()
+
+        def _expect(self) -> None:
+            self.idle_since = time.monotonic()
+            self.header = self.loop.call_later(seconds, self.transport.abort)
+
+        def _cancel(self, name: str) -> None:
+            timer = getattr(self, name)
+            if timer is not None:
+                timer.cancel()
+                setattr(self, name, None)
+
+    return Connection
+
+
+def connections(clients: int) -> int:
+    """How many there may be: some for each request at a time, and no more than the process may open files for."""
+    most = 4 * clients + 32
+    if sys.platform == "win32":
+        return most
+    from resource import RLIM_INFINITY, RLIMIT_NOFILE, getrlimit
+
+    files = getrlimit(RLIMIT_NOFILE)[0]
+    return most if files == RLIM_INFINITY else max(1, min(most, files // 2))
+
+
 class Server(uvicorn.Server):
     """Uvicorn, which is told to stop by a signal; the engine then has its grace to finish what runs, and tells the
     others. No request is left without an answer."""
 
     def __init__(self, app: FastAPI, engine: Engine) -> None:
-        grace = engine.settings.grace
+        settings = engine.settings
         super().__init__(
             uvicorn.Config(
                 app,
@@ -33,7 +108,9 @@ class Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 ws="none",
-                timeout_graceful_shutdown=round(grace) + 5,
+                http=patient(min(PATIENCE, settings.seconds), connections(settings.clients)),
+                backlog=AT_ONCE,
+                timeout_graceful_shutdown=round(settings.grace) + 5,
             )
         )
         self.engine = engine
@@ -44,13 +121,24 @@ class Server(uvicorn.Server):
         super().handle_exit(sig, frame)
         threading.Thread(target=self.engine.stop, args=(self.engine.settings.grace,), daemon=True).start()
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for each in sockets or ():
+            each.listen(QUEUED)  # asyncio has one number for this and for AT_ONCE
+
+    async def on_tick(self, counter: int) -> bool:
+        self.should_exit = self.should_exit or self.engine.broken
+        return await super().on_tick(counter)
+
 
 def serve(engine: Engine, listening: socket.socket, on_ready: Callable[[], None]) -> None:
-    """Answer requests until a signal ends it. on_ready: called when they may come."""
+    """Answer requests until a signal ends it, or a fault. on_ready: called when they may come."""
     with engine:
         warm(engine)
         on_ready()
         Server(make_app(engine), engine).run([listening])
+        if engine.broken:
+            raise UserError("the service ended by a fault of its own, told above; start it again")
 
 
 @contextmanager

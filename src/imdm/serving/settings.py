@@ -21,6 +21,7 @@ class Settings(Config):
     steps    a request may ask for
     api_key  what a request must bring; none: anybody may ask
     hosts    names under which it may be addressed; none: any. A page of another name that points here is refused
+    allowed  names under which a proxy is reached: the service may be addressed by them, and pages there may ask
     """
 
     batch: int = Field(64, ge=1, le=4096)
@@ -34,3 +35,4 @@ class Settings(Config):
     steps: int = Field(1000, ge=1, le=100_000)
     api_key: SecretStr | None = None
     hosts: tuple[str, ...] | None = None
+    allowed: tuple[str, ...] | None = None
