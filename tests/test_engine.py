@@ -228,7 +228,7 @@ def test_a_new_request_joins_at_the_next_turn_and_one_that_hangs_up_leaves() -> 
 
 
 def test_groups_have_turns_as_they_have_sequences() -> None:
-    """Five of one length and one of another: of each six turns the one has one, and neither waits for the other's end."""
+    """Five of one length and one of another: of each six turns the one has one."""
     model = tiny_model(length=40)
     gate, engine = Gate(model), engine_of(a=model)
 
