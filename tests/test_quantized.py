@@ -299,4 +299,4 @@ def test_what_is_tracked_stays_small() -> None:
     if listed.returncode or not listed.stdout:
         pytest.skip("no git, or not a clone")
     files = [ROOT / name for name in listed.stdout.split("\0") if name]
-    assert sum(file.stat().st_size for file in files if file.is_file()) <= 36e6
+    assert sum(file.stat().st_size for file in files if file.is_file()) <= 37e6
