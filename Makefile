@@ -1,6 +1,6 @@
 # make setup     a virtual environment in .venv with the `imdm` command
 # make run       the paper's synthetic experiment, end to end, and text by the models that ship: a report in runs/synthetic
-# make test      tests, linter, formatter, types: less than six minutes
+# make test      tests, linter, formatter, types: about six minutes
 # make test-all  the same, and the tests that take longer
 PYTHON ?= python3
 BIN := .venv/bin
