@@ -70,6 +70,16 @@ def varied(name: str, many: int, first: int | None = None) -> list[Job]:
     ]
 
 
+def together_and_alone(model: MaskedDiffusionLM, jobs: list[Job]) -> tuple[Engine, list[Frame], list[Any]]:
+    """What an engine writes for all of these at once, and what each has by itself."""
+    engine = engine_of(Settings(batch=16), a=model)
+
+    async def work() -> list[Frame]:
+        return await asyncio.gather(*(last(engine, job) for job in jobs))
+
+    return engine, run(engine, work), [alone(model, job) for job in jobs]
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -85,13 +95,7 @@ def test_a_text_does_not_depend_on_its_company(changes: dict[str, Any]) -> None:
     """Same ids as alone, whatever shares the batch, in at least 99.9% of tokens (rounding may flip a draw)."""
     model = tiny_model(**changes)
     jobs = varied("a", 60, first=changes.get("bos_token_id"))
-    engine = engine_of(Settings(batch=16), a=model)
-
-    async def work() -> list[Frame]:
-        return await asyncio.gather(*(last(engine, job) for job in jobs))
-
-    frames = run(engine, work)
-    wanted = [alone(model, job) for job in jobs]
+    engine, frames, wanted = together_and_alone(model, jobs)
     pairs = [(a, b) for f, w in zip(frames, wanted, strict=True) for a, b in zip(f.ids, w.tokens[0], strict=True)]
     assert sum(a == int(b) for a, b in pairs) >= 0.999 * len(pairs)
     assert [f.evaluations for f in frames] == [int(w.evaluations[0]) for w in wanted]
@@ -412,12 +416,6 @@ def test_requests_share_a_batch_on_a_gpu() -> None:
     """Recorded evaluations and all, in float32: as alone but for rounding."""
     model = faster(tiny_model(mask="infinite-uniform-8-1.0").cuda(), dtype=torch.float32, compile=False)
     jobs = varied("a", 60)
-    engine = engine_of(Settings(batch=16), a=model)
-
-    async def work() -> list[Frame]:
-        return await asyncio.gather(*(last(engine, job) for job in jobs))
-
-    frames = run(engine, work)
-    wanted = [alone(model, job) for job in jobs]
+    _, frames, wanted = together_and_alone(model, jobs)
     pairs = [(a, b) for f, w in zip(frames, wanted, strict=True) for a, b in zip(f.ids, w.tokens[0], strict=True)]
     assert sum(a == int(b) for a, b in pairs) >= 0.99 * len(pairs)

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from imdm.errors import UserError, check_is, check_seed, check_whole, is_out_of_memory, shown
 from imdm.masks import Infinite, Mask, NoisePath, parse_mask
 from imdm.models.backbones import Backbone, backbones, parse_backbone
-from imdm.models.backbones.base import size_filled
+from imdm.models.backbones.base import WRAPPERS, size_filled
 from imdm.models.configuration import MaskedDiffusionConfig
 from imdm.models.layers import MixtureToken, Norm, TokenEmbedding, ZeroLinear
 from imdm.models.masked_lm import masked_lm, unpadded
@@ -75,7 +75,7 @@ class MaskedDiffusionLM(PreTrainedModel):
     def _take_in(self, backbone: Backbone) -> None:
         """The backbone's layers under their own names, so that weights are called what they always were: it shares one
         table of layers with this model, and is itself no layer of it. What replaces a layer here replaces it there."""
-        mine = {"embedding", "mask_embedding", "mixture", "output"}
+        mine = set(WRAPPERS)
         names = [name for table in (backbone._modules, backbone._parameters, backbone._buffers) for name in table]
         for name in names:
             if name in mine or hasattr(self, name):
@@ -103,7 +103,7 @@ class MaskedDiffusionLM(PreTrainedModel):
 
     def _is_own(self, module: nn.Module) -> bool:
         """Whether a layer is not the backbone's."""
-        own = [self._modules.get(name) for name in ("embedding", "mask_embedding", "mixture", "output")]
+        own = [self._modules.get(name) for name in WRAPPERS]
         return any(module is one for part in own if part is not None for one in part.modules())
 
     @property

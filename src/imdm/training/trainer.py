@@ -97,11 +97,10 @@ class Trainer:
             model.set_dropout(config.dropout)
         others = other_networks(objective, model, start, seed)
         configs = {name: config.changed(f"networks.{name}", one.settings()) for name, one in others.items()}
-        loop = {"steps", "checkpoint_every", "keep_checkpoints", "log_every", "tensorboard", "weights", "graphs"}
-        loop |= {"checkpoint_blocks"}
-        if config.decay:
-            loop.remove("steps")  # when the rate begins to fall depends on them
-        loop |= {"micro_batch", "shard"}
+        loop = {"checkpoint_every", "keep_checkpoints", "log_every", "tensorboard", "weights", "graphs"}
+        loop |= {"micro_batch", "checkpoint_blocks", "shard"}
+        if not config.decay:  # else when the rate begins to fall depends on them
+            loop.add("steps")
         settings = {name: value for name, value in config.hashed().items() if name not in loop}
         looks = [watch_every] if objective.heeds_looks else []
         self.run = digest(
