@@ -522,6 +522,9 @@ def test_novelty_and_repetition(folder: Path) -> None:
     s.__dict__["generation"] = copied  # a model that copies
     found = measure(["novelty", "repetition", "distinct_1"], s)
     assert found["novelty"].value == 0
+    shown = TokenSource(torch.cat([rows[:3], rows[3:].flip(1)]), s.subject.model.vocab_size, 3)
+    held_out = measure(["real_novelty"], replace(s.subject, data=shown, split="valid"))["real_novelty"]
+    assert (held_out.value, held_out.split) == (0.25, "valid")  # three rows of four were read, one backwards
     assert 0 < found["distinct_1"].value < 1
     copied_pairs = Evaluation(subject(folder, pairs=TokenSource(rows, s.subject.model.vocab_size, 3)))
     copied_pairs.__dict__["generation"] = copied

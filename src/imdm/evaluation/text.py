@@ -221,6 +221,14 @@ def novelty(evaluation: Evaluation) -> Measurement:
     return mean(1 - read_before(tokens, evaluation.source("train"), lengths=lengths))
 
 
+@metric("real_novelty", reads=("data", "train"), samples=False, steps=False)
+def real_novelty(evaluation: Evaluation) -> Measurement:
+    """The same of as many rows of held-out text: how much is new in what the text's own writer writes."""
+    tokens, lengths = evaluation.sized(evaluation.held_out())
+    found = mean(1 - read_before(tokens, evaluation.source("train"), lengths=lengths))
+    return replace(found, split=evaluation.subject.split)
+
+
 @metric("pair_overlap", reads=("pairs",))
 def pair_overlap(evaluation: Evaluation) -> Measurement:
     """The share of a sample's 6-grams that the couplings have which the model was distilled on: does it copy them?"""

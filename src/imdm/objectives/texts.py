@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 READINGS = 4  # how often each text is read, each time with other positions masked
 AT_ONCE = 256  # texts in one network evaluation
 TEMPERATURES = (1.0, 0.9, 0.8, 0.7)
-MANY = 1024  # steps
+MANY = 256  # steps
 QUARTER = 4  # of a row, which nearly all texts reach; where they do not, entropies would not be comparable
 
 
