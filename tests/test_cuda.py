@@ -14,6 +14,7 @@ from torch import Tensor
 
 from imdm.benchmarks.training import Pairs
 from imdm.data import CoupleConfig, Coupling, LanguageSource, TokenSource, aligned, couple
+from imdm.ending import Ends
 from imdm.masks import Mask, NoisePath
 from imdm.models import MaskedDiffusionLM, faster, load_model
 from imdm.models.layers import attend, capped_attention, rotary, turned_back
@@ -113,17 +114,23 @@ def test_the_fused_draw_is_the_plain_one(draw_from_head: Draw, vocabulary: int, 
     assert torch.allclose(log_probs.double(), exact.gather(1, tokens[:, None])[:, 0], atol=1e-3)
 
 
-def test_barred_draws_are_those_of_a_cpu() -> None:
-    """Where a text goes on, neither its end nor padding is drawn; elsewhere nothing has changed."""
-    model = tiny_model(vocab_size=300, bos_token_id=0, eos_token_id=1, pad_token_id=2)
+@pytest.mark.parametrize("pad", [1, 2])
+def test_draws_of_an_end_are_those_of_a_cpu(pad: int) -> None:
+    """One number decides on end and padding; where a text goes on, neither is drawn."""
+    model = tiny_model(vocab_size=300, bos_token_id=0, eos_token_id=1, pad_token_id=pad)
     with torch.no_grad():
-        model.output.bias[1:3] += 8.0
-    rows = torch.randn(2000, 16, generator=torch.Generator().manual_seed(0))
-    u, barred = uniform(fold(3, Purpose.SAMPLE, torch.arange(2000)), Purpose.TOKEN), torch.arange(2000) % 2 == 0
-    here = draw_tokens(model, rows, u, barred=barred)
-    there = draw_tokens(model.cuda(), rows.cuda(), u.cuda(), barred=barred.cuda())
-    assert not torch.isin(there.tokens.cpu()[barred], torch.tensor([1, 2])).any()
-    assert torch.isin(there.tokens.cpu()[~barred], torch.tensor([1, 2])).any()
+        model.output.bias[1:3] += 5.0
+    rows, keys = (
+        torch.randn(2000, 16, generator=torch.Generator().manual_seed(0)),
+        fold(3, Purpose.SAMPLE, torch.arange(2000)),
+    )
+    u, barred = uniform(keys, Purpose.TOKEN), torch.arange(2000) % 2 == 0
+    ends = Ends(barred, uniform(keys, Purpose.ENDING))
+    here = draw_tokens(model, rows, u, ends=ends)
+    there = draw_tokens(model.cuda(), rows.cuda(), u.cuda(), ends=Ends(*(each.cuda() for each in ends)))
+    assert not torch.isin(there.tokens.cpu()[barred], torch.tensor([1, pad])).any()
+    for mark in {1, pad}:
+        assert 100 < int((there.tokens.cpu()[~barred] == mark).sum()) < 800
     assert (there.tokens.cpu() == here.tokens).double().mean() > 0.99
     same = there.tokens.cpu() == here.tokens
     assert torch.allclose(there.log_probs.cpu()[same], here.log_probs[same], atol=1e-3)

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Ends(NamedTuple):
+    """What decides on end and padding at positions that are drawn, (R,) each. barred: neither may be drawn, the text
+    goes on after them; v: a number in [0, 1), one for all positions of a text that are drawn together."""
+
+    barred: Tensor
+    v: Tensor
 
 
 @dataclass(frozen=True)
@@ -16,6 +25,12 @@ class Ending:
     The law of such rows: the first place holds the begin token, and ends nothing; what comes after the first end or
     padding token is padding. Both are certain, so that they are never masked. (A network that knows distances between
     positions alone could not tell one mask from another without the begin token.)
+
+    Where a text ends is one decision, though every position has a say in it. P(padding) at a position is the chance
+    that the text has ended before it, so that over the positions the intervals [0, P(padding)) of padding and
+    [P(padding), P(padding) + P(end)) of the end divide [0, 1) among them: one number v, drawn once for all positions of
+    a text that are drawn together, says where it ends (`decided`). Each position's own law is what it was. Were they
+    drawn independently, the first of many small chances would end the text, and texts of few steps would be too short.
 
     >>> ending = Ending(begin=0, end=1, pad=2)
     >>> ending.lengths(torch.tensor([[0, 5, 6, 1, 2], [0, 5, 6, 7, 8]]))  # begin and end are counted
@@ -55,6 +70,30 @@ class Ending:
         never = self.among(log_probs.shape[-1], log_probs.device)
         others = torch.log_softmax(log_probs.masked_fill(never, -torch.inf), -1)
         return torch.where(barred[:, None], others, log_probs)
+
+    def decided(self, tokens: Tensor, padding: Tensor, end: Tensor, v: Tensor) -> Tensor:
+        """Tokens (R,) drawn without end and padding, and these two where v (R,) says so, by their chances (R,)."""
+        pads, both = self._edges(padding, end)
+        return torch.where(v < pads, self.pad, torch.where(v < both, self.end, tokens))
+
+    def slice_of(self, log_probs: Tensor, said: Tensor) -> tuple[Tensor, Tensor]:
+        """From which v on, and up to which, laws (R, V) give an end, padding or any other token, as `said` (R,) is."""
+        pads, both = self._edges(log_probs[:, self.pad].exp(), log_probs[:, self.end].exp())
+        is_end, is_pad = said == self.end, (said == self.pad) & (self.pad != self.end)
+        first = torch.where(is_pad, 0.0, torch.where(is_end, pads, both))
+        return first, torch.where(is_pad, pads, torch.where(is_end, both, 1.0))
+
+    def text_within(self, log_probs: Tensor, said: Tensor) -> Tensor:
+        """log p (R,) of what is `said` (R,) by laws (R, V), given that it is neither end nor padding; 0 where it is."""
+        never = self.among(log_probs.shape[-1], log_probs.device)
+        others = torch.log_softmax(log_probs.masked_fill(never, -torch.inf), -1).gather(-1, said[:, None])[:, 0]
+        return torch.where(never[said], 0.0, others)
+
+    def _edges(self, padding: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
+        """Up to which v a position is padding, and up to which padding or the end. Where one id is both, the first of a
+        text is its end."""
+        padding = torch.zeros_like(padding) if self.pad == self.end else padding
+        return padding, padding + end
 
     def lengths(self, tokens: Tensor) -> Tensor:
         """Tokens up to the first end and with it, (…,); the whole row where there is none. Padding is never counted,

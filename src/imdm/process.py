@@ -9,13 +9,13 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from imdm.ending import Ending
+from imdm.ending import Ending, Ends
 from imdm.errors import unknown
 from imdm.masks import Mask, NoisePath
 from imdm.masks.path import between_uniforms, with_ends
 from imdm.randomness import Purpose, uniform
 from imdm.schedule import Schedule
-from imdm.state import Noised
+from imdm.state import Noised, Rows
 
 NoisePolicy = Literal["posterior", "keep"]
 """What a masked position's noise does while it stays masked: `posterior` redraws it as Eq. 13 says, `keep` holds it."""
@@ -108,6 +108,13 @@ class Process:
     def barred(self, state: Noised) -> Tensor | None:
         """The masked places (B, L) where no end or padding may be drawn, since the text goes on after them."""
         return None if self.ending is None else self.ending.barred(state.tokens, state.masked)
+
+    def ends(self, state: Noised, rows: Rows, keys: Tensor, step: Tensor | int) -> Ends | None:
+        """What decides on end and padding at rows of a state that are drawn at a step; keys (B,)."""
+        barred = self.barred(state)
+        if barred is None:
+            return None
+        return Ends(rows.of(barred), uniform(keys, Purpose.ENDING, step)[rows.sequence])
 
     def latents(self, keys: Tensor | NoisePath, step: Tensor | int = 0) -> Tensor | None:
         """The λ under which each sequence's step number `step` is taken, (B,); None without `mixture`."""

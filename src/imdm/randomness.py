@@ -58,6 +58,7 @@ class Purpose(IntEnum):
     UPDATE = 19  # key of update a of a training step, where it has several
     OPENING = 20  # what an attention on its way from causal to open shows; key of step a, then a = place
     PATH = 21  # when a mask index goes over to another; a = position, b = draw
+    ENDING = 22  # where a text ends, for all positions drawn together; a = step
 
 
 def philox(counter: tuple[W, W, W, W], key: tuple[W, W]) -> tuple[W, W, W, W]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from imdm.schedule import LogLinear
 from imdm.state import Noised
 from imdm.theory import Tabulated
 
+Law = dict[int, float]  # of one position's token
 State = tuple[tuple[str, int], ...]  # per position ("token", value) or ("mask", index)
 
 
@@ -53,7 +55,8 @@ def chain_law(
     denoiser: object, start: dict[State, float], steps: int, policy: str, t: float = 1.0
 ) -> dict[State, float]:
     """The law after the plain N-step loop of Eq. 13, by summing over every outcome of every position at every step.
-    Where rows are whole texts, each outcome is then shut (`shut`), and positions before text draw no end (`inner`)."""
+    Where rows are whole texts, one number decides on all ends (`slices`), each outcome is then shut (`shut`), and
+    positions before text draw no end (`inner`)."""
     process = denoiser.process  # type: ignore[attr-defined]
     count = process.mask.noises(1)
     grid = time_grid(steps, torch.tensor([t]))[0]
@@ -67,25 +70,47 @@ def chain_law(
         probs = denoiser.trunk(states_to_batch(states, denoiser)).exp()  # type: ignore[attr-defined]
         following: dict[State, float] = {}
         for row, state in enumerate(states):
-            options = []
-            for position, (kind, value) in enumerate(state):
+            laws: list[Law] = []
+            for position, (kind, _) in enumerate(state):
                 if kind == "token":
-                    options.append([((kind, value), 1.0)])
+                    laws.append({})
                     continue
                 never = {process.ending.end, process.ending.pad} if inner(state, position, process.ending) else set()
                 left = 1.0 - sum(float(probs[row, position, v]) for v in never)
                 said = {v: float(probs[row, position, v]) / left for v in range(process.mask_id) if v not in never}
-                here = [(("token", v), reveal * p) for v, p in said.items()]
-                here += [(("mask", k), keep * (k == value) + redraw / count) for k in range(count)]
-                options.append([(outcome, p) for outcome, p in here if p > 0])
-            for combination in itertools.product(*options):
-                outcome = shut(state, tuple(o for o, _ in combination), process.ending)
-                weight = law[state]
-                for _, p in combination:
-                    weight *= p
-                following[outcome] = following.get(outcome, 0.0) + weight
+                laws.append(said)
+            for width, given in slices(laws, process.ending):
+                options = []
+                for (kind, value), said in zip(state, given, strict=True):
+                    here = [(("token", v), reveal * p) for v, p in said.items()]
+                    here += [(("mask", k), keep * (k == value) + redraw / count) for k in range(count)]
+                    here = [((kind, value), 1.0)] if kind == "token" else here
+                    options.append([(outcome, p) for outcome, p in here if p > 0])
+                for combination in itertools.product(*options):
+                    outcome = shut(state, tuple(o for o, _ in combination), process.ending)
+                    weight = law[state] * width * math.prod(p for _, p in combination)
+                    following[outcome] = following.get(outcome, 0.0) + weight
         law = following
     return law
+
+
+def slices(laws: list[Law], ending: Ending | None) -> list[tuple[float, list[Law]]]:
+    """The laws of positions given v, for each part of [0, 1) within which v decides alike, and the part's width."""
+    if ending is None:
+        return [(1.0, laws)]
+    pads = [0.0 if ending.pad == ending.end else law.get(ending.pad, 0.0) for law in laws]
+    ends = [law.get(ending.end, 0.0) for law in laws]
+    edges = sorted({0.0, 1.0, *pads, *(pad + end for pad, end in zip(pads, ends, strict=True))})
+
+    def at(v: float, law: Law, pad: float, end: float) -> Law:
+        if v < pad + end:
+            return {ending.pad if v < pad else ending.end: 1.0}
+        return {token: p / (1 - pad - end) for token, p in law.items() if token not in (ending.pad, ending.end)}
+
+    return [
+        (high - low, [at((low + high) / 2, *each) for each in zip(laws, pads, ends, strict=True)])
+        for low, high in itertools.pairwise(edges)
+    ]
 
 
 def is_mark(state: State, position: int, ending: Ending) -> bool:

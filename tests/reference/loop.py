@@ -18,6 +18,13 @@ def plain_sample(denoiser: object, tokens: Tensor, keys: Tensor, steps: int, pol
         log_probs = denoiser.trunk(state)  # type: ignore[attr-defined]
         u = uniform(keys[:, None], Purpose.TOKEN, position, step)
         proposal = draw(log_probs.flatten(0, 1), u.flatten()).view_as(tokens)
+        if (ending := process.ending) is not None:
+            p, v = log_probs.exp(), uniform(keys, Purpose.ENDING, step)[:, None]
+            others = log_probs.clone()
+            others[..., [ending.end, ending.pad]] = -torch.inf
+            proposal = draw(others.log_softmax(-1).flatten(0, 1), u.flatten()).view_as(tokens)
+            proposal[v < p[..., ending.pad] + p[..., ending.end]] = ending.end
+            proposal[v < p[..., ending.pad]] = ending.pad
         state = process.reverse(state, grid[:, step], proposal, keys, step, policy)
     assert not state.masked.any()
     return state.tokens

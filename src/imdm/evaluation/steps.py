@@ -137,21 +137,27 @@ def _shown(denoiser: Denoiser, x: Tensor, shown: Tensor, keys: Tensor) -> Noised
 def _log_p(denoiser: Denoiser, state: Noised, x: Tensor, where: Tensor) -> Tensor:
     """log of the chance that the positions `where` (n, L), drawn together from `state`, come out as in x: Σ of
     log p_θ(x^ℓ | state), (n,), float64. The head reads these rows alone. Where rows are whole texts it is the sampler's
-    law: padding that a visible end makes certain, or one drawn in the same step, costs nothing, and before text neither
-    end nor padding is drawn."""
+    law: padding that a visible end makes certain, or one drawn in the same step, costs nothing, before text neither
+    end nor padding is drawn, and one number decides on the end for all positions; −inf where they cannot agree."""
     ending, bars, where = denoiser.process.ending, denoiser.process.barred(state), where & state.masked
     if ending is not None:
         where = where & ~ending.ended(torch.where(where, x, state.tokens))
     hidden = denoiser.trunk(state)
     row, column = where.nonzero(as_tuple=True)
     total = torch.zeros(len(x), dtype=torch.float64, device=x.device)
+    low, high = torch.zeros_like(total), torch.ones_like(total)  # which v write the row
     for part in torch.arange(len(row), device=x.device).split(max(1, AT_ONCE // denoiser.vocab_size)):
         r, c = row[part], column[part]
-        given = denoiser.head(hidden[r, c])
-        if ending is not None and bars is not None:
-            given = ending.within(given, bars[r, c])
-        total.index_add_(0, r, given.gather(-1, x[r, c, None])[:, 0].double())
-    return total
+        given, said = denoiser.head(hidden[r, c]), x[r, c]
+        if ending is None or bars is None:
+            total.index_add_(0, r, given.gather(-1, said[:, None])[:, 0].double())
+            continue
+        given = ending.within(given, bars[r, c]).double()
+        total.index_add_(0, r, ending.text_within(given, said))
+        first, last = ending.slice_of(given, said)
+        low.scatter_reduce_(0, r, first, "amax")
+        high.scatter_reduce_(0, r, last, "amin")
+    return total + (high - low).clamp(min=0).log()
 
 
 def _reference(evaluation: Evaluation) -> MaskedDiffusionLM:

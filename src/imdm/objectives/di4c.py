@@ -151,16 +151,14 @@ def look_ahead(
     known = teacher.trunk(state[::copies] if alone else state)
     revealed = process.reveals(state, u, keys, 1)
     row, column = revealed.nonzero(as_tuple=True)
-    bars = process.barred(state)
-    barred = None if bars is None else bars[revealed]
-    drawn = draw_tokens(teacher, known[row // copies if alone else row, column], chance[revealed], barred=barred)
+    ends = process.ends(state, Rows(row, column), keys, 1)
+    drawn = draw_tokens(teacher, known[row // copies if alone else row, column], chance[revealed], ends=ends)
     tokens = process.closed(state.tokens.masked_scatter(revealed, drawn.tokens), state.masked)
     later = process.noised(tokens, u.float(), fold(keys, Purpose.COPY, 1))
     with _still(student):
         hidden = student.trunk(later)
-        bars = process.barred(later)
-        barred = None if bars is None else bars[later.masked]
-        drawn = draw_tokens(student, hidden[later.masked], chance[later.masked], barred=barred)
+        ends = process.ends(later, Rows.where(later.masked), keys, 2)
+        drawn = draw_tokens(student, hidden[later.masked], chance[later.masked], ends=ends)
     written = process.closed(later.tokens.masked_scatter(later.masked, drawn.tokens), later.masked)
     return Ahead(written, later.masked, hidden, known)
 

@@ -80,13 +80,14 @@ class Planned:
         with torch.no_grad():
             u = uniform(self.keys[rows.sequence], Purpose.TOKEN, rows.position)
             state = self.state(text, process)
-            bars = process.barred(state)
-            drawn = draw_tokens(student, hidden.detach(), u, barred=None if bars is None else rows.of(bars)).tokens
+            ends = process.ends(state, rows, self.keys, 0)
+            drawn = draw_tokens(student, hidden.detach(), u, ends=ends).tokens
             said = state.tokens.index_put((rows.sequence, rows.position), drawn)
             said = torch.where(state.masked, said, state.tokens)
             if process.ending is None:
                 return Written(said, None)
-            return Written(process.closed(said, state.masked), state.masked & ~process.ending.ended(said))
+            closed = process.closed(said, state.masked)
+            return Written(closed, state.masked & (closed == said))
 
     def shown(self, written: Tensor, process: Process) -> Noised:
         """z̃ as teacher and auxiliary read it."""
@@ -105,8 +106,8 @@ class Planned:
 
 
 class Written(NamedTuple):
-    """x̃ (b, L). own (b, L): where a token is what the student drew, if rows are whole texts: after the first end there
-    is padding whatever it drew, and nothing to learn from that."""
+    """x̃ (b, L). own (b, L): where a token is what the student drew, if rows are whole texts. Where it drew another than
+    padding after the first end, there is padding all the same, and nothing to learn from that."""
 
     tokens: Tensor
     own: Tensor | None

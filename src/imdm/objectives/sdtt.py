@@ -158,11 +158,10 @@ def teacher_rows(
     hidden = teacher.trunk_at(state, rows)
     certain = None if process.ending is None else torch.zeros_like(rows.position, dtype=torch.bool)
     for step, now in enumerate(reveals, 1):
-        u = uniform(keys[rows.sequence[now]], Purpose.TOKEN, rows.position[now])
-        bars = process.barred(state)
-        barred = None if bars is None else rows.of(bars)[now]
-        drawn = draw_tokens(teacher, hidden[now], u, barred=barred).tokens
-        proposal = state.tokens.index_put((rows.sequence[now], rows.position[now]), drawn)
+        here = Rows(rows.sequence[now], rows.position[now])
+        u = uniform(keys[here.sequence], Purpose.TOKEN, here.position)
+        drawn = draw_tokens(teacher, hidden[now], u, ends=process.ends(state, here, keys, step)).tokens
+        proposal = state.tokens.index_put((here.sequence, here.position), drawn)
         later = process.reverse(state, times[:, step], proposal, keys, step, "keep")
         if certain is not None:
             drawn_now = process.reveals(state, times[:, step], keys, step)

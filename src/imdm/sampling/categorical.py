@@ -14,7 +14,11 @@ def draw(log_probs: Tensor, u: Tensor, temperature: float = 1.0, top_p: float = 
     """The token of each row (R, V) whose slice of [0, 1) holds u (R,), float64; at temperature 0 the likeliest."""
     if temperature == 0:
         return log_probs.argmax(-1)
-    p = probabilities(log_probs, temperature, top_p)
+    return inverted(probabilities(log_probs, temperature, top_p), u)
+
+
+def inverted(p: Tensor, u: Tensor) -> Tensor:
+    """The same of probabilities (R, V), up to a constant a row."""
     edge = p.cumsum(-1)
     total = edge[:, -1:]
     token = torch.searchsorted(edge, u[:, None] * total, right=True)

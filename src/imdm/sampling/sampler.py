@@ -8,9 +8,10 @@ different steps share a batch and none waits for another. The law is that of the
 As all of that is known beforehand, all turns are laid out before the first: while a GPU works, nothing is asked
 of it.
 
-Where rows are whole texts (`Ending`), the first end that is drawn wins: all that was masked after it becomes padding at
-once, tokens that the same step drew there too, and no network is asked about them any more. Tokens that are there
-already are never replaced: before a token of the text neither end nor padding is drawn.
+Where rows are whole texts (`Ending`), one number a step decides where the text ends, for all positions together. The
+first end that is drawn wins: all that was masked after it becomes padding at once, tokens that the same step drew there
+too, and no network is asked about them any more. Tokens that are there already are never replaced: before a token of
+the text neither end nor padding is drawn.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from imdm.ending import Ending, Ends
 from imdm.errors import UserError, check_function, check_is, check_whole
 from imdm.kernels import kernels
 from imdm.masks import NoisePath
 from imdm.process import Split
 from imdm.randomness import Purpose, uniform
-from imdm.sampling.categorical import draw
+from imdm.sampling.categorical import draw, inverted, probabilities
 from imdm.sampling.generation import Generation, Revealed, Trace
 from imdm.sampling.options import Sampling
 from imdm.sampling.planning import plan, time_grid  # noqa: F401
@@ -55,35 +57,59 @@ def draw_tokens(
     u: Tensor,
     temperature: float = 1.0,
     top_p: float = 1.0,
-    barred: Tensor | None = None,
+    ends: Ends | None = None,
 ) -> Drawn:
     """A token for each hidden row (R, ·) from the head, so that (R, V) is never held whole: by one kernel on a GPU, in
-    chunks elsewhere. barred (R,): where neither end nor padding may be drawn, of a model of whole texts."""
-    ending = denoiser.process.ending
+    chunks elsewhere. ends: of a model of whole texts, what decides on end and padding; without it these are drawn as
+    any token."""
+    ending = None if ends is None else denoiser.process.ending
     if rows.is_cuda and temperature == top_p == 1.0:
         head = denoiser.head_of(rows)
         if head.layer is not None and head.is_linear and (fast := kernels("draw")):
             known, weight, bias = head.tensors
             weight = _as_products(weight)
-            drawn = Drawn(*fast.draw_from_head(known, weight, bias, head.never, u))
-            if ending is None or barred is None:
-                return drawn
-            never = ending.among(denoiser.vocab_size, rows.device)
-            others = bias.masked_fill(never, -torch.inf)
+            if ending is None or ends is None:
+                return Drawn(*fast.draw_from_head(known, weight, bias, head.never, u))
+            others = bias.masked_fill(ending.among(denoiser.vocab_size, rows.device), -torch.inf)
             inside = Drawn(*fast.draw_from_head(known, weight, others, head.never, u))
-            both = zip(vars(inside).values(), vars(drawn).values(), strict=True)
-            return Drawn(*(torch.where(barred, one, other) for one, other in both))
+            return _ended(inside, known, weight, bias, ending, ends)
     size = max(1, AT_ONCE // denoiser.vocab_size)
     tokens = torch.empty(len(rows), dtype=torch.int64, device=rows.device)
     log_probs = torch.empty(len(rows), device=rows.device)
     for first in range(0, len(rows), size):
         part = slice(first, first + size)
         given = denoiser.head(rows[part])
-        if ending is not None and barred is not None:
-            given = ending.within(given, barred[part])
-        tokens[part] = draw(given, u[part], temperature, top_p)
+        if ending is None or ends is None:
+            tokens[part] = draw(given, u[part], temperature, top_p)
+        else:
+            here = Ends(*(each[part] for each in ends))
+            given = ending.within(given, here.barred)
+            p = probabilities(given, temperature, top_p)
+            p = p / p.sum(-1, keepdim=True)
+            others = inverted(p.masked_fill(ending.among(p.shape[-1], p.device), 0.0), u[part])
+            tokens[part] = ending.decided(others, p[:, ending.pad], p[:, ending.end], here.v)
         log_probs[part] = given.gather(-1, tokens[part, None])[:, 0].float()
     return Drawn(tokens, log_probs)
+
+
+def _ended(inside: Drawn, known: Tensor, weight: Tensor, bias: Tensor, ending: Ending, ends: Ends) -> Drawn:
+    """What a kernel drew without end and padding, and these two where `ends` says so. The kernel tells the chance of
+    the token it drew, and with its logit the sum over all tokens but the two."""
+
+    def logit(ids: Tensor | int) -> Tensor:
+        return (known.float() * weight[ids].float()).sum(-1) + bias[ids].float()
+
+    marks = torch.stack((logit(ending.pad), logit(ending.end))).double()
+    if ending.pad == ending.end:
+        marks[0] = -torch.inf
+    others = (logit(inside.tokens) - inside.log_probs).double()
+    total = torch.cat((marks, others[None])).logsumexp(0)
+    padding, end = (marks - total).exp().masked_fill(ends.barred, 0.0)
+    tokens = ending.decided(inside.tokens, padding, end, ends.v)
+    log_probs = inside.log_probs + torch.where(ends.barred, 0.0, others - total)
+    for number, mark in enumerate((ending.pad, ending.end)):
+        log_probs = torch.where(tokens == mark, (marks - total)[number], log_probs)
+    return Drawn(tokens, log_probs.float())
 
 
 def _as_products(values: Tensor) -> Tensor:
@@ -252,9 +278,8 @@ class Canvas:
         noise = process.mask.draw(keys.noise, self.draws[active], holes)
         state = Noised(self.tokens[active], holes, noise, self.grid[active, now], latent)
         u = uniform(keys.tokens[rows.sequence], Purpose.TOKEN, rows.position)
-        bars = process.barred(state)
-        barred = None if bars is None else rows.of(bars)
-        drawn = self._drawn(self.denoiser.trunk_at(state, rows), u, barred, turn)
+        ends = process.ends(state, rows, keys.tokens, now)
+        drawn = self._drawn(self.denoiser.trunk_at(state, rows), u, ends, turn)
         place = active[rows.sequence], rows.position
         self.tokens[place] = drawn.tokens
         self.log_probs[place] = drawn.log_probs
@@ -276,10 +301,10 @@ class Canvas:
         posterior = torch.tensor([how.noise == "posterior" for how in self.hows], device=active.device)
         return posterior[active]
 
-    def _drawn(self, hidden: Tensor, u: Tensor, barred: Tensor | None, turn: Turn) -> Drawn:
+    def _drawn(self, hidden: Tensor, u: Tensor, ends: Ends | None, turn: Turn) -> Drawn:
         """The tokens of a turn's rows, each drawn as its sequence asks."""
         if len(self.laws) == 1:
-            return draw_tokens(self.denoiser, hidden, u, *self.laws[0], barred)
+            return draw_tokens(self.denoiser, hidden, u, *self.laws[0], ends)
         known = [self.laws.index((how.temperature, how.top_p)) for how in self.hows]
         law = torch.tensor(known, device=hidden.device)[turn.active[turn.rows.sequence]]
         tokens = torch.empty(len(u), dtype=torch.int64, device=u.device)
@@ -287,8 +312,8 @@ class Canvas:
         for number, (temperature, top_p) in enumerate(self.laws):
             at = (law == number).nonzero()[:, 0]
             if len(at):
-                bars = None if barred is None else barred[at]
-                some = draw_tokens(self.denoiser, hidden[at], u[at], temperature, top_p, bars)
+                here = None if ends is None else Ends(*(each[at] for each in ends))
+                some = draw_tokens(self.denoiser, hidden[at], u[at], temperature, top_p, here)
                 tokens[at], log_probs[at] = some.tokens, some.log_probs
         return Drawn(tokens, log_probs)
 
