@@ -755,4 +755,25 @@ def test_models_are_served_under_the_names_of_their_folders(tmp_path: Path) -> N
         tiny_model().save_pretrained(tmp_path / folder)
     found = named([str(tmp_path / "one"), str(tmp_path / "run/model"), "sentences-imdm"])
     assert list(found) == ["one", "run", "sentences-imdm"]
+    with pytest.raises(UserError, match=r"two models would be called '.*one'; name one yourself, as in other=.*one"):
+        named([str(tmp_path / "one")] * 2)
     assert writing() == ["sentences-imdm", "sentences-mdlm", "sentences-teacher"]
+
+
+def test_folders_of_one_name_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folders = ["a/seed-0/student/model", "a/seed-1/student/model", "b/seed-0/student/model", "sentences-imdm", "x=y"]
+    for folder in folders:
+        tiny_model().save_pretrained(folder)
+    assert list(named(folders[:2])) == ["seed-0/student", "seed-1/student"]
+    assert list(named([folders[0], folders[2]])) == ["a/seed-0/student", "b/seed-0/student"]
+    assert list(named(folders[:3])) == ["a/seed-0/student", "seed-1/student", "b/seed-0/student"]
+    given = ["old=a/seed-0/student/model", folders[2], "x=y", "other=sentences-teacher", "same=a/seed-0/student/model"]
+    assert list(named(given)) == ["old", "student", "x=y", "other", "same"]
+    assert named(given)["old"] == folders[0]
+    with pytest.raises(UserError, match="two models would be called 'old'"):
+        named(["old=x=y", f"old={folders[0]}"])
+    with pytest.raises(UserError, match="expected a model, or NAME=MODEL"):
+        named(["=sentences-imdm"])
+    with pytest.raises(UserError, match="model 'nosuch': no such folder"):
+        named(["old=nosuch"])
