@@ -59,6 +59,8 @@ class Judge:
 
     begin: an id put before every text that does not begin with it, for judges that were trained so; it does not count.
     end: an id put after every text that has ended; it counts, since ending there is a choice like any other.
+    special: whether the name of a special token in a text is that token, as in rows of a stream that were decoded with
+    these kept; else it is text like any other.
     """
 
     name: str
@@ -69,6 +71,7 @@ class Judge:
     batch_size: int = 8
     context: int = CONTEXT
     end: int | None = None
+    special: bool = False
 
     @property
     def label(self) -> str:
@@ -129,7 +132,8 @@ class Judge:
 
     def ids(self, texts: list[str]) -> list[list[int]]:
         """Texts in the judge's tokens, without what it puts before and after them."""
-        return self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+        how = {"add_special_tokens": False, "split_special_tokens": not self.special}
+        return self.tokenizer(texts, **how)["input_ids"] if texts else []
 
     def start(self, ids: list[int]) -> list[int]:
         """What is to be read before these ids."""

@@ -43,12 +43,14 @@ class Reader(Protocol):
 
 @dataclass
 class Embedder:
-    """A sentence embedder: the mean of an encoder's last hidden states over a text's tokens, of length one."""
+    """A sentence embedder: the mean of an encoder's last hidden states over a text's tokens, of length one. special: as
+    of a `Judge`."""
 
     name: str
     model: Any
     tokenizer: Any
     batch_size: int = 32
+    special: bool = False
 
     @property
     def label(self) -> str:
@@ -63,7 +65,8 @@ class Embedder:
         device, out = next(self.model.parameters()).device, []
         for first in range(0, len(texts), self.batch_size):
             some = texts[first : first + self.batch_size]
-            read = self.tokenizer(some, padding=True, truncation=True, return_tensors="pt").to(device)
+            how = {"padding": True, "truncation": True, "split_special_tokens": not self.special}
+            read = self.tokenizer(some, **how, return_tensors="pt").to(device)
             hidden = self.model(**read).last_hidden_state  # (b, T, D)
             real = read["attention_mask"][..., None]
             average = (hidden * real).sum(1) / real.sum(1).clamp(min=1)
