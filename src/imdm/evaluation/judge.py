@@ -17,6 +17,7 @@ from imdm.devices import checked_device
 from imdm.errors import UserError, is_out_of_memory, reason_of
 from imdm.evaluation.base import Evaluation, Measurement, bootstrap_weights, metric, spread
 from imdm.files import read_json
+from imdm.hub import hub_for
 from imdm.models import MaskedDiffusionLM, check_precision, is_ours, load_model
 from imdm.shipped import FETCHABLE, fetched, find, meant, names
 from imdm.state import Noised
@@ -208,8 +209,9 @@ def load_judge(
     )
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **extra)
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **SAFE, **extra)
+        with hub_for(folder):
+            tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **extra)
+            model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **SAFE, **extra)
     except Exception as error:  # missing, damaged, no network: the reasons are many
         if is_out_of_memory(error):
             raise

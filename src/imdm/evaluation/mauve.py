@@ -20,6 +20,7 @@ from torch import Tensor
 from imdm.errors import UserError, is_out_of_memory, reason_of
 from imdm.evaluation.base import Evaluation, Measurement, metric
 from imdm.evaluation.judge import SAFE, weight_sum
+from imdm.hub import hub_for
 
 SEEDS = 5
 SCALING = 5.0
@@ -79,8 +80,9 @@ def load_embedder(name: str, device: str | torch.device = "cpu") -> Embedder:
     from transformers import AutoModel, AutoTokenizer
 
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        model: Any = AutoModel.from_pretrained(name, **SAFE)
+        with hub_for(name):
+            tokenizer: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+            model: Any = AutoModel.from_pretrained(name, **SAFE)
     except Exception as error:  # missing, damaged, no network: the reasons are many
         if is_out_of_memory(error):
             raise
