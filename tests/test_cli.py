@@ -254,6 +254,15 @@ def test_evaluate_prints_and_appends(model: Path, tmp_path: Path) -> None:
     ]
 
 
+def test_evaluate_calls_a_model_by_its_name(run: Path, tmp_path: Path) -> None:
+    about = ["--data", "aligned", "--steps", "1", "--samples", "9", "--out", tmp_path / "rows.jsonl"]
+    for name in ("teacher", "imdm"):
+        assert imdm("evaluate", run / "seed-0" / name / "model", *about).returncode == 0
+    result = imdm("evaluate", run / "seed-0" / "imdm" / "model", *about, "--method", "mine")
+    assert "mine, infinite masks" in result.stdout
+    assert [row.method for row in read(tmp_path / "rows.jsonl")] == ["teacher", "imdm", "mine"]
+
+
 def test_train_on_a_file_of_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One's own data: ids in a safetensors file, a recipe of a dozen lines."""
     save_file({"tokens": torch.randint(0, 9, (200, 6))}, tmp_path / "train.safetensors")
@@ -584,7 +593,11 @@ def test_status_is_as_far_as_the_newest_checkpoint_or_look(
     from imdm.training import Trainer
 
     monkeypatch.setattr(Trainer, "train_step", stopping(Trainer.train_step, 17))
-    few = [*SMALL, f"stages.teacher.watch.every={newest if len(changes) == 1 else 1000}", "stages.teacher.watch.samples=8"]
+    few = [
+        *SMALL,
+        f"stages.teacher.watch.every={newest if len(changes) == 1 else 1000}",
+        "stages.teacher.watch.samples=8",
+    ]
     few += ["stages.teacher.watch.metrics=[validity]", *(f"stages.teacher.training.{one}" for one in changes)]
     assert imdm("train", "synthetic", *few, "--out", tmp_path).returncode == 130
     assert re.search(rf"teacher\s+nelbo\s+stopped or running\s+{newest} of 40", imdm("status", tmp_path).stdout)

@@ -28,6 +28,7 @@ from imdm.cli.early import (
     BENCHMARKS,
     ELSEWHERE,
     ON_LANGUAGES,
+    called,
     check_evaluation,
     check_known,
     check_tasks,
@@ -71,7 +72,9 @@ def evaluate(
         str, typer.Option(help="Of the model: float32, or on a GPU bf16.", callback=known_precision)
     ] = "float32",
     seed: Seed = 0,
-    method: Annotated[str, typer.Option(help="The method's name in the result rows.")] = "model",
+    method: Annotated[
+        str | None, typer.Option(help="The method's name in the result rows; the model's own unless given.")
+    ] = None,
     student_seed: Annotated[
         int | None, typer.Option(help="The seed that the model was trained on, for the result rows.")
     ] = None,
@@ -177,7 +180,11 @@ def evaluate(
         raise UserError(reason)
     if embedder is not None and vectors is None:
         load_embedder(embedder, device())  # no metric needs it, but what cannot be loaded is a mistake
-    labels: dict[str, Any] = {"method": method, "seed": student_seed, "recipe_hash": fingerprint(measured)}
+    labels: dict[str, Any] = {
+        "method": method or called(model),
+        "seed": student_seed,
+        "recipe_hash": fingerprint(measured),
+    }
     rows = []
     for text, section, foreign in before:
         subject = Subject.before(

@@ -108,7 +108,9 @@ def named(models: Iterable[str]) -> dict[str, str]:
         longer = {i: called(asked[i][1], parts) for i in clashing if asked[i][0] is None}
         if all(names[i] == name for i, name in longer.items()):
             twice = names[min(clashing)]
-            raise UserError(f"two models would be called {twice!r}; name one yourself, as in other={places[max(clashing)]}")
+            raise UserError(
+                f"two models would be called {twice!r}; name one yourself, as in other={places[max(clashing)]}"
+            )
         names = [longer.get(i, name) for i, name in enumerate(names)]
     return dict(zip(names, places, strict=True))
 
