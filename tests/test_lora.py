@@ -253,7 +253,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         start(made(convolved, **size))
     with pytest.raises(UserError, match="training.lora.base = bf16 needs a GPU; use float32 on a CPU"):
         start(started(), base="bf16")
-    with pytest.raises(UserError, match="but training.precision = float32; set both to bf16, or both to float32"):
+    with pytest.raises(UserError, match="training.precision = float32; set both to bf16, or both to float32"):
         check_lora(Lora(rank=2, base="bf16"), "float32")
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(UserError, match=r"training.lora needs the extra: pip install 'imdm\[lora\]'"):

@@ -21,6 +21,7 @@ from imdm.cli.app import (
     say,
     show,
     show_tables,
+    show_whole,
 )
 from imdm.cli.arguments import parse_conditional, parse_counts, parse_held_out, parse_match, parse_temperatures
 from imdm.cli.early import (
@@ -350,7 +351,7 @@ def bench(
             say(f"{row.work}: {row.ours.ms:,.1f} ms")
             if json is not None:
                 append_line(json, row.json())
-    show(table(rows))
+    show_whole(table(rows))
     if plot is not None:
         write_text(plot, svg(figure([row.json() for row in rows if "along" in row.settings])))
         say(f"plot: {plot}")

@@ -139,8 +139,8 @@ def check_lora(lora: Lora | None, precision: str) -> None:
     _peft()
     if lora.base == "bf16" and precision != "bf16":
         raise UserError(
-            f"training.lora.base = bf16: the layers' products are then in bf16 too, but training.precision = {precision}; "
-            "set both to bf16, or both to float32"
+            f"training.lora.base = bf16: products are then in bf16 too, but training.precision = {precision}; set both "
+            "to bf16, or both to float32"
         )
 
 
