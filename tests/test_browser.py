@@ -25,6 +25,7 @@ from imdm.data.tokenizers import train_bpe
 from imdm.serving import Engine
 from imdm.serving.app import make_app
 from imdm.serving.settings import Settings
+from imdm.shipped import listed
 from imdm.writer import Writer
 from tests.conftest import tiny_model
 from tests.test_play import MASK, writers
@@ -236,7 +237,7 @@ def test_two_models_side_by_side(service: Service, opened: Any) -> None:
     page.fill("#steps", "5")
     page.click("#go")
     played(page, "#beside", 5)
-    for place, name in enumerate(["plain", "noisy"]):
+    for place, name in enumerate(["noisy", "plain"]):
         expect(page.locator("#beside h3").nth(place)).to_have_text(name)
         (expected,) = service.engine.writers[name].write("The cat", steps=5)
         assert text_of(page, "#beside", place) == printable(expected.text)
@@ -244,6 +245,20 @@ def test_two_models_side_by_side(service: Service, opened: Any) -> None:
     steps = page.locator("#beside .text .written").evaluate_all("all => all.map(one => Number(one.dataset.step))")
     assert set(steps) <= {1, 2}
     shot(page, "beside")
+
+
+def test_the_first_model_is_chosen_and_each_is_described_below_its_name(opened: Any) -> None:
+    models = writers(96)
+    own, shipped = "mine", "sentences-imdm"
+    about = next(model.about for model in listed() if model.name == shipped)
+    with Service({own: models["plain"], shipped: models["noisy"]}) as running:
+        page = opened(running.address)
+        expect(page.locator("#model")).to_have_value(own)
+        page.click("#tab-beside")
+        expect(page.locator("#other")).to_have_value(shipped)
+        expect(page.locator(".field:has(#model) .about")).to_have_text("")
+        expect(page.locator(".field:has(#other) .about")).to_have_text(about)
+        shot(page, "described")
 
 
 def test_words_are_selected_by_mouse_and_refilled(service: Service, opened: Any) -> None:

@@ -254,6 +254,15 @@ def test_evaluate_prints_and_appends(model: Path, tmp_path: Path) -> None:
     ]
 
 
+def test_evaluate_calls_a_model_by_its_name(run: Path, tmp_path: Path) -> None:
+    about = ["--data", "aligned", "--steps", "1", "--samples", "9", "--out", tmp_path / "rows.jsonl"]
+    for name in ("teacher", "imdm"):
+        assert imdm("evaluate", run / "seed-0" / name / "model", *about).returncode == 0
+    result = imdm("evaluate", run / "seed-0" / "imdm" / "model", *about, "--method", "mine")
+    assert "mine, infinite masks" in result.stdout
+    assert [row.method for row in read(tmp_path / "rows.jsonl")] == ["teacher", "imdm", "mine"]
+
+
 def test_train_on_a_file_of_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One's own data: ids in a safetensors file, a recipe of a dozen lines."""
     save_file({"tokens": torch.randint(0, 9, (200, 6))}, tmp_path / "train.safetensors")
@@ -519,6 +528,9 @@ def test_distil_by_match_from_the_teacher_and_from_a_student(run: Path, tmp_path
     teacher, student = run / "seed-0/teacher/model", run / "seed-0/imdm/model"
     few = ["--data", "aligned", "--iterations", "6", "--batch", "8", "stages.student.watch.every=3"]
     few += ["stages.student.objective={kind: match, looks: 4, steps: {1: 1}, auxiliary: {ahead: 2}}"]
+    short = imdm("distill", "match", teacher, "--data", "aligned", "--iterations", "99", "--out", tmp_path / "short")
+    assert short.returncode == 2
+    assert "more than stages.student.objective.auxiliary.ahead = 200, or lower that" in short.stderr
     cold = imdm("distill", "match", teacher, *few, "--mask", "infinite-uniform-4-1.0", "--out", tmp_path / "cold")
     assert cold.returncode == 0, cold.stderr
     assert "student: 6 training steps of 8 sequences\n" in cold.stdout
@@ -552,19 +564,40 @@ def test_the_recipes_of_match_run(name: str, tmp_path: Path) -> None:
     assert (tmp_path / "report.html").exists()
 
 
+def stopping(train_step: Any, at: int) -> Any:
+    """A `Trainer.train_step` that is interrupted before this step."""
+
+    def stop(self: Any) -> torch.Tensor:
+        if self.step == at:
+            raise KeyboardInterrupt
+        return train_step(self)
+
+    return stop
+
+
 def test_status_of_a_stopped_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from imdm.training import Trainer
 
-    step = Trainer.train_step
-
-    def stop(self: Trainer) -> torch.Tensor:
-        if self.step == 25:
-            raise KeyboardInterrupt
-        return step(self)
-
-    monkeypatch.setattr(Trainer, "train_step", stop)
+    monkeypatch.setattr(Trainer, "train_step", stopping(Trainer.train_step, 25))
     few = [*SMALL, "stages.teacher.training.log_every=5", "stages.teacher.training.checkpoint_every=10"]
     assert imdm("train", "synthetic", *few, "--out", tmp_path).returncode == 130
     shown = imdm("status", tmp_path).stdout
     assert re.search(r"teacher\s+nelbo\s+stopped or running\s+25 of 40\s+0\.\d+\s+0\.\d min", shown)
     assert re.search(r"imdm\s+redi\s+waiting\s+0 of 20", shown)
+
+
+@pytest.mark.parametrize(("newest", "changes"), [(13, ["checkpoint_every=13", "log_every=10"]), (14, ["log_every=10"])])
+def test_status_is_as_far_as_the_newest_checkpoint_or_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, newest: int, changes: list[str]
+) -> None:
+    from imdm.training import Trainer
+
+    monkeypatch.setattr(Trainer, "train_step", stopping(Trainer.train_step, 17))
+    few = [
+        *SMALL,
+        f"stages.teacher.watch.every={newest if len(changes) == 1 else 1000}",
+        "stages.teacher.watch.samples=8",
+    ]
+    few += ["stages.teacher.watch.metrics=[validity]", *(f"stages.teacher.training.{one}" for one in changes)]
+    assert imdm("train", "synthetic", *few, "--out", tmp_path).returncode == 130
+    assert re.search(rf"teacher\s+nelbo\s+stopped or running\s+{newest} of 40", imdm("status", tmp_path).stdout)

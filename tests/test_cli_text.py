@@ -139,6 +139,8 @@ def test_writing(run: Path, tmp_path: Path) -> None:
     assert [json.loads(line)["prompt"] for line in many.splitlines()] == ["The dog", "The bird"]
     filled = imdm("generate", model, "--infill", "The ___ saw the ___.", "--blank", "1", "--json").stdout
     assert " saw the" in json.loads(filled)["text"]
+    marked = imdm("generate", model, "--infill", "The ___ saw [?]", "--marker", "[?]", "--blank", "1", "--json").stdout
+    assert json.loads(marked)["text"].startswith("The ___ saw")
     plain = imdm("generate", model, "--prompt", "The cat", "--steps", "2", "--trace").stdout.splitlines()
     assert [line.split()[0] for line in plain] == ["0", "1", "2"]  # no colours in a pipe: step by step
     assert plain[0].split()[1] == "The"  # given
@@ -351,11 +353,19 @@ def test_refusals(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         "the prompt is empty": ["generate", model, "--prompt", " "],
         "there is no room to write": ["generate", model, "--prompt", "the cat " * 30],
         "the text 'nothing' has no '___'": ["generate", model, "--infill", "nothing"],
+        "the text 'a ___ b' has no '[?]'": ["generate", model, "--infill", "a ___ b", "--marker", "[?]"],
+        "--marker = '': nothing to look for": ["generate", model, "--infill", "a ___ b", "--marker", ""],
         "give one of --prompt": ["generate", model, "--prompt", "a", "--infill", "b ___"],
         "none.txt is missing": ["generate", model, "--prompts", tmp_path / "none.txt"],
         "is not here; get it with": ["evaluate", model, "--data", data, "--metrics", "gen_ppl", "--judge", "smollm2"],
         "float32 or bf16": ["evaluate", model, "--data", data, "--judge-precision", "int4"],
-        "give either a tokenizer": ["prepare", run.parent / "text.txt", "--out", tmp_path / "rows"],
+        "the size of a BPE to train (--train-bpe)": ["prepare", run.parent / "text.txt", "--out", tmp_path / "rows"],
+        "error: --train-bpe = 9: at least": [
+            *("prepare", run.parent / "text.txt", "--out", tmp_path / "rows"),
+            "--train-bpe",
+            "9",
+        ],
+        "error: --packing = 'odd': ": ["prepare", "sample", "--packing", "odd", "--out", tmp_path / "rows"],
         "unknown judge to fetch 'gpt9'": ["judge", "fetch", "gpt9"],
         "several runs make one page": ["report", run, run],
     }

@@ -419,6 +419,7 @@ def test_it_is_exported(weights: Any, tmp_path: Path) -> None:
 LLAMA = FAMILIES["llama"]
 ESM = {"model_type": "esm", "token_dropout": True, "mask_token_id": 11, "position_embedding_type": "rotary"} | SIZES
 NEO = {"vocab_size": 12, "hidden_size": 16, "num_layers": 1, "num_heads": 2, "attention_types": [[["global"], 1]]}
+LLAMA4 = {"model_type": "llama4_text", "intermediate_size_mlp": 16, "head_dim": 8, "num_local_experts": 2} | SIZES
 MAMBA = {"model_type": "mamba", "vocab_size": 12, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
 
 
@@ -428,6 +429,7 @@ MAMBA = {"model_type": "mamba", "vocab_size": 12, "hidden_size": 16, "num_hidden
         (ESM, {}, "read their tokens beside the embeddings"),
         ({"model_type": "gpt_neo"} | NEO, {}, "cannot be made to see what follows"),
         (MAMBA, {}, "layers that only look back"),
+        (LLAMA4, {}, "'llama4_text' models do not say which part of them comes before the head"),
         ({"model_type": "t5"}, {"width": 512}, "read with one half"),
         ({"model_type": "qwen3_next"}, {"width": 16}, "layers that only look back"),
         ({"model_type": "vit"}, {"width": 16}, "no language model's head"),

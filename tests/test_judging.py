@@ -31,7 +31,7 @@ from imdm.evaluation.coherence import coherence_of, halved
 from imdm.evaluation.conditional import continued as continuations
 from imdm.evaluation.continuing import _anew, _batches, _draw, _remembering, continued
 from imdm.evaluation.infilling import Gaps, _cut, filled, gaps
-from imdm.evaluation.judge import NotHereError, judge_at_hand, load_judge_or_other
+from imdm.evaluation.judge import NotHereError, judge_at_hand, judge_of, load_judge_or_other
 from imdm.randomness import Purpose, fold
 from imdm.sampling import Sampling
 from tests.conftest import tiny_model
@@ -101,7 +101,7 @@ def test_a_judge_begins_texts_as_its_own_tokenizer_does(judges: dict[str, Judge]
         assert (judge.begin, judge.end, judge.context) == (0 if begins else None, 1, context)
         expected = by_hand(judge, [0, *ids] if begins else ids)
         for given in [text, "<bos>" + text] if begins else [text]:  # never twice
-            score = judge.score([given])
+            score = replace(judge, special=True).score([given])
             assert float(score.count) == len(ids) - (not begins)
             assert float(score.nll) == pytest.approx(sum(expected), rel=1e-4)
 
@@ -134,6 +134,21 @@ def test_samples_of_a_model_of_whole_texts_are_read_with_their_end(judges: dict[
     assert expected != pytest.approx(judges["begun"].score(evaluation.texts()).perplexity(), rel=1e-3)
 
 
+def test_what_looks_like_a_special_token_in_a_text_is_text(judges: dict[str, Judge]) -> None:
+    """But in rows of a stream, which are decoded with their special tokens."""
+    judge, tokenizer = judges["plain"], train_bpe(SENTENCES, 310)
+    typed = "The cat<eos> saw <mask>."
+    assert judge.tokenizer.decode(judge.ids([typed])[0]) == typed
+    assert not set(judge.tokenizer.all_special_ids) & {*judge.ids([typed])[0]}
+    text = tokenizer(typed, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    for ending, ids in ((END, judge.ids([typed])[0]), ({}, [0, *judge.ids(["The cat"])[0], 1])):
+        row = torch.tensor([[0, *text, 1]] if ending else [[0, *tokenizer("The cat")["input_ids"], 1]])
+        model = tiny_model(vocab_size=len(tokenizer), mask_token_id=3, length=row.shape[1], **ending)
+        evaluation = Evaluation(Subject(model, judge=judge, tokenizer=tokenizer))
+        assert judge_of(evaluation).ids(evaluation.decode(row)) == [ids]
+    assert not judge.special  # that of others
+
+
 # Coherence
 
 
@@ -142,7 +157,7 @@ class Letters:
 
     eos_token_id = None
 
-    def __call__(self, texts: list[str], add_special_tokens: bool) -> dict[str, list[list[int]]]:
+    def __call__(self, texts: list[str], **_: bool) -> dict[str, list[list[int]]]:
         return {"input_ids": [["ab".index(letter) for letter in text] for text in texts]}
 
 
@@ -360,7 +375,7 @@ def test_the_middle_third_is_removed(texts: Path) -> None:
 @pytest.mark.parametrize("packing", ["wrapped", "whole"])
 def test_infilling(texts: Path, judges: dict[str, Judge], packing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     evaluation = infilling(texts, packing, judge=judges["begun"])
-    judge, here, made = judges["begun"], gaps(evaluation), filled(evaluation)
+    judge, here, made = judge_of(evaluation), gaps(evaluation), filled(evaluation)
     assert not (made == 3).any()
     assert (made != here.rows)[here.holes].any()
     assert torch.equal(made[~here.holes], here.rows[~here.holes])

@@ -96,6 +96,17 @@ def test_space_at_the_end_of_a_context_goes_to_the_continuation(stream: Writer) 
     assert after
 
 
+def test_what_a_task_asks_is_text_unless_a_chat_template_made_it() -> None:
+    writer = tiny_writer()
+    lm = lm_of(writer)
+    before, after = lm._encoded("The <eos> cat", " sat<mask>")
+    assert writer.tokenizer.decode(before + after) == "The <eos> cat sat<mask>"
+    assert not {BEGIN, END, PAD, MASK} & {*before, *after, *lm._ids("<pad>")}
+    writer.tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}"
+    asked = lm.apply_chat_template([{"role": "user", "content": "The cat"}])
+    assert lm._ids(asked) == [*writer.encode("The cat"), END]
+
+
 def test_long_contexts_are_cut_from_the_left_and_long_texts_divided(stream: Writer, whole: Writer) -> None:
     for lm in (lm_of(stream), lm_of(whole)):
         most = LENGTH - 1

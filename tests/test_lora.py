@@ -18,7 +18,7 @@ from imdm.objectives import Autoregressive, Objective, parse_objective
 from imdm.training import TrainConfig, Trainer
 from imdm.training.checkpoint import checkpoint_path
 from imdm.training.history import read_history
-from imdm.training.lora import Lora, add_adapters, merged, targets_in
+from imdm.training.lora import Lora, add_adapters, check_lora, merged, targets_in
 from tests.conftest import tiny_model
 from tests.test_cli import imdm as command
 from tests.test_cli import refused
@@ -251,8 +251,10 @@ def test_what_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     convolved = {"model_type": "squeezebert", "embedding_size": 16} | SIZES | {"vocab_size": LANGUAGE.vocab_size}
     with pytest.raises(UserError, match="no layer in the blocks of 'squeezebert' is linear"):
         start(made(convolved, **size))
-    with pytest.raises(UserError, match="set training.precision = bf16"):
+    with pytest.raises(UserError, match="training.lora.base = bf16 needs a GPU; use float32 on a CPU"):
         start(started(), base="bf16")
+    with pytest.raises(UserError, match="training.precision = float32; set both to bf16, or both to float32"):
+        check_lora(Lora(rank=2, base="bf16"), "float32")
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(UserError, match=r"training.lora needs the extra: pip install 'imdm\[lora\]'"):
         start(started())

@@ -31,6 +31,8 @@ from imdm.objectives.match import AUXILIARY, DATA, OWN, PRIOR, Starts
 from imdm.objectives.onpolicy import Auxiliary, Planned, Pursued, masked_again, planned
 from imdm.objectives.texts import Frontier, Standing, score, standing
 from imdm.randomness import Purpose, fold, uniform
+from imdm.recipes import TrainStage
+from imdm.runs.stages import _waiting
 from imdm.sampling import Sampling, sample
 from imdm.state import Noised, Rows
 from imdm.training import TrainConfig, Trainer
@@ -1189,3 +1191,16 @@ def test_one_step_of_infinite_and_of_single_masks(tmp_path: Path) -> None:
     """The best average is what counts."""
     assert lacking(tmp_path / "infinite", "infinite-uniform-64-4.0", 200, 25) < 0.1
     assert lacking(tmp_path / "single", "single", 200, 25) > 0.6
+
+
+def test_what_the_student_waits_for_is_said() -> None:
+    """In a loss's place while there is none, and where a run is too short."""
+    values = {"kind": "train", "objective": {"kind": "match"}, "training": {"steps": 300, "batch": 8}}
+    assert _waiting(TrainStage.parse(values)) == "the student waits for its auxiliary until step 200"
+    Match().check_steps(201)
+    told = (
+        "stages.student.training.steps = 200: objective 'match' does not update the student in so few; give it more "
+        "than stages.student.objective.auxiliary.ahead = 200, or lower that"
+    )
+    with pytest.raises(UserError, match=f"^{told}$"):
+        Match().check_steps(200, "stages.student.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import socket
 import subprocess
 import sys
 import time
@@ -13,12 +14,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import imdm
+from imdm.data.corpora import _stream
+from imdm.data.tokenizers import load_tokenizer
 from imdm.errors import UserError
+from imdm.evaluation import load_embedder, load_judge
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM, faster, fingerprint, load_model
 from imdm.models.backbones import dit
 from imdm.models.fast import Replay, _Recorded
@@ -316,6 +321,27 @@ def test_a_missing_model_is_one_sentence(tmp_path: Path, monkeypatch: pytest.Mon
         load_model("nowhere/at-all")
     with pytest.raises(UserError, match="no such folder"):
         load_model(tmp_path / "model")
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`huggingface_hub` would wait and try again, for each file that there may be."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    waited = list[float]()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{port}")
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", waited.append)
+    for asked, load in {
+        "model": load_model,
+        "judge": load_judge,
+        "embedder": load_embedder,
+        "tokenizer": load_tokenizer,
+        "dataset": lambda name: _stream(name, None, "train"),
+    }.items():
+        with pytest.raises(UserError, match=f"{asked} 'nowhere/at-all' cannot be loaded"):
+            load("nowhere/at-all")
+    assert not waited
+    assert not huggingface_hub.constants.HF_HUB_OFFLINE
 
 
 def test_nothing_heavy_is_imported() -> None:

@@ -112,7 +112,7 @@ def until(true: Callable[[], object]) -> None:
 
 def rest(writer: Writer, texts: list[Any]) -> list[str]:
     """What `Writer` wrote after each prompt."""
-    return [text.text.removeprefix(writer.decode(writer._encode(text.prompt))) for text in texts]
+    return [text.text.removeprefix(writer.decode(writer.encode(text.prompt))) for text in texts]
 
 
 def test_a_completion_is_what_the_writer_writes(client: Any, writer: Writer) -> None:
@@ -120,7 +120,7 @@ def test_a_completion_is_what_the_writer_writes(client: Any, writer: Writer) -> 
     wanted = writer.write(PROMPT, seed=3, steps=5, noise="keep")
     assert [choice.text for choice in made.choices] == rest(writer, wanted)
     assert (made.model, made.object, made.choices[0].finish_reason) == ("tiny", "text_completion", "length")
-    given = 2 + len(writer._encode(PROMPT))
+    given = 2 + len(writer.encode(PROMPT))
     assert (made.usage.prompt_tokens, made.usage.completion_tokens) == (given, 24 - given)
     assert made.usage.total_tokens == 24
     assert made.usage.evaluations == wanted[0].evaluations
@@ -129,7 +129,7 @@ def test_a_completion_is_what_the_writer_writes(client: Any, writer: Writer) -> 
 
 def test_max_tokens_are_written(client: Any, writer: Writer) -> None:
     made = client.completions.create(model="tiny", prompt=PROMPT, seed=3, max_tokens=4, temperature=0.8, top_p=0.9)
-    length = 2 + len(writer._encode(PROMPT)) + 4
+    length = 2 + len(writer.encode(PROMPT)) + 4
     wanted = writer.write(PROMPT, seed=3, length=length, temperature=0.8, top_p=0.9)
     assert made.choices[0].text == rest(writer, wanted)[0]
     assert made.usage.completion_tokens == 4
@@ -191,7 +191,7 @@ def test_a_stream_waits_for_a_stop_that_began_before_another(writer: Writer) -> 
     """Whatever the stops, and wherever they stand: the answer is cut the same in one piece and in many."""
     engine = Engine({"tiny": writer})
     order = Order.of(Completion(prompt="A", stream=True), engine)
-    row = writer._encode("A dog saw the cat é on the mat")
+    row = writer.encode("A dog saw the cat é on the mat")
     given = writer._special.begin
     holes: list[int | None] = [None] * 40
     frames = [[given, *row[:size], *holes[size:]] for size in range(1, len(row) + 1)] + [[given, *row]]
@@ -212,7 +212,7 @@ def test_special_tokens_in_a_prompt_are_text(client: Any, writer: Writer) -> Non
     for model in ("tiny", "whole"):
         made = client.completions.create(model=model, prompt=prompt, max_tokens=2, echo=True)
         assert made.choices[0].text.startswith(prompt)
-        assert made.usage.prompt_tokens >= 1 + len(writer._encode(prompt))
+        assert made.usage.prompt_tokens >= 1 + len(writer.encode(prompt))
         assert made.usage.completion_tokens <= 2
 
 
@@ -239,7 +239,7 @@ def test_a_model_of_whole_texts_says_whether_they_ended(client: Any, whole: Writ
     ended = [choice.finish_reason == "stop" for choice in made.choices]
     assert ended == [text.tokens[-1] == WHOLE["eos_token_id"] for text in wanted]
     assert 0 < sum(ended) < 30
-    given = 1 + len(whole._encode(PROMPT))
+    given = 1 + len(whole.encode(PROMPT))
     assert made.usage.completion_tokens == sum(len(text.tokens) - given for text in wanted)
 
 
@@ -755,4 +755,25 @@ def test_models_are_served_under_the_names_of_their_folders(tmp_path: Path) -> N
         tiny_model().save_pretrained(tmp_path / folder)
     found = named([str(tmp_path / "one"), str(tmp_path / "run/model"), "sentences-imdm"])
     assert list(found) == ["one", "run", "sentences-imdm"]
+    with pytest.raises(UserError, match=r"two models would be called '.*one'; name one yourself, as in other=.*one"):
+        named([str(tmp_path / "one")] * 2)
     assert writing() == ["sentences-imdm", "sentences-mdlm", "sentences-teacher"]
+
+
+def test_folders_of_one_name_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folders = ["a/seed-0/student/model", "a/seed-1/student/model", "b/seed-0/student/model", "sentences-imdm", "x=y"]
+    for folder in folders:
+        tiny_model().save_pretrained(folder)
+    assert list(named(folders[:2])) == ["seed-0/student", "seed-1/student"]
+    assert list(named([folders[0], folders[2]])) == ["a/seed-0/student", "b/seed-0/student"]
+    assert list(named(folders[:3])) == ["a/seed-0/student", "seed-1/student", "b/seed-0/student"]
+    given = ["old=a/seed-0/student/model", folders[2], "x=y", "other=sentences-teacher", "same=a/seed-0/student/model"]
+    assert list(named(given)) == ["old", "student", "x=y", "other", "same"]
+    assert named(given)["old"] == folders[0]
+    with pytest.raises(UserError, match="two models would be called 'old'"):
+        named(["old=x=y", f"old={folders[0]}"])
+    with pytest.raises(UserError, match="expected a model, or NAME=MODEL"):
+        named(["=sentences-imdm"])
+    with pytest.raises(UserError, match="model 'nosuch': no such folder"):
+        named(["old=nosuch"])

@@ -153,7 +153,7 @@ def alone(writer: Writer, numbers: list[int]) -> dict[int, str]:
     kinds = {(i % len(PROMPTS), i % 3) for i in numbers}
     for prompt, steps in kinds:
         some = [i for i in numbers if (i % len(PROMPTS), i % 3) == (prompt, steps)]
-        given = writer._encode(PROMPTS[prompt])
+        given = writer.encode(PROMPTS[prompt])
         row = writer.prefixed(PROMPTS[prompt], len(given) + 10)
         keys = torch.cat([writer.model.sample_keys(1, i) for i in some])
         made = writer.model.generate(torch.tensor([row] * len(some)), keys=keys, steps=1 + steps, batch_size=1)

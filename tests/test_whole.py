@@ -669,7 +669,7 @@ def test_a_writer_of_whole_texts(tmp_path: Path, padding: bool) -> None:
     assert (ending.end != ending.pad) == padding
     with torch.no_grad():
         writer.model.output.bias[ending.end] += 3.0
-    given = writer._encode("Tom cat")
+    given = writer.encode("Tom cat")
     for text in writer.write("Tom cat", num=30, steps=4, trace=True):
         assert text.tokens[: 1 + len(given)] == [0, *given]
         assert text.text.startswith("Tom cat")
@@ -682,7 +682,7 @@ def test_a_writer_of_whole_texts(tmp_path: Path, padding: bool) -> None:
     short = [len(text.tokens) for text in writer.write(length=9, num=30, steps=3)]
     assert max(short) <= (9 if padding else 10)  # what a text without an end runs into is its own only as an end
     for text in writer.infill("Tom ___ end.", blank=7, num=20, steps=3):
-        inner = text.tokens[1 + len(writer._encode("Tom")) :][:7]
+        inner = text.tokens[1 + len(writer.encode("Tom")) :][:7]
         assert not {ending.end, ending.pad} & set(inner)  # exactly so many words between
         assert text.revealed_at.count(-1) == len(text.tokens) - 7
         assert text.text.startswith("Tom")
@@ -695,7 +695,7 @@ def test_judges_read_texts_without_marks_and_continuations_may_end(tmp_path: Pat
     writer = whole_writer(tmp_path, padding=True)
     with torch.no_grad():
         writer.model.output.bias[1] += 4.0  # ends often
-    inner = [writer._encode(text) for text in stories(40)]
+    inner = [writer.encode(text) for text in stories(40)]
     rows = torch.tensor([[0, *ids, 1, *[2] * (30 - len(ids))] for ids in inner if len(ids) <= 30])
     data = TokenSource(rows, writer.model.vocab_size, 3)
     how = Conditional(prompts=4, prefix=3, continuations=3, tokens=4)

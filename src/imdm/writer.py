@@ -136,12 +136,12 @@ class Writer:
         for number, part in enumerate(parts):
             last = number == len(parts) - 1
             ids += [special.mask] * blank * (number > 0)
-            ids += self._encode(part if last else part.rstrip(" "))  # a blank's first token brings its own space
+            ids += self.encode(part if last else part.rstrip(" "))  # a blank's first token brings its own space
         return self._whole(ids)
 
     def framed(self, text: str) -> list[int]:
         """A text without holes as a row: begin, the text, end; and padding, where rows are whole texts."""
-        return self._whole(self._encode(_text("text", text)))
+        return self._whole(self.encode(_text("text", text)))
 
     def _whole(self, ids: list[int]) -> list[int]:
         special = special_ids(self.tokenizer)
@@ -155,7 +155,7 @@ class Writer:
         ending, length = self.model.config.ending, self.model.config.length
         return row if ending is None else row + [ending.pad] * (length - len(row))
 
-    def _encode(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         """What is typed is text: `<mask>` or `<eos>` in it are characters like others."""
         if not text:
             return []
@@ -175,12 +175,12 @@ class Writer:
 
     def room(self, prompt: str) -> int:
         """How many tokens the model can write after a prompt, at most."""
-        return self.model.config.length - len(self._encode(prompt)) - self._framed
+        return self.model.config.length - len(self.encode(prompt)) - self._framed
 
     def prefixed(self, prompt: str, length: int) -> list[int]:
         """begin, the prompt, holes, end: the frame of the rows the model was trained on. A model of whole texts finds
         the end itself, and has padding after `length` tokens: it knows that a text then ends before them."""
-        special, ids, whole = self._special, self._encode(prompt), self.model.config.ending is not None
+        special, ids, whole = self._special, self.encode(prompt), self.model.config.ending is not None
         holes = length - len(ids) - self._framed
         if holes < 1:
             raise UserError(f"the prompt has {len(ids)} tokens; with {length} in all there is no room to write")

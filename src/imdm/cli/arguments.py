@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +19,21 @@ if TYPE_CHECKING:
     from imdm.data import Data, LanguageData, PreparedData, TokenData
     from imdm.evaluation import Conditional
     from imdm.models import MaskedDiffusionLM
+
+
+@contextmanager
+def as_options(*names: str, section: str = "") -> Iterator[None]:
+    """Refusals inside this block name these arguments of the library as options: `train_bpe = 9`, `(train_bpe)` and,
+    of a section of settings, `'prepare.train_bpe'` as `--train-bpe`."""
+    try:
+        yield
+    except UserError as error:
+        said = str(error)
+        for name in names:
+            option = f"--{name.replace('_', '-')}"
+            said = said.replace(f"'{section}.{name}'", option)
+            said = re.sub(rf"(?<![\w.-]){name}(?= = |\))", option, said)
+        raise type(error)(said) from None
 
 
 def parse_counts(text: str) -> list[int]:

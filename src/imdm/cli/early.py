@@ -13,6 +13,7 @@ from pathlib import Path
 import typer
 
 from imdm.errors import UserError, unknown
+from imdm.shipped import HERE as SHIPPED
 from imdm.shipped import find, folder_of
 
 HERE = Path(__file__).parent.parent
@@ -62,6 +63,16 @@ def located(name: str | None) -> str | None:
         return None
     folder_of(name)
     return str(find(name))
+
+
+def called(model: str, parts: int = 1) -> str:
+    """What to call a model that was given like this: one that ships or comes from a hub by its name, another by its
+    folder, or by the one around it where that is just called `model`. parts: how much of the path, from its end."""
+    folder = Path(find(model)).resolve()
+    if folder.parent == SHIPPED or not folder.is_dir():
+        return folder.name if folder.parent == SHIPPED else model
+    path = folder.parts[1:-1] if folder.name == "model" else folder.parts[1:]
+    return "/".join(path[-parts:]) or folder.name
 
 
 def known_policy(name: str) -> str:

@@ -26,7 +26,7 @@ from imdm.cli.app import (
     show,
     show_tables,
 )
-from imdm.cli.arguments import parse_data
+from imdm.cli.arguments import as_options, parse_data
 from imdm.cli.early import (
     DISTILLATIONS,
     LAYOUTS,
@@ -132,13 +132,15 @@ def prepare(
     from imdm.data import prepare as make
 
     values = {"length": length, "tokenizer": tokenizer, "train_bpe": train_bpe, "packing": packing, "limit": limit}
-    config = PrepareConfig.parse(values, "prepare")
+    with as_options(*values, section="prepare"):
+        config = PrepareConfig.parse(values, "prepare")
     parts = [("", corpus)]
     if hold_out is not None:
         parts = [(name, replace(corpus, split=name, hold_out=hold_out)) for name in ("train", "valid")]
     for name, part in parts:
         known = load_tokenizer(out / "train") if name == "valid" else None
-        with reporter().bar(f"{source}{name and ', '}{name}: documents", limit or 0) as bar:
+        title = f"{source}{name and ', '}{name}: documents"
+        with as_options(*values), reporter().bar(title, limit or 0) as bar:
             made = make(
                 part, config, out / name, tokenizer=known, on_progress=lambda c: bar(c.documents, f"{c.rows:,} rows")
             )
@@ -179,7 +181,8 @@ def couple(
 
     teacher = load_model(model)
     settings = {"pairs": pairs, "steps": steps, "noise": noise, "start": start, "batch_size": batch_size}
-    config = CoupleConfig.parse(settings | {"precision": precision, "compile": compile}, "couple")
+    with as_options(*settings, section="couple"):
+        config = CoupleConfig.parse(settings | {"precision": precision, "compile": compile}, "couple")
     section = parse_data(data, teacher) if data is not None else None
     if section is not None:
         check_same(Path(model), section.tokenizer_folder())

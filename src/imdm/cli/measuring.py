@@ -21,6 +21,7 @@ from imdm.cli.app import (
     say,
     show,
     show_tables,
+    show_whole,
 )
 from imdm.cli.arguments import parse_conditional, parse_counts, parse_held_out, parse_match, parse_temperatures
 from imdm.cli.early import (
@@ -28,6 +29,7 @@ from imdm.cli.early import (
     BENCHMARKS,
     ELSEWHERE,
     ON_LANGUAGES,
+    called,
     check_evaluation,
     check_known,
     check_tasks,
@@ -71,7 +73,9 @@ def evaluate(
         str, typer.Option(help="Of the model: float32, or on a GPU bf16.", callback=known_precision)
     ] = "float32",
     seed: Seed = 0,
-    method: Annotated[str, typer.Option(help="The method's name in the result rows.")] = "model",
+    method: Annotated[
+        str | None, typer.Option(help="The method's name in the result rows; the model's own unless given.")
+    ] = None,
     student_seed: Annotated[
         int | None, typer.Option(help="The seed that the model was trained on, for the result rows.")
     ] = None,
@@ -177,7 +181,11 @@ def evaluate(
         raise UserError(reason)
     if embedder is not None and vectors is None:
         load_embedder(embedder, device())  # no metric needs it, but what cannot be loaded is a mistake
-    labels: dict[str, Any] = {"method": method, "seed": student_seed, "recipe_hash": fingerprint(measured)}
+    labels: dict[str, Any] = {
+        "method": method or called(model),
+        "seed": student_seed,
+        "recipe_hash": fingerprint(measured),
+    }
     rows = []
     for text, section, foreign in before:
         subject = Subject.before(
@@ -343,7 +351,7 @@ def bench(
             say(f"{row.work}: {row.ours.ms:,.1f} ms")
             if json is not None:
                 append_line(json, row.json())
-    show(table(rows))
+    show_whole(table(rows))
     if plot is not None:
         write_text(plot, svg(figure([row.json() for row in rows if "along" in row.settings])))
         say(f"plot: {plot}")

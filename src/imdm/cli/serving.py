@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from imdm.cli.app import STOPPED, app, device, say
-from imdm.cli.early import located
+from imdm.cli.early import called, located
 from imdm.errors import UserError
 from imdm.files import read_json
 from imdm.listening import listen
@@ -23,7 +23,11 @@ from imdm.shipped import HERE, names
 def serve(
     models: Annotated[
         list[str] | None,
-        typer.Argument(help="Model folders, names of shipped ones or hub ids; all that ship and write unless given."),
+        typer.Argument(
+            metavar="[[NAME=]MODEL]...",
+            help="Model folders, names of shipped ones or hub ids; all that ship and write unless given. NAME: what it "
+            "is called.",
+        ),
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65_535, help="0 takes a free one.")] = 8000,
@@ -94,13 +98,28 @@ def writing() -> list[str]:
 
 
 def named(models: Iterable[str]) -> dict[str, str]:
-    """Models by the names under which they are served: that of a folder, or of the run it lies in."""
-    found: dict[str, str] = {}
-    for model in models:
-        place = located(model) or model
-        folder = Path(place).resolve()
-        name = model if not folder.is_dir() else folder.parent.name if folder.name == "model" else folder.name
-        if name in found:
-            raise UserError(f"two models would be called {name!r}; give folders of different names")
-        found[name] = place
-    return found
+    """Models by the names under which they are served: as `NAME=MODEL` says, or as `called` has it; of folders that
+    would be called the same, as much more of each path as tells them apart."""
+    asked = [_split(model) for model in models]
+    places = [located(model) or model for _, model in asked]
+    names, parts = [name or called(model) for name, model in asked], 1
+    while clashing := {i for i, name in enumerate(names) if names.count(name) > 1}:
+        parts += 1
+        longer = {i: called(asked[i][1], parts) for i in clashing if asked[i][0] is None}
+        if all(names[i] == name for i, name in longer.items()):
+            twice = names[min(clashing)]
+            raise UserError(
+                f"two models would be called {twice!r}; name one yourself, as in other={places[max(clashing)]}"
+            )
+        names = [longer.get(i, name) for i, name in enumerate(names)]
+    return dict(zip(names, places, strict=True))
+
+
+def _split(model: str) -> tuple[str | None, str]:
+    """`NAME=MODEL` in two; what is there under its whole name has no other."""
+    name, equals, rest = model.partition("=")
+    if not equals or Path(model).exists():
+        return None, model
+    if not name.isprintable() or name.strip() != name or not name or not rest:
+        raise UserError(f"{model!r}: expected a model, or NAME=MODEL with a name to serve it under")
+    return name, rest

@@ -13,7 +13,7 @@ from rich.table import Column, Table
 from rich.text import Text as Plain
 
 from imdm.cli.app import ModelPath, Noise, Seed, app, device, in_colour, say, show, terminal, wide
-from imdm.cli.arguments import parse_canvas, parse_counts, read_prompts
+from imdm.cli.arguments import as_options, parse_canvas, parse_counts, read_prompts
 from imdm.cli.early import known_precision
 from imdm.console import appearing, coloured, legend, side_by_side
 from imdm.errors import UserError
@@ -26,7 +26,10 @@ def generate(
     prompt: Annotated[list[str] | None, typer.Option(help="Text to continue; may be repeated.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="A file of prompts, one a line.")] = None,
     infill: Annotated[str | None, typer.Option(help="Text with blanks to fill: 'The ___ sat on ___.'")] = None,
-    blank: Annotated[int, typer.Option(min=1, help="Tokens that each ___ of --infill becomes.")] = 4,
+    blank: Annotated[int, typer.Option(min=1, help="Tokens that each blank of --infill becomes.")] = 4,
+    marker: Annotated[
+        str, typer.Option(help="What a blank of --infill looks like, where ___ is text: --marker '[?]'.")
+    ] = "___",
     canvas: Annotated[
         list[str] | None, typer.Option(help="Token ids with holes to fill, such as '0 ? ? 1'; may be repeated.")
     ] = None,
@@ -80,7 +83,8 @@ def generate(
     author = load(model, device(), precision=precision)
     options |= {"trace": True} if trace and as_json else {}  # what a terminal shows follows from the tokens' steps
     if infill is not None:
-        texts = author.infill(infill, blank=blank, **options)
+        with as_options("marker"):
+            texts = author.infill(infill, blank=blank, marker=marker, **options)
     else:
         texts = author.write(given, length=length, **options)
     steps = steps_of(author.model, steps, [step for text in texts for step in text.revealed_at])

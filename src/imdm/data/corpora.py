@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from imdm.errors import UserError, reason_of, shorter, unknown
+from imdm.hub import hub_for
 
 SAMPLE = Path(__file__).with_name("sample")
 ENDINGS = (".txt", ".jsonl", ".parquet")
@@ -286,12 +287,13 @@ def _stream(name: str, config: str | None, split: str) -> Any:
         raise UserError("datasets of a hub need the extra: pip install 'imdm[text]'") from None
     options: dict[str, Any] = {"split": split, "streaming": True}
     try:
-        try:
-            return load_dataset(name, config, **options)
-        except RuntimeError as error:
-            if "script" not in str(error):
-                raise
-            return load_dataset(name, data_dir=config, revision="refs/convert/parquet", **options)
+        with hub_for(name):
+            try:
+                return load_dataset(name, config, **options)
+            except RuntimeError as error:
+                if "script" not in str(error):
+                    raise
+                return load_dataset(name, data_dir=config, revision="refs/convert/parquet", **options)
     except Exception as error:  # the hub's errors are many
         raise UserError(f"dataset {name!r} cannot be loaded: {str(error).splitlines()[0]}") from None
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from imdm.errors import UserError, reason_of
 from imdm.files import written_aside
+from imdm.hub import hub_for
 from imdm.shipped import check_fetched, find, meant
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt", "vocab.txt")
@@ -60,7 +61,8 @@ def load_tokenizer(name: str | Path) -> Any:
         elif (folder / "tokenizer.json").exists():  # whatever config.json lies beside it
             tokenizer = PreTrainedTokenizerFast.from_pretrained(str(name))
         else:
-            tokenizer = AutoTokenizer.from_pretrained(str(name), trust_remote_code=False)
+            with hub_for(folder):
+                tokenizer = AutoTokenizer.from_pretrained(str(name), trust_remote_code=False)
     except Exception as error:  # of many kinds: missing, damaged, no network
         raise UserError(f"tokenizer {str(name)!r} cannot be loaded: {reason_of(error)}") from None
     if not getattr(tokenizer, "is_fast", False):

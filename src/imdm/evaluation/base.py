@@ -175,6 +175,15 @@ class Subject:
         check_seed(self.seed)
         if self.first is not None:
             check_whole("first", self.first, 2, self.model.config.length)
+        for name, reader in (("judge", self.judge), ("embedder", self.embedder)):
+            if reader is not None and reader.special != self.keeps_special:
+                object.__setattr__(self, name, replace(reader, special=self.keeps_special))
+
+    @property
+    def keeps_special(self) -> bool:
+        """Whether special tokens stand in decoded rows: in those of a stream, not in whole texts, where what looks like
+        one was typed."""
+        return self.model.config.ending is None
 
     @classmethod
     def before(cls, model: MaskedDiffusionLM, data: Data, *, seed: int, **settings: Any) -> Subject:

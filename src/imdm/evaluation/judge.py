@@ -17,6 +17,7 @@ from imdm.devices import checked_device
 from imdm.errors import UserError, is_out_of_memory, reason_of
 from imdm.evaluation.base import Evaluation, Measurement, bootstrap_weights, metric, spread
 from imdm.files import read_json
+from imdm.hub import hub_for
 from imdm.models import MaskedDiffusionLM, check_precision, is_ours, load_model
 from imdm.shipped import FETCHABLE, fetched, find, meant, names
 from imdm.state import Noised
@@ -59,6 +60,8 @@ class Judge:
 
     begin: an id put before every text that does not begin with it, for judges that were trained so; it does not count.
     end: an id put after every text that has ended; it counts, since ending there is a choice like any other.
+    special: whether the name of a special token in a text is that token, as in rows of a stream that were decoded with
+    these kept; else it is text like any other.
     """
 
     name: str
@@ -69,6 +72,7 @@ class Judge:
     batch_size: int = 8
     context: int = CONTEXT
     end: int | None = None
+    special: bool = False
 
     @property
     def label(self) -> str:
@@ -129,7 +133,8 @@ class Judge:
 
     def ids(self, texts: list[str]) -> list[list[int]]:
         """Texts in the judge's tokens, without what it puts before and after them."""
-        return self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+        how = {"add_special_tokens": False, "split_special_tokens": not self.special}
+        return self.tokenizer(texts, **how)["input_ids"] if texts else []
 
     def start(self, ids: list[int]) -> list[int]:
         """What is to be read before these ids."""
@@ -204,8 +209,9 @@ def load_judge(
     )
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **extra)
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **SAFE, **extra)
+        with hub_for(folder):
+            tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **extra)
+            model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **SAFE, **extra)
     except Exception as error:  # missing, damaged, no network: the reasons are many
         if is_out_of_memory(error):
             raise

@@ -20,6 +20,7 @@ from torch import Tensor
 from imdm.errors import UserError, is_out_of_memory, reason_of
 from imdm.evaluation.base import Evaluation, Measurement, metric
 from imdm.evaluation.judge import SAFE, weight_sum
+from imdm.hub import hub_for
 
 SEEDS = 5
 SCALING = 5.0
@@ -43,12 +44,14 @@ class Reader(Protocol):
 
 @dataclass
 class Embedder:
-    """A sentence embedder: the mean of an encoder's last hidden states over a text's tokens, of length one."""
+    """A sentence embedder: the mean of an encoder's last hidden states over a text's tokens, of length one. special: as
+    of a `Judge`."""
 
     name: str
     model: Any
     tokenizer: Any
     batch_size: int = 32
+    special: bool = False
 
     @property
     def label(self) -> str:
@@ -63,7 +66,8 @@ class Embedder:
         device, out = next(self.model.parameters()).device, []
         for first in range(0, len(texts), self.batch_size):
             some = texts[first : first + self.batch_size]
-            read = self.tokenizer(some, padding=True, truncation=True, return_tensors="pt").to(device)
+            how = {"padding": True, "truncation": True, "split_special_tokens": not self.special}
+            read = self.tokenizer(some, **how, return_tensors="pt").to(device)
             hidden = self.model(**read).last_hidden_state  # (b, T, D)
             real = read["attention_mask"][..., None]
             average = (hidden * real).sum(1) / real.sum(1).clamp(min=1)
@@ -76,8 +80,9 @@ def load_embedder(name: str, device: str | torch.device = "cpu") -> Embedder:
     from transformers import AutoModel, AutoTokenizer
 
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        model: Any = AutoModel.from_pretrained(name, **SAFE)
+        with hub_for(name):
+            tokenizer: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+            model: Any = AutoModel.from_pretrained(name, **SAFE)
     except Exception as error:  # missing, damaged, no network: the reasons are many
         if is_out_of_memory(error):
             raise

@@ -80,7 +80,7 @@ class DiffusionLM(LM):
         self.n, self.seed, self.batch_size, self.temperature = n, seed, int(batch_size), temperature
         self.whole = self.model.config.ending is not None
         self.tail = (self.model.length if self.whole else TAIL) if tail is None else tail
-        self.progress = progress
+        self.progress, self._chat = progress, False
         self.stderrs: defaultdict[str, list[float]] = defaultdict(list)
         """The Monte-Carlo standard error of every log-likelihood so far, in nats, by task."""
 
@@ -126,6 +126,10 @@ class DiffusionLM(LM):
         return before, self._ids(context[len(kept) :] + continuation)  # a token reaches over the border
 
     def _ids(self, text: str) -> list[int]:
+        """What a task asks is text: names of special tokens in it are characters like others, unless a chat template
+        has put them there."""
+        if not self._chat:
+            return self.writer.encode(text)
         return self.writer.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
 
     def _asked(self, context: list[int], continuation: list[int]) -> Iterator[Asked]:
@@ -231,6 +235,7 @@ class DiffusionLM(LM):
         """By the tokenizer's own template, where it has one."""
         if not getattr(self.writer.tokenizer, "chat_template", None):
             raise UserError("the tokenizer has no chat template; ask without one")
+        self._chat = True
         return self.writer.tokenizer.apply_chat_template(
             chat_history, tokenize=False, add_generation_prompt=add_generation_prompt
         )

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from imdm.errors import UserError, check_is, check_seed, check_whole, is_out_of_memory, shown
+from imdm.hub import hub_for
 from imdm.masks import Infinite, Mask, NoisePath, parse_mask
 from imdm.models.backbones import Backbone, backbones, parse_backbone
 from imdm.models.backbones.base import WRAPPERS, size_filled
@@ -137,8 +138,9 @@ class MaskedDiffusionLM(PreTrainedModel):
         as_saved = folder.is_dir() and not kwargs.keys() - AS_SAVED
         kwargs |= {"use_safetensors": True, "output_loading_info": True}
         try:
-            source, kwargs = opened(cls.config_class, pretrained_model_name_or_path, kwargs)
-            loaded: Any = super().from_pretrained(source, *args, **kwargs)
+            with hub_for(folder):
+                source, kwargs = opened(cls.config_class, pretrained_model_name_or_path, kwargs)
+                loaded: Any = super().from_pretrained(source, *args, **kwargs)
         except RuntimeError as error:
             if is_out_of_memory(error) or "meta device" in str(error):
                 raise

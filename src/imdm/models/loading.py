@@ -9,6 +9,7 @@ import torch
 
 from imdm.errors import UserError, check_is, reason_of
 from imdm.files import read_json
+from imdm.hub import hub_for
 from imdm.models.configuration import MaskedDiffusionConfig
 from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.models.fast import check_precision
@@ -51,7 +52,8 @@ def load_config(path: str | Path) -> MaskedDiffusionConfig:
     where = f"model {str(path)!r}"
     place = _found(path)
     try:
-        return MaskedDiffusionConfig.from_pretrained(place)
+        with hub_for(place):
+            return MaskedDiffusionConfig.from_pretrained(place)
     except (OSError, TypeError, KeyError, AttributeError, RuntimeError) as error:
         raise UserError(f"{where} cannot be loaded: {reason_of(error)}") from None
 

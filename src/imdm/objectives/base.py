@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from imdm.config import Config, parse_kind
+from imdm.errors import UserError
 from imdm.models.readout import Chosen
 from imdm.process import Process
 from imdm.randomness import Purpose, as_key, fold, uniform
@@ -142,6 +143,25 @@ class Objective(Config):
         """What a step updates: for each of its updates, one after another, the networks that one loss is for. A network
         that is not named keeps its weights, its moments and its average."""
         return ((STUDENT,),)
+
+    def waits(self) -> str | None:
+        """The setting by which the student waits for other networks, with its value; None where there is none."""
+        return None
+
+    def first_update(self, steps: int) -> int | None:
+        """The first of so many steps that updates the student; None: none does."""
+        return next((step for step in range(steps) if any(STUDENT in names for names in self.updates(step))), None)
+
+    def check_steps(self, steps: int, where: str = "") -> None:
+        """Refuse so few steps that the student would stay as it is; where: what names of settings begin with."""
+        if self.first_update(steps) is not None:
+            return
+        more = "give it more"
+        if (waits := self.waits()) is not None:
+            more = f"give it more than {where}objective.{waits}, or lower that"
+        raise UserError(
+            f"{where}training.steps = {steps}: objective {self.kind!r} does not update the student in so few; {more}"
+        )
 
     def turn(self, companion: Any, step: int, average: Mapping[str, Tensor]) -> bool:
         """Called before each step with the student's averaged weights; True: the student gets a new optimiser."""

@@ -198,6 +198,9 @@ class Match(Objective):
         last = (AUXILIARY,) if step < self.auxiliary.ahead else (STUDENT, AUXILIARY)
         return ((AUXILIARY,),) * (self.auxiliary.updates - 1) + (last,)
 
+    def waits(self) -> str | None:
+        return f"auxiliary.ahead = {self.auxiliary.ahead}"
+
     def origins(self, step: Step) -> tuple[Tensor, Tensor]:
         """Where each sequence begins, and its time, low-discrepancy within its kind: (b,) each. There are no own texts
         before the first step; those sequences begin with all masks."""

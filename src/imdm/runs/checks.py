@@ -81,6 +81,7 @@ def _check_inputs(inputs: Inputs, name: str) -> None:
 def _check_training(inputs: Inputs, name: str, stage: TrainStage) -> None:
     state = processes()
     stage.training.check(state.num_processes, state.device)
+    stage.objective.check_steps(stage.training.steps, f"stages.{name}.")
     if stage.data is None and len(stage.objective.needs) > 1:
         raise UserError(
             f"stage {name!r}: objective {stage.objective.kind!r} trains on a coupling; "

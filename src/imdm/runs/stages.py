@@ -94,9 +94,9 @@ def _train(run: Run, name: str, stage: TrainStage) -> str:
 
         def progress(p: Progress) -> None:
             nonlocal speed
-            loss = loss_in_words(p.loss) if isfinite(p.loss) else "–"  # before the student's first update
+            loss = f"loss {loss_in_words(p.loss)}" if isfinite(p.loss) else _waiting(stage)
             speed = f"{p.tokens_per_second:,.0f} tok/s"
-            bar(p.step, f"loss {loss}  {speed}")
+            bar(p.step, f"{loss}  {speed}")
 
         trainer = Trainer(
             model,
@@ -118,6 +118,13 @@ def _train(run: Run, name: str, stage: TrainStage) -> str:
             bar(trainer.step, f"loss {loss_in_words(end)} (mean of the last {LAST})  {speed}")
     _carry_tokenizer(run, stage, folder)
     return fingerprint(load_model(folder))
+
+
+def _waiting(stage: TrainStage) -> str:
+    """What is said in a loss's place before the student's first update."""
+    first = stage.objective.first_update(stage.training.steps) or 0
+    others = dict.fromkeys(name for names in stage.objective.updates(0) for name in names)
+    return f"the student waits for its {' and '.join(others)} until step {first:,}"
 
 
 def _carry_tokenizer(run: Run, stage: TrainStage, folder: Path) -> None:

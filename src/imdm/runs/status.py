@@ -111,8 +111,8 @@ def _stage(folder: Path, recipe: Recipe, name: str) -> StageStatus:
 def _training(folder: Path, stage: TrainStage, name: str, state: str) -> StageStatus:
     history = read_history(folder)
     rows = [row for row in history if "steps_per_second" in row]
-    step, steps = (rows[-1]["step"] if rows else 0), stage.training.steps
     saved, point = steps_present(folder / "checkpoints"), {}
+    step, steps = max([0, *(row["step"] for row in history), *saved[-1:]]), stage.training.steps
     if saved:
         file = checkpoint_path(folder / "checkpoints", saved[-1]) / "state.json"
         point = read_recorded(file, "status", companion=dict)

@@ -29,7 +29,7 @@ from imdm.serving.app import while_connected
 from imdm.serving.engine import Busy, Engine, Frame, Job, TooLong
 from imdm.serving.pieces import Pieces
 from imdm.serving.settings import Settings
-from imdm.shipped import DEFAULT, listed
+from imdm.shipped import listed
 from imdm.writer import Writer
 
 PAGE = Path(__file__).with_name("page")
@@ -222,9 +222,8 @@ def router(engine: Engine, settings: Settings) -> APIRouter:
 
     @routes.get("/play/models", include_in_schema=False)
     async def models() -> dict[str, Any]:
-        first = DEFAULT if DEFAULT in authors else next(iter(authors))
         described = [author.described() for author in authors.values()]
-        return {"models": described, "default": first, "steps": min(MOST_STEPS, settings.steps)}
+        return {"models": described, "steps": min(MOST_STEPS, settings.steps)}
 
     @routes.post("/play/write", include_in_schema=False)
     async def write(request: Request, asked: ToWrite) -> Response:

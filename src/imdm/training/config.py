@@ -81,6 +81,8 @@ class TrainConfig(Config):
 
     def check(self, world: int, device: torch.device) -> None:
         """Refuse what this machine cannot run."""
+        if self.lora is not None:  # first: what it needs would be refused next
+            check_precision(self.lora.base, device, "training.lora.base")
         check_precision(self.precision, device, "training.precision")
         check_lora(self.lora, self.precision)
         if self.shard != "none" and self.optimizer == "muon":

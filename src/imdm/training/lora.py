@@ -30,7 +30,8 @@ class Lora(Config):
     alpha    the change is scaled by alpha / rank; 2·rank unless given
     dropout  of what the changes read
     targets  names of the linear layers that change, such as `[q_proj, v_proj]`; all of the blocks unless given
-    base     in what precision weights that stay as they are lie in memory; bf16 needs `training.precision: bf16`
+    base     in what precision weights that stay as they are lie in memory; bf16 needs `training.precision: bf16` and a
+             GPU
     """
 
     rank: int = Field(ge=1)
@@ -137,7 +138,10 @@ def check_lora(lora: Lora | None, precision: str) -> None:
         return
     _peft()
     if lora.base == "bf16" and precision != "bf16":
-        raise UserError("training.lora.base = bf16: products are then of bf16 too; set training.precision = bf16")
+        raise UserError(
+            f"training.lora.base = bf16: products are then in bf16 too, but training.precision = {precision}; set both "
+            "to bf16, or both to float32"
+        )
 
 
 def check_backbone(kind: str) -> None:

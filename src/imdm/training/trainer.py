@@ -124,11 +124,7 @@ class Trainer:
         self.model, self.optimizer, self.ema = student.model, student.optimizer, student.ema
         self.bare: MaskedDiffusionLM = student.bare
         self._updates(0)  # refused now rather than later
-        if not any(STUDENT in names for step in range(config.steps) for names in objective.updates(step)):
-            raise UserError(
-                f"training.steps = {config.steps}: objective {objective.kind!r} does not update the student in so few; "
-                "give it more, or fewer that are another network's alone (objective.auxiliary.ahead of match)"
-            )
+        objective.check_steps(config.steps)
         self.companion = objective.companion(self.bare, start)
         self.beside = Beside(self.accelerator.device)
         self.step = 0

@@ -488,6 +488,11 @@ def _facts(text: str) -> Facts:
     output = lm.get_output_embeddings()
     if not isinstance(embedding, nn.Embedding) or output is None:
         raise UserError(f"{config.model_type!r} models have no embedding of tokens, or no head, that could be found")
+    if lm.base_model is lm:  # as llama4_text has it
+        raise UserError(
+            f"{config.model_type!r} models do not say which part of them comes before the head; take another of "
+            "transformers' models"
+        )
     rows, width = embedding.weight.shape
     layers = getattr(config, "num_hidden_layers", None)
     name = type(lm).__name__.removesuffix("ForCausalLM").removesuffix("ForMaskedLM").removesuffix("LMHeadModel")

@@ -90,6 +90,7 @@ function shown() {
   byId("steps-shown").textContent = field.steps.value;
   byId("temperature-shown").textContent = Number(field.temperature.value) === 0 ? "0, the likeliest" : field.temperature.value;
   byId("about").textContent = app.model(field.model.value).about ?? "";
+  byId("about-other").textContent = app.model(field.other.value).about ?? "";
 }
 
 async function begin(signal) {
@@ -97,11 +98,10 @@ async function begin(signal) {
   models = found.models;
   field.steps.max = found.steps;
   for (const select of [field.model, field.other]) select.replaceChildren(...models.map(({ name }) => el("option", { value: name }, name)));
-  const written = models.find(({ name }) => name === found.default) ?? models[0];
-  const others = models.filter((model) => model !== written);
-  const before = others.filter((model) => !model.noisy).at(-1) ?? others[0] ?? written;
+  const [written, ...others] = models; // the first that was given to the service
+  const other = others.filter((model) => !model.noisy).at(-1) ?? others[0] ?? written;
   field.model.value = written.name;
-  field.other.value = before.name;
+  field.other.value = other.name;
   shown();
   if (here === "fill") await panels.fill.read(signal);
 }

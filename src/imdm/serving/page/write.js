@@ -51,7 +51,7 @@ export function panel(root, app) {
 }
 
 export function beside(root, app) {
-  const sides = ["the other model", "the model"].map((which) => {
+  const sides = ["the model", "the other model"].map((which) => {
     const title = el("h3", {}, which);
     const view = new TextView(`The text of ${which}`, { empty: "Press Write both." });
     const figures = new Figures();
@@ -69,7 +69,7 @@ export function beside(root, app) {
       const { model, other, prompt, steps, seed, temperature } = app.settings();
       key.replaceChildren(legend(steps, root));
       player.start(steps);
-      await Promise.all([other, model].map(async (name, i) => {
+      await Promise.all([model, other].map(async (name, i) => {
         const { title, view, figures } = sides[i];
         view.clear();
         figures.clear();
