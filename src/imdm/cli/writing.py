@@ -60,14 +60,16 @@ def generate(
         raise UserError("--film shows when each token appeared; leave out --trace and --json")
     given = read_prompts(prompts) if prompts is not None else prompt
     from imdm.data.tokenizers import has_tokenizer
-    from imdm.models import check_precision, load_model
-    from imdm.writer import load
+    from imdm.devices import check_precision
+    from imdm.light import load_light
 
     check_precision(precision, device(), "--precision")
     options: dict[str, Any] = {"num": num, "steps": steps, "seed": seed, "noise": noise}
     options |= {"temperature": temperature, "top_p": top_p}
     ids_only = Path(model).is_dir() and not has_tokenizer(Path(model))
     if canvas or (ids_only and given is None and infill is None):
+        from imdm.models import load_model
+
         writer = load_model(model, precision).to(device())
         start = parse_canvas(canvas, writer, length) if canvas else None
         made = writer.generate(start, length=length, trace=trace, **options)
@@ -77,7 +79,7 @@ def generate(
             return
         _print_ids(made, writer.config.mask_token_id, as_json)
         return
-    author = load(model, device(), precision=precision)
+    author = load_light(model, device(), precision)
     options |= {"trace": True} if trace and as_json else {}  # what a terminal shows follows from the tokens' steps
     if infill is not None:
         texts = author.infill(infill, blank=blank, **options)
