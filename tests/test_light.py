@@ -30,8 +30,9 @@ def test_the_same_texts(pair: tuple[Writer, Writer]) -> None:
     assert type(light.model) is Network
     assert type(full.model) is MaskedDiffusionLM
     assert isinstance(light.tokenizer, LightTokenizer)
-    for options in ({}, {"steps": 2, "temperature": 0.7, "noise": "keep"}, {"steps": 3, "top_p": 0.9, "trace": True}):
-        assert light.write(TEXTS, num=2, seed=3, **options) == full.write(TEXTS, num=2, seed=3, **options)
+    for options in ({"length": 60}, {"steps": 2, "temperature": 0.7, "noise": "keep"}, {"top_p": 0.9, "trace": True}):
+        how = {"length": 40, "seed": 3, "steps": 3} | options
+        assert light.write(TEXTS, **how) == full.write(TEXTS, **how)
     assert light.write(num=2, steps=1) == full.write(num=2, steps=1)
     assert light.infill("The ___ sat on ___ .") == full.infill("The ___ sat on ___ .")
 

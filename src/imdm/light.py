@@ -29,7 +29,8 @@ CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 def load_light(name: str | Path, device: str | torch.device = "cpu", precision: str = "float32") -> Writer:
     """As `imdm.load`. The writer's model is a `Network` where that is enough, and has nothing of `transformers`.
 
-    >>> load_light("sentences-imdm").write("It was a dark", steps=4)[0].text.startswith("It was a dark")
+    >>> from imdm.shipped import DEFAULT
+    >>> load_light(DEFAULT).write("It was a dark", steps=4)[0].text.startswith("It was a dark")
     True
     """
     folder, device = Path(find(name)), checked_device(device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal, get_args
 
 from imdm.errors import (
     MOST_STEPS,
@@ -17,7 +17,14 @@ from imdm.errors import (
     is_temperature,
     unknown,
 )
-from imdm.process import NoisePolicy, check_policy
+
+NoisePolicy = Literal["posterior", "keep"]
+"""What a masked position's noise does while it stays masked: `posterior` redraws it as Eq. 13 says, `keep` holds it."""
+
+
+def check_policy(policy: str) -> None:
+    if policy not in get_args(NoisePolicy):
+        raise unknown("noise policy", policy, get_args(NoisePolicy))
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from imdm.sampling.categorical import draw
 from imdm.sampling.generation import Generation, Revealed, Trace
 from imdm.sampling.options import Sampling, as_sampling
 from imdm.sampling.planning import plan, time_grid  # noqa: F401
-from imdm.sampling.turns import Turn, next_turn, turns
+from imdm.sampling.turn import Turn, next_turn, turns
 from imdm.state import Noised
 
 if TYPE_CHECKING:
