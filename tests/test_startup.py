@@ -59,6 +59,7 @@ REFUSED = {
     f"couple {SHIPPED} --out out --pairs 0": "Invalid value for '--pairs'",
     f"couple {SHIPPED} --out out --start nosuch": "unknown start of pairs 'nosuch'; known: perturbed, prior",
     f"distill sdtt {SHIPPED} --data aligned --out out --mask nosuch-1": "unknown mask 'nosuch'; known: ",
+    f"distill sdtt {SHIPPED} --data aligned --out out --rounds 0": "Invalid value for '--rounds'",
     "prepare sample --length 0 --out out": "Invalid value for '--length'",
     f"evaluate {SHIPPED} --data sample --top-p 3": "top_p = 3.0: must be in (0, 1]",
     "show --first nosuch": "model 'nosuch': no such folder",

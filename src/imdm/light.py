@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -19,6 +19,9 @@ from imdm.models.saving import check_saved
 from imdm.models.shape import Shape
 from imdm.shipped import find
 from imdm.writer import Writer, load
+
+if TYPE_CHECKING:
+    from imdm.models import MaskedDiffusionLM
 
 CONFIGURED = {*signature(Shape.__init__).parameters} - {"self", "kwargs", "backbone", "tie_word_embeddings"}
 BESIDE = {"architectures", "dtype", "model_type", "transformers_version"}
@@ -38,7 +41,7 @@ def load_light(name: str | Path, device: str | torch.device = "cpu", precision: 
     tokenizer = light_tokenizer(folder) if model is not None else None
     if model is None or tokenizer is None:
         return load(name, device, precision=precision)
-    return Writer(model.eval().to(device), tokenizer)
+    return Writer(cast("MaskedDiffusionLM", model.eval().to(device)), tokenizer)  # a writer asks no more of it
 
 
 def light_model(folder: Path) -> Network | None:

@@ -21,7 +21,7 @@ from imdm.sampling import Generation, Revealed
 from imdm.shipped import find
 
 if TYPE_CHECKING:
-    from imdm.models import Network
+    from imdm.models import MaskedDiffusionLM
 
 BLANK = "___"
 
@@ -71,7 +71,7 @@ class Writer:
     True
     """
 
-    model: Network
+    model: MaskedDiffusionLM
     tokenizer: Any
 
     def __post_init__(self) -> None:

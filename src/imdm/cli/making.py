@@ -234,15 +234,19 @@ def distill(
         bool,
         typer.Option("--mixture", help="Give the student a latent λ, which di4c needs and a single mask has not."),
     ] = False,
-    rounds: Annotated[int | None, typer.Option(help="Rounds; 7 for sdtt, 1 for redi, 2 for di4c unless given.")] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Rounds; 7 for sdtt, 1 for redi, 2 for di4c unless given.")
+    ] = None,
     iterations: Annotated[
         int | None,
-        typer.Option(help="Training steps, a round where there are rounds; the paper's (di4c: 10,000; match: 8,000)."),
+        typer.Option(
+            min=1, help="Training steps, a round where there are rounds; the paper's (di4c: 10,000; match: 8,000)."
+        ),
     ] = None,
     batch: Annotated[
-        int | None, typer.Option(help="Sequences a step; the paper's (di4c: 32; match: 256) unless given.")
+        int | None, typer.Option(min=1, help="Sequences a step; the paper's (di4c: 32; match: 256) unless given.")
     ] = None,
-    pairs: Annotated[int | None, typer.Option(help="redi: pairs a round; 100,000 unless given.")] = None,
+    pairs: Annotated[int | None, typer.Option(min=1, help="redi: pairs a round; 100,000 unless given.")] = None,
     precision: Annotated[
         str | None,
         typer.Option(

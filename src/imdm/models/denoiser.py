@@ -144,7 +144,7 @@ class MaskedDiffusionLM(Network, PreTrainedModel):
             return super().__call__(state, **dict(zip(names, others, strict=True)), **kwargs)
         return super().__call__(*args, **kwargs)
 
-    def forward(
+    def forward(  # type: ignore[override]  # a state comes first here too, or ids
         self,
         input_ids: Noised | Tensor | None = None,
         attention_mask: Tensor | None = None,

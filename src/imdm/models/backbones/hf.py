@@ -77,7 +77,7 @@ class HF(Backbone):
         self.shift, self.linear = asked.shift and not config.causal, facts(asked.config).linear
         self.opening: Opening | None = None
         self._compiled: frozenset[bool] = frozenset()  # whether while it trains, whether while it does not
-        self.set_network(built(asked.config, eager=config._attn_implementation == "eager"))
+        self.set_network(built(asked.config, eager=getattr(config, "_attn_implementation", None) == "eager"))
 
     def get_network(self) -> PreTrainedModel:
         return self.lm
