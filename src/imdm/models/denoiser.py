@@ -100,9 +100,6 @@ class MaskedDiffusionLM(Network, PreTrainedModel):
         save = super().save_pretrained
         save_whole(lambda place: save(place, *args, **kwargs), Path(save_directory), self.config)
 
-    def get_input_embeddings(self) -> nn.Module:
-        return self._ends.embedding
-
     def set_input_embeddings(self, value: nn.Module) -> None:
         if self.backbone.whole:
             self.backbone.get_network().set_input_embeddings(value)

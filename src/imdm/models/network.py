@@ -134,6 +134,9 @@ class Network(nn.Module):
         """What has the embedding and the head: a backbone with its own, or this."""
         return self.backbone if self.backbone.whole else self
 
+    def get_input_embeddings(self) -> nn.Module:
+        return self._ends.embedding
+
     def embed(self, state: Noised) -> Tensor:
         """Eq. 15: E(z) for data tokens, E(mask) + MLP(ε) for masked positions: (B, L, D). A single mask reads none."""
         x = self._ends.embedding(state.tokens)
