@@ -2,10 +2,11 @@
 # make run       the paper's synthetic experiment, end to end, and text by the models that ship: a report in runs/synthetic
 # make test      tests, linter, formatter, types: about six minutes
 # make test-all  the same, and the tests that take longer
+# make dist      the wheel and the source archive, in dist/
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup run test test-all clean
+.PHONY: setup run test test-all dist clean
 
 setup: .venv/ready
 
@@ -30,5 +31,9 @@ test: setup
 test-all: test
 	$(BIN)/pytest -n auto --dist loadfile -m slow -rs
 
+dist: setup
+	rm -rf build dist
+	$(BIN)/python -m build --no-isolation
+
 clean:
-	rm -rf .venv runs .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv runs build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

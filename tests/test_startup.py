@@ -13,10 +13,11 @@ import pytest
 
 from imdm.benchmarks import benchmarks
 from imdm.cli import early
-from imdm.data import languages
+from imdm.data import CoupleConfig, languages
 from imdm.evaluation import metrics
 from imdm.evaluation.judge import Precision
 from imdm.exporting import Weights
+from imdm.masks.base import masks
 from imdm.process import NoisePolicy
 from imdm.runs.distilling import METHODS
 
@@ -45,6 +46,22 @@ REFUSED = {
     "generate empty": "model 'empty' has no config.json",
     "generate --prompts nosuch.txt": "--prompts: nosuch.txt is missing",
     "generate --noise nosuch": "unknown noise policy 'nosuch'; known: keep, posterior",
+    "generate --nosuch": "No such option: --nosuch",
+    "generate --steps 0": "steps = 0: must be a whole number from 1 to 1,000,000",
+    "generate --temperature -1": "temperature = -1.0: must be 0 (the likeliest token) or in ",
+    "generate --top-p 2": "top_p = 2.0: must be in (0, 1]",
+    "generate --num 0": "num = 0: must be a whole number of at least 1",
+    "generate --length 0": "length = 0: must be a whole number from 1 to ",
+    "generate --length 1000000": "length = 1000000: must be a whole number from 1 to ",
+    "generate --canvas x": "--canvas ['x']: write token ids and ? for holes",
+    "show --into nosuch": "nosuch: no such folder",
+    "adopt nosuch.ckpt --out out": "model 'nosuch.ckpt': no such file or folder, nor a hub id",
+    f"couple {SHIPPED} --out out --pairs 0": "Invalid value for '--pairs'",
+    f"couple {SHIPPED} --out out --start nosuch": "unknown start of pairs 'nosuch'; known: perturbed, prior",
+    f"distill sdtt {SHIPPED} --data aligned --out out --mask nosuch-1": "unknown mask 'nosuch'; known: ",
+    f"distill sdtt {SHIPPED} --data aligned --out out --rounds 0": "Invalid value for '--rounds'",
+    "prepare sample --length 0 --out out": "Invalid value for '--length'",
+    f"evaluate {SHIPPED} --data sample --top-p 3": "top_p = 3.0: must be in (0, 1]",
     "show --first nosuch": "model 'nosuch': no such folder",
     "serve nosuch": "model 'nosuch': no such folder",
     f"serve {SHIPPED} {SHIPPED}": "two models would be called 'sentences-teacher'",
@@ -122,7 +139,7 @@ def test_lists_and_refusals_do_not_wait_for_torch(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == before
 
 
-@pytest.mark.parametrize("line", ["recipes", "generate nosuch"])
+@pytest.mark.parametrize("line", ["--help", "recipes", "generate nosuch", "generate --steps 0"])
 def test_a_process_of_its_own_does_not_either(line: str, tmp_path: Path) -> None:
     done = python("-X", "importtime", "-m", "imdm", *line.split(), cwd=tmp_path)
     assert done.returncode == (2 if line in REFUSED else 0)
@@ -131,11 +148,30 @@ def test_a_process_of_its_own_does_not_either(line: str, tmp_path: Path) -> None
     assert "torch" not in imported
 
 
+QUICK = {"--help": 0.5, "generate nosuch": 1.0, "generate --steps 0": 1.0, "train nosuch.yaml": 1.0}
+"""Seconds of a processor that a command may take on the machine it was measured on; the test allows four times that."""
+
+
+@pytest.mark.parametrize("line", QUICK)
+def test_what_needs_no_torch_is_quick(line: str, tmp_path: Path) -> None:
+    """Seconds of a processor, which a busy machine does not change much; the best of three."""
+
+    def took() -> float:
+        before = os.times()
+        python("-m", "imdm", *line.split(), cwd=tmp_path)
+        after = os.times()
+        return after.children_user + after.children_system - before.children_user - before.children_system
+
+    assert min(took() for _ in range(3)) < 4 * QUICK[line]
+
+
 def test_names_that_are_known_early_are_the_registered_ones() -> None:
     assert set(early.LANGUAGES) == set(languages)
     assert set(early.METRICS) == set(metrics)
     assert len(early.METRICS) == len(set(early.METRICS))
     assert set(early.BENCHMARKS) == set(benchmarks)
+    assert set(early.MASKS) == set(masks)
+    assert set(early.STARTS) == set(get_args(CoupleConfig.model_fields["start"].annotation))
     assert early.DISTILLATIONS == METHODS
     assert set(early.POLICIES) == set(get_args(NoisePolicy))
     assert set(early.PRECISIONS) == set(get_args(Precision))

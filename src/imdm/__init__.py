@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from imdm.state import Noised
     from imdm.writer import Writer, load
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Finite",

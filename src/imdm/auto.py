@@ -9,13 +9,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from importlib.abc import Loader
 
 CONFIGS, MODELS = "transformers.models.auto.configuration_auto", "transformers.models.auto.modeling_auto"
-OURS = "imdm.models"
+OURS = "imdm.models.denoiser"
 
 
 def watch() -> None:
@@ -28,7 +30,8 @@ def watch() -> None:
 
 def register() -> None:
     """Our classes with the Auto classes that are loaded by now; as often as one likes."""
-    from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
+    from imdm.models.configuration import MaskedDiffusionConfig
+    from imdm.models.denoiser import MaskedDiffusionLM
 
     if (configs := _loaded(CONFIGS)) is not None:
         configs.AutoConfig.register(MaskedDiffusionConfig.model_type, MaskedDiffusionConfig, exist_ok=True)
@@ -47,14 +50,14 @@ def _loaded(name: str) -> Any:
 def _registered() -> None:
     """Once our models are there; while they are being loaded, they register themselves at their end."""
     if OURS in sys.modules:
-        if hasattr(sys.modules[OURS], "load_model"):
+        if hasattr(sys.modules[OURS], "around"):  # its last function
             register()
     else:
         import_module(OURS)
 
 
-class _Watch(MetaPathFinder):
-    """Finds the modules of the Auto classes as ever, and is told when they have been loaded."""
+class _Watch:
+    """A finder of modules. Finds those of the Auto classes as ever, and is told when they have been loaded."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name not in (CONFIGS, MODELS):

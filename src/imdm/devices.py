@@ -6,14 +6,17 @@ CPU processes as if each were alone.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import Accelerator, PartialState
 from torch import Tensor
 
 from imdm.errors import UserError, shown
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator, PartialState
 
 
 def checked_device(name: str | torch.device) -> torch.device:
@@ -29,11 +32,31 @@ def checked_device(name: str | torch.device) -> torch.device:
     return device
 
 
+def own_device() -> torch.device:
+    """The device of this process; one that is alone need not wait for Accelerate to say so."""
+    if "WORLD_SIZE" in os.environ:
+        return processes().device
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def check_precision(precision: str, device: torch.device | None = None, name: str = "precision") -> None:
+    """Refuse what there is not, and what the device, if one is to run it, is slow at; `name`: how whoever set it calls
+    it."""
+    if precision not in ("float32", "bf16"):
+        raise UserError(f"{name} = {precision}: float32 or bf16")
+    if precision == "bf16" and device is not None and device.type == "cpu":
+        raise UserError(f"{name} = bf16 needs a GPU; use float32 on a CPU")
+
+
 def processes() -> PartialState:
+    from accelerate import PartialState
+
     return PartialState(cpu=not torch.cuda.is_available())
 
 
 def accelerator() -> Accelerator:
+    from accelerate import Accelerator
+
     return Accelerator(cpu=not torch.cuda.is_available())
 
 

@@ -1,7 +1,9 @@
-"""Names of a package that are imported when they are first used, so that what needs no torch does not wait for it."""
+"""Names of a package that are imported when they are first used, so that what needs no torch does not wait for it; and
+names of the last version that are others now."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
@@ -23,5 +25,28 @@ def later(package: str, homes: Mapping[str, tuple[str, ...]]) -> Callable[[str],
         if name not in home_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(import_module(home_of[name]), name)
+
+    return get
+
+
+def renamed(old: str, new: str, names: Mapping[str, str]) -> Callable[[str], Any]:
+    """The `__getattr__` of a module that has moved: its names are found in the new one, each with a warning that says
+    where. names: those it had, each with what it is called now.
+
+    >>> get = renamed("imdm.pipeline", "imdm.runs", {"Run": "Run"})
+    >>> get("Walk")
+    Traceback (most recent call last):
+    AttributeError: module 'imdm.pipeline' has no attribute 'Walk'; it is 'imdm.runs' now
+    """
+
+    def get(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {old!r} has no attribute {name!r}; it is {new!r} now")
+        warnings.warn(
+            f"{old}.{name} is {new}.{names[name]} now; the old name goes with the next version",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return getattr(import_module(new), names[name])
 
     return get

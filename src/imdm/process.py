@@ -4,26 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from imdm.ending import Ending, Ends
-from imdm.errors import unknown
 from imdm.masks import Mask, NoisePath
 from imdm.masks.path import between_uniforms, with_ends
 from imdm.randomness import Purpose, uniform
+from imdm.sampling.options import NoisePolicy, check_policy
 from imdm.schedule import Schedule
 from imdm.state import Noised, Rows
 
-NoisePolicy = Literal["posterior", "keep"]
-"""What a masked position's noise does while it stays masked: `posterior` redraws it as Eq. 13 says, `keep` holds it."""
-
-
-def check_policy(policy: str) -> None:
-    if policy not in get_args(NoisePolicy):
-        raise unknown("noise policy", policy, get_args(NoisePolicy))
+__all__ = ["NoisePolicy", "Process", "Split", "check_policy"]
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,10 +16,12 @@ from imdm.devices import checked_device
 from imdm.ending import Ending
 from imdm.errors import UserError, check_seed, check_whole, shorter, shown
 from imdm.files import no_progress_bars
-from imdm.models import MaskedDiffusionLM, faster, load_model
 from imdm.room import check_room
 from imdm.sampling import Generation, Revealed
 from imdm.shipped import find
+
+if TYPE_CHECKING:
+    from imdm.models import MaskedDiffusionLM
 
 BLANK = "___"
 
@@ -296,6 +298,8 @@ def load(
     """A writer from a model folder, the name of a model that ships (`imdm models`) or a hub id, with the tokenizer that
     lies beside the weights. fast: made ready by `faster`, which pays for many texts on a GPU; precision: of the
     weights, `bf16` for large models."""
+    from imdm.models import faster, load_model
+
     name, device = find(name), checked_device(device)
     with no_progress_bars():
         model = load_model(name, precision)

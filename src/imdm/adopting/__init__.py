@@ -16,7 +16,7 @@ from imdm.errors import UserError, check_number, check_whole, reason_of
 from imdm.files import as_path, check_writable, read_json, write_json, write_tensors, written_aside
 from imdm.masks import parse_mask
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
-from imdm.shipped import check_fetched, find
+from imdm.shipped import check_source, find
 
 __all__ = ["Adopted", "adopt", "adopt_into", "adopted_config", "source_files", "write_published"]
 
@@ -171,14 +171,10 @@ def _with_mask_named(words: Any, mask: int) -> Any:
 
 def _place(source: str | Path) -> Path:
     """The folder or file, downloaded if it is a hub id; of one that was fetched its folder."""
-    check_fetched(source, "model")
+    check_source(source)
     path = as_path(find(source), "model")
     if path.exists():
         return path
-    if path.is_absolute() or len(path.parts) != 2 or path.suffix in (".ckpt", ".safetensors", ".bin", ".pt"):
-        raise UserError(
-            f"model {str(source)!r}: no such file or folder, nor a hub id (owner/name: google-bert/bert-base-uncased)"
-        )
     from huggingface_hub import snapshot_download
 
     try:

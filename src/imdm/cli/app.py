@@ -130,9 +130,9 @@ def reporter() -> Any:
 
 
 def device() -> Any:
-    from imdm.devices import processes
+    from imdm.devices import own_device
 
-    return processes().device
+    return own_device()
 
 
 def show_tables(made: Any) -> None:

@@ -124,17 +124,29 @@ def parse_conditional(text: str | None) -> Conditional:
     return Conditional.parse(parse_settings(text or "", "--conditional"), "--conditional")
 
 
+def parse_rows(rows: list[str]) -> list[list[int | None]]:
+    """`--canvas`: rows of token ids, None for holes."""
+    try:
+        return [[None if word in ("?", "_") else int(word) for word in row.split()] for row in rows]
+    except ValueError:
+        raise _no_canvas(rows) from None
+
+
 def parse_canvas(rows: list[str], model: MaskedDiffusionLM, length: int | None) -> Tensor:
     """Rows of ids and holes as one canvas; shorter rows end in holes."""
     import torch
 
     hole = model.config.mask_token_id
+    parsed = [[hole if token is None else token for token in row] for row in parse_rows(rows)]
+    longest = max(max(map(len, parsed)), min(length or 0, model.config.length))
     try:
-        parsed = [[hole if word in ("?", "_") else int(word) for word in row.split()] for row in rows]
-        longest = max(max(map(len, parsed)), min(length or 0, model.config.length))
         return torch.tensor([row + [hole] * (longest - len(row)) for row in parsed])
-    except (ValueError, RuntimeError, OverflowError):  # not a number, or not one that a token id can be
-        raise UserError(f"--canvas {shown(rows)}: write token ids and ? for holes, such as '0 ? ? 1'") from None
+    except (RuntimeError, OverflowError, ValueError):  # not a number that a token id can be
+        raise _no_canvas(rows) from None
+
+
+def _no_canvas(rows: list[str]) -> UserError:
+    return UserError(f"--canvas {shown(rows)}: write token ids and ? for holes, such as '0 ? ? 1'")
 
 
 def read_prompts(path: Path) -> list[str]:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import typer
 
-from imdm.errors import UserError, unknown
+from imdm.errors import UserError, check_whole, unknown
+from imdm.files import read_json
 from imdm.shipped import HERE as SHIPPED
 from imdm.shipped import find, folder_of
 
@@ -27,6 +28,7 @@ def registered(files: str, how: str) -> tuple[tuple[str, str], ...]:
 
 
 LANGUAGES = tuple(name for name, _ in registered("data/synthetic.py", "languages.register"))
+MASKS = tuple(name for name, _ in registered("masks/*.py", "masks.register"))
 BENCHMARKS = tuple(name for name, _ in registered("benchmarks/*.py", "benchmarks.register"))
 _METRICS = registered("evaluation/*.py", "metric")
 METRICS = tuple(name for name, _ in _METRICS)
@@ -35,6 +37,7 @@ AFTER_PROMPTS = tuple(name for name, needs in _METRICS if "prompts=True" in need
 ELSEWHERE = tuple(name for name in METRICS if name not in (*ON_LANGUAGES, *AFTER_PROMPTS))
 DISTILLATIONS = ("sdtt", "redi", "di4c", "match")
 POLICIES = ("posterior", "keep")
+STARTS = ("perturbed", "prior")
 PRECISIONS = ("float32", "bf16")
 WEIGHTS = ("bf16", "float32", "int8", "mixed")
 LAYOUTS = ("imdm", "mdlm", "transformers")
@@ -84,6 +87,28 @@ def known_precision(option: typer.CallbackParam, name: str | None) -> str | None
     if name is not None and name not in PRECISIONS:
         raise UserError(f"{option.opts[0]} = {name}: {' or '.join(PRECISIONS)}")
     return name
+
+
+def known_mask(name: str | None) -> str | None:
+    """A mask as it was named. Its settings are read later; its kind comes first, as in infinite-uniform-768-1.0."""
+    if name is not None:
+        check_known("mask", [name.partition("-")[0]], known_of("imdm.masks.base", "masks", MASKS))
+    return name
+
+
+def known_start(name: str) -> str:
+    check_known("start of pairs", [name], STARTS)
+    return name
+
+
+def check_length(length: int | None, model: str) -> None:
+    """Refuse more tokens than a model that is here has room for."""
+    folder = folder_of(model)
+    if length is None or folder is None:
+        return
+    config = read_json(folder / "config.json", f"model {model!r}")
+    most = config.get("length") if isinstance(config, dict) else None
+    check_whole("length", length, 1, most if isinstance(most, int) else length)
 
 
 def check_evaluation(metrics: str | None, data: Iterable[str], judge: str | None, pairs: Path | None) -> list[str]:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
-import yaml
 from rich.table import Table as RichTable
 
 from imdm.cli.app import (
@@ -33,11 +32,14 @@ from imdm.cli.early import (
     WEIGHTS,
     check_data,
     check_known,
+    known_mask,
     known_precision,
+    known_start,
     located,
 )
 from imdm.errors import UserError
 from imdm.files import check_holds
+from imdm.shipped import check_source
 
 if TYPE_CHECKING:
     from imdm.exporting import Weights
@@ -49,6 +51,8 @@ def recipes(name: Annotated[str | None, typer.Argument(help="Show this recipe wh
     from imdm.recipes import load_recipe, summaries
 
     if name is not None:
+        import yaml
+
         print(yaml.safe_dump(load_recipe(name).resolved(), sort_keys=False, allow_unicode=True, width=1000), end="")
         return
     table = RichTable("recipe", "what it does", box=None, pad_edge=False)
@@ -95,7 +99,7 @@ def prepare(
     out: Annotated[Path, OutFolder(help="Folder for the token shards.")],
     tokenizer: Annotated[str | None, typer.Option(help="A tokenizer's folder or hub id.")] = None,
     train_bpe: Annotated[int | None, typer.Option(help="Train a byte-pair encoding of so many ids instead.")] = None,
-    length: Annotated[int, typer.Option(help="Tokens a row.")] = 128,
+    length: Annotated[int, typer.Option(min=4, help="Tokens a row.")] = 128,
     packing: Annotated[
         str,
         typer.Option(
@@ -157,13 +161,16 @@ def couple(
     data: Annotated[
         str | None, typer.Option("--data", help="What is perturbed: a language or a safetensors file of tokens.")
     ] = None,
-    pairs: Annotated[int, typer.Option(help="How many.")] = 100_000,
-    steps: Annotated[int, typer.Option(help="Reverse steps of the teacher.")] = 1024,
+    pairs: Annotated[int, typer.Option(min=1, help="How many.")] = 100_000,
+    steps: Annotated[int, typer.Option(min=1, help="Reverse steps of the teacher.")] = 1024,
     noise: Noise = "posterior",
     start: Annotated[
-        str, typer.Option(help="perturbed: data corrupted to a random time; prior: everything masked.")
+        str,
+        typer.Option(
+            help="perturbed: data corrupted to a random time; prior: everything masked.", callback=known_start
+        ),
     ] = "perturbed",
-    batch_size: Annotated[int, typer.Option(help="Sequences in one network evaluation.")] = 256,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences in one network evaluation.")] = 256,
     precision: Annotated[str, typer.Option(help="float32, or on a GPU bf16.", callback=known_precision)] = "float32",
     compile: Annotated[
         bool, typer.Option("--compile", help="Compile the network first (GPU): some twenty seconds, then faster.")
@@ -221,21 +228,28 @@ def distill(
     ] = None,
     mask: Annotated[
         str | None,
-        typer.Option(help="The student's mask, such as infinite-uniform-768-1.0; that of its start unless given."),
+        typer.Option(
+            help="The student's mask, such as infinite-uniform-768-1.0; that of its start unless given.",
+            callback=known_mask,
+        ),
     ] = None,
     mixture: Annotated[
         bool,
         typer.Option("--mixture", help="Give the student a latent λ, which di4c needs and a single mask has not."),
     ] = False,
-    rounds: Annotated[int | None, typer.Option(help="Rounds; 7 for sdtt, 1 for redi, 2 for di4c unless given.")] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Rounds; 7 for sdtt, 1 for redi, 2 for di4c unless given.")
+    ] = None,
     iterations: Annotated[
         int | None,
-        typer.Option(help="Training steps, a round where there are rounds; the paper's (di4c: 10,000; match: 8,000)."),
+        typer.Option(
+            min=1, help="Training steps, a round where there are rounds; the paper's (di4c: 10,000; match: 8,000)."
+        ),
     ] = None,
     batch: Annotated[
-        int | None, typer.Option(help="Sequences a step; the paper's (di4c: 32; match: 256) unless given.")
+        int | None, typer.Option(min=1, help="Sequences a step; the paper's (di4c: 32; match: 256) unless given.")
     ] = None,
-    pairs: Annotated[int | None, typer.Option(help="redi: pairs a round; 100,000 unless given.")] = None,
+    pairs: Annotated[int | None, typer.Option(min=1, help="redi: pairs a round; 100,000 unless given.")] = None,
     precision: Annotated[
         str | None,
         typer.Option(
@@ -382,6 +396,7 @@ def adopt(
     ] = None,
 ) -> None:
     """Take in a published model: MDLM, SDTT, IMDM, LLaDA, Dream, BERT, Llama, … No code in the file is run."""
+    check_source(source)
     import torch
 
     from imdm.adopting import adopt_into

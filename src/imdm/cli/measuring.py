@@ -39,6 +39,7 @@ from imdm.cli.early import (
 )
 from imdm.errors import UserError, reason_of
 from imdm.files import check_holds
+from imdm.sampling.options import Sampling
 from imdm.shipped import FETCHABLE
 
 if TYPE_CHECKING:
@@ -130,6 +131,7 @@ def evaluate(
     """Measure a model: a table here, result rows in a file."""
     asked = check_evaluation(metrics, data, judge, pairs)
     counts, temperatures, wanted = parse_counts(steps), parse_temperatures(temperature), parse_match(match)
+    how = Sampling.of({"noise": noise, "top_p": top_p})
     from imdm.data import Coupling, check_fits
     from imdm.data.tokenizers import check_same, load_tokenizer
     from imdm.evaluation import Parts, Subject, append, load_embedder, load_judge, load_readers, read
@@ -139,9 +141,7 @@ def evaluate(
     from imdm.evaluation.mauve import NO_LIBRARY, has_mauve
     from imdm.models import check_precision, fingerprint, in_precision, load_model
     from imdm.report import all_results
-    from imdm.sampling import Sampling
 
-    how = Sampling.of({"noise": noise, "top_p": top_p})
     check_precision(precision, device(), "--precision")
     if out is not None and out.is_dir():
         raise UserError(f"--out {out} is a folder; give a file for the result rows")

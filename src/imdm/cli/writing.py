@@ -13,10 +13,12 @@ from rich.table import Column, Table
 from rich.text import Text as Plain
 
 from imdm.cli.app import ModelPath, Noise, Seed, app, device, in_colour, say, show, terminal, wide
-from imdm.cli.arguments import as_options, parse_canvas, parse_counts, read_prompts
-from imdm.cli.early import known_precision
+from imdm.cli.arguments import as_options, parse_canvas, parse_counts, parse_rows, read_prompts
+from imdm.cli.early import check_length, known_precision
 from imdm.console import appearing, coloured, legend, side_by_side
-from imdm.errors import UserError
+from imdm.errors import UserError, check_whole
+from imdm.files import check_holds
+from imdm.sampling.options import Sampling
 from imdm.shipped import DEFAULT, folder_of, listed
 
 
@@ -62,15 +64,22 @@ def generate(
     if film and (trace or as_json):
         raise UserError("--film shows when each token appeared; leave out --trace and --json")
     given = read_prompts(prompts) if prompts is not None else prompt
+    options: dict[str, Any] = {"steps": steps, "noise": noise, "temperature": temperature, "top_p": top_p}
+    Sampling.of(options)
+    check_whole("num", num)
+    check_length(length, model)
+    if canvas is not None:
+        parse_rows(canvas)
     from imdm.data.tokenizers import has_tokenizer
-    from imdm.models import check_precision, load_model
-    from imdm.writer import load
+    from imdm.devices import check_precision
+    from imdm.light import load_light
 
     check_precision(precision, device(), "--precision")
-    options: dict[str, Any] = {"num": num, "steps": steps, "seed": seed, "noise": noise}
-    options |= {"temperature": temperature, "top_p": top_p}
+    options |= {"num": num, "seed": seed}
     ids_only = Path(model).is_dir() and not has_tokenizer(Path(model))
     if canvas or (ids_only and given is None and infill is None):
+        from imdm.models import load_model
+
         writer = load_model(model, precision).to(device())
         start = parse_canvas(canvas, writer, length) if canvas else None
         made = writer.generate(start, length=length, trace=trace, **options)
@@ -80,7 +89,7 @@ def generate(
             return
         _print_ids(made, writer.config.mask_token_id, as_json)
         return
-    author = load(model, device(), precision=precision)
+    author = load_light(model, device(), precision)
     options |= {"trace": True} if trace and as_json else {}  # what a terminal shows follows from the tokens' steps
     if infill is not None:
         with as_options("marker"):
@@ -171,11 +180,11 @@ def show_two(
     counts = parse_counts(steps)
     for name in (first, second):
         folder_of(name)
-    from imdm.report import build_report, check_run
+    if into is not None:
+        check_holds(into, "results.jsonl")  # before any work
+    from imdm.report import build_report
     from imdm.showing import FIGURES, completions, keep
 
-    if into is not None:
-        check_run(into)  # before any work
     rows = list(completions(prompt, (first, second), counts, seed))
     table = Table(title=prompt, title_justify="left", caption=FIGURES, caption_justify="left", show_lines=True)
     table.add_column("steps", justify="right")

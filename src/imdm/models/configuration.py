@@ -6,26 +6,13 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
-from imdm.ending import Ending
-from imdm.errors import UserError, check_number, check_whole, shown, unknown
-from imdm.masks import parse_mask
-from imdm.models.backbones import backbones, parse_backbone
-from imdm.models.backbones.base import DEFAULT, is_default
-from imdm.schedule import parse_schedule
+from imdm.models.backbones import backbones
+from imdm.models.shape import LARGEST_VOCABULARY, PRESETS, Shape
 
-PRESETS: dict[str, dict[str, Any]] = {
-    "tiny": {"width": 128, "blocks": 4, "heads": 4, "condition": 32},
-    "mini": {"width": 256, "blocks": 6, "heads": 4, "condition": 64},
-    "small": {"width": 768, "blocks": 12, "heads": 12, "condition": 128},
-    "large": {"width": 1536, "blocks": 24, "heads": 16, "condition": 128},
-}
-"""Sizes: `mini` stays under 10M parameters with a vocabulary of 4,096; `small` is GPT-2 Small's, `large` the 860M."""
+__all__ = ["LARGEST_VOCABULARY", "PRESETS", "MaskedDiffusionConfig"]
 
 
-LARGEST_VOCABULARY = 1 << 24
-
-
-class MaskedDiffusionConfig(PreTrainedConfig):
+class MaskedDiffusionConfig(Shape, PreTrainedConfig):
     """What a model is made of.
 
     vocab_size      V, the mask token included
@@ -54,89 +41,7 @@ class MaskedDiffusionConfig(PreTrainedConfig):
     eos_token_id: int | None = None
     pad_token_id: int | None = None
 
-    def __init__(
-        self,
-        vocab_size: int = 50_258,
-        mask_token_id: int | None = None,
-        length: int = 1024,
-        width: int = 768,
-        blocks: int = 12,
-        heads: int = 12,
-        condition: int = 128,
-        dropout: float = 0.1,
-        softcap: float | None = None,
-        mask: Any = "single",
-        mixture: bool = False,
-        schedule: Any = "log-linear",
-        causal: bool = False,
-        backbone: Any = None,
-        tie_word_embeddings: bool = False,
-        bos_token_id: int | None = None,
-        eos_token_id: int | None = None,
-        pad_token_id: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        width, blocks = kwargs.pop("hidden_size", width), kwargs.pop("num_hidden_layers", blocks)
-        heads, length = kwargs.pop("num_attention_heads", heads), kwargs.pop("max_position_embeddings", length)
-        kwargs.pop("auto_map", None)  # of a folder for plain `transformers`; what is saved from here has no such files
-        sizes = {"vocab_size": (vocab_size, 2, LARGEST_VOCABULARY), "length": (length, 1, 1 << 20)}
-        sizes |= {"width": (width, 1, 1 << 16), "blocks": (blocks, 1, 1 << 12), "heads": (heads, 1, 1 << 12)}
-        sizes |= {"condition": (condition, 0, 1 << 16)}
-        for field, (value, least, most) in sizes.items():
-            check_whole(f"model.{field}", value, least, most)
-        check_number("model.dropout", dropout)
-        if not 0 <= dropout < 1:
-            raise UserError(f"model.dropout = {dropout!r}: must be in [0, 1)")
-        if softcap is not None:
-            check_number("model.softcap", softcap)
-            if softcap <= 0:
-                raise UserError(f"model.softcap = {softcap!r}: must be positive, or null for none")
-        for name, switch in (("mixture", mixture), ("causal", causal), ("tie_word_embeddings", tie_word_embeddings)):
-            if not isinstance(switch, bool):
-                raise UserError(f"model.{name} = {shown(switch)}: must be true or false")
-        if causal and (softcap is not None or mixture or parse_mask(mask).noisy):
-            raise UserError("model.causal = true: such a model has a single mask, no mixture and no softcap")
-        mask_token_id = vocab_size - 1 if mask_token_id is None else mask_token_id
-        check_whole("model.mask_token_id", mask_token_id, 0, vocab_size - 1)
-        special = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
-        if len({token is None for token in special.values()}) > 1:
-            raise UserError(f"model: {', '.join(special)}: give all, for rows that are whole texts, or none")
-        for field, token in special.items():
-            if token is None:
-                continue
-            check_whole(f"model.{field}", token, 0, vocab_size - 1)
-            if token == mask_token_id:
-                raise UserError(f"model.{field} = {token}: that is the mask; a text ends with another token")
-        self.vocab_size, self.length = vocab_size, length
-        self.width, self.blocks, self.heads, self.condition = width, blocks, heads, condition
-        self.dropout, self.softcap = float(dropout), softcap
-        self.mask, self.mixture, self.schedule = mask, bool(mixture), schedule
-        self.mask_token_id, self.causal = mask_token_id, bool(causal)
-        self.tie_word_embeddings = tie_word_embeddings
-        self.backbone = backbone
-        parsed = parse_backbone(self.backbone)
-        backbones[parsed.kind].check(self, parsed)
-        super().__init__(**kwargs)
-        if eos_token_id is not None:  # else not kept, so that a configuration is what it was
-            self.bos_token_id, self.eos_token_id, self.pad_token_id = bos_token_id, eos_token_id, pad_token_id
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Masks and schedules are kept as plain settings, however they were given."""
-        parse = {"mask": parse_mask, "schedule": parse_schedule}.get(name)
-        super().__setattr__(name, parse(value).model_dump() if parse else value)
-
-    @property
-    def backbone(self) -> dict[str, Any]:
-        """Its settings. Those of the usual one are not kept, so that a configuration is what it was before there were
-        others."""
-        return self.__dict__.get("backbone", {"kind": DEFAULT})
-
-    @backbone.setter
-    def backbone(self, value: Any) -> None:
-        settings = parse_backbone(value)
-        self.__dict__.pop("backbone", None)
-        if not is_default(settings):
-            self.__dict__["backbone"] = settings.model_dump()
+    __init__ = Shape.__init__  # else `transformers` would write one of its own
 
     def _of_backbone(self, name: str, own: str) -> Any:
         """A size by its name in `transformers`: the backbone's, where it is a model of theirs, else our own."""
@@ -170,35 +75,3 @@ class MaskedDiffusionConfig(PreTrainedConfig):
     @num_attention_heads.setter
     def num_attention_heads(self, value: int) -> None:
         self.heads = value
-
-    @property
-    def ending(self) -> Ending | None:
-        """How rows begin and end, where they are whole texts."""
-        if self.bos_token_id is None or self.eos_token_id is None or self.pad_token_id is None:
-            return None
-        return Ending(self.bos_token_id, self.eos_token_id, self.pad_token_id)
-
-    @property
-    def law(self) -> list[Any]:
-        """What a model's law follows from beside its weights, as plain data: masks, schedule, vocabulary, attention."""
-        law: list[Any] = [parse_mask(self.mask).hashed(), parse_schedule(self.schedule).hashed()]
-        law += [self.mask_token_id, self.vocab_size, self.heads, self.softcap]
-        law += ["causal"] * self.causal
-        law += [] if self.ending is None else ["whole texts", self.bos_token_id, self.eos_token_id, self.pad_token_id]
-        backbone = parse_backbone(self.backbone)
-        return law if is_default(backbone) else [*law, backbone.hashed()]
-
-    @property
-    def parameters(self) -> int:
-        """About how many parameters a model of this size has."""
-        D, mask = self.width, self.mask
-        noise = mask.get("count", 0) * D + (4 * D * (mask["dim"] + D) if "dim" in mask else 0)
-        backbone = parse_backbone(self.backbone)
-        return 2 * self.vocab_size * D + backbones[backbone.kind].size(self, backbone) + noise
-
-    @classmethod
-    def preset(cls, name: str, **settings: Any) -> MaskedDiffusionConfig:
-        """A named size with anything else set by keyword: `preset("small", vocab_size=30522, length=128)`."""
-        if not isinstance(name, str) or name not in PRESETS:
-            raise unknown("model preset", name, PRESETS)
-        return cls(**(PRESETS[name] | settings))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from imdm.devices import check_precision
 from imdm.errors import UserError
 from imdm.models.denoiser import MaskedDiffusionLM, fold_conditioning
 from imdm.state import Noised
@@ -57,15 +58,6 @@ def in_precision(model: MaskedDiffusionLM, precision: str, *, compile: bool = Fa
         dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
         compile=compile and model.device.type == "cuda",
     )
-
-
-def check_precision(precision: str, device: torch.device | None = None, name: str = "precision") -> None:
-    """Refuse what there is not, and what the device, if one is to run it, is slow at; `name`: how whoever set it calls
-    it."""
-    if precision not in ("float32", "bf16"):
-        raise UserError(f"{name} = {precision}: float32 or bf16")
-    if precision == "bf16" and device is not None and device.type == "cpu":
-        raise UserError(f"{name} = bf16 needs a GPU; use float32 on a CPU")
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 
+from imdm.devices import check_precision
 from imdm.errors import UserError, check_is, reason_of
 from imdm.files import read_json
 from imdm.hub import hub_for
 from imdm.models.configuration import MaskedDiffusionConfig
 from imdm.models.denoiser import MaskedDiffusionLM
-from imdm.models.fast import check_precision
 from imdm.models.saving import law_text
 from imdm.sharding import whole
 from imdm.shipped import folder_of

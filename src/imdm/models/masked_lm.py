@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import MaskedLMOutput
 
 from imdm.errors import UserError, check_is, check_seed, shown
 from imdm.models.backbones import Asked
 from imdm.state import Noised
 
 if TYPE_CHECKING:
+    from transformers.modeling_outputs import MaskedLMOutput
+
     from imdm.models.denoiser import MaskedDiffusionLM
 
 
@@ -35,6 +36,8 @@ def masked_lm(
     attentions: bool = False,
 ) -> MaskedLMOutput:
     """What `MaskedDiffusionLM.forward` makes of ids; the arguments are described there."""
+    from transformers.modeling_outputs import MaskedLMOutput
+
     if (input_ids is None) == (inputs_embeds is None):
         raise UserError("give input_ids or inputs_embeds, one of them")
     if input_ids is not None:
@@ -73,7 +76,7 @@ def masked_loss(logits: Tensor, labels: Tensor, causal: bool = False) -> Tensor:
 def noised(model: MaskedDiffusionLM, tokens: Tensor, noise: Tensor | int | None) -> Noised:
     """Tokens as they are, masked where they hold the mask id, with this noise, or drawn under this seed, or anew from
     torch's generator."""
-    from imdm.models.denoiser import check_tokens
+    from imdm.models.network import check_tokens
 
     check_is("input_ids", tokens, Tensor, "a tensor of token ids (sequences, length)")
     if tokens.ndim != 2 or tokens.is_floating_point():

@@ -13,12 +13,12 @@ from pathlib import Path
 
 from imdm.errors import UserError
 from imdm.files import PARTIAL, aside_in, check_tensors, read_metadata, read_tensors, write_tensors
-from imdm.models.configuration import MaskedDiffusionConfig
+from imdm.models.shape import Shape
 
 LAW = "law"  # where a weights' file says what configuration it belongs to
 
 
-def save_whole(save: Callable[[Path], None], folder: Path, config: MaskedDiffusionConfig) -> None:
+def save_whole(save: Callable[[Path], None], folder: Path, config: Shape) -> None:
     """What `save` writes into a folder, moved file by file into `folder`."""
     with aside_in(folder) as aside:
         save(aside)
@@ -34,11 +34,11 @@ def save_whole(save: Callable[[Path], None], folder: Path, config: MaskedDiffusi
                 os.replace(file, folder / file.name)
 
 
-def law_text(config: MaskedDiffusionConfig) -> str:
+def law_text(config: Shape) -> str:
     return json.dumps(config.law, sort_keys=True)
 
 
-def check_saved(folder: Path, config: MaskedDiffusionConfig, what: str) -> None:
+def check_saved(folder: Path, config: Shape, what: str) -> None:
     """Refuse a folder whose weights or configuration are not what was saved, as far as they say."""
     for file in sorted(folder.glob("*.safetensors")):
         if file.name.startswith(PARTIAL):

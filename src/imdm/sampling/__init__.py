@@ -1,11 +1,21 @@
-"""From masks to text: the reverse process, exact draws, reveals drawn first."""
+"""From masks to text: the reverse process, exact draws, reveals drawn first.
 
-from imdm.sampling.categorical import draw, probabilities
-from imdm.sampling.generation import Generation, Revealed, Trace
-from imdm.sampling.options import Sampling
-from imdm.sampling.planning import plan, reveal_steps, time_grid
-from imdm.sampling.sampler import Canvas, Drawn, Keys, draw_tokens, sample
-from imdm.sampling.turns import Turn, next_turn, turns
+Names are imported when they are first used: options that cannot be meant are refused without torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from imdm.later import later
+
+if TYPE_CHECKING:
+    from imdm.sampling.categorical import draw, probabilities
+    from imdm.sampling.generation import Generation, Revealed, Trace
+    from imdm.sampling.options import Sampling
+    from imdm.sampling.planning import plan, reveal_steps, time_grid
+    from imdm.sampling.sampler import Canvas, Drawn, Keys, draw_tokens, sample
+    from imdm.sampling.turn import Turn, next_turn, turns
 
 __all__ = [
     "Canvas",
@@ -26,3 +36,15 @@ __all__ = [
     "time_grid",
     "turns",
 ]
+
+__getattr__ = later(
+    __name__,
+    {
+        "imdm.sampling.categorical": ("draw", "probabilities"),
+        "imdm.sampling.generation": ("Generation", "Revealed", "Trace"),
+        "imdm.sampling.options": ("Sampling",),
+        "imdm.sampling.planning": ("plan", "reveal_steps", "time_grid"),
+        "imdm.sampling.sampler": ("Canvas", "Drawn", "Keys", "draw_tokens", "sample"),
+        "imdm.sampling.turn": ("Turn", "next_turn", "turns"),
+    },
+)

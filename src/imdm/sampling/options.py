@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal, get_args
 
-from imdm.errors import MOST_STEPS, TEMPERATURES, UserError, check_number, check_whole, is_temperature, unknown
-from imdm.process import NoisePolicy, check_policy
+from imdm.errors import (
+    MOST_STEPS,
+    TEMPERATURES,
+    UserError,
+    check_is,
+    check_number,
+    check_whole,
+    is_temperature,
+    unknown,
+)
+
+NoisePolicy = Literal["posterior", "keep"]
+"""What a masked position's noise does while it stays masked: `posterior` redraws it as Eq. 13 says, `keep` holds it."""
+
+
+def check_policy(policy: str) -> None:
+    if policy not in get_args(NoisePolicy):
+        raise unknown("noise policy", policy, get_args(NoisePolicy))
 
 
 @dataclass(frozen=True)
@@ -48,3 +65,26 @@ class Sampling:
     def as_it_is(self) -> bool:
         """Whether tokens are drawn from the model's own law."""
         return self.temperature == 1 and self.top_p == 1
+
+
+def as_sampling(how: Sampling | None, before: Mapping[str, Any]) -> Sampling:
+    """`how`; or for one more version `before`, what 0.1 had in its place: steps, policy (now `noise`), temperature and
+    top_p, each an argument.
+
+    >>> as_sampling(Sampling(steps=2), {})
+    Sampling(steps=2, noise='posterior', temperature=1.0, top_p=1.0)
+    """
+    if not before:
+        check_is("how", how, Sampling, "a Sampling")
+        return how if how is not None else Sampling()
+    if how is not None:
+        raise UserError(f"{next(iter(before))}: not beside 'how', which says all of it; see imdm.sampling.Sampling")
+    options = {"noise" if name == "policy" else name: value for name, value in before.items()}
+    asked = Sampling.of(options)
+    warnings.warn(
+        f"sample({', '.join(f'{name}=…' for name in before)}) is sample(how=Sampling("
+        f"{', '.join(f'{name}=…' for name in options)})) now; the old arguments go with the next version",
+        DeprecationWarning,
+        stacklevel=4,  # whoever called `sample`, which is decorated
+    )
+    return asked

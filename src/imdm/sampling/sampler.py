@@ -25,16 +25,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from imdm.ending import Ending, Ends
-from imdm.errors import UserError, check_function, check_is, check_whole
+from imdm.errors import UserError, check_function, check_whole
 from imdm.kernels import kernels
 from imdm.masks import NoisePath
 from imdm.process import Split
 from imdm.randomness import Purpose, uniform
 from imdm.sampling.categorical import draw, inverted, probabilities
 from imdm.sampling.generation import Generation, Revealed, Trace
-from imdm.sampling.options import Sampling
+from imdm.sampling.options import Sampling, as_sampling
 from imdm.sampling.planning import plan, time_grid  # noqa: F401
-from imdm.sampling.turns import Turn, next_turn, turns
+from imdm.sampling.turn import Turn, next_turn, turns
 from imdm.state import Noised
 
 if TYPE_CHECKING:
@@ -325,12 +325,13 @@ def sample(
     *,
     keys: Tensor,
     noise_keys: Tensor | NoisePath | None = None,
-    how: Sampling,
+    how: Sampling | None = None,
     t: Tensor | None = None,
     trace: bool = False,
     batch_size: int | None = None,
     on_progress: Callable[[int], None] | None = None,
     on_step: Callable[[Revealed], None] | None = None,
+    **before: Any,
 ) -> Generation:
     """Reveal every mask of `tokens` (B, L) in `how.steps` reverse steps from time t (B,), 1 unless given.
 
@@ -339,8 +340,9 @@ def sample(
     batch_size   the most sequences in one network evaluation
     on_progress  called with the number of tokens written so far; a GPU may be some turns behind
     on_step      called after each network evaluation with what it revealed; nothing is made for it when it is not given
+    before       in the place of `how`, as 0.1 had them: steps, policy, temperature, top_p
     """
-    check_is("how", how, Sampling, "a Sampling")
+    how = as_sampling(how, before)
     check_function("on_progress", on_progress)
     check_function("on_step", on_step)
     if batch_size is not None:

@@ -23,7 +23,7 @@ from imdm.data.tokenizers import tokenizer_hash
 from imdm.errors import UserError, unknown
 from imdm.evaluation.judge import Judge, judge_at_hand, load_judge
 from imdm.evaluation.text import sample_entropy
-from imdm.models.denoiser import check_tokens
+from imdm.models.network import check_tokens
 from imdm.serving.api import check_text
 from imdm.serving.app import while_connected
 from imdm.serving.engine import Busy, Engine, Frame, Job, TooLong

@@ -71,6 +71,17 @@ def check_fetched(name: str | Path, what: str) -> None:
         raise UserError(f"{what} {str(name)!r} is not here; get it with 'imdm judge fetch {name}'")
 
 
+def check_source(source: str | Path) -> None:
+    """Refuse what is neither a file or a folder nor, by its form, a hub id: a model to take in."""
+    check_fetched(source, "model")
+    path = as_path(find(source), "model")
+    files = (".ckpt", ".safetensors", ".bin", ".pt")
+    if not path.exists() and (path.is_absolute() or len(path.parts) != 2 or path.suffix in files):
+        raise UserError(
+            f"model {str(source)!r}: no such file or folder, nor a hub id (owner/name: google-bert/bert-base-uncased)"
+        )
+
+
 def folder_of(name: str | Path) -> Path | None:
     """Where a model is, by its folder or by the name of one that ships; None where only a hub can know. A folder that
     is not there, or holds no model, is refused."""

@@ -28,7 +28,7 @@ from imdm.registry import Registry
 from imdm.state import Rows
 
 if TYPE_CHECKING:
-    from imdm.models.configuration import MaskedDiffusionConfig
+    from imdm.models.shape import Shape
 
 backbones: Registry[type[Backbone]] = Registry("backbone")
 
@@ -111,19 +111,19 @@ class Backbone(nn.Module):
     opens = False  # whether it was causal, and its attention was opened
     whole: ClassVar[bool] = False  # whether it is a model with an embedding and a head of its own
 
-    def __init__(self, config: MaskedDiffusionConfig, settings: BackboneSettings) -> None:
+    def __init__(self, config: Shape, settings: BackboneSettings) -> None:
         super().__init__()
         self.config, self.settings = config, settings
 
     @classmethod
-    def check(cls, config: MaskedDiffusionConfig, settings: BackboneSettings) -> None:
+    def check(cls, config: Shape, settings: BackboneSettings) -> None:
         """Refuse, in a sentence, a configuration that it cannot be built from."""
         for setting, asked in (("causal", config.causal), ("softcap", config.softcap is not None)):
             if asked:
                 raise UserError(f"model.{setting}: backbone {settings.kind!r} has no such thing; leave it out")
 
     @classmethod
-    def size(cls, config: MaskedDiffusionConfig, settings: BackboneSettings) -> int:
+    def size(cls, config: Shape, settings: BackboneSettings) -> int:
         """About how many parameters it has."""
         with torch.device("meta"):
             return sum(parameter.numel() for parameter in cls(config, settings).parameters())

@@ -18,7 +18,7 @@ from imdm.randomness import Purpose, fold
 from imdm.state import Rows
 
 if TYPE_CHECKING:
-    from imdm.models.configuration import MaskedDiffusionConfig
+    from imdm.models.shape import Shape
 
 
 @backbones.register("dit")
@@ -28,7 +28,7 @@ class DiT(Backbone):
 
     resets: ClassVar[bool] = True
 
-    def __init__(self, config: MaskedDiffusionConfig, settings: BackboneSettings) -> None:
+    def __init__(self, config: Shape, settings: BackboneSettings) -> None:
         super().__init__(config, settings)
         D, C = config.width, config.condition
         self.time = TimeCondition(C) if C else None
@@ -41,12 +41,12 @@ class DiT(Backbone):
         self._compiled: frozenset[bool] = frozenset()  # whether while it trains, whether while it does not
 
     @classmethod
-    def check(cls, config: MaskedDiffusionConfig, settings: BackboneSettings) -> None:
+    def check(cls, config: Shape, settings: BackboneSettings) -> None:
         if config.width % (2 * config.heads):
             raise UserError(f"model.width = {config.width}: must be a multiple of 2·heads = {2 * config.heads}")
 
     @classmethod
-    def size(cls, config: MaskedDiffusionConfig, settings: BackboneSettings) -> int:
+    def size(cls, config: Shape, settings: BackboneSettings) -> int:
         return config.blocks * 6 * config.width * (2 * config.width + config.condition)
 
     @property

@@ -32,7 +32,7 @@ from imdm.randomness import Purpose, as_key, fold, seeded, uniform
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from imdm.models.configuration import MaskedDiffusionConfig
+    from imdm.models.shape import Shape
 
 PREFIX = "lm"
 NOT_KEPT = ["architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "attn_implementation"]
@@ -71,13 +71,13 @@ class HF(Backbone):
     whole: ClassVar[bool] = True
     lm: PreTrainedModel
 
-    def __init__(self, config: MaskedDiffusionConfig, settings: BackboneSettings) -> None:
+    def __init__(self, config: Shape, settings: BackboneSettings) -> None:
         super().__init__(config, settings)
         asked = cast("HFSettings", settings)
         self.shift, self.linear = asked.shift and not config.causal, facts(asked.config).linear
         self.opening: Opening | None = None
         self._compiled: frozenset[bool] = frozenset()  # whether while it trains, whether while it does not
-        self.set_network(built(asked.config, eager=config._attn_implementation == "eager"))
+        self.set_network(built(asked.config, eager=getattr(config, "_attn_implementation", None) == "eager"))
 
     def get_network(self) -> PreTrainedModel:
         return self.lm
@@ -89,7 +89,7 @@ class HF(Backbone):
         self.check_network()
 
     @classmethod
-    def check(cls, config: MaskedDiffusionConfig, settings: BackboneSettings) -> None:
+    def check(cls, config: Shape, settings: BackboneSettings) -> None:
         if config.softcap is not None:
             raise UserError("model.softcap: backbone 'hf' says in its own config what it caps; leave it out")
         fields = cast("HFSettings", settings).config
@@ -107,7 +107,7 @@ class HF(Backbone):
             raise UserError(f"model.length: {longest} positions, the backbone has {known.positions}")
 
     @classmethod
-    def size(cls, config: MaskedDiffusionConfig, settings: BackboneSettings) -> int:
+    def size(cls, config: Shape, settings: BackboneSettings) -> int:
         """Beside an embedding and a head of `config`'s vocabulary, which are its own here."""
         return facts(cast("HFSettings", settings).config).parameters - 2 * config.vocab_size * config.width
 

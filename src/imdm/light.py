@@ -1,0 +1,122 @@
+"""A writer for one command, made with torch and tokenizers alone: `transformers` takes longer to import than a text to
+write. What it writes is what `imdm.load` writes; what it does not know, it leaves to `imdm.load`.
+"""
+
+from __future__ import annotations
+
+from inspect import signature
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from imdm.devices import checked_device
+from imdm.files import read_json, read_metadata, read_tensors
+from imdm.models.network import Network
+from imdm.models.quantized import FILE, QUANTIZED
+from imdm.models.quantized import load as unpacked
+from imdm.models.saving import check_saved
+from imdm.models.shape import Shape
+from imdm.shipped import find
+from imdm.writer import Writer, load
+
+if TYPE_CHECKING:
+    from imdm.models import MaskedDiffusionLM
+
+CONFIGURED = {*signature(Shape.__init__).parameters} - {"self", "kwargs", "backbone", "tie_word_embeddings"}
+BESIDE = {"architectures", "dtype", "model_type", "transformers_version"}
+TOKENS = ("bos_token", "eos_token", "mask_token", "pad_token", "cls_token", "sep_token", "unk_token")
+CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
+
+
+def load_light(name: str | Path, device: str | torch.device = "cpu", precision: str = "float32") -> Writer:
+    """As `imdm.load`. The writer's model is a `Network` where that is enough, and has nothing of `transformers`.
+
+    >>> from imdm.shipped import DEFAULT
+    >>> load_light(DEFAULT).write("It was a dark", steps=4)[0].text.startswith("It was a dark")
+    True
+    """
+    folder, device = Path(find(name)), checked_device(device)
+    model = light_model(folder) if precision == "float32" else None
+    tokenizer = light_tokenizer(folder) if model is not None else None
+    if model is None or tokenizer is None:
+        return load(name, device, precision=precision)
+    return Writer(cast("MaskedDiffusionLM", model.eval().to(device)), tokenizer)  # a writer asks no more of it
+
+
+def light_model(folder: Path) -> Network | None:
+    """The model of a folder, in float32, where it is of the plainest kind: our own transformer, untied, its weights in
+    one file, nothing unknown in its configuration. None where it is another, or does not fit."""
+    what = f"model {str(folder)!r}"
+    if not (folder / "config.json").is_file() or not (folder / FILE).is_file():
+        return None
+    fields = read_json(folder / "config.json", what)
+    if not isinstance(fields, dict) or fields.pop("model_type", None) != "imdm" or fields.pop("tie_word_embeddings", 0):
+        return None
+    settings = {key: value for key, value in fields.items() if key not in BESIDE}
+    if settings.keys() - CONFIGURED:
+        return None
+    config = Shape(**settings)
+    packed = QUANTIZED in read_metadata(folder / FILE, what)
+    weights = unpacked(folder / FILE, what) if packed else read_tensors(folder / FILE, what)
+    with torch.device("meta"):  # no weights are drawn that are replaced at once
+        model = Network(config)
+    if {key: weight.shape for key, weight in weights.items()} != {k: w.shape for k, w in model.state_dict().items()}:
+        return None
+    model.load_state_dict({key: weight.float() for key, weight in weights.items()}, assign=True)
+    check_saved(folder, config, what)
+    model.check_finite(what)
+    return model
+
+
+class LightTokenizer:
+    """As much of a tokenizer of `transformers` as a `Writer` uses. backend: of the library tokenizers; names: its
+    special tokens, by what they are called in tokenizer_config.json."""
+
+    is_fast = True
+
+    def __init__(self, backend: Any, names: dict[str, str]) -> None:
+        self.backend_tokenizer = backend
+        ids = {name: backend.token_to_id(names[name]) if name in names else None for name in TOKENS}
+        self.bos_token_id, self.eos_token_id = ids["bos_token"], ids["eos_token"]
+        self.cls_token_id, self.sep_token_id = ids["cls_token"], ids["sep_token"]
+        self.mask_token_id, self.pad_token_id = ids["mask_token"], ids["pad_token"]
+
+    def __len__(self) -> int:
+        return int(self.backend_tokenizer.get_vocab_size())
+
+    def __call__(self, text: str, add_special_tokens: bool, split_special_tokens: bool) -> dict[str, list[int]]:
+        self.backend_tokenizer.encode_special_tokens = split_special_tokens
+        return {"input_ids": self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids}
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return str(self.backend_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    def convert_ids_to_tokens(self, token: int) -> str:
+        return str(self.backend_tokenizer.id_to_token(token))
+
+
+def light_tokenizer(folder: Path) -> LightTokenizer | None:
+    """The tokenizer of a folder, where it is a tokenizer.json and a configuration that only names special tokens in it;
+    None where it is another."""
+    files = {file.name for file in folder.glob("*token*.json")}
+    if files != {"tokenizer.json", "tokenizer_config.json"}:
+        return None
+    fields = read_json(folder / "tokenizer_config.json", f"tokenizer {str(folder)!r}")
+    if not isinstance(fields, dict) or fields.get("tokenizer_class") not in CLASSES:
+        return None
+    names = {name: value for name, value in fields.items() if name in TOKENS}
+    if fields.keys() - {*names, "tokenizer_class", "backend", "model_max_length"}:
+        return None
+    from tokenizers import Tokenizer
+
+    try:
+        backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception:  # of no class of its own; `load` says what is wrong
+        return None
+    special = [token.content for token in backend.get_added_tokens_decoder().values() if token.special]
+    if not all(name in special for name in names.values()):
+        return None
+    backend.no_truncation()
+    backend.no_padding()
+    return LightTokenizer(backend, names)

@@ -1,0 +1,65 @@
+"""Names of 0.1 that are others now: found for one more version, with a warning that says what they are called."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+
+import pytest
+import torch
+
+from imdm import UserError
+from imdm.data.synthetic import aligned
+from imdm.evaluation.text import pooled_entropy
+from imdm.runs import Bar, Quiet, Reporter, Run
+from imdm.sampling import Sampling, sample
+from imdm.theory import ExactMarginals
+
+MOVED = {
+    ("imdm.pipeline", "Run"): ("imdm.runs.Run", Run),
+    ("imdm.pipeline", "Bar"): ("imdm.runs.Bar", Bar),
+    ("imdm.pipeline", "Quiet"): ("imdm.runs.Quiet", Quiet),
+    ("imdm.pipeline", "Reporter"): ("imdm.runs.Reporter", Reporter),
+    ("imdm.evaluation.entropy", "token_entropy"): ("imdm.evaluation.text.pooled_entropy", pooled_entropy),
+}
+
+
+@pytest.mark.parametrize(("module", "name"), MOVED)
+def test_a_moved_name_is_found_with_a_warning(module: str, name: str) -> None:
+    new, thing = MOVED[module, name]
+    with pytest.warns(DeprecationWarning, match=f"{module}.{name} is {new} now") as told:
+        assert getattr(importlib.import_module(module), name) is thing
+    assert told[0].filename == __file__
+
+
+def test_what_never_was_is_still_not_there() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Walk'; it is 'imdm.runs' now"):
+        importlib.import_module("imdm.pipeline").Walk  # noqa: B018
+
+
+@pytest.fixture
+def denoiser() -> ExactMarginals:
+    return ExactMarginals(aligned())
+
+
+def test_the_sampler_takes_the_options_of_0_1(denoiser: ExactMarginals) -> None:
+    """The same texts, and a warning at the line that called."""
+    canvas, keys = torch.full((50, 2), denoiser.process.mask_id), torch.arange(50)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        now = sample(denoiser, canvas, keys=keys, how=Sampling(steps=2, noise="keep", temperature=0.5))
+    with pytest.warns(DeprecationWarning, match=r"sample\(how=Sampling\(steps=…, noise=…, temperature=…\)\)") as told:
+        then = sample(denoiser, canvas, keys=keys, steps=2, policy="keep", temperature=0.5)
+    assert told[0].filename == __file__
+    assert torch.equal(now.tokens, then.tokens)
+    assert torch.equal(now.revealed_at, then.revealed_at)
+
+
+def test_the_sampler_refuses_what_it_does_not_know(denoiser: ExactMarginals) -> None:
+    canvas, keys = torch.full((2, 2), denoiser.process.mask_id), torch.arange(2)
+    with pytest.raises(UserError, match="unknown sampling option 'stepz'; known: "):
+        sample(denoiser, canvas, keys=keys, stepz=2)
+    with pytest.raises(UserError, match="steps: not beside 'how'"):
+        sample(denoiser, canvas, keys=keys, how=Sampling(), steps=2)
+    with pytest.raises(UserError, match="how = None: expected a Sampling"):
+        sample(denoiser, canvas, keys=keys)
