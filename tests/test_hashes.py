@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 import imdm.cli  # noqa: F401  (so that every config of the package is there)
 from imdm.config import ALWAYS, Config, digest
 from imdm.data import LanguageSource, aligned
-from imdm.data.packing import Prepared
+from imdm.data.prepared import Prepared
 from imdm.errors import UserError
 from imdm.files import read_json
 from imdm.models import fingerprint
