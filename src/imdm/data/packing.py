@@ -13,6 +13,7 @@ and where shards end, depend on text, tokenizer and settings alone, not on how m
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -304,7 +305,10 @@ def _tokenizer(corpus: Corpus, config: PrepareConfig, folder: Path) -> Any:
         return made
     if corpus.source == "-":
         raise UserError("a BPE cannot be trained on standard input, which can be read only once; use a file")
-    return train_bpe(islice(corpus.documents(), config.bpe_documents), int(config.train_bpe or 0))
+    trained = train_bpe(islice(corpus.documents(), config.bpe_documents), int(config.train_bpe or 0))
+    with tempfile.TemporaryDirectory() as place:  # read like one that was made before, so that its files are the same
+        trained.save_pretrained(place)
+        return load_tokenizer(place)
 
 
 def made_tokenizer(folder: Path) -> Any:
