@@ -62,6 +62,13 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         **{"tokenizer": "t", "vocab_size": 9, "mask_token_id": 3, "begin": 0, "end": 1, "pad": 1},
         **{"shards": [[4, "abc"]]},
     },
+    "Part": {
+        "whole": {
+            **{"source": "s", "identity": ["i", 1], "split": "train", "length": 8, "packing": "whole", "limit": None},
+            **{"tokenizer": "t", "vocab_size": 9, "mask_token_id": 3, "begin": 0, "end": 1, "pad": 1},
+        },
+        **{"number": 2, "of": 3},
+    },
     "TrainConfig": {"steps": 3},
     "Lora": {"rank": 4},
     "BackboneSettings": {"kind": "dit"},
