@@ -182,7 +182,7 @@ def count_again(model: MaskedDiffusionLM) -> list[int]:
     def count(*_: Any) -> None:
         many[0] += torch._C._current_graph_task_id() != -1
 
-    next(sharding._blocks(model)).register_forward_hook(count)
+    next(sharding._blocks(model)).register_forward_pre_hook(count)  # it need not come to the end
     return many
 
 
