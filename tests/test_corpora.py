@@ -13,7 +13,9 @@ import torch
 
 from imdm.data import Corpus, PrepareConfig, PreparedData, PreparedSource, TextData, prepare
 from imdm.data.corpora import PRESETS, unspace, unspace_wikitext
-from imdm.data.packing import Packer, Prepared
+from imdm.data.encoding import Encoded
+from imdm.data.packing import Packer
+from imdm.data.prepared import Prepared
 from imdm.data.tokenizers import load_tokenizer, special_ids, tokenizer_hash, train_bpe
 from imdm.errors import UserError
 
@@ -35,15 +37,18 @@ def manifest(**changes: object) -> Prepared:
 
 def test_wrapped_packing_by_hand() -> None:
     packer = Packer(manifest())
-    assert packer.rows([[10, 11, 12], [13]]).tolist() == [[1, 10, 11, 12, 2, 2]]
+    assert packer.rows(Encoded.of([[10, 11, 12], [13]])).tolist() == [[1, 10, 11, 12, 2, 2]]
     assert packer.carry.tolist() == [13, 2]
-    assert packer.rows([[14, 15, 16, 17, 18]]).tolist() == [[1, 13, 2, 14, 15, 2], [1, 16, 17, 18, 2, 2]]
+    assert packer.rows(Encoded.of([[14, 15, 16, 17, 18]])).tolist() == [[1, 13, 2, 14, 15, 2], [1, 16, 17, 18, 2, 2]]
     assert packer.carry.tolist() == []
 
 
 def test_unwrapped_packing_by_hand() -> None:
     packer = Packer(manifest(packing="unwrapped"))
-    assert packer.rows([[10, 11], [10, 11, 12, 13, 14, 15]]).tolist() == [[1, 10, 11, 2, 0, 0], [1, 10, 11, 12, 13, 2]]
+    assert packer.rows(Encoded.of([[10, 11], [10, 11, 12, 13, 14, 15]])).tolist() == [
+        [1, 10, 11, 2, 0, 0],
+        [1, 10, 11, 12, 13, 2],
+    ]
 
 
 @pytest.mark.parametrize("ending", ["txt", "jsonl", "parquet"])
@@ -254,7 +259,7 @@ def test_rows_say_what_was_written(tmp_path: Path, tokenizer: Path) -> None:
 def test_a_stopped_run_goes_on_to_the_same_rows(
     tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("imdm.data.packing.AT_ONCE", 16)
+    monkeypatch.setattr("imdm.data.encoding.AT_ONCE", 16)
     monkeypatch.setattr("imdm.data.packing.SHARD_TOKENS", 600)
     whole = prepared(tmp_path / "a", tokenizer) if (tmp_path / "a").mkdir() is None else None
     (tmp_path / "b").mkdir()
@@ -341,7 +346,7 @@ def test_settings_of_whoever_saved_the_tokenizer_do_not_matter(tokenizer: Path, 
 
 
 def test_memory_does_not_grow_with_the_text(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("imdm.data.packing.AT_ONCE", 200)
+    monkeypatch.setattr("imdm.data.encoding.AT_ONCE", 200)
     monkeypatch.setattr("imdm.data.packing.SHARD_TOKENS", 4000)
     config, peaks = PrepareConfig(length=16, tokenizer=str(tokenizer)), []
     for times in (100, 100, 800):  # the first warms up

@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 import imdm.cli  # noqa: F401  (so that every config of the package is there)
 from imdm.config import ALWAYS, Config, digest
 from imdm.data import LanguageSource, aligned
-from imdm.data.packing import Prepared
+from imdm.data.prepared import Prepared
 from imdm.errors import UserError
 from imdm.files import read_json
 from imdm.models import fingerprint
@@ -61,6 +61,13 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         **{"source": "s", "identity": ["i", 1], "split": "train", "length": 8, "packing": "wrapped", "limit": None},
         **{"tokenizer": "t", "vocab_size": 9, "mask_token_id": 3, "begin": 0, "end": 1, "pad": 1},
         **{"shards": [[4, "abc"]]},
+    },
+    "Part": {
+        "whole": {
+            **{"source": "s", "identity": ["i", 1], "split": "train", "length": 8, "packing": "whole", "limit": None},
+            **{"tokenizer": "t", "vocab_size": 9, "mask_token_id": 3, "begin": 0, "end": 1, "pad": 1},
+        },
+        **{"number": 2, "of": 3},
     },
     "TrainConfig": {"steps": 3},
     "Lora": {"rank": 4},

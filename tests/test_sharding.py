@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file
 
 from imdm.data import CoupleConfig, LanguageSource, aligned, couple
-from imdm.errors import UserError
 from imdm.models import load_model
 from imdm.training import TrainConfig
 from imdm.training.history import read_history
@@ -96,39 +95,54 @@ def assert_same(one: Path, other: Path, step: int, weights: float = 1e-4) -> Non
         assert all(torch.allclose(x[key], y[key], atol=weights) for key in x)
 
 
-def assert_shared_out(out: Path, world: int) -> None:
+def assert_shared_out(out: Path, world: int, again: bool = False) -> None:
     """Each process held about its part of weights, averages and moments, of every network and of the companion's. Whole
-    tensors are the first one's alone, and it has them once."""
+    tensors are the first one's alone, and it has them once. again: whether blocks were computed again."""
     for rank, told in enumerate(seen(out, world)):
         assert told.pop("world") == world
+        assert (told.pop("again") > 0) == again
         assert told["gathered"].pop("copies") == 0
         assert all((many > 0) == (rank == 0) for many in told.pop("gathered").values())
         for shares in told.values():
             assert max(shares) < 1.25 / world, told
 
 
-def test_two_processes_share_out_what_one_has(tmp_path: Path) -> None:
-    """Two that share `match`'s three networks, and `none` on one; then two, stopped in the middle, go on as one. The
-    looks of the two differ in number."""
+MUON = {"training": {"optimizer": "muon", "weight_decay": 0.1}}
+AGAIN = {"training": {"checkpoint_blocks": True}}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two processes make, one job after another."""
+    home = tmp_path_factory.mktemp("two")
     launch(
         [
-            job("match", tmp_path / "shared", "full", 5),
-            job("sdtt", tmp_path / "moved", "full", 4),
-            job("nelbo", tmp_path / "batch", "full", training={"batch": 15}),
-            job("half", tmp_path / "half"),
+            job("match", home / "shared", "full", 5),
+            job("sdtt", home / "moved", "full", 4),
+            job("nelbo", home / "batch", "full", training={"batch": 15}),
+            job("half", home / "half"),
+            job("nelbo", home / "muon", "full", 6, **MUON),
+            job("nelbo", home / "muon-moved", "full", 4, **MUON),
+            job("sdtt", home / "again", "full", 5, **AGAIN),
         ],
         2,
     )
-    sharded.run(job("match", tmp_path / "whole", "none", 5))
-    sharded.run(job("sdtt", tmp_path / "moved", "full", 5))
-    sharded.run(job("sdtt", tmp_path / "stayed", "none", 5))
-    assert_shared_out(tmp_path / "shared", 2)
-    assert_same(tmp_path / "shared", tmp_path / "whole", 5)
-    assert_same(tmp_path / "moved", tmp_path / "stayed", 5)
-    (told,) = {one["refused"] for one in seen(tmp_path / "batch", 2)}
+    return home
+
+
+def test_two_processes_share_out_what_one_has(two: Path) -> None:
+    """Two that share `match`'s three networks, and `none` on one; then two, stopped in the middle, go on as one. The
+    looks of the two differ in number."""
+    sharded.run(job("match", two / "whole", "none", 5))
+    sharded.run(job("sdtt", two / "moved", "full", 5))
+    sharded.run(job("sdtt", two / "stayed", "none", 5))
+    assert_shared_out(two / "shared", 2)
+    assert_same(two / "shared", two / "whole", 5)
+    assert_same(two / "moved", two / "stayed", 5)
+    (told,) = {one["refused"] for one in seen(two / "batch", 2)}
     assert told == "training.batch = 15: must be a multiple of 2 processes × 2 micro-batches"
-    assert not (tmp_path / "batch" / "checkpoints").exists()
-    for told in seen(tmp_path / "half", 2):
+    assert not (two / "batch" / "checkpoints").exists()
+    for told in seen(two / "half", 2):
         assert told.pop("astray") < 4.6 * 2**-7  # a few roundings to bf16
         assert told == {"block": "torch.bfloat16", "gradient": "torch.float32", "weight": "torch.float32"}
 
@@ -147,11 +161,34 @@ def test_hashes_do_not_change() -> None:
     assert "shard" not in TrainConfig(steps=1).hashed()
 
 
-@pytest.mark.parametrize("shard", ["optimizer", "full"])
-def test_muon_is_refused_before_the_first_step(tmp_path: Path, shard: str) -> None:
-    with pytest.raises(UserError, match="muon needs whole matrices, and no process would have them; use adamw"):
-        sharded.trainer(job("nelbo", tmp_path / "out", shard, training={"optimizer": "muon"}))
-    assert not (tmp_path / "out").exists()
+def test_muon_and_blocks_computed_again_on_two_processes(two: Path) -> None:
+    """Matrices are gathered for Muon, blocks once more for the backward pass; two, stopped in the middle, go on as
+    one."""
+    sharded.run(job("nelbo", two / "muon-one", "none", 6, **MUON))
+    sharded.run(job("nelbo", two / "muon-moved", "none", 6, **MUON))
+    sharded.run(job("sdtt", two / "kept", "none", 5))
+    assert any("momentum" in name for name in tensors(two / "muon", 6))
+    assert_shared_out(two / "muon", 2)
+    assert_shared_out(two / "again", 2, again=True)
+    assert_same(two / "muon", two / "muon-one", 6)
+    assert_same(two / "muon-moved", two / "muon-one", 6)
+    assert_same(two / "again", two / "kept", 5)
+
+
+@pytest.mark.slow
+def test_muon_and_blocks_computed_again_under_every_sharding(tmp_path: Path) -> None:
+    """20 steps, `match`'s auxiliary network among them; Muon of a backbone of `transformers` too."""
+    changed = {"muon": ("match", MUON), "again": ("match", AGAIN), "hf": ("nelbo", MUON | {"changes": HF})}
+    changed |= {"hf-again": ("nelbo", AGAIN | {"changes": HF})}
+    ways = ("none", "optimizer", "full")
+    jobs = [
+        job(kind, tmp_path / f"{name}-{w}", w, **dict(more)) for name, (kind, more) in changed.items() for w in ways
+    ]
+    launch(jobs, 2)
+    for name in changed:
+        for way in ways[1:]:
+            assert_shared_out(tmp_path / f"{name}-{way}", 2, again="again" in name)
+            assert_same(tmp_path / f"{name}-{way}", tmp_path / f"{name}-none", 20)
 
 
 def test_blocks_are_those_of_any_backbone() -> None:

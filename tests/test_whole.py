@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from imdm.data import CoupleConfig, Coupling, Language, TokenSource, check_fits, couple
-from imdm.data.packing import Packer, Prepared
+from imdm.data.encoding import Encoded
+from imdm.data.packing import Packer
+from imdm.data.prepared import Prepared
 from imdm.data.tokenizers import special_ids, train_bpe
 from imdm.ending import Ending, lengths
 from imdm.errors import UserError
@@ -499,7 +501,7 @@ def test_whole_packing_by_hand() -> None:
     settings: dict[str, Any] = {"source": "", "identity": [], "split": "train", "length": 6, "limit": None}
     settings |= {"tokenizer": "", "vocab_size": 100, "mask_token_id": 99, "begin": 1, "end": 2, "pad": 0}
     packer = Packer(Prepared(packing="whole", **settings))
-    rows = packer.rows([[10, 11], [10, 11, 12, 13], [10, 11, 12, 13, 14], [10, 2, 11]])
+    rows = packer.rows(Encoded.of([[10, 11], [10, 11, 12, 13], [10, 11, 12, 13, 14], [10, 2, 11]]))
     assert rows.tolist() == [[1, 10, 11, 2, 0, 0], [1, 10, 11, 12, 13, 2]]
     assert packer.manifest.ending == Ending(1, 2, 0)
 

@@ -1,4 +1,4 @@
-"""What this machine has room for: sizes that it cannot hold are refused before anything is allocated."""
+"""What this machine has: cores, and room. Sizes that it cannot hold are refused before anything is allocated."""
 
 from __future__ import annotations
 
@@ -26,6 +26,11 @@ def memory(device: Any = "cpu") -> int:
         return min(total, int(LIMIT.read_text(encoding="ascii")))
     except (OSError, ValueError):
         return total
+
+
+def cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def disk(folder: Path) -> int:

@@ -103,7 +103,7 @@ def share(tensors: Iterable[Tensor]) -> float:
 def seen(made: Trainer) -> dict[str, Any]:
     found: dict[str, Any] = {"world": made.accelerator.num_processes}
     for name, network in made.networks.items():
-        moments = [one["exp_avg_sq"] for one in network.optimizer.state.values()]
+        moments = [one.get("exp_avg_sq", one.get("momentum")) for one in network.optimizer.state.values()]
         found[name] = [share(network.bare.parameters()), share(network.ema.weights.values()), share(moments)]
         if network.sharding is not None:
             found["gathered"] = gathered(network)
@@ -175,6 +175,17 @@ def in_half() -> dict[str, Any]:
     }
 
 
+def count_again(model: MaskedDiffusionLM) -> list[int]:
+    """From now on, how often its first block runs within a backward pass, which computes it again."""
+    many = [0]
+
+    def count(*_: Any) -> None:
+        many[0] += torch._C._current_graph_task_id() != -1
+
+    next(sharding._blocks(model)).register_forward_pre_hook(count)  # it need not come to the end
+    return many
+
+
 def run(job: Mapping[str, Any]) -> None:
     told: dict[str, Any]
     try:
@@ -182,8 +193,9 @@ def run(job: Mapping[str, Any]) -> None:
             told, rank = in_half(), devices.processes().process_index
         else:
             made = trainer(job)
+            again = count_again(made.networks["student"].bare)
             made.train()
-            told, rank = seen(made), made.accelerator.process_index
+            told, rank = {**seen(made), "again": again[0]}, made.accelerator.process_index
     except UserError as error:
         told, rank = {"refused": str(error)}, torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     folder = Path(job["out"])

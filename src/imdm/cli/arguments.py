@@ -46,6 +46,14 @@ def parse_counts(text: str) -> list[int]:
     return counts
 
 
+def parse_part(text: str) -> tuple[int, int]:
+    """`--part 2/4`: the second of four."""
+    number, _, of = text.partition("/")
+    if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
+        raise UserError(f"--part {shown(text)}: expected a part and how many there are, such as 1/4 to 4/4")
+    return int(number), int(of)
+
+
 def parse_temperatures(text: str) -> list[float]:
     try:
         values = [float(part) for part in text.split(",")]

@@ -25,7 +25,7 @@ from imdm.cli.app import (
     show,
     show_tables,
 )
-from imdm.cli.arguments import as_options, parse_data
+from imdm.cli.arguments import as_options, parse_data, parse_part
 from imdm.cli.early import (
     DISTILLATIONS,
     LAYOUTS,
@@ -42,7 +42,9 @@ from imdm.files import check_holds
 from imdm.shipped import check_source
 
 if TYPE_CHECKING:
+    from imdm.data import Corpus, PrepareConfig
     from imdm.exporting import Weights
+    from imdm.runs.run import Bar
 
 
 @app.command()
@@ -118,11 +120,21 @@ def prepare(
     field: Annotated[str, typer.Option(help="The text's name in JSON lines and parquet.")] = "text",
     limit: Annotated[int | None, typer.Option(help="At most so many documents.")] = None,
     skip_broken: Annotated[bool, typer.Option("--skip-broken", help="Count broken rows and go on.")] = False,
+    processes: Annotated[int, typer.Option(help="How many processes tokenise; the rows are the same.")] = 1,
+    part: Annotated[
+        str | None,
+        typer.Option(
+            metavar="I/N",
+            help="Make part I of N only, on one of N machines. When all are in OUT, the same without --part puts them "
+            "together: the rows are the same.",
+        ),
+    ] = None,
 ) -> None:
     """Tokenise and pack text into rows. Run it again to go on after a stop."""
     from imdm.data.corpora import Corpus
-    from imdm.data.tokenizers import load_tokenizer, tokenizer_place
+    from imdm.data.tokenizers import tokenizer_place
 
+    share = parse_part(part) if part is not None else None
     corpus = Corpus(source, split or "train", field, skip_broken)
     if split is not None and corpus.is_local and not corpus.has_splits():
         raise UserError(f"--split {split}: {source!r} has no splits; leave it out, or hold some out with --hold-out 50")
@@ -133,25 +145,50 @@ def prepare(
     if tokenizer is not None:
         tokenizer_place(tokenizer)
     from imdm.data import PrepareConfig
-    from imdm.data import prepare as make
+    from imdm.data.packing import made_tokenizer
 
     values = {"length": length, "tokenizer": tokenizer, "train_bpe": train_bpe, "packing": packing, "limit": limit}
     with as_options(*values, section="prepare"):
         config = PrepareConfig.parse(values, "prepare")
-    parts = [("", corpus)]
+    splits = [("", corpus)]
     if hold_out is not None:
-        parts = [(name, replace(corpus, split=name, hold_out=hold_out)) for name in ("train", "valid")]
-    for name, part in parts:
-        known = load_tokenizer(out / "train") if name == "valid" else None
-        title = f"{source}{name and ', '}{name}: documents"
-        with as_options(*values), reporter().bar(title, limit or 0) as bar:
-            made = make(
-                part, config, out / name, tokenizer=known, on_progress=lambda c: bar(c.documents, f"{c.rows:,} rows")
+        splits = [(name, replace(corpus, split=name, hold_out=hold_out)) for name in ("train", "valid")]
+    for name, text in splits:
+        known = made_tokenizer(out / "train") if name == "valid" else None
+        with as_options(*values), reporter().bar(f"{source}{name and ', '}{name}: documents", limit or 0) as bar:
+            how = {"tokenizer": known, "processes": processes, "on_note": reporter().say}
+            done = (
+                _prepared(text, config, out / name, bar, how)
+                if share is None
+                else _prepared_part(text, config, out / name, share, bar, how)
             )
-        counts = made.counts
-        broken = f", {counts.broken:,} broken skipped" if counts.broken else ""
-        broken += f", {counts.left_out:,} that do not fit left out" if counts.left_out else ""
-        say(f"{counts.documents:,} documents, {counts.tokens:,} tokens, {counts.rows:,} rows{broken}: {out / name}")
+        say(f"{done}: {out / name}")
+
+
+def _prepared(corpus: Corpus, config: PrepareConfig, out: Path, bar: Bar, how: dict[str, Any]) -> str:
+    """Make rows; what was done in words."""
+    from imdm.data import prepare
+
+    counts = prepare(corpus, config, out, on_progress=lambda c: bar(c.documents, f"{c.rows:,} rows"), **how).counts
+    broken = f", {counts.broken:,} broken skipped" if counts.broken else ""
+    broken += f", {counts.left_out:,} that do not fit left out" if counts.left_out else ""
+    return f"{counts.documents:,} documents, {counts.tokens:,} tokens, {counts.rows:,} rows{broken}"
+
+
+def _prepared_part(
+    corpus: Corpus, config: PrepareConfig, out: Path, share: tuple[int, int], bar: Bar, how: dict[str, Any]
+) -> str:
+    """The same for one part, and which are still missing."""
+    from imdm.data import prepare_part
+    from imdm.data.parts import missing
+
+    how |= {"on_progress": lambda c: bar(c.documents, f"{c.tokens:,} tokens")}
+    part = prepare_part(corpus, config, out, share[0], share[1], **how)
+    if part.whole.finished:
+        return "the rows are finished"
+    left = missing(out, part.of)
+    then = f"missing: {', '.join(map(str, left))}" if left else "none is missing; run the same without --part"
+    return f"part {part.number} of {part.of}, {part.whole.counts.tokens:,} tokens; {then}"
 
 
 @app.command()

@@ -10,7 +10,8 @@ from imdm.later import later
 if TYPE_CHECKING:
     from imdm.data.corpora import Corpus
     from imdm.data.coupling import CoupleConfig, Coupling, Manifest, couple
-    from imdm.data.packing import PrepareConfig, PreparedSource, prepare
+    from imdm.data.packing import PrepareConfig, prepare, prepare_part
+    from imdm.data.prepared import PreparedSource
     from imdm.data.source import (
         Data,
         LanguageData,
@@ -29,7 +30,8 @@ else:
         {
             "imdm.data.corpora": ("Corpus",),
             "imdm.data.coupling": ("CoupleConfig", "Coupling", "Manifest", "couple"),
-            "imdm.data.packing": ("PrepareConfig", "PreparedSource", "prepare"),
+            "imdm.data.packing": ("PrepareConfig", "prepare", "prepare_part"),
+            "imdm.data.prepared": ("PreparedSource",),
             "imdm.data.source": (
                 "Data",
                 "LanguageData",
@@ -69,6 +71,7 @@ __all__ = [
     "languages",
     "markov",
     "prepare",
+    "prepare_part",
     "prepared_for",
     "two_topic",
 ]

@@ -1,55 +1,63 @@
-"""From documents to rows of token ids on disk: `prepare`.
+"""From documents to rows of token ids on disk: `prepare`; by several machines: `prepare_part`.
 
-A folder holds `manifest.json` (source, tokenizer's hash, packing, counts), the tokenizer's files, and memory-mapped
-shards `tokens-00000.npy`, … of shape (rows, length). Packing, as the paper's models were trained:
+Packing, as the paper's models were trained:
 
     wrapped     documents joined by the end token, cut every L − 2 tokens, a begin and an end token around each piece
     unwrapped   a document a row: begin, its first L − 2 tokens, end, then padding, which the model reads like any token
     whole       a document a row, and all of it: what does not fit is left out. A model that is made for such rows knows
                 that padding follows the end (`Ending`)
 
-They give different perplexities, so the packing is named. A run that stopped goes on behind its last shard.
+They give different perplexities, so the packing is named. A run that stopped goes on behind its last shard. The rows,
+and where shards end, depend on text, tokenizer and settings alone, not on how many processes or machines there were.
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from imdm.config import Config
+from imdm.data import encoding
 from imdm.data.corpora import Corpus
+from imdm.data.encoding import Encoded, chunks, encoded
+from imdm.data.parts import (
+    Part,
+    all_parts,
+    check_number,
+    chunk_file,
+    joined,
+    part_folder,
+    part_folders,
+    parts_there,
+    remove_parts,
+    write_part,
+)
+from imdm.data.prepared import (
+    Counts,
+    Packing,
+    Prepared,
+    PreparedSource,
+    check_same_settings,
+    digest_tokens,
+    read_prepared,
+    shard_file,
+    type_of_ids,
+)
 from imdm.data.tokenizers import FILES, load_tokenizer, save_tokenizer, special_ids, tokenizer_hash, train_bpe
-from imdm.ending import Ending
-from imdm.errors import UserError, reason_of
-from imdm.files import as_path, check_once, digest_file, read_recorded, working_in, write_recorded, written_aside
+from imdm.errors import UserError, check_whole
+from imdm.files import as_path, digest_file, working_in, write_recorded, written_aside
 
-AT_ONCE = 2048  # documents that the tokenizer works on in parallel
 SHARD_TOKENS = 1 << 24
-Packing = Literal["wrapped", "unwrapped", "whole"]
-ORDER = [
-    "identity",
-    "split",
-    "length",
-    "packing",
-    "limit",
-    "train_bpe",
-    "tokenizer",
-    "vocab_size",
-    "mask_token_id",
-    "begin",
-    "end",
-    "pad",
-]
+MOST_PROCESSES = 1024
+Told = Callable[[Counts], None]
 
 
 class PrepareConfig(Config):
@@ -67,118 +75,44 @@ class PrepareConfig(Config):
     bpe_documents: int = Field(100_000, ge=1)
 
 
-class Counts(Config):
-    """How much was read and written. left_out: documents that are too long for a row, where rows are whole texts."""
-
-    documents: int = 0
-    tokens: int = 0
-    rows: int = 0
-    broken: int = 0
-    left_out: int = 0
-
-
-class Prepared(Config):
-    """What a folder of prepared text says of itself. files: the tokenizer's, with their digests."""
-
-    source: str
-    identity: list[Any]
-    split: str
-    length: int
-    packing: Packing
-    limit: int | None
-    train_bpe: int | None = None
-    tokenizer: str
-    vocab_size: int
-    mask_token_id: int
-    begin: int
-    end: int
-    pad: int
-    counts: Counts = Counts()
-    shards: tuple[tuple[int, str], ...] = ()
-    carry: tuple[int, ...] = ()
-    finished: bool = False
-    files: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def ending(self) -> Ending | None:
-        """How rows end, where they are whole texts."""
-        return Ending(self.begin, self.end, self.pad) if self.packing == "whole" else None
-
-    def settings(self) -> dict[str, Any]:
-        """What must agree for a stopped run to go on."""
-        return self.model_dump(mode="json", exclude={"source", "counts", "shards", "carry", "finished", "files"})
-
-    def fingerprint(self) -> str:
-        """Of the settings, in one order wherever they stand above, and of every shard."""
-        wanted = {name: value for name, value in self.hashed().items() if name in self.settings()}
-        ordered = {name: wanted.pop(name) for name in ORDER if name in wanted} | dict(sorted(wanted.items()))
-        return hashlib.sha256(repr((ordered, self.shards)).encode()).hexdigest()[:16]
-
-
 @dataclass
 class Packer:
-    """Turns token lists into rows. carry: what is left over for the next row."""
+    """Turns the ids of documents into rows. carry: what is left over for the next row."""
 
     manifest: Prepared
     carry: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
-    def rows(self, documents: list[list[int]]) -> np.ndarray:
+    def rows(self, documents: Encoded) -> np.ndarray:
         """The rows (n, L) that these documents complete."""
-        m, inner = self.manifest, self.manifest.length - 2
-        if m.packing == "whole":
-            documents = [ids for ids in documents if len(ids) <= inner and m.end not in ids and m.pad not in ids]
-        if m.packing in ("unwrapped", "whole"):
-            out = np.full((len(documents), m.length), m.pad, np.int64)
-            for row, ids in zip(out, documents, strict=True):
-                kept = ids[:inner]
-                row[0], row[1 : 1 + len(kept)], row[1 + len(kept)] = m.begin, kept, m.end
-            return out
-        total = sum(map(len, documents)) + len(documents)
-        stream = np.empty(len(self.carry) + total, np.int64)
+        return self._joined(documents) if self.manifest.packing == "wrapped" else self._apart(documents)
+
+    def _joined(self, documents: Encoded) -> np.ndarray:
+        """Documents one after another, with an end token behind each."""
+        m, inner, kind = self.manifest, self.manifest.length - 2, type_of_ids(self.manifest.vocab_size)
+        stream = np.full(len(self.carry) + len(documents.ids) + len(documents.lengths), m.end, kind)
         stream[: len(self.carry)] = self.carry
-        place = len(self.carry)
-        for ids in documents:
-            stream[place : place + len(ids)] = ids
-            stream[place + len(ids)] = m.end
-            place += len(ids) + 1
+        is_text = np.ones(len(stream) - len(self.carry), bool)
+        is_text[np.cumsum(documents.lengths + 1) - 1] = False
+        stream[len(self.carry) :][is_text] = documents.ids
         whole = len(stream) // inner
         self.carry = stream[whole * inner :]
-        out = np.empty((whole, m.length), np.int64)
+        out = np.empty((whole, m.length), kind)
         out[:, 0], out[:, 1:-1], out[:, -1] = m.begin, stream[: whole * inner].reshape(whole, inner), m.end
         return out
 
-
-def _type_of_ids(vocab_size: int) -> np.dtype:
-    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
-
-
-def _digest(tokens: np.ndarray) -> str:
-    """Of the bytes, which mean what they did in the same type alone."""
-    total = hashlib.sha256()
-    for first in range(0, len(tokens), 1 << 16):
-        total.update(tokens[first : first + (1 << 16)].tobytes())
-    return total.hexdigest()[:16]
-
-
-def _check_file(path: Path, known: str) -> None:
-    def check() -> None:
-        if not path.is_file() or digest_file(path) != known:
-            raise UserError(
-                f"prepared text: {path} is missing or damaged: it is not what was written; prepare the same again to "
-                "mend it"
-            )
-
-    check_once([path], "file", check)
-
-
-def read_prepared(folder: Path) -> Prepared:
-    """What a folder of prepared text says of itself."""
-    where = f"prepared text {str(folder)!r}"
-    return Prepared.parse(read_recorded(folder / "manifest.json", where), where)
-
-
-def shard_file(folder: Path, index: int) -> Path:
-    return folder / f"tokens-{index:05d}.npy"
+    def _apart(self, documents: Encoded) -> np.ndarray:
+        """A document a row; where rows are whole texts, without those that do not fit or have an end in their midst."""
+        m, inner, ids, lengths = self.manifest, self.manifest.length - 2, documents.ids, documents.lengths
+        last = np.cumsum(lengths)
+        first = last - lengths
+        if m.packing == "whole":
+            ends = np.concatenate([[0], np.cumsum((ids == m.end) | (ids == m.pad))])
+            fits = (lengths <= inner) & (ends[last] == ends[first])
+            first, last = first[fits], last[fits]
+        out = np.full((len(first), m.length), m.pad, type_of_ids(m.vocab_size))
+        for row, start, stop in zip(out, first, np.minimum(last, first + inner), strict=True):
+            row[0], row[1 : 1 + stop - start], row[1 + stop - start] = m.begin, ids[start:stop], m.end
+        return out
 
 
 def prepare(
@@ -187,16 +121,104 @@ def prepare(
     out: str | Path,
     *,
     tokenizer: Any = None,
-    on_progress: Callable[[Counts], None] | None = None,
+    processes: int = 1,
+    on_progress: Told | None = None,
+    on_note: Callable[[str], None] | None = None,
 ) -> Prepared:
-    """Tokenise and pack a corpus into `out`; a finished folder made from the same is left as it is."""
+    """Tokenise and pack a corpus into `out`. A finished folder made from the same is left as it is. Parts that lie in
+    it (`prepare_part`) are put together, and removed.
+
+    processes     how many tokenise, beside this one; 1: this one does
+    on_progress   told how much is done, after every chunk
+    on_note       told what is found in the folder
+    """
     folder = as_path(out, "out")
+    tokenizer, fresh = _begin(corpus, config, folder, tokenizer, processes)
+    manifest = _resume(folder, fresh)
+    if manifest.finished and corpus.source == "-":
+        raise UserError(f"prepared text {str(folder)!r} is finished; for other standard input choose another folder")
+    tell = on_note or (lambda text: None)
+    if manifest.finished:
+        manifest = _mended(folder, manifest, tokenizer)
+        PreparedSource(folder)  # which refuses what is not what was written
+        remove_parts(folder)
+        tell("finished before")
+        return manifest
+    parts, done = all_parts(folder, fresh), manifest.counts.documents
+    with working_in(folder), _nothing_left_of(folder, shard_file(folder, 0)):
+        if done:
+            tell(f"going on after {done:,} documents")
+        if parts:
+            tell(f"putting {len(parts)} parts together")
+            broken = parts[0].whole.counts.broken
+            manifest = _pack(joined(folder, parts, done), lambda: broken, folder, tokenizer, manifest, on_progress)
+            remove_parts(folder)
+            return manifest
+        texts = chunks(corpus, config.limit, done)
+        with closing(encoded(texts, tokenizer.backend_tokenizer, processes)) as stream:
+            return _pack(stream, lambda: corpus.broken, folder, tokenizer, manifest, on_progress)
+
+
+def prepare_part(
+    corpus: Corpus,
+    config: PrepareConfig,
+    out: str | Path,
+    number: int,
+    of: int,
+    *,
+    tokenizer: Any = None,
+    processes: int = 1,
+    on_progress: Told | None = None,
+    on_note: Callable[[str], None] | None = None,
+) -> Part:
+    """One of `of` parts of the work of `prepare`, counted from 1; each may be made by another machine. All read the
+    whole corpus, and each tokenises its share of it into a folder within `out`. When all parts are there, `prepare`
+    puts them together: the rows are the same as without parts."""
+    check_number(number, of)
+    if corpus.source == "-":
+        raise UserError("standard input cannot be shared by several parts; use files")
+    folder = as_path(out, "out")
+    place, tell = part_folder(folder, number, of), on_note or (lambda text: None)
+    tokenizer, fresh = _begin(corpus, config, folder, tokenizer, processes)
+    part = Part(whole=fresh, number=number, of=of)
+    if _resume(folder, fresh).finished:
+        tell("all parts were put together before")
+        return part.model_copy(update={"finished": True, "whole": read_prepared(folder)})
+    for known in parts_there(folder, of):
+        check_same_settings(f"part {known.number} of {of} in {str(folder)!r}", known.whole, fresh)
+        part = known if known.number == number else part
+    if part.finished:
+        tell("finished before")
+        return part
+    with working_in(place), _nothing_left_of(place, chunk_file(place, 0)):
+        if part.files:
+            tell(f"going on after {part.whole.counts.documents:,} documents")
+        part = part.model_copy(update={"whole": part.whole.model_copy(update={"files": _saved(tokenizer, place)})})
+        return write_part(place, part, corpus, tokenizer.backend_tokenizer, processes, on_progress)
+
+
+@contextmanager
+def _nothing_left_of(folder: Path, made: Path) -> Iterator[None]:
+    """A refusal in this block removes the manifest and tokenizer that it brought, unless something came of it."""
+    ours = [file for file in (folder / "manifest.json", *map(folder.joinpath, FILES)) if not file.exists()]
+    try:
+        yield
+    except UserError:
+        if not made.exists():
+            for file in ours:
+                file.unlink(missing_ok=True)
+        raise
+
+
+def _begin(corpus: Corpus, config: PrepareConfig, folder: Path, tokenizer: Any, processes: int) -> tuple[Any, Prepared]:
+    """The tokenizer, and what a manifest says before any work; what cannot be done is refused."""
+    check_whole("processes", processes, 1, MOST_PROCESSES)
     if config.tokenizer is not None and folder.resolve() == Path(config.tokenizer).resolve():
         raise UserError(f"{str(folder)!r} is the tokenizer's own folder; choose another one for the rows")
     corpus.check()
     tokenizer = tokenizer if tokenizer is not None else _tokenizer(corpus, config, folder)
     special = special_ids(tokenizer)
-    fresh = Prepared(
+    return tokenizer, Prepared(
         source=corpus.source,
         identity=corpus.identity(),
         split=corpus.split,
@@ -211,22 +233,6 @@ def prepare(
         end=special.end,
         pad=special.pad,
     )
-    manifest = _resume(folder, fresh)
-    if manifest.finished and corpus.source == "-":
-        raise UserError(f"prepared text {str(folder)!r} is finished; for other standard input choose another folder")
-    if manifest.finished:
-        manifest = _mended(folder, manifest, tokenizer)
-        PreparedSource(folder)  # which refuses what is not what was written
-        return manifest
-    with working_in(folder):
-        ours = [file for file in (folder / "manifest.json", *map(folder.joinpath, FILES)) if not file.exists()]
-        try:
-            return _pack(corpus, config, folder, tokenizer, manifest, on_progress)
-        except UserError:
-            if not shard_file(folder, 0).exists():  # nothing came of it
-                for file in ours:
-                    file.unlink(missing_ok=True)
-            raise
 
 
 def _mended(folder: Path, manifest: Prepared, tokenizer: Any) -> Prepared:
@@ -245,46 +251,49 @@ def _saved(tokenizer: Any, folder: Path) -> tuple[tuple[str, str], ...]:
 
 
 def _pack(
-    corpus: Corpus,
-    config: PrepareConfig,
+    documents: Iterable[Encoded],
+    broken: Callable[[], int],
     folder: Path,
     tokenizer: Any,
     manifest: Prepared,
-    on_progress: Callable[[Counts], None] | None,
+    on_progress: Told | None,
 ) -> Prepared:
     """What is still missing of a folder. The tokenizer is there before the manifest that names it."""
     manifest = manifest.model_copy(update={"files": _saved(tokenizer, folder)})
     write_recorded(folder / "manifest.json", manifest.model_dump(mode="json"))
-    documents = islice(corpus.documents(), manifest.counts.documents, config.limit)
-    corpus.broken = 0  # rows read before, by a stopped run or to train a BPE, are passed over and counted again
     packer = Packer(manifest, np.array(manifest.carry, np.int64))
-    counts, waiting = manifest.counts, []
-    for batch in _batches(documents):
-        ids = [
-            encoding.ids for encoding in tokenizer.backend_tokenizer.encode_batch_fast(batch, add_special_tokens=False)
-        ]
-        rows = packer.rows(ids)
+    counts, waiting, tokens = manifest.counts, list[np.ndarray](), 0
+    for some in documents:
+        rows = packer.rows(some)
         waiting.append(rows)
+        tokens += rows.size
         counts = Counts(
-            documents=counts.documents + len(batch),
-            tokens=counts.tokens + sum(map(len, ids)),
+            documents=some.end,
+            tokens=counts.tokens + len(some.ids),
             rows=counts.rows + len(rows),
-            broken=corpus.broken,
-            left_out=counts.left_out + (len(batch) - len(rows) if manifest.packing == "whole" else 0),
+            broken=broken(),
+            left_out=counts.left_out + (len(some.lengths) - len(rows) if manifest.packing == "whole" else 0),
         )
         if on_progress is not None:
             on_progress(counts)
-        if sum(len(r) for r in waiting) * config.length >= SHARD_TOKENS:
-            manifest, waiting = _write(folder, manifest, waiting, counts, packer), []
-    if waiting and sum(map(len, waiting)):
+        if _is_shard(tokens, some.end):
+            manifest, waiting, tokens = _write(folder, manifest, waiting, counts, packer), [], 0
+    if tokens:
         manifest = _write(folder, manifest, waiting, counts, packer)
     if not manifest.shards:
-        if config.packing == "whole":
-            raise UserError(f"corpus {corpus.source!r}: no document fits into a row of {config.length} tokens")
-        raise UserError(f"corpus {corpus.source!r}: too little text for one row of {config.length} tokens")
+        if manifest.packing == "whole":
+            raise UserError(f"corpus {manifest.source!r}: no document fits into a row of {manifest.length} tokens")
+        raise UserError(f"corpus {manifest.source!r}: too little text for one row of {manifest.length} tokens")
+    counts = counts.model_copy(update={"broken": broken()})
     manifest = manifest.model_copy(update={"counts": counts, "finished": True})
     write_recorded(folder / "manifest.json", manifest.model_dump(mode="json"))
     return manifest
+
+
+def _is_shard(tokens: int, documents: int) -> bool:
+    """Whether rows of so many tokens are a shard: after every `AT_ONCE` documents of the corpus they may be, in between
+    where documents are long."""
+    return tokens >= SHARD_TOKENS and (documents % encoding.AT_ONCE == 0 or tokens >= 2 * SHARD_TOKENS)
 
 
 def _tokenizer(corpus: Corpus, config: PrepareConfig, folder: Path) -> Any:
@@ -292,88 +301,40 @@ def _tokenizer(corpus: Corpus, config: PrepareConfig, folder: Path) -> Any:
         raise UserError("give either a tokenizer (folder or hub id) or the size of a BPE to train (train_bpe)")
     if config.tokenizer is not None:
         return load_tokenizer(config.tokenizer)
-    if (folder / "manifest.json").exists() and (folder / "tokenizer.json").exists():  # made here before
-        try:
-            return load_tokenizer(folder)
-        except UserError:  # torn; trained again it is the same
-            pass
+    if (made := made_tokenizer(folder)) is not None:
+        return made
     if corpus.source == "-":
         raise UserError("a BPE cannot be trained on standard input, which can be read only once; use a file")
-    return train_bpe(islice(corpus.documents(), config.bpe_documents), int(config.train_bpe or 0))
+    trained = train_bpe(islice(corpus.documents(), config.bpe_documents), int(config.train_bpe or 0))
+    with tempfile.TemporaryDirectory() as place:  # read like one that was made before, so that its files are the same
+        trained.save_pretrained(place)
+        return load_tokenizer(place)
+
+
+def made_tokenizer(folder: Path) -> Any:
+    """The tokenizer that lies beside rows, or beside parts of them; None where there is none yet."""
+    for place in (folder, *part_folders(folder).values()):
+        if (place / "manifest.json").exists() and (place / "tokenizer.json").exists():
+            with suppress(UserError):  # torn; one that is trained again is the same
+                return load_tokenizer(place)
+    return None
 
 
 def _resume(folder: Path, fresh: Prepared) -> Prepared:
     if not (folder / "manifest.json").exists():
         return fresh
     there = read_prepared(folder)
-    for name, value in fresh.settings().items():
-        if there.settings()[name] != value:
-            other = {"identity": "of other text", "tokenizer": "with another tokenizer"}
-            how = other.get(name, f"with {name} = {there.settings()[name]!r}, not {value!r}")
-            raise UserError(f"prepared text {str(folder)!r} was made {how}; choose another folder or delete that one")
+    check_same_settings(f"prepared text {str(folder)!r}", there, fresh)
     return there
-
-
-def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
-    while batch := list(islice(documents, AT_ONCE)):
-        yield batch
 
 
 def _write(folder: Path, manifest: Prepared, rows: list[np.ndarray], counts: Counts, packer: Packer) -> Prepared:
     """One more shard, then a manifest that knows it: a crash between the two costs only that shard."""
-    tokens = np.concatenate(rows).astype(_type_of_ids(manifest.vocab_size))
+    tokens = np.concatenate(rows)
     index = len(manifest.shards)
     with written_aside(shard_file(folder, index)) as aside, open(aside, "wb") as file:
         np.save(file, tokens)
-    shards = (*manifest.shards, (len(tokens), _digest(tokens)))
+    shards = (*manifest.shards, (len(tokens), digest_tokens(tokens)))
     manifest = manifest.model_copy(update={"shards": shards, "counts": counts, "carry": tuple(packer.carry.tolist())})
     write_recorded(folder / "manifest.json", manifest.model_dump(mode="json"))
     return manifest
-
-
-class PreparedSource:
-    """Rows of prepared text, read from disk as they are asked for."""
-
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = as_path(folder, "prepared text")
-        where = f"prepared text {str(folder)!r}"
-        if not (self.folder / "manifest.json").exists():
-            raise UserError(f"{where}: no such folder, or no manifest in it; make it with 'imdm prepare'")
-        self.manifest = read_prepared(self.folder)
-        if not self.manifest.finished:
-            raise UserError(f"{where} is unfinished; run the same 'imdm prepare' again to finish it")
-        m = self.manifest
-        self.length, self.vocab_size, self.mask_id = m.length, m.vocab_size, m.mask_token_id
-        self.fingerprint, self.ending = m.fingerprint(), m.ending
-        for name, known in m.files:
-            _check_file(self.folder / name, known)
-        self._shards = [self._open(i, rows, digest) for i, (rows, digest) in enumerate(m.shards)]
-        self._first = torch.tensor([0, *(len(s) for s in self._shards)]).cumsum(0)
-
-    def _open(self, index: int, rows: int, digest: str) -> np.ndarray:
-        path, again = shard_file(self.folder, index), "delete the folder and prepare again"
-        try:
-            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-        except Exception as error:  # numpy parses the header as Python, and fails in as many ways
-            raise UserError(f"prepared text: {path} cannot be read ({reason_of(error)}); {again}") from None
-        if tokens.shape != (rows, self.length) or tokens.dtype != _type_of_ids(self.vocab_size):
-            raise UserError(f"prepared text: {path} does not hold {rows} rows of {self.length} ids; {again}")
-
-        def check() -> None:
-            if _digest(tokens) != digest:
-                raise UserError(f"prepared text: {path} is damaged: it is not what was written; {again}")
-
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # one of several processes is enough
-            check_once([path], "tokens", check)
-        return tokens
-
-    def __len__(self) -> int:
-        return int(self._first[-1])
-
-    def rows(self, index: Tensor) -> dict[str, Tensor]:
-        out = np.empty((len(index), self.length), np.int64)
-        shard = torch.searchsorted(self._first, index, right=True) - 1
-        for number in shard.unique().tolist():
-            mine = (shard == number).nonzero()[:, 0]
-            out[mine.numpy()] = self._shards[number][(index[mine] - self._first[number]).numpy()]
-        return {"tokens": torch.from_numpy(out)}

@@ -10,7 +10,8 @@ from pydantic import Field
 
 from imdm.config import digest
 from imdm.data.corpora import Corpus
-from imdm.data.packing import Counts, Packing, PrepareConfig, PreparedSource, prepare
+from imdm.data.packing import PrepareConfig, prepare
+from imdm.data.prepared import Counts, Packing, PreparedSource
 from imdm.data.source import Data, LanguageData, Progress, Source, TokenData
 from imdm.data.tokenizers import BPE_MASK, load_tokenizer, special_ids, tokenizer_hash
 from imdm.ending import Ending

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from imdm.devices import processes
 from imdm.errors import UserError, check_whole
 from imdm.files import kept_if_refused, working_in, write_json
 from imdm.recipes import Recipe, variants
+from imdm.room import cores
 from imdm.runs.run import Reporter, Run
 from imdm.stopping import held_back, let_through
 
@@ -124,10 +124,6 @@ def _share(jobs: list[Job], workers: int, reporter: Reporter) -> None:
             raise
     if failures:
         raise failures[0]
-
-
-def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _work(job: Job, threads: int) -> None:

@@ -85,11 +85,6 @@ class TrainConfig(Config):
             check_precision(self.lora.base, device, "training.lora.base")
         check_precision(self.precision, device, "training.precision")
         check_lora(self.lora, self.precision)
-        if self.shard != "none" and self.optimizer == "muon":
-            raise UserError(
-                f"training.shard = {self.shard!r}: muon needs whole matrices, and no process would have them; "
-                "use adamw, or shard: none"
-            )
         if self.shard != "none" and self.lora is not None:
             raise UserError(f"training.shard = {self.shard!r}: adapters (training.lora) are not shared out; use none")
         if self.decay >= self.steps:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from imdm.errors import UserError
 from imdm.models import MaskedDiffusionLM
+from imdm.sharding import shared_like, whole
 from imdm.training.config import TrainConfig
 
 MOMENTUM = 0.95
@@ -47,14 +48,15 @@ class Muon(torch.optim.AdamW):
     """Momentum, made orthogonal by the Newton–Schulz iteration, for the groups that say how many matrices lie in each
     of their weights, one above the other (`matrices`); AdamW for the others. An update is scaled to the size that
     AdamW's would have, 0.2·√max(rows, columns), so that one rate serves both. Matrices of one shape are computed
-    together."""
+    together; of those that are shared out every process gathers one weight at a time, and keeps its part of the
+    result."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         matrices = [(weight, group) for group in self.param_groups if group["matrices"] for weight in group["params"]]
         moving = [(weight, group) for weight, group in matrices if weight.grad is not None]
         moving.sort(key=lambda one: _shape(*one))
-        for _, same in groupby(moving, key=lambda one: _shape(*one)):
+        for _, same in groupby(moving, key=lambda one: (_shape(*one), _alone(one[0]))):
             self._move(list(same))
         held = [(weight, weight.grad) for weight, _ in moving]
         for weight, _ in held:
@@ -69,8 +71,6 @@ class Muon(torch.optim.AdamW):
         """Weights of one shape, all at once."""
         updates = []
         for weight, group in same:
-            if isinstance(weight, DTensor):
-                raise UserError("training.optimizer = 'muon' needs whole matrices, not sharded ones; use adamw")
             assert weight.grad is not None
             state = self.state[weight]
             if "momentum" not in state:
@@ -79,17 +79,22 @@ class Muon(torch.optim.AdamW):
             state["step"] += 1
             state["momentum"].lerp_(weight.grad, 1 - MOMENTUM)
             ahead = weight.grad.lerp(state["momentum"], MOMENTUM)
-            updates.append(ahead.unflatten(0, (group["matrices"], -1)))
+            updates.append(whole(ahead).unflatten(0, (group["matrices"], -1)))
         found = orthogonal(torch.stack(updates))
         scale = LIKE_ADAMW * max(found.shape[-2:]) ** 0.5
         for (weight, group), update in zip(same, found.flatten(1, 2).to(same[0][0].dtype), strict=True):
             rate = group["lr"]
             weight.mul_(1 - rate * group["weight_decay"])
-            weight.sub_(rate * scale * update)
+            weight.sub_(rate * scale * shared_like(update, weight))
 
 
 def _shape(weight: Tensor, group: dict[str, Any]) -> tuple[int, ...]:
     return (group["matrices"], *weight.shape)
+
+
+def _alone(weight: Tensor) -> int | None:
+    """What tells a weight that is shared out from all others."""
+    return id(weight) if isinstance(weight, DTensor) else None
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
