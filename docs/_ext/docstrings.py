@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib import import_module
 from itertools import groupby
 
 from sphinx.application import Sphinx
@@ -47,7 +48,16 @@ def process(app: Sphinx, what: str, name: str, thing: object, options: object, l
     lines[:] = translated(lines)
 
 
+def found(app: Sphinx) -> None:
+    """Names that a module imports when they are first used are not in its `dir`, where autodoc looks."""
+    for name in ("imdm.data", "imdm.recipes", "imdm.costing"):
+        module = import_module(name)
+        for public in module.__all__:
+            setattr(module, public, getattr(module, public))
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     app.setup_extension("sphinx.ext.autodoc")
     app.connect("autodoc-process-docstring", process)
+    app.connect("builder-inited", found)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,4 +1,4 @@
-"""Links to files of the repository beside the documents: files are copied into the site, and the rest is seen to here."""
+"""Links to files of the repository beside the documents: files are copied into the site; folders and pages are not."""
 
 from __future__ import annotations
 
