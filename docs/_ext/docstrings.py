@@ -49,11 +49,11 @@ def process(app: Sphinx, what: str, name: str, thing: object, options: object, l
 
 
 def found(app: Sphinx) -> None:
-    """Names that a module imports when they are first used are not in its `dir`, where autodoc looks."""
-    for name in ("imdm.data", "imdm.recipes", "imdm.costing"):
-        module = import_module(name)
-        for public in module.__all__:
-            setattr(module, public, getattr(module, public))
+    """Names that a module imports when they are first used are not in its `dir`, where autodoc looks: use them once."""
+    pages = "".join(page.read_text(encoding="utf-8") for page in sorted((app.srcdir / "api").glob("*.md")))
+    for module in map(import_module, re.findall(r"automodule:: (\S+)", pages)):
+        for name in getattr(module, "__all__", ()):
+            setattr(module, name, getattr(module, name))
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
