@@ -2,11 +2,12 @@
 # make run       the paper's synthetic experiment, end to end, and text by the models that ship: a report in runs/synthetic
 # make test      tests, linter, formatter, types: about six minutes
 # make test-all  the same, and the tests that take longer
+# make docs      the documentation site: docs/_build/html/index.html
 # make dist      the wheel and the source archive, in dist/
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup run test test-all dist clean
+.PHONY: setup run test test-all docs dist clean
 
 setup: .venv/ready
 
@@ -14,7 +15,7 @@ setup: .venv/ready
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "imdm needs Python 3.11 or newer; set PYTHON=…")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,text,judge,mauve,tensorboard,lora,serve]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,text,judge,mauve,tensorboard,lora,serve,docs]'
 	@touch $@
 
 run: setup
@@ -31,9 +32,13 @@ test: setup
 test-all: test
 	$(BIN)/pytest -n auto --dist loadfile -m slow -rs
 
+docs: setup
+	$(BIN)/sphinx-build -q -W --keep-going docs docs/_build/html
+	@echo 'open docs/_build/html/index.html'
+
 dist: setup
 	rm -rf build dist
 	$(BIN)/python -m build --no-isolation
 
 clean:
-	rm -rf .venv runs build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv runs build dist docs/_build .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -109,7 +109,7 @@ def test_help_shows_every_command_and_the_readme_too() -> None:
     groups = {name.split()[0] for name in COMMANDS}
     assert all(re.search(rf"^\W*{name}\s+\w+", shown, re.MULTILINE) for name in groups)
     page = (ROOT / "README.md").read_text(encoding="utf-8")
-    (told,) = re.findall(r"## The command\n\n```\n(.*?)```", page, re.DOTALL)
+    (told,) = re.findall(r"## The command\n\n```text\n(.*?)```", page, re.DOTALL)
     lines = [line.split() for line in told.splitlines()]
     assert {" ".join(words[1:3]) if words[1] == "judge" else words[1] for words in lines} == set(COMMANDS)
 
