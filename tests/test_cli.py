@@ -425,10 +425,6 @@ MISTAKES = {
         ["distill", "sdtt", "MODEL", "--data", "aligned", "--out", "OUT", "--rounds", "12"],
         "would push the step size to 1.998, beyond 1",
     ),
-    "iterations": (
-        ["distill", "sdtt", "MODEL", "--data", "aligned", "--out", "OUT", "--iterations", "0"],
-        "iterations = 0: must be a whole number",
-    ),
     "start": (
         ["distill", "sdtt", "MODEL", "--data", "aligned", "--out", "OUT", "--start", "MODEL"],
         "sdtt has no such setting; it is for match",

@@ -25,7 +25,7 @@ from imdm.errors import UserError
 from imdm.files import read_lines
 from imdm.masks import Mask, parse_mask
 from imdm.models import MaskedDiffusionLM, load_model, readout, with_mask
-from imdm.models.readout import Chosen, Gradient, Head, match_rows, matched
+from imdm.models.readout import Chosen, Gradient, Head, Said, match_rows, matched
 from imdm.objectives import EARLIEST, Match, Nelbo, Step, match, parse_objective
 from imdm.objectives.match import AUXILIARY, DATA, OWN, PRIOR, Starts
 from imdm.objectives.onpolicy import Auxiliary, Planned, Pursued, masked_again, planned
@@ -318,6 +318,39 @@ def test_rows_of_three_heads(gradient: Gradient, at_once: int, monkeypatch: pyte
     pairs = (torch.autograd.grad((v * upstream).sum(), inputs, retain_graph=True) for v in (found, wanted))
     assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(*pairs, strict=True))
     assert all(g is None for g in torch.autograd.grad(found.sum(), teacher.tensors, allow_unused=True))
+
+
+@pytest.mark.parametrize("at_once", [1 << 26, 40])
+@pytest.mark.parametrize("gradient", GRADIENTS)
+def test_heads_without_some_tokens(gradient: Gradient, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Barred rows are compared under the laws of the other tokens, and teach nothing about the barred ones. What
+    kernels are given says the same, up to e⁻⁸⁰."""
+    monkeypatch.setattr(readout, "AT_ONCE", at_once)
+    torch.manual_seed(0)
+    heads = [Head(torch.randn(9, width, requires_grad=True), nn.Linear(width, 7), 6) for width in (4, 5, 6)]
+    barred, targets = torch.arange(9) % 2 == 0, torch.arange(9) % 3 + 3
+    made = [head.without(barred, (1, 2)) for head in heads]
+    found = match_rows(gradient, *made, targets, 1.0)
+    never = torch.isin(torch.arange(7), torch.tensor([1, 2])) & barred[:, None]
+    s, t, a = (head.log_probs().masked_fill(never, -torch.inf).log_softmax(-1) for head in heads)
+    wanted = torch.stack((matched(gradient, s, t, a, 1.0), -Chosen(targets)(a, slice(None))), 1)
+    assert torch.allclose(found, wanted, atol=1e-6)
+    bias = heads[0].layer.bias
+    pushed = torch.autograd.grad(found[barred, 0].sum(), bias, retain_graph=True)[0]
+    assert pushed[1:3].abs().max() == 0 < pushed.abs().max()
+    assert torch.autograd.grad(found[~barred, 0].sum(), bias)[0][1:3].abs().min() > 0
+    for head, law in zip(made, (s, t, a), strict=True):
+        rows, weight, bias = head.tensors
+        logits = (rows @ weight.T + bias).masked_fill(torch.arange(7) == 6, -torch.inf)
+        assert torch.allclose(logits.softmax(-1), law.exp(), atol=1e-6)
+        assert torch.allclose(
+            Said(head._replace(barred=(), rows=head.rows[:, :-16]).log_probs())
+            .without(barred, (1, 2))
+            .log_probs()
+            .exp(),
+            law.exp(),
+            atol=1e-6,
+        )
 
 
 def test_the_auxiliary_begins_as_the_teacher() -> None:

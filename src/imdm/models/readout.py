@@ -19,6 +19,8 @@ from imdm.kernels import is_plain, kernels
 
 Reduce = Callable[[Tensor, slice], Tensor]
 AT_ONCE = 1 << 26  # elements of (rows, V) that a loss holds at a time
+MORE = 16  # features that `Head.without` adds: one would do, but products like round sizes
+LOW = -80.0  # a logit that has no chance beside any other
 
 Divergence = Literal["backward-kl", "forward-kl", "tv", "mse"]
 Gradient = Literal["fkl", "kl", "ipf", "soft"]
@@ -27,12 +29,20 @@ Gradient = Literal["fkl", "kl", "ipf", "soft"]
 class Head(NamedTuple):
     """Rows (R, D) and the layer that reads them; the token `never` has no probability. size: V, unless the layer has
     just as many outputs; those beyond are not read, and tokens that it has none for have no probability. What takes
-    more than a linear layer is a function of rows with `out_features`."""
+    more than a linear layer is a function of rows with `out_features`. barred: tokens that some of the rows do not have
+    (`without`); rows then have MORE features, of which the first says so."""
 
     rows: Tensor
     layer: nn.Linear
     never: int
     size: int | None = None
+    barred: tuple[int, ...] = ()
+
+    def without(self, where: Tensor, tokens: tuple[int, ...]) -> Head:
+        """The same head, but the rows `where` (R,) give these tokens no probability. A feature more says which rows,
+        and a weight that is very low makes logits low, so that kernels need know nothing of it."""
+        more = nn.functional.pad(where[:, None].to(self.rows.dtype), (0, MORE - 1))
+        return self._replace(rows=torch.cat((self.rows, more), 1), barred=tokens)
 
     @property
     def is_linear(self) -> bool:
@@ -46,6 +56,10 @@ class Head(NamedTuple):
         bias: Tensor = weight.new_zeros(len(weight)) if self.layer.bias is None else self.layer.bias
         if self.size is not None and self.size < len(weight):
             weight, bias = weight[: self.size], bias[: self.size]
+        if self.barred:
+            every = torch.arange(len(weight), device=weight.device)
+            low = torch.stack([every == token for token in self.barred]).any(0).to(weight.dtype) * LOW
+            weight = torch.cat((weight, nn.functional.pad(low[:, None], (0, MORE - 1))), 1)
         return self.rows, weight, bias
 
     def log_probs(self, part: slice = slice(None)) -> Tensor:
@@ -62,6 +76,11 @@ class Head(NamedTuple):
         return logits.masked_fill(never, -torch.inf).clamp(min=torch.finfo(logits.dtype).min)
 
     def _logits(self, rows: Tensor) -> Tensor:
+        if self.barred:
+            logits = self._replace(barred=())._logits(rows[..., :-MORE])
+            every = torch.arange(logits.shape[-1], device=logits.device)
+            tokens = torch.stack([every == token for token in self.barred]).any(0)
+            return logits.masked_fill((rows[..., -MORE] > 0)[..., None] & tokens, -torch.inf)
         more = 0 if self.size is None else self.size - self.layer.out_features
         if more < 0 and self.is_linear:  # the others are not worth computing
             return nn.functional.linear(rows, *self.tensors[1:])
@@ -78,6 +97,11 @@ class Said(NamedTuple):
 
     def log_probs(self, part: slice = slice(None)) -> Tensor:
         return self.rows[part]
+
+    def without(self, where: Tensor, tokens: tuple[int, ...]) -> Said:
+        """The same, but the rows `where` (R,) give these tokens no probability."""
+        rest = self.rows.index_fill(-1, torch.tensor(tokens, device=self.rows.device), -torch.inf).log_softmax(-1)
+        return self._replace(rows=torch.where(where[:, None], rest, self.rows))
 
 
 class Fused(ABC):

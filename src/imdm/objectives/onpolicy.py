@@ -178,10 +178,22 @@ class Write(Whole):
         if self.how is None:
             with torch.enable_grad():
                 return -self.auxiliary(shown, rows=rows, reduce=Chosen(said), generated=plan.generated)
+        ours = head._replace(rows=head.rows[plan.left])
         with torch.no_grad():
             wanted = teacher.head_of(teacher.trunk_at(shown, rows))
-        compare = Compare(head._replace(rows=head.rows[plan.left]), wanted, said, self.how)
+        ours, wanted = (going_on(each, shown, rows, teacher.process) for each in (ours, wanted))
+        compare = Compare(ours, wanted, said, self.how)
         return self.auxiliary(shown, rows=rows, reduce=compare, generated=plan.generated)
+
+
+def going_on(head: Head, shown: Noised, rows: Rows, process: Process) -> Head:
+    """A head as it reads rows of z̃: where the text visibly goes on after a position, end and padding are no choice
+    there, the student's neither, though it knew nothing of that. Their chances by teacher and auxiliary would be two
+    tiny numbers, whose ratio means nothing, weighed with all that the student gave them."""
+    barred, ending = process.barred(shown), process.ending
+    if barred is None or ending is None:
+        return head
+    return head.without(rows.of(barred), (ending.end, ending.pad))
 
 
 @dataclass(frozen=True)
@@ -223,7 +235,8 @@ class Auxiliary(MaskedDiffusionLM):
         whose = nn.functional.pad(generated, (0, x.shape[1] - generated.shape[1]))[..., None]
         for number, mark in enumerate(self.generated.to(x.dtype), 1):
             x = x + (whose == number) * mark
-        return reduced(self.head_of(self.backbone.at(x, rows, state.keys)), reduce)
+        head = self.head_of(self.backbone.at(x, rows, state.keys))
+        return reduced(going_on(head, state, rows, self.process), reduce)
 
 
 def _together() -> bool:

@@ -512,8 +512,9 @@ class MaskedDiffusionLM(PreTrainedModel):
             rows = self._trunk(x, latent[active] if self.mixture is not None else None)[0][now]
             u = torch.rand(len(rows), dtype=torch.float64, **how)
             barred = self._barred(tokens[active], open_)[now]
+            v = torch.rand(len(active), 1, dtype=torch.float64, **how).expand(now.shape)[now]
             written = tokens[active]
-            written[now] = self._draw(rows, u, barred, temperature, top_p)
+            written[now] = self._draw(rows, u, v, barred, temperature, top_p)
             tokens[active] = self._closed(written, open_)
             holes[active] = open_ & (tokens[active] == self.config.mask_token_id)
         return tokens
@@ -524,13 +525,16 @@ class MaskedDiffusionLM(PreTrainedModel):
             return 1 - (1 - schedule["floor"]) * (1 - (t * (math.pi / 2)).cos())
         return 1 - (1 - schedule["floor"]) * t
 
-    def _draw(self, rows: Tensor, u: Tensor, barred: Tensor, temperature: float, top_p: float) -> Tensor:
-        """A token for each row (R, ·) by inversion in float64; no end and no padding where `barred` (R,)."""
+    def _draw(self, rows: Tensor, u: Tensor, v: Tensor, barred: Tensor, temperature: float, top_p: float) -> Tensor:
+        """A token for each row (R, ·) by inversion in float64; no end and no padding where `barred` (R,). Of whole
+        texts, v (R,) decides on end and padding: one number for all positions that a text fills at a step, so that
+        they agree where it ends."""
         config, size = self.config, max(1, AT_ONCE // self.config.vocab_size)
         found = []
         for part in range(0, len(rows), size):
             some = slice(part, part + size)
             logits = self._logits(rows[some]).double()
+            ends = None
             if config.eos_token_id is not None:
                 ends = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
                 ends[[config.eos_token_id, config.pad_token_id]] = True
@@ -543,10 +547,18 @@ class MaskedDiffusionLM(PreTrainedModel):
                 ranked, order = p.sort(dim=-1, descending=True, stable=True)
                 outside = ranked.cumsum(-1) - ranked >= top_p
                 p = torch.zeros_like(p).scatter(-1, order, ranked.masked_fill(outside, 0.0))
-            edge = p.cumsum(-1)
+            p = p / p.sum(-1, keepdim=True)
+            text = p if ends is None else p.masked_fill(ends, 0.0)
+            edge = text.cumsum(-1)
             token = torch.searchsorted(edge, u[some, None] * edge[:, -1:], right=True)
-            last = p.shape[-1] - 1 - (p > 0).flip(-1).to(torch.int8).argmax(-1, keepdim=True)
-            found.append(torch.minimum(token, last)[:, 0])
+            last = text.shape[-1] - 1 - (text > 0).flip(-1).to(torch.int8).argmax(-1, keepdim=True)
+            token = torch.minimum(token, last)[:, 0]
+            if ends is not None:
+                end, pad = config.eos_token_id, config.pad_token_id
+                padding = p[:, pad] if pad != end else torch.zeros_like(p[:, pad])
+                token = torch.where(v[some] < padding + p[:, end], end, token)
+                token = torch.where(v[some] < padding, pad, token)
+            found.append(token)
         return torch.cat(found)
 
     def _closed(self, tokens: Tensor, fresh: Tensor) -> Tensor:
