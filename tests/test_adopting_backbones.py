@@ -334,7 +334,7 @@ def test_with_its_tokenizer_it_writes_text(tmp_path: Path) -> None:
         ({"model_type": "llada2_moe"}, {}, "block after block"),
         ({"model_type": "sdar"}, {}, "block after block"),
         ({"model_type": "unheard-of"}, {}, "nor does a config.json beside them name a model"),
-        ({"model_type": "t5"}, {}, "read with one half"),
+        ({"model_type": "t5"}, {}, "models are encoder-decoders"),
         ({"quantization_config": {"bits": 4}}, {}, "quantised"),
         ({"max_position_embeddings": None}, {"heads": 2}, "heads: .* says it in its own config.json"),
         ({"sliding_window": None}, {"softcap": 2.0}, "softcap: .* says it in its own config.json"),

@@ -486,7 +486,7 @@ def test_models_that_know_no_ending_are_what_they_were() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"eos_token_id": 1}, "give all, for rows that are whole texts, or none"),
+        ({"eos_token_id": 1}, "give all of them, for rows that are whole texts, or none"),
         (WHOLE | {"pad_token_id": 4}, "pad_token_id = 4: that is the mask"),
         (WHOLE | {"pad_token_id": 9}, "pad_token_id = 9"),
     ],
