@@ -333,7 +333,7 @@ def test_a_shipped_model_writes_as_well_as_was_measured(name: str) -> None:
 def test_the_judge_goes_on_and_fills_in_nothing() -> None:
     assert load_model("sentences-judge").config.causal
     assert imdm.load("sentences-judge").write("It was", length=8)[0].text.startswith("It was")
-    with pytest.raises(imdm.UserError, match="fills in nothing before one"):
+    with pytest.raises(imdm.UserError, match="cannot infill"):
         imdm.load("sentences-judge").infill("It ___ a day")
 
 
