@@ -90,7 +90,7 @@ def test_text_becomes_a_report(run: Path) -> None:
     said = " ".join((run.parent / "said.txt").read_text().split())
     for stage in ("measure", "frontier"):
         assert (
-            f"{stage}: judge 'smollm2' is not at hand, so that sentences-judge, which ships, reads; get it with 'imdm "
+            f"{stage}: judge 'smollm2' is not available; using sentences-judge, which ships, instead; get it with 'imdm "
             "judge fetch smollm2'"
         ) in said
     assert "left out" not in said
