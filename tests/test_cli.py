@@ -395,7 +395,7 @@ MISTAKES = {
     "huge id": (["generate", "MODEL", "--canvas", "99999999999999999999"], "write token ids and ? for holes"),
     "not a number": (
         ["evaluate", "MODEL", "--data", "aligned:length=a"],
-        "data.settings.length = 'a': a language's settings are moderate numbers",
+        "data.settings.length = 'a': a language's settings are small numbers",
     ),
     "other length": (["evaluate", "MODEL", "--data", "aligned:length=3"], "the model takes at most 2"),
     "other symbols": (["couple", "MODEL", "--data", "aligned:symbols=5", "--out", "OUT"], "the data has 6 token ids"),

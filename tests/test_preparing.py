@@ -272,7 +272,7 @@ def killing(backend: Any) -> Iterator[Chunk]:
 
 def test_a_process_that_is_killed_is_said(home: Path) -> None:
     backend = load_tokenizer(home / "tokenizer").backend_tokenizer
-    with pytest.raises(UserError, match="processes = 2: one of them ended in the midst of its work, perhaps for want"):
+    with pytest.raises(UserError, match="processes = 2: one of them died, perhaps out of memory"):
         list(encoded(killing(backend), backend, 2))
 
 

@@ -509,7 +509,7 @@ def test_whole_packing_by_hand() -> None:
 def test_rows_that_are_no_whole_texts_are_refused() -> None:
     config = tiny_config(length=4, **WHOLE)
     check_fits(SOURCE, config)
-    with pytest.raises(UserError, match="the rows of the data are none that end like its own"):
+    with pytest.raises(UserError, match="the rows of the data do not end like its own"):
         check_fits(TokenSource(torch.tensor([[0, 3, 1, 3]]), 5, 4), config)
 
 

@@ -155,7 +155,7 @@ def prepare(
         splits = [(name, replace(corpus, split=name, hold_out=hold_out)) for name in ("train", "valid")]
     for name, text in splits:
         known = made_tokenizer(out / "train") if name == "valid" else None
-        with as_options(*values), reporter().bar(f"{source}{name and ', '}{name}: documents", limit or 0) as bar:
+        with as_options(*values, "part"), reporter().bar(f"{source}{name and ', '}{name}: documents", limit or 0) as bar:
             how = {"tokenizer": known, "processes": processes, "on_note": reporter().say}
             done = (
                 _prepared(text, config, out / name, bar, how)
