@@ -75,7 +75,7 @@ def test_it_writes_by_its_own_law(kind: str) -> None:
     assert found.evaluations.tolist() == [2] * 4000
     assert found.revealed_at.unique(dim=0).tolist() == [[-1, 0, 1]]
     assert told == [1500, 3000, 4500, 6000, 7000, 8000]
-    with pytest.raises(UserError, match="noise_keys: this model reads from left to right"):
+    with pytest.raises(UserError, match="noise_keys: this model is autoregressive"):
         sample(model, canvas, keys=keys, noise_keys=keys, how=Sampling())
     again = sample(model, canvas[7:9], keys=keys[7:9], how=Sampling())
     assert torch.equal(again.tokens, found.tokens[7:9])  # each follows from its own key
@@ -193,7 +193,7 @@ def test_what_cannot_open_is_refused(tmp_path: Path) -> None:
     for model in (tiny_model(**size), made(FAMILIES["bert"] | {"vocab_size": 4}, **size)):
         with pytest.raises(UserError, match="only a causal model of backbone 'hf' that becomes a diffusion model"):
             start(model)
-    with pytest.raises(UserError, match="the attention of a captured step is fixed"):
+    with pytest.raises(UserError, match="a captured step has fixed attention"):
         start(made(SMALL, **size), graphs=True)
     with pytest.raises(UserError, match="attention would never be open in training.steps = 5"):
         start(made(SMALL, **size), steps=5)
