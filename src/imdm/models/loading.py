@@ -67,6 +67,6 @@ def _found(path: str | Path) -> str | Path:
     if kind != MaskedDiffusionLM.config_class.model_type:
         raise UserError(
             f"model {str(path)!r} is of type {kind!r}, not {MaskedDiffusionLM.config_class.model_type!r}; "
-            "take it in first (imdm adopt MODEL --out FOLDER, or imdm.adopt)"
+            "convert it first (imdm adopt MODEL --out FOLDER, or imdm.adopt)"
         )
     return folder

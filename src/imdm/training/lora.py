@@ -76,7 +76,7 @@ def add_adapters(model: MaskedDiffusionLM, lora: Lora, seed: int) -> None:
     with seeded(fold(as_key(seed), Purpose.INIT, 2)):
         peft.inject_adapter_in_model(peft.LoraConfig(**how, fan_in_fan_out=turned), lm)
     for module in lm.modules():
-        if "norm" in type(module).__name__.lower() and not list(module.children()):  # a norm, not a module with norms in it
+        if "norm" in type(module).__name__.lower() and not list(module.children()):  # not a module of norms
             module.requires_grad_(True)
     lm.set_input_embeddings(MaskRow(lm.get_input_embeddings(), model.config.mask_token_id).to(model.device))
     for weight in lm.parameters():

@@ -148,7 +148,7 @@ class Trainer:
                 "diffusion model has attention to open; leave it out"
             )
         if self.config.opening and self.config.graphs:
-            raise UserError("training.opening and training.graphs: the attention of a captured step is fixed; leave one out")
+            raise UserError("training.opening and training.graphs: a captured step has fixed attention; leave one out")
         if self.config.opening:
             model.backbone.check_opening()
         check_fits(self.source, model.config)
