@@ -404,7 +404,7 @@ def test_bad_jobs_get_a_sentence(job: Job, message: str) -> None:
 
 
 def test_models_that_cannot_write_are_refused() -> None:
-    with pytest.raises(UserError, match="model 'a' reads from left to right"):
+    with pytest.raises(UserError, match="model 'a' is autoregressive"):
         engine_of(a=tiny_model(causal=True))
     with pytest.raises(UserError, match="there is no model to serve"):
         engine_of()

@@ -642,7 +642,7 @@ def test_a_service_whose_engine_breaks_ends_with_an_error(monkeypatch: pytest.Mo
     found: list[Any] = []
     monkeypatch.setattr(engine, "_take_up", fail)
     asking = threading.Thread(target=ask_it, daemon=True)
-    with pytest.raises(UserError, match="the service ended by a fault of its own"):
+    with pytest.raises(UserError, match="the service stopped after the internal error"):
         run_service(engine, listening, asking.start)
     asking.join(60)
     assert [one[0] for one in found] == [503]
