@@ -350,13 +350,13 @@ def test_what_a_recipe_cannot_start_from_is_refused(tmp_path: Path, monkeypatch:
     with pytest.raises(UserError, match="model 'smollm2' is not here; get it with 'imdm judge fetch smollm2'"):
         imdm.adopt("smollm2", adapt=True)
     source = tiny_llama(tmp_path / "llama")
-    with pytest.raises(UserError, match="adapt opens its attention, and causal keeps it as it is"):
+    with pytest.raises(UserError, match="adapt makes its attention bidirectional, causal keeps it causal"):
         imdm.adopt(source, adapt=True, causal=True)
-    with pytest.raises(UserError, match="predicts what follows; leave out shift"):
+    with pytest.raises(UserError, match="predicts the next token; leave out shift"):
         imdm.adopt(source, causal=True, shift=False)
     for file in source.glob("tokenizer*"):
         file.unlink()
-    with pytest.raises(UserError, match="no tokenizer beside it that says how whole texts begin and end"):
+    with pytest.raises(UserError, match="no tokenizer beside it with the begin and end of whole texts"):
         imdm.adopt(source, adapt=True, whole=True)
     recipe = load_recipe("synthetic").resolved()
     recipe["stages"] = {"mine": {"kind": "adopt", "source": str(tmp_path / "nowhere"), "adapt": True}}
