@@ -325,9 +325,7 @@ def test_networks_that_cannot_be_trained_are_refused(tmp_path: Path) -> None:
     refuse(lambda m, s: {"../out": Trained(nn.Linear(2, 2))}, r"network '../out' of objective 'nelbo': a name has")
     refuse(lambda m, s: {"critic": nn.Linear(2, 2)}, r"= Linear\(.*: expected a Trained")
     refuse(lambda m, s: {"critic": Trained(nn.ReLU())}, "has no trainable weights")
-    refuse(
-        lambda m, s: {"critic": Trained(nn.Linear(2, 2).requires_grad_(False))}, "has no trainable weights"
-    )
+    refuse(lambda m, s: {"critic": Trained(nn.Linear(2, 2).requires_grad_(False))}, "has no trainable weights")
     refuse(lambda m, s: {"critic": Trained(m)}, "shares weights with the student; give it a copy")
     shared = nn.Linear(2, 2)
     refuse(lambda m, s: {"a": Trained(shared), "b": Trained(nn.Sequential(shared))}, "shares weights with 'a'")

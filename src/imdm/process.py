@@ -39,7 +39,7 @@ class Split:
 
     @cached_property
     def alpha_ts(self) -> Tensor:
-        """α_{t|s} = α_t/α_s: the chance that what stays masked keeps its noise. It telescopes too."""
+        """α_{t|s} = α_t/α_s: the probability that a position that stays masked keeps its noise. It telescopes too."""
         return self.alpha_t / self.alpha_s
 
     @cached_property
@@ -56,7 +56,7 @@ class Split:
 @dataclass(frozen=True)
 class Process:
     """Mask diffusion over V ∪ M (Eq. 10) for one schedule and one kind of mask; with `mixture`, each state also
-    carries one latent λ ~ U(0, 1). With an `ending`, rows are whole texts: the begin token in the first place, and
+    carries one latent λ ~ U(0, 1). With an `ending`, rows are whole texts: the begin token in the first position, and
     padding after a visible end, are certain and never masked.
 
     >>> from imdm.masks import Single
@@ -95,15 +95,15 @@ class Process:
         return Noised(tokens, masked, self.mask.draw(keys, torch.zeros_like(tokens), masked), t, self.latents(keys))
 
     def closed(self, tokens: Tensor, fresh: Tensor) -> Tensor:
-        """Where rows are whole texts: what is certain of them, at places that are `fresh` (B, L)."""
+        """Where rows are whole texts: set the tokens that are certain, at positions that are `fresh` (B, L)."""
         return tokens if self.ending is None else self.ending.closed(tokens, fresh)
 
     def barred(self, state: Noised) -> Tensor | None:
-        """The masked places (B, L) where no end or padding may be drawn, since the text goes on after them."""
+        """The masked positions (B, L) where no end or padding may be drawn, since text follows."""
         return None if self.ending is None else self.ending.barred(state.tokens, state.masked)
 
     def ends(self, state: Noised, rows: Rows, keys: Tensor, step: Tensor | int) -> Ends | None:
-        """What decides on end and padding at rows of a state that are drawn at a step; keys (B,)."""
+        """Inputs of the decision on end and padding at rows of a state that are drawn at a step; keys (B,)."""
         barred = self.barred(state)
         if barred is None:
             return None
@@ -124,7 +124,7 @@ class Process:
         return Split(self.schedule.alpha(t.to(torch.float64)), self.schedule.alpha(s.to(torch.float64)))
 
     def reveals(self, state: Noised, s: Tensor, keys: Tensor, step: int) -> Tensor:
-        """Which positions `reverse` will reveal, (B, L): known before the network is asked what they hold."""
+        """Which positions `reverse` will reveal, (B, L): known before the network runs."""
         return state.masked & (self._fate(state, keys, step) < self.split(state.t, s).reveal[:, None])
 
     def _fate(self, state: Noised, keys: Tensor, step: int) -> Tensor:
@@ -136,9 +136,10 @@ class Process:
     ) -> Noised:
         """z_t → z_s (Eq. 13) when every masked position's token, were it revealed now, is `proposal` (B, L).
 
-        One number a position decides: revealed, kept or redrawn. `step` ≥ 1 numbers the draws of this trajectory.
-        The proposal is read only where `reveals` says so. λ is new at every step, unless noise is kept. Where rows are
-        whole texts, the first end that the proposal brings wins: all that was masked after it becomes padding.
+        One uniform number a position decides: revealed, kept or redrawn. `step` ≥ 1 numbers the draws of this
+        trajectory. The proposal is read only where `reveals` says so. λ is new at every step, unless noise is kept.
+        Where rows are whole texts, the first end token of the proposal counts: all masked positions after it become
+        padding.
         """
         check_policy(policy)
         split = self.split(state.t, s)

@@ -112,8 +112,7 @@ def _by_processes(parts: Iterable[Chunk], backend: Any, processes: int) -> Itera
             yield waiting.popleft().result()
     except BrokenProcessPool:
         raise UserError(
-            f"processes = {processes}: one of them died, perhaps out of memory; run the "
-            "same with fewer to resume"
+            f"processes = {processes}: one of them died, perhaps out of memory; run the same with fewer to resume"
         ) from None
     finally:
         with held_back():

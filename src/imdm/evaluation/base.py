@@ -94,9 +94,7 @@ class Metric:
     def check(self, subject: Subject) -> None:
         """Refuse a subject that lacks what the metric needs."""
         if self.language and subject.truth is None:
-            raise UserError(
-                f"metric {self.name!r} needs an enumerated language as data; for text choose other metrics"
-            )
+            raise UserError(f"metric {self.name!r} needs an enumerated language as data; for text choose other metrics")
         if self.judge and subject.judge is None and not (self.embedder and subject.embedder is not None):
             who = "a judge or a sentence embedder" if self.embedder else "a judge (the paper's is gpt2-large)"
             raise UserError(f"metric {self.name!r} needs {who}")

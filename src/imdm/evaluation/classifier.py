@@ -114,8 +114,8 @@ class Texts:
 
         def loss() -> Tensor:
             u = self.scores(w)
-            slope = (torch.sigmoid(u) - y)[self.text] * self.value
-            w.grad = torch.bincount(self.bucket, weights=slope, minlength=BUCKETS) + PENALTY * w
+            gradient = (torch.sigmoid(u) - y)[self.text] * self.value
+            w.grad = torch.bincount(self.bucket, weights=gradient, minlength=BUCKETS) + PENALTY * w
             return (torch.nn.functional.softplus(u) - y * u).sum() + PENALTY / 2 * (w @ w)
 
         torch.optim.LBFGS(

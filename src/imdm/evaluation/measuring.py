@@ -40,9 +40,7 @@ def measure(names: Sequence[str], subject: Subject | Evaluation, *, finite: bool
         value = found[metric.name].value
         may_be = metric.infinite or (metric.cut and evaluation.subject.first is not None)
         if finite and not isfinite(value) and not (may_be and value == inf):
-            raise UserError(
-                f"metric {metric.name!r} gives {value}, which is not finite: check weights, data and top_p"
-            )
+            raise UserError(f"metric {metric.name!r} gives {value}, which is not finite: check weights, data and top_p")
     return found
 
 

@@ -491,8 +491,7 @@ def _facts(text: str) -> Facts:
         raise UserError(f"{config.model_type!r} models have no token embedding, or no head, that could be found")
     if lm.base_model is lm:  # as llama4_text has it
         raise UserError(
-            f"{config.model_type!r} models do not name the part before their head; use another of "
-            "transformers' models"
+            f"{config.model_type!r} models do not name the part before their head; use another of transformers' models"
         )
     rows, width = embedding.weight.shape
     layers = getattr(config, "num_hidden_layers", None)
