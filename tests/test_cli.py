@@ -482,7 +482,7 @@ def test_ctrl_c_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setattr("imdm.training.trainer.Trainer.train_step", stop)
     result = imdm("train", "synthetic", *SMALL, "--out", tmp_path)
     assert result.returncode == 130
-    assert "run the same command again to go on" in result.stderr
+    assert "run the same command again to resume" in result.stderr
 
 
 def test_distil_by_sdtt_then_redi_and_look_at_it(run: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
-GO_ON = "stopped; run the same command again to go on"
+GO_ON = "stopped; run the same command again to resume"
 
 
 def stopped_by(number: int) -> BaseException:

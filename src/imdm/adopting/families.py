@@ -269,7 +269,7 @@ def _loaded(family: Family, tensors: dict[str, Tensor], dtype: torch.dtype | Non
             None, config=config, state_dict=tensors, output_loading_info=True, **attention_of(config), **how
         )
     except RuntimeError as error:
-        raise UserError(f"{where}: its weights do not have the shapes its config.json says") from error
+        raise UserError(f"{where}: its weights do not have the shapes of its config.json") from error
     except (OSError, TypeError, KeyError, AttributeError, ValueError) as error:
         raise UserError(f"{where} cannot be loaded: {reason_of(error)}") from error
     missing = sorted(info["missing_keys"])

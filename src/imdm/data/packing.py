@@ -148,9 +148,9 @@ def prepare(
     parts, done = all_parts(folder, fresh), manifest.counts.documents
     with working_in(folder), _nothing_left_of(folder, shard_file(folder, 0)):
         if done:
-            tell(f"going on after {done:,} documents")
+            tell(f"resuming after {done:,} documents")
         if parts:
-            tell(f"putting {len(parts)} parts together")
+            tell(f"merging {len(parts)} parts")
             broken = parts[0].whole.counts.broken
             manifest = _pack(joined(folder, parts, done), lambda: broken, folder, tokenizer, manifest, on_progress)
             remove_parts(folder)
@@ -183,7 +183,7 @@ def prepare_part(
     tokenizer, fresh = _begin(corpus, config, folder, tokenizer, processes)
     part = Part(whole=fresh, number=number, of=of)
     if _resume(folder, fresh).finished:
-        tell("all parts were put together before")
+        tell("all parts were merged before")
         return part.model_copy(update={"finished": True, "whole": read_prepared(folder)})
     for known in parts_there(folder, of):
         check_same_settings(f"part {known.number} of {of} in {str(folder)!r}", known.whole, fresh)
@@ -193,7 +193,7 @@ def prepare_part(
         return part
     with working_in(place), _nothing_left_of(place, chunk_file(place, 0)):
         if part.files:
-            tell(f"going on after {part.whole.counts.documents:,} documents")
+            tell(f"resuming after {part.whole.counts.documents:,} documents")
         part = part.model_copy(update={"whole": part.whole.model_copy(update={"files": _saved(tokenizer, place)})})
         return write_part(place, part, corpus, tokenizer.backend_tokenizer, processes, on_progress)
 

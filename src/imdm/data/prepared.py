@@ -90,7 +90,7 @@ def type_of_ids(vocab_size: int) -> np.dtype:
 
 
 def digest_tokens(tokens: np.ndarray) -> str:
-    """A hash of the bytes and their dtype."""
+    """A hash of the bytes; comparable only for one dtype."""
     total = hashlib.sha256()
     for first in range(0, len(tokens), 1 << 16):
         total.update(tokens[first : first + (1 << 16)].tobytes())

@@ -109,8 +109,8 @@ class Objective(Config):
     """One objective: its settings and its loss.
 
     `needs` names the columns a batch must have. `loss` divides by constants of the global batch only, so that the mean
-    over processes is the loss of the whole batch. One that trains more than the student names the others in `networks`
-    and says in `updates` which of them a step updates.
+    over processes is the loss of the whole batch. One that trains more than the student names the others in `networks`,
+    and those that a step updates in `updates`.
     """
 
     kind: str

@@ -92,7 +92,7 @@ def draw_tokens(
 
 def _ended(inside: Drawn, known: Tensor, weight: Tensor, bias: Tensor, ending: Ending, ends: Ends) -> Drawn:
     """The tokens that a kernel drew without end and padding, replaced by these where `ends` decides so. The kernel
-    returns the probability of its token, which with its logit gives the normaliser over all other tokens."""
+    returns the probability of its token, which with its logit gives the normaliser over all tokens but these two."""
 
     def logit(ids: Tensor | int) -> Tensor:
         return (known.float() * weight[ids].float()).sum(-1) + bias[ids].float()

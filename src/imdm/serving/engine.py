@@ -294,11 +294,11 @@ class Engine:
     def _submit(self, tickets: list[_Ticket]) -> None:
         with self._changed:
             if not self.alive or self._aborted:
-                raise Stopped("the service is stopping; come again when it has started")
+                raise Stopped("the service is stopping; try again when it has restarted")
             many = len(self._coming) + self._running
             if many + len(tickets) > self.settings.queue:
                 raise Busy(
-                    f"{many} texts are being written or wait, of {self.settings.queue} at most; come again later",
+                    f"{many} texts are running or waiting, of {self.settings.queue} at most; try again later",
                     self._after(),
                 )
             self._coming.extend(tickets)
@@ -443,9 +443,9 @@ class Engine:
             self.counts.failed += len(tickets)
             LOG.exception("%d texts could not be written", len(tickets))
             if is_out_of_memory(error):
-                said: UserError = Stopped("out of memory; ask for fewer or shorter texts, or come again later")
+                said: UserError = Stopped("out of memory; ask for fewer or shorter texts, or try again later")
             else:
-                said = Failed("writing failed; the log of the service says why")
+                said = Failed("generation failed; the reason is in the service's log")
             for ticket in tickets:
                 ticket.tell(said)
             return False
@@ -460,7 +460,7 @@ class Engine:
             self._groups.clear()
             self._running = 0
         for ticket in left:
-            ticket.tell(Stopped("the service stopped before the text was written; come again when it has started"))
+            ticket.tell(Stopped("the service stopped before the text was finished; try again when it has restarted"))
 
 
 def started(jobs: Sequence[Job], how: Sampling, model: Any) -> Canvas:

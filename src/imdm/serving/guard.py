@@ -92,7 +92,7 @@ class Guard:
                 sentence = "the API key is wrong or missing; send the header 'Authorization: Bearer KEY'"
                 return error(401, sentence, "invalid_api_key", www_authenticate="Bearer")
         if self.metrics.clients > settings.clients and scope["path"] not in ALWAYS:
-            sentence = f"{settings.clients} requests are being answered, as many as may be; come again later"
+            sentence = f"{settings.clients} requests are being answered, the limit; try again later"
             return error(429, sentence, "too_many_clients", retry_after="1")
         length = headers.get("content-length", "0")
         if not length.isdigit() or int(length) > settings.body:
@@ -100,7 +100,7 @@ class Guard:
         return None
 
     def _too_large(self) -> str:
-        return f"the request has more than {self.settings.body:,} bytes, as many as it may have"
+        return f"the request has more than {self.settings.body:,} bytes, the limit"
 
     def _limited(self, receive: Receive) -> Receive:
         """The body of a request, limited in time and size; then the client's disconnect."""

@@ -167,13 +167,13 @@ class Judges:
             raise UserError(f"the row has {len(asked.row)} tokens, the model takes 1 to {model.length}")
         check_tokens(torch.tensor(asked.row), model.vocab_size, "row")
         if not self._room.acquire(blocking=False):
-            raise Busy(f"{MOST_JUDGED} texts wait for a judge, as many as may; come again later", 1)
+            raise Busy(f"{MOST_JUDGED} texts wait for a judge, the limit; try again later", 1)
         reading = self._thread.submit(self._read, author, asked)
         reading.add_done_callback(lambda _: self._room.release())
         try:
             return await asyncio.wait_for(asyncio.wrap_future(reading), self.seconds)
         except TimeoutError:
-            raise TooLong(f"the judge took longer than {self.seconds:g} seconds; come again later") from None
+            raise TooLong(f"the judge took longer than {self.seconds:g} seconds; try again later") from None
 
     def _read(self, author: Author, asked: ToJudge) -> dict[str, Any]:
         text, before = author.pieces.text(asked.row), author.pieces.text(asked.row[: asked.given])

@@ -18,7 +18,7 @@ class Settings(Config):
     body     bytes of a request (413)
     prompt   characters of a prompt, or of a text with blanks
     tokens   of a request, at most: prompts × n × max_tokens
-    steps    a request may ask for
+    steps of a request, at most
     api_key  key that requests must send; none: no key is needed
     hosts    allowed Host names; none: any. Protects against DNS rebinding
     allowed  further Host names, such as a proxy's, whose pages may use the service too
