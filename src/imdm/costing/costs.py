@@ -51,7 +51,7 @@ class Cost:
         """What of this estimate is assumed, and what is left out."""
         said = []
         if any(stage.kind == "evaluate" for stage in self.stages):
-            said.append("evaluation: the networks' work only, not that of metrics on the CPU")
+            said.append("evaluation: the networks' work alone, not what metrics do on the CPU")
         if not self.gpu.measured:
             said.append(f"{self.gpu.name}: its published speed and memory, with utilisations measured on an H200")
         if self.gpus > 1:

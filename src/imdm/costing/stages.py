@@ -282,7 +282,7 @@ def _evaluated(networks: Networks, name: str, stage: EvaluateStage, gpu: GPU, gp
     if used < gpus:
         notes.append(f"{parts} parts: {used} of {gpus} GPUs work")
     if stage.precision == "float32":
-        notes.append("in float32, whose utilisation was not measured; precision=bf16 is faster")
+        notes.append("in float32, whose share of peak was not measured; precision=bf16 is quicker")
     return _writes(
         name, "evaluate", largest, used, runs, tokens, total + reading, seconds, memory, gpu, notes, "samples"
     )
