@@ -211,7 +211,7 @@ def test_parts_and_rows_that_were_stopped_go_on_and_say_so(processes: int, home:
     prepare(corpus(home), config, out, on_note=said.append)
     again = [note for note in said if "resuming after" in note]
     assert len(again) == 2
-    assert all(0 < int(note.split()[3]) < whole.counts.documents for note in again)
+    assert all(0 < int(note.split()[2]) < whole.counts.documents for note in again)
     assert [note for note in said if note not in again] == [
         *["merging 2 parts"] * 2,
         "all parts were merged before",
@@ -373,7 +373,7 @@ def test_the_command_makes_parts_of_held_out_text(home: Path, tmp_path: Path) ->
     assert first.returncode == 0, first.stderr
     assert "part 1 of 2" in first.stdout
     assert "missing: 2" in first.stdout
-    assert "these are missing or unfinished: 2" in refused(imdm(*command, tmp_path / "rows"))
+    assert "these are missing or unfinished: 2; make them (--part = 2/2)" in refused(imdm(*command, tmp_path / "rows"))
     second = imdm(*command, tmp_path / "rows", "--part", "2/2", "--processes", "2")
     assert "none is missing; run the same without --part" in second.stdout
     done = imdm(*command, tmp_path / "rows")

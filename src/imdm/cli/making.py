@@ -408,7 +408,9 @@ def adopt(
     length: Annotated[int | None, typer.Option(help="The longest sequence, if no configuration gives it.")] = None,
     mask: Annotated[
         str | None,
-        typer.Option(help="Law and scale of the noise of an infinite mask, which weights lack; a backbone's new mask."),
+        typer.Option(
+            help="Noise distribution and scale of an infinite mask, not in the weights; a backbone's new mask."
+        ),
     ] = None,
     softcap: Annotated[float | None, typer.Option(help="Of attention scores; it is not in the weights.")] = None,
     mask_token_id: Annotated[int | None, typer.Option(help="The mask's id; the last, or BERT's, unless given.")] = None,
