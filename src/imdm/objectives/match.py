@@ -385,9 +385,10 @@ class Match(Objective):
             masked = torch.ones(len(some), length, dtype=torch.bool, device=some.device)
             fate = uniform(some[:, None], Purpose.REVEAL, torch.arange(length, device=some.device))
             plan = planned(model.process, some, origin, t, masked, masked_again(masked, fate, share))
-            blank = torch.zeros(len(some), length, dtype=torch.int64, device=some.device)
-            hidden = model.trunk_at(plan.state(blank, model.process), plan.rows)
-            open_.append(reduced(model.head_of(hidden), _entropy))
+            blank = model.process.begun(torch.full_like(masked, model.process.mask_id, dtype=torch.int64), some)
+            state = plan.state(blank, model.process)
+            hidden = model.trunk_at(state, plan.rows)
+            open_.append(reduced(model.head_of(hidden), _entropy)[plan.rows.of(state.masked)])
             written = plan.written(companion.student, hidden, blank).tokens
             shown = plan.shown(written, companion.model.process)
             rows, chosen = plan.left_rows, Chosen(plan.left_rows.of(written))
