@@ -136,6 +136,88 @@ def test_what_steps_cost_is_read_off_the_law_of_the_sampler(steps: int, ending: 
             assert_mean(found, wanted)
 
 
+LENGTHS = (0.0, 0.0, 0.2, 0.5, 0.3)
+
+
+def of_known_lengths(ending: Ending, seed: int = 1) -> tuple[TableDenoiser, dict[State, float]]:
+    """Texts of 2, 3 or 4 tokens, and the law with which they begin: the end is there before the first step."""
+    denoiser = TableDenoiser(3, 4, 1, seed=seed, ending=ending)
+    denoiser.process = replace(denoiser.process, lengths=LENGTHS)
+    start: dict[State, float] = {}
+    for size, share in enumerate(LENGTHS):
+        if share:
+            words = [("mask", 0)] * (size - 2)
+            pads = [("token", ending.pad)] * (4 - size)
+            start[(("token", ending.begin), *words, ("token", ending.end), *pads)] = share
+    return denoiser, start
+
+
+@pytest.mark.parametrize("ending", [TWO, ONE])
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_law_of_a_sampler_that_draws_the_end_first(steps: int, ending: Ending) -> None:
+    denoiser, start = of_known_lengths(ending)
+    law = sequence_law(chain_law(denoiser, start, steps, "keep"), 3, 4)
+    made = sample(denoiser, torch.full((N, 4), 3), keys=KEYS, how=Sampling(steps, "keep"))
+    assert_law(counts_of(made.tokens, 3), law)
+    assert ending.finished(made.tokens).all()
+    texts = torch.cartesian_prod(*[torch.arange(3)] * 4)
+    texts, n = texts[ending.fits(texts) & ending.finished(texts) & (law > 0)], 200
+    x, keys = texts.repeat_interleave(n, 0), KEYS[:n].repeat(len(texts))
+    assert torch.allclose(in_steps(denoiser, x, keys, steps).exp().view(-1, n).sum(0), torch.ones(n).double())
+
+
+def test_the_end_is_drawn_among_what_is_open() -> None:
+    process = of_known_lengths(TWO)[0].process
+
+    def chances(*row: int) -> list[float]:
+        return process.chances(torch.tensor([row]))[0].tolist()
+
+    assert chances(0, 3, 3, 3) == [0, 0.2, 0.5, 0.3]
+    assert chances(0, 0, 3, 3) == [0, 0, 0.5, 0.3]  # a prompt
+    assert chances(0, 3, 0, 3) == [0, 0, 0, 0.3]
+    assert chances(0, 3, 3, 2) == [0, 0.2, 0.5, 0]  # padding is given: it ends before
+    assert chances(0, 3, 1, 2) == chances(0, 0, 0, 0) == [0] * 4  # an end is given, or no room
+    assert chances(0, 3, 3, 3, 3, 0, 3, 3)[6:] == [0, 1]  # longer than any known
+    begun = process.begun(torch.tensor([[3, 3, 0, 3]]).expand(50, 4), KEYS[:50])
+    assert begun.tolist() == [[0, 3, 0, 1]] * 50
+    assert process.begun(torch.tensor([[3, 3, 3, 1]]), KEYS[:1]).tolist() == [[0, 3, 3, 1]]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ([0, 0, -1, 2], "not negative"),
+        ([0, 0.5, 0.5], "a begin and an end"),
+        ([0, 0, 0], "a begin and an end"),
+        ([1.0], "0, 1, 2 … tokens, 4 at most"),
+        ([0, 0, 1, 1, 1, 1], "4 at most"),
+        ("none", "4 at most"),
+    ],
+)
+def test_bad_lengths_are_refused(lengths: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        tiny_config(vocab_size=5, length=4, lengths=lengths, **WHOLE)
+    with pytest.raises(UserError, match="whole texts"):
+        tiny_config(lengths=[0, 0, 1.0])
+
+
+def test_match_learns_how_long_texts_are(tmp_path: Path) -> None:
+    """Its student draws ends by the data's lengths; the model that is saved knows them, its teacher does not."""
+    teacher = tiny_model(vocab_size=5, length=4, **WHOLE)
+    model = with_mask(teacher, "infinite-uniform-4-1.0")
+    config = TrainConfig(steps=3, batch=8, lr=1e-3, warmup=0, checkpoint_every=3)
+    Trainer(model, Match(**SETTINGS), SOURCE, config, tmp_path, start=teacher).train()
+    real = TWO.lengths(SOURCE.tokens).bincount(minlength=5) / len(SOURCE.tokens)
+    made = load_model(tmp_path / "model")
+    assert teacher.config.lengths is None
+    assert made.config.lengths == pytest.approx(real.tolist(), abs=1e-6)
+    assert made.process.lengths == tuple(made.config.lengths)
+    assert fingerprint(made) != fingerprint(teacher)
+    written = made.generate(num=4000, steps=2).tokens
+    assert TWO.finished(written).all()
+    assert_law(TWO.lengths(written).bincount(minlength=5), real.double())
+
+
 def test_padding_that_an_end_makes_certain_costs_a_pair_nothing() -> None:
     denoiser = TableDenoiser(3, 3, 1, seed=1, ending=TWO)
     x = torch.tensor([[0, 1, 2]]).expand(50, 3)

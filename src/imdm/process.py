@@ -57,7 +57,8 @@ class Split:
 class Process:
     """Mask diffusion over V ∪ M (Eq. 10) for one schedule and one kind of mask; with `mixture`, each state also
     carries one latent λ ~ U(0, 1). With an `ending`, rows are whole texts: the begin token in the first place, and
-    padding after a visible end, are certain and never masked.
+    padding after a visible end, are certain and never masked. With `lengths`, the shares of texts of 0, 1, 2 … tokens,
+    the end of a text is drawn before it is written (`begun`), and no network is asked about it.
 
     >>> from imdm.masks import Single
     >>> from imdm.schedule import LogLinear
@@ -72,6 +73,7 @@ class Process:
     mask_id: int
     mixture: bool = False
     ending: Ending | None = None
+    lengths: tuple[float, ...] | None = None
 
     @property
     def noisy(self) -> bool:
@@ -100,7 +102,37 @@ class Process:
 
     def barred(self, state: Noised) -> Tensor | None:
         """The masked places (B, L) where no end or padding may be drawn, since the text goes on after them."""
-        return None if self.ending is None else self.ending.barred(state.tokens, state.masked)
+        if self.ending is None or self.lengths is not None:
+            return None if self.ending is None else state.masked
+        return self.ending.barred(state.tokens, state.masked)
+
+    def begun(self, tokens: Tensor, keys: Tensor) -> Tensor:
+        """Rows (B, L) as writing begins: with what is certain of whole texts, and, where `lengths` are known, with the
+        end of each text that has none yet, drawn under its key (B,) from the lengths that fit what is given."""
+        holes = tokens == self.mask_id
+        tokens = self.closed(tokens, holes)
+        if self.ending is None or self.lengths is None:
+            return tokens
+        edge = self.chances(tokens).cumsum(-1)
+        v = uniform(keys, Purpose.ENDING, 0)[:, None] * edge[:, -1:]
+        place = torch.arange(tokens.shape[1], device=tokens.device)
+        here = place == torch.searchsorted(edge, v, right=True)
+        return self.closed(torch.where(here, self.ending.end, tokens), holes)
+
+    def chances(self, tokens: Tensor) -> Tensor:
+        """How likely the end of texts (B, L) stands at each of their holes, up to a constant a row: by `lengths`, after
+        all text that is given; at the last such place where no known length fits; nowhere where an end is given."""
+        ending = self.ending
+        if self.lengths is None or ending is None:
+            raise ValueError("the lengths of texts are not known")
+        L, holes, marks = tokens.shape[1], tokens == self.mask_id, ending.marks(tokens)
+        share = torch.tensor(self.lengths[1 : L + 1], dtype=torch.float64, device=tokens.device)
+        share = torch.nn.functional.pad(share, (0, L - len(share)))
+        text, ended = ~holes & ~marks, (marks & (tokens == ending.end)).any(1, keepdim=True)
+        open_ = holes & (text.flip(1).cumsum(1).flip(1) == 0) & ~ended
+        chance = torch.where(open_, share, 0.0)
+        last = open_ & (open_.flip(1).cumsum(1).flip(1) == 1)
+        return torch.where(chance.sum(1, keepdim=True) > 0, chance, last.double())
 
     def ends(self, state: Noised, rows: Rows, keys: Tensor, step: Tensor | int) -> Ends | None:
         """What decides on end and padding at rows of a state that are drawn at a step; keys (B,)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Self
 
 from imdm.ending import Ending
@@ -39,6 +40,8 @@ class Shape:
     condition       of `dit`: width of adaLN's conditioning; 0: folded into the other weights (`fold_conditioning`)
     bos_token_id, eos_token_id, pad_token_id   where rows are whole texts (`Ending`): what follows the end token is
                     padding. None: rows are cut from a stream
+    lengths         of whole texts: the share of texts of 0, 1, 2 … tokens, begin and end counted. Where it is known,
+                    the end of a text is drawn first, then the text before it. None: the network draws the end
     causal          each position sees those before it alone: a language model that reads from left to right, to judge
                     what others write (objective `autoregressive`); it writes a token after another itself
 
@@ -48,6 +51,7 @@ class Shape:
     bos_token_id: int | None = None
     eos_token_id: int | None = None
     pad_token_id: int | None = None
+    lengths: list[float] | None = None
 
     def __init__(
         self,
@@ -69,6 +73,7 @@ class Shape:
         bos_token_id: int | None = None,
         eos_token_id: int | None = None,
         pad_token_id: int | None = None,
+        lengths: Sequence[float] | None = None,
         **kwargs: Any,
     ) -> None:
         width, blocks = kwargs.pop("hidden_size", width), kwargs.pop("num_hidden_layers", blocks)
@@ -114,6 +119,20 @@ class Shape:
         super().__init__(**kwargs)  # of `transformers`, beside whose configurations this is a base
         if eos_token_id is not None:  # else not kept, so that a configuration is what it was
             self.bos_token_id, self.eos_token_id, self.pad_token_id = bos_token_id, eos_token_id, pad_token_id
+        if lengths is not None:
+            self.check_lengths(lengths)
+            self.lengths = [float(share) for share in lengths]
+
+    def check_lengths(self, lengths: Any) -> None:
+        """Refuse what cannot be the shares of texts by length of this model."""
+        if self.ending is None or self.causal:
+            raise UserError("model.lengths: for models of whole texts that fill masks alone")
+        if not isinstance(lengths, (list, tuple)) or not 2 < len(lengths) <= self.length + 1:
+            raise UserError(f"model.lengths: give the share of texts of 0, 1, 2 … tokens, {self.length} at most")
+        for share in lengths:
+            check_number("model.lengths", share)
+        if min(lengths) < 0 or max(lengths[2:]) <= 0 or max(lengths[:2]) > 0:
+            raise UserError("model.lengths: shares are not negative, and a text has a begin and an end token at least")
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Masks and schedules are kept as plain settings, however they were given."""
@@ -147,6 +166,7 @@ class Shape:
         law += [self.mask_token_id, self.vocab_size, self.heads, self.softcap]
         law += ["causal"] * self.causal
         law += [] if self.ending is None else ["whole texts", self.bos_token_id, self.eos_token_id, self.pad_token_id]
+        law += [] if self.lengths is None else ["lengths", *self.lengths]
         backbone = parse_backbone(self.backbone)
         return law if is_default(backbone) else [*law, backbone.hashed()]
 

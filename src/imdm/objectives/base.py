@@ -129,6 +129,10 @@ class Objective(Config):
         """Refuse, in a sentence, a student that this objective cannot train; noisy: its states carry noise or λ."""
         return
 
+    def prepare(self, model: MaskedDiffusionLM, source: Source) -> None:
+        """Change the student before anything is made of it, by what the data say."""
+        return
+
     def companion(self, model: MaskedDiffusionLM, start: MaskedDiffusionLM | None = None) -> Companion | None:
         """What must be kept beside the student, as it is before the first step; start: the model the student was made
         from, where that is another."""

@@ -11,7 +11,7 @@ of it.
 Where rows are whole texts (`Ending`), one number a step decides where the text ends, for all positions together. The
 first end that is drawn wins: all that was masked after it becomes padding at once, tokens that the same step drew there
 too, and no network is asked about them any more. Tokens that are there already are never replaced: before a token of
-the text neither end nor padding is drawn.
+the text neither end nor padding is drawn. A model that knows how long texts are draws the end before the first step.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ class Canvas:
     def start(cls, denoiser: Denoiser, tokens: Tensor, keys: Keys, how: Sampling, t: Tensor) -> Canvas:
         """Sequences (B, L) of which nothing is written yet, at times t (B,)."""
         process, (B, L) = denoiser.process, tokens.shape
-        tokens = process.closed(tokens, tokens == process.mask_id).clone()
+        tokens = process.begun(tokens, keys.tokens).clone()
         planned = plan(process, keys.order, t, how.steps, L)
         masked = tokens == process.mask_id
         count = torch.zeros(B, dtype=torch.int64, device=tokens.device)
