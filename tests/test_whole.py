@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections import Counter
@@ -164,6 +165,35 @@ def test_law_of_a_sampler_that_draws_the_end_first(steps: int, ending: Ending) -
     texts, n = texts[ending.fits(texts) & ending.finished(texts) & (law > 0)], 200
     x, keys = texts.repeat_interleave(n, 0), KEYS[:n].repeat(len(texts))
     assert torch.allclose(in_steps(denoiser, x, keys, steps).exp().view(-1, n).sum(0), torch.ones(n).double())
+
+
+def test_bound_of_a_model_that_draws_the_end_first() -> None:
+    """What the length costs, and the words given the end, which is never masked: of an exact model with the language's
+    own lengths, the entropy of texts (false alarm 1e-5)."""
+    language, n = texts_language(), 40_000
+    x, step = language.sample(n, seed=1), Step(0, 0, torch.arange(n), n)
+    t = step.times()[torch.randperm(n, generator=torch.Generator().manual_seed(0))]
+    sizes = TWO.lengths(torch.cartesian_prod(*[torch.arange(4)] * 4))
+    shares = torch.zeros(5, dtype=torch.float64).index_add(0, sizes, language.joint.flatten())
+    model = Asked(language, TWO)
+    model.process = replace(model.process, lengths=tuple(shares.tolist()))
+    state = model.process.corrupt(x, t, step.keys())
+    assert not (state.masked & TWO.marks(x)).any()
+    terms = nelbo_terms(model, model.process, state, x) * 4 - model.process.log_length(x)  # type: ignore[arg-type]
+    entropy = -float(torch.special.xlogy(language.joint, language.joint).sum())
+    assert_mean(terms, entropy)
+    known = tiny_model(vocab_size=5, length=4, lengths=shares.tolist(), **WHOLE)
+    rows = Subject(known, samples=300, data=TokenSource(x[:300], 5, 4))
+    costs = -known.process.log_length(x[:300]).sum() / (TWO.lengths(x[:300]) - 1).sum()
+    plain = replace(rows, model=_free(known))
+    assert measure(["nelbo"], rows)["nelbo"].value == pytest.approx(measure(["nelbo"], plain)["nelbo"].value + costs)
+
+
+def _free(model: MaskedDiffusionLM) -> MaskedDiffusionLM:
+    """The same with lengths that cost nothing."""
+    other = copy.deepcopy(model)
+    other.process.__dict__["log_length"] = lambda x: torch.zeros(len(x), dtype=torch.float64)
+    return other
 
 
 def test_the_end_is_drawn_among_what_is_open() -> None:

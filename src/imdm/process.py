@@ -82,7 +82,10 @@ class Process:
 
     def corrupt(self, x: Tensor, t: Tensor, keys: Tensor) -> Noised:
         """z_t ~ q(·|x) = α_t·x + (1 − α_t)·π_M (Eq. 12): x (B, L), t (B,), one key a sequence (B,)."""
-        return self.noised(x.masked_fill(self.masks(t, keys, x.shape[1]), self.mask_id), t, keys)
+        masked = self.masks(t, keys, x.shape[1])
+        if self.ending is not None and self.lengths is not None:  # the end is drawn first, and always there
+            masked = masked & ~self.ending.marks(x)
+        return self.noised(x.masked_fill(masked, self.mask_id), t, keys)
 
     def masks(self, t: Tensor, keys: Tensor, length: int) -> Tensor:
         """Which positions `corrupt` masks, (B, L): it depends on time and key alone, not on the data."""
@@ -118,6 +121,15 @@ class Process:
         place = torch.arange(tokens.shape[1], device=tokens.device)
         here = place == torch.searchsorted(edge, v, right=True)
         return self.closed(torch.where(here, self.ending.end, tokens), holes)
+
+    def log_length(self, x: Tensor) -> Tensor:
+        """log of the chance that texts (B, L) end where they do, if that is drawn first; else 0: (B,), float64."""
+        if self.lengths is None or self.ending is None:
+            return torch.zeros(len(x), dtype=torch.float64, device=x.device)
+        every = torch.ones_like(x, dtype=torch.bool)
+        chance = self.chances(self.closed(torch.full_like(x, self.mask_id), every))
+        at = self.ending.lengths(x)[:, None] - 1
+        return (chance.gather(1, at) / chance.sum(1, keepdim=True)).log()[:, 0]
 
     def chances(self, tokens: Tensor) -> Tensor:
         """How likely the end of texts (B, L) stands at each of their holes, up to a constant a row: by `lengths`, after

@@ -18,8 +18,9 @@ from imdm.objectives.autoregressive import next_log_probs
 def nelbo_of_rows(evaluation: Evaluation) -> Measurement:
     """Monte Carlo over rows, times and masks: the first `samples` rows, one low-discrepancy time a row. On an
     enumerated language rows are exact draws; a token file should be one that was not trained on. Of whole texts: nats a
-    token of the text, its end included; the begin token and padding are certain, cost nothing and are not counted. Of a
-    model that reads from left to right: what reading costs a token that is read, so all but the first; no bound."""
+    token of the text, its end included; the begin token and padding are certain, cost nothing and are not counted; an
+    end that is drawn first costs what its length does. Of a model that reads from left to right: what reading costs a
+    token that is read, so all but the first; no bound."""
     return replace(_bound(evaluation), split=evaluation.subject.split)
 
 
@@ -67,7 +68,8 @@ def _measure(evaluation: Evaluation) -> Tensor:
                 continue
             step = Step(subject.seed, 0, some.to(model.device), n)
             state = model.process.corrupt(x, step.times(), step.keys())
-            values.append(nelbo_terms(model, model.process, state, x))
+            terms = nelbo_terms(model, model.process, state, x)
+            values.append(terms - model.process.log_length(x).to(terms.dtype) / x.shape[1])
         return {"nelbo": torch.cat(values)}
 
     identity = ["nelbo", subject.seed, data.fingerprint]

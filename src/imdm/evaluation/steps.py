@@ -65,7 +65,7 @@ def one_by_one(denoiser: Denoiser, x: Tensor, keys: Tensor) -> Tensor:
 def in_steps(denoiser: Denoiser, x: Tensor, keys: Tensor, steps: int, draws: int = DRAWS) -> Tensor:
     """log p̂(x) of rows (n, L) revealed in N steps, in the same order: (n,), float64."""
     reveal = plan(denoiser.process, keys, torch.ones(len(x), device=x.device), steps, x.shape[1]).reveal
-    total = _log_length(denoiser.process, x)
+    total = denoiser.process.log_length(x)
     for k in reveal.unique().tolist():
         some = (reveal == k).any(1).nonzero()[:, 0]
         at = reveal[some]
@@ -127,15 +127,6 @@ def _at_once(
         r = row[part]
         found.append(_log_p(denoiser, _shown(denoiser, x[r], shown[r], own[part]), x[r], where[r]))
     return torch.cat(found).view(len(x), draws).logsumexp(1) - math.log(draws)
-
-
-def _log_length(process: Process, x: Tensor) -> Tensor:
-    """log of the chance that texts (n, L) end where they do, where that is drawn first; else 0: (n,), float64."""
-    if process.lengths is None or process.ending is None:
-        return torch.zeros(len(x), dtype=torch.float64, device=x.device)
-    chance = process.chances(process.closed(torch.full_like(x, process.mask_id), torch.ones_like(x, dtype=torch.bool)))
-    at = process.ending.lengths(x)[:, None] - 1
-    return (chance.gather(1, at) / chance.sum(1, keepdim=True)).log()[:, 0]
 
 
 def _shown(denoiser: Denoiser, x: Tensor, shown: Tensor, keys: Tensor) -> Noised:
