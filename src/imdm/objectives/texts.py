@@ -140,7 +140,8 @@ def score(ratios: Sequence[tuple[float, float]], lacking: Sequence[float], allow
 
 def shares_of_lengths(source: Source, ending: Ending, most: int = 1 << 17) -> list[float]:
     """The share of texts of 0, 1, 2 … tokens, begin and end counted, among rows of a source: all of them, or as many as
-    `most`, at equal distances. Texts without an end are left out."""
+    `most`, at equal distances. Texts without an end are left out. One text more that may have any length is counted
+    too, so that no length is impossible."""
     n = min(most, len(source))
     counts = torch.zeros(source.length + 1, dtype=torch.float64)
     for part in (torch.arange(n) * len(source) // n).split(4096):
@@ -148,4 +149,5 @@ def shares_of_lengths(source: Source, ending: Ending, most: int = 1 << 17) -> li
         counts += ending.lengths(rows)[ending.finished(rows)].bincount(minlength=source.length + 1)
     if not counts.any():
         raise UserError("no text of the data has an end; prepare rows of whole texts, with an end token")
-    return [round(share, 8) for share in (counts / counts.sum()).tolist()]
+    counts[2:] += 1 / (source.length - 1)
+    return [round(share, 10) for share in (counts / counts.sum()).tolist()]
