@@ -237,8 +237,8 @@ def test_match_learns_how_long_texts_are(tmp_path: Path) -> None:
     model = with_mask(teacher, "infinite-uniform-4-1.0")
     config = TrainConfig(steps=3, batch=8, lr=1e-3, warmup=0, checkpoint_every=3)
     Trainer(model, Match(**SETTINGS), SOURCE, config, tmp_path, start=teacher).train()
-    counts = TWO.lengths(SOURCE.tokens).bincount(minlength=5) + torch.tensor([0, 0, *[1 / 3] * 3])
-    real = counts.double() / counts.sum()
+    counts = TWO.lengths(SOURCE.tokens).bincount(minlength=5) + torch.tensor([0, 0, *[1 / 3] * 3]).double()
+    real = counts / counts.sum()
     made = load_model(tmp_path / "model")
     assert teacher.config.lengths is None
     assert made.config.lengths == pytest.approx(real.tolist(), abs=1e-6)
