@@ -169,7 +169,8 @@ def test_each_scene_of_a_picture_shows_what_is_written_by_then(tmp_path: Path) -
             one.currentTime = at * one.effect.getTiming().duration;
         }
         const seen = name => [...document.querySelectorAll(name)].filter(one => getComputedStyle(one).opacity == 1);
-        return [seen("text").map(one => one.textContent), seen(".mask").length];
+        const lined = seen("text").filter(one => getComputedStyle(one).textDecorationLine == "underline");
+        return [seen("text").map(one => one.textContent), seen(".mask").length, lined.map(one => one.textContent)];
     }"""
     flags = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
     with sync.sync_playwright() as running:
@@ -177,15 +178,16 @@ def test_each_scene_of_a_picture_shows_what_is_written_by_then(tmp_path: Path) -
         tab = browser.new_page()
         tab.goto((tmp_path / "film.svg").as_uri())
         pause, whole = 0.6, 3 * 0.6 + 4
-        seen = [tab.evaluate(look, (cut + 0.5) * pause / whole) for cut in range(4)]
+        seen = [tab.evaluate(look, (cut + 0.5) * pause / whole) for cut in range(5)]
         still = browser.new_page(reduced_motion="reduce")
         still.goto((tmp_path / "film.svg").as_uri())
         assert still.evaluate("document.getAnimations().length") == 0
         assert still.evaluate(look, 0) == seen[-1]
         browser.close()
-    for (texts, masks), after, hidden in zip(seen, (0, 1, 2, 4), (3, 2, 1, 0), strict=True):
+    new = [[], ["[b]sat"], ["cat"], ["."], []]
+    for (texts, masks, lined), after, left, lines in zip(seen, (0, 1, 2, 4, 4), (3, 2, 1, 0, 0), new, strict=True):
         count, name, *words = texts
-        assert (count, name, masks) == (f"step {after} of 4", "model", hidden)
+        assert (count, name, masks, lined) == (f"step {after} of 4", "model", left, lines)
         assert words == [piece.text.strip() for piece in PIECES if piece.step < after]
 
 

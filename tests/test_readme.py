@@ -18,7 +18,7 @@ FILM = ROOT / "docs/film.svg"
 
 def test_it_is_short_and_its_picture_small() -> None:
     assert len(README.split()) < 900
-    assert "(docs/film.svg)" in README
+    assert "docs/film.svg)" in README
     assert FILM.stat().st_size <= 150_000
 
 

@@ -190,8 +190,9 @@ def _style(cuts: Sequence[int], steps: int) -> str:
         ends = f"{at[cut + 1]} {{ opacity: 0 }}" if step != cuts[-1] else ""
         moving.append(_moving(f"c{cut}", f"{begins} {ends}"))
         if cut:
-            new = f"{at[cut]} {{ opacity: 1; text-decoration: underline }} {at[cut + 1]} {{ opacity: 1 }}"
-            moving.append(_moving(f"r{cut}", f"from {{ opacity: 0 }} {new}"))
+            new = f"{at[cut]} {{ opacity: 1; text-decoration: underline }}"
+            old = f"{at[cut + 1]} {{ opacity: 1; text-decoration: none }}"
+            moving.append(_moving(f"r{cut}", f"from {{ opacity: 0 }} {new} {old}"))
             moving.append(_moving(f"m{cut}", f"from {{ opacity: 1 }} {at[cut]} {{ opacity: 0 }}"))
             light.append(_filled(cut, ink(step - 1, steps)))
             dark.append(_filled(cut, [round(part + GLOW * (255 - part)) for part in colour(step - 1, steps)]))
