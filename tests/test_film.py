@@ -18,6 +18,7 @@ from imdm.shipped import DEFAULT, TEACHER
 from imdm.writer import Piece
 from tests.conftest import tiny_model
 from tests.test_cli import imdm, refused
+from tests.test_page import contrast
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 PIECES = [Piece("The", -1), Piece(" cat", 1), Piece(" [b]sat", 0), Piece(".", 3)]
@@ -126,6 +127,17 @@ def test_a_picture_is_whole_without_motion_and_holds_no_script() -> None:
     assert "keyframes" in moving
     assert ".mask { fill: #dedad3; opacity: 0 }" in still
     assert not re.search(r"<script|href|url\(|@import", svg)
+
+
+def test_a_pictures_colours_can_be_read_on_light_and_on_dark_ground() -> None:
+    pieces = [Piece("word ", step) for step in range(16)]
+    light, dark = picture([("model", pieces)], 16).split("@media (prefers-color-scheme: dark)")
+    sheet = contrast((0x1D / 255, 0x1F / 255, 0x23 / 255))
+    assert ".sheet { fill: #1d1f23" in dark
+    for rules, enough in ((light, lambda white: white >= 4.5), (dark, lambda white: sheet / white >= 4.5)):
+        found = re.findall(r"fill: rgb\((\d+), (\d+), (\d+)\)", rules)
+        assert len(found) == 16
+        assert all(enough(contrast(tuple(int(part) / 255 for part in rgb))) for rgb in found)
 
 
 def test_what_a_picture_has_no_room_for_is_cut_and_words_stay_together() -> None:
