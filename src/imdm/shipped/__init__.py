@@ -17,6 +17,8 @@ from imdm.files import as_path, home
 HERE = Path(__file__).parent
 DEFAULT = "sentences-imdm"
 """The one that writes when none is named."""
+TEACHER = "sentences-teacher"
+"""What it was distilled from; `imdm show` sets them side by side."""
 
 
 @dataclass(frozen=True)
