@@ -104,12 +104,12 @@ def commands(group: Any, before: str = "") -> dict[str, Any]:
 COMMANDS = commands(get_command(app))
 
 
-def test_help_shows_every_command_and_the_readme_too() -> None:
+def test_help_shows_every_command_and_the_list_too() -> None:
     shown = imdm("--help").stdout
     groups = {name.split()[0] for name in COMMANDS}
     assert all(re.search(rf"^\W*{name}\s+\w+", shown, re.MULTILINE) for name in groups)
-    page = (ROOT / "README.md").read_text(encoding="utf-8")
-    (told,) = re.findall(r"## The command\n\n```text\n(.*?)```", page, re.DOTALL)
+    page = (ROOT / "docs/commands.md").read_text(encoding="utf-8")
+    (told,) = re.findall(r"## In short\n\n```text\n(.*?)```", page, re.DOTALL)
     lines = [line.split() for line in told.splitlines()]
     assert {" ".join(words[1:3]) if words[1] == "judge" else words[1] for words in lines} == set(COMMANDS)
 
@@ -301,7 +301,7 @@ def test_bad_token_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_another_mask_gets_the_plain_report(tmp_path: Path) -> None:
-    """The README's example of an override."""
+    """The example of an override in docs/commands.md."""
     result = imdm("reproduce", "synthetic", *SMALL, "stages.imdm.mask=finite-64", "--out", tmp_path)
     assert result.returncode == 0, result.stderr
     assert "finite-64" in (tmp_path / "report.html").read_text()

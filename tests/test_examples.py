@@ -29,8 +29,7 @@ from imdm.data.tokenizers import load_tokenizer
 from imdm.exporting import export_transformers
 from imdm.objectives import objectives
 from imdm.recipes import load_recipe
-from imdm.shipped import HERE
-from tests.conftest import tiny_model
+from imdm.shipped import DEFAULT, HERE
 from tests.test_cli import COMMANDS, imdm
 
 ROOT = Path(__file__).parents[1]
@@ -155,9 +154,8 @@ def makefile() -> str:
 
 def prepared(name: str, folder: Path) -> None:
     """What the page takes for granted."""
-    if name in ("README.md", "docs/playground.md"):
-        tiny_model(vocab_size=3, length=2).save_pretrained(folder / "runs/synthetic/seed-0/teacher/model")
-        shutil.copytree(HERE / "sentences-imdm", folder / "runs/mine/seed-0/student/model")
+    if name == "docs/playground.md":
+        shutil.copytree(HERE / DEFAULT, folder / "runs/mine/seed-0/student/model")
     (folder / "results").symlink_to(ROOT / "results")
     text = (SOURCE / "imdm/data/sample/train.txt").read_text(encoding="utf-8").splitlines()[:400]
     (folder / "books").mkdir()
@@ -178,6 +176,8 @@ def smaller(words: list[str]) -> list[str]:
         return ["--rounds", "1", "--iterations", "2", "--batch", "4"]
     if asked[0] == "evaluate":
         return ["--samples", "4"]
+    if asked[0] == "show":
+        return ["--steps", "1"]
     return smaller_recipe(asked[1]) if asked[0] == "reproduce" else []
 
 

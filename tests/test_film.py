@@ -1,20 +1,26 @@
-"""The film in the terminal: what each scene shows, and what is left where there is no terminal."""
+"""The film: in the terminal, where there is none, and as a picture."""
 
 from __future__ import annotations
 
 import io
+import re
+import shutil
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
 
 from imdm.console import colour, plain_console
 from imdm.data.tokenizers import train_bpe
-from imdm.film import SECONDS, play, scene, scenes
+from imdm.film import COLUMNS, LINES, SECONDS, picture, play, scene, scenes
+from imdm.shipped import DEFAULT, TEACHER
 from imdm.writer import Piece
 from tests.conftest import tiny_model
 from tests.test_cli import imdm, refused
+from tests.test_page import contrast
 
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 PIECES = [Piece("The", -1), Piece(" cat", 1), Piece(" [b]sat", 0), Piece(".", 3)]
 
 
@@ -101,3 +107,108 @@ def test_a_causal_model_takes_a_step_a_token(tmp_path: Path) -> None:
 
 def test_a_film_is_neither_a_trace_nor_json() -> None:
     assert "leave out --trace and --json" in refused(imdm("generate", "--film", "--json"))
+
+
+def texts_in(svg: str) -> list[tuple[str, str, float, float]]:
+    """Class, text and place of every text in a picture."""
+    found = ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")
+    return [(one.get("class", ""), one.text or "", float(one.get("x", 0)), float(one.get("y", 0))) for one in found]
+
+
+def test_a_picture_is_whole_without_motion_and_holds_no_script() -> None:
+    svg = picture([("a & b", PIECES), ("other", [Piece("The <dog>", 0)])], 4)
+    assert [text for kind, text, *_ in texts_in(svg) if kind in ("quiet", "given")] == ["a & b", "The", "other"]
+    assert [(kind, text) for kind, text, *_ in texts_in(svg) if kind.startswith("r")] == [
+        ("r2", "cat"), ("r1", "[b]sat"), ("r3", "."), ("r1", "The"), ("r1", "<dog>")
+    ]  # fmt: skip
+    assert [text for kind, text, *_ in texts_in(svg) if "last" in kind] == ["step 4 of 4"]
+    still, moving = svg.split("@media (prefers-reduced-motion: no-preference)")
+    assert "animation" not in still
+    assert "keyframes" in moving
+    assert ".mask { fill: #dedad3; opacity: 0 }" in still
+    assert not re.search(r"<script|href|url\(|@import", svg)
+
+
+def test_a_pictures_colours_can_be_read_on_light_and_on_dark_ground() -> None:
+    pieces = [Piece("word ", step) for step in range(16)]
+    light, dark = picture([("model", pieces)], 16).split("@media (prefers-color-scheme: dark)")
+    sheet = contrast((0x1D / 255, 0x1F / 255, 0x23 / 255))
+    assert ".sheet { fill: #1d1f23" in dark
+    for rules, enough in ((light, lambda white: white >= 4.5), (dark, lambda white: sheet / white >= 4.5)):
+        found = re.findall(r"fill: rgb\((\d+), (\d+), (\d+)\)", rules)
+        assert len(found) == 16
+        assert all(enough(contrast(tuple(int(part) / 255 for part in rgb))) for rgb in found)
+
+
+def test_what_a_picture_has_no_room_for_is_cut_and_words_stay_together() -> None:
+    words = " ".join(f"word{n}" for n in range(200))
+    lines: dict[float, str] = {}
+    for kind, text, x, y in texts_in(picture([("model", [Piece(words, 0)])], 1)):
+        if "count" not in kind:
+            assert 0 <= x < 2 * 18 + COLUMNS * 9.6
+            lines[y] = f"{lines[y]} {text}" if y in lines else text
+    name, *text = lines.values()
+    assert name == "model"
+    assert len(text) == LINES
+    assert max(map(len, text)) <= COLUMNS
+    assert words.startswith(" ".join(text).removesuffix(" …"))
+    assert text[-1].endswith(" …")
+
+
+def test_a_picture_takes_any_text() -> None:
+    odd = [
+        Piece("one\n\n", -1),
+        Piece("tw", 0),
+        Piece("o\x00\ud800", 1),
+        Piece(" " + "x" * 300, 1),
+        Piece("漢字" * 40, 0),
+    ]
+    shown = texts_in(picture([("m" * 300, odd)], 2))
+    assert [text for _, text, *_ in shown if text in ("one", "tw", "o")] == ["one", "tw", "o"]
+    rows = [y for kind, text, _, y in shown if text in ("one", "tw", "o") and "count" not in kind]
+    assert rows[0] < rows[1] == rows[2]  # a line ends where the text says so, and a word is not torn
+    assert max(len(text) for _, text, *_ in shown) <= COLUMNS
+    assert texts_in(picture([("nothing", [])], 1))
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
+def test_each_scene_of_a_picture_shows_what_is_written_by_then(tmp_path: Path) -> None:
+    sync = pytest.importorskip("playwright.sync_api", reason="the picture is tried with playwright")
+    (tmp_path / "film.svg").write_text(picture([("model", PIECES)], 4), encoding="utf-8")
+    look = """at => {
+        for (const one of document.getAnimations()) {
+            one.pause();
+            one.currentTime = at * one.effect.getTiming().duration;
+        }
+        const seen = name => [...document.querySelectorAll(name)].filter(one => getComputedStyle(one).opacity == 1);
+        const lined = seen("text").filter(one => getComputedStyle(one).textDecorationLine == "underline");
+        return [seen("text").map(one => one.textContent), seen(".mask").length, lined.map(one => one.textContent)];
+    }"""
+    flags = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+    with sync.sync_playwright() as running:
+        browser = running.chromium.launch(executable_path=CHROMIUM, args=flags)
+        tab = browser.new_page()
+        tab.goto((tmp_path / "film.svg").as_uri())
+        pause, whole = 0.6, 3 * 0.6 + 4
+        seen = [tab.evaluate(look, (cut + 0.5) * pause / whole) for cut in range(5)]
+        still = browser.new_page(reduced_motion="reduce")
+        still.goto((tmp_path / "film.svg").as_uri())
+        assert still.evaluate("document.getAnimations().length") == 0
+        assert still.evaluate(look, 0) == seen[-1]
+        browser.close()
+    new = [[], ["[b]sat"], ["cat"], ["."], []]
+    for (texts, masks, lined), after, left, lines in zip(seen, (0, 1, 2, 4, 4), (3, 2, 1, 0, 0), new, strict=True):
+        count, name, *words = texts
+        assert (count, name, masks, lined) == (f"step {after} of 4", "model", left, lines)
+        assert words == [piece.text.strip() for piece in PIECES if piece.step < after]
+
+
+def test_the_command_draws_two_models(tmp_path: Path) -> None:
+    out = tmp_path / "new/film.svg"
+    done = imdm("show", "--steps", "2", "--prompt", "The cat", "--film", str(out))
+    assert done.returncode == 0, done.stderr
+    shown = texts_in(out.read_text(encoding="utf-8"))
+    assert [text for kind, text, *_ in shown if kind == "quiet"] == [TEACHER, DEFAULT]
+    assert [text for kind, text, *_ in shown if kind == "given"][:2] == ["The", "cat"]
+    for wrong in (["--steps", "1,2", "--film", "x.svg"], ["--steps", "2", "--film", "x.gif"]):
+        assert "--steps 8 --film film.svg" in refused(imdm("show", *wrong))

@@ -152,6 +152,20 @@ def test_whole_texts_have_the_enumerated_law(noise: str, steps: int, tmp_path: P
     assert ending.fits(found).all()
 
 
+@pytest.mark.parametrize("steps", [1, 3])
+def test_ends_that_are_drawn_first(steps: int, tmp_path: Path) -> None:
+    shares = [0.0, 0.0, 0.2, 0.5, 0.3]
+    model = soft(tiny_model(vocab_size=4, length=4, lengths=shares, **ENDING))
+    ending, start = model.config.ending, {}
+    for size in (2, 3, 4):
+        words, pads = [("mask", 0)] * (size - 2), [("token", ending.pad)] * (4 - size)
+        start[(("token", ending.begin), *words, ("token", ending.end), *pads)] = shares[size]
+    law = sequence_law(chain_law(InFull(model), start, steps, "keep"), 3, 4)
+    exported = plain(model, tmp_path)
+    assert_law(counts_of(written(exported, length=4, steps=steps, noise="keep"), 3), law)
+    assert ending.finished(exported.generate(torch.tensor([[0, 3, 0, 3]]), num=50, steps=2)).all()
+
+
 def test_holes_between_text_do_not_end_it(tmp_path: Path) -> None:
     model = soft(tiny_model(vocab_size=4, length=4, **ENDING))
     canvas = (("token", 0), ("mask", 0), ("token", 0), ("mask", 0))

@@ -12,12 +12,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from imdm.console import Terminal, plain_console
+from imdm.console import Terminal, ink, plain_console
 from imdm.files import append_line, write_recorded
 from imdm.recipes import load_recipe
 from imdm.report import Picture, Section, Table, build_report
 from imdm.report.names import mask_in_words, metric_in_words, model_in_words, named
-from imdm.report.page import Beside, Report, _ink
+from imdm.report.page import Beside, Report
 from imdm.report.plots import STYLE as DRAWN
 from imdm.report.plots import error_over_steps, frontier, looks, over_steps, spread, svg, training_curve
 from imdm.report.tables import figure
@@ -208,7 +208,7 @@ def test_colours_say_the_mask_and_can_be_seen_on_white() -> None:
     assert not kinds["single"] & kinds["infinite"]
     assert all(contrast(look["color"]) >= 3 for look in found.values())
     for step in range(16):
-        assert contrast(tuple(part / 255 for part in _ink(step, 16))) >= 4.5
+        assert contrast(tuple(part / 255 for part in ink(step, 16))) >= 4.5
 
 
 def contrast(colour: tuple[float, ...]) -> float:

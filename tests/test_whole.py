@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections import Counter
@@ -134,6 +135,118 @@ def test_what_steps_cost_is_read_off_the_law_of_the_sampler(steps: int, ending: 
             assert torch.allclose(found, torch.tensor(wanted).double())
         else:
             assert_mean(found, wanted)
+
+
+LENGTHS = (0.0, 0.0, 0.2, 0.5, 0.3)
+
+
+def of_known_lengths(ending: Ending, seed: int = 1) -> tuple[TableDenoiser, dict[State, float]]:
+    """Texts of 2, 3 or 4 tokens, and the law with which they begin: the end is there before the first step."""
+    denoiser = TableDenoiser(3, 4, 1, seed=seed, ending=ending)
+    denoiser.process = replace(denoiser.process, lengths=LENGTHS)
+    start: dict[State, float] = {}
+    for size, share in enumerate(LENGTHS):
+        if share:
+            words = [("mask", 0)] * (size - 2)
+            pads = [("token", ending.pad)] * (4 - size)
+            start[(("token", ending.begin), *words, ("token", ending.end), *pads)] = share
+    return denoiser, start
+
+
+@pytest.mark.parametrize("ending", [TWO, ONE])
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_law_of_a_sampler_that_draws_the_end_first(steps: int, ending: Ending) -> None:
+    denoiser, start = of_known_lengths(ending)
+    law = sequence_law(chain_law(denoiser, start, steps, "keep"), 3, 4)
+    made = sample(denoiser, torch.full((N, 4), 3), keys=KEYS, how=Sampling(steps, "keep"))
+    assert_law(counts_of(made.tokens, 3), law)
+    assert ending.finished(made.tokens).all()
+    texts = torch.cartesian_prod(*[torch.arange(3)] * 4)
+    texts, n = texts[ending.fits(texts) & ending.finished(texts) & (law > 0)], 200
+    x, keys = texts.repeat_interleave(n, 0), KEYS[:n].repeat(len(texts))
+    assert torch.allclose(in_steps(denoiser, x, keys, steps).exp().view(-1, n).sum(0), torch.ones(n).double())
+
+
+def test_bound_of_a_model_that_draws_the_end_first() -> None:
+    """What the length costs, and the words given the end, which is never masked: of an exact model with the language's
+    own lengths, the entropy of texts (false alarm 1e-5)."""
+    language, n = texts_language(), 40_000
+    x, step = language.sample(n, seed=1), Step(0, 0, torch.arange(n), n)
+    t = step.times()[torch.randperm(n, generator=torch.Generator().manual_seed(0))]
+    sizes = TWO.lengths(torch.cartesian_prod(*[torch.arange(4)] * 4))
+    shares = torch.zeros(5, dtype=torch.float64).index_add(0, sizes, language.joint.flatten())
+    model = Asked(language, TWO)
+    model.process = replace(model.process, lengths=tuple(shares.tolist()))
+    state = model.process.corrupt(x, t, step.keys())
+    assert not (state.masked & TWO.marks(x)).any()
+    terms = nelbo_terms(model, model.process, state, x) * 4 - model.process.log_length(x)  # type: ignore[arg-type]
+    entropy = -float(torch.special.xlogy(language.joint, language.joint).sum())
+    assert_mean(terms, entropy)
+    known = tiny_model(vocab_size=5, length=4, lengths=shares.tolist(), **WHOLE)
+    rows = Subject(known, samples=300, data=TokenSource(x[:300], 5, 4))
+    costs = -known.process.log_length(x[:300]).sum() / (TWO.lengths(x[:300]) - 1).sum()
+    plain = replace(rows, model=_free(known))
+    assert measure(["nelbo"], rows)["nelbo"].value == pytest.approx(measure(["nelbo"], plain)["nelbo"].value + costs)
+
+
+def _free(model: MaskedDiffusionLM) -> MaskedDiffusionLM:
+    """The same with lengths that cost nothing."""
+    other = copy.deepcopy(model)
+    other.process.__dict__["log_length"] = lambda x: torch.zeros(len(x), dtype=torch.float64)
+    return other
+
+
+def test_the_end_is_drawn_among_what_is_open() -> None:
+    process = of_known_lengths(TWO)[0].process
+
+    def chances(*row: int) -> list[float]:
+        return process.chances(torch.tensor([row]))[0].tolist()
+
+    assert chances(0, 3, 3, 3) == [0, 0.2, 0.5, 0.3]
+    assert chances(0, 0, 3, 3) == [0, 0, 0.5, 0.3]  # a prompt
+    assert chances(0, 3, 0, 3) == [0, 0, 0, 0.3]
+    assert chances(0, 3, 3, 2) == [0, 0.2, 0.5, 0]  # padding is given: it ends before
+    assert chances(0, 3, 1, 2) == chances(0, 0, 0, 0) == [0] * 4  # an end is given, or no room
+    assert chances(0, 3, 3, 3, 3, 0, 3, 3)[6:] == [0, 1]  # longer than any known
+    begun = process.begun(torch.tensor([[3, 3, 0, 3]]).expand(50, 4), KEYS[:50])
+    assert begun.tolist() == [[0, 3, 0, 1]] * 50
+    assert process.begun(torch.tensor([[3, 3, 3, 1]]), KEYS[:1]).tolist() == [[0, 3, 3, 1]]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ([0, 0, -1, 2], "not negative"),
+        ([0, 0.5, 0.5], "a begin and an end"),
+        ([0, 0, 0], "a begin and an end"),
+        ([1.0], "0, 1, 2 … tokens, 4 at most"),
+        ([0, 0, 1, 1, 1, 1], "4 at most"),
+        ("none", "4 at most"),
+    ],
+)
+def test_bad_lengths_are_refused(lengths: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        tiny_config(vocab_size=5, length=4, lengths=lengths, **WHOLE)
+    with pytest.raises(UserError, match="whole texts"):
+        tiny_config(lengths=[0, 0, 1.0])
+
+
+def test_match_learns_how_long_texts_are(tmp_path: Path) -> None:
+    """Its student draws ends by the data's lengths; the model that is saved knows them, its teacher does not."""
+    teacher = tiny_model(vocab_size=5, length=4, **WHOLE)
+    model = with_mask(teacher, "infinite-uniform-4-1.0")
+    config = TrainConfig(steps=3, batch=8, lr=1e-3, warmup=0, checkpoint_every=3)
+    Trainer(model, Match(**SETTINGS), SOURCE, config, tmp_path, start=teacher).train()
+    counts = TWO.lengths(SOURCE.tokens).bincount(minlength=5) + torch.tensor([0, 0, *[1 / 3] * 3]).double()
+    real = counts / counts.sum()
+    made = load_model(tmp_path / "model")
+    assert teacher.config.lengths is None
+    assert made.config.lengths == pytest.approx(real.tolist(), abs=1e-6)
+    assert made.process.lengths == tuple(made.config.lengths)
+    assert fingerprint(made) != fingerprint(teacher)
+    written = made.generate(num=4000, steps=2).tokens
+    assert TWO.finished(written).all()
+    assert_law(TWO.lengths(written).bincount(minlength=5), real)
 
 
 def test_padding_that_an_end_makes_certain_costs_a_pair_nothing() -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from imdm.runs.run import Bar
     from imdm.writer import Piece
 
+INK = 0.72  # factor on a terminal's colours, which are made for a dark background
 EVERY = 30.0  # seconds between lines without a terminal
 
 
@@ -28,6 +29,11 @@ def colour(step: int, steps: int) -> tuple[int, int, int]:
     """From blue (revealed first) to red (revealed last)."""
     late = min(1.0, step / max(1, steps - 1))
     return round(60 + 180 * late), 110, round(240 - 180 * late)
+
+
+def ink(step: int, steps: int) -> tuple[int, ...]:
+    """The same, dark enough for a white page."""
+    return tuple(round(INK * part) for part in colour(step, steps))
 
 
 def coloured(pieces: Sequence[Piece], steps: int) -> Text:

@@ -57,7 +57,8 @@ class Split:
 class Process:
     """Mask diffusion over V ∪ M (Eq. 10) for one schedule and one kind of mask; with `mixture`, each state also
     carries one latent λ ~ U(0, 1). With an `ending`, rows are whole texts: the begin token in the first position, and
-    padding after a visible end, are certain and never masked.
+    padding after a visible end, are certain and never masked. With `lengths`, the shares of texts of 0, 1, 2 … tokens,
+    the end of a text is drawn before its tokens (`begun`), not by the network.
 
     >>> from imdm.masks import Single
     >>> from imdm.schedule import LogLinear
@@ -72,6 +73,7 @@ class Process:
     mask_id: int
     mixture: bool = False
     ending: Ending | None = None
+    lengths: tuple[float, ...] | None = None
 
     @property
     def noisy(self) -> bool:
@@ -80,7 +82,10 @@ class Process:
 
     def corrupt(self, x: Tensor, t: Tensor, keys: Tensor) -> Noised:
         """z_t ~ q(·|x) = α_t·x + (1 − α_t)·π_M (Eq. 12): x (B, L), t (B,), one key a sequence (B,)."""
-        return self.noised(x.masked_fill(self.masks(t, keys, x.shape[1]), self.mask_id), t, keys)
+        masked = self.masks(t, keys, x.shape[1])
+        if self.ending is not None and self.lengths is not None:  # the end is drawn first, and always there
+            masked = masked & ~self.ending.marks(x)
+        return self.noised(x.masked_fill(masked, self.mask_id), t, keys)
 
     def masks(self, t: Tensor, keys: Tensor, length: int) -> Tensor:
         """Which positions `corrupt` masks, (B, L): it depends on time and key alone, not on the data."""
@@ -100,7 +105,46 @@ class Process:
 
     def barred(self, state: Noised) -> Tensor | None:
         """The masked positions (B, L) where no end or padding may be drawn, since text follows."""
-        return None if self.ending is None else self.ending.barred(state.tokens, state.masked)
+        if self.ending is None or self.lengths is not None:
+            return None if self.ending is None else state.masked
+        return self.ending.barred(state.tokens, state.masked)
+
+    def begun(self, tokens: Tensor, keys: Tensor) -> Tensor:
+        """Rows (B, L) before the first step: with the certain tokens of whole texts, and, with `lengths`, with the end
+        of each text that has none yet, drawn under its key (B,) from the lengths that fit the given tokens."""
+        holes = tokens == self.mask_id
+        tokens = self.closed(tokens, holes)
+        if self.ending is None or self.lengths is None:
+            return tokens
+        edge = self.chances(tokens).cumsum(-1)
+        v = uniform(keys, Purpose.ENDING, 0)[:, None] * edge[:, -1:]
+        place = torch.arange(tokens.shape[1], device=tokens.device)
+        here = place == torch.searchsorted(edge, v, right=True)
+        return self.closed(torch.where(here, self.ending.end, tokens), holes)
+
+    def log_length(self, x: Tensor) -> Tensor:
+        """log-probability of the lengths of texts (B, L), if the end is drawn first; else 0: (B,), float64."""
+        if self.lengths is None or self.ending is None:
+            return torch.zeros(len(x), dtype=torch.float64, device=x.device)
+        every = torch.ones_like(x, dtype=torch.bool)
+        chance = self.chances(self.closed(torch.full_like(x, self.mask_id), every))
+        at = self.ending.lengths(x)[:, None] - 1
+        return (chance.gather(1, at) / chance.sum(1, keepdim=True)).log()[:, 0]
+
+    def chances(self, tokens: Tensor) -> Tensor:
+        """Unnormalised probabilities of the end of texts (B, L) at each of their holes: by `lengths`, after all given
+        text; at the last such hole if no length fits; zero where an end is given."""
+        ending = self.ending
+        if self.lengths is None or ending is None:
+            raise ValueError("the lengths of texts are not known")
+        L, holes, marks = tokens.shape[1], tokens == self.mask_id, ending.marks(tokens)
+        share = torch.tensor(self.lengths[1 : L + 1], dtype=torch.float64, device=tokens.device)
+        share = torch.nn.functional.pad(share, (0, L - len(share)))
+        text, ended = ~holes & ~marks, (marks & (tokens == ending.end)).any(1, keepdim=True)
+        open_ = holes & (text.flip(1).cumsum(1).flip(1) == 0) & ~ended
+        chance = torch.where(open_, share, 0.0)
+        last = open_ & (open_.flip(1).cumsum(1).flip(1) == 1)
+        return torch.where(chance.sum(1, keepdim=True) > 0, chance, last.double())
 
     def ends(self, state: Noised, rows: Rows, keys: Tensor, step: Tensor | int) -> Ends | None:
         """Inputs of the decision on end and padding at rows of a state that are drawn at a step; keys (B,)."""

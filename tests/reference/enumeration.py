@@ -75,7 +75,8 @@ def chain_law(
                 if kind == "token":
                     laws.append({})
                     continue
-                never = {process.ending.end, process.ending.pad} if inner(state, position, process.ending) else set()
+                inside = process.lengths is not None or inner(state, position, process.ending)
+                never = {process.ending.end, process.ending.pad} if inside else set()
                 left = 1.0 - sum(float(probs[row, position, v]) for v in never)
                 said = {v: float(probs[row, position, v]) / left for v in range(process.mask_id) if v not in never}
                 laws.append(said)

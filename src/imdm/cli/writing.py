@@ -17,9 +17,9 @@ from imdm.cli.arguments import as_options, parse_canvas, parse_counts, parse_row
 from imdm.cli.early import check_length, known_precision
 from imdm.console import appearing, coloured, legend, side_by_side
 from imdm.errors import UserError, check_whole
-from imdm.files import check_holds
+from imdm.files import check_holds, write_text
 from imdm.sampling.options import Sampling
-from imdm.shipped import DEFAULT, folder_of, listed
+from imdm.shipped import DEFAULT, TEACHER, folder_of, listed
 
 
 @app.command()
@@ -168,14 +168,19 @@ def models() -> None:
 @app.command(name="show")
 def show_two(
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = "It was a dark and stormy night",
-    first: Annotated[str, typer.Option(help="A model: the teacher.")] = "sentences-teacher",
+    first: Annotated[str, typer.Option(help="A model: the teacher.")] = TEACHER,
     second: Annotated[str, typer.Option(help="Another: the student.")] = DEFAULT,
     steps: Annotated[str, typer.Option(help="Comma-separated step counts.")] = "1,2,4,8,16",
     seed: Seed = 0,
     into: Annotated[Path | None, typer.Option(help="Folder of a run whose report shows it too.")] = None,
+    film: Annotated[
+        Path | None, typer.Option(help="An SVG file: how the two texts appeared, as an animated picture.")
+    ] = None,
 ) -> None:
     """Complete a prompt with two models side by side, in few and in more steps."""
     counts = parse_counts(steps)
+    if film is not None and (len(counts) > 1 or film.suffix != ".svg"):
+        raise UserError("--film draws one number of steps into an SVG file; give --steps 8 --film film.svg")
     for name in (first, second):
         folder_of(name)
     if into is not None:
@@ -195,3 +200,9 @@ def show_two(
     if into is not None:
         keep(rows, into)
         say(f"report: {build_report(into).write(into)}")
+    if film is not None:
+        from imdm.film import picture
+        from imdm.writer import Piece
+
+        write_text(film, picture([(one.model, [Piece(*piece) for piece in one.pieces]) for one in rows], counts[0]))
+        say(f"film: {film}")

@@ -18,8 +18,8 @@ from imdm.objectives.autoregressive import next_log_probs
 def nelbo_of_rows(evaluation: Evaluation) -> Measurement:
     """Monte Carlo over rows, times and masks: the first `samples` rows, one low-discrepancy time a row. On an
     enumerated language rows are exact draws; a token file should be held out. For whole texts: nats a token of the
-    text, its end included; the begin token and padding are certain and not counted. For an autoregressive model: its
-    exact −log p a token, for all but the first."""
+    text, its end included; the begin token and padding are certain and not counted; an end that is drawn first costs
+    −log p of its length. For an autoregressive model: its exact −log p a token, for all but the first."""
     return replace(_bound(evaluation), split=evaluation.subject.split)
 
 
@@ -67,7 +67,8 @@ def _measure(evaluation: Evaluation) -> Tensor:
                 continue
             step = Step(subject.seed, 0, some.to(model.device), n)
             state = model.process.corrupt(x, step.times(), step.keys())
-            values.append(nelbo_terms(model, model.process, state, x))
+            terms = nelbo_terms(model, model.process, state, x)
+            values.append(terms - model.process.log_length(x).to(terms.dtype) / x.shape[1])
         return {"nelbo": torch.cat(values)}
 
     identity = ["nelbo", subject.seed, data.fingerprint]

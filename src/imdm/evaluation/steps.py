@@ -65,7 +65,7 @@ def one_by_one(denoiser: Denoiser, x: Tensor, keys: Tensor) -> Tensor:
 def in_steps(denoiser: Denoiser, x: Tensor, keys: Tensor, steps: int, draws: int = DRAWS) -> Tensor:
     """log p̂(x) of rows (n, L) revealed in N steps, in the same order: (n,), float64."""
     reveal = plan(denoiser.process, keys, torch.ones(len(x), device=x.device), steps, x.shape[1]).reveal
-    total = torch.zeros(len(x), dtype=torch.float64, device=x.device)
+    total = denoiser.process.log_length(x)
     for k in reveal.unique().tolist():
         some = (reveal == k).any(1).nonzero()[:, 0]
         at = reveal[some]
@@ -130,6 +130,8 @@ def _at_once(
 
 
 def _shown(denoiser: Denoiser, x: Tensor, shown: Tensor, keys: Tensor) -> Noised:
+    if denoiser.process.lengths is not None and denoiser.process.ending is not None:
+        shown = shown | denoiser.process.ending.marks(x)
     tokens = torch.where(shown, x, denoiser.process.mask_id)
     return denoiser.process.noised(tokens, torch.ones(len(x), device=x.device), keys)
 

@@ -28,6 +28,8 @@ class MaskedDiffusionConfig(Shape, PreTrainedConfig):
     condition       of `dit`: width of adaLN's conditioning; 0: folded into the other weights (`fold_conditioning`)
     bos_token_id, eos_token_id, pad_token_id   where rows are whole texts (`Ending`): what follows the end token is
                     padding. None: rows are cut from a stream
+    lengths         of whole texts: the share of texts of 0, 1, 2 … tokens, begin and end counted. Where it is known,
+                    the end of a text is drawn first, then the text before it. None: the network draws the end
     causal          each position attends to those before it only: an autoregressive language model, which can judge
                     samples of others (objective `autoregressive`)
 
@@ -40,6 +42,7 @@ class MaskedDiffusionConfig(Shape, PreTrainedConfig):
     bos_token_id: int | None = None
     eos_token_id: int | None = None
     pad_token_id: int | None = None
+    lengths: list[float] | None = None
 
     __init__ = Shape.__init__  # else `transformers` would generate one
 

@@ -8,7 +8,8 @@ takes seconds to import.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -52,7 +53,8 @@ class Network(nn.Module):
         """All layers, in the order in which weights are initialised."""
         self.mask: Mask = parse_mask(config.mask)
         schedule = parse_schedule(config.schedule)
-        self.process = Process(schedule, self.mask, config.mask_token_id, config.mixture, config.ending)
+        lengths = None if config.lengths is None else tuple(config.lengths)
+        self.process = Process(schedule, self.mask, config.mask_token_id, config.mixture, config.ending, lengths)
         D, settings = config.width, parse_backbone(config.backbone)
         kind = backbones[settings.kind]
         if not kind.whole:
@@ -62,6 +64,12 @@ class Network(nn.Module):
         self._take_in(kind(config, settings))
         if not kind.whole:
             self.output = ZeroLinear(D, config.vocab_size)
+
+    def know_lengths(self, lengths: Sequence[float]) -> None:
+        """From now on draw the end of a text before its tokens: `lengths` as in the configuration."""
+        self.config.check_lengths(lengths)
+        self.config.lengths = list(lengths)
+        self.process = replace(self.process, lengths=tuple(lengths))
 
     @property
     def device(self) -> torch.device:

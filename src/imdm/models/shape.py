@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Self
 
 from imdm.ending import Ending
@@ -39,6 +40,8 @@ class Shape:
     condition       of `dit`: width of adaLN's conditioning; 0: folded into the other weights (`fold_conditioning`)
     bos_token_id, eos_token_id, pad_token_id   where rows are whole texts (`Ending`): what follows the end token is
                     padding. None: rows are cut from a stream
+    lengths         of whole texts: the share of texts of 0, 1, 2 … tokens, begin and end counted. Where it is known,
+                    the end of a text is drawn first, then the text before it. None: the network draws the end
     causal          each position attends to those before it only: an autoregressive language model, which can judge
                     samples of others (objective `autoregressive`)
 
@@ -48,6 +51,7 @@ class Shape:
     bos_token_id: int | None = None
     eos_token_id: int | None = None
     pad_token_id: int | None = None
+    lengths: list[float] | None = None
 
     def __init__(
         self,
@@ -69,6 +73,7 @@ class Shape:
         bos_token_id: int | None = None,
         eos_token_id: int | None = None,
         pad_token_id: int | None = None,
+        lengths: Sequence[float] | None = None,
         **kwargs: Any,
     ) -> None:
         width, blocks = kwargs.pop("hidden_size", width), kwargs.pop("num_hidden_layers", blocks)
@@ -114,6 +119,20 @@ class Shape:
         super().__init__(**kwargs)  # of `transformers`, where a subclass has its configuration as second base
         if eos_token_id is not None:  # not stored when unset, so that old configurations do not change
             self.bos_token_id, self.eos_token_id, self.pad_token_id = bos_token_id, eos_token_id, pad_token_id
+        if lengths is not None:
+            self.check_lengths(lengths)
+            self.lengths = [float(share) for share in lengths]
+
+    def check_lengths(self, lengths: Any) -> None:
+        """Refuse lengths that are no distribution over this model's lengths of texts."""
+        if self.ending is None or self.causal:
+            raise UserError("model.lengths: only for diffusion models of whole texts")
+        if not isinstance(lengths, (list, tuple)) or not 2 < len(lengths) <= self.length + 1:
+            raise UserError(f"model.lengths: give the share of texts of 0, 1, 2 … tokens, {self.length} at most")
+        for share in lengths:
+            check_number("model.lengths", share)
+        if min(lengths) < 0 or max(lengths[2:]) <= 0 or max(lengths[:2]) > 0:
+            raise UserError("model.lengths: shares are not negative, and a text has a begin and an end token at least")
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Masks and schedules are stored as plain settings, however they are given."""
@@ -148,6 +167,7 @@ class Shape:
         law += [self.mask_token_id, self.vocab_size, self.heads, self.softcap]
         law += ["causal"] * self.causal
         law += [] if self.ending is None else ["whole texts", self.bos_token_id, self.eos_token_id, self.pad_token_id]
+        law += [] if self.lengths is None else ["lengths", *self.lengths]
         backbone = parse_backbone(self.backbone)
         return law if is_default(backbone) else [*law, backbone.hashed()]
 

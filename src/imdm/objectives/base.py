@@ -130,6 +130,10 @@ class Objective(Config):
         """Refuse a student that this objective cannot train; noisy: its states carry noise or λ."""
         return
 
+    def prepare(self, model: MaskedDiffusionLM, source: Source) -> None:
+        """Change the student by statistics of the data, before it is copied or trained."""
+        return
+
     def companion(self, model: MaskedDiffusionLM, start: MaskedDiffusionLM | None = None) -> Companion | None:
         """The state to keep beside the student, before the first step; start: the model the student was made from, if
         it is another."""

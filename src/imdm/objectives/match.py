@@ -52,7 +52,7 @@ from imdm.objectives.onpolicy import (
     masked_again,
     planned,
 )
-from imdm.objectives.texts import Frontier, mean_log, score, standing
+from imdm.objectives.texts import Frontier, mean_log, score, shares_of_lengths, standing
 from imdm.process import NoisePolicy, Process
 from imdm.randomness import Purpose, as_key, fold, uniform
 from imdm.sampling import Sampling, sample
@@ -162,13 +162,20 @@ class Match(Objective):
             raise ValueError(f"phases: the first has {first} steps, and auxiliary.ahead = {ahead}; give it more")
         return self
 
+    def prepare(self, model: MaskedDiffusionLM, source: Source) -> None:
+        """A student of whole texts gets the distribution of their lengths, so that it does not decide where they end:
+        under this objective it would prefer short ones, which are easier to generate."""
+        if model.config.ending is not None and model.config.lengths is None:
+            model.know_lengths(shares_of_lengths(source, model.config.ending))
+
     def companion(self, model: MaskedDiffusionLM, start: MaskedDiffusionLM | None = None) -> Pursued:
         return Pursued(self._teacher(model, start), model)
 
     def networks(self, model: MaskedDiffusionLM, start: MaskedDiffusionLM | None = None) -> Mapping[str, Trained]:
         given = self.auxiliary.model_dump()
         del given["updates"], given["ahead"]
-        return {AUXILIARY: Trained(Auxiliary.of(self._teacher(model, start)), weight_decay=0.0, **given)}
+        made = Auxiliary.of(self._teacher(model, start), model.process.lengths)
+        return {AUXILIARY: Trained(made, weight_decay=0.0, **given)}
 
     def _teacher(self, model: MaskedDiffusionLM, start: MaskedDiffusionLM | None) -> MaskedDiffusionLM:
         """The start, or the student before training; refused if it cannot read the student's samples."""
@@ -379,9 +386,10 @@ class Match(Objective):
             masked = torch.ones(len(some), length, dtype=torch.bool, device=some.device)
             fate = uniform(some[:, None], Purpose.REVEAL, torch.arange(length, device=some.device))
             plan = planned(model.process, some, origin, t, masked, masked_again(masked, fate, share))
-            blank = torch.zeros(len(some), length, dtype=torch.int64, device=some.device)
-            hidden = model.trunk_at(plan.state(blank, model.process), plan.rows)
-            open_.append(reduced(model.head_of(hidden), _entropy))
+            blank = model.process.begun(torch.full_like(masked, model.process.mask_id, dtype=torch.int64), some)
+            state = plan.state(blank, model.process)
+            hidden = model.trunk_at(state, plan.rows)
+            open_.append(reduced(model.head_of(hidden), _entropy)[plan.rows.of(state.masked)])
             written = plan.written(companion.student, hidden, blank).tokens
             shown = plan.shown(written, companion.model.process)
             rows, chosen = plan.left_rows, Chosen(plan.left_rows.of(written))

@@ -3,7 +3,7 @@ kept beside them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -46,6 +46,7 @@ class Planned:
     rows              the masked positions of z_t
     left, left_rows   which of them are masked in z̃: (R̃,)
     recalled, kept    (b,): index of the own text that a sequence may start from, and of the one that it stores
+    ended             whether the end of a whole text is never masked: the student has `lengths`
     """
 
     keys: Tensor
@@ -61,6 +62,7 @@ class Planned:
     left_rows: Rows
     recalled: Any = None
     kept: Any = None
+    ended: bool = False
 
     @property
     def generated(self) -> Tensor:
@@ -71,7 +73,7 @@ class Planned:
 
     def state(self, text: Tensor, process: Process) -> Noised:
         """z_t of a text (b, L)."""
-        tokens, masked = _masked(text, self.masked, process)
+        tokens, masked = self._masked(text, self.masked, process)
         return Noised(tokens, masked, self.noise, self.t, self.latent, self.keys)
 
     def written(self, student: MaskedDiffusionLM, hidden: Tensor, text: Tensor) -> Written:
@@ -92,9 +94,17 @@ class Planned:
     def shown(self, written: Tensor, process: Process) -> Noised:
         """z̃, the input of teacher and auxiliary."""
         keys = fold(self.keys, Purpose.COPY, 1)
-        tokens, masked = _masked(written, self.again, process)
+        tokens, masked = self._masked(written, self.again, process)
         noise = process.mask.draw(keys, torch.zeros_like(written), masked)
         return Noised(tokens, masked, noise, self.t, process.latents(keys), self.keys)
+
+    def _masked(self, text: Tensor, masked: Tensor, process: Process) -> tuple[Tensor, Tensor]:
+        """A text (b, L) with masks, and where they are: not where padding is certain."""
+        if process.ending is None:
+            return text.masked_fill(masked, process.mask_id), masked
+        masked = masked & ~process.ending.marks(text) if self.ended else masked
+        tokens = process.closed(text.masked_fill(masked, process.mask_id), masked)
+        return tokens, masked & (tokens == process.mask_id)
 
     def open_rows(self, shown: Noised, process: Process) -> Rows:
         """The masked positions of z̃ that count: where rows are whole texts, those without padding that is certain."""
@@ -111,15 +121,6 @@ class Written(NamedTuple):
 
     tokens: Tensor
     own: Tensor | None
-
-
-def _masked(text: Tensor, masked: Tensor, process: Process) -> tuple[Tensor, Tensor]:
-    """A text (b, L) with masks, and where they are: not where padding is certain."""
-    tokens = text.masked_fill(masked, process.mask_id)
-    if process.ending is None:
-        return tokens, masked
-    tokens = process.closed(tokens, masked)
-    return tokens, masked & (tokens == process.mask_id)
 
 
 def masked_again(masked: Tensor, fate: Tensor, share: Tensor) -> Tensor:
@@ -157,7 +158,8 @@ def planned(
     left = filled_places(there, size_of_rows(int(there.sum()), len(there))) if fill else there.nonzero()[:, 0]
     left_rows = Rows(rows.sequence[left], rows.position[left], counted=there[left] if fill else None)
     noise = process.mask.draw(drawn, torch.zeros_like(masked, dtype=torch.int64), masked)
-    return Planned(keys, origin, t, masked, again, noise, process.latents(drawn), weight, rows, left, left_rows)
+    ended, latent = process.lengths is not None, process.latents(drawn)
+    return Planned(keys, origin, t, masked, again, noise, latent, weight, rows, left, left_rows, ended=ended)
 
 
 class Write(Whole):
@@ -181,7 +183,8 @@ class Write(Whole):
         ours = head._replace(rows=head.rows[plan.left])
         with torch.no_grad():
             wanted = teacher.head_of(teacher.trunk_at(shown, rows))
-        ours, wanted = (going_on(each, shown, rows, teacher.process) for each in (ours, wanted))
+        process = self.companion.student.process
+        ours, wanted = (going_on(each, shown, rows, process) for each in (ours, wanted))
         compare = Compare(ours, wanted, said, self.how)
         return self.auxiliary(shown, rows=rows, reduce=compare, generated=plan.generated)
 
@@ -216,8 +219,10 @@ class Auxiliary(MaskedDiffusionLM):
         self.generated = nn.Parameter(torch.zeros(2, config.width))
 
     @classmethod
-    def of(cls, teacher: MaskedDiffusionLM) -> Auxiliary:
-        made = cls(MaskedDiffusionConfig.from_dict(teacher.config.to_dict() | {"dropout": 0.0}))
+    def of(cls, teacher: MaskedDiffusionLM, lengths: Sequence[float] | None = None) -> Auxiliary:
+        """lengths: the student's, if it has them."""
+        changed = {"dropout": 0.0} | ({} if lengths is None else {"lengths": list(lengths)})
+        made = cls(MaskedDiffusionConfig.from_dict(teacher.config.to_dict() | changed))
         missing, unknown = made.load_state_dict(teacher.state_dict(), strict=False)
         if unknown or missing != ["generated"]:
             odd = (unknown + [name for name in missing if name != "generated"])[0]

@@ -11,13 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from imdm.ending import lengths
+from imdm.ending import Ending, lengths
+from imdm.errors import UserError
 from imdm.models.readout import Chosen
 from imdm.randomness import Purpose, fold, uniform
 from imdm.sampling import Sampling, sample
 from imdm.state import Rows
 
 if TYPE_CHECKING:
+    from imdm.data.source import Source
     from imdm.models import MaskedDiffusionLM
 
 READINGS = 4  # Monte Carlo samples of the NELBO for each text, with other positions masked each time
@@ -134,3 +136,18 @@ def score(ratios: Sequence[tuple[float, float]], lacking: Sequence[float], allow
     """The score that selects EMA weights, the lower the better: the mean log ratio, plus the excess of each of
     `lacking` (entropy, lengths) over `allowed`."""
     return mean_log(ratios) + sum(max(0.0, one - allowed) for one in lacking)
+
+
+def shares_of_lengths(source: Source, ending: Ending, most: int = 1 << 17) -> list[float]:
+    """The share of texts of 0, 1, 2 … tokens, begin and end counted, among rows of a source: all of them, or as many as
+    `most`, at equal distances. Texts without an end are left out. One more text, spread over all lengths, is added, so
+    that every length has a positive probability."""
+    n = min(most, len(source))
+    counts = torch.zeros(source.length + 1, dtype=torch.float64)
+    for part in (torch.arange(n) * len(source) // n).split(4096):
+        rows = source.rows(part)["tokens"]
+        counts += ending.lengths(rows)[ending.finished(rows)].bincount(minlength=source.length + 1)
+    if not counts.any():
+        raise UserError("no text of the data has an end; prepare rows of whole texts, with an end token")
+    counts[2:] += 1 / (source.length - 1)
+    return [round(share, 10) for share in (counts / counts.sum()).tolist()]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote
 
-from imdm.console import appearing, colour, frames
+from imdm.console import appearing, frames, ink
 from imdm.files import write_text
 from imdm.report.tables import Table
 
@@ -18,14 +18,6 @@ STYLE = Path(__file__).with_name("page.css")
 
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]")
 """Control characters that a byte-level model may generate and no page should contain."""
-
-
-INK = 0.72  # factor on a terminal's colours, which are made for a dark background
-
-
-def _ink(step: int, steps: int) -> tuple[int, ...]:
-    """The colour of a step, dark enough for a white page."""
-    return tuple(round(INK * part) for part in colour(step, steps))
 
 
 @dataclass(frozen=True)
@@ -74,7 +66,7 @@ class Written:
     def html(self) -> str:
         spans = []
         for text, step in self.pieces:
-            style = "font-weight:600" if step < 0 else "color:rgb({},{},{})".format(*_ink(step, self.steps))
+            style = "font-weight:600" if step < 0 else "color:rgb({},{},{})".format(*ink(step, self.steps))
             told = "given" if step < 0 else f"step {step + 1}"
             spans.append(f'<span style="{style}" title="{told}">{html.escape(text)}</span>')
         return f"<p class=written><b>{html.escape(self.label)}</b> {''.join(spans)}</p>"

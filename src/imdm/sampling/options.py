@@ -23,6 +23,7 @@ NoisePolicy = Literal["posterior", "keep"]
 
 
 def check_policy(policy: str) -> None:
+    """Refuse an unknown noise policy."""
     if policy not in get_args(NoisePolicy):
         raise unknown("noise policy", policy, get_args(NoisePolicy))
 

@@ -10,7 +10,7 @@ As all of that is known beforehand, all batches (turns) are planned before the f
 Where rows are whole texts (`Ending`), one uniform number a step decides where the text ends, for all positions
 together. The first end token drawn counts: all masked positions after it become padding at once, as do tokens that the
 same step drew there, and they are not evaluated any more. Visible tokens are never replaced: before a token of the text
-neither end nor padding is drawn.
+neither end nor padding is drawn. A model with `lengths` draws the end before the first step.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class Canvas:
     def start(cls, denoiser: Denoiser, tokens: Tensor, keys: Keys, how: Sampling, t: Tensor) -> Canvas:
         """Sequences (B, L) before their first step, at times t (B,)."""
         process, (B, L) = denoiser.process, tokens.shape
-        tokens = process.closed(tokens, tokens == process.mask_id).clone()
+        tokens = process.begun(tokens, keys.tokens).clone()
         planned = plan(process, keys.order, t, how.steps, L)
         masked = tokens == process.mask_id
         count = torch.zeros(B, dtype=torch.int64, device=tokens.device)

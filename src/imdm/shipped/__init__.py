@@ -17,6 +17,8 @@ from imdm.files import as_path, home
 HERE = Path(__file__).parent
 DEFAULT = "sentences-imdm"
 """The default model."""
+TEACHER = "sentences-teacher"
+"""Its teacher; `imdm show` shows both side by side."""
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,7 @@ class Trainer:
         self.accelerator = accelerator()
         self._check(model)
         identity = fingerprint(model)
+        objective.prepare(model, source)
         if config.dropout is not None:
             model.set_dropout(config.dropout)
         others = other_networks(objective, model, start, seed)

@@ -18,6 +18,7 @@ class MaskedDiffusionConfig(PreTrainedConfig):
     backbone        {"kind": "hf", "config": …, "shift": …}: a model of `transformers` instead of our transformer;
                     "shift": each position is predicted by the row before it
     bos_token_id, eos_token_id, pad_token_id  of a model that writes whole texts; else None
+    lengths         of such a model: the share of texts of 0, 1, 2 … tokens, where the end is drawn first; else None
     """
 
     model_type = "imdm"
@@ -41,6 +42,7 @@ class MaskedDiffusionConfig(PreTrainedConfig):
         bos_token_id: int | None = None,
         eos_token_id: int | None = None,
         pad_token_id: int | None = None,
+        lengths: list[float] | None = None,
         **kwargs: Any,
     ) -> None:
         self.vocab_size, self.length = vocab_size, length
@@ -56,6 +58,7 @@ class MaskedDiffusionConfig(PreTrainedConfig):
         kwargs.pop("condition", None)
         super().__init__(**kwargs)
         self.bos_token_id, self.eos_token_id, self.pad_token_id = bos_token_id, eos_token_id, pad_token_id
+        self.lengths = lengths
 
     def network(self) -> Any:
         """The configuration of the model that replaces our transformer, None without one."""

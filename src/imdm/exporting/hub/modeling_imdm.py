@@ -485,6 +485,8 @@ class MaskedDiffusionLM(PreTrainedModel):
         drawn first, and a sequence is evaluated only at steps that fill one of its holes."""
         how: dict[str, Any] = {"device": tokens.device, "generator": generator}
         tokens = self._closed(tokens, tokens == self.config.mask_token_id)
+        if self.config.lengths is not None:
+            tokens = self._ended(tokens, torch.rand(len(tokens), 1, dtype=torch.float64, **how))
         holes = tokens == self.config.mask_token_id
         grid = torch.linspace(1.0, 1e-5, steps + 1, dtype=torch.float64, device=tokens.device)
         grid[-1] = 0.0
@@ -572,9 +574,27 @@ class MaskedDiffusionLM(PreTrainedModel):
         ends = ((tokens == config.eos_token_id) | (tokens == config.pad_token_id)) & (place > 0)
         return torch.where(fresh & (ends.cumsum(-1) - ends.long() > 0), config.pad_token_id, tokens)
 
+    def _ended(self, tokens: Tensor, v: Tensor) -> Tensor:
+        """Of whole texts with `lengths`: rows with an end, drawn by v (B, 1) among the holes after all given text; at
+        the last of them if no length fits."""
+        config, L = self.config, tokens.shape[1]
+        holes, place = tokens == config.mask_token_id, torch.arange(L, device=tokens.device)
+        ends = (tokens == config.eos_token_id) & (place > 0)
+        text = ~holes & ~ends & ((tokens != config.pad_token_id) | (place == 0))
+        open_ = holes & (text.flip(1).cumsum(1).flip(1) == 0) & ~ends.any(1, keepdim=True)
+        share = torch.tensor(config.lengths[1 : L + 1], dtype=torch.float64, device=tokens.device)
+        chance = torch.where(open_, F.pad(share, (0, L - len(share))), 0.0)
+        last = open_ & (open_.flip(1).cumsum(1).flip(1) == 1)
+        edge = torch.where(chance.sum(1, keepdim=True) > 0, chance, last.double()).cumsum(-1)
+        at = torch.searchsorted(edge, v * edge[:, -1:], right=True)
+        return self._closed(torch.where(place == at, config.eos_token_id, tokens), holes)
+
     def _barred(self, tokens: Tensor, holes: Tensor) -> Tensor:
-        """Of whole texts: the holes before a visible token, where the text cannot end."""
+        """Of whole texts: the holes before a visible token, where the text cannot end; all of them if the end is drawn
+        first."""
         if self.config.eos_token_id is None:
             return torch.zeros_like(holes)
+        if self.config.lengths is not None:
+            return holes
         there = (~holes & (tokens != self.config.pad_token_id)).long()
         return holes & (there.flip(-1).cumsum(-1).flip(-1) - there > 0)
