@@ -75,7 +75,7 @@ def test_it_writes_by_its_own_law(kind: str) -> None:
     assert found.evaluations.tolist() == [2] * 4000
     assert found.revealed_at.unique(dim=0).tolist() == [[-1, 0, 1]]
     assert told == [1500, 3000, 4500, 6000, 7000, 8000]
-    with pytest.raises(UserError, match="noise_keys: this model reads from left to right"):
+    with pytest.raises(UserError, match="noise_keys: this model is autoregressive"):
         sample(model, canvas, keys=keys, noise_keys=keys, how=Sampling())
     again = sample(model, canvas[7:9], keys=keys[7:9], how=Sampling())
     assert torch.equal(again.tokens, found.tokens[7:9])  # each follows from its own key
@@ -193,9 +193,9 @@ def test_what_cannot_open_is_refused(tmp_path: Path) -> None:
     for model in (tiny_model(**size), made(FAMILIES["bert"] | {"vocab_size": 4}, **size)):
         with pytest.raises(UserError, match="only a causal model of backbone 'hf' that becomes a diffusion model"):
             start(model)
-    with pytest.raises(UserError, match="a recorded step cannot open"):
+    with pytest.raises(UserError, match="a captured step has fixed attention"):
         start(made(SMALL, **size), graphs=True)
-    with pytest.raises(UserError, match="in training.steps = 5 attention would never be open"):
+    with pytest.raises(UserError, match="attention would never be open in training.steps = 5"):
         start(made(SMALL, **size), steps=5)
     bloom = {"model_type": "bloom", "hidden_size": 16, "n_layer": 1, "n_head": 2, "vocab_size": 4, "pad_token_id": 0}
     with pytest.raises(UserError, match="'bloom' models cannot open gradually"):
@@ -350,13 +350,13 @@ def test_what_a_recipe_cannot_start_from_is_refused(tmp_path: Path, monkeypatch:
     with pytest.raises(UserError, match="model 'smollm2' is not here; get it with 'imdm judge fetch smollm2'"):
         imdm.adopt("smollm2", adapt=True)
     source = tiny_llama(tmp_path / "llama")
-    with pytest.raises(UserError, match="adapt opens its attention, and causal keeps it as it is"):
+    with pytest.raises(UserError, match="adapt makes its attention bidirectional, causal keeps it causal"):
         imdm.adopt(source, adapt=True, causal=True)
-    with pytest.raises(UserError, match="predicts what follows; leave out shift"):
+    with pytest.raises(UserError, match="predicts the next token; leave out shift"):
         imdm.adopt(source, causal=True, shift=False)
     for file in source.glob("tokenizer*"):
         file.unlink()
-    with pytest.raises(UserError, match="no tokenizer beside it that says how whole texts begin and end"):
+    with pytest.raises(UserError, match="no tokenizer beside it with the begin and end of whole texts"):
         imdm.adopt(source, adapt=True, whole=True)
     recipe = load_recipe("synthetic").resolved()
     recipe["stages"] = {"mine": {"kind": "adopt", "source": str(tmp_path / "nowhere"), "adapt": True}}

@@ -143,7 +143,7 @@ def test_diffugpt(kept: str, tmp_path: Path) -> None:
     other = {"embed_tokens": "lm_head.weight", "lm_head": "embed_tokens.weight"}.get(kept)
     tensors = {name: weight.clone() for name, weight in tensors.items() if name != other}
     save_file(tensors | {"denoise_model.h.0.attn.bias": torch.ones(1, 1, 16, 16)}, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match="says the mask's id"):
+    with pytest.raises(UserError, match="gives the mask's id"):
         imdm.adopt(tmp_path, heads=2, length=6)
     model = imdm.adopt(tmp_path, heads=2, length=6, mask_token_id=MASK)
     agree(model, logits_of(lm, causal=True), shift=True)
@@ -168,7 +168,7 @@ def test_the_masks_of_diffugpt(rows: int, mask: int) -> None:
 @pytest.mark.parametrize("name", ["block_type", "alibi", "include_qkv_bias"])
 def test_a_llada_that_is_no_llama_is_refused(name: str, tmp_path: Path) -> None:
     llada(tmp_path / "llada", **{name: "other"})
-    with pytest.raises(UserError, match=f"its {name} is 'other', which makes it no Llama"):
+    with pytest.raises(UserError, match=f"its {name} is 'other', which Llama does not have"):
         imdm.adopt(tmp_path / "llada")
 
 
@@ -187,7 +187,7 @@ def test_a2d_is_its_stock_model_and_its_tokenizer_says_the_mask(kind: str, tmp_p
     lm = random_lm(kind, **FAMILIES[kind])
     lm.save_pretrained(tmp_path)
     retyped(tmp_path, model_type=f"a2d-{kind}", architectures=["A2DLMHeadModel"])
-    with pytest.raises(UserError, match="neither its config.json nor a tokenizer says the mask's id"):
+    with pytest.raises(UserError, match="neither its config.json nor a tokenizer gives the mask's id"):
         imdm.adopt(tmp_path)
     words(tmp_path, 12, mask_token=f"w{MASK}")
     model = imdm.adopt(tmp_path, length=6)
@@ -331,13 +331,13 @@ def test_with_its_tokenizer_it_writes_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "how", "words"),
     [
-        ({"model_type": "llada2_moe"}, {}, "block after block"),
-        ({"model_type": "sdar"}, {}, "block after block"),
+        ({"model_type": "llada2_moe"}, {}, "a block diffusion model"),
+        ({"model_type": "sdar"}, {}, "a block diffusion model"),
         ({"model_type": "unheard-of"}, {}, "nor does a config.json beside them name a model"),
-        ({"model_type": "t5"}, {}, "read with one half"),
+        ({"model_type": "t5"}, {}, "models are encoder-decoders"),
         ({"quantization_config": {"bits": 4}}, {}, "quantised"),
-        ({"max_position_embeddings": None}, {"heads": 2}, "heads: .* says it in its own config.json"),
-        ({"sliding_window": None}, {"softcap": 2.0}, "softcap: .* says it in its own config.json"),
+        ({"max_position_embeddings": None}, {"heads": 2}, "heads: .* has it in its own config.json"),
+        ({"sliding_window": None}, {"softcap": 2.0}, "softcap: .* has it in its own config.json"),
     ],
 )
 def test_what_is_refused(changes: dict[str, Any], how: dict[str, Any], words: str, tmp_path: Path) -> None:

@@ -212,8 +212,8 @@ def test_its_settings_are_in_the_law_and_ours_are_nowhere(tmp_path: Path) -> Non
         ({"backbone": {"kind": "gru", "depth": 2}}, r"unknown key 'backbone.depth' \(known: kind, layers\)"),
         ({"backbone": {"kind": "gru", "layers": 0}}, "'backbone.layers' = 0"),
         ({"backbone": 3}, "backbone: expected a name or settings with 'kind'"),
-        ({"backbone": "gru", "softcap": 5.0}, "model.softcap: backbone 'gru' has no such thing"),
-        ({"backbone": "gru", "causal": True}, "model.causal: backbone 'gru' has no such thing"),
+        ({"backbone": "gru", "softcap": 5.0}, "model.softcap: backbone 'gru' has no such setting"),
+        ({"backbone": "gru", "causal": True}, "model.causal: backbone 'gru' has no such setting"),
     ],
 )
 def test_what_it_cannot_be_gets_a_sentence(settings: dict[str, Any], message: str) -> None:

@@ -210,7 +210,7 @@ def test_the_command_prints_writes_and_draws(paper: None, tmp_path: Path) -> Non
     assert f"{PAPER.name}, torch 2.x: products 1 TFLOP/s, copies 1 TB/s" in done.output
     assert "linear + KL" in done.output
     assert len(file.read_text().splitlines()) == 2 + 8
-    assert "written token" in plot.read_text()
+    assert "generated token" in plot.read_text()
 
 
 @pytest.mark.parametrize(

@@ -93,5 +93,5 @@ def test_a_backbone_that_cannot_says_so(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setitem(backbones._entries, "plain", Plain)
     model = tiny_model(backbone="plain")
     config = TrainConfig(steps=1, batch=4, checkpoint_blocks=True)
-    with pytest.raises(UserError, match="checkpoint_blocks: backbone 'plain' does not know how"):
+    with pytest.raises(UserError, match="checkpoint_blocks: backbone 'plain' has no such option"):
         Trainer(model, parse_objective("nelbo"), LanguageSource(LANGUAGE), config, tmp_path)

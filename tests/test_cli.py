@@ -395,7 +395,7 @@ MISTAKES = {
     "huge id": (["generate", "MODEL", "--canvas", "99999999999999999999"], "write token ids and ? for holes"),
     "not a number": (
         ["evaluate", "MODEL", "--data", "aligned:length=a"],
-        "data.settings.length = 'a': a language's settings are moderate numbers",
+        "data.settings.length = 'a': a language's settings are small numbers",
     ),
     "other length": (["evaluate", "MODEL", "--data", "aligned:length=3"], "the model takes at most 2"),
     "other symbols": (["couple", "MODEL", "--data", "aligned:symbols=5", "--out", "OUT"], "the data has 6 token ids"),
@@ -482,7 +482,7 @@ def test_ctrl_c_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setattr("imdm.training.trainer.Trainer.train_step", stop)
     result = imdm("train", "synthetic", *SMALL, "--out", tmp_path)
     assert result.returncode == 130
-    assert "run the same command again to go on" in result.stderr
+    assert "run the same command again to resume" in result.stderr
 
 
 def test_distil_by_sdtt_then_redi_and_look_at_it(run: Path, tmp_path: Path) -> None:

@@ -90,8 +90,8 @@ def test_text_becomes_a_report(run: Path) -> None:
     said = " ".join((run.parent / "said.txt").read_text().split())
     for stage in ("measure", "frontier"):
         assert (
-            f"{stage}: judge 'smollm2' is not at hand, so that sentences-judge, which ships, reads; get it with 'imdm "
-            "judge fetch smollm2'"
+            f"{stage}: judge 'smollm2' is not available; using sentences-judge, which ships, instead; get it with "
+            "'imdm judge fetch smollm2'"
         ) in said
     assert "left out" not in said
     page = (run / "report.html").read_text()

@@ -332,7 +332,7 @@ def test_a_run_asks_the_gpu_that_it_has(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def test_a_tokenizer_that_is_not_here_is_a_sentence() -> None:
     override = ["data.tokenizer=nobody/knows"]
-    with pytest.raises(UserError, match="give --vocab-size"):
+    with pytest.raises(UserError, match=r"one for the mask \(vocab_size\)"):
         cost("lm1b-mdlm", override)
     assert cost("lm1b-mdlm", override, vocab_size=30_522).hours == cost("lm1b-mdlm").hours
 
@@ -438,7 +438,7 @@ def test_a_recipe_of_settings_is_taken_as_it_is() -> None:
 def test_a_model_of_other_people_has_no_size_yet() -> None:
     """It is refused in a sentence, and a run that begins with one is let alone."""
     networks = Networks(load_recipe("adapt-smollm2"), 49_153, 256)
-    with pytest.raises(UserError, match=r"stages.smollm2 takes in a model of other people"):
+    with pytest.raises(UserError, match=r"stages.smollm2 adopts a published model"):
         networks.size("adapted")
     for name in ("adapted", "imdm-match"):
         check_memory(networks, name, 1, 1)

@@ -196,7 +196,7 @@ def test_other_students_are_refused(made: Coupling, changes: dict, message: str)
 def test_another_noise_policy_is_refused(made: Coupling) -> None:
     model = teacher(mask="infinite-uniform-4-1.0")
     made.check(model.config, made.manifest.teacher, uses_seed=True, policy="posterior")
-    with pytest.raises(UserError, match="was made under noise policy 'posterior', but 'keep' is asked for"):
+    with pytest.raises(UserError, match="was made under noise policy 'posterior', not under 'keep'"):
         made.check(model.config, made.manifest.teacher, uses_seed=True, policy="keep")
 
 
@@ -222,7 +222,7 @@ def test_damaged_couplings_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not a readable safetensors file"):
         Coupling(tmp_path)
     shard.write_bytes(shard_path(tmp_path, 0).read_bytes())
-    with pytest.raises(UserError, match="is not the part of these pairs that its name says"):
+    with pytest.raises(UserError, match="is not the shard of these pairs that its name says"):
         Coupling(tmp_path)
     couple(teacher(), SOURCE, CONFIG, tmp_path)  # makes what is not what it should be again
     assert shard.read_bytes() == whole

@@ -198,7 +198,7 @@ def test_a_finished_stage_is_looked_at_by_its_numbers(run: Path, tmp_path: Path)
     shutil.copytree(run, copied)
     shutil.rmtree(copied / "seed-0/imdm/model")
     shutil.copytree(copied / "seed-0/imdm/raw", copied / "seed-0/imdm/model")
-    assert "is not what it made" in refused(imdm("reproduce", "synthetic", *SMALL, "--out", copied))
+    assert "is damaged, or was changed since" in refused(imdm("reproduce", "synthetic", *SMALL, "--out", copied))
 
 
 def test_a_torn_tokenizer_is_mended_or_refused(made: dict[str, tuple[Path, Read]], tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_a_stage_is_compared_with_what_it_made_whatever_was_loaded_before(run: P
     shutil.rmtree(copied / "seed-0/imdm/model")
     shutil.copytree(copied / "seed-0/imdm/raw", copied / "seed-0/imdm/model")
     load_model(copied / "seed-0/imdm/model")
-    assert "is not what it made" in refused(imdm("reproduce", "synthetic", *SMALL, "--out", copied))
+    assert "is damaged, or was changed since" in refused(imdm("reproduce", "synthetic", *SMALL, "--out", copied))
 
 
 def test_finished_text_is_read_by_several_at_once(made: dict[str, tuple[Path, Read]], tmp_path: Path) -> None:

@@ -257,7 +257,7 @@ def test_more_than_may_wait_are_told_to_come_again() -> None:
     async def work() -> None:
         three = [asyncio.create_task(last(engine, Job("a", HOLES, seed=seed, steps=1))) for seed in range(3)]
         await gate.reached()
-        with pytest.raises(Busy, match="3 texts are being written or wait, of 3 at most") as told:
+        with pytest.raises(Busy, match="3 texts are running or waiting, of 3 at most") as told:
             await last(engine, Job("a", HOLES))
         assert told.value.after >= 1
         gate.open()
@@ -404,7 +404,7 @@ def test_bad_jobs_get_a_sentence(job: Job, message: str) -> None:
 
 
 def test_models_that_cannot_write_are_refused() -> None:
-    with pytest.raises(UserError, match="model 'a' reads from left to right"):
+    with pytest.raises(UserError, match="model 'a' is autoregressive"):
         engine_of(a=tiny_model(causal=True))
     with pytest.raises(UserError, match="there is no model to serve"):
         engine_of()

@@ -417,7 +417,7 @@ def taught(**changes: dict) -> Recipe:
                 "teacher": SMALL["stages"]["teacher"] | {"objective": "autoregressive"},
                 "student": TAUGHT | {"start": None},
             },
-            "its teacher 'teacher' reads from left to right",
+            "its teacher 'teacher' is autoregressive",
         ),
         (
             {"taught": TAUGHT | {"teacher": "LONGER"}},
@@ -449,7 +449,7 @@ def test_a_teacher_stands_above_its_student_and_trains_a_model() -> None:
     for changes, message in (
         (
             {"student": TAUGHT | {"start": "teacher", "teacher": "taught"}},
-            "'student' builds on 'taught', which must stand",
+            "'student' builds on 'taught', which must come",
         ),
         (
             {"student": PAIRS, "taught": TAUGHT | {"start": "teacher", "teacher": "student"}},

@@ -426,12 +426,12 @@ MAMBA = {"model_type": "mamba", "vocab_size": 12, "hidden_size": 16, "num_hidden
 @pytest.mark.parametrize(
     ("fields", "changes", "words"),
     [
-        (ESM, {}, "read their tokens beside the embeddings"),
-        ({"model_type": "gpt_neo"} | NEO, {}, "cannot be made to see what follows"),
-        (MAMBA, {}, "layers that only look back"),
-        (LLAMA4, {}, "'llama4_text' models do not say which part of them comes before the head"),
-        ({"model_type": "t5"}, {"width": 512}, "read with one half"),
-        ({"model_type": "qwen3_next"}, {"width": 16}, "layers that only look back"),
+        (ESM, {}, "read token ids beside the embeddings"),
+        ({"model_type": "gpt_neo"} | NEO, {}, "cannot be made bidirectional"),
+        (MAMBA, {}, "layers that are always causal"),
+        (LLAMA4, {}, "'llama4_text' models do not name the part before their head"),
+        ({"model_type": "t5"}, {"width": 512}, "are encoder-decoders"),
+        ({"model_type": "qwen3_next"}, {"width": 16}, "layers that are always causal"),
         ({"model_type": "vit"}, {"width": 16}, "no language model's head"),
         ({"model_type": "llada2_moe"}, {"width": 16}, "unknown model_type"),
         (LLAMA | {"hidden_size": "wide"}, {"width": 16}, "not a configuration of 'llama'"),
@@ -444,8 +444,8 @@ MAMBA = {"model_type": "mamba", "vocab_size": 12, "hidden_size": 16, "num_hidden
         (FAMILIES["roberta"], {"length": 15}, "15 positions, the backbone has 14"),
         (FAMILIES["bert"], {"length": 16, "mixture": True}, "17 positions"),
         (LLAMA, {"tie_word_embeddings": True}, "in its own config"),
-        (LLAMA, {"softcap": 5.0}, "says in its own config what it caps"),
-        (FAMILIES["bert"], {"causal": True}, "'bert' models see both sides; take a causal one"),
+        (LLAMA, {"softcap": 5.0}, "sets this in its own config"),
+        (FAMILIES["bert"], {"causal": True}, "'bert' models are bidirectional; use a causal one"),
     ],
 )
 def test_what_cannot_be_gets_a_sentence(fields: dict[str, Any], changes: dict[str, Any], words: str) -> None:

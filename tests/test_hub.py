@@ -221,7 +221,7 @@ def test_it_trains_and_grows(tmp_path: Path) -> None:
     assert other.training
     other.resize_token_embeddings(8)
     assert other(input_ids=IDS).logits.shape[-1] == 8
-    with pytest.raises(ValueError, match="at least 5, as token 4 has a meaning"):
+    with pytest.raises(ValueError, match="at least 5, as token 4 is special"):
         other.resize_token_embeddings(4)
     llama = plain(made(FAMILIES["llama"]), tmp_path / "llama")
     for size, asked in ((14, {"new_num_tokens": 14}), (16, {"pad_to_multiple_of": 16})):
@@ -269,7 +269,7 @@ def test_the_folder_is_still_ours(tmp_path: Path) -> None:
 
 def test_what_its_code_does_not_know_is_refused(tmp_path: Path) -> None:
     tiny_model(causal=True).save_pretrained(tmp_path / "judge")
-    with pytest.raises(UserError, match="reads from left to right"):
+    with pytest.raises(UserError, match="is autoregressive"):
         export_transformers(tmp_path / "judge", tmp_path / "out")
     tiny_model().save_pretrained(tmp_path / "model")
     with pytest.raises(UserError, match="bf16 or float32, not 'int8'"):

@@ -232,7 +232,7 @@ def test_halves_fit_into_what_a_judge_reads_at_once(judges: dict[str, Judge]) ->
     for judge in judges.values():
         found = coherence_of(Evaluation(Subject(tiny_model(), judge=judge)), [" ".join(SENTENCES[:9]), *SENTENCES])
         assert found.n == 13
-    with pytest.raises(UserError, match="two texts of two tokens at least, and has 1"):
+    with pytest.raises(UserError, match="at least two texts of two tokens, and has 1"):
         coherence_of(letters(topics), ["ab", "a"])
 
 
@@ -330,7 +330,7 @@ def test_who_is_written_beside_a_text_does_not_matter(judges: dict[str, Judge], 
     assert sorted(sum(together, [])) == list(range(5))
     assert 1 < len(together) < 5
     assert all(max(sizes[i] for i in some) + max(counts[i] for i in some) <= judge.context for some in together)
-    with pytest.raises(UserError, match=f"cannot write {most + 1} after a prompt"):
+    with pytest.raises(UserError, match=f"cannot add {most + 1} to a prompt"):
         continued(judge, prompts[:2], [1, most + 1], keys[:2])
 
 
@@ -498,7 +498,7 @@ def test_a_judge_that_ships_reads_where_another_is_not_at_hand(nothing_fetched: 
     judge = load_judge_or_other("smollm2", "float32", "cpu", tokenizer=other, say=said.append)
     assert judge.label == "sentences-judge"
     assert said == [
-        "judge 'smollm2' is not at hand, so that sentences-judge, which ships, reads; get it with 'imdm judge fetch "
+        "judge 'smollm2' is not available; using sentences-judge, which ships, instead; get it with 'imdm judge fetch "
         "smollm2'"
     ]
     for refusal in ({"tokenizer": other, "taken": ["sentences-judge"]}, {"tokenizer": None}):
@@ -543,5 +543,5 @@ def test_evaluate_without_a_judges_name_has_one(
     assert not out.exists()
     done = command(*asked, "--out", out)
     assert done.returncode == 0, done.stderr
-    assert "is not at hand, so that sentences-judge, which ships, reads" in " ".join(done.stdout.split())
+    assert "is not available; using sentences-judge, which ships, instead" in " ".join(done.stdout.split())
     assert [row.judge for row in read(out)] == ["sentences-judge"]

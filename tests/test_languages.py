@@ -58,7 +58,7 @@ def test_bad_sizes_get_a_sentence(name: str) -> None:
         with pytest.raises(UserError, match=rf"language {name}\(.*needs whole numbers, symbols > 1"):
             LanguageData(name=name, settings=settings).language()
     for value in ("a", None, True, [2], float("inf"), 10**9):
-        with pytest.raises(UserError, match=r"data.settings.length = .* moderate numbers"):
+        with pytest.raises(UserError, match=r"data.settings.length = .* small numbers"):
             LanguageData(name=name, settings={"length": value}).language()
     with pytest.raises(UserError, match="unexpected keyword argument 'depth'"):
         LanguageData(name=name, settings={"depth": 1}).language()

@@ -351,7 +351,7 @@ def test_settings_that_cannot_be_meant(stream: Writer) -> None:
         written(lm_of(stream), "The", until=7, max_gen_toks=2)
     with pytest.raises(UserError, match="the tokenizer has no chat template"):
         lm_of(stream).apply_chat_template([{"role": "user", "content": "Hello"}])
-    with pytest.raises(UserError, match="left to right"):
+    with pytest.raises(UserError, match="is autoregressive"):
         lm_of(tiny_writer(causal=True))
 
 

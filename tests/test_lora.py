@@ -242,14 +242,14 @@ def test_what_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         config = TrainConfig.parse({"steps": 1, "batch": 4, "lora": {"rank": 2} | lora}, "training")
         Trainer(model, parse_objective("nelbo"), LanguageSource(LANGUAGE), config, tmp_path)
 
-    with pytest.raises(UserError, match="backbone 'dit' is small and trained whole"):
+    with pytest.raises(UserError, match="backbone 'dit' is small and trained in full"):
         start(tiny_model(**size))
     with pytest.raises(UserError, match=r"training.lora.rank' = 0"):
         start(started(), rank=0)
     with pytest.raises(UserError, match="no linear layer of 'llama' is called 'query'; it has q_proj, k_proj"):
         start(started(), targets=["q_proj", "query"])
     convolved = {"model_type": "squeezebert", "embedding_size": 16} | SIZES | {"vocab_size": LANGUAGE.vocab_size}
-    with pytest.raises(UserError, match="no layer in the blocks of 'squeezebert' is linear"):
+    with pytest.raises(UserError, match="the blocks of 'squeezebert' have no linear layer"):
         start(made(convolved, **size))
     with pytest.raises(UserError, match="training.lora.base = bf16 needs a GPU; use float32 on a CPU"):
         start(started(), base="bf16")
@@ -262,7 +262,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_recipe_says_so_before_any_work(tmp_path: Path) -> None:
     done = command("train", "synthetic", "stages.teacher.training.lora.rank=2", "--out", tmp_path / "run")
-    assert "backbone 'dit' is small and trained whole" in refused(done)
+    assert "backbone 'dit' is small and trained in full" in refused(done)
     assert not (tmp_path / "run").exists()
 
 

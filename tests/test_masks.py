@@ -182,7 +182,7 @@ def test_a_path_between_finite_masks_has_their_law_and_its_share_of_each() -> No
 
 
 def test_a_path_has_no_place_outside_its_ends() -> None:
-    with pytest.raises(UserError, match=r"s = 1.5: the way from one noise to another goes from 0 to 1"):
+    with pytest.raises(UserError, match=r"s = 1.5: a place between two noises is in"):
         NoisePath.at(KEYS, OTHERS, 1.5)
 
 

@@ -1141,10 +1141,10 @@ def test_a_student_that_is_its_own_teacher(tmp_path: Path) -> None:
         ({"steps": {}}, "steps"),
         ({"steps": {0: 1.0}}, "steps"),
         ({"steps": {2: -1.0}}, "steps"),
-        ({"phases": [{"gradient": "fkl"}, {"gradient": "kl"}]}, "only the last may go on to the end"),
+        ({"phases": [{"gradient": "fkl"}, {"gradient": "kl"}]}, "only the last may have no steps"),
         ({"phases": []}, "phases"),
         ({"phases": [{"steps": 200}]}, "the first has 200 steps, and auxiliary.ahead = 200; give it more"),
-        ({"starts": {"prior": 0, "own": 1}}, "own texts come from the prior's"),
+        ({"starts": {"prior": 0, "own": 1}}, "own texts are those of the prior"),
         ({"starts": {"prior": 0, "own": 0, "data": 0}}, "at least one above 0"),
         ({"context": 0.5}, "context"),
         ({"auxiliary": {"lr": 0}}, "auxiliary.lr"),
@@ -1164,7 +1164,7 @@ def test_bad_settings_get_a_sentence(settings: dict[str, Any], said: str) -> Non
         ({"mask_token_id": 0}, "the teacher's mask_token_id is 0, the student's 4"),
         ({"schedule": "cosine"}, "the teacher's schedule is .*cosine.*, the student's .*log-linear"),
         ({"length": 5}, "the teacher takes at most 5 tokens, the student 6"),
-        ({"causal": True}, "its teacher reads from left to right"),
+        ({"causal": True}, "its teacher is causal"),
     ],
 )
 def test_a_teacher_that_cannot_read_the_student_is_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
@@ -1232,7 +1232,7 @@ def test_what_the_student_waits_for_is_said() -> None:
     assert _waiting(TrainStage.parse(values)) == "the student waits for its auxiliary until step 200"
     Match().check_steps(201)
     told = (
-        "stages.student.training.steps = 200: objective 'match' does not update the student in so few; give it more "
+        "stages.student.training.steps = 200: objective 'match' does not update the student in so few; set more "
         "than stages.student.objective.auxiliary.ahead = 200, or lower that"
     )
     with pytest.raises(UserError, match=f"^{told}$"):

@@ -147,7 +147,7 @@ def test_the_split_follows_from_the_seed_alone() -> None:
     assert first.n == 101
     assert first.value * 202 == pytest.approx(round(first.value * 202))  # every text is tested once
     assert len({accuracy(real, false, seed=seed).value for seed in range(4)}) > 1
-    with pytest.raises(UserError, match="two real and two written texts at least"):
+    with pytest.raises(UserError, match="at least two real texts and two samples"):
         accuracy(real[:1], false, seed=0)
 
 

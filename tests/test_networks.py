@@ -260,7 +260,7 @@ def test_damage_to_another_networks_files_is_noticed(tmp_path: Path, name: str) 
     flipped = bytearray(file.read_bytes())
     flipped[-5] ^= 4
     file.write_bytes(flipped)
-    with pytest.raises(UserError, match=rf"{name}.safetensors is damaged.* to go on from the one before"):
+    with pytest.raises(UserError, match=rf"{name}.safetensors is damaged.* to resume from the one before"):
         trainer(tmp_path).train()
     file.unlink()
     with pytest.raises(UserError, match=rf"{name}.safetensors is missing; delete"):
@@ -324,10 +324,8 @@ def test_networks_that_cannot_be_trained_are_refused(tmp_path: Path) -> None:
     refuse(lambda m, s: {"student": Trained(nn.Linear(2, 2))}, "the student is there already; choose another name")
     refuse(lambda m, s: {"../out": Trained(nn.Linear(2, 2))}, r"network '../out' of objective 'nelbo': a name has")
     refuse(lambda m, s: {"critic": nn.Linear(2, 2)}, r"= Linear\(.*: expected a Trained")
-    refuse(lambda m, s: {"critic": Trained(nn.ReLU())}, "has no weights that can be trained")
-    refuse(
-        lambda m, s: {"critic": Trained(nn.Linear(2, 2).requires_grad_(False))}, "has no weights that can be trained"
-    )
+    refuse(lambda m, s: {"critic": Trained(nn.ReLU())}, "has no trainable weights")
+    refuse(lambda m, s: {"critic": Trained(nn.Linear(2, 2).requires_grad_(False))}, "has no trainable weights")
     refuse(lambda m, s: {"critic": Trained(m)}, "shares weights with the student; give it a copy")
     shared = nn.Linear(2, 2)
     refuse(lambda m, s: {"a": Trained(shared), "b": Trained(nn.Sequential(shared))}, "shares weights with 'a'")
@@ -340,7 +338,7 @@ def test_networks_that_cannot_be_trained_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("updates", [[], [()], [("student", "student")], [("student",), ("critic",)]])
 def test_updates_of_networks_that_are_not_there_are_refused(tmp_path: Path, updates: Any) -> None:
-    with pytest.raises(UserError, match="asks at step 0 for the updates .* each names one or more of student"):
+    with pytest.raises(UserError, match="has at step 0 the updates .* each names one or more of student"):
         trainer(tmp_path, objective=own(updates=lambda step: updates))
 
 
@@ -366,9 +364,9 @@ def test_losses_of_other_networks_are_refused(tmp_path: Path) -> None:
             run.train_step()
 
     one = torch.tensor(1.0)
-    refuse(one, ("student", "critic"), "gave other losses .one for all. .* for each of student, critic")
-    refuse({"student": one}, ("student", "critic"), "gave other losses .those of student.")
-    refuse({"student": one, "critic": one}, ("critic",), "gave other losses .those of student, critic. .* of critic")
+    refuse(one, ("student", "critic"), "returned losses .one for all. .* for each of student, critic")
+    refuse({"student": one}, ("student", "critic"), "returned losses .those of student.")
+    refuse({"student": one, "critic": one}, ("critic",), "returned losses .those of student, critic. .* of critic")
 
 
 def test_a_diverging_critic_stops_the_run_with_a_sentence(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_the_rate_falls_at_the_end(tmp_path: Path) -> None:
 
 
 def test_a_fall_that_is_longer_than_the_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"training.decay = 20: of training.steps = 20 none would be at the whole rate"):
+    with pytest.raises(UserError, match=r"training.decay = 20: of training.steps = 20 none would have the full rate"):
         trainer(tmp_path, CONFIG.model_copy(update={"decay": 20}))
     trainer(tmp_path, CONFIG.model_copy(update={"decay": 19}))
 

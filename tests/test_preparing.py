@@ -209,12 +209,12 @@ def test_parts_and_rows_that_were_stopped_go_on_and_say_so(processes: int, home:
     assert contents(out) == contents(tmp_path / "whole")
     prepare_part(corpus(home), config, out, 1, 2, on_note=said.append)
     prepare(corpus(home), config, out, on_note=said.append)
-    again = [note for note in said if "going on after" in note]
+    again = [note for note in said if "resuming after" in note]
     assert len(again) == 2
-    assert all(0 < int(note.split()[3]) < whole.counts.documents for note in again)
+    assert all(0 < int(note.split()[2]) < whole.counts.documents for note in again)
     assert [note for note in said if note not in again] == [
-        *["putting 2 parts together"] * 2,
-        "all parts were put together before",
+        *["merging 2 parts"] * 2,
+        "all parts were merged before",
         "finished before",
     ]
 
@@ -272,7 +272,7 @@ def killing(backend: Any) -> Iterator[Chunk]:
 
 def test_a_process_that_is_killed_is_said(home: Path) -> None:
     backend = load_tokenizer(home / "tokenizer").backend_tokenizer
-    with pytest.raises(UserError, match="processes = 2: one of them ended in the midst of its work, perhaps for want"):
+    with pytest.raises(UserError, match="processes = 2: one of them died, perhaps out of memory"):
         list(encoded(killing(backend), backend, 2))
 
 
@@ -373,12 +373,12 @@ def test_the_command_makes_parts_of_held_out_text(home: Path, tmp_path: Path) ->
     assert first.returncode == 0, first.stderr
     assert "part 1 of 2" in first.stdout
     assert "missing: 2" in first.stdout
-    assert "these are missing or unfinished: 2" in refused(imdm(*command, tmp_path / "rows"))
+    assert "these are missing or unfinished: 2; make them (--part = 2/2)" in refused(imdm(*command, tmp_path / "rows"))
     second = imdm(*command, tmp_path / "rows", "--part", "2/2", "--processes", "2")
     assert "none is missing; run the same without --part" in second.stdout
     done = imdm(*command, tmp_path / "rows")
     assert done.returncode == 0, done.stderr
-    assert "putting 2 parts together" in done.stderr
+    assert "merging 2 parts" in done.stderr
     assert imdm(*command, tmp_path / "whole").returncode == 0
     assert contents(tmp_path / "rows") == contents(tmp_path / "whole")
     again = imdm(*command, tmp_path / "rows", "--part", "1/2")

@@ -226,14 +226,17 @@ NAME = "blocks.0.attention.qkv.weight"
         (lambda t, m: t.pop(f"{NAME}.scale"), "lacks its scale"),
         (lambda t, m: t.pop(f"{NAME}.planes"), "lacks its planes"),
         (lambda t, m: t.update({f"{NAME}.planes": t[f"{NAME}.planes"][:2].clone()}), "3 to 16 rows of bytes"),
-        (lambda t, m: t.update({f"{NAME}.planes": t[f"{NAME}.planes"][:, 1:].clone()}), "not a matrix of the shape"),
-        (lambda t, m: t.update({f"{NAME}.scale": t[f"{NAME}.scale"][1:].clone()}), "not a matrix of the shape"),
+        (
+            lambda t, m: t.update({f"{NAME}.planes": t[f"{NAME}.planes"][:, 1:].clone()}),
+            "not a matrix of its listed shape",
+        ),
+        (lambda t, m: t.update({f"{NAME}.scale": t[f"{NAME}.scale"][1:].clone()}), "not a matrix of its listed shape"),
         (lambda t, m: t.update({f"{NAME}.scale": t[f"{NAME}.scale"] * torch.nan}), "scale that is not a number"),
         (lambda t, m: t.pop("norm.weight"), "lacks 'norm.weight'"),
         (lambda t, m: t.update({"more": torch.zeros(2)}), "has the unknown 'more'"),
-        (lambda t, m: m.update(quantized="{"), "does not say properly"),
-        (lambda t, m: m.update(quantized="[1]"), "does not say properly"),
-        (lambda t, m: m.update(quantized=json.dumps({NAME: [48, -16]})), "does not say properly"),
+        (lambda t, m: m.update(quantized="{"), "has no valid list of its matrices"),
+        (lambda t, m: m.update(quantized="[1]"), "has no valid list of its matrices"),
+        (lambda t, m: m.update(quantized=json.dumps({NAME: [48, -16]})), "has no valid list of its matrices"),
         (lambda t, m: m.update(quantized=m["quantized"].replace("[48, 16]", "[48, 4, 4]")), "do not have the shapes"),
     ],
 )
@@ -275,7 +278,7 @@ def test_the_command_says_how_far_the_law_moved(tmp_path: Path) -> None:
         given = ["export", str(tmp_path / "model"), "--out", str(tmp_path / weights), "--weights", weights]
         done = CliRunner().invoke(app, given)
         assert done.exit_code == 0, done.output
-        assert "moves the law by 0.0" in done.output
+        assert "changes the distribution by 0.0" in done.output
         assert "nats a token" in done.output
         assert ("more than 0.002: --weights mixed" in done.output) == warned
     refused = CliRunner().invoke(

@@ -186,7 +186,7 @@ def test_the_resolved_recipe_is_itself_a_recipe(tmp_path: Path) -> None:
         (["stages.imdm.mask=triple"], "unknown mask 'triple'; known: finite, infinite, single"),
         (["stages.imdm.objective=gan"], "unknown objective 'gan'"),
         (["stages.evaluate.metrics=[bleu]"], "unknown metric 'bleu'"),
-        (["stages.imdm.start=evaluate"], "stage 'imdm' builds on 'evaluate', which must stand above it"),
+        (["stages.imdm.start=evaluate"], "stage 'imdm' builds on 'evaluate', which must come before it"),
         (["data.kind=audio"], "data"),
         (["seed"], "write key=value"),
         (["name.first=x"], "'name' is a value, not a section"),

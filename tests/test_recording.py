@@ -255,7 +255,7 @@ def test_what_cannot_be_recorded_gets_a_sentence() -> None:
     recorder = Recorder(Refusing())
     for _ in range(2):
         recorder("a", torch.ones(1), torch.Tensor.sum)
-    with pytest.raises(UserError, match=r"this step cannot be recorded \(operation not permitted.*capturing\); set it"):
+    with pytest.raises(UserError, match=r"this step cannot be captured \(operation not permitted.*capturing\); set it"):
         recorder("a", torch.ones(1), torch.Tensor.sum)
 
 

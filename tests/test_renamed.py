@@ -59,7 +59,7 @@ def test_the_sampler_refuses_what_it_does_not_know(denoiser: ExactMarginals) -> 
     canvas, keys = torch.full((2, 2), denoiser.process.mask_id), torch.arange(2)
     with pytest.raises(UserError, match="unknown sampling option 'stepz'; known: "):
         sample(denoiser, canvas, keys=keys, stepz=2)
-    with pytest.raises(UserError, match="steps: not beside 'how'"):
+    with pytest.raises(UserError, match="steps: not together with 'how'"):
         sample(denoiser, canvas, keys=keys, how=Sampling(), steps=2)
     with pytest.raises(UserError, match="how = None: expected a Sampling"):
         sample(denoiser, canvas, keys=keys)

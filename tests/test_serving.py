@@ -455,7 +455,7 @@ def test_a_full_queue_and_too_many_clients(gated: Any) -> None:
     status, heads, answer = ask(server, {"prompt": PROMPT})
     assert (status, answer["error"]["code"], answer["error"]["type"]) == (429, "queue_full", "rate_limit_error")
     assert int(heads["retry-after"]) >= 1
-    with pytest.raises(openai.RateLimitError, match="2 texts are being written or wait, of 2 at most"):
+    with pytest.raises(openai.RateLimitError, match="2 texts are running or waiting, of 2 at most"):
         client_of(server).completions.create(model="tiny", prompt=PROMPT, stream=True)
     held = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(2)]
     for connection in held:  # requests that do not come to an end
@@ -514,7 +514,7 @@ def test_a_signal_ends_the_service_and_leaves_nobody_without_an_answer(gated: An
     assert [one[0] for one in found] == [200] * 5 if grace else {one[0] for one in found} <= {200, 503}
     if not grace:
         told = [one[2]["error"] if isinstance(one[2], dict) else one[2] for one in found]
-        assert all("stopped before the text was written" in str(one) for one in told)
+        assert all("stopped before the text was finished" in str(one) for one in told)
     until(lambda: not server.engine._thread)
     until(lambda: is_closed(server))
 
@@ -529,7 +529,7 @@ def test_what_goes_wrong_inside_is_one_sentence(gated: Any) -> None:
     server.engine.writers["tiny"].model.trunk_at = broken
     status, _, answer = ask(server, {"prompt": PROMPT})
     assert (status, answer["error"]["type"], answer["error"]["code"]) == (500, "server_error", "failed")
-    assert answer["error"]["message"] == "writing failed; the log of the service says why"
+    assert answer["error"]["message"] == "generation failed; the reason is in the service's log"
 
 
 def test_a_key_is_asked_for_where_something_is_to_be_had(server: Server) -> None:
@@ -642,7 +642,7 @@ def test_a_service_whose_engine_breaks_ends_with_an_error(monkeypatch: pytest.Mo
     found: list[Any] = []
     monkeypatch.setattr(engine, "_take_up", fail)
     asking = threading.Thread(target=ask_it, daemon=True)
-    with pytest.raises(UserError, match="the service ended by a fault of its own"):
+    with pytest.raises(UserError, match="the service stopped after the internal error"):
         run_service(engine, listening, asking.start)
     asking.join(60)
     assert [one[0] for one in found] == [503]

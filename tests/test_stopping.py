@@ -220,7 +220,7 @@ def test_a_signal_ends_training_with_a_checkpoint(tmp_path: Path, number: signal
     begun.send_signal(number)
     _, told = begun.communicate(timeout=60)
     assert begun.returncode == code
-    assert told.splitlines()[-1] == b"stopped; run the same command again to go on"
+    assert told.splitlines()[-1] == b"stopped; run the same command again to resume"
     assert b"Traceback" not in told
     (saved,) = (tmp_path / "run/seed-0/teacher/checkpoints").iterdir()
     assert load_file(saved / "ema.safetensors")
@@ -252,7 +252,7 @@ def test_a_signal_while_modules_are_loaded(tmp_path: Path, module: str, number: 
     command = [sys.executable, "-c", WHILE_LOADING, module, str(int(number)), *given]
     done = subprocess.run(command, capture_output=True, timeout=120)
     assert done.returncode == CODES[number]
-    assert (done.stdout, done.stderr) == (b"", b"stopped; run the same command again to go on\n")
+    assert (done.stdout, done.stderr) == (b"", b"stopped; run the same command again to resume\n")
     assert not list(tmp_path.iterdir())
 
 
@@ -275,5 +275,5 @@ def test_a_signal_reaches_the_workers(tmp_path: Path) -> None:
     _, told = begun.communicate(timeout=60)
     assert begun.returncode == 143
     assert b"Traceback" not in told
-    assert told.splitlines()[-1] == b"stopped; run the same command again to go on"
+    assert told.splitlines()[-1] == b"stopped; run the same command again to resume"
     assert list((tmp_path / "run/seed-1/teacher/checkpoints").iterdir())

@@ -463,7 +463,7 @@ def test_prompts_are_read_but_not_counted(judge: Judge) -> None:
 
 def test_prompts_that_are_not_there(folder: Path, tmp_path: Path, judge: Judge) -> None:
     rows = unwrapped(folder, tmp_path)
-    with pytest.raises(UserError, match="20 prompts are asked for, but only 8 rows"):
+    with pytest.raises(UserError, match="conditional.prompts = 20: only 8 rows"):
         continued(Evaluation(subject(folder, data=rows, conditional=Conditional(prompts=20, prefix=5, tokens=8))))
     with pytest.raises(UserError, match="rows of 24 tokens are too short for a prompt of 50"):
         continued(Evaluation(subject(folder, data=rows, conditional=Conditional(prompts=2))))

@@ -191,7 +191,7 @@ def damage(folder: Path, how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("cut", "optimizer.safetensors is not a readable safetensors file .* to go on from the one before"),
+        ("cut", "optimizer.safetensors is not a readable safetensors file .* to resume from the one before"),
         ("gone", "ema.safetensors is missing; delete"),
         ("model", "model.safetensors is damaged: its contents are not what was written; delete"),
         ("ema", "ema.safetensors is damaged"),
@@ -218,7 +218,7 @@ def test_another_runs_checkpoint_is_refused(tmp_path: Path) -> None:
 
 
 def test_bad_settings_get_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="objective 'redi' needs the column 'noised'.* give it a coupling"):
+    with pytest.raises(UserError, match="objective 'redi' needs the column 'noised'.* use a coupling as data"):
         trainer(tmp_path, objective=ReDi())
     with pytest.raises(UserError, match="the data has 3 tokens a row, the model takes at most 2"):
         trainer(tmp_path, length=2)

@@ -121,7 +121,7 @@ def test_names_that_are_no_folder_are_refused_everywhere(name: str) -> None:
     ):
         with pytest.raises(UserError, match="a name has letters"):
             parse_recipe(values)
-    with pytest.raises(UserError, match="keeps something else under that name"):
+    with pytest.raises(UserError, match="uses that name for something else"):
         parse_recipe(SYNTHETIC | {"variants": {"seed-0": {}}})
 
 

@@ -599,7 +599,7 @@ def test_models_that_know_no_ending_are_what_they_were() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"eos_token_id": 1}, "give all, for rows that are whole texts, or none"),
+        ({"eos_token_id": 1}, "give all of them, for rows that are whole texts, or none"),
         (WHOLE | {"pad_token_id": 4}, "pad_token_id = 4: that is the mask"),
         (WHOLE | {"pad_token_id": 9}, "pad_token_id = 9"),
     ],
@@ -622,7 +622,7 @@ def test_whole_packing_by_hand() -> None:
 def test_rows_that_are_no_whole_texts_are_refused() -> None:
     config = tiny_config(length=4, **WHOLE)
     check_fits(SOURCE, config)
-    with pytest.raises(UserError, match="the rows of the data are none that end like its own"):
+    with pytest.raises(UserError, match="the rows of the data do not end like its own"):
         check_fits(TokenSource(torch.tensor([[0, 3, 1, 3]]), 5, 4), config)
 
 

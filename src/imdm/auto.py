@@ -1,7 +1,7 @@
 """Our models under the Auto classes of `transformers`: AutoConfig, AutoModel, AutoModelForMaskedLM.
 
 `import imdm` must not wait for torch. So the classes are registered when both they and the Auto classes are loaded,
-whichever comes last: what loads the Auto classes after `import imdm` loads ours with them.
+whichever comes last: importing the Auto classes after `import imdm` imports ours too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OURS = "imdm.models.denoiser"
 
 
 def watch() -> None:
-    """Register now what is loaded, and the rest when it is."""
+    """Register what is imported now, and the rest when it is."""
     if not any(isinstance(finder, _Watch) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Watch())
     if CONFIGS in sys.modules:
@@ -29,7 +29,7 @@ def watch() -> None:
 
 
 def register() -> None:
-    """Our classes with the Auto classes that are loaded by now; as often as one likes."""
+    """Register our classes with the Auto classes that are imported by now; may be called repeatedly."""
     from imdm.models.configuration import MaskedDiffusionConfig
     from imdm.models.denoiser import MaskedDiffusionLM
 
@@ -48,7 +48,7 @@ def _loaded(name: str) -> Any:
 
 
 def _registered() -> None:
-    """Once our models are there; while they are being loaded, they register themselves at their end."""
+    """Register if our models are imported; while they are being imported, they do it at their end."""
     if OURS in sys.modules:
         if hasattr(sys.modules[OURS], "around"):  # its last function
             register()
@@ -57,7 +57,7 @@ def _registered() -> None:
 
 
 class _Watch:
-    """A finder of modules. Finds those of the Auto classes as ever, and is told when they have been loaded."""
+    """An import hook that is called when the Auto classes have been imported."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name not in (CONFIGS, MODELS):

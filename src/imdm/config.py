@@ -1,4 +1,4 @@
-"""The base of every typed config: frozen, unknown keys refused, errors told in one sentence."""
+"""The base of every typed config: frozen, unknown keys refused, errors in one sentence."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ C = TypeVar("C", bound="Config")
 
 
 def check_name(name: str) -> str:
-    """A name that is also a folder's: nothing is ever written outside."""
+    """A name that is safe as a folder's name."""
     if not re.fullmatch(r"[\w-][\w.-]{0,99}", name):
         raise ValueError("a name has letters, digits, '-', '_' and '.', does not begin with '.', and is not too long")
     return name
@@ -29,7 +29,7 @@ def check_name(name: str) -> str:
 
 Name = Annotated[str, AfterValidator(check_name)]
 Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
-"""Anything that 64 bits can hold."""
+"""Any 64-bit integer."""
 
 
 ALWAYS: dict[str, str] = {
@@ -58,12 +58,12 @@ ALWAYS: dict[str, str] = {
     "Recipe": "seed threads variants quick",
     "Quick": "variants",
 }
-"""Settings that enter hashes even at their default, by the class that has them: those of the first runs, whose hashes
-would change without them. Nothing is added here."""
+"""Settings that enter hashes even at their default, by class: those of the first version, whose hashes must not change.
+Do not add any."""
 
 
 class _Told(ModelMetaclass):
-    """What a constructor refuses is a UserError too."""
+    """Constructors raise UserErrors too."""
 
     def __call__(cls, *args: Any, **values: Any) -> Any:  # noqa: N805  (of a class of classes)
         try:
@@ -75,16 +75,15 @@ class _Told(ModelMetaclass):
 class Config(BaseModel, metaclass=_Told):
     """A small typed config that sits beside the code it configures.
 
-    A setting at its default does not enter a hash, so that a new one makes no finished run stale. For that, the default
-    of a new setting is what was done before it, and no default ever changes: what is done in a new way is a new
-    setting.
+    A setting at its default does not enter a hash, so a new setting makes no finished run stale. For that, the default
+    of a new setting is the earlier behaviour, and defaults never change: new behaviour is a new setting.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @classmethod
     def parse(cls: type[C], values: Any, where: str = "") -> C:
-        """Validate plain data; what is wrong comes back as one UserError that names each field."""
+        """Validate plain data; errors are one UserError that names each field."""
         if isinstance(values, cls):
             return values
         if not isinstance(values, dict):
@@ -95,8 +94,8 @@ class Config(BaseModel, metaclass=_Told):
             raise UserError(explain(error, cls, values, where)) from None
 
     def hashed(self) -> dict[str, Any]:
-        """What enters a hash, as plain data: every setting that is not at its default, `kind`, which says what the
-        others mean, and those of `ALWAYS`; in configs within this one too."""
+        """The settings that enter a hash, as plain data: all that are not at their default, `kind`, and those of
+        `ALWAYS`; also in nested configs."""
         plain, always = self.model_dump(mode="json"), {"kind"}
         for cls in type(self).__mro__:
             always |= set(ALWAYS.get(cls.__name__, "").split())
@@ -111,7 +110,7 @@ class Config(BaseModel, metaclass=_Told):
 
 
 def _hashed(value: Any, plain: Any) -> Any:
-    """The same for what a config holds: configs in lists and mappings are found, the rest is plain already."""
+    """The same for a value of a config, which may be or contain configs."""
     if isinstance(value, Config):
         return value.hashed()
     if isinstance(value, dict):
@@ -143,7 +142,7 @@ def explain(error: ValidationError, cls: type[BaseModel], values: Any, where: st
         else:
             message = item["msg"].removeprefix("Value error, ")
             message = message[:1].lower() + message[1:]
-            if isinstance(item["input"], dict):  # a whole section: what is wrong in it, not all of it
+            if isinstance(item["input"], dict):  # a whole section: name the problem, not the section
                 parts.append(f"{path!r}: {message}" if path else message)
             else:
                 parts.append(f"{path!r} = {shown(item['input'])}: {message}")
@@ -151,7 +150,7 @@ def explain(error: ValidationError, cls: type[BaseModel], values: Any, where: st
 
 
 def _location(steps: tuple[int | str, ...], values: Any) -> tuple[str, ...]:
-    """Where in the settings: pydantic's path less the names of union members, which no one wrote."""
+    """The place in the settings: pydantic's path without the names of union members."""
     path, node = [], values
     for depth, step in enumerate(steps):
         listed = isinstance(node, list | tuple) and isinstance(step, int) and step < len(node)
@@ -164,7 +163,7 @@ def _location(steps: tuple[int | str, ...], values: Any) -> tuple[str, ...]:
 
 
 def _siblings(cls: type[BaseModel], location: tuple[str, ...]) -> str:
-    """The keys that may stand where an unknown one was found, when the place is a plain nested config."""
+    """The known keys at the place of an unknown one, in a plain nested config."""
     model: Any = cls
     for step in location[:-1]:
         field = getattr(model, "model_fields", {}).get(step)

@@ -1,4 +1,4 @@
-"""What the terminal shows: progress bars on a terminal, plain lines elsewhere."""
+"""Terminal output: progress bars on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -16,28 +16,29 @@ if TYPE_CHECKING:
     from imdm.runs.run import Bar
     from imdm.writer import Piece
 
-INK = 0.72  # of a terminal's colours, which are made for a dark ground
-EVERY = 30.0  # seconds between lines where there is no terminal to draw a bar on
+INK = 0.72  # factor on a terminal's colours, which are made for a dark background
+EVERY = 30.0  # seconds between lines without a terminal
 
 
 def plain_console(**settings: Any) -> Console:
-    """A console that prints what it is given: no markup, emoji names or colours are read into anybody's text."""
+    """A console that prints text literally: no markup, emoji names or highlighting."""
     return Console(markup=False, emoji=False, highlight=False, **settings)
 
 
 def colour(step: int, steps: int) -> tuple[int, int, int]:
-    """From blue (written first) to red (written last)."""
+    """From blue (revealed first) to red (revealed last)."""
     late = min(1.0, step / max(1, steps - 1))
     return round(60 + 180 * late), 110, round(240 - 180 * late)
 
 
 def ink(step: int, steps: int) -> tuple[int, ...]:
-    """The same, dark enough to be read on paper."""
+    """The same, dark enough for a white page."""
     return tuple(round(INK * part) for part in colour(step, steps))
 
 
 def coloured(pieces: Sequence[Piece], steps: int) -> Text:
-    """Text whose colour says when each token appeared, from first (blue) to last (red); what was given is bold."""
+    """Text coloured by the step at which each token was revealed, from first (blue) to last (red); given text is
+    bold."""
     shown = Text()
     for piece in pieces:
         shown.append(piece.text, "bold" if piece.step < 0 else "rgb({},{},{})".format(*colour(piece.step, steps)))
@@ -45,7 +46,7 @@ def coloured(pieces: Sequence[Piece], steps: int) -> Text:
 
 
 def legend(steps: int) -> Text:
-    """What the colours of `coloured` mean."""
+    """The legend of `coloured`."""
     shown = Text("given", "bold")
     for step in range(steps) if steps <= 6 else (0, steps // 2, steps - 1):
         shown.append(f"  step {step + 1}", "rgb({},{},{})".format(*colour(step, steps)))
@@ -59,7 +60,7 @@ def frames(steps: int) -> list[int]:
 
 
 def appearing(pieces: Sequence[tuple[str, int]], steps: int) -> list[str]:
-    """A text as it appears, a line a step: what is written, and ░ for what is still masked."""
+    """A text during generation, a line a step: revealed tokens, and ░ for masks."""
     lines = []
     for frame in frames(steps):
         shown = "".join(text if step < frame else "░" * len(text) for text, step in pieces)
@@ -79,8 +80,8 @@ def side_by_side(texts: Sequence[Text]) -> Table:
 
 
 class Terminal:
-    """A reporter for people: one bar a stage, with loss, tokens/s and time left; one line when it is done. Those who
-    share a terminal say who they are and draw no bars."""
+    """A reporter for a terminal: one bar a stage, with loss, tokens/s and time left; one line when it is done.
+    Processes that share a terminal prefix their names and draw no bars."""
 
     def __init__(self, console: Console | None = None, who: str = "") -> None:
         self.console = console or plain_console(stderr=True, **({"force_terminal": False} if who else {}))
@@ -115,6 +116,6 @@ class Terminal:
 
             yield update
         seconds = time.perf_counter() - started
-        if total or last:  # of unknown size, and nothing was to be done: nothing to say
+        if total or last:  # else there was nothing to do
             count = f"{total:>7,} in" if total else "       in"
             self.say(f"{title:<28} {count} {seconds:5.1f} s   {last}")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def checked_device(name: str | torch.device) -> torch.device:
-    """A device that is there."""
+    """A device of this machine; others are refused."""
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
@@ -33,15 +33,14 @@ def checked_device(name: str | torch.device) -> torch.device:
 
 
 def own_device() -> torch.device:
-    """The device of this process; one that is alone need not wait for Accelerate to say so."""
+    """The device of this process; a single process need not import Accelerate."""
     if "WORLD_SIZE" in os.environ:
         return processes().device
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def check_precision(precision: str, device: torch.device | None = None, name: str = "precision") -> None:
-    """Refuse what there is not, and what the device, if one is to run it, is slow at; `name`: how whoever set it calls
-    it."""
+    """Refuse unknown precisions, and those that are slow on the device, if one is given; `name`: of the setting."""
     if precision not in ("float32", "bf16"):
         raise UserError(f"{name} = {precision}: float32 or bf16")
     if precision == "bf16" and device is not None and device.type == "cpu":
@@ -61,11 +60,11 @@ def accelerator() -> Accelerator:
 
 
 class Beside:
-    """A stream of its own on a GPU: what is asked for inside the block does not wait for the work before it. What it
-    makes is handed over before others use it. Nothing of the sort elsewhere."""
+    """A side stream on a GPU: work inside the block does not wait for earlier work. Its results must be handed over
+    before other streams use them. No effect on other devices."""
 
     def __init__(self, device: torch.device) -> None:
-        # preferred: what it is asked for is little, and is waited for
+        # high priority: its work is small, and is waited for
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self.block: Any = None
 
@@ -79,7 +78,7 @@ class Beside:
             self.block.__exit__(*error)
 
     def hand_over(self, tensors: Iterable[Tensor]) -> None:
-        """The current stream waits for what is made here; its memory is not reused before that stream is done."""
+        """The current stream waits for this one; memory of the tensors is not reused before that stream is done."""
         if self.stream is None:
             return
         current = torch.cuda.current_stream(self.stream.device)

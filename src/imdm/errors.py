@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from numbers import Integral, Real
 
-LARGEST = 1e300  # beyond that nothing is a number that could be meant
+LARGEST = 1e300  # larger numbers are surely mistakes
 
 
 class UserError(ValueError):
@@ -32,7 +32,7 @@ def check_function(name: str, value: object) -> None:
 
 
 def check_seed(value: object, name: str = "seed") -> None:
-    """Anything that 64 bits can hold."""
+    """Refuse what is not a 64-bit integer."""
     check_whole(name, value, -(1 << 63), (1 << 64) - 1)
 
 
@@ -43,7 +43,7 @@ def check_number(name: str, value: object) -> None:
 
 
 def shown(value: object) -> str:
-    """A value as it was given, cut short."""
+    """The repr of a value, shortened."""
     try:
         text = repr(value)
     except ValueError:  # a number of thousands of digits
@@ -52,29 +52,29 @@ def shown(value: object) -> str:
 
 
 def shorter(text: str, most: int = 300) -> str:
-    """A text without its middle, where it is long."""
+    """A text without its middle, if it is long."""
     return text if len(text) <= most else f"{text[: most // 2]}…{text[-most // 4 :]}"
 
 
 def reason_of(error: BaseException) -> str:
-    """The first line of what a library said."""
+    """The first line of a library's error message."""
     said = next(iter(str(error).strip().splitlines()), type(error).__name__)
     return shorter(said.rstrip(".: "))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the machine had no room, on whichever device: torch says so in several ways."""
+    """Whether memory ran out, on any device: torch has several messages for it."""
     told = ("can't allocate memory", "not enough memory", "out of memory", "Unable to allocate")
     named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     return named or (isinstance(error, RuntimeError | OSError) and any(part in str(error) for part in told))
 
 
 class WriteError(UserError):
-    """A file that could not be written, for want of room or leave; what was made before it is still good."""
+    """A file could not be written: disk full or no permission. Files written before are intact."""
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> UserError:
-    """The answer to an unknown name: the known ones."""
+    """An error for an unknown name that lists the known ones."""
     return UserError(f"unknown {kind} {str(name)!r}; known: {', '.join(sorted(known)) or 'none'}")
 
 

@@ -1,7 +1,7 @@
-"""Files that are whole or not there, and still what was written.
+"""Atomic file writes, with digests that detect damage.
 
-Everything is written aside, flushed, then renamed. Tensors carry a digest of themselves, which is checked when they are
-read. What a killed process left unfinished is removed by the next one that works in the same folder.
+Everything is written to a temporary file, flushed, then renamed. Tensors are stored with a digest, which is checked
+when they are read. Unfinished files of a killed process are removed by the next one that works in the same folder.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ except ImportError:  # not on Windows
     fcntl = None  # type: ignore[assignment]
 
 PARTIAL = ".partial-"  # a name that begins so is an unfinished write and is never read
-STALE = 24 * 3600  # seconds after which what a process on another machine left unfinished is given up
-DIGEST = "digest"  # where a safetensors file says what its tensors are
+STALE = 24 * 3600  # seconds after which unfinished files of another machine are deleted
+DIGEST = "digest"  # metadata key of the digest in a safetensors file
 LARGEST_JSON = 1 << 28  # bytes
 LARGEST_YAML, MOST_VALUES, DEEPEST = 1 << 20, 100_000, 50  # characters, values, levels
 
 
 def home() -> Path:
-    """Where fetched judges and text prepared on the way are kept: IMDM_HOME, or a cache folder of the user."""
+    """The folder of downloaded judges and cached text: IMDM_HOME, or a cache folder of the user."""
     return Path(os.environ.get("IMDM_HOME", Path.home() / ".cache" / "imdm"))
 
 
 def as_path(value: Any, what: str) -> Path:
-    """A path that the system can look for."""
+    """A valid path."""
     if not isinstance(value, str | os.PathLike) or not isinstance(os.fspath(value), str):
         raise UserError(f"{what} = {shown(value)}: expected a path")
     text = os.fspath(value)
@@ -52,7 +52,7 @@ def as_path(value: Any, what: str) -> Path:
 
 @contextmanager
 def written_aside(path: Path) -> Iterator[Path]:
-    """Yield a place to write; on success it replaces `path` (a file, or a folder)."""
+    """Yield a temporary path; on success it replaces `path` (a file, or a folder)."""
     aside = path.with_name(f"{_mine()}{path.name}")
     with _naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +73,7 @@ def written_aside(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def aside_in(folder: Path) -> Iterator[Path]:
-    """A folder inside `folder`, where a library may write in its own way; gone at the end, whatever is still in it."""
+    """A temporary folder inside `folder`, into which a library may write; deleted at the end."""
     aside = folder / f"{_mine()}aside"
     with _naming(folder):
         try:
@@ -87,12 +87,12 @@ def aside_in(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """A full disk, or one that is not ours to write on, in a sentence that names the file."""
+    """Turn errors of a full or read-only disk into a sentence that names the file."""
     from safetensors import SafetensorError
 
     try:
         yield
-    except SafetensorError as error:  # what safetensors makes of a full disk
+    except SafetensorError as error:  # safetensors' error for a full disk
         raise WriteError(f"{path} cannot be written: {error}") from None
     except UnicodeEncodeError as error:
         raise UserError(f"{path} cannot be written: {error.object!r} is not text that UTF-8 can hold") from None
@@ -103,7 +103,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def _mine() -> str:
-    """How this process' unfinished files begin: the machine, the process."""
+    """The prefix of this process' unfinished files: machine and process id."""
     return f"{PARTIAL}{_machine()}-{os.getpid()}-"
 
 
@@ -112,28 +112,26 @@ def _machine() -> str:
 
 
 def _is_left(path: Path) -> bool:
-    """Whether an unfinished file's process is gone. Others may be at work in the same folder: the processes of one run
-    share it."""
+    """Whether an unfinished file's process is dead. Other processes of the run may be working in the same folder."""
     named = re.fullmatch(r"([0-9a-f]{6})-([0-9]+)-.*", path.name.removeprefix(PARTIAL))
     if named is None:
-        return False  # somebody else's
+        return False  # not ours
     machine, number = named.groups()
     try:
-        if machine != _machine() or os.name == "nt":  # where asking is killing
+        if machine != _machine() or os.name == "nt":  # where os.kill(pid, 0) kills
             return time.time() - path.stat().st_mtime > STALE
         os.kill(int(number), 0)
     except ProcessLookupError:
         return True
-    except OSError:  # not ours to ask, or gone by now
+    except OSError:  # no permission, or already gone
         return False
     return int(number) == os.getpid()
 
 
 @contextmanager
 def working_in(folder: Path) -> Iterator[None]:
-    """No other process works in this folder meanwhile, where the file system can lock folders; one that tries is
-    refused. The system forgets the lock with the process that holds it, however that ends. What killed processes left
-    unfinished here is removed."""
+    """Lock this folder, if the file system supports locks; another process that tries is refused. The lock ends with
+    the process, however it ends. Unfinished files of killed processes are removed."""
     check_writable(folder)
     with _naming(folder):
         made = _new_folders(folder)
@@ -147,14 +145,14 @@ def working_in(folder: Path) -> Iterator[None]:
                 raise UserError(
                     f"another process is at work in {folder}; wait until it is done, or choose another folder"
                 ) from None
-            except OSError:  # a file system that cannot lock folders, as some networks' are
+            except OSError:  # a file system without locks, as some network file systems
                 pass
         for left in folder.rglob(f"{PARTIAL}*"):
             if _is_left(left):
                 _remove(left)
         yield
     finally:
-        for place in made:  # as it was, if nothing came of it
+        for place in made:  # restore if nothing was written
             with suppress(OSError):
                 place.rmdir()
         if held is not None:
@@ -171,7 +169,7 @@ def check_writable(folder: Path) -> None:
 
 
 def _new_folders(folder: Path) -> list[Path]:
-    """The folders that must be made for this one to be there, innermost first."""
+    """The folders that must be created for this one, innermost first."""
     return [place for place in (folder, *folder.parents) if not place.exists()]
 
 
@@ -191,7 +189,7 @@ def no_progress_bars() -> Iterator[None]:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """No other process in this block with the same path, where the system can lock files; others wait."""
+    """A lock on a path, if the system supports locks; other processes wait."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.with_name(path.name + ".lock"), "wb") as file, _alone(file):
         yield
@@ -214,7 +212,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def _dumped(value: Any, indent: int | None = None) -> str:
-    """JSON with its letters as they are; escaped where UTF-8 cannot hold them, as names of files may be."""
+    """JSON without ASCII escapes, except for lone surrogates, which file names may have."""
     text = json.dumps(value, indent=indent, ensure_ascii=False)
     try:
         text.encode()
@@ -224,7 +222,7 @@ def _dumped(value: Any, indent: int | None = None) -> str:
 
 
 def read_text(path: Path, what: str) -> str:
-    """A text file of ours, or a sentence that says why not."""
+    """Read a text file; errors are UserErrors."""
     try:
         if path.stat().st_size > LARGEST_JSON:
             raise UserError(f"{what}: {path} has {path.stat().st_size:,} bytes; it is damaged or not ours")
@@ -270,7 +268,7 @@ def parse_yaml(text: str) -> Any:
 def _extent(value: Any, known: dict[int, int], above: set[int]) -> int:
     """How many values there are once aliases, which are one object in several places, are written out."""
     if isinstance(value, str):
-        value.encode()  # YAML can spell what is no character
+        value.encode()  # YAML can encode lone surrogates
     if not isinstance(value, dict | list):
         return 1
     if id(value) in above or len(above) > DEEPEST:
@@ -304,14 +302,14 @@ def read_object(path: Path, what: str, **fields: type | tuple[type, ...]) -> dic
 
 
 def write_recorded(path: Path, value: Mapping[str, Any]) -> None:
-    """A JSON object with the digest by which `read_recorded` recognises it."""
+    """Write a JSON object with a digest, which `read_recorded` checks."""
     from imdm.config import digest
 
     write_json(path, {**value, DIGEST: digest(value)})
 
 
 def read_recorded(path: Path, what: str, **fields: type | tuple[type, ...]) -> dict[str, Any]:
-    """The object that `write_recorded` wrote; one without a digest, from before there was one, as it is."""
+    """Read an object of `write_recorded`; one without a digest, of an earlier version, is not checked."""
     from imdm.config import digest
 
     value = read_object(path, what, **fields)
@@ -322,15 +320,15 @@ def read_recorded(path: Path, what: str, **fields: type | tuple[type, ...]) -> d
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Tensors by name, with the digest by which `read_tensors` recognises them; contiguous, on the CPU, none sharing
-    memory with another."""
+    """Write tensors by name, with a digest, which `read_tensors` checks; contiguous, on the CPU, without shared
+    memory."""
     from safetensors.torch import save_file
 
     with written_aside(path) as aside:
         held = dict(tensors)
         save_file(held, aside, metadata={"format": "pt", **(metadata or {}), DIGEST: digest_of(held)})
         _in_order(aside)
-        os.chmod(aside, 0o666 & ~_mask())  # the library lets nobody else read it
+        os.chmod(aside, 0o666 & ~_mask())  # the library makes it private
 
 
 def _mask() -> int:
@@ -340,8 +338,7 @@ def _mask() -> int:
 
 
 def _in_order(file: Path) -> None:
-    """Put a safetensors file's metadata in order, which the library writes in another one each time: the same tensors
-    are then the same bytes."""
+    """Sort a safetensors file's metadata, whose order is random, so that the same tensors give the same bytes."""
     with open(file, "r+b") as opened:
         size = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(size))
@@ -371,7 +368,7 @@ def digest_file(path: Path) -> str:
 
 
 def read_tensors(path: Path, what: str) -> dict[str, Tensor]:
-    """Tensors by name from safetensors, which are what was written; nothing is ever unpickled."""
+    """Read tensors by name from safetensors and check their digest; nothing is ever unpickled."""
     from safetensors.torch import load_file
 
     with _safetensors(path, what):
@@ -383,7 +380,7 @@ def read_tensors(path: Path, what: str) -> dict[str, Tensor]:
 
 
 def read_metadata(path: Path, what: str) -> dict[str, str]:
-    """What was written beside the tensors."""
+    """The metadata of a safetensors file."""
     from safetensors import safe_open
 
     with _safetensors(path, what), safe_open(path, framework="pt") as file:
@@ -415,7 +412,7 @@ def check_once(paths: Sequence[Path], kind: str, check: Callable[[], object]) ->
 
 
 def check_tensors(path: Path, what: str) -> None:
-    """Refuse a safetensors file that is not what was written, as far as it says; read once a process."""
+    """Refuse a safetensors file whose digest, if it has one, does not match; checked once a process."""
     check_once([path], "digest", lambda: read_tensors(path, what))
 
 
@@ -433,7 +430,7 @@ def _safetensors(path: Path, what: str) -> Iterator[None]:
 
 @contextmanager
 def _alone(file: IO[bytes]) -> Iterator[None]:
-    """No other process in this block with the same file, where the system can lock one (closing unlocks it)."""
+    """A lock on an open file, if the system supports locks (closing unlocks it)."""
     if fcntl is not None:
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -451,7 +448,7 @@ HELD = {
 
 
 def check_holds(folder: Path, file: str) -> None:
-    """Refuse what is not a folder with this file of a run."""
+    """Refuse a folder without this file of a run."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder")
     if not (folder / file).exists():
@@ -459,8 +456,7 @@ def check_holds(folder: Path, file: str) -> None:
 
 
 def append_lines(path: Path, values: Iterable[Any]) -> None:
-    """One JSON object a line, all or none of them. A last line that a crash cut short is dropped first, so that it
-    cannot spoil these."""
+    """One JSON object a line, all or none of them. A last line that a crash cut short is dropped first."""
     with _naming(path):
         lines = "".join(_dumped(value) + "\n" for value in values).encode()
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -498,7 +494,8 @@ def _others(path: Path) -> set[tuple[Path, int]]:
 
 @contextmanager
 def kept_if_refused(path: Path) -> Iterator[None]:
-    """A refusal in this block leaves a file as it was before it, or not there, unless work was done in its folder."""
+    """After an error in this block the file is restored, or removed if it is new, unless other files of its folder
+    changed."""
     before, others = path.read_bytes() if path.is_file() else None, _others(path)
     try:
         yield
@@ -514,8 +511,8 @@ def kept_if_refused(path: Path) -> Iterator[None]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file; a last line cut short by a crash is left out, and NaN and Infinity, which are
-    no JSON but were written once, are null."""
+    """The objects of a JSON-lines file; a last line cut short by a crash is left out, and NaN and Infinity, which
+    earlier versions wrote, are null."""
     if not path.exists():
         return []
     try:

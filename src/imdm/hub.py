@@ -1,4 +1,4 @@
-"""Model hubs that cannot be reached: told in seconds, where `transformers` would try again for a minute and a half."""
+"""A quick check whether a model hub can be reached: `transformers` would retry for a minute and a half."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ SECONDS = 5  # in which a hub must answer
 
 @contextmanager
 def hub_for(place: str | Path) -> Iterator[None]:
-    """Inside this block a hub is asked for `place` once at most: where it does not answer, only its cache is read.
-    Nothing is done for what is here."""
+    """Inside this block the hub is contacted at most once for `place`: if it does not respond, only the cache is used.
+    No effect for local paths."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE or Path(place).exists() or _answers():
@@ -26,12 +26,12 @@ def hub_for(place: str | Path) -> Iterator[None]:
 
 
 def _answers() -> bool:
-    """Whatever it says."""
+    """Whether the hub responds, with any status."""
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 
     try:
         get_session().head(constants.ENDPOINT, timeout=SECONDS)
-    except Exception:  # no network, no such host, no time: the library it asks by has changed before
+    except Exception:  # no network, no such host, timeout; the HTTP library may change
         return False
     return True

@@ -1,5 +1,5 @@
-"""Names of a package that are imported when they are first used, so that what needs no torch does not wait for it; and
-names of the last version that are others now."""
+"""Names of a package that are imported when they are first used, so that commands without torch do not wait for it; and
+names of the last version that have changed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def later(package: str, homes: Mapping[str, tuple[str, ...]]) -> Callable[[str], Any]:
-    """The `__getattr__` of a package. homes: its modules, each with the names that it gives.
+    """The `__getattr__` of a package. homes: its modules, each with the names that it defines.
 
     >>> get = later("imdm", {"imdm.errors": ("UserError",)})
     >>> get("UserError").__module__
@@ -30,8 +30,8 @@ def later(package: str, homes: Mapping[str, tuple[str, ...]]) -> Callable[[str],
 
 
 def renamed(old: str, new: str, names: Mapping[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of a module that has moved: its names are found in the new one, each with a warning that says
-    where. names: those it had, each with what it is called now.
+    """The `__getattr__` of a module that has moved: its names are found in the new one, with a deprecation warning.
+    names: old name → new name.
 
     >>> get = renamed("imdm.pipeline", "imdm.runs", {"Run": "Run"})
     >>> get("Walk")

@@ -1,5 +1,5 @@
-"""A writer for one command, made with torch and tokenizers alone: `transformers` takes longer to import than a text to
-write. What it writes is what `imdm.load` writes; what it does not know, it leaves to `imdm.load`.
+"""A writer for one command, made with torch and tokenizers only: importing `transformers` takes longer than generating
+a text. It gives the same texts as `imdm.load`, to which it leaves unsupported models.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 
 def load_light(name: str | Path, device: str | torch.device = "cpu", precision: str = "float32") -> Writer:
-    """As `imdm.load`. The writer's model is a `Network` where that is enough, and has nothing of `transformers`.
+    """As `imdm.load`. The writer's model is a `Network`, without `transformers`, if that is enough.
 
     >>> from imdm.shipped import DEFAULT
     >>> load_light(DEFAULT).write("It was a dark", steps=4)[0].text.startswith("It was a dark")
@@ -41,12 +41,12 @@ def load_light(name: str | Path, device: str | torch.device = "cpu", precision: 
     tokenizer = light_tokenizer(folder) if model is not None else None
     if model is None or tokenizer is None:
         return load(name, device, precision=precision)
-    return Writer(cast("MaskedDiffusionLM", model.eval().to(device)), tokenizer)  # a writer asks no more of it
+    return Writer(cast("MaskedDiffusionLM", model.eval().to(device)), tokenizer)  # all that a writer needs
 
 
 def light_model(folder: Path) -> Network | None:
-    """The model of a folder, in float32, where it is of the plainest kind: our own transformer, untied, its weights in
-    one file, nothing unknown in its configuration. None where it is another, or does not fit."""
+    """The model of a folder, in float32, if it is of the simplest kind: our own transformer, untied, weights in one
+    file, a configuration with known settings only. None otherwise."""
     what = f"model {str(folder)!r}"
     if not (folder / "config.json").is_file() or not (folder / FILE).is_file():
         return None
@@ -59,7 +59,7 @@ def light_model(folder: Path) -> Network | None:
     config = Shape(**settings)
     packed = QUANTIZED in read_metadata(folder / FILE, what)
     weights = unpacked(folder / FILE, what) if packed else read_tensors(folder / FILE, what)
-    with torch.device("meta"):  # no weights are drawn that are replaced at once
+    with torch.device("meta"):  # skips initialisation
         model = Network(config)
     if {key: weight.shape for key, weight in weights.items()} != {k: w.shape for k, w in model.state_dict().items()}:
         return None
@@ -70,8 +70,8 @@ def light_model(folder: Path) -> Network | None:
 
 
 class LightTokenizer:
-    """As much of a tokenizer of `transformers` as a `Writer` uses. backend: of the library tokenizers; names: its
-    special tokens, by what they are called in tokenizer_config.json."""
+    """The part of a tokenizer of `transformers` that a `Writer` uses. backend: of the library tokenizers; names: its
+    special tokens, by their names in tokenizer_config.json."""
 
     is_fast = True
 
@@ -97,8 +97,8 @@ class LightTokenizer:
 
 
 def light_tokenizer(folder: Path) -> LightTokenizer | None:
-    """The tokenizer of a folder, where it is a tokenizer.json and a configuration that only names special tokens in it;
-    None where it is another."""
+    """The tokenizer of a folder, if it is a tokenizer.json with a configuration of special tokens only; None
+    otherwise."""
     files = {file.name for file in folder.glob("*token*.json")}
     if files != {"tokenizer.json", "tokenizer_config.json"}:
         return None
@@ -112,7 +112,7 @@ def light_tokenizer(folder: Path) -> LightTokenizer | None:
 
     try:
         backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    except Exception:  # of no class of its own; `load` says what is wrong
+    except Exception:  # the library has no error class; `load` reports the error
         return None
     special = [token.content for token in backend.get_added_tokens_decoder().values() if token.special]
     if not all(name in special for name in names.values()):

@@ -39,7 +39,7 @@ class Split:
 
     @cached_property
     def alpha_ts(self) -> Tensor:
-        """α_{t|s} = α_t/α_s: the chance that what stays masked keeps its noise. It telescopes too."""
+        """α_{t|s} = α_t/α_s: the probability that a position that stays masked keeps its noise. It telescopes too."""
         return self.alpha_t / self.alpha_s
 
     @cached_property
@@ -56,9 +56,9 @@ class Split:
 @dataclass(frozen=True)
 class Process:
     """Mask diffusion over V ∪ M (Eq. 10) for one schedule and one kind of mask; with `mixture`, each state also
-    carries one latent λ ~ U(0, 1). With an `ending`, rows are whole texts: the begin token in the first place, and
+    carries one latent λ ~ U(0, 1). With an `ending`, rows are whole texts: the begin token in the first position, and
     padding after a visible end, are certain and never masked. With `lengths`, the shares of texts of 0, 1, 2 … tokens,
-    the end of a text is drawn before it is written (`begun`), and no network is asked about it.
+    the end of a text is drawn before its tokens (`begun`), not by the network.
 
     >>> from imdm.masks import Single
     >>> from imdm.schedule import LogLinear
@@ -100,18 +100,18 @@ class Process:
         return Noised(tokens, masked, self.mask.draw(keys, torch.zeros_like(tokens), masked), t, self.latents(keys))
 
     def closed(self, tokens: Tensor, fresh: Tensor) -> Tensor:
-        """Where rows are whole texts: what is certain of them, at places that are `fresh` (B, L)."""
+        """Where rows are whole texts: set the tokens that are certain, at positions that are `fresh` (B, L)."""
         return tokens if self.ending is None else self.ending.closed(tokens, fresh)
 
     def barred(self, state: Noised) -> Tensor | None:
-        """The masked places (B, L) where no end or padding may be drawn, since the text goes on after them."""
+        """The masked positions (B, L) where no end or padding may be drawn, since text follows."""
         if self.ending is None or self.lengths is not None:
             return None if self.ending is None else state.masked
         return self.ending.barred(state.tokens, state.masked)
 
     def begun(self, tokens: Tensor, keys: Tensor) -> Tensor:
-        """Rows (B, L) as writing begins: with what is certain of whole texts, and, where `lengths` are known, with the
-        end of each text that has none yet, drawn under its key (B,) from the lengths that fit what is given."""
+        """Rows (B, L) before the first step: with the certain tokens of whole texts, and, with `lengths`, with the end
+        of each text that has none yet, drawn under its key (B,) from the lengths that fit the given tokens."""
         holes = tokens == self.mask_id
         tokens = self.closed(tokens, holes)
         if self.ending is None or self.lengths is None:
@@ -123,7 +123,7 @@ class Process:
         return self.closed(torch.where(here, self.ending.end, tokens), holes)
 
     def log_length(self, x: Tensor) -> Tensor:
-        """log of the chance that texts (B, L) end where they do, if that is drawn first; else 0: (B,), float64."""
+        """log-probability of the lengths of texts (B, L), if the end is drawn first; else 0: (B,), float64."""
         if self.lengths is None or self.ending is None:
             return torch.zeros(len(x), dtype=torch.float64, device=x.device)
         every = torch.ones_like(x, dtype=torch.bool)
@@ -132,8 +132,8 @@ class Process:
         return (chance.gather(1, at) / chance.sum(1, keepdim=True)).log()[:, 0]
 
     def chances(self, tokens: Tensor) -> Tensor:
-        """How likely the end of texts (B, L) stands at each of their holes, up to a constant a row: by `lengths`, after
-        all text that is given; at the last such place where no known length fits; nowhere where an end is given."""
+        """Unnormalised probabilities of the end of texts (B, L) at each of their holes: by `lengths`, after all given
+        text; at the last such hole if no length fits; zero where an end is given."""
         ending = self.ending
         if self.lengths is None or ending is None:
             raise ValueError("the lengths of texts are not known")
@@ -147,7 +147,7 @@ class Process:
         return torch.where(chance.sum(1, keepdim=True) > 0, chance, last.double())
 
     def ends(self, state: Noised, rows: Rows, keys: Tensor, step: Tensor | int) -> Ends | None:
-        """What decides on end and padding at rows of a state that are drawn at a step; keys (B,)."""
+        """Inputs of the decision on end and padding at rows of a state that are drawn at a step; keys (B,)."""
         barred = self.barred(state)
         if barred is None:
             return None
@@ -168,7 +168,7 @@ class Process:
         return Split(self.schedule.alpha(t.to(torch.float64)), self.schedule.alpha(s.to(torch.float64)))
 
     def reveals(self, state: Noised, s: Tensor, keys: Tensor, step: int) -> Tensor:
-        """Which positions `reverse` will reveal, (B, L): known before the network is asked what they hold."""
+        """Which positions `reverse` will reveal, (B, L): known before the network runs."""
         return state.masked & (self._fate(state, keys, step) < self.split(state.t, s).reveal[:, None])
 
     def _fate(self, state: Noised, keys: Tensor, step: int) -> Tensor:
@@ -180,9 +180,10 @@ class Process:
     ) -> Noised:
         """z_t → z_s (Eq. 13) when every masked position's token, were it revealed now, is `proposal` (B, L).
 
-        One number a position decides: revealed, kept or redrawn. `step` ≥ 1 numbers the draws of this trajectory.
-        The proposal is read only where `reveals` says so. λ is new at every step, unless noise is kept. Where rows are
-        whole texts, the first end that the proposal brings wins: all that was masked after it becomes padding.
+        One uniform number a position decides: revealed, kept or redrawn. `step` ≥ 1 numbers the draws of this
+        trajectory. The proposal is read only where `reveals` says so. λ is new at every step, unless noise is kept.
+        Where rows are whole texts, the first end token of the proposal counts: all masked positions after it become
+        padding.
         """
         check_policy(policy)
         split = self.split(state.t, s)

@@ -1,4 +1,4 @@
-"""Keyed randomness: every random number is a function of a 64-bit key and a place, never of what was drawn before.
+"""Keyed randomness: every random number is a function of a 64-bit key and a place, never of earlier draws.
 
 The generator is Philox-4x32-10 (Salmon et al., SC 2011), written in integer tensor operations, so the same key gives
 the same bits on every device, in any batch order and on any number of processes. A *key* belongs to one sample (or to
@@ -34,8 +34,8 @@ _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 
 
 class Purpose(IntEnum):
-    """What a number is for. Numbers of different purposes never meet: under one seed, the noise a student was trained
-    on is not the noise it is measured on."""
+    """What a number is for. Numbers of different purposes are independent: under one seed, the noise a student is
+    trained on is not the noise it is evaluated on."""
 
     NOISE = 1  # ε or mask index of a masked position; a = position, b = draw
     REVEAL = 2  # when a position is revealed; a = position
@@ -49,15 +49,15 @@ class Purpose(IntEnum):
     DROPOUT = 10  # key of a sample's dropout in layer a
     BOOTSTRAP = 11  # resampling
     DATA = 12  # draws from an enumerated language, and choices of data rows
-    INIT = 13  # fresh weights
+    INIT = 13  # initial weights
     PAIR = 14  # key of coupling pair a
     COMPONENT = 15  # key of noise draw a of the factorization error
     LATENT = 16  # λ of a mixture; a = step
     COPY = 17  # key of copy a of a training sample, each with latents of its own
-    HELD_OUT = 18  # key of held-out row a, where the cost of steps is measured; then which pair, b = step
+    HELD_OUT = 18  # key of held-out row a in the metrics of steps; then which pair, b = step
     UPDATE = 19  # key of update a of a training step, where it has several
-    OPENING = 20  # what an attention on its way from causal to open shows; key of step a, then a = place
-    PATH = 21  # when a mask index goes over to another; a = position, b = draw
+    OPENING = 20  # visible positions while attention opens; key of step a, then a = place
+    PATH = 21  # where on a path a mask index switches; a = position, b = draw
     ENDING = 22  # where a text ends, for all positions drawn together; a = step
 
 
@@ -87,7 +87,7 @@ def as_key(seed: int | Tensor, device: torch.device | str | None = None) -> Tens
     check_is("seed", seed, Integral, "a whole number")
     value = int(seed) & 0xFFFFFFFFFFFFFFFF
     signed = value - (1 << 64) if value >> 63 else value
-    return torch.full((), signed, dtype=torch.int64, device=device)  # filled there: a copy would wait for the GPU
+    return torch.full((), signed, dtype=torch.int64, device=device)  # on the device: a copy would wait for the GPU
 
 
 def bits(key: Tensor, purpose: Purpose, a: Tensor | int = 0, b: Tensor | int = 0, blocks: int = 1) -> Tensor:
@@ -151,9 +151,9 @@ def integers(key: Tensor, purpose: Purpose, a: Tensor | int, b: Tensor | int, hi
 
 def survivors(key: Tensor, place: Tensor, rate: float) -> Tensor:
     """True with probability 1 − rate for every (key, place), which broadcast: what dropout keeps. The bits are mixed
-    from a 64-bit key and a 32-bit place by three multiplications, not by Philox: a compiler fuses them into whatever
-    reads them, and nothing is stored for the gradient."""
-    low, high = key.to(torch.int32), (key >> 32).to(torch.int32)  # products of int32 wrap around, as they should
+    from a 64-bit key and a 32-bit place by three multiplications, not by Philox: a compiler fuses them into their
+    consumer, and nothing is stored for the backward pass."""
+    low, high = key.to(torch.int32), (key >> 32).to(torch.int32)  # int32 multiplication wraps around on purpose
     x = place.to(torch.int32) ^ low
     x = (x ^ ((x >> 16) & 0xFFFF)) * 0x45D9F3B ^ high
     x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
@@ -163,7 +163,7 @@ def survivors(key: Tensor, place: Tensor, rate: float) -> Tensor:
 
 @contextmanager
 def seeded(key: Tensor) -> Iterator[None]:
-    """Torch's own generator under a key, for what draws from it (fresh layers), and as it was afterwards."""
+    """Seed torch's global generator with a key, for code that draws from it (new layers); restored afterwards."""
     with torch.random.fork_rng():
         torch.manual_seed(torch_seed(key))
         yield

@@ -42,7 +42,7 @@ class Registry(Generic[T]):
             raise unknown(self.kind, name, self._entries) from None
 
     def get(self, name: str) -> T | None:
-        """What is registered under a name that may be unknown."""
+        """The entry of a name, None if it is unknown."""
         return self._entries.get(name)
 
     def __contains__(self, name: object) -> bool:

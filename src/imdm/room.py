@@ -1,4 +1,4 @@
-"""What this machine has: cores, and room. Sizes that it cannot hold are refused before anything is allocated."""
+"""Cores, memory and disk of this machine. Sizes that do not fit are refused before anything is allocated."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from imdm.errors import UserError
 
-LIMIT = Path("/sys/fs/cgroup/memory.max")  # what a container may use, where there is one
+LIMIT = Path("/sys/fs/cgroup/memory.max")  # the memory limit of a container
 
 
 def memory(device: Any = "cpu") -> int:
@@ -29,19 +29,18 @@ def memory(device: Any = "cpu") -> int:
 
 
 def cores() -> int:
-    """Those that this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def disk(folder: Path) -> int:
-    """Bytes that a folder could still take, whether it is there yet or not."""
+    """Free bytes on the disk of a folder, which need not exist yet."""
     place = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
     return shutil.disk_usage(place).free
 
 
 def check_room(what: str, count: int, each: float, device: Any = "cpu", *, on: Path | None = None) -> None:
-    """Refuse `what` = count, of which each takes so many bytes, where they do not fit into memory together, or on the
-    disk that a folder is on."""
+    """Refuse `what` = count, of `each` bytes, if they do not fit into memory, or on the disk of the folder `on`."""
     room, where = (memory(device), "of memory") if on is None else (disk(on), "free on the disk")
     if count * each > room:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Noise schedules: α(t), the probability that a token is still itself at time t (§3.1)."""
+"""Noise schedules: α(t), the probability that a token is not masked at time t (§3.1)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ schedules: Registry[type[Schedule]] = Registry("schedule")
 class Schedule(Config):
     """A decreasing α: [0, 1] → [0, 1] with α(0) = 1.
 
-    A new schedule is one class with `alpha`, `slope` and `inverse`, registered under its `kind`.
+    A new schedule is one class with `alpha`, `slope` (the derivative α') and `inverse`, registered under its `kind`.
     """
 
     kind: str

@@ -1,8 +1,8 @@
-"""Models whose weights are shared out over processes (FSDP2): each holds its part of every weight, and with it of what
-an optimiser and an average keep of it.
+"""Models sharded over processes (FSDP2): each process holds its shard of every weight, of the optimiser's state and of
+the average.
 
-Blocks are gathered one after another while they run. What is outside of blocks (embeddings, head, last norm) is
-gathered when a model first runs in a step and stays until the step is over: heads are read outside of `forward`.
+Blocks are gathered one after another while they run. Other weights (embeddings, head, last norm) are gathered when a
+model first runs in a step and stay gathered until the step is over: heads are used outside of `forward`.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ M = TypeVar("M", bound=nn.Module)
 Shard = Literal["none", "optimizer", "full"]
 HELD = "_sharded"
 RUN = ("trunk", "trunk_at")
-"""Methods that run blocks, and are called beside `forward`."""
+"""Methods other than `forward` that run blocks."""
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """How weights are shared out.
+    """How weights are sharded.
 
-    mesh   the processes that share them
+    mesh   the processes that hold the shards
     stay   whether the weights of a block stay gathered from the forward pass to the backward pass
-    half   whether blocks are gathered in bf16; their gradients are summed in float32 all the same
+    half   whether blocks are gathered in bf16; their gradients are reduced in float32 all the same
     """
 
     mesh: DeviceMesh
@@ -44,7 +44,7 @@ class Sharding:
 
     @classmethod
     def of(cls, shard: Shard, world: int, device: torch.device, half: bool) -> Sharding | None:
-        """None where there is nothing to share out: one process has all."""
+        """None without sharding or with a single process."""
         if shard == "none" or world == 1:
             return None
         return cls(init_device_mesh(device.type, (world,)), shard == "optimizer", half)
@@ -52,7 +52,7 @@ class Sharding:
 
 @dataclass(frozen=True)
 class _Sharded:
-    """What is kept of a sharded model: its layers without weights, and this process' parts of these by name."""
+    """Bookkeeping of a sharded model: its layers without weights, and this process' shards by name."""
 
     how: Sharding
     layers: nn.Module
@@ -60,21 +60,21 @@ class _Sharded:
 
 
 def shard(model: M, how: Sharding) -> M:
-    """Share out the weights of a model, in place. It goes to its device block by block, never whole."""
+    """Shard the weights of a model, in place. It is moved to its device block by block, never whole."""
     scalar = next((name for name, weight in model.named_parameters() if not weight.ndim), None)
     if scalar is not None:
-        raise UserError(f"training.shard: the weight {scalar!r} is a single number, which cannot be shared out")
+        raise UserError(f"training.shard: the weight {scalar!r} is a single number, which cannot be sharded")
     layers = _with_empty_weights(model, "meta")
     half = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     for block in _blocks(model):
         policy = half if how.half else MixedPrecisionPolicy()
         fully_shard(block, mesh=how.mesh, reshard_after_forward=not how.stay, mp_policy=policy)
     top: Any = fully_shard(model, mesh=how.mesh, reshard_after_forward=False)
-    top._get_fsdp_state()._lazy_init()  # else in the first pass: if weights are held still then, gradients stay in bf16
+    top._get_fsdp_state()._lazy_init()  # else in the first pass: if weights are frozen then, gradients stay in bf16
     for name in RUN:
         if hasattr(model, name):
             register_fsdp_forward_method(model, name)
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nothing of ours writes into it
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # we never write into it
     vars(model)[HELD] = _Sharded(how, layers, dict(model.named_parameters()))
     return model
 
@@ -89,7 +89,7 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _with_empty_weights(model: M, device: str) -> M:
-    """A copy whose weights have no numbers yet; on `meta` they take no memory."""
+    """A copy with uninitialised weights; on `meta` they take no memory."""
     known: dict[int, Any] = {
         id(weight): nn.Parameter(torch.empty_like(weight, device=device), weight.requires_grad)
         for weight in model.parameters()
@@ -98,19 +98,19 @@ def _with_empty_weights(model: M, device: str) -> M:
 
 
 def sharding_of(model: nn.Module) -> Sharding | None:
-    """None where a model is whole."""
+    """None if a model is not sharded."""
     held: _Sharded | None = vars(model).get(HELD)
     return None if held is None else held.how
 
 
 def weights_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """By name; of a sharded model this process' parts, whatever is gathered at the moment."""
+    """Weights by name; of a sharded model this process' shards, whatever is gathered at the moment."""
     held: _Sharded | None = vars(model).get(HELD)
     return dict(model.named_parameters()) if held is None else dict(held.parts)
 
 
 def reshard(model: nn.Module) -> None:
-    """Drop what was gathered: it knows of no change to the weights, or to whether they have gradients."""
+    """Free gathered weights, which do not follow changes of the shards or of `requires_grad`."""
     for part in _parts(model):
         part.reshard()
 
@@ -121,8 +121,8 @@ def _parts(*models: nn.Module) -> list[FSDPModule]:
 
 @contextmanager
 def gathered(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Each process has these models whole inside this block, and may run them as often as it likes, whatever others do.
-    For whole models nothing changes."""
+    """Inside this block each process holds these models whole, and may run them independently of others. No effect on
+    models that are not sharded."""
     held = [(model, how) for model in models if (how := sharding_of(model)) is not None]
     for model, _ in held:
         for part in _parts(model):
@@ -138,18 +138,18 @@ def gathered(models: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def own(tensor: Tensor) -> Tensor:
-    """This process' part, which shares its memory; all of what is not shared out."""
+    """This process' shard, a view; the tensor itself if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of it. Every process must ask."""
+    """The full tensor. A collective: every process must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def whole_on_first(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """All of them, on the CPU of the first process, one after another; the others get nothing. Every process must
-    ask."""
+    """The full tensors on the CPU of the first process, one after another; the others get nothing. A collective: every
+    process must call it."""
     first, found = torch.distributed.get_rank() == 0, {}
     for name, tensor in tensors.items():
         value = whole(tensor.detach())
@@ -159,15 +159,15 @@ def whole_on_first(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def shared_like(value: Tensor, like: Tensor) -> Tensor:
-    """A value that every process has whole, where `like` is, and shared out as that is."""
+    """A value that every process has in full, moved to the device of `like` and sharded like it."""
     if isinstance(value, DTensor) or not isinstance(like, DTensor):
         return value.to(like.device)
     found = distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
-    return found.clone()  # it would hold on to the whole
+    return found.clone()  # a view would keep the full tensor alive
 
 
 def duplicate(model: M, shared: Mapping[int, nn.Parameter] | None = None) -> M:
-    """A copy, sharded as the model is. shared: weights of a whole model by id that the copy has in common with it."""
+    """A copy, sharded as the model is. shared: weights by id that the copy shares with an unsharded model."""
     held: _Sharded | None = vars(model).get(HELD)
     if held is None:
         return copy.deepcopy(model, dict(shared or {}))
@@ -180,7 +180,7 @@ def duplicate(model: M, shared: Mapping[int, nn.Parameter] | None = None) -> M:
 
 def whole_model(model: M, weights: Mapping[str, Tensor] | None = None) -> M | None:
     """A sharded model, or the same with other weights, as a plain one on the CPU of the first process, which holds each
-    weight once; None on the others. Every process must ask."""
+    weight once; None on the others. A collective: every process must call it."""
     held: _Sharded = vars(model)[HELD]
     found = whole_on_first({**held.parts, **(weights or {})})
     if not found:

@@ -1,4 +1,4 @@
-"""One prompt, completed by two models in few and in more steps: what there is to see at once."""
+"""One prompt, completed by two models in few and in more steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from imdm.files import read_json, write_json
 from imdm.shipped import recorded
 from imdm.writer import load
 
-SAMPLES = 16  # texts from nothing whose entropy is measured
+SAMPLES = 16  # unconditional samples whose entropy is measured
 FIGURES = (
     f"Below a text: how long it took, then figures of its model, not of the text: the entropy of {SAMPLES} texts "
     "written from nothing here, and the perplexity on its card (1,024 texts), with the judge."
@@ -26,7 +26,7 @@ FIGURES = (
 @dataclass(frozen=True)
 class Shown:
     """A prompt's completion by a model in so many steps, with the step at which each piece of it appeared (−1: given).
-    seconds: it took; entropy: of `SAMPLES` texts written from nothing at this moment; perplexity: recorded when the
+    seconds: of generation; entropy: of `SAMPLES` unconditional samples, measured now; perplexity: measured when the
     model was made, under `judge`."""
 
     model: str
@@ -68,12 +68,12 @@ def completions(prompt: str, models: Sequence[str], steps: Sequence[int], seed: 
 
 
 def keep(shown: Sequence[Shown], run: Path) -> None:
-    """Put what was shown into a run's folder, where its report finds it."""
+    """Store completions in a run's folder, for its report."""
     write_json(run / "shown.json", [asdict(one) for one in shown])
 
 
 def kept(run: Path) -> list[Shown]:
-    """What was last put there."""
+    """The stored completions."""
     file = run / "shown.json"
     if not file.exists():
         return []

@@ -1,4 +1,4 @@
-"""The state z_t of the diffusion: tokens, which of them are masked, and what each mask carries."""
+"""The state z_t of the diffusion: tokens, which of them are masked, and the noise of the masks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 class Rows(NamedTuple):
     """Some positions of a batch: sequence (R,) and position (R,), one sequence after another.
 
-    Where it is known that a sequence has few of them: slot (R,), the number of each within its sequence, and `most`,
-    how many a sequence has at most. Where some of them only fill up: counted (R,), False at those.
+    If it is known that a sequence has few of them: slot (R,), the index of each within its sequence, and `most`, the
+    largest number in a sequence. If some of them are padding: counted (R,), False at those.
     """
 
     sequence: Tensor
@@ -30,13 +30,13 @@ class Rows(NamedTuple):
 
     @classmethod
     def filled(cls, chosen: Tensor) -> Rows:
-        """The same and some others that are not counted, so that there are few sizes that R can have."""
+        """The same, padded with others that are not counted, so that R has few sizes."""
         flat, length = chosen.flatten(), chosen.shape[1]
         at = filled_places(flat, size_of_rows(int(flat.sum()), len(flat)))
         return cls(at // length, at % length, counted=flat[at])
 
     def counting(self, values: Tensor) -> Tensor:
-        """(R,) → (R,): zero, and without a gradient, where a row only fills up."""
+        """(R,) → (R,): zero, and without a gradient, at padding."""
         return values if self.counted is None else torch.where(self.counted, values, 0.0)
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -48,18 +48,18 @@ class Rows(NamedTuple):
 
 
 def size_of_rows(count: int, most: int) -> int:
-    """What `count` of `most` rows are filled up to: an odd number of 64ths of `most`, at most all. Half of them, which
-    is what a batch at all times has masked, lies in the middle between two sizes: one will do for most steps."""
+    """The size that `count` of `most` rows are padded to: an odd number of 64ths of `most`, at most all. Half of the
+    rows, the mean number of masked ones, is in the middle between two sizes, so one size serves most steps."""
     pairs = max(0, -(-(64 * count - most) // (2 * most)))
     return min(most, -(-(2 * pairs + 1) * most // 64))
 
 
 def filled_places(chosen: Tensor, size: int) -> Tensor:
-    """Where `chosen` (n,) is True, which it is at most `size` ≤ n times, and the first other places, all in order:
-    (size,). Nothing is waited for."""
+    """The indices where `chosen` (n,) is True, at most `size` ≤ n of them, padded with the first others, in order:
+    (size,). No synchronisation with the GPU."""
     others = ~chosen
     taken = chosen | (others & (others.cumsum(0) <= size - chosen.sum()))
-    into = torch.where(taken, taken.cumsum(0) - 1, size)  # the rest goes where it is cut off
+    into = torch.where(taken, taken.cumsum(0) - 1, size)  # the rest goes to the last slot, which is cut off
     places = torch.empty(size + 1, dtype=torch.int64, device=chosen.device)
     return places.scatter_(0, into, torch.arange(len(chosen), device=chosen.device))[:size]
 
@@ -73,7 +73,7 @@ class Noised:
     noise  (B, L, d) float: ε; (B, L) integer: mask index; None for the single mask. Read only where masked
     t      (B,): time
     latent (B,) float: λ, shared by the whole sequence, for a model with `mixture`; None otherwise
-    keys   (B,): what dropout draws from while the model trains; None: from torch's own generator
+    keys   (B,): random keys of dropout in training; None: torch's own generator
     """
 
     tokens: Tensor
@@ -95,7 +95,7 @@ class Noised:
         return Noised(self.tokens[index], self.masked[index], noise, self.t[index], latent, keys)
 
     def filled(self, many: int, mask_id: int) -> Noised:
-        """The same with masked sequences after it, `many` in all."""
+        """The same, padded with masked sequences to `many` in all."""
         more = many - len(self.tokens)
         if not more:
             return self
@@ -113,7 +113,7 @@ class Noised:
         return tuple(tensor for tensor in held if tensor is not None)
 
     def dropping(self, keys: Tensor) -> Noised:
-        """The same, whose dropout is drawn under `keys` (B,) while a model trains on it."""
+        """The same with random keys (B,) for dropout."""
         return replace(self, keys=keys)
 
     def with_noise(self, noise: Tensor | None) -> Noised:

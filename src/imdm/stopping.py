@@ -1,4 +1,4 @@
-"""Being asked to stop: Ctrl-C and SIGTERM end a command alike, with a sentence and the exit code that says which."""
+"""Signals: Ctrl-C and SIGTERM both end a command with a sentence and the signal's exit code."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from types import FrameType
 from typing import Any
 
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
-GO_ON = "stopped; run the same command again to go on"
+GO_ON = "stopped; run the same command again to resume"
 
 
 def stopped_by(number: int) -> BaseException:
-    """What ends the work after a signal: an interrupt, or an exit with the signal's code."""
+    """The exception for a signal: KeyboardInterrupt, or SystemExit with the signal's code."""
     return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(CODES[signal.Signals(number)])
 
 
 def catch_signals() -> None:
-    """From now on both signals end this process from wherever it is; at once while modules are loaded, which would
-    turn an interrupt into errors of their own."""
+    """Install handlers that end this process from anywhere; at once during imports, which would turn an interrupt into
+    other errors."""
     for number in CODES:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as shells start what runs in the background
+        if signal.getsignal(number) is not signal.SIG_IGN:  # shells ignore SIGINT for background jobs
             signal.signal(number, _stop)
 
 
 def ignore_signals() -> None:
-    """At the end there is nothing left to stop."""
+    """Ignore both signals at the end of the process."""
     for number in CODES:
         signal.signal(number, signal.SIG_IGN)
 
@@ -44,7 +44,7 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Signals wait until the end of this block; processes begun in it start with both held back (`let_through`)."""
+    """Block signals until the end of this block; processes started in it inherit that (`let_through`)."""
     if not hasattr(signal, "pthread_sigmask"):  # not on Windows
         yield
         return
@@ -57,7 +57,7 @@ def held_back() -> Iterator[None]:
 
 @contextmanager
 def let_through() -> Iterator[None]:
-    """In a process that was begun with signals held back: inside this block they act."""
+    """In a process started with signals blocked: unblock them inside this block."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
@@ -66,13 +66,13 @@ def let_through() -> Iterator[None]:
     try:
         yield
     finally:
-        for number in CODES:  # idle, it has nothing to save
+        for number in CODES:  # an idle process has nothing to save
             signal.signal(number, signal.SIG_DFL)
 
 
 class Asked:
-    """Whether this process was asked to stop while a block of work wanted to end its step first. The same signal once
-    more acts at once. Only the main thread can listen; elsewhere nobody ever asks."""
+    """Defers a signal until the current step ends. The same signal again acts at once. Signals are handled only in the
+    main thread; elsewhere this has no effect."""
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -105,6 +105,6 @@ class Asked:
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
     def end(self) -> None:
-        """Stop, if it was asked for."""
+        """Stop, if a signal was received."""
         if self.number is not None:
             raise stopped_by(self.number)

@@ -28,7 +28,7 @@ BLANK = "___"
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of written text: given by the prompt (step −1), or revealed at `step`."""
+    """A piece of text: given by the prompt (step −1), or revealed at `step`."""
 
     text: str
     step: int
@@ -36,8 +36,8 @@ class Piece:
 
 @dataclass(frozen=True, repr=False)
 class Story:
-    """How a text appeared. texts: before the first step and after each, ░ for what is still masked; log_probs: what the
-    model gave each token when it was drawn, 0 where given."""
+    """The steps of generation. texts: before the first step and after each, ░ for masks; log_probs: the model's
+    log-probability of each token when it was drawn, 0 where given."""
 
     texts: list[str]
     log_probs: list[float]
@@ -48,7 +48,7 @@ class Story:
 
 @dataclass(frozen=True, repr=False)
 class Text:
-    """What was written for one prompt. tokens: of a model of whole texts, those up to the end; revealed_at: the step of
+    """A text generated for one prompt. tokens: of a model of whole texts, those up to the end; revealed_at: the step of
     each token, −1 where given; trace: on request."""
 
     prompt: str
@@ -64,7 +64,7 @@ class Text:
 
 @dataclass(frozen=True, repr=False)
 class Writer:
-    """Writes, continues and fills in text.
+    """Generates, continues and infills text.
 
     >>> writer = load("sentences-imdm")  # which ships; or the folder of another model
     >>> writer.write("It was a dark", steps=4)[0].text.startswith("It was a dark")
@@ -96,10 +96,10 @@ class Writer:
         seed: int = 0,
         **options: Any,
     ) -> list[Text]:
-        """`num` continuations of each prompt (of nothing without one), to `length` tokens, one prompt after another. A
-        model of whole texts ends them itself, within `length` tokens.
-        Text i of the result depends on the i-th key of `seed`, so that equal prompts are continued differently.
-        Options as in `MaskedDiffusionLM.generate`: steps, noise, temperature, top_p, trace and the like."""
+        """`num` continuations of each prompt (unconditional samples without one), to `length` tokens, one prompt after
+        another. A model of whole texts ends them itself, within `length` tokens. Text i of the result depends on the
+        i-th key of `seed`, so equal prompts get different continuations. Options as in `MaskedDiffusionLM.generate`:
+        steps, noise, temperature, top_p, trace and the like."""
         given = [""] if prompts is None else _texts(prompts, "prompt")
         if prompts is not None and (not given or not all(prompt.strip() for prompt in given)):
             raise UserError("the prompt is empty; leave it out to write from nothing")
@@ -119,16 +119,15 @@ class Writer:
         **options: Any,
     ) -> list[Text]:
         """Fill every `marker` in the text, or in each of several, with `blank` tokens, `num` times. Seed and options as
-        in `write`; texts of one length are written together. A model of whole texts takes the text as one, which ends
-        where it does."""
+        in `write`; texts of one length are written together. For a model of whole texts the text is complete: it ends
+        where given."""
         given, marker = _texts(text, "text"), _text("marker", marker)
         if not given:
             raise UserError("nothing to fill in: there is no text")
         return self._filled(given, [self.blanked(one, blank, marker) for one in given], num, seed, options)
 
     def blanked(self, text: str, blank: int, marker: str) -> list[int]:
-        """begin, the text with holes, end; and padding, where rows are whole texts: rows without it would be of another
-        kind than those that the model has learnt."""
+        """begin, the text with holes, end; and padding, where rows are whole texts, as in the model's training data."""
         check_whole("blank", blank, 1, self.model.config.length)
         if not marker:
             raise UserError("marker = '': nothing to look for; the usual one is '___'")
@@ -138,7 +137,7 @@ class Writer:
         for number, part in enumerate(parts):
             last = number == len(parts) - 1
             ids += [special.mask] * blank * (number > 0)
-            ids += self.encode(part if last else part.rstrip(" "))  # a blank's first token brings its own space
+            ids += self.encode(part if last else part.rstrip(" "))  # a blank's first token has its own space
         return self._whole(ids)
 
     def framed(self, text: str) -> list[int]:
@@ -153,12 +152,12 @@ class Writer:
         return self._padded(row)
 
     def _padded(self, row: list[int]) -> list[int]:
-        """A row as long as those that a model of whole texts has learnt."""
+        """For a model of whole texts: padded to the training length."""
         ending, length = self.model.config.ending, self.model.config.length
         return row if ending is None else row + [ending.pad] * (length - len(row))
 
     def encode(self, text: str) -> list[int]:
-        """What is typed is text: `<mask>` or `<eos>` in it are characters like others."""
+        """Token ids of a text; names of special tokens such as `<mask>` or `<eos>` are ordinary characters."""
         if not text:
             return []
         ids = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
@@ -172,16 +171,17 @@ class Writer:
 
     @property
     def _framed(self) -> int:
-        """Tokens around a prompt and its holes: begin and end, or begin alone where a model finds the end itself."""
+        """Number of tokens around a prompt and its holes: begin and end, or only begin where the model generates the
+        end."""
         return 2 if self.model.config.ending is None else 1
 
     def room(self, prompt: str) -> int:
-        """How many tokens the model can write after a prompt, at most."""
+        """The most tokens the model can generate after a prompt."""
         return self.model.config.length - len(self.encode(prompt)) - self._framed
 
     def prefixed(self, prompt: str, length: int) -> list[int]:
-        """begin, the prompt, holes, end: the frame of the rows the model was trained on. A model of whole texts finds
-        the end itself, and has padding after `length` tokens: it knows that a text then ends before them."""
+        """begin, the prompt, holes, end: as in the rows the model was trained on. A model of whole texts generates the
+        end itself, and has padding after `length` tokens, so that the text ends before."""
         special, ids, whole = self._special, self.encode(prompt), self.model.config.ending is not None
         holes = length - len(ids) - self._framed
         if holes < 1:
@@ -231,8 +231,8 @@ class Writer:
         return replace(text, trace=Story(texts, made.trace.log_probs[row, :size].tolist()))
 
     def decode(self, tokens: list[int]) -> str:
-        """Text without special tokens; a new line where one document ends and another begins. Of a model of whole
-        texts, what comes before the end."""
+        """Text without special tokens; a new line where one document ends and another begins. For a model of whole
+        texts, all before the end."""
         if self.model.config.ending is not None:
             size = int(self.model.config.ending.lengths(torch.tensor(tokens, dtype=torch.int64)))
             return self.tokenizer.decode(tokens[:size], skip_special_tokens=True)
@@ -259,7 +259,7 @@ class Writer:
 
 
 def _within(options: dict[str, Any], place: Tensor, written: int) -> dict[str, Any]:
-    """What is to be told while some of several canvases is written, in the numbers of all of them."""
+    """Callbacks for one of several canvases, with indices and counts over all of them."""
     on_step, on_progress = options.get("on_step"), options.get("on_progress")
     found: dict[str, Callable[..., None]] = {}
     if on_step is not None:
@@ -295,9 +295,9 @@ def _texts(values: Any, name: str) -> list[str]:
 def load(
     name: str | Path, device: str | torch.device = "cpu", *, fast: bool = False, precision: str = "float32"
 ) -> Writer:
-    """A writer from a model folder, the name of a model that ships (`imdm models`) or a hub id, with the tokenizer that
-    lies beside the weights. fast: made ready by `faster`, which pays for many texts on a GPU; precision: of the
-    weights, `bf16` for large models."""
+    """A writer from a model folder, the name of a model that ships (`imdm models`) or a hub id, with the tokenizer
+    beside the weights. fast: prepared by `faster`, which pays off for many texts on a GPU; precision: of the weights,
+    `bf16` for large models."""
     from imdm.models import faster, load_model
 
     name, device = find(name), checked_device(device)

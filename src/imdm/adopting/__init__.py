@@ -1,5 +1,4 @@
-"""Other people's models, as models of ours: published masked diffusion models, and any language model of
-`transformers`."""
+"""Conversion of published models: masked diffusion models, and any language model of `transformers`."""
 
 from __future__ import annotations
 
@@ -21,14 +20,14 @@ from imdm.shipped import check_source, find
 __all__ = ["Adopted", "adopt", "adopt_into", "adopted_config", "source_files", "write_published"]
 
 FILES = ("*.json", "*.safetensors", "*.bin", "*.ckpt", "*.txt")
-UNIFORM = ("duo", "udlm", "uniform")  # what configurations of models call themselves whose noise is no mask
+UNIFORM = ("duo", "udlm", "uniform")  # names in configurations of uniform-state models
 BLOCKWISE = ("bd3lm", "block_size", "sdar", "llada2")
 
 
 @dataclass(frozen=True)
 class Adopted:
-    """A model, and what was found out about it. averaged: its weights are a training's average; tokenizer: the folder
-    that has one beside the weights; words: that tokenizer, where it was told which of its tokens is the mask."""
+    """A converted model. averaged: its weights are an EMA; tokenizer: the folder with the tokenizer beside the weights;
+    words: that tokenizer, if its mask token had to be set."""
 
     model: MaskedDiffusionLM
     averaged: bool
@@ -51,25 +50,25 @@ def adopt(
     whole: bool = False,
     dtype: torch.dtype | None = None,
 ) -> MaskedDiffusionLM:
-    """A published model as one of ours: the same log-probabilities, and all that works on ours works on it. Nothing in
-    the file is run. MDLM, SDTT, RADD and IMDM become our own transformer; LLaDA, Dream, A2D and the models of
-    `transformers` stay what they are, as a backbone.
+    """Convert a published model: same log-probabilities, and everything that works on our models works on it. No code
+    in the file is run. MDLM, SDTT, RADD and IMDM become our own transformer; LLaDA, Dream, A2D and the models of
+    `transformers` become a backbone, unchanged.
 
-    source          a hub id, a folder, or a file: .safetensors, .ckpt; or the name of a model that was fetched
-    length          the longest sequence, where no configuration beside the weights says it, or a shorter one
-    mask            of IMDM: law and scale of its infinite mask, which weights do not say; uniform on (−1, 1) unless
-                    given. Of a backbone: the mask it is to have, which adds nothing until trained
-    softcap         of attention scores, which weights do not say; none unless given (IMDM's LM1B models: 50)
-    mask_token_id   the mask's id, where configuration and tokenizer do not say it; of MDLM's like the last, or BERT's
-    heads           of attention, where neither weights nor configuration say it
-    averaged        take a training's averaged weights where a checkpoint has them
-    shift           of a causal model that was trained as a diffusion model: each position is predicted by the row
-                    before it (DiffuLLaMA), or by its own
-    adapt           take a causal language model, to be trained into a diffusion model: attention opened, shift kept,
-                    the mask as a new row of the embedding unless the tokenizer has one
-    causal          take a causal language model as it is, to be trained on from left to right (`autoregressive`); it
-                    has a row for the mask too, and never reads it, so that it fits the same rows of data
-    whole           it is to write whole texts: begin, end and padding are those of its tokenizer
+    source          a hub id, a folder, or a file: .safetensors, .ckpt; or the name of a downloaded model
+    length          the longest sequence, if no configuration gives it, or a shorter one
+    mask            for IMDM: distribution and scale of its noise, which are not in the weights; uniform on (−1, 1)
+                    unless given. For a backbone: its new mask, which adds nothing until trained
+    softcap         of attention scores, which is not in the weights; none unless given (IMDM's LM1B models: 50)
+    mask_token_id   the mask's id, if configuration and tokenizer do not give it; in MDLM's layout the last, or BERT's
+    heads           of attention, if neither weights nor configuration give it
+    averaged        use the averaged weights if a checkpoint has them
+    shift           for a causal model that was trained as a diffusion model: whether each position is predicted by the
+                    row before it (DiffuLLaMA), or by its own
+    adapt           convert a causal language model, to be trained into a diffusion model: bidirectional attention,
+                    shift kept, the mask as a new row of the embedding unless the tokenizer has one
+    causal          keep a causal language model causal, to be trained further with objective `autoregressive`; it gets
+                    an unused row for the mask, so that it fits the same data
+    whole           make it a model of whole texts, with its tokenizer's begin, end and padding
     dtype           of the weights; that of the file unless given, float32 in MDLM's layout
     """
     told = {"length": length, "mask": mask, "softcap": softcap, "mask_token_id": mask_token_id, "heads": heads}
@@ -85,14 +84,14 @@ def adopted_config(
     mask_token_id: int | None = None,
     **how: Any,
 ) -> MaskedDiffusionConfig:
-    """The configuration that `adopt` gives a model of `transformers`; its weights are not read. Those that `adopt`
-    knows by their weights, in the layouts of MDLM and DiffuGPT, are refused."""
+    """The configuration that `adopt` gives a model of `transformers`; its weights are not read. Models that `adopt`
+    recognises only by their weights, in the layouts of MDLM and DiffuGPT, are refused."""
     place, where = _place(source), f"model {str(source)!r}"
     names = dict.fromkeys(names_in(place))
     family = None if dit.is_published(names) else families.family_of(_raw(place), where)
     if family is None or families.is_diffugpt(names):
         raise UserError(
-            f"{where}: a stage takes in only what config.json names as a model of transformers; run 'imdm adopt' first "
+            f"{where}: a stage converts only models of transformers, by their config.json; run 'imdm adopt' first "
             "and start from its folder"
         )
     words = load_tokenizer(place) if has_tokenizer(place) else None
@@ -163,14 +162,14 @@ def _adopted(source: str | Path, averaged: bool, told: dict[str, Any], how: fami
 
 
 def _with_mask_named(words: Any, mask: int) -> Any:
-    """The tokenizer, told which of its tokens is the mask; LLaDA's, for one, does not say."""
+    """The tokenizer with its mask token set; LLaDA's, for one, has none set."""
     if words is not None and words.mask_token_id != mask and mask < len(words):
         words.mask_token = words.convert_ids_to_tokens(mask)
     return words
 
 
 def _place(source: str | Path) -> Path:
-    """The folder or file, downloaded if it is a hub id; of one that was fetched its folder."""
+    """The folder or file, downloaded if it is a hub id; for a downloaded one its folder."""
     check_source(source)
     path = as_path(find(source), "model")
     if path.exists():
@@ -184,7 +183,7 @@ def _place(source: str | Path) -> Path:
 
 
 def _raw(place: Path) -> dict[str, Any]:
-    """The configuration beside the weights; nothing without one."""
+    """The configuration beside the weights; empty without one."""
     file = (place if place.is_dir() else place.parent) / "config.json"
     raw = read_json(file, str(file)) if file.exists() else {}
     if not isinstance(raw, dict):
@@ -193,7 +192,7 @@ def _raw(place: Path) -> dict[str, Any]:
 
 
 def _settings(raw: dict[str, Any], where: str) -> dict[str, Any]:
-    """What a configuration says, under our names. Models that are no masked diffusion models are refused."""
+    """The settings of a configuration, under our names. Models that are no masked diffusion models are refused."""
     inner: dict[str, Any] = raw["model"] if isinstance(raw.get("model"), dict) else {}
     flat = {**{k: v for k, v in raw.items() if not isinstance(v, dict)}, **inner}
     kind = " ".join(str(flat.get(key, "")) for key in ("model_type", "diffusion", "parameterization", "algo", "name"))
@@ -202,19 +201,19 @@ def _settings(raw: dict[str, Any], where: str) -> dict[str, Any]:
     if any(word in kind for word in UNIFORM):
         raise UserError(f"{where}: its noise is other tokens, not a mask (a uniform-state model); ours are masked ones")
     if any(word in kind for word in BLOCKWISE) or block not in (None, flat.get("model_length")):
-        raise UserError(f"{where}: it writes block after block, each seeing those before; ours see all positions")
+        raise UserError(f"{where}: it is a block diffusion model; ours attend to all positions")
     graph = raw["graph"].get("type") if isinstance(raw.get("graph"), dict) else None
     other = flat.get("parameterization") in ("sedd", "ar", "d3pm")
     if other or graph == "uniform" or flat.get("scale_by_sigma") is not None:
-        raise UserError(f"{where}: it gives scores, not the law of a token (SEDD), or is no model of MDLM's kind")
+        raise UserError(f"{where}: it predicts scores, not token probabilities (SEDD), or is not in MDLM's layout")
     if raw.get("time_conditioning", flat.get("time_conditioning", False)) is True:
-        raise UserError(f"{where}: it is shown the time, and its answers depend on it; ours are not")
+        raise UserError(f"{where}: it is conditioned on time; ours are not")
     theirs = {"model_length": "length", "length": "length", "n_heads": "heads", "dropout": "dropout"}
     theirs |= {"mask_index": "mask_token_id", "softcap": "softcap"}
     found = {ours: flat[name] for name, ours in theirs.items() if flat.get(name) is not None}
     if "softcap" in found:
         check_number("softcap", found["softcap"])
-        if found["softcap"] <= 0:  # as theirs say that there is none
+        if found["softcap"] <= 0:  # theirs for none
             del found["softcap"]
     if "mask" in raw and isinstance(raw["mask"], dict):  # as `write_published` has it
         found["mask"] = raw["mask"]
@@ -235,9 +234,9 @@ def _config(weights: Weights, settings: dict[str, Any], told: dict[str, Any], wh
                 f"{where}: its weights are of mask {parse_mask(has).name}, not {parse_mask(told['mask']).name}"
             )
     found = dit.guessed(size) | settings | size | told
-    for name, what in (("length", "how long its sequences are"), ("heads", "how many heads its attention has")):
+    for name, what in (("length", "the length of its sequences"), ("heads", "its number of attention heads")):
         if name not in found:
-            raise UserError(f"{where}: nothing beside the weights says {what}; give {name}")
+            raise UserError(f"{where}: no configuration gives {what}; give {name}")
     check_whole("heads", found["heads"], 1)
     return MaskedDiffusionConfig(**found)
 
@@ -248,7 +247,7 @@ def write_published(model: MaskedDiffusionLM, folder: Path) -> None:
     if config.causal or config.mixture or config.backbone != {"kind": "dit"}:
         raise UserError("layout mdlm: only a diffusion transformer without a latent can be written so")
     if config.ending is not None or config.schedule["kind"] != "log-linear":
-        raise UserError("layout mdlm: its models write rows of a stream on the log-linear schedule; this one does not")
+        raise UserError("layout mdlm: it is for rows of a stream and the log-linear schedule; this model has others")
     if config.tie_word_embeddings:
         raise UserError("layout mdlm: its embedding and output are two matrices, this model has one for both")
     write_tensors(folder / "model.safetensors", dit.as_published(model), {"format": "pt"})
@@ -258,5 +257,5 @@ def write_published(model: MaskedDiffusionLM, folder: Path) -> None:
     theirs |= {"time_conditioning": False, "mask_index": config.mask_token_id}
     theirs |= {} if config.softcap is None else {"softcap": config.softcap}
     if config.mask["kind"] != "single":
-        theirs["mask"] = config.mask  # law and scale, which weights do not say
+        theirs["mask"] = config.mask  # distribution and scale, which are not in the weights
     write_json(folder / "config.json", theirs)

@@ -1,10 +1,9 @@
-"""Tensors from files that other programs wrote, read as data: no code in them is ever run.
+"""Reading tensors from PyTorch files as data: no code in them is ever run.
 
-A PyTorch file (`.ckpt`, `.pt`, `.bin`) is a pickle, and a pickle may name any function to be called, and set attributes
-of what it made. Here it cannot: the few names that tensors and containers need are answered by objects of our own,
-every other name by a class that does nothing, and none of them keeps what a file wants to set. Tensors are read when
-they are asked for, so that an optimiser's state beside the weights costs nothing. A file made to do harm may still use
-up memory or end the process; it cannot do more.
+A PyTorch file (`.ckpt`, `.pt`, `.bin`) is a pickle, and a pickle may call any function and set attributes. Here it
+cannot: the few names that tensors and containers need are mapped to our own objects, every other name to a class that
+does nothing, and attributes cannot be set. Tensors are read lazily, so an optimiser's state beside the weights costs
+nothing. A malicious file may still use up memory or end the process; it cannot do more.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ LARGEST_PICKLE = 1 << 25  # bytes of the pickle itself, without tensors
 
 
 class Sealed:
-    """Something that a pickle may hold and not change."""
+    """An object whose attributes a pickle cannot set."""
 
     def __setstate__(self, state: Any) -> None:
         pass
@@ -48,18 +47,18 @@ class Sealed:
 
 @dataclass(frozen=True)
 class Storage(Sealed):
-    """Numbers in the file that have not been read yet."""
+    """A tensor's storage in the file, not read yet."""
 
     file: Path
     entry: str
     dtype: torch.dtype
 
     def read(self, least: int) -> Tensor:
-        """All of them, if there are at least so many."""
+        """All its elements, if there are at least `least`."""
         with zipfile.ZipFile(self.file) as archive:
             info = archive.getinfo(self.entry)
             if info.compress_type != zipfile.ZIP_STORED or info.file_size < least * self.dtype.itemsize:
-                raise UserError(f"{self.file}: a tensor of it reaches beyond its own numbers, or these are compressed")
+                raise UserError(f"{self.file}: a tensor of it reaches beyond its storage, or that is compressed")
             data = bytearray(archive.read(self.entry))
         return torch.frombuffer(data, dtype=self.dtype, count=len(data) // self.dtype.itemsize)
 
@@ -89,11 +88,11 @@ class Stored(Sealed):
 
 
 class Unreadable(Sealed):
-    """A tensor of a type of numbers that is not read here."""
+    """A tensor of an unsupported dtype."""
 
 
 class Inert(Sealed):
-    """What stands for every object that is not needed to read tensors: it takes anything and does nothing."""
+    """Replaces every object that is not needed to read tensors: accepts any call and does nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -139,10 +138,10 @@ NEEDED = {
     ("torch._utils", "_rebuild_parameter"): Call(lambda data, *others: data),
     ("torch", "Size"): Call(lambda sizes=(): tuple(sizes)),
 }
-"""All that a checkpoint may name to any effect."""
+"""All names in a checkpoint that have an effect."""
 
 
-class Reader(pickle._Unpickler):  # the one in Python: a few bytes do not make it ask for gigabytes
+class Reader(pickle._Unpickler):  # the Python version: a few bytes cannot make it allocate gigabytes
     """Reads a pickle of PyTorch's into plain containers, numbers, text and `Stored` tensors."""
 
     def __init__(self, pickled: Any, file: Path, folder: str, entries: set[str]) -> None:
@@ -162,7 +161,7 @@ class Reader(pickle._Unpickler):  # the one in Python: a few bytes do not make i
 
 
 def read_pickled(file: Path) -> Any:
-    """What a PyTorch file holds, tensors unread."""
+    """The contents of a PyTorch file, tensors unread."""
     if not file.is_file():
         raise UserError(f"{file}: no such file")
     if not zipfile.is_zipfile(file):
@@ -186,21 +185,21 @@ def read_pickled(file: Path) -> Any:
                 return Reader(pickled, file, folder, entries).load()
     except UserError:
         raise
-    except Exception as error:  # a pickle fails in as many ways as there are bytes
+    except Exception as error:  # a pickle can fail in many ways
         raise UserError(f"{file} cannot be read as a checkpoint: {reason_of(error)}") from None
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The tensors of a file by name, in its order; averaged: whether they are a training's average."""
+    """The tensors of a file by name, in its order; averaged: whether they are an EMA."""
 
     tensors: dict[str, Tensor]
     averaged: bool = False
 
 
 def read_weights(file: Path, *, averaged: bool = True) -> Weights:
-    """The weights in a file: safetensors, or PyTorch's own, a state dict alone or below `state_dict`. Where a training
-    kept an average beside it (`ema.shadow_params`), that one, unless told."""
+    """The weights in a file: safetensors, or PyTorch's own, a state dict alone or below `state_dict`. If it has
+    averaged weights (`ema.shadow_params`), these, unless `averaged` is False."""
     if file.suffix == ".safetensors":
         return Weights(read_tensors(file, f"weights {file}"))
     content = read_pickled(file)
@@ -209,7 +208,7 @@ def read_weights(file: Path, *, averaged: bool = True) -> Weights:
     stored = {str(name): value for name, value in state.items() if isinstance(value, Stored)}
     for name, value in state.items():
         if isinstance(value, Unreadable):
-            raise UserError(f"{file}: {name!r} is of a type of numbers that is not read here; save it as float32")
+            raise UserError(f"{file}: {name!r} has an unsupported dtype; save it as float32")
     if not stored:
         raise UserError(f"{file} holds no weights: neither tensors by name nor a state_dict of them")
     average = content.get("ema") if averaged and "state_dict" in content else None
@@ -228,7 +227,7 @@ def _averaged(file: Path, stored: Mapping[str, Stored], shadow: Sequence[Any]) -
     if not fits:
         raise UserError(
             f"{file}: its averaged weights are {len(shadow)} tensors that do not match its {len(names)} parameters one "
-            "by one; take the last weights instead (averaged=False)"
+            "by one; use the last weights instead (averaged=False)"
         )
     found = {name: one.read() for name, one in stored.items() if name not in set(names)}
     return found | {name: one.read() for name, one in zip(names, shadow, strict=True)}
@@ -247,7 +246,7 @@ def files_in(folder: Path) -> list[Path]:
         index = read_json(there[0], str(there[0]))
         parts = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(parts, dict) or not all(isinstance(part, str) for part in parts.values()):
-            raise UserError(f"{there[0]} does not say which file each tensor is in")
+            raise UserError(f"{there[0]} does not list the file of each tensor")
         return [folder / Path(part).name for part in dict.fromkeys(parts.values())]
     names = ("model.safetensors", "pytorch_model.bin")
     files = [folder / name for name in names if (folder / name).exists()][:1]

@@ -1,7 +1,7 @@
 """The layout in which MDLM, SDTT, RADD, IMDM and their relatives publish their diffusion transformer, and ours.
 
-The two differ in names alone: renamed, the weights give the same log-probabilities. RADD has no adaLN, as our models
-have none once it is folded. IMDM's noise MLP and finite masks lie beside the token embedding.
+The two differ only in names: renamed, the weights give the same log-probabilities. RADD has no adaLN, like our models
+once it is folded. IMDM's noise MLP and finite masks are beside the token embedding.
 
     vocab_embed.embedding                     embedding.weight
     vocab_embed.imdm_mlp.{0,2}                mask_embedding.{input,output}     infinite masks
@@ -47,7 +47,7 @@ IN_A_BLOCK = {
     "mlp.2": "mlp.down",
     "adaLN_modulation": "modulation",
 }
-"""Layers as they and as we call them; tensors are `.weight` and `.bias` of these, or the name itself."""
+"""Names of layers, theirs and ours; tensors are `.weight` and `.bias` of these, or the name itself."""
 ROTARY = "rotary_emb.inv_freq"
 HEADS = {768: 12, 1024: 16, 1536: 16}  # of the published sizes, by width
 BERT = 30_522, 103  # its vocabulary has the mask in the middle
@@ -55,7 +55,7 @@ CONDITION = 128  # of every published model
 
 
 def stripped(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Names without what wrappers put in front of them."""
+    """Names without prefixes of wrappers."""
 
     def bare(name: str) -> str:
         while prefix := next((p for p in PREFIXES if name.startswith(p)), None):
@@ -82,7 +82,7 @@ def names(blocks: int) -> dict[str, str]:
 
 
 def renamed(weights: Mapping[str, Tensor], blocks: int, source: str) -> dict[str, Tensor]:
-    """Weights under our names; one that we do not know is refused."""
+    """Weights under our names; unknown ones are refused."""
     known, found = names(blocks), {}
     for name, weight in stripped(weights).items():
         if name == ROTARY:
@@ -102,7 +102,7 @@ def _stranger(name: str) -> str:
 
 
 def size_of(weights: Mapping[str, Tensor], source: str) -> dict[str, Any]:
-    """What the weights themselves say of a configuration: sizes, masks; heads where the rotation's buffer is kept."""
+    """The part of a configuration that follows from the weights: sizes, masks; heads if the rotary buffer is saved."""
     bare = stripped(weights)
     embedding = bare["vocab_embed.embedding"]
     if embedding.ndim != 2:
@@ -129,7 +129,7 @@ def size_of(weights: Mapping[str, Tensor], source: str) -> dict[str, Any]:
 
 
 def guessed(size: Mapping[str, Any]) -> dict[str, Any]:
-    """What holds of the published models, where neither weights nor configuration say it."""
+    """Defaults of the published models, if neither weights nor configuration give them."""
     vocabulary, heads = size["vocab_size"], HEADS.get(size["width"])
     found = {"mask_token_id": BERT[1] if vocabulary == BERT[0] else vocabulary - 1}
     return found if heads is None else found | {"heads": heads}
@@ -139,7 +139,7 @@ def _check_rotary(frequencies: Tensor, source: str) -> None:
     if frequencies.ndim != 1 or not len(frequencies):
         raise UserError(f"{source}: {ROTARY!r} has shape {tuple(frequencies.shape)}, not (half a head's width,)")
     if not torch.allclose(frequencies.float(), rotary_frequencies(2 * len(frequencies)), rtol=1e-3):
-        raise UserError(f"{source}: positions are rotated by other angles than base 10,000 gives; ours are not")
+        raise UserError(f"{source}: its rotary embedding does not have base 10,000, as ours has")
 
 
 def loaded(model: MaskedDiffusionLM, weights: Mapping[str, Tensor], source: str) -> MaskedDiffusionLM:
@@ -161,8 +161,8 @@ def loaded(model: MaskedDiffusionLM, weights: Mapping[str, Tensor], source: str)
 
 @torch.no_grad()
 def as_published(model: MaskedDiffusionLM) -> dict[str, Tensor]:
-    """The weights of a model under their names, below `backbone.`, as MDLM's own class loads them. Where adaLN was
-    folded, one is put back that has no effect but the shifts of the norms."""
+    """The weights of a model under their names, below `backbone.`, as MDLM's own class loads them. If adaLN was folded,
+    one is added that only has the shifts of the norms."""
     config, weights = model.config, dict(model.state_dict())
     if not config.condition:
         weights = _unfolded(weights, config.width, config.blocks)
@@ -173,7 +173,7 @@ def as_published(model: MaskedDiffusionLM) -> dict[str, Tensor]:
 
 
 def _unfolded(weights: dict[str, Tensor], width: int, blocks: int) -> dict[str, Tensor]:
-    """adaLN whose weights are zero: what it adds is its bias alone, shift, scale and gate of each block."""
+    """adaLN with zero weights: only its bias has an effect, shift, scale and gate of each block."""
     found, zero, one = dict(weights), torch.zeros(width), torch.ones(width)
     for n in range(blocks):
         shift1, shift2 = (found.pop(f"blocks.{n}.norm{k}.bias").float().cpu() for k in (1, 2))

@@ -1,11 +1,11 @@
-"""Folders of `transformers` models, and of those that are such a model under another name.
+"""Folders of `transformers` models, and of published models that are such a model under another name.
 
 LLaDA                          Llama, its layers renamed
 Dream                          Qwen2; each position predicted by the row before it
 DiffuGPT                       GPT-2, its parts renamed; shifted too
 A2D (`a2d-llama`, …)           the model after `a2d-`
 BERT, RoBERTa, ModernBERT, …   themselves, with the head for masked tokens
-Llama, Qwen, Gemma, GPT-2, …   themselves, attention opened: a causal model to be adapted, or one that was
+Llama, Qwen, Gemma, GPT-2, …   themselves, with bidirectional attention: a causal model to be adapted, or one that was
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ LLADA_SWITCHES = {"block_type": "llama", "activation_type": "silu", "layer_norm_
 LLADA_OFF = ["alibi", "include_bias", "include_qkv_bias", "attention_layer_norm", "multi_query_attention", "clip_qkv"]
 LLADA_OFF += ["scale_logits", "input_emb_norm"]
 NOT_NEEDED = re.compile(r"(^|\.)(pooler|seq_relationship)\.|(^|\.)(position_ids|inv_freq|masked_bias|attn\.bias)$")
-"""Tensors beside those of a language model that say nothing of what it predicts."""
+"""Tensors that do not affect what a language model predicts."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """What a folder's configuration says. fields: of `transformers`' configuration; shift: None where it does not say,
-    as a causal model's does not; mask: its id, None where it does not say."""
+    """A model's family, from its configuration. fields: of `transformers`' configuration; shift: None if unknown, as
+    for causal models; mask: its id, None if unknown."""
 
     name: str
     fields: dict[str, Any]
@@ -84,8 +84,8 @@ def is_diffugpt(tensors: Mapping[str, Any]) -> bool:
 
 
 def diffugpt(tensors: Mapping[str, Tensor], raw: Mapping[str, Any], heads: int | None, where: str) -> Family:
-    """DiffuGPT's family, read off its tensors: what lies beside them is the base model's configuration, if any. Its
-    mask is an ordinary word in the small model and a row of its own in the medium one."""
+    """DiffuGPT's family, from its tensors: the configuration beside them, if any, is the base model's. Its mask is an
+    ordinary word in the small model and a row of its own in the medium one."""
     bare = _renamed_diffugpt(tensors)
     try:
         rows, width = bare["transformer.wte.weight"].shape
@@ -101,7 +101,7 @@ def diffugpt(tensors: Mapping[str, Tensor], raw: Mapping[str, Any], heads: int |
 
 
 def _renamed_diffugpt(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Under GPT-2's names. Embedding and head may be one, and there once."""
+    """Under GPT-2's names. Embedding and head may be tied."""
     trunk = {n: t for n, t in tensors.items() if n.startswith(DIFFUGPT)}
     found = {f"transformer.{name.removeprefix(DIFFUGPT)}": tensor for name, tensor in trunk.items()}
     found |= {n: t for n, t in tensors.items() if n not in trunk and n != "embed_tokens.weight"}
@@ -114,7 +114,7 @@ def _llada(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     strange = [name for name, value in LLADA_SWITCHES.items() if raw.get(name, value) != value]
     strange += [name for name in LLADA_OFF if raw.get(name)]
     if strange:
-        raise UserError(f"{where}: its {strange[0]} is {raw.get(strange[0])!r}, which makes it no Llama")
+        raise UserError(f"{where}: its {strange[0]} is {raw.get(strange[0])!r}, which Llama does not have")
     names = {"d_model": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads"}
     names |= {"max_sequence_length": "max_position_embeddings"}
     if lacking := [name for name in (*names, "vocab_size") if raw.get(name) is None]:
@@ -156,14 +156,14 @@ class Vocabulary:
 
 
 def vocabulary_of(family: Family, told: int | None, words: Any, adapt: bool, where: str) -> Vocabulary:
-    """The ids that mean something: those of the tokenizer, where there is one; a table may be padded beyond them."""
+    """The ids in use: those of the tokenizer, if there is one; the embedding may be padded beyond them."""
     rows = facts(family.fields).rows
     known = rows if words is None else len(words)
     said = [told, family.mask, None if words is None else words.mask_token_id]
     said += [BERT[1]] if (family.fields["model_type"], rows) == ("bert", BERT[0]) else []
     mask = next((one for one in said if one is not None), None)
     if mask is None and not adapt:
-        raise UserError(f"{where}: neither its config.json nor a tokenizer says the mask's id; give mask_token_id")
+        raise UserError(f"{where}: neither its config.json nor a tokenizer gives the mask's id; give mask_token_id")
     fresh = mask is None or (adapt and mask >= rows)
     mask = known if mask is None else mask
     check_whole("mask_token_id", mask, 0)
@@ -175,7 +175,7 @@ def vocabulary_of(family: Family, told: int | None, words: Any, adapt: bool, whe
 
 @dataclass(frozen=True)
 class How:
-    """What a model is to be: see `imdm.adopt`."""
+    """Options of the conversion: see `imdm.adopt`."""
 
     adapt: bool = False
     causal: bool = False
@@ -184,14 +184,14 @@ class How:
 
     @property
     def extends(self) -> bool:
-        """Whether it may get a row for a mask that it does not have."""
+        """Whether a row for a missing mask token may be added."""
         return self.adapt or self.causal
 
 
 def adopted(
     family: Family, weights: Weights, words: Any, told: dict[str, Any], how: How, where: str
 ) -> MaskedDiffusionLM:
-    """The folder's model as one of ours."""
+    """Convert the folder's model."""
     config = config_of(family, words, told, how, where)
     lm = _loaded(family, _renamed(weights.tensors, family), how.dtype, where)
     if vocabulary_of(family, told.get("mask_token_id"), words, how.extends, where).fresh:
@@ -201,16 +201,16 @@ def adopted(
 
 
 def config_of(family: Family, words: Any, told: dict[str, Any], how: How, where: str) -> MaskedDiffusionConfig:
-    """That of the folder's model as one of ours, with a single mask."""
+    """The configuration of the converted model, with a single mask."""
     for name in ("softcap", "heads"):
         if name in told:
-            raise UserError(f"{name}: {where} says it in its own config.json; leave it out")
+            raise UserError(f"{name}: {where} has it in its own config.json; leave it out")
     shift = _shift(family, told.get("shift"), how, where)
     vocabulary = vocabulary_of(family, told.get("mask_token_id"), words, how.extends, where)
     known = facts(family.fields)
     length = told.get("length", known.positions)
     if length is None:
-        raise UserError(f"{where}: its config.json does not say how long its sequences are; give length")
+        raise UserError(f"{where}: its config.json does not give the length of its sequences; give length")
     theirs, fields = parse_config(family.fields), dict(family.fields)
     if vocabulary.fresh:
         fields["vocab_size"] = max(known.rows, vocabulary.size)
@@ -231,25 +231,25 @@ def config_of(family: Family, words: Any, told: dict[str, Any], how: How, where:
 def _ending(words: Any, where: str) -> dict[str, Any]:
     """How whole texts begin and end, as text is prepared with this tokenizer (`packing: whole`)."""
     if words is None:
-        raise UserError(f"{where}: there is no tokenizer beside it that says how whole texts begin and end; give one")
+        raise UserError(f"{where}: there is no tokenizer beside it with the begin and end of whole texts; give one")
     special = special_ids(words)
     return {"bos_token_id": special.begin, "eos_token_id": special.end, "pad_token_id": special.pad}
 
 
 def _shift(family: Family, told: bool | None, how: How, where: str) -> bool:
     if how.adapt and how.causal:
-        raise UserError(f"{where}: adapt opens its attention, and causal keeps it as it is; give one of them")
+        raise UserError(f"{where}: adapt makes its attention bidirectional, causal keeps it causal; give one of them")
     if (how.adapt or how.causal) and family.shift is not None:
         raise UserError(f"{where} is no causal language model ({family.name}): there is nothing to adapt")
     if how.causal and told is not None:
-        raise UserError(f"{where}: a model that reads from left to right predicts what follows; leave out shift")
+        raise UserError(f"{where}: a causal model always predicts the next token; leave out shift")
     if told is not None or how.causal:
         return bool(told)
     if family.shift is None and not how.adapt:
         raise UserError(
             f"{where} is a causal language model ({family.name}): adapt it, to be trained into a diffusion model "
-            "(adapt=True, --adapt); or, if it was trained as one, say whether each position is predicted by the row "
-            "before it (shift=True or False, --shift or --no-shift)"
+            "(adapt); or, if it was trained as one, say whether each position is predicted by the row "
+            "before it (shift)"
         )
     return True if family.shift is None else family.shift
 
@@ -260,7 +260,7 @@ def _dropout(config: Any) -> float:
 
 
 def _loaded(family: Family, tensors: dict[str, Tensor], dtype: torch.dtype | None, where: str) -> Any:
-    """`transformers`' own model with these weights, all that it has and no others, in the precision of the file."""
+    """`transformers`' own model with these weights, exactly these, in the dtype of the file."""
     config = parse_config(family.fields)
     kinds = [tensor.dtype for tensor in tensors.values() if tensor.is_floating_point() and tensor.ndim > 1]
     how: dict[str, Any] = {"dtype": dtype or max(set(kinds), key=kinds.count, default=torch.float32)}
@@ -269,7 +269,7 @@ def _loaded(family: Family, tensors: dict[str, Tensor], dtype: torch.dtype | Non
             None, config=config, state_dict=tensors, output_loading_info=True, **attention_of(config), **how
         )
     except RuntimeError as error:
-        raise UserError(f"{where}: its weights do not have the shapes its config.json says") from error
+        raise UserError(f"{where}: its weights do not have the shapes of its config.json") from error
     except (OSError, TypeError, KeyError, AttributeError, ValueError) as error:
         raise UserError(f"{where} cannot be loaded: {reason_of(error)}") from error
     missing = sorted(info["missing_keys"])

@@ -1,4 +1,4 @@
-"""Time and memory of what we do beside a plain version of the same, in one run: a regression shows in the ratio.
+"""Time and memory of our code beside a plain version of the same, in one run: a regression shows in the ratio.
 
 A benchmark is a function from sizes to rows, registered by name, with a file of its own; `imdm bench` runs them.
 """

@@ -1,5 +1,5 @@
-"""Clients of the service, each of which asks again as soon as it is answered. Run as a program, in a process of their
-own, so that they take no time of the service's: what to ask comes as JSON, how long each answer took goes back."""
+"""Clients of the service, each of which sends its next request as soon as it has a response. Run as a separate process,
+so that they take no time from the service: requests come in as JSON, latencies go out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 async def _ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, port: int, body: bytes) -> tuple[int, Any]:
-    """One request on a connection that stays open: the status, and what was answered."""
+    """One request on a persistent connection: status and body of the response."""
     head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
     writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
     lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")

@@ -1,5 +1,5 @@
-"""Writing at size: a Llama of LLaDA-8B's shape with random weights, beside the plain way that is published for such
-models: the logits of all positions at every step, a softmax of them all, the most certain tokens revealed."""
+"""Sampling from a large model: a Llama of LLaDA-8B's shape with random weights, beside the published sampler for such
+models: logits of all positions at every step, a softmax of all, the most confident tokens revealed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ REPEATS = 3
 
 
 def fresh(fields: dict[str, Any], mask: int, length: int, dtype: torch.dtype) -> MaskedDiffusionLM:
-    """The model, made where it is measured and in that precision: nothing is held twice."""
+    """The model, built on the device and in the dtype of the measurement, so that memory holds it once."""
     with device(), _by_default(dtype):
         config = MaskedDiffusionConfig(
             vocab_size=fields["vocab_size"],
@@ -63,8 +63,8 @@ def _by_default(dtype: torch.dtype) -> Iterator[None]:
 
 @torch.no_grad()
 def published(lm: Any, tokens: Tensor, mask: int, steps: int) -> Tensor:
-    """`steps` steps from `tokens` (B, L) of masks: a token for every position by Gumbel noise in float64, as certain as
-    the softmax says; each step reveals an equal share of positions, the most certain ones."""
+    """`steps` steps from `tokens` (B, L) of masks: a token for every position by Gumbel noise in float64, with its
+    softmax probability as confidence; each step reveals an equal share of positions, the most confident ones."""
     share = tokens.shape[1] // steps
     for step in range(steps):
         logits = lm(input_ids=tokens).logits  # (B, L, V)
@@ -81,7 +81,7 @@ def published(lm: Any, tokens: Tensor, mask: int, steps: int) -> Tensor:
 
 
 def writing_flops(model: MaskedDiffusionLM, tokens: int, length: int, steps: int) -> float:
-    """Every position passes the layers in every step, and the head once."""
+    """Every position goes through the layers in every step, and through the head once."""
     fields = model.config.backbone["config"]
     lm = model.backbone.get_network()
     weights = sum(weight.numel() for weight in layers_of(lm)[0].parameters() if weight.ndim == 2)
@@ -92,7 +92,7 @@ def writing_flops(model: MaskedDiffusionLM, tokens: int, length: int, steps: int
 
 @benchmarks.register("llada")
 def llada(size: Size) -> Iterator[Row]:
-    """Ours compiled, and not: theirs is not."""
+    """Ours compiled and not compiled; theirs not compiled."""
     given = SIZES[size]
     batch, length, mask, fields = given["batch"], given["length"], given["mask"], fitting(given["fields"])
     model = fresh(fields, mask, length, given["dtype"])

@@ -1,7 +1,7 @@
 """The head's losses, forward and backward: linear and cross-entropy, linear and KL, at several vocabularies.
 
-Others that are installed run beside ours: liger-kernel, cut-cross-entropy (which knows no bias), torch's own chunked
-one.
+Other implementations run beside ours if they are installed: liger-kernel, cut-cross-entropy (without a bias), torch's
+own chunked one.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _chunked(head: Head, read: Any) -> Tensor:
 
 
 def _others(head: Head, targets: Tensor) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """The same cross-entropy by others; the mask has no special place with them."""
+    """The same cross-entropy by others, which do not exclude the mask."""
     yield "chunked", lambda: _chunked(head, Chosen(targets))
     rows, layer = head.rows, head.layer
     if hasattr(nn, "LinearCrossEntropyOptions"):

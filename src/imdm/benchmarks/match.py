@@ -1,4 +1,4 @@
-"""Steps of on-policy distillation: student, frozen teacher and auxiliary network, recorded and not."""
+"""Steps of on-policy distillation: student, frozen teacher and auxiliary network, with and without CUDA graphs."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def _row(given: dict[str, Any]) -> Row:
         settings={**given, "batch": batch, "mask": NOISY, "precision": "bf16" if cuda else "float32"},
         per="step",
         also={"not recorded": took[False]},
-        note=f"{OBJECTIVE.auxiliary.updates} updates of the auxiliary a step; recorded on a GPU alone",
+        note=f"{OBJECTIVE.auxiliary.updates} updates of the auxiliary a step; CUDA graphs only on a GPU",
     )
 
 
 def _trained(
     student: MaskedDiffusionLM, teacher: MaskedDiffusionLM, source: TokenSource, batch: int, graphs: bool
 ) -> Took:
-    """Steps as they are taken, the first ones, which compile and record, not counted."""
+    """Consecutive training steps; the first ones, with compilation and CUDA-graph capture, are not counted."""
     cuda = device().type == "cuda"
     config = TrainConfig(
         steps=10_000, batch=batch, precision="bf16" if cuda else "float32", compile=cuda, graphs=graphs
@@ -74,9 +74,9 @@ def _trained(
 
 
 def _flops(student: MaskedDiffusionLM, teacher: MaskedDiffusionConfig, batch: int, length: int) -> float:
-    """Of the steps that are timed, on average. Each of a step's updates reads and draws with the student and trains the
-    auxiliary, at three times an evaluation; the last trains the student too, and asks the teacher. Positions are those
-    that the plans have masked: first, and again."""
+    """Of the steps that are timed, on average. Each of a step's updates samples from the student and trains the
+    auxiliary, at three times a forward pass; the last trains the student too, and evaluates the teacher. Positions are
+    those masked in z_t and in z̃."""
     total, tokens, last = 0.0, batch * length, OBJECTIVE.auxiliary.updates - 1
     blank = {"tokens": torch.zeros(batch, length, dtype=torch.int64)}
     for index in range(WARM, WARM + STEPS):

@@ -1,4 +1,4 @@
-"""How benchmarks measure, and what they leave: a row a comparison, with the machine and what it could do at best."""
+"""How benchmarks measure, and their results: a row a comparison, with the machine and its peak rates."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ benchmarks: Registry[Benchmark] = Registry("benchmark")
 
 @dataclass(frozen=True)
 class Machine:
-    """What ran, and its ceilings: TFLOP/s of a large product (bf16 on a GPU, float32 on a CPU), TB/s of a copy."""
+    """The machine, and its measured peaks: TFLOP/s of a large matmul (bf16 on a GPU, float32 on a CPU), TB/s of a
+    copy."""
 
     name: str
     torch: str
@@ -60,8 +61,8 @@ class Took:
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison. tokens: written or trained on in a run; flops: what a run must compute at least; per: what a
-    run is; also: other ways to do the same; figures: what else was measured."""
+    """One comparison. tokens: generated or trained on in a run; flops: necessary FLOPs of a run; per: what a run is;
+    also: other implementations; figures: other measurements."""
 
     work: str
     ours: Took
@@ -76,7 +77,7 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """How many times faster than plain."""
+        """Speed-up over plain."""
         return None if self.plain is None else self.plain.ms / self.ours.ms
 
     @property
@@ -85,7 +86,7 @@ class Row:
 
     @property
     def utilisation(self) -> float:
-        """The share of the machine's best product speed that the necessary operations amount to."""
+        """MFU: necessary FLOPs a second, relative to the machine's measured matmul peak."""
         return self.flops / self.ours.ms / 1e9 / machine().tflops
 
     def json(self) -> dict[str, Any]:
@@ -94,7 +95,7 @@ class Row:
 
 
 def timed(run: Callable[[], object], repeats: int, warm: int = 2) -> Took:
-    """Each run waited for, as one who calls it would."""
+    """Latency: each run is synchronised."""
     wait = _start()
     times = []
     for number in range(warm + repeats):
@@ -108,7 +109,7 @@ def timed(run: Callable[[], object], repeats: int, warm: int = 2) -> Took:
 
 
 def paced(step: Callable[[], object], repeats: int, warm: int = 5) -> Took:
-    """Steps of a loop that nobody waits for, as in training: the time from one's end to the next one's."""
+    """Throughput: steps of a loop without synchronisation, as in training; the time between ends of steps."""
     wait = _start()
     for _ in range(warm):
         step()

@@ -20,7 +20,7 @@ from imdm.state import Noised
 
 @torch.no_grad()
 def write(model: MaskedDiffusionLM, tokens: Tensor, steps: int, of: int | None = None) -> Tensor:
-    """The first `steps` of `of` (None: all) reverse steps from `tokens` (B, L), Eq. 13 as it is written."""
+    """The first `steps` of `of` (None: all) reverse steps from `tokens` (B, L), Eq. 13 implemented literally."""
     batch, mask_id = len(tokens), model.config.mask_token_id
     state = model.process.noised(tokens, torch.ones(batch, device=tokens.device), model.sample_keys(batch, 0))
     noise = state.noise
@@ -66,7 +66,7 @@ def sdtt(student: MaskedDiffusionLM, teacher: MaskedDiffusionLM, x: Tensor, step
 
 
 class Training:
-    """A step of training as one would first write it: eager, AdamW as torch has it, the average one by one."""
+    """A straightforward training step: eager, torch's AdamW, the EMA weight by weight."""
 
     def __init__(self, model: Any, precision: torch.dtype | None) -> None:
         self.model, self.precision = model.train(), precision
@@ -87,15 +87,15 @@ class Training:
 
 
 class Matching:
-    """On-policy distillation as one would first write it: half of the sequences from nothing, all of (B, L, V) of three
-    networks, `kl` clipped at 8."""
+    """Straightforward on-policy distillation: half of the sequences from all masks, all of (B, L, V) of three networks,
+    `kl` clipped at 8."""
 
     def __init__(self, student: MaskedDiffusionLM, teacher: MaskedDiffusionLM, precision: torch.dtype | None) -> None:
         self.student, self.teacher, self.auxiliary = student.train(), teacher, copy.deepcopy(teacher)
         self.both = Training(_Both([student, self.auxiliary]), precision)
 
     def step(self, x: Tensor, updates: int) -> None:
-        """Of the auxiliary alone, and at last of both."""
+        """Updates of the auxiliary alone, the last of both."""
         for update in range(updates):
             self.both.step(partial(self.loss, x, update == updates - 1))
 

@@ -1,4 +1,4 @@
-"""How fast `imdm prepare` is beside bare `encode_batch`, and whether its memory grows with the input.
+"""Throughput of `imdm prepare` beside plain `encode_batch`, and whether its memory grows with the input.
 
     python benchmarks/prepare.py TEXT.txt --tokenizer FOLDER --megabytes 32,256
 

@@ -1,4 +1,4 @@
-"""Writing `batch` sequences from nothing in 1, 8 and 64 steps."""
+"""Unconditional sampling of `batch` sequences in 1, 8 and 64 steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REPEATS = 20
 
 
 def fresh(preset: str, mask: str, **settings: Any) -> MaskedDiffusionLM:
-    """A model to measure with; what it has learned does not matter for speed."""
+    """A model with random weights, which do not matter for speed."""
     with device():
         return MaskedDiffusionLM(MaskedDiffusionConfig.preset(preset, mask=mask, **settings))
 

@@ -1,4 +1,4 @@
-"""How the cost of a written token moves with the batch, the vocabulary, the length and the number of steps."""
+"""Cost of a generated token as a function of batch size, vocabulary, length and number of steps."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def scaling(size: Size) -> Iterator[Row]:
 
 
 def figure(rows: Sequence[Mapping[str, Any]]) -> Any:
-    """Rows of this benchmark, as JSON has them: microseconds and memory a written token along each axis."""
+    """Plot rows of this benchmark, from JSON: microseconds and memory a generated token along each axis."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -72,6 +72,6 @@ def figure(rows: Sequence[Mapping[str, Any]]) -> Any:
                 axis.set_xscale("log", base=2)
                 axis.set_ylim(bottom=0)
                 axis.set_xlabel(name.replace("vocab_size", "vocabulary"))
-        axes[0][0].set_ylabel("µs a written token")
+        axes[0][0].set_ylabel("µs a generated token")
         axes[1][0].set_ylabel("peak memory, GiB")
     return made

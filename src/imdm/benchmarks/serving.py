@@ -1,4 +1,4 @@
-"""The service under load, on this machine alone: more and more clients, beside the same requests in sequence."""
+"""The service under load on this machine: increasing numbers of clients, beside the same requests in sequence."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def serving(size: Size) -> Iterator[Row]:
     with in_background(engine) as server:
         port = server.port
         for many in CLIENTS:
-            _load(port, many, requests[: 2 * many])  # new sizes of a batch have a price once
+            _load(port, many, requests[: 2 * many])  # warm-up of new batch sizes
             worked = time.process_time()
             over_http = _load(port, many, requests)
             worked = time.process_time() - worked
@@ -79,14 +79,15 @@ def serving(size: Size) -> Iterator[Row]:
                     "p50_in_sequence": float(before50),
                     "p95_in_sequence": float(before95),
                     "http_share": share,
-                    "cpu_seconds": worked,  # which hardly depend on what else this machine does
+                    "cpu_seconds": worked,  # nearly independent of other load
                     "cpu_seconds_in_sequence": processor,
                 },
             )
 
 
 def _writer(preset: str | None, length: int) -> Writer:
-    """The shipped model, or a fresh one of another size with its tokenizer; made ready for a GPU where there is one."""
+    """The shipped model, or one of another size with random weights and its tokenizer; prepared by `faster` on a
+    GPU."""
     shipped = load("sentences-imdm", device())
     if preset is None:
         return Writer(faster(shipped.model), shipped.tokenizer)
@@ -101,7 +102,7 @@ def _asked(request: dict[str, Any]) -> Completion:
 
 
 def alone(writer: Writer, requests: list[dict[str, Any]]) -> tuple[list[float], float]:
-    """Seconds of each request when `Writer` writes one after another, and those of the processor in all."""
+    """Seconds of each request if `Writer` handles one after another, and CPU seconds in all."""
 
     def write(request: dict[str, Any]) -> None:
         writer.write(request["prompt"] or None, seed=request["seed"], steps=request["steps"])
@@ -117,8 +118,8 @@ def alone(writer: Writer, requests: list[dict[str, Any]]) -> tuple[list[float], 
 
 
 def in_turn(took: list[float], clients: int) -> list[float]:
-    """How long each request would wait and run where requests of so many clients, each of whom asks again as soon as it
-    is answered, are done one after another."""
+    """Latency of each request if requests of so many clients, each sending the next after a response, are handled one
+    after another."""
     ends = np.cumsum(took)
     return [float(end - (ends[i - clients] if i >= clients else 0.0)) for i, end in enumerate(ends)]
 

@@ -1,4 +1,4 @@
-"""Training steps of each kind, with dropout, clipping and average: MDLM, IM-ReDi, IM-SDTT; and recorded ones."""
+"""Training steps of each kind, with dropout, clipping and average: MDLM, IM-ReDi, IM-SDTT; and with CUDA graphs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STEPS, PLAIN_STEPS = 30, 6
 
 
 class Pairs(TokenSource):
-    """Tokens as if they were the completions of masked ones."""
+    """Tokens in the role of completions of masked ones."""
 
     def rows(self, index: Tensor) -> dict[str, Tensor]:
         x, keys = self.tokens[index], fold(as_key(0), Purpose.PAIR, index)
@@ -59,7 +59,7 @@ def sdtt(size: Size) -> Iterator[Row]:
 
 @benchmarks.register("graphs")
 def graphs(size: Size) -> Iterator[Row]:
-    """A small model's step recorded (`training.graphs`), beside the same one launched kernel by kernel."""
+    """A small model's step as a CUDA graph (`training.graphs`), beside the same one launched kernel by kernel."""
     given = dict(RECORDED[size])
     batch, length, V = given.pop("batch"), given["length"], given["vocab_size"]
     model = fresh(mask="single", **given)
@@ -76,7 +76,7 @@ def graphs(size: Size) -> Iterator[Row]:
         flops=flops,
         settings={**given, "batch": batch, "mask": "single", "dropout": 0.1, "precision": _precision()},
         per="step",
-        note="plain: the same, not recorded; elsewhere than on a GPU neither is",
+        note="plain: the same without CUDA graphs; only on a GPU they differ",
     )
 
 
@@ -100,7 +100,7 @@ def _sdtt(model: MaskedDiffusionLM, teacher: MaskedDiffusionLM, batch: dict[str,
 def _row(
     given: dict[str, Any], work: str, mask: str, objective: Objective, loss: PlainLoss, passes: int = 3, heads: int = 3
 ) -> Row:
-    """passes, heads: how often the products of network and head are computed a step; backward counts twice."""
+    """passes, heads: forward passes of network and head a step; backward counts twice."""
     given = dict(given)
     batch, length, V = given.pop("batch"), given["length"], given["vocab_size"]
     source = _source(objective, batch, length, V)
@@ -134,7 +134,7 @@ def _source(objective: Objective, batch: int, length: int, V: int) -> TokenSourc
 def _trained(
     model: MaskedDiffusionLM, objective: Objective, source: TokenSource, batch: int, graphs: bool = False
 ) -> Took:
-    """Steps as they are taken, the first ones, which compile and record, not counted."""
+    """Consecutive training steps; the first ones, with compilation and CUDA-graph capture, are not counted."""
     cuda = device().type == "cuda"
     config = TrainConfig(steps=10_000, batch=batch, dropout=0.1, precision=_precision(), compile=cuda, graphs=graphs)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""What all commands share: the app, its options, how it speaks, and how it ends."""
+"""Common to all commands: the app, shared options, output, errors and exit codes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Overrides = Annotated[
 
 
 def given_path(text: str) -> Path:
-    """A path that was given; an empty one would be the folder one is in."""
+    """A given path; an empty one, which would be the current folder, is refused."""
     if not text:
         raise UserError("a path is empty; give a file or a folder")
     return Path(text)
@@ -61,18 +61,18 @@ Data = Annotated[
     str,
     typer.Option("--data", help="A language (aligned:length=2,symbols=2), prepared text, or a file of tokens."),
 ]
-Seed = Annotated[int, typer.Option(min=-(1 << 63), max=(1 << 64) - 1, help="Everything random follows from it.")]
+Seed = Annotated[int, typer.Option(min=-(1 << 63), max=(1 << 64) - 1, help="Seed of all randomness.")]
 Noise = Annotated[
     str,
     typer.Option(
-        help="What a mask's noise does while it stays masked: posterior (the paper) or keep.", callback=known_policy
+        help="Noise of positions that stay masked: posterior (redrawn, the paper) or keep.", callback=known_policy
     ),
 ]
 
 
 STOPPED = [GO_ON]
-"""What is said after Ctrl-C or SIGTERM; a command that could not go on adds its own words."""
-LONGEST = 2000  # characters of a sentence
+"""Messages after Ctrl-C or SIGTERM; a command that cannot resume adds its own."""
+LONGEST = 2000  # characters of a message
 
 
 def _version(asked: bool) -> None:
@@ -89,8 +89,8 @@ def _quiet(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # ours show what matters
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # and our refusals say what is wrong
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # we have our own
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # our errors are enough
 
 
 def is_main() -> bool:
@@ -108,12 +108,12 @@ def show(*things: Any, soft_wrap: bool = False) -> None:
 
 
 def terminal() -> Console:
-    """Where what is printed goes."""
+    """The console for standard output."""
     return console
 
 
 def in_colour() -> bool:
-    """Whether colours can be seen."""
+    """Whether the terminal shows colours."""
     return console.is_terminal and not console.no_color
 
 
@@ -148,7 +148,7 @@ def show_tables(made: Any) -> None:
 
 
 def show_whole(table: Any) -> None:
-    """Print a table as wide as it is, unless there is a window that is narrower."""
+    """Print a table at its full width, or that of the terminal if it is narrower."""
     needed = Measurement.get(console, console.options.update(max_width=1000), table).maximum
     if console.is_terminal or needed <= console.width:
         show(table)
@@ -157,12 +157,12 @@ def show_whole(table: Any) -> None:
 
 
 def main() -> None:
-    """Bad input is one sentence and exit code 2; a stop by a signal says how to go on; whatever else goes wrong is one
-    line too, and its traceback is in a file."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin while they wait starve a busy machine
+    """Bad input is one sentence and exit code 2; after a signal a message says how to resume; any other error is one
+    line too, with its traceback in a file."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads slow down a busy machine
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # whatever the terminal cannot show
+            stream.reconfigure(errors="backslashreplace")  # characters that the terminal cannot show
     del STOPPED[1:]
     try:
         app(standalone_mode=True)
@@ -184,8 +184,8 @@ def main() -> None:
 
 
 def _flush() -> None:
-    """What is printed last may find no room, which Python would tell in its own way when it ends."""
-    if sys.stdout is None:  # closed before Python began, as by >&-
+    """Flush standard output now: Python would report a full disk in its own way at exit."""
+    if sys.stdout is None:  # closed before Python started, as by >&-
         _end("standard output is closed; what was to be printed is lost", 2)
     try:
         sys.stdout.flush()
@@ -196,7 +196,7 @@ def _flush() -> None:
 
 
 def _forget_output(error: OSError) -> None:
-    """What could not be printed will not be tried again."""
+    """Discard output that could not be printed."""
     if error.filename is None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
@@ -207,7 +207,7 @@ def _end(sentence: str, code: int) -> NoReturn:
 
 
 def _one_line(text: str) -> str:
-    """Without what would move the cursor or begin a new line; not endless."""
+    """Without control characters and line breaks, and cut if long."""
     text = text.encode("utf-8", "backslashreplace").decode()
     text = "".join(character if character.isprintable() else " " for character in " ".join(text.split()))
     return shorter(text, LONGEST)
@@ -220,7 +220,7 @@ def _doing() -> str:
 
 
 def _kept_traceback() -> str:
-    """Where the traceback of the present exception was written."""
+    """Write the traceback of the current exception to a file; returns a note with its path."""
     for folder in (home() / "errors", Path(tempfile.gettempdir())):
         file = folder / f"imdm-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.txt"
         try:

@@ -1,4 +1,4 @@
-"""What the command line's words mean: step counts, data, canvases."""
+"""Parsing of command-line values: step counts, data, canvases."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 @contextmanager
 def as_options(*names: str, section: str = "") -> Iterator[None]:
-    """Refusals inside this block name these arguments of the library as options: `train_bpe = 9`, `(train_bpe)` and,
-    of a section of settings, `'prepare.train_bpe'` as `--train-bpe`."""
+    """Inside this block errors of the library name these arguments as options: `train_bpe = 9`, `(train_bpe)` and, for
+    a section of settings, `'prepare.train_bpe'` as `--train-bpe`."""
     try:
         yield
     except UserError as error:
@@ -93,7 +93,7 @@ def parse_data(text: str, model: MaskedDiffusionLM) -> LanguageData | TokenData 
 
 
 def parse_settings(text: str, option: str) -> dict[str, Any]:
-    """`name=value,name=value`, the values as YAML has them."""
+    """`name=value,name=value`, with YAML values."""
     pairs = [item.partition("=") for item in text.split(",") if item]
     try:
         return {name.strip(): parse_yaml(value) for name, _, value in pairs}
@@ -104,7 +104,8 @@ def parse_settings(text: str, option: str) -> dict[str, Any]:
 
 
 def parse_held_out(text: str, model: MaskedDiffusionLM, path: str, reporter: Any) -> tuple[Data, bool]:
-    """`--data` of an evaluation: also text as it is, prepared in the model's own tokens; and whether it was that."""
+    """`--data` of an evaluation, which may also be raw text, prepared with the model's tokenizer; and whether it
+    was."""
     check_held_out(text)
     from imdm.data import prepared_for
     from imdm.data.corpora import ENDINGS, PRESETS
@@ -149,7 +150,7 @@ def parse_canvas(rows: list[str], model: MaskedDiffusionLM, length: int | None) 
     longest = max(max(map(len, parsed)), min(length or 0, model.config.length))
     try:
         return torch.tensor([row + [hole] * (longest - len(row)) for row in parsed])
-    except (RuntimeError, OverflowError, ValueError):  # not a number that a token id can be
+    except (RuntimeError, OverflowError, ValueError):  # not a possible token id
         raise _no_canvas(rows) from None
 
 

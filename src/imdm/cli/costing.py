@@ -1,4 +1,4 @@
-"""The command that says what a recipe costs: cost."""
+"""The command that estimates the cost of a recipe: cost."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from imdm.cli.app import Overrides, app, say, show_whole
+from imdm.cli.arguments import as_options
 from imdm.costing.machines import GPUS, find_gpu
 
 
@@ -16,20 +17,21 @@ def cost(
     recipe: Annotated[str, typer.Argument(help="A recipe's name or YAML file.")],
     overrides: Overrides = None,
     gpus: Annotated[int, typer.Option(min=1, max=1 << 16, help="How many GPUs.")] = 1,
-    gpu: Annotated[str, typer.Option(help=f"Which: {', '.join(GPUS)}. Measured is h200 alone.")] = "h200",
+    gpu: Annotated[str, typer.Option(help=f"Which: {', '.join(GPUS)}. Only h200 was measured.")] = "h200",
     vocab_size: Annotated[
-        int | None, typer.Option(min=2, help="Ids with the mask, where the recipe's tokenizer is not at hand.")
+        int | None, typer.Option(min=2, help="Ids, the mask included, if the recipe's tokenizer is not available.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="As JSON, with the parts of memory.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="As JSON, with a breakdown of memory.")] = False,
 ) -> None:
-    """Say what a recipe costs: tokens, operations, memory, communication and hours of every stage; nothing is run."""
+    """Estimate the cost of a recipe: tokens, FLOPs, memory, communication and hours of every stage; nothing is run."""
     find_gpu(gpu)
     from imdm.recipes import load_recipe
 
     chosen = load_recipe(recipe, overrides or ())
     from imdm.costing import cost as reckon
 
-    found = reckon(chosen, gpus=gpus, gpu=gpu, vocab_size=vocab_size)
+    with as_options("vocab_size"):
+        found = reckon(chosen, gpus=gpus, gpu=gpu, vocab_size=vocab_size)
     if json:
         print(to_json.dumps(found.json(), indent=2))
         return

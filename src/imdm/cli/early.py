@@ -1,6 +1,7 @@
-"""What a command refuses before torch is loaded, which takes seconds: unknown names, and files that are not there.
+"""Checks before torch is imported, which takes seconds: unknown names and missing files.
 
-Names of metrics, languages and benchmarks are read off the files that register them, since importing those loads torch.
+Names of metrics, languages and benchmarks are read from the source files that register them, since importing those
+imports torch.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ HERE = Path(__file__).parent.parent
 
 
 def registered(files: str, how: str) -> tuple[tuple[str, str], ...]:
-    """Each name that a file of the package registers by the decorator `how`, and what else the decorator says."""
+    """Each name that a file of the package registers by the decorator `how`, and the decorator's other arguments."""
     decorator = re.compile(rf'^@{re.escape(how)}\(\s*"([\w-]+)"([^\n]*(?:\n[ )][^\n]*)*)', re.MULTILINE)
     texts = [file.read_text(encoding="utf-8") for file in HERE.glob(files)]
     return tuple(sorted((match[1], match[2]) for text in texts for match in decorator.finditer(text)))
@@ -44,7 +45,7 @@ LAYOUTS = ("imdm", "mdlm", "transformers")
 
 
 def known_of(module: str, registry: str, here: tuple[str, ...]) -> tuple[str, ...]:
-    """The names that a registry has, if its module is loaded: others may have registered more; else those read here."""
+    """The names in a registry, if its module is imported (others may have registered more); else those read here."""
     loaded = sys.modules.get(module)
     return here if loaded is None else tuple(sorted(vars(loaded)[registry]))
 
@@ -54,14 +55,14 @@ def known_languages() -> tuple[str, ...]:
 
 
 def check_known(kind: str, names: Iterable[str], known: Iterable[str]) -> None:
-    """Refuse what is not among the known names."""
+    """Refuse unknown names."""
     for name in names:
         if name not in known:
             raise unknown(kind, name, known)
 
 
 def located(name: str | None) -> str | None:
-    """A model as it was named; one that ships by its folder. A folder that is not there is refused."""
+    """A model as it was named; a shipped one by its folder. A missing folder is refused."""
     if name is None:
         return None
     folder_of(name)
@@ -69,8 +70,8 @@ def located(name: str | None) -> str | None:
 
 
 def called(model: str, parts: int = 1) -> str:
-    """What to call a model that was given like this: one that ships or comes from a hub by its name, another by its
-    folder, or by the one around it where that is just called `model`. parts: how much of the path, from its end."""
+    """A short name for a given model: the name of a shipped one or of a hub id; else its folder's, or the parent's if
+    the folder is called `model`. parts: how much of the path, from its end."""
     folder = Path(find(model)).resolve()
     if folder.parent == SHIPPED or not folder.is_dir():
         return folder.name if folder.parent == SHIPPED else model
@@ -90,7 +91,7 @@ def known_precision(option: typer.CallbackParam, name: str | None) -> str | None
 
 
 def known_mask(name: str | None) -> str | None:
-    """A mask as it was named. Its settings are read later; its kind comes first, as in infinite-uniform-768-1.0."""
+    """A mask as it was named. Only its kind is checked here, the first part, as in infinite-uniform-768-1.0."""
     if name is not None:
         check_known("mask", [name.partition("-")[0]], known_of("imdm.masks.base", "masks", MASKS))
     return name
@@ -102,7 +103,7 @@ def known_start(name: str) -> str:
 
 
 def check_length(length: int | None, model: str) -> None:
-    """Refuse more tokens than a model that is here has room for."""
+    """Refuse more tokens than a local model's length."""
     folder = folder_of(model)
     if length is None or folder is None:
         return
@@ -112,8 +113,7 @@ def check_length(length: int | None, model: str) -> None:
 
 
 def check_evaluation(metrics: str | None, data: Iterable[str], judge: str | None, pairs: Path | None) -> list[str]:
-    """The metrics that are asked for. Refused is what there is not: metrics, data, a judge's path (its name may be a
-    hub's), pairs."""
+    """The requested metrics. Refuses unknown metrics, and missing data, judges given by path and pairs."""
     asked = [name.strip() for name in metrics.split(",")] if metrics is not None else []
     check_known("metric", asked, known_of("imdm.evaluation", "metrics", METRICS))
     for text in data:
@@ -127,7 +127,7 @@ def check_evaluation(metrics: str | None, data: Iterable[str], judge: str | None
 
 
 def check_tasks(names: Iterable[str]) -> None:
-    """Refuse tasks of lm-eval that cannot be meant: none, or a file that is not there."""
+    """Refuse empty names of lm-eval tasks and missing files."""
     for name in names:
         if not name:
             raise UserError(
@@ -138,7 +138,7 @@ def check_tasks(names: Iterable[str]) -> None:
 
 
 def check_data(text: str) -> None:
-    """Refuse data that cannot be meant: `--data` as `parse_data` reads it."""
+    """Refuse missing or unknown data: `--data` as `parse_data` reads it."""
     _check_given(text)
     place = Path(text)
     if place.is_dir():
@@ -155,7 +155,7 @@ def check_data(text: str) -> None:
 
 
 def check_held_out(text: str) -> None:
-    """The same as `parse_held_out` reads it: also text as it is."""
+    """The same as `parse_held_out` reads it: also raw text."""
     from imdm.data.corpora import ENDINGS, PRESETS, Corpus
 
     _check_given(text)
@@ -175,5 +175,5 @@ def check_held_out(text: str) -> None:
 
 
 def _check_given(text: str) -> None:
-    if not text:  # which as a path would be the folder one is in
+    if not text:  # as a path it would be the current folder
         raise UserError("--data is empty; give a language, a file or a folder")

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 @app.command()
-def recipes(name: Annotated[str | None, typer.Argument(help="Show this recipe whole.")] = None) -> None:
+def recipes(name: Annotated[str | None, typer.Argument(help="Show all settings of this recipe.")] = None) -> None:
     """List the recipes, or show one."""
     from imdm.recipes import load_recipe, summaries
 
@@ -72,7 +72,7 @@ def train(
         str | None, typer.Option(help="The stage to train; the recipe's first training stage unless given.")
     ] = None,
 ) -> None:
-    """Train one stage of a recipe, and what it builds on. Run it again to go on after a stop."""
+    """Train one stage of a recipe, and those it builds on. Run it again to resume after a stop."""
     from imdm.recipes import load_recipe, trained_by
 
     trainable = trained_by(recipe)
@@ -98,9 +98,9 @@ def prepare(
             "dataset (owner/name)."
         ),
     ],
-    out: Annotated[Path, OutFolder(help="Folder for the token shards.")],
+    out: Annotated[Path, OutFolder(help="Folder for the rows.")],
     tokenizer: Annotated[str | None, typer.Option(help="A tokenizer's folder or hub id.")] = None,
-    train_bpe: Annotated[int | None, typer.Option(help="Train a byte-pair encoding of so many ids instead.")] = None,
+    train_bpe: Annotated[int | None, typer.Option(help="Train a byte-pair encoding of this size instead.")] = None,
     length: Annotated[int, typer.Option(min=4, help="Tokens a row.")] = 128,
     packing: Annotated[
         str,
@@ -111,26 +111,26 @@ def prepare(
     ] = "wrapped",
     split: Annotated[
         str | None,
-        typer.Option(help="Of a preset, a hub dataset, or a folder named after splits; train unless given."),
+        typer.Option(help="Of a preset, a hub dataset, or a folder with files named after splits; train unless given."),
     ] = None,
     hold_out: Annotated[
         int | None,
         typer.Option(min=2, help="Hold out one document in so many: OUT/train and OUT/valid. For text without splits."),
     ] = None,
-    field: Annotated[str, typer.Option(help="The text's name in JSON lines and parquet.")] = "text",
+    field: Annotated[str, typer.Option(help="Name of the text field in JSON lines and parquet.")] = "text",
     limit: Annotated[int | None, typer.Option(help="At most so many documents.")] = None,
-    skip_broken: Annotated[bool, typer.Option("--skip-broken", help="Count broken rows and go on.")] = False,
-    processes: Annotated[int, typer.Option(help="How many processes tokenise; the rows are the same.")] = 1,
+    skip_broken: Annotated[bool, typer.Option("--skip-broken", help="Skip broken rows and count them.")] = False,
+    processes: Annotated[int, typer.Option(help="Processes that tokenise; the rows do not depend on it.")] = 1,
     part: Annotated[
         str | None,
         typer.Option(
             metavar="I/N",
-            help="Make part I of N only, on one of N machines. When all are in OUT, the same without --part puts them "
-            "together: the rows are the same.",
+            help="Make only part I of N, on one of N machines. When all are made, the same without --part merges "
+            "them: the rows are the same.",
         ),
     ] = None,
 ) -> None:
-    """Tokenise and pack text into rows. Run it again to go on after a stop."""
+    """Tokenise and pack text into rows. Run it again to resume after a stop."""
     from imdm.data.corpora import Corpus
     from imdm.data.tokenizers import tokenizer_place
 
@@ -155,7 +155,8 @@ def prepare(
         splits = [(name, replace(corpus, split=name, hold_out=hold_out)) for name in ("train", "valid")]
     for name, text in splits:
         known = made_tokenizer(out / "train") if name == "valid" else None
-        with as_options(*values), reporter().bar(f"{source}{name and ', '}{name}: documents", limit or 0) as bar:
+        title = f"{source}{name and ', '}{name}: documents"
+        with as_options("part", *values), reporter().bar(title, limit or 0) as bar:
             how = {"tokenizer": known, "processes": processes, "on_note": reporter().say}
             done = (
                 _prepared(text, config, out / name, bar, how)
@@ -166,7 +167,7 @@ def prepare(
 
 
 def _prepared(corpus: Corpus, config: PrepareConfig, out: Path, bar: Bar, how: dict[str, Any]) -> str:
-    """Make rows; what was done in words."""
+    """Make rows; returns a summary."""
     from imdm.data import prepare
 
     counts = prepare(corpus, config, out, on_progress=lambda c: bar(c.documents, f"{c.rows:,} rows"), **how).counts
@@ -178,7 +179,7 @@ def _prepared(corpus: Corpus, config: PrepareConfig, out: Path, bar: Bar, how: d
 def _prepared_part(
     corpus: Corpus, config: PrepareConfig, out: Path, share: tuple[int, int], bar: Bar, how: dict[str, Any]
 ) -> str:
-    """The same for one part, and which are still missing."""
+    """The same for one part; the summary lists the missing parts."""
     from imdm.data import prepare_part
     from imdm.data.parts import missing
 
@@ -196,7 +197,7 @@ def couple(
     model: ModelPath,
     out: Annotated[Path, OutFolder(help="Folder for the pairs.")],
     data: Annotated[
-        str | None, typer.Option("--data", help="What is perturbed: a language or a safetensors file of tokens.")
+        str | None, typer.Option("--data", help="Data to perturb: a language, prepared text or a file of tokens.")
     ] = None,
     pairs: Annotated[int, typer.Option(min=1, help="How many.")] = 100_000,
     steps: Annotated[int, typer.Option(min=1, help="Reverse steps of the teacher.")] = 1024,
@@ -208,13 +209,13 @@ def couple(
         ),
     ] = "perturbed",
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences in one network evaluation.")] = 256,
-    precision: Annotated[str, typer.Option(help="float32, or on a GPU bf16.", callback=known_precision)] = "float32",
+    precision: Annotated[str, typer.Option(help="float32, or bf16 on a GPU.", callback=known_precision)] = "float32",
     compile: Annotated[
         bool, typer.Option("--compile", help="Compile the network first (GPU): some twenty seconds, then faster.")
     ] = False,
     seed: Seed = 0,
 ) -> None:
-    """Make (z_t, t, seed) → x̂ pairs with a teacher. Run it again to go on after a stop."""
+    """Make (z_t, t, seed) → x̂ pairs with a teacher. Run it again to resume after a stop."""
     if data is not None:
         check_data(data)
     from imdm.data import CoupleConfig
@@ -272,7 +273,7 @@ def distill(
     ] = None,
     mixture: Annotated[
         bool,
-        typer.Option("--mixture", help="Give the student a latent λ, which di4c needs and a single mask has not."),
+        typer.Option("--mixture", help="Give the student a latent λ, which di4c needs with a single mask."),
     ] = False,
     rounds: Annotated[
         int | None, typer.Option(min=1, help="Rounds; 7 for sdtt, 1 for redi, 2 for di4c unless given.")
@@ -280,22 +281,22 @@ def distill(
     iterations: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Training steps, a round where there are rounds; the paper's (di4c: 10,000; match: 8,000)."
+            min=1, help="Training steps (of each round); unless given the paper's (di4c: 10,000; match: 8,000)."
         ),
     ] = None,
     batch: Annotated[
-        int | None, typer.Option(min=1, help="Sequences a step; the paper's (di4c: 32; match: 256) unless given.")
+        int | None, typer.Option(min=1, help="Batch size; the paper's (di4c: 32; match: 256) unless given.")
     ] = None,
     pairs: Annotated[int | None, typer.Option(min=1, help="redi: pairs a round; 100,000 unless given.")] = None,
     precision: Annotated[
         str | None,
         typer.Option(
-            help="float32, or on a GPU bf16, compiled: the fast one where there is a GPU.", callback=known_precision
+            help="float32, or bf16 on a GPU, compiled; bf16 by default if there is a GPU.", callback=known_precision
         ),
     ] = None,
     seed: Seed = 0,
 ) -> None:
-    """Distil a model, with the paper's settings where it has any. Run it again to go on after a stop."""
+    """Distil a model, with the paper's settings where there are any. Run it again to resume after a stop."""
     check_known("distillation", [method], DISTILLATIONS)
     check_data(data)
     from imdm.models import check_precision, load_model
@@ -329,7 +330,7 @@ def distill(
 
 
 def _extent(stage: Any) -> str:
-    """How much a stage of a distillation will do."""
+    """The amount of work of a stage of a distillation."""
     if stage.kind == "couple":
         return f"{stage.pairs:,} pairs, {stage.steps:,} steps each"
     return f"{stage.training.steps:,} training steps of {stage.training.batch:,} sequences"
@@ -342,14 +343,14 @@ def reproduce(
     out: OutRun = None,
     seeds: Annotated[int, typer.Option(min=1, help="How many seeds, from the recipe's (0) on.")] = 1,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Only the part that the recipe names for a first look.")
+        bool, typer.Option("--quick", help="Only the part that the recipe defines for a first try.")
     ] = False,
     workers: Annotated[
         int | None,
         typer.Option(min=1, help="Runs at a time; one a core where a run uses one thread, else one, unless given."),
     ] = None,
 ) -> None:
-    """Run a whole recipe and write its report. Finished stages are skipped, stopped ones go on."""
+    """Run a whole recipe and write its report. Finished stages are skipped, stopped ones resume."""
     from imdm.recipes import load_recipe
 
     chosen = load_recipe(recipe, overrides or ())
@@ -374,7 +375,7 @@ def reproduce(
 
 @app.command()
 def status(run: Annotated[Path, typer.Argument(help="Folder of a run.")]) -> None:
-    """Show how far a run is: stages, rounds, losses, early signals, time taken and left."""
+    """Show the status of a run: stages, rounds, losses, early signals, time taken and left."""
     check_holds(run, "recipe.json")
     from imdm.runs.status import in_words
     from imdm.runs.status import status as read_status
@@ -404,35 +405,35 @@ def adopt(
     source: Annotated[str, typer.Argument(help="A hub id, a folder, or a file: .safetensors, .ckpt.")],
     out: Annotated[Path, OutFolder(help="Folder to write, which must not be there yet.")],
     tokenizer: Annotated[str | None, typer.Option(help="Folder or hub id; unless given, the one beside it.")] = None,
-    length: Annotated[
-        int | None, typer.Option(help="The longest sequence, where nothing beside the weights says.")
-    ] = None,
+    length: Annotated[int | None, typer.Option(help="The longest sequence, if no configuration gives it.")] = None,
     mask: Annotated[
         str | None,
-        typer.Option(help="Law and scale of an infinite mask, which weights do not say; a backbone's new mask."),
+        typer.Option(
+            help="Noise distribution and scale of an infinite mask, not in the weights; a backbone's new mask."
+        ),
     ] = None,
-    softcap: Annotated[float | None, typer.Option(help="Of attention scores, which weights do not say.")] = None,
+    softcap: Annotated[float | None, typer.Option(help="Of attention scores; it is not in the weights.")] = None,
     mask_token_id: Annotated[int | None, typer.Option(help="The mask's id; the last, or BERT's, unless given.")] = None,
-    heads: Annotated[int | None, typer.Option(help="Of attention, where nothing says.")] = None,
-    last: Annotated[bool, typer.Option("--last", help="The last weights, not a training's averaged ones.")] = False,
+    heads: Annotated[int | None, typer.Option(help="Attention heads, if no configuration gives them.")] = None,
+    last: Annotated[bool, typer.Option("--last", help="Use the last weights, not the averaged ones.")] = False,
     shift: Annotated[
         bool | None,
         typer.Option(help="Of a causal model trained as a diffusion model: the row before predicts each position."),
     ] = None,
     adapt: Annotated[
-        bool, typer.Option("--adapt", help="Take a causal language model, to be trained into a diffusion model.")
+        bool, typer.Option("--adapt", help="Convert a causal language model, to be trained into a diffusion model.")
     ] = False,
     causal: Annotated[
-        bool, typer.Option("--causal", help="Take a causal language model as it is, to be trained from left to right.")
+        bool, typer.Option("--causal", help="Keep a causal language model causal, to be trained autoregressively.")
     ] = False,
     whole: Annotated[
-        bool, typer.Option("--whole", help="It is to write whole texts, which begin and end as its tokenizer says.")
+        bool, typer.Option("--whole", help="Make it a model of whole texts, with its tokenizer's begin and end tokens.")
     ] = False,
     weights: Annotated[
         str | None, typer.Option(help="float32 or bf16; as in the file unless given.", callback=known_precision)
     ] = None,
 ) -> None:
-    """Take in a published model: MDLM, SDTT, IMDM, LLaDA, Dream, BERT, Llama, … No code in the file is run."""
+    """Convert a published model: MDLM, SDTT, IMDM, LLaDA, Dream, BERT, Llama, … No code in the file is run."""
     check_source(source)
     import torch
 
@@ -447,13 +448,14 @@ def adopt(
     }
     how |= {"shift": shift, "adapt": adapt, "causal": causal, "whole": whole}
     kind = {None: None, "float32": torch.float32, "bf16": torch.bfloat16}[weights]
-    found = adopt_into(source, out, tokenizer=tokenizer, averaged=not last, dtype=kind, **how)
+    with as_options("adapt", "shift"):
+        found = adopt_into(source, out, tokenizer=tokenizer, averaged=not last, dtype=kind, **how)
     model = found.model
     ids = f"{model.config.vocab_size:,} ids, the mask is {model.config.mask_token_id}"
     say(f"{model.backbone.about}; {ids}; mask {model.mask.name}")
-    say("weights: the average of its training" if found.averaged else "weights: as they are in the file")
+    say("weights: averaged (EMA)" if found.averaged else "weights: as in the file")
     if adapt:
-        say("its attention is open to both sides now: it writes nothing sensible before it is trained")
+        say("its attention is bidirectional now: its samples make no sense before it is trained")
     if tokenizer is None and found.tokenizer is None:
         say("no tokenizer beside it: it writes ids; --tokenizer gives it one")
     say(f"model: {out}")
@@ -466,8 +468,8 @@ def export(
     weights: Annotated[
         str | None,
         typer.Option(
-            help="bf16 (half the size; unless told, of layout imdm), float32 (of the others), int8 (a quarter; whole "
-            "numbers, one scale a row), or mixed (whole numbers of as many bits as each matrix needs: the law moves by "
+            help="bf16 (half the size; default of layout imdm), float32 (of the others), int8 (a quarter; whole "
+            "numbers, one scale a row), or mixed (as many bits as each matrix needs: the distribution changes by "
             "less than 0.002 nats a token)."
         ),
     ] = None,
@@ -480,7 +482,7 @@ def export(
         ),
     ] = "imdm",
 ) -> None:
-    """Make a model ready to hand on: adaLN folded away, fewer bits a weight, tokenizer and card beside it."""
+    """Export a model: adaLN folded away, fewer bits a weight, tokenizer and card beside it."""
     check_known("layout", [layout], LAYOUTS)
     if weights is not None:
         check_known("kind of weights", [weights], WEIGHTS)
@@ -504,7 +506,7 @@ def export(
         kind = cast("Weights", weights or "bf16")
         made = write(model, out, weights=kind, card=text, on_progress=lambda done, of: bar(done, f"of {of}"))
     size = sum(file.stat().st_size for file in made.folder.iterdir())
-    moves = f", moves the law by {made.moved} nats a token" if made.moved is not None else ""
+    moves = f", changes the distribution by {made.moved} nats a token" if made.moved is not None else ""
     say(f"model: {made.folder} ({size / 1e6:.1f} MB{moves})")
     if made.moved is not None and not made.moved.mean < WITHIN:
         say(f"that is more than {WITHIN:g}: --weights mixed gives each matrix the bits it needs to stay below")

@@ -53,8 +53,8 @@ def evaluate(
     data: Annotated[
         list[str],
         typer.Option(
-            help="A language (aligned:length=2,symbols=2), prepared text, a file of tokens; or text as it is, for "
-            "perplexity without training on it: a file, a folder, ptb, wikitext, lm1b, lambada, ag-news, arxiv, "
+            help="A language (aligned:length=2,symbols=2), prepared text, a file of tokens; or raw text, for "
+            "zero-shot perplexity: a file, a folder, ptb, wikitext, lm1b, lambada, ag-news, arxiv, "
             "pubmed. May be repeated."
         ),
     ],
@@ -62,7 +62,7 @@ def evaluate(
         str | None,
         typer.Option(
             help="Comma-separated; unless given, validity on a language, entropy and val_ppl on prepared text, val_ppl "
-            f"on text as it is, nelbo on ids. On languages: {', '.join(ON_LANGUAGES)}. On other "
+            f"on raw text, nelbo on ids. On languages: {', '.join(ON_LANGUAGES)}. On other "
             f"data: {', '.join(ELSEWHERE)}, and after prompts {', '.join(AFTER_PROMPTS)}."
         ),
     ] = None,
@@ -71,7 +71,7 @@ def evaluate(
     draws: Annotated[int, typer.Option(min=1, help="Noise draws of the factorization error.")] = 10_000,
     noise: Noise = "posterior",
     precision: Annotated[
-        str, typer.Option(help="Of the model: float32, or on a GPU bf16.", callback=known_precision)
+        str, typer.Option(help="Of the model: float32, or bf16 on a GPU.", callback=known_precision)
     ] = "float32",
     seed: Seed = 0,
     method: Annotated[
@@ -83,8 +83,8 @@ def evaluate(
     judge: Annotated[
         str | None,
         typer.Option(
-            help="Who reads generated text: sentences-judge, a fetched one, a folder, a .gguf file, a hub id. Unless "
-            "given, gpt2-large, or one that ships where that is not at hand."
+            help="What scores samples: sentences-judge, a downloaded judge, a folder, a .gguf file, a hub id. Unless "
+            "given, gpt2-large, or one that ships if that is not available."
         ),
     ] = None,
     judge_precision: Annotated[
@@ -102,17 +102,17 @@ def evaluate(
     conditional: Annotated[
         str | None,
         typer.Option(
-            help="Changes to how prompts are continued: prompts=256,prefix=50,suffix=0,continuations=5,"
+            help="Changes to conditional generation: prompts=256,prefix=50,suffix=0,continuations=5,"
             "window=generated,tokens=100 are the paper's."
         ),
     ] = None,
     temperature: Annotated[str, typer.Option(help="Comma-separated; the paper's figures have 1.0.")] = "1.0",
     top_p: Annotated[
-        float, typer.Option("--top-p", help="Draw from the likeliest tokens that reach this probability alone.")
+        float, typer.Option("--top-p", help="Draw only from the likeliest tokens whose probabilities sum to this.")
     ] = 1.0,
     first: Annotated[
         int | None,
-        typer.Option(min=2, help="Look at so many first tokens alone, of texts that have as many."),
+        typer.Option(min=2, help="Use only so many first tokens, of texts that have as many."),
     ] = None,
     match: Annotated[
         str | None,
@@ -125,10 +125,10 @@ def evaluate(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Append result rows to this JSON-lines file; a stopped evaluation then goes on."),
+        typer.Option(help="Append result rows to this JSON-lines file; a stopped evaluation then resumes."),
     ] = None,
 ) -> None:
-    """Measure a model: a table here, result rows in a file."""
+    """Evaluate a model: a table in the terminal, result rows in a file."""
     asked = check_evaluation(metrics, data, judge, pairs)
     counts, temperatures, wanted = parse_counts(steps), parse_temperatures(temperature), parse_match(match)
     how = Sampling.of({"noise": noise, "top_p": top_p})
@@ -146,7 +146,7 @@ def evaluate(
     if out is not None and out.is_dir():
         raise UserError(f"--out {out} is a folder; give a file for the result rows")
     if out is not None:
-        read(out)  # refused now, if rows could not be added to it
+        read(out)  # fails now if rows could not be appended
     if any(known[name].embedder for name in asked) and not has_mauve():
         raise UserError(NO_LIBRARY)
     if match is not None and temperatures != [1.0]:
@@ -165,12 +165,12 @@ def evaluate(
             check_fits(section.source(seed), other.config)
             check_same(Path(path), section.tokenizer_folder())
     if out is None:
-        STOPPED.append("stopped; with --out FILE the same command would go on where it stopped")
+        STOPPED.append("stopped; with --out FILE the same command would resume")
     parts = Parts(out.with_name(out.name + ".parts") if out is not None else None)
 
     def judge_here() -> Judge:
         reading = cast("Precision", judge_precision)
-        if judge is not None:  # by name: another would not do
+        if judge is not None:  # named explicitly, so no fallback
             return load_judge(judge, reading, device())
         home = before[0][1].tokenizer_folder()
         tokenizer = load_tokenizer(home) if home is not None else None
@@ -180,7 +180,7 @@ def evaluate(
     for reason in missing.values():
         raise UserError(reason)
     if embedder is not None and vectors is None:
-        load_embedder(embedder, device())  # no metric needs it, but what cannot be loaded is a mistake
+        load_embedder(embedder, device())  # not needed by these metrics, but a wrong one is an error
     labels: dict[str, Any] = {
         "method": method or called(model),
         "seed": student_seed,
@@ -216,7 +216,7 @@ def evaluate(
 
 
 def _usual(data: str, foreign: bool) -> list[str]:
-    """What is measured unless asked for something else."""
+    """The default metrics."""
     if foreign:
         return ["val_ppl"]
     if data.endswith(".safetensors"):
@@ -231,22 +231,20 @@ def lm_eval(
         str,
         typer.Option(help="Comma-separated: names of lm-eval's tasks, which it fetches, and YAML files of your own."),
     ],
-    limit: Annotated[int | None, typer.Option(min=1, help="So many questions of each task alone.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only so many questions of each task.")] = None,
     n: Annotated[int, typer.Option("--n", min=2, help="Draws of masks for each log-likelihood.")] = 128,
-    steps: Annotated[int, typer.Option(min=1, help="Network evaluations of each text that is written.")] = 32,
+    steps: Annotated[int, typer.Option(min=1, help="Network evaluations of each generated text.")] = 32,
     fewshot: Annotated[
-        int | None, typer.Option(min=0, help="Examples before each question; as the task says unless given.")
+        int | None, typer.Option(min=0, help="Few-shot examples before each question; the task's unless given.")
     ] = None,
-    temperature: Annotated[
-        float | None, typer.Option(help="Of texts that are written; as the task says unless given.")
-    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="Of generated texts; the task's unless given.")] = None,
     tail: Annotated[
         int | None,
         typer.Option(min=0, help="Masks after a continuation; 8 unless given, in models of whole texts all that fit."),
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows in one network evaluation.")] = 64,
     seed: Seed = 0,
-    out: Annotated[Path | None, typer.Option(help="Write what lm-eval reports to this JSON file.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write lm-eval's results to this JSON file.")] = None,
 ) -> None:
     """Run tasks of lm-eval, or your own, on a model with its tokenizer."""
     names = [name.strip() for name in tasks.split(",")]
@@ -293,7 +291,7 @@ def fetch(name: Annotated[str, typer.Argument(help="smollm2.")]) -> None:
 @app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs; several make one page.")],
-    html: Annotated[Path | None, typer.Option(help="Make this page alone, and leave RUN as it is.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write only this page, and leave RUN as it is.")] = None,
 ) -> None:
     """Write the report.md and report.html of a run, or one page of several, and print the tables."""
     for run in runs:
@@ -324,14 +322,14 @@ def bench(
         str | None, typer.Option(help="full (the paper's small model) or tiny; full on a GPU unless given.")
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Append a JSON object a line to this file.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw what scaling measured into this SVG file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Plot the results of scaling into this SVG file.")] = None,
 ) -> None:
-    """Measure speed and memory beside plain versions of the same work, on this machine."""
+    """Measure throughput and memory on this machine, beside plain versions of the same work."""
     if size not in (None, "full", "tiny"):
         raise UserError(f"--size {size}: full or tiny")
     check_known("benchmark", names or (), known_of("imdm.benchmarks", "benchmarks", BENCHMARKS))
     if plot is not None and "scaling" not in (names or BENCHMARKS):
-        raise UserError("--plot draws what the benchmark 'scaling' measures; name it too")
+        raise UserError("--plot plots the results of the benchmark 'scaling'; name it too")
     from imdm.benchmarks import benchmarks, machine
     from imdm.benchmarks.scaling import figure
     from imdm.benchmarks.table import table

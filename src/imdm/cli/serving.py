@@ -25,8 +25,8 @@ def serve(
         list[str] | None,
         typer.Argument(
             metavar="[[NAME=]MODEL]...",
-            help="Model folders, names of shipped ones or hub ids; all that ship and write unless given. NAME: what it "
-            "is called.",
+            help="Model folders, names of shipped ones or hub ids; all shipped diffusion models by default. NAME: its "
+            "name in the service.",
         ),
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
@@ -34,30 +34,30 @@ def serve(
     api_key: Annotated[
         str | None,
         typer.Option(
-            envvar="IMDM_API_KEY", show_default=False, help="What requests must bring. Others see a command's options."
+            envvar="IMDM_API_KEY", show_default=False, help="Key of requests. Other users can see a command's options."
         ),
     ] = None,
     allow_host: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="A name under which a proxy is reached; may be given several times."),
+        typer.Option(metavar="NAME", help="A further host name, such as a proxy's; may be repeated."),
     ] = None,
     batch: Annotated[int | None, typer.Option(help="Sequences in one network evaluation, at most.")] = None,
-    queue: Annotated[int | None, typer.Option(help="Sequences written or waiting, at most; then 429.")] = None,
-    seconds: Annotated[float | None, typer.Option(help="A request may take; then 504.")] = None,
-    grace: Annotated[float | None, typer.Option(help="Seconds to finish requests in, when stopped.")] = None,
+    queue: Annotated[int | None, typer.Option(help="Sequences running or waiting, at most; then 429.")] = None,
+    seconds: Annotated[float | None, typer.Option(help="Time limit of a request; then 504.")] = None,
+    grace: Annotated[float | None, typer.Option(help="Seconds to finish requests when stopped.")] = None,
     clients: Annotated[int | None, typer.Option(help="Requests at a time, at most; then 429.")] = None,
     body: Annotated[int | None, typer.Option(help="Bytes of a request, at most; then 413.")] = None,
     prompt: Annotated[int | None, typer.Option(help="Characters of a prompt, at most.")] = None,
-    tokens: Annotated[int | None, typer.Option(help="Tokens a request may ask for: prompts × n × max_tokens.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Steps a request may ask for.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Tokens of a request, at most: prompts × n × max_tokens.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps of a request, at most.")] = None,
 ) -> None:
-    """Serve models: a page to look at, and OpenAI's completions for programs. Ctrl-C ends it."""
+    """Serve models: a web page, and OpenAI's completions API. Ctrl-C ends it."""
     if api_key is None and "IMDM_API_KEY" in os.environ:
-        api_key = os.environ["IMDM_API_KEY"]  # an empty one is no key, and not the wish for none
+        api_key = os.environ["IMDM_API_KEY"]  # an empty key is an error, not the choice of none
     if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""):
         raise UserError("the API key is empty or has characters that no header can hold, such as a space at its end")
     if api_key is not None:
-        sys.argv = [word.replace(api_key, "…") for word in sys.argv]  # which a traceback's file would tell
+        sys.argv = [word.replace(api_key, "…") for word in sys.argv]  # it would be in a traceback's file
     chosen = named(models or writing())
     needed = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
     if needed:
@@ -85,7 +85,7 @@ def serve(
     writers = {name: load(place, here, fast=here.type == "cuda") for name, place in chosen.items()}
     engine = Engine(writers, settings)
     if not local and api_key is None:
-        say("whoever reaches this machine can use the service: --api-key (or IMDM_API_KEY) asks for a key")
+        say("anyone who can reach this machine can use the service; --api-key (or IMDM_API_KEY) sets a key")
     STOPPED.append("stopped")
     if here.type == "cuda":
         say("getting ready, which takes a minute or so on a GPU")
@@ -93,13 +93,13 @@ def serve(
 
 
 def writing() -> list[str]:
-    """The models that ship and write."""
+    """The shipped diffusion models."""
     return [name for name in names() if not read_json(HERE / name / "config.json", "model").get("causal")]
 
 
 def named(models: Iterable[str]) -> dict[str, str]:
-    """Models by the names under which they are served: as `NAME=MODEL` says, or as `called` has it; of folders that
-    would be called the same, as much more of each path as tells them apart."""
+    """Models by the names under which they are served: the NAME of `NAME=MODEL`, or the result of `called`; if names
+    clash, with more of each path."""
     asked = [_split(model) for model in models]
     places = [located(model) or model for _, model in asked]
     names, parts = [name or called(model) for name, model in asked], 1
@@ -116,7 +116,7 @@ def named(models: Iterable[str]) -> dict[str, str]:
 
 
 def _split(model: str) -> tuple[str | None, str]:
-    """`NAME=MODEL` in two; what is there under its whole name has no other."""
+    """Split `NAME=MODEL`; an existing path is not split."""
     name, equals, rest = model.partition("=")
     if not equals or Path(model).exists():
         return None, model

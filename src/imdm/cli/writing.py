@@ -1,4 +1,4 @@
-"""Commands that write: generate, show; and the models that ship."""
+"""Commands that generate text: generate, show; and the list of shipped models."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def generate(
     infill: Annotated[str | None, typer.Option(help="Text with blanks to fill: 'The ___ sat on ___.'")] = None,
     blank: Annotated[int, typer.Option(min=1, help="Tokens that each blank of --infill becomes.")] = 4,
     marker: Annotated[
-        str, typer.Option(help="What a blank of --infill looks like, where ___ is text: --marker '[?]'.")
+        str, typer.Option(help="Marker of a blank of --infill, if ___ is ordinary text: --marker '[?]'.")
     ] = "___",
     canvas: Annotated[
         list[str] | None, typer.Option(help="Token ids with holes to fill, such as '0 ? ? 1'; may be repeated.")
@@ -38,27 +38,25 @@ def generate(
     num: Annotated[int, typer.Option(help="How many texts (of each prompt).")] = 1,
     steps: Annotated[
         int,
-        typer.Option(
-            help="Reverse steps: at most so many network evaluations a text. A causal model has one for each token."
-        ),
+        typer.Option(help="Reverse steps: at most so many network evaluations a text. A causal model has one a token."),
     ] = 8,
     length: Annotated[int | None, typer.Option(help="Tokens a text; the model's length unless given.")] = None,
     noise: Noise = "posterior",
     temperature: Annotated[
-        float, typer.Option(help="1.0 samples the model as it is, 0 takes the likeliest tokens.")
+        float, typer.Option(help="1.0 samples the model's distribution, 0 takes the likeliest tokens.")
     ] = 1.0,
-    top_p: Annotated[float, typer.Option(help="1.0 samples the model as it is.")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="Nucleus sampling; 1.0 samples the model's distribution.")] = 1.0,
     seed: Seed = 0,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object a line, with the step of each token.")
     ] = False,
     precision: Annotated[
-        str, typer.Option(help="float32, or on a GPU bf16, for large models.", callback=known_precision)
+        str, typer.Option(help="float32, or bf16 on a GPU, for large models.", callback=known_precision)
     ] = "float32",
     trace: Annotated[bool, typer.Option(help="Show when each token appeared: in colour, or canvas by canvas.")] = False,
     film: Annotated[bool, typer.Option(help="Play how the text appeared, step by step.")] = False,
 ) -> None:
-    """Write: from nothing, after a prompt, into blanks. A model without a tokenizer writes token ids."""
+    """Generate text: unconditional, after a prompt, or in blanks. A model without a tokenizer writes token ids."""
     if sum(one is not None for one in (prompt, prompts, infill, canvas)) > 1:
         raise UserError("give one of --prompt, --prompts, --infill and --canvas")
     if film and (trace or as_json):
@@ -90,7 +88,7 @@ def generate(
         _print_ids(made, writer.config.mask_token_id, as_json)
         return
     author = load_light(model, device(), precision)
-    options |= {"trace": True} if trace and as_json else {}  # what a terminal shows follows from the tokens' steps
+    options |= {"trace": True} if trace and as_json else {}  # the terminal needs only the tokens' steps
     if infill is not None:
         with as_options("marker"):
             texts = author.infill(infill, blank=blank, marker=marker, **options)
@@ -126,7 +124,7 @@ def generate(
 
 
 def steps_of(model: Any, steps: int, revealed_at: list[int]) -> int:
-    """In how many steps tokens appeared: a model that reads from left to right takes one for each, whatever asked."""
+    """The number of steps: an autoregressive model takes one a token, whatever `steps`."""
     return max(revealed_at, default=-1) + 1 if model.causal else steps
 
 
@@ -174,7 +172,7 @@ def show_two(
     second: Annotated[str, typer.Option(help="Another: the student.")] = DEFAULT,
     steps: Annotated[str, typer.Option(help="Comma-separated step counts.")] = "1,2,4,8,16",
     seed: Seed = 0,
-    into: Annotated[Path | None, typer.Option(help="Folder of a run, whose report is to show it too.")] = None,
+    into: Annotated[Path | None, typer.Option(help="Folder of a run whose report shows it too.")] = None,
     film: Annotated[
         Path | None, typer.Option(help="An SVG file: how the two texts appeared, as an animated picture.")
     ] = None,

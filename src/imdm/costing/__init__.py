@@ -1,5 +1,5 @@
-"""What a recipe costs before it is run: tokens, operations, memory, communication, hours. From formulas, with the
-shares of peak that were measured on one H200; no weight is ever in memory."""
+"""The estimated cost of a recipe: tokens, FLOPs, memory, communication, hours. From formulas, with utilisations that
+were measured on one H200; no weights are allocated."""
 
 from typing import TYPE_CHECKING
 

@@ -22,7 +22,8 @@ MOST_GPUS = 1 << 16
 
 @dataclass(frozen=True)
 class Cost:
-    """Of a recipe on so many GPUs of a kind, stage by stage; those of a variant are called `variant/stage`."""
+    """The cost of a recipe on so many GPUs of a kind, stage by stage; stages of a variant are called
+    `variant/stage`."""
 
     recipe: str
     gpu: GPU
@@ -47,14 +48,12 @@ class Cost:
         return sum(stage.flops for stage in self.stages)
 
     def assumptions(self) -> list[str]:
-        """What of these figures was not measured, and what is left out."""
+        """What of this estimate is assumed, and what is left out."""
         said = []
         if any(stage.kind == "evaluate" for stage in self.stages):
             said.append("evaluation: the networks' work alone, not what metrics do on the CPU")
         if not self.gpu.measured:
-            said.append(
-                f"{self.gpu.name}: its published speed and memory, and of them the shares that were measured on an H200"
-            )
+            said.append(f"{self.gpu.name}: its published speed and memory, with utilisations measured on an H200")
         if self.gpus > 1:
             speed, where = bandwidth(self.gpu, self.gpus) / 1e9, "of one machine"
             if self.gpus > TOGETHER:
@@ -93,7 +92,7 @@ class Cost:
         return [*cells, *([sent] if self.gpus > 1 else []), spelled(stage.hours), spelled(stage.gpu_hours) + used]
 
     def notes(self) -> list[str]:
-        """What is to be said of stages, a line each, with the stages that it holds for."""
+        """Notes on stages, a line each, with the stages they apply to."""
         holds: dict[str, list[str]] = {}
         for stage in self.stages:
             for note in stage.notes:
@@ -120,7 +119,7 @@ def cost(
     gpu: str = "h200",
     vocab_size: int | None = None,
 ) -> Cost:
-    """What a recipe costs on so many GPUs. vocab_size: where its tokenizer is not at hand.
+    """The estimated cost of a recipe on so many GPUs. vocab_size: needed if its tokenizer is not available.
 
     >>> found = cost("lm1b-imdm", gpus=8)
     >>> [stage.name for stage in found.stages]

@@ -1,5 +1,5 @@
-"""GPUs: their speed, memory and links. An H200's share of its published speed was measured (docs/performance.md); for
-all other GPUs the same share is assumed, and so is everything about links between GPUs."""
+"""GPUs: their speed, memory and links. An H200's utilisation was measured (docs/performance.md); for all other GPUs the
+same is assumed, and so is everything about links between GPUs."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from imdm.errors import unknown
 
 REACHED = 0.78
-"""Of the published bf16 speed, by a large product: 770 of 989 TFLOP/s on the H200."""
+"""Measured share of the published bf16 peak in a large matmul: 770 of 989 TFLOP/s on the H200."""
 COPIED = 0.875
-"""Of the published memory bandwidth, by a copy: 4.2 of 4.8 TB/s."""
+"""Measured share of the published memory bandwidth in a copy: 4.2 of 4.8 TB/s."""
 
 
 @dataclass(frozen=True)
 class GPU:
-    """What its maker publishes: TFLOP/s of dense bf16 products and in float32, TB/s and GiB of memory, GB/s to the
-    other GPUs of a machine, and of its own link to other machines, each way. measured: whether the shares were
-    measured on it."""
+    """Published specifications: TFLOP/s of dense bf16 matmuls and in float32, TB/s and GiB of memory, GB/s to the other
+    GPUs of a machine, and of its own link to other machines, each way. measured: whether the utilisations were measured
+    on it."""
 
     name: str
     tflops: float
@@ -29,7 +29,7 @@ class GPU:
     measured: bool = False
 
     def products(self, precision: str) -> float:
-        """FLOP/s of a large product."""
+        """FLOP/s of a large matmul."""
         return 1e12 * (REACHED * self.tflops if precision == "bf16" else self.float32)
 
     @property
@@ -54,13 +54,13 @@ GPUS = {
 TOGETHER = 8
 """GPUs of one machine (assumed)."""
 LINK = 0.75
-"""Of a link's published speed, by a collective operation (assumed)."""
+"""Share of a link's published bandwidth that a collective reaches (assumed)."""
 HIDDEN = 0.5
-"""Of a step's work, so much can hide communication: the backward pass, less its ends (assumed)."""
+"""Share of a step's compute that overlaps with communication: the backward pass without its ends (assumed)."""
 
 
 def find_gpu(name: str) -> GPU:
-    """By its name, in capitals or not."""
+    """By its name, in any case."""
     if name.lower() not in GPUS:
         raise unknown("GPU", name, GPUS)
     return GPUS[name.lower()]
@@ -68,5 +68,5 @@ def find_gpu(name: str) -> GPU:
 
 def bandwidth(gpu: GPU, gpus: int) -> float:
     """Bytes a second that each GPU sends in a ring over all of them. Between machines there is one link a GPU, and as
-    many rings, each of which carries its part over another of them."""
+    many rings, each over another link."""
     return LINK * 1e9 * (gpu.inside if gpus <= TOGETHER else min(gpu.inside, TOGETHER * gpu.outside))

@@ -1,4 +1,4 @@
-"""What a GPU holds while a stage runs, in bytes, by what it is for."""
+"""GPU memory of a stage, in bytes, by purpose."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ if TYPE_CHECKING:
 
 GIB = 1 << 30
 ACTIVATION = 43.0
-"""Bytes that a token and feature leave in each block for the backward pass (measured, compiled, bf16)."""
+"""Bytes of activations a token and feature in each block (measured, compiled, bf16)."""
 KEPT = 4.0
-"""The same where blocks are computed again: what a block reads, in float32."""
+"""The same with gradient checkpointing: a block's input, in float32."""
 WRITTEN = 25.0
-"""Bytes a token and feature while text is written, in bf16 (measured)."""
-SLOPES = 1 << 29  # the most elements of (rows, V) that a fused loss holds, in half precision
-CHUNK = 1 << 26  # the same of a loss without a kernel, in float32
-COPIES = 10  # that such a loss holds of them (assumed)
+"""Bytes a token and feature in sampling, in bf16 (measured)."""
+GRADIENTS = 1 << 29  # the most elements of gradients (rows, V) that a fused loss holds, in half precision
+CHUNK = 1 << 26  # the same for a loss without a kernel, in float32
+COPIES = 10  # copies of them that such a loss holds (assumed)
 CONTEXT = 0.5 * GIB  # CUDA itself, and kernels
-RECORDED = 0.05  # of what is kept for the backward pass, beside it, where steps are recorded
-ROOM = 0.92  # of a GPU's memory that can be filled: the rest is lost between tensors
+RECORDED = 0.05  # additional memory of CUDA graphs, relative to the activations
+ROOM = 0.92  # usable share of a GPU's memory: the rest is lost to fragmentation
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes. weights: in float32, with a copy in the precision of products; companions: networks that are not trained;
-    buckets: what DDP gathers gradients in, or the blocks that full sharding has at a time."""
+    """Bytes. weights: in float32, with a copy in the dtype of matmuls; companions: networks that are not trained;
+    buckets: gradient buckets of DDP, or the gathered blocks of full sharding."""
 
     weights: float = 0.0
     gradients: float = 0.0
@@ -56,7 +56,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class How:
-    """The settings of a training that decide whether it fits. micro: sequences at once on a GPU."""
+    """The training settings that decide whether it fits. micro: micro-batch on a GPU."""
 
     micro: int
     checkpoint_blocks: bool = False
@@ -64,13 +64,13 @@ class How:
 
     @classmethod
     def of(cls, training: TrainConfig, gpus: int) -> How:
-        """As a recipe has them."""
+        """Those of a recipe."""
         share = training.batch // gpus
         again, shard = training.checkpoint_blocks, training.shard
         return cls(min(share, training.micro_batch or share), again, shard if gpus > 1 else "none")
 
     def changes(self, other: How) -> dict[str, str]:
-        """The settings of this one that another has otherwise."""
+        """The settings that differ from another's."""
         mine = {"micro_batch": self.micro, "checkpoint_blocks": self.checkpoint_blocks, "shard": self.shard}
         theirs = {"micro_batch": other.micro, "checkpoint_blocks": other.checkpoint_blocks, "shard": other.shard}
         return {name: str(value).lower() for name, value in mine.items() if value != theirs[name]}
@@ -103,7 +103,7 @@ def frozen_state(parameters: float, precision: str, how: How, gpus: int) -> Memo
 def kept_for_backward(
     config: MaskedDiffusionConfig, tokens: float, read: float, precision: str, how: How, recorded: bool
 ) -> Memory:
-    """What a trained pass over so many tokens at once leaves for its gradient."""
+    """Activations of a forward pass over so many tokens, kept for the backward pass."""
     wide = 1.0 if precision == "bf16" else 2.0
     full, last = ACTIVATION * wide * config.width, config.blocks - 1 + read / tokens
     blocks = KEPT * config.width * config.blocks + full if how.checkpoint_blocks else full * last
@@ -114,10 +114,10 @@ def kept_for_backward(
 
 
 def fused_head(config: MaskedDiffusionConfig, rows: float, heads: int = 1) -> Memory:
-    """heads: of which gradients are made."""
-    slopes = 2.0 * min(SLOPES, rows * config.vocab_size * heads)
+    """heads: the number of heads with gradients."""
+    gradients = 2.0 * min(GRADIENTS, rows * config.vocab_size * heads)
     each = 4.0 * rows * config.width + 6.0 * config.vocab_size * config.width
-    return Memory(head=slopes + heads * each)
+    return Memory(head=gradients + heads * each)
 
 
 def plain_head() -> Memory:
@@ -125,7 +125,7 @@ def plain_head() -> Memory:
 
 
 def writing(config: MaskedDiffusionConfig, parameters: float, tokens: float, precision: str) -> Memory:
-    """A model that writes, so many tokens at once; in bf16 a copy of it does."""
+    """A model that samples so many tokens at once; in bf16 there is a copy of it."""
     wide = 1.0 if precision == "bf16" else 2.0
     weights = (6.0 if precision == "bf16" else 4.0) * parameters
     return Memory(weights=weights, activations=WRITTEN * wide * config.width * tokens, context=CONTEXT)

@@ -1,4 +1,4 @@
-"""The networks of a recipe: their configurations and sizes, without a weight in memory."""
+"""The networks of a recipe: their configurations and sizes, without allocating weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from imdm.recipes import AdoptStage, Recipe, TrainStage
 from imdm.shipped import find
 
 TOKENIZERS = {"gpt2": 50_258, "bert-base-uncased": 30_522}
-"""Ids of the paper's tokenizers, the mask included: known without fetching them."""
+"""Ids of the paper's tokenizers, the mask included: known without downloading them."""
 
 
 class Size(NamedTuple):
@@ -31,8 +31,8 @@ class Size(NamedTuple):
 
 
 class Networks:
-    """Of one recipe, by the names of its stages or by folder. vocab_size, length: where they are known already, or
-    cannot be known otherwise."""
+    """The networks of one recipe, by stage or folder. vocab_size, length: given if known, or if they cannot be found
+    out."""
 
     def __init__(self, recipe: Recipe, vocab_size: int | None = None, length: int | None = None) -> None:
         self.recipe, self.data = recipe, recipe.data
@@ -44,7 +44,7 @@ class Networks:
         return measured(json.dumps(config.to_dict(), sort_keys=True, default=str))
 
     def adopted(self, name: str) -> str | None:
-        """The stage that took in the model of other people which this one begins with; None: it begins with ours."""
+        """The stage that adopted the published model from which this one starts; None: it starts from ours."""
         stage = self.recipe.stages.get(name)
         if isinstance(stage, AdoptStage):
             return name
@@ -54,7 +54,7 @@ class Networks:
         stage = self.recipe.stages.get(name)
         if (other := self.adopted(name)) is not None:
             raise UserError(
-                f"stages.{other} takes in a model of other people, whose size is known once it is there; "
+                f"stages.{other} adopts a published model, whose size is known only once it is downloaded; "
                 "imdm cost counts models of our own"
             )
         if not isinstance(stage, TrainStage):
@@ -83,8 +83,8 @@ class Networks:
         if isinstance(data, TextData) and data.tokenizer is not None and not Path(find(data.tokenizer)).is_dir():
             if data.tokenizer not in TOKENIZERS:
                 raise UserError(
-                    f"tokenizer {data.tokenizer!r} is not here, so that its size is not known; give --vocab-size, its "
-                    "number of ids and one for the mask, or the folder it is in (data.tokenizer=PATH)"
+                    f"tokenizer {data.tokenizer!r} is not here, so its size is unknown; give its number of ids and "
+                    "one for the mask (vocab_size), or the folder it is in (data.tokenizer=PATH)"
                 )
             return TOKENIZERS[data.tokenizer]
         return data.vocabulary()[0]
@@ -92,8 +92,7 @@ class Networks:
 
 @lru_cache(maxsize=256)
 def measured(settings: str) -> Size:
-    """Built without memory (device `meta`) and counted. Another backbone than ours counts as blocks of ours with as
-    many weights."""
+    """Built on the device `meta` and counted. Another backbone counts as blocks of ours with as many weights."""
     config = MaskedDiffusionConfig.from_dict(json.loads(settings))
     with torch.device("meta"):
         model = MaskedDiffusionLM(config)

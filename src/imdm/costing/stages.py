@@ -1,4 +1,4 @@
-"""What each stage of a recipe costs: training, couplings, evaluation."""
+"""The cost of each stage of a recipe: training, couplings, evaluation."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from imdm.objectives import Match
 from imdm.recipes import CoupleStage, EvaluateStage, TrainStage
 
 COMPILED = 20.0  # seconds once, where blocks are compiled
-SURE = 1.1  # times a GPU's memory: what needs more does not fit, however the estimate errs
-ABOUT = 1.03  # times: a change of settings is not worth less
+SURE = 1.1  # times a GPU's memory: beyond it nothing fits, whatever the error of the estimate
+ABOUT = 1.03  # the least speed-up worth a change of settings
 JUDGES = {"gpt2-large": 774e6, "gpt2": 124e6, "gpt2-medium": 355e6, "gpt2-xl": 1558e6, "smollm2": 135e6}
-"""Parameters of judges that are not here; others count as the paper's, gpt2-large."""
+"""Parameters of judges that are not downloaded; others count as the paper's, gpt2-large."""
 
 
 @dataclass(frozen=True)
 class Communication:
-    """Bytes that a GPU sends in a step: by DDP, and if all were sharded (`training.shard: full`); seconds of the one
-    that is used, and those that no work hides. All from assumed links."""
+    """Bytes that a GPU sends in a step: by DDP, and if all were sharded (`training.shard: full`); seconds of the one in
+    use, and those that do not overlap with compute. From assumed links."""
 
     ddp: float
     full: float
@@ -40,10 +40,10 @@ class Communication:
 
 @dataclass(frozen=True)
 class StageCost:
-    """steps: of training, or network evaluations of a text; tokens: trained on or written; flops: what must be
-    computed; seconds: of all of it; step: seconds of one step; gpus: how many work, where not all can. memory: as the
-    recipe has it, of `room` that can be filled; fits: the settings that make it fit where it does not, and held: what
-    is held then, which the time is of; None: nothing does."""
+    """steps: of training, or network evaluations of a text; tokens: trained on or generated; flops: necessary FLOPs;
+    seconds: in all; step: seconds of one step; gpus: how many are used, if not all. memory: with the recipe's settings,
+    of `room` usable; fits: changed settings that make it fit, None if none do, and held: the memory with these, for
+    which the time is estimated."""
 
     name: str
     kind: str
@@ -71,7 +71,7 @@ class StageCost:
 
 
 def stage_costs(networks: Networks, gpu: GPU, gpus: int) -> Iterator[StageCost]:
-    """Those of every stage that asks something of a GPU: to take in a model costs nothing."""
+    """Of every stage that uses a GPU; adopting a model costs nothing."""
     for name, stage in networks.recipe.stages.items():
         if isinstance(stage, TrainStage):
             yield _trained(networks, name, stage, gpu, gpus)
@@ -124,9 +124,9 @@ def _setting(networks: Networks, name: str, stage: TrainStage, gpus: int) -> Set
 
 
 def check_memory(networks: Networks, name: str, gpus: int, room: int) -> None:
-    """Refuse a training stage that GPUs of so many bytes cannot hold, before its first step. Only what was measured is
-    refused, and only what could not have fitted: in bf16, our own network, of which weights, what the backward pass
-    keeps and the head are counted, and a tenth is allowed for."""
+    """Refuse a training stage that GPUs of so many bytes cannot hold, before its first step. Only where the estimate
+    was measured and is certain: our own network in bf16, counting weights, activations and the head, with a tolerance
+    of a tenth."""
     stage = networks.recipe.stages[name]
     if not isinstance(stage, TrainStage) or not is_known(stage.objective) or stage.training.batch % gpus:
         return
@@ -152,7 +152,7 @@ def check_memory(networks: Networks, name: str, gpus: int, room: int) -> None:
 
 
 def usable(batch: int, gpus: int) -> int:
-    """The most of so many GPUs that a batch can be shared among."""
+    """The most of so many GPUs that divide a batch evenly."""
     return next(many for many in range(min(gpus, batch), 0, -1) if batch % many == 0)
 
 
@@ -175,7 +175,7 @@ def _notes(asked: Setting, fitting: Setting | None, gpu: GPU, gpus: int) -> Iter
 
 
 def _waits(setting: Setting, gpu: GPU) -> Iterator[str]:
-    """Whether launching kernels takes longer than running them."""
+    """A note if kernel launches take longer than the kernels."""
     made = plan(setting)
     work = made.micro * setting.accumulation + made.once
     precision = setting.training.precision
@@ -197,8 +197,8 @@ def _fits(setting: Setting, gpu: GPU) -> bool:
 
 
 def _made_to_fit(asked: Setting, gpu: GPU) -> Setting | None:
-    """Smaller micro-batches; blocks that are computed again; everything sharded; both: the first of them that is about
-    as quick as the quickest."""
+    """Smaller micro-batches; gradient checkpointing; full sharding; both: the first that is about as fast as the
+    fastest."""
     found = []
     shards = (asked.how.shard, "full") if asked.gpus > 1 and asked.training.optimizer == "adamw" else (asked.how.shard,)
     for shard in dict.fromkeys(shards):
@@ -225,16 +225,16 @@ def _step(setting: Setting, gpu: GPU) -> float:
 
 
 def communication(setting: Setting, made: Plan, gpu: GPU, alone: float) -> Communication:
-    """DDP sums float32 gradients up once a step, in a ring: 2·(n − 1)/n of them leave each GPU, while the last
-    micro-batch goes backward. Full sharding gathers the weights of every pass, in the precision of products, and sums
-    and scatters gradients; every micro-batch can hide its own."""
+    """DDP all-reduces float32 gradients once a step, in a ring: 2·(n − 1)/n of them leave each GPU, during the backward
+    pass of the last micro-batch. Full sharding all-gathers the weights for every pass, in the dtype of matmuls, and
+    reduce-scatters gradients; every micro-batch overlaps with its own."""
     ring = (setting.gpus - 1) / setting.gpus
     wide = 2.0 if setting.training.precision == "bf16" else 4.0
     ddp = 2 * ring * 4.0 * made.sent
     full = ring * (wide * made.gathered * setting.accumulation + 4.0 * made.sent)
     sharded = setting.how.shard == "full"
     if setting.how.shard == "optimizer":
-        ddp += ring * 4.0 * made.sent  # the weights come back
+        ddp += ring * 4.0 * made.sent  # the updated weights are sent
     seconds = (full if sharded else ddp) / bandwidth(gpu, setting.gpus)
     hides = HIDDEN * alone / (1 if sharded else setting.accumulation)
     return Communication(ddp, full, seconds, max(0.0, seconds - hides))
@@ -247,7 +247,7 @@ def _coupled(networks: Networks, name: str, stage: CoupleStage, gpu: GPU, gpus: 
     masked = 1.0 if stage.start == "prior" else 0.5
     runs = evaluations(length, stage.steps) if stage.start == "prior" else completions(length, stage.steps)
     work = written(size.config, stage.pairs, length, runs, stage.batch_size, masked)
-    share = -(-shards // used) / shards  # of the process that has most
+    share = -(-shards // used) / shards  # of the busiest process
     seconds = (work * share).writing(gpu, stage.precision) + COMPILED * stage.compile
     memory = writing(size.config, size.parameters, stage.batch_size * length, stage.precision)
     tokens, notes = float(stage.pairs) * length * masked, []
@@ -257,7 +257,7 @@ def _coupled(networks: Networks, name: str, stage: CoupleStage, gpu: GPU, gpus: 
 
 
 def _evaluated(networks: Networks, name: str, stage: EvaluateStage, gpu: GPU, gpus: int) -> StageCost:
-    """Texts that models write, the judge's reading, and a bound of the likelihood; not what is done on CPUs."""
+    """Sampling, scoring by the judge, and the NELBO; not work on CPUs."""
     length, total, reading = networks.length, Work(), Work()
     parts = min(stage.samples, -(-stage.samples // max(LEAST, -(-stage.samples // MOST))))
     used, tokens, runs = min(gpus, parts), 0.0, 0.0
@@ -291,7 +291,7 @@ def _evaluated(networks: Networks, name: str, stage: EvaluateStage, gpu: GPU, gp
 def _occasion(
     size: Size, stage: EvaluateStage, occasion: Occasion, length: int, batch: int, judge: float
 ) -> tuple[Work, Work, float]:
-    """The work of one way of drawing samples, what the judge reads of it, and how many tokens are written."""
+    """The work for one set of samples, that of the judge on them, and the number of generated tokens."""
     config, chosen, parts, tokens = size.config, occasion.metrics, [Work()], 0.0
     runs, how = evaluations(length, occasion.how.steps), stage.conditional
     reading = 0.0
@@ -314,7 +314,7 @@ def _occasion(
 
 
 def _judge(networks: Networks, stage: EvaluateStage) -> float:
-    """Parameters of the judge, where one reads."""
+    """Parameters of the judge, if there is one."""
     if not any(metrics[name].judge for name in stage.metrics):
         return 0.0
     if stage.judge_stage is not None:

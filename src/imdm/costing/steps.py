@@ -1,4 +1,4 @@
-"""What a training step of each objective does on one GPU: its work, what it holds, what it sends to the others."""
+"""A training step of each objective on one GPU: its compute, memory and communication."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from imdm.objectives.base import EARLIEST
 from imdm.objectives.texts import MANY, READINGS, TEMPERATURES
 from imdm.training import TrainConfig
 
-TIMES = 256  # times over which a mean is taken
+TIMES = 256  # diffusion times to average over
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class Setting:
 
 @dataclass(frozen=True)
 class Plan:
-    """micro: the work of each micro-batch; once: what comes once a step; sent: weights whose gradients are exchanged in
-    a step; gathered: weights that full sharding gathers in a micro-batch, once for each pass over them."""
+    """micro: work of each micro-batch; once: work once a step; sent: weights whose gradients are all-reduced in a step;
+    gathered: weights that full sharding gathers in a micro-batch, counted once for each pass."""
 
     micro: Work
     once: Work
@@ -79,12 +79,12 @@ def plan(setting: Setting) -> Plan:
 
 
 def is_known(objective: Objective) -> bool:
-    """Whether its steps are counted as its own; those of others count as NELBO's."""
+    """Whether there is an estimate for it; others count as NELBO."""
     return isinstance(objective, Nelbo | ReDi | Autoregressive | SDTT | Di4C | Match)
 
 
 def _alone(setting: Setting) -> Plan:
-    """One network, trained on the positions that it reads: half of them are masked; from left to right, all."""
+    """One network, with a loss on half of the positions, the masked ones; on all for an autoregressive model."""
     config, tokens, how = setting.student.config, setting.tokens, setting.how
     read = float(tokens if setting.objective.causal else tokens / 2)
     micro = trained(config, tokens, setting.length, read, read, how.checkpoint_blocks)
@@ -102,8 +102,9 @@ def _alone(setting: Setting) -> Plan:
 
 
 def _di4c(setting: Setting, objective: Di4C) -> Plan:
-    """Every sequence under M latents: the student is trained on all of them, and asked once more a little later; the
-    teacher is asked once where it has no latent, else for each. No kernel: (rows, V) is made chunk by chunk, twice."""
+    """Every sequence under M latents: the student is trained on all of them, and evaluated once more after the
+    teacher's step; the teacher is evaluated once if it has no latent, else for each. No fused kernel: (rows, V) is
+    computed chunk by chunk, twice."""
     student, teacher, how, M = setting.student, setting.teacher, setting.how, objective.latents
     config, length = student.config, setting.length + student.config.mixture
     share = min(objective.distil_share, 1.0) if objective.threshold > EARLIEST else 0.0
@@ -111,7 +112,7 @@ def _di4c(setting: Setting, objective: Di4C) -> Plan:
     tokens, rows = M * how.micro * length, masked * M * setting.tokens
     noisy_teacher = teacher.config.mixture or teacher.config.mask["kind"] != "single"
     first = min(1.0, objective.iterations / setting.training.steps)
-    each = M if noisy_teacher else first + (1 - first) * M  # from the second round on, it was a student
+    each = M if noisy_teacher else first + (1 - first) * M  # from the second round on it has latents
     micro = trained(config, tokens, length, rows, rows, how.checkpoint_blocks)
     micro += evaluated(config, tokens, length, tokens, rows)
     micro += evaluated(teacher.config, tokens * each / M, length, tokens * each / M, rows * each / M)
@@ -125,8 +126,8 @@ def _di4c(setting: Setting, objective: Di4C) -> Plan:
 
 
 def _match(setting: Setting, objective: Match) -> Plan:
-    """Each update draws with the student and trains the auxiliary on what it drew; the last trains the student too, and
-    asks the teacher."""
+    """Each update samples from the student and trains the auxiliary on the samples; the last trains the student too,
+    and evaluates the teacher."""
     student, teacher, how, length = setting.student, setting.teacher, setting.how, setting.length
     tokens, again = setting.tokens, how.checkpoint_blocks
     first, left = (share * tokens for share in masked_by(objective))
@@ -170,8 +171,8 @@ def masked_by(objective: Match) -> tuple[float, float]:
 
 
 def looks(setting: Setting, objective: Match, every: int) -> Work:
-    """What `match` looks at on the way: texts at each of its step counts, read by the teacher; and once what the
-    teacher writes in many steps."""
+    """Evaluations of `match` during training: samples at each of its step counts, scored by the teacher; and once the
+    teacher's many-step samples."""
     student, teacher, length, texts = setting.student.config, setting.teacher.config, setting.length, objective.looks
     tokens = texts * length
     read = (evaluated(teacher, tokens, length, tokens / 2, 0.0) + drawn(teacher, tokens / 2)) * READINGS

@@ -1,4 +1,4 @@
-"""What training and writing compute: operations, by kind, and bytes that are read and written beside them."""
+"""The work of training and sampling: FLOPs by kind, and memory traffic beside them."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from imdm.costing.machines import GPU
 if TYPE_CHECKING:
     from imdm.models import MaskedDiffusionConfig
 
-# Shares of the speed of a large product, fitted to the measured steps that tests/test_costing.py names.
+# Utilisation relative to a large matmul, fitted to the measured steps in tests/test_costing.py.
 PRODUCTS = 0.75  # the blocks' matrices
 ATTENTION = 0.5  # forward
-ATTENTION_BACK = 0.33  # backward, whose five products are 2.5 times the forward ones
+ATTENTION_BACK = 0.33  # backward, whose five matmuls are 2.5 times the forward ones
 HEAD = 0.66  # tiles of the fused losses and draws
-COMPARED = 0.53  # the same of two and three heads
+COMPARED = 0.53  # the same for two and three heads
 
-# Bytes that a token and feature cost in each block beside products: norms, rotation, GELU, dropout, sums.
+# Bytes of memory traffic a token and feature in each block beside matmuls: norms, rotary, GELU, dropout, sums.
 POINTWISE = 60.0  # forward; backward twice as many
 UPDATE = 52.0  # a weight and update: gradient clipped, AdamW's moments, the average
 SCORED = 600.0  # an element of (rows, V) where a loss has no kernel (`di4c`), forward, again and backward
 
-# Launching kernels takes this long, whatever they do; where that is longer than the work, it decides.
+# Time to launch kernels; where it exceeds the time of the kernels, it dominates.
 LAUNCH_STEP = 11.7e-3  # a step: rows, losses, optimiser, average
 LAUNCH_BLOCK = 1.0e-3  # a block passed forward; backward counts twice
-# Recorded steps are launched at once; what is left are gaps between kernels.
+# CUDA graphs are launched at once; what is left are gaps between kernels.
 GAP_STEP = 1.0e-3
 GAP_BLOCK = 0.13e-3
-WRITE_BLOCK = 0.16e-3  # the same as LAUNCH_BLOCK, of a model that was made ready for writing (`imdm.faster`)
+WRITE_BLOCK = 0.16e-3  # the same as LAUNCH_BLOCK, for a model prepared for sampling (`imdm.faster`)
 
 
 @dataclass(frozen=True)
 class Work:
-    """flops: what must be computed at least, nothing twice, as `imdm bench` counts; the others: what is run, in FLOPs
-    (products, attention, attention_back, head, compared), bytes, passes of a block, and steps."""
+    """flops: necessary FLOPs, without recomputation, as `imdm bench` counts; the others: what is executed, in FLOPs
+    (products: matmuls with weights, attention, attention_back, head, compared), bytes, passes of a block, and steps."""
 
     flops: float = 0.0
     products: float = 0.0
@@ -60,13 +60,13 @@ class Work:
         return (blocks + heads) / gpu.products(precision) + wide * self.bytes / gpu.copies
 
     def seconds(self, gpu: GPU, precision: str = "bf16", recorded: bool = False) -> float:
-        """recorded: launched at once, as CUDA graphs."""
+        """recorded: as a CUDA graph."""
         if recorded:
             return self.busy(gpu, precision) + GAP_STEP * self.steps + GAP_BLOCK * self.passes
         return max(self.busy(gpu, precision), LAUNCH_STEP * self.steps + LAUNCH_BLOCK * self.passes)
 
     def writing(self, gpu: GPU, precision: str = "bf16") -> float:
-        """Seconds of work that trains nothing; in bf16 by a model that was made ready for it."""
+        """Seconds of inference; in bf16 with a model prepared by `faster`."""
         return max(self.busy(gpu, precision), self.passes * (WRITE_BLOCK if precision == "bf16" else LAUNCH_BLOCK))
 
 
@@ -76,7 +76,7 @@ def network_flops(config: MaskedDiffusionConfig, tokens: float, length: int, rea
 
 
 def products_of(config: MaskedDiffusionConfig, tokens: float, read: float, noisy: float) -> float:
-    """The part of `network_flops` that multiplies with weights."""
+    """The part of `network_flops` in matmuls with weights."""
     D = config.width
     keys, others = 2 * 2 * D**2, 2 * 10 * D**2
     dim = config.mask.get("dim", 0)
@@ -85,7 +85,7 @@ def products_of(config: MaskedDiffusionConfig, tokens: float, read: float, noisy
 
 
 def attention_of(config: MaskedDiffusionConfig, tokens: float, length: int, read: float) -> float:
-    """The part of `network_flops` that compares tokens with each other."""
+    """The part of `network_flops` in attention."""
     return (tokens * (config.blocks - 1) + read) * 4 * length * config.width
 
 
@@ -94,14 +94,13 @@ def head_flops(config: MaskedDiffusionConfig, rows: float) -> float:
 
 
 def writing_flops(config: MaskedDiffusionConfig, tokens: float, length: int, steps: int) -> float:
-    """Each token is read once; at step k of N a share 1 − k/N is still masked, and noise that is kept is still read."""
+    """The head runs once a token; at step k of N a share 1 − k/N is still masked, and its noise is embedded."""
     network = network_flops(config, steps * tokens, length, tokens, tokens * (steps + 1) / 2)
     return network + head_flops(config, tokens)
 
 
 def evaluated(config: MaskedDiffusionConfig, tokens: float, length: int, read: float, noisy: float) -> Work:
-    """One evaluation of the network, without its head. Noise is drawn and read everywhere, though it counts only where
-    there are masks."""
+    """One forward pass without the head. Noise is drawn and embedded everywhere, though it counts only at masks."""
     full = tokens * (config.blocks - 1) + read
     return Work(
         flops=network_flops(config, tokens, length, read, noisy),
@@ -115,7 +114,7 @@ def evaluated(config: MaskedDiffusionConfig, tokens: float, length: int, read: f
 def trained(
     config: MaskedDiffusionConfig, tokens: float, length: int, read: float, noisy: float, again: bool = False
 ) -> Work:
-    """Forward and backward. again: blocks are computed once more, not kept (`checkpoint_blocks`)."""
+    """Forward and backward. again: with gradient checkpointing (`checkpoint_blocks`)."""
     once = evaluated(config, tokens, length, read, noisy)
     back = Work(
         flops=2 * once.flops,
@@ -134,40 +133,40 @@ def drawn(config: MaskedDiffusionConfig, rows: float) -> Work:
 
 
 def scored(config: MaskedDiffusionConfig, rows: float) -> Work:
-    """Cross-entropy with its gradient: forward, once more, and the gradients of rows and weights."""
+    """Cross-entropy with its gradient: forward, recomputation, and the gradients of rows and weights."""
     once = head_flops(config, rows)
     return Work(flops=3 * once, head=4 * once)
 
 
 def compared(config: MaskedDiffusionConfig, rows: float, heads: int) -> Work:
-    """Two heads by KL, or three by what `match` makes of them: sums in one or two passes, all once more, and the
-    gradients of one head, or of two."""
+    """Two heads by KL, or three for `match`: sums in one or two passes, recomputation, and the gradients of one head,
+    or of two."""
     once = head_flops(config, rows)
     run = {2: 6, 3: 13}[heads]
     return Work(flops={2: 4, 3: 7}[heads] * once, compared=run * once)
 
 
 def updated(config: MaskedDiffusionConfig, parameters: float, muon: bool = False) -> Work:
-    """An update of so many weights. muon: with five rounds of three products for each matrix of the blocks."""
+    """An update of so many weights. muon: with five iterations of three matmuls for each matrix of the blocks."""
     return Work(bytes=parameters * UPDATE, products=muon * 5 * 60 * config.width**3 * config.blocks)
 
 
 def evaluations(length: int, steps: int, masked: float = 1.0) -> float:
-    """How often the network runs for a text: once for each of `steps` steps that reveals something, where every
-    position is masked with this chance and revealed at any step alike."""
+    """Expected network evaluations of a text: one for each of `steps` steps that reveals something, if every position
+    is masked with this probability and revealed at a uniform step."""
     return steps * (1 - (1 - masked / steps) ** length)
 
 
 def completions(length: int, steps: int) -> float:
-    """The mean of `evaluations` over texts that were masked up to a time drawn evenly."""
+    """The mean of `evaluations` over texts masked at a uniform time."""
     return steps - steps**2 / (length + 1) * (1 - (1 - 1 / steps) ** (length + 1))
 
 
 def written(
     config: MaskedDiffusionConfig, texts: float, length: int, runs: float, batch: int, masked: float = 1.0
 ) -> Work:
-    """Texts that the network runs `runs` times for, a share `masked` of their tokens written; at most `batch` of them
-    in one evaluation."""
+    """Sampling of texts with `runs` evaluations each, a share `masked` of their tokens generated, at most `batch` of
+    them in one evaluation."""
     tokens, read = texts * length * runs, texts * length * masked
     once = evaluated(config, tokens, length, read, (tokens * masked + read) / 2) + drawn(config, read)
     return replace(once, passes=config.blocks * max(runs, texts * runs / batch))

@@ -1,6 +1,6 @@
-"""What is trained on: enumerated languages, token files, text, couplings.
+"""Training and evaluation data: enumerated languages, token files, text, couplings.
 
-Names are imported when first used: a corpus that is not there is refused without torch.
+Names are imported when first used: a missing corpus is refused before torch is imported.
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,7 @@
-"""Documents from anywhere: text, JSON lines, parquet, a folder of these, standard input, or a dataset of a hub.
+"""Corpora: documents from text, JSON lines, parquet, a folder of these, standard input, or a dataset of a hub.
 
-A corpus is read as a stream, so that its size does not matter. A broken row (bytes that are not UTF-8, a line that is
-not JSON, no text) stops the reading with its place, unless broken rows are to be skipped; then they are counted.
+A corpus is streamed, so its size does not matter. A broken row (bytes that are not UTF-8, a line that is not JSON, no
+text) is an error that names the row, unless broken rows are skipped; then they are counted.
 """
 
 from __future__ import annotations
@@ -108,14 +108,14 @@ class Corpus:
     broken: int = 0
 
     def check(self) -> None:
-        """Refuse what cannot be read before anything is written."""
+        """Refuse a corpus that cannot be read, before anything is written."""
         if self.is_local:
             self.files()
         elif self.source in PRESETS and self.split not in PRESETS[self.source].splits:
             raise unknown(f"split of {self.source}", self.split, PRESETS[self.source].splits)
 
     def has_splits(self) -> bool:
-        """Whether the source itself says what is held out."""
+        """Whether the source has its own splits."""
         return not self.is_local or any(self._split_of(file) == "valid" for file in self._found())
 
     @property
@@ -146,7 +146,7 @@ class Corpus:
         return sorted(p for p in path.rglob("*") if p.suffix in ENDINGS) if path.is_dir() else [path]
 
     def _split_of(self, file: Path) -> str | None:
-        """The split that a file's name, or that of a folder it is in, says it belongs to."""
+        """The split named by the file, or by a folder it is in."""
         root = SAMPLE if self.source == "sample" else Path(self.source)
         if root == file:
             return None
@@ -156,7 +156,7 @@ class Corpus:
         return None
 
     def identity(self) -> list[Any]:
-        """What the corpus is, as far as can be told without reading it."""
+        """What identifies the corpus, without reading all of it."""
         names = [[p.name, p.stat().st_size, _ends(p)] for p in self.files()] if self.is_local else []
         return [self.source if not names else "", self.split, self.field, self.hold_out, names]
 
@@ -192,7 +192,7 @@ class Corpus:
         text = row.get(self.field) if isinstance(row, dict) else None
         if not isinstance(text, str):
             raise TypeError(f"no text in a field {self.field!r}")
-        text.encode()  # JSON can spell what is no character
+        text.encode()  # JSON can encode lone surrogates
         return text
 
     def _is_json(self, line: bytes) -> bool:
@@ -248,7 +248,7 @@ class Corpus:
 
 
 def _parquet_texts(file: Any, column: str, path: Path) -> Iterator[Any]:
-    """The values of a column: text, or what stands in its place; bytes that are not UTF-8 as bytes."""
+    """The values of a column: text, or whatever else is there; bytes that are not UTF-8 as bytes."""
     batches = file.iter_batches(batch_size=4096, columns=[column])
     while True:
         try:
@@ -271,7 +271,7 @@ def _value(value: Any) -> Any:
 
 
 def _ends(path: Path) -> str:
-    """A hash of a file's first and last megabyte, which tells most files of one size apart without reading all."""
+    """A hash of a file's first and last megabyte, which distinguishes most files of one size without reading all."""
     with open(path, "rb") as file:
         first = file.read(END)
         file.seek(max(0, path.stat().st_size - END))
@@ -279,8 +279,8 @@ def _ends(path: Path) -> str:
 
 
 def _stream(name: str, config: str | None, split: str) -> Any:
-    """The rows of a hub dataset. One that comes as a script, which `datasets` no longer runs, is read from the parquet
-    files that the hub makes of it."""
+    """The rows of a hub dataset. One that is a script, which `datasets` no longer runs, is read from the parquet files
+    that the hub generates."""
     try:
         from datasets import load_dataset
     except ImportError:
@@ -302,7 +302,7 @@ def _part(rows: Any, part: str, name: str) -> Any:
     """`:-100000` or `-100000:` of a stream whose length the dataset states."""
     total = rows.info.splits["train"].num_examples if rows.info.splits else None
     if not total:
-        raise UserError(f"dataset {name!r} does not say how many rows it has; its held-out part cannot be found")
+        raise UserError(f"dataset {name!r} does not state its number of rows; its held-out part cannot be found")
     first, last = part.split(":")
     return rows.take(total + int(last)) if last else rows.skip(total + int(first))
 

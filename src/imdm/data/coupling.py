@@ -1,7 +1,7 @@
 """Couplings: (z_t, t, seed) → x̂ pairs made by a teacher, stored as safetensors shards with a manifest.
 
-A folder holds `manifest.json`, which says exactly what made the pairs, and `pairs-00000.safetensors`, … Pair i depends
-on the manifest and on i alone, so a run that stopped goes on with the next missing shard, and several processes may
+A folder holds `manifest.json` with all settings that determine the pairs, and `pairs-00000.safetensors`, … Pair i
+depends on the manifest and on i alone, so a stopped run resumes with the next missing shard, and several processes can
 share the work.
 """
 
@@ -43,7 +43,7 @@ class CoupleConfig(Config):
     """How couplings are made.
 
     start   `perturbed`: data corrupted to t ~ U(10⁻³, 1); `prior`: everything masked, t = 1
-    noise   what the teacher's masks do while it completes z_t
+    noise   the noise policy of the teacher's masks while it completes z_t
     precision, compile   on a GPU: bf16 network, compiled blocks (about twenty seconds once); draws stay exact
     """
 
@@ -57,7 +57,7 @@ class CoupleConfig(Config):
     compile: bool = False
 
     def writer(self, teacher: MaskedDiffusionLM) -> MaskedDiffusionLM:
-        """The teacher as it is to write."""
+        """The teacher prepared for sampling."""
         return in_precision(teacher, self.precision, compile=self.compile)
 
 
@@ -110,7 +110,7 @@ class Coupling:
         m, where = self.manifest, f"coupling: {shard_path(self.folder, index)}"
         columns = read_tensors(shard_path(self.folder, index), f"coupling {str(self.folder)!r}")
         if not _belongs(self.folder, index, m):
-            raise UserError(f"{where} is not the part of these pairs that its name says; delete and remake it")
+            raise UserError(f"{where} is not the shard of these pairs that its name says; delete and remake it")
         rows = min(m.shard, m.pairs - index * m.shard)
         wanted = {"tokens": (rows, m.length), "noised": (rows, m.length), "t": (rows,), "seed": (rows,)}
         if {name: tuple(c.shape) for name, c in columns.items()} != wanted:
@@ -120,7 +120,7 @@ class Coupling:
         for name in ("tokens", "noised"):
             check_tokens(columns[name], m.vocab_size, f"{where}, {name}")
         if bool((columns["tokens"] == m.mask_token_id).any()):
-            raise UserError(f"{where} has masks in what the teacher wrote; delete and remake it")
+            raise UserError(f"{where} has masks in the teacher's samples; delete and remake it")
         if not bool(((columns["t"] > 0) & (columns["t"] <= 1)).all()):
             raise UserError(f"{where} has times outside (0, 1]; delete and remake it")
         return columns
@@ -145,12 +145,12 @@ class Coupling:
             )
         check_fits(self, student)
         if policy is not None and m.noise != policy:
-            raise UserError(f"{where} was made under noise policy {m.noise!r}, but {policy!r} is asked for; remake it")
+            raise UserError(f"{where} was made under noise policy {m.noise!r}, not under {policy!r}; remake it")
         if parse_schedule(m.schedule) != parse_schedule(student.schedule):
             raise UserError(f"{where} has schedule {m.schedule}, the student has {student.schedule}")
         if uses_seed and m.generator != GENERATOR:
             raise UserError(
-                f"{where} was drawn by generator {m.generator!r}, this version draws {GENERATOR!r}; remake it"
+                f"{where} was drawn by generator {m.generator!r}, this version has {GENERATOR!r}; remake it"
             )
         if uses_seed and m.mask not in ("single", mask):
             raise UserError(f"{where} was made under mask {m.mask}, the student's is {mask}; they must agree")
@@ -161,18 +161,18 @@ def shard_path(folder: Path, index: int) -> Path:
 
 
 def _place(manifest: Manifest, index: int) -> dict[str, str]:
-    """What a shard says of where it belongs."""
+    """Metadata of a shard: the manifest and index it belongs to."""
     return {"manifest": manifest.digest(), "shard": str(index)}
 
 
 def _belongs(folder: Path, index: int, manifest: Manifest) -> bool:
-    """Whether a shard was made under this manifest, for this place."""
+    """Whether a shard was made under this manifest, with this index."""
     told = read_metadata(shard_path(folder, index), "coupling")
     return {"shard": str(index)} | told | _place(manifest, index) == {"shard": str(index)} | told
 
 
 def _made_for(folder: Path, index: int, manifest: Manifest) -> bool:
-    """Whether a shard is there, whole and where it belongs; any other is made again."""
+    """Whether a shard exists, is whole and belongs here; any other is made again."""
     try:
         check_tensors(shard_path(folder, index), "coupling")
         return _belongs(folder, index, manifest)
@@ -182,7 +182,7 @@ def _made_for(folder: Path, index: int, manifest: Manifest) -> bool:
 
 def _read_manifest(folder: Path) -> Manifest:
     values = read_recorded(folder / "manifest.json", f"coupling {str(folder)!r}")
-    if "pairs" not in values:  # as of rows of text
+    if "pairs" not in values:  # such as a manifest of prepared text
         raise UserError(f"coupling {str(folder)!r}: no couplings there; make them with 'imdm couple'")
     return Manifest.parse(values, "manifest")
 
@@ -198,9 +198,9 @@ def couple(
     world: int = 1,
     on_progress: Callable[[int], None] | None = None,
 ) -> Manifest:
-    """Make the pairs that are not there yet; process `rank` of `world` takes every world-th shard.
+    """Make the missing pairs; process `rank` of `world` makes every world-th shard.
 
-    `source` gives the data that is perturbed; with `start: prior` there is none to give.
+    `source` is the data to perturb; None with `start: prior`.
     """
     folder = as_path(out, "out")
     check_is("teacher", teacher, MaskedDiffusionLM, "a model")
@@ -262,7 +262,7 @@ def _refuse_other(folder: Path, manifest: Manifest) -> None:
     for field, value in manifest.model_dump().items():
         if there[field] != value:
             raise UserError(
-                f"coupling {str(folder)!r} was made with {field} = {there[field]!r}, now asked for {value!r}; "
+                f"coupling {str(folder)!r} was made with {field} = {there[field]!r}, not {value!r}; "
                 "choose another folder or delete that one"
             )
 

@@ -1,7 +1,7 @@
 """Documents to token ids, a chunk at a time, by one process or by several.
 
-Where chunks begin and end depends on the documents alone, and ids come back in the documents' order: the same whatever
-the number of processes. A process that only encodes loads no torch.
+Chunk boundaries depend on the documents alone, and ids are returned in the documents' order, whatever the number of
+processes. Worker processes do not import torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from imdm.stopping import held_back
 
 AT_ONCE = 2048  # documents
 CHARACTERS = 1 << 20
-AHEAD = 2  # chunks for each process that are read before they are needed
+AHEAD = 2  # chunks that are read ahead for each process
 
 
 @dataclass(frozen=True)
@@ -57,20 +57,20 @@ class Encoded:
         return cls(first, ids, lengths)
 
     def after(self, documents: int) -> Encoded:
-        """Without those of the first documents of the corpus, so many."""
+        """Without the first `documents` of the corpus."""
         skip = min(max(0, documents - self.first), len(self.lengths))
         return Encoded(self.first + skip, self.ids[int(self.lengths[:skip].sum()) :], self.lengths[skip:])
 
     @property
     def end(self) -> int:
-        """How many documents there are up to its last."""
+        """The number of documents up to its last."""
         return self.first + len(self.lengths)
 
 
 def chunks(corpus: Corpus, limit: int | None = None, start: int = 0) -> Iterator[Chunk]:
     """The documents of a corpus, at most `limit`, from number `start` on, in order. A chunk ends when it has many
     characters, and after every `AT_ONCE` documents of the corpus, however short they are."""
-    corpus.broken = 0  # rows that were read before, to train a BPE, are counted again
+    corpus.broken = 0  # rows already read to train a BPE are counted again
     number, first, texts, characters = 0, start, list[str](), 0
     for text in islice(corpus.documents(), start, limit):
         texts.append(text)
@@ -83,8 +83,8 @@ def chunks(corpus: Corpus, limit: int | None = None, start: int = 0) -> Iterator
 
 
 def encoded(parts: Iterable[Chunk], backend: Any, processes: int = 1) -> Generator[Encoded, None, None]:
-    """The ids of each chunk, in order. backend: the tokenizer's own of `tokenizers`. One process encodes here, with a
-    thread on each core; several share the cores. Close what this gives, to end them."""
+    """The ids of each chunk, in order. backend: the tokenizer of the library `tokenizers`. With one process encoding
+    happens in this one, with a thread on each core; several share the cores. Close the generator to end them."""
     if processes == 1:
         yield from (_encode(chunk, backend) for chunk in parts)
     else:
@@ -112,8 +112,7 @@ def _by_processes(parts: Iterable[Chunk], backend: Any, processes: int) -> Itera
             yield waiting.popleft().result()
     except BrokenProcessPool:
         raise UserError(
-            f"processes = {processes}: one of them ended in the midst of its work, perhaps for want of memory; run the "
-            "same with fewer to go on"
+            f"processes = {processes}: one of them died, perhaps out of memory; run the same with fewer to resume"
         ) from None
     finally:
         with held_back():
@@ -124,7 +123,7 @@ _here: Any = None
 
 
 def _begin(description: str, threads: int) -> None:
-    """In a process that encodes: its tokenizer, and an end when the process that began it ends, however that does."""
+    """Start a worker process: load its tokenizer, and exit whenever the parent process ends."""
     global _here
     os.environ |= {"RAYON_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "true" if threads > 1 else "false"}
     from tokenizers import Tokenizer

@@ -3,12 +3,13 @@
 Packing, as the paper's models were trained:
 
     wrapped     documents joined by the end token, cut every L − 2 tokens, a begin and an end token around each piece
-    unwrapped   a document a row: begin, its first L − 2 tokens, end, then padding, which the model reads like any token
-    whole       a document a row, and all of it: what does not fit is left out. A model that is made for such rows knows
-                that padding follows the end (`Ending`)
+    unwrapped   a document a row: begin, its first L − 2 tokens, end, then padding, which to the model is a token like
+                others
+    whole       a document a row, and all of it: what does not fit is left out. A model for such rows has built in that
+                padding follows the end (`Ending`)
 
-They give different perplexities, so the packing is named. A run that stopped goes on behind its last shard. The rows,
-and where shards end, depend on text, tokenizer and settings alone, not on how many processes or machines there were.
+They give different perplexities, so results name the packing. A stopped run resumes after its last shard. Rows and
+shards depend on text, tokenizer and settings alone, not on the number of processes or machines.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class PrepareConfig(Config):
 
 @dataclass
 class Packer:
-    """Turns the ids of documents into rows. carry: what is left over for the next row."""
+    """Turns the ids of documents into rows. carry: tokens left over for the next row."""
 
     manifest: Prepared
     carry: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -87,7 +88,7 @@ class Packer:
         return self._joined(documents) if self.manifest.packing == "wrapped" else self._apart(documents)
 
     def _joined(self, documents: Encoded) -> np.ndarray:
-        """Documents one after another, with an end token behind each."""
+        """Documents concatenated, with an end token after each."""
         m, inner, kind = self.manifest, self.manifest.length - 2, type_of_ids(self.manifest.vocab_size)
         stream = np.full(len(self.carry) + len(documents.ids) + len(documents.lengths), m.end, kind)
         stream[: len(self.carry)] = self.carry
@@ -101,7 +102,7 @@ class Packer:
         return out
 
     def _apart(self, documents: Encoded) -> np.ndarray:
-        """A document a row; where rows are whole texts, without those that do not fit or have an end in their midst."""
+        """A document a row; where rows are whole texts, without those that do not fit or contain an end token."""
         m, inner, ids, lengths = self.manifest, self.manifest.length - 2, documents.ids, documents.lengths
         last = np.cumsum(lengths)
         first = last - lengths
@@ -125,12 +126,12 @@ def prepare(
     on_progress: Told | None = None,
     on_note: Callable[[str], None] | None = None,
 ) -> Prepared:
-    """Tokenise and pack a corpus into `out`. A finished folder made from the same is left as it is. Parts that lie in
-    it (`prepare_part`) are put together, and removed.
+    """Tokenise and pack a corpus into `out`. A finished folder made from the same is left as it is. Parts in it
+    (`prepare_part`) are merged and removed.
 
-    processes     how many tokenise, beside this one; 1: this one does
-    on_progress   told how much is done, after every chunk
-    on_note       told what is found in the folder
+    processes     worker processes that tokenise; 1: this process does
+    on_progress   called with the counts so far, after every chunk
+    on_note       called with a note on what the folder already holds
     """
     folder = as_path(out, "out")
     tokenizer, fresh = _begin(corpus, config, folder, tokenizer, processes)
@@ -140,16 +141,16 @@ def prepare(
     tell = on_note or (lambda text: None)
     if manifest.finished:
         manifest = _mended(folder, manifest, tokenizer)
-        PreparedSource(folder)  # which refuses what is not what was written
+        PreparedSource(folder)  # refuses damaged rows
         remove_parts(folder)
         tell("finished before")
         return manifest
     parts, done = all_parts(folder, fresh), manifest.counts.documents
     with working_in(folder), _nothing_left_of(folder, shard_file(folder, 0)):
         if done:
-            tell(f"going on after {done:,} documents")
+            tell(f"resuming after {done:,} documents")
         if parts:
-            tell(f"putting {len(parts)} parts together")
+            tell(f"merging {len(parts)} parts")
             broken = parts[0].whole.counts.broken
             manifest = _pack(joined(folder, parts, done), lambda: broken, folder, tokenizer, manifest, on_progress)
             remove_parts(folder)
@@ -171,9 +172,9 @@ def prepare_part(
     on_progress: Told | None = None,
     on_note: Callable[[str], None] | None = None,
 ) -> Part:
-    """One of `of` parts of the work of `prepare`, counted from 1; each may be made by another machine. All read the
-    whole corpus, and each tokenises its share of it into a folder within `out`. When all parts are there, `prepare`
-    puts them together: the rows are the same as without parts."""
+    """One of `of` parts of the work of `prepare`, counted from 1; each may be made by another machine. Each reads the
+    whole corpus and tokenises its share into a folder within `out`. When all parts are finished, `prepare` merges them:
+    the rows are the same as without parts."""
     check_number(number, of)
     if corpus.source == "-":
         raise UserError("standard input cannot be shared by several parts; use files")
@@ -182,7 +183,7 @@ def prepare_part(
     tokenizer, fresh = _begin(corpus, config, folder, tokenizer, processes)
     part = Part(whole=fresh, number=number, of=of)
     if _resume(folder, fresh).finished:
-        tell("all parts were put together before")
+        tell("all parts were merged before")
         return part.model_copy(update={"finished": True, "whole": read_prepared(folder)})
     for known in parts_there(folder, of):
         check_same_settings(f"part {known.number} of {of} in {str(folder)!r}", known.whole, fresh)
@@ -192,14 +193,14 @@ def prepare_part(
         return part
     with working_in(place), _nothing_left_of(place, chunk_file(place, 0)):
         if part.files:
-            tell(f"going on after {part.whole.counts.documents:,} documents")
+            tell(f"resuming after {part.whole.counts.documents:,} documents")
         part = part.model_copy(update={"whole": part.whole.model_copy(update={"files": _saved(tokenizer, place)})})
         return write_part(place, part, corpus, tokenizer.backend_tokenizer, processes, on_progress)
 
 
 @contextmanager
 def _nothing_left_of(folder: Path, made: Path) -> Iterator[None]:
-    """A refusal in this block removes the manifest and tokenizer that it brought, unless something came of it."""
+    """An error in this block removes the manifest and tokenizer that it wrote, unless there are rows too."""
     ours = [file for file in (folder / "manifest.json", *map(folder.joinpath, FILES)) if not file.exists()]
     try:
         yield
@@ -211,7 +212,7 @@ def _nothing_left_of(folder: Path, made: Path) -> Iterator[None]:
 
 
 def _begin(corpus: Corpus, config: PrepareConfig, folder: Path, tokenizer: Any, processes: int) -> tuple[Any, Prepared]:
-    """The tokenizer, and what a manifest says before any work; what cannot be done is refused."""
+    """The tokenizer, and the manifest before any work; refuses wrong settings."""
     check_whole("processes", processes, 1, MOST_PROCESSES)
     if config.tokenizer is not None and folder.resolve() == Path(config.tokenizer).resolve():
         raise UserError(f"{str(folder)!r} is the tokenizer's own folder; choose another one for the rows")
@@ -236,7 +237,7 @@ def _begin(corpus: Corpus, config: PrepareConfig, folder: Path, tokenizer: Any, 
 
 
 def _mended(folder: Path, manifest: Prepared, tokenizer: Any) -> Prepared:
-    """Write the tokenizer's files again where they are not what was written; the tokenizer at hand is the same."""
+    """Write the tokenizer's files again if they are damaged; the given tokenizer is the same."""
     if all((folder / name).is_file() and digest_file(folder / name) == known for name, known in manifest.files):
         return manifest
     with working_in(folder):
@@ -258,7 +259,7 @@ def _pack(
     manifest: Prepared,
     on_progress: Told | None,
 ) -> Prepared:
-    """What is still missing of a folder. The tokenizer is there before the manifest that names it."""
+    """Make the missing shards of a folder. The tokenizer is written before the manifest that names it."""
     manifest = manifest.model_copy(update={"files": _saved(tokenizer, folder)})
     write_recorded(folder / "manifest.json", manifest.model_dump(mode="json"))
     packer = Packer(manifest, np.array(manifest.carry, np.int64))
@@ -291,7 +292,7 @@ def _pack(
 
 
 def _is_shard(tokens: int, documents: int) -> bool:
-    """Whether rows of so many tokens are a shard: after every `AT_ONCE` documents of the corpus they may be, in between
+    """Whether rows of so many tokens make a shard: possible after every `AT_ONCE` documents of the corpus, in between
     where documents are long."""
     return tokens >= SHARD_TOKENS and (documents % encoding.AT_ONCE == 0 or tokens >= 2 * SHARD_TOKENS)
 
@@ -306,16 +307,16 @@ def _tokenizer(corpus: Corpus, config: PrepareConfig, folder: Path) -> Any:
     if corpus.source == "-":
         raise UserError("a BPE cannot be trained on standard input, which can be read only once; use a file")
     trained = train_bpe(islice(corpus.documents(), config.bpe_documents), int(config.train_bpe or 0))
-    with tempfile.TemporaryDirectory() as place:  # read like one that was made before, so that its files are the same
+    with tempfile.TemporaryDirectory() as place:  # a loaded one writes the same files again
         trained.save_pretrained(place)
         return load_tokenizer(place)
 
 
 def made_tokenizer(folder: Path) -> Any:
-    """The tokenizer that lies beside rows, or beside parts of them; None where there is none yet."""
+    """The tokenizer beside rows, or beside parts of them; None if there is none yet."""
     for place in (folder, *part_folders(folder).values()):
         if (place / "manifest.json").exists() and (place / "tokenizer.json").exists():
-            with suppress(UserError):  # torn; one that is trained again is the same
+            with suppress(UserError):  # damaged; training it again gives the same
                 return load_tokenizer(place)
     return None
 
@@ -329,7 +330,7 @@ def _resume(folder: Path, fresh: Prepared) -> Prepared:
 
 
 def _write(folder: Path, manifest: Prepared, rows: list[np.ndarray], counts: Counts, packer: Packer) -> Prepared:
-    """One more shard, then a manifest that knows it: a crash between the two costs only that shard."""
+    """Write one more shard, then a manifest that lists it: a crash in between loses only that shard."""
     tokens = np.concatenate(rows)
     index = len(manifest.shards)
     with written_aside(shard_file(folder, index)) as aside, open(aside, "wb") as file:

@@ -1,7 +1,7 @@
-"""Text that several machines prepare together: each has a part of it.
+"""Text prepared by several machines: each makes a part of it.
 
 A part is a folder `part-2-of-4` within that of the rows: a manifest, the tokenizer, and files with the ids of its
-chunks. Chunk after chunk the parts take turns. Rows are packed when all parts are there.
+chunks. Chunks are dealt to the parts in turn. Rows are packed when all parts are finished.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ MOST_PARTS = 10_000
 
 
 class Part(Config):
-    """What a part says of itself.
+    """The manifest of a part.
 
-    whole    what all parts make; its counts: documents of the corpus that were read, tokens of this part
+    whole    the manifest of all parts together; its counts: documents of the corpus read so far, tokens of this part
     files    how many chunks each file holds
-    chunks   how many the whole corpus has, once the part is finished
+    chunks   number of chunks of the whole corpus, once the part is finished
     """
 
     whole: Prepared
@@ -63,15 +63,14 @@ def _read(folder: Path) -> Part:
 
 
 def part_folders(folder: Path) -> dict[tuple[int, int], Path]:
-    """The folders of parts, by number and of how many."""
+    """The folders of parts, by (number, number of parts)."""
     named = [(re.fullmatch(r"part-([0-9]+)-of-([0-9]+)", place.name), place) for place in folder.glob("part-*-of-*")]
     found = {(int(name[1]), int(name[2])): place for name, place in named if name is not None}
     return {key: found[key] for key in sorted(found) if (found[key] / "manifest.json").exists()}
 
 
 def parts_there(folder: Path, of: int | None = None) -> list[Part]:
-    """The parts that were begun in a folder. They are refused where they are not all of one number of parts, or not of
-    `of`."""
+    """The parts that were started in a folder. Refused if they disagree on the number of parts, or it is not `of`."""
     found = part_folders(folder)
     numbers = sorted({many for _, many in found} | ({of} if of is not None else set()))
     if len(numbers) > 1:
@@ -83,14 +82,14 @@ def parts_there(folder: Path, of: int | None = None) -> list[Part]:
 
 
 def missing(folder: Path, of: int) -> list[int]:
-    """Which parts are still to be made, or to be finished; none where they were put together before."""
+    """Which parts are missing or unfinished; none if they were merged before."""
     if (folder / "manifest.json").exists() and read_prepared(folder).finished:
         return []
     return sorted(set(range(1, of + 1)) - {part.number for part in parts_there(folder, of) if part.finished})
 
 
 def all_parts(folder: Path, fresh: Prepared) -> list[Part]:
-    """Every part of a folder, or none where it has none; some of them are refused."""
+    """All parts of a folder, or none if it has none; an incomplete set is refused."""
     parts = parts_there(folder)
     if not parts:
         return []
@@ -101,7 +100,7 @@ def all_parts(folder: Path, fresh: Prepared) -> list[Part]:
         numbers = ", ".join(map(str, left))
         raise UserError(
             f"prepared text {str(folder)!r}: of {of} parts these are missing or unfinished: {numbers}; "
-            f"make them (--part {left[0]}/{of}), or delete the folders of all parts to do without"
+            f"make them (part = {left[0]}/{of}), or delete the folders of all parts to do without"
         )
     for part in parts:
         if (part.chunks, part.whole.counts.documents) != (parts[0].chunks, parts[0].whole.counts.documents):
@@ -113,7 +112,7 @@ def all_parts(folder: Path, fresh: Prepared) -> list[Part]:
 
 
 def remove_parts(folder: Path) -> None:
-    """What is no longer needed once rows are packed."""
+    """Delete parts once rows are packed."""
     for place in part_folders(folder).values():
         with working_in(place):
             shutil.rmtree(place)
@@ -127,9 +126,9 @@ def write_part(
     processes: int,
     on_progress: Callable[[Counts], None] | None = None,
 ) -> Part:
-    """What is still missing of a part. backend: the tokenizer's."""
+    """Make the missing files of a part. backend: the tokenizer's."""
     write_recorded(folder / "manifest.json", part.model_dump(mode="json"))
-    seen = Chunk(-1, 0, [])  # the last that was read, ours or not
+    seen = Chunk(-1, 0, [])  # the last chunk read, of this part or not
 
     def ours() -> Iterator[Chunk]:
         nonlocal seen
@@ -162,7 +161,7 @@ def _with_counts(part: Part, counts: Counts) -> Part:
 
 
 def _write(folder: Path, part: Part, waiting: list[Encoded], counts: Counts) -> Part:
-    """One more file, then a manifest that knows it."""
+    """Write one more file, then a manifest that lists it."""
     tensors = {
         "ids": np.concatenate([some.ids for some in waiting]).astype(type_of_ids(part.whole.vocab_size)),
         "lengths": np.concatenate([some.lengths for some in waiting]),
@@ -176,7 +175,7 @@ def _write(folder: Path, part: Part, waiting: list[Encoded], counts: Counts) -> 
 
 
 def joined(folder: Path, parts: list[Part], start: int = 0) -> Iterator[Encoded]:
-    """The ids of all documents from number `start` on, in order: a chunk of each part in turn."""
+    """The ids of all documents from number `start` on, in order: one chunk of each part in turn."""
     streams = [_stored(part_folder(folder, part.number, part.of), part) for part in parts]
     expected = 0
     for number in range(parts[0].chunks):
@@ -192,7 +191,7 @@ def joined(folder: Path, parts: list[Part], start: int = 0) -> Iterator[Encoded]
 
 
 def _stored(folder: Path, part: Part) -> Iterator[Encoded]:
-    """The chunks of a part as they were written; a file at a time is in memory."""
+    """The stored chunks of a part; one file at a time is in memory."""
     for index in range(len(part.files)):
         tensors = read_tensors(chunk_file(folder, index), "prepared text")
         ids, lengths = tensors["ids"].numpy(), tensors["lengths"].numpy()

@@ -1,4 +1,4 @@
-"""Rows of prepared text on disk: what a folder says of itself, and its rows as they are asked for.
+"""Rows of prepared text on disk: the manifest of a folder, and access to its rows.
 
 A folder holds `manifest.json` (source, tokenizer's hash, packing, counts), the tokenizer's files, and memory-mapped
 shards `tokens-00000.npy`, … of shape (rows, length). `packing.py` makes it.
@@ -48,7 +48,7 @@ class Counts(Config):
 
 
 class Prepared(Config):
-    """What a folder of prepared text says of itself. files: the tokenizer's, with their digests."""
+    """The manifest of a folder of prepared text. files: the tokenizer's, with their digests."""
 
     source: str
     identity: list[Any]
@@ -75,11 +75,11 @@ class Prepared(Config):
         return Ending(self.begin, self.end, self.pad) if self.packing == "whole" else None
 
     def settings(self) -> dict[str, Any]:
-        """What must agree for a stopped run to go on."""
+        """What must agree for a stopped run to resume."""
         return self.model_dump(mode="json", exclude={"source", "counts", "shards", "carry", "finished", "files"})
 
     def fingerprint(self) -> str:
-        """Of the settings, in one order wherever they stand above, and of every shard."""
+        """A hash of the settings, independent of the order of fields, and of every shard."""
         wanted = {name: value for name, value in self.hashed().items() if name in self.settings()}
         ordered = {name: wanted.pop(name) for name in ORDER if name in wanted} | dict(sorted(wanted.items()))
         return hashlib.sha256(repr((ordered, self.shards)).encode()).hexdigest()[:16]
@@ -90,7 +90,7 @@ def type_of_ids(vocab_size: int) -> np.dtype:
 
 
 def digest_tokens(tokens: np.ndarray) -> str:
-    """Of the bytes, which mean what they did in the same type alone."""
+    """A hash of the bytes; comparable only for one dtype."""
     total = hashlib.sha256()
     for first in range(0, len(tokens), 1 << 16):
         total.update(tokens[first : first + (1 << 16)].tobytes())
@@ -109,7 +109,7 @@ def _check_file(path: Path, known: str) -> None:
 
 
 def check_same_settings(what: str, there: Prepared, wanted: Prepared) -> None:
-    """Refuse what was made from other text, or in another way, than is wanted now."""
+    """Refuse a folder that was made from other text or with other settings."""
     for name, value in wanted.settings().items():
         if there.settings()[name] != value:
             other = {"identity": "of other text", "tokenizer": "with another tokenizer"}
@@ -118,7 +118,7 @@ def check_same_settings(what: str, there: Prepared, wanted: Prepared) -> None:
 
 
 def read_prepared(folder: Path) -> Prepared:
-    """What a folder of prepared text says of itself."""
+    """The manifest of a folder of prepared text."""
     where = f"prepared text {str(folder)!r}"
     return Prepared.parse(read_recorded(folder / "manifest.json", where), where)
 
@@ -128,7 +128,7 @@ def shard_file(folder: Path, index: int) -> Path:
 
 
 class PreparedSource:
-    """Rows of prepared text, read from disk as they are asked for."""
+    """Rows of prepared text, read from disk on demand."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = as_path(folder, "prepared text")
@@ -150,7 +150,7 @@ class PreparedSource:
         path, again = shard_file(self.folder, index), "delete the folder and prepare again"
         try:
             tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-        except Exception as error:  # numpy parses the header as Python, and fails in as many ways
+        except Exception as error:  # numpy parses the header as Python, which can fail in many ways
             raise UserError(f"prepared text: {path} cannot be read ({reason_of(error)}); {again}") from None
         if tokens.shape != (rows, self.length) or tokens.dtype != type_of_ids(self.vocab_size):
             raise UserError(f"prepared text: {path} does not hold {rows} rows of {self.length} ids; {again}")

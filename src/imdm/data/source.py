@@ -22,7 +22,7 @@ from imdm.randomness import Purpose, as_key, permutation, uniform
 
 LOOKED_AT = 1024  # rows
 Progress = Callable[[int, str], None]
-"""How far a preparation is: documents so far, and what to say beside that."""
+"""Progress of a preparation: documents so far, and a text to show beside it."""
 
 
 @runtime_checkable
@@ -74,7 +74,7 @@ class TokenSource:
 
 
 class Data(Config):
-    """What a recipe's `data` section can do, whatever its kind."""
+    """The `data` section of a recipe, of any kind."""
 
     @abstractmethod
     def source(self, seed: int) -> Source:
@@ -85,10 +85,10 @@ class Data(Config):
         """(vocab_size, mask_token_id)."""
 
     def check(self) -> None:
-        """Refuse, before any work, what cannot be prepared; rows that are there are looked at when they are read."""
+        """Refuse, before any work, data that cannot be prepared; existing rows are checked when they are read."""
 
     def ready(self, folder: Path, progress: Progress | None = None) -> Data:
-        """The same data, able to give rows; what must be made for that goes into `folder`."""
+        """The same data, ready to give rows; files made for that go into `folder`."""
         return self
 
     @property
@@ -96,7 +96,7 @@ class Data(Config):
         return True
 
     def held_out(self, seed: int) -> Source | None:
-        """Rows that are not trained on, where there are some."""
+        """Validation rows, if there are some."""
         return None
 
     def documents(self, seed: int) -> Source | None:
@@ -104,7 +104,7 @@ class Data(Config):
         return None
 
     def split(self) -> str | None:
-        """What the rows of `source` are called, where they have a name."""
+        """The name of the split of `source`, if it has one."""
         return None
 
     def language(self) -> Language | None:
@@ -131,7 +131,7 @@ class LanguageData(Data):
         make = languages[self.name]
         for name, value in self.settings.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not -1e6 < value < 1e6:
-                raise UserError(f"data.settings.{name} = {value!r}: a language's settings are moderate numbers")
+                raise UserError(f"data.settings.{name} = {value!r}: a language's settings are small numbers")
         try:
             return make(**self.settings)
         except TypeError as error:
@@ -167,7 +167,7 @@ class TokenData(Data):
         tokens = tokens.long() if tokens.dtype in (torch.uint16, torch.uint32, torch.uint64) else tokens
         check_tokens(tokens, vocab_size, where)
         if bool((tokens == mask_id).any()):
-            raise UserError(f"{where} contains the mask token {mask_id}; data must not")
+            raise UserError(f"{where} contains the mask token {mask_id}, which data must not")
         return TokenSource(tokens, vocab_size, mask_id)
 
 
@@ -182,21 +182,21 @@ def check_fits(source: Source, config: MaskedDiffusionConfig) -> None:
         raise UserError(f"the data has {source.length} tokens a row, the model takes at most {config.length}")
     if config.ending is not None and not _is_whole(source, config.ending):
         raise UserError(
-            "the model writes whole texts, which padding follows, and the rows of the data are none that end like its "
+            "the model writes whole texts, followed by padding, and the rows of the data do not end like its "
             "own; prepare the text with packing: whole and the model's tokenizer"
         )
 
 
 def _is_whole(source: Source, ending: Ending) -> bool:
-    """Whether rows end like this: prepared text says so itself, others are looked at, the first of them."""
+    """Whether rows end like this: by the manifest of prepared text; else by the first rows."""
     if hasattr(source, "ending"):
         return source.ending == ending
     return bool(ending.fits(source.rows(torch.arange(min(LOOKED_AT, len(source))))["tokens"]).all())
 
 
 class Order:
-    """Which row a training position reads: a new keyed permutation every epoch. There is no iterator to save: the
-    position is the step, so a resumed run reads on where it stopped."""
+    """The order of rows in training: a new keyed permutation every epoch. There is no iterator state to save: the
+    position follows from the step, so a resumed run continues where it stopped."""
 
     def __init__(self, seed: int, size: int) -> None:
         self.seed, self.size = seed, size

@@ -1,4 +1,4 @@
-"""Text as a recipe's data: prepared beforehand, or prepared on the way."""
+"""Text as a recipe's data: already prepared, or prepared during the run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EVERY = 50  # of a source without splits, one document in so many is held out
 
 
 class PreparedData(Data):
-    """`data: {kind: prepared, path: DIR}`: what `imdm prepare` made; DIR itself, or DIR/train and DIR/valid."""
+    """`data: {kind: prepared, path: DIR}`: the output of `imdm prepare`; DIR itself, or DIR/train and DIR/valid."""
 
     kind: Literal["prepared"] = "prepared"
     path: Path
@@ -98,7 +98,7 @@ class TextData(Data):
             load_tokenizer(self.tokenizer)
 
     def ready(self, folder: Path, progress: Progress | None = None) -> PreparedData:
-        """Prepare both splits into `folder`, unless they are there."""
+        """Prepare both splits into `folder`, unless they exist."""
         names = ("length", "tokenizer", "train_bpe", "packing", "limit")
         config = PrepareConfig(**{name: getattr(self, name) for name in names})
         folders = {"train": "train", "valid": "valid"} | ({"documents": "valid"} if self.with_documents else {})
@@ -123,7 +123,7 @@ class TextData(Data):
             prepare(self._corpus(split), how, folder / place, tokenizer=tokenizer, on_progress=told)
 
     def vocabulary(self) -> tuple[int, int]:
-        """Of the tokenizer; of one that is to be trained, the most it may have."""
+        """Of the tokenizer; if it is still to be trained, an upper bound."""
         if self.train_bpe is not None:
             return self.train_bpe, BPE_MASK
         special = special_ids(load_tokenizer(self.tokenizer or ""))
@@ -136,7 +136,7 @@ class TextData(Data):
 def prepared_for(
     source: str, model: str | Path, length: int, progress: Progress | None = None, packing: Packing = "wrapped"
 ) -> PreparedData:
-    """The held-out part of any text, in the tokens and rows of a model; kept, so that it is made once."""
+    """The held-out part of any text, tokenised and packed for a model; cached, so that it is made once."""
     tokenizer = load_tokenizer(model)
     corpus = Corpus(source, split="valid")
     corpus.check()
@@ -150,7 +150,7 @@ def prepared_for(
             progress(counts.documents, f"{counts.rows:,} rows")
 
     folder = home() / "prepared" / identity
-    with locked(folder):  # another command, or another process of this one, may want the same
+    with locked(folder):  # another process may make the same
         prepare(corpus, config, folder, tokenizer=tokenizer, on_progress=told)
     return PreparedData(path=folder)
 

@@ -1,4 +1,4 @@
-"""Tokenizers: any `AutoTokenizer`, or a byte-pair encoding trained on the spot; and the ids a model needs of them."""
+"""Tokenizers: any `AutoTokenizer`, or a byte-pair encoding trained here; and their special ids."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def load_tokenizer(name: str | Path) -> Any:
     try:
         if folder.is_dir() and (folder / "merges.txt").exists() and not (folder / "tokenizer.json").exists():
             tokenizer: Any = ByteLevelBPE.from_pretrained(str(name))  # vocab.json and merges.txt alone
-        elif (folder / "tokenizer.json").exists():  # whatever config.json lies beside it
+        elif (folder / "tokenizer.json").exists():  # whatever config.json is beside it
             tokenizer = PreTrainedTokenizerFast.from_pretrained(str(name))
         else:
             with hub_for(folder):
@@ -67,19 +67,19 @@ def load_tokenizer(name: str | Path) -> Any:
         raise UserError(f"tokenizer {str(name)!r} cannot be loaded: {reason_of(error)}") from None
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(f"tokenizer {str(name)!r} has no fast version; use one with a tokenizer.json")
-    tokenizer.model_max_length = 1 << 40  # we cut ourselves
-    tokenizer.backend_tokenizer.no_truncation()  # a tokenizer.json may carry the settings of whoever saved it
+    tokenizer.model_max_length = 1 << 40  # truncation is done here
+    tokenizer.backend_tokenizer.no_truncation()  # a tokenizer.json may hold truncation settings
     tokenizer.backend_tokenizer.no_padding()
     return tokenizer
 
 
 def special_ids(tokenizer: Any) -> Special:
-    """The ids a model needs, found the way the paper's models have them."""
+    """The ids a model needs, chosen as for the paper's models."""
     size = len(tokenizer)
     begin = tokenizer.cls_token_id if tokenizer.cls_token_id is not None else tokenizer.bos_token_id
     end = tokenizer.sep_token_id if tokenizer.sep_token_id is not None else tokenizer.eos_token_id
     if end is None and begin is None:
-        raise UserError("the tokenizer has neither an end-of-text nor a [SEP] token; documents could not be told apart")
+        raise UserError("the tokenizer has neither an end-of-text nor a [SEP] token; documents could not be separated")
     end = begin if end is None else end
     begin = end if begin is None else begin
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end
@@ -121,7 +121,7 @@ def train_bpe(documents: Iterable[str], vocab_size: int) -> Any:
 
 
 def tokenizer_hash(tokenizer: Any) -> str:
-    """What the tokenizer does, as far as its own description says."""
+    """A hash of the tokenizer's serialised description."""
     backend = tokenizer.backend_tokenizer.to_str().encode()
     special = repr(sorted((k, str(v)) for k, v in tokenizer.special_tokens_map.items())).encode()
     return hashlib.sha256(backend + special).hexdigest()[:16]
@@ -153,7 +153,7 @@ def copy_tokenizer(home: Path, target: Path) -> None:
 
 
 def check_same(model: Path, data: Path | None) -> None:
-    """Refuse data whose ids mean other words than the model's own tokenizer says, where both have one."""
+    """Refuse data made with another tokenizer than the model's, if both have one."""
     if data is None or not has_tokenizer(model) or not has_tokenizer(data):
         return
     mine, theirs = tokenizer_hash(load_tokenizer(model)), tokenizer_hash(load_tokenizer(data))

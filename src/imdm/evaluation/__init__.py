@@ -1,4 +1,4 @@
-"""What an evaluation reports, and the rows it writes."""
+"""Metrics, judges and result rows."""
 
 from imdm.evaluation.base import Evaluation, Measurement, Metric, Subject, about, metric, metrics
 from imdm.evaluation.conditional import Conditional

@@ -1,6 +1,6 @@
-"""What an evaluation reports: a value with its standard error and n (`Measurement`), by metrics that say what they need
-(`Metric`), of a model before data (`Subject`), while it is measured (`Evaluation`). One file a metric; each registers
-itself."""
+"""The parts of an evaluation: a value with its standard error and n (`Measurement`), a metric and what it needs
+(`Metric`), a model with its data and settings (`Subject`), and what metrics share while they are computed
+(`Evaluation`). One file a metric; each registers itself."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ LACKING: dict[Reads, str] = {
 
 @dataclass(frozen=True)
 class Measurement:
-    """judge: who read the samples; split: which rows of data were used; evaluations: how often the network ran for a
-    sample, where other samples were read than those written from nothing."""
+    """judge: the model that scored the samples; split: the data split used; evaluations: network evaluations a sample,
+    if the samples are not the unconditional ones."""
 
     value: float
     stderr: float
@@ -56,20 +56,20 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric, and all that others must know of it. Recipes, commands, rows and reports ask here, never by name.
+    """A metric and its properties. Recipes, commands, rows and reports use these, and never test for names.
 
     language   compares with an enumerated language, which must be the data
-    judge      a judge reads text for it; its rows carry the judge's name
-    embedder   texts are compared as vectors: a sentence embedder serves as well as a judge; needs the extra `mauve`
+    judge      needs a judge, whose name its rows carry
+    embedder   compares texts as vectors: a sentence embedder can replace the judge; needs the extra `mauve`
     reference  compares with a reference's conditionals
-    reads      the data it reads: held-out rows (`data`), rows that begin a document (`documents`), what the model was
-               trained on (`train`), what it was distilled on (`pairs`; left out of a recipe where there are none)
-    samples    reads what the model writes: temperature, top_p and the noise policy matter
-    steps      depends on the number of steps; if not, it is measured at the first step count alone
-    prompts    is about what is written after prompts: the conditional settings matter
-    infinite   may be infinite, where too few samples cannot reach all that the language says
-    counted    n for so many samples; None where n is not a number of samples
-    cut        reads no more than the `first` tokens of texts, where that is asked for
+    reads      the data it reads: held-out rows (`data`), rows that begin a document (`documents`), the training data
+               (`train`), the couplings of the distillation (`pairs`; skipped in a recipe without any)
+    samples    uses samples: temperature, top_p and the noise policy matter
+    steps      depends on the number of steps; if not, it is measured at the first step count only
+    prompts    uses continuations of prompts: the conditional settings matter
+    infinite   may be infinite, where too few samples do not cover the language's support
+    counted    n as a function of the number of samples; None where n does not count samples
+    cut        can be limited to the `first` tokens of texts
     """
 
     name: str
@@ -88,15 +88,13 @@ class Metric:
 
     @property
     def named(self) -> bool:
-        """Whether its rows carry the judge's name; where an embedder serves, they may carry that one's."""
+        """Whether its rows carry the judge's name, or that of an embedder in its place."""
         return self.judge and not self.embedder
 
     def check(self, subject: Subject) -> None:
-        """Refuse, in a sentence, a subject that lacks what the metric needs."""
+        """Refuse a subject that lacks what the metric needs."""
         if self.language and subject.truth is None:
-            raise UserError(
-                f"metric {self.name!r} needs an enumerated language as data; for text see imdm evaluate --help"
-            )
+            raise UserError(f"metric {self.name!r} needs an enumerated language as data; for text choose other metrics")
         if self.judge and subject.judge is None and not (self.embedder and subject.embedder is not None):
             who = "a judge or a sentence embedder" if self.embedder else "a judge (the paper's is gpt2-large)"
             raise UserError(f"metric {self.name!r} needs {who}")
@@ -110,7 +108,7 @@ class Metric:
 
 
 class TooShortError(UserError):
-    """There are no texts as long as is asked for (`Subject.first`)."""
+    """No text has `Subject.first` tokens."""
 
 
 metrics: Registry[Metric] = Registry("metric")
@@ -132,19 +130,20 @@ def metric(name: str, **needs: Any) -> Callable[[Measure], Measure]:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model and all that its figures follow from.
+    """A model and all that its results depend on.
 
-    how     how its samples are drawn
-    seed    what the samples and all other draws of the evaluation follow from
+    how     sampling options
+    seed    of the samples and all other random draws of the evaluation
     truth   the enumerated language, for metrics that compare with it
-    data    rows to evaluate on, and which `split` they are; train: what the teacher was trained on; pairs: what the
-            model was distilled on
-    judge   who scores generated text, read through `tokenizer`; embedder: who compares it for MAUVE, in the judge's
-            place; conditional: how continuations are made
+    data    rows to evaluate on, and their `split`; train: the teacher's training data; pairs: the couplings the model
+            was distilled on
+    judge   scores samples, decoded by `tokenizer`; embedder: compares them for MAUVE, instead of the judge;
+            conditional: settings of continuations
     documents  held-out rows that each begin a document, for prompts
-    reference  whose conditionals stand in for the truth of text (the teacher's); parts: where finished work is kept
-    first      look at the first so many tokens of texts alone, and only at texts that have as many: entropy grows with
-               length, and is comparable where texts are equally long. The begin token is counted
+    reference  the model whose conditionals stand in for the true ones (the teacher); parts: where finished parts of the
+               work are stored
+    first      use only the first so many tokens of texts, and only texts that have as many: entropy grows with length,
+               and is comparable for texts of equal length. The begin token counts
     """
 
     model: MaskedDiffusionLM
@@ -181,23 +180,23 @@ class Subject:
 
     @property
     def keeps_special(self) -> bool:
-        """Whether special tokens stand in decoded rows: in those of a stream, not in whole texts, where what looks like
-        one was typed."""
+        """Whether decoding keeps special tokens: for rows of a stream, not for whole texts, where their names are
+        ordinary text."""
         return self.model.config.ending is None
 
     @classmethod
     def before(cls, model: MaskedDiffusionLM, data: Data, *, seed: int, **settings: Any) -> Subject:
-        """A model before data: held-out rows where there are some, and the tokenizer of text."""
+        """A model with its data: held-out rows if there are some, and the tokenizer of text."""
         found = about(data, seed)
         check_fits(found["train"], model.config)
         return cls(model, seed=seed, **found, **settings)
 
     def drawn(self, **changes: Any) -> Subject:
-        """The same with other samples: `subject.drawn(steps=4, temperature=0.9)`."""
+        """The same with other sampling options: `subject.drawn(steps=4, temperature=0.9)`."""
         return replace(self, how=replace(self.how, **changes))
 
     def source(self, kind: Reads) -> Source | None:
-        """The data of a kind that metrics read, where there is some."""
+        """The data of a kind that metrics read; None without any."""
         found = {"data": self.data, "documents": self.documents or self.data, "train": self.train, "pairs": self.pairs}
         return found[kind]
 
@@ -207,9 +206,8 @@ class Subject:
         return self.model.sample_keys(self.samples, self.seed)
 
     def evaluations(self) -> float:
-        """How often the network runs for a sample on average. Reveals do not depend on the network, so that none is
-        asked; where rows are whole texts it runs less often, as padding needs no network once there is an end
-        (`Evaluation.evaluations`)."""
+        """Mean network evaluations a sample. Reveals do not depend on the network, so it need not run; for whole texts
+        it is an upper bound, as padding after the end needs no evaluation (`Evaluation.evaluations`)."""
         process, L = self.model.process, self.model.config.length
         check_room("samples", self.samples, 40 * L)
         total = 0
@@ -221,7 +219,7 @@ class Subject:
 
 
 def about(data: Data, seed: int, train: Source | None = None) -> dict[str, Any]:
-    """What data has for an evaluation, by the names of a `Subject`; train: its rows, where they are already there."""
+    """The fields of a `Subject` that come from data; train: its rows, if already loaded."""
     train, held_out, home = train or data.source(seed), data.held_out(seed), data.tokenizer_folder()
     return {
         "truth": data.language(),
@@ -234,9 +232,9 @@ def about(data: Data, seed: int, train: Source | None = None) -> dict[str, Any]:
 
 
 class Evaluation:
-    """One subject being measured. What several metrics share is made by the first that asks, and kept here.
+    """A subject while it is evaluated. What several metrics share is computed once and cached here.
 
-    hashes: fingerprints of models already known, by id; their weights are still while they are measured."""
+    hashes: known fingerprints of models, by id; their weights do not change during an evaluation."""
 
     def __init__(self, subject: Subject, hashes: dict[int, str] | None = None) -> None:
         check_is("subject", subject, Subject, "a Subject")
@@ -257,13 +255,13 @@ class Evaluation:
 
     @cached_property
     def generation(self) -> Generation:
-        """What the model writes from nothing, on the CPU."""
+        """The model's unconditional samples, on the CPU."""
         subject, config = self.subject, self.subject.model.config
         check_room("samples", subject.samples, 40 * config.length + 24 * (subject.how.steps + 1))
         return self.complete(torch.full((subject.samples, config.length), config.mask_token_id))
 
     def complete(self, canvas: Tensor) -> Generation:
-        """What the model writes into the holes of a canvas (n, L), as `generate` does with one text a row."""
+        """Fill the holes of a canvas (n, L), as `generate` does with one text a row."""
         subject, model, how = self.subject, self.subject.model, self.subject.how
         keys = model.sample_keys(len(canvas), subject.seed)
 
@@ -285,16 +283,15 @@ class Evaluation:
         return Generation(**made)
 
     def evaluations(self, written: bool = True) -> float:
-        """How often the network ran for a sample written from nothing, on average; at most, where none was written.
-        Nothing is generated for it."""
+        """Mean network evaluations of an unconditional sample; an upper bound if none was generated. Generates nothing
+        itself."""
         if self.subject.model.config.ending is None or not written or "generation" not in vars(self):
             return self.once("evaluations", self.subject.evaluations)
         return average_evaluations(self.generation)
 
     def decode(self, rows: Tensor) -> list[str]:
-        """Rows of ids as text, special tokens kept, but for padding at the end of a row. Of whole texts, rows that
-        begin a text are given: it is all before the end, without any special token, so that a judge need not know what
-        ours mean."""
+        """Rows of ids as text, with special tokens, but without padding at the end of a row. Rows of whole texts must
+        begin a text: the result is all before the end, without special tokens, which a judge may not know."""
         tokenizer, ending = self.subject.tokenizer, self.subject.model.config.ending
         if tokenizer is None:
             raise UserError("the metric reads text, but the model has no tokenizer")
@@ -304,14 +301,14 @@ class Evaluation:
         return tokenizer.batch_decode(texts, skip_special_tokens=True)
 
     def source(self, kind: Reads) -> Source:
-        """Data that a metric said it reads."""
+        """The data that a metric declared."""
         found = self.subject.source(kind)
         if found is None:
-            raise UserError(f"a metric reads {kind!r}, which there is none of")
+            raise UserError(f"a metric needs {kind!r}, and there is none")
         return found
 
     def held_out(self) -> Tensor:
-        """As many rows of held-out data as there are samples, or all there are; `cut`."""
+        """As many rows of held-out data as there are samples, or all of them; `cut`."""
         data = self.source("data")
         return self.cut(data.rows(torch.arange(min(self.subject.samples, len(data))))["tokens"])
 
@@ -332,11 +329,11 @@ class Evaluation:
         return rows, lengths(rows, self.subject.model.config.ending)
 
     def written(self) -> tuple[Tensor, Tensor | None]:
-        """What the model writes from nothing, `cut`, and how much of each row is text."""
+        """The model's unconditional samples, `cut`, and how much of each row is text."""
         return self.sized(self.cut(self.generation.tokens))
 
     def texts(self) -> list[str]:
-        """What the model writes, as text."""
+        """The model's samples as text."""
         return self.once("texts", lambda: self.decode(self.written()[0]))
 
     @property
@@ -344,7 +341,7 @@ class Evaluation:
         """The enumerated truth, for metrics that need one."""
         truth, model = self.subject.truth, self.subject.model
         if truth is None:
-            raise UserError("the metric needs an enumerated language as data; for text see imdm evaluate --help")
+            raise UserError("the metric needs an enumerated language as data; for text choose other metrics")
         check_fits(LanguageSource(truth), model.config)
         if truth.length != model.config.length:
             raise UserError(
@@ -355,7 +352,7 @@ class Evaluation:
 
 
 def average_evaluations(made: Generation) -> float:
-    """How often the network ran for a sample, on average."""
+    """Mean network evaluations a sample."""
     return float(made.evaluations.double().mean())
 
 
@@ -368,7 +365,8 @@ def unpadded(rows: Tensor, tokenizer: Any) -> list[list[int]]:
 
 
 def ratio(totals: Tensor, counts: Tensor) -> Measurement:
-    """Σ totals / Σ counts over independent samples (n,), such as a cost a token; its error by the delta method."""
+    """Σ totals / Σ counts over independent samples (n,), such as nats a token; its standard error by the delta
+    method."""
     totals, counts = totals.double(), counts.double()
     value = totals.sum() / counts.sum()
     error = mean((totals - value * counts) / counts.mean()).stderr
@@ -387,7 +385,7 @@ REPLICATES = 200
 
 def bootstrap_weights(n: int, seed: int) -> Tensor:
     """Weights of n draws in each replicate of the Bayesian bootstrap, (r, n), rows summing to 1: exponential rather
-    than counted, so that no draw is ever left out and a logarithm of a mean stays finite."""
+    than multinomial, so that every draw has a positive weight and the logarithm of a mean stays finite."""
     u = uniform(as_key(seed), Purpose.BOOTSTRAP, torch.arange(n), torch.arange(REPLICATES)[:, None])
     weight = -torch.log1p(-u)
     return weight / weight.sum(1, keepdim=True)

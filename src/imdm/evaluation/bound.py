@@ -1,10 +1,11 @@
 """log p(continuation | context) of a masked diffusion model: the NELBO with the context always visible.
 
-With l places asked for, k of them masked at a time, k uniform on 1…l and then any k of them alike,
+For a continuation of l positions, of which k are masked at a time, k uniform on 1…l and then any k of them equally
+likely,
 
     log p(continuation | context) ≥ E[ l/k · Σ over masked places of log x_θ(their token) ]
 
-which is Eq. 14 with the time integrated out. Noise of masks is drawn anew for every draw.
+which is Eq. 14 with the time integrated out. The noise of masks is drawn anew for every draw.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from imdm.randomness import Purpose, as_key, fold, uniform
 from imdm.state import Noised, Rows
 
 ENUMERATED = 3, 16
-"""Masks of so few places are always enumerated, of more than so many never."""
+"""Subsets of up to so many positions are always enumerated, of more than so many never."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A row of tokens, and the places first … last − 1 of it that are asked for. All others are given; those that hold
-    the mask stay masked."""
+    """A row of tokens, and the positions first … last − 1 of it whose log-probability is wanted. All others are given;
+    those that hold the mask stay masked."""
 
     row: tuple[int, ...]
     first: int
@@ -42,7 +43,7 @@ class Asked:
         return self.last - self.first
 
     def key(self, seed: int) -> Tensor:
-        """It follows from seed, row and places, and from nothing that is asked beside it."""
+        """It depends on seed, row and positions only, not on other requests in the batch."""
         said = hashlib.sha256(repr((self.row, self.first, self.last)).encode()).digest()
         return fold(as_key(seed), Purpose.DATA, *(int.from_bytes(said[i : i + 4], "big") for i in (0, 4)))
 
@@ -57,8 +58,8 @@ class Bound:
 
 @dataclass(frozen=True)
 class _Draws:
-    """Which of the l places are masked in each of m draws (m, l), the draws' keys (m,), and what Σ log x_θ of each is
-    multiplied by (m,); summed up they are the bound."""
+    """Which of the l positions are masked in each of m draws (m, l), the draws' keys (m,), and the weight of Σ log x_θ
+    of each (m,); the weighted sum is the bound."""
 
     masked: Tensor
     keys: Tensor
@@ -66,7 +67,7 @@ class _Draws:
     exact: bool
 
     def bound(self, sums: Tensor) -> Bound:
-        """sums (m,): Σ log x_θ over the masked places of each draw.
+        """sums (m,): Σ log x_θ over the masked positions of each draw.
 
         Draws are stratified, and neighbours are of neighbouring strata: half the mean square of their differences is
         the variance of one draw, or a little more."""
@@ -80,14 +81,14 @@ class _Draws:
 
 
 def enumerated(size: int, n: int, noisy: bool) -> bool:
-    """Whether all 2^size − 1 masks are taken in the place of n draws: where they are no more, or very few, and carry no
-    noise."""
+    """Whether all 2^size − 1 subsets are enumerated instead of n draws: if they are no more than n, or very few, and
+    masks carry no noise."""
     always, most = ENUMERATED
     return not noisy and size <= most and (size <= always or (1 << size) - 1 <= n)
 
 
 def drawn(asked: Asked, n: int, seed: int, noisy: bool) -> _Draws:
-    """n draws, the i-th with k in the i-th of n equal parts of 1…l; or all masks there are (`enumerated`)."""
+    """n draws, the i-th with k in the i-th of n equal parts of 1…l; or all subsets (`enumerated`)."""
     size, key = asked.size, asked.key(seed)
     if enumerated(size, n, noisy):
         masked = (torch.arange(1, 1 << size)[:, None] >> torch.arange(size)) % 2 == 1
@@ -105,7 +106,7 @@ def bounds(
     model: MaskedDiffusionLM, asked: Sequence[Asked], n: int = 128, seed: int = 0, batch_size: int = 64
 ) -> Iterator[tuple[int, Bound]]:
     """The number and the bound of each, in another order: rows of one length are evaluated together, at most
-    `batch_size` at once. What comes out does not depend on what is asked beside it, but for rounding."""
+    `batch_size` at once. The results do not depend on other requests in the batch, up to rounding."""
     check_whole("n", n)
     check_whole("batch_size", batch_size)
     noisy = model.process.noisy
@@ -123,8 +124,8 @@ def bounds(
 
 
 def _alike(asked: Sequence[Asked], cost: Sequence[int], most: int) -> Iterator[list[int]]:
-    """The numbers of those with rows of one length, so many that they cost `most` together, or one that costs more;
-    those that ask for nothing are left out."""
+    """Batches of indices of rows of one length whose costs sum to at most `most`, or of one that costs more; requests
+    without positions are skipped."""
     some, spent = list[int](), 0
     for i in sorted((i for i, one in enumerate(asked) if one.size), key=lambda i: len(asked[i].row)):
         if some and (len(asked[i].row) != len(asked[some[0]].row) or spent + cost[i] > most):
@@ -137,7 +138,7 @@ def _alike(asked: Sequence[Asked], cost: Sequence[int], most: int) -> Iterator[l
 
 
 def _masked(asked: Asked, masked: Tensor, mask_id: int) -> Tensor:
-    """The row (L,) with masks where masked (m, l) says: (m, L)."""
+    """The row (L,) with masks where masked (m, l) is True: (m, L)."""
     rows = torch.tensor(asked.row).repeat(len(masked), 1)
     rows[:, asked.first : asked.last] = rows[:, asked.first : asked.last].masked_fill(masked, mask_id)
     return rows
@@ -152,7 +153,7 @@ def _sums(model: MaskedDiffusionLM, tokens: Tensor, whole: Tensor, keys: Tensor)
 
 
 def _state(process: Process, tokens: Tensor, keys: Tensor) -> Noised:
-    """Time is not looked at by the network."""
+    """The time is arbitrary: it is no input of the network."""
     return process.noised(tokens, torch.ones(len(tokens), device=tokens.device), keys)
 
 
@@ -160,9 +161,9 @@ def _state(process: Process, tokens: Tensor, keys: Tensor) -> Noised:
 def greedy(
     model: MaskedDiffusionLM, asked: Sequence[Asked], seed: int = 0, batch_size: int = 64
 ) -> Iterator[tuple[int, bool]]:
-    """Whether greedy unmasking writes the tokens asked for, of each by its number: one place an evaluation, the one of
-    whose likeliest token the model is surest, until a token is another or all are there. Noise follows from the row,
-    and is held until a place is written."""
+    """Whether greedy unmasking gives the wanted tokens, by index: one position an evaluation, the one with the highest
+    probability, until a token differs or all are revealed. Noise depends on the row, and is kept while a position is
+    masked."""
     for some in _alike(asked, [1] * len(asked), batch_size):
         whole = torch.tensor([asked[i].row for i in some], device=model.device)
         place = torch.arange(whole.shape[1], device=model.device)
@@ -187,7 +188,8 @@ def _ends(asked: Sequence[Asked], some: list[int]) -> tuple[list[int], list[int]
 
 
 def _one_more(model: MaskedDiffusionLM, state: Noised, open_: Tensor) -> Tensor:
-    """The tokens (B, L) with one more of the open places written: the surest. No end is written before other text."""
+    """The tokens (B, L) with one more of the open positions revealed: the most confident. No end token is placed before
+    other text."""
     rows, bars, ending = Rows.where(open_), model.process.barred(state), model.process.ending
     barred = None if bars is None else rows.of(bars)
 

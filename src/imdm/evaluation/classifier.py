@@ -1,4 +1,4 @@
-"""How well a classifier tells written text from real text: a measure that no language model is the judge of."""
+"""A classifier two-sample test: how well a classifier separates samples from real text. It needs no judge."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from imdm.randomness import Purpose, as_key, fold, permutation
 
 ORDERS = (1, 2, 3)
 BUCKETS = 1 << 16
-PENALTY = 0.1  # on |w|² / 2, beside the sum of losses over texts; fixed, not chosen by any figure
+PENALTY = 0.1  # L2 penalty on |w|² / 2, added to the sum of losses over texts; fixed, not tuned
 ITERATIONS = 200
 
 
 @metric("told_apart", reads=("data",), counted=None)
 def told_apart(evaluation: Evaluation) -> Measurement:
-    """The accuracy of a classifier of real against written text, on texts that it was not trained on: 0.5 where they
-    cannot be told apart, 1 where they always can (`accuracy`). n: texts of each kind, the number of samples, or all
-    the held-out rows where these are fewer.
+    """The accuracy of a classifier of real text against samples, on texts that it was not trained on: 0.5 where they
+    cannot be told apart, 1 where they always can (`accuracy`). n: texts of each kind, the number of samples, or all the
+    held-out rows where these are fewer.
 
-    Held-out text may be of other books than the text that was learnt; then no model of that text comes down to 0.5, and
-    `real_told_apart` says how far one could. More texts train a better classifier: compare at equal n alone."""
+    Held-out text may be of other books than the training text; then no model of the training text reaches 0.5, and
+    `real_told_apart` is the best it could reach. More texts train a better classifier: compare only at equal n."""
     ending = evaluation.subject.model.config.ending
     found = accuracy(evaluation.held_out(), evaluation.written()[0], evaluation.subject.seed, ending)
     return replace(found, split=evaluation.subject.split)
@@ -36,8 +36,8 @@ def told_apart(evaluation: Evaluation) -> Measurement:
 
 @metric("real_told_apart", reads=("data", "train"), samples=False, steps=False)
 def real_told_apart(evaluation: Evaluation) -> Measurement:
-    """The same of training text in the place of what was written: what a model would score that writes exactly like the
-    text it learnt. Where nothing is held out, both are training text, and it is 0.5."""
+    """The same with training text instead of samples: the score of a perfect model of the training text. Where nothing
+    is held out, both are training text, and it is 0.5."""
     real = evaluation.held_out()
     many = min(evaluation.subject.samples, len(evaluation.source("data")))
     learnt = evaluation.cut(spread_over(evaluation.source("train"), many))
@@ -52,15 +52,14 @@ def spread_over(source: Source, n: int) -> Tensor:
 
 
 def accuracy(real: Tensor, written: Tensor, seed: int, ending: Ending | None = None) -> Measurement:
-    """Of as many real as written texts (n, L) a half is learnt and the other half told apart, and the reverse, so that
-    every text is tested once by a classifier that has not seen it; which half a text is in follows from the seed. The
-    standard error is binomial over all tested texts. Near 0.5 it is too small, by a factor of √2 at most: what the
-    halves have in common by chance, both classifiers find or both miss. ending: of whole texts, whose padding is not
-    read."""
+    """Two-fold cross-validation on as many real texts as samples (n, L): every text is tested once by a classifier that
+    was not trained on it; the seed decides which half a text is in. The standard error is binomial over all tested
+    texts. Near 0.5 it is too small, by a factor of √2 at most: chance similarities of the halves affect both
+    classifiers alike. ending: of whole texts, whose padding is ignored."""
     n = min(len(real), len(written))
     if n < 2:
-        raise UserError("a classifier needs two real and two written texts at least; give more samples or data")
-    width = min(real.shape[1], written.shape[1])  # so that no length tells
+        raise UserError("a classifier needs at least two real texts and two samples; give more samples or data")
+    width = min(real.shape[1], written.shape[1])  # so that lengths give nothing away
     halves: list[list[tuple[Tensor, bool]]] = [[], []]
     for kind, texts in enumerate((written[:, :width], real[:, :width])):
         order = permutation(fold(as_key(seed), Purpose.DATA, kind), n)
@@ -74,8 +73,8 @@ def accuracy(real: Tensor, written: Tensor, seed: int, ending: Ending | None = N
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts as a sparse matrix of features, row by row: value[k] at (text[k], bucket[k]); each row of length 1.
-    is_real: (n,)."""
+    """Texts as a sparse matrix of features, row by row: value[k] at (text[k], bucket[k]); each row has norm 1. is_real:
+    (n,)."""
 
     text: Tensor
     bucket: Tensor
@@ -84,7 +83,7 @@ class Texts:
 
     @classmethod
     def of(cls, kinds: list[tuple[Tensor, bool]], ending: Ending | None = None) -> Texts:
-        """log(1 + count) of the 1-, 2- and 3-grams of tokens, hashed into buckets, and each text's length set to 1."""
+        """log(1 + count) of the 1-, 2- and 3-grams of tokens, hashed into buckets, each text normalised."""
         every = torch.cat([texts for texts, _ in kinds])
         tokens, size = every.numpy(), lengths(every, ending)
         rows = np.arange(len(tokens))[:, None]
@@ -105,18 +104,18 @@ class Texts:
         return torch.bincount(self.text, weights=self.value * w[self.bucket], minlength=len(self.is_real))
 
     def are_told_by(self, w: Tensor) -> Tensor:
-        """Which texts a classifier gets right: (n,)."""
+        """Which texts a classifier classifies correctly: (n,)."""
         return (self.scores(w) > 0) == self.is_real
 
     def learnt(self) -> Tensor:
         """Logistic regression: the w (BUCKETS,) that minimises Σ log(1 + e^{∓ w·x}) + PENALTY · |w|² / 2. It is convex,
-        so that nothing depends on where it starts."""
+        so the starting point does not matter."""
         w, y = torch.zeros(BUCKETS, dtype=torch.float64), self.is_real.double()
 
         def loss() -> Tensor:
             u = self.scores(w)
-            slope = (torch.sigmoid(u) - y)[self.text] * self.value
-            w.grad = torch.bincount(self.bucket, weights=slope, minlength=BUCKETS) + PENALTY * w
+            gradient = (torch.sigmoid(u) - y)[self.text] * self.value
+            w.grad = torch.bincount(self.bucket, weights=gradient, minlength=BUCKETS) + PENALTY * w
             return (torch.nn.functional.softplus(u) - y * u).sum() + PENALTY / 2 * (w @ w)
 
         torch.optim.LBFGS(

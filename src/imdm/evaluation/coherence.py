@@ -1,4 +1,4 @@
-"""Coherence: how much the second half of a text has to do with its first, by a judge."""
+"""Coherence: how much the first half of a text helps a judge to predict its second half."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from imdm.randomness import Purpose, as_key, integers
 @metric("coherence", judge=True, counted=None)
 def coherence(evaluation: Evaluation) -> Measurement:
     """log P(second half | its own first half) − log P(second half | another text's first half) by the judge, in nats a
-    token of the second half, averaged over the samples; 0 where halves have nothing to do with one another. n: the
-    texts that could be halved; those of a single token, or of none, are left out."""
+    token of the second half, averaged over the samples; 0 where the halves are unrelated. n: the texts of at least two
+    tokens; others are left out."""
     return coherence_of(evaluation, evaluation.texts())
 
 
 @metric("real_coherence", judge=True, reads=("data",), samples=False, steps=False)
 def real_coherence(evaluation: Evaluation) -> Measurement:
-    """The same of as many rows of held-out text."""
+    """The same for as many rows of held-out text."""
     found = coherence_of(evaluation, evaluation.decode(evaluation.held_out()))
     return replace(found, split=evaluation.subject.split)
 
 
 def coherence_of(evaluation: Evaluation, texts: list[str]) -> Measurement:
-    """Text i is given the first half of text i + s, counted round in a circle, where s ≥ 1 follows from the seed. The
-    standard error takes texts as independent, though each lends its first half to another."""
+    """Text i gets the first half of text (i + s) mod n, where s ≥ 1 depends on the seed. The standard error treats
+    texts as independent, though each is used twice."""
     judge = judge_of(evaluation)
     cut = (halved(judge, ids) for ids in judge.ids(texts))
     halves = [both for both in cut if both is not None]
     n = len(halves)
     if n < 2:
-        raise UserError(f"coherence needs two texts of two tokens at least, and has {n}; give more samples or data")
+        raise UserError(f"coherence needs at least two texts of two tokens, and has {n}; give more samples or data")
     shift = 1 + int(integers(as_key(evaluation.subject.seed), Purpose.DATA, 0, 0, n - 1))
 
     def after(first_of: int) -> Score:
@@ -54,7 +54,7 @@ Halves = tuple[list[int], list[int]]
 
 def halved(judge: Judge, ids: list[int]) -> Halves | None:
     """A text's first T // 2 tokens and the rest, without the judge's begin token; None where one would be empty. T is
-    at most what the judge reads at once, so that any first half and any second one fit together."""
+    at most the judge's context, so that any two halves fit into it."""
     ids = ids[1:] if ids[:1] == [judge.begin] else ids
     ids = ids[: judge.context - 1]
     middle = len(ids) // 2

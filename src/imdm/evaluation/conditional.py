@@ -1,9 +1,9 @@
 """Conditional generation by the paper's protocol: prompts from held-out text, several continuations of each, and a
-window of what was written that is judged.
+window of each continuation that is judged.
 
 Prompts are the first tokens of held-out rows. Prepare those `unwrapped`, so that a row is the beginning of a document;
-rows with padding, documents too short for the model, are passed over. A model of whole texts has rows that begin a
-document anyway; of these, all whose window is text are taken, and what it writes may end within the window.
+rows with padding, from documents too short for the model, are skipped. Rows of whole texts begin a document anyway;
+those whose window is all text are used, and continuations may end within the window.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from imdm.evaluation.text import sample_entropy
 
 
 class Conditional(Config):
-    """prompts × continuations texts, each after the first `prefix` tokens of a row (and, to fill in a span, before its
-    last `suffix`); window: which `tokens` of a text are judged, the first that were `generated` (the paper's words) or
-    those of the `sequence` (public code)."""
+    """prompts × continuations texts, each after the first `prefix` tokens of a row (and, to infill, before its last
+    `suffix`); window: which `tokens` of a text are judged, the first that were `generated` (as in the paper) or the
+    first of the `sequence` (as in the public code)."""
 
     prompts: int = Field(256, ge=1)
     prefix: int = Field(50, ge=1)
@@ -48,17 +48,17 @@ class Conditional(Config):
         return f"{self.window}[0:{self.tokens}] after {self.prefix}{after}"
 
     def part(self) -> slice:
-        """The window's place in a row, whose first token is the begin token."""
+        """The window's slice of a row, whose first token is the begin token."""
         first = 1 + self.prefix if self.window == "generated" else 1
         return slice(first, first + self.tokens)
 
 
 @dataclass(frozen=True)
 class Continued:
-    """prompts: the text before the window, one a continuation; written and real: windows of what was written (prompts ×
-    continuations) and of the documents themselves (prompts); tokens: the written windows as ids; lengths: how much of
-    these is text, and ended: which hold the end of one, None where rows are cut from a stream; evaluations: how often
-    the network ran for a continuation, on average."""
+    """prompts: the text before the window, one a continuation; written and real: windows of the continuations (prompts
+    × continuations) and of the documents themselves (prompts); tokens: the continuations' windows as ids; lengths: how
+    much of these is text, and ended: which contain the end, None where rows are cut from a stream; evaluations: mean
+    network evaluations of a continuation."""
 
     prompts: list[str]
     written: list[str]
@@ -70,7 +70,7 @@ class Continued:
 
 
 def continued(evaluation: Evaluation) -> Continued:
-    """Made once for all metrics that ask."""
+    """Generated once for all metrics."""
     return evaluation.once("continued", lambda: _continue(evaluation))
 
 
@@ -92,7 +92,7 @@ def _continue(evaluation: Evaluation) -> Continued:
     position = torch.arange(length)
     holes = position > how.prefix
     if ending is None:
-        holes &= position < length - 1 - how.suffix  # the end token frames every row
+        holes &= position < length - 1 - how.suffix  # every row ends with the end token
     canvas = rows.masked_fill(holes, model.config.mask_token_id)
     generation = evaluation.complete(canvas.repeat_interleave(how.continuations, 0))
     made, evaluations = generation.tokens, average_evaluations(generation)
@@ -119,19 +119,19 @@ def _documents(source: Any, how: Conditional, ending: Ending | None) -> Tensor:
         if ending is not None:
             rows = rows[ending.lengths(rows) > how.part().stop]
         elif manifest is not None and manifest.packing == "unwrapped":
-            last = rows[:, -2]  # of a document that fills its row; the end token may also be what pads
+            last = rows[:, -2]  # of a document that fills its row; the end token may also be the padding
             rows = rows[(last != manifest.end) & (last != manifest.pad)]
         found.append(rows)
         if sum(map(len, found)) >= how.prompts:
             break
     rows = torch.cat(found)[: how.prompts]
     if len(rows) < how.prompts:
-        raise UserError(f"{how.prompts} prompts are asked for, but only {len(rows)} rows of the data are long enough")
+        raise UserError(f"conditional.prompts = {how.prompts}: only {len(rows)} rows of the data are long enough")
     return rows
 
 
 def _told(evaluation: Evaluation, found: Measurement) -> Measurement:
-    """A figure with which part of the data, and which window of it, it is about, and what the continuations cost."""
+    """A measurement with its split, its window, and the continuations' network evaluations."""
     subject = evaluation.subject
     label = (subject.conditional or Conditional()).label
     split = label if subject.split is None else f"{subject.split}, {label}"
@@ -154,6 +154,6 @@ def conditional_entropy(evaluation: Evaluation) -> Measurement:
 
 @metric("cond_mauve", prompts=True, judge=True, embedder=True, reads=("documents",))
 def conditional_mauve(evaluation: Evaluation) -> Measurement:
-    """MAUVE of the written windows against the documents' own, over five clustering seeds."""
+    """MAUVE of the continuations' windows against the documents' own, over five clustering seeds."""
     made = continued(evaluation)
     return _told(evaluation, mauve_of(evaluation, made.real, made.written))

@@ -1,5 +1,4 @@
-"""What a judge itself would write after a prompt, token by token: what a text is compared with that a diffusion model
-filled in."""
+"""Autoregressive continuations of prompts by a judge: the baseline for infilling."""
 
 from __future__ import annotations
 
@@ -13,19 +12,19 @@ from imdm.errors import UserError
 from imdm.evaluation.judge import Judge, LeftToRight, Window
 from imdm.randomness import Purpose, uniform
 
-WIDER = 4  # times as many texts at once as when they are read: a step reads one token of each
+WIDER = 4  # batch size relative to scoring: a step processes one token of each text
 ReadOn = Callable[[Tensor | None], Tensor]
-"""Given the tokens (b,) that each text goes on with (none the first time): the logits of the next ones, (b, V)."""
+"""Given the last tokens (b,) of each text (None the first time): the logits of the next ones, (b, V)."""
 
 
 @torch.no_grad()
 def continued(judge: Judge, prompts: list[str], counts: Sequence[int], keys: Tensor) -> list[str]:
-    """So many of the judge's tokens after each prompt, drawn at temperature 1. Its special tokens are never drawn, so
-    that it does not end before. keys: of each prompt's draws, (n,)."""
+    """`counts` of the judge's tokens after each prompt, drawn at temperature 1. Special tokens are never drawn, so that
+    it does not end early. keys: of each prompt's draws, (n,)."""
     if max(counts, default=0) >= judge.context:
         raise UserError(
-            f"judge {judge.name!r} reads {judge.context} tokens at once and cannot write {max(counts)} after a prompt; "
-            "take shorter texts, or a judge that reads more"
+            f"judge {judge.name!r} has a context of {judge.context} tokens and cannot add {max(counts)} to a prompt; "
+            "use shorter texts, or a judge with a longer context"
         )
     begun = [[*judge.start(ids), *ids] for ids in judge.ids(prompts)]
     begun = [ids[-(judge.context - count) :] for ids, count in zip(begun, counts, strict=True)]
@@ -38,8 +37,8 @@ def continued(judge: Judge, prompts: list[str], counts: Sequence[int], keys: Ten
 
 
 def _batches(judge: Judge, sizes: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
-    """Which texts are written together, of which each alone fits into what the judge reads at once. The longest prompt
-    and the greatest count of a batch fit too, as texts go on until the last has its count."""
+    """Batches of texts that each fit into the judge's context. So do the longest prompt and the greatest count of a
+    batch together, as texts are continued until the last has its count."""
     batches: list[list[int]] = []
     longest = 0
     for number in sorted(range(len(sizes)), key=lambda number: (counts[number], sizes[number])):
@@ -53,7 +52,7 @@ def _batches(judge: Judge, sizes: Sequence[int], counts: Sequence[int]) -> list[
 
 
 def _draw(judge: Judge, texts: list[list[int]], most: int, keys: Tensor) -> Tensor:
-    """The next tokens of each text: (b, most). Draw number k of a text follows from its key and k alone."""
+    """The next tokens of each text: (b, most). Draw k of a text depends on its key and k alone."""
     read_on = _anew(judge, texts) if isinstance(judge.model, LeftToRight) else _remembering(judge, texts)
     tokens: list[Tensor] = []
     for place in range(most):
@@ -66,7 +65,7 @@ def _draw(judge: Judge, texts: list[list[int]], most: int, keys: Tensor) -> Tens
 
 
 def _anew(judge: Judge, texts: list[list[int]]) -> ReadOn:
-    """Each time from the beginning."""
+    """Without a cache: the whole text is processed for each token."""
     texts = [list(ids) for ids in texts]
 
     def read_on(tokens: Tensor | None) -> Tensor:
@@ -81,7 +80,7 @@ def _anew(judge: Judge, texts: list[list[int]]) -> ReadOn:
 
 
 def _remembering(judge: Judge, texts: list[list[int]]) -> ReadOn:
-    """By a model of `transformers`, which keeps what it has read; texts are padded on the left."""
+    """With the key-value cache of a model of `transformers`; texts are padded on the left."""
     ids, real = judge.padded([Window(number, ids[::-1], 0) for number, ids in enumerate(texts)])
     ids, real, cache = ids.flip(1), real.flip(1), None
     placed = "position_ids" in inspect.signature(judge.model.forward).parameters
@@ -102,6 +101,6 @@ def _remembering(judge: Judge, texts: list[list[int]]) -> ReadOn:
 
 
 def _added(judge: Judge, begun: list[int], tokens: list[int]) -> str:
-    """The text of tokens that follow others: some tokenizers write a token's space only there."""
+    """The text of tokens that follow others: some tokenizers decode a token's leading space only there."""
     before, whole = judge.tokenizer.batch_decode([begun, [*begun, *tokens]], clean_up_tokenization_spaces=False)
     return whole[len(before) :]

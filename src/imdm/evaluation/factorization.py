@@ -1,7 +1,7 @@
 """The factorization error TC_θ of Eq. 6: how far one factorized reverse step is from the true joint.
 
-A model with noise is a mixture of factorized laws, p̂(x) = E_ε ∏_ℓ p_θ(x^ℓ | z, ε); with a single mask there is one
-component and the value is exact.
+A model with noise is a mixture of factorized distributions, p̂(x) = E_ε ∏_ℓ p_θ(x^ℓ | z, ε); with a single mask there
+is one component and the value is exact.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from imdm.theory.information import contexts, keep_and_reveal, marginal, reveale
 
 @dataclass(frozen=True)
 class Components:
-    """The factorized laws a model mixes: log p_θ of every data token at every position, (n, L, V); `exact` when these
-    are all there are and equally likely, rather than n independent draws."""
+    """The components of the mixture: log p_θ of every data token at every position, (n, L, V); `exact` if these are all
+    components, equally likely, rather than n independent draws."""
 
     log_probs: Tensor
     exact: bool
@@ -29,8 +29,8 @@ class Components:
 
 @torch.no_grad()
 def component_laws(denoiser: Denoiser, tokens: Tensor, draws: int, seed: int) -> Components:
-    """The laws of one sequence (L,) under each noise of its masks. Every noise is enumerated when there are at most
-    `draws` of them: one for a single mask without mixture, K^masked for a finite one."""
+    """The components for one sequence (L,), one for each noise of its masks. All noises are enumerated if there are at
+    most `draws` of them: one for a single mask without mixture, K^masked for a finite one."""
     device, mask = denoiser.device, denoiser.process.mask
     holes = int((tokens == denoiser.process.mask_id).sum())
     possible = None if denoiser.process.mixture else mask.noises(holes)
@@ -49,7 +49,7 @@ def component_laws(denoiser: Denoiser, tokens: Tensor, draws: int, seed: int) ->
 
 
 def joint_under(laws: Tensor, positions: tuple[int, ...], symbols: int) -> Tensor:
-    """∏ over `positions` of each component's law, for all values there: (n, V, …, V)."""
+    """∏ over `positions` of each component's probabilities, for all values there: (n, V, …, V)."""
     joint = torch.ones(len(laws), dtype=torch.float64)
     for position in positions:
         factor = laws[:, position, :symbols].exp()  # (n, V)

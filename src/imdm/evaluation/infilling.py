@@ -1,5 +1,5 @@
-"""Infilling: the middle third of held-out texts is removed and written anew between the two given ends, by the model
-and, to compare, by a judge that goes on from the beginning and cannot know the end."""
+"""Infilling: the middle third of held-out texts is removed and generated between the given ends, by the model and, as a
+baseline, by a judge that continues the beginning and does not see the end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from imdm.sampling import Generation
 
 @dataclass(frozen=True)
 class Gaps:
-    """Held-out texts (n, L) of which a part is to be written: places from `first` to before `last`, (n,) each."""
+    """Held-out texts (n, L) with a gap to fill: positions from `first` to before `last`, (n,) each."""
 
     rows: Tensor
     first: Tensor
@@ -27,15 +27,15 @@ class Gaps:
 
     @property
     def holes(self) -> Tensor:
-        """The places to write: (n, L)."""
+        """The positions to fill: (n, L)."""
         place = torch.arange(self.rows.shape[1])
         return (place >= self.first[:, None]) & (place < self.last[:, None])
 
 
 def gaps(evaluation: Evaluation) -> Gaps:
     """As many held-out rows as there are samples, or all there are, each without the middle third of its T tokens: from
-    the T // 3-th to before the 2T // 3-th. The begin token is none of them, nor are end and padding behind the text:
-    these are given, and with them how long the text is. Texts of fewer than three tokens are left out."""
+    the T // 3-th to before the 2T // 3-th. The begin token does not count, nor do end and padding after the text: these
+    are given, and so is the length of the text. Texts of fewer than three tokens are left out."""
     return evaluation.once("gaps", lambda: _gaps(evaluation))
 
 
@@ -55,7 +55,7 @@ def _gaps(evaluation: Evaluation) -> Gaps:
 
 
 def filling(evaluation: Evaluation) -> Generation:
-    """What the model writes into the gaps."""
+    """The gaps filled by the model."""
 
     def fill() -> Generation:
         here, mask = gaps(evaluation), evaluation.subject.model.config.mask_token_id
@@ -65,26 +65,26 @@ def filling(evaluation: Evaluation) -> Generation:
 
 
 def filled(evaluation: Evaluation) -> Tensor:
-    """The texts with what the model writes into the gaps: (n, L)."""
+    """The texts with their gaps filled by the model: (n, L)."""
     return filling(evaluation).tokens
 
 
 @metric("infill_ppl", judge=True, reads=("documents",), counted=None, cut=False)
 def infill_perplexity(evaluation: Evaluation) -> Measurement:
-    """The judge's perplexity of whole texts whose middle third the model wrote. n: texts."""
+    """The judge's perplexity of whole texts whose middle third the model generated. n: texts."""
     return replace(_read(evaluation, filled(evaluation)), evaluations=average_evaluations(filling(evaluation)))
 
 
 @metric("infill_real_ppl", judge=True, reads=("documents",), samples=False, steps=False, cut=False)
 def real_perplexity(evaluation: Evaluation) -> Measurement:
-    """The same of the texts as they were."""
+    """The same for the original texts."""
     return _read(evaluation, gaps(evaluation).rows)
 
 
 @metric("infill_continued_ppl", judge=True, reads=("documents",), samples=False, steps=False, cut=False)
 def continued_perplexity(evaluation: Evaluation) -> Measurement:
-    """The same with a middle that the judge itself wrote after the beginning, without the end: as many tokens (of its
-    own) as the middle had, drawn one by one at temperature 1; then the given end."""
+    """The same with a middle that the judge itself generated after the beginning, without seeing the end: as many of
+    its tokens as the middle had, drawn one by one at temperature 1; then the given end."""
     judge, here, subject = judge_of(evaluation), gaps(evaluation), evaluation.subject
     ended, pieces = have_ended(evaluation, here.rows), [_cut(evaluation, here, i) for i in range(len(here.rows))]
     keys = fold(as_key(subject.seed), Purpose.SAMPLE, torch.arange(len(pieces)))
@@ -104,7 +104,7 @@ def continued_perplexity(evaluation: Evaluation) -> Measurement:
 
 @metric("infill_kept", reads=("documents",), counted=None, cut=False)
 def given_tokens_kept(evaluation: Evaluation) -> Measurement:
-    """The share of given tokens that stand in the filled text where they stood: 1, always."""
+    """The fraction of given tokens that are unchanged in the filled text: always 1."""
     here = gaps(evaluation)
     given = ~here.holes
     kept = ((filled(evaluation) == here.rows) & given).sum(1) / given.sum(1)
@@ -117,14 +117,14 @@ def _read(evaluation: Evaluation, rows: Tensor) -> Measurement:
 
 
 def _cut(evaluation: Evaluation, here: Gaps, i: int) -> tuple[str, str, str]:
-    """Beginning, middle and end of a text, which joined are the whole: a piece alone may lose its first space. Where a
-    tokenizer spells a part otherwise than the whole (half a character, a blank before a mark), the cut is at the next
-    token where it does not."""
+    """Beginning, middle and end of a text, which concatenate to the whole: decoded alone, a piece may lose its first
+    space. Where a part is decoded differently from the whole (half a character, a space before punctuation), the cut
+    moves to the next token where it is not."""
     row = here.rows[i : i + 1]
     whole = evaluation.decode(row)[0]
 
     def until(stop: int, more_than: int) -> str:
-        """The text before a place, or the nearest after it, that has more letters than so many."""
+        """The text before a position, or before the next one where it has more than `more_than` characters."""
         parts = (evaluation.decode(row[:, :place])[0] for place in range(stop, row.shape[1]))
         return next((part for part in parts if len(part) > more_than and whole.startswith(part)), whole)
 

@@ -1,4 +1,4 @@
-"""Generative perplexity: how likely a causal language model finds what was written."""
+"""Generative perplexity: the perplexity of samples under a causal language model, the judge."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from imdm.state import Noised
 
 CONTEXT = 1024
 DEFAULT = "gpt2-large"
-SHIPS = "sentences-judge"  # reads where the judge that was wanted is not at hand, and no other that ships fits better
+SHIPS = "sentences-judge"  # the fallback if the requested judge is not available and no other shipped one fits better
 Precision = Literal["float32", "bf16"]
 SAFE: dict[str, Any] = {"use_safetensors": True, "trust_remote_code": False}
-"""How others' models are loaded: nothing is unpickled, and no code of theirs is run."""
+"""How models of others are loaded: nothing is unpickled, and no code of theirs is run."""
 
 
 class NotHereError(UserError):
-    """A judge that would have to be fetched, or a hub asked for, which this machine could not."""
+    """A judge that must be downloaded first, or that is on a hub which cannot be reached."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Window:
-    """Some ids of a text that are read at once; the first `known` of them do not count."""
+    """A part of a text's ids that is scored in one pass; the first `known` of them are context and do not count."""
 
     text: int
     ids: list[int]
@@ -56,12 +56,12 @@ class Window:
 
 @dataclass
 class Judge:
-    """A causal language model that reads text.
+    """A causal language model that scores text.
 
-    begin: an id put before every text that does not begin with it, for judges that were trained so; it does not count.
-    end: an id put after every text that has ended; it counts, since ending there is a choice like any other.
-    special: whether the name of a special token in a text is that token, as in rows of a stream that were decoded with
-    these kept; else it is text like any other.
+    begin: an id put before every text that does not begin with it, if the judge was trained so; it does not count. end:
+    an id put after every text that has ended; it counts, since it is predicted like any other token. special: whether
+    names of special tokens in a text are encoded as these tokens, as for rows of a stream decoded with them; else they
+    are ordinary text.
     """
 
     name: str
@@ -80,13 +80,13 @@ class Judge:
 
     @cached_property
     def identity(self) -> list[Any]:
-        """What its opinions follow from: two judges of one name may have other weights."""
+        """All that its scores depend on: two judges of one name may have different weights."""
         return ["judge", self.label, self.begin, weight_sum(self.model)]
 
     def score(self, texts: list[str], prompts: list[str] | None = None, ended: Sequence[bool] | None = None) -> Score:
         """Every token that has one before it counts: all of a text where the judge has a `begin`, else from the second
-        on. Of end-of-text tokens the first counts alone, others pad. ended: which texts are whole, so that the judge's
-        own `end` is read after them and counts. Prompts are read before their texts and do not count."""
+        on. Of end-of-text tokens only the first counts, others are padding. ended: which texts are complete, so that
+        the judge's own `end` is appended and counts. Prompts are context and do not count."""
         given = self.ids(prompts) if prompts is not None else [[] for _ in texts]
         written = self.ids(texts)
         if ended is not None and self.end is not None:
@@ -95,8 +95,8 @@ class Judge:
 
     @torch.no_grad()
     def score_ids(self, given: list[list[int]], texts: list[list[int]]) -> Score:
-        """The same of texts in the judge's tokens, each after what is `given`. What is longer than `context` is read in
-        windows, whose first token does not count either."""
+        """The same for texts in the judge's tokens, each after its `given` context. Texts longer than `context` are
+        scored in windows, whose first token does not count either."""
         windows: list[Window] = []
         for number, (prompt, text) in enumerate(zip(given, texts, strict=True)):
             before = [*self.start([*prompt, *text]), *prompt]
@@ -108,7 +108,7 @@ class Judge:
                 if len(ids) - i > 1
             ]
         nll, count = torch.zeros(len(texts), dtype=torch.float64), torch.zeros(len(texts), dtype=torch.float64)
-        windows.sort(key=lambda window: len(window.ids))  # little padding
+        windows.sort(key=lambda window: len(window.ids))  # for little padding
         for first in range(0, len(windows), self.batch_size):
             some = windows[first : first + self.batch_size]
             for window, (loss, tokens) in zip(some, self._read(some), strict=True):
@@ -121,7 +121,7 @@ class Judge:
         """The last hidden state at each text's last token: (n, D)."""
         read = [[*self.start(ids), *ids] for ids in self.ids(texts)]
         windows = [Window(i, ids[: self.context] or [0], 0) for i, ids in enumerate(read)]
-        windows.sort(key=lambda window: len(window.ids))  # little padding
+        windows.sort(key=lambda window: len(window.ids))  # for little padding
         out: dict[int, Tensor] = {}
         for first in range(0, len(windows), self.batch_size):
             some = windows[first : first + self.batch_size]
@@ -132,12 +132,12 @@ class Judge:
         return torch.stack([out[i] for i in range(len(texts))])
 
     def ids(self, texts: list[str]) -> list[list[int]]:
-        """Texts in the judge's tokens, without what it puts before and after them."""
+        """Texts in the judge's tokens, without its begin and end tokens."""
         how = {"add_special_tokens": False, "split_special_tokens": not self.special}
         return self.tokenizer(texts, **how)["input_ids"] if texts else []
 
     def start(self, ids: list[int]) -> list[int]:
-        """What is to be read before these ids."""
+        """The tokens to put before these ids."""
         return [] if self.begin is None or ids[:1] == [self.begin] else [self.begin]
 
     def padded(self, windows: list[Window]) -> tuple[Tensor, Tensor]:
@@ -163,13 +163,13 @@ class Judge:
 
 
 def labelled(name: str, precision: str) -> str:
-    """A judge's name in result rows, which says in what precision it reads."""
+    """A judge's name in result rows, with its precision."""
     return name if precision == "float32" else f"{name} ({precision})"
 
 
 @dataclass(frozen=True)
 class LeftToRight:
-    """One of our own models that read from left to right, asked as those of `transformers` are."""
+    """One of our own causal models with the call signature of `transformers`."""
 
     model: MaskedDiffusionLM
 
@@ -177,14 +177,14 @@ class LeftToRight:
         return self.model.parameters()
 
     def __call__(self, input_ids: Tensor, attention_mask: Tensor, output_hidden_states: bool = False) -> Any:
-        """Padding is at the end, where nobody before it looks."""
+        """Padding is at the end, which earlier positions do not attend to."""
         hidden = self.model.trunk(Noised.clean(input_ids))
         logits = self.model.head(hidden.flatten(0, 1)).unflatten(0, input_ids.shape)
         return SimpleNamespace(logits=logits, hidden_states=(hidden,))
 
 
 def weight_sum(model: Any) -> float:
-    """A number that tells two models of one name apart."""
+    """A checksum that distinguishes models of one name."""
     return float(sum(parameter.detach().double().sum() for parameter in model.parameters()))
 
 
@@ -212,14 +212,14 @@ def load_judge(
         with hub_for(folder):
             tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **extra)
             model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **SAFE, **extra)
-    except Exception as error:  # missing, damaged, no network: the reasons are many
+    except Exception as error:  # missing, damaged, no network and others
         if is_out_of_memory(error):
             raise
         here = "without a hub: sentences-judge, which ships, or imdm judge fetch smollm2"
         close = meant(name, FETCHABLE, alike=0.6)
         kind = NotHereError if not close and _is_of_a_hub(place) else UserError
         raise kind(f"judge {name!r} cannot be loaded ({reason_of(error)}); {close or here}") from None
-    tokenizer.model_max_length = 1 << 40  # long texts are read in windows
+    tokenizer.model_max_length = 1 << 40  # long texts are scored in windows
     begin = tokenizer.bos_token_id if name in FETCHABLE else begin_of(tokenizer)
     context = min(CONTEXT, getattr(model.config, "max_position_embeddings", None) or CONTEXT)
     many = 32 if "cuda" in str(device) else 8
@@ -227,14 +227,14 @@ def load_judge(
 
 
 def _is_of_a_hub(place: str) -> bool:
-    """Whether only a hub can know it: NAME or OWNER/NAME, and nothing of that name is here."""
+    """Whether it can only be on a hub: NAME or OWNER/NAME, and nothing of that name is on this machine."""
     path = Path(place)
     is_near = path.exists() or (len(path.parts) == 2 and path.parent.exists())
     return len(path.parts) <= 2 and not path.is_absolute() and not is_near and path.suffix != ".gguf"
 
 
 def judge_at_hand(tokenizer: Any) -> str:
-    """The judge that ships and reads the text's own tokens, as one of the same text does; else `sentences-judge`."""
+    """The shipped judge with the text's own tokenizer, if there is one; else `sentences-judge`."""
     own = tokenizer_hash(tokenizer)
     judges = [name for name in names() if read_json(Path(find(name)) / "config.json", "judge").get("causal")]
     return next((name for name in judges if tokenizer_hash(load_tokenizer(name)) == own), SHIPS)
@@ -250,9 +250,9 @@ def load_judge_or_other(
     taken: Collection[str] = (),
     name: str | None = None,
 ) -> Judge:
-    """The judge, or, where it is not at hand, one that ships, and a word about that; none that is `taken`, since it
-    reads the same text already. tokenizer: the text's, None where there is no text. A judge that is here but cannot be
-    read is refused: it is meant, and something is wrong with it."""
+    """The judge, or, if it is not available, one that ships, with a note about that; never one that is `taken`, since
+    it scores the same text already. tokenizer: the text's, None without text. A judge that is present but cannot be
+    loaded is an error."""
     try:
         return load_judge(place, precision, device, name)
     except NotHereError:
@@ -260,13 +260,13 @@ def load_judge_or_other(
         if other is None or other in taken:
             raise
         judge, get = load_judge(other, precision, device), f"; get it with 'imdm judge fetch {place}'"
-        say(f"judge {place!r} is not at hand, so that {judge.label}, which ships, reads{get * (place in FETCHABLE)}")
+        say(f"judge {place!r} is not available; using {judge.label}, which ships, instead{get * (place in FETCHABLE)}")
         return judge
 
 
 def begin_of(tokenizer: Any) -> int | None:
-    """The begin token, if a tokenizer puts one before every text, as its model was then trained on (Llama's does,
-    GPT-2's does not)."""
+    """The begin token, if a tokenizer puts one before every text, as its model was then trained (Llama's does, GPT-2's
+    does not)."""
     plain, whole = tokenizer("a", add_special_tokens=False)["input_ids"], tokenizer("a")["input_ids"]
     added = whole[: len(whole) - len(plain)] if whole[-len(plain) :] == plain else whole[:1]
     return tokenizer.bos_token_id if tokenizer.bos_token_id in added else None
@@ -277,24 +277,24 @@ def _own_judge(place: str, precision: Precision, device: str | torch.device, nam
     if not model.config.causal:
         raise UserError(f"judge {name!r} is a diffusion model; one of ours judges if trained by 'autoregressive'")
     if not has_tokenizer(Path(place)):
-        raise UserError(f"judge {name!r} has no tokenizer beside it; it was trained on ids and reads no text")
+        raise UserError(f"judge {name!r} has no tokenizer beside it; it was trained on ids and cannot score text")
     torch.nn.Module.to(model.eval(), device, torch.bfloat16 if precision == "bf16" else torch.float32)
     many, tokenizer = 64 if "cuda" in str(device) else 8, load_tokenizer(place)
     special, context = special_ids(tokenizer), model.config.length
-    # Rows of a stream hold their begin token as text, which a model that writes them has to write itself.
+    # Rows of a stream contain their begin token as text, which a model of such rows has to generate itself.
     begin = None if model.config.ending is None else special.begin
     return Judge(name, LeftToRight(model), tokenizer, precision, begin, many, context, end=special.end)
 
 
 def judge_of(evaluation: Evaluation) -> Judge:
-    """The judge of a metric that said it needs one."""
+    """The judge, for a metric that needs one."""
     if evaluation.subject.judge is None:
-        raise UserError(f"text is read by a judge (the paper's is {DEFAULT}); give one")
+        raise UserError(f"text is scored by a judge (the paper's is {DEFAULT}); give one")
     return evaluation.subject.judge
 
 
 def in_parts(evaluation: Evaluation, what: list[Any], n: int, score: Callable[[list[int]], Score]) -> Score:
-    """The judge's score of texts 0…n − 1, some at a time; `what` names all that it follows from beside the judge."""
+    """The judge's score of texts 0…n − 1, in parts; `what` identifies all that it depends on beside the judge."""
     judge = judge_of(evaluation)
     found = evaluation.subject.parts.collect(
         n, lambda: ["score", judge.identity, *what], lambda part: vars(score(part.tolist()))
@@ -303,7 +303,8 @@ def in_parts(evaluation: Evaluation, what: list[Any], n: int, score: Callable[[l
 
 
 def have_ended(evaluation: Evaluation, rows: Tensor) -> list[bool] | None:
-    """Which rows (n, L) hold a text with its end, where rows are whole texts; None where they are cut from a stream."""
+    """Which rows (n, L) contain the end of their text, where rows are whole texts; None where they are cut from a
+    stream."""
     ending = evaluation.subject.model.config.ending
     return None if ending is None else ending.finished(rows).tolist()
 
@@ -323,7 +324,7 @@ def perplexity(
 
 
 def perplexity_of(evaluation: Evaluation, score: Score) -> Measurement:
-    """The perplexity that scores of texts come to, standard error by bootstrap over texts."""
+    """The perplexity of scored texts, standard error by bootstrap over texts."""
     judge = judge_of(evaluation)
     if not float(score.count.sum()):
         raise UserError("generative perplexity: the texts have no token that counts")
@@ -341,7 +342,7 @@ def generative_perplexity(evaluation: Evaluation) -> Measurement:
 
 @metric("real_ppl", judge=True, reads=("data",), samples=False, steps=False)
 def real_perplexity(evaluation: Evaluation) -> Measurement:
-    """The same judge on as many rows of real held-out text: what a perfect model would score."""
+    """The same judge on as many rows of real held-out text: the score of a perfect model."""
     rows = evaluation.held_out()
     found = perplexity(evaluation, evaluation.decode(rows), ended=have_ended(evaluation, rows))
     return replace(found, split=evaluation.subject.split)

@@ -1,11 +1,12 @@
-"""The law of what a k-step sampler writes, on an enumerated language: KL and total variation to the truth.
+"""The output distribution of a k-step sampler on an enumerated language: KL and total variation to the truth.
 
-A trajectory's last network evaluation draws all that is left independently. So p̂(x), the mean over trajectories of
+A trajectory's last network evaluation draws all remaining positions independently. So p̂(x), the mean over trajectories
+of
 
-    ∏ over positions written last of p_θ(x^ℓ | z, ε)  ·  1[x agrees with everything written before]
+    ∏ over positions revealed last of p_θ(x^ℓ | z, ε) · 1[x agrees with everything revealed before]
 
-is an unbiased estimate of the output's law, far smoother than counting samples. At one step with a single mask it is
-exact, and the KL is the factorization error.
+is an unbiased estimate of the output distribution, with far less variance than counting samples. At one step with a
+single mask it is exact, and the KL is the factorization error.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ AT_ONCE = 1 << 21  # elements of (trajectories, sequences) in memory at a time
 def last_laws(
     denoiser: Denoiser, made: Generation, keys: Tensor, temperature: float = 1.0, top_p: float = 1.0
 ) -> Tensor:
-    """log p_θ, as it was drawn from, at the positions each trajectory wrote last, certainty at those it wrote before:
-    (n, L, V)."""
+    """log p_θ, as it was drawn from, at the positions each trajectory revealed last, one-hot at those it revealed
+    before: (n, L, V)."""
     last = made.revealed_at == made.revealed_at.amax(1, keepdim=True)  # (n, L)
     tokens = made.tokens.masked_fill(last, denoiser.process.mask_id)
     noise = denoiser.process.mask.draw(keys, made.draws, last)
@@ -58,7 +59,7 @@ class OutputLaw:
 
 
 def output_law(laws: Tensor, language: Language, seed: int) -> OutputLaw:
-    """p̂ from the laws (n, L, V) of n trajectories."""
+    """p̂ from the last distributions (n, L, V) of n trajectories."""
     n, positions = len(laws), tuple(range(language.length))
     means = torch.zeros(2, n, dtype=torch.float64)
     means[0] = 1 / n

@@ -17,10 +17,9 @@ from imdm.objectives.autoregressive import next_log_probs
 @metric("nelbo", reads=("data",), samples=False, steps=False, cut=False)
 def nelbo_of_rows(evaluation: Evaluation) -> Measurement:
     """Monte Carlo over rows, times and masks: the first `samples` rows, one low-discrepancy time a row. On an
-    enumerated language rows are exact draws; a token file should be one that was not trained on. Of whole texts: nats a
-    token of the text, its end included; the begin token and padding are certain, cost nothing and are not counted; an
-    end that is drawn first costs what its length does. Of a model that reads from left to right: what reading costs a
-    token that is read, so all but the first; no bound."""
+    enumerated language rows are exact draws; a token file should be held out. For whole texts: nats a token of the
+    text, its end included; the begin token and padding are certain and not counted; an end that is drawn first costs
+    −log p of its length. For an autoregressive model: its exact −log p a token, for all but the first."""
     return replace(_bound(evaluation), split=evaluation.subject.split)
 
 
@@ -34,8 +33,8 @@ def validation_perplexity(evaluation: Evaluation) -> Measurement:
 
 
 def _bound(evaluation: Evaluation) -> Measurement:
-    """The NELBO in nats a token, made once for both metrics."""
-    terms = evaluation.once("nelbo", lambda: _measure(evaluation))  # (n,), in nats a place of the row
+    """The NELBO in nats a token, computed once for both metrics."""
+    terms = evaluation.once("nelbo", lambda: _measure(evaluation))  # (n,), in nats a position of the row
     data = evaluation.source("data")
     _, size = evaluation.sized(data.rows(torch.arange(len(terms)))["tokens"])
     if size is not None:
@@ -46,8 +45,8 @@ def _bound(evaluation: Evaluation) -> Measurement:
 
 @torch.no_grad()
 def _read(model: MaskedDiffusionLM, x: Tensor) -> Tensor:
-    """What reading each row from left to right costs, in nats a place: (b,). No bound, but the cost itself; the first
-    token is given."""
+    """−log p of each row under an autoregressive model, in nats a position: (b,). Exact, no bound; the first token is
+    given."""
     found = next_log_probs(model, x)
     if model.process.ending is not None:
         found = found.masked_fill(model.process.ending.ended(x)[:, 1:], 0.0)
@@ -57,7 +56,7 @@ def _read(model: MaskedDiffusionLM, x: Tensor) -> Tensor:
 def _measure(evaluation: Evaluation) -> Tensor:
     subject, data = evaluation.subject, evaluation.source("data")
     model = subject.model
-    n = min(subject.samples, len(data))  # a row counts once
+    n = min(subject.samples, len(data))  # each row is used once
 
     def make(part: Tensor) -> dict[str, Tensor]:
         values = []

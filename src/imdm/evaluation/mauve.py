@@ -28,7 +28,7 @@ NO_LIBRARY = "MAUVE needs the extra: pip install 'imdm[mauve]' (mauve-text, GPL)
 
 
 class Reader(Protocol):
-    """Who turns texts into vectors."""
+    """Turns texts into feature vectors."""
 
     @property
     def label(self) -> str:
@@ -36,7 +36,7 @@ class Reader(Protocol):
 
     @property
     def identity(self) -> list[Any]:
-        """What its features follow from."""
+        """All that its features depend on."""
 
     def features(self, texts: list[str]) -> Tensor:
         """One vector a text: (n, D)."""
@@ -44,8 +44,8 @@ class Reader(Protocol):
 
 @dataclass
 class Embedder:
-    """A sentence embedder: the mean of an encoder's last hidden states over a text's tokens, of length one. special: as
-    of a `Judge`."""
+    """A sentence embedder: the mean of an encoder's last hidden states over a text's tokens, normalised. special: as
+    for a `Judge`."""
 
     name: str
     model: Any
@@ -83,17 +83,17 @@ def load_embedder(name: str, device: str | torch.device = "cpu") -> Embedder:
         with hub_for(name):
             tokenizer: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
             model: Any = AutoModel.from_pretrained(name, **SAFE)
-    except Exception as error:  # missing, damaged, no network: the reasons are many
+    except Exception as error:  # missing, damaged, no network and others
         if is_out_of_memory(error):
             raise
         raise UserError(f"embedder {name!r} cannot be loaded: {reason_of(error)}") from None
     if tokenizer.pad_token_id is None:
-        raise UserError(f"embedder {name!r} has no padding token; a causal model reads as judge")
+        raise UserError(f"embedder {name!r} has no padding token; give a causal model as judge")
     return Embedder(name, model.to(device).eval(), tokenizer)
 
 
 def features(evaluation: Evaluation, texts: list[str]) -> Tensor:
-    """Vectors of texts by the subject's reader, in parts."""
+    """Feature vectors of texts, computed in parts."""
     reader = _reader(evaluation)
 
     def make(part: Tensor) -> dict[str, Tensor]:
@@ -124,7 +124,7 @@ def mauve_of(evaluation: Evaluation, real: list[str], written: list[str]) -> Mea
 
 @contextmanager
 def _hushed() -> Iterator[None]:
-    """Without what the clustering writes past Python: it asks for 39 texts a cluster, where MAUVE has ten."""
+    """Suppress what the clustering library prints: it warns below 39 texts a cluster, and MAUVE has ten."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
@@ -157,6 +157,6 @@ def _library() -> Any:
 
 @metric("mauve", judge=True, embedder=True, reads=("data",))
 def mauve(evaluation: Evaluation) -> Measurement:
-    """The generated texts against as many held-out rows, or all there are."""
-    _reader(evaluation), _library()  # before anything is written
+    """The samples against as many held-out rows, or all of them."""
+    _reader(evaluation), _library()  # before anything is generated
     return mauve_of(evaluation, evaluation.decode(evaluation.held_out()), evaluation.texts())

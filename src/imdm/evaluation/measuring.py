@@ -1,5 +1,5 @@
-"""Measuring: metrics of a subject, and the result rows of an evaluation at every step count and temperature. Both the
-evaluation stage of a recipe and `imdm evaluate` come here."""
+"""Measuring: metrics of a subject, and the result rows of an evaluation at every step count and temperature. Used by
+the evaluation stage of a recipe and by `imdm evaluate`."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from imdm.sampling import Sampling
 
 def measure(names: Sequence[str], subject: Subject | Evaluation, *, finite: bool = True) -> dict[str, Measurement]:
     """Each named metric of a subject; unknown names, and a subject that lacks what they need, are refused before any
-    work. finite: a value that is no number is an error, not a result; infinite may be what says so at registration, and
-    what is asked of the first tokens of texts none of which has as many."""
+    work. finite: NaN or infinity is an error, except for metrics registered as `infinite`, and with `first` if no text
+    has that many tokens."""
     evaluation = subject if isinstance(subject, Evaluation) else Evaluation(subject)
     chosen = [metrics[name] for name in names]
     for metric in chosen:
@@ -40,9 +40,7 @@ def measure(names: Sequence[str], subject: Subject | Evaluation, *, finite: bool
         value = found[metric.name].value
         may_be = metric.infinite or (metric.cut and evaluation.subject.first is not None)
         if finite and not isfinite(value) and not (may_be and value == inf):
-            raise UserError(
-                f"metric {metric.name!r} gives {value}, which is no figure: look at weights, data and top_p"
-            )
+            raise UserError(f"metric {metric.name!r} gives {value}, which is not finite: check weights, data and top_p")
     return found
 
 
@@ -58,7 +56,7 @@ def _measured(metric: Metric, evaluation: Evaluation) -> Measurement:
 def load_readers(
     names: Sequence[str], load_judge: Callable[[], Judge], embedder: str | None, device: torch.device
 ) -> tuple[Judge | None, Embedder | None, dict[str, str]]:
-    """The judge and the embedder that the named metrics need, and the metrics that cannot be had → why."""
+    """The judge and the embedder that the named metrics need, and the metrics that cannot be computed → why."""
     chosen, missing = [metrics[name] for name in names], dict[str, str]()
     judge, vectors = None, None
     compared = [metric.name for metric in chosen if metric.embedder]
@@ -81,7 +79,7 @@ def load_readers(
 
 @dataclass(frozen=True)
 class Occasion:
-    """Metrics that are measured together: at one way of drawing samples."""
+    """Metrics that are measured together, on the same samples."""
 
     how: Sampling
     metrics: tuple[Metric, ...]
@@ -90,8 +88,8 @@ class Occasion:
 def occasions(
     names: Sequence[str], steps: Sequence[int], temperatures: Sequence[float] = (1.0,), **drawn: Any
 ) -> list[Occasion]:
-    """Every temperature at every step count; what does not depend on one of them, at the first of it alone. drawn:
-    further settings of `Sampling`."""
+    """Every temperature at every step count; metrics that do not depend on one of them, only at its first value. drawn:
+    further options of `Sampling`."""
     return [
         Occasion(
             Sampling(steps=count, temperature=temperature, **drawn),
@@ -115,10 +113,10 @@ def evaluate(
     **labels: Any,
 ) -> Iterator[list[Row]]:
     """The rows of a subject, one list an occasion. match: at the temperature where, at each step count, its entropy is
-    that of another model with as many steps, or the one given. labels: what `to_row` takes by name."""
+    that of another model with as many steps, or the one given. labels: keyword arguments of `to_row`."""
     hashes: dict[int, str] = {}
     drawn: dict[str, Any] = {"noise": subject.how.noise, "top_p": subject.how.top_p}
-    # Matching finds a temperature for each step count anew, so that every metric is measured at each.
+    # Matching finds a new temperature for each step count, so every metric is measured at each.
     every = (
         occasions(names, steps, temperatures, **drawn)
         if match is None
@@ -134,7 +132,7 @@ def evaluate(
 
 
 def _matched_to(subject: Subject, other: MaskedDiffusionLM | float, hashes: dict[int, str]) -> tuple[Subject, str]:
-    """The subject at the entropy of another model, or a given one, and what that is called in rows."""
+    """The subject at the entropy of another model, or a given one, and its name in rows."""
     if isinstance(other, float):
         return matched(subject, other, hashes=hashes), str(other)
     theirs = Evaluation(replace(subject, model=other), hashes)
@@ -149,8 +147,8 @@ def matched(
     tries: int = 20,
     hashes: dict[int, str] | None = None,
 ) -> Subject:
-    """The subject at the temperature where its samples have this entropy: a comparison of perplexities at equal
-    entropy is not won by being less varied. Bisection over keyed samples, which change little with the temperature."""
+    """The subject at the temperature where its samples have this entropy: perplexities are compared at equal entropy,
+    since less varied text has a lower one. Bisection over keyed samples, which change little with the temperature."""
     low, high, reached = 0.1, 4.0, dict[float, float]()
     for _ in range(tries):
         temperature = (low * high) ** 0.5
@@ -176,8 +174,8 @@ def to_row(
     equal: str | None = None,
     alone: bool = False,
 ) -> Row:
-    """A measurement with all that it follows from; nothing is generated for it. seed: the student's; equal: what the
-    entropy was matched to; alone: no recipe says what data, reference and pairs are."""
+    """A result row: a measurement with all that it depends on; nothing is generated for it. seed: the student's; equal:
+    what the entropy was matched to; alone: there is no recipe that specifies data, reference and pairs."""
     subject = evaluation.subject
     model = subject.model
     evaluations = found.evaluations if found.evaluations is not None else evaluation.evaluations(metric.samples)
@@ -207,13 +205,12 @@ def to_row(
 
 
 def family(mask: Mask) -> str:
-    """The model's name in tables: what its mask makes it."""
+    """The model's name in tables, by its mask."""
     return {"single": "mdlm", "infinite": "imdm"}.get(mask.kind, mask.kind)
 
 
 def drawn(metric: Metric, how: Sampling, conditional: Conditional | None, first: int | None = None) -> dict[str, Any]:
-    """How samples were drawn and cut, as a row of this metric says it: what does not matter to the metric has its usual
-    value."""
+    """Sampling options and cut in a row of this metric: those that do not matter to the metric have their defaults."""
     usual = how if metric.samples else Sampling()
     return {
         "temperature": round(usual.temperature, 6),
@@ -227,19 +224,19 @@ def drawn(metric: Metric, how: Sampling, conditional: Conditional | None, first:
 def with_what(
     metric: Metric, samples: int, inputs: Mapping[str, str] | None = None, first: int | None = None
 ) -> str | None:
-    """The digest of what no other field of a row says; None where there is nothing more to say. inputs: the hashes of
-    what the metric read, where no recipe says it; first: where n is the number of texts that are long enough."""
+    """A digest of the settings that are in no other field of a row; None without any. inputs: the hashes of what the
+    metric read, without a recipe; first: n is then the number of texts that are long enough."""
     told: dict[str, Any] = dict(inputs or {})
     if metric.cut and first is not None:
         told["samples"] = samples
-    if metric.counted is not None and metric.counted(samples) == metric.counted(samples + 1):  # n does not say it
+    if metric.counted is not None and metric.counted(samples) == metric.counted(samples + 1):  # n does not determine it
         told["samples"] = samples
     return digest(told) if told else None
 
 
 def inputs_of(metric: Metric, evaluation: Evaluation) -> dict[str, str]:
-    """The hashes of the data that a metric reads, of its reference and of its pairs. An enumerated language is told by
-    its name."""
+    """The hashes of the data that a metric reads, of its reference and of its pairs. An enumerated language is
+    identified by its name."""
     subject, found = evaluation.subject, dict[str, str]()
     for kind in metric.reads:
         if (source := subject.source(kind)) is not None:

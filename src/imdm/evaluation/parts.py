@@ -1,5 +1,5 @@
-"""Work over many samples, done in parts: a finished part is kept on disk, so that a stopped evaluation goes on where it
-stopped, and several processes share the parts among them."""
+"""Work over many samples, done in parts: a finished part is stored on disk, so that a stopped evaluation resumes, and
+several processes share the parts."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from imdm.randomness import GENERATOR
 Columns = dict[str, Tensor]
 
 MOST = 16  # parts
-LEAST = 64  # samples a part, so that small work is not cut up
+LEAST = 64  # samples a part, so that small work is not split
 
 
 @dataclass(frozen=True)
 class Parts:
-    """folder: where finished parts are kept; None keeps nothing, and every process does everything."""
+    """folder: where finished parts are stored; None stores nothing, and every process does everything."""
 
     folder: Path | None = None
     _used: set[Path] = field(default_factory=set, repr=False)
 
     def collect(self, n: int, identity: Callable[[], Any], make: Callable[[Tensor], Columns]) -> Columns:
-        """What `make` gives for samples 0…n − 1, asked for some of them at a time: columns with a row a sample, on the
-        CPU. identity: all that the result follows from; it names the parts on disk."""
+        """The results of `make` for samples 0…n − 1, computed in parts: columns with a row a sample, on the CPU.
+        identity: all that the result depends on; it names the parts on disk."""
         parts = torch.arange(n).split(max(LEAST, -(-n // MOST)))
         if self.folder is None:
             return _joined([_settled(make(part)) for part in parts])
@@ -52,7 +52,7 @@ class Parts:
         return found
 
     def forget(self) -> None:
-        """Remove what was collected here, once its results are written; others' unfinished work stays."""
+        """Remove these parts once the results are written; unfinished work of others stays."""
         processes().wait_for_everyone()
         if self.folder is None or not processes().is_main_process:
             return
@@ -71,7 +71,7 @@ def _joined(parts: list[Columns]) -> Columns:
 
 
 def _is_whole(file: Path) -> bool:
-    """Whether a part is there and can be read; one that a full disk has spoilt is made again."""
+    """Whether a part exists and can be read; one damaged by a full disk is computed again."""
     try:
         return file.exists() and bool(read_tensors(file, "evaluation"))
     except UserError:

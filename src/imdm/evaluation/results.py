@@ -18,20 +18,19 @@ from imdm.process import NoisePolicy
 
 
 class Row(Config):
-    """One figure with everything needed to know what it is: every setting that can change its value. Where a setting
-    does not matter to a metric it has the usual value, whatever was asked for.
+    """One figure with everything needed to know what it is: every setting that can change its value. Settings that do
+    not matter to a metric have their defaults.
 
     seed         the student's; None where it is not known
-    sample_seed  what the samples, and all other draws of the evaluation, follow from
+    sample_seed  of the samples and all other random draws of the evaluation
     top_p, noise, temperature   how the samples were drawn
     conditional  the settings of continuations, for metrics of these
-    first        how many tokens of each text were looked at, of texts that have as many; None: all of every text
-    matched      what the temperature was found for: an entropy, or the hash of the model whose entropy it is
-    settings     a digest of what else it was measured with, where no recipe says it: the data's content, the reference,
-                 the pairs
+    first        how many tokens of each text were used, of texts that have as many; None: all of every text
+    matched      what the temperature was matched to: an entropy, or the hash of the model whose entropy it is
+    settings     a digest of other inputs, without a recipe: the data's content, the reference, the pairs
     recipe_hash  of the recipe; in rows of `imdm evaluate`, of the model
-    value        infinite where too few samples cannot reach all that a language says, or no text has `first` tokens;
-                 then `null` in the file
+    value        infinite where too few samples do not cover a language's support, or no text has `first` tokens; then
+                 `null` in the file
     """
 
     experiment: str
@@ -63,7 +62,7 @@ class Row(Config):
     @model_validator(mode="before")
     @classmethod
     def _samples_of_the_students_seed(cls, values: Any) -> Any:
-        """As it was before rows told the two apart."""
+        """Rows of versions that had one seed for both."""
         known = not isinstance(values, dict) or "sample_seed" in values
         return values if known else values | {"sample_seed": values.get("seed")}
 
@@ -71,11 +70,11 @@ class Row(Config):
     @classmethod
     def _null_is_infinite(cls, value: Any) -> Any:
         if isinstance(value, float) and (isnan(value) or value == -inf):
-            raise ValueError("a figure is a number, or infinite")
+            raise ValueError("a value is a number, or infinite")
         return inf if value is None else value
 
     def plain(self) -> dict[str, Any]:
-        """As it stands in a file: `first` only where texts were cut, as rows were written before there was one."""
+        """As stored in a file: `first` only where texts were cut, so that rows of earlier versions are unchanged."""
         cut = set() if self.first is not None else {"first"}
         return self.model_dump(exclude=cut) | {"value": self.value if isfinite(self.value) else None}
 
@@ -85,8 +84,8 @@ class Row(Config):
 
 
 def append(path: Path, rows: Sequence[Row]) -> None:
-    """All rows or none. One whose value is already the last of its key is not repeated: what was stopped after it was
-    written may be done again."""
+    """All rows or none. A row equal to the last of its key is not repeated, so that interrupted work may be run
+    again."""
     check_is("rows", rows, Sequence, "a list of rows")
     latest, fresh = {row.key: row for row in read(path, infinite=True)}, []
     for row in rows:
@@ -99,8 +98,7 @@ def append(path: Path, rows: Sequence[Row]) -> None:
 
 
 def read(path: str | Path, *, infinite: bool = False) -> list[Row]:
-    """The last row of each key, in the order in which the keys first appeared; infinite ones, which are no figures, on
-    request."""
+    """The last row of each key, in the order in which the keys first appeared; infinite ones only on request."""
     latest: dict[tuple[Any, ...], Row] = {}
     recipe: dict[str, Any] | None = None
     known = set[str]()
@@ -133,14 +131,14 @@ def _hashes(recipe: Mapping[str, Any]) -> set[str]:
     try:
         whole = Recipe.parse(dict(recipe))
         return {whole.digest(), *(member.digest() for member in variants(whole).values())}
-    except UserError:  # of a time when recipes were others
+    except UserError:  # a recipe of an earlier version
         return set()
 
 
 def completed(values: dict[str, Any], recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of the time when rows did not say how samples were drawn, with what the recipe says of that: the noise
-    policy, the seed of the samples and the conditional settings of its evaluation. Without the recipe that made it: the
-    usual ones, and samples of the student's seed."""
+    """A row of an earlier version, which did not hold the sampling options, completed from its recipe: noise policy,
+    seed of the samples and conditional settings. Without the recipe: the defaults, and samples of the student's
+    seed."""
     metric, seed, sample_seed = values.get("metric", ""), values.get("seed"), values.get("seed")
     known = metrics.get(metric)
     asked = [

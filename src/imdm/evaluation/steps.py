@@ -1,4 +1,4 @@
-"""What drawing several positions at once costs on real text, where no joint can be enumerated.
+"""The factorization error of drawing several positions at once on real text, where no joint can be enumerated.
 
 A reference, the teacher, stands in for the true conditionals. A held-out row x is revealed twice in the same random
 order: position by position, which by the chain rule is the whole joint, and in the N steps of a sampler,
@@ -11,15 +11,15 @@ S_k being the positions that step k reveals. Their difference, averaged over row
     step_error         TC_θ of Eq. 6 summed over the steps, where p̂ is the model: the mean over its noise of ∏_ℓ p_θ
 
 in nats a sequence. Both are exact as far as the reference's conditionals are; the orders are the same, so that they may
-be subtracted. With noise, log p̂ is the logarithm of a mean over DRAWS draws of a product over many positions, which on
-average lies below the truth: the error is an upper bound, and a loose one where few of the draws come near x.
-step_error_half has half the draws; if it is clearly larger, the bound is loose.
+be subtracted. With noise, log p̂ is the logarithm of a mean over DRAWS draws of a product over many positions, which is
+biased low: the error is an upper bound, and a loose one where few of the draws come near x. step_error_half has half
+the draws; if it is clearly larger, the bound is loose.
 
 Pairs of neighbours (j = i + 1) are measured by themselves, because two positions need few draws and because Theorem
 4.1 is about pairs: p(e_ij) times
 
-    pair_bound   I(x^i; x^j | z_k) under the reference, what one factorized law must lose on the pair
-    pair_error   log p(x^i, x^j | z_k) − log p̂(x^i, x^j | z_k), what the model loses on it
+    pair_bound   I(x^i; x^j | z_k) under the reference, the least loss of one factorized distribution on the pair
+    pair_error   log p(x^i, x^j | z_k) − log p̂(x^i, x^j | z_k), the model's loss on it
 
 averaged over all neighbours and summed over the steps; the first does not exceed the theorem's maximum over pairs.
 """
@@ -53,7 +53,7 @@ def one_by_one(denoiser: Denoiser, x: Tensor, keys: Tensor) -> Tensor:
     """log p(x) of rows (n, L), each position given those before it in the row's own order: (n,), float64."""
     position = torch.arange(x.shape[1], device=x.device)
     u = uniform(keys[:, None], Purpose.REVEAL, position)
-    rank = u.argsort(1, descending=True).argsort(1)  # a sampler reveals large numbers first
+    rank = u.argsort(1, descending=True).argsort(1)  # a sampler reveals large u first
     total = torch.zeros(len(x), dtype=torch.float64, device=x.device)
     for place in range(x.shape[1]):
         state = _shown(denoiser, x, rank < place, keys)
@@ -75,8 +75,8 @@ def in_steps(denoiser: Denoiser, x: Tensor, keys: Tensor, steps: int, draws: int
 
 @dataclass(frozen=True)
 class Pairs:
-    """A pair of neighbours a row and step: how likely the step reveals both (N, n), what is shown before (N, n, L), and
-    where the two are (N, n, L)."""
+    """A pair of neighbours a row and step: the probability that the step reveals both (N, n), the positions visible
+    before (N, n, L), and the pair (N, n, L)."""
 
     chance: Tensor
     shown: Tensor
@@ -96,7 +96,7 @@ def pairs(process: Process, x: Tensor, keys: Tensor, steps: int) -> Pairs:
 
 @torch.no_grad()
 def pairs_one_by_one(denoiser: Denoiser, x: Tensor, keys: Tensor, steps: int) -> Tensor:
-    """Σ over steps of p(e_ij)·log p(x^i, x^j | z_k), one read after the other: (n,), float64."""
+    """Σ over steps of p(e_ij)·log p(x^i, x^j | z_k), by the chain rule, one position after the other: (n,), float64."""
     two, total = pairs(denoiser.process, x, keys, steps), torch.zeros(len(x), dtype=torch.float64, device=x.device)
     for k in range(steps):
         before = _log_p(denoiser, _shown(denoiser, x, two.shown[k], keys), x, two.first[k])
@@ -137,17 +137,17 @@ def _shown(denoiser: Denoiser, x: Tensor, shown: Tensor, keys: Tensor) -> Noised
 
 
 def _log_p(denoiser: Denoiser, state: Noised, x: Tensor, where: Tensor) -> Tensor:
-    """log of the chance that the positions `where` (n, L), drawn together from `state`, come out as in x: Σ of
-    log p_θ(x^ℓ | state), (n,), float64. The head reads these rows alone. Where rows are whole texts it is the sampler's
-    law: padding that a visible end makes certain, or one drawn in the same step, costs nothing, before text neither
-    end nor padding is drawn, and one number decides on the end for all positions; −inf where they cannot agree."""
+    """log-probability that the positions `where` (n, L), drawn together from `state`, equal x: Σ of log p_θ(x^ℓ |
+    state), (n,), float64. The head is applied to these rows only. For whole texts it is the sampler's distribution:
+    padding after a visible end, or after one drawn in the same step, is certain, before text neither end nor padding is
+    drawn, and one uniform number decides on the end for all positions; −inf where that is impossible."""
     ending, bars, where = denoiser.process.ending, denoiser.process.barred(state), where & state.masked
     if ending is not None:
         where = where & ~ending.ended(torch.where(where, x, state.tokens))
     hidden = denoiser.trunk(state)
     row, column = where.nonzero(as_tuple=True)
     total = torch.zeros(len(x), dtype=torch.float64, device=x.device)
-    low, high = torch.zeros_like(total), torch.ones_like(total)  # which v write the row
+    low, high = torch.zeros_like(total), torch.ones_like(total)  # the interval of v that gives the row
     for part in torch.arange(len(row), device=x.device).split(max(1, AT_ONCE // denoiser.vocab_size)):
         r, c = row[part], column[part]
         given, said = denoiser.head(hidden[r, c]), x[r, c]
@@ -166,7 +166,7 @@ def _reference(evaluation: Evaluation) -> MaskedDiffusionLM:
     reference = evaluation.subject.reference or evaluation.subject.model
     if reference.process.noisy:
         raise UserError(
-            "what steps cost needs a reference with a single mask, whose conditionals stand in for the truth: "
+            "these metrics need a reference with a single mask, whose conditionals stand in for the truth: "
             "name the teacher as reference"
         )
     return reference.eval()
@@ -179,7 +179,7 @@ Work = Callable[[Denoiser, Tensor, Tensor], Tensor]
 
 
 def _over_rows(evaluation: Evaluation, model: MaskedDiffusionLM, what: list[Any], work: Work) -> Tensor:
-    """What `work` makes of every row: (n,); `what` names it."""
+    """The result of `work` for every row: (n,); `what` identifies it."""
     subject, data = evaluation.subject, evaluation.source("data")
 
     def make(part: Tensor) -> dict[str, Tensor]:
@@ -210,7 +210,8 @@ def _pair_cost(evaluation: Evaluation, model: MaskedDiffusionLM) -> Measurement:
 
 @metric("step_error", **COST)
 def step_error(evaluation: Evaluation) -> Measurement:
-    """TC_θ (Eq. 6) summed over the steps: what the model loses against the reference's joint; with noise, at most."""
+    """TC_θ (Eq. 6) summed over the steps: the model's loss against the reference's joint; with noise, an upper
+    bound."""
     return _step_cost(evaluation, evaluation.subject.model)
 
 
@@ -222,18 +223,18 @@ def step_error_half(evaluation: Evaluation) -> Measurement:
 
 @metric("step_correlation", **COST)
 def step_correlation(evaluation: Evaluation) -> Measurement:
-    """The data's total correlation of positions revealed in one step, summed over the steps: what one factorized law a
-    step cannot but lose."""
+    """The data's total correlation of positions revealed in one step, summed over the steps: the least loss of one
+    factorized distribution a step."""
     return _step_cost(evaluation, _reference(evaluation))
 
 
 @metric("pair_error", **COST)
 def pair_error(evaluation: Evaluation) -> Measurement:
-    """What the model loses on pairs of neighbours, weighted by the chance that a step reveals both."""
+    """The model's loss on pairs of neighbours, weighted by the probability that a step reveals both."""
     return _pair_cost(evaluation, evaluation.subject.model)
 
 
 @metric("pair_bound", **COST)
 def pair_bound(evaluation: Evaluation) -> Measurement:
-    """Theorem 4.1's bound from pairs of neighbours: what one factorized law a step cannot but lose on them."""
+    """Theorem 4.1's bound from pairs of neighbours: the least loss of one factorized distribution a step on them."""
     return _pair_cost(evaluation, _reference(evaluation))

@@ -1,5 +1,4 @@
-"""What generated text is made of: how varied it is, alone and as a whole, how much it repeats, how much of it was read
-before."""
+"""Statistics of samples: entropy within a sample and over all, repetition, overlap with the training text, lengths."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from imdm.evaluation.base import Evaluation, Measurement, bootstrap_weights, mea
 ODD, MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
 LOW = np.uint64((1 << 24) - 1)
 SHARED = 4  # tokens: long enough that texts on different things have few in common
-NOVEL = 6  # tokens: as long as that, text that was read before was copied
+NOVEL = 6  # tokens: so long that a match with the training text means copying
 REMEMBERED = 1 << 27  # tokens of a source whose n-grams are kept in memory, a gigabyte at most
 _known: dict[tuple[str, int], np.ndarray] = {}  # all n-grams of the last few sources, sorted
 
@@ -29,19 +28,19 @@ def entropy(evaluation: Evaluation) -> Measurement:
 
 @metric("real_entropy", reads=("data",), samples=False, steps=False)
 def real_entropy(evaluation: Evaluation) -> Measurement:
-    """The same of as many rows of held-out text."""
+    """The same for as many rows of held-out text."""
     return replace(mean(sample_entropy(*evaluation.sized(evaluation.held_out()))), split=evaluation.subject.split)
 
 
 @metric("token_entropy")  # as Table 1 calls it
 @metric("pooled_entropy")
 def pooled_entropy(evaluation: Evaluation) -> Measurement:
-    """The entropy in nats of the token counts of all samples together: a model that has stopped using rare words, or
-    writes of one thing only, may have texts each as varied as before and yet a lower figure here. Standard error over
-    samples by the delta method (the infinitesimal jackknife).
+    """The entropy in nats of the token counts of all samples together: it falls if a model stops using rare words or
+    has a single topic, even if each sample is as varied as before. Standard error over samples by the delta method (the
+    infinitesimal jackknife).
 
-    It grows with the number of samples, since rare words are found late: with N tokens of V kinds it is too low by
-    about (V − 1) / 2N. Compare at equal n alone."""
+    It grows with the number of samples, since rare words occur late: with N tokens of V kinds it is biased low by about
+    (V − 1) / 2N. Compare only at equal n."""
     return pooled(*evaluation.written())
 
 
@@ -58,7 +57,7 @@ def pooled(tokens: Tensor, lengths: Tensor | None = None) -> Measurement:
 
 def pooled_surprise(tokens: Tensor) -> Tensor:
     """−log of each token's frequency among all of (n, L), averaged over a row: (n,). Its mean is the entropy of all
-    together, its spread the error of that."""
+    tokens together; its spread gives the standard error."""
     frequency = torch.bincount(tokens.flatten()).double() / tokens.numel()
     return -frequency.log()[tokens].mean(1)
 
@@ -74,13 +73,13 @@ def sample_entropy(tokens: Tensor, lengths: Tensor | None = None) -> Tensor:
 
 
 def grams(tokens: np.ndarray, n: int) -> np.ndarray:
-    """A 64-bit hash of every n tokens in a row that follow one another: (rows, L − n + 1). Different n-grams may share
-    a hash with a chance of about 2⁻⁶⁴ a pair."""
+    """A 64-bit hash of every n tokens in a row that follow one another: (rows, L − n + 1). Different n-grams may
+    collide with a probability of about 2⁻⁶⁴ a pair."""
     width = tokens.shape[1] - n + 1
     total = np.zeros((len(tokens), width), np.uint64)
     for offset in range(n):
         part = tokens[:, offset : offset + width].astype(np.uint64)
-        total = (total ^ (part + ODD + (total << np.uint64(6)))) * MIX  # wraps around, as it should
+        total = (total ^ (part + ODD + (total << np.uint64(6)))) * MIX  # wraps around on purpose
         total ^= total >> np.uint64(31)
     return total
 
@@ -124,17 +123,17 @@ def distinct_3(evaluation: Evaluation) -> Measurement:
 
 @metric("repetition")
 def repetition(evaluation: Evaluation) -> Measurement:
-    """The share of a sample's 4-grams that it has already written, averaged over samples."""
+    """The share of a sample's 4-grams that occurred earlier in it, averaged over samples."""
     fresh = _distinct(evaluation, 4)
     return Measurement(1 - fresh.value, fresh.stderr, fresh.n)
 
 
 @metric("shared_4grams")
 def shared_4grams(evaluation: Evaluation) -> Measurement:
-    """The share of a sample's 4-grams that another of the samples has too, averaged over samples: how much the samples
-    are alike. Standard error by the jackknife, since samples that share something do so with each other.
+    """The share of a sample's 4-grams that occur in another sample, averaged over samples: how similar samples are.
+    Standard error by the jackknife, since shared 4-grams make samples dependent.
 
-    It grows with the number of samples, each of which is one more to share with. Compare at equal n alone."""
+    It grows with the number of samples, as there are more to share with. Compare only at equal n."""
     return shared_grams(*evaluation.written())
 
 
@@ -153,7 +152,7 @@ def shared_grams(tokens: Tensor, lengths: Tensor | None = None) -> Measurement:
     sample, gram = np.divmod(own, len(known))  # each pair of a sample and a 4-gram of its, which it has `often` times
     holders, sum_of = np.bincount(gram), np.bincount(gram, weights=sample)
     share = np.bincount(sample, weights=often * (holders[gram] > 1), minlength=n) / width
-    # Without a sample, what it shared with one other alone is shared no more.
+    # Leaving a sample out, what it shared with only one other is no longer shared.
     two = holders[gram] == 2
     other = (sum_of[gram] - sample)[two].astype(np.int64)
     lost = np.bincount(other, weights=often[two] / width[sample[two]], minlength=n)
@@ -169,7 +168,7 @@ def sizes(evaluation: Evaluation, rows: Tensor) -> Tensor:
 
 
 def real_sizes(evaluation: Evaluation) -> Tensor:
-    """The same of as many held-out texts as there are samples, or all there are."""
+    """The same for as many held-out texts as there are samples, or all of them."""
     data = evaluation.source("data")
     return sizes(evaluation, data.rows(torch.arange(min(evaluation.subject.samples, len(data))))["tokens"])
 
@@ -182,7 +181,7 @@ def length(evaluation: Evaluation) -> Measurement:
 
 @metric("real_length", reads=("data",), samples=False, steps=False, cut=False)
 def real_length(evaluation: Evaluation) -> Measurement:
-    """The same of held-out text."""
+    """The same for held-out text."""
     return replace(mean(real_sizes(evaluation)), split=evaluation.subject.split)
 
 
@@ -197,8 +196,8 @@ def unfinished(evaluation: Evaluation) -> Measurement:
 @metric("length_distance", reads=("data",), cut=False)
 def length_distance(evaluation: Evaluation) -> Measurement:
     """How far the lengths of texts are from those of held-out text, in tokens: the Wasserstein distance of the two
-    distributions, which is how many tokens longer or shorter a text would have to be, on average, for them to agree.
-    Standard error by bootstrap over both. Where they do agree it is above 0, as samples differ by chance."""
+    distributions. Standard error by bootstrap over both. It is above 0 even for equal distributions, as samples differ
+    by chance."""
     mine, theirs = sizes(evaluation, evaluation.generation.tokens), real_sizes(evaluation)
     seed = evaluation.subject.seed
     again = zip(bootstrap_weights(len(mine), seed), bootstrap_weights(len(theirs), seed ^ 1), strict=True)
@@ -223,7 +222,7 @@ def novelty(evaluation: Evaluation) -> Measurement:
 
 @metric("real_novelty", reads=("data", "train"), samples=False, steps=False)
 def real_novelty(evaluation: Evaluation) -> Measurement:
-    """The same of as many rows of held-out text: how much is new in what the text's own writer writes."""
+    """The same for as many rows of held-out text: the novelty of a perfect model."""
     tokens, lengths = evaluation.sized(evaluation.held_out())
     found = mean(1 - read_before(tokens, evaluation.source("train"), lengths=lengths))
     return replace(found, split=evaluation.subject.split)
@@ -231,15 +230,15 @@ def real_novelty(evaluation: Evaluation) -> Measurement:
 
 @metric("pair_overlap", reads=("pairs",))
 def pair_overlap(evaluation: Evaluation) -> Measurement:
-    """The share of a sample's 6-grams that the couplings have which the model was distilled on: does it copy them?"""
+    """The share of a sample's 6-grams that occur in the couplings the model was distilled on: whether it copies
+    them."""
     tokens, lengths = evaluation.written()
     return mean(read_before(tokens, evaluation.source("pairs"), lengths=lengths))
 
 
 def read_before(tokens: Tensor, source: Source, n: int = NOVEL, lengths: Tensor | None = None) -> Tensor:
-    """The share of each row's n-grams that a source has: (rows,). A source of moderate size is read once, and what it
-    has is remembered for the next model; a large one passes by each time. lengths (rows,): how much of a row is
-    text."""
+    """The share of each row's n-grams that a source has: (rows,). The n-grams of a source of moderate size are cached
+    for the next model; a large one is streamed each time. lengths (rows,): how much of a row is text."""
     n = min(n, tokens.shape[1])
     if len(source) * source.length > REMEMBERED or source.length < n:
         return found_in(tokens, _rows(source), n, lengths)
@@ -255,13 +254,13 @@ def read_before(tokens: Tensor, source: Source, n: int = NOVEL, lengths: Tensor 
 
 
 def found_in(tokens: Tensor, texts: Iterable[np.ndarray], n: int = NOVEL, lengths: Tensor | None = None) -> Tensor:
-    """The share of each row's n-grams that some of the texts (rows, L) has: (rows,). The samples' own n-grams are kept,
-    the texts pass by, so that their size does not matter."""
+    """The share of each row's n-grams that some of the texts (rows, L) has: (rows,). Only the samples' n-grams are kept
+    in memory; the texts are streamed."""
     n = min(n, tokens.shape[1])
     mine = grams(tokens.numpy(), n)
     known, place = np.unique(mine, return_inverse=True)
     seen, likely = np.zeros(len(known), bool), np.zeros(int(LOW) + 1, bool)
-    likely[known & LOW] = True  # most n-grams of the texts are dismissed by their low bits
+    likely[known & LOW] = True  # a filter on low bits rejects most n-grams of the texts
     for rows in texts:
         if rows.shape[1] >= n:
             there = grams(rows, n).ravel()

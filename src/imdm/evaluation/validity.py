@@ -1,4 +1,4 @@
-"""Validity: the share of generated sequences that the language can say (Table 1)."""
+"""Validity: the share of samples with positive probability in the language (Table 1)."""
 
 from __future__ import annotations
 

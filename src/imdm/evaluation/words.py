@@ -1,5 +1,4 @@
-"""Known words: how much of what is written are words at all. A model that joins pieces of words badly writes some that
-nobody has read."""
+"""Known words: the share of words in samples that exist. A model that combines subwords badly makes some up."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ def known_words(evaluation: Evaluation) -> Measurement:
 
 @metric("real_known_words", reads=("data", "train"), samples=False, steps=False)
 def real_known_words(evaluation: Evaluation) -> Measurement:
-    """The same of as many rows of held-out text: names and rare words that a writer of this text may well use."""
+    """The same for as many rows of held-out text, which has names and rare words too."""
     found = share_known(evaluation, evaluation.held_out, is_wrapped(evaluation.source("data")))
     return replace(found, split=evaluation.subject.split)
 
@@ -61,19 +60,19 @@ def share_known(evaluation: Evaluation, rows: Callable[[], Tensor], wrapped: boo
     hits = torch.tensor([sum(word in known for word in some) for some in found])
     count = torch.tensor([len(some) for some in found])
     if not int(count.sum()):
-        raise UserError("known words: the texts have no words; this is a figure of text in letters")
+        raise UserError("known words: the texts have no words; this metric is for text in letters")
     return ratio(hits, count)
 
 
 def known_to(evaluation: Evaluation, source: Source) -> frozenset[str]:
-    """All words of a source. It is read once, some rows at a time; the words alone are kept, here and in the user's
-    cache folder (IMDM_HOME) for the next program."""
+    """All words of a source. It is read once, some rows at a time; only the words are kept, in memory and in the user's
+    cache folder (IMDM_HOME)."""
     name = digest(["whole words", WORD.pattern, source.fingerprint, tokenizer_hash(evaluation.subject.tokenizer)])
     if name not in _read:
         while len(_read) > 3:
             del _read[next(iter(_read))]
         file = home() / "words" / f"{name}.txt"
-        with locked(file):  # other processes want the same
+        with locked(file):  # other processes may compute the same
             if not file.exists():
                 write_text(file, "\n".join(sorted(_words_of(evaluation, source))))
             _read[name] = frozenset(read_text(file, "known words").split("\n"))

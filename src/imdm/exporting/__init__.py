@@ -1,4 +1,4 @@
-"""A model made ready to hand on: small, with its tokenizer and a card that says what it is."""
+"""Exporting a model: small, with its tokenizer and a model card."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ HUB_FILES = ("configuration_imdm.py", "modeling_imdm.py")
 AUTO_MAP = {"AutoConfig": "configuration_imdm.MaskedDiffusionConfig"}
 AUTO_MAP |= dict.fromkeys(("AutoModel", "AutoModelForMaskedLM"), "modeling_imdm.MaskedDiffusionLM")
 KNOWN = {"mask": ("single", "finite", "infinite"), "schedule": ("log-linear", "cosine"), "backbone": ("dit", "hf")}
-"""What the code of a folder for plain `transformers` knows."""
+"""The masks and schedules that the code for plain `transformers` supports."""
 
 Weights = Literal["bf16", "float32", "int8", "mixed"]
-"""How weights are kept: as floats of 16 or 32 bits; or matrices as whole numbers with one scale a row, of 8 bits, or of
-as many as each matrix needs."""
+"""How weights are stored: as floats of 16 or 32 bits; or matrices quantised with one scale a row, to 8 bits, or to as
+many as each matrix needs."""
 
 
 @dataclass(frozen=True)
 class Exported:
-    """folder: what was written; moved: by how many nats a token the law moved, where weights became whole numbers."""
+    """folder: what was written; moved: the KL in nats a token to the original model, if weights were quantised."""
 
     folder: Path
     moved: Move | None
@@ -52,10 +52,10 @@ def export(
     within: float = WITHIN,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Exported:
-    """Write `model` to the folder `out`: adaLN folded into the other weights, these kept as `weights` says, its
-    tokenizer beside it where it has one, and a card: the text given, or what the model's own configuration says.
+    """Write `model` to the folder `out`: adaLN folded into the other weights, these stored as `weights`, its tokenizer
+    if it has one, and a card: the given text, or one made from the model's configuration.
 
-    within       `mixed`: the law moves by less than so many nats a token
+    within       `mixed`: the distribution changes by less than so many nats a token (KL)
     on_progress  called with the number of matrices measured so far, and of all
     """
     if weights not in get_args(Weights):
@@ -112,7 +112,7 @@ def export_transformers(
 
 
 def _checked(model: str | Path, out: str | Path, card: str | None) -> tuple[str | Path, Path, Any]:
-    """Where the model is, where it goes, which must not be there yet, and its tokenizer, None where it has none."""
+    """The model's folder, the output folder, which must not exist yet, and the tokenizer, None without one."""
     model, folder = find(model), as_path(out, "out")
     check_is("card", card, (str, type(None)), "text")
     if folder.exists():
@@ -129,10 +129,10 @@ def _finish(aside: Path, model: str | Path, tokenizer: Any, card: str | None, fa
 
 
 def _check_known(model: MaskedDiffusionLM) -> None:
-    """Refuse what the code of the folder does not know."""
+    """Refuse what the code of the folder does not support."""
     config = model.config
     if config.causal:
-        raise UserError("layout transformers: its code writes by diffusion, and this model reads from left to right")
+        raise UserError("layout transformers: its code is for diffusion models, and this model is autoregressive")
     kinds = {"mask": config.mask["kind"], "schedule": config.schedule["kind"], "backbone": config.backbone["kind"]}
     for name, kind in kinds.items():
         if kind not in KNOWN[name]:
@@ -152,12 +152,12 @@ def _facts(model: MaskedDiffusionLM, name: str, text: bool, rounding: Rounding |
     count = sum(parameter.numel() for parameter in model.parameters())
     use = f'`imdm.load("{name}")` writes with it.' if text else f'`imdm.load_model("{name}")` writes token ids with it.'
     if config.causal:
-        use = f"`imdm evaluate MODEL --judge {name}` lets it read what others write."
+        use = f"`imdm evaluate MODEL --judge {name}` scores samples of other models with it."
     kept = ""
     if rounding is not None:
         least, most = min(rounding.bits.values()), max(rounding.bits.values())
         width = f"{least}" if least == most else f"{least} to {most}"
-        kept = f"\n- matrices in {width} bits a weight, which moves the law by {rounding.moved} nats a token"
+        kept = f"\n- matrices in {width} bits a weight, which changes the distribution by {rounding.moved} nats a token"
     return f"""# {name}
 
 {kind} of {count / 1e6:.1f}M parameters.

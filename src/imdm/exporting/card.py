@@ -1,4 +1,4 @@
-"""The card of a folder for plain `transformers`: what the model is, and how it is called there."""
+"""The model card of a folder for plain `transformers`, with example calls."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The same draws on a GPU, without ever storing (rows, V).
+"""Categorical draws on a GPU, without ever storing (rows, V).
 
-Two levels of the inverse CDF. First every tile of the vocabulary tells its largest logit and the sum of its
-exponentials, as the head's product is computed; the tiles' shares, in float64, say which tile holds u. Then the logits
-of that tile alone are computed again, and their shares, in float64, say which token. A tile of tiny probability is as
-exact as a likely one, because its sum is kept relative to its own largest logit. The order of tokens is that of the
+Two levels of the inverse CDF. First the largest logit and the sum of exponentials of every tile of the vocabulary are
+computed, fused with the head's matmul; the tiles' probabilities, in float64, give the tile that contains u. Then only
+the logits of that tile are recomputed, and their probabilities, in float64, give the token. A tile of tiny probability
+is as precise as a likely one, because its sum is relative to its own largest logit. The order of tokens is that of the
 plain draw, so that the same u gives the same token up to rounding.
 """
 
@@ -22,7 +22,7 @@ def _tokens(
     rows, weight, bias, largest, total, u, tokens, log_probs, tiles, V, never, D: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """The token of each row whose slice of the cumulative sum holds u, and its log-probability."""
+    """The token of each row whose interval of the cumulative sum contains u, and its log-probability."""
     row = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, TILES)
     top = tl.load(largest + row * tiles + j, mask=j < tiles, other=float("-inf"))

@@ -1,4 +1,4 @@
-"""The head's product tile by tile: what other kernels are built of. Logits are in float32 and never stored."""
+"""The head's matmul tile by tile, a building block of other kernels. Logits are in float32 and never stored."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def logits_of(
 ):  # fmt: skip
     """rows · weightᵀ + bias at (r, v), −∞ at the token `never` and beyond the vocabulary: (BM, BN)."""
     k = tl.arange(0, BK)
-    x_at = rows + (tl.minimum(r, R - 1).to(tl.int64) * D)[:, None] + k[None, :]  # rows beyond the last are not kept
+    x_at = rows + (tl.minimum(r, R - 1).to(tl.int64) * D)[:, None] + k[None, :]  # rows beyond the last are discarded
     w_at = weight + (tl.minimum(v, V - 1).to(tl.int64) * D)[None, :] + k[:, None]
     logits = tl.zeros((BM, BN), dtype=tl.float32)
     for start in range(0, D, BK):
@@ -63,7 +63,7 @@ def _tile_sums(
 
 
 def sizes(exact: bool) -> dict[str, int]:
-    """Block sizes for products in float32 or in half precision."""
+    """Block sizes for matmuls in float32 or in half precision."""
     if exact:
         return {"BM": 64, "BN": TILE, "BK": 32, "AROUND": AROUND}
     return {"BM": 128, "BN": TILE, "BK": 64, "AROUND": AROUND, "num_warps": 4, "num_stages": 3}

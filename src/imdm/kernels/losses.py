@@ -1,8 +1,9 @@
 """Losses of the head on a GPU.
 
-Forward, the head's product is summed up tile by tile and (rows, V) is never stored. Backward, it is computed again, as
-many rows at a time as `AT_ONCE` allows, and leaves as the loss' slopes in the logits, (some rows, V) in half precision;
-two ordinary products then give the gradients of rows and weights. Logits, exponentials and sums are in float32.
+In the forward pass the head's matmul is reduced tile by tile and (rows, V) is never stored. In the backward pass it is
+recomputed, as many rows at a time as `AT_ONCE` allows, and gives the gradients of the logits, (some rows, V) in half
+precision; two ordinary matmuls then give the gradients of rows and weights. Logits, exponentials and sums are in
+float32.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from torch import Tensor
 
 from imdm.kernels.head import AROUND, TILE, grid, logits_of, place, sizes, tile_sums
 
-AT_ONCE = 1 << 29  # slopes, (some rows, V), that are held at a time
+AT_ONCE = 1 << 29  # elements of the gradients (some rows, V) that are held at a time
 
 
 @triton.jit
-def _chosen_slopes(
-    rows, weight, bias, total, targets, upstream, slopes, R, V, wide, never, D: tl.constexpr, BM: tl.constexpr,
+def _chosen_grads(
+    rows, weight, bias, total, targets, upstream, grads, R, V, wide, never, D: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, AROUND: tl.constexpr,
 ):  # fmt: skip
     """∂ log p(target) / ∂ logits, times upstream: 1[v = target] − p(v)."""
@@ -30,9 +31,9 @@ def _chosen_slopes(
     known = r < R
     p = tl.exp(logits - tl.load(total + r, mask=known, other=0.0)[:, None])
     hit = v[None, :] == tl.load(targets + r, mask=known, other=0)[:, None]
-    slope = tl.load(upstream + r, mask=known, other=0.0)[:, None] * (tl.where(hit, 1.0, 0.0) - p)
-    at = slopes + r.to(tl.int64)[:, None] * wide + v[None, :]
-    tl.store(at, slope.to(slopes.dtype.element_ty), mask=known[:, None] & (v < wide)[None, :])
+    grad = tl.load(upstream + r, mask=known, other=0.0)[:, None] * (tl.where(hit, 1.0, 0.0) - p)
+    at = grads + r.to(tl.int64)[:, None] * wide + v[None, :]
+    tl.store(at, grad.to(grads.dtype.element_ty), mask=known[:, None] & (v < wide)[None, :])
 
 
 @triton.jit
@@ -55,8 +56,8 @@ def _kl_sums(
 
 
 @triton.jit
-def _kl_slopes(
-    rows, weight, bias, other_rows, other_weight, other_bias, total, other_total, divergence, upstream, slopes,
+def _kl_grads(
+    rows, weight, bias, other_rows, other_weight, other_bias, total, other_total, divergence, upstream, grads,
     R, V, wide, never, D: tl.constexpr, OTHER_D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, AROUND: tl.constexpr, FORWARD: tl.constexpr,
 ):  # fmt: skip
@@ -68,13 +69,13 @@ def _kl_slopes(
     log_p = logits - tl.load(total + r, mask=known, other=0.0)[:, None]
     log_q = others - tl.load(other_total + r, mask=known, other=0.0)[:, None]
     if FORWARD:
-        slope = tl.exp(log_p) - tl.exp(log_q)
+        grad = tl.exp(log_p) - tl.exp(log_q)
     else:
         ratio = tl.where(((v < V) & (v != never))[None, :], log_p - log_q, 0.0)
-        slope = tl.exp(log_p) * (ratio - tl.load(divergence + r, mask=known, other=0.0)[:, None])
-    slope = tl.load(upstream + r, mask=known, other=0.0)[:, None] * slope
-    at = slopes + r.to(tl.int64)[:, None] * wide + v[None, :]
-    tl.store(at, slope.to(slopes.dtype.element_ty), mask=known[:, None] & (v < wide)[None, :])
+        grad = tl.exp(log_p) * (ratio - tl.load(divergence + r, mask=known, other=0.0)[:, None])
+    grad = tl.load(upstream + r, mask=known, other=0.0)[:, None] * grad
+    at = grads + r.to(tl.int64)[:, None] * wide + v[None, :]
+    tl.store(at, grad.to(grads.dtype.element_ty), mask=known[:, None] & (v < wide)[None, :])
 
 
 def summed(largest: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,12 +85,12 @@ def summed(largest: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
     return peak[:, 0] + (total * factor).sum(1).log(), factor
 
 
-def gradients(slopes_of: Any, *heads: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+def gradients(grads_of: Any, *heads: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     """For each head (rows (R, D), weight (V, D)) the gradients of rows, weight and bias (V,), one after another, from
-    slopes_of(part, into, wide), which fills one (rows of the part, wide) a head; those of the weights are summed in
+    grads_of(part, into, wide), which fills one (rows of the part, wide) a head; those of the weights are summed in
     float32.
 
-    The vocabulary is filled up to a multiple of 64, with slopes of zero: odd sizes have slow products.
+    The vocabulary is padded to a multiple of 64, with gradients of zero: matmuls are slow in odd sizes.
     """
     (R, V), device = (len(heads[0][0]), len(heads[0][1])), heads[0][0].device
     wide = triton.cdiv(V, 64) * 64
@@ -101,12 +102,12 @@ def gradients(slopes_of: Any, *heads: tuple[Tensor, Tensor]) -> tuple[Tensor, ..
     of_bias = [torch.zeros(wide, device=device) for _ in heads]
     for first in range(0, R, size):
         part = slice(first, min(first + size, R))
-        slopes = [buffer[: part.stop - first] for buffer in buffers]
-        slopes_of(part, slopes, wide)
+        grads = [buffer[: part.stop - first] for buffer in buffers]
+        grads_of(part, grads, wide)
         for number, (rows, _) in enumerate(heads):
-            of_rows[number][part] = slopes[number] @ padded[number]
-            of_weight[number] += product(slopes[number].T, rows[part])
-            of_bias[number] += slopes[number].sum(0, dtype=torch.float32)
+            of_rows[number][part] = grads[number] @ padded[number]
+            of_weight[number] += product(grads[number].T, rows[part])
+            of_bias[number] += grads[number].sum(0, dtype=torch.float32)
     return tuple(
         found
         for rows, weight, bias in zip(of_rows, of_weight, of_bias, strict=True)
@@ -115,14 +116,14 @@ def gradients(slopes_of: Any, *heads: tuple[Tensor, Tensor]) -> tuple[Tensor, ..
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """A product of half-precision matrices, in float32."""
+    """A matmul of half-precision matrices with a float32 result."""
     if a.is_cuda:
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()
 
 
 def half(values: Tensor) -> Tensor:
-    """In half precision, whatever it is kept in; gradients come back in float32."""
+    """Cast to half precision; gradients are float32."""
     return values.to(torch.bfloat16 if values.dtype == torch.float32 else values.dtype).contiguous()
 
 
@@ -141,14 +142,14 @@ class _Chosen(torch.autograd.Function):
         rows, weight, bias, targets, total = ctx.saved_tensors
         V, size = len(weight), sizes(False)
 
-        def slopes_of(part: slice, into: list[Tensor], wide: int) -> None:
+        def grads_of(part: slice, into: list[Tensor], wide: int) -> None:
             some, R = rows[part], len(into[0])
-            _chosen_slopes[grid(R, V, size["BM"], TILE)](
+            _chosen_grads[grid(R, V, size["BM"], TILE)](
                 some, weight, bias, total[part], targets[part], upstream[part].contiguous(), into[0], R, V,
                 wide, ctx.never, D=rows.shape[1], **size,
             )  # fmt: skip
 
-        return *gradients(slopes_of, (rows, weight)), None, None
+        return *gradients(grads_of, (rows, weight)), None, None
 
 
 class _KL(torch.autograd.Function):
@@ -181,19 +182,19 @@ class _KL(torch.autograd.Function):
         rows, weight, bias, other_rows, other_weight, other_bias, total, other_total, divergence = ctx.saved_tensors
         V, size = len(weight), _pair_sizes()
 
-        def slopes_of(part: slice, into: list[Tensor], wide: int) -> None:
+        def grads_of(part: slice, into: list[Tensor], wide: int) -> None:
             R = len(into[0])
-            _kl_slopes[grid(R, V, size["BM"], TILE)](
+            _kl_grads[grid(R, V, size["BM"], TILE)](
                 rows[part], weight, bias, other_rows[part], other_weight, other_bias, total[part], other_total[part],
                 divergence[part], upstream[part].contiguous(), into[0], R, V, wide, ctx.never,
                 D=rows.shape[1], OTHER_D=other_rows.shape[1], FORWARD=ctx.forward_kl, **size,
             )  # fmt: skip
 
-        return *gradients(slopes_of, (rows, weight)), None, None, None, None, None
+        return *gradients(grads_of, (rows, weight)), None, None, None, None, None
 
 
 def _pair_sizes() -> dict[str, int]:
-    """Two products at once."""
+    """Block sizes for two matmuls at once."""
     return {"BM": 128, "BN": TILE, "BK": 64, "AROUND": AROUND, "num_warps": 8, "num_stages": 4}
 
 

@@ -1,8 +1,8 @@
 """Three heads over the same rows, the student's, its teacher's and the auxiliary's, compared on a GPU without storing
-(rows, V): what `readout.matched` makes of them, and the auxiliary's cross-entropy.
+(rows, V): `readout.matched` of them, and the auxiliary's cross-entropy.
 
-Forward, a first pass sums up each head's normaliser, a second, which knows them, the values. Backward, one pass leaves
-the slopes in the logits of student and auxiliary, as many rows at a time as `losses.AT_ONCE` allows.
+In the forward pass each head's normaliser is computed first, then the values. In the backward pass the gradients of the
+logits of student and auxiliary are computed, as many rows at a time as `losses.AT_ONCE` allows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from imdm.kernels.losses import gradients, half, summed
 
 KINDS = {"fkl": 0, "kl": 1, "soft": 1, "ipf": 2}
 NO_CLIP = 1e30
-MOST = 60.0  # of |c| under `ipf`, whose e^−c must stay a number in float32
+MOST = 60.0  # limit of |c| under `ipf`, so that e^−c is finite in float32
 SIZE = {"BM": 64, "BN": TILE, "BK": 64, "AROUND": AROUND, "num_warps": 8, "num_stages": 3}
 
 
@@ -66,9 +66,9 @@ def _values(
 
 
 @triton.jit
-def _slopes(
+def _grads(
     s_rows, s_weight, s_bias, s_total, t_rows, t_weight, t_bias, t_total, a_rows, a_weight, a_bias, a_total,
-    middle, targets, s_upstream, a_upstream, s_slopes, a_slopes, R, V, wide, never, clip,
+    middle, targets, s_upstream, a_upstream, s_grads, a_grads, R, V, wide, never, clip,
     S_D: tl.constexpr, T_D: tl.constexpr, A_D: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, AROUND: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
@@ -82,20 +82,20 @@ def _slopes(
     known = r < R
     p = tl.exp(a)
     if KIND == 0:
-        slope = p - tl.exp(t)
+        grad = p - tl.exp(t)
     else:
         at_middle = tl.load(middle + r, mask=known, other=0.0)[:, None]
         if KIND == 1:
-            slope = tl.exp(s) * (c - at_middle)
+            grad = tl.exp(s) * (c - at_middle)
         else:
-            slope = tl.exp(s) - tl.exp(s - c - at_middle)
-    slope = tl.load(s_upstream + r, mask=known, other=0.0)[:, None] * slope
+            grad = tl.exp(s) - tl.exp(s - c - at_middle)
+    grad = tl.load(s_upstream + r, mask=known, other=0.0)[:, None] * grad
     hit = v[None, :] == tl.load(targets + r, mask=known, other=0)[:, None]
     other = tl.load(a_upstream + r, mask=known, other=0.0)[:, None] * (p - tl.where(hit, 1.0, 0.0))
     at = r.to(tl.int64)[:, None] * wide + v[None, :]
     inside = known[:, None] & (v < wide)[None, :]
-    tl.store(s_slopes + at, slope.to(s_slopes.dtype.element_ty), mask=inside)
-    tl.store(a_slopes + at, other.to(a_slopes.dtype.element_ty), mask=inside)
+    tl.store(s_grads + at, grad.to(s_grads.dtype.element_ty), mask=inside)
+    tl.store(a_grads + at, other.to(a_grads.dtype.element_ty), mask=inside)
 
 
 class _Matched(torch.autograd.Function):
@@ -138,15 +138,15 @@ class _Matched(torch.autograd.Function):
         V, depths = len(read[1]), _depths(heads)
         s_upstream, a_upstream = s_upstream.contiguous(), a_upstream.contiguous()
 
-        def slopes_of(part: slice, into: list[Tensor], wide: int) -> None:
+        def grads_of(part: slice, into: list[Tensor], wide: int) -> None:
             R = len(into[0])
             some = [tensor if number % 4 in (1, 2) else tensor[part] for number, tensor in enumerate(read)]
-            _slopes[grid(R, V, SIZE["BM"], TILE)](
+            _grads[grid(R, V, SIZE["BM"], TILE)](
                 *some, middle[part], targets[part], s_upstream[part], a_upstream[part], *into, R, V, wide, never, clip,
                 **depths, **SIZE, KIND=kind,
             )  # fmt: skip
 
-        found = gradients(slopes_of, (read[0], read[1]), (read[8], read[9]))
+        found = gradients(grads_of, (read[0], read[1]), (read[8], read[9]))
         return *found, *[None] * 7
 
 

@@ -1,4 +1,4 @@
-"""Philox on a GPU, one kernel a call: the same bits as `randomness.philox`, whose integer operations would be over a
+"""Philox on a GPU, one kernel a call: the same bits as `randomness.philox`, which in plain operations takes over a
 hundred kernels."""
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _symmetric(keys, a, b, out, dim, purpose, BLOCK: tl.constexpr):
 
 
 def _places(key: Tensor, a: Tensor | int, b: Tensor | int) -> tuple[torch.Size, list[Tensor]]:
-    def there(value: Tensor | int) -> Tensor:  # filled there: a copy would wait for the GPU
+    def there(value: Tensor | int) -> Tensor:  # filled on the device: a copy would wait for the GPU
         return value.to(key) if isinstance(value, Tensor) else torch.full((), value, dtype=key.dtype, device=key.device)
 
     places = torch.broadcast_tensors(key, there(a), there(b))

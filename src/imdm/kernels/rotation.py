@@ -1,4 +1,4 @@
-"""The gradient of q, k, v, put together as one of their common projection in one pass."""
+"""The gradient of the joint projection of q, k and v, in one pass."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def _turned_back(
     q, k, v, cos, sin, out, L, q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l,
     H: tl.constexpr, HALF: tl.constexpr, BH: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """One position: out (3, H, 2·HALF) from the slopes of its rotated q, of its rotated k, and of v."""
+    """One position: out (3, H, 2·HALF) from the gradients of its rotated q, rotated k, and v."""
     at = tl.program_id(0).to(tl.int64)
     b, here = at // L, at % L
     h, j = tl.arange(0, BH)[:, None], tl.arange(0, BD)[None, :]
@@ -40,7 +40,7 @@ def _turned_back(
 
 
 def turned_back(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Slopes of rotated q, rotated k and v, (B, H, L, d) each, → of their projection: (B, L, 3·H·d)."""
+    """Gradients of rotated q, rotated k and v, (B, H, L, d) each, → gradient of their projection: (B, L, 3·H·d)."""
     B, H, L, d = q.shape
     parts = [part if part.stride(-1) == 1 else part.contiguous() for part in (q, k, v)]
     out = torch.empty(B, L, 3 * H * d, dtype=q.dtype, device=q.device)

@@ -1,4 +1,4 @@
-"""Our models in lm-eval, EleutherAI's harness of tasks for language models: `pip install 'imdm[lm-eval]'`.
+"""Our models in lm-eval, EleutherAI's evaluation harness for language models: `pip install 'imdm[lm-eval]'`.
 
 Importing this registers the model `imdm` there; `imdm lm-eval` is the same as a command.
 

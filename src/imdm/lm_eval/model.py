@@ -1,4 +1,4 @@
-"""A masked diffusion model as lm-eval asks for one: likelihoods, and texts."""
+"""A masked diffusion model with lm-eval's interface: likelihoods and generation."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ from imdm.writer import Writer, load
 
 T = TypeVar("T")
 TAIL = 8
-"""Masks after a continuation, of models of a stream: rows that break off are not what they have learnt. For 70
-sentences 8 raised the bound of `sentences-teacher` by 0.14 ± 0.04 nats a token, and all that fit by no more."""
+"""Masks after a continuation, for models of a stream, which were not trained on rows that break off. For 70 sentences 8
+raised the bound of `sentences-teacher` by 0.14 ± 0.04 nats a token, and all that fit by no more."""
 
 
 @register_model("imdm")
 class DiffusionLM(LM):
-    """A masked diffusion model as lm-eval asks for one.
+    """A masked diffusion model with lm-eval's interface.
 
     pretrained   a `Writer`, or what `imdm.load` takes: a folder, the name of a model that ships, a hub id
-    n            draws of masks for each log-likelihood, 2 at least, for an error; all masks where they are fewer
-    steps        network evaluations of each text that is written, at most
-    temperature  of texts that are written; unless given, as the task says: 0 where it wants no sampling
-    tail         masked places after a continuation, which stay masked: unless given, 8 in models of a stream and all
-                 there are in models of whole texts; 0 is LLaDA's way
-    seed         everything random follows from it and from the request
+    n            Monte Carlo draws of masks for each log-likelihood, at least 2, for a standard error; all masks if
+                 these are fewer
+    steps        network evaluations of each generated text, at most
+    temperature  of generated texts; unless given, the task's: 0 where it does not sample
+    tail         positions after a continuation, which stay masked: unless given, 8 in models of a stream and all in
+                 models of whole texts; 0 as in LLaDA
+    seed         all randomness depends on it and on the request
     batch_size   rows in one network evaluation
 
     A row, of a model of a stream (`config.ending` is None):
@@ -44,12 +45,12 @@ class DiffusionLM(LM):
         begin, context, continuation, masks, end        a log-likelihood; without the last two where `tail` is 0
         begin, context, masks to be written, end        a text
 
-    and of a model of whole texts, which are as long as the rows that it has learnt:
+    and of a model of whole texts, whose rows have the training length:
 
         begin, context, continuation, masks             a log-likelihood: whether and where the text ends is left open
         begin, context, masks to be written, padding    a text, which ends by itself or at the padding
 
-    What does not fit is cut off a context from the left.
+    A context that does not fit is truncated on the left.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class DiffusionLM(LM):
         self.writer = pretrained if isinstance(pretrained, Writer) else load(pretrained, device)
         self.model, self.special = self.writer.model.eval(), special_ids(self.writer.tokenizer)
         if self.model.causal:
-            raise UserError("this model reads from left to right: it is no diffusion model, and has no such likelihood")
+            raise UserError("this model is autoregressive; its likelihoods need no diffusion, and are not given here")
         if self.model.length < 3:
             raise UserError(f"the model's rows have {self.model.length} tokens; context and text need at least 3")
         self.n, self.seed, self.batch_size, self.temperature = n, seed, int(batch_size), temperature
@@ -95,7 +96,7 @@ class DiffusionLM(LM):
         return sum(every) / len(every) if every else None
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm-eval writes beside the results."""
+        """Information that lm-eval stores with the results."""
         by_task = {task: sum(errors) / len(errors) for task, errors in self.stderrs.items()}
         how = {"n": self.n, "steps": self.sampling.steps, "temperature": self.temperature, "seed": self.seed}
         return {**how, "tail": self.tail, "monte_carlo_stderr": self.stderr, "monte_carlo_stderr_by_task": by_task}
@@ -103,37 +104,37 @@ class DiffusionLM(LM):
     # Likelihoods
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
-        """log p(continuation | context) of each request and whether greedy unmasking writes the continuation.
+        """log p(continuation | context) of each request and whether greedy unmasking gives the continuation.
 
         The first is the masked NELBO (`imdm.evaluation.bound`), an unbiased estimate of a lower bound, or the bound
-        itself where all masks are enumerated. The second: all of the continuation is masked, and one place after
-        another takes its likeliest token, the one first of which the model is surest.
+        itself where all masks are enumerated. The second: all of the continuation is masked, and one position after
+        another takes its likeliest token, the most confident first.
         """
         asked = [list(self._asked(*self._encoded(*request.args))) for request in requests]
         found, written = self._bounds(requests, asked), self._greedy(asked)
         return [(value, same) for value, same in zip(found, written, strict=True)]
 
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
-        """log p of each text, cut into as few parts as fit into rows; each sees what fits of the text before it."""
+        """log p of each text, split into as few rows as possible, each with as much preceding text as fits."""
         return self._bounds(requests, [list(self._asked([], self._ids(request.args[0]))) for request in requests])
 
     def _encoded(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Space at the end of a context belongs to the continuation, whose first token mostly begins with it."""
+        """Trailing space of a context is moved to the continuation, whose first token mostly begins with it."""
         kept = context.rstrip()
         whole, before = self._ids(context + continuation), self._ids(kept)
         if whole[: len(before)] == before:
             return before, whole[len(before) :]
-        return before, self._ids(context[len(kept) :] + continuation)  # a token reaches over the border
+        return before, self._ids(context[len(kept) :] + continuation)  # a token spans the boundary
 
     def _ids(self, text: str) -> list[int]:
-        """What a task asks is text: names of special tokens in it are characters like others, unless a chat template
-        has put them there."""
+        """Names of special tokens in a task's text are ordinary characters, unless a chat template has put them
+        there."""
         if not self._chat:
             return self.writer.encode(text)
         return self.writer.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
 
     def _asked(self, context: list[int], continuation: list[int]) -> Iterator[Asked]:
-        """The rows that a continuation is asked for in: one, unless it is longer than a row."""
+        """The rows for a continuation: one, unless it is longer than a row."""
         most = self.model.length - 1
         for start in range(0, len(continuation), most):
             part = continuation[start : start + most]
@@ -142,7 +143,7 @@ class DiffusionLM(LM):
             yield Asked((*row, *self._after(self.model.length - len(row))), 1 + len(before), len(row))
 
     def _after(self, room: int) -> list[int]:
-        """What stands after a continuation that leaves so many places: its text goes on, or ends."""
+        """The tokens after a continuation with `room` positions left."""
         if self.whole:
             return [self.special.mask] * min(self.tail, room)
         masks = min(self.tail, room - 1)
@@ -167,8 +168,8 @@ class DiffusionLM(LM):
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
         """A text after each context, of at most `max_gen_toks` tokens: up to the first stop string or the end token. It
-        is written by our sampler in at most `steps` evaluations. Where both do not fit into a row, the text has half of
-        it at least."""
+        is generated by our sampler in at most `steps` evaluations. If both do not fit into a row, the text gets at
+        least half of it."""
         rows, seen = defaultdict[tuple[int, Sampling], list[int]](list), Counter[str]()
         canvas, given, keys = list[list[int]](), list[int](), list[torch.Tensor]()
         for i, request in enumerate(requests):
@@ -191,7 +192,7 @@ class DiffusionLM(LM):
         return [texts[i] for i in range(len(requests))]
 
     def _canvas(self, context: list[int], most: int) -> tuple[list[int], int]:
-        """The row to be filled in, and where its text begins."""
+        """The row to fill, and where its text begins."""
         check_whole("max_gen_toks", most)
         room = self.model.length - (1 if self.whole else 2)
         holes = min(most, max(room - len(context), (room + 1) // 2))
@@ -202,14 +203,14 @@ class DiffusionLM(LM):
         return [*filled, self.special.end], len(row)
 
     def _how(self, options: dict[str, Any]) -> Sampling:
-        """As the task wants it, where nothing else was asked for."""
+        """The task's sampling options, unless others were given."""
         temperature = self.temperature
         if temperature is None:
             temperature = options.get("temperature", 1.0) if options.get("do_sample") else 0.0
         return Sampling(self.sampling.steps, temperature=float(temperature), top_p=float(options.get("top_p") or 1.0))
 
     def _text(self, context: list[int], tokens: list[int]) -> str:
-        """The tokens up to the end token, as they read after the context."""
+        """The tokens up to the end token, decoded after the context."""
         stops = {self.special.end, self.special.pad} if self.whole else {self.special.end}
         size = next((i for i, token in enumerate(tokens) if token in stops), len(tokens))
         before, whole = (
@@ -232,9 +233,9 @@ class DiffusionLM(LM):
         return self.writer.tokenizer.get_chat_template() if chat_template else None
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """By the tokenizer's own template, where it has one."""
+        """By the tokenizer's own template."""
         if not getattr(self.writer.tokenizer, "chat_template", None):
-            raise UserError("the tokenizer has no chat template; ask without one")
+            raise UserError("the tokenizer has no chat template; call without one")
         self._chat = True
         return self.writer.tokenizer.apply_chat_template(
             chat_history, tokenize=False, add_generation_prompt=add_generation_prompt
@@ -242,7 +243,7 @@ class DiffusionLM(LM):
 
 
 def _apart(values: dict[int, T], asked: list[list[Asked]]) -> list[list[T]]:
-    """What was found of all rows by number, request by request."""
+    """Results of all rows by index, grouped by request."""
     every = iter(range(len(values)))
     return [[values[next(every)] for _ in some] for some in asked]
 

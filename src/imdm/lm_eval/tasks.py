@@ -1,4 +1,4 @@
-"""lm-eval's tasks by name or file, run, and what comes out as rows."""
+"""Run lm-eval's tasks by name or file, and collect the results as rows."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from lm_eval.utils import handle_non_serializable
 from imdm.errors import UserError, reason_of
 from imdm.lm_eval.model import DiffusionLM
 
-BOOTSTRAPS = 1000  # of those metrics whose standard error has no formula
+BOOTSTRAPS = 1000  # for metrics whose standard error has no formula
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure of a task or a group of tasks; stderr over its questions, where lm-eval has one; monte_carlo: the mean
-    standard error of its log-likelihoods in nats, where it has some."""
+    """One result of a task or a group of tasks; stderr over its questions, if lm-eval has one; monte_carlo: the mean
+    standard error of its log-likelihoods in nats, if it has any."""
 
     task: str
     metric: str
@@ -32,7 +32,7 @@ class Figure:
 
 
 class Tasks:
-    """Tasks that are there: names of lm-eval's own (or patterns, `blimp_*`), which it fetches, and YAML files."""
+    """Existing tasks: names of lm-eval's own (or patterns, `blimp_*`), which it downloads, and YAML files."""
 
     def __init__(self, names: Sequence[str]) -> None:
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
@@ -50,7 +50,7 @@ class Tasks:
         return found
 
     def run(self, lm: DiffusionLM, limit: int | None = None, fewshot: int | None = None) -> dict[str, Any]:
-        """What lm-eval reports, as plain data; limit: of each task so many questions alone; fewshot: examples before
+        """lm-eval's results as plain data; limit: only so many questions of each task; fewshot: examples before
         each."""
         built = [one for name in self.names for one in self._built(name)]
         found = simple_evaluate(
@@ -68,7 +68,7 @@ class Tasks:
         """A task or group with its data; a tag has several."""
         try:
             loaded = self.manager.load([name])
-        except Exception as error:  # of many kinds: a file that is no task, no network, data that is not there
+        except Exception as error:  # of many kinds: a file that is no task, no network, missing data
             raise UserError(f"task {name!r} cannot be loaded: {reason_of(error)}") from error
         groups = loaded["groups"]
         return [groups[name]] if name in groups else list(loaded["tasks"].values())
@@ -79,7 +79,7 @@ def is_file(name: str) -> bool:
 
 
 def figures(found: dict[str, Any]) -> Iterator[Figure]:
-    """Every figure of a report, in its order."""
+    """Every result, in lm-eval's order."""
     errors = found.get("config", {}).get("monte_carlo_stderr_by_task", {})
     for task, values in found.get("results", {}).items():
         for name, value in values.items():

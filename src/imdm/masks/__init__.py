@@ -1,4 +1,4 @@
-"""What a masked position looks like to the network: `single` (MDM), `finite(K)`, `infinite(law, dim, scale)`."""
+"""Masks, the network's input at masked positions: `single` (MDM), `finite(K)`, `infinite(law, dim, scale)`."""
 
 from imdm.masks.base import Mask, masks, parse_mask
 from imdm.masks.finite import Finite

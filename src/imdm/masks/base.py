@@ -1,4 +1,4 @@
-"""The interface of a mask: the law of its noise, and what it adds to the mask token's embedding (Eq. 15)."""
+"""The interface of a mask: the distribution of its noise, and the embedding added to the mask token's (Eq. 15)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ masks: Registry[type[Mask]] = Registry("mask")
 
 
 class Mask(Config):
-    """A kind of mask: immutable settings that know how to draw noise and how to build the layer that reads it.
+    """A kind of mask: immutable settings, and methods that draw noise and build the layer that embeds it.
 
     Noise is a function of (sample key, position, draw): position ℓ of a sequence has draw 0 at the start, and another
     draw number whenever the reverse process redraws it. So the noise of a state need not be stored, only its draws.
@@ -28,7 +28,7 @@ class Mask(Config):
 
     @property
     def noisy(self) -> bool:
-        """Whether two masked positions may look different."""
+        """Whether masks carry noise."""
         return True
 
     @property
@@ -41,8 +41,8 @@ class Mask(Config):
         """The noise of positions (R,), (R, d) or (R,); None when the mask carries none."""
 
     def noise_between(self, path: NoisePath, position: Tensor, draw: Tensor) -> Tensor | None:
-        """The same on the way from one noise to another, at each point of which it has its law. Where nothing lies
-        between two masks, each position goes over at a moment of its own."""
+        """The same on a path from one noise to another, whose every point has the distribution of the noise. Discrete
+        masks switch, each position at a random point of its own."""
         one, other = (self.noise(keys, position, draw) for keys in (path.first, path.second))
         if one is None or other is None:
             return None
@@ -50,11 +50,11 @@ class Mask(Config):
         return torch.where(over if one.ndim == over.ndim else over[..., None], other, one)
 
     def noises(self, holes: int) -> int | None:
-        """How many noises so many masked positions can have together, all equally likely; None: without end."""
+        """The number of joint noises of so many masked positions, all equally likely; None: infinitely many."""
         return None
 
     def every(self, holes: int) -> Tensor | None:
-        """All of them, where `noises` counts them: (n, holes); None when the mask carries none."""
+        """All of them, if `noises` is finite: (n, holes); None when the mask carries none."""
         return None
 
     @abstractmethod
@@ -64,7 +64,7 @@ class Mask(Config):
     def draw(self, keys: Tensor | NoisePath, draws: Tensor, where: Tensor) -> Tensor | None:
         """Noise of a batch: keys (B,) or a path between two, draws (B, L); computed where `where` (B, L) is True, zero
         elsewhere."""
-        if keys.is_cuda:  # all of it costs less there than asking where it is needed
+        if keys.is_cuda:  # computing all is cheaper there than selecting
             every = self._at(keys[:, None], torch.arange(where.shape[1], device=keys.device), draws)
             return every if every is None else every * (where if every.ndim == 2 else where[..., None])
         row, position = where.nonzero(as_tuple=True)

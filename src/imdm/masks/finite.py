@@ -11,7 +11,7 @@ from imdm.randomness import Purpose, integers
 
 
 class ZeroEmbedding(nn.Embedding):
-    """A table that starts at zero, so that a fresh mask looks like the mask token alone."""
+    """A table that starts at zero, so that a new mask equals the mask token."""
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
@@ -19,7 +19,7 @@ class ZeroEmbedding(nn.Embedding):
 
 @masks.register("finite")
 class Finite(Mask):
-    """`count` masks, drawn uniformly; mask k looks like E(mask) + table[k]."""
+    """`count` masks, drawn uniformly; mask k is embedded as E(mask) + table[k]."""
 
     kind: str = "finite"
     count: int = Field(6144, ge=1, le=1 << 24)

@@ -19,7 +19,7 @@ class NoiseInput(nn.Linear):
 
 
 class NoiseOutput(nn.Linear):
-    """No bias: the mask token's embedding already is one."""
+    """No bias: the mask token's embedding serves as one."""
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
@@ -39,7 +39,7 @@ class NoiseMLP(nn.Module):
 
 @masks.register("infinite")
 class Infinite(Mask):
-    """ε ~ scale · Unif(−1, 1)^dim or scale · N(0, I_dim); a masked position looks like E(mask) + MLP(ε)."""
+    """ε ~ scale · Unif(−1, 1)^dim or scale · N(0, I_dim); a masked position is embedded as E(mask) + MLP(ε)."""
 
     kind: str = "infinite"
     law: Literal["uniform", "normal"] = "uniform"

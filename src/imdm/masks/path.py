@@ -1,4 +1,4 @@
-"""Ways from one noise to another on which every point has the law of both."""
+"""Paths from one noise to another on which every point has the distribution of both."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from imdm.errors import UserError
 
 @dataclass(frozen=True)
 class NoisePath:
-    """Noise between two others, in the place of keys: that of keys `first` (B,) at s = 0 and that of keys `second` (B,)
+    """Noise between two others, used instead of keys: that of keys `first` (B,) at s = 0 and that of keys `second` (B,)
     at s = 1, to the bit. s (B,) in [0, 1], float64.
 
     >>> from imdm.masks import Infinite
@@ -31,9 +31,9 @@ class NoisePath:
 
     @classmethod
     def at(cls, first: Tensor, second: Tensor, s: float) -> NoisePath:
-        """The same place on the way of every sequence."""
+        """The same place s on the path of every sequence."""
         if not 0 <= s <= 1:
-            raise UserError(f"s = {s}: the way from one noise to another goes from 0 to 1")
+            raise UserError(f"s = {s}: a place between two noises is in [0, 1]")
         return cls(first, second, torch.full(first.shape, s, dtype=torch.float64, device=first.device))
 
     def __getitem__(self, index: Any) -> NoisePath:
@@ -56,15 +56,15 @@ class NoisePath:
 
 def between_normals(first: Tensor, second: Tensor, s: Tensor) -> Tensor:
     """cos(πs/2)·first + sin(πs/2)·second. Of two independent standard normals it is one again, since cos² + sin² = 1;
-    a straight line would shrink it on the way. All broadcast; the type is that of `first`."""
+    a straight line would reduce its variance. All broadcast; the type is that of `first`."""
     angle = s * (math.pi / 2)
     way = torch.cos(angle) * first.to(torch.float64) + torch.sin(angle) * second.to(torch.float64)
     return with_ends(first, second, s, way.to(first.dtype))
 
 
 def between_uniforms(first: Tensor, second: Tensor, s: Tensor) -> Tensor:
-    """The same of Unif(−1, 1), through the distribution functions: x → Φ⁻¹((1 + x)/2) = √2·erf⁻¹(x) is standard
-    normal, goes its way, and comes back by erf. Never ±1."""
+    """The same of Unif(−1, 1), through the distribution functions: x → Φ⁻¹((1 + x)/2) = √2·erf⁻¹(x) is standard normal,
+    is interpolated, and is mapped back by erf. Never ±1."""
     most = 1.0 - 2.0**-24
     one, other = (torch.erfinv(x.to(torch.float64)) for x in (first, second))
     way = torch.erf(between_normals(one, other, s))
@@ -72,5 +72,5 @@ def between_uniforms(first: Tensor, second: Tensor, s: Tensor) -> Tensor:
 
 
 def with_ends(first: Tensor, second: Tensor, s: Tensor, way: Tensor) -> Tensor:
-    """Without rounding where the way begins and ends."""
+    """Exact at both ends of the path."""
     return torch.where(s == 0, first, torch.where(s == 1, second, way))

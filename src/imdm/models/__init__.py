@@ -1,4 +1,5 @@
-"""The denoiser: a backbone between embeddings and head, its configuration, and what others may ask of it.
+"""The denoiser: a backbone between embeddings and head, its configuration, and the interface that samplers and
+objectives use.
 
 Names are imported when they are first used: `Network` needs torch alone, `MaskedDiffusionLM` waits for `transformers`.
 """

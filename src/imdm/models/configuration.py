@@ -30,11 +30,11 @@ class MaskedDiffusionConfig(Shape, PreTrainedConfig):
                     padding. None: rows are cut from a stream
     lengths         of whole texts: the share of texts of 0, 1, 2 … tokens, begin and end counted. Where it is known,
                     the end of a text is drawn first, then the text before it. None: the network draws the end
-    causal          each position sees those before it alone: a language model that reads from left to right, to judge
-                    what others write (objective `autoregressive`); it writes a token after another itself
+    causal          each position attends to those before it only: an autoregressive language model, which can judge
+                    samples of others (objective `autoregressive`)
 
-    The common names of `transformers` answer too, and may be given: hidden_size, num_hidden_layers,
-    num_attention_heads, max_position_embeddings; of a backbone that is a model of theirs, what it says itself.
+    The common names of `transformers` work too: hidden_size, num_hidden_layers, num_attention_heads,
+    max_position_embeddings; for backbone `hf` they are those of its own configuration.
     """
 
     model_type = "imdm"
@@ -44,10 +44,10 @@ class MaskedDiffusionConfig(Shape, PreTrainedConfig):
     pad_token_id: int | None = None
     lengths: list[float] | None = None
 
-    __init__ = Shape.__init__  # else `transformers` would write one of its own
+    __init__ = Shape.__init__  # else `transformers` would generate one
 
     def _of_backbone(self, name: str, own: str) -> Any:
-        """A size by its name in `transformers`: the backbone's, where it is a model of theirs, else our own."""
+        """A size by its name in `transformers`: from the backbone's configuration for `hf`, else our own."""
         if not backbones[self.backbone["kind"]].whole:
             return getattr(self, own)
         from transformers import AutoConfig

@@ -1,4 +1,4 @@
-"""What a model is to everything that uses one: the sampler, the objectives, the metrics."""
+"""The interface of a model for everything that uses one: sampler, objectives, metrics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from imdm.state import Noised, Rows
 
 
 class Denoiser(Protocol):
-    """All that the sampler, the objectives and the metrics ask of a model. Enumerated oracles satisfy it too."""
+    """All that sampler, objectives and metrics need of a model. Enumerated oracles implement it too."""
 
     process: Process
 
@@ -27,20 +27,20 @@ class Denoiser(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where states must be."""
+        """The device on which states must be."""
 
     @property
     def causal(self) -> bool:
-        """Whether it reads from left to right: such a model judges text, and writes a token after another."""
+        """Whether it is autoregressive: such a model judges text, and samples one token after another."""
 
     def trunk(self, state: Noised) -> Tensor:
         """Hidden states (B, L, ·)."""
 
     def trunk_at(self, state: Noised, rows: Rows) -> Tensor:
-        """Those of some rows alone: (R, ·)."""
+        """Hidden states of some rows only: (R, ·)."""
 
     def head(self, rows: Tensor) -> Tensor:
         """Log-probabilities (R, V) for rows (R, ·) of the hidden states; −∞ at the mask."""
 
     def head_of(self, rows: Tensor) -> Head | Said:
-        """The same rows with the layer that reads them, for kernels that need not hold (R, V)."""
+        """The rows and the layer that maps them to logits, for kernels that never materialise (R, V)."""

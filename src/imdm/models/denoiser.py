@@ -1,4 +1,4 @@
-"""The denoiser x_θ as a model of `transformers`, and what makes one model of another."""
+"""The denoiser x_θ as a model of `transformers`, and functions that turn one model into another."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from imdm.randomness import Purpose, as_key, fold, seeded
 from imdm.state import Noised, Rows
 
 AS_SAVED = {"dtype", "torch_dtype", "device_map", "low_cpu_mem_usage", "attn_implementation"}
-"""What may be asked of `from_pretrained` without asking for another configuration than the one that was saved."""
+"""Arguments of `from_pretrained` that do not change the saved configuration."""
 
 
 class MaskedDiffusionLM(Network, PreTrainedModel):
-    """A masked diffusion language model with any kind of mask and any backbone, as a model of `transformers`. What it
-    computes is in `Network`; what others use of it, in `Denoiser`.
+    """A masked diffusion language model with any kind of mask and any backbone, as a model of `transformers`. `Network`
+    has the computation, `Denoiser` the interface.
 
     >>> config = MaskedDiffusionConfig(vocab_size=3, length=2, width=16, blocks=1, heads=2, condition=8)
     >>> model = MaskedDiffusionLM(config)
@@ -54,7 +54,7 @@ class MaskedDiffusionLM(Network, PreTrainedModel):
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Every layer of ours knows its own start; `transformers` skips what was loaded."""
+        """Each of our layers initialises itself; `transformers` skips what was loaded."""
         if isinstance(module, nn.Linear | nn.Embedding | Norm) and (self.backbone.resets or self._is_own(module)):
             module.reset_parameters()
 
@@ -65,9 +65,9 @@ class MaskedDiffusionLM(Network, PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in `transformers`, from safetensors only, and refusing weights that do not fit: there, a missing layer
-        would come back random; with `output_loading_info` they are told instead. `mask=...` loads an MDM as an IMDM
-        with identical log-probabilities."""
+        """As in `transformers`, but from safetensors only, and weights that do not fit are refused: `transformers`
+        would initialise a missing layer at random. With `output_loading_info` they are reported instead. `mask=...`
+        loads an MDM as an IMDM with identical log-probabilities."""
         where, folder = f"model {str(pretrained_model_name_or_path)!r}", Path(str(pretrained_model_name_or_path))
         new_mask, tells = "mask" in kwargs, kwargs.pop("output_loading_info", False)
         as_saved = folder.is_dir() and not kwargs.keys() - AS_SAVED
@@ -79,7 +79,7 @@ class MaskedDiffusionLM(Network, PreTrainedModel):
         except RuntimeError as error:
             if is_out_of_memory(error) or "meta device" in str(error):
                 raise
-            raise UserError(f"{where}: its weights do not have the shapes its config.json says") from error
+            raise UserError(f"{where}: its weights do not have the shapes of its config.json") from error
         except (OSError, SafetensorError, TypeError, KeyError, AttributeError) as error:
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise UserError(f"{where} cannot be loaded: {reason}") from error
@@ -120,12 +120,12 @@ class MaskedDiffusionLM(Network, PreTrainedModel):
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
     ) -> Any:
-        """As in `transformers`. The mask keeps its id, and with it all ids that mean something must remain."""
+        """As in `transformers`. The mask and the special tokens keep their ids, so all ids up to these must remain."""
         config = self.config
         special = [config.mask_token_id, config.bos_token_id, config.eos_token_id, config.pad_token_id]
         least = 1 + max(token for token in special if token is not None)
         if new_num_tokens is not None and new_num_tokens < least:
-            raise UserError(f"new_num_tokens = {new_num_tokens}: at least {least}, as token {least - 1} has a meaning")
+            raise UserError(f"new_num_tokens = {new_num_tokens}: at least {least}, as token {least - 1} is special")
         if not self.backbone.whole:
             return super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
         found = self.backbone.get_network().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
@@ -136,14 +136,14 @@ class MaskedDiffusionLM(Network, PreTrainedModel):
         return found
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Arguments by position: those of `forward`, or beside a state of the diffusion those of `log_probs`."""
+        """Positional arguments are those of `forward`, or after a state of the diffusion those of `log_probs`."""
         if args and isinstance(args[0], Noised):
             state, *others = args
             names = ("rows", "reduce", "group")[: len(others)]
             return super().__call__(state, **dict(zip(names, others, strict=True)), **kwargs)
         return super().__call__(*args, **kwargs)
 
-    def forward(  # type: ignore[override]  # a state comes first here too, or ids
+    def forward(  # type: ignore[override]  # the first argument is a state or ids
         self,
         input_ids: Noised | Tensor | None = None,
         attention_mask: Tensor | None = None,
@@ -165,22 +165,22 @@ class MaskedDiffusionLM(Network, PreTrainedModel):
         Of ids, as `transformers` calls a masked language model: a `MaskedLMOutput`.
 
         input_ids       (B, L), holes are `mask_token_id`
-        attention_mask  (B, L): 0 at padding, before or after the text, which no position reads
+        attention_mask  (B, L): 0 at padding, before or after the text, which is not attended to
         labels          (B, L): the tokens that were there; `.loss` is −log p of them in nats, the mean over those that
                         are not −100
-        position_ids    (B, L) from 0 on: where tokens stand, unless one after another
-        token_type_ids  for backbones that read them, as BERT; others do without
-        inputs_embeds   (B, L, width), in the place of input_ids; masks then look as they are given
-        noise           of masks that carry some: a seed, or the noise itself, (B, L, dim) or, of finite masks, (B, L);
+        position_ids    (B, L), from 0: positions of tokens, if not consecutive
+        token_type_ids  for backbones that use them, as BERT; ignored by others
+        inputs_embeds   (B, L, width), instead of input_ids; they include the masks' embeddings
+        noise           for masks with noise: a seed, or the noise itself, (B, L, dim) or, of finite masks, (B, L);
                         None: drawn anew in each call, from torch's generator
         output_hidden_states, output_attentions, return_dict   as in `transformers`
 
-        `.logits` (B, L, V) are the network's at every position, of visible tokens too; log_softmax of them is what
-        `log_probs` gives at masked ones. The mask's own is the least number there is: it is never predicted.
+        `.logits` (B, L, V) are the network's at every position, visible or masked; their log_softmax at masked
+        positions is what `log_probs` gives. The mask token has the lowest finite value: it is never predicted.
         """
         if isinstance(input_ids, Noised):
             _check_absent(
-                "a state of the diffusion takes rows, reduce and group beside it",
+                "a state of the diffusion takes only rows, reduce and group",
                 attention_mask=attention_mask,
                 labels=labels,
                 position_ids=position_ids,
@@ -216,9 +216,9 @@ def _check_absent(why: str, **arguments: Any) -> None:
 
 
 def with_mask(model: MaskedDiffusionLM, mask: Any = None, seed: int = 0, *, mixture: bool = False) -> MaskedDiffusionLM:
-    """A copy of `model` with another mask (None: the same), whose fresh layer follows from `seed`. A new mask adds zero
-    until trained: an MDM's copy has identical log-probabilities. What the old mask had learned of its own noise is left
-    behind. With `mixture`, the copy also reads a latent λ; its extra token changes what the model says at once."""
+    """A copy of `model` with another mask (None: the same), whose new layer is initialised from `seed`. A new mask adds
+    zero until trained: an MDM's copy has identical log-probabilities. The old mask's noise embedding is dropped. With
+    `mixture`, the copy also reads a latent λ; its extra token changes the log-probabilities at once."""
     check_is("model", model, MaskedDiffusionLM, "one of our models")
     check_seed(seed)
     mask = model.mask if mask is None else parse_mask(mask)
@@ -241,9 +241,8 @@ def to_infinite(
 
 @torch.no_grad()
 def fold_conditioning(model: MaskedDiffusionLM) -> MaskedDiffusionLM:
-    """A copy without adaLN: as the model does not see time, shift, scale and gate are constants, and they move into
-    the norms and the output layers. Same function, fewer parameters, less work. Of a backbone that has nothing to fold:
-    a copy."""
+    """A copy without adaLN: as time is no input, shift, scale and gate are constants, and move into the norms and the
+    output layers. Same function, fewer parameters, fewer operations. A backbone without anything to fold is copied."""
     check_is("model", model, MaskedDiffusionLM, "one of our models")
     found = model.backbone.folded(model.state_dict())
     if found is None:
@@ -254,7 +253,7 @@ def fold_conditioning(model: MaskedDiffusionLM) -> MaskedDiffusionLM:
 
 
 def _like(model: MaskedDiffusionLM, seed: int, **changes: Any) -> MaskedDiffusionLM:
-    """A fresh model with another config, where and as the old one is."""
+    """A new model with another config, on the device and in the dtype and mode of the old one."""
     config = MaskedDiffusionConfig.from_dict(model.config.to_dict() | changes)
     if model.backbone.whole:
         fresh = around(config, copy.deepcopy(model.backbone.get_network()).requires_grad_(True), seed)
@@ -266,8 +265,8 @@ def _like(model: MaskedDiffusionLM, seed: int, **changes: Any) -> MaskedDiffusio
 
 
 def around(config: MaskedDiffusionConfig, network: nn.Module, seed: int = 0) -> MaskedDiffusionLM:
-    """A model whose backbone is a network that is there already, so that a large one is not made twice. Its other
-    layers are fresh, from `seed`."""
+    """A model around an existing network, so that a large one is not built twice. Its other layers are initialised from
+    `seed`."""
     with torch.device("meta"):
         model = MaskedDiffusionLM(config)
     with seeded(fold(as_key(seed), Purpose.INIT)):

@@ -1,4 +1,4 @@
-"""A model made ready to write fast: the same law up to rounding, for sampling alone."""
+"""A model prepared for fast sampling: the same distribution up to rounding; not for training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from imdm.models.denoiser import MaskedDiffusionLM, fold_conditioning
 from imdm.state import Noised
 
 LAUNCH_BOUND = 1e12
-"""Floating-point operations below which a GPU waits for its next kernel rather than for its last."""
+"""Floating-point operations below which a forward pass is bound by kernel launches."""
 
 
 def faster(
@@ -27,12 +27,12 @@ def faster(
     compile: bool | None = None,
     graphs: bool | None = None,
 ) -> MaskedDiffusionLM:
-    """A copy of `model` that writes faster: adaLN folded away; on a GPU in bf16, its blocks compiled, and small batches
-    recorded as CUDA graphs. Draws stay exact: logits are summed in float32 and drawn in float64.
+    """A copy of `model` that samples faster: adaLN folded away; on a GPU in bf16, its blocks compiled, and small
+    batches captured as CUDA graphs. Draws stay exact: logits are accumulated in float32, tokens drawn in float64.
 
     dtype    of the weights (None: bf16 on a GPU, as it is elsewhere)
     compile  takes some twenty seconds at the first batch (None: on a GPU)
-    graphs   record and replay evaluations of small batches, on a GPU alone (None: there)
+    graphs   capture forward passes of small batches as CUDA graphs and replay them, only on a GPU (None: on a GPU)
     """
     if not isinstance(model, MaskedDiffusionLM):
         raise UserError(f"faster() takes a model, not {model!r}; load one with imdm.load_model")
@@ -49,7 +49,7 @@ def faster(
 
 
 def in_precision(model: MaskedDiffusionLM, precision: str, *, compile: bool = False) -> MaskedDiffusionLM:
-    """The model as a stage asks for it: as it is in float32, or ready to write in bf16, on a GPU alone."""
+    """The model in the precision of a stage: unchanged for float32, prepared for sampling for bf16 (GPU only)."""
     check_precision(precision, model.device)
     if precision == "float32" and not compile:
         return model.eval()
@@ -62,7 +62,7 @@ def in_precision(model: MaskedDiffusionLM, precision: str, *, compile: bool = Fa
 
 @dataclass(frozen=True)
 class _Recorded:
-    """beside: what the graph reads beside its state, held so that it stays where it is."""
+    """beside: other tensors that the graph reads, referenced so that their memory is not freed."""
 
     graph: torch.cuda.CUDAGraph
     state: Noised
@@ -71,11 +71,11 @@ class _Recorded:
 
 
 class Replay:
-    """Evaluations of one shape are recorded when that shape comes again, and replayed from then on: hundreds of small
-    kernels for the price of one launch. Of more than `SHAPES` shapes, those that come most often are kept.
+    """CUDA graphs of forward passes: a shape is captured when it occurs a second time and replayed from then on, so
+    hundreds of small kernels cost one launch. Of more than `SHAPES` shapes, the most frequent are kept.
 
-    It knows its model by what it is asked to run alone, and forgets its recordings when the weights move; copies of it
-    begin with none. Threads take turns: a recording has one place for what it reads and one for what it writes.
+    It holds no reference to the model, only the function it is given to run, and drops its graphs when the weights
+    move; copies start with none. Threads take turns: a graph has one input buffer and one output buffer.
     """
 
     SHAPES = 8
@@ -98,15 +98,15 @@ class Replay:
         return Replay, (self.weights,)
 
     def wants(self, state: Noised) -> bool:
-        """Whether it is for this at all: small batches on a GPU, nothing that needs gradients."""
+        """Whether it handles this state: small batches on a GPU, no gradients."""
         small = 2 * self.weights * state.tokens.numel() <= LAUNCH_BOUND
         return small and state.tokens.is_cuda and not torch.is_grad_enabled()
 
     def __call__(
         self, run: Callable[[Noised], Tensor], beside: Any, state: Noised, read: Callable[[Tensor], Tensor]
     ) -> Tensor | None:
-        """What `read` makes of what `run` makes of the state, (B, L, D), which the next call overwrites; None for what
-        is better run as ever."""
+        """read(run(state)). The hidden states (B, L, D) that `read` gets are overwritten by the next call. None: run
+        this state without a graph."""
         if not self.wants(state):
             return None
         mixed = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
@@ -125,14 +125,14 @@ class Replay:
             return read(there.hidden)
 
     def _follow(self, device: torch.device) -> None:
-        """After what another thread's stream still does with the recordings."""
+        """Wait for what another thread's stream still does with the graphs."""
         stream = torch.cuda.current_stream(device)
         if self.last is not None and self.last != stream:
             stream.wait_stream(self.last)
         self.last = stream
 
     def _makes_room(self, shape: tuple[object, ...]) -> bool:
-        """Whether a shape is to be recorded: it has come before, and more often than one of the recorded ones."""
+        """Whether to capture a shape: it has occurred before, and more often than one of the captured ones."""
         if self.seen[shape] < 2:
             return False
         if len(self.recorded) >= self.SHAPES:
@@ -160,6 +160,6 @@ class Replay:
                 run(mine)
         torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # others may work meanwhile
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may use the GPU meanwhile
             hidden = run(mine)
         return _Recorded(graph, mine, hidden, beside)

@@ -56,7 +56,7 @@ class Norm(nn.Module):
 
 
 class TimeCondition(nn.Module):
-    """c(σ) at σ = 0: the model does not see time, so what a time embedding would give is one learned vector (C,)."""
+    """c(σ) at σ = 0: time is no input, so the time embedding is one learned vector (C,)."""
 
     FREQUENCIES = 256
 
@@ -72,7 +72,7 @@ class TimeCondition(nn.Module):
 
 
 class MixtureToken(nn.Module):
-    """The token that shows the network its latent: λ (B,) in (0, 1) → (B, D), through sines and cosines and an MLP."""
+    """The token that carries the latent: λ (B,) in (0, 1) → (B, D), through sines and cosines and an MLP."""
 
     FREQUENCIES = 128
     FASTEST = 1000.0
@@ -91,15 +91,15 @@ class MixtureToken(nn.Module):
 
 
 def rotary_frequencies(dim: int, device: torch.device | None = None) -> Tensor:
-    """Angles a position of the rotary position embedding, base 10,000: (dim / 2,)."""
+    """Frequencies of the rotary position embedding, in radians a position, base 10,000: (dim / 2,)."""
     return 10_000.0 ** (-torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
 
 
 @lru_cache(maxsize=64)
 @torch.inference_mode(False)
 def rotary(length: int, dim: int, device: torch.device) -> Rope:
-    """cos and sin of the rotary position embedding, base 10,000: (L, dim) each. Remembered here and not by the model:
-    a buffer would come back as garbage from a meta-device load."""
+    """cos and sin of the rotary position embedding, base 10,000: (L, dim) each. Cached here and not in a buffer of the
+    model, which would hold garbage after a load through the meta device."""
     frequency = rotary_frequencies(dim, device)
     angle = torch.arange(length, dtype=torch.float32, device=device)[:, None] * frequency  # (L, dim/2)
     angle = torch.cat((angle, angle), dim=-1)
@@ -110,12 +110,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate pairs (i, i + dim/2) of x (B, H, L, dim) by their position's angle."""
     first, second = x.float().chunk(2, dim=-1)
     turned = x.float() * cos + torch.cat((-second, first), dim=-1) * sin
-    return turned if turned.dtype == x.dtype else turned.to(x.dtype)  # an idle cast loses gradients in torch 2.11
+    return turned if turned.dtype == x.dtype else turned.to(x.dtype)  # a no-op cast loses gradients in torch 2.11
 
 
 class Heads(torch.autograd.Function):
-    """The projection (B, L, 3D) as q and k, rotated, and v: (B, H, L, D/H) each. Its gradient, rotated back, is put
-    together in one pass; left to itself, a compiler makes a slow sum of slices of it."""
+    """The projection (B, L, 3D) as q and k, rotated, and v: (B, H, L, D/H) each. The backward pass rotates back and
+    assembles the gradient at once; a compiler would make a slow sum of slices of it."""
 
     @staticmethod
     def forward(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -134,7 +134,7 @@ class Heads(torch.autograd.Function):
 
 
 def turned_back(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Slopes of q and k, rotated, and of v → of the projection: (B, L, 3D)."""
+    """Gradients of rotated q, rotated k and v → gradient of the projection: (B, L, 3D)."""
     return torch.cat([joined(part) for part in (rotate(q, cos, -sin), rotate(k, cos, -sin), v)], dim=-1)
 
 
@@ -165,7 +165,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, softcap: float | None, causal: bool 
     FlexAttention on CUDA, a plain softmax elsewhere (FlexAttention has no backward on CPU)."""
     if softcap is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-    if q.is_cuda and torch.compiler.is_compiling():  # the whole block is
+    if q.is_cuda and torch.compiler.is_compiling():  # the whole block is being compiled
         from torch.nn.attention.flex_attention import flex_attention
 
         return flex_attention(q, k, v, score_mod=soft_cap_score(softcap))
@@ -179,7 +179,7 @@ def capped_attention(q: Tensor, k: Tensor, v: Tensor, softcap: float) -> Tensor:
 
 
 def attention_weights(q: Tensor, k: Tensor, softcap: float | None, seen: Tensor | None = None) -> Tensor:
-    """What each position reads of each other, (B, H, L, L), in float32; nothing where `seen` is False."""
+    """Attention weights (B, H, L, L) in float32; 0 where `seen` is False."""
     scores = (q @ k.transpose(-1, -2)).float() * q.shape[-1] ** -0.5
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
@@ -204,8 +204,8 @@ def soft_cap_score(softcap: float) -> Callable[..., Tensor]:
 
 @dataclass(frozen=True)
 class Look:
-    """What attention is asked beside its usual work. seen (B, 1, 1, T) bool: the positions that others may read, None:
-    all of them; weights: a list that each layer adds its attention to, (B, H, T, T)."""
+    """Extra inputs and outputs of attention. seen (B, 1, 1, T) bool: the positions that may be attended to, None: all;
+    weights: a list to which each layer appends its attention weights (B, H, T, T)."""
 
     seen: Tensor | None = None
     weights: list[Tensor] | None = None
@@ -215,7 +215,7 @@ class Look:
         seen = self.seen
         if causal:
             before = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-            seen = before if seen is None else (seen & before) | before.triu()  # padding before all reads itself
+            seen = before if seen is None else (seen & before) | before.triu()  # leading padding attends to itself
         if softcap is None and self.weights is None:
             return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
         weights = attention_weights(q, k, softcap, seen)
@@ -239,8 +239,8 @@ class Attention(nn.Module):
         queries: Tensor | None = None,
         look: Look | None = None,
     ) -> Tensor:
-        """x (B, L, D) → (B, L, D), or (R, D) of some rows alone. With `queries` (B, Q), where those rows are, only
-        these ask the others. With `look`, all rows."""
+        """x (B, L, D) → (B, L, D), or (R, D) of some rows only. With `queries` (B, Q), the positions of those rows,
+        only these form queries. `look` needs all rows."""
         D = x.shape[-1]
         if look is not None:
             q, k, v = (in_heads(part, self.heads) for part in self.qkv(x).chunk(3, dim=-1))
@@ -268,7 +268,7 @@ class MLP(nn.Module):
 
 
 class Dropout(nn.Module):
-    """Dropout keyed by sample: what is dropped follows from a sequence's key, the position and the feature, whichever
+    """Dropout keyed by sample: the mask is a function of the sequence's key, the position and the feature, whichever
     process and batch compute it."""
 
     def __init__(self, rate: float) -> None:
@@ -276,7 +276,7 @@ class Dropout(nn.Module):
         self.rate = rate
 
     def forward(self, x: Tensor, keys: Tensor | None, rows: Rows | None = None) -> Tensor:
-        """x (B, L, D), or (R, D) of some rows; keys (B,); nothing is dropped without them."""
+        """x (B, L, D), or (R, D) of some rows; keys (B,); no dropout without them."""
         if keys is None or not self.rate:
             return x
         feature = torch.arange(x.shape[-1], device=x.device)
@@ -291,7 +291,7 @@ class Dropout(nn.Module):
 
 class Block(nn.Module):
     """Pre-norm attention and MLP. With `condition` > 0 each is shifted, scaled and gated by adaLN-zero; with 0 those
-    constants live in the norms and the output layers (`fold_conditioning`)."""
+    constants are folded into the norms and the output layers (`fold_conditioning`)."""
 
     def __init__(
         self, width: int, heads: int, softcap: float | None, causal: bool, dropout: float, condition: int
@@ -315,7 +315,7 @@ class Block(nn.Module):
         keys: Tensor | None = None,
         look: Look | None = None,
     ) -> Tensor:
-        """x (B, L, D) → (B, L, D), or (R, D) of the given rows alone. keys (2, B): for dropout, while it trains."""
+        """x (B, L, D) → (B, L, D), or (R, D) of the given rows only. keys (2, B): for dropout, in training."""
         kept = x if rows is None else rows.of(x)
         first, second = (None, None) if keys is None else keys
         if self.modulation is None:

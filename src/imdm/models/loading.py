@@ -1,4 +1,4 @@
-"""Models from disk or hub, and the hash that says which model this is."""
+"""Loading models from disk or hub, and the hash that identifies a model."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from imdm.shipped import folder_of
 
 
 def fingerprint(model: MaskedDiffusionLM) -> str:
-    """A hash of every weight (by name) and of what makes a state: masks, schedule, vocabulary. Layout and dtype on
-    disk do not matter, the numbers do."""
+    """A hash of every weight (by name) and of masks, schedule and vocabulary. It depends on the values, not on layout
+    and dtype on disk."""
     check_is("model", model, MaskedDiffusionLM, "one of our models")
     config = model.config
     total = hashlib.sha256()
@@ -39,9 +39,8 @@ def is_ours(folder: Path) -> bool:
 
 
 def load_model(path: str | Path, precision: str = "float32") -> MaskedDiffusionLM:
-    """A model by folder, by the name of one that ships, or by hub id; local paths get precise answers. In float32,
-    however it is stored: half precision is slow on a CPU, and for a GPU there is `faster`. precision: `bf16` for a
-    model that is too large for that."""
+    """A model by folder, by the name of one that ships, or by hub id. In float32, however it is stored: half precision
+    is slow on a CPU, and `faster` is for GPUs. precision: `bf16` for a model too large for float32."""
     check_precision(precision)
     kind = torch.bfloat16 if precision == "bf16" else torch.float32
     return MaskedDiffusionLM.from_pretrained(_found(path), dtype=kind)
@@ -59,7 +58,7 @@ def load_config(path: str | Path) -> MaskedDiffusionConfig:
 
 
 def _found(path: str | Path) -> str | Path:
-    """The folder of one of our models, or what may be a hub id."""
+    """The folder of one of our models, or a possible hub id."""
     folder = folder_of(path)
     if folder is None:
         return str(path)
@@ -68,6 +67,6 @@ def _found(path: str | Path) -> str | Path:
     if kind != MaskedDiffusionLM.config_class.model_type:
         raise UserError(
             f"model {str(path)!r} is of type {kind!r}, not {MaskedDiffusionLM.config_class.model_type!r}; "
-            "take it in first (imdm adopt MODEL --out FOLDER, or imdm.adopt)"
+            "convert it first (imdm adopt MODEL --out FOLDER, or imdm.adopt)"
         )
     return folder

@@ -2,8 +2,8 @@
 
     model(**tokenizer("It was a <mask> night", return_tensors="pt")).logits
 
-What holds here and not for states of the diffusion (`Noised`): logits of all positions are given, (B, L, V), those of
-visible tokens too; padding is not read; masks draw their noise anew in each call unless told.
+Unlike calls with states of the diffusion (`Noised`): logits (B, L, V) are of all positions, visible or masked; padding
+is not attended to; masks draw new noise in each call unless it is given.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def masked_lm(
     states: bool = False,
     attentions: bool = False,
 ) -> MaskedLMOutput:
-    """What `MaskedDiffusionLM.forward` makes of ids; the arguments are described there."""
+    """`MaskedDiffusionLM.forward` for ids; the arguments are described there."""
     from transformers.modeling_outputs import MaskedLMOutput
 
     if (input_ids is None) == (inputs_embeds is None):
@@ -61,7 +61,7 @@ def masked_lm(
     hidden = found.states
     if hidden is not None and model.mixture is not None:
         hidden = tuple(each[:, : shape[1]] for each in hidden)
-    output: Any = MaskedLMOutput  # which knows tensors by the type of their numbers
+    output: Any = MaskedLMOutput  # typed by tensor dtypes
     return output(loss=loss, logits=logits, hidden_states=hidden, attentions=found.attentions)
 
 
@@ -74,7 +74,7 @@ def masked_loss(logits: Tensor, labels: Tensor, causal: bool = False) -> Tensor:
 
 
 def noised(model: MaskedDiffusionLM, tokens: Tensor, noise: Tensor | int | None) -> Noised:
-    """Tokens as they are, masked where they hold the mask id, with this noise, or drawn under this seed, or anew from
+    """The state of tokens, masked where they hold the mask id. noise: the noise itself, or a seed; None: drawn from
     torch's generator."""
     from imdm.models.network import check_tokens
 
@@ -100,17 +100,17 @@ def noised(model: MaskedDiffusionLM, tokens: Tensor, noise: Tensor | int | None)
 
 
 def unpadded(tokens: Tensor, attention_mask: Tensor, hole: int) -> tuple[Tensor, bool]:
-    """Prompts (B, L) with their padding taken out, wherever it stands, and so many holes after them; whether there was
-    any."""
+    """Prompts (B, L) with their padding, wherever it is, replaced by holes at the end; and whether there was any
+    padding."""
     real = cast("Tensor", _as_rows("attention_mask", attention_mask, tokens.shape)).to(tokens.device) != 0
     order = real.long().argsort(dim=-1, descending=True, stable=True)
     return tokens.gather(1, order).masked_fill(~real.gather(1, order), hole), not bool(real.all())
 
 
 def _given(model: MaskedDiffusionLM, x: Tensor, noise: Any) -> Tensor:
-    """Embeddings that are there already, masks and their noise included; a mixture's latent is drawn."""
+    """Check given embeddings, which include masks and their noise; a mixture's latent is drawn."""
     if noise is not None:
-        raise UserError("noise: inputs_embeds have that of their masks in them, or none; leave it out")
+        raise UserError("noise: inputs_embeds already contain their masks' noise; leave it out")
     if x.ndim != 3 or x.shape[-1] != model.config.width or x.shape[1] > model.config.length:
         limits = f"(sequences, up to {model.config.length}, {model.config.width})"
         raise UserError(f"inputs_embeds: expected {limits}, got {tuple(x.shape)}")
@@ -121,7 +121,7 @@ def _given(model: MaskedDiffusionLM, x: Tensor, noise: Any) -> Tensor:
 
 
 def _seen(attention_mask: Tensor | None, shape: Any) -> Tensor | None:
-    """Where there is no padding, (B, L); None where there is none at all. A row of nothing but padding reads itself."""
+    """Where there is no padding, (B, L); None without any padding. A row of padding only attends to itself."""
     rows = _as_rows("attention_mask", attention_mask, shape)
     if rows is None:
         return None

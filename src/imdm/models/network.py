@@ -1,8 +1,8 @@
 """The network x_θ: a trunk (tokens and noise → hidden) and a head (chosen rows → log-probabilities of data tokens).
 
-Nothing that runs often builds (B, L, V): the sampler asks the head where a token is revealed, losses ask where a
-position is masked. It needs torch alone; `MaskedDiffusionLM` is the same as a model of `transformers`, which takes
-seconds to import.
+(B, L, V) is never materialised in sampling or training: the sampler applies the head where a token is revealed, losses
+where a position is masked. It needs torch alone; `MaskedDiffusionLM` is the same as a model of `transformers`, which
+takes seconds to import.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from imdm.state import Noised, Rows
 
 class Network(nn.Module):
     """A masked diffusion language model with any kind of mask and any backbone: tokens, noise and latent → embeddings →
-    `backbone` → hidden states → head. `Denoiser` says what others use of it.
+    `backbone` → hidden states → head. `Denoiser` is its interface.
 
     >>> model = Network(Shape(vocab_size=3, length=2, width=16, blocks=1, heads=2, condition=8))
     >>> model.generate(num=5, steps=1).tokens.shape
@@ -42,7 +42,7 @@ class Network(nn.Module):
 
     config: Shape
     backbone: Backbone
-    replay: Any = None  # recorded evaluations (`faster`)
+    replay: Any = None  # captured CUDA graphs (`faster`)
 
     def __init__(self, config: Shape) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Network(nn.Module):
         self._build(config)
 
     def _build(self, config: Shape) -> None:
-        """All layers, in the order in which weights are drawn."""
+        """All layers, in the order in which weights are initialised."""
         self.mask: Mask = parse_mask(config.mask)
         schedule = parse_schedule(config.schedule)
         lengths = None if config.lengths is None else tuple(config.lengths)
@@ -66,7 +66,7 @@ class Network(nn.Module):
             self.output = ZeroLinear(D, config.vocab_size)
 
     def know_lengths(self, lengths: Sequence[float]) -> None:
-        """Draw the end of a text before it is written from now on: `lengths` as in the configuration."""
+        """From now on draw the end of a text before its tokens: `lengths` as in the configuration."""
         self.config.check_lengths(lengths)
         self.config.lengths = list(lengths)
         self.process = replace(self.process, lengths=tuple(lengths))
@@ -85,16 +85,16 @@ class Network(nn.Module):
         return self.log_probs(state, rows, reduce, group)
 
     def check_finite(self, what: str) -> None:
-        """Refuse weights that are no numbers."""
+        """Refuse weights that are NaN or infinite."""
         for name, weight in self.named_parameters():
             if not bool(torch.isfinite(weight).all()):
                 raise UserError(
-                    f"{what}: {name!r} has weights that are no numbers; it is damaged, or its training failed"
+                    f"{what}: {name!r} has weights that are NaN or infinite; it is damaged, or its training failed"
                 )
 
     def _take_in(self, backbone: Backbone) -> None:
-        """The backbone's layers under their own names, so that weights are called what they always were: it shares one
-        table of layers with this model, and is itself no layer of it. What replaces a layer here replaces it there."""
+        """Register the backbone's layers under their own names, so that weights keep their names. Both share one table
+        of submodules, and the backbone is no submodule itself: replacing a layer here replaces it there."""
         mine = set(WRAPPERS)
         names = [name for table in (backbone._modules, backbone._parameters, backbone._buffers) for name in table]
         for name in names:
@@ -139,14 +139,14 @@ class Network(nn.Module):
 
     @property
     def _ends(self) -> Any:
-        """What has the embedding and the head: a backbone with its own, or this."""
+        """The object with the embedding and the head: a whole backbone, or this model."""
         return self.backbone if self.backbone.whole else self
 
     def get_input_embeddings(self) -> nn.Module:
         return self._ends.embedding
 
     def embed(self, state: Noised) -> Tensor:
-        """Eq. 15: E(z) for data tokens, E(mask) + MLP(ε) for masked positions: (B, L, D). A single mask reads none."""
+        """Eq. 15: E(z) for data tokens, E(mask) + MLP(ε) for masked positions: (B, L, D). A single mask has no ε."""
         x = self._ends.embedding(state.tokens)
         if state.noise is None or not self.mask.noisy:
             return x
@@ -160,7 +160,7 @@ class Network(nn.Module):
         return self._all(state) if hidden is None else hidden
 
     def trunk_at(self, state: Noised, rows: Rows) -> Tensor:
-        """Hidden states of some rows alone, (R, D)."""
+        """Hidden states of some rows only, (R, D)."""
         self._check_length(state)
         hidden = self._replayed(state, rows.of)
         return self.backbone.at(self._embedded(state), rows, state.keys) if hidden is None else hidden
@@ -169,7 +169,7 @@ class Network(nn.Module):
         return self.backbone(self._embedded(state), state.keys)[:, : state.tokens.shape[1]]
 
     def _replayed(self, state: Noised, read: Callable[[Tensor], Tensor]) -> Tensor | None:
-        """What `read` makes of the hidden states of a recorded evaluation, the batch filled up; None without one."""
+        """read(hidden states) by a captured CUDA graph, the batch padded; None without one."""
         if self.replay is None or self.training or not self.replay.wants(state):
             return None
         full = state.filled(size_filled(len(state.tokens)), self.config.mask_token_id)
@@ -177,7 +177,7 @@ class Network(nn.Module):
         return self.replay(self._all, beside, full, read)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Weights that move leave their recordings behind."""
+        """Moving the weights drops captured CUDA graphs."""
         if self.replay is not None:
             self.replay.forget()
         with self.backbone.unrounded():
@@ -190,7 +190,7 @@ class Network(nn.Module):
             )
 
     def _embedded(self, state: Noised) -> Tensor:
-        """What the backbone reads: the tokens and the masks' noise, and last the latent of a mixture."""
+        """The backbone's input: embeddings of tokens and masks with noise, then a mixture's latent."""
         if state.noise is None and self.mask.noisy:
             raise UserError(f"the state carries no noise, but the model's mask is {self.mask.name}; use model.noised()")
         x = self.embed(state)
@@ -201,14 +201,14 @@ class Network(nn.Module):
         return x
 
     def compile_trunk(self, *, training: bool) -> None:
-        """Fuse the backbone's small operations, from the next batch on, while the model trains or while it does not:
-        the same law, other rounding, other draws of dropout. Needs what `torch.compile` needs; takes some seconds. A
-        backbone that does not know how stays as it is."""
+        """Fuse the backbone's small operations (`torch.compile`) from the next batch on, in training or in evaluation
+        mode: the same distribution, other rounding, other dropout masks. Takes some seconds. A backbone that does not
+        support it stays as it is."""
         self.backbone.compile_trunk(training=training)
 
     @property
     def is_compiled(self) -> bool:
-        """Whether `compile_trunk` was asked for, in either mode."""
+        """Whether `compile_trunk` was called, for either mode."""
         return self.backbone.is_compiled
 
     def head(self, rows: Tensor) -> Tensor:
@@ -223,10 +223,9 @@ class Network(nn.Module):
     ) -> Tensor:
         """Log-probabilities of data tokens.
 
-        rows, or (B, L) bool: only there, (R, V). With reduce, a function of the log-probabilities of some rows (r, V)
-        and the slice of 0…R they are: what it makes of them, one after another, without ever holding (R, V); each
-        `group` rows that follow one another come together.
-        Without rows: all of (B, L, V), revealed tokens carried over.
+        rows, or (B, L) bool: only there, (R, V). With reduce, a function of the log-probabilities of a chunk of rows
+        (r, V) and of its slice of 0…R: its results, concatenated; (R, V) is never materialised, and each `group`
+        consecutive rows are in one chunk. Without rows: all of (B, L, V), revealed tokens carried over.
         """
         if rows is not None:
             rows = rows if isinstance(rows, Rows) else Rows.where(rows)
@@ -267,16 +266,17 @@ class Network(nn.Module):
 
         input_ids    a canvas (B, L) whose holes are `mask_token_id`; each row is completed `num` times, rows in order.
                      Without holes and `length` it is continued to the model's length. Without a canvas: `num` sequences
-                     of `length` from nothing. A model of text expects its begin token first, which `Writer` puts there.
-        attention_mask   of a tokenizer: padding beside prompts of unequal length is left out. Its token_type_ids too
+                     of `length` from nothing. A model of text expects its begin token first, which `Writer` adds.
+        attention_mask   of a tokenizer: padding of prompts of unequal length is removed. Its token_type_ids are
+                         accepted and not used
         seed, keys   sequence i depends on the i-th key of `seed`, or on keys[i] where keys (sequences,) are given
-        noise_keys   others of them, or a path between two, for what masks carry: the same draws then meet other noise
-        how          the options of `Sampling`: steps, noise, temperature, top_p; a causal model writes one token each
+        noise_keys   other keys, or a path between two, for the masks' noise: the same token draws under other noise
+        how          the options of `Sampling`: steps, noise, temperature, top_p; a causal model samples one token an
                      evaluation, whatever the steps
         on_progress, on_step    as in `sample`
 
-        Safe from several threads at once, also of a model that trains: dropout is off here and nowhere else. A thread
-        that changes weights, or calls `train()`, while another writes changes what that one writes.
+        Safe to call from several threads, also while the model trains: dropout is off in this call only. But changing
+        weights, or calling `train()`, during a call changes its samples.
         """
         options = Sampling.of(how)
         check_seed(seed)
@@ -298,22 +298,22 @@ class Network(nn.Module):
         )
 
     def _still(self) -> Self:
-        """This model without dropout: while it trains, a second one of the same weights, so that no thread finds the
-        mode of another changed."""
+        """This model in evaluation mode: in training, a second one that shares the weights, so that the mode is not
+        changed for other threads."""
         if not self.training:
             return self
         shared = {id(tensor): tensor for tensor in (*self.parameters(), *self.buffers())}
         return copy.deepcopy(self, shared).eval()
 
     def checked_keys(self, keys: Tensor, many: int) -> Tensor:
-        """So many keys, where the model is."""
+        """Check that there are `many` keys, and move them to the model's device."""
         check_is("keys", keys, Tensor, "a tensor of whole numbers")
         if keys.shape != (many,) or keys.dtype != torch.int64:
             raise UserError(f"keys: expected {many} numbers of 64 bits, got {tuple(keys.shape)} of type {keys.dtype}")
         return keys.to(self.device)
 
     def checked_noise_keys(self, keys: Tensor | NoisePath, many: int) -> Tensor | NoisePath:
-        """So many keys of noise, or places between two, where the model is."""
+        """Check that there are `many` noise keys, or places between two, and move them to the model's device."""
         if not isinstance(keys, NoisePath):
             return self.checked_keys(keys, many)
         if keys.s.shape != (many,) or not bool(((keys.s >= 0) & (keys.s <= 1)).all()):
@@ -322,8 +322,8 @@ class Network(nn.Module):
         return NoisePath(one, other, keys.s.to(self.device, torch.float64))
 
     def _check_room(self, what: str, many: int, tokens: int, steps: int, batch_size: int | None) -> None:
-        """Refuse more texts of so many tokens than there is memory for; what the network itself takes counts only where
-        all are evaluated at once."""
+        """Refuse more sequences than fit into memory; activations of the network count only where all are evaluated in
+        one batch."""
         each = self.dtype.itemsize * (3 * self.config.width + self.config.mask.get("dim", 0))
         at_once = each if batch_size is None else 0
         check_room(what, many, tokens * (40 + at_once) + 24 * (steps + 1), self.device)
@@ -366,14 +366,14 @@ def as_ids(values: Any) -> Tensor:
     except (ValueError, TypeError, RuntimeError, OverflowError):
         raise UserError(f"input_ids = {shown(values)}: expected rows of token ids, all of one length") from None
     if ids.is_meta:
-        raise UserError("input_ids: these are on the device 'meta', which holds no ids")
+        raise UserError("input_ids: these are on the device 'meta', which holds no values")
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise UserError(f"input_ids: token ids are whole numbers, these are of type {ids.dtype}")
     return ids.long()
 
 
 def check_tokens(tokens: Tensor, vocab_size: int, where: str) -> None:
-    """Every id names a token."""
+    """Refuse ids outside the vocabulary."""
     if tokens.numel() and (int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size):
         bad = tokens[(tokens < 0) | (tokens >= vocab_size)][0]
         raise UserError(f"{where}: token {int(bad)} is outside the vocabulary 0…{vocab_size - 1}")

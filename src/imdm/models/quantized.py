@@ -1,8 +1,8 @@
-"""Weights as whole numbers of 3 to 16 bits: a matrix is a whole number for each weight and one float32 scale a row.
+"""Quantised weights: integers of 3 to 16 bits, and one float32 scale a row of a matrix.
 
-A file of such weights is a safetensors file whose metadata says which matrices it holds and their shapes. A matrix NAME
-of b bits is there as `NAME.planes` (b, ⌈weights/8⌉), uint8: plane k holds bit k of every weight, eight a byte, so that
-any b wastes nothing; and as `NAME.scale` (rows,), float32. Vectors stay as they are.
+They are stored in a safetensors file whose metadata lists the matrices and their shapes. A matrix NAME of b bits is
+there as `NAME.planes` (b, ⌈weights/8⌉), uint8: plane k holds bit k of every weight, eight a byte, so that any b wastes
+nothing; and as `NAME.scale` (rows,), float32. Vectors stay as they are.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from imdm.errors import UserError
 from imdm.files import read_metadata, read_tensors, write_tensors
 
 FILE = "model.safetensors"
-QUANTIZED = "quantized"  # where a file's metadata says which matrices it holds: JSON, name → shape
+QUANTIZED = "quantized"  # metadata key of the list of matrices: JSON, name → shape
 LEAST, MOST = 3, 16  # bits
 FROM_HUB = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
 
@@ -41,7 +41,7 @@ def pack(weight: Tensor, bits: int) -> Packed:
 
 
 def unpack(packed: Packed, shape: tuple[int, ...]) -> Tensor:
-    """The matrix that was packed, as it was rounded: float32."""
+    """The quantised matrix as float32."""
     planes = packed.planes.numpy()
     codes = np.zeros(prod(shape), np.uint16)
     for bit, plane in enumerate(planes):
@@ -50,7 +50,7 @@ def unpack(packed: Packed, shape: tuple[int, ...]) -> Tensor:
 
 
 def rounded(weight: Tensor, bits: int) -> Tensor:
-    """What `unpack` gives of `pack(weight, bits)`."""
+    """unpack(pack(weight, bits))."""
     codes, scale = _rounded(weight, bits)
     return torch.from_numpy(_values(codes, scale, bits, tuple(weight.shape)))
 
@@ -62,7 +62,7 @@ def _rounded(weight: Tensor, bits: int) -> tuple[np.ndarray, np.ndarray]:
     rows = weight.detach().to("cpu", torch.float64).flatten(1).numpy()
     middle = (1 << (bits - 1)) - 1
     scale = (np.abs(rows).max(1, initial=0.0) / middle).astype(np.float32)
-    steps = np.where(scale > 0, scale, np.float32(1))[:, None]  # a row of zeros stays one
+    steps = np.where(scale > 0, scale, np.float32(1))[:, None]  # a row of zeros stays zero
     codes = np.clip(np.rint(rows / steps), -middle, middle) + middle
     return codes.astype(np.uint16).reshape(-1), scale
 
@@ -75,7 +75,8 @@ def _values(codes: np.ndarray, scale: np.ndarray, bits: int, shape: tuple[int, .
 
 
 def save(path: Path, weights: Mapping[str, Tensor], bits: Mapping[str, int]) -> None:
-    """Write weights by name: those in `bits` in so many bits, the others as they are, in bf16 where that holds them."""
+    """Write weights by name: those in `bits` quantised to that many bits, the others as they are, in bf16 where that is
+    exact."""
     tensors: dict[str, Tensor] = {}
     for name, weight in weights.items():
         if name in bits:
@@ -105,7 +106,7 @@ def _shapes(text: str, where: str) -> dict[str, tuple[int, ...]]:
     except (ValueError, AttributeError, TypeError, RecursionError):
         shapes = {"": ()}
     if not all(len(shape) > 1 and all(type(size) is int and size > 0 for size in shape) for shape in shapes.values()):
-        raise UserError(f"{where} does not say properly which matrices it holds; it is damaged or not ours")
+        raise UserError(f"{where} has no valid list of its matrices; it is damaged or not ours")
     return shapes
 
 
@@ -115,15 +116,15 @@ def _checked(planes: Tensor | None, scale: Tensor | None, shape: tuple[int, ...]
     if planes.dtype != torch.uint8 or planes.ndim != 2 or not LEAST <= len(planes) <= MOST:
         raise UserError(f"{where} has planes that are not {LEAST} to {MOST} rows of bytes; it is damaged or not ours")
     if planes.shape[1] != -(-prod(shape) // 8) or scale.dtype != torch.float32 or scale.shape != shape[:1]:
-        raise UserError(f"{where} is not a matrix of the shape {shape} that it says; it is damaged or not ours")
+        raise UserError(f"{where} is not a matrix of its listed shape {shape}; it is damaged or not ours")
     if not bool(torch.isfinite(scale).all()):
         raise UserError(f"{where} has a scale that is not a number; it is damaged or not ours")
     return Packed(planes, scale)
 
 
 def opened(config_class: Any, source: Any, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """What `transformers` loads a model from, and its keywords: a folder or hub id as it is, unless its weights are
-    whole numbers; then a configuration and the weights unpacked."""
+    """Where `transformers` should load a model from, and its keyword arguments: a folder or hub id as it is; for
+    quantised weights, a configuration and the unpacked weights."""
     from transformers.utils import cached_file
 
     if source is None or "state_dict" in settings or settings.get("variant") is not None:
@@ -134,7 +135,7 @@ def opened(config_class: Any, source: Any, settings: dict[str, Any]) -> tuple[An
     if file is None or QUANTIZED not in read_metadata(Path(file), what):
         return source, settings
     rest = dict(settings)
-    kept = {name: rest.pop(name) for name in ("dtype", "torch_dtype") if name in rest}  # of the model, not its file
+    kept = {name: rest.pop(name) for name in ("dtype", "torch_dtype") if name in rest}  # of the model, not the file
     config = rest.pop("config", None)
     if config is None or isinstance(config, str | Path):
         config, rest = config_class.from_pretrained(config or source, return_unused_kwargs=True, **rest)

@@ -1,7 +1,7 @@
-"""What a loss reads off the head, row by row: a function of log-probabilities (r, V) that need not be held at once.
+"""Reductions over the head's output, row by row: functions of log-probabilities (r, V) that never materialise (R, V).
 
-On a GPU in bf16 those of a common kind have kernels that sum (R, V) up without storing it; elsewhere, and for any other
-function, the head runs chunk by chunk, and a chunk is computed again for its gradient rather than kept.
+On a GPU in bf16 the common ones are fused kernels; elsewhere, and for any other function, the head runs chunk by chunk,
+and a chunk is recomputed in the backward pass rather than kept.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from imdm.kernels import is_plain, kernels
 
 Reduce = Callable[[Tensor, slice], Tensor]
 AT_ONCE = 1 << 26  # elements of (rows, V) that a loss holds at a time
-MORE = 16  # features that `Head.without` adds: one would do, but products like round sizes
-LOW = -80.0  # a logit that has no chance beside any other
+MORE = 16  # features that `Head.without` adds: one would do, but matmuls are faster in round sizes
+LOW = -80.0  # a logit whose probability is negligible
 
 Divergence = Literal["backward-kl", "forward-kl", "tv", "mse"]
 Gradient = Literal["fkl", "kl", "ipf", "soft"]
 
 
 class Head(NamedTuple):
-    """Rows (R, D) and the layer that reads them; the token `never` has no probability. size: V, unless the layer has
-    just as many outputs; those beyond are not read, and tokens that it has none for have no probability. What takes
-    more than a linear layer is a function of rows with `out_features`. barred: tokens that some of the rows do not have
-    (`without`); rows then have MORE features, of which the first says so."""
+    """Rows (R, D) and the output layer: linear, or a function of rows with `out_features`. The token `never` has
+    probability 0. size: V, if the layer has another number of outputs: surplus ones are ignored, missing ones have
+    probability 0. barred: tokens that have probability 0 in some rows (`without`); rows then have MORE features, of
+    which the first marks them."""
 
     rows: Tensor
     layer: nn.Linear
@@ -39,14 +39,14 @@ class Head(NamedTuple):
     barred: tuple[int, ...] = ()
 
     def without(self, where: Tensor, tokens: tuple[int, ...]) -> Head:
-        """The same head, but the rows `where` (R,) give these tokens no probability. A feature more says which rows,
-        and a weight that is very low makes logits low, so that kernels need know nothing of it."""
+        """The same head, but these tokens have probability 0 in the rows `where` (R,). An extra feature marks the rows,
+        and its large negative weight lowers the logits, so kernels need no special case."""
         more = nn.functional.pad(where[:, None].to(self.rows.dtype), (0, MORE - 1))
         return self._replace(rows=torch.cat((self.rows, more), 1), barred=tokens)
 
     @property
     def is_linear(self) -> bool:
-        """Whether it is its weights and no more, so that a kernel may stand in for it."""
+        """Whether it is a plain linear layer, so that a fused kernel can replace it."""
         return is_plain(self.layer) and (self.size or 0) <= self.layer.out_features
 
     @property
@@ -69,8 +69,8 @@ class Head(NamedTuple):
         return torch.log_softmax(logits.masked_fill(never, -torch.inf), dim=-1)
 
     def logits(self) -> Tensor:
-        """Of all rows, in the precision of the weights; what has no probability has the least number there is, so that
-        sums over tokens stay numbers."""
+        """Of all rows, in the dtype of the weights; tokens of probability 0 have the lowest finite value, so that sums
+        over tokens stay finite."""
         logits = self._logits(self.rows)
         never = torch.arange(logits.shape[-1], device=logits.device) == self.never
         return logits.masked_fill(never, -torch.inf).clamp(min=torch.finfo(logits.dtype).min)
@@ -82,14 +82,14 @@ class Head(NamedTuple):
             tokens = torch.stack([every == token for token in self.barred]).any(0)
             return logits.masked_fill((rows[..., -MORE] > 0)[..., None] & tokens, -torch.inf)
         more = 0 if self.size is None else self.size - self.layer.out_features
-        if more < 0 and self.is_linear:  # the others are not worth computing
+        if more < 0 and self.is_linear:  # surplus outputs need not be computed
             return nn.functional.linear(rows, *self.tensors[1:])
         logits = self.layer(rows)
         return nn.functional.pad(logits, (0, more), value=-torch.inf) if more > 0 else logits[..., : self.size]
 
 
 class Said(NamedTuple):
-    """Rows that are log-probabilities (R, V) already, as a table's are; there is no layer to read them."""
+    """Rows that already are log-probabilities (R, V), as an oracle's; there is no output layer."""
 
     rows: Tensor
     layer: None = None
@@ -99,7 +99,7 @@ class Said(NamedTuple):
         return self.rows[part]
 
     def without(self, where: Tensor, tokens: tuple[int, ...]) -> Said:
-        """The same, but the rows `where` (R,) give these tokens no probability."""
+        """The same, but these tokens have probability 0 in the rows `where` (R,)."""
         rest = self.rows.index_fill(-1, torch.tensor(tokens, device=self.rows.device), -torch.inf).log_softmax(-1)
         return self._replace(rows=torch.where(where[:, None], rest, self.rows))
 
@@ -109,11 +109,11 @@ class Fused(ABC):
 
     @abstractmethod
     def __call__(self, log_probs: Tensor, part: slice) -> Tensor:
-        """What it makes of some rows (r, V)."""
+        """Its value for a chunk of rows (r, V)."""
 
     @abstractmethod
     def fused(self, losses: Any, head: Head) -> Tensor | None:
-        """What `__call__` gives for all rows; None where there is no kernel after all."""
+        """The same for all rows by a fused kernel; None where there is none for this case."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Chosen(Fused):
 
 @dataclass(frozen=True)
 class Compared(Fused):
-    """A divergence between each row's law and its teacher's, which is held fixed."""
+    """A divergence between each row's distribution and its teacher's, which is held fixed."""
 
     kind: Divergence
     teacher: Head
@@ -148,11 +148,11 @@ class Compared(Fused):
 
 
 class Whole(ABC):
-    """A reduction that needs all rows before it can read any: it is given the head, once."""
+    """A reduction that needs all rows at once: it is given the head."""
 
     @abstractmethod
     def read(self, head: Head) -> Tensor:
-        """What it makes of all rows."""
+        """Its value for all rows."""
 
     def __call__(self, log_probs: Tensor, part: slice) -> Tensor:
         raise TypeError(f"{type(self).__name__} reads a head, not some rows of it")
@@ -172,12 +172,13 @@ def divergence(kind: Divergence, student: Tensor, teacher: Tensor) -> Tensor:
 def matched(
     gradient: Gradient, student: Tensor, teacher: Tensor, auxiliary: Tensor, clip: float | None = None
 ) -> Tensor:
-    """Of three log-probabilities (R, V), row by row: (R,), made for its gradient in the student's logits. Teacher p_T
-    and auxiliary p_ψ are held fixed; c = log p_ψ − log p_T, within ±clip, and 0 where one of the three is −inf.
+    """Of three log-probabilities (R, V), row by row: (R,), chosen for its gradient with respect to the student's
+    logits. Teacher p_T and auxiliary p_ψ are held fixed; c = log p_ψ − log p_T, within ±clip, and 0 where one of the
+    three is −inf.
 
     | | value | gradient |
     |---|---|---|
-    | `fkl` | Σ (p_ψ − p_T)·log p_θ | p_ψ − p_T (Di[M]O); no use of clip |
+    | `fkl` | Σ (p_ψ − p_T)·log p_θ | p_ψ − p_T (Di[M]O); clip is not used |
     | `kl` | Σ p_θ·c | p_θ·(c − E_θ c) |
     | `ipf` | KL(target ‖ p_θ), target = normalise(p_θ·e^−c), held fixed | p_θ − target |
     | `soft` | as `kl`: IDLM's ⟨p_θ, NELBO(teacher) − NELBO(auxiliary)⟩; its weight comes from outside | as `kl` |
@@ -199,7 +200,7 @@ def match_rows(
     gradient: Gradient, student: Head, teacher: Head | Said, auxiliary: Head, targets: Tensor, clip: float | None = None
 ) -> Tensor:
     """Of three heads over the same rows: what `matched` gives, and the auxiliary's −log p_ψ(target): (R, 2). Gradients
-    reach the student through the first and the auxiliary through the second; (R, V) is never held at once."""
+    reach the student through the first and the auxiliary through the second; (R, V) is never materialised."""
     heads = (student, teacher, auxiliary)
     if all(head.is_linear and _in_bf16(head.rows) for head in heads):
         fast: Any = kernels("matching")
@@ -220,19 +221,18 @@ def match_rows(
 
 
 def _in_parts(chunk: Callable[..., Tensor], rows: tuple[Tensor, ...], size: int) -> Tensor:
-    """chunk(some of the rows …, which), `size` at a time; what it does is done again for its gradient, not kept."""
+    """chunk(some of the rows …, which), `size` at a time; recomputed in the backward pass, not kept."""
     R = len(rows[0])
     if size >= R:
         return chunk(*rows, slice(0, R))
     parts = [slice(first, min(first + size, R)) for first in range(0, R, size)]
-    # nothing ambient is drawn in a chunk, and a recording may not ask for the generator's state
+    # a chunk draws no random numbers, and CUDA-graph capture forbids reading the generator's state
     how: Any = {"use_reentrant": False, "preserve_rng_state": False}
     return torch.cat([checkpoint(chunk, *(r[part] for r in rows), part, **how) for part in parts])
 
 
 def reduced(head: Head, reduce: Reduce, group: int = 1) -> Tensor:
-    """reduce(log-probabilities of some rows, which), one chunk after another; each `group` rows that follow one another
-    come together."""
+    """reduce(log-probabilities of some rows, which), chunk by chunk; each `group` consecutive rows are in one chunk."""
     if isinstance(reduce, Whole):
         return reduce.read(head)
     if isinstance(reduce, Fused) and head.is_linear and _in_bf16(head.rows) and (losses := kernels("losses")):
@@ -249,7 +249,7 @@ def reduced(head: Head, reduce: Reduce, group: int = 1) -> Tensor:
 
 
 def _in_bf16(rows: Tensor) -> bool:
-    """Whether a product of these rows, here and now, is one of bf16 on a GPU."""
+    """Whether a matmul of these rows runs in bf16 on a GPU, given the current autocast."""
     if not rows.is_cuda:
         return False
     wide = torch.is_autocast_enabled("cuda")

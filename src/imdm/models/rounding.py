@@ -1,8 +1,7 @@
-"""What rounding does to a model's law, and how many bits each matrix needs so that it hardly moves.
+"""How quantisation changes a model's distribution, and how many bits each matrix needs to keep the change small.
 
-The move is KL(law ‖ law of the rounded model) in nats a token, averaged over the masked positions of states of the
-model's own: texts that it wrote, masked at times spread over (0, 1]. A model that reads from left to right is compared
-at every position of texts drawn from it.
+The change is KL(model ‖ quantised model) in nats a token, averaged over the masked positions of the model's own
+samples, masked at times spread over (0, 1]. An autoregressive model is compared at every position of its samples.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from imdm.state import Noised, Rows
 
 WITHIN = 2e-3  # nats a token
 PROBE = 7  # bits at which the effect of each matrix is measured
-TIGHTER = 0.8  # the share of what is allowed that is aimed at
+TIGHTER = 0.8  # the fraction of the allowed change that is aimed at
 ROUNDS = 8
 AT_ONCE = 1 << 23  # elements of (rows, V) in memory at a time
 
@@ -35,7 +34,7 @@ def matrices(model: MaskedDiffusionLM) -> dict[str, Tensor]:
 
 
 class Move(NamedTuple):
-    """How far a law moves, nats a token: the mean over tokens, and its standard error over texts."""
+    """Change of a distribution, in nats a token: the mean over tokens, and its standard error over samples."""
 
     mean: float
     error: float
@@ -51,7 +50,7 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class Rounding:
-    """bits: of each matrix, by name; moved: how far the law of the whole moves."""
+    """bits: of each matrix, by name; moved: the change of the whole model's distribution."""
 
     bits: dict[str, int]
     moved: Move
@@ -69,11 +68,12 @@ def fewest_bits(
     seed: int = 0,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Rounding:
-    """Each matrix in as many bits as its effect on the law asks for, so that the whole moves by less than `within`.
+    """Bits for each matrix according to its effect on the distribution, so that the whole model changes by less than
+    `within`.
 
-    The effect of each matrix is measured alone; that of the whole, which is what counts, on other states, and there two
-    standard errors more must be within too. on_progress: called with the number of matrices measured so far, and of
-    all.
+    The effect of each matrix is measured alone. That of the whole model, which decides, is measured on other states,
+    and must stay within the limit plus two standard errors. on_progress: called with the number of matrices measured so
+    far, and of all.
     """
     compared, weights = _Compared(model, seed), matrices(model)
     effects = {}
@@ -92,15 +92,15 @@ def fewest_bits(
             break
         allowed *= TIGHTER * within / moved.at_most
     raise UserError(
-        f"no rounding to {MOST} bits a weight or fewer was found that moves the law by less than {within:g} nats a "
+        f"no rounding to {MOST} bits a weight or fewer keeps the distribution within {within:g} nats a "
         f"token (the last: {moved}); keep the weights in float32 or bf16"
     )
 
 
 def allotted(effects: Mapping[str, float], sizes: Mapping[str, int], allowed: float) -> dict[str, int]:
-    """Bits for each matrix so that their effects sum to at most `allowed`, as far as 16 bits do: one more at a time, to
-    the matrix where it gains most a weight. effects: of each matrix at 7 bits alone, which grow as the square of the
-    step between two whole numbers."""
+    """Bits for each matrix so that their effects sum to at most `allowed`, as far as 16 bits do: one bit at a time, to
+    the matrix where it gains most per weight. effects: of each matrix alone at 7 bits; they grow as the square of the
+    quantisation step."""
 
     def effect(name: str, bits: int) -> float:
         return effects[name] * (_step(bits) / _step(PROBE)) ** 2
@@ -120,12 +120,12 @@ def allotted(effects: Mapping[str, float], sizes: Mapping[str, int], allowed: fl
 
 
 def _step(bits: int) -> float:
-    """Between two whole numbers, as a share of a row's largest weight."""
+    """The quantisation step, relative to a row's largest weight."""
     return 1 / ((1 << (bits - 1)) - 1)
 
 
 class _Compared:
-    """A model beside its rounded copy on states of its own, which depend on the seed."""
+    """Compares a model with its quantised copy on states made from its samples under a seed."""
 
     @torch.no_grad()
     def __init__(self, model: MaskedDiffusionLM, seed: int) -> None:
@@ -135,7 +135,7 @@ class _Compared:
 
     @torch.no_grad()
     def moved(self, bits: Mapping[str, int]) -> Move:
-        """KL over rows when the matrices named are rounded to so many bits and the others are not."""
+        """KL over rows when only the named matrices are rounded, to these bits."""
         mine, its = matrices(self.model), matrices(self.copy)
         for name, number in bits.items():
             its[name].copy_(rounded(mine[name], number))
@@ -153,7 +153,7 @@ class _Compared:
 
 
 def _masked(model: MaskedDiffusionLM, seed: int) -> tuple[Noised, Rows]:
-    """Texts written in 16 steps, masked at times spread evenly up to 1, and their masked positions."""
+    """Samples in 16 steps, masked at times spread evenly up to 1, and their masked positions."""
     many = _many(model, model.config.length)
     keys = fold(as_key(seed, model.device), Purpose.HELD_OUT, torch.arange(many, device=model.device))
     times = torch.arange(1, many + 1, device=model.device) / many
@@ -162,9 +162,9 @@ def _masked(model: MaskedDiffusionLM, seed: int) -> tuple[Noised, Rows]:
 
 
 def _read(model: MaskedDiffusionLM, seed: int) -> tuple[Noised, Rows]:
-    """Texts drawn from left to right after a first token drawn evenly, and all their positions."""
+    """Autoregressive samples after a first token drawn uniformly, and all their positions."""
     length = min(model.config.length, 128)
-    many = max(4, _many(model, length) // 4)  # each token costs an evaluation
+    many = max(4, _many(model, length) // 4)  # one evaluation a token
     keys = model.sample_keys(many, seed)
     tokens = torch.zeros(many, length, dtype=torch.int64, device=model.device)
     first = integers(keys, Purpose.TOKEN, 0, 0, model.vocab_size - 1)
@@ -176,5 +176,5 @@ def _read(model: MaskedDiffusionLM, seed: int) -> tuple[Noised, Rows]:
 
 
 def _many(model: MaskedDiffusionLM, length: int) -> int:
-    """Sequences that are enough to average over: fewer of many tokens or of a large vocabulary."""
+    """Number of sequences to average over: fewer for long ones or a large vocabulary."""
     return max(4, min(256, (1 << 24) // (length * model.vocab_size)))

@@ -1,7 +1,8 @@
-"""Model folders that are whole, and still what was saved.
+"""Saving models in whole files, and checking that they are unchanged when loaded.
 
-`transformers` writes into place; here each file appears whole. The weights' file carries a digest of itself and the
-configuration's law (`MaskedDiffusionConfig.law`), and both are checked once a process when a folder is loaded.
+`transformers` writes into place; here each file appears whole. The weights' file holds a digest of itself and what the
+model's distribution depends on beside weights (`MaskedDiffusionConfig.law`); both are checked once a process when a
+folder is loaded.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from imdm.errors import UserError
 from imdm.files import PARTIAL, aside_in, check_tensors, read_metadata, read_tensors, write_tensors
 from imdm.models.shape import Shape
 
-LAW = "law"  # where a weights' file says what configuration it belongs to
+LAW = "law"  # metadata key: the configuration that the weights belong to
 
 
 def save_whole(save: Callable[[Path], None], folder: Path, config: Shape) -> None:
-    """What `save` writes into a folder, moved file by file into `folder`."""
+    """Call `save` with a temporary folder, then move its files one by one into `folder`."""
     with aside_in(folder) as aside:
         save(aside)
         written = {file.name for file in aside.iterdir()}
         for old in folder.glob("model*.safetensors*") if "config.json" in written else ():
-            if old.name not in written:  # of a model that was saved here before, in other parts
+            if old.name not in written:  # of a model saved here before, split into other files
                 old.unlink()
         for file in sorted(aside.iterdir()):
             if file.suffix == ".safetensors":
@@ -39,7 +40,7 @@ def law_text(config: Shape) -> str:
 
 
 def check_saved(folder: Path, config: Shape, what: str) -> None:
-    """Refuse a folder whose weights or configuration are not what was saved, as far as they say."""
+    """Refuse a folder whose weights or configuration changed since they were saved, as far as the digests tell."""
     for file in sorted(folder.glob("*.safetensors")):
         if file.name.startswith(PARTIAL):
             continue

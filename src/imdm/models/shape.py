@@ -1,4 +1,4 @@
-"""What a masked diffusion language model is made of, checked. It needs no `transformers`."""
+"""The settings of a masked diffusion language model, checked. It needs no `transformers`."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Shape:
                     padding. None: rows are cut from a stream
     lengths         of whole texts: the share of texts of 0, 1, 2 … tokens, begin and end counted. Where it is known,
                     the end of a text is drawn first, then the text before it. None: the network draws the end
-    causal          each position sees those before it alone: a language model that reads from left to right, to judge
-                    what others write (objective `autoregressive`); it writes a token after another itself
+    causal          each position attends to those before it only: an autoregressive language model, which can judge
+                    samples of others (objective `autoregressive`)
 
     `MaskedDiffusionConfig` is the same as a configuration of `transformers`.
     """
@@ -78,7 +78,7 @@ class Shape:
     ) -> None:
         width, blocks = kwargs.pop("hidden_size", width), kwargs.pop("num_hidden_layers", blocks)
         heads, length = kwargs.pop("num_attention_heads", heads), kwargs.pop("max_position_embeddings", length)
-        kwargs.pop("auto_map", None)  # of a folder for plain `transformers`; what is saved from here has no such files
+        kwargs.pop("auto_map", None)  # set in folders for plain `transformers`, with files that are not saved here
         sizes = {"vocab_size": (vocab_size, 2, LARGEST_VOCABULARY), "length": (length, 1, 1 << 20)}
         sizes |= {"width": (width, 1, 1 << 16), "blocks": (blocks, 1, 1 << 12), "heads": (heads, 1, 1 << 12)}
         sizes |= {"condition": (condition, 0, 1 << 16)}
@@ -100,7 +100,7 @@ class Shape:
         check_whole("model.mask_token_id", mask_token_id, 0, vocab_size - 1)
         special = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
         if len({token is None for token in special.values()}) > 1:
-            raise UserError(f"model: {', '.join(special)}: give all, for rows that are whole texts, or none")
+            raise UserError(f"model: {', '.join(special)}: give all of them, for rows that are whole texts, or none")
         for field, token in special.items():
             if token is None:
                 continue
@@ -116,17 +116,17 @@ class Shape:
         self.backbone = backbone
         parsed = parse_backbone(self.backbone)
         backbones[parsed.kind].check(self, parsed)
-        super().__init__(**kwargs)  # of `transformers`, beside whose configurations this is a base
-        if eos_token_id is not None:  # else not kept, so that a configuration is what it was
+        super().__init__(**kwargs)  # of `transformers`, where a subclass has its configuration as second base
+        if eos_token_id is not None:  # not stored when unset, so that old configurations do not change
             self.bos_token_id, self.eos_token_id, self.pad_token_id = bos_token_id, eos_token_id, pad_token_id
         if lengths is not None:
             self.check_lengths(lengths)
             self.lengths = [float(share) for share in lengths]
 
     def check_lengths(self, lengths: Any) -> None:
-        """Refuse what cannot be the shares of texts by length of this model."""
+        """Refuse lengths that are no distribution over this model's lengths of texts."""
         if self.ending is None or self.causal:
-            raise UserError("model.lengths: for models of whole texts that fill masks alone")
+            raise UserError("model.lengths: only for diffusion models of whole texts")
         if not isinstance(lengths, (list, tuple)) or not 2 < len(lengths) <= self.length + 1:
             raise UserError(f"model.lengths: give the share of texts of 0, 1, 2 … tokens, {self.length} at most")
         for share in lengths:
@@ -135,14 +135,14 @@ class Shape:
             raise UserError("model.lengths: shares are not negative, and a text has a begin and an end token at least")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Masks and schedules are kept as plain settings, however they were given."""
+        """Masks and schedules are stored as plain settings, however they are given."""
         parse = {"mask": parse_mask, "schedule": parse_schedule}.get(name)
         super().__setattr__(name, parse(value).model_dump() if parse else value)
 
     @property
     def backbone(self) -> dict[str, Any]:
-        """Its settings. Those of the usual one are not kept, so that a configuration is what it was before there were
-        others."""
+        """Its settings. Those of the default are not stored, so that configurations of earlier versions do not
+        change."""
         return self.__dict__.get("backbone", {"kind": DEFAULT})
 
     @backbone.setter
@@ -161,7 +161,8 @@ class Shape:
 
     @property
     def law(self) -> list[Any]:
-        """What a model's law follows from beside its weights, as plain data: masks, schedule, vocabulary, attention."""
+        """What a model's distribution depends on beside its weights, as plain data: masks, schedule, vocabulary,
+        attention."""
         law: list[Any] = [parse_mask(self.mask).hashed(), parse_schedule(self.schedule).hashed()]
         law += [self.mask_token_id, self.vocab_size, self.heads, self.softcap]
         law += ["causal"] * self.causal

@@ -1,4 +1,4 @@
-"""An ordinary language model: each token from those before it. It judges what diffusion models write."""
+"""Next-token prediction: an ordinary language model, which judges samples of diffusion models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from imdm.state import Noised, Rows
 
 @objectives.register("autoregressive")
 class Autoregressive(Objective):
-    """−log p(x^ℓ | x^1 … x^{ℓ−1}) in nats, averaged over ℓ = 2 … L; padding after the end of a text costs nothing. For
+    """−log p(x^ℓ | x^1 … x^{ℓ−1}) in nats, averaged over ℓ = 2 … L; padding after the end of a text is ignored. For
     models with `causal: true`."""
 
     kind: str = "autoregressive"
@@ -35,8 +35,7 @@ class Autoregressive(Objective):
 
 
 def next_log_probs(model: nn.Module, x: Tensor, keys: Tensor | None = None) -> Tensor:
-    """log p(x^ℓ | x^1 … x^{ℓ−1}) for ℓ = 2 … L of each row: (B, L − 1). keys (B,): for dropout, while the model
-    trains."""
+    """log p(x^ℓ | x^1 … x^{ℓ−1}) for ℓ = 2 … L of each row: (B, L − 1). keys (B,): for dropout, in training."""
     B, L = x.shape
     sequence = torch.arange(B, device=x.device)[:, None].expand(-1, L - 1).flatten()
     rows = Rows(sequence, torch.arange(L - 1, device=x.device).repeat(B))

@@ -27,20 +27,19 @@ objectives: Registry[type[Objective]] = Registry("objective")
 EARLIEST = 1e-3
 """Training times are in [10⁻³, 1]."""
 STUDENT = "student"
-"""The network that every objective trains, and that a run hands over."""
+"""The network that every objective trains, and that a run exports."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """Where in the run a batch stands: randomness is keyed by this, never by the process that computes it.
+    """The position of a batch in the run, which keys all randomness; the process that computes it does not.
 
-    index: the number of the step; while `loss` is recorded, a tensor () that holds it.
-    slots (b,): the places of these sequences in the global batch of size `batch`.
-    start: what `Objective.start` made of them, where that was asked for beforehand.
-    update, updated: the number of this update within its step, and the names of the networks that it updates.
-    networks: the objective's other networks by name; through those that are not updated no gradient reaches weights.
-    companion: what the objective keeps beside the student, for `Objective.start`.
-    fill: whether shapes should be few, since steps are recorded and one of another shape is another recording.
+    index: the number of the step; during CUDA-graph capture of `loss`, a tensor () that holds it. slots (b,): the
+    places of these sequences in the global batch of size `batch`. start: the result of `Objective.start` for them, if
+    it was called beforehand. update, updated: the number of this update within its step, and the names of the networks
+    that it updates. networks: the objective's other networks by name; those that are not updated receive no gradient.
+    companion: what the objective keeps beside the student, for `Objective.start`. fill: whether to pad to few shapes,
+    since each shape needs a CUDA graph of its own.
     """
 
     seed: int
@@ -55,14 +54,15 @@ class Step:
     fill: bool = False
 
     def keys(self) -> Tensor:
-        """One key a sequence: (b,). Another in each update of a step."""
+        """One key a sequence: (b,); different in each update of a step."""
         key = fold(as_key(self.seed, self.slots.device), Purpose.STEP, self.index)
         if self.update:
             key = fold(key, Purpose.UPDATE, self.update)
         return fold(key, Purpose.SAMPLE, self.slots)
 
     def everyone(self) -> Step:
-        """All sequences of the global batch: what is keyed can be known of those that other processes compute."""
+        """The same step with all sequences of the global batch: keyed randomness is known for other processes'
+        sequences too."""
         return replace(self, slots=torch.arange(self.batch, device=self.slots.device), start=None)
 
     def times(self) -> Tensor:
@@ -71,15 +71,15 @@ class Step:
         return (EARLIEST + (1 - EARLIEST) * (self.slots + within) / self.batch).float()
 
     def rows(self, chosen: Tensor) -> Rows:
-        """Where `chosen` (b, L) is True, filled up where shapes should be few; what is read there goes through
+        """The positions where `chosen` (b, L) is True, padded if `fill`; pass values read there through
         `Rows.counting`."""
         return Rows.filled(chosen) if self.fill else Rows.where(chosen)
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A network that is trained beside the student. What is None is as in the run's `TrainConfig`; warm-up and average
-    count the network's own updates."""
+    """A network that is trained beside the student. Settings that are None are those of the run's `TrainConfig`;
+    warm-up and EMA count the network's own updates."""
 
     module: nn.Module
     lr: float | None = None
@@ -90,13 +90,13 @@ class Trained:
     ema: float | None = None
 
     def settings(self) -> dict[str, Any]:
-        """Those that are its own."""
+        """The settings that are not None."""
         return {name: value for name, value in vars(self).items() if name != "module" and value is not None}
 
 
 class Companion(Protocol):
-    """What an objective keeps beside the student while it trains, such as a teacher; it is in every checkpoint, as the
-    first process has it."""
+    """State that an objective keeps beside the student during training, such as a teacher. Every checkpoint holds it,
+    as the first process has it."""
 
     def tensors(self) -> dict[str, Tensor]: ...
 
@@ -106,46 +106,47 @@ class Companion(Protocol):
 
 
 class Objective(Config):
-    """Settings and law of one objective.
+    """One objective: its settings and its loss.
 
     `needs` names the columns a batch must have. `loss` divides by constants of the global batch only, so that the mean
-    over processes is the loss of the whole batch. One that trains more than the student names the others in `networks`
-    and says in `updates` which of them a step updates.
+    over processes is the loss of the whole batch. One that trains more than the student names the others in `networks`,
+    and those that a step updates in `updates`.
     """
 
     kind: str
-    causal: ClassVar[bool] = False  # whether it trains models that read from left to right
+    causal: ClassVar[bool] = False  # whether it trains autoregressive models
     recordable: ClassVar[bool] = False
-    """Whether `loss` can be recorded once and replayed (`training.graphs`): what it does follows from the shapes of the
-    batch and of `step.start`, and from `fixed`; it asks a GPU for no number, and keeps what it changes in tensors."""
+    """Whether `loss` can be captured as a CUDA graph (`training.graphs`): its operations depend only on the shapes of
+    the batch and of `step.start`, and on `fixed`; it never waits for a value from the GPU, and keeps its state in
+    tensors."""
 
-    heeds_looks: ClassVar[bool] = False  # whether what it sees in `signals` decides how it goes on
+    heeds_looks: ClassVar[bool] = False  # whether the results of `signals` affect training
 
     @property
     def needs(self) -> tuple[str, ...]:
         return ("tokens",)
 
     def check(self, noisy: bool) -> None:
-        """Refuse, in a sentence, a student that this objective cannot train; noisy: its states carry noise or λ."""
+        """Refuse a student that this objective cannot train; noisy: its states carry noise or λ."""
         return
 
     def prepare(self, model: MaskedDiffusionLM, source: Source) -> None:
-        """Change the student before anything is made of it, by what the data say."""
+        """Change the student by statistics of the data, before it is copied or trained."""
         return
 
     def companion(self, model: MaskedDiffusionLM, start: MaskedDiffusionLM | None = None) -> Companion | None:
-        """What must be kept beside the student, as it is before the first step; start: the model the student was made
-        from, where that is another."""
+        """The state to keep beside the student, before the first step; start: the model the student was made from, if
+        it is another."""
         return None
 
     def networks(self, model: MaskedDiffusionLM, start: MaskedDiffusionLM | None = None) -> Mapping[str, Trained]:
-        """The other networks to train, by name, as they are before the first step: new modules or copies. What they
-        are made with should be a setting of this objective. Fresh layers are drawn under the run's seed."""
+        """The other networks to train, by name, before the first step: new modules or copies. Their settings should be
+        settings of this objective. New layers are initialised under the run's seed."""
         return {}
 
     def updates(self, step: int) -> Sequence[Sequence[str]]:
-        """What a step updates: for each of its updates, one after another, the networks that one loss is for. A network
-        that is not named keeps its weights, its moments and its average."""
+        """What a step updates: for each of its updates, in order, the networks that are updated together. Others keep
+        their weights, moments and EMA."""
         return ((STUDENT,),)
 
     def waits(self) -> str | None:
@@ -157,18 +158,18 @@ class Objective(Config):
         return next((step for step in range(steps) if any(STUDENT in names for names in self.updates(step))), None)
 
     def check_steps(self, steps: int, where: str = "") -> None:
-        """Refuse so few steps that the student would stay as it is; where: what names of settings begin with."""
+        """Refuse so few steps that the student would never be updated; where: prefix of the settings' names."""
         if self.first_update(steps) is not None:
             return
-        more = "give it more"
+        more = "set more steps"
         if (waits := self.waits()) is not None:
-            more = f"give it more than {where}objective.{waits}, or lower that"
+            more = f"set more than {where}objective.{waits}, or lower that"
         raise UserError(
             f"{where}training.steps = {steps}: objective {self.kind!r} does not update the student in so few; {more}"
         )
 
     def turn(self, companion: Any, step: int, average: Mapping[str, Tensor]) -> bool:
-        """Called before each step with the student's averaged weights; True: the student gets a new optimiser."""
+        """Called before each step with the student's EMA weights; True: the student gets a new optimiser."""
         return False
 
     def pace(self, companion: Any) -> float:
@@ -180,7 +181,7 @@ class Objective(Config):
         return False
 
     def best(self, companion: Any) -> Mapping[str, Tensor] | None:
-        """The student's weights to hand over, by name; None: its average as it is in the end."""
+        """The student's weights to export, by name; None: its EMA weights at the end."""
         return None
 
     def signals(
@@ -191,24 +192,24 @@ class Objective(Config):
         companion: Any = None,
         networks: Mapping[str, nn.Module] | None = None,
     ) -> dict[str, float]:
-        """Early signs of how training goes beside the loss, measured without dropout on averaged weights. companion,
-        networks: what `loss` has; a companion may take note of what it sees."""
+        """Diagnostics of training beside the loss, measured without dropout on EMA weights. companion, networks: as in
+        `loss`; a companion may store the results."""
         return {}
 
     def worry(self, signals: Sequence[tuple[int, Mapping[str, float]]], steps: int) -> str | None:
-        """What there is to fear for the end of the run, in a sentence, from the signals (step, values) so far."""
+        """A warning if the signals (step, values) so far predict that the run will fail, in a sentence; None: no
+        warning."""
         return None
 
     def fixed(self, companion: Any) -> Hashable:
-        """What `loss` reads of the companion beside the numbers in its tensors: steps that were recorded while this was
-        another are recorded anew. The round, where there are rounds, as each has a teacher of its own."""
+        """What `loss` reads of the companion beside the values of its tensors: when it changes, steps are captured
+        anew. With rounds it is the round, as each has its own teacher."""
         return getattr(companion, "round", None)
 
     def start(self, process: Process, batch: Mapping[str, Tensor], step: Step) -> Any:
-        """What `loss` finds in `step.start`, such as the z_t that the network will read and where it is masked: it
-        needs no weights, so that a GPU can make it while it still works on the step before. Tensors in tuples, mappings
-        and dataclasses, and plain values; where steps are recorded, another value is another recording. None: the
-        objective makes its own."""
+        """The value of `step.start` in `loss`, such as z_t and its masked positions: it needs no weights, so a GPU can
+        compute it during the previous step. Tensors in tuples, mappings and dataclasses, and plain values; each plain
+        value needs its own CUDA graph. None: `loss` computes its own."""
         return None
 
     @abstractmethod
@@ -217,8 +218,8 @@ class Objective(Config):
     ) -> Tensor | Mapping[str, Tensor]:
         """The loss of these sequences, as their share of the global batch times the number of such shares.
 
-        Where an update is of several networks, a loss for each by name. One backward pass goes through their sum: what
-        one network's loss must not teach another is detached.
+        Where an update is of several networks, a loss for each by name. Their sum is differentiated in one backward
+        pass: detach what must not train another network.
         """
 
 

@@ -1,16 +1,17 @@
-"""Di4C: a mixture of factorized laws learns the correlations that its teacher makes over many steps.
+"""Di4C: a mixture of factorized distributions learns the correlations that its teacher builds over many steps.
 
-Given z_t, the student's law of x is mean_λ ∏_ℓ p(x^ℓ | z_t, λ). The latent λ is whatever the sequence shares: the λ of
-a model with `mixture`, or the noise of its masks. M latents stand for the mean. For a sequence said at z_t, call
+Given z_t, the student's distribution of x is mean_λ ∏_ℓ p(x^ℓ | z_t, λ). The latent λ is shared by the whole sequence:
+the λ of a model with `mixture`, or the noise of its masks. The mean is estimated with M latents. For a sequence x at
+z_t, call
 
     correlation(x) = Σ_ℓ log mean_λ p(x^ℓ | λ) − log mean_λ ∏_ℓ p(x^ℓ | λ)
 
-what the mixture says of it beyond its marginals mean_λ p(· | λ). The loss, in nats a token, is
+the log-likelihood of the mixture's marginals mean_λ p(· | λ) minus that of the mixture. The loss, in nats a token, is
 
-    below the threshold   mean_λ KL(teacher ‖ p(· | λ)): there a teacher's step is nearly factorized, and every
-                          component learns its marginals
+    below the threshold   mean_λ KL(teacher ‖ p(· | λ)): here a teacher's step is nearly factorized, and every component
+                          learns its marginals
     above it              correlation(x̂) + KL(ahead ‖ marginals): the teacher steps to u = t − 1/T, the student, held
-                          fixed, completes z_u to x̂ and has its marginals there; the student at z_t is to say the same
+                          fixed, completes z_u to x̂ and gives its marginals there, the targets of the student at z_t
     at all times, data    w·sigmoid(20(t − ½))·correlation(x) + KL(teacher ‖ marginals)
 
 Correlation plus KL is −log mean_λ ∏_ℓ p with its independent part, the noisier one, replaced by its mean (the control
@@ -40,14 +41,15 @@ from imdm.state import Noised, Rows
 if TYPE_CHECKING:
     from imdm.models import MaskedDiffusionLM
 
-NEVER = -1e9  # in place of log 0, whose mixture would have no gradient
+NEVER = -1e9  # in place of log 0, for which logsumexp has no gradient
 
 
 @objectives.register("di4c")
 class Di4C(Rounds):
-    """See above. The student of a round is the next round's teacher; its marginals are then means over its latents.
+    """Di4C (see the module). The student of a round is the next round's teacher; its marginals are then means over its
+    latents.
 
-    latents           M, how many stand for the mixture
+    latents           M, the number that estimates the mixture
     threshold         below this time: distillation; above: consistency
     distil_share      the share of training times below it
     teacher_steps     T: a teacher's step has size 1/T, or t/2 where that is less
@@ -125,9 +127,9 @@ def mixture_log(log_p: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Ahead:
-    """A little later than z_t, for each sequence and latent: where the teacher's step led, and what the student, held
-    fixed, makes of it. written (B·M, L): x̂; masked (B·M, L): at u; hidden (B·M, L, D): the student's at u; teacher
-    (B, L, D) or (B·M, L, D): the teacher's at z_t, one for all latents where it has none."""
+    """The state after one teacher step from z_t, and the fixed student's completion, for each sequence and latent.
+    written (B·M, L): x̂; masked (B·M, L): at u; hidden (B·M, L, D): the student's at u; teacher (B, L, D) or (B·M, L,
+    D): the teacher's at z_t, shared by all latents if it has none."""
 
     written: Tensor
     masked: Tensor
@@ -140,13 +142,13 @@ def look_ahead(
     teacher: MaskedDiffusionLM, student: MaskedDiffusionLM, state: Noised, keys: Tensor, copies: int, steps: int
 ) -> Ahead:
     """One teacher step of size min(1/T, t/2) from z_t, then x̂ from the student. Both under latents of their own, not
-    those of the state: x̂ must not know under which of them it will be read. The state holds each sequence `copies`
-    times, one after another."""
+    those of the state: x̂ must be independent of the latents under which its likelihood is computed. The state holds
+    each sequence `copies` times in a row."""
     process, t = student.process, state.t.double()
     state = process.noised(state.tokens, state.t, fold(keys, Purpose.COPY, 0))
     u = t - torch.minimum(torch.full_like(t, 1 / steps), t / 2)
     position = torch.arange(state.tokens.shape[1], device=keys.device)
-    chance = uniform(keys[:, None], Purpose.TOKEN, position)  # (B·M, L): a position is written once, now or later
+    chance = uniform(keys[:, None], Purpose.TOKEN, position)  # (B·M, L): one draw a position, used now or later
     alone = not teacher.process.noisy
     known = teacher.trunk(state[::copies] if alone else state)
     revealed = process.reveals(state, u, keys, 1)
@@ -176,8 +178,8 @@ def _still(model: MaskedDiffusionLM) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Compare:
-    """What is read off the student's rows, chunk by chunk. row, position (R,): the masked positions of the batch, each
-    with `latents` rows; said (B, 1 + M, L): the data and each x̂."""
+    """The terms of the loss from the student's rows, chunk by chunk. row, position (R,): the masked positions of the
+    batch, each with `latents` rows; said (B, 1 + M, L): the data and each x̂."""
 
     companion: Teacher
     ahead: Ahead
@@ -187,12 +189,12 @@ class _Compare:
     latents: int
 
     def copies(self, each: int) -> Tensor:
-        """The places of each masked position's sequence in a batch that holds every one so many times: (R, each)."""
+        """Indices of each masked position's sequence in a batch that holds every sequence `each` times: (R, each)."""
         return self.row[:, None] * each + torch.arange(each, device=self.row.device)
 
     def __call__(self, rows: Tensor, part: slice) -> Tensor:
         """Rows (G·M, V) of G masked positions → (G, M·(1 + M) + 3): log p(said | λ), then mean_λ KL(teacher ‖ p_λ),
-        KL(teacher ‖ p) and KL(student a little later ‖ p), p the mean over λ."""
+        KL(teacher ‖ p) and KL(student after the teacher's step ‖ p), p the mean over λ."""
         M = self.latents
         some = slice(part.start // M, part.start // M + len(rows) // M)
         log_p = rows.unflatten(0, (-1, M)).clamp(min=NEVER)  # (G, M, V)
@@ -211,7 +213,7 @@ class _Compare:
         return mixture_log(self.companion.model.head(hidden.flatten(0, 1)).unflatten(0, (-1, each)))
 
     def _later(self, some: slice) -> Tensor:
-        """The student's marginals after the teacher's step, certain where that has written: (G, V)."""
+        """The student's marginals after the teacher's step, one-hot where that revealed a token: (G, V)."""
         place = self.copies(self.latents)[some], self.position[some, None]
         law = self.companion.student.head(self.ahead.hidden[place].flatten(0, 1))
         sure = torch.full_like(law, -torch.inf).scatter(-1, self.ahead.written[place].view(-1, 1), 0.0)
@@ -220,5 +222,5 @@ class _Compare:
 
 
 def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """KL(p ‖ q) over the last axis; where p is 0 there is nothing to pay."""
+    """KL(p ‖ q) over the last axis; terms with p = 0 are 0."""
     return torch.where(torch.isfinite(log_p), log_p.exp() * (log_p - log_q), 0.0).sum(-1)

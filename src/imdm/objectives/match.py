@@ -1,26 +1,26 @@
-"""On-policy distillation: what the student *wrote* is pushed towards what its teacher would have written there.
+"""On-policy distillation: the student's own samples are pushed towards the teacher's distribution.
 
 A step, for each sequence of the batch:
 
-1.  A start z_t: all masks (`prior`), or at a random time one of the student's own recent one-step texts (`own`) or data
-    (`data`).
+1.  A start z_t: all masks (`prior`), or at a random time one of the student's own recent one-step samples (`own`) or
+    data (`data`).
 2.  The student reads z_t and fresh noise ε once, and every masked position is drawn: x̃.
 3.  A random share of the new tokens is shown, u^(1/context)·min(1, 1/(N·t)) with u ~ U(0, 1) and N drawn from `steps`;
     the rest, at least one, is masked again: z̃. N-step writing reveals a share 1/(N·t) from here (where α falls
     linearly), so N's weights choose the step count that is optimised.
-4.  The teacher p_T, frozen, and an auxiliary network p_ψ read z̃. The auxiliary is trained all the time to predict x̃
-    at the masked positions of z̃, by cross-entropy: it is the denoiser of the student's own distribution. It begins as a
-    copy of the teacher, and is told which tokens were generated.
+4.  The teacher p_T, frozen, and an auxiliary network p_ψ read z̃. The auxiliary is trained throughout to predict x̃ at
+    the masked positions of z̃, by cross-entropy: it is the denoiser of the student's own distribution. It starts as a
+    copy of the teacher, and also gets as input which tokens were generated.
 5.  The student's gradient is given at its logits, at the positions that are masked in z̃; c = log p_ψ − log p_T:
 
     fkl    p_ψ − p_T, as Di[M]O has it
     kl     p_θ·(c − E_θ c): the gradient of Σ_U λ(U)·KL(student_U ‖ teacher_U) over sets U of positions, under the
            conditions that docs/concepts.md names
     ipf    p_θ − normalise(p_θ·e^−c), a step of iterative proportional fitting; `kl` to first order
-    soft   as kl, as IDLM has it: of n masked positions k stay masked, k even in 1 … n, and each row has the NELBO's
-           weight n/k; `steps` and `context` count for nothing
+    soft   as kl, as IDLM has it: of n masked positions k stay masked, k uniform in 1 … n, and each row has the NELBO's
+           weight n/k; `steps` and `context` are not used
 
-The auxiliary's one evaluation serves both its own update and the student's.
+One forward pass of the auxiliary serves both its own update and the student's.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ Share = Annotated[float, Field(ge=0)]
 
 
 class Starts(Config):
-    """Where a step begins, as shares: all masks, the student's own one-step texts, data."""
+    """Shares of the starts of a step: all masks, the student's own one-step samples, data."""
 
     prior: Share = 0.5
     own: Share = 0.25
@@ -76,12 +76,12 @@ class Starts(Config):
     @model_validator(mode="after")
     def _some(self) -> Starts:
         if self.prior + self.own + self.data <= 0 or (self.own and not self.prior):
-            raise ValueError("shares: at least one above 0; own texts come from the prior's, which then needs a share")
+            raise ValueError("shares: at least one above 0; own texts are those of the prior, which then needs a share")
         return self
 
     def counts(self, batch: int) -> tuple[int, int, int]:
-        """How many of a batch each has: rounded, all of them in the end. Where there are own texts, which come from the
-        prior's, it has one at least."""
+        """Sequences of a batch for each start: rounded, and summing to the batch. With own texts, which come from the
+        prior's, the prior has at least one."""
         total = self.prior + self.own + self.data
         first = max(round(batch * self.prior / total), 1 if self.own else 0)
         second = max(0, round(batch * (self.prior + self.own) / total) - first)
@@ -89,13 +89,13 @@ class Starts(Config):
 
 
 class Phase(Config):
-    """A part of the run under one gradient.
+    """A part of the run with one kind of gradient.
 
-    steps     at most so many; None: to the end of the run
-    clip      the most that |log p_ψ − log p_T| counts for; None: all of it. `fkl` uses none
+    steps     its most steps; None: to the end of the run
+    clip      clips |log p_ψ − log p_T|; None: no clipping. `fkl` does not use it
     rate      the student's learning rate, times this
-    patience  it ends before, once so many looks in a row brought nothing better (`texts.score`); looks before
-              the student's first step do not count
+    patience  early stopping: ends once so many evaluations in a row brought no better `texts.score`; those before the
+              student's first step do not count
     """
 
     gradient: Gradient = "kl"
@@ -106,11 +106,11 @@ class Phase(Config):
 
 
 class AuxiliarySettings(Config):
-    """How the auxiliary network is trained. The student's gradient is as good as it is: one that lags makes the student
-    collapse.
+    """How the auxiliary network is trained. The student's gradient is only as good as this network: if it lags, the
+    student collapses.
 
-    updates  of it a step, each on new samples; the student has the last of them
-    ahead    so many steps are its own, before the student's first
+    updates  a step, each on new samples; the student's update uses the last of them
+    ahead    steps that update it alone, before the student's first
     """
 
     lr: float = Field(4e-4, gt=0)
@@ -124,16 +124,16 @@ class AuxiliarySettings(Config):
 
 @objectives.register("match")
 class Match(Objective):
-    """See above.
+    """On-policy distillation (see the module).
 
-    starts      shares of where a step begins
+    starts      shares of the starts of a step
     steps       weights of the step counts N that are optimised, {N: weight}
-    context     how much of what a step reveals is shown: the larger, the nearer to all of it
-    phases      gradients, one after another; each goes on from the best average of those before
-    remembered  how many of the student's own texts are kept
+    context     how much of what a step reveals is shown: the larger, the more
+    phases      kinds of gradient, in order; each continues from the best EMA weights of those before
+    remembered  how many of the student's own samples are kept
     auxiliary   how the auxiliary network is trained
-    kept        whether own texts go on under the noise that they were written with; else it is fresh
-    looks       how many texts a look at the student has (`signals`); noise: the policy under which they are written
+    kept        whether own samples keep the noise that they were generated with; else it is fresh
+    looks       samples in each evaluation of the student (`signals`); noise: their noise policy
     """
 
     kind: str = "match"
@@ -156,15 +156,15 @@ class Match(Objective):
         if not any(self.steps.values()):
             raise ValueError("steps: at least one weight above 0")
         if any(phase.steps is None for phase in self.phases[:-1]):
-            raise ValueError("phases: only the last may go on to the end of the run; give the others steps")
+            raise ValueError("phases: only the last may have no steps; set steps of the others")
         ahead, first = self.auxiliary.ahead, self.phases[0].steps
         if first is not None and first <= ahead:
             raise ValueError(f"phases: the first has {first} steps, and auxiliary.ahead = {ahead}; give it more")
         return self
 
     def prepare(self, model: MaskedDiffusionLM, source: Source) -> None:
-        """A student of whole texts learns how long they are, so that it need not decide where they end: pushed towards
-        its teacher it would prefer the short ones, which are easier to write well."""
+        """A student of whole texts gets the distribution of their lengths, so that it does not decide where they end:
+        under this objective it would prefer short ones, which are easier to generate."""
         if model.config.ending is not None and model.config.lengths is None:
             model.know_lengths(shares_of_lengths(source, model.config.ending))
 
@@ -178,11 +178,11 @@ class Match(Objective):
         return {AUXILIARY: Trained(made, weight_decay=0.0, **given)}
 
     def _teacher(self, model: MaskedDiffusionLM, start: MaskedDiffusionLM | None) -> MaskedDiffusionLM:
-        """The start, or the student as it is; refused if it could not read what the student writes."""
+        """The start, or the student before training; refused if it cannot read the student's samples."""
         if start is None:
             return model
         if start.causal:
-            raise UserError("objective 'match': its teacher reads from left to right; it needs one that fills masks")
+            raise UserError("objective 'match': its teacher is causal; it needs a masked diffusion model")
         for name, theirs, ours in (
             ("vocab_size", start.vocab_size, model.vocab_size),
             ("mask_token_id", start.process.mask_id, model.process.mask_id),
@@ -192,12 +192,12 @@ class Match(Objective):
             if theirs != ours:
                 raise UserError(
                     f"objective 'match': the teacher's {name} is {theirs}, the student's {ours}; "
-                    "take a student that was made from this teacher, or from its like"
+                    "use a student that was made from this teacher, or from a similar model"
                 )
         if start.length < model.length:
             raise UserError(
                 f"objective 'match': the teacher takes at most {start.length} tokens, the student {model.length}; "
-                "take a teacher of that length, or a shorter student"
+                "use a teacher of that length, or a shorter student"
             )
         return start
 
@@ -209,8 +209,8 @@ class Match(Objective):
         return f"auxiliary.ahead = {self.auxiliary.ahead}"
 
     def origins(self, step: Step) -> tuple[Tensor, Tensor]:
-        """Where each sequence begins, and its time, low-discrepancy within its kind: (b,) each. There are no own texts
-        before the first step; those sequences begin with all masks."""
+        """The start of each sequence, and its time, low-discrepancy within each kind of start: (b,) each. Before the
+        first step there are no own texts; those sequences start with all masks."""
         prior, own, data = self.starts.counts(step.batch)
         origin = torch.where(step.slots < prior, PRIOR, torch.where(step.slots < prior + own, OWN, DATA))
         if step.index == 0:
@@ -222,7 +222,7 @@ class Match(Objective):
 
     def shares(self, process: Process, t: Tensor, place: Tensor, u: Tensor) -> Tensor:
         """The share of the new tokens that is shown, (b,): u^(1/context) times that which a step of 1/N reveals from t,
-        min(1, 1/(N·t)) if α falls linearly; N is the one whose weights hold `place`. Both are in [0, 1)."""
+        min(1, 1/(N·t)) if α falls linearly; `place` selects N by its weights. place and u are in [0, 1)."""
         steps, weight = zip(*sorted(self.steps.items()), strict=True)
         counts = torch.tensor(steps, dtype=torch.float64, device=t.device)
         weights = torch.tensor(weight, dtype=torch.float64, device=t.device).cumsum(0)
@@ -242,7 +242,7 @@ class Match(Objective):
         phase, keys = self.phases[0 if step.companion is None else step.companion.phase], step.keys()
         new, capacity = self.texts(step.batch)
         there = min(step.index * new, capacity - new)
-        number = step.index * new - 1 - (uniform(keys, Purpose.DATA) * there).long()  # of the own text, of all so far
+        number = step.index * new - 1 - (uniform(keys, Purpose.DATA) * there).long()  # of the own text, since the start
         drawn = keys
         if self.kept:
             before = replace(
@@ -260,7 +260,7 @@ class Match(Objective):
         return replace(plan, recalled=number % capacity, kept=kept)
 
     def texts(self, batch: int) -> tuple[int, int]:
-        """How many own texts come with each step, and how many are kept, so that none is read while it is replaced."""
+        """Own texts that are added each step, and how many are kept, so that none is read while it is replaced."""
         new = self.starts.counts(batch)[0]
         return new, max(self.remembered, 2 * new)
 
@@ -272,8 +272,8 @@ class Match(Objective):
         step: Step,
         companion: Pursued | None = None,
     ) -> Tensor | Mapping[str, Tensor]:
-        """The student's: what `readout.matched` says of its gradient; the auxiliary's: cross-entropy. Both summed over
-        the positions that are masked in z̃, in nats a token of the batch."""
+        """The student's: `readout.matched`, which defines its gradient; the auxiliary's: cross-entropy. Both summed
+        over the positions that are masked in z̃, in nats a token of the batch."""
         if companion is None:
             raise ValueError("Match.loss needs the companion that Match.companion(model) makes")
         x, phase, pushes = batch["tokens"], self.phases[companion.phase], STUDENT in step.updated
@@ -306,7 +306,7 @@ class Match(Objective):
     def turn(self, companion: Pursued, step: int, average: Mapping[str, Tensor]) -> bool:
         """The next phase begins with the best average so far and a new optimiser."""
         if step == self.auxiliary.ahead:
-            companion.scores.clear()  # what was seen of a student that did not move yet
+            companion.scores.clear()  # of a student that was not trained yet
         if companion.phase == len(self.phases) - 1 or not self._is_over(companion, step):
             return False
         companion.enter(companion.phase + 1, step, average)
@@ -332,20 +332,21 @@ class Match(Objective):
         companion: Any = None,
         networks: Mapping[str, nn.Module] | None = None,
     ) -> dict[str, float]:
-        """How the averaged student writes, on samples of looks alone, the same at each.
+        """Evaluate samples of the EMA student, under the same keys each time, which training does not use.
 
-        ratio_N         perplexity of its N-step texts, by the teacher's own NELBO, over that of the teacher's many-step
-                        texts at equal entropy; ratio: the mean over `steps`
-        entropy_N       of the tokens within a text; pooled_N: of those of all texts, which shows collapse;
+        ratio_N         perplexity of its N-step samples under the teacher's NELBO, divided by that of the teacher's
+                        many-step samples at equal entropy; ratio: the mean over `steps`
+        entropy_N       of the tokens within a sample; pooled_N: of those of all samples, which shows collapse;
                         pooled_lacking: how much lower the latter is than the teacher's at equal entropy, at worst
-        shared_N        the share of a text's 4-grams that another text has
-        kl_bound        CE_T − CE_ψ on its one-step texts, in nats a token: a lower bound of the KL, as good as ψ
-        auxiliary_gap   CE_ψ there, minus what it was in training since the last look, from all masks too
-        given_noise     H(θ | ε): what is left open once the noise is known, in nats a token, in one step
-        score           what the average is kept by, the lower the better (`texts.score`); phase: its number, from 0
+        shared_N        the fraction of a sample's 4-grams that occur in another one
+        kl_bound        CE_T − CE_ψ on its one-step samples, in nats a token: a lower bound of the KL, as tight as ψ is
+                        good
+        auxiliary_gap   CE_ψ there, minus its value in training since the last evaluation, also from all masks
+        given_noise     H(θ | ε): entropy of one-step samples given the noise, in nats a token
+        score           selects the best EMA weights, the lower the better (`texts.score`); phase: its number, from 0
 
-        Where rows are whole texts, `length_N` is the mean number of tokens of an N-step text, and `lengths_astray` how
-        far lengths are from the teacher's at worst (`texts.Frontier.astray`), which counts in the score too.
+        Where rows are whole texts, `length_N` is the mean number of tokens of an N-step sample, and `lengths_astray`
+        the largest distance of lengths from the teacher's (`texts.Frontier.astray`), which counts in the score too.
         """
         if companion is None or networks is None:
             return {}
@@ -401,24 +402,24 @@ class Match(Objective):
         return {"kl_bound": theirs - ours, **gap, "given_noise": float(torch.cat(open_).double().mean())}
 
     def worry(self, signals: Sequence[tuple[int, Mapping[str, float]]], steps: int) -> str | None:
-        """Collapse: the pooled entropy lacks more than half a nat, three looks in a row in the second half of the run.
-        Drift: the score is worse by a tenth than the best, and has been for five looks."""
+        """Collapse: the pooled entropy lacks more than half a nat, three evaluations in a row in the second half of the
+        run. Drift: the score is worse by a tenth than the best, and has been for five evaluations."""
         late = [row["pooled_lacking"] for step, row in signals if step >= steps / 2]
         if len(late) >= 3 and min(late[-3:]) > COLLAPSED:
             return (
-                f"the student's texts are collapsing: over all of them together, their entropy is {late[-1]:.2f} nats "
-                "below the teacher's at equal entropy; lower the student's rate, or raise the auxiliary's"
+                f"the student is collapsing: the entropy of all its texts together is {late[-1]:.2f} nats "
+                "below the teacher's at equal entropy; lower the student's learning rate, or raise the auxiliary's"
             )
         scores = [row["score"] for _, row in signals]
         if len(scores) > 5 and (worse := min(scores[-5:]) - min(scores)) > DRIFTED:
             return (
-                f"the student drifts: for five looks its score has been worse than the best by {worse:.2f} or more; "
-                "the best average is kept, so that the run may as well end"
+                f"the student drifts: for five evaluations its score was worse than the best by {worse:.2f} or more; "
+                "the best weights are kept, so the run may as well end"
             )
         return None
 
 
-LACKING = 0.1  # nats of pooled entropy, or of lengths, that an average may lack for nothing
+LACKING = 0.1  # nats of pooled entropy, or of lengths, that may be lacking without a penalty
 COLLAPSED = 0.5
 DRIFTED = 0.1
 

@@ -14,7 +14,7 @@ from imdm.state import Noised, Rows
 
 @objectives.register("nelbo")
 class Nelbo(Objective):
-    """Corrupt data to a random time and predict what was masked. The same for every kind of mask."""
+    """Corrupt data to a random time and predict the masked tokens. The same for every kind of mask."""
 
     kind: str = "nelbo"
     recordable: ClassVar[bool] = True

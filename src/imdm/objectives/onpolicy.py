@@ -1,4 +1,4 @@
-"""What on-policy distillation is made of: the plan of a step, the student's writing, the auxiliary network, and what is
+"""The parts of on-policy distillation: the plan of a step, the student's samples, the auxiliary network, and the state
 kept beside them."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PRIOR, OWN, DATA = range(3)
 
 
 class Push(Protocol):
-    """How the student is pushed: see `readout.matched`."""
+    """The student's gradient: see `readout.matched`."""
 
     @property
     def gradient(self) -> Gradient: ...
@@ -37,16 +37,16 @@ class Push(Protocol):
 
 @dataclass(frozen=True)
 class Planned:
-    """What a step does whatever the networks say.
+    """The parts of a step that do not depend on the networks.
 
     keys, origin, t   (b,): of each sequence; origin: PRIOR, OWN or DATA
     masked, again     (b, L): in z_t, and in z̃
-    noise, latent     what the student reads
+    noise, latent     the student's input
     weight            (b,): of each row, None where all have 1
     rows              the masked positions of z_t
     left, left_rows   which of them are masked in z̃: (R̃,)
-    recalled, kept    (b,): the place of the own text that a sequence may begin with, and of the one that it leaves
-    ended             whether the end of a whole text is never masked: the student knows lengths
+    recalled, kept    (b,): index of the own text that a sequence may start from, and of the one that it stores
+    ended             whether the end of a whole text is never masked: the student has `lengths`
     """
 
     keys: Tensor
@@ -66,8 +66,8 @@ class Planned:
 
     @property
     def generated(self) -> Tensor:
-        """Whose the tokens of z̃ are, (b, L): 0 given, or masked; 1 the student's, written now; 2 the student's, of
-        before."""
+        """Who generated the tokens of z̃, (b, L): 0 given or masked; 1 the student in this step; 2 the student
+        earlier."""
         before = (self.origin == OWN)[:, None] & ~self.masked
         return (self.masked & ~self.again) + 2 * before
 
@@ -92,7 +92,7 @@ class Planned:
             return Written(closed, state.masked & (closed == said))
 
     def shown(self, written: Tensor, process: Process) -> Noised:
-        """z̃ as teacher and auxiliary read it."""
+        """z̃, the input of teacher and auxiliary."""
         keys = fold(self.keys, Purpose.COPY, 1)
         tokens, masked = self._masked(written, self.again, process)
         noise = process.mask.draw(keys, torch.zeros_like(written), masked)
@@ -116,23 +116,23 @@ class Planned:
 
 
 class Written(NamedTuple):
-    """x̃ (b, L). own (b, L): where a token is what the student drew, if rows are whole texts. Where it drew another than
-    padding after the first end, there is padding all the same, and nothing to learn from that."""
+    """x̃ (b, L). own (b, L): where a token is what the student drew, if rows are whole texts. After the first end
+    token, draws other than padding are replaced by padding and give no gradient."""
 
     tokens: Tensor
     own: Tensor | None
 
 
 def masked_again(masked: Tensor, fate: Tensor, share: Tensor) -> Tensor:
-    """What stays masked (b, L) where a share (b,) of the masked positions is shown, each by its number in [0, 1); the
-    one with the largest always stays."""
+    """What stays masked (b, L) when a share (b,) of the masked positions is shown: those with `fate` in [0, 1) below
+    it. The position with the largest fate always stays."""
     fate = torch.where(masked, fate, -1.0)
     return masked & ((fate >= share[:, None]) | (fate == fate.amax(1, keepdim=True)))
 
 
 def evenly_masked(masked: Tensor, fate: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """What stays masked where k of n positions do, k even in 1 … n by u (b,) in [0, 1), and the NELBO's weight n/k (b,)
-    of each: over all k, Σ weight·c then has the mean KL of what is written."""
+    """What stays masked if k of n positions do, k uniform in 1 … n by u (b,) in [0, 1), and the NELBO's weight n/k
+    (b,): averaged over k, the expectation of Σ weight·c is the KL of the samples."""
     n = masked.sum(1)
     k = (1 + (u * n).long()).clamp(max=n)
     rank = torch.where(masked, fate, -1.0).argsort(1, descending=True).argsort(1)
@@ -150,8 +150,8 @@ def planned(
     step: Step | None = None,
     drawn: Tensor | None = None,
 ) -> Planned:
-    """The plan of sequences that are masked in z_t and in z̃ like this. step: whose rows are filled up, if so; drawn:
-    the keys (b,) of the student's noise, where they are others."""
+    """The plan of sequences with these masks in z_t and in z̃. step: pads the rows, if given; drawn: the keys (b,) of
+    the student's noise, if they differ."""
     drawn, fill = keys if drawn is None else drawn, step is not None and step.fill
     rows = Rows.filled(masked) if fill else Rows.where(masked)
     there = rows.of(again)
@@ -163,8 +163,8 @@ def planned(
 
 
 class Write(Whole):
-    """Given the student's rows: write x̃, mask it again, and ask the auxiliary what it expected, (R̃,); where the student
-    is to be pushed, ask the teacher too and compare, (R̃, 2)."""
+    """From the student's rows: sample x̃, mask it again and compute the auxiliary's cross-entropy, (R̃,); where the
+    student is updated, compare with the teacher too, (R̃, 2)."""
 
     def __init__(self, plan: Planned, text: Tensor, companion: Pursued, auxiliary: nn.Module, how: Push | None) -> None:
         self.plan, self.text, self.companion, self.auxiliary, self.how = plan, text, companion, auxiliary, how
@@ -190,9 +190,9 @@ class Write(Whole):
 
 
 def going_on(head: Head, shown: Noised, rows: Rows, process: Process) -> Head:
-    """A head as it reads rows of z̃: where the text visibly goes on after a position, end and padding are no choice
-    there, the student's neither, though it knew nothing of that. Their chances by teacher and auxiliary would be two
-    tiny numbers, whose ratio means nothing, weighed with all that the student gave them."""
+    """The head for rows of z̃: before a visible token of the text, end and padding have probability 0, for the student
+    too, though it did not see that token. Else teacher and auxiliary would give them two tiny probabilities, whose
+    ratio is meaningless but weighted by the student's probability."""
     barred, ending = process.barred(shown), process.ending
     if barred is None or ending is None:
         return head
@@ -211,8 +211,8 @@ class Compare(Whole):
 
 
 class Auxiliary(MaskedDiffusionLM):
-    """A copy of the teacher that is told which tokens the student wrote, now or before, by embeddings that start at
-    zero."""
+    """A copy of the teacher with an additional input: which tokens the student generated, now or earlier, as embeddings
+    that start at zero."""
 
     def __init__(self, config: MaskedDiffusionConfig) -> None:
         super().__init__(config)
@@ -220,7 +220,7 @@ class Auxiliary(MaskedDiffusionLM):
 
     @classmethod
     def of(cls, teacher: MaskedDiffusionLM, lengths: Sequence[float] | None = None) -> Auxiliary:
-        """lengths: the student's, where it knows them."""
+        """lengths: the student's, if it has them."""
         changed = {"dropout": 0.0} | ({} if lengths is None else {"lengths": list(lengths)})
         made = cls(MaskedDiffusionConfig.from_dict(teacher.config.to_dict() | changed))
         missing, unknown = made.load_state_dict(teacher.state_dict(), strict=False)
@@ -228,7 +228,7 @@ class Auxiliary(MaskedDiffusionLM):
             odd = (unknown + [name for name in missing if name != "generated"])[0]
             raise UserError(
                 f"objective 'match': the teacher's weights cannot be copied, {odd!r} has no place; "
-                "give it a model as it was saved, no layer replaced"
+                "use a model as it was saved, with no layer replaced"
             )
         nn.Module.to(made, teacher.device)
         return made
@@ -251,7 +251,7 @@ def _together() -> bool:
 
 
 def agreed(value: float, device: torch.device) -> float:
-    """The first process' value: all must decide alike, and a GPU's sums differ in their last digits."""
+    """The first process' value: all processes must decide alike, and sums on a GPU differ in their last digits."""
     if not _together():
         return value
     told = torch.tensor(value, dtype=torch.float64, device=device)
@@ -260,11 +260,12 @@ def agreed(value: float, device: torch.device) -> float:
 
 
 class Pursued:
-    """What `match` keeps beside its networks: the teacher, the student's own texts, what looks found, the best average.
+    """The state of `match` beside its networks: the teacher, the student's own samples, the scores of evaluations, the
+    best EMA weights.
 
     phase, since    the phase, and the step at which it began
-    scores          of the looks in this phase
-    best            the averaged weights with the lowest score so far, by name
+    scores          of the evaluations in this phase
+    best            the EMA weights with the lowest score so far, by name
     """
 
     def __init__(self, teacher: MaskedDiffusionLM, student: MaskedDiffusionLM) -> None:
@@ -279,14 +280,14 @@ class Pursued:
         self.best_score: float | None = None
 
     def texts(self, capacity: int, length: int) -> Tensor:
-        """The student's own recent one-step texts, each at a place that follows from its step and slot, the same on all
-        processes; one more row is written and never read: (capacity + 1, L)."""
+        """The student's own recent one-step samples, each at an index given by its step and slot, the same on all
+        processes; the last row is written and never read: (capacity + 1, L)."""
         if self.held is None:
             self.held = torch.zeros(capacity + 1, length, dtype=torch.int64, device=self.student.device)
         return self.held
 
     def remember(self, written: Tensor, places: Tensor) -> None:
-        """Texts (b, L) at their places (b,)."""
+        """Store texts (b, L) at their indices (b,)."""
         held = self.texts(0, 0)
         if not _together():
             held.index_copy_(0, places, written)
@@ -296,7 +297,7 @@ class Pursued:
         held.copy_(torch.where(everyones > 0, everyones - 1, held))
 
     def count(self, said: Tensor, rows: Rows, chosen: Tensor) -> None:
-        """The auxiliary's cross-entropy (R̃,) on what it is trained on, of the sequences that are chosen (b,)."""
+        """Accumulate the auxiliary's training cross-entropy (R̃,) over the chosen sequences (b,)."""
         mine = chosen[rows.sequence] if rows.counted is None else chosen[rows.sequence] & rows.counted
         self.seen += torch.stack((torch.where(mine, said.double(), 0.0).sum(), mine.double().sum()))
 
@@ -310,14 +311,14 @@ class Pursued:
         return total / many if many else None
 
     def look(self, value: float, weights: Mapping[str, Tensor]) -> None:
-        """A new score, of these weights."""
+        """Store the score of these weights, and the weights if they are the best."""
         self.scores.append(value)
         if self.best_score is None or value < self.best_score:
             self.best_score = value
             self.best = {name: weight.detach().clone() for name, weight in weights.items() if weight.requires_grad}
 
     def idle(self, patience: int) -> bool:
-        """Whether the last looks, `patience` of them, found nothing better than those of this phase before."""
+        """Whether the last `patience` evaluations brought no better score than the earlier ones of this phase."""
         return len(self.scores) > patience and min(self.scores[:-patience]) <= min(self.scores[-patience:])
 
     @torch.no_grad()
@@ -326,7 +327,7 @@ class Pursued:
         for name, parameter in weights_of(self.student).items():
             if name in self.best:
                 parameter.copy_(self.best[name])
-            if name in self.best and name in average:  # what is frozen has none
+            if name in self.best and name in average:  # frozen weights have no average
                 average[name].copy_(self.best[name])
 
     def tensors(self) -> dict[str, Tensor]:

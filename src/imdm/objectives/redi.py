@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from imdm.data.source import Source
     from imdm.models import MaskedDiffusionLM
 
-LOOKED_AT, AT_ONCE = 256, 32  # pairs, and how many of them in one network evaluation
-FITTED = 0.9  # the share of fitted tokens below which a student has not learned its pairs
+LOOKED_AT, AT_ONCE = 256, 32  # pairs that `signals` measures, and how many of them in one batch
+FITTED = 0.9  # the fraction of fitted tokens below which a student has not learned its pairs
 
 
 @objectives.register("redi")
 class ReDi(Objective):
     """Predict x̂, the teacher's completion of z_t, from z_t and its noise in one step.
 
-    noise: `coupling` — the ε that the pair's stored seed gives, the same at every pass, so that the student can learn
-    which noise leads where; `fresh` — new noise at every step.
-    policy: the noise policy under which the teacher must have completed the pairs; None takes either.
+    noise: `coupling` — the ε of the pair's stored seed, the same in every epoch, so that the student can learn which
+    noise leads where; `fresh` — new noise at every step. policy: the noise policy under which the teacher must have
+    completed the pairs; None takes either.
     """
 
     kind: str = "redi"
@@ -62,9 +62,9 @@ class ReDi(Objective):
         companion: Any = None,
         networks: Mapping[str, nn.Module] | None = None,
     ) -> dict[str, float]:
-        """`fitted`: the share of masked tokens of the first pairs that the student says with a chance above ½. What
-        makes a few-step student is that this comes near 1. `decided`: the share of the same positions where, under
-        noise it was not trained on, it gives some token a chance above ½. With fresh noise there is nothing to fit."""
+        """`fitted`: the fraction of masked tokens of the first pairs that the student gives a probability above ½; a
+        few-step student needs it near 1. `decided`: the fraction of the same positions where, under noise it was not
+        trained on, it gives some token a probability above ½. With fresh noise there is nothing to fit."""
         if self.noise == "fresh":
             return {}
         pairs = {name: c.to(model.device) for name, c in source.rows(torch.arange(min(LOOKED_AT, len(source)))).items()}
@@ -81,11 +81,11 @@ class ReDi(Objective):
 
         fitted = share(pairs["seed"], known=True)
         if not model.process.noisy:
-            return {"fitted": fitted}  # without noise it cannot tell its pairs apart, nor decide
+            return {"fitted": fitted}  # without noise nothing can be decided
         return {"fitted": fitted, "decided": share(unseen, known=False)}
 
     def worry(self, signals: Sequence[tuple[int, Mapping[str, float]]], steps: int) -> str | None:
-        """From half of the run on: whether the fitted share, rising as it did of late, will reach 90%."""
+        """From half of the run on: whether `fitted`, extrapolated from its recent rise, will reach 90%."""
         if len(signals) < 3 or signals[-1][0] < steps / 2 or "decided" not in signals[-1][1]:
             return None
         (before, earlier), (now, latest) = signals[-3], signals[-1]

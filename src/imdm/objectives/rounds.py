@@ -1,4 +1,4 @@
-"""Self-distillation in rounds: a teacher beside the student, and the moment when the student takes its place."""
+"""Self-distillation in rounds: a teacher beside the student, which the student replaces after each round."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Teacher:
             parameter.copy_(shared_like(weights[name], parameter))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Its weights, but for those that are the student's, which stay as they are."""
+        """Its weights, without frozen ones that it shares with the student."""
         students = {id(weight) for weight in weights_of(self.student).values()}
         return {name: weight for name, weight in weights_of(self.model).items() if id(weight) not in students}
 
@@ -59,13 +59,13 @@ class Teacher:
 
 
 def _frozen(model: MaskedDiffusionLM) -> MaskedDiffusionLM:
-    """A copy; what is not trained is not held twice."""
+    """A frozen copy; weights that are not trained are shared, not copied."""
     shared = {id(weight): weight for weight in model.parameters() if not weight.requires_grad}
     return fixed(duplicate(model, shared), model)
 
 
 def fixed(model: MaskedDiffusionLM, student: MaskedDiffusionLM) -> MaskedDiffusionLM:
-    """Where the student is, compiled and sharded if it is."""
+    """Move the teacher to the student's device; compile and shard it as the student is."""
     how = sharding_of(student)
     if how is None:
         torch.nn.Module.to(model, student.device)
@@ -80,7 +80,7 @@ class Rounds(Objective):
     """An objective with a teacher that the student replaces after every `iterations` steps.
 
     promote         which student becomes the teacher: the `raw` weights or their `ema`
-    keep_optimizer  whether AdamW's moments live on into the next round
+    keep_optimizer  whether AdamW's moments are kept in the next round
     """
 
     rounds: int = Field(1, ge=1, le=1000)
@@ -92,7 +92,7 @@ class Rounds(Objective):
         return Teacher(start or model, model)
 
     def turn(self, companion: Teacher, step: int, average: Mapping[str, Tensor]) -> bool:
-        """At the end of a round the student becomes the teacher; the last round has no end."""
+        """At the end of a round the student becomes the teacher; the last round lasts to the end of the run."""
         if step // self.iterations <= companion.round or companion.round == self.rounds - 1:
             return False
         companion.promote(average if self.promote == "ema" else weights_of(companion.student))

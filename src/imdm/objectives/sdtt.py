@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
 
 class Begun(NamedTuple):
-    """z_t, where it is masked, and which of these positions the teacher's steps will reveal, where its step size was
-    known."""
+    """z_t, its masked positions, and which of them the teacher's steps will reveal, if its step size is known."""
 
     state: Noised
     rows: Rows
@@ -34,11 +33,11 @@ class Begun(NamedTuple):
 @objectives.register("sdtt")
 class SDTT(Rounds):
     """From z_t the teacher takes `teacher_steps` reverse steps of size dt, its noise kept; each masked position's
-    target is the teacher's law at the step that revealed it, or the last one's. The student, seeing z_t and the same
-    noise, is to give that law at once. dt doubles each round, and the student becomes the teacher.
+    target is the teacher's distribution at the step that revealed it, or at the last. The student, given z_t and the
+    same noise, learns to predict it in one step. dt doubles each round, and the student becomes the teacher.
 
     Where rows are whole texts, an end that the teacher reveals makes padding certain after it. There the divergence is
-    forward KL, −log p(padding), whatever it is elsewhere: from a certain law, the backward one is infinite.
+    forward KL, −log p(padding), whatever it is elsewhere: the backward KL to a one-hot target is infinite.
 
     divergence  how student and teacher are compared: `backward-kl` KL(student ‖ teacher), `forward-kl`, `tv` (total
                 variation of the probabilities), `mse` (squared difference of the probabilities)
@@ -95,15 +94,15 @@ class SDTT(Rounds):
 
 
 def teacher_times(t: Tensor, dt: float, steps: int) -> Tensor:
-    """t, t − dt, t − 2dt, … (B, steps + 1); a step that would pass 0 ends there, where α = 1 reveals everything."""
+    """t, t − dt, t − 2dt, … (B, steps + 1); a step beyond 0 ends at 0, where α = 1 reveals everything."""
     return (t.double()[:, None] - dt * torch.arange(steps + 1, device=t.device)).clamp(min=0.0)
 
 
 def teacher_reveals(
     process: Process, state: Noised, rows: Rows, dt: float, steps: int, keys: Tensor, fill: bool = False
 ) -> tuple[Tensor, ...]:
-    """Which of the rows each step of the teacher but the last reveals, (n,) each: times and keys alone decide it. With
-    `fill`, some that it does not reveal too, so that n can have few values: 3, 6, 12, …"""
+    """Which of the rows each step of the teacher but the last reveals, (n,) each; it depends on times and keys alone.
+    With `fill`, padded with rows that it does not reveal, so that n has few values: 3, 6, 12, …"""
     times, found = teacher_times(state.t, dt, steps), []
     for step in range(1, steps):
         s = times[:, step]
@@ -128,7 +127,7 @@ class Target(NamedTuple):
 
 @dataclass(frozen=True)
 class _Settled(Whole):
-    """A comparison, and −log p(padding) where that is certain (R,)."""
+    """A divergence, and −log p(padding) where padding is certain: (R,)."""
 
     compare: Compared
     certain: Tensor
@@ -149,8 +148,8 @@ def teacher_rows(
     keys: Tensor,
     reveals: Sequence[Tensor] | None = None,
 ) -> Target:
-    """What the student is to learn at each masked position of z_t. rows: those positions; reveals: what
-    `teacher_reveals` says of them, if known."""
+    """The student's target at each masked position of z_t. rows: those positions; reveals: the result of
+    `teacher_reveals`, if known."""
     process = teacher.process
     times = teacher_times(state.t, dt, steps)
     if reveals is None:

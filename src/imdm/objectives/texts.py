@@ -1,4 +1,4 @@
-"""How texts stand that a student wrote: by its teacher alone, at equal entropy, so that training needs no judge."""
+"""Evaluation of a student's samples by its teacher alone, at equal entropy, so that training needs no judge."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
     from imdm.data.source import Source
     from imdm.models import MaskedDiffusionLM
 
-READINGS = 4  # how often each text is read, each time with other positions masked
+READINGS = 4  # Monte Carlo samples of the NELBO for each text, with other positions masked each time
 AT_ONCE = 256  # texts in one network evaluation
 TEMPERATURES = (1.0, 0.9, 0.8, 0.7)
 MANY = 256  # steps
-QUARTER = 4  # of a row, which nearly all texts reach; where they do not, entropies would not be comparable
+QUARTER = 4  # entropy is over 1/4 of a row, which nearly all texts reach, so that entropies are comparable
 
 
 @dataclass(frozen=True)
 class Standing:
     """Of some texts: nll, the teacher's NELBO in nats a token; entropy of a text's token counts, the mean; pooled,
-    entropy of the counts of all texts together, which shows a collapse that the first hides; shared, the share of a
-    text's 4-grams that another text has. Where rows are whole texts, padding counts for none of them, and entropy,
-    which grows with length, is that of the first quarter of a row, over the texts that reach so far; length is the mean
+    entropy of the counts of all texts together, which shows a collapse that the first hides; shared, the fraction of a
+    text's 4-grams that occur in another text. Where rows are whole texts, padding is ignored, and entropy, which grows
+    with length, is that of the first quarter of a row, over the texts that are at least that long; length is the mean
     number of tokens, spread its standard deviation."""
 
     nll: float
@@ -47,8 +47,8 @@ class Standing:
 
 @torch.no_grad()
 def standing(teacher: MaskedDiffusionLM, texts: Tensor, keys: Tensor) -> Standing:
-    """Of texts (n, L), read under keys (n,). The NELBO is the mean, over numbers of masked positions from 1 to L, of
-    what a masked token costs: so no weight is large."""
+    """Of texts (n, L), read under keys (n,). The NELBO is the mean over k = 1 … L of the cross-entropy of a masked
+    token when k are masked: this form has no large weights."""
     from imdm.evaluation.text import pooled, sample_entropy, shared_grams
 
     (n, L), process = texts.shape, teacher.process
@@ -79,7 +79,7 @@ def standing(teacher: MaskedDiffusionLM, texts: Tensor, keys: Tensor) -> Standin
 
 @dataclass(frozen=True)
 class Frontier:
-    """What the teacher writes in many steps at falling temperatures: points, by falling entropy."""
+    """The teacher's many-step samples at falling temperatures: points, by falling entropy."""
 
     points: tuple[Standing, ...]
 
@@ -103,13 +103,13 @@ class Frontier:
         return [asdict(point) for point in self.points]
 
     def at(self, entropy: float) -> Standing:
-        """Linear between the points, and as the nearest beyond them."""
+        """Linear interpolation between the points; the nearest point beyond them."""
         rising = [asdict(point) for point in reversed(self.points)]
         known = [point["entropy"] for point in rising]
         return Standing(**{name: float(np.interp(entropy, known, [p[name] for p in rising])) for name in rising[0]})
 
     def ratio(self, texts: Standing) -> float:
-        """The texts' perplexity by the teacher over that of its own at equal entropy."""
+        """The texts' perplexity under the teacher, divided by that of its own texts at equal entropy."""
         return exp(texts.nll - self.at(texts.entropy).nll)
 
     def shortfall(self, texts: Standing) -> float:
@@ -133,15 +133,15 @@ def mean_log(ratios: Sequence[tuple[float, float]]) -> float:
 
 
 def score(ratios: Sequence[tuple[float, float]], lacking: Sequence[float], allowed: float) -> float:
-    """What an average is kept by, the lower the better: the mean log ratio, and all that each of `lacking` (entropy,
-    lengths) has beyond `allowed`."""
+    """The score that selects EMA weights, the lower the better: the mean log ratio, plus the excess of each of
+    `lacking` (entropy, lengths) over `allowed`."""
     return mean_log(ratios) + sum(max(0.0, one - allowed) for one in lacking)
 
 
 def shares_of_lengths(source: Source, ending: Ending, most: int = 1 << 17) -> list[float]:
     """The share of texts of 0, 1, 2 … tokens, begin and end counted, among rows of a source: all of them, or as many as
-    `most`, at equal distances. Texts without an end are left out. One text more that may have any length is counted
-    too, so that no length is impossible."""
+    `most`, at equal distances. Texts without an end are left out. One more text, spread over all lengths, is added, so
+    that every length has a positive probability."""
     n = min(most, len(source))
     counts = torch.zeros(source.length + 1, dtype=torch.float64)
     for part in (torch.arange(n) * len(source) // n).split(4096):

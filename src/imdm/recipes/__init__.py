@@ -1,6 +1,6 @@
 """Recipes: found by name in this folder or by path, one level of `extends`, `key=value` overrides.
 
-Finding and reading one needs no torch, so that wrong names, files and overrides are answered at once; parsing it does.
+Finding and reading one needs no torch, so that wrong names, files and overrides are refused at once; parsing it does.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def recipe_names() -> list[str]:
 
 
 def summaries() -> dict[str, str]:
-    """What each of them does, a line a name."""
+    """A one-line summary of each, by name."""
     return {name: str(_settings(name)["summary"]) for name in recipe_names()}
 
 
@@ -52,7 +52,7 @@ def load_recipe(name: str | Path, overrides: tuple[str, ...] | list[str] = ()) -
 
 
 def trained_by(name: str | Path) -> list[str]:
-    """The stages of a recipe that train a model, as far as its file says."""
+    """The stages of a recipe that train a model, read from its file without parsing it."""
     stages = _settings(name).get("stages")
     return [stage for stage, s in (stages if isinstance(stages, dict) else {}).items() if _is_training(s)]
 
@@ -62,7 +62,7 @@ def _is_training(stage: Any) -> bool:
 
 
 def _settings(name: str | Path) -> dict[str, Any]:
-    """What a recipe's file says, and the file that it extends."""
+    """The settings in a recipe's file, merged with the file that it extends."""
     values = _read(name)
     base = values.pop("extends", None)
     if base is not None:
@@ -76,7 +76,7 @@ def _settings(name: str | Path) -> dict[str, Any]:
 
 
 def parse_recipe(values: dict[str, Any], overrides: tuple[str, ...] | list[str] = ()) -> Recipe:
-    """A recipe from plain settings, which stay as they are."""
+    """A recipe from plain settings, which are not modified."""
     check_is("overrides", overrides, (list, tuple), "a list of settings such as 'seed=1'")
     values = _unshared(values)
     for override in map(str, overrides):
@@ -130,7 +130,7 @@ def _read(name: str | Path) -> dict[str, Any]:
 
 
 def _unshared(value: Any) -> Any:
-    """YAML aliases point at one object; overriding it in one place must not change the other."""
+    """A deep copy without YAML aliases: an override in one place must not change another."""
     if isinstance(value, dict):
         return {key: _unshared(item) for key, item in value.items()}
     return [_unshared(item) for item in value] if isinstance(value, list) else value

@@ -27,7 +27,7 @@ ScheduleField = Annotated[SerializeAsAny[Schedule], BeforeValidator(parse_schedu
 
 
 def _backbone(value: Any) -> BackboneSettings | None:
-    """None for the usual one, however it was given."""
+    """None for the default one, however it was given."""
     settings = parse_backbone(value)
     return None if is_default(settings) else settings
 
@@ -81,7 +81,7 @@ class ModelSettings(Config):
         causal: bool = False,
         ending: Ending | None = None,
     ) -> MaskedDiffusionConfig:
-        """causal: the same size, read from left to right; ending: how rows end, where they are whole texts."""
+        """causal: an autoregressive model of the same size; ending: how rows end, where they are whole texts."""
         given = {k: v for k, v in self.model_dump().items() if v is not None and k != "preset"}
         given = {"length": length, "vocab_size": vocab_size, "mask_token_id": mask_token_id} | given
         if ending is not None:
@@ -96,7 +96,7 @@ class ModelSettings(Config):
 
 
 class Watch(Config):
-    """Metrics measured while training, with few samples: `watch: {every: 100, metrics: [validity], samples: 2000}`."""
+    """Metrics measured during training, with few samples: `watch: {every: 100, metrics: [validity], samples: 2000}`."""
 
     every: int = Field(100, ge=1)
     metrics: tuple[MetricName, ...] = ()
@@ -105,10 +105,10 @@ class Watch(Config):
 
 
 class AdoptStage(Config):
-    """Take in a model of other people: the name of one that was fetched, a folder or a hub id, with the length of the
-    data and, where its rows are whole texts, their ending. adapt: a causal one with its attention opened, to be trained
-    into a diffusion model; causal: one as it is, to be trained from left to right; shift, mask_token_id: of one that
-    was trained as a diffusion model (`imdm.adopt`)."""
+    """Convert a published model: the name of a downloaded one, a folder or a hub id, with the length of the data and,
+    where its rows are whole texts, their ending. adapt: a causal model made bidirectional, to be trained into a
+    diffusion model; causal: one as it is, to be trained autoregressively; shift, mask_token_id: for one that was
+    trained as a diffusion model (`imdm.adopt`)."""
 
     kind: Literal["adopt"]
     source: str = Field(min_length=1)
@@ -126,11 +126,11 @@ class AdoptStage(Config):
 
 
 class TrainStage(Config):
-    """Train a model. start: the stage (or model folder) it starts from, None for fresh weights; teacher: the stage (or
-    model folder) that teaches it, where that is another than `start`; data: the coupling stage (or folder) it reads,
-    None for the recipe's data; mask: another mask than the start's; mixture: give the student a latent λ (Di4C on a
-    single mask); seed: another than the recipe's, for students that share a teacher. A fresh model under the objective
-    `autoregressive` reads from left to right, and can be an evaluation's judge."""
+    """Train a model. start: the stage (or model folder) it starts from, None for random weights; teacher: the stage (or
+    model folder) of its teacher, if it is not `start`; data: the coupling stage (or folder) it reads, None for the
+    recipe's data; mask: another mask than the start's; mixture: give the student a latent λ (Di4C on a single mask);
+    seed: another than the recipe's, for students that share a teacher. A new model under the objective `autoregressive`
+    is causal, and can be an evaluation's judge."""
 
     kind: Literal["train"]
     start: str | None = None
@@ -144,7 +144,7 @@ class TrainStage(Config):
     teacher: str | None = None
 
     def inputs(self) -> list[str]:
-        """Each once: a student may be taught by the model that it starts from."""
+        """Each once: the teacher may be the model that the student starts from."""
         return list(dict.fromkeys(name for name in (self.start, self.data, self.teacher) if name is not None))
 
 
@@ -161,12 +161,12 @@ class CoupleStage(CoupleConfig):
 class EvaluateStage(Config):
     """Measure models: stage (or folder) → its method's name in the result rows.
 
-    judge: who reads generated text (a fetched judge's name, a folder, a .gguf file or a hub id), in `judge_precision`;
-    where it is not at hand, one that ships reads, unless another stage asks it already. judge_stage: a stage whose
-    autoregressive model judges instead. embedder: a sentence embedder (folder or hub id) for MAUVE in the judge's
-    place. temperatures, top_p: the paper's figures have 1.0 alone. precision: in what the models are measured, bf16 on
-    a GPU alone. seed: other samples than the recipe's, to choose settings on; reports show these figures apart. first:
-    measure the first so many tokens of texts that have as many, so that entropies are of equally long texts.
+    judge: the model that scores samples (a downloaded judge's name, a folder, a .gguf file or a hub id), in
+    `judge_precision`; if it is not available, one that ships, unless another stage uses that already. judge_stage: a
+    stage whose autoregressive model judges instead. embedder: a sentence embedder (folder or hub id) for MAUVE instead
+    of the judge. temperatures, top_p: the paper has 1.0 only. precision: of the models; bf16 only on a GPU. seed: other
+    samples than the recipe's, to choose settings on; reports show these results separately. first: use only the first
+    so many tokens, of texts that have as many, so that entropies are of texts of equal length.
     """
 
     kind: Literal["evaluate"]
@@ -216,15 +216,15 @@ def _models_of(stage: AdoptStage | TrainStage | CoupleStage | EvaluateStage) -> 
 
 
 class Quick(Config):
-    """A smaller part of a recipe, for a first look: some of its variants, and the stages named with all they need."""
+    """A smaller part of a recipe, for a first try: some of its variants, and the named stages with all they need."""
 
     variants: tuple[str, ...] = ()
     stages: tuple[str, ...]
 
 
 class Recipe(Config):
-    """An experiment of the paper. threads: CPU threads to use, where the work is too small to share; variants: settings
-    that are changed to make the same experiment on other data, each in a folder of its own."""
+    """An experiment of the paper. threads: CPU threads to use, for work too small for many; variants: settings that are
+    changed to make the same experiment on other data, each in a folder of its own."""
 
     name: Name
     summary: str
@@ -244,7 +244,7 @@ class Recipe(Config):
         for name, stage in self.stages.items():
             for needed in stage.inputs():
                 if needed in self.stages and needed not in above:
-                    raise ValueError(f"stage {name!r} builds on {needed!r}, which must stand above it")
+                    raise ValueError(f"stage {name!r} builds on {needed!r}, which must come before it")
             above.add(name)
         return self
 
@@ -262,15 +262,15 @@ class Recipe(Config):
 
     @model_validator(mode="after")
     def _variants_have_folders(self) -> Recipe:
-        """A variant's folder lies beside those of the run itself."""
+        """A variant's folder is beside those of the run itself."""
         for name in self.variants:
             if name in ("data", "tensorboard") or re.fullmatch(r"seed--?\d+|.*\.(json|jsonl|html|md)", name):
-                raise ValueError(f"variant {name!r}: a run keeps something else under that name; choose another")
+                raise ValueError(f"variant {name!r}: a run uses that name for something else; choose another")
         return self
 
     @model_validator(mode="after")
     def _judges_read(self) -> Recipe:
-        """A stage that judges must have learnt to read from left to right."""
+        """A stage that judges must train an autoregressive model."""
         for name, stage in self.evaluations().items():
             if stage.judge_stage not in self.stages:
                 continue
@@ -294,7 +294,7 @@ class Recipe(Config):
         return {name: stage for name, stage in self.stages.items() if isinstance(stage, EvaluateStage)}
 
     def reporting(self) -> list[EvaluateStage]:
-        """Evaluations of what is reported: those without a seed of their own, on whose samples settings are chosen."""
+        """Evaluations that are reported: those without a seed of their own, which serves to choose settings."""
         return [stage for stage in self.evaluations().values() if stage.seed is None]
 
     def pairs_of(self, name: str) -> str | None:
@@ -306,7 +306,7 @@ class Recipe(Config):
         return next(iter(made), None)
 
     def seed_of(self, name: str) -> int:
-        """What the randomness of a stage follows from: its own seed, or the recipe's."""
+        """The seed of a stage: its own, or the recipe's."""
         seed = getattr(self.stages.get(name), "seed", None)
         return self.seed if seed is None else seed
 
@@ -322,7 +322,7 @@ class Recipe(Config):
         return self.model.mask if stage.start is None else self.mask_of(stage.start)
 
     def digest(self) -> str:
-        """The hash in result rows: everything but the seed, and what is run of it."""
+        """The hash in result rows: of everything but the seed and the choice of what to run."""
         return digest({k: v for k, v in self.hashed().items() if k not in ("seed", "variants", "quick")})
 
     def resolved(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Tables, pictures and the page."""
+"""Reports of runs: tables, pictures and the page."""
 
 from imdm.report import compatibility, languages, synthetic  # noqa: F401  (each registers its page)
 from imdm.report.build import build_report, check_run, combine, pages

@@ -1,4 +1,4 @@
-"""The report of a run folder: what the paper says beside what we measured."""
+"""The report of a run folder: the paper's results beside ours."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from imdm.report.tables import EVERYTHING, all_results
 from imdm.report.text import all_paper_tables, set_apart, text_page
 
 pages: Registry[Callable[[Path, list[Row], dict[str, str]], Report | None]] = Registry("report page")
-"""Experiments with a page of their own, by recipe name. A page answers None when a run's settings were changed so that
-it has not what the page shows; that run, like any other, gets the plain table."""
+"""Experiments with a page of their own, by recipe name. A page returns None if a run's settings were changed so that
+its results are missing; that run, like any other, gets the plain table."""
 
 
 def check_run(run: Path) -> None:
-    """Refuse a folder of which there is nothing to report."""
+    """Refuse a folder without results."""
     check_holds(run, "results.jsonl")
 
 
@@ -52,9 +52,7 @@ def build_report(run: Path) -> Report:
         return replace(own, sections=sections)
     lead = recipe.summary if recipe is not None else "Results of this folder."
     if name in pages:
-        lead += (
-            ". Settings were changed, so that what this experiment's own page shows was not measured: plain figures."
-        )
+        lead += ". Settings were changed, so the results of this experiment's own page were not measured: plain table."
     return Report(name, lead, (), [Section("Results", parts=[all_results(rows)]), *shown_section(run)], facts)
 
 

@@ -34,7 +34,7 @@ def compatibility_page(run: Path, rows: list[Row], facts: dict[str, str]) -> Rep
     columns = ("training", "model", "seed", "NELBO, nats a token", f"TV, {steps} steps", "validation PPL in the paper")
     note = (
         f"The language's own entropy is {per_token:.4f} nats a token: no NELBO can be lower. TV: total variation "
-        "between the language and what is written."
+        "between the language and the samples."
     )
     ours = Table("Ours, and the paper's on LM1B", columns, note=note)
     for way, theirs in zip(WAYS, PAPER, strict=True):
@@ -47,8 +47,8 @@ def compatibility_page(run: Path, rows: list[Row], facts: dict[str, str]) -> Rep
         abs(found[way, "imdm", "nelbo", s].value - found[way, "mdlm", "nelbo", s].value) for way in WAYS for s in seeds
     )
     lead = (
-        "A mask's noise says nothing about the data. So, trained on data alone, both masks can learn the same; what "
-        "differs here is that of two trainings; an MDM can become an IMDM, and what that gains comes from distillation."
+        "A mask's noise is independent of the data. So, trained on data alone, both masks can learn the same; what "
+        "differs here is the variance of training; an MDM can become an IMDM, and its gain comes from distillation."
     )
     highlights = [(f"{gap:.4f}", "nats a token: the largest difference of the two masks' NELBO")]
     return Report("One model, two masks", lead, highlights, [Section("NELBO training", "", [ours])], facts)

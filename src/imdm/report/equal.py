@@ -1,6 +1,6 @@
-"""Perplexity at equal entropy. Whoever writes the same few words is likely to every judge, so that a perplexity means
-little without its entropy. Here each is divided by the one that a reference, the teacher in many steps, has at that
-entropy, which it reaches by its temperature."""
+"""Perplexity at equal entropy. Text of few words has a low perplexity under every judge, so a perplexity means little
+without its entropy. Here each is divided by that of a reference, the teacher in many steps, at the same entropy, which
+it reaches by its temperature."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from imdm.report.names import metric_in_words, named
 from imdm.report.ratios import interval
 from imdm.report.tables import Table, steps_in_words, told_apart
 
-LEAST = 4  # temperatures that make a frontier
+LEAST = 4  # the fewest temperatures for a frontier
 LOGARITHMIC = ("gen_ppl", "shared_4grams")  # compared by their ratio, all others by their difference
 BESIDE = ("pooled_entropy", "shared_4grams", "told_apart", "novelty")
 MARKS = {"": "", "above": " ↑", "below": " ↓", "both": " ↕"}
@@ -26,8 +26,8 @@ End = Literal["", "above", "below", "both"]
 
 @dataclass(frozen=True)
 class Point:
-    """What the reference has at one setting: its entropy and the figure y (a logarithm, if in `LOGARITHMIC`), each with
-    its standard error."""
+    """The reference at one setting: its entropy and the value y (a logarithm, if in `LOGARITHMIC`), each with its
+    standard error."""
 
     entropy: float
     y: float
@@ -39,8 +39,8 @@ class Point:
 
 @dataclass(frozen=True)
 class Reading:
-    """A frontier at some entropy: its y there and its slope dy/dH. end: where that entropy lies beyond the frontier's,
-    the y is the end's. loadings: by how much y moves for one standard error of each point's y, then of each point's
+    """A frontier at some entropy: its y there and its slope dy/dH. end: whether that entropy is beyond the frontier,
+    whose end then gives y. loadings: the change of y for one standard error of each point's y, then of each point's
     entropy; readings of one frontier share these errors."""
 
     y: float
@@ -69,9 +69,8 @@ class Frontier:
     @classmethod
     def below(cls, points: Sequence[Point], steps: int = 0) -> Frontier:
         """The lower envelope: at each entropy the lowest y that a line between two of the points has there, which makes
-        it convex. It is what the reference reaches if it may write some texts in one setting and the others in another:
-        entropy and log perplexity of such a mixture are the means of the two. Chosen among noisy points, it lies a
-        little too low."""
+        it convex. The reference reaches it by mixing texts of two settings: entropy and log perplexity of a mixture are
+        the means of the two. As a minimum over noisy points it is biased a little low."""
         kept: list[Point] = []
         for point in cls.through(points).points:
             while len(kept) > 1 and _slope(kept[-2], kept[-1]) >= _slope(kept[-1], point):
@@ -92,9 +91,9 @@ class Frontier:
         least: int = LEAST,
         first: int | Literal["all", "any"] = "any",
     ) -> Frontier | None:
-        """The reference's in so many steps, or in the most of which there are `least` temperatures; None where there
-        are not. With the envelope, points of every top_p, else those of 1. first: of so many tokens of each text, of
-        `all`, or of `any` number, which all points then share."""
+        """The reference's frontier in `steps`, or in the most steps with `least` temperatures; None without these. With
+        the envelope, points of every top_p, else those of 1. first: of so many tokens of each text, of `all`, or of
+        `any` number, which all points then share."""
         found: dict[tuple[int, float], dict[tuple[float, float], dict[Any, Compared]]] = {}
         for one in compared(rows, metric):
             row = one.row
@@ -113,7 +112,7 @@ class Frontier:
         return None
 
     def at(self, entropy: float) -> Reading:
-        """Never extrapolated: beyond the ends it is the end's y, with the slope of the last piece for the errors."""
+        """Not extrapolated: beyond the ends it is the end's y, with the slope of the last segment for the errors."""
         first, last = self.points[0].entropy, self.points[-1].entropy
         end: End = "below" if entropy < first else "above" if entropy > last else ""
         reached = min(max(entropy, first), last)
@@ -133,7 +132,7 @@ def _slope(left: Point, right: Point) -> float:
 
 @dataclass(frozen=True)
 class Compared:
-    """A figure and the entropy of the same samples."""
+    """A value and the entropy of the same samples."""
 
     row: Row
     entropy: Row
@@ -148,7 +147,7 @@ class Compared:
 
 
 def compared(rows: Sequence[Row], metric: str) -> list[Compared]:
-    """The figures of a metric that have an entropy beside them."""
+    """The values of a metric whose samples have an entropy too."""
     entropies: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         if row.metric == "entropy":
@@ -162,12 +161,12 @@ def compared(rows: Sequence[Row], metric: str) -> list[Compared]:
 
 
 def _beside(row: Row, entropies: Sequence[Row]) -> Row:
-    """The entropy of as many samples, or else of the most."""
+    """The entropy over as many samples, or else over the most."""
     return max(entropies, key=lambda entropy: (entropy.n == row.n, entropy.n))
 
 
 def _samples(row: Row) -> tuple[Any, ...]:
-    """What two figures of the same samples agree in, but for their number."""
+    """The fields in which rows of the same samples agree, except their number."""
     model = row.experiment, row.recipe_hash, row.method, row.mask, row.seed, row.precision, row.length
     return *model, row.steps, row.sample_seed, row.temperature, row.top_p, row.noise, row.matched, row.first
 
@@ -192,9 +191,9 @@ def _point(each: Sequence[Compared]) -> Point:
 
 @dataclass(frozen=True)
 class Multiple:
-    """A figure over the reference's at the same entropy: exp of the mean over `seeds` of the differences of logarithms,
-    or the mean difference itself (of what is not in `LOGARITHMIC`), with its 95% interval. entropy: the mean over
-    seeds; end: whether it lies beyond the frontier's, so that the nearest end stands for it."""
+    """A value relative to the reference's at the same entropy: exp of the mean over `seeds` of the differences of
+    logarithms, or the mean difference itself (if not in `LOGARITHMIC`), with its 95% interval. entropy: the mean over
+    seeds; end: whether it is beyond the frontier, so that the nearest end is used."""
 
     method: str
     mask: str
@@ -218,13 +217,13 @@ def equal_entropy(
     envelope: bool = False,
     least: int = LEAST,
 ) -> list[Multiple]:
-    """Every figure at temperature 1 over the reference's at the same entropy (`Frontier.of`). against: other rows that
-    the frontier is in; unless given, these, each experiment's own.
+    """Every value at temperature 1 relative to the reference's at the same entropy (`Frontier.of`). against: rows of
+    the frontier, if they are others; unless given, these, each experiment's own.
 
-    The interval has the errors of the figure and of its entropy, the latter times the frontier's slope; those of the
-    frontier's points, which students share; and students drawn again with replacement, where there are several
-    (`ratios.interval`). A figure and its entropy count as independent: samples that are more varied are less likely,
-    which makes the difference surer than that, so that the interval is on the wide side."""
+    The interval includes the errors of the value and of its entropy, the latter times the frontier's slope; those of
+    the frontier's points, which students share; and a bootstrap over students, if there are several
+    (`ratios.interval`). A value and its entropy are treated as independent; since they are positively correlated, the
+    interval is conservative."""
     rated = [
         one
         for one in compared(rows, metric)
@@ -263,8 +262,8 @@ def _multiple(
 
 
 def without_truncated(rows: list[Row], reference: str = "teacher") -> list[Row]:
-    """Rows but those that are there for the lower envelope alone: the reference's of top_p below 1, in as many steps as
-    its frontier."""
+    """Rows without those that only serve the lower envelope: the reference's of top_p below 1, in the steps of its
+    frontier."""
     judges = dict.fromkeys(row.judge for row in rows)
     found = [Frontier.of(rows, judge=judge, reference=reference) for judge in judges]
     steps = {frontier.steps for frontier in found if frontier is not None}
@@ -272,7 +271,7 @@ def without_truncated(rows: list[Row], reference: str = "teacher") -> list[Row]:
 
 
 def firsts(rows: Sequence[Row]) -> list[int | None]:
-    """How many first tokens of each text rows are about: all of it (None), then by number."""
+    """The values of `first` in rows: all of a text (None), then by number."""
     return sorted({row.first for row in rows}, key=lambda first: (first is not None, first or 0))
 
 
@@ -283,7 +282,7 @@ def first_in_words(first: int | None) -> str:
 
 def equal_entropy_tables(rows: Sequence[Row], judge: str | None, envelope: bool = False, **how: Any) -> list[Table]:
     """A row a model, a column a step count; a table for each number of first tokens, which has a frontier of its own.
-    With the envelope only where there are points of top_p, without which it says nothing new."""
+    With the envelope only if there are points of top_p below 1; else it adds nothing."""
     rows = [row for row in rows if row.judge in (None, judge)]
     every = [([row for row in rows if row.first == first], first) for first in firsts(rows)]
     found = [_equal_entropy_table(some, first, judge, envelope, **how) for some, first in every]
@@ -320,12 +319,12 @@ def _at(point: Point) -> str:
 
 def _beyond(found: Sequence[Multiple]) -> str:
     ends = {one.end for one in found}
-    said = " ↑: more varied than its last point, whose perplexity stands for it." if ends & {"above", "both"} else ""
+    said = " ↑: more varied than its last point, whose perplexity is used." if ends & {"above", "both"} else ""
     return said + (" ↓: less varied than its first, likewise." if ends & {"below", "both"} else "")
 
 
 def variety_table(rows: Sequence[Row], **how: Any) -> Table | None:
-    """What else was measured of the same samples, beside the reference's at the same entropy."""
+    """Other metrics of the same samples, relative to the reference's at the same entropy."""
     found = {metric: equal_entropy(rows, metric=metric, **how) for metric in BESIDE}
     found = {metric: each for metric, each in found.items() if each}
     if not found:
@@ -361,7 +360,7 @@ def _table(title: str, found: Sequence[Multiple], digits: str = "", note: str = 
 
 
 def _cell(one: Multiple, digits: str) -> str:
-    """Ratios with as many digits as their size calls for."""
+    """Ratios with digits according to their size."""
     digits = digits or "{:." + str(next((d for d, most in ((2, 10), (1, 100)) if one.value < most), 0)) + "f}"
     value, low, high = (digits.format(x) for x in (one.value, one.low, one.high))
     return f"{value} ({low}–{high}){MARKS[one.end]}"

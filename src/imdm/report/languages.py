@@ -25,7 +25,7 @@ Key = tuple[str, str, str, int, str]
 
 @dataclass(frozen=True)
 class Figures:
-    """The rows of a grid by what they are of: (language, method, model, steps, metric) → one row a seed."""
+    """The rows of a grid by (language, method, model, steps, metric): one row a seed."""
 
     rows: dict[Key, dict[int, Row]]
 
@@ -81,8 +81,8 @@ def margins(figures: Figures, languages: list[str]) -> list[Margin]:
 
 
 def below_the_bound(figures: Figures, bounds: dict[str, float]) -> list[Row]:
-    """One-step figures of a single mask that lie more than four standard errors below the data's total correlation.
-    Theorem 4.1 leaves none; a mixture is not one factorized law and may."""
+    """One-step results of a single mask that are more than four standard errors below the data's total correlation. By
+    Theorem 4.1 there are none; a mixture is not one factorized distribution and may be."""
     return [
         row
         for (language, _, _, steps, metric), seeds in figures.rows.items()
@@ -122,7 +122,7 @@ def languages_page(run: Path, rows: list[Row], facts: dict[str, str]) -> Report 
         *(language_section(name, truth, figures, bounds[name]) for name, truth in languages.items()),
     ]
     lead = (
-        "Small languages whose every sequence has a known probability. The law of what a sampler writes in k steps is "
+        "Small languages whose every sequence has a known probability. The distribution of k-step samples is "
         "estimated from 20,000 trajectories and compared with the truth: KL(truth ‖ sampler), in nats. A single mask "
         "cannot be closer in one step than the language's total correlation; a mask with noise can."
     )

@@ -1,5 +1,5 @@
-"""Result rows in words: which model a figure is of, with which mask, and what was measured. Rows keep their own names
-(`sdtt+redi`, `infinite-uniform-768-1.0`, `gen_ppl`); pages, terminals and curves say these."""
+"""Names of result rows in words: model, mask, and metric. Rows keep their own names (`sdtt+redi`,
+`infinite-uniform-768-1.0`, `gen_ppl`); pages, terminals and plots use these."""
 
 from __future__ import annotations
 
@@ -43,18 +43,19 @@ METRICS = {
 
 
 def metric_in_words(metric: str) -> str:
-    """With its unit; one that is not known here keeps its name."""
+    """With its unit; an unknown one keeps its name."""
     return METRICS.get(metric, metric)
 
 
 def method_in_words(method: str) -> str:
-    """`sdtt+redi at 0.001` → `SDTT + ReDi at 0.001`; what is no distillation of ours keeps its name."""
+    """`sdtt+redi at 0.001` → `SDTT + ReDi at 0.001`; other methods keep their names."""
     stem, rest = _parts(method)
     return " + ".join(METHODS[one] for one in stem) + rest if stem else method
 
 
 def mask_in_words(mask: str, exact: bool = False) -> str:
-    """`single mask`, `6,144 masks`, `infinite masks`. exact: with the law, dimension and scale of the noise."""
+    """`single mask`, `6,144 masks`, `infinite masks`. exact: with the distribution, dimension and scale of the
+    noise."""
     kind, latent, _ = mask.partition("+mixture")
     noise = NOISE.fullmatch(kind)
     if kind == "single":
@@ -82,8 +83,8 @@ def model_in_words(method: str, mask: str, exact: bool = False) -> str:
 
 
 def named(models: Sequence[tuple[str, str]]) -> list[str]:
-    """Methods and masks in words; those that would be called the same, with their masks' settings; where all are of
-    one method, and masks are compared, their masks alone."""
+    """Methods and masks in words; with their masks' settings where names would clash; only their masks where all are of
+    one method."""
     plain = [model_in_words(*model) for model in models]
     if len(set(plain)) < len(models) and len({method for method, _ in models}) == 1:
         return [mask_in_words(mask, exact=True) for _, mask in models]
@@ -91,8 +92,7 @@ def named(models: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def _parts(method: str) -> tuple[list[str], str]:
-    """The distillations that a method's name begins with, and what it says after them; none where it begins
-    otherwise."""
+    """The distillations that a method's name begins with, and the rest of the name; none if it begins otherwise."""
     found = re.match(r"[a-z0-9+]+(?=$|[ ,])", method)
     stem = found.group().split("+") if found else []
     return (stem, method[found.end() :]) if found and all(one in METHODS for one in stem) else ([], method)

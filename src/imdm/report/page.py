@@ -17,12 +17,12 @@ STYLE = Path(__file__).with_name("page.css")
 
 
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]")
-"""What a model may write byte by byte and no page should hold."""
+"""Control characters that a byte-level model may generate and no page should contain."""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """An image with a name and what it shows in words."""
+    """An image with a name and a caption."""
 
     name: str
     svg: str
@@ -30,12 +30,12 @@ class Picture:
 
     @property
     def file(self) -> str:
-        """Where report.md finds it."""
+        """Its path relative to report.md."""
         return f"pictures/{self.name}.svg"
 
     @property
     def address(self) -> str:
-        """The image itself as an address, which needs no network."""
+        """The image as a data URL, which needs no network."""
         return "data:image/svg+xml," + quote(" ".join(self.svg.split()), safe=" /:;,=?@!$'()*+<>|[]{}^`~")
 
     def markdown(self) -> str:
@@ -74,7 +74,7 @@ class Written:
 
 @dataclass(frozen=True)
 class Beside:
-    """Texts or pictures next to one another, below one another where there is no room."""
+    """Texts or pictures side by side, stacked on a narrow screen."""
 
     parts: Sequence[Written] | Sequence[Picture]
 
@@ -89,7 +89,7 @@ class Beside:
 
 @dataclass(frozen=True)
 class Strip:
-    """A text as it appears: after some steps, what is written and what is still masked."""
+    """A text during generation: after some steps, the revealed tokens and the masks."""
 
     label: str
     pieces: Sequence[tuple[str, int]]
@@ -115,8 +115,8 @@ Part = Table | Picture | Written | Beside | Strip
 
 @dataclass(frozen=True)
 class Section:
-    """folded: shown on the page only when opened, and not in Markdown; aside: words for the page alone; printed: its
-    tables are shown in the terminal too, as those of the first section always are."""
+    """folded: collapsed on the page, and left out of Markdown; aside: text for the page only; printed: its tables are
+    shown in the terminal too, as those of the first section always are."""
 
     title: str
     text: str = ""
@@ -161,7 +161,7 @@ class Report:
         )
 
     def write(self, folder: Path, page: Path | None = None) -> Path:
-        """`report.html`, `report.md` and its pictures in the folder; where `page` is given, that page alone."""
+        """`report.html`, `report.md` and its pictures in the folder; with `page`, only that page."""
         target = page or folder / "report.html"
         files = {target: self.html()}
         if page is None:

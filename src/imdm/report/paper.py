@@ -1,4 +1,4 @@
-"""The paper's own numbers, transcribed, to stand beside ours: Tables 1 to 14."""
+"""The paper's numbers, transcribed, to compare with ours: Tables 1 to 14."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 INK = {"teacher": "#1d4ed8", "single": "#4b5563", "infinite": "#c2410c", "masks": "#0f766e"}
 """A curve's colour, by the first of these words in its name; curves that share one differ in their shade, and every
-curve has a dash and marker of its own, so that no colour need be seen."""
+curve has its own dash and marker, so that plots can be read without colour."""
 OTHER = "#7e22ce"
 STYLE: Any = {
     "font.size": 10,
@@ -35,8 +35,8 @@ DASHES: tuple[Any, ...] = (
     (0, (9, 2, 3, 2)),
 )  # fmt: skip
 MARKERS = "os^DvPX<>*ph8"
-FEW = 3  # curves that need no numbers
-NAME = 52  # letters of a line in a legend
+FEW = 3  # the most curves without numbers
+NAME = 52  # characters of a line in a legend
 APART = 0.045  # of the axis, between numbers
 
 Bands = dict[str, dict[int, list[float]]]  # mask → steps → one value a seed
@@ -70,7 +70,7 @@ def training_curve(title: str, curves: Curves, bound: tuple[float, str] | None =
 
 def error_over_steps(method: str, models: Bands, heights: tuple[float, float], bound: float, bound_name: str) -> Figure:
     """KL over the number of steps under one method, one curve a mask: the mean over seeds, bars to the farthest ones.
-    heights: the lowest and highest value of all that is compared. The bound holds at one step for a single mask and is
+    heights: the lowest and highest value of all that is compared. The bound is for one step with a single mask and is
     drawn there."""
     with rc_context(STYLE):
         figure = Figure(figsize=(4.2, 3.4), layout="constrained")
@@ -97,8 +97,8 @@ def error_over_steps(method: str, models: Bands, heights: tuple[float, float], b
 
 
 def over_steps(title: str, curves: Measured, log: bool = False, floors: Sequence[str] = ()) -> Figure:
-    """A quantity over the number of steps, one curve a model, with standard errors; `floors` names the curves (by how
-    they begin) that are black and thin. Many curves are numbered where they end, as their names are."""
+    """A quantity over the number of steps, one curve a model, with standard errors; `floors`: prefixes of the names of
+    curves that are black and thin. If there are many, curves and legend are numbered."""
     with rc_context(STYLE):
         many = len(curves) > FEW
         figure = Figure(figsize=(4.2, 3.1 + 0.19 * len(curves)), layout="constrained")
@@ -142,7 +142,7 @@ def frontier(title: str, models: Mapping[str, Sequence[Point]], goal: tuple[floa
 
 
 def _legend_below(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:
-    """Where no curve is hidden by it, in lines long enough to show their dashes."""
+    """Below the plot, where it hides no curve, with lines long enough to show their dashes."""
     labels = [fill(label, NAME) for label in labels]
     figure.legend(handles, labels, frameon=False, fontsize=8, loc="outside lower center", handlelength=4.5)
 
@@ -176,7 +176,7 @@ def spread(heights: Sequence[float], apart: float) -> list[float]:
 
 
 def _plain_numbers(axis: Axes) -> None:
-    """300 and 2,000, not powers of ten; where a logarithmic scale spans much, the powers of ten alone."""
+    """300 and 2,000, not powers of ten; on a long logarithmic scale only the powers of ten."""
     if axis.get_yscale() != "log":
         return
     low, high = axis.get_ylim()
@@ -187,7 +187,7 @@ def _plain_numbers(axis: Axes) -> None:
 
 
 def looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """How each curve is drawn: a colour that says its mask, a shade, dash and marker of its own."""
+    """The style of each curve: a colour by mask, and its own shade, dash and marker."""
     found: dict[str, dict[str, Any]] = {}
     inks = {name: next((INK[word] for word in INK if word in name), OTHER) for name in names}
     for place, (name, ink) in enumerate(inks.items()):

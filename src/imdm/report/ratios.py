@@ -1,4 +1,4 @@
-"""How much one mask gains over the single one under the same distillation: ratios of perplexity over student seeds."""
+"""The gain of a mask over the single one under the same distillation: ratios of perplexity over student seeds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INTERVAL = 0.95
 @dataclass(frozen=True)
 class Ratio:
     """exp of the mean over `seeds` of log(perplexity) − log(single mask's), with its interval; entropy: the mean
-    difference of entropies, which should be near 0 for the ratio to mean anything."""
+    difference of entropies; the ratio is meaningful only if it is near 0."""
 
     method: str
     mask: str
@@ -34,8 +34,8 @@ class Ratio:
 
 
 def ratios(rows: Sequence[Row]) -> list[Ratio]:
-    """Of every mask that stands beside a single one with the same method, judge, steps and seeds, its samples drawn in
-    the same way, at temperature 1."""
+    """Of every mask for which there is a single one with the same method, judge, steps, seeds and sampling options, at
+    temperature 1."""
     at_one, told = [row for row in rows if row.temperature == 1.0], told_apart(rows)
     ppl = {_place(row, told): row for row in at_one if row.metric == "gen_ppl"}
     entropy = {
@@ -74,8 +74,8 @@ def _ratio(
 
 
 def interval(values: torch.Tensor, errors: torch.Tensor, shared: torch.Tensor | None = None) -> tuple[float, float]:
-    """Where 95% of the means lie when seeds are drawn again with replacement, each value with its own error. shared:
-    (n, k), how much each value moves with errors that all have in common."""
+    """A 95% bootstrap interval of the mean over seeds, each value with its own error. shared: (n, k), the effect on
+    each value of errors that all have in common."""
     n, again = len(values), torch.arange(REPLICATES)[:, None]
     place = torch.arange(n)
     drawn = (uniform(as_key(0), Purpose.BOOTSTRAP, place, again) * n).long()  # (r, n)

@@ -21,11 +21,11 @@ WORDS = {"mdm": "single mask (MDM)", "imdm": "infinite masks (IMDM)"}
 PAPERS = {MODELS[stage]: words for stage, words in WORDS.items()}
 FAMILY = {"mdm": "mdlm", "imdm": "imdm"}  # and as result rows do
 CAPTIONS = (
-    "Validity while training: the share of what is written in one step that is 00 or 11. Higher is better.",
-    "Factorization error in one step while training. Lower is better.",
+    "Validity during training: the share of one-step samples that are 00 or 11. Higher is better.",
+    "Factorization error in one step during training. Lower is better.",
 )
 METRICS = ("validity", "token_entropy", "factorization_error")
-REACH = 1.6  # how far the pictured plane of noise goes, in units of the two draws that span it
+REACH = 1.6  # extent of the plotted plane of noise, in units of the two draws that span it
 
 
 @pages.register("synthetic")

@@ -13,12 +13,12 @@ from rich.table import Table as RichTable
 from imdm.evaluation import Row, metrics
 from imdm.report.names import model_in_words
 
-PAGE, TELEPHONE = 114, 44  # letters that a row of a table has room for, counting three between columns
-BROKEN = 24  # letters from which on a cell may well be broken
+PAGE, TELEPHONE = 114, 44  # characters that fit into a row of a table, counting three between columns
+BROKEN = 24  # characters from which on a cell may be broken
 ASIDE = re.compile(r"([(\[][\d.,–%+−-]+[)\]])")  # (4.45), (0.17–0.18), [+0.01]
 EVERYTHING = "Everything measured"  # the section that holds all rows
-LARGE = 1e6  # from here on a figure is shown by its size
-USUAL = {"top_p": "1", "noise": "posterior", "conditional": "", "matched": "", "first": ""}  # of which nothing is said
+LARGE = 1e6  # from here on numbers are shown in scientific notation
+USUAL = {"top_p": "1", "noise": "posterior", "conditional": "", "matched": "", "first": ""}  # not shown
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Table:
         return "\n".join([*lines, "", self.note]).rstrip() + "\n"
 
     def html(self) -> str:
-        """In a frame that scrolls where the window is narrower than the table. On a telephone a table that cannot fit
-        becomes a card a row, on which the style's `--c1`, `--c2`, … name the figures."""
+        """In a frame that scrolls where the window is narrower than the table. On a phone a table that does not fit
+        becomes one card a row, with column names from the style's `--c1`, `--c2`, …"""
         head = "".join(f"<th scope=col>{escape(column)}</th>" for column in self.columns)
         body = "".join(f"<tr>{_row(row)}</tr>" for row in self.rows)
         note = f"<p class=note>{escape(self.note)}</p>" if self.note else ""
@@ -47,17 +47,17 @@ class Table:
         )
 
     def _widths(self, of: Callable[[str], int]) -> int:
-        """Letters that a row needs, where cells are as long as `of` says, counting three between columns."""
+        """Characters that a row needs if cells have the lengths of `of`, counting three between columns."""
         return sum(max(map(of, column)) + 3 for column in zip(self.columns, *self.rows, strict=True))
 
     @property
     def _room(self) -> str:
-        """Wide tables may reach beyond the text where the window has room for it."""
+        """Wide tables may be wider than the text if the window is."""
         return " class=wide" if self._widths(lambda cell: min(len(cell), BROKEN)) > PAGE else ""
 
     @property
     def _shape(self) -> str:
-        """Which columns hold words (`w2`: the second), and whether a telephone has no room for all of them."""
+        """Which columns hold words (`w2`: the second), and whether the table is too wide for a phone."""
         columns = list(zip(self.columns, *self.rows, strict=True))
         kinds = [f"w{place}" for place, (_, *cells) in enumerate(columns, 1) if any(map(_is_words, cells))]
         names = ""
@@ -77,8 +77,8 @@ class Table:
 
 
 def _row(cells: Sequence[str]) -> str:
-    """The first cell names the row, or, where it stands alone, the rows below. What stands in brackets behind a
-    figure, and an error, is never broken."""
+    """The first cell names the row, or, if it is the only one, the rows below. Brackets after a number, and errors, are
+    never broken."""
     shown = [ASIDE.sub(r"<small>\1</small>", escape(cell)).replace("± ", "±&nbsp;") for cell in cells]
     if len(cells) > 2 and not any(cells[1:]):
         return f"<th scope=rowgroup colspan={len(cells)}>{shown[0]}</th>"
@@ -90,17 +90,18 @@ def _is_words(cell: str) -> bool:
 
 
 def _longest(cell: str) -> int:
-    """Letters of the longest part of a cell that is not broken."""
+    """Characters of the longest unbreakable part of a cell."""
     return max(map(len, cell.replace("± ", "±").split()), default=0)
 
 
 def _css(name: str) -> str:
-    """In quotes in a style sheet."""
+    """Escaped for a quoted CSS string."""
     return name.replace("\\", "\\\\").replace("'", "\\'")
 
 
 def figure(value: float, stderr: float | None, percent: bool = False) -> str:
-    """A value with its standard error: `97.93 ± 0.10%`; fewer digits of large ones, and of very large ones the size."""
+    """A value with its standard error: `97.93 ± 0.10%`; fewer digits for large ones, scientific notation for very large
+    ones."""
     if value == inf:
         return "∞"
     if abs(value) >= LARGE:
@@ -112,7 +113,7 @@ def figure(value: float, stderr: float | None, percent: bool = False) -> str:
 
 
 def all_results(rows: list[Row]) -> Table:
-    """Every figure of a run, a row each; what is the same in all of them is said once, below."""
+    """Every result of a run, a row each; what all have in common is stated once, below."""
     cells = [
         {
             "experiment": row.experiment,
@@ -146,7 +147,7 @@ def all_results(rows: list[Row]) -> Table:
 
 
 def told_apart(rows: Sequence[Row]) -> Callable[[Row], str]:
-    """What to add to a row's name where rows of one metric differ in how samples were drawn: `, noise keep`."""
+    """The suffix of a row's name if rows of one metric differ in sampling options: `, noise keep`."""
     found: dict[tuple[str, str], set[object]] = {}
     for row in rows:
         for name in ("noise", "top_p", "conditional", "first"):
@@ -161,7 +162,7 @@ def told_apart(rows: Sequence[Row]) -> Callable[[Row], str]:
 
 
 def _samples(metric: str) -> bool:
-    """Whether a metric reads samples; one that is not known any more may have."""
+    """Whether a metric uses samples; assumed for an unknown one."""
     return metric not in metrics or metrics[metric].samples
 
 

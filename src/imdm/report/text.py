@@ -1,4 +1,4 @@
-"""The page of a run on text: figures over steps, the paper's beside them, and texts written side by side."""
+"""The page of a run on text: results over steps, the paper's beside them, and samples side by side."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PAPER = {
     "owt": ((paper.TABLE_6, WRITTEN), (paper.TABLE_7, CONTINUED)),
     "owt-860m": ((paper.TABLE_9, WRITTEN), (paper.TABLE_10, CONTINUED)),
 }
-"""The paper's tables of an experiment, and which of our metrics stand beside them."""
+"""The paper's tables of an experiment, and our metrics to show beside them."""
 COST = {
     "all positions of a step (nats a sequence)": ("step_error", "step_correlation", "total correlation of the text"),
     "pairs of neighbours (nats a pair)": ("pair_error", "pair_bound", "bound of Theorem 4.1"),
@@ -71,8 +71,8 @@ def text_page(run: Path, rows: list[Row], facts: dict[str, str]) -> Report | Non
 
 
 def set_apart(run: Path, recipe: Recipe, rows: list[Row]) -> tuple[list[Row], list[Row]]:
-    """What is reported, and what settings were chosen on: figures of samples that follow from a seed which an
-    evaluation has for itself, and no run in the folder has."""
+    """Reported rows, and rows on which settings were chosen: those of samples with an evaluation's own seed, which no
+    run in the folder has."""
     theirs = {stage.seed for stage in recipe.evaluations().values()} - {None}
     reported = {method for stage in recipe.reporting() for method in stage.models.values()}
     folders = [place.name.removeprefix("seed-") for place in (*run.glob("seed-*"), *run.glob("*/seed-*"))]
@@ -85,20 +85,20 @@ def set_apart(run: Path, recipe: Recipe, rows: list[Row]) -> tuple[list[Row], li
 
 
 def chosen(rows: list[Row]) -> list[Section]:
-    """What settings were chosen on, apart from what is reported."""
+    """The rows on which settings were chosen, apart from those reported."""
     words = "Measured on samples of their own, which are in no other figure of this page."
     return [Section("What settings were chosen on", words, [step_table(rows)])] if rows else []
 
 
 def read_by(rows: list[Row], judge: str | None) -> list[Row]:
-    """Rows of one judge, and those that nobody judged."""
+    """Rows of one judge, and those without a judge."""
     return [row for row in rows if row.judge in (None, judge)]
 
 
 def quality(rows: list[Row], judge: str | None, number: int, own: set[str]) -> list[Section]:
-    """Curves and tables under one judge, the `number`-th of the page; what nobody judged stands with the first. own:
-    the run's stages, one of which the judge may be. Where a method was measured with several masks of a kind, these
-    have a section of their own."""
+    """Curves and tables under one judge, the `number`-th of the page; rows without a judge come with the first. own:
+    the run's stages, one of which the judge may be. Several masks of a kind under one method get a section of their
+    own."""
     every, rows = read_by(rows, judge), usual(read_by(rows, judge))
     panels = {
         title: curves(rows, metric, words=True) for metric, title in CURVES.items() if not number or metric == "gen_ppl"
@@ -110,7 +110,7 @@ def quality(rows: list[Row], judge: str | None, number: int, own: set[str]) -> l
     mauve = ", of MAUVE the spread over clusterings" if CURVES["mauve"] in panels else ""
     text = f"{' or '.join(f'{n:,}' for n in samples)} samples a point; bars are standard errors over samples{mauve}. "
     trained = ", a model that this run trained on the same text" if judge in own else ""
-    text += f"Judge: {judge}{trained}." if judge else "Nobody judged the text."
+    text += f"Judge: {judge}{trained}." if judge else "No judge."
     nth, by = ("", "") if not number else (f"-{number + 1}", f", by {judge}")
     pictures = [_picture(f"steps-{place}{nth}", *panel) for place, panel in enumerate(panels.items(), 1)]
     sections = [Section(f"Quality over steps{by}", text, [Beside(pictures), *_tables(rows, number)])]
@@ -150,7 +150,7 @@ def several_masks(rows: list[Row]) -> dict[str, list[Row]]:
 
 
 def curves(rows: list[Row], metric: str, words: bool = False) -> dict[str, dict[int, tuple[float, float]]]:
-    """`method model` → steps → the mean over seeds and its standard error; with words, by their plain names."""
+    """`method model` → steps → the mean over seeds and its standard error; words: under plain names."""
     found: dict[str, dict[int, list[Row]]] = {}
     name = plain_names(rows) if words else _names(rows)
     for row in rows:
@@ -160,7 +160,7 @@ def curves(rows: list[Row], metric: str, words: bool = False) -> dict[str, dict[
 
 
 def _several(rows: list[Row]) -> list[tuple[str, str]]:
-    """Methods and models of which there are several masks, so that a name must say which."""
+    """Methods and models with several masks, whose names must include the mask."""
     masks: dict[tuple[str, str], set[str]] = {}
     for row in rows:
         masks.setdefault((row.method, row.model), set()).add(row.mask)
@@ -168,7 +168,7 @@ def _several(rows: list[Row]) -> list[tuple[str, str]]:
 
 
 def plain_names(rows: list[Row]) -> Callable[[Row], str]:
-    """Each row's model in words (`named`), and how its samples were drawn where that differs."""
+    """Each row's model in words (`named`), and its sampling options where they differ."""
     told = told_apart(rows)
     models = list(dict.fromkeys((row.method + told(row), row.mask) for row in rows))
     words = dict(zip(models, named(models), strict=True))
@@ -187,14 +187,15 @@ def _names(rows: list[Row]) -> Callable[[Row], str]:
 
 
 def _once(rows: list[Row], metric: str) -> dict[int | None, list[Row]]:
-    """One row a seed of what is the same for every model, for each number of first tokens (None: all of a text)."""
+    """Rows of a metric that is the same for every model: one a seed, for each value of `first` (None: all of a
+    text)."""
     found = list({(row.seed, row.first): row for row in rows if row.metric == metric}.values())
     return {first: [row for row in found if row.first == first] for first in firsts(found)}
 
 
 def _mean(rows: list[Row]) -> tuple[float, float]:
-    """The mean over seeds and its standard error: from the figures' own errors or from how the seeds differ, whichever
-    is larger. What is the same for every seed, as real text is, was measured once."""
+    """The mean over seeds and its standard error: from the values' own errors or from the spread of seeds, whichever is
+    larger. What is the same for every seed, as real text is, counts once."""
     values, n = [row.value for row in rows], len(rows)
     mean = sum(values) / n
     if max(values) == min(values):
@@ -239,7 +240,7 @@ def _shown(perplexity: float) -> str:
 
 
 def other_figures(rows: list[Row]) -> list[Part]:
-    """What is measured beside perplexity and entropy: what does not go with steps, and what does, by metric."""
+    """Other metrics than perplexity and entropy: those that do not depend on steps, and those that do, by metric."""
     once = Table("Figures that do not depend on steps", ("metric", "model", "value"))
     shared, apart = list[tuple[str, ...]](), list[tuple[str, ...]]()
     steps = sorted({row.steps for row in rows if row.metric not in metrics or metrics[row.metric].steps})
@@ -247,7 +248,7 @@ def other_figures(rows: list[Row]) -> list[Part]:
         found = curves([row for row in rows if row.first == first], metric, words=True)
         words = metric_in_words(metric) + first_in_words(first)
         values = {tuple((k, round(value, 9)) for k, (value, _) in points.items()) for points in found.values()}
-        is_shared = len(found) > 1 and len(values) == 1  # of the text, or of the teacher that they share
+        is_shared = len(found) > 1 and len(values) == 1  # a property of the text, or of a shared teacher
         found = {"all": next(iter(found.values()))} if is_shared else found
         if metric in metrics and not metrics[metric].steps:
             once.rows.extend((words, name, figure(*next(iter(points.values())))) for name, points in found.items())
@@ -284,8 +285,8 @@ def at_equal_entropy(rows: list[Row], judges: list[str | None]) -> list[Section]
 
 
 def frontier(rows: list[Row]) -> list[Section]:
-    """Perplexity against entropy as the temperature goes: a model that is merely less varied moves along its own curve.
-    Only where several temperatures were measured."""
+    """Perplexity against entropy over temperatures: a model that is merely less varied moves along its own curve. Only
+    if several temperatures were measured."""
     varied, likely = _once(rows, "real_entropy"), _once(rows, "real_ppl")
     goals = {first: (_mean(varied[first])[0], _mean(likely[first])[0]) for first in varied if first in likely}
     pictures, has_goal = list[Picture](), False
@@ -321,7 +322,7 @@ def _panel(rows: list[Row]) -> dict[str, list[plots.Point]]:
 
 
 def cost_of_steps(rows: list[Row]) -> list[Section]:
-    """The factorization error on held-out text, with what one factorized law a step must lose."""
+    """The factorization error on held-out text, with the lower bound for one factorized distribution a step."""
     panels = {}
     for title, (error, floor, name) in COST.items():
         lines, floors = curves(rows, error, words=True), curves(rows, floor, words=True)
@@ -332,11 +333,11 @@ def cost_of_steps(rows: list[Row]) -> list[Section]:
     if not panels:
         return []
     words = (
-        "What is lost by drawing the positions of one step together, on held-out text: the teacher's joint, read one "
-        "position after another, against the model's law of each step. One factorized law a step cannot lose less than "
-        "the black floors; a mixture over noise can. For models with noise the figures of all positions are upper "
-        "bounds, loose where 64 draws are few; pairs need few draws. A student that has learnt few pairs by heart "
-        "loses more on text that is not theirs."
+        "The error of drawing the positions of one step independently, on held-out text: the teacher's joint, by the "
+        "chain rule, against the model's distribution of each step. One factorized distribution a step cannot be below "
+        "the black floors; a mixture over noise can. For models with noise the values of all positions are upper "
+        "bounds, loose where 64 draws are few; pairs need few draws. A student that has overfitted to few pairs "
+        "has a larger error on other text."
     )
     black = [name for _, _, name in COST.values()]
     pictures = [
@@ -349,7 +350,7 @@ def cost_of_steps(rows: list[Row]) -> list[Section]:
 
 
 def highlights(rows: list[Row]) -> list[tuple[str, str]]:
-    """How much the infinite mask gains over the single one at few steps, under the same distillation."""
+    """The gain of the infinite mask over the single one at few steps, under the same distillation."""
     every = [ratio for ratio in ratios(usual(rows)) if ratio.mask.startswith("infinite")]
     most = max((ratio.seeds for ratio in every), default=1)  # the last of the methods with the most students
     method = next((ratio.method for ratio in reversed(every) if ratio.seeds == most), "")

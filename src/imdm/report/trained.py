@@ -1,4 +1,4 @@
-"""How the models of a run were trained: what each began from and read, how often, how well it knows it in the end."""
+"""How the models of a run were trained: start, data, epochs, final loss and signals."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from imdm.training.history import LOSS, last_loss, loss_in_words, read_history
 
 NOTE = (
     f"Stage: its folder in the run. {LOSS[0].upper()}{LOSS[1:]}. Signals at the end. Fitted: the share of masked "
-    "tokens of its pairs that a ReDi student says with a chance above ½. Of match: the perplexity of its texts, by the "
+    "tokens of its pairs that a ReDi student gives a probability above ½. match: the perplexity of its samples by the "
     "teacher, over that of the teacher's own at equal entropy; the pooled entropy that they lack (nats); the score of "
-    "the average that was kept, the lower the better. Overlap: what part of a student's writing, six tokens at a time, "
-    "its pairs have, at the most steps measured; in brackets that of the model that made the pairs. Minutes since the "
+    "the exported average, the lower the better. Overlap: the share of 6-grams of a student's samples that "
+    "occur in its pairs, at the most steps measured; in brackets that of the pairs' teacher. Minutes since the "
     "last stop."
 )
 
 
 def trained_section(run: Path, recipe: Recipe, rows: list[Row]) -> list[Section]:
-    """Nothing where no training is left in the folder, as where results alone were handed on."""
+    """Empty if the folder has no training logs, as when it holds results only."""
     folder = run / f"seed-{recipe.seed}"
     stages = {name: stage for name, stage in recipe.stages.items() if isinstance(stage, TrainStage)}
     found = [_Trained(folder / name, name, stage) for name, stage in stages.items()]
@@ -71,7 +71,7 @@ class _Trained:
 
 
 def overlap(recipe: Recipe, rows: list[Row], name: str) -> str:
-    """A student's overlap with its pairs, and in brackets that of their maker, where that was measured."""
+    """A student's overlap with its pairs, and in brackets that of the model that made them, if measured."""
     pairs = recipe.pairs_of(name)
     couple = recipe.stages.get(pairs or "")
     mine, theirs = _overlaps(recipe, rows, name), dict[int, float]()
@@ -84,8 +84,8 @@ def overlap(recipe: Recipe, rows: list[Row], name: str) -> str:
 
 
 def _overlaps(recipe: Recipe, rows: list[Row], name: str) -> dict[int, float]:
-    """Steps → the overlap of the model of a stage, found by its method, mask and seed; nothing where its mask is that
-    of a folder and several could be meant."""
+    """Steps → the overlap of the model of a stage, found by its method, mask and seed; empty if its mask comes from a
+    folder and is ambiguous."""
     methods = {stage.models[name] for stage in recipe.evaluations().values() if name in stage.models}
     mask = recipe.mask_of(name)
     found = [

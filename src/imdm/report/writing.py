@@ -1,4 +1,4 @@
-"""What the models of a run write: from nothing, after one prompt, and step by step."""
+"""Samples of the models of a run: unconditional, after one prompt, and step by step."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from imdm.writer import Text, Writer, load
 FAIR = "By the models whose weights are in the run's folder, the same seed for each; no text was chosen."
 COLOURS = "Blue was written first, red last."
 CONTINUATIONS = 3
-FEW = 4  # steps, where one number must do
+FEW = 4  # the one step count for continuations
 
 
 @dataclass(frozen=True)
 class Author:
-    """A measured model that can write: its name, its writer, and the step counts it was measured at."""
+    """A measured model with a tokenizer: its name, its writer, and the step counts it was measured at."""
 
     name: str
     writer: Writer
@@ -37,7 +37,7 @@ class Author:
 
 
 def written_by(run: Path, recipe: Recipe) -> list[Section]:
-    """Nothing where models have no tokenizer beside them."""
+    """Empty if models have no tokenizer beside them."""
     authors = _authors(run, recipe)
     if not authors:
         return []
@@ -54,7 +54,7 @@ def written_by(run: Path, recipe: Recipe) -> list[Section]:
 
 
 def _authors(run: Path, recipe: Recipe) -> list[Author]:
-    """Of students that differ in their seed alone the first; none that only helped to choose a setting."""
+    """Of students that differ only in their seed the first; none that only served to choose a setting."""
     folder = next(iter(sorted(run.glob("seed-*"))), run)
     found = dict[str, Author]()
     for stage in recipe.reporting():
@@ -75,7 +75,7 @@ def _authors(run: Path, recipe: Recipe) -> list[Author]:
 
 
 def _few(authors: Sequence[Author]) -> int:
-    """The measured step count nearest to a few."""
+    """The measured step count nearest to `FEW`."""
     return min((k for author in authors for k in author.steps), key=lambda k: (abs(k - FEW), k))
 
 
@@ -94,7 +94,7 @@ def _from_nothing(authors: Sequence[Author]) -> list[Part]:
 
 
 def _prompt(run: Path, recipe: Recipe, writer: Writer) -> str | None:
-    """How the first held-out row begins: a quarter of what the model writes, 50 tokens at most."""
+    """The beginning of the first held-out row: a quarter of the model's length, 50 tokens at most."""
     data = PreparedData(path=run / "data") if isinstance(recipe.data, TextData) else recipe.data
     try:
         rows = data.held_out(0)

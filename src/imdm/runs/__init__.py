@@ -1,4 +1,4 @@
-"""Recipes run: stages and their inputs, several runs of one recipe, distillations, how far a run is."""
+"""Running recipes: stages and their inputs, several runs of one recipe, distillations, the status of a run."""
 
 from imdm.runs.distilling import distillation
 from imdm.runs.jobs import Job, plan, run_jobs, workers_for

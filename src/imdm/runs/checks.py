@@ -1,4 +1,4 @@
-"""What is refused before a run does any work: sizes, missing inputs, settings that do not go together."""
+"""Checks before a run does any work: sizes, missing inputs, settings that do not fit together."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ TOGETHER = {
     "the schedule": "schedule",
     "the ending": "ending",
 }
-"""What a teacher and its student must have in common, by what a refusal calls it."""
+"""What a teacher and its student must have in common, by its name in error messages."""
 
 
 def check_size(inputs: Inputs) -> None:
-    """Refuse a model that is shorter than the data, or that this machine could not hold."""
+    """Refuse a model that is shorter than the data, or too large for this machine."""
     recipe, length = inputs.recipe, inputs.length
     config = recipe.model.build(*inputs.vocabulary, length)
     if length > config.length:
@@ -43,7 +43,7 @@ def check_size(inputs: Inputs) -> None:
 
 
 def check_stage(inputs: Inputs, name: str) -> None:
-    """Refuse a stage that could not be made, as far as that is known before its inputs are."""
+    """Refuse a stage that cannot be run, as far as is known before its inputs are made."""
     stage = inputs.recipe.stages[name]
     _check_inputs(inputs, name)
     if isinstance(stage, AdoptStage):
@@ -64,7 +64,7 @@ def check_stage(inputs: Inputs, name: str) -> None:
 
 
 def _check_inputs(inputs: Inputs, name: str) -> None:
-    """What lies outside the run must be there, whole, and fit the data."""
+    """Inputs outside the run must exist, be whole and fit the data."""
     for needed in inputs.recipe.stages[name].inputs():
         if inputs.is_stage(needed):
             continue
@@ -93,7 +93,7 @@ def _check_training(inputs: Inputs, name: str, stage: TrainStage) -> None:
     _check_teacher(inputs, name, stage)
     _check_couple(inputs, name, stage)
     outside = [needed for needed in stage.inputs() if not inputs.is_stage(needed)]
-    if stage.start in outside and stage.data in outside:  # else the pairs' teacher is still to be made
+    if stage.start in outside and stage.data in outside:  # else the pairs' teacher is not trained yet
         start = inputs.config(str(stage.start))
         mask = start.mask if stage.mask is None else stage.mask
         student = MaskedDiffusionConfig.from_dict(start.to_dict() | {"mask": mask})
@@ -109,7 +109,7 @@ def _check_training(inputs: Inputs, name: str, stage: TrainStage) -> None:
 
 
 def _check_teacher(inputs: Inputs, name: str, stage: TrainStage) -> None:
-    """Refuse a teacher of its own where the objective has none, or one that reads other states than the student."""
+    """Refuse a teacher where the objective has none, or one with other states than the student's."""
     if stage.teacher is None:
         return
     kind = type(stage.objective)
@@ -123,7 +123,7 @@ def _check_teacher(inputs: Inputs, name: str, stage: TrainStage) -> None:
         return  # the tokenizer is still to be trained
     student, teacher = inputs.origin(name), inputs.origin(stage.teacher)
     if teacher.causal:
-        raise UserError(f"stage {name!r}: its teacher {stage.teacher!r} reads from left to right; it cannot fill masks")
+        raise UserError(f"stage {name!r}: its teacher {stage.teacher!r} is autoregressive; it cannot fill masks")
     for what, field in TOGETHER.items():
         mine, theirs = getattr(student, field), getattr(teacher, field)
         if mine != theirs:
@@ -159,7 +159,7 @@ def _check_references(inputs: Inputs, name: str, stage: EvaluateStage) -> None:
 
 
 def _check_methods(inputs: Inputs, name: str, stage: EvaluateStage) -> None:
-    """Refuse two models that no row could tell apart: one name, one mask, one seed."""
+    """Refuse two models with the same key in result rows: one name, one mask, one seed."""
     recipe = inputs.recipe
     every = [pair for other in recipe.evaluations().values() for pair in other.models.items()]
     others = [(model, method) for model, method in every if model in (*recipe.stages, *stage.models)]
@@ -169,12 +169,12 @@ def _check_methods(inputs: Inputs, name: str, stage: EvaluateStage) -> None:
         if (inputs.mask(model), inputs.mixture(model)) == (inputs.mask(other), inputs.mixture(other)):
             raise UserError(
                 f"stage {name!r}: {model!r} and {other!r} are both called {method!r}, with the same mask and seed; "
-                "result rows could not tell them apart: name their methods differently"
+                "result rows would be ambiguous: name their methods differently"
             )
 
 
 def _check_couple(inputs: Inputs, name: str, stage: TrainStage) -> None:
-    """Refuse pairs that a stage above will make for another student."""
+    """Refuse pairs that an earlier stage makes for another student."""
     couple = inputs.recipe.stages.get(stage.data or "")
     if not isinstance(couple, CoupleStage):
         return

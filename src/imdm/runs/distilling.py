@@ -69,7 +69,7 @@ def _di4c(student: Settings, rounds: int, iterations: int, batch: int) -> Settin
 
 
 def _match(student: Settings, iterations: int, batch: int, graphs: bool) -> Settings:
-    """Short averages and moments, since what is pushed changes with what the student writes."""
+    """Short averages and moments, since the target changes with the student's samples."""
     training = {"steps": iterations, "batch": batch, "lr": 2e-4, "warmup": 100, "betas": (0.9, 0.99), "ema": 0.998}
     training |= {"dropout": 0.0, "graphs": graphs}
     return {"student": student | {"objective": "match", "training": training, "watch": {"every": 250}}}

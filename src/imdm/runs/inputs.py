@@ -1,4 +1,4 @@
-"""What the stages of a run are made from: data, models and couplings, each found, read and hashed once a run."""
+"""Inputs of the stages of a run: data, models and couplings, each found, read and hashed once a run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Inputs:
         return name in self.recipe.stages
 
     def about(self, seed: int) -> dict[str, Any]:
-        """What the data has for an evaluation (`Subject`)."""
+        """The fields of a `Subject` that come from the data."""
         if seed not in self._about:
             self._about[seed] = about(self.data, seed, self.source if seed == self.recipe.seed else None)
         return self._about[seed]
@@ -50,7 +50,7 @@ class Inputs:
 
     @property
     def vocabulary(self) -> tuple[int, int]:
-        """(vocab_size, mask_token_id); of a tokenizer that is still to be trained, the most it may have."""
+        """(vocab_size, mask_token_id); if the tokenizer is still to be trained, an upper bound."""
         ready = self.data.is_ready
         return (self.source.vocab_size, self.source.mask_id) if ready else self.data.vocabulary()
 
@@ -60,7 +60,7 @@ class Inputs:
         return self.data.length if isinstance(self.data, TextData) else self.source.length
 
     def coupling(self, name: str) -> Coupling:
-        """The pairs that a stage has made, or a folder holds; only the last are kept in memory."""
+        """The pairs of a stage or folder; only the last are kept in memory."""
         now = name, self._files(name)
         if now not in self._couplings:
             self._couplings = {now: Coupling(self.folder / name if self.is_stage(name) else name)}
@@ -70,21 +70,21 @@ class Inputs:
         return (Path(name) / "manifest.json").exists()
 
     def model(self, name: str) -> MaskedDiffusionLM:
-        """The model that a stage has made, or a folder holds. It is the caller's own, to train or to move."""
+        """The model of a stage or folder. The caller may train or move it."""
         return self._loaded.pop((name, self._files(name)), None) or self._load(name)
 
     def _load(self, name: str) -> MaskedDiffusionLM:
         return load_model(self.folder / name / "model" if self.is_stage(name) else name)
 
     def hash(self, name: str) -> str:
-        """The hash of what a stage has made, or of a model or coupling elsewhere."""
+        """The hash of a stage's output, or of a model or coupling elsewhere."""
         if self.is_stage(name):
             return read_done(self.folder / name)["output"]
-        now = name, self._files(name)  # what lies elsewhere may be made anew while this runs
+        now = name, self._files(name)  # a folder elsewhere may be replaced while this runs
         if now not in self._hashes and self.is_coupling(name):
             self._hashes[now] = self.coupling(name).fingerprint
         elif now not in self._hashes:
-            self._loaded = {now: self._load(name)}  # for whoever asks for it next
+            self._loaded = {now: self._load(name)}  # for the next call
             self._hashes[now] = fingerprint(self._loaded[now])
         return self._hashes[now]
 
@@ -99,12 +99,12 @@ class Inputs:
         return self._hashes[now]
 
     def _files(self, name: str) -> Files:
-        """What tells whether a folder is still as it was."""
+        """Metadata that changes if the folder changes."""
         place = self.folder / name if self.is_stage(name) else Path(find(name))
         return _states(sorted([*place.glob("*"), *place.glob("model/*")]))
 
     def forget(self) -> None:
-        """Let go of models and couplings, which are large; what they hashed to is still known."""
+        """Free models and couplings, which are large; their hashes are kept."""
         self._loaded, self._couplings = {}, {}
 
     def config(self, name: str) -> MaskedDiffusionConfig:
@@ -115,8 +115,7 @@ class Inputs:
         return self._configs[now]
 
     def origin(self, name: str) -> MaskedDiffusionConfig:
-        """The configuration of the model that a stage's model, or a folder's, goes back to: vocabulary, length and
-        schedule are still the same."""
+        """The configuration of the first ancestor of a stage's model: vocabulary, length and schedule are the same."""
         first = self.first(name)
         stage = self.recipe.stages.get(first)
         if isinstance(stage, AdoptStage):
@@ -138,7 +137,7 @@ class Inputs:
         return self.data.packing == "whole" if isinstance(self.data, TextData) else self.data.ending() is not None
 
     def mask(self, name: str) -> Mask:
-        """The mask of a model that a stage makes, or a folder holds."""
+        """The mask of the model of a stage or folder."""
         made = self.recipe.mask_of(name)
         return parse_mask(self.config(self.first(name)).mask) if made is None else made
 
@@ -157,12 +156,12 @@ class Inputs:
         return self.mask(name).noisy or self.mixture(name)
 
     def first(self, name: str) -> str:
-        """The model that a stage's model goes back to: its teacher's teacher, and so on."""
+        """The first ancestor of a stage's model: its teacher's teacher, and so on."""
         stage = self.recipe.stages.get(name)
         return self.first(stage.start) if isinstance(stage, TrainStage) and stage.start is not None else name
 
 
 def _states(files: list[Path]) -> Files:
-    """What tells whether files are still as they were."""
+    """Metadata that changes if the files change."""
     states = [(str(file), file.stat()) for file in files if file.is_file()]
     return tuple((name, state.st_ino, state.st_size, state.st_mtime_ns) for name, state in states)

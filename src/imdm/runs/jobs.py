@@ -66,8 +66,8 @@ def workers_for(recipe: Recipe, jobs: int) -> int:
 
 
 def run_jobs(recipe: Recipe, jobs: list[Job], out: Path, workers: int, reporter: Reporter) -> None:
-    """All that can be refused is refused before any work; finished stages are skipped. A run that fails is said to at
-    once and does not stop the others."""
+    """Everything is checked before any work; finished stages are skipped. A failed run is reported at once and does not
+    stop the others."""
     state = processes()
     if workers > 1 and state.num_processes > 1:
         raise UserError(f"workers = {workers}: a run that is itself spread over processes (torchrun) has no workers")
@@ -97,15 +97,15 @@ def run_jobs(recipe: Recipe, jobs: list[Job], out: Path, workers: int, reporter:
 
 
 def _share(jobs: list[Job], workers: int, reporter: Reporter) -> None:
-    """The jobs in processes of their own, some at a time. Asked to stop, this process asks them, and waits until they
-    have saved what they have."""
+    """Run jobs in processes of their own, some at a time. When stopped, this process stops them and waits until they
+    have saved their state."""
     failures: list[BaseException] = []
     threads, waiting, done = max(1, cores() // workers), list(jobs), 0
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         running: dict[Future[None], Job] = {}
         try:
             while waiting or running:
-                while waiting and len(running) < workers:  # no more than can begin: what waits could not be called back
+                while waiting and len(running) < workers:  # no more than can start: a submitted job cannot be cancelled
                     job = waiting.pop(0)
                     with held_back():
                         running[pool.submit(_work, job, threads)] = job
@@ -127,7 +127,7 @@ def _share(jobs: list[Job], workers: int, reporter: Reporter) -> None:
 
 
 def _work(job: Job, threads: int) -> None:
-    """In a process of its own, which speaks in whole lines."""
+    """In a worker process, whose output is whole lines."""
     import torch
     import transformers
 

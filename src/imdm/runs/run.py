@@ -1,4 +1,4 @@
-"""Running a recipe: stage after stage, each skipped when its output is there and was made from the same inputs.
+"""Running a recipe: stage after stage; a stage is skipped if its output exists and was made from the same inputs.
 
 OUT/recipe.json                 the resolved recipe
 OUT/data/train, valid           prepared text, where the recipe's data is text
@@ -32,13 +32,13 @@ from imdm.runs.status import DONE, read_done
 
 
 class Bar(Protocol):
-    """A progress bar: how far, and what to say beside it."""
+    """A progress bar: a count, and a text to show beside it."""
 
     def __call__(self, done: int, note: str = "") -> None: ...
 
 
 class Reporter(Protocol):
-    """Who is told what a run does."""
+    """Receives the messages and progress of a run."""
 
     def say(self, text: str) -> None: ...
 
@@ -46,7 +46,7 @@ class Reporter(Protocol):
 
 
 class Quiet:
-    """Tells nobody."""
+    """Ignores them."""
 
     def say(self, text: str) -> None:
         pass
@@ -67,7 +67,7 @@ def _threads(count: int | None) -> Iterator[None]:
 
 
 def first_difference(before: Any, now: Any, place: str = "") -> str | None:
-    """Where two settings differ first, in words: `training.steps (10, now 20)`."""
+    """The first difference of two settings, in words: `training.steps (10, now 20)`."""
     if isinstance(before, dict) and isinstance(now, dict):
         for name in dict.fromkeys((*before, *now)):
             inside = name if place in ("", "stage") else f"{place}.{name}"
@@ -81,8 +81,8 @@ def first_difference(before: Any, now: Any, place: str = "") -> str | None:
 
 @dataclass
 class Run:
-    """One recipe, one seed, one folder. results: where result rows go, OUT/results.jsonl unless given; alone: whether
-    it is this run that says in OUT/recipe.json what the folder is."""
+    """One recipe, one seed, one folder. results: the file for result rows, OUT/results.jsonl unless given; alone:
+    whether this run writes OUT/recipe.json."""
 
     recipe: Recipe
     out: Path
@@ -107,7 +107,7 @@ class Run:
         self.run(list(self.recipe.stages))
 
     def run(self, names: list[str]) -> None:
-        """The named stages, each after those it builds on. All that can be refused is refused before any work."""
+        """The named stages, each after those it builds on. Everything is checked before any work."""
         self.check(names)
         first = self.alone and processes().is_main_process
         with working_in(self.out) if first else nullcontext():
@@ -123,7 +123,7 @@ class Run:
                         self._make(name)
 
     def check(self, names: list[str]) -> None:
-        """Refuse what can be refused before any work."""
+        """Refuse wrong settings and inputs before any work."""
         if self.out.exists() and not self.out.is_dir():
             raise UserError(f"{self.out}, where the run is to be, is a file; give a folder")
         self.recipe.data.check()
@@ -132,8 +132,8 @@ class Run:
         self._check(self._wanted(names))
 
     def prepare(self, names: list[str]) -> None:
-        """Text is tokenised and packed into OUT/data, once for all seeds. Then all is checked once more: by now nobody
-        else works in the folder."""
+        """Text is tokenised and packed into OUT/data, once for all seeds. Then everything is checked again, now that
+        the folder is locked."""
         if not self.inputs.data.is_ready:
             state = processes()
             if state.is_main_process:
@@ -168,7 +168,7 @@ class Run:
                 self._is_done(name)
 
     def _is_done(self, name: str) -> bool:
-        """Whether a stage's output is there; refused when it was made from something else."""
+        """Whether a stage's output exists; refused if it was made from other settings or inputs."""
         if not (self.folder / name / DONE).exists():
             return False
         done = read_done(self.folder / name)
@@ -189,7 +189,7 @@ class Run:
         return True
 
     def _check_output(self, name: str, output: str) -> None:
-        """Refuse what a finished stage made if it is not that any more; looked at once a process."""
+        """Refuse the output of a finished stage if it has changed; checked once a process."""
         folder, model = self.folder / name, isinstance(self.recipe.stages[name], AdoptStage | TrainStage)
 
         def check() -> None:
@@ -199,7 +199,7 @@ class Run:
                 raise UserError(f"{error}; delete {folder} to make it again") from None
             if found != output:
                 raise UserError(
-                    f"stage {name!r}: what is in {folder} is not what it made: damaged, or changed since; delete that "
+                    f"stage {name!r}: its output in {folder} is damaged, or was changed since; delete that "
                     "folder to make it again"
                 )
 
@@ -207,7 +207,7 @@ class Run:
         check_once([*files, *(folder / "model").glob("config.json")], f"stage {output}", check)
 
     def _make(self, name: str) -> None:
-        """Make it, and say in `done.json` from what, and in how many seconds (since the last stop, if it was)."""
+        """Run it, and write inputs and seconds (since the last stop, if it was stopped) into `done.json`."""
         made, started = self._made(name), time.perf_counter()
         inputs = self._hash(name, made)
         output = make_stage(self, name)
@@ -219,7 +219,7 @@ class Run:
         state.wait_for_everyone()
 
     def _made(self, name: str) -> dict[str, str]:
-        """What a stage builds on → the hash of it; of one that adopts a model, that model's files."""
+        """Hashes of the stages that a stage builds on, by name; for an adopted model, of its files."""
         stage = self.recipe.stages[name]
         if isinstance(stage, AdoptStage):
             return {f"files of {stage.source}": self.inputs.source_hash(stage.source)}
@@ -231,6 +231,6 @@ class Run:
         return digest([settings["stage"], outputs, {k: v for k, v in settings.items() if k != "stage"}])
 
     def _settings(self, name: str) -> dict[str, Any]:
-        """What a stage follows from beside the outputs of others."""
+        """What a stage depends on beside the outputs of other stages."""
         shared = {k: v for k, v in self.recipe.hashed().items() if k in ("seed", "data", "model", "experiment")}
         return {"stage": self.recipe.stages[name].hashed(), **shared}

@@ -1,4 +1,4 @@
-"""What a stage does: train a model, make couplings, measure. Each returns the hash of what it made."""
+"""The kinds of stages: adopt or train a model, make couplings, evaluate. Each returns the hash of its output."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def make_stage(run: Run, name: str) -> str:
 
 
 def _adopt(run: Run, name: str, stage: AdoptStage) -> str:
-    """A model of other people as one of ours, with the rows' length and ending."""
+    """Convert a published model, with the rows' length and ending."""
     from imdm.adopting import adopt_into
 
     inputs, folder = run.inputs, run.folder / name / "model"
     run.reporter.say(f"{name}: {stage.source} as one of ours")
     if processes().is_main_process:
-        shutil.rmtree(folder, ignore_errors=True)  # of a run that stopped
+        shutil.rmtree(folder, ignore_errors=True)  # left by a stopped run
         adopt_into(stage.source, folder, length=inputs.length, whole=inputs.whole, **stage.how())
     processes().wait_for_everyone()
     check_fits(inputs.source, inputs.model(name).config)
@@ -81,7 +81,7 @@ def _train(run: Run, name: str, stage: TrainStage) -> str:
     start = model
     if stage.mask is not None and stage.mask != model.mask:
         model = with_mask(model, stage.mask, seed)
-        start = model if start.mask.noisy else start  # who teaches must read the student's noise
+        start = model if start.mask.noisy else start  # the teacher must read the student's noise
     if stage.mixture and not model.config.mixture:
         model = with_mask(model, seed=seed, mixture=True)
     if stage.data is not None:
@@ -121,14 +121,14 @@ def _train(run: Run, name: str, stage: TrainStage) -> str:
 
 
 def _waiting(stage: TrainStage) -> str:
-    """What is said in a loss's place before the student's first update."""
+    """Shown instead of a loss before the student's first update."""
     first = stage.objective.first_update(stage.training.steps) or 0
     others = dict.fromkeys(name for names in stage.objective.updates(0) for name in names)
     return f"the student waits for its {' and '.join(others)} until step {first:,}"
 
 
 def _carry_tokenizer(run: Run, stage: TrainStage, folder: Path) -> None:
-    """A model that was trained on text, or made from one that was, has its tokenizer beside it."""
+    """Copy the tokenizer beside a model of text, from the data or from the model it was made from."""
     home = run.inputs.data.tokenizer_folder()
     if home is None and stage.start is not None and not run.inputs.is_stage(stage.start):
         home = Path(find(stage.start))
@@ -168,7 +168,7 @@ def _couple(run: Run, name: str, stage: CoupleStage) -> str:
 
 
 def _evaluate(run: Run, name: str, stage: EvaluateStage) -> str:
-    """Every process does its share of the parts; the first writes the rows."""
+    """Every process computes its share of the parts; the first writes the rows."""
     recipe, inputs, seed = run.recipe, run.inputs, run.recipe.seed_of(name)
     parts = Parts(run.folder / name / "parts")
     judge, embedder, missing = load_readers(
@@ -180,10 +180,10 @@ def _evaluate(run: Run, name: str, stage: EvaluateStage) -> str:
     compared = any(metrics[metric].reference for metric in names)
     about = inputs.about(seed)
     if about["data"] is about["train"] and about["tokenizer"] is not None:
-        run.reporter.say(f"{name}: nothing is held out, so that it reads training rows; make DIR/train and DIR/valid")
+        run.reporter.say(f"{name}: no validation split, so training rows are used; make DIR/train and DIR/valid")
     rows, done = [], 0
     total = len(stage.models) * len(stage.steps) * len(stage.temperatures)
-    read(run.results_file)  # refused now, if rows could not be added to it
+    read(run.results_file)  # fails now if rows could not be appended
     with run.reporter.bar(f"{name}: {stage.samples:,} samples", total) as bar:
         for model_name, method in stage.models.items():
             subject = Subject(
@@ -220,7 +220,7 @@ def _ready(run: Run, name: str, stage: EvaluateStage) -> MaskedDiffusionLM:
 
 
 def _judge(run: Run, name: str, stage: EvaluateStage) -> Judge:
-    """The judge of a stage. One that ships stands in where it is not at hand, unless another stage asks that one."""
+    """The judge of a stage. One that ships replaces it if it is not available, unless another stage uses that one."""
     place = stage.judge_stage or stage.judge
     made_here = run.folder / place / "model" if run.inputs.is_stage(place) else None
     return load_judge_or_other(
@@ -238,7 +238,7 @@ ASKED = (
     *("method", "metric", "steps", "seed", "sample_seed", "temperature", "top_p", "noise", "conditional", "matched"),
     *("first", "settings", "precision", "judge", "n"),
 )
-"""What a stage says of its rows; of judges where metrics name no other reader, of n where it is that of the samples."""
+"""What a stage determines of its rows: the judge unless an embedder is used, n if it is the number of samples."""
 
 
 def _asked(row: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -248,8 +248,8 @@ def _asked(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def is_measured(run: Run, name: str, stage: EvaluateStage) -> bool:
-    """Whether the rows of a stage are there: all that it asks for, or all that could be had. A judge that has come
-    since, or the extra for MAUVE, makes it worth asking again."""
+    """Whether all rows of a stage exist that can be computed. If a judge, or the extra for MAUVE, has been added since,
+    the stage is run again."""
     rows = [row for row in read(run.results_file, infinite=True) if row.recipe_hash == run.recipe.digest()]
     known = [row for row in rows if row.metric in metrics]
     found = [row for row in known if isfinite(row.value) or metrics[row.metric].infinite or row.first is not None]
@@ -270,7 +270,7 @@ def is_measured(run: Run, name: str, stage: EvaluateStage) -> bool:
 
 
 def _can_be_had(metric: Metric, stage: EvaluateStage) -> bool:
-    """Whether a metric is certain to be measured, with what there is now."""
+    """Whether a metric can certainly be computed with what is available."""
     if metric.embedder and (stage.embedder is not None or not has_mauve()):
         return False
     if "pairs" in metric.reads:
@@ -280,7 +280,7 @@ def _can_be_had(metric: Metric, stage: EvaluateStage) -> bool:
 
 
 def _pairs_of(run: Run, name: str) -> Coupling | None:
-    """The couplings that a stage's model was distilled on; of a teacher those that it made, to compare with."""
+    """The couplings that a stage's model was distilled on; for a teacher those that it made, to compare with."""
     data = run.recipe.pairs_of(name)
     if data is None or (run.inputs.is_stage(data) and not (run.folder / data / DONE).exists()):
         return None

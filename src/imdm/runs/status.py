@@ -1,4 +1,4 @@
-"""How far a run is: stage by stage, read from what the run has written."""
+"""The status of a run, stage by stage, read from its files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from imdm.training.checkpoint import checkpoint_path, steps_present
 from imdm.training.history import last_loss, read_history
 
 DONE = "done.json"
-"""The file by which a stage is finished."""
+"""The file that marks a finished stage."""
 BEST = "best score"
 SIGNALS = {
     "fitted": "fitted {:.0%}",
@@ -24,8 +24,9 @@ SIGNALS = {
     "phase": "phase {:.0f}",
     BEST: "best score {:.3g}",
 }
-"""Early signals that are shown, and how: the share of its pairs that a ReDi student has fitted; of `match` how its
-texts compare with the teacher's, how much pooled entropy they lack, the phase, and the score of what is kept."""
+"""Early signals that are shown, and their formats: the share of its pairs that a ReDi student has fitted; for `match`
+the perplexity ratio of its samples to the teacher's, how much pooled entropy they lack, the phase, and the best
+score."""
 
 
 @dataclass(frozen=True)
@@ -63,14 +64,14 @@ def status(run: Path) -> dict[str, list[StageStatus]]:
 
 
 def _seeds(folder: Path) -> Iterator[int]:
-    """The seeds that were run in a folder; whatever else lies there is not ours."""
+    """The seeds that were run in a folder; other files are ignored."""
     for path in folder.glob("seed-*"):
         if path.is_dir() and re.fullmatch(r"-?[0-9]{1,20}", path.name.removeprefix("seed-")):
             yield int(path.name.removeprefix("seed-"))
 
 
 def _finished(folder: Path, recipe: Recipe, row: StageStatus) -> StageStatus:
-    """A finished stage with the time it took, and whether it still is what the recipe asks for."""
+    """A finished stage with the time it took, and whether it still matches the recipe."""
     if row.state != "done":
         return row
     done = read_done(folder)
@@ -81,13 +82,13 @@ def _finished(folder: Path, recipe: Recipe, row: StageStatus) -> StageStatus:
 
 
 def _output(folder: Path) -> str | None:
-    """The hash of what a stage made; None where it is not there, or is a folder of somebody else's."""
+    """The hash of a stage's output; None if there is none, or it is not ours."""
     return read_done(folder)["output"] if (folder / DONE).exists() else None
 
 
 def read_done(folder: Path) -> dict[str, Any]:
-    """What a finished stage says of itself, as far as it does: hashes of what it was made from (`inputs`) and of what
-    it made (`output`), its settings, what it builds on (`made`) and its seconds."""
+    """The contents of `done.json`: hashes of a stage's inputs (`inputs`) and of its output (`output`), its settings,
+    the stages it builds on (`made`) and its seconds."""
     what = f"stage {folder.name!r}"
     done = {"settings": {}, "made": {}, "seconds": 0.0, "inputs": "", "output": ""} | read_recorded(folder / DONE, what)
     kinds = {"settings": dict, "made": dict, "seconds": int | float, "inputs": str, "output": str}
@@ -125,8 +126,8 @@ def _training(folder: Path, stage: TrainStage, name: str, state: str) -> StageSt
 
 
 def shown_signals(history: list[dict[str, Any]]) -> dict[str, float]:
-    """Of an objective's signals in a history those that tell most (`SIGNALS`): the last value of each, phases counted
-    from 1; of a `score`, the lower the better, the best."""
+    """The most informative signals in a history (`SIGNALS`): the last value of each, phases counted from 1; for
+    `score`, the best, which is the lowest."""
     looks = [row for row in history if "passes" in row]
     found = {name: row[name] for row in looks for name in SIGNALS if name in row}
     found |= {"phase": found["phase"] + 1} if "phase" in found else {}

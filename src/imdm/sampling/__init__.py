@@ -1,6 +1,6 @@
-"""From masks to text: the reverse process, exact draws, reveals drawn first.
+"""Sampling: the reverse process with reveal steps drawn first, and exact categorical draws.
 
-Names are imported when they are first used: options that cannot be meant are refused without torch.
+Names are imported when they are first used: wrong options are refused before torch is imported.
 """
 
 from __future__ import annotations

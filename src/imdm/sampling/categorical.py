@@ -11,14 +11,15 @@ from torch import Tensor
 
 
 def draw(log_probs: Tensor, u: Tensor, temperature: float = 1.0, top_p: float = 1.0) -> Tensor:
-    """The token of each row (R, V) whose slice of [0, 1) holds u (R,), float64; at temperature 0 the likeliest."""
+    """The token of each row (R, V) whose interval of [0, 1) contains u (R,), float64; at temperature 0 the
+    likeliest."""
     if temperature == 0:
         return log_probs.argmax(-1)
     return inverted(probabilities(log_probs, temperature, top_p), u)
 
 
 def inverted(p: Tensor, u: Tensor) -> Tensor:
-    """The same of probabilities (R, V), up to a constant a row."""
+    """The same for probabilities (R, V), which need not be normalised."""
     edge = p.cumsum(-1)
     total = edge[:, -1:]
     token = torch.searchsorted(edge, u[:, None] * total, right=True)
@@ -27,8 +28,8 @@ def inverted(p: Tensor, u: Tensor) -> Tensor:
 
 
 def probabilities(log_probs: Tensor, temperature: float = 1.0, top_p: float = 1.0) -> Tensor:
-    """What each row (…, V) is drawn from, float64; where top_p leaves tokens out, up to a constant a row. At
-    temperature 0 the likeliest token is certain, the first of several."""
+    """The probabilities that each row (…, V) is drawn from, float64; not normalised if top_p removes tokens. At
+    temperature 0 the likeliest token has probability 1, the first of several."""
     if temperature == 0:
         likeliest = log_probs.argmax(-1, keepdim=True)
         return torch.zeros_like(log_probs, dtype=torch.float64).scatter(-1, likeliest, 1.0)

@@ -1,4 +1,4 @@
-"""What the sampler gives back: the tokens, when each appeared, and on request how."""
+"""Results of the sampler: the tokens, the step at which each was revealed, and a trace on request."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from imdm.state import Rows
 
 @dataclass(frozen=True, repr=False)
 class Trace:
-    """How the text appeared. canvases (B, N + 1, L): the tokens before the first step and after each;
-    log_probs (B, L): what the model gave each written token when it was drawn (0 where given)."""
+    """The steps of generation. canvases (B, N + 1, L): the tokens before the first step and after each; log_probs (B,
+    L): the model's log-probability of each generated token when it was drawn (0 where given)."""
 
     canvases: Tensor
     log_probs: Tensor
@@ -25,14 +25,14 @@ class Trace:
 
 @dataclass(frozen=True)
 class Revealed:
-    """What one network evaluation wrote. Sequences at different steps share an evaluation, and a sequence is evaluated
-    only at steps that reveal something of it.
+    """The tokens that one network evaluation revealed. Sequences at different steps share an evaluation, and a sequence
+    is evaluated only at steps that reveal some of its tokens.
 
     sequences (A,): the rows of the canvas that were evaluated
     steps     (A,): the step of each, 0 … N − 1
-    tokens    (A, L): their tokens now, with padding after the end where rows are whole texts
+    tokens (A, L): their tokens now, with padding after the end where rows are whole texts
     rows      the positions that were drawn; `rows.sequence` counts within these A
-    log_probs (R,): what the model gave each revealed token
+    log_probs (R,): the model's log-probability of each revealed token
     """
 
     sequences: Tensor
@@ -44,10 +44,9 @@ class Revealed:
 
 @dataclass(frozen=True, repr=False)
 class Generation:
-    """tokens (B, L); revealed_at (B, L): the step of each token, −1 where given, or certain by what is given;
-    evaluations (B,): how often the network ran for each sequence; draws (B, L): which draw of its noise each position
-    was written under; latents (B,): the λ of each sequence's last evaluation, for a model with `mixture`; trace: on
-    request."""
+    """tokens (B, L); revealed_at (B, L): the step of each token, −1 where given or implied by given tokens; evaluations
+    (B,): network evaluations of each sequence; draws (B, L): the index of the noise draw under which each position was
+    revealed; latents (B,): the λ of each sequence's last evaluation, for a model with `mixture`; trace: on request."""
 
     tokens: Tensor
     revealed_at: Tensor

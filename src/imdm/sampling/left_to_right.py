@@ -1,4 +1,4 @@
-"""How a model writes that reads from left to right: a token after another, each from those before it."""
+"""Autoregressive sampling, for causal models: one token after another."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def continued(
     batch_size: int | None,
     on_progress: Callable[[int], None] | None = None,
 ) -> Generation:
-    """What follows the given tokens of each row (B, L), drawn one after another; steps and noise are not its affair.
-    Each draw has a number that follows from its text's key and its place alone. on_progress is as in `sample`."""
+    """The continuation of the given tokens of each row (B, L), drawn one after another; steps and noise are not used.
+    Each draw depends on its text's key and its position alone. on_progress is as in `sample`."""
     process = denoiser.process
     tokens = process.closed(tokens, tokens == process.mask_id)
     masked = tokens == process.mask_id
     if bool(masked[:, 0].any()):
-        raise UserError("this model reads from left to right: give at least the first token, such as the begin token")
+        raise UserError("this model is autoregressive: give at least the first token, such as the begin token")
     if bool(_fills_in(tokens, masked, process.ending).any()):
-        raise UserError("this model reads from left to right: it goes on after a text, and fills in nothing before one")
+        raise UserError("this model is autoregressive: it continues a text, and cannot infill")
     parts: list[Tensor] = []
     for some in _parts(tokens, keys, batch_size):
         before = int(masked[: sum(map(len, parts))].sum())
@@ -40,12 +40,12 @@ def continued(
     made = torch.cat(parts)
     drawn = masked if process.ending is None else masked & ~process.ending.ended(made)
     evaluations = drawn.sum(1)
-    step = torch.minimum(masked.cumsum(1), evaluations[:, None]) - 1  # padding comes with the end
+    step = torch.minimum(masked.cumsum(1), evaluations[:, None]) - 1  # padding is set with the end token
     return Generation(made, torch.where(masked, step, -1), evaluations, torch.zeros_like(made))
 
 
 def _fills_in(tokens: Tensor, masked: Tensor, ending: Ending | None) -> Tensor:
-    """Which rows have text after a hole: (B,). The frame of a row is none: padding, or one token in the last place."""
+    """Which rows have text after a hole: (B,). Padding, or a single token in the last position, does not count."""
     given = ~masked
     given[:, -1] = False
     if ending is not None:
@@ -69,7 +69,7 @@ def _written(
     """One batch of rows, after others with `before` holes."""
     process, tokens = denoiser.process, tokens.clone()
     masked = tokens == process.mask_id
-    known = int((masked.cumsum(1) == 0).sum(1).min())  # what all rows have before their first hole
+    known = int((masked.cumsum(1) == 0).sum(1).min())  # tokens that all rows have before their first hole
     past, new = None, tokens[:, :known]
     ended = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
     for place in range(known, tokens.shape[1]):

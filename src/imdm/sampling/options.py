@@ -1,4 +1,4 @@
-"""How text is drawn: the options of every call, command and recipe that samples, spelt once."""
+"""The sampling options of every call, command and recipe, defined once."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from imdm.errors import (
 )
 
 NoisePolicy = Literal["posterior", "keep"]
-"""What a masked position's noise does while it stays masked: `posterior` redraws it as Eq. 13 says, `keep` holds it."""
+"""The noise of a position that stays masked: `posterior` redraws it by Eq. 13, `keep` keeps it."""
 
 
 def check_policy(policy: str) -> None:
-    """Refuse what is no noise policy."""
+    """Refuse an unknown noise policy."""
     if policy not in get_args(NoisePolicy):
         raise unknown("noise policy", policy, get_args(NoisePolicy))
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a model is asked to write.
+    """How a model samples.
 
     steps        N, the reverse steps; a sequence costs at most as many network evaluations
-    noise        what a mask's noise does while it stays masked: `posterior` (Eq. 13) or `keep`
-    temperature  1 draws from the model's law, less sharpens it, 0 takes the likeliest token
-    top_p        draw from the likeliest tokens that reach this probability alone
+    noise        the noise of a position that stays masked: redrawn by Eq. 13 (`posterior`) or kept (`keep`)
+    temperature  1 draws from the model's distribution, less sharpens it, 0 takes the likeliest token
+    top_p        draw only from the likeliest tokens whose probabilities sum to this (nucleus sampling)
     """
 
     steps: int = 8
@@ -45,7 +45,7 @@ class Sampling:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Sampling:
-        """From the keyword arguments of a call; unknown ones are answered with the known."""
+        """From the keyword arguments of a call; for unknown ones the error lists the known."""
         known = [field.name for field in fields(cls)]
         for name in options:
             if name not in known:
@@ -64,13 +64,13 @@ class Sampling:
 
     @property
     def as_it_is(self) -> bool:
-        """Whether tokens are drawn from the model's own law."""
+        """Whether tokens are drawn from the model's own distribution."""
         return self.temperature == 1 and self.top_p == 1
 
 
 def as_sampling(how: Sampling | None, before: Mapping[str, Any]) -> Sampling:
-    """`how`; or for one more version `before`, what 0.1 had in its place: steps, policy (now `noise`), temperature and
-    top_p, each an argument.
+    """`how`; or, for one more version, the arguments of 0.1 (`before`): steps, policy (now `noise`), temperature and
+    top_p.
 
     >>> as_sampling(Sampling(steps=2), {})
     Sampling(steps=2, noise='posterior', temperature=1.0, top_p=1.0)
@@ -79,13 +79,13 @@ def as_sampling(how: Sampling | None, before: Mapping[str, Any]) -> Sampling:
         check_is("how", how, Sampling, "a Sampling")
         return how if how is not None else Sampling()
     if how is not None:
-        raise UserError(f"{next(iter(before))}: not beside 'how', which says all of it; see imdm.sampling.Sampling")
+        raise UserError(f"{next(iter(before))}: not together with 'how', which includes it; see imdm.sampling.Sampling")
     options = {"noise" if name == "policy" else name: value for name, value in before.items()}
     asked = Sampling.of(options)
     warnings.warn(
         f"sample({', '.join(f'{name}=…' for name in before)}) is sample(how=Sampling("
         f"{', '.join(f'{name}=…' for name in options)})) now; the old arguments go with the next version",
         DeprecationWarning,
-        stacklevel=4,  # whoever called `sample`, which is decorated
+        stacklevel=4,  # the caller of `sample`, which is decorated
     )
     return asked

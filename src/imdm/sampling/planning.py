@@ -1,4 +1,4 @@
-"""What is known of a text before the network says anything: its times, and when each position is revealed."""
+"""What is known of a sample before the network runs: its times, and the step at which each position is revealed."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def reveal_steps(survival: Tensor, u: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a generation does whatever the network says: times and α after each step (B, N + 1), and the step at which
-    each position, if masked, is revealed (B, L)."""
+    """The part of a generation that does not depend on the network: times and α after each step (B, N + 1), and the
+    step at which each position, if masked, is revealed (B, L)."""
 
     grid: Tensor
     alpha: Tensor

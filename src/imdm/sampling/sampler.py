@@ -1,17 +1,16 @@
-"""The sampler: N reverse steps (Eq. 13) at the price of the reveals alone.
+"""The sampler: N reverse steps (Eq. 13) at the cost of the reveals alone.
 
 Whether a position is revealed at a step does not depend on the network. So the reveal step of every masked position is
 drawn first. Then the network runs only for sequences that reveal something at a step, on their current tokens and
-current noise; the head runs only at the revealed positions; and since the network does not see time, sequences at
-different steps share a batch and none waits for another. The law is that of the plain N-step loop.
+current noise; the head runs only at the revealed positions; and since time is no input of the network, sequences at
+different steps share a batch. The distribution is that of the plain N-step loop.
 
-As all of that is known beforehand, all turns are laid out before the first: while a GPU works, nothing is asked
-of it.
+As all of that is known beforehand, all batches (turns) are planned before the first, and the GPU is never waited for.
 
-Where rows are whole texts (`Ending`), one number a step decides where the text ends, for all positions together. The
-first end that is drawn wins: all that was masked after it becomes padding at once, tokens that the same step drew there
-too, and no network is asked about them any more. Tokens that are there already are never replaced: before a token of
-the text neither end nor padding is drawn. A model that knows how long texts are draws the end before the first step.
+Where rows are whole texts (`Ending`), one uniform number a step decides where the text ends, for all positions
+together. The first end token drawn counts: all masked positions after it become padding at once, as do tokens that the
+same step drew there, and they are not evaluated any more. Visible tokens are never replaced: before a token of the text
+neither end nor padding is drawn. A model with `lengths` draws the end before the first step.
 """
 
 from __future__ import annotations
@@ -59,9 +58,8 @@ def draw_tokens(
     top_p: float = 1.0,
     ends: Ends | None = None,
 ) -> Drawn:
-    """A token for each hidden row (R, ·) from the head, so that (R, V) is never held whole: by one kernel on a GPU, in
-    chunks elsewhere. ends: of a model of whole texts, what decides on end and padding; without it these are drawn as
-    any token."""
+    """A token for each hidden row (R, ·); (R, V) is never materialised: one fused kernel on a GPU, chunks elsewhere.
+    ends: for models of whole texts, decides on end and padding; without it these are drawn like other tokens."""
     ending = None if ends is None else denoiser.process.ending
     if rows.is_cuda and temperature == top_p == 1.0:
         head = denoiser.head_of(rows)
@@ -93,8 +91,8 @@ def draw_tokens(
 
 
 def _ended(inside: Drawn, known: Tensor, weight: Tensor, bias: Tensor, ending: Ending, ends: Ends) -> Drawn:
-    """What a kernel drew without end and padding, and these two where `ends` says so. The kernel tells the chance of
-    the token it drew, and with its logit the sum over all tokens but the two."""
+    """The tokens that a kernel drew without end and padding, replaced by these where `ends` decides so. The kernel
+    returns the probability of its token, which with its logit gives the normaliser over all tokens but these two."""
 
     def logit(ids: Tensor | int) -> Tensor:
         return (known.float() * weight[ids].float()).sum(-1) + bias[ids].float()
@@ -113,16 +111,16 @@ def _ended(inside: Drawn, known: Tensor, weight: Tensor, bias: Tensor, ending: E
 
 
 def _as_products(values: Tensor) -> Tensor:
-    """In the precision of products here and now."""
+    """In the dtype of matmuls under the current autocast."""
     return values.to(torch.get_autocast_dtype("cuda")) if torch.is_autocast_enabled("cuda") else values
 
 
 class Keys(NamedTuple):
-    """What the randomness of B sequences follows from, (B,) each. Where nothing else is asked for, all are one key.
+    """The random keys of B sequences, (B,) each; all the same unless given otherwise.
 
     order   when positions are revealed, and whether masks redraw their noise
     tokens  which token a revealed position takes
-    noise   what masks carry, ε and λ: keys, or places on the way from one noise to another
+    noise   noise of the masks, ε, and λ: keys, or points on a path from one noise to another
     """
 
     order: Tensor
@@ -142,7 +140,7 @@ class Keys(NamedTuple):
         return Keys.one(order) if self.are_one else Keys(order, self.tokens[index], self.noise[index])
 
     def joined(self, others: Sequence[Keys]) -> Keys:
-        """These and others. Noise that is on no way stays at the beginning of one, which changes no bit of it."""
+        """These and others. Plain noise keys become the start of a path, which gives the same bits."""
         every = [self, *others]
         order = torch.cat([one.order for one in every])
         if all(one.are_one for one in every):
@@ -157,7 +155,7 @@ class Keys(NamedTuple):
         return Keys(order, tokens, NoisePath(first, second, s))
 
     def settled(self) -> Keys:
-        """The same without a way on which nobody is."""
+        """The same without a path if no sequence uses one."""
         noise = self.noise
         if isinstance(noise, NoisePath) and not bool((noise.s > 0).any()):
             return self._replace(noise=noise.first)
@@ -166,16 +164,16 @@ class Keys(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class Canvas:
-    """Sequences of one length while they are written: all that their next network evaluation depends on. They may be at
-    different steps, of different numbers of steps, written in different ways; they may come (`joined`) and go (`kept`).
+    """Sequences of one length during generation: all that their next network evaluation depends on. They may be at
+    different steps, with different numbers of steps and options; they may be added (`joined`) and removed (`kept`).
 
-    keys         what is random about each
-    hows         how each is written
+    keys the random keys of each
+    hows the sampling options of each
     grid, alpha  times and α after each step, (B, N + 1); of one with fewer steps than others, its first columns
     tokens       (B, L), the mask id where `masked` (B, L)
-    revealed_at  (B, L): the step of each position, also to come; −1 where given
-    draws        (B, L): which draw of its noise each position carries
-    log_probs    (B, L): what the model gave each token; 0 where given
+    revealed_at  (B, L): the step of each position, also of those still masked; −1 where given
+    draws        (B, L): the index of each position's current noise draw
+    log_probs    (B, L): the model's log-probability of each token; 0 where given
     last         (B,): the step of each sequence's last evaluation; `evaluations` (B,) counts them
     latents      (B,): λ of that evaluation, for a model with `mixture`
     """
@@ -204,7 +202,7 @@ class Canvas:
 
     @classmethod
     def start(cls, denoiser: Denoiser, tokens: Tensor, keys: Keys, how: Sampling, t: Tensor) -> Canvas:
-        """Sequences (B, L) of which nothing is written yet, at times t (B,)."""
+        """Sequences (B, L) before their first step, at times t (B,)."""
         process, (B, L) = denoiser.process, tokens.shape
         tokens = process.begun(tokens, keys.tokens).clone()
         planned = plan(process, keys.order, t, how.steps, L)
@@ -246,22 +244,22 @@ class Canvas:
         return self._with(hows, self.keys.at(at).settled(), lambda name: getattr(self, name)[at])
 
     def _with(self, hows: list[Sampling], keys: Keys, column: Callable[[str], Tensor]) -> Canvas:
-        """Other sequences, whose columns are told by name."""
+        """Other sequences; `column` gives each field by name."""
         held = [each.name for each in fields(self) if isinstance(getattr(self, each.name), Tensor)]
         columns: dict[str, Any] = {name: column(name) for name in held}
         return replace(self, hows=hows, keys=keys, **columns)
 
     def next_turn(self) -> Turn:
-        """The next evaluation of all that is not finished. A GPU is waited for."""
+        """The next evaluation of all unfinished sequences. Waits for the GPU."""
         return next_turn(torch.where(self.masked, self.revealed_at, -1), self.last)
 
     def begin(self, turn: Turn) -> None:
-        """Count a turn that was not laid out beforehand."""
+        """Count a turn that was not planned beforehand."""
         self.evaluations[turn.active] += 1
         self.last[turn.active] = turn.now
 
     def evaluate(self, turn: Turn) -> Drawn:
-        """Run the network for one turn, and write what it reveals."""
+        """Run the network for one turn, and store the tokens it reveals."""
         process, ending = self.denoiser.process, self.denoiser.process.ending
         active, now, rows = turn.active, turn.now, turn.rows
         keys, holes = self.keys.at(active), self.masked[active]
@@ -286,7 +284,7 @@ class Canvas:
         self.masked[place] = False
         if ending is not None:
             shut = process.closed(self.tokens[active], holes)
-            filled = holes & ending.ended(shut)  # the first place was never a hole
+            filled = holes & ending.ended(shut)  # the first position is never a hole
             masked, revealed_at = self.masked[active], self.revealed_at[active]
             self.tokens[active] = shut
             self.log_probs[active] = self.log_probs[active].masked_fill(filled, 0.0)
@@ -295,14 +293,14 @@ class Canvas:
         return drawn
 
     def _redrawn(self, active: Tensor) -> Tensor | bool | None:
-        """Which of these sequences redraw the noise of their masks, (A,); True: all do; None: none does."""
+        """Which of these sequences redraw the noise of their masks, (A,); True: all; None: none."""
         if len(self.policies) == 1:
             return True if "posterior" in self.policies else None
         posterior = torch.tensor([how.noise == "posterior" for how in self.hows], device=active.device)
         return posterior[active]
 
     def _drawn(self, hidden: Tensor, u: Tensor, ends: Ends | None, turn: Turn) -> Drawn:
-        """The tokens of a turn's rows, each drawn as its sequence asks."""
+        """The tokens of a turn's rows, each drawn with its sequence's options."""
         if len(self.laws) == 1:
             return draw_tokens(self.denoiser, hidden, u, *self.laws[0], ends)
         known = [self.laws.index((how.temperature, how.top_p)) for how in self.hows]
@@ -336,11 +334,11 @@ def sample(
     """Reveal every mask of `tokens` (B, L) in `how.steps` reverse steps from time t (B,), 1 unless given.
 
     keys (B,)    64-bit keys; a sequence's text depends on its own key alone
-    noise_keys   others (B,), or a path, for what masks carry, ε and λ; when that is redrawn, and all else, is of `keys`
+    noise_keys   other keys (B,), or a path, for ε and λ; when these are redrawn, and all else, depends on `keys`
     batch_size   the most sequences in one network evaluation
-    on_progress  called with the number of tokens written so far; a GPU may be some turns behind
+    on_progress  called with the number of tokens generated so far; a GPU may be some turns behind
     on_step      called after each network evaluation with what it revealed; nothing is made for it when it is not given
-    before       in the place of `how`, as 0.1 had them: steps, policy, temperature, top_p
+    before       arguments of 0.1, instead of `how`: steps, policy, temperature, top_p
     """
     how = as_sampling(how, before)
     check_function("on_progress", on_progress)
@@ -354,9 +352,9 @@ def sample(
         from imdm.sampling.left_to_right import continued
 
         if t is not None or trace or on_step is not None:
-            raise UserError("this model reads from left to right: it writes a token after another, and has no steps")
+            raise UserError("this model is autoregressive: it writes one token after another, and has no steps")
         if noise_keys is not None:
-            raise UserError("noise_keys: this model reads from left to right, and has no masks that carry noise")
+            raise UserError("noise_keys: this model is autoregressive, and has no noisy masks")
         return continued(denoiser, tokens, keys, how, batch_size, on_progress)
     process = denoiser.process
     if t is None:
@@ -370,7 +368,7 @@ def sample(
 
     # 2. Evaluate each sequence at its own reveal steps.
     written, holes_in_all = 0, 0
-    whole = process.ending is not None  # what is evaluated, and when, then depends on what is written
+    whole = process.ending is not None  # then the evaluations depend on the tokens
     if whole:
         evaluations = canvas.evaluations
         holes_in_all = int(canvas.masked.sum())

@@ -1,4 +1,4 @@
-"""Who is evaluated when: known before the network runs at all, since reveals do not depend on it."""
+"""The schedule of network evaluations, known before the first: reveals do not depend on the network."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from imdm.state import Rows
 
 @dataclass(frozen=True)
 class Turn:
-    """One network evaluation: of the sequences `active` (A,), each at its step `now` (A,), its last evaluation at step
-    `before` (A,); then the positions `rows` of these A sequences are revealed."""
+    """One network evaluation: of the sequences `active` (A,), each at its step `now` (A,), its previous evaluation at
+    step `before` (A,); it reveals the positions `rows` of these A sequences."""
 
     active: Tensor
     now: Tensor
@@ -23,25 +23,25 @@ class Turn:
     rows: Rows
 
     def only(self, masked: Tensor) -> Turn:
-        """The same without positions that are not masked (B, L) any more, and without sequences that have no other."""
+        """The same without positions that are no longer masked (B, L), and without sequences that have none left."""
         rows = self.rows
         left = masked[self.active[rows.sequence], rows.position]
         sequence, position = rows.sequence[left], rows.position[left]
         count = torch.bincount(sequence, minlength=len(self.active))
         some = count > 0
         place, many = some.cumsum(0) - 1, count[some]
-        first = many.cumsum(0) - many  # rows stand one sequence after another
+        first = many.cumsum(0) - many  # rows are grouped by sequence
         slot = torch.arange(len(position), device=position.device) - first[place[sequence]]
         rows = Rows(place[sequence], position, slot, int(many.max()) if len(many) else 0)
         return Turn(self.active[some], self.now[some], self.before[some], rows)
 
 
 def turns(revealed_at: Tensor, batch_size: int | None = None) -> tuple[Tensor, list[Turn]]:
-    """How often each sequence is evaluated (B,), and the turns in which that happens: revealed_at (B, L), the step of
-    each position, −1 where there is nothing to reveal.
+    """Number of evaluations of each sequence (B,), and all turns. revealed_at (B, L): the step of each position, −1
+    where there is nothing to reveal.
 
-    A sequence is evaluated once for each of its distinct steps, in order and in turns that follow one another. At
-    most `batch_size` share a turn; those with most evaluations begin first, so that the last turns are full too.
+    A sequence is evaluated once for each of its distinct steps, in order and in consecutive turns. At most `batch_size`
+    share a turn; those with most evaluations begin first, so that the last turns are full too.
     """
     B, device = len(revealed_at), revealed_at.device
     row, column = (revealed_at >= 0).nonzero(as_tuple=True)
@@ -53,7 +53,7 @@ def turns(revealed_at: Tensor, batch_size: int | None = None) -> tuple[Tensor, l
     sequence, step = visits // steps, visits % steps
     evaluations = torch.bincount(sequence, minlength=B)
 
-    # On the CPU: the turn of each visit, and its place in it.
+    # On the CPU: the turn of each visit, and its index in it.
     count = evaluations.cpu().numpy()
     order = np.repeat(_starts(count, batch_size), count) + _within(count)
     sorted_visits = np.argsort(order, kind="stable")
@@ -65,7 +65,7 @@ def turns(revealed_at: Tensor, batch_size: int | None = None) -> tuple[Tensor, l
     most = np.maximum.reduceat(revealed, first) if len(sizes) else revealed
     totals = np.add.reduceat(revealed, first) if len(sizes) else revealed
 
-    # Back again: visits and positions in the order of the turns, cut into turns.
+    # Back on the device: visits and positions in the order of the turns, split into turns.
     at = torch.from_numpy(sorted_visits).to(device)
     rank = torch.empty_like(at)
     rank[at] = torch.arange(len(at), device=device)
@@ -79,8 +79,8 @@ def turns(revealed_at: Tensor, batch_size: int | None = None) -> tuple[Tensor, l
 
 
 def next_turn(coming: Tensor, last: Tensor) -> Turn:
-    """The next evaluation of each sequence, where that is asked turn by turn: coming (B, L), the step of each position
-    that is still masked, −1 elsewhere; last (B,), the step of each sequence's last evaluation."""
+    """The next evaluation of each sequence, without a plan: coming (B, L), the step of each position that is still
+    masked, −1 elsewhere; last (B,), the step of each sequence's last evaluation."""
     masked = coming >= 0
     step = torch.where(masked, coming, torch.iinfo(torch.int64).max).amin(1)
     active = masked.any(1).nonzero()[:, 0]
@@ -97,7 +97,7 @@ def _starts(count: np.ndarray, batch_size: int | None) -> np.ndarray:
     starts = np.zeros(len(count), dtype=np.int64)
     if batch_size is None or batch_size >= len(count):
         return starts
-    free = [0] * batch_size  # the turn in which each place of the batch is free again
+    free = [0] * batch_size  # the turn in which each slot of the batch becomes free
     for index in np.argsort(-count, kind="stable"):
         starts[index] = heapq.heappop(free)
         heapq.heappush(free, int(starts[index] + count[index]))

@@ -1,6 +1,6 @@
-"""Text for others: an engine that writes for many at once, an HTTP service and a page before it.
+"""Serving: an engine with continuous batching, an HTTP service and a page.
 
-`engine.py` needs no more than the package itself; the service needs the extra `imdm[serve]`.
+`engine.py` needs only the package itself; the service needs the extra `imdm[serve]`.
 """
 
 from imdm.serving.engine import Busy, Engine, Frame, Job, Stopped, TooLong

@@ -1,4 +1,4 @@
-"""What programs ask for and what they are told, in the shapes of OpenAI's API; nothing here knows HTTP."""
+"""Requests and responses in the format of OpenAI's API; nothing here depends on HTTP."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ Texts = Annotated[str | list[str], WrapValidator(_one_or_more)]
 
 
 class Asked(Config):
-    """What every request for text may say."""
+    """Fields of every request for text."""
 
     model_config = ConfigDict(strict=True)
 
     model: str | None = Field(None, description="A model of GET /v1/models; the first of them unless given.")
     n: int = Field(1, ge=1, le=4096, description="Texts of each prompt.")
     seed: int | None = Field(
-        None, ge=-(1 << 63), lt=1 << 64, description="Everything random follows from it; drawn and told unless given."
+        None, ge=-(1 << 63), lt=1 << 64, description="Of all randomness; drawn and returned unless given."
     )
     steps: int = Field(8, ge=1, description="Reverse steps: at most so many network evaluations a text.")
     noise: NoisePolicy = Field(
-        "posterior", description="What a mask's noise does while it stays masked: posterior (the paper) or keep."
+        "posterior", description="Noise of positions that stay masked: posterior (redrawn, the paper) or keep."
     )
-    temperature: float = Field(1.0, description="1 draws from the model's law, 0 takes the likeliest tokens.")
-    top_p: float = Field(1.0, description="Draw from the likeliest tokens that reach this probability alone.")
+    temperature: float = Field(1.0, description="1 draws from the model's distribution, 0 takes the likeliest tokens.")
+    top_p: float = Field(1.0, description="Draw only from the likeliest tokens whose probabilities sum to this.")
     stream: bool = Field(False, description="Server-sent events: the text as far as it is finished from its beginning.")
     stream_options: dict[str, Any] | None = Field(None, description='{"include_usage": true}: usage in a last event.')
     user: str | None = Field(None, description="Not used.")
@@ -57,7 +57,7 @@ class Asked(Config):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, values: Any) -> Any:
-        """null is a field that is not given, as OpenAI's clients send it."""
+        """Drop null fields, which OpenAI's clients send for fields that are not given."""
         if not isinstance(values, dict):
             return values
         optional = {name for name, one in cls.model_fields.items() if not one.is_required()}
@@ -65,13 +65,13 @@ class Asked(Config):
 
 
 class Completion(Asked):
-    """POST /v1/completions: texts that go on from a prompt, or fill its blanks."""
+    """POST /v1/completions: continuations of a prompt, or a prompt with its blanks filled."""
 
     prompt: Texts = Field("", description="A text or several; empty: from nothing.")
     max_tokens: int | None = Field(None, ge=1, description="Tokens to write; as many as the model has room for.")
-    stop: Texts | None = Field(None, description="Texts before which an answer is cut off.")
-    echo: bool = Field(False, description="Whether the answer begins with the prompt.")
-    infill: bool = Field(False, description="Whether the prompt has blanks to fill; the answer is the whole text.")
+    stop: Texts | None = Field(None, description="Texts before which a completion is cut off.")
+    echo: bool = Field(False, description="Whether the completion begins with the prompt.")
+    infill: bool = Field(False, description="Whether the prompt has blanks to fill; the completion is the whole text.")
     blank: int = Field(4, ge=1, description="Tokens that each blank becomes.")
     marker: str = Field(BLANK, description="What a blank looks like.")
     suffix: str | None = None
@@ -116,7 +116,7 @@ class Order:
 
     @classmethod
     def of(cls, asked: Completion | Infill, engine: Engine) -> Order:
-        """Refuse what cannot be done, or is more than may be asked for."""
+        """Refuse invalid requests, and those beyond the limits."""
         limits = engine.settings
         name = asked.model if asked.model is not None else next(iter(engine.writers))
         if name not in engine.writers:
@@ -127,9 +127,7 @@ class Order:
         if not texts:
             raise UserError("the list of prompts is empty; give one text at least")
         if len(texts) * asked.n > limits.queue:
-            raise UserError(
-                f"{len(texts)} × n = {asked.n} texts are more than the {limits.queue} that may be asked for"
-            )
+            raise UserError(f"{len(texts)} × n = {asked.n} texts are more than the limit of {limits.queue}")
         for text in texts:
             check_text(text, limits.prompt)
         if completion is not None:
@@ -175,7 +173,8 @@ class Order:
         )
 
     def said(self, number: int, frame: Frame) -> Said:
-        """The text of choice `number`, as far as it is written from its beginning; without what may yet be cut off."""
+        """The text of choice `number`, as far as it is complete from its beginning; without what a stop may still cut
+        off."""
         given, ids = self.jobs[number].ids, frame.ids if frame.done else frame.ids[: frame.ids.index(None)]
         tokens = [token for token in ids if token is not None]
         text, first = self.writer.decode(tokens), given.index(None) if None in given else 0
@@ -183,7 +182,7 @@ class Order:
         if not self.echo:
             text = text.removeprefix(head) if text.startswith(head) else self.writer.decode(tokens[first:])
         if not frame.done:
-            text = text.rstrip("\ufffd")  # the beginning of a character
+            text = text.rstrip("\ufffd")  # an incomplete character
         begin = len(head.rstrip("\ufffd")) if self.echo else 0
         cut = _cut(text, begin, self.stops, open_ended=not frame.done)
         if cut is not None:
@@ -230,15 +229,15 @@ def choice(index: int, text: str, reason: str | None) -> dict[str, Any]:
 
 
 class Growing:
-    """What is new in the text of each choice of an order, frame by frame. A text is told from its beginning as far as
-    all of it is there, since whoever reads a stream cannot go back; a model that writes all in one step tells it in one
-    piece. What may be the beginning of a stop, or of a character, is held back."""
+    """New text of each choice, frame by frame. A stream cannot be revised, so a text is sent as far as it is complete
+    from its beginning; in one step it is sent in one piece. What may be the beginning of a stop, or of a character, is
+    held back."""
 
     def __init__(self, order: Order) -> None:
         self.order, self.told = order, [""] * len(order.jobs)
 
     def more(self, number: int, frame: Frame) -> dict[str, Any] | None:
-        """The next piece of a choice; None where there is none."""
+        """The next piece of a choice; None without one."""
         said, told = self.order.said(number, frame), self.told[number]
         if not frame.done and (len(said.text) <= len(told) or not said.text.startswith(told)):
             return None
@@ -258,8 +257,8 @@ def _stops(texts: str | list[str] | None) -> list[str]:
 
 
 def _cut(text: str, begin: int, stops: list[str], open_ended: bool) -> int | None:
-    """Where the first stop stands at or after `begin`. Of a text that goes on, where one may stand: what has come of it
-    may be its beginning alone, and it goes before another that is whole but begins later."""
+    """The position of the first stop at or after `begin`. If the text may still grow, also of a possible stop, of which
+    only the beginning is there; it counts before a whole one that begins later."""
     places = [text.find(stop, begin) for stop in stops]
     if open_ended:
         for stop in stops:
@@ -278,7 +277,7 @@ def check_text(text: str, most: int) -> None:
 
 
 def _check_neutral(asked: Completion) -> None:
-    """Refuse what OpenAI's API has and a diffusion model has not, unless it changes nothing."""
+    """Refuse fields of OpenAI's API that a diffusion model cannot support, unless they have no effect."""
     changing = {
         "suffix": bool(asked.suffix),
         "logprobs": bool(asked.logprobs),
@@ -290,11 +289,11 @@ def _check_neutral(asked: Completion) -> None:
     for name, changes in changing.items():
         if changes:
             instead = f"; write the blank as {BLANK} and say infill" if name == "suffix" else "; leave it out"
-            raise UserError(f"{name}: this service has no such thing{instead}")
+            raise UserError(f"{name}: this service does not support it{instead}")
 
 
 def _continued(writer: Writer, prompt: str, max_tokens: int | None) -> list[int]:
-    """A row of the prompt and so many holes, framed as the model wants it."""
+    """A row of the prompt and `max_tokens` holes, with the model's special tokens."""
     length = writer.model.config.length
     if prompt and not prompt.strip():
         raise UserError("the prompt has nothing but spaces; leave it empty to write from nothing")

@@ -1,4 +1,4 @@
-"""The HTTP service: OpenAI's completions, filling in, the models, health, metrics, and the page."""
+"""The HTTP service: OpenAI's completions, infilling, the models, health, metrics, and the page."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ C = TypeVar("C", bound=Config)
 
 
 class Gone(Exception):  # noqa: N818
-    """The client has hung up."""
+    """The client has disconnected."""
 
 
 def make_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
-    """The service around an engine, which must be started by whoever has it."""
+    """The service around an engine, which the caller must start."""
     settings = settings or engine.settings
     metrics = Metrics()
     app = FastAPI(
@@ -58,7 +58,7 @@ def make_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
 
     @app.post("/v1/completions", openapi_extra=_body(Completion), response_class=JSONResponse)
     async def completions(request: Request) -> Response:
-        """Texts that go on from each prompt, n of each, in the shape of OpenAI's completions."""
+        """Continuations of each prompt, n of each, in the format of OpenAI's completions."""
         return await write(request, Completion)
 
     @app.post("/v1/infill", openapi_extra=_body(Infill), response_class=JSONResponse)
@@ -68,7 +68,7 @@ def make_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """The models that write here."""
+        """The models that are served."""
         return {"object": "list", "data": [_described(engine, name) for name in engine.writers]}
 
     @app.get("/v1/models/{name:path}")
@@ -85,7 +85,7 @@ def make_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def measured() -> PlainTextResponse:
-        """What was done so far, as Prometheus reads it."""
+        """Counters and gauges in Prometheus' format."""
         return PlainTextResponse(metrics.text(engine), media_type=TEXT)
 
     @app.get("/docs", response_class=HTMLResponse, include_in_schema=False)
@@ -98,7 +98,7 @@ def make_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
 
 
 async def read(request: Request, kind: type[C]) -> C:
-    """The JSON of a request as what it asks for."""
+    """Parse the JSON of a request."""
     sent = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if sent != "application/json":
         raise HTTPException(415, "send JSON, with the header 'Content-Type: application/json'")
@@ -121,7 +121,7 @@ async def all_frames(engine: Engine, order: Order) -> list[Frame]:
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` gives, unless the client hangs up before; then it is dropped."""
+    """The result of `work`; cancelled if the client disconnects first."""
     working, leaving = asyncio.create_task(work), asyncio.create_task(_left(request))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -140,7 +140,7 @@ async def _left(request: Request) -> None:
 
 
 async def streamed(request: Request, engine: Engine, order: Order) -> Response:
-    """Server-sent events. What goes wrong before the first frame is an answer of its own; later, an event."""
+    """Server-sent events. An error before the first frame is a response with its own status; later, an event."""
     frames = engine.run_all(order.jobs)
     first = await while_connected(request, _next(frames))
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
@@ -194,7 +194,7 @@ def _described(engine: Engine, name: str) -> dict[str, Any]:
 
 
 def _tell_errors(app: FastAPI) -> None:
-    """Every refusal in one shape, with one sentence."""
+    """All errors in one format, with one sentence."""
 
     async def user(request: Request, wrong: Exception) -> Response:
         return told(wrong)

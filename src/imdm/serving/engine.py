@@ -1,11 +1,12 @@
 """The engine: one thread that owns the models, a queue before it, and sequences of all requests in one batch.
 
-The network does not see time, and every random number follows from a sequence's own key. So sequences of different
-requests, at different steps, with prompts, seeds and options of their own, share a network evaluation, and a sequence's
-text does not depend on its company. A new one joins at the next turn; one that nobody waits for any more leaves.
+Time is no input of the network, and every random number depends on a sequence's own key. So sequences of different
+requests, at different steps, with their own prompts, seeds and options, share a network evaluation, and a sequence's
+text does not depend on the rest of the batch. A new one joins at the next evaluation (turn); one whose client is gone
+is dropped.
 
-Rows of one model and one length share a batch; where there are several such groups, they take turns, more of them the
-more sequences they have.
+Rows of one model and one length share a batch; several such groups take turns, in proportion to their numbers of
+sequences.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ LOG = logging.getLogger(__name__)
 
 
 class Busy(UserError):  # noqa: N818
-    """Too many wait already. after: seconds in which it is worth to come again."""
+    """The queue is full. after: seconds after which to retry."""
 
     def __init__(self, sentence: str, after: int) -> None:
         super().__init__(sentence)
@@ -46,15 +47,15 @@ class Busy(UserError):  # noqa: N818
 
 
 class TooLong(UserError):  # noqa: N818
-    """A request took longer than it may; its work was dropped."""
+    """A request exceeded its time limit; its work was dropped."""
 
 
 class Stopped(UserError):  # noqa: N818
-    """The engine stops, or has no memory left; the request was not answered."""
+    """The engine is stopping or out of memory; the request was not completed."""
 
 
 class Failed(UserError):  # noqa: N818
-    """Its work failed by a fault of the program's own, which the log tells."""
+    """An internal error, which is in the log."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +63,13 @@ class Job:
     """One sequence to write.
 
     model          by its name in the engine
-    ids            its row, with begin and end as the model wants them; None where a token is to be written
+    ids            its row, with the model's begin and end tokens; None where a token is to be generated
     steps, noise, temperature, top_p    as in `Sampling`
     seed, number   its randomness is that of text `number` of `Writer.write(seed=seed)`
-    draws_seed     another seed for which tokens are drawn, all else as it is
-    noise_seed     another for what masks carry
-    noise_between  two seeds and s in [0, 1]: what masks carry is on the way from the one's to the other's
-    frames         whether a frame is wanted after every step that reveals something; else there is but the last
+    draws_seed     another seed for the draws of tokens
+    noise_seed     another seed for the masks' noise
+    noise_between  two seeds and s in [0, 1]: the masks' noise is on the path from the first's to the second's
+    frames         whether to send a frame after every step that reveals something; else only the last
     """
 
     model: str
@@ -96,10 +97,10 @@ class Frame:
     step         1 … steps; a step that reveals nothing has no frame; 0 where nothing was to be written
     ids          None where still masked
     revealed     the step that revealed each position; 0 where given, or still masked
-    probability  what the model gave each token when it was drawn; 1 where given, 0 where still masked
+    probability  the model's probability of each token when it was drawn; 1 where given, 0 where still masked
     done         whether this is the last
     evaluations  of the network so far, for this sequence
-    seconds      since the job was taken up
+    seconds since the job was started
     """
 
     step: int
@@ -113,7 +114,7 @@ class Frame:
 
 @dataclass(eq=False)
 class _Ticket:
-    """A job on its way: `tell` is called from the engine's thread with each frame, or with what went wrong."""
+    """A job in progress: `tell` is called from the engine's thread with each frame, or with an error."""
 
     job: Job
     how: Sampling
@@ -124,7 +125,7 @@ class _Ticket:
 
 
 class _Group(NamedTuple):
-    """Sequences that share evaluations, and whose they are."""
+    """Sequences that share evaluations, and their jobs."""
 
     canvas: Canvas
     tickets: list[_Ticket]
@@ -132,8 +133,7 @@ class _Group(NamedTuple):
 
 @dataclass
 class Counts:
-    """What an engine has done so far. turns: network evaluations; evaluated: sequences in them; busy: seconds in
-    which it worked."""
+    """Counters of an engine. turns: network evaluations; evaluated: sequences in them; busy: seconds of work."""
 
     sequences: int = 0
     tokens: int = 0
@@ -146,13 +146,13 @@ class Counts:
 
 
 class Engine:
-    """Writes for many at once.
+    """Generates text for many requests in shared batches.
 
         with Engine({"mine": imdm.load("sentences-imdm")}) as engine:
             async for frame in engine.run(Job("mine", ids)):
                 ...
 
-    Its models belong to it: nobody else may run or change them meanwhile; their tokenizers anybody may use.
+    The engine owns its models: do not run or change them elsewhere meanwhile; their tokenizers may be used.
     """
 
     def __init__(self, writers: Mapping[str, Writer], settings: Settings | None = None) -> None:
@@ -161,19 +161,19 @@ class Engine:
             raise UserError("there is no model to serve; name one")
         for name, writer in self.writers.items():
             if writer.model.causal:
-                raise UserError(f"model {name!r} reads from left to right; only diffusion models are served")
+                raise UserError(f"model {name!r} is autoregressive; only diffusion models are served")
             writer.model.eval()
         self.counts = Counts()
         self._coming: deque[_Ticket] = deque()
         self._groups: dict[tuple[str, int], _Group] = {}
         self._credit: dict[tuple[str, int], int] = {}  # of each group: the largest has the next turn
         self._changed = threading.Condition()
-        self._running = 0  # sequences taken up
+        self._running = 0  # sequences in progress
         self._open, self._aborted = False, False
-        self.broken = False  # whether its thread ended by a fault; it takes no more jobs
+        self.broken = False  # whether its thread died from an error; it takes no more jobs
         self._thread: threading.Thread | None = None
 
-    # What others call, from any thread.
+    # Called by others, from any thread.
 
     def __enter__(self) -> Engine:
         self.start()
@@ -183,13 +183,13 @@ class Engine:
         self.stop(0.0)
 
     def start(self) -> None:
-        """Begin to work. The process may end without waiting for it."""
+        """Start the thread, which is a daemon."""
         self._open, self._aborted, self.broken = True, False, False
         self._thread = threading.Thread(target=self._work, name="imdm-engine", daemon=True)
         self._thread.start()
 
     def stop(self, grace: float) -> None:
-        """Take no more jobs; finish those that are there within so many seconds; tell the others."""
+        """Take no more jobs; finish running ones within `grace` seconds; fail the others."""
         with self._changed:
             self._open = False
             self._changed.notify_all()
@@ -205,12 +205,12 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        """Sequences that are not taken up yet."""
+        """Sequences in the queue."""
         return len(self._coming)
 
     @property
     def running(self) -> int:
-        """Sequences that are being written."""
+        """Sequences being generated."""
         return self._running
 
     @property
@@ -219,8 +219,8 @@ class Engine:
         return self._open and self._thread is not None and self._thread.is_alive()
 
     async def run(self, job: Job) -> AsyncGenerator[Frame, None]:
-        """The frames of a job in order, the last one `done`. One who leaves early has the work dropped at the next
-        turn; in a function that goes on afterwards, leave through `contextlib.aclosing`."""
+        """The frames of a job in order, the last one `done`. If the caller stops iterating, the work is dropped at the
+        next turn; use `contextlib.aclosing` in a function that continues afterwards."""
         async with aclosing(self.run_all([job])) as frames:
             async for _, frame in frames:
                 yield frame
@@ -228,8 +228,8 @@ class Engine:
     async def run_all(
         self, jobs: Sequence[Job], seconds: float | None = None, since: float | None = None
     ) -> AsyncGenerator[tuple[int, Frame], None]:
-        """The same of several jobs, taken up together or not at all: (number of the job, frame). seconds: that they may
-        take; those of the settings unless given. since: from when they count, by `time.monotonic`; now unless given."""
+        """The same for several jobs, accepted together or not at all: (index of the job, frame). seconds: the time
+        limit; that of the settings unless given. since: when it starts, by `time.monotonic`; now unless given."""
         loop = asyncio.get_running_loop()
         heard: asyncio.Queue[tuple[int, Frame | UserError]] = asyncio.Queue()
 
@@ -237,7 +237,7 @@ class Engine:
             def tell(said: Frame | UserError) -> None:
                 try:
                     loop.call_soon_threadsafe(heard.put_nowait, (number, said))
-                except RuntimeError:  # the loop is closed: nobody listens any more
+                except RuntimeError:  # the event loop is closed
                     ticket = tickets[number]
                     ticket.dropped = True
 
@@ -265,7 +265,7 @@ class Engine:
                 ticket.dropped = True
 
     def check(self, job: Job) -> Sampling:
-        """Refuse what cannot be written."""
+        """Refuse an invalid job."""
         if job.model not in self.writers:
             raise unknown("model", job.model, self.writers)
         model = self.writers[job.model].model
@@ -282,7 +282,7 @@ class Engine:
             check_seed(second, "noise_between")
             check_number("noise_between", s)
             if not 0 <= s <= 1:
-                raise UserError(f"noise_between = {s}: the way from one noise to another goes from 0 to 1")
+                raise UserError(f"noise_between = {s}: a place between two noises is in [0, 1]")
         if not 1 <= len(job.ids) <= model.length:
             raise UserError(f"the row has {len(job.ids)} tokens, the model takes 1 to {model.length}")
         most = model.vocab_size
@@ -294,11 +294,11 @@ class Engine:
     def _submit(self, tickets: list[_Ticket]) -> None:
         with self._changed:
             if not self.alive or self._aborted:
-                raise Stopped("the service is stopping; come again when it has started")
+                raise Stopped("the service is stopping; try again when it has restarted")
             many = len(self._coming) + self._running
             if many + len(tickets) > self.settings.queue:
                 raise Busy(
-                    f"{many} texts are being written or wait, of {self.settings.queue} at most; come again later",
+                    f"{many} texts are running or waiting, of {self.settings.queue} at most; try again later",
                     self._after(),
                 )
             self._coming.extend(tickets)
@@ -308,7 +308,7 @@ class Engine:
         lately = self.counts.lately
         return max(1, min(60, round(sum(lately) / len(lately)))) if lately else 1
 
-    # What its thread does.
+    # Run by its thread.
 
     def _work(self) -> None:
         devices = {writer.model.device for writer in self.writers.values()}
@@ -331,7 +331,7 @@ class Engine:
             self._give_up()
 
     def _wait(self) -> bool:
-        """Until there is work; False: the end."""
+        """Wait for work; False: stop."""
         with self._changed:
             while not (self._coming or self._groups or self._aborted):
                 if not self._open:
@@ -340,7 +340,7 @@ class Engine:
             return not self._aborted
 
     def _take_up(self) -> None:
-        """Jobs that came, in their order, into groups that have room."""
+        """Move waiting jobs, in order, into groups with room."""
         fresh: dict[tuple[str, int], list[_Ticket]] = {}
         with self._changed:
             left: deque[_Ticket] = deque()
@@ -374,7 +374,7 @@ class Engine:
         self._groups[key] = _Group(canvases[0].joined(*canvases[1:]) if canvases[1:] else canvases[0], order)
 
     def _leave(self) -> None:
-        """Those whom nobody waits for."""
+        """Drop jobs whose clients are gone."""
         for key, group in list(self._groups.items()):
             gone = sum(ticket.dropped for ticket in group.tickets)
             if gone:
@@ -384,7 +384,7 @@ class Engine:
                     self._groups.pop(key, None)
 
     def _keep(self, key: tuple[str, int], group: _Group, index: list[int]) -> None:
-        """Go on with some sequences of a group alone."""
+        """Keep only some sequences of a group."""
         if index:
             self._groups[key] = _Group(group.canvas.kept(index), [group.tickets[i] for i in index])
         else:
@@ -393,8 +393,7 @@ class Engine:
             self._running -= len(group.tickets) - len(index)
 
     def _turn(self) -> None:
-        """One evaluation of the group whose turn it is: each has a share of the turns as large as its share of the
-        sequences."""
+        """One evaluation of the group whose turn it is: groups get turns in proportion to their sequences."""
         sizes = {key: len(group.tickets) for key, group in self._groups.items()}
         self._credit = {key: self._credit.get(key, 0) + size for key, size in sizes.items()}
         key = max(self._credit, key=self._credit.__getitem__)
@@ -422,7 +421,7 @@ class Engine:
             self.counts.tokens += len(drawn.tokens)
 
     def _frames(self, group: _Group, done: list[bool]) -> list[tuple[_Ticket, Frame]]:
-        """For those who want one after every step, and for all that are finished."""
+        """Frames of jobs that want one after every step, and of all finished ones."""
         now = time.monotonic()
         told = [i for i, ticket in enumerate(group.tickets) if done[i] or ticket.job.frames]
         for ticket, one in zip(group.tickets, done, strict=True):
@@ -435,7 +434,7 @@ class Engine:
         ]
 
     def _safely(self, tickets: list[_Ticket], work: Callable[[], None]) -> bool:
-        """Whatever goes wrong is told to those whom it concerns, and to no one else."""
+        """Run `work`; an error fails only these jobs."""
         try:
             work()
         except Exception as error:
@@ -444,16 +443,16 @@ class Engine:
             self.counts.failed += len(tickets)
             LOG.exception("%d texts could not be written", len(tickets))
             if is_out_of_memory(error):
-                said: UserError = Stopped("out of memory; ask for fewer or shorter texts, or come again later")
+                said: UserError = Stopped("out of memory; ask for fewer or shorter texts, or try again later")
             else:
-                said = Failed("writing failed; the log of the service says why")
+                said = Failed("generation failed; the reason is in the service's log")
             for ticket in tickets:
                 ticket.tell(said)
             return False
         return True
 
     def _give_up(self) -> None:
-        """At the end nobody is left without an answer."""
+        """At the end, fail all remaining jobs."""
         with self._changed:
             self._open = False
             left = [*self._coming, *(ticket for group in self._groups.values() for ticket in group.tickets)]
@@ -461,11 +460,11 @@ class Engine:
             self._groups.clear()
             self._running = 0
         for ticket in left:
-            ticket.tell(Stopped("the service stopped before the text was written; come again when it has started"))
+            ticket.tell(Stopped("the service stopped before the text was finished; try again when it has restarted"))
 
 
 def started(jobs: Sequence[Job], how: Sampling, model: Any) -> Canvas:
-    """The canvas of jobs that are written in the same way, with rows of one length."""
+    """The canvas of jobs with the same options and rows of one length."""
     hole = model.process.mask_id
     rows = [[hole if token is None else token for token in job.ids] for job in jobs]
     tokens = torch.tensor(rows, device=model.device)
@@ -490,7 +489,7 @@ def started(jobs: Sequence[Job], how: Sampling, model: Any) -> Canvas:
 
 
 def frames_of(canvas: Canvas, index: list[int]) -> list[dict[str, Any]]:
-    """What frames say of some sequences of a canvas, but for time."""
+    """The fields of frames for some sequences of a canvas, except seconds."""
     if not index:
         return []
     at, L = torch.tensor(index, device=canvas.tokens.device), canvas.tokens.shape[1]
@@ -503,7 +502,7 @@ def frames_of(canvas: Canvas, index: list[int]) -> list[dict[str, Any]]:
         canvas.last[at, None],
         canvas.evaluations[at, None],
     )
-    rows = torch.cat([column.double() for column in columns], 1).cpu().numpy()  # a GPU is waited for once
+    rows = torch.cat([column.double() for column in columns], 1).cpu().numpy()  # one synchronisation with the GPU
     whole = rows[:, : 2 * L].astype(int).tolist()
     return [
         {

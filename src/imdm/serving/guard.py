@@ -1,4 +1,4 @@
-"""What a request must pass before anything is done for it: names, keys, sizes, numbers."""
+"""Checks of a request before any work: host names, API keys, sizes, number of requests."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from imdm.serving.settings import Settings
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 WITH_KEY = ("/v1", "/play", "/metrics")
-ALWAYS = ("/healthz", "/metrics")  # answered however many requests there are
-LAST_WORDS = 2.0  # seconds that a client has, after those of a request, to take the end of its answer
+ALWAYS = ("/healthz", "/metrics")  # exempt from the limit on requests
+LAST_WORDS = 2.0  # seconds beyond the request's limit for a client to read the end of its response
 KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -31,14 +31,14 @@ KINDS = {
 
 
 def error(status: int, sentence: str, code: str | None = None, **headers: str) -> JSONResponse:
-    """A refusal in the shape of OpenAI's API."""
+    """An error in the format of OpenAI's API."""
     kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
     said = {"message": " ".join(sentence.split()), "type": kind, "param": None, "code": code}
     return JSONResponse({"error": said}, status, {name.replace("_", "-"): value for name, value in headers.items()})
 
 
 class Guard:
-    """Refuses, counts and limits, around the whole application."""
+    """Middleware that checks, counts and limits requests."""
 
     def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics) -> None:
         self.app, self.settings, self.metrics = app, settings, metrics
@@ -47,7 +47,7 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        started, status = time.monotonic(), 499  # nobody was there any more
+        started, status = time.monotonic(), 499  # the client disconnected
         deadline, stalled = started + self.settings.seconds + LAST_WORDS, False
 
         async def noted(message: Message) -> None:
@@ -67,7 +67,7 @@ class Guard:
             app = self.app if refused is None else refused
             await app(scope, self._limited(receive), noted)
         except Exception:
-            if not stalled:  # a client that does not read has no more to be told
+            if not stalled:  # a client that does not read gets no more
                 raise
         finally:
             self.metrics.clients -= 1
@@ -79,12 +79,12 @@ class Guard:
         host = name_of(headers.get("host", ""))
         allowed = settings.allowed or ()
         if settings.hosts is not None and host not in (*settings.hosts, *allowed):
-            sentence = "this service is addressed by another name than its own; use http://127.0.0.1, or start it with"
+            sentence = "this host name is not allowed; use http://127.0.0.1, or start the service with"
             return error(403, f"{sentence} --allow-host NAME", "host")
         origin = headers.get("origin")
         known = origin is None or _same(origin, headers.get("host", "")) or name_of(_netloc(origin)) in allowed
         if not known and scope["method"] not in ("GET", "HEAD"):
-            return error(403, "pages of another origin may not ask this service", "origin")
+            return error(403, "pages of another origin may not use this service", "origin")
         if settings.api_key is not None and scope["path"].startswith(WITH_KEY):
             given = headers.get("authorization", "")
             wanted = f"Bearer {settings.api_key.get_secret_value()}"
@@ -92,7 +92,7 @@ class Guard:
                 sentence = "the API key is wrong or missing; send the header 'Authorization: Bearer KEY'"
                 return error(401, sentence, "invalid_api_key", www_authenticate="Bearer")
         if self.metrics.clients > settings.clients and scope["path"] not in ALWAYS:
-            sentence = f"{settings.clients} requests are being answered, as many as may be; come again later"
+            sentence = f"{settings.clients} requests are being answered, the limit; try again later"
             return error(429, sentence, "too_many_clients", retry_after="1")
         length = headers.get("content-length", "0")
         if not length.isdigit() or int(length) > settings.body:
@@ -100,10 +100,10 @@ class Guard:
         return None
 
     def _too_large(self) -> str:
-        return f"the request has more than {self.settings.body:,} bytes, as many as it may have"
+        return f"the request has more than {self.settings.body:,} bytes, the limit"
 
     def _limited(self, receive: Receive) -> Receive:
-        """The body of a request, which must come in time and not be too large; then news that the client has gone."""
+        """The body of a request, limited in time and size; then the client's disconnect."""
         read, whole = 0, False
         deadline = time.monotonic() + self.settings.seconds
 
@@ -151,7 +151,7 @@ def is_local(address: str) -> bool:
 
 
 def status_of(said: BaseException) -> tuple[int, str | None, dict[str, str]]:
-    """Status, code and headers of a refusal that the engine or the API makes."""
+    """Status, code and headers for an error of the engine or the API."""
     from imdm.serving.api import Missing
     from imdm.serving.engine import Busy, Failed, Stopped, TooLong
 
@@ -168,6 +168,6 @@ def status_of(said: BaseException) -> tuple[int, str | None, dict[str, str]]:
 
 
 def told(said: Any) -> JSONResponse:
-    """A UserError as an answer."""
+    """A UserError as a response."""
     status, code, headers = status_of(said)
     return error(status, str(said), code, **headers)

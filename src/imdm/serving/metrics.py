@@ -1,4 +1,4 @@
-"""What the service has done, in Prometheus' text format."""
+"""Metrics of the service in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Metrics:
         yield from _told("requests_total", "counter", "Requests answered, by route and status.")
         for (route, status), many in sorted(self.requests.items()):
             yield f'imdm_requests_total{{route="{route}",status="{status}"}} {many}'
-        yield from _told("request_seconds", "histogram", "Seconds from a request to the end of its answer.")
+        yield from _told("request_seconds", "histogram", "Seconds from a request to the end of its response.")
         for bound in BOUNDS:
             yield f'imdm_request_seconds_bucket{{le="{bound:g}"}} {self.within[bound]}'
         yield f'imdm_request_seconds_bucket{{le="+Inf"}} {total}'
@@ -42,7 +42,7 @@ class Metrics:
         yield f"imdm_request_seconds_count {total}"
         for name, kind, about, value in (
             ("clients", "gauge", "Requests that are being answered.", self.clients),
-            ("sequences_waiting", "gauge", "Sequences that wait to be taken up.", engine.waiting),
+            ("sequences_waiting", "gauge", "Sequences in the queue.", engine.waiting),
             ("sequences_running", "gauge", "Sequences that are being written.", engine.running),
             ("sequences_total", "counter", "Sequences written.", counts.sequences),
             (

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from imdm.data.tokenizers import special_ids
 from imdm.writer import Writer
 
-MOST = 100_000  # texts that are remembered
-BROKEN = "\ufffd"  # what bytes that are no whole character are decoded to
-OPEN = 3  # bytes of a character that is not whole yet, and so tokens that hold them, at most
+MOST = 100_000  # texts in the cache
+BROKEN = "\ufffd"  # decoding of incomplete characters
+OPEN = 3  # the most bytes of an incomplete character, and so of tokens that hold them
 
 
 class Pieces:
     """What each token adds to the text; of a row without masks the pieces together are its text.
 
-    A token is read together with the one before it, since many tokenizers put the space between words there. Bytes of
-    one character in several tokens are shown where the last of them is.
+    A token is decoded together with the one before it, since many tokenizers need it for the space between words. A
+    character whose bytes are in several tokens is shown at the last of them.
     """
 
     def __init__(self, writer: Writer) -> None:
@@ -30,7 +30,7 @@ class Pieces:
         """A piece for each id, empty for special tokens; None where it is None."""
         out: list[str | None] = []
         before: tuple[int, ...] = ()  # the last token that had text, and special ones after it
-        begun: tuple[int, ...] = ()  # bytes of a character that is not whole yet
+        begun: tuple[int, ...] = ()  # bytes of an incomplete character
         shown = 0  # characters of `before` and `begun` that are in earlier pieces
         for place, token in enumerate(ids):
             if token is None:
@@ -49,7 +49,7 @@ class Pieces:
                 shown = len(self._decoded(before))
             elif len(begun) <= OPEN:
                 out.append("")
-            else:  # whatever comes, all but the last is as it is
+            else:  # all but the last is final
                 out.append(piece[:-1])
                 before, begun = (), begun[-OPEN:]
                 shown = max(0, len(self._decoded(begun)) - 1)

@@ -1,4 +1,4 @@
-"""What the page at `/` asks for: its files, texts frame by frame, ways from one noise to another, a judge's opinion."""
+"""Routes of the page at `/`: its files, texts frame by frame, paths from one noise to another, a judge's scores."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ PAGE = Path(__file__).with_name("page")
 KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 MOST_STEPS = 64
 MOST_POINTS = 65
-TOGETHER = 8  # points of a way that are written at once
+TOGETHER = 8  # points of a path in one batch
 MOST_TEXT = 20_000  # characters
-MOST_JUDGED = 16  # texts that are judged or wait to be
+MOST_JUDGED = 16  # texts being judged or in the queue
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -52,7 +52,7 @@ Events = AsyncGenerator[tuple[str, Mapping[str, Any]]]
 
 
 class Asked(BaseModel):
-    """What all requests of the page share."""
+    """Fields of all requests of the page."""
 
     model_config = ConfigDict(extra="forbid")
     model: str
@@ -72,7 +72,7 @@ class ToWrite(Asked):
 
 
 class ToGo(ToWrite):
-    """The same draws at so many points of the way from one noise to another."""
+    """The same draws at several points of a path from one noise to another."""
 
     between: tuple[Seed, Seed]
     points: int = Field(17, ge=2, le=MOST_POINTS)
@@ -83,7 +83,7 @@ class ToRead(Asked):
 
 
 class ToJudge(Asked):
-    """A row of ids; the first `given` of them were not written and do not count."""
+    """A row of ids; the first `given` of them are context and do not count."""
 
     row: list[Annotated[int, Field(ge=0, lt=1 << 31)]] = Field(min_length=1, max_length=MOST_TEXT)
     given: int = Field(0, ge=0)
@@ -114,7 +114,7 @@ class Author:
         }
 
     def row(self, asked: ToWrite) -> list[int | None]:
-        """What is to be written, with holes."""
+        """The row to fill, with holes."""
         hole, length = self.writer.model.config.mask_token_id, self.writer.model.config.length
         if asked.row is None:
             return [None if token == hole else token for token in self.writer.prefixed(asked.prompt, length)]
@@ -125,12 +125,12 @@ class Author:
         return list(asked.row)
 
     def read(self, text: str) -> dict[str, Any]:
-        """A text as a row that can be filled in again."""
+        """A text as a row that can be infilled."""
         row = self.writer.framed(text)
         return {"ids": row, "pieces": self.pieces.of(row)}
 
     def shown(self, frame: Frame) -> dict[str, Any]:
-        """A frame as the page draws it."""
+        """A frame as JSON for the page."""
         known = [token for token in frame.ids if token is not None]
         return {
             "step": frame.step,
@@ -151,28 +151,29 @@ class Author:
 
 
 class Judges:
-    """The judges that ship, each loaded when it is first asked; one text is read at a time."""
+    """The judges that ship, each loaded on first use; one text is scored at a time."""
 
     def __init__(self, seconds: float) -> None:
-        self.seconds = seconds  # that a text may take, waiting included
+        self.seconds = seconds  # time limit of a text, waiting included
         self._loaded: dict[str, Judge] = {}
         self._room = threading.Semaphore(MOST_JUDGED)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="imdm-judge")
 
     async def read(self, author: Author, asked: ToJudge) -> dict[str, Any]:
-        """A judge's opinion. Who leaves gives up a place in the queue; what is being read is read to its end."""
+        """A judge's score of a text. A client that disconnects loses its place in the queue; a running score is
+        finished."""
         model = author.writer.model
         if len(asked.row) > model.length:
             raise UserError(f"the row has {len(asked.row)} tokens, the model takes 1 to {model.length}")
         check_tokens(torch.tensor(asked.row), model.vocab_size, "row")
         if not self._room.acquire(blocking=False):
-            raise Busy(f"{MOST_JUDGED} texts wait for a judge, as many as may; come again later", 1)
+            raise Busy(f"{MOST_JUDGED} texts wait for a judge, the limit; try again later", 1)
         reading = self._thread.submit(self._read, author, asked)
         reading.add_done_callback(lambda _: self._room.release())
         try:
             return await asyncio.wait_for(asyncio.wrap_future(reading), self.seconds)
         except TimeoutError:
-            raise TooLong(f"the judge took longer than {self.seconds:g} seconds; come again later") from None
+            raise TooLong(f"the judge took longer than {self.seconds:g} seconds; try again later") from None
 
     def _read(self, author: Author, asked: ToJudge) -> dict[str, Any]:
         text, before = author.pieces.text(asked.row), author.pieces.text(asked.row[: asked.given])
@@ -191,7 +192,7 @@ class Judges:
 
 
 def router(engine: Engine, settings: Settings) -> APIRouter:
-    """The page and what it asks for."""
+    """The page and its routes."""
     files = {file.name: file for file in PAGE.iterdir() if file.suffix in KINDS}
     about = {model.name: model.about for model in listed()}
     authors = {name: Author(name, writer, about.get(name, "")) for name, writer in engine.writers.items()}
@@ -295,7 +296,7 @@ def refining(points: int) -> list[int]:
 
 
 async def _stream(request: Request, events: Events) -> Response:
-    """Server-sent events. What is refused at once is an answer of its own, with a status; later it is an event."""
+    """Server-sent events. An error before the first event is a response with a status; later it is an event."""
     first = await while_connected(request, _next(events))
 
     async def lines() -> AsyncGenerator[str]:

@@ -1,4 +1,4 @@
-"""The service as a process: its socket, its signals, its end."""
+"""The service as a process: socket, signals, shutdown."""
 
 from __future__ import annotations
 
@@ -25,19 +25,18 @@ if TYPE_CHECKING:
 
 
 PATIENCE = 10.0  # seconds for a request's header to come, and for a client to go on reading
-AT_ONCE = 16  # connections that are accepted before any of them is looked at
+AT_ONCE = 16  # connections accepted at a time
 QUEUED = 1024  # connections that the system holds until they are accepted
 
 
 def patient(seconds: float, most: int) -> type[asyncio.Protocol]:
-    """Connections that do not wait for ever: one whose header does not come whole, or who does not read on, is closed
-    after so many seconds. Where there are `most` of them, a new one takes the place of the one without a request for
-    the longest time."""
+    """A protocol with timeouts: a connection whose header is incomplete, or whose client stops reading, is closed after
+    so many seconds. Beyond `most` connections, a new one replaces the one that has been idle longest."""
 
     class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         idle_since = 0.0
-        header: asyncio.TimerHandle | None = None  # set while a header is waited for
-        reading: asyncio.TimerHandle | None = None  # set while the client has to read on
+        header: asyncio.TimerHandle | None = None  # set while waiting for a header
+        reading: asyncio.TimerHandle | None = None  # set while waiting for the client to read
 
         @property
         def idle(self) -> bool:
@@ -85,7 +84,7 @@ def patient(seconds: float, most: int) -> type[asyncio.Protocol]:
 
 
 def connections(clients: int) -> int:
-    """How many there may be: some for each request at a time, and no more than the process may open files for."""
+    """The most connections: several for each concurrent request, within the process' limit on open files."""
     most = 4 * clients + 32
     if sys.platform == "win32":
         return most
@@ -96,8 +95,8 @@ def connections(clients: int) -> int:
 
 
 class Server(uvicorn.Server):
-    """Uvicorn, which is told to stop by a signal; the engine then has its grace to finish what runs, and tells the
-    others. No request is left without an answer."""
+    """Uvicorn with a graceful shutdown: after a signal the engine has `grace` seconds to finish running requests and
+    fails the others. Every request gets a response."""
 
     def __init__(self, app: FastAPI, engine: Engine) -> None:
         settings = engine.settings
@@ -132,13 +131,13 @@ class Server(uvicorn.Server):
 
 
 def serve(engine: Engine, listening: socket.socket, on_ready: Callable[[], None]) -> None:
-    """Answer requests until a signal ends it, or a fault. on_ready: called when they may come."""
+    """Serve until a signal or an internal error. on_ready: called when the service accepts requests."""
     with engine:
         warm(engine)
         on_ready()
         Server(make_app(engine), engine).run([listening])
         if engine.broken:
-            raise UserError("the service ended by a fault of its own, told above; start it again")
+            raise UserError("the service stopped after the internal error above; start it again")
 
 
 @contextmanager
@@ -158,7 +157,8 @@ def in_background(engine: Engine) -> Iterator[Server]:
 
 
 def warm(engine: Engine) -> None:
-    """On a GPU the first evaluations are slow: compiled, recorded. So each model writes before anybody asks."""
+    """On a GPU the first evaluations are slow: compilation, CUDA-graph capture. So each model generates once before the
+    first request."""
 
     async def write(name: str, many: int) -> None:
         length = engine.writers[name].model.length
@@ -175,7 +175,7 @@ def warm(engine: Engine) -> None:
 
 
 def address(listening: socket.socket) -> str:
-    """Where a browser finds it."""
+    """Its URL."""
     host, port = listening.getsockname()[:2]
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     return f"http://{shown}:{port}"

@@ -1,4 +1,4 @@
-"""The limits of the service. Their defaults are for a machine of one's own; most are options of `imdm serve`."""
+"""Limits of the service. The defaults are for one's own machine; most are options of `imdm serve`."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from imdm.config import Config
 
 
 class Settings(Config):
-    """What the service does for others, and how much of it.
+    """Limits of the service.
 
     batch    sequences in one network evaluation, at most
-    queue    sequences that are written or wait to be, at most; beyond that a request is told to come again (429)
-    seconds  a request may take, waiting included; then its work is dropped (504)
-    grace    seconds that running requests have to end when the service is stopped
+    queue    sequences running or waiting, at most; beyond that a request is refused (429)
+    seconds  time limit of a request, waiting included; then its work is dropped (504)
+    grace seconds for running requests to finish when the service is stopped
     clients  requests at a time, at most (429)
     body     bytes of a request (413)
     prompt   characters of a prompt, or of a text with blanks
-    tokens   a request may ask for: prompts × n × max_tokens
-    steps    a request may ask for
-    api_key  what a request must bring; none: anybody may ask
-    hosts    names under which it may be addressed; none: any. A page of another name that points here is refused
-    allowed  names under which a proxy is reached: the service may be addressed by them, and pages there may ask
+    tokens   of a request, at most: prompts × n × max_tokens
+    steps of a request, at most
+    api_key  key that requests must send; none: no key is needed
+    hosts    allowed Host names; none: any. Protects against DNS rebinding
+    allowed  further Host names, such as a proxy's, whose pages may use the service too
     """
 
     batch: int = Field(64, ge=1, le=4096)

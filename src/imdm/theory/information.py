@@ -34,8 +34,8 @@ def mutual_information(joint: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Context:
-    """One thing the revealed tokens can say: which positions are masked, what the others hold, how likely that is at
-    one time, and p(x_masked | the others), one axis a masked position."""
+    """One value of the revealed tokens: which positions are masked, the tokens at the others, its probability at one
+    time, and p(x_masked | the others), one axis a masked position."""
 
     masked: tuple[int, ...]
     tokens: Tensor  # (L,), the mask id where masked
@@ -82,7 +82,7 @@ def keep_and_reveal(process: Process, t: float, s: float) -> tuple[float, float]
 
 
 def step_total_correlation(language: Language, process: Process, t: float, s: float) -> Tensor:
-    """TC(z_s | z_t) of the data (the θ-free part of Eq. 6): what any factorized reverse step from t to s must lose.
+    """TC(z_s | z_t) of the data (the θ-free part of Eq. 6): the least loss of any factorized reverse step from t to s.
 
     Which positions a step reveals is independent, so only the values revealed together contribute.
     """

@@ -1,4 +1,4 @@
-"""One loop over objectives and their networks, its checkpoints and its averaged weights."""
+"""The training loop for all objectives and their networks, its checkpoints and averaged weights."""
 
 from imdm.training.config import TrainConfig
 from imdm.training.ema import EMA

@@ -1,12 +1,12 @@
-"""Checkpoints: a folder that holds a whole run by name, in safetensors and JSON, or is not there at all.
+"""Checkpoints: folders with the whole state of a run by name, in safetensors and JSON. They appear whole or not at all.
 
 step-00000500/
-  model.safetensors  config.json     raw weights, loadable by from_pretrained
+  model.safetensors  config.json last weights, loadable by from_pretrained
   ema.safetensors                    averaged weights by parameter name
   optimizer.safetensors              AdamW's moments by parameter name
-  companion.safetensors              what the objective keeps beside the student, such as the round's teacher
-                                     (with LoRA, these three and a teacher made of the student hold what is trained
-                                     alone: the rest is the start's, which the hash of the run names)
+  companion.safetensors              state of the objective beside the student, such as the round's teacher (with LoRA,
+                                     these three and a teacher made of the student hold what is trained alone: the rest
+                                     is the start's, which the hash of the run names)
   networks/NAME/                     the first three of each other network that is trained
   state.json                         step, hash of the run, its resolved recipe, digest of itself
 """
@@ -31,7 +31,7 @@ TENSORS = ("model", "ema", "optimizer")
 
 @dataclass(frozen=True)
 class NetworkState:
-    """What a checkpoint holds of one network; `config` where it has one, to be written beside its weights."""
+    """The part of a checkpoint that belongs to one network; `config`, if it has one, is written beside its weights."""
 
     model: Mapping[str, Tensor]
     ema: Mapping[str, Tensor]
@@ -63,7 +63,7 @@ def steps_present(folder: Path) -> list[int]:
 
 
 def save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
-    """Write aside, rename, then drop all but the newest `keep`."""
+    """Write to a temporary folder, rename it, then delete all but the newest `keep`."""
     path = checkpoint_path(folder, checkpoint.step)
     others = {name: network for name, network in checkpoint.networks.items() if name != STUDENT}
     with written_aside(path) as aside:
@@ -82,7 +82,7 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
 
 
 def _home(path: Path, name: str) -> Path:
-    """Where in a checkpoint a network is."""
+    """The folder of a network in a checkpoint."""
     return path if name == STUDENT else path / "networks" / name
 
 
@@ -95,7 +95,7 @@ def _write(home: Path, network: NetworkState) -> None:
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """On the CPU, and none sharing memory with another, as tied weights do."""
+    """On the CPU, with no shared memory, which tied weights have."""
     seen: set[int] = set()
     apart = {}
     for name, tensor in tensors.items():
@@ -106,7 +106,7 @@ def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def load(path: Path, run: str, networks: Sequence[str] = (STUDENT,)) -> Checkpoint:
-    """Read a checkpoint of this very run; anything else, and anything that is not what was written, is refused."""
+    """Read a checkpoint of this run; refuse those of other runs and damaged ones."""
     what, fields = f"checkpoint {str(path)!r}", {"format": int, "step": int, "run": str, "ema_updates": int}
     remedy = "choose another folder, or delete that one to start over"
     try:
@@ -114,14 +114,14 @@ def load(path: Path, run: str, networks: Sequence[str] = (STUDENT,)) -> Checkpoi
         if state["format"] != FORMAT:
             raise UserError(f"{what} is not an imdm checkpoint of format {FORMAT}")
         updates = _updates(state, what)
-        for name, size in dict(state.get("files", {})).items():  # of a time before digests
+        for name, size in dict(state.get("files", {})).items():  # of versions before digests
             if not (path / name).is_file() or (path / name).stat().st_size != size:
                 raise UserError(f"{what} is damaged: {name} is missing or cut short")
         if state["run"] == run and set(updates) == set(networks):
             found = {name: _read(_home(path, name), what, updates[name]) for name in networks}
             companion = read_tensors(path / "companion.safetensors", what)
     except UserError as error:
-        raise UserError(f"{error}; delete {path} to go on from the one before") from None
+        raise UserError(f"{error}; delete {path} to resume from the one before") from None
     if set(updates) != set(networks):
         raise UserError(
             f"{what} is of a run that trains {_listed(updates)}, and this one trains {_listed(networks)}: "

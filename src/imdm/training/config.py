@@ -1,4 +1,4 @@
-"""How long and how fast a run trains."""
+"""Settings of training."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from imdm.training.lora import Lora, check_lora
 
 
 class TrainConfig(Config):
-    """How long and how fast.
+    """Settings of training.
 
     batch        sequences a step over all processes; micro_batch: at most so many at once on one (None: all)
     lr, warmup   constant rate after a linear warm-up
-    decay        so many steps at the end lower the rate to zero, linearly; such a run cannot be made longer later
-    optimizer    adamw; muon: the momentum of the blocks' matrices made orthogonal, AdamW for all else, at the same rate
-    ema          decay of the averaged weights, which are what a finished run hands over
+    decay        over so many last steps the rate falls linearly to zero; such a run cannot be extended later
+    optimizer    adamw; muon: orthogonalised momentum for the blocks' matrices, AdamW for all else, at the same rate
+    ema          decay of the averaged weights, which a finished run exports
     dropout      another rate than the model's own
-    opening      of a causal backbone that becomes a diffusion model: over the first so many steps its attention opens
-                 gradually, from causal to both sides; 0: it is open from the first
-    checkpoint_blocks   keep what enters each block of the model alone and compute the rest again for its gradient: the
-                 same numbers, less memory, about a third more work
-    lora         train a large model of `transformers` through small ones: `{rank: 64}` (`Lora`)
-    weights      in what precision the finished model is kept; it trains, and is loaded, in float32
+    opening      for a causal backbone that becomes a diffusion model: over so many first steps its attention changes
+                 gradually from causal to bidirectional; 0: bidirectional from the first step
+    checkpoint_blocks   gradient checkpointing: keep only the input of each block and recompute the rest in the backward
+                        pass: the same numbers, less memory, about a third more compute
+    lora         train low-rank adapters of a model of `transformers`: `{rank: 64}` (`Lora`)
+    weights      precision in which the finished model is stored; it trains, and is loaded, in float32
     compile      on a GPU, fuse the model's small operations (torch.compile): about twenty seconds once, then faster
-    graphs       on a GPU, record a step once and replay it (CUDA graphs): faster where steps are short, since launching
-                 their many kernels takes longer than running them; takes more memory. The same numbers up to rounding.
-                 Where there are several processes or micro-batches, or for an objective that cannot be recorded
-                 (`di4c`), steps run as ever
-    shard        over several processes, what each has of a network: `none`: all of it; `full`: its part of weights,
-                 gradients, moments and average, the weights of a block gathered while it runs; `optimizer`: the same,
-                 but weights stay gathered from the forward pass to the backward pass (less to send, more memory)
+    graphs       on a GPU, capture a step as a CUDA graph and replay it: faster where launching a step's many kernels
+                 takes longer than running them; takes more memory. The same numbers up to rounding. No effect with
+                 several processes or micro-batches, or for an objective that cannot be captured (`di4c`)
+    shard        over several processes (FSDP): `none`: each holds all of a network; `full`: each holds a shard of
+                 weights, gradients, moments and average, and the weights of a block are gathered while it runs;
+                 `optimizer`: the same, but weights stay gathered from the forward to the backward pass (less
+                 communication, more memory)
     """
 
     steps: int = Field(ge=1, le=10**9)
@@ -66,11 +66,11 @@ class TrainConfig(Config):
     tensorboard: bool = False
 
     def changed(self, where: str, settings: dict[str, Any]) -> TrainConfig:
-        """The same with some settings of its own, which are checked like these."""
+        """A copy with some settings changed, which are checked too."""
         return TrainConfig.parse(self.model_dump() | settings, where)
 
     def pace(self, step: int) -> float:
-        """What the rate is multiplied by at this step: less than one in the last `decay` of them."""
+        """The factor of the learning rate at this step: less than one in the last `decay` steps."""
         left = max(0, self.steps - step)
         return min(1.0, left / (self.decay + 1)) if self.decay else 1.0
 
@@ -81,20 +81,20 @@ class TrainConfig(Config):
 
     def check(self, world: int, device: torch.device) -> None:
         """Refuse what this machine cannot run."""
-        if self.lora is not None:  # first: what it needs would be refused next
+        if self.lora is not None:  # first: its requirements would be refused below
             check_precision(self.lora.base, device, "training.lora.base")
         check_precision(self.precision, device, "training.precision")
         check_lora(self.lora, self.precision)
         if self.shard != "none" and self.lora is not None:
-            raise UserError(f"training.shard = {self.shard!r}: adapters (training.lora) are not shared out; use none")
+            raise UserError(f"training.shard = {self.shard!r}: adapters (training.lora) cannot be sharded; use none")
         if self.decay >= self.steps:
             raise UserError(
-                f"training.decay = {self.decay}: of training.steps = {self.steps} none would be at the whole rate; "
+                f"training.decay = {self.decay}: of training.steps = {self.steps} none would have the full rate; "
                 "give it fewer"
             )
         if self.opening >= self.steps:
             raise UserError(
-                f"training.opening = {self.opening}: in training.steps = {self.steps} attention would never be open; "
+                f"training.opening = {self.opening}: attention would never be open in training.steps = {self.steps}; "
                 "give it fewer"
             )
         if self.batch % (world * self.accumulation(world)):

@@ -14,8 +14,8 @@ from imdm.sharding import own, shared_like, weights_of
 
 class EMA:
     """θ̄ ← decay·θ̄ + (1 − decay)·θ after every step; the decay warms up as (1 + n)/(10 + n) so that a short run's
-    average forgets its start. Held in float32 by parameter name: reordering a model's layers cannot mix them up. Of a
-    sharded model each process averages its parts."""
+    average forgets its initial weights. Held in float32 by parameter name: reordering a model's layers cannot mix them
+    up. For a sharded model each process averages its shards."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay, self.updates = decay, 0

@@ -1,4 +1,4 @@
-"""`history.jsonl`: what a run logged, a line every so many steps."""
+"""`history.jsonl`: the training log, a line every so many steps."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ LOSS = f"loss: the mean of the last {LAST} logged"
 
 
 def last_loss(history: Sequence[Mapping[str, Any]]) -> float | None:
-    """The loss that terminals and pages give of a training: the mean of the last few that were logged, each itself the
-    mean over the steps since the one before. None while there is none, as where other networks are updated alone."""
+    """The loss that terminals and pages show: the mean of the last few logged losses, each the mean over the steps
+    since the previous one. None without any, as while only other networks are updated."""
     losses = [row["loss"] for row in history if "loss" in row][-LAST:]
     return fmean(losses) if losses else None
 
@@ -29,7 +29,7 @@ def loss_in_words(loss: float | None) -> str:
 
 
 def read_history(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a training folder; each has its step, and all else but warnings is a number."""
+    """The lines of a run's history; each has its step, and all other values but warnings are numbers."""
     path = folder / FILE
     rows = [{name: value for name, value in row.items() if value is not None} for row in read_lines(path)]
     for number, row in enumerate(rows, 1):

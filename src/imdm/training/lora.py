@@ -1,8 +1,8 @@
-"""LoRA: a large model trained through small ones. Each linear layer W of the backbone's blocks learns a change of low
-rank, W + (alpha / rank)·B·A, and W itself stays as it is (arXiv 2106.09685); what is small is trained whole: norms, the
-mask's row of the embedding, and all that is ours, such as the network that reads the masks' noise.
+"""LoRA: low-rank adapters of a large model. Each linear layer W of the backbone's blocks learns a low-rank change, W +
+(alpha / rank)·B·A, and W itself is frozen (arXiv 2106.09685). Small parts are trained in full: norms, the mask's row of
+the embedding, and our own layers, such as the embedding of the masks' noise.
 
-The layers are `peft`'s. B starts at zero, so that a run starts with the law of its start, bit for bit.
+The layers are `peft`'s. B starts at zero, so a run starts with the outputs of its start model, bit for bit.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ NAME = "default"  # peft's own
 class Lora(Config):
     """rank     of each layer's change
     alpha    the change is scaled by alpha / rank; 2·rank unless given
-    dropout  of what the changes read
-    targets  names of the linear layers that change, such as `[q_proj, v_proj]`; all of the blocks unless given
-    base     in what precision weights that stay as they are lie in memory; bf16 needs `training.precision: bf16` and a
-             GPU
+    dropout of the adapters' inputs
+    targets  names of the linear layers with adapters, such as `[q_proj, v_proj]`; all of the blocks unless given
+    base     precision of the frozen weights in memory; bf16 needs `training.precision: bf16` and a GPU
     """
 
     rank: int = Field(ge=1)
@@ -42,7 +41,7 @@ class Lora(Config):
 
 
 class MaskRow(nn.Module):
-    """An embedding that stays as it is but for the mask's row, which learns what is added to it."""
+    """A frozen embedding, but for the mask's row, to which a learnt vector is added."""
 
     def __init__(self, base: Any, mask: int) -> None:
         super().__init__()
@@ -65,7 +64,7 @@ class MaskRow(nn.Module):
 
 
 def add_adapters(model: MaskedDiffusionLM, lora: Lora, seed: int) -> None:
-    """From here on the model trains through adapters, whose first weights follow from `seed`."""
+    """Add adapters to the model, initialised from `seed`; from here on only these and small parts are trained."""
     peft = _peft()
     check_backbone(model.backbone.settings.kind)
     lm = model.backbone.get_network()
@@ -77,7 +76,7 @@ def add_adapters(model: MaskedDiffusionLM, lora: Lora, seed: int) -> None:
     with seeded(fold(as_key(seed), Purpose.INIT, 2)):
         peft.inject_adapter_in_model(peft.LoraConfig(**how, fan_in_fan_out=turned), lm)
     for module in lm.modules():
-        if "norm" in type(module).__name__.lower() and not list(module.children()):  # a norm, not what has some
+        if "norm" in type(module).__name__.lower() and not list(module.children()):  # not a module of norms
             module.requires_grad_(True)
     lm.set_input_embeddings(MaskRow(lm.get_input_embeddings(), model.config.mask_token_id).to(model.device))
     for weight in lm.parameters():
@@ -88,11 +87,11 @@ def add_adapters(model: MaskedDiffusionLM, lora: Lora, seed: int) -> None:
 
 
 def targets_in(lm: Any, wanted: Sequence[str] | None) -> list[str]:
-    """The whole names of the linear layers in the blocks; of those that end like one of the wanted, where some are."""
+    """The full names of the linear layers in the blocks; with `wanted`, of those whose names end with one of these."""
     linear = list(linear_layers(lm))
     if not linear:
         raise UserError(
-            f"training.lora: no layer in the blocks of {lm.config.model_type!r} is linear, and LoRA changes no others; "
+            f"training.lora: the blocks of {lm.config.model_type!r} have no linear layer, and LoRA adapts no others; "
             "leave it out"
         )
     if wanted is None:
@@ -108,11 +107,11 @@ def targets_in(lm: Any, wanted: Sequence[str] | None) -> list[str]:
 
 @torch.no_grad()
 def merged(model: MaskedDiffusionLM) -> MaskedDiffusionLM:
-    """A copy whose weights are what a model with adapters has learnt: a plain one, on the CPU and in float32."""
+    """A copy with its adapters merged into the weights: a plain model, on the CPU and in float32."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     moved = {id(weight): nn.Parameter(_plain(weight), weight.requires_grad) for weight in model.parameters()}
-    plain = copy.deepcopy(model, moved)  # which finds its weights copied
+    plain = copy.deepcopy(model, moved)  # its weights are copied already
     lm = plain.backbone.get_network()
     nn.Module.to(plain, "cpu", torch.float32)
     for name, layer in list(lm.named_modules()):
@@ -133,13 +132,13 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def check_lora(lora: Lora | None, precision: str) -> None:
-    """Refuse what cannot be, before any work."""
+    """Refuse settings that do not work together, before any work."""
     if lora is None:
         return
     _peft()
     if lora.base == "bf16" and precision != "bf16":
         raise UserError(
-            f"training.lora.base = bf16: products are then in bf16 too, but training.precision = {precision}; set both "
+            f"training.lora.base = bf16: matmuls are then in bf16 too, but training.precision = {precision}; set both "
             "to bf16, or both to float32"
         )
 
@@ -148,7 +147,7 @@ def check_backbone(kind: str) -> None:
     """Refuse a model that is not one of `transformers`."""
     if not backbones[kind].whole:
         raise UserError(
-            f"training.lora: backbone {kind!r} is small and trained whole; LoRA is for models of transformers "
+            f"training.lora: backbone {kind!r} is small and trained in full; LoRA is for models of transformers "
             "(backbone 'hf')"
         )
 

@@ -1,4 +1,4 @@
-"""A network in training: its weights, optimiser, rate and average, and its part of a checkpoint."""
+"""A network in training: its weights, optimiser, learning rate and average, and its part of a checkpoint."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ TRAINED = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen
 
 
 class Network:
-    """One of the networks of a run. `model` is what Accelerate made of it, `bare` the same unwrapped; `losses` those
-    since they were last taken."""
+    """One of the networks of a run. `model` is what Accelerate made of it, `bare` the same unwrapped; `losses` are
+    those since the last logged line."""
 
     def __init__(
         self,
@@ -50,12 +50,12 @@ class Network:
         recorded: bool = False,
         sharding: Sharding | None = None,
     ) -> None:
-        """recorded: whether `step` is to be recorded and replayed; sharding: how it is shared out, if it is."""
+        """recorded: whether `step` is captured as a CUDA graph; sharding: how it is sharded, if it is."""
         self.name, self.config, self.accelerator, self.sharding = name, config, accelerator, sharding
         self.lr = torch.zeros((), device=accelerator.device) if recorded else None
         if sharding is None:
             self.model, self.optimizer = accelerator.prepare(module, make_optimizer(module, config, recorded))
-        else:  # Accelerate would make DDP of it on a CPU, and say nothing
+        else:  # Accelerate would silently use DDP on a CPU
             self.model = shard(module, sharding)
             self.optimizer = accelerator.prepare(make_optimizer(module, config, recorded))
         self.bare: Any = accelerator.unwrap_model(self.model)
@@ -67,17 +67,18 @@ class Network:
             self.bare.compile_trunk(training=True)
 
     def rate(self) -> float:
-        """That of the next update: constant after a linear warm-up, times `pace`, which the trainer sets."""
+        """The learning rate of the next update: constant after a linear warm-up, times `pace`, which the trainer
+        sets."""
         return self.pace * self.config.lr * min(1.0, (self.ema.updates + 1) / max(1, self.config.warmup))
 
     def update(self) -> None:
-        """One step of the optimiser with the gradients that are there, then the average."""
+        """One optimiser step with the current gradients, then the EMA."""
         self.set_rate()
         self.step()
         self.ema.update(self.bare)
 
     def set_rate(self) -> None:
-        """Of the next step; where that is recorded, in the tensor that it reads."""
+        """Set the learning rate of the next step; with CUDA graphs, in the tensor that the graph reads."""
         rate = self.rate()
         if self.lr is not None:
             self.lr.fill_(rate)
@@ -85,32 +86,32 @@ class Network:
             group["lr"] = rate if self.lr is None else self.lr
 
     def step(self) -> None:
-        """One step of the optimiser with the gradients that are there."""
+        """One optimiser step with the current gradients."""
         self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
     def mean_loss(self) -> float | None:
-        """Since losses were last taken; None where there was no update."""
+        """Mean loss since the last logged line; None without an update."""
         return float(torch.stack(self.losses).mean()) if self.losses else None
 
     def state(self) -> NetworkState:
-        """All processes gather, the first one gets it. An optimiser that has no moments yet is left alone: asked for
-        them, it would make some."""
+        """All processes gather; the first one gets the result. An optimiser without moments is skipped: reading its
+        state would create some."""
         self._plain_rate()
         small = has_adapters(self.bare)
         model: Any = get_model_state_dict(self.model, options=TRAINED if small else HOME)
         moments: dict[str, Tensor] = {}
         if self.optimizer.state:
             found: Any = get_optimizer_state_dict(self.model, self.optimizer.optimizer, options=HOME)
-            whole = found.get("state", {})  # nothing, but for the first process
+            whole = found.get("state", {})  # empty, except on the first process
             moments = {f"{kind}.{name}": v for name, state in whole.items() for kind, v in state.items()}
         config = self.bare.config if isinstance(self.bare, PreTrainedModel) and not small else None
         average = self.ema.weights if self.sharding is None else whole_on_first(self.ema.weights)
         return NetworkState(model, average, moments, self.ema.updates, config)
 
     def _plain_rate(self) -> None:
-        """A number, as it is in every checkpoint."""
+        """The learning rate as a number, as in every checkpoint."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate()
 
@@ -131,10 +132,10 @@ class Network:
         set_optimizer_state_dict(self.model, optimizer, optim_state_dict=loaded, options=SOME)
         weights = dict(self.bare.named_parameters(remove_duplicate=False))
         for name in current["state"].keys() - state.keys():
-            optimizer.state.pop(weights[name], None)  # asked for above, and so made
+            optimizer.state.pop(weights[name], None)  # created by reading the state above
 
     def _set_weights(self, weights: dict[str, Any]) -> None:
-        """Of a model with adapters those that are trained; all others are the start's, which the run's hash names."""
+        """With adapters only the trained weights; all others are those of the start, which the run's hash covers."""
         small = has_adapters(self.bare)
         if small and set(weights) != set(self.ema.weights):
             odd = sorted(set(weights) ^ set(self.ema.weights))[0]
@@ -144,7 +145,7 @@ class Network:
 
 @contextmanager
 def still(networks: Iterable[Network]) -> Iterator[None]:
-    """No gradient reaches the weights of these inside this block, though it may pass through them."""
+    """Inside this block the weights of these networks get no gradient, though gradients may flow through them."""
     held = list(networks)
     _train_weights(held, False)
     try:
@@ -155,7 +156,7 @@ def still(networks: Iterable[Network]) -> Iterator[None]:
 
 def _train_weights(networks: Iterable[Network], whether: bool) -> None:
     for network in networks:
-        reshard(network.bare)  # what it gathered, and no backward pass dropped, would not know
+        reshard(network.bare)  # else gathered weights that no backward pass freed would be stale
         for weight in network.weights:
             weight.requires_grad_(whether)
 
@@ -163,7 +164,8 @@ def _train_weights(networks: Iterable[Network], whether: bool) -> None:
 def other_networks(
     objective: Objective, model: MaskedDiffusionLM, start: MaskedDiffusionLM | None, seed: int
 ) -> dict[str, Trained]:
-    """What an objective trains beside the student; refused is what could not be trained, or kept, by itself."""
+    """The networks that an objective trains beside the student; refuses those that cannot be trained or saved
+    separately."""
     with seeded(fold(as_key(seed), Purpose.INIT, 1)):
         made = dict(objective.networks(model, start))
     owners = {id(weight): "the start" for weight in (start.parameters() if start is not None else ())}
@@ -179,7 +181,7 @@ def other_networks(
         check_is(what, one, Trained, "a Trained(module)")
         weights = list(one.module.parameters())
         if not any(weight.requires_grad for weight in weights):
-            raise UserError(f"{what} has no weights that can be trained; what is frozen belongs into the companion")
+            raise UserError(f"{what} has no trainable weights; frozen networks belong in the companion")
         owner = next((owners[id(weight)] for weight in weights if id(weight) in owners), None)
         if owner is not None:
             raise UserError(f"{what} shares weights with {owner}; give it a copy")
@@ -188,8 +190,7 @@ def other_networks(
 
 
 def settings_of(others: Mapping[str, Trained]) -> list[Any]:
-    """What the hash of a run says of other networks: their own settings and first weights; nothing where there are
-    none."""
+    """What the hash of a run includes of other networks: their settings and initial weights; empty without any."""
     if not others:
         return []
     weights = {name: {n: w.cpu() for n, w in one.module.state_dict().items()} for name, one in others.items()}

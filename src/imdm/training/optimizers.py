@@ -1,4 +1,4 @@
-"""What moves the weights: AdamW, or Muon for the matrices of the blocks and AdamW for all else."""
+"""Optimisers: AdamW, or Muon for the matrices of the blocks and AdamW for all else."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from imdm.training.config import TrainConfig
 MOMENTUM = 0.95
 ROUNDS = 5
 QUINTIC = (3.4445, -4.7750, 2.0315)
-"""x ← a x + b x³ + c x⁵ brings each singular value near 1 in few rounds, and keeps it between about 0.7 and 1.2."""
+"""x ← a x + b x³ + c x⁵ brings each singular value near 1 in few iterations, and keeps it between about 0.7 and 1.2."""
 LIKE_ADAMW = 0.2
-"""The root mean square of an update of AdamW, about: so Muon takes the same rate."""
+"""The approximate RMS of an AdamW update; Muon's is scaled to it, so both use the same learning rate."""
 
 
 def make_optimizer(module: nn.Module, config: TrainConfig, recorded: bool) -> torch.optim.AdamW:
-    """The optimiser that `config` asks for. recorded: its step is to be recorded as a CUDA graph."""
+    """The optimiser of `config`. recorded: its step is captured in a CUDA graph."""
     settings: dict[str, Any] = {
         "lr": config.lr,
         "betas": config.betas,
@@ -45,11 +45,10 @@ def make_optimizer(module: nn.Module, config: TrainConfig, recorded: bool) -> to
 
 
 class Muon(torch.optim.AdamW):
-    """Momentum, made orthogonal by the Newton–Schulz iteration, for the groups that say how many matrices lie in each
-    of their weights, one above the other (`matrices`); AdamW for the others. An update is scaled to the size that
-    AdamW's would have, 0.2·√max(rows, columns), so that one rate serves both. Matrices of one shape are computed
-    together; of those that are shared out every process gathers one weight at a time, and keeps its part of the
-    result."""
+    """Momentum orthogonalised by the Newton–Schulz iteration, for parameter groups with `matrices` (how many matrices
+    are stacked in each weight); AdamW for the others. An update is scaled by 0.2·√max(rows, columns), the size of
+    AdamW's, so that one learning rate serves both. Matrices of one shape are computed together; sharded weights are
+    gathered one at a time by every process, which keeps its shard of the result."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -60,7 +59,7 @@ class Muon(torch.optim.AdamW):
             self._move(list(same))
         held = [(weight, weight.grad) for weight, _ in moving]
         for weight, _ in held:
-            weight.grad = None  # AdamW passes by what has none
+            weight.grad = None  # AdamW skips weights without a gradient
         try:
             return super().step(closure)
         finally:
@@ -93,12 +92,12 @@ def _shape(weight: Tensor, group: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _alone(weight: Tensor) -> int | None:
-    """What tells a weight that is shared out from all others."""
+    """A key that keeps a sharded weight apart from all others."""
     return id(weight) if isinstance(weight, DTensor) else None
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
-    """About U Vᵀ of each matrix U S Vᵀ of (..., rows, columns); bf16 on a GPU, where it is fast and exact enough."""
+    """About U Vᵀ of each matrix U S Vᵀ of (..., rows, columns); bf16 on a GPU, where it is fast and precise enough."""
     wide = matrices.shape[-2] <= matrices.shape[-1]
     x = matrices if wide else matrices.mT
     x = x.bfloat16() if x.is_cuda else x

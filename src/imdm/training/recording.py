@@ -1,8 +1,8 @@
-"""Training steps recorded as CUDA graphs: thousands of small kernels for the price of one launch.
+"""Training steps captured as CUDA graphs: thousands of small kernels in one launch.
 
-A graph reads and writes the same memory each time. So what a step is given is copied into places that stay, weights,
-moments and averages stay where they are, and what changes from step to step is a number in a tensor. The shape of what
-is given belongs to a recording; objectives that are told to (`Step.fill`) keep to a few.
+A graph reads and writes the same memory each time. So inputs are copied into fixed buffers, weights, moments and
+averages stay where they are, and values that change from step to step are in tensors. A graph is for one shape of
+inputs; with `Step.fill`, objectives pad to a few shapes.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ Run = Callable[[], Tensor]
 
 
 class Graphs(Protocol):
-    """What records and replays."""
+    """Captures and replays."""
 
     def aside(self) -> AbstractContextManager[None]:
-        """Steps run inside this block, recorded or not."""
+        """The context in which steps run, captured or not."""
 
     def record(self, run: Run) -> Run:
-        """Does not run it; what comes back does whenever it is called, and gives the tensor that `run` gave, which the
-        next call overwrites."""
+        """Capture `run` without executing it. Calling the result replays it and returns the tensor that `run` returned,
+        which the next call overwrites."""
 
     def forget(self) -> None:
-        """All that was recorded will be dropped: it must not be running any more."""
+        """Wait until no graph is running, as all will be dropped."""
 
 
 class CudaGraphs:
-    """On a GPU. Steps run on a stream of their own: the usual one cannot be recorded, and what the gradients of
-    weights are summed by belongs to the stream on which it was first used."""
+    """On a GPU. Steps run on a stream of their own: the default stream cannot be captured, and the gradient
+    accumulators of weights belong to the stream on which they were first used."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.cuda.Stream(device)
@@ -53,7 +53,7 @@ class CudaGraphs:
         usual.wait_stream(self.stream)
 
     def record(self, run: Run) -> Run:
-        gc.collect()  # what a step before may have left in circles
+        gc.collect()  # reference cycles of earlier steps
         graph = torch.cuda.CUDAGraph()
         how: Any = {"pool": self.pool, "stream": self.stream, "capture_error_mode": "thread_local"}
         with torch.cuda.graph(graph, **how):  # other threads may work meanwhile
@@ -71,14 +71,14 @@ class CudaGraphs:
 
 
 def graphs_on(device: torch.device) -> Graphs | None:
-    """None where there are none."""
+    """None where there are no CUDA graphs."""
     return CudaGraphs(device) if device.type == "cuda" else None
 
 
 class Recorder:
-    """Runs a step as it is the first `WARM` times that it comes in some shape, which compiles and plans what must be,
-    records it the next time, and replays it from then on. These are real steps, each of them. Shapes beyond the first
-    `KEPT` that came so often are run as they are."""
+    """Runs a step eagerly the first `WARM` times that a shape occurs (warm-up: compilation, cuDNN plans), captures it
+    the next time, and replays it from then on. All of these are real training steps. Shapes beyond the first `KEPT`
+    captured ones run eagerly."""
 
     WARM, KEPT = 2, 16
 
@@ -91,8 +91,8 @@ class Recorder:
         self.held: list[Any] = []
 
     def forget(self, under: Hashable = None, held: list[Any] | None = None) -> None:
-        """What was recorded is stale. under: what recordings from now on hold for; held: what they read beside weights
-        and what they are given, kept so that it stays where it is."""
+        """Drop all graphs, as they are stale. under: what graphs captured from now on are valid for; held: tensors they
+        read beside weights and inputs, referenced so that their memory is not freed."""
         if self.recorded:
             self.graphs.forget()
             self.recorded = {}
@@ -100,8 +100,8 @@ class Recorder:
         self.under, self.held = under, held or []
 
     def __call__(self, what: Hashable, given: Any, run: Callable[[Any], Tensor]) -> Tensor:
-        """run(given), of which recordings hold for the same `what` and shapes. The tensors of `given`, and the one that
-        comes back, are others each time."""
+        """run(given), by a graph captured for the same `what` and shapes. The tensors of `given`, and the one returned,
+        are new each time."""
         shapes = tuple((path, _shape(leaf)) for path, leaf in leaves(given))
         key = what, shapes
         self.seen[key] += 1
@@ -114,13 +114,13 @@ class Recorder:
             except RuntimeError as error:
                 if is_out_of_memory(error):
                     raise
-                cause = error.__context__ or error  # the first one; then the recording could not be ended
+                cause = error.__context__ or error  # the first one; it then made the capture fail
                 reason = next(iter(str(cause).strip().splitlines()), type(cause).__name__)
-                raise UserError(f"training.graphs: this step cannot be recorded ({reason}); set it to false") from error
+                raise UserError(f"training.graphs: this step cannot be captured ({reason}); set it to false") from error
         return self.recorded[key]().clone()
 
     def _put(self, path: str, leaf: Any) -> Any:
-        """A tensor's numbers in the place that tensors of its shape have there; recordings of other shapes share it."""
+        """Copy a tensor into the fixed buffer for its path and shape; graphs of other input shapes share it."""
         if not isinstance(leaf, Tensor):
             return leaf
         key = path, _shape(leaf)
@@ -148,7 +148,7 @@ def mapped(value: Any, change: Callable[[str, Any], Any], path: str = "") -> Any
 
 
 def leaves(value: Any) -> list[tuple[str, Any]]:
-    """What is in tuples, lists, mappings and dataclasses, and where."""
+    """The leaves of tuples, lists, mappings and dataclasses, with their paths."""
     found: list[tuple[str, Any]] = []
     mapped(value, lambda path, leaf: found.append((path, leaf)))
     return found

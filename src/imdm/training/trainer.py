@@ -53,11 +53,11 @@ class Trainer:
 
     `model/` the averaged weights, `raw/` the last ones, `checkpoints/` (which carry `recipe`, the settings that made
     them), and `history.jsonl`: the loss every `log_every` steps; every `watch_every` what `watch` measures and the
-    objective's early signals, with a warning once they promise a bad end.
-    `networks` holds the student and whatever else the objective trains, each with its optimiser and average; `model`,
-    `bare`, `optimizer` and `ema` are the student's.
-    `start` is the model that the student was made from, where it is another; the first teacher of a self-distillation.
-    A run that stopped goes on from its newest checkpoint, bit for bit on CPU; a finished one returns at once.
+    objective's early signals, with a warning once they predict a failure. `networks` holds the student and whatever
+    else the objective trains, each with its optimiser and average; `model`, `bare`, `optimizer` and `ema` are the
+    student's. `start` is the model that the student was made from, if it is another; the first teacher of a
+    self-distillation. A stopped run resumes from its newest checkpoint, bit for bit on CPU; a finished one returns at
+    once.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Trainer:
         configs = {name: config.changed(f"networks.{name}", one.settings()) for name, one in others.items()}
         loop = {"checkpoint_every", "keep_checkpoints", "log_every", "tensorboard", "weights", "graphs"}
         loop |= {"micro_batch", "checkpoint_blocks", "shard"}
-        if not config.decay:  # else when the rate begins to fall depends on them
+        if not config.decay:  # else the decay schedule depends on them
             loop.add("steps")
         settings = {name: value for name, value in config.hashed().items() if name not in loop}
         looks = [watch_every] if objective.heeds_looks else []
@@ -124,7 +124,7 @@ class Trainer:
             self.networks[name] = Network(name, one.module, configs[name], self.accelerator, recorded, self.sharding)
         self.model, self.optimizer, self.ema = student.model, student.optimizer, student.ema
         self.bare: MaskedDiffusionLM = student.bare
-        self._updates(0)  # refused now rather than later
+        self._updates(0)  # refuse wrong ones now
         objective.check_steps(config.steps)
         self.companion = objective.companion(self.bare, start)
         self.beside = Beside(self.accelerator.device)
@@ -137,7 +137,7 @@ class Trainer:
         if lacking:
             raise UserError(
                 f"objective {self.objective.kind!r} needs the column {lacking[0]!r}, which its data does not have; "
-                "give it a coupling"
+                "use a coupling as data"
             )
         self.objective.check(model.process.noisy)
         if model.config.causal != self.objective.causal:
@@ -146,17 +146,17 @@ class Trainer:
         if self.config.opening and not model.backbone.opens:
             raise UserError(
                 f"training.opening = {self.config.opening}: only a causal model of backbone 'hf' that becomes a "
-                "diffusion model has an attention to open; leave it out"
+                "diffusion model has attention to open; leave it out"
             )
         if self.config.opening and self.config.graphs:
-            raise UserError("training.opening and training.graphs: a recorded step cannot open; leave one out")
+            raise UserError("training.opening and training.graphs: a captured step has fixed attention; leave one out")
         if self.config.opening:
             model.backbone.check_opening()
         check_fits(self.source, model.config)
         self.config.check(self.accelerator.num_processes, self.accelerator.device)
 
     def _recorder(self) -> Recorder | None:
-        """Where steps are to be recorded, and can be."""
+        """For steps as CUDA graphs, if they are requested and possible."""
         alone = self.accelerator.distributed_type == DistributedType.NO and self.accumulation == 1
         if not (self.config.graphs and self.objective.recordable and alone):
             return None
@@ -168,7 +168,7 @@ class Trainer:
         return self.config.accumulation(self.accelerator.num_processes)
 
     def slots(self, micro: int) -> Tensor:
-        """This process' places in the global batch for one micro-batch: interleaved, so that each sees all times."""
+        """This process' indices in the global batch for one micro-batch: interleaved, so that each covers all times."""
         stride = self.accelerator.num_processes * self.accumulation
         first = self.accelerator.process_index * self.accumulation + micro
         return torch.arange(first, self.config.batch, stride)
@@ -176,7 +176,7 @@ class Trainer:
     def batch(
         self, micro: int, update: int = 0, updated: tuple[str, ...] = (STUDENT,)
     ) -> tuple[dict[str, Tensor], Step]:
-        """Rows and what the objective makes of them before the networks run."""
+        """Rows, and the result of `Objective.start` for them."""
         slots, device = self.slots(micro), self.accelerator.device
         rows = self.source.rows(self.order(self.step * self.config.batch + slots))
         with self.beside:
@@ -188,14 +188,14 @@ class Trainer:
         return batch, step
 
     def _sent(self, values: Tensor, device: torch.device) -> Tensor:
-        """On the device, without waiting until it is there."""
+        """Copy to the device without waiting for it."""
         if device.type != "cuda":
             return values.to(device)
         return values.pin_memory().to(device, non_blocking=True)
 
     def train_step(self) -> Tensor:
-        """One step: the updates that the objective asks for. Returns the student's loss of the global batch; where the
-        student is not updated, that of the last network that is."""
+        """One step: all updates of the objective. Returns the student's loss over the global batch; if the student is
+        not updated, that of the last network that is."""
         with nullcontext() if self.recorder is None else self.recorder.graphs.aside():
             renewed = self.objective.turn(self.companion, self.step, self.ema.weights)
             if renewed:
@@ -215,13 +215,13 @@ class Trainer:
         return losses.get(STUDENT, [*losses.values()][-1])
 
     def _open(self) -> None:
-        """How far the student's attention is open in this step."""
+        """Set how far the student's attention is open in this step."""
         if self.config.opening:
             key = fold(as_key(self.seed), Purpose.OPENING, self.step)
             self.bare.backbone.open_attention(min(1.0, self.step / self.config.opening), key)
 
     def _fixed(self) -> Hashable:
-        """What a recorded step holds for."""
+        """What a captured step is valid for."""
         training = tuple(network.bare.training for network in self.networks.values())
         return training, self.objective.fixed(self.companion)
 
@@ -231,24 +231,24 @@ class Trainer:
         return [model for model in found if isinstance(model, torch.nn.Module)]
 
     def _held(self) -> list[Any]:
-        """What recorded steps read beside weights and rows: tables that are remembered elsewhere, and not for ever."""
+        """What captured steps read beside weights and rows: cached tables that might be evicted."""
         known = [model for model in self._models() if isinstance(model, MaskedDiffusionLM)]
         device = self.accelerator.device
         return [model.backbone.beside(self.source.length + model.config.mixture, device) for model in known]
 
     def _updates(self, step: int) -> list[tuple[str, ...]]:
-        """The updates of a step, each of networks that are there."""
+        """The updates of a step; refuses unknown networks."""
         updates = [tuple(names) for names in self.objective.updates(step)]
         for names in updates or [()]:
             if not names or len(set(names)) < len(names) or not set(names) <= set(self.networks):
                 raise UserError(
-                    f"objective {self.objective.kind!r} asks at step {step} for the updates {updates}; "
+                    f"objective {self.objective.kind!r} has at step {step} the updates {updates}; "
                     f"each names one or more of {', '.join(self.networks)}"
                 )
         return updates
 
     def _update(self, number: int, names: tuple[str, ...]) -> dict[str, Tensor]:
-        """One update of these networks, all others as they are; returns their losses of the global batch."""
+        """One update of these networks, all others unchanged; returns their losses over the global batch."""
         moved = [self.networks[name] for name in names]
         if self.recorder is not None:
             total = self._replayed(self.recorder, number, names)
@@ -270,7 +270,7 @@ class Trainer:
         return dict(zip(names, found, strict=True))
 
     def _gradients(self, batch: Mapping[str, Tensor], step: Step) -> Tensor:
-        """Those of one micro-batch, added to what the updated networks have; returns their losses."""
+        """Accumulate the gradients of one micro-batch in the updated networks; returns their losses."""
         updated = step.updated
         modules = {name: one.model if name in updated else one.bare for name, one in self.networks.items()}
         model = modules.pop(STUDENT)
@@ -281,11 +281,12 @@ class Trainer:
         return torch.stack([loss.detach() for loss in losses])
 
     def _others_still(self, names: Sequence[str]) -> AbstractContextManager[None]:
-        """No gradient reaches the weights of other networks than these inside this block."""
+        """Inside this block only these networks get gradients."""
         return still(network for name, network in self.networks.items() if name not in names)
 
     def _replayed(self, recorder: Recorder, number: int, names: tuple[str, ...]) -> Tensor:
-        """One update, recorded when it can be: gradients and optimiser. Averages, whose decay changes, come after."""
+        """One update as a CUDA graph: gradients and optimiser step. The EMA, whose decay changes, is updated after
+        it."""
         batch, step = self.batch(0, number, names)
         index = torch.full((), self.step, device=self.accelerator.device)
         moved = [self.networks[name] for name in names]
@@ -312,21 +313,21 @@ class Trainer:
         if not isinstance(given, Mapping) or set(given) != set(names):
             what = f"those of {', '.join(given)}" if isinstance(given, Mapping) else "one for all"
             raise UserError(
-                f"objective {self.objective.kind!r} gave other losses ({what}) than the update is of; "
+                f"objective {self.objective.kind!r} returned losses ({what}) that do not match the update; "
                 f"it needs one for each of {', '.join(names)}"
             )
         return [given[name] for name in names]
 
     def _precision(self) -> AbstractContextManager[Any]:
-        """bf16 where it is fast; weights, norms, softmax and optimiser stay in float32. Not Accelerate's own,
-        which holds for the whole process: the stages of a recipe may differ."""
+        """bf16 where it is fast; weights, norms, softmax and optimiser stay in float32. Not Accelerate's own, which is
+        global to the process: the stages of a recipe may differ."""
         if self.config.precision == "float32":
             return nullcontext()
         return torch.autocast(self.accelerator.device.type, torch.bfloat16)
 
     def train(self) -> Path:
-        """Run to the end; returns the folder of the finished model. Ctrl-C or SIGTERM ends the step and leaves a
-        checkpoint; once more, and it ends at once (with several processes always at once)."""
+        """Train to the end; returns the folder of the finished model. Ctrl-C or SIGTERM finishes the step and writes a
+        checkpoint; a second one stops at once (with several processes the first does)."""
         alone = self.accelerator.num_processes == 1
         with working_in(self.out) if self.accelerator.is_main_process else nullcontext():
             self.resume()
@@ -350,7 +351,7 @@ class Trainer:
                 loss = losses.get("loss", loss)
             if self._due(self.watch_every):
                 paused = time.perf_counter()
-                self._look(writer)  # which may end the run
+                self._look(writer)  # may end the run
                 started += time.perf_counter() - paused
             if self._due(self.config.log_every):
                 pace = steps / (time.perf_counter() - started)  # steps a second
@@ -372,7 +373,7 @@ class Trainer:
 
     def _losses(self) -> dict[str, float]:
         """The mean loss of each network that was updated since the last line of the history: `loss` the student's,
-        `loss_NAME` another's. What is no number is refused, before a checkpoint could be made of it."""
+        `loss_NAME` another's. NaN or infinity is refused, before it gets into a checkpoint."""
         losses = {}
         for name, network in self.networks.items():
             mean = network.mean_loss()
@@ -385,7 +386,7 @@ class Trainer:
         return losses
 
     def _look(self, writer: Any) -> None:
-        """The objective's early signals and what `watch` measures, and a warning where they promise nothing good."""
+        """Log the objective's early signals and the measurements of `watch`, and warn if they predict a failure."""
         with self.averaged(), gathered(self._models()), self._precision():
             others = {name: one.bare for name, one in self.networks.items() if name != STUDENT}
             signals = self.objective.signals(self.bare, self.source, self.seed, self.companion, others)
@@ -410,7 +411,7 @@ class Trainer:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Averaged weights and no dropout inside this block; both put back after it."""
+        """Averaged weights and no dropout inside this block; both are restored after it."""
         training = self.bare.training
         with self.ema.applied(self.bare):
             self.bare.eval()
@@ -442,7 +443,7 @@ class Trainer:
         return self.out / "checkpoints"
 
     def save(self) -> None:
-        """All processes gather, the first one writes, none goes on before it is done."""
+        """All processes gather, the first one writes, the others wait for it."""
         networks = {name: network.state() for name, network in self.networks.items()}
         first = self.accelerator.is_main_process
         companion, values = {}, {}
@@ -456,7 +457,7 @@ class Trainer:
         self.accelerator.wait_for_everyone()
 
     def resume(self) -> None:
-        """Go on from the newest checkpoint of this run, if there is one."""
+        """Resume from the newest checkpoint of this run, if there is one."""
         self.accelerator.wait_for_everyone()
         present = checkpoint.steps_present(self.checkpoints)
         if not present:
@@ -469,7 +470,7 @@ class Trainer:
                 f"checkpoint {str(path)!r} is at step {point.step}, beyond training.steps = {self.config.steps}"
             )
         if self.recorder is not None:
-            self.recorder.forget()  # what is loaded may lie elsewhere
+            self.recorder.forget()  # loaded tensors may be at other addresses
         for name, network in self.networks.items():
             network.load(point.networks[name])
         if self.companion:
@@ -478,7 +479,7 @@ class Trainer:
         self._forget_history()
 
     def _forget_history(self) -> None:
-        """Lines beyond the step we go on from will be written again."""
+        """Drop lines beyond the step that is resumed from; they will be written again."""
         path = self.out / history.FILE
         if self.accelerator.is_main_process and path.exists():
             rows = [row for row in read_history(self.out) if row["step"] <= self.step]
@@ -498,7 +499,7 @@ class Trainer:
         self.accelerator.wait_for_everyone()
 
     def _write(self, name: str, model: MaskedDiffusionLM | None) -> None:
-        """A model that may be changed for it, where this process has it."""
+        """Write a model, if this process has it; the model may be modified."""
         if model is None:
             return
         with written_aside(self.out / name) as aside:

@@ -6,7 +6,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 
 class MaskedDiffusionConfig(PreTrainedConfig):
-    """What a model is made of.
+    """The settings of a model.
 
     vocab_size, mask_token_id   the mask token is one of the vocabulary, and never predicted
     length          the longest sequence
@@ -15,7 +15,7 @@ class MaskedDiffusionConfig(PreTrainedConfig):
     mixture         whether a latent shared by all positions is appended as one more token
     schedule        {"kind": "log-linear" or "cosine", "floor": …}
     width, blocks, heads, dropout, softcap    of the transformer
-    backbone        {"kind": "hf", "config": …, "shift": …}: a model of `transformers` in the transformer's place;
+    backbone        {"kind": "hf", "config": …, "shift": …}: a model of `transformers` instead of our transformer;
                     "shift": each position is predicted by the row before it
     bos_token_id, eos_token_id, pad_token_id  of a model that writes whole texts; else None
     lengths         of such a model: the share of texts of 0, 1, 2 … tokens, where the end is drawn first; else None
@@ -61,7 +61,7 @@ class MaskedDiffusionConfig(PreTrainedConfig):
         self.lengths = lengths
 
     def network(self) -> Any:
-        """The configuration of the model in the transformer's place, None where there is none."""
+        """The configuration of the model that replaces our transformer, None without one."""
         backbone = getattr(self, "backbone", None)
         if backbone is None:
             return None

@@ -25,12 +25,12 @@ from transformers.modeling_outputs import MaskedLMOutput
 
 from .configuration_imdm import MaskedDiffusionConfig
 
-AT_ONCE = 1 << 24  # elements of (rows, V) in memory at a time, while text is written
+AT_ONCE = 1 << 24  # elements of (rows, V) in memory at a time, in sampling
 Rope = tuple[Tensor, Tensor]
 
 
 class Norm(nn.LayerNorm):
-    """In float32, whatever the weights are."""
+    """In float32, whatever the weights' dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.weight.float(), self.bias.float()
@@ -58,7 +58,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.width, config.width, bias=False)
 
     def forward(self, x: Tensor, rope: Rope, seen: Tensor | None, kept: list[Tensor] | None) -> Tensor:
-        """seen (B, 1, 1, L): which positions are read; kept: where to put what each position reads, (B, H, L, L)."""
+        """seen (B, 1, 1, L): positions that are attended to; kept: a list for attention weights (B, H, L, L)."""
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
         q, k = rotate(q, *rope), rotate(k, *rope)
         if self.softcap is None and kept is None:
@@ -99,7 +99,7 @@ class Block(GradientCheckpointingLayer):
 
 
 class NoiseMLP(nn.Module):
-    """What the noise of a mask adds to the mask token's embedding."""
+    """The noise embedding, which is added to the mask token's."""
 
     def __init__(self, dim: int, width: int) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class MixtureToken(nn.Module):
 
 
 class Rows(nn.Module):
-    """Stands for the trunk of a language model: whatever it is asked, it gives these rows (1, R, D)."""
+    """Replaces the trunk of a language model: returns these rows (1, R, D) whatever the input."""
 
     def __init__(self, rows: Tensor) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class Rows(nn.Module):
 
 
 class _Output(tuple[Tensor]):
-    """Hidden states, and None for all that a trunk may give beside them."""
+    """Hidden states, and None for all other outputs of a trunk."""
 
     @property
     def last_hidden_state(self) -> Tensor:
@@ -156,7 +156,7 @@ class _Output(tuple[Tensor]):
 
 
 def set_dropout(network: nn.Module, rate: float) -> None:
-    """One rate for all that it drops: hidden states, attention."""
+    """One rate for all dropout: hidden states, attention."""
     for module in network.modules():
         if isinstance(module, nn.Dropout):
             module.p = rate
@@ -166,11 +166,11 @@ def set_dropout(network: nn.Module, rate: float) -> None:
 
 
 def open_network(config: MaskedDiffusionConfig) -> PreTrainedModel:
-    """The model of `transformers` in the transformer's place, each position seeing all."""
+    """The model of `transformers` that replaces our transformer, with bidirectional attention."""
     network = config.network()
     masked = type(network) in MODEL_FOR_MASKED_LM_MAPPING
     kind: Any = (MODEL_FOR_MASKED_LM_MAPPING if masked else MODEL_FOR_CAUSAL_LM_MAPPING)[type(network)]
-    capped = getattr(network, "attn_logit_softcapping", None) is not None  # which the fused attention leaves out
+    capped = getattr(network, "attn_logit_softcapping", None) is not None  # which fused attention does not apply
     eager = {"attn_implementation": "eager"} if capped or config._attn_implementation == "eager" else {}
     lm = kind._from_config(network, **eager)
     set_dropout(lm, config.dropout)
@@ -233,12 +233,12 @@ class MaskedDiffusionLM(PreTrainedModel):
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
     ) -> Any:
-        """As in `transformers`; tokens that have a meaning, as the mask, keep their ids."""
+        """As in `transformers`; special tokens, such as the mask, keep their ids."""
         config = self.config
         special = [config.mask_token_id, config.bos_token_id, config.eos_token_id, config.pad_token_id]
         least = 1 + max(token for token in special if token is not None)
         if new_num_tokens is not None and new_num_tokens < least:
-            raise ValueError(f"new_num_tokens = {new_num_tokens}: at least {least}, as token {least - 1} has a meaning")
+            raise ValueError(f"new_num_tokens = {new_num_tokens}: at least {least}, as token {least - 1} is special")
         if not self.whole:
             return super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
         found = self.lm.resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
@@ -265,7 +265,7 @@ class MaskedDiffusionLM(PreTrainedModel):
 
         attention_mask  (B, L): 0 at padding, before or after the text
         labels          (B, L): `loss` is the cross-entropy in nats, averaged over labels that are not −100
-        noise           of masks that carry some: a seed, or the noise itself, (B, L, dim) or, of finite masks, (B, L);
+        noise           for masks with noise: a seed, or the noise itself, (B, L, dim) or, of finite masks, (B, L);
                         None: drawn anew in each call
         """
         config = self.config
@@ -294,7 +294,7 @@ class MaskedDiffusionLM(PreTrainedModel):
         return found if (config.return_dict if return_dict is None else return_dict) else found.to_tuple()
 
     def embed(self, tokens: Tensor, noise: Tensor | None) -> Tensor:
-        """E(token), and E(mask) + what the noise adds where a token is masked: (B, L, D)."""
+        """E(token), and E(mask) + noise embedding where a token is masked: (B, L, D)."""
         x = self.get_input_embeddings()(tokens)
         if noise is None:
             return x
@@ -322,7 +322,8 @@ class MaskedDiffusionLM(PreTrainedModel):
         states: bool = False,
         attentions: bool = False,
     ) -> tuple[Tensor, Any, Any]:
-        """Embeddings (B, L, D) → hidden states (B, L, ·); on request those of all layers, and their attention."""
+        """Embeddings (B, L, D) → hidden states (B, L, ·); on request those of all layers, and their attention
+        weights."""
         L, seen = x.shape[1], None
         if attention_mask is not None and not bool(attention_mask.bool().all()):
             seen = attention_mask.bool()
@@ -358,9 +359,9 @@ class MaskedDiffusionLM(PreTrainedModel):
         states: bool,
         weights: bool,
     ) -> tuple[Tensor, Any, Any]:
-        """The trunk of a model of `transformers`, sliding windows opened."""
+        """The trunk of a model of `transformers`, without sliding windows."""
         lm, T = self.lm, x.shape[1]
-        if weights and lm.config._attn_implementation != "eager":  # the fused attention keeps none
+        if weights and lm.config._attn_implementation != "eager":  # fused attention returns none
             lm = copy.deepcopy(lm, {id(tensor): tensor for tensor in (*lm.parameters(), *lm.buffers())})
             lm.set_attn_implementation("eager")
         given: dict[str, Any] = {"inputs_embeds": x}
@@ -396,7 +397,7 @@ class MaskedDiffusionLM(PreTrainedModel):
         return bool(other) or (window is not None and length > window // 2)
 
     def _logits(self, rows: Tensor) -> Tensor:
-        """(…, ·) → (…, V); the least number there is for the mask, and for tokens that the head does not know."""
+        """(…, ·) → (…, V); the lowest finite value for the mask, and for tokens that the head does not have."""
         if self.whole:
             ended = copy.copy(self.lm)  # the same layers, but for the trunk
             trunk = Rows(rows.reshape(1, -1, rows.shape[-1]))
@@ -432,8 +433,8 @@ class MaskedDiffusionLM(PreTrainedModel):
         attention_mask  (B, L): 0 at padding beside prompts, which is left out
         length          of the result; the model's own unless given. max_new_tokens: so many after the longest prompt
         num             how often each row is completed, one row after another
-        temperature     0 takes the likeliest token; top_p: draw from the likeliest that reach this probability alone
-        noise           what the noise of a mask does while it stays masked: `posterior` redraws it, `keep` keeps it
+        temperature     0 takes the likeliest token; top_p: draw only from the likeliest whose probabilities sum to this
+        noise           noise of positions that stay masked: `posterior` redraws it, `keep` keeps it
         seed            None: from torch's generator
 
         A model of whole texts begins and ends them itself: after the end comes padding.
@@ -504,7 +505,7 @@ class MaskedDiffusionLM(PreTrainedModel):
             if not keep:
                 latent[active] = torch.rand(len(active), **how)
                 if carried is not None:
-                    same = (alpha[before[active]] / alpha[step])[:, None]  # the chance that noise was not redrawn
+                    same = (alpha[before[active]] / alpha[step])[:, None]  # the probability that noise was not redrawn
                     redrawn = open_ & (torch.rand(open_.shape, dtype=torch.float64, **how) >= same)
                     fresh = cast("Tensor", self._drawn(open_.shape, tokens.device, generator))
                     redrawn = redrawn if carried.ndim == 2 else redrawn[..., None]
@@ -529,8 +530,8 @@ class MaskedDiffusionLM(PreTrainedModel):
 
     def _draw(self, rows: Tensor, u: Tensor, v: Tensor, barred: Tensor, temperature: float, top_p: float) -> Tensor:
         """A token for each row (R, ·) by inversion in float64; no end and no padding where `barred` (R,). Of whole
-        texts, v (R,) decides on end and padding: one number for all positions that a text fills at a step, so that
-        they agree where it ends."""
+        texts, v (R,) decides on end and padding: one uniform number for all positions that a text reveals at a step, so
+        that they agree on its end."""
         config, size = self.config, max(1, AT_ONCE // self.config.vocab_size)
         found = []
         for part in range(0, len(rows), size):
@@ -574,8 +575,8 @@ class MaskedDiffusionLM(PreTrainedModel):
         return torch.where(fresh & (ends.cumsum(-1) - ends.long() > 0), config.pad_token_id, tokens)
 
     def _ended(self, tokens: Tensor, v: Tensor) -> Tensor:
-        """Of whole texts whose lengths are known: rows with an end, drawn by v (B, 1) among the holes after all text
-        that is given; at the last of them where no known length fits."""
+        """Of whole texts with `lengths`: rows with an end, drawn by v (B, 1) among the holes after all given text; at
+        the last of them if no length fits."""
         config, L = self.config, tokens.shape[1]
         holes, place = tokens == config.mask_token_id, torch.arange(L, device=tokens.device)
         ends = (tokens == config.eos_token_id) & (place > 0)
@@ -589,8 +590,8 @@ class MaskedDiffusionLM(PreTrainedModel):
         return self._closed(torch.where(place == at, config.eos_token_id, tokens), holes)
 
     def _barred(self, tokens: Tensor, holes: Tensor) -> Tensor:
-        """Of whole texts: the holes before a token that is there already, where the text cannot end; all of them where
-        the end is drawn first."""
+        """Of whole texts: the holes before a visible token, where the text cannot end; all of them if the end is drawn
+        first."""
         if self.config.eos_token_id is None:
             return torch.zeros_like(holes)
         if self.config.lengths is not None:

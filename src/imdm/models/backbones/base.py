@@ -1,5 +1,5 @@
-"""The interface of a backbone: embeddings → hidden states. All else, masks and noise, the head and the process, is the
-wrapper's (`MaskedDiffusionLM`), so that another backbone is one file.
+"""The interface of a backbone: embeddings → hidden states. Masks, noise, head and process belong to the wrapper
+(`MaskedDiffusionLM`), so a new backbone is one file.
 
     @backbones.register("gru")
     class GRU(Backbone):
@@ -34,18 +34,19 @@ backbones: Registry[type[Backbone]] = Registry("backbone")
 
 DEFAULT = "dit"
 WRAPPERS = ("embedding", "mask_embedding", "mixture", "output")
-"""Layers of `MaskedDiffusionLM` that are not the backbone's, though it shares one table of layers with it."""
+"""Layers of `MaskedDiffusionLM` that are not the backbone's, though both share one table of submodules."""
 
 
 class BackboneSettings(Config):
-    """What a backbone has to be told beside width, dropout and the like; one with settings of its own derives them from
-    this and names them in `Backbone.Settings`."""
+    """Settings of a backbone beside width, dropout and the like. A backbone with its own derives them from this class
+    and names it in `Backbone.Settings`."""
 
     kind: str
 
 
 class Folded(NamedTuple):
-    """Changes of the configuration, and all weights by name, of a model with the same function and less work."""
+    """Configuration changes and all weights by name of a model that computes the same function with fewer
+    operations."""
 
     changes: dict[str, Any]
     weights: dict[str, Tensor]
@@ -53,12 +54,13 @@ class Folded(NamedTuple):
 
 @dataclass(frozen=True)
 class Asked:
-    """What `transformers` may ask beside the last hidden states. Sizes without the latent of a mixture.
+    """What a caller from `transformers` may request beside the last hidden states. Shapes do not count a mixture's
+    latent.
 
-    seen       (B, L) bool: False at padding, which no position reads; None: there is none
-    positions  (B, L): where each token stands, counted from 0; None: one after another
+    seen       (B, L) bool: False at padding, which is not attended to; None: no padding
+    positions  (B, L): position of each token, counted from 0; None: consecutive
     kinds      (B, L): `token_type_ids`, for backbones that have such
-    states     whether all hidden states are wanted, attentions: whether the attention of each layer is
+    states     whether to return all hidden states; attentions: whether to return each layer's attention weights
     """
 
     seen: Tensor | None = None
@@ -69,17 +71,18 @@ class Asked:
 
     @property
     def nothing(self) -> bool:
-        """Whether the last hidden states will do; kinds come from tokenizers, whoever has a use for them."""
+        """Whether only the last hidden states are requested. `kinds` does not count: tokenizers pass it to every
+        model."""
         return self.seen is None and self.positions is None and not self.states and not self.attentions
 
     def places(self) -> Tensor | None:
-        """Where tokens stand, padding left out of the count: (B, L); None: one after another."""
+        """Position of each token, not counting padding: (B, L); None: consecutive."""
         if self.positions is not None or self.seen is None:
             return self.positions
         return (self.seen.long().cumsum(-1) - 1).clamp(min=0)
 
     def with_latent(self) -> Asked:
-        """The same where one more token comes last, the latent's, which all positions read."""
+        """The same with one more token at the end, the latent's, which all positions attend to."""
         kinds = None if self.kinds is None else nn.functional.pad(self.kinds, (0, 1))
         if self.seen is None and self.positions is None:
             return replace(self, kinds=kinds)
@@ -90,8 +93,8 @@ class Asked:
 
 
 class Looked(NamedTuple):
-    """hidden (B, T, D), for the head; states: after the embedding and after each layer, attentions: of each layer,
-    (B, H, T, T), where asked for."""
+    """hidden (B, T, D), for the head; states: after the embedding and after each layer; attentions: of each layer, (B,
+    H, T, T); both only if requested."""
 
     hidden: Tensor
     states: tuple[Tensor, ...] | None = None
@@ -100,15 +103,15 @@ class Looked(NamedTuple):
 
 class Backbone(nn.Module):
     """Layers between embeddings and hidden states, both (B, T, D) with D = `config.width`. T is the sequence's length,
-    and one more for a model with `mixture`, whose latent comes last. Position must be its own affair.
+    plus one for a model with `mixture`, whose latent comes last. The backbone encodes positions itself.
 
-    The wrapper takes its layers in under their own names: `blocks.0…`, not `backbone.blocks.0…`.
+    The wrapper registers its layers under their own names: `blocks.0…`, not `backbone.blocks.0…`.
     """
 
     Settings: ClassVar[type[BackboneSettings]] = BackboneSettings
-    resets: ClassVar[bool] = False  # whether a new model resets its layers once more; else they stay as it made them
-    drops = False  # whether it drops something at a rate that is not `config.dropout`
-    opens = False  # whether it was causal, and its attention was opened
+    resets: ClassVar[bool] = False  # whether a new model initialises its layers once more
+    drops = False  # whether it has a dropout rate other than `config.dropout`
+    opens = False  # whether it is a causal model made bidirectional
     whole: ClassVar[bool] = False  # whether it is a model with an embedding and a head of its own
 
     def __init__(self, config: Shape, settings: BackboneSettings) -> None:
@@ -117,10 +120,10 @@ class Backbone(nn.Module):
 
     @classmethod
     def check(cls, config: Shape, settings: BackboneSettings) -> None:
-        """Refuse, in a sentence, a configuration that it cannot be built from."""
+        """Refuse a configuration that it cannot be built from."""
         for setting, asked in (("causal", config.causal), ("softcap", config.softcap is not None)):
             if asked:
-                raise UserError(f"model.{setting}: backbone {settings.kind!r} has no such thing; leave it out")
+                raise UserError(f"model.{setting}: backbone {settings.kind!r} has no such setting; leave it out")
 
     @classmethod
     def size(cls, config: Shape, settings: BackboneSettings) -> int:
@@ -130,36 +133,37 @@ class Backbone(nn.Module):
 
     @property
     def about(self) -> str:
-        """What it is, in a few words."""
+        """A short description."""
         return f"backbone {self.settings.kind} of width {self.config.width}"
 
     def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
-        """Embeddings (B, T, D) → hidden states (B, T, D). keys (B,): what dropout should draw from while it trains, so
-        that it follows each sequence (`imdm.models.layers.Dropout`); torch's own dropout works, but is not repeated by
-        another number of processes."""
+        """Embeddings (B, T, D) → hidden states (B, T, D). keys (B,): random keys of dropout during training, one a
+        sequence (`imdm.models.layers.Dropout`). torch's own dropout works too, but gives other masks with another
+        number of processes."""
         raise NotImplementedError
 
     def at(self, x: Tensor, rows: Rows, keys: Tensor | None = None) -> Tensor:
-        """Hidden states of some rows alone, (R, D), where that is less work."""
+        """Hidden states of some rows only, (R, D), where that costs less."""
         return rows.of(self(x, keys))
 
     def onward(self, x: Tensor, past: Any = None) -> tuple[Tensor, Any]:
-        """Of a causal one: hidden states of positions (B, T, D) that follow those it has read, and what it is to be
-        given back as `past` with the next. One that remembers nothing reads all of them again."""
+        """Causal backbones only: hidden states (B, T, D) of positions that follow those already processed, and the
+        cache to pass as `past` with the next call. Without a cache all positions are processed again."""
         x = x if past is None else torch.cat((past, x), 1)
         return self(x)[:, 0 if past is None else past.shape[1] :], x
 
     def look(self, x: Tensor, asked: Asked) -> Looked:
-        """Hidden states as `transformers` asks for them, of embeddings (B, T, D); what is not known here is refused."""
+        """Hidden states and attentions as `transformers` requests them, of embeddings (B, T, D); refuses what it does
+        not support."""
         if not asked.nothing:
             raise UserError(
-                f"backbone {self.settings.kind!r} knows no padding, no positions, no hidden states between its layers "
-                "and no attentions; ask without them"
+                f"backbone {self.settings.kind!r} has no padding, no position ids, no hidden states between its layers "
+                "and no attentions; call it without them"
             )
         return Looked(self(x))
 
     def set_dropout(self, rate: float) -> None:
-        """Another rate; `config.dropout` has it already."""
+        """Set the dropout rate; `config.dropout` already holds it."""
         for module in self.modules():
             if isinstance(module, Dropout):
                 module.rate = rate
@@ -167,73 +171,74 @@ class Backbone(nn.Module):
                 module.p = rate
 
     def checkpoint_blocks(self) -> None:
-        """From here on, while it trains, keep what enters each block alone and compute the rest again for its gradient:
-        the same gradients, less memory, about a third more work."""
-        raise UserError(f"training.checkpoint_blocks: backbone {self.settings.kind!r} does not know how; leave it out")
+        """Turn on gradient checkpointing: only the input of each block is kept in training, the rest is recomputed in
+        the backward pass. Same gradients, less memory, about a third more compute."""
+        raise UserError(f"training.checkpoint_blocks: backbone {self.settings.kind!r} has no such option; leave it out")
 
     def open_attention(self, share: float, key: Tensor) -> None:
-        """Of one that `opens`: while it trains, each position sees so large a share of what follows it, drawn from
-        `key`; 1: all."""
+        """Where `opens`: in training, each position attends to this share of the later positions, drawn from `key`; 1:
+        all."""
         raise NotImplementedError
 
     def check_opening(self) -> None:
-        """Of one that `opens`: refuse, in a sentence, what cannot open gradually."""
+        """Where `opens`: refuse a model whose attention mask cannot be opened gradually."""
 
     def compile_trunk(self, *, training: bool) -> None:
-        """Fuse small operations from the next batch on, while it trains or while it does not; nothing, unless it knows
-        how."""
+        """Fuse small operations (`torch.compile`) from the next batch on, in training or in evaluation mode. Does
+        nothing where the backbone does not support it."""
 
     @property
     def is_compiled(self) -> bool:
         return False
 
     def folded(self, weights: Mapping[str, Tensor]) -> Folded | None:
-        """The same function with fewer weights than these, which are the model's; None: there is nothing to fold."""
+        """The same function with fewer weights; `weights` are all of the model's. None: nothing to fold."""
         return None
 
     def matrices(self) -> dict[Tensor, int]:
-        """The weights that are matrices of its blocks, and how many matrices lie in each, one above the other: what
-        Muon is for. Not those that give or take tokens."""
+        """Weight matrices of the blocks, which Muon optimises, and how many matrices are stacked in each. Embedding and
+        head are not among them."""
         own = [part for name, part in self._modules.items() if name not in WRAPPERS and part is not None]
         linear = (module for part in own for module in part.modules() if isinstance(module, nn.Linear))
         return {module.weight: 1 for module in linear}
 
     @property
     def weights(self) -> int | None:
-        """How many weights each position passes through, if evaluations may be recorded as CUDA graphs (nothing in them
-        waits for the GPU); None: they may not."""
+        """Weights that are applied to each position, if the forward pass can be captured as a CUDA graph (it never
+        waits for the GPU); None: it cannot."""
         return None
 
     def get_network(self) -> Any:
-        """Of one that is whole: the model of `transformers` that it is."""
+        """Where `whole`: the wrapped model of `transformers`."""
         raise NotImplementedError
 
     def set_network(self, network: Any) -> None:
-        """Of one that is whole: be this one from now on."""
+        """Where `whole`: replace the wrapped model."""
         raise NotImplementedError
 
     @property
     def embedding(self) -> nn.Module:
-        """Of one that is whole: the layer that embeds tokens."""
+        """Where `whole`: the token embedding."""
         raise NotImplementedError
 
     @property
     def output(self) -> Any:
-        """Of one that is whole: what makes logits of rows of hidden states, a linear layer or a function of rows with
+        """Where `whole`: maps rows of hidden states to logits; a linear layer, or a function of rows with
         `out_features`."""
         raise NotImplementedError
 
     def unrounded(self) -> AbstractContextManager[None]:
-        """While weights are moved or change their type: what of it is to keep the type it has."""
+        """A context in which weights are moved or cast: buffers that must keep their dtype do so."""
         return nullcontext()
 
     def beside(self, length: int, device: torch.device) -> Any:
-        """What an evaluation of so many positions reads beside weights and embeddings: a recording holds on to it."""
+        """What a forward pass over `length` positions reads beside weights and embeddings; a captured CUDA graph keeps
+        it alive."""
         return None
 
 
 def parse_backbone(value: Any) -> BackboneSettings:
-    """The settings of a backbone from its name or from themselves: `"dit"`, `{"kind": "gru", "layers": 2}`."""
+    """The settings of a backbone, given its name or its settings: `"dit"`, `{"kind": "gru", "layers": 2}`."""
     if isinstance(value, BackboneSettings):
         return value
     settings = {"kind": DEFAULT if value is None else value} if isinstance(value, str | None) else value
@@ -244,11 +249,11 @@ def parse_backbone(value: Any) -> BackboneSettings:
 
 
 def is_default(settings: BackboneSettings) -> bool:
-    """Whether it is the backbone of a model that names none."""
+    """Whether this is the default backbone."""
     return settings.hashed() == {"kind": DEFAULT}
 
 
 def size_filled(many: int) -> int:
-    """The size that so many are filled up to: a multiple of 4 up to 16, of 16 beyond."""
+    """The batch size that `many` sequences are padded to: a multiple of 4 up to 16, of 16 beyond."""
     each = 4 if many <= 16 else 16
     return -(-many // each) * each

@@ -1,4 +1,5 @@
-"""The diffusion transformer: blocks of attention and MLP, conditioned by adaLN on a time that it does not see."""
+"""The diffusion transformer: blocks of attention and MLP with adaLN, whose conditioning is constant: time is no
+input."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 @backbones.register("dit")
 class DiT(Backbone):
     """`config.blocks` blocks of `config.heads` heads. With `condition` > 0 adaLN shifts, scales and gates by constants,
-    as no time is seen; with 0 these live in the other weights (`folded`)."""
+    as time is no input; with 0 these are folded into the other weights (`folded`)."""
 
     resets: ClassVar[bool] = True
 
@@ -38,7 +39,7 @@ class DiT(Backbone):
         self._compute_again(False)
         self.norm = Norm(D, bias=not C)
         self.modulation = ZeroLinear(C, 2 * D) if C else None
-        self._compiled: frozenset[bool] = frozenset()  # whether while it trains, whether while it does not
+        self._compiled: frozenset[bool] = frozenset()  # the modes in which it is compiled: training or not
 
     @classmethod
     def check(cls, config: Shape, settings: BackboneSettings) -> None:
@@ -57,9 +58,9 @@ class DiT(Backbone):
         return self._run(x, keys)
 
     def at(self, x: Tensor, rows: Rows, keys: Tensor | None = None) -> Tensor:
-        """Less work than all of them in the last block."""
+        """The last block computes these rows only."""
         queries, last = None, cast("Block", self.blocks[-1])
-        few = is_plain(last.attention.qkv)  # else its parts cannot be taken
+        few = is_plain(last.attention.qkv)  # else q, k and v cannot be computed apart
         length = x.shape[1] - self.config.mixture
         if few and rows.slot is not None and rows.most is not None and 2 * size_filled(rows.most) <= length:
             queries = torch.zeros(len(x), size_filled(rows.most), dtype=torch.int64, device=x.device)
@@ -67,11 +68,11 @@ class DiT(Backbone):
         return self._run(x, keys, rows._replace(most=None), queries)
 
     def _run(self, x: Tensor, keys: Tensor | None, rows: Rows | None = None, queries: Tensor | None = None) -> Tensor:
-        """Blocks and last norm: hidden states (B, T, D), or (R, D) of the given rows: the last block then computes
-        these alone.
+        """Blocks and last norm: hidden states (B, T, D), or (R, D) of the given rows: the last block then computes only
+        these.
 
-        On a GPU each new shape has a price (cuDNN plans its attention for 50 ms), so while sequences come and go,
-        batches are filled up to a few sizes.
+        On a GPU each new shape costs time (cuDNN takes 50 ms to plan its attention). So in evaluation mode, where the
+        number of sequences changes, batches are padded to a few sizes.
         """
         many = len(x)
         if x.is_cuda and not self.training:
@@ -93,8 +94,9 @@ class DiT(Backbone):
         return hidden if rows is not None else hidden[:many]
 
     def look(self, x: Tensor, asked: Asked) -> Looked:
-        """Rotations are by distance, so that padding before a text changes nothing; with a latent after it, it would,
-        and positions leave it out. States: the last is what the head reads, as Llama's."""
+        """Rotary embeddings depend on distances only, so padding before a text changes nothing. It would with a latent
+        after the text, so positions then do not count padding. The last of the states is the input of the head, as in
+        Llama."""
         if asked.nothing:
             return Looked(self(x))
         rope = self.beside(x.shape[1], x.device)
@@ -121,14 +123,14 @@ class DiT(Backbone):
         return cast("Rope", tuple(turn[positions][:, None] for turn in table))
 
     def _again(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """The function, computed a second time for its gradient where blocks keep nothing. No ambient number is drawn
-        in it, and a recording may not ask for the generator's state."""
+        """The function, recomputed in the backward pass under gradient checkpointing. It draws no random numbers, and
+        CUDA-graph capture forbids reading the generator's state."""
         if not (self.blocks.gradient_checkpointing and self.training and torch.is_grad_enabled()):
             return function
         return partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)
 
     def _dropout_keys(self, keys: Tensor | None, many: int, device: torch.device) -> Sequence[Tensor | None]:
-        """What each block's two dropouts draw from, (2, B); None where nothing is dropped."""
+        """Keys of each block's two dropouts, (2, B); None without dropout."""
         if not self.training or not self.config.dropout:
             return [None] * len(self.blocks)
         keys = torch.randint(1 << 62, (many,), device=device) if keys is None else keys
@@ -136,8 +138,8 @@ class DiT(Backbone):
         return fold(keys, Purpose.DROPOUT, layer).unflatten(0, (-1, 2)).unbind(0)
 
     def _mark_changing(self, x: Tensor, rows: Rows | None, queries: Tensor | None) -> None:
-        """Sizes that change from call to call, so that they are compiled once for all: rows always do, sequences come
-        and go while the model writes."""
+        """Mark sizes that change between calls as dynamic, so that compilation happens once: the number of rows, and in
+        sampling that of sequences."""
         changing = [(part, 0) for part in (rows.tensors() if rows is not None else ())]
         if not self.training:
             changing += [(x, 0)] + ([(queries, 0), (queries, 1)] if queries is not None else [])
@@ -146,7 +148,7 @@ class DiT(Backbone):
 
     def matrices(self) -> dict[Tensor, int]:
         """Of attention (queries, keys and values lie in one weight) and MLP; not those of adaLN, which act as vectors
-        where no time is seen."""
+        where the conditioning is constant."""
         found: dict[Tensor, int] = {}
         for block in cast("list[Block]", list(self.blocks)):
             found |= {block.attention.qkv.weight: 3, block.attention.out.weight: 1}
@@ -160,7 +162,7 @@ class DiT(Backbone):
         self._compute_again(True)
 
     def _compute_again(self, whether: bool) -> None:
-        """Kept where `transformers` looks for it, and sets it (`gradient_checkpointing_enable`)."""
+        """Stored where `transformers` reads and sets it (`gradient_checkpointing_enable`)."""
         setattr(self.blocks, "gradient_checkpointing", whether)  # noqa: B010  (no layer, so mypy would refuse it)
 
     def compile_trunk(self, *, training: bool) -> None:
@@ -227,6 +229,6 @@ def _out(
 
 @lru_cache
 def _compiled() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    """One block and the last one: all blocks of all models share what was compiled for their shape."""
+    """A compiled block and a compiled last block, shared by all blocks of all models of the same shape."""
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     return torch.compile(_through), torch.compile(_out)

@@ -2,12 +2,12 @@
 
     backbone: {kind: hf, config: {model_type: llama, hidden_size: 512, num_hidden_layers: 8, …}}
 
-The model is the whole of theirs, its embedding and head included, and keeps its own names below one prefix:
-`lm.model.layers.0.self_attn.q_proj.weight`, `lm.bert.encoder.layer.0…`. What is ours lies beside it: `mask_embedding.…`
-It is built from plain data; no code beside a model is ever run.
+The model is used whole, its embedding and head included, and its weights keep their names below one prefix:
+`lm.model.layers.0.self_attn.q_proj.weight`, `lm.bert.encoder.layer.0…`. Our own layers are beside it:
+`mask_embedding.…` It is built from its configuration; code that comes with a model is never run.
 
-A causal model is run with its attention open to both sides, sliding windows too; an encoder as it is. With
-`model.causal` a causal model stays one, and learns from left to right (objective `autoregressive`).
+A causal model is run with bidirectional attention, sliding windows removed; an encoder as it is. With `model.causal` a
+causal model stays causal and is trained autoregressively (objective `autoregressive`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 PREFIX = "lm"
 NOT_KEPT = ["architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "attn_implementation"]
 NOT_KEPT += ["experts_implementation"]
-"""Fields of a configuration that say nothing of the function, or could have code fetched."""
+"""Fields of a configuration that do not affect the function, or could cause code to be fetched."""
 SHAPES = {"view", "_unsafe_view", "reshape", "t", "transpose", "slice", "select", "unsqueeze", "expand", "alias"}
 SHAPES |= {"detach", "clone"}
 PRODUCTS = {"mm", "addmm", "linear"}
@@ -52,8 +52,8 @@ class HFSettings(BackboneSettings):
 
 
 class Facts(NamedTuple):
-    """What is known of a model before it has weights. width: of its embeddings; rows: how many these are; positions:
-    the longest sequence, None: any; linear: its head is one linear layer and no more; about: in a few words."""
+    """Known without weights. width: of the embeddings; rows: their number; positions: the longest sequence, None: any;
+    linear: the head is a single linear layer; about: a short description."""
 
     width: int
     rows: int
@@ -84,20 +84,20 @@ class HF(Backbone):
 
     def set_network(self, network: PreTrainedModel) -> None:
         self.lm = network if self.config.causal else opened(network)
-        self.opens = is_causal(network) and not self.config.causal  # else it sees what it sees by itself
+        self.opens = is_causal(network) and not self.config.causal  # else its attention stays as it is
         self.set_dropout(self.config.dropout)
         self.check_network()
 
     @classmethod
     def check(cls, config: Shape, settings: BackboneSettings) -> None:
         if config.softcap is not None:
-            raise UserError("model.softcap: backbone 'hf' says in its own config what it caps; leave it out")
+            raise UserError("model.softcap: backbone 'hf' sets this in its own config; leave it out")
         fields = cast("HFSettings", settings).config
         if config.causal and is_masked(parse_config(fields)):
-            raise UserError(f"model.causal: {fields['model_type']!r} models see both sides; take a causal one")
+            raise UserError(f"model.causal: {fields['model_type']!r} models are bidirectional; use a causal one")
         known = facts(fields)
         if config.tie_word_embeddings:
-            raise UserError("model.tie_word_embeddings: backbone 'hf' says in its own config whether it ties them")
+            raise UserError("model.tie_word_embeddings: backbone 'hf' sets this in its own config; leave it out")
         if config.width != known.width:
             raise UserError(f"model.width = {config.width}: the backbone's embeddings have width {known.width}")
         if config.vocab_size > known.rows:
@@ -108,7 +108,7 @@ class HF(Backbone):
 
     @classmethod
     def size(cls, config: Shape, settings: BackboneSettings) -> int:
-        """Beside an embedding and a head of `config`'s vocabulary, which are its own here."""
+        """Without the embedding and the head, which are counted elsewhere but are part of the backbone here."""
         return facts(cast("HFSettings", settings).config).parameters - 2 * config.vocab_size * config.width
 
     @property
@@ -125,8 +125,8 @@ class HF(Backbone):
         return linear if self.linear else WholeHead(self.lm, linear.weight.shape[0])
 
     def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
-        """What it drops while it trains is drawn by torch, under the key of the batch's first sequence: a run that goes
-        on drops the same, one with another number of processes does not."""
+        """Dropout in training is torch's, seeded with the key of the batch's first sequence: a resumed run draws the
+        same masks, one with another number of processes does not."""
         drops = self.training and (self.config.dropout > 0 or self.drops)
         with nullcontext() if keys is None or not drops else seeded(fold(keys[0], Purpose.DROPOUT)):
             hidden = self._hidden(inputs_embeds=x)
@@ -143,12 +143,12 @@ class HF(Backbone):
         return self.lm.base_model(**given)[0]
 
     def onward(self, x: Tensor, past: Any = None) -> tuple[Tensor, Any]:
-        """What it has read is kept by the model's own cache."""
+        """Uses the model's own key-value cache."""
         found = self.lm.base_model(inputs_embeds=x, past_key_values=past, use_cache=True)
         return found.last_hidden_state, found.past_key_values
 
     def look(self, x: Tensor, asked: Asked) -> Looked:
-        """By `transformers`' own arguments. Positions leave padding out."""
+        """Through `transformers`' own arguments. Positions do not count padding."""
         if asked.nothing and asked.kinds is None:
             return Looked(self(x))
         lm = self._showing() if asked.attentions else self.lm
@@ -158,7 +158,7 @@ class HF(Backbone):
         takes = inspect.signature(self.lm.base_model.forward).parameters
         if (places := asked.places()) is not None:
             if "position_ids" not in takes:
-                raise UserError(f"{self.lm.config.model_type!r} models cannot be told where a token stands")
+                raise UserError(f"{self.lm.config.model_type!r} models take no position ids")
             given["position_ids"] = places + _first_position(self.lm)
         if asked.kinds is not None and "token_type_ids" in takes:
             given["token_type_ids"] = asked.kinds
@@ -167,12 +167,12 @@ class HF(Backbone):
         if self.shift:
             before = torch.cat((hidden[:, :1], hidden[:, :-1]), 1)
             seen = None if asked.seen is None else nn.functional.pad(asked.seen[:, :-1], (1, 0), value=True)
-            hidden = before if seen is None else torch.where(seen[..., None], before, hidden)  # the first has none
+            hidden = before if seen is None else torch.where(seen[..., None], before, hidden)  # absent at first
         return Looked(hidden, found.hidden_states, found.attentions)
 
     def _showing(self) -> PreTrainedModel:
-        """The same weights with an attention that can be looked at, which the fused one cannot: a second model, so that
-        no other thread finds its own changed."""
+        """The same weights with eager attention, which returns its weights; fused attention cannot. A second model, so
+        that other threads are not affected."""
         if self.lm.config._attn_implementation == "eager":
             return self.lm
         shared = {id(tensor): tensor for tensor in (*self.lm.parameters(), *self.lm.buffers())}
@@ -181,8 +181,8 @@ class HF(Backbone):
         return other
 
     def _seen(self, x: Tensor, seen: Tensor | None, eager: bool) -> Tensor:
-        """Which positions are read, as the model wants to be told: (B, T), or what its layers add or heed where a
-        window is to be opened."""
+        """The attention mask in the form the model expects: (B, T), or a full (additive or boolean) mask where a
+        sliding window must be removed."""
         if seen is not None and not (self.opens and self._windowed(x.shape[1])):
             return seen.long()
         mask = self._open(x.shape[1], x, eager)
@@ -193,7 +193,7 @@ class HF(Backbone):
         return mask.masked_fill(~seen[:, None, None], torch.finfo(mask.dtype).min)
 
     def _windowed(self, length: int) -> bool:
-        """Whether some layers would not see all of so many positions."""
+        """Whether some layers have a sliding window shorter than `length`."""
         window = getattr(self.lm.config, "sliding_window", None)
         known = {"full_attention"} | ({"sliding_attention"} if window is not None else set())
         other = set(getattr(self.lm.config, "layer_types", None) or ()) - known
@@ -206,8 +206,8 @@ class HF(Backbone):
         return like.new_zeros(shape) if added else torch.ones(shape, dtype=torch.bool, device=like.device)
 
     def _opening(self, x: Tensor, like: Tensor) -> dict[str, Tensor]:
-        """The mask of a step in which attention is not quite open yet, (B, 1, T, T), as some models need it; else
-        nothing."""
+        """The attention mask of a step in which attention is not fully open yet, (B, 1, T, T), in the form the model
+        needs; else nothing."""
         if not self.training or self.opening is None:
             return {}
         many, length = x.shape[:2]
@@ -216,7 +216,7 @@ class HF(Backbone):
         return {"attention_mask": hides.expand(many, -1, -1, -1)}
 
     def checkpoint_blocks(self) -> None:
-        """As `transformers` does it; what is dropped is dropped again."""
+        """By `transformers`; dropout masks are the same in the recomputation."""
         how = {"use_reentrant": False, "preserve_rng_state": self.config.dropout > 0 or self.drops}
         try:
             self.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
@@ -228,18 +228,18 @@ class HF(Backbone):
 
     @torch.no_grad()
     def check_opening(self) -> None:
-        """By two short sequences: while it is still causal, no position may see what follows it."""
+        """Checked with two short sequences: while still causal, no position may depend on later ones."""
         weight, training = cast("Tensor", self.lm.get_input_embeddings().weight), self.training
         if weight.is_meta:
             return
         x = self.embedding(torch.zeros(2, min(3, self.config.length), dtype=torch.int64, device=weight.device))
         other = torch.cat((x[:, :-1], 1 - x[:, -1:]), 1)
-        self.lm.eval()  # nothing is dropped
+        self.lm.eval()  # no dropout
         self.training = True
         self.open_attention(0.0, as_key(0))
         try:
             found, moved = (self._hidden(inputs_embeds=y)[:, :-1] for y in (x, other))
-        except Exception as error:  # whatever a model of theirs makes of a mask
+        except Exception as error:  # models may raise anything when given a mask
             raise UserError(
                 f"training.opening: {self.lm.config.model_type!r} models cannot open gradually "
                 f"({reason_of(error)}); leave it out"
@@ -249,14 +249,14 @@ class HF(Backbone):
             self.lm.train(training)
             self.training = training
         if not torch.allclose(found, moved, rtol=1e-4, atol=1e-5):
-            raise UserError(f"training.opening: {self.lm.config.model_type!r} models do not heed a mask; leave it out")
+            raise UserError(f"training.opening: {self.lm.config.model_type!r} models ignore its mask; leave it out")
 
     def matrices(self) -> dict[Tensor, int]:
-        """Muon does not mind that GPT-2 has its matrices turned."""
+        """GPT-2 stores its matrices transposed; Muon works on these too."""
         return {cast("Tensor", module.weight): 1 for module in linear_layers(self.lm).values()}
 
     def compile_trunk(self, *, training: bool) -> None:
-        """Layer by layer: all layers of a model share what was compiled for their shape."""
+        """Layer by layer: all layers of a model share one compiled version."""
         self._compiled |= {training}
 
     @property
@@ -264,8 +264,8 @@ class HF(Backbone):
         return bool(self._compiled)
 
     def _compile_layers(self) -> None:
-        """Those that repeat, in the mode it is in now. torch keeps what it compiled of a module in
-        `_compiled_call_impl` and leaves it behind in copies, which come here by themselves."""
+        """The repeated layers, in the current mode. torch keeps the compiled version in `_compiled_call_impl`, which
+        copies of a module lose; they call this again."""
         wanted = self.training in self._compiled
         for layer in layers_of(self.lm) if self._compiled else ():
             if wanted and layer._compiled_call_impl is None:
@@ -276,8 +276,8 @@ class HF(Backbone):
 
     @torch.no_grad()
     def check_network(self) -> None:
-        """Refuse a model that does not make the same of embeddings as of tokens, or whose first position does not see
-        the last; where it has weights to try it with, in a precision that every machine has."""
+        """Refuse a model whose output differs between embeddings and tokens, or whose first position does not depend on
+        the last. Tried where it has weights, in a precision that every machine supports."""
         weight = cast("Tensor", self.lm.get_input_embeddings().weight)
         if weight.is_meta or weight.dtype != torch.float32:
             return
@@ -291,15 +291,15 @@ class HF(Backbone):
         try:
             wanted, found, moved = (self._hidden(input_ids=ids), *(self._hidden(inputs_embeds=y) for y in (x, other)))
             self.lm.train(training)
-        except Exception as error:  # whatever a model of theirs makes of being asked so
+        except Exception as error:  # models may raise anything here
             raise UserError(f"{kind!r} models cannot be run from embeddings in one pass: {reason_of(error)}") from None
         if not torch.allclose(found, wanted, rtol=1e-4, atol=1e-5):
-            raise UserError(f"{kind!r} models read their tokens beside the embeddings of these; masks need the latter")
+            raise UserError(f"{kind!r} models read token ids beside the embeddings; noisy masks need embeddings alone")
         if not self.config.causal and not bool((moved[:, 0] - found[:, 0]).abs().max() > 0) and ids.shape[1] > 1:
-            raise UserError(f"{kind!r} models cannot be made to see what follows a position; ours see all positions")
+            raise UserError(f"{kind!r} models cannot be made bidirectional; a denoiser attends to all positions")
 
     def set_dropout(self, rate: float) -> None:
-        """One rate for all that it drops: hidden states, attention."""
+        """One rate for all dropout: hidden states, attention."""
         for module in self.lm.modules():
             if isinstance(module, nn.Dropout):
                 module.p = rate
@@ -309,7 +309,8 @@ class HF(Backbone):
 
     @contextmanager
     def unrounded(self) -> Iterator[None]:
-        """Tables that are computed and not learnt, as rotations are, stay in float32 whatever the weights become."""
+        """Buffers that are computed and not learnt, such as rotary frequencies, stay in float32 whatever the weights'
+        dtype."""
         tables = [
             (module, name, module._buffers[name])
             for module in self.lm.modules()
@@ -324,22 +325,22 @@ class HF(Backbone):
 
 @dataclass(frozen=True)
 class Opening:
-    """Attention on its way from causal to open: of what follows a position, it sees each place with probability
-    `share`, drawn anew for every step and the same for all sequences (as DiffuLLaMA anneals its mask). At 0 it is
-    causal, at 1 open."""
+    """Attention between causal and bidirectional: each later position is visible with probability `share`, drawn anew
+    every step and the same for all sequences (attention-mask annealing, as in DiffuLLaMA). 0: causal, 1:
+    bidirectional."""
 
     share: float
     key: Tensor
 
     def visible(self, length: int, device: torch.device) -> Tensor:
-        """Which position sees which: (T, T)."""
+        """Which positions each position attends to: (T, T)."""
         place = torch.arange(length * length, device=device)
         later = uniform(self.key.to(device), Purpose.OPENING, place).view(length, length) < self.share
         return later | torch.ones(length, length, dtype=torch.bool, device=device).tril()
 
 
 class WholeHead:
-    """All that a language model does after its trunk, with rows (…, D) in the trunk's place: logits (…, V)."""
+    """Everything a language model computes after its trunk: rows (…, D) → logits (…, V)."""
 
     def __init__(self, lm: PreTrainedModel, columns: int) -> None:
         self.lm, self.out_features = lm, columns
@@ -352,7 +353,7 @@ class WholeHead:
 
 
 class Given(nn.Module):
-    """Stands for a trunk: whatever it is asked, it gives these rows."""
+    """Replaces a trunk: returns these rows whatever the input."""
 
     def __init__(self, rows: Tensor) -> None:
         super().__init__()
@@ -360,7 +361,7 @@ class Given(nn.Module):
 
     @property
     def decoder(self) -> Given:
-        """OPT's trunk is asked at one remove."""
+        """OPT calls its trunk as `model.decoder`."""
         return self
 
     def forward(self, *asked: Any, **how: Any) -> Any:
@@ -368,7 +369,7 @@ class Given(nn.Module):
 
 
 class _Output(tuple[Tensor]):
-    """Hidden states as a trunk of `transformers` gives them, and None for all that it may give beside them."""
+    """Hidden states as a trunk of `transformers` returns them, with None for all its other outputs."""
 
     def __new__(cls, rows: Tensor) -> _Output:
         return super().__new__(cls, (rows,))
@@ -383,7 +384,7 @@ class _Output(tuple[Tensor]):
 
 
 def plain_config(fields: dict[str, Any]) -> dict[str, Any]:
-    """A configuration's fields without what says nothing of the function."""
+    """A configuration's fields without those that do not affect the function."""
     return {name: value for name, value in fields.items() if name not in NOT_KEPT and not name.startswith("_")}
 
 
@@ -396,17 +397,17 @@ def parse_config(fields: dict[str, Any]) -> PreTrainedConfig:
     if kind not in CONFIG_MAPPING:
         raise unknown("model_type of transformers", kind, ("llama", "qwen2", "bert", "gpt2", "…"))
     if strange := [name for name in fields if name in NOT_KEPT or name.startswith("_")]:
-        raise UserError(f"backbone.config.{strange[0]}: has no effect on what a model computes; leave it out")
+        raise UserError(f"backbone.config.{strange[0]}: it does not affect what the model computes; leave it out")
     if "quantization_config" in fields:
-        raise UserError("backbone.config: its weights are quantised; take the model it was made from")
+        raise UserError("backbone.config: its weights are quantised; use the model they were quantised from")
     try:
         config: PreTrainedConfig = CONFIG_MAPPING[kind](**fields)
-    except Exception as error:  # whatever a class of theirs makes of wrong fields
+    except Exception as error:  # classes may raise anything for wrong fields
         raise UserError(f"backbone.config: not a configuration of {kind!r}: {reason_of(error)}") from None
     if any("attention" not in one or "linear" in one for one in getattr(config, "layer_types", None) or ()):
-        raise UserError(f"{kind!r} models have layers that only look back; ours see all positions")
+        raise UserError(f"{kind!r} models have layers that are always causal; a denoiser attends to all positions")
     if getattr(config, "is_encoder_decoder", False):
-        raise UserError(f"{kind!r} models read with one half and write with the other; ours are one stack of layers")
+        raise UserError(f"{kind!r} models are encoder-decoders; use an encoder or a decoder")
     return config
 
 
@@ -424,8 +425,8 @@ def layers_of(lm: PreTrainedModel) -> list[nn.Module]:
 
 
 def linear_layers(lm: PreTrainedModel) -> dict[str, nn.Module]:
-    """The linear layers of the blocks by name, GPT-2's too, which has its matrices turned: all that lies in a list of
-    the trunk. XLM, for one, has a list of attentions and another of MLPs."""
+    """The linear layers of the blocks by name: all in module lists of the trunk (XLM, for one, has a list of attentions
+    and another of MLPs). GPT-2's transposed ones are included."""
     inside = {id(one) for each in lm.base_model.modules() if isinstance(each, nn.ModuleList) for one in each.modules()}
     found = ((name, module) for name, module in lm.named_modules() if id(module) in inside)
     return {n: module for n, module in found if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"}
@@ -446,12 +447,12 @@ def class_of(config: PreTrainedConfig) -> Any:
 
 
 def attention_of(config: PreTrainedConfig) -> dict[str, str]:
-    """How to ask for an attention that leaves nothing out: the fused one does not cap scores."""
+    """Arguments that select an exact attention: the fused one does not apply a soft cap."""
     return {} if getattr(config, "attn_logit_softcapping", None) is None else {"attn_implementation": "eager"}
 
 
 def built(fields: dict[str, Any], eager: bool = False) -> PreTrainedModel:
-    """The model with random weights; eager: with an attention that can be looked at."""
+    """The model with random weights; eager: with attention that returns its weights."""
     config = parse_config(fields)
     kind = class_of(config)
     try:
@@ -461,7 +462,7 @@ def built(fields: dict[str, Any], eager: bool = False) -> PreTrainedModel:
 
 
 def opened(lm: PreTrainedModel) -> PreTrainedModel:
-    """Each position sees all. In the configuration and not with each call: a call would change it for other threads."""
+    """Make attention bidirectional. Set in the configuration and not by each call, which would affect other threads."""
     if is_causal(lm):
         lm.config.is_causal = False
         for module in lm.modules():
@@ -487,11 +488,10 @@ def _facts(text: str) -> Facts:
     config, embedding = lm.config, lm.get_input_embeddings()
     output = lm.get_output_embeddings()
     if not isinstance(embedding, nn.Embedding) or output is None:
-        raise UserError(f"{config.model_type!r} models have no embedding of tokens, or no head, that could be found")
+        raise UserError(f"{config.model_type!r} models have no token embedding, or no head, that could be found")
     if lm.base_model is lm:  # as llama4_text has it
         raise UserError(
-            f"{config.model_type!r} models do not say which part of them comes before the head; take another of "
-            "transformers' models"
+            f"{config.model_type!r} models do not name the part before their head; use another of transformers' models"
         )
     rows, width = embedding.weight.shape
     layers = getattr(config, "num_hidden_layers", None)
@@ -502,20 +502,20 @@ def _facts(text: str) -> Facts:
 
 
 def _positions(lm: PreTrainedModel) -> int | None:
-    """RoBERTa and its relatives begin to count after their padding's id."""
+    """RoBERTa and its variants number positions from their padding id + 1."""
     most = getattr(lm.config, "max_position_embeddings", None)
     return most if not isinstance(most, int) or most <= 0 else most - _first_position(lm)
 
 
 def _first_position(lm: PreTrainedModel) -> int:
-    """The row of a learnt table that the first position reads."""
+    """The row of a learnt position embedding that the first position uses."""
     learnt = [m for n, m in lm.named_modules() if n.endswith("position_embeddings") and isinstance(m, nn.Embedding)]
     skipped = learnt[0].padding_idx if learnt else None
     return 0 if skipped is None else skipped + 1
 
 
 def _is_linear(lm: PreTrainedModel, output: nn.Module) -> bool:
-    """Whether nothing but one product happens after the trunk, told by what is computed for one row."""
+    """Whether the head is a single matmul, found by tracing it on one row."""
     if not isinstance(output, nn.Linear) or output.in_features != getattr(lm.config, "hidden_size", None):
         return False
     seen, row = _Seen(), torch.empty(1, output.in_features, device="meta")
@@ -526,7 +526,7 @@ def _is_linear(lm: PreTrainedModel, output: nn.Module) -> bool:
 
 
 class _Seen(TorchDispatchMode):
-    """The names of all that is computed."""
+    """Records the names of all operations."""
 
     def __init__(self) -> None:
         super().__init__()
