@@ -105,9 +105,9 @@ class Process:
 
     def barred(self, state: Noised) -> Tensor | None:
         """The masked positions (B, L) where no end or padding may be drawn, since text follows."""
-        if self.ending is None or self.lengths is not None:
-            return None if self.ending is None else state.masked
-        return self.ending.barred(state.tokens, state.masked)
+        if self.ending is None:
+            return None
+        return state.masked if self.lengths is not None else self.ending.barred(state.tokens, state.masked)
 
     def begun(self, tokens: Tensor, keys: Tensor) -> Tensor:
         """Rows (B, L) before the first step: with the certain tokens of whole texts, and, with `lengths`, with the end
