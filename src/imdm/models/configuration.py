@@ -13,25 +13,7 @@ __all__ = ["LARGEST_VOCABULARY", "PRESETS", "MaskedDiffusionConfig"]
 
 
 class MaskedDiffusionConfig(Shape, PreTrainedConfig):
-    """What a model is made of.
-
-    vocab_size      V, the mask token included
-    mask_token_id   the mask's id (the last id unless given: V − 1)
-    length          the longest sequence
-    mask            `single`, `finite-6144`, `infinite-uniform-768-1.0`, or their settings
-    mixture         one extra token, appended to the sequence, shows the model a latent λ ~ U(0, 1) that all positions
-                    share (Di4C's mixture model)
-    schedule        `log-linear`, or its settings
-    backbone        what turns embeddings into hidden states: `dit` unless given, or settings with `kind`
-    width, dropout  of any backbone
-    blocks, heads, softcap    of `dit`; `preset` fills width, blocks, heads and condition
-    condition       of `dit`: width of adaLN's conditioning; 0: folded into the other weights (`fold_conditioning`)
-    bos_token_id, eos_token_id, pad_token_id   where rows are whole texts (`Ending`): what follows the end token is
-                    padding. None: rows are cut from a stream
-    lengths         of whole texts: the share of texts of 0, 1, 2 … tokens, begin and end counted. Where it is known,
-                    the end of a text is drawn first, then the text before it. None: the network draws the end
-    causal          each position attends to those before it only: an autoregressive language model, which can judge
-                    samples of others (objective `autoregressive`)
+    """What a model is made of: the settings of `imdm.models.Shape`, as a configuration of `transformers`.
 
     The common names of `transformers` work too: hidden_size, num_hidden_layers, num_attention_heads,
     max_position_embeddings; for backbone `hf` they are those of its own configuration.
