@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,8 +16,8 @@ from imdm.models import load_model
 from imdm.training import TrainConfig
 from imdm.training.history import read_history
 from tests.reference import sharded
+from tests.reference.launching import launched, torchrun
 
-ENVIRONMENT = {"ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
 KINDS = tuple(sharded.OBJECTIVES)
 Job = dict[str, Any]
 
@@ -29,21 +27,36 @@ def launch(jobs: list[Job], world: int, *nodes: list[str]) -> None:
     home = Path(jobs[0]["out"]).parent
     home.mkdir(exist_ok=True, parents=True)
     (home / "jobs.json").write_text(json.dumps(jobs))
-    lines = nodes or (["--standalone", f"--nproc_per_node={world}"],)
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", *line, "-m", sharded.__name__, str(home / "jobs.json")],
-            env=os.environ | ENVIRONMENT,
-            cwd=Path(__file__).parents[1],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for line in lines
-    ]
-    for process in started:
-        said, _ = process.communicate(timeout=600)
-        assert process.returncode == 0, said
+    root, program = Path(__file__).parents[1], ["-m", sharded.__name__, str(home / "jobs.json")]
+    several = [[sys.executable, "-m", "torch.distributed.run", *line] for line in nodes] or [torchrun(world)]
+    launched([[*line, *program] for line in several], home, root)
+
+
+CRASHING = """
+import sys
+from pathlib import Path
+home, said = Path(sys.argv[1]), sys.argv[2]
+assert [file.name for file in home.iterdir()] == ["before"], "what the first left is still there"
+(home / "left").touch()
+(home.parent / "runs").open("a").write("1")
+if len((home.parent / "runs").read_text()) == 1:
+    sys.exit(said)
+"""
+
+
+@pytest.mark.filterwarnings("ignore:a process crashed")
+def test_only_a_crash_in_native_code_is_tried_again(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "before").touch()
+    line = [sys.executable, "-c", CRASHING, str(home)]
+    launched([[*line, "  exitcode  : -11 (pid: 814)"]], home)
+    assert (tmp_path / "runs").read_text() == "11"
+    (tmp_path / "runs").unlink()
+    (home / "left").unlink()
+    with pytest.raises(AssertionError, match="exitcode  : 1 "):
+        launched([[*line, "  exitcode  : 1 (pid: 814)"]], home)
+    assert (tmp_path / "runs").read_text() == "1"
 
 
 def job(kind: str, out: Path, shard: str = "none", steps: int = 20, **more: Any) -> Job:

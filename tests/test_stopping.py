@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,8 @@ from imdm.files import (
     working_in,
 )
 from imdm.models import load_model
-from imdm.stopping import CODES
+from imdm.runs.jobs import _share
+from imdm.stopping import CODES, Asked, held_back
 from tests.conftest import tiny_model
 from tests.reference.hostile import few
 from tests.test_cli import SMALL, imdm, refused
@@ -277,3 +280,167 @@ def test_a_signal_reaches_the_workers(tmp_path: Path) -> None:
     assert b"Traceback" not in told
     assert told.splitlines()[-1] == b"stopped; run the same command again to resume"
     assert list((tmp_path / "run/seed-1/teacher/checkpoints").iterdir())
+
+
+def test_a_second_ctrl_c_acts_at_once_a_second_sigterm_does_not() -> None:
+    """A batch system sends SIGTERM to all processes, and `torchrun` sends it on to those it started: what is being
+    saved is saved all the same."""
+    asked = Asked()
+    with asked.listening():
+        for _ in range(2):
+            signal.raise_signal(signal.SIGTERM)
+        assert asked
+    with pytest.raises(SystemExit):
+        asked.end()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        again = Asked()
+        with again.listening():
+            signal.raise_signal(number)
+            assert again
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_held_back_from_every_thread(number: signal.Signals) -> None:
+    """torch has threads of its own, which blocking in this one does not concern."""
+    before = signal.getsignal(number)
+    signal.signal(number, lambda got, _: said.append(f"signal {got}"))
+    said: list[str] = []
+    gone = threading.Event()
+    try:
+        thread = threading.Thread(target=gone.wait)
+        thread.start()
+        with held_back():
+            for _ in range(2):
+                os.kill(os.getpid(), number)
+                time.sleep(0.05)  # for the other thread to receive it
+            said.append("end of the block")
+        said.append("after it")
+    finally:
+        gone.set()
+        signal.signal(number, before)
+    assert said == ["end of the block", f"signal {number}", "after it"]
+
+
+class Heard:
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+
+@dataclass
+class Ending:
+    """A job that ends as it is told."""
+
+    name: str
+
+    def run(self, reporter: object) -> None:
+        if self.name == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.name == "refused":
+            raise UserError("x" * 200_000)  # more than a pipe holds
+        if self.name == "odd":
+            raise OddError(1, 2)
+        raise ZeroDivisionError("not a matter of input")
+
+
+class OddError(Exception):
+    """One that cannot be read by another process."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "message"),
+    [
+        pytest.param("killed", RuntimeError, "killed: its process ended with exit code -9", marks=pytest.mark.slow),
+        ("refused", UserError, "x" * 200_000),
+        pytest.param("odd", RuntimeError, "OddError: 1 and 2", marks=pytest.mark.slow),
+        ("broken", ZeroDivisionError, "not a matter of input"),
+    ],
+)
+def test_what_ended_a_job_is_told_as_it_was(name: str, kind: type[Exception], message: str) -> None:
+    """The kind of error decides on the exit code of the command; where it was raised is in a note."""
+    heard = Heard()
+    with pytest.raises(kind) as found:
+        _share([Ending(name)], 1, heard)  # type: ignore[list-item, arg-type]
+    assert str(found.value) == message
+    assert heard.lines == [f"{name}: failed: {message}; 1 of 1"]
+    noted = "".join(getattr(found.value, "__notes__", []))
+    assert ("in run" in noted) == (name in ("odd", "broken"))
+
+
+LEAVING = """
+import atexit, sys
+import torch.distributed as dist
+from imdm.devices import leave
+leave()  # a single process goes on
+dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+atexit.register(print, "what was registered is done")
+leave(int(sys.argv[1]))
+print("not reached")
+"""
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_one_of_several_processes_ends_without_being_finalised(code: int) -> None:
+    done = subprocess.run([sys.executable, "-c", LEAVING, str(code)], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (code, "what was registered is done\n"), done.stderr
+
+
+SHARED = """
+import sys, time
+from dataclasses import dataclass
+from pathlib import Path
+from imdm.runs.jobs import _share
+from imdm.stopping import Asked, catch_signals
+
+@dataclass
+class Task:
+    name: str
+    out: str
+
+    def run(self, reporter):
+        asked = Asked()
+        with asked.listening():
+            Path(self.out, self.name).touch()
+            while self.name != "short" and not asked:
+                time.sleep(0.02)
+            time.sleep(0.5 if asked else 0)  # what the others send arrives while it saves
+            Path(self.out, f"{self.name} saved").touch()
+        asked.end()
+
+class Say:
+    def say(self, text):
+        Path(sys.argv[1], text).touch()
+
+if __name__ == "__main__":
+    catch_signals()
+    _share([Task("short", sys.argv[1]), Task("long", sys.argv[1])], 2, Say())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_all_while_one_has_finished(tmp_path: Path, number: signal.Signals) -> None:
+    """As a terminal sends Ctrl-C, to every process. Those that work save their state first; nobody waits for ever."""
+    program, out = tmp_path / "program.py", tmp_path / "out"
+    program.write_text(SHARED)
+    out.mkdir()
+    begun = subprocess.Popen([sys.executable, str(program), str(out)], start_new_session=True, stderr=subprocess.PIPE)
+    try:
+        deadline = time.monotonic() + 100
+        while not {"short: finished; 1 of 2", "long"} <= {file.name for file in out.iterdir()}:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.killpg(begun.pid, number)
+        _, told = begun.communicate(timeout=30)
+    finally:
+        begun.kill()
+    assert begun.returncode in (CODES[number], -number)  # Python itself ends a program by SIGINT
+    assert (out / "long saved").exists()
+    assert b"Error" not in told

@@ -23,6 +23,7 @@ from imdm.models.layers import Dropout
 from imdm.objectives import Nelbo, Objective, ReDi
 from imdm.training import EMA, TrainConfig, Trainer
 from tests.conftest import kill_at, tiny_model
+from tests.reference.launching import launched, torchrun
 
 SOURCE = LanguageSource(aligned(length=3, symbols=2), seed=0)
 CONFIG = TrainConfig(steps=20, batch=16, lr=1e-2, warmup=5, ema=0.9, checkpoint_every=5, log_every=5)
@@ -331,6 +332,7 @@ WORKER = """
 import json, sys, torch
 from pathlib import Path
 from imdm.data import LanguageSource, aligned
+from imdm.devices import leave
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
 from imdm.objectives import Nelbo
 from imdm.training import TrainConfig, Trainer
@@ -351,25 +353,14 @@ for micro in range(trainer.accumulation):
 Path(sys.argv[1]).mkdir(exist_ok=True)
 Path(sys.argv[1], f"seen-{rank}.json").write_text(json.dumps(seen))
 trainer.train()
+leave()
 """
 
 
 def launch(folder: Path, world: int, steps: int = 8) -> None:
     script = folder.parent / "worker.py"
     script.write_text(WORKER)
-    environment = os.environ | {"ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(script)]
-    if world > 1:
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc_per_node={world}",
-            str(script),
-        ]
-    arguments = [str(folder), str(world), str(steps)]
-    subprocess.run([*command, *arguments], check=True, env=environment, capture_output=True, timeout=300)
+    launched([[*torchrun(world), str(script), str(folder), str(world), str(steps)]], folder)
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from imdm.stopping import catch_signals, ignore_signals
 
 
@@ -11,6 +13,13 @@ def main() -> None:
 
     try:
         run()
+    except SystemExit as stop:
+        ignore_signals()
+        if "imdm.devices" in sys.modules:  # else it never was one of several processes
+            from imdm.devices import leave
+
+            leave(stop.code)
+        raise
     finally:
         ignore_signals()
 

@@ -44,20 +44,38 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Block signals until the end of this block; processes started in it inherit that (`let_through`)."""
-    if not hasattr(signal, "pthread_sigmask"):  # not on Windows
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, CODES)
+    """Hold signals back until the end of this block, where the first of them acts. Processes started in it begin with
+    signals blocked (`let_through`).
+
+    Blocking is for these processes. In this one a signal would reach another thread, of torch for example, and then its
+    handler; so for the time of the block handlers only take note."""
+    noted: list[int] = []
+    here = threading.current_thread() is threading.main_thread()
+    known = {number: signal.getsignal(number) for number in CODES} if here else {}
+    before = {number: handler for number, handler in known.items() if handler is not signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, lambda got, _: noted.append(got))
+    blocks = hasattr(signal, "pthread_sigmask")  # not on Windows
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, CODES) if blocks else set()
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if blocks:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # what was blocked arrives now, and is noted
+        restore(before)
+        if noted:
+            signal.raise_signal(noted[0])
+
+
+def restore(handlers: Mapping[Any, Any]) -> None:
+    """Install handlers again; None is one that was not Python's."""
+    for number, handler in handlers.items():
+        signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
 
 @contextmanager
 def let_through() -> Iterator[None]:
-    """In a process started with signals blocked: unblock them inside this block."""
+    """In a process started with signals blocked: unblock them inside this block. After it they do nothing."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
@@ -66,13 +84,13 @@ def let_through() -> Iterator[None]:
     try:
         yield
     finally:
-        for number in CODES:  # an idle process has nothing to save
-            signal.signal(number, signal.SIG_DFL)
+        ignore_signals()
 
 
 class Asked:
-    """Defers a signal until the current step ends. The same signal again acts at once. Signals are handled only in the
-    main thread; elsewhere this has no effect."""
+    """Defers a signal until the current step ends. Ctrl-C after it acts at once. A second SIGTERM does not: a launcher
+    may send it to all processes, and those that started others send it on to them. Signals are handled only in the main
+    thread; elsewhere this has no effect."""
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -91,18 +109,14 @@ class Asked:
         def stop(number: int, *_: Any) -> None:
             if self.number is None:
                 self.number = number
-                self._restore({number: before[signal.Signals(number)]})
+                restore({signal.SIGINT: before[signal.SIGINT]})
 
         for number in CODES:
             signal.signal(number, stop)
         try:
             yield
         finally:
-            self._restore(before)
-
-    def _restore(self, before: Mapping[Any, Any]) -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+            restore(before)
 
     def end(self) -> None:
         """Stop, if a signal was received."""

@@ -206,5 +206,4 @@ def run(job: Mapping[str, Any]) -> None:
 if __name__ == "__main__":
     for each in json.loads(Path(sys.argv[1]).read_text()):
         run(each)
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    devices.leave()

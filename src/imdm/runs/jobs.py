@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import multiprocessing
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+import os
+import pickle
+import traceback
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
+from typing import NamedTuple
 
 from imdm.devices import processes
 from imdm.errors import UserError, check_whole
@@ -96,38 +102,68 @@ def run_jobs(recipe: Recipe, jobs: list[Job], out: Path, workers: int, reporter:
                 _share(jobs, workers, reporter)
 
 
+class Running(NamedTuple):
+    """A job in a process of its own, which tells at its end what went wrong: an exception, or None."""
+
+    job: Job
+    process: SpawnProcess
+    end: Connection
+
+    @classmethod
+    def begun(cls, job: Job, threads: int) -> Running:
+        context = multiprocessing.get_context("spawn")
+        end, tell = context.Pipe(duplex=False)
+        process = context.Process(target=_work, args=(job, threads, tell))
+        process.start()
+        tell.close()
+        return cls(job, process, end)
+
+    def failure(self) -> BaseException | None:
+        """What it told, or that it was killed. Waits for its end."""
+        try:
+            failure: BaseException | None = self.end.recv()
+        except EOFError:
+            self.process.join()
+            return RuntimeError(f"{self.job.name}: its process ended with exit code {self.process.exitcode}")
+        self.process.join()
+        return failure
+
+
 def _share(jobs: list[Job], workers: int, reporter: Reporter) -> None:
-    """Run jobs in processes of their own, some at a time. When stopped, this process stops them and waits until they
+    """Run each job in a process of its own, some at a time. When stopped, this process stops them and waits until they
     have saved their state."""
     failures: list[BaseException] = []
     threads, waiting, done = max(1, cores() // workers), list(jobs), 0
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        running: dict[Future[None], Job] = {}
-        try:
-            while waiting or running:
-                while waiting and len(running) < workers:  # no more than can start: a submitted job cannot be cancelled
-                    job = waiting.pop(0)
-                    with held_back():
-                        running[pool.submit(_work, job, threads)] = job
-                for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    job, failure, done = running.pop(future), future.exception(), done + 1
-                    if isinstance(failure, KeyboardInterrupt | SystemExit):
-                        raise failure
-                    how = "finished" if failure is None else f"failed: {failure}"
-                    reporter.say(f"{job.name}: {how}; {done} of {len(jobs)}")
-                    failures += [failure] if failure is not None else []
-        except (KeyboardInterrupt, SystemExit):
-            with held_back():  # until all have ended
-                for process in list((pool._processes or {}).values()):
-                    process.terminate()
-                pool.shutdown()
-            raise
+    running: list[Running] = []
+    if os.name == "posix":
+        resource_tracker.ensure_running()  # with the first process it would start, and unblock signals
+    try:
+        while waiting or running:
+            while waiting and len(running) < workers:
+                with held_back():
+                    running.append(Running.begun(waiting.pop(0), threads))
+            ready = wait([one.end for one in running])
+            for ended in [one for one in running if one.end in ready]:
+                failure, done = ended.failure(), done + 1
+                running.remove(ended)
+                if isinstance(failure, KeyboardInterrupt | SystemExit):
+                    raise failure
+                how = "finished" if failure is None else f"failed: {failure}"
+                reporter.say(f"{ended.job.name}: {how}; {done} of {len(jobs)}")
+                failures += [failure] if failure is not None else []
+    except BaseException:
+        with held_back():  # until all have ended
+            for one in running:
+                one.process.terminate()
+            for one in running:
+                one.failure()
+        raise
     if failures:
         raise failures[0]
 
 
-def _work(job: Job, threads: int) -> None:
-    """In a worker process, whose output is whole lines."""
+def _work(job: Job, threads: int, tell: Connection) -> None:
+    """In a process of its own, whose output is whole lines."""
     import torch
     import transformers
 
@@ -136,5 +172,23 @@ def _work(job: Job, threads: int) -> None:
     torch.set_num_threads(threads)
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    with let_through():
-        job.run(Terminal(who=job.name))
+    failure: BaseException | None = None
+    try:
+        with let_through():
+            job.run(Terminal(who=job.name))
+    except BaseException as error:
+        failure = _told(error)
+    tell.send(failure)
+
+
+def _told(error: BaseException) -> BaseException:
+    """An exception that another process can read. Its traceback, which stays behind, is in a note."""
+    if not isinstance(error, UserError | KeyboardInterrupt | SystemExit):
+        error.add_note(traceback.format_exc())
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        other = RuntimeError(f"{type(error).__name__}: {error}")
+        other.add_note(traceback.format_exc())
+        return other
+    return error
