@@ -198,6 +198,14 @@ def test_bad_overrides_get_a_sentence(overrides: list[str], message: str) -> Non
         load_recipe("synthetic", overrides)
 
 
+def test_settings_of_an_objective_that_is_named_can_be_overridden() -> None:
+    """`objective: redi` stands for its default settings."""
+    recipe = load_recipe("synthetic", ["stages.imdm.objective=sdtt", "stages.imdm.objective.rounds=2"])
+    assert (recipe.stages["imdm"].objective.kind, recipe.stages["imdm"].objective.rounds) == ("sdtt", 2)
+    with pytest.raises(UserError, match="unknown key 'objective.rounded'"):
+        load_recipe("synthetic", ["stages.imdm.objective=sdtt", "stages.imdm.objective.rounded=2"])
+
+
 def test_bad_files_get_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="unknown recipe 'lm2b'; known: .*synthetic"):
         load_recipe("lm2b")

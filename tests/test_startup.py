@@ -13,15 +13,22 @@ import pytest
 
 from imdm.benchmarks import benchmarks
 from imdm.cli import early
+from imdm.config import Config
 from imdm.data import CoupleConfig, languages
+from imdm.errors import UserError
 from imdm.evaluation import metrics
 from imdm.evaluation.judge import Precision
 from imdm.exporting import Weights
 from imdm.masks.base import masks
+from imdm.objectives import objectives
 from imdm.process import NoisePolicy
+from imdm.recipes import Recipe, load_recipe, outline, recipe_names
+from imdm.registry import Registry
 from imdm.runs.distilling import METHODS
+from imdm.sampling.options import RevealOrder
+from imdm.schedule import schedules
 
-SHIPPED = "sentences-teacher"
+SHIPPED = "stories-teacher"
 LISTED = {
     "--help": "reproduce",
     "--version": "imdm ",
@@ -39,13 +46,34 @@ REFUSED = {
     "reproduce synthetic seed": "override 'seed': write key=value",
     "reproduce synthetic stages.nosuch.seed=1": "unknown stage 'nosuch'; known: ",
     "train synthetic --stage nosuch": "--stage nosuch: recipe 'synthetic' trains teacher",
+    "reproduce wrong.yaml": "unknown key 'stages.teacher.objectives'",
+    "reproduce synthetic sed=1": "unknown key 'sed' (known: data, experiment, ",
+    "reproduce synthetic seed=x": "'seed' = 'x': input should be a valid integer",
+    "reproduce synthetic data.kind=nosuch": "'data': input tag 'nosuch' found using 'kind' does not match",
+    "reproduce synthetic data.name=nosuch": "unknown language 'nosuch'; known: ",
+    "reproduce synthetic model.mask=nosuch": "unknown mask 'nosuch'; known: ",
+    "reproduce synthetic model.mask=infinite-uniform-x": "mask 'infinite-uniform-x' is not of the form infinite-LAW-",
+    "reproduce synthetic model.preset=nosuch": "unknown model preset 'nosuch'; known: ",
+    "reproduce synthetic model.schedule=nosuch": "unknown schedule 'nosuch'; known: ",
+    "reproduce synthetic stages.teacher.kind=nosuch": "'stages.teacher': input tag 'nosuch' found using 'kind' does",
+    "train synthetic stages.teacher.objective=nosuch": "unknown objective 'nosuch'; known: ",
+    'train synthetic stages.teacher.objective={"kind":"sdtt","round":1}': "unknown key 'objective.round'",
+    "train synthetic stages.teacher.training.lr=fast": "'stages.teacher.training.lr' = 'fast': input should be a valid",
+    "train synthetic stages.teacher.training.steps=0": "'stages.teacher.training.steps' = 0: input should be greater",
+    "train synthetic stages.teacher.watch.metrics=[nosuch]": "unknown metric 'nosuch'; known: ",
+    "cost synthetic model.width=wide": "'model.width' = 'wide': input should be a valid integer",
     "status empty": "empty: no recipe.json there; it is not the folder of a run",
     "report empty": "empty: no results.jsonl there; run 'imdm reproduce'",
     "train nosuch": "unknown recipe 'nosuch'; known: ",
-    "generate nosuch": "model 'nosuch': no such folder, one that ships (sentences-imdm, ",
+    "generate nosuch": "model 'nosuch': no such folder, one that ships (stories-imdm, ",
+    "generate sentences-imdm": "model 'sentences-imdm' is no longer in the package, which has stories-imdm, ",
+    f"evaluate {SHIPPED} --data sample --judge sentences-mdlm": "model 'sentences-mdlm' is no longer in the package",
     "generate empty": "model 'empty' has no config.json",
     "generate --prompts nosuch.txt": "--prompts: nosuch.txt is missing",
     "generate --noise nosuch": "unknown noise policy 'nosuch'; known: keep, posterior",
+    "generate --order nosuch": "unknown order 'nosuch'; known: random, spread",
+    f"export {SHIPPED} --out out --order nosuch": "unknown order 'nosuch'; known: random, spread",
+    f"export {SHIPPED} --out out --layout mdlm --order spread": "--layout mdlm has no place for an order",
     "generate --nosuch": "No such option: --nosuch",
     "generate --steps 0": "steps = 0: must be a whole number from 1 to 1,000,000",
     "generate --temperature -1": "temperature = -1.0: must be 0 (the likeliest token) or in ",
@@ -60,11 +88,15 @@ REFUSED = {
     f"couple {SHIPPED} --out out --start nosuch": "unknown start of pairs 'nosuch'; known: perturbed, prior",
     f"distill sdtt {SHIPPED} --data aligned --out out --mask nosuch-1": "unknown mask 'nosuch'; known: ",
     f"distill sdtt {SHIPPED} --data aligned --out out --rounds 0": "Invalid value for '--rounds'",
+    f"distill match {SHIPPED} --data aligned --out out --rounds 2": "rounds = 2: match has no such setting; it is for ",
+    f"distill sdtt {SHIPPED} --data aligned --out out --mask infinite-x": "mask 'infinite-x' is not of the form ",
+    f"distill sdtt {SHIPPED} --data aligned --out out stages.student.objective=nosuch": "unknown objective 'nosuch'",
+    f"distill sdtt {SHIPPED} --data aligned --out out stages.nosuch.seed=1": "unknown stage 'nosuch'; known: student",
     "prepare sample --length 0 --out out": "Invalid value for '--length'",
     f"evaluate {SHIPPED} --data sample --top-p 3": "top_p = 3.0: must be in (0, 1]",
     "show --first nosuch": "model 'nosuch': no such folder",
     "serve nosuch": "model 'nosuch': no such folder",
-    f"serve {SHIPPED} {SHIPPED}": "two models would be called 'sentences-teacher'",
+    f"serve {SHIPPED} {SHIPPED}": "two models would be called 'stories-teacher'",
     "serve --host 203.0.113.1": "cannot listen on 203.0.113.1, port 8000",
     "show --second nosuch": "model 'nosuch': no such folder",
     "evaluate nosuch --data aligned": "model 'nosuch': no such folder",
@@ -128,6 +160,7 @@ def test_lists_and_refusals_do_not_wait_for_torch(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken.yaml").write_text("name: [")
     (tmp_path / "child.yaml").write_text("extends: nosuch\nname: child\n")
+    (tmp_path / "wrong.yaml").write_text("extends: synthetic\nstages: {teacher: {objectives: nelbo}}\n")
     before = sorted(tmp_path.iterdir())
     lines = [*LISTED, *REFUSED]
     done = python("-c", ONE_PROCESS, cwd=tmp_path, input=json.dumps(lines))
@@ -149,6 +182,7 @@ def test_a_process_of_its_own_does_not_either(line: str, tmp_path: Path) -> None
 
 
 QUICK = {"--help": 0.5, "generate nosuch": 1.0, "generate --steps 0": 1.0, "train nosuch.yaml": 1.0}
+QUICK |= {"train synthetic seed=x": 1.0}
 """Seconds of a processor that a command may take on the machine it was measured on; the test allows four times that."""
 
 
@@ -174,8 +208,104 @@ def test_names_that_are_known_early_are_the_registered_ones() -> None:
     assert set(early.STARTS) == set(get_args(CoupleConfig.model_fields["start"].annotation))
     assert early.DISTILLATIONS == METHODS
     assert set(early.POLICIES) == set(get_args(NoisePolicy))
+    assert set(early.ORDERS) == set(get_args(RevealOrder))
     assert set(early.PRECISIONS) == set(get_args(Precision))
     assert set(early.WEIGHTS) == set(get_args(Weights))
+
+
+def test_settings_that_are_known_early_are_those_of_recipes() -> None:
+    """What is read from the source files has the fields, types and limits of the classes. Of what may be one of several
+    kinds, such as objectives, each kind is compared."""
+    kinds: list[Registry[Any]] = [masks, objectives, schedules]
+    real: list[type[Config]] = [Recipe, *(each for registry in kinds for _, each in registry.items())]
+    for cls in real:
+        read = outline.defined(cls.__module__, cls.__name__)
+        assert read is not cls
+        assert fields_of(read) == fields_of(cls), cls
+
+
+def fields_of(cls: type[Config]) -> Any:
+    """The JSON schema of a config, without docstrings and defaults; backbones are not read."""
+
+    def bare(node: Any) -> Any:
+        if isinstance(node, list):
+            return [bare(item) for item in node]
+        if not isinstance(node, dict):
+            return node
+        return {key: bare(item) for key, item in node.items() if key not in ("backbone", "default", "description")}
+
+    schema = bare(cls.model_json_schema())
+    schema.get("$defs", {}).pop("BackboneSettings", None)
+    return schema
+
+
+FIELDS = """
+import math
+from typing import ClassVar
+from pydantic import Field
+import torch
+from imdm.config import Config
+
+class Other(Config):
+    MOST: ClassVar[float] = 2.0
+
+class Some(Config):
+    keyword: int = Field(default=3, ge=1)
+    asked: int = Field(..., ge=1)
+    too: int = Field(default=..., ge=1)
+    made: list[int] = Field(default_factory=list, min_length=1)
+    dtype: torch.dtype | None = None
+    limit: float = Field(1.0, le=math.pi)
+    other: float = Field(1.0, le=Other.MOST)
+"""
+
+
+def test_fields_are_read_however_they_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be told without the module is left to it."""
+    (tmp_path / "written.py").write_text(FIELDS)
+    monkeypatch.setattr(outline, "ROOT", tmp_path)
+    read = outline.defined("written", "Some")
+    read.parse({"asked": 1, "too": 1, "dtype": "any", "limit": 4.0, "other": 3.0}, "")
+    for name in ("keyword", "asked", "too"):
+        with pytest.raises(UserError, match=f"'{name}' = 0: input should be greater than or equal to 1"):
+            read.parse({"asked": 1, "too": 1} | {name: 0}, "")
+    with pytest.raises(UserError, match="'made'"):
+        read.parse({"asked": 1, "too": 1, "made": []}, "")
+    for name in ("asked", "too"):
+        with pytest.raises(UserError, match=f"'{name}'"):
+            read.parse({other: 1 for other in ("asked", "too") if other != name}, "")
+
+
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_recipes_are_not_refused_early(recipe: str) -> None:
+    outline.check_settings(load_recipe(recipe).resolved())
+
+
+WRONG: list[dict[str, Any]] = [
+    {"sed": 1},
+    {"seed": "x", "threads": 0},
+    {"stages": {}},
+    {"model": 3},
+    {"model": {"mask": {"kind": "infinite", "dim": 0}}},
+    {"model": {"mask": "single-3"}},
+    {
+        "stages": {
+            "a": {"kind": "train", "training": {"steps": "many"}, "objective": {"kind": "match", "phases": [{}, 1]}}
+        }
+    },
+    {"stages": {"a": {"kind": "evaluate", "models": {"b": ""}, "metrics": ["law-kl", "nosuch"], "temperatures": [-1]}}},
+    {"stages": {"a": {"kind": "couple", "noise": "some"}}},
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_settings_are_refused_early_in_the_same_words(wrong: dict[str, Any]) -> None:
+    values = load_recipe("synthetic").resolved() | wrong
+    with pytest.raises(UserError) as late:
+        Recipe.parse(values, "")
+    with pytest.raises(UserError) as soon:
+        outline.check_settings(values)
+    assert str(soon.value) == str(late.value)
 
 
 def test_standard_output_that_is_closed_is_a_sentence(tmp_path: Path) -> None:

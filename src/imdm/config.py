@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from imdm.errors import UserError, shown
+from imdm.errors import UserError, shown, unknown
 from imdm.registry import Registry
 
 if TYPE_CHECKING:
@@ -30,6 +31,17 @@ def check_name(name: str) -> str:
 Name = Annotated[str, AfterValidator(check_name)]
 Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
 """Any 64-bit integer."""
+
+
+def one_of(kind: str, known: Iterable[str]) -> BeforeValidator:
+    """Refuses names that are not known when it is used: `Annotated[str, one_of("metric", metrics)]`."""
+
+    def check(name: Any) -> Any:
+        if name not in list(known):
+            raise unknown(kind, name, known)
+        return name
+
+    return BeforeValidator(check)
 
 
 ALWAYS: dict[str, str] = {

@@ -79,17 +79,27 @@ def parse_match(text: str | None) -> str | float | None:
 
 def parse_data(text: str, model: MaskedDiffusionLM) -> LanguageData | TokenData | PreparedData:
     """`--data`: a language with settings, a file of tokens, or a folder of prepared text."""
-    check_data(text)
     from imdm.data import LanguageData, PreparedData, TokenData
 
+    config = model.config
+    values = data_settings(text, config.vocab_size, config.mask_token_id)
+    kinds: dict[str, type[LanguageData] | type[TokenData] | type[PreparedData]] = {
+        "language": LanguageData,
+        "tokens": TokenData,
+        "prepared": PreparedData,
+    }
+    return kinds[values["kind"]].parse(values, "--data")
+
+
+def data_settings(text: str, vocab_size: int = 2, mask_token_id: int | None = None) -> dict[str, Any]:
+    """`--data` as the section of a recipe; those of a file of tokens need the model's vocabulary."""
+    check_data(text)
     if Path(text).is_dir():
-        return PreparedData(path=Path(text))
+        return {"kind": "prepared", "path": text}
     if text.endswith(".safetensors"):
-        config = model.config
-        values = {"path": text, "vocab_size": config.vocab_size, "mask_token_id": config.mask_token_id}
-        return TokenData.parse(values, "--data")
+        return {"kind": "tokens", "path": text, "vocab_size": vocab_size, "mask_token_id": mask_token_id}
     name, _, settings = text.partition(":")
-    return LanguageData.parse({"name": name, "settings": parse_settings(settings, "--data")}, "--data")
+    return {"kind": "language", "name": name, "settings": parse_settings(settings, "--data")}
 
 
 def parse_settings(text: str, option: str) -> dict[str, Any]:

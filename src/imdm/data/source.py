@@ -6,13 +6,13 @@ import hashlib
 from abc import abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from imdm.config import Config, digest
+from imdm.config import Config, digest, one_of
 from imdm.data.synthetic import Language, languages
 from imdm.ending import Ending
 from imdm.errors import UserError
@@ -124,7 +124,7 @@ class LanguageData(Data):
     """`data: {kind: language, name: aligned, settings: {length: 2, symbols: 2}}`: an enumerated language."""
 
     kind: Literal["language"] = "language"
-    name: str = "aligned"
+    name: Annotated[str, one_of("language", languages)] = "aligned"
     settings: dict[str, Any] = Field(default_factory=dict)
 
     def language(self) -> Language:

@@ -1,10 +1,12 @@
 """Recipes: found by name in this folder or by path, one level of `extends`, `key=value` overrides.
 
-Finding and reading one needs no torch, so that wrong names, files and overrides are refused at once; parsing it does.
+Finding and reading one needs no torch, and most of what can be wrong in it is refused before torch is imported
+(`outline.py`).
 """
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +28,7 @@ __all__ = [
     "EvaluateStage",
     "Recipe",
     "TrainStage",
+    "check_recipe",
     "load_recipe",
     "parse_recipe",
     "read_recipe",
@@ -77,15 +80,25 @@ def _settings(name: str | Path) -> dict[str, Any]:
 
 def parse_recipe(values: dict[str, Any], overrides: tuple[str, ...] | list[str] = ()) -> Recipe:
     """A recipe from plain settings, which are not modified."""
-    check_is("overrides", overrides, (list, tuple), "a list of settings such as 'seed=1'")
-    values = _unshared(values)
-    for override in map(str, overrides):
-        _override(values, override)
+    values = check_recipe(values, overrides)
     from imdm.recipes.schema import Recipe
 
     recipe = Recipe.parse(values, "")
     variants(recipe)  # they must parse too
     return recipe
+
+
+def check_recipe(values: dict[str, Any], overrides: tuple[str, ...] | list[str] = ()) -> dict[str, Any]:
+    """The settings of a recipe with overrides. Refuses what can be refused without importing torch."""
+    check_is("overrides", overrides, (list, tuple), "a list of settings such as 'seed=1'")
+    values = _unshared(values)
+    for override in map(str, overrides):
+        _override(values, override)
+    if "torch" not in sys.modules:  # where it is, parsing is quick, and objectives of others may be registered
+        from imdm.recipes.outline import check_settings
+
+        check_settings(values)
+    return values
 
 
 def read_recipe(run: Path) -> Recipe | None:
@@ -153,6 +166,8 @@ def _override(values: dict[str, Any], override: str) -> None:
     for depth, parent in enumerate(parents):
         if parents[:depth] == ["stages"] and parent not in place:
             raise unknown("stage", parent, map(str, place))
+        if parent == "objective" and isinstance(place.get(parent), str):
+            place[parent] = {"kind": place[parent]}  # its name stands for its default settings
         place = place.setdefault(parent, {})
         if not isinstance(place, dict):
             raise UserError(f"override {override!r}: {'.'.join(parents[: depth + 1])!r} is a value, not a section")
