@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pickle
+import re
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
@@ -17,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import imdm
-from imdm.adopting import adopt_into
+from imdm.adopting import adopt_into, write_published
 from imdm.adopting.checkpoints import NEEDED, read_pickled, read_weights
 from imdm.errors import UserError
 from tests.reference.published import logits, made
@@ -335,6 +336,15 @@ def test_law_and_scale_of_noise_come_back(tmp_path: Path) -> None:
         imdm.MaskedDiffusionLM(other).save_pretrained(tmp_path / "other")
         said = refused(command("export", tmp_path / "other", "--out", tmp_path / "x", "--layout", "mdlm"))
         assert "and the log-linear schedule" in said
+    small = {"vocab_size": 11, "length": 6, "width": 16, "blocks": 1, "heads": 2}
+    bert = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    bert |= {"vocab_size": 11, "intermediate_size": 16, "max_position_embeddings": 6}
+    kinds = {"is autoregressive": {"causal": True}, "has a latent (Di4C)": {"mixture": True}}
+    kinds |= {"has another backbone (bert); use layout transformers": {"backbone": {"kind": "hf", "config": bert}}}
+    for what, changes in kinds.items():
+        model = imdm.MaskedDiffusionLM(imdm.MaskedDiffusionConfig(**small | changes))
+        with pytest.raises(UserError, match=re.escape(f"diffusion transformer (dit); this model {what}")):
+            write_published(model, tmp_path / "x")
     eight = ("--layout", "mdlm", "--weights", "int8")
     said = refused(command("export", tmp_path / "ours", "--out", tmp_path / "x", *eight))
     assert "is written in float32; leave out --weights int8" in said

@@ -249,7 +249,7 @@ def test_two_models_side_by_side(service: Service, opened: Any) -> None:
 
 def test_the_first_model_is_chosen_and_each_is_described_below_its_name(opened: Any) -> None:
     models = writers(96)
-    own, shipped = "mine", "sentences-imdm"
+    own, shipped = "mine", "stories-imdm"
     about = next(model.about for model in listed() if model.name == shipped)
     with Service({own: models["plain"], shipped: models["noisy"]}) as running:
         page = opened(running.address)
@@ -259,6 +259,11 @@ def test_the_first_model_is_chosen_and_each_is_described_below_its_name(opened: 
         expect(page.locator(".field:has(#model) .about")).to_have_text("")
         expect(page.locator(".field:has(#other) .about")).to_have_text(about)
         shot(page, "described")
+        page.select_option("#model", shipped)
+        expect(page.locator("#other")).to_have_value(own)  # never the same beside, unless it is chosen there
+        expect(page.locator(".field:has(#other) .about")).to_have_text("")
+        page.select_option("#other", shipped)
+        expect(page.locator("#other")).to_have_value(shipped)
 
 
 def test_words_are_selected_by_mouse_and_refilled(service: Service, opened: Any) -> None:
@@ -288,7 +293,7 @@ def test_words_are_selected_by_mouse_and_refilled(service: Service, opened: Any)
 def test_refill_pressed_twice_is_written_once_and_to_its_end(service: Service, opened: Any) -> None:
     page = ready(opened(service.address))
     page.click("#tab-fill")
-    expect(page.locator("#fill .text")).to_contain_text("It was a dark")
+    expect(page.locator("#fill .text")).to_contain_text("Once upon a time")
     page.get_by_role("button", name="Keep selection").click()
     page.evaluate("for (const _ of [1, 2]) document.getElementById('go').click()")
     played(page, "#fill", 8)
@@ -521,7 +526,7 @@ def test_another_models_tokens_are_read_anew(opened: Any) -> None:
         expect(page.locator("#model option")).to_have_count(4)
         page.select_option("#model", "noisy")
         page.click("#tab-fill")
-        expect(page.locator("#fill .text")).to_contain_text("It was a dark")
+        expect(page.locator("#fill .text")).to_contain_text("Once upon a time")
         text, many = text_of(page, "#fill"), page.locator("#fill .text .token").count()
         page.locator("#fill .text .token:not([hidden])").first.click()
         page.select_option("#model", "plain")  # the same tokens: what is selected stays selected

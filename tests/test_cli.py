@@ -529,7 +529,7 @@ def test_distil_by_match_from_the_teacher_and_from_a_student(run: Path, tmp_path
     assert "more than stages.student.objective.auxiliary.ahead = 200, or lower that" in short.stderr
     cold = imdm("distill", "match", teacher, *few, "--mask", "infinite-uniform-4-1.0", "--out", tmp_path / "cold")
     assert cold.returncode == 0, cold.stderr
-    assert "student: 6 training steps of 8 sequences\n" in cold.stdout
+    assert "student: 6 training steps of 8 sequences, mask infinite-uniform-4-1.0\n" in cold.stdout
     warm = ["distill", "match", teacher, "--start", student, *few, "--out", tmp_path / "warm"]
     assert imdm(*warm).returncode == 0
     assert "already there" in imdm(*warm).stderr
@@ -578,7 +578,7 @@ def test_status_of_a_stopped_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     few = [*SMALL, "stages.teacher.training.log_every=5", "stages.teacher.training.checkpoint_every=10"]
     assert imdm("train", "synthetic", *few, "--out", tmp_path).returncode == 130
     shown = imdm("status", tmp_path).stdout
-    assert re.search(r"teacher\s+nelbo\s+stopped or running\s+25 of 40\s+0\.\d+\s+0\.\d min", shown)
+    assert re.search(r"teacher\s+nelbo\s+stopped or running\s+25 of 40\s+0\.\d+\s+< 1 min of steps left", shown)
     assert re.search(r"imdm\s+redi\s+waiting\s+0 of 20", shown)
 
 

@@ -357,3 +357,14 @@ def test_memory_does_not_grow_with_the_text(tmp_path: Path, tokenizer: Path, mon
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[2] < 1.3 * peaks[1]
+
+
+def test_too_little_held_out_text_is_said_to_be_held_out(tmp_path: Path) -> None:
+    """There is enough to train on: the sentence says which part is short, and what to do."""
+    (tmp_path / "text.txt").write_text("\n".join(SENTENCES[:1] * 60))
+    data = TextData(path=str(tmp_path / "text.txt"), train_bpe=300, length=64)
+    with pytest.raises(
+        UserError, match=r"too little text for one row of 64 tokens: of the held-out part, one document in"
+    ):
+        data.ready(tmp_path / "data")
+    assert not (tmp_path / "data" / "train").exists()

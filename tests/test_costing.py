@@ -74,21 +74,21 @@ STEPS = {
     "NELBO, 1024": (setting_of(Nelbo(), LONG, 32), 67.5, 16.5, "**67.5 ms**, 16.5 GiB"),
     "ReDi, 1024": (setting_of(ReDi(), LONG, 32, NOISY), 71.3, 17.1, "**71.3 ms**, 17.1 GiB"),
     "SDTT, 128": (setting_of(SDTT(), SENTENCES, 512, NOISY), 168, 29.0, "**168 ms**, 29.0 GiB"),
-    "match, 128, recorded": (
+    "match, 128, captured": (
         setting_of(Match(), SENTENCES, 512, NOISY, True),
         400,
         54.7,
-        "takes 400 ms recorded, 54.7 GiB",
+        "takes 400 ms captured, 54.7 GiB",
     ),
     "mini NELBO": (setting_of(Nelbo(), MINI, 512), 30.7, None, "| 30.7 ms | **11.7 ms**"),
-    "mini NELBO, recorded": (setting_of(Nelbo(), MINI, 512, graphs=True), 11.7, None, "| 30.7 ms | **11.7 ms**"),
+    "mini NELBO, captured": (setting_of(Nelbo(), MINI, 512, graphs=True), 11.7, None, "| 30.7 ms | **11.7 ms**"),
     "mini SDTT": (setting_of(SDTT(), MINI, 512, NOISY), 42.6, None, "| 42.6 ms | **20.8 ms**"),
-    "mini SDTT, recorded": (setting_of(SDTT(), MINI, 512, NOISY, True), 20.8, None, "| 42.6 ms | **20.8 ms**"),
+    "mini SDTT, captured": (setting_of(SDTT(), MINI, 512, NOISY, True), 20.8, None, "| 42.6 ms | **20.8 ms**"),
     "mini match": (setting_of(ONE_UPDATE, MINI, 256, NOISY), 53.5, None, "| 53.5 ms | **18.6 ms**"),
-    "mini match, recorded": (setting_of(ONE_UPDATE, MINI, 256, NOISY, True), 18.6, None, "**18.6 ms**"),
+    "mini match, captured": (setting_of(ONE_UPDATE, MINI, 256, NOISY, True), 18.6, None, "**18.6 ms**"),
     "mini match, twice": (setting_of(Match(), MINI, 256, NOISY), 77.6, None, "77.6 as it is"),
-    "mini match, twice, recorded": (setting_of(Match(), MINI, 256, NOISY, True), 27.7, None, "takes 27.7 ms"),
-    "stories NELBO, recorded": (setting_of(Nelbo(), STORIES, 256, graphs=True, optimizer="muon"), 25.4, 9.0, ""),
+    "mini match, twice, captured": (setting_of(Match(), MINI, 256, NOISY, True), 27.7, None, "takes 27.7 ms"),
+    "stories NELBO, captured": (setting_of(Nelbo(), STORIES, 256, graphs=True, optimizer="muon"), 25.4, 9.0, ""),
 }
 
 

@@ -146,7 +146,7 @@ def test_rows_have_every_field_and_reports_take_the_last(tmp_path: Path) -> None
     latest = read(path)
     assert [(r.metric, r.value) for r in latest] == [("validity", 0.6), ("other", 0.5)]
     fields = "experiment method model mask steps evaluations metric value stderr n seed split judge precision length"
-    drawn = "temperature top_p noise sample_seed conditional first matched settings"
+    drawn = "temperature top_p noise order sample_seed conditional first matched settings"
     assert list(Row.model_fields) == [*fields.split(), *drawn.split(), "recipe_hash", "time"]
     assert latest[0].model == "mdlm"
     assert latest[0].evaluations == 1.0

@@ -193,6 +193,22 @@ def test_inputs_are_read_and_hashed_once_a_run(tmp_path: Path, monkeypatch: pyte
     assert counts == {"token hashes": 1, "model loads": 1, "model hashes": 1}
 
 
+def test_a_student_is_watched_with_its_own_noise_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_model(vocab_size=3, length=2, mask="infinite-uniform-4-1.0").save_pretrained(tmp_path / "start")
+    used = list[str]()
+    monkeypatch.setattr("imdm.runs.stages.measure", lambda _, subject, **how: used.append(subject.how.noise) or {})
+    student = {
+        "kind": "train",
+        "start": str(tmp_path / "start"),
+        "objective": {"kind": "match", "auxiliary": {"ahead": 0}, "looks": 8},
+        "training": {"steps": 2, "batch": 8, "warmup": 0},
+        "watch": {"every": 1, "metrics": ["validity"], "samples": 8},
+    }
+    Run(parse_recipe(RECIPE | {"stages": {"student": student}}), tmp_path / "run").all()
+    assert used
+    assert set(used) == {"keep"}
+
+
 def test_what_lies_elsewhere_may_be_made_anew(tmp_path: Path) -> None:
     """A hash and a model that are asked for one after the other belong together, whatever was known before."""
     place = str(tmp_path / "teacher")

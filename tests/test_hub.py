@@ -35,6 +35,7 @@ from tests.test_cli import imdm as command
 from tests.test_cli import refused
 from tests.test_hf import FAMILIES, made
 from tests.test_masked_lm import BACKBONES, IDS, KINDS, MASKS, same
+from tests.test_order import spread_law
 
 Plain = modeling_imdm.MaskedDiffusionLM
 ENDING = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
@@ -166,6 +167,25 @@ def test_ends_that_are_drawn_first(steps: int, tmp_path: Path) -> None:
     assert ending.finished(exported.generate(torch.tensor([[0, 3, 0, 3]]), num=50, steps=2)).all()
 
 
+@pytest.mark.parametrize(("option", "usual", "other"), [("noise", "posterior", "keep"), ("order", "random", "spread")])
+def test_the_models_own_policies(option: str, usual: str, other: str, tmp_path: Path) -> None:
+    exported = plain(tiny_model(mask="infinite-uniform-4-1.0", **{option: other}), tmp_path)
+    own, same, plainly = (
+        exported.generate(num=64, steps=4, seed=1, **{option: value}) for value in (None, other, usual)
+    )
+    assert torch.equal(own, same)
+    assert not torch.equal(own, plainly)
+    with pytest.raises(ValueError, match="noise 'posterior' or 'keep', order 'random' or 'spread'"):
+        exported.generate(**{option: "nosuch"})
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_law_where_positions_of_a_step_are_apart(steps: int, tmp_path: Path) -> None:
+    model = soft(tiny_model(vocab_size=3, length=4, condition=0))
+    found = written(plain(model, tmp_path), length=4, steps=steps, order="spread")
+    assert_law(counts_of(found, 2), spread_law(InFull(model), 2, 4, steps))
+
+
 def test_holes_between_text_do_not_end_it(tmp_path: Path) -> None:
     model = soft(tiny_model(vocab_size=4, length=4, **ENDING))
     canvas = (("token", 0), ("mask", 0), ("token", 0), ("mask", 0))
@@ -202,7 +222,7 @@ def test_prompts_and_canvases(tmp_path: Path) -> None:
         assert (made[:40, 0] == 1).all()
         assert len(set(made[:40, 1].tolist())) > 1
         assert made[40:, :2].tolist() == [[3, 0]] * 40
-    for wrong in ({"steps": 0}, {"temperature": -1}, {"top_p": 0}, {"noise": "fresh"}, {"length": 7}):
+    for wrong in ({"steps": 0}, {"temperature": -1}, {"top_p": 0}, {"length": 7}):
         with pytest.raises(ValueError, match="steps|at most"):
             other.generate(torch.tensor([[1]]), **wrong)
     for wrong in ({"length": 7}, {"length": 0}, {"max_new_tokens": 7}, {"max_new_tokens": 0}):

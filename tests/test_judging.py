@@ -516,7 +516,7 @@ def test_a_judge_that_ships_reads_where_another_is_not_at_hand(nothing_fetched: 
 def test_the_judge_of_the_texts_own_tokens_goes_first(
     nothing_fetched: Path, monkeypatch: pytest.MonkeyPatch, judges: dict[str, Judge]
 ) -> None:
-    assert judge_at_hand(load_tokenizer("sentences-teacher")) == "sentences-judge"
+    assert judge_at_hand(load_tokenizer("sentences-judge")) == "sentences-judge"
     here = nothing_fetched / "shipped"
     shutil.copytree(imdm.shipped.HERE / "sentences-judge", here / "sentences-judge")
     own(here / "tiny-judge")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,12 +22,17 @@ from lm_eval.api.registry import get_model
 from lm_eval.tasks import TaskManager
 
 from imdm.cli.app import app
+from imdm.data import Corpus, PrepareConfig, PreparedSource, prepare
 from imdm.data.tokenizers import train_bpe
 from imdm.errors import UserError
 from imdm.evaluation.bound import bounds
 from imdm.lm_eval import DiffusionLM, Tasks, figures
 from imdm.lm_eval.model import TAIL
-from imdm.writer import Writer, load
+from imdm.models import load_model
+from imdm.objectives import Nelbo
+from imdm.shipped import TEACHER
+from imdm.training import TrainConfig, Trainer
+from imdm.writer import Writer
 from tests.conftest import tiny_model
 from tests.test_corpora import SENTENCES
 
@@ -187,6 +193,16 @@ def test_texts_are_the_samplers_and_end_with_the_end_token(stream: Writer) -> No
     assert lm_of(stream, temperature=0.5)._how({}).temperature == 0.5
 
 
+@pytest.mark.parametrize("noise", [None, "keep"])
+def test_texts_are_written_with_the_models_noise_policy(noise: str | None) -> None:
+    lm = lm_of(tiny_writer(mask="infinite-uniform-4-1.0", noise=noise))
+    used = list[str]()
+    generate = lm.model.generate
+    lm.model.generate = lambda *given, **how: used.append(how["noise"]) or generate(*given, **how)
+    written(lm, "The cat", max_gen_toks=4)
+    assert used == [lm.get_model_info()["noise"]] == [noise or "posterior"]
+
+
 def test_equal_requests_get_different_texts_and_order_changes_none(stream: Writer) -> None:
     requests = [asking("generate_until", text, {"max_gen_toks": 8, "do_sample": True}) for text in ("A dog", "The", "")]
     texts = lm_of(stream).generate_until(requests)
@@ -239,17 +255,31 @@ metric_list: [{metric: word_perplexity}]
 """
 
 
-def test_minimal_pairs_with_a_model_that_has_learnt(tasks: Callable[..., str]) -> None:
-    """Words in order against the same words in another: the model that ships tells them apart."""
-    good = ["The man was in the house.", "She looked at him.", "It was a dark night.", "He went to the door."]
-    rows = [{"good": text, "bad": " ".join([*text[:-1].split()[::-1]]) + "."} for text in good]
-    lm = lm_of(load("sentences-teacher"), n=16)
+def learnt(stream: Writer, folder: Path) -> Writer:
+    """A writer of rows from a stream that was trained on SENTENCES."""
+    stream.tokenizer.save_pretrained(folder / "tokenizer")
+    (folder / "text.txt").write_text("\n".join(SENTENCES * 10))
+    about = PrepareConfig(length=LENGTH, tokenizer=str(folder / "tokenizer"))
+    prepare(Corpus(str(folder / "text.txt")), about, folder / "rows")
+    model = tiny_model(vocab_size=len(stream.tokenizer), mask_token_id=MASK, length=LENGTH, trained=False)
+    config = TrainConfig(steps=200, batch=16, lr=1e-2, warmup=10, ema=0.9)
+    source = PreparedSource(folder / "rows")
+    return Writer(load_model(Trainer(model, Nelbo(), source, config, folder / "run").train()), stream.tokenizer)
+
+
+def test_minimal_pairs_with_a_model_that_has_learnt(tasks: Callable[..., str], stream: Writer, tmp_path: Path) -> None:
+    """Words in order against the same tokens in another order."""
+    rows = [{"good": text, "bad": re.sub(r" (\w+) (\w+) the", r" \2 \1 the", text)} for text in SENTENCES[::3]]
+    lm = lm_of(learnt(stream, tmp_path), n=32)
     found = Tasks([tasks("pairs", rows, PAIRS)]).run(lm)
     [figure] = figures(found)
     assert (figure.task, figure.metric, figure.value) == ("pairs", "acc", 1.0)
     assert figure.monte_carlo == pytest.approx(lm.stderr)
     assert 0 < figure.monte_carlo < 5
-    assert found["config"]["n"] == 16
+    assert found["config"]["n"] == 32
+    for row in rows:
+        (good, _), (bad, _) = likelihoods(lm, *(("", row[kind]) for kind in ("good", "bad")))
+        assert good > bad + 1
 
 
 def test_choices_texts_and_perplexity(tasks: Callable[..., str], stream: Writer) -> None:
@@ -312,7 +342,7 @@ def refused(*arguments: str) -> str:
 
 
 def test_refusals_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tasks: Callable[..., str]) -> None:
-    model = "sentences-teacher"
+    model = TEACHER
     assert "--tasks nosuch.yaml: no such file" in refused(model, "--tasks", "nosuch.yaml")
     assert "a name is empty" in refused(model, "--tasks", "pairs,")
     (tmp_path / "empty.yaml").write_text("nothing: here\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -77,6 +78,18 @@ def test_a_new_mask_changes_nothing_until_trained(name: str) -> None:
         for parameter in student.mask_embedding.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
     assert not torch.equal(teacher(teacher.noised(tokens)), student(student.noised(tokens, seed=3)))
+
+
+def test_another_mask_leaves_the_noise_policy_behind(tmp_path: Path) -> None:
+    """It was chosen for the noise of the old mask."""
+    model = tiny_model(mask="infinite-uniform-8-1.0", noise="keep")
+    assert [imdm.with_mask(model, mask).config.noise for mask in ("single", "finite-7")] == [None, None]
+    same = [imdm.with_mask(model), imdm.with_mask(model, mixture=True), imdm.fold_conditioning(model)]
+    assert [one.config.noise for one in same] == ["keep"] * 3
+    assert "noise" not in imdm.with_mask(model, "single").config.to_dict()
+    model.save_pretrained(tmp_path)
+    for mask, noted in (("finite-7", None), ("infinite-uniform-8-1.0", "keep")):
+        assert imdm.MaskedDiffusionLM.from_pretrained(tmp_path, mask=mask).config.noise == noted
 
 
 def test_to_infinite_takes_law_dim_and_scale() -> None:

@@ -11,10 +11,11 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -29,7 +30,7 @@ from imdm.models.readout import Chosen, Gradient, Head, Said, match_rows, matche
 from imdm.objectives import EARLIEST, Match, Nelbo, Step, match, parse_objective
 from imdm.objectives.match import AUXILIARY, DATA, OWN, PRIOR, Starts
 from imdm.objectives.onpolicy import Auxiliary, Planned, Pursued, masked_again, planned
-from imdm.objectives.texts import Frontier, Standing, score, standing
+from imdm.objectives.texts import TEMPERATURES, Frontier, Standing, score, smoothed, standing
 from imdm.randomness import Purpose, fold, uniform
 from imdm.recipes import TrainStage
 from imdm.runs.stages import _waiting
@@ -37,6 +38,7 @@ from imdm.sampling import Sampling, sample
 from imdm.state import Noised, Rows
 from imdm.training import TrainConfig, Trainer
 from tests.conftest import kill_at, tiny_model
+from tests.reference.launching import ENVIRONMENT, launched, torchrun
 from tests.reference.matching import shown_at
 from tests.reference.statistics import assert_law
 
@@ -614,6 +616,7 @@ def test_20_steps_are_9_and_11(tmp_path: Path) -> None:
 WORKER = """
 import sys
 sys.path.insert(0, {root!r})
+from imdm.devices import leave
 from imdm.training import Trainer
 from tests.test_match import CONFIG, PHASES, SOURCE, objective, pair
 out, world, steps, micro = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
@@ -622,23 +625,18 @@ config = CONFIG.model_copy(update={{"steps": steps, "micro_batch": micro}})
 trainer = Trainer(student, objective(phases=PHASES), SOURCE, config, out, seed=3, start=teacher, watch_every=3)
 assert trainer.accelerator.num_processes == world
 trainer.train()
+leave()
 """
-ENVIRONMENT = {"ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
 
 
 def command(folder: Path, world: int = 1, steps: int = 20, micro: int = 16) -> list[str]:
     script = folder.parent / "worker.py"
     script.write_text(WORKER.format(root=str(Path(__file__).parents[1])))
-    several = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"]
-    line = [sys.executable, *(several if world > 1 else []), str(script)]
-    return [*line, str(folder), str(world), str(steps), str(micro)]
+    return [*torchrun(world), str(script), str(folder), str(world), str(steps), str(micro)]
 
 
 def launch(folder: Path, **how: int) -> None:
-    done = subprocess.run(
-        command(folder, **how), env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    launched([command(folder, **how)], folder)
 
 
 @pytest.mark.slow
@@ -996,6 +994,47 @@ def test_at_equal_entropy() -> None:
     assert score([(1.0, 2.0)], (0.05, 0.1), 0.1) == pytest.approx(math.log(2))
 
 
+def test_smoothing_changes_no_smooth_frontier_and_calms_a_noisy_one() -> None:
+    """Entropies of whole stories: 0.03 apart, not much more than the noise of 256 samples. A student whose entropy
+    changes by 0.005 is not compared with something else altogether."""
+    there = [Standing(1.4 + 2 * (T - 0.7) ** 2 + T, 3.7 + T / 3, 5.0 + T, 0.1 * T, 170.0, 30.0) for T in TEMPERATURES]
+    for given, kept in zip(there, smoothed(there, TEMPERATURES), strict=True):
+        assert asdict(kept) == pytest.approx(asdict(given))
+
+    def jump(points: list[Standing]) -> float:
+        """The largest change of the nll compared with, when entropy changes by 0.005."""
+        curve = Frontier.from_points([asdict(point) for point in points])
+        return float(np.abs(np.diff([curve.at(entropy).nll for entropy in np.arange(3.93, 4.04, 0.005)])).max())
+
+    random = np.random.default_rng(0)
+    noisy = [[replace(one, entropy=one.entropy + 0.02 * random.standard_normal()) for one in there] for _ in range(200)]
+    raw, calm = ([jump(points) for points in many] for many in (noisy, [smoothed(one, TEMPERATURES) for one in noisy]))
+    bent = [replace(one, entropy=H) for one, H in zip(there, (4.428, 4.348, 4.250, 4.129), strict=True)]  # of sentences
+    for given, kept in zip(bent, smoothed(bent, TEMPERATURES), strict=True):
+        assert kept.entropy == pytest.approx(given.entropy, abs=0.012)
+    assert jump(there) < 0.05
+    assert np.quantile(raw, 0.75) > 0.1
+    assert np.quantile(calm, 0.75) < 0.05
+
+
+def test_a_frontier_is_smoothed_only_if_asked_and_stays_in_range() -> None:
+    """A teacher whose texts get ever shorter as it cools: a parabola would make lengths negative."""
+    short = [Standing(2.0, 3.0, 4.0, 0.0, length, spread) for length, spread in ((170, 30), (20, 2), (2, 0), (2, 0))]
+    curve = Frontier.from_points([asdict(point) for point in smoothed(short, TEMPERATURES)])
+    assert all(0 <= point.spread <= 30 and 2 <= point.length <= 170 for point in curve.points)
+    assert curve.astray(short[0]) >= 0
+    teacher, keys = tiny_model(seed=2), fold(7, Purpose.SAMPLE, torch.arange(16))
+    raw, smooth = (Frontier.of(teacher, 16, 6, keys, smooth) for smooth in (False, True))
+    assert Frontier.of(teacher, 16, 6, keys) == raw != smooth
+    models = pair()
+    first, again, calm = (
+        looked(objective(looks=16, **how), *models) for how in ({}, {"smooth": False}, {"smooth": True})
+    )
+    assert first == again
+    assert first["entropy_1"] == calm["entropy_1"]
+    assert first["ratio_1"] != calm["ratio_1"]
+
+
 def test_lengths_that_stray_count() -> None:
     curve = Frontier((Standing(4.5, 4.4, 6.5, 0.0, length=20.0, spread=7.0), Standing(3.5, 4.0, 5.9, 0.0, 10.0, 3.0)))
     assert curve.at(4.2).length == pytest.approx(15)
@@ -1232,8 +1271,8 @@ def test_what_the_student_waits_for_is_said() -> None:
     assert _waiting(TrainStage.parse(values)) == "the student waits for its auxiliary until step 200"
     Match().check_steps(201)
     told = (
-        "stages.student.training.steps = 200: objective 'match' does not update the student in so few; set more "
-        "than stages.student.objective.auxiliary.ahead = 200, or lower that"
+        "stages.student.training.steps = 200: objective 'match' would never update the student in so few steps; set "
+        "more than stages.student.objective.auxiliary.ahead = 200, or lower that"
     )
     with pytest.raises(UserError, match=f"^{told}$"):
         Match().check_steps(200, "stages.student.")

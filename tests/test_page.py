@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from html.parser import HTMLParser
+from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 from urllib.parse import unquote
@@ -23,7 +26,7 @@ from imdm.report.plots import error_over_steps, frontier, looks, over_steps, spr
 from imdm.report.tables import figure
 from imdm.report.text import other_figures, plain_names
 from imdm.report.trained import trained_section
-from imdm.runs import Run
+from imdm.runs import Bar, Run
 from imdm.runs.status import status
 from imdm.training.history import last_loss, loss_in_words, read_history
 from tests.test_grid import row
@@ -294,9 +297,61 @@ def test_a_training_ends_on_the_terminal_with_the_loss_of_the_page(
     losses = [line["loss"] for line in history if "loss" in line]
     assert len(losses) == 6
     mean = f"{sum(losses[-4:]) / 4:.4f}"
-    assert f"loss {mean} (mean of the last 4)" in capsys.readouterr().out
+    assert f"loss {mean} (mean of the last 4 logged)" in capsys.readouterr().out
     (section,) = trained_section(tmp_path, recipe, [])
     assert mean in section.parts[0].rows[0]
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 160])
+def test_a_bar_has_its_count_whole_and_an_estimate_of_the_time_left(width: int) -> None:
+    out = StringIO()
+    console = plain_console(width=width, file=out, force_terminal=True, color_system=None)
+    clock = iter(range(10_000))
+    console.get_time = lambda: float(next(clock))
+    with Terminal(console).bar("a-long-name-of-a-student: match", 12_000) as bar:
+        for step in (2, 4, 1050):
+            bar(step, "loss 4.0213  12,345 tok/s")
+    drawn = [line for line in re.split(r"[\r\n]|\x1b\[[0-9?;]*[A-Za-z]", out.getvalue()) if "1050/" in line]
+    assert drawn
+    assert all("1050/12000" in line and "loss 4.0" in line and len(line) <= width for line in drawn)
+    assert re.search(r"left \d:\d\d:\d\d", drawn[-1])
+
+
+def test_an_evaluation_and_the_first_steps_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("imdm.training.trainer.TELL", 0.0)
+    few = ["teacher.training.steps=4", "mdlm.training.steps=4", "mdlm.watch.every=2", "mdlm.training.batch=8"]
+    few += ["mdlm.objective={kind: match, looks: 8, steps: {1: 1}, auxiliary: {ahead: 1}}"]
+    recipe = load_recipe("match-cpu", [f"stages.{one}" for one in few] + ["model.width=8", "model.blocks=1"])
+    told = Told()
+    Run(recipe, tmp_path, told).run(["teacher", "mdlm"])
+    first = told.bars["teacher: nelbo"][:3]
+    assert [(done, note.split()[0]) for done, note in first] == [(1, "loss"), (2, "loss"), (3, "loss")]
+    history = read_history(tmp_path / "seed-0" / "teacher")
+    assert [row["step"] for row in history if "loss" in row] == [4]  # what is recorded is the same
+    assert [text for text in told.said if "evaluating" in text] == [
+        "mdlm: evaluating: the teacher writes 4 × 8 texts in 32 steps, once, to compare the student with",
+        "mdlm: evaluating: the student writes 1 × 8 texts",
+    ]
+    student = told.bars["mdlm: match"]
+    places = [number for number, (done, note) in enumerate(student) if note == "evaluating"]
+    assert [student[place][0] for place in places] == [2, 4]
+    assert all("loss" in student[place + 1][1] for place in places)  # not left standing
+
+
+class Told:
+    """A reporter that notes everything."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.bars: dict[str, list[tuple[int, str]]] = {}
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    @contextmanager
+    def bar(self, title: str, total: int) -> Iterator[Bar]:
+        notes = self.bars.setdefault(title, [])
+        yield lambda done, note="": notes.append((done, note))
 
 
 def test_a_line_of_the_terminal_is_not_broken(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -288,6 +289,27 @@ def test_the_command_says_how_far_the_law_moved(tmp_path: Path) -> None:
     assert not (tmp_path / "x").exists()
 
 
+def test_the_command_takes_how_far_it_may_move(tmp_path: Path) -> None:
+    sharp().save_pretrained(tmp_path / "model")
+
+    def exported(name: str, *options: str) -> Any:
+        given = ["export", str(tmp_path / "model"), "--out", str(tmp_path / name), "--weights", *options]
+        return CliRunner().invoke(app, given)
+
+    for name, options in (("near", ("mixed",)), ("far", ("mixed", "--within", "0.1"))):
+        done = exported(name, *options)
+        assert done.exit_code == 0, done.output
+        assert "that is more than" not in done.output
+    near, far = ((tmp_path / name / FILE).stat().st_size for name in ("near", "far"))
+    assert far < near
+    for options, said in (
+        (("int8", "--within", "0.1"), "--within is for --weights mixed in layout imdm; leave it out"),
+        (("mixed", "--within", "0"), "--within 0: give a number of nats above 0"),
+    ):
+        assert said in str(exported("x", *options).exception)
+        assert not (tmp_path / "x").exists()
+
+
 def test_a_tame_model_is_fine_in_8_bits_and_measured_alike_every_time() -> None:
     model = fold_conditioning(tiny_model())
     made = eight_bits(model)
@@ -302,4 +324,4 @@ def test_what_is_tracked_stays_small() -> None:
     if listed.returncode or not listed.stdout:
         pytest.skip("no git, or not a clone")
     files = [ROOT / name for name in listed.stdout.split("\0") if name]
-    assert sum(file.stat().st_size for file in files if file.is_file()) <= 37e6
+    assert sum(file.stat().st_size for file in files if file.is_file()) <= 62e6

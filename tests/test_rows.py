@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +41,8 @@ OLD = (
     *("split", "judge", "precision", "length", "temperature", "recipe_hash", "time"),
 )
 NEW = {"top_p": 1.0, "noise": "posterior", "sample_seed": 0, "conditional": None, "matched": None, "settings": None}
-TRACKED = {
-    "results/grid": "5cc8ac9c87d05182",
-    "src/imdm/shipped/sentences-imdm": "7e22748c2597b5aa",
-    "src/imdm/shipped/sentences-mdlm": "92a0018e3aa9cc87",
-    "src/imdm/shipped/sentences-teacher": "71d70e79f2f0b288",
-}
-"""The rows of the repository, as they were before rows said how samples were drawn."""
+TRACKED = {"results/grid": "5cc8ac9c87d05182"}
+"""Rows of the repository, as they were before rows said how samples were drawn."""
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +78,7 @@ OPTIONS: dict[str, tuple[str, dict[str, str], str | None, str]] = {
     "samples": ("entropy", TEXT, None, "9"),
     "draws": ("factorization_error", LANGUAGE, "8", "9"),
     "noise": ("entropy", TEXT, None, "keep"),
+    "order": ("entropy", TEXT, None, "spread"),
     "seed": ("entropy", TEXT, None, "1"),
     "method": ("entropy", TEXT, None, "other"),
     "student_seed": ("entropy", TEXT, None, "1"),
@@ -139,6 +136,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], Any]] = {
     "steps": (MEASURE, [3]),
     "samples": (MEASURE, 9),
     "noise": (MEASURE, "keep"),
+    "order": (MEASURE, "spread"),
     "seed": (MEASURE, 1),
     "judge": (MEASURE | {"metrics": ["gen_ppl"], "judge": "judge-a"}, "judge-b"),
     "judge_precision": (MEASURE | {"metrics": ["gen_ppl"], "judge": "judge-a"}, "bf16"),
@@ -218,6 +216,25 @@ def _row(metric: str, model: MaskedDiffusionLM, **settings: Any) -> Row:
     return to_row(metrics[metric], measure([metric], subject)[metric], Evaluation(subject), **labels)
 
 
+@pytest.mark.parametrize("asked", [{}, {"noise": "posterior"}, {"order": "random"}])
+def test_another_model_is_matched_as_it_writes_itself(
+    asked: dict[str, str], home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its own policies, not with those of the model that is measured, unless others are asked for."""
+    shutil.copytree(home / "model-b", tmp_path / "other")
+    config = tmp_path / "other" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"noise": "keep", "order": "spread"}))
+    wanted = list[float]()
+    monkeypatch.setattr(
+        "imdm.evaluation.measuring.matched", lambda subject, value, **_: wanted.append(value) or subject
+    )
+    _evaluate(home, "model-a", tmp_path / "a.jsonl", metrics="entropy", match=str(tmp_path / "other"), **TEXT, **asked)
+    _evaluate(home, tmp_path / "other", tmp_path / "b.jsonl", metrics="entropy", **TEXT, **asked)
+    (row,) = read(tmp_path / "b.jsonl")
+    assert (row.noise, row.order) == (asked.get("noise", "keep"), asked.get("order", "spread"))
+    assert wanted == [row.value]
+
+
 def test_half_of_an_odd_number_of_trajectories() -> None:
     """19 and 20 have the same n: the rows still differ."""
     model = tiny_model(vocab_size=3, length=2)
@@ -230,7 +247,14 @@ def test_half_of_an_odd_number_of_trajectories() -> None:
 def test_what_does_not_matter_to_a_metric_makes_no_second_row(home: Path, tmp_path: Path) -> None:
     """Real text is the same whatever a model writes; its figures are."""
     out = tmp_path / "rows.jsonl"
-    changes = [{}, {"noise": "keep"}, {"temperature": "0.5"}, {"top_p": "0.5"}, {"conditional": WINDOW}]
+    changes = [
+        {},
+        {"noise": "keep"},
+        {"order": "spread"},
+        {"temperature": "0.5"},
+        {"top_p": "0.5"},
+        {"conditional": WINDOW},
+    ]
     for changed in changes:
         _evaluate(home, "model-a", out, metrics="real_entropy,val_ppl", **(TEXT | changed))
     assert [(r.metric, r.noise, r.temperature, r.top_p, r.conditional) for r in read(out)] == [
@@ -312,7 +336,7 @@ def test_a_file_that_rows_cannot_be_added_to_is_refused_before_the_work(home: Pa
 @pytest.mark.parametrize("place", TRACKED)
 def test_recorded_rows_are_whole_and_say_what_they_said(place: str) -> None:
     lines = read_lines(ROOT / place / "results.jsonl")
-    usual = [name for name in Row.model_fields if name != "first"]  # which only rows of cut texts have
+    usual = [name for name in Row.model_fields if name not in ("first", "order")]  # which only some rows have
     assert all(list(line) == usual for line in lines)
     before = json.dumps([[line[name] for name in OLD] for line in lines])
     assert hashlib.sha256(before.encode()).hexdigest()[:16] == TRACKED[place]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from imdm.data import aligned
 from imdm.errors import UserError
 from imdm.masks import NoisePath
+from imdm.models import fingerprint, load_model
 from imdm.randomness import Purpose, fold
 from imdm.sampling import Revealed, Sampling, draw, probabilities, reveal_steps, sample, time_grid, turns
 from imdm.theory import ExactMarginals
@@ -165,7 +168,7 @@ def test_progress_counts_tokens() -> None:
         ({"num": 0}, "num = 0"),
         ({"length": 7}, "length = 7: must be a whole number from 1 to 6"),
         ({"temperature": -0.5}, "temperature = -0.5: must be 0 "),
-        ({"policy": "keep"}, "unknown sampling option 'policy'; known: noise, steps, temperature, top_p"),
+        ({"policy": "keep"}, "unknown sampling option 'policy'; known: noise, order, steps, temperature, top_p"),
         ({"keys": torch.zeros(2, dtype=torch.int64)}, "keys: expected 1 numbers of 64 bits"),
         ({"temperature": float("inf")}, "temperature = inf"),
         ({"input_ids": torch.tensor([[1]]), "length": 50}, "length = 50: must be a whole number from 1 to 6"),
@@ -377,3 +380,19 @@ def test_law_is_the_same_on_the_way_from_one_noise_to_another(policy: str, s: fl
 def test_bad_keys_of_noise_get_a_sentence(keys: object, message: str) -> None:
     with pytest.raises(UserError, match=message):
         tiny_model().generate(num=3, noise_keys=keys)
+
+
+def test_a_model_writes_with_its_own_noise_policy(tmp_path: Path) -> None:
+    """Which its configuration remembers, and which is no part of its law."""
+    plain, own = (tiny_model(mask="infinite-uniform-4-1.0", noise=noise) for noise in (None, "keep"))
+    how = {"num": 64, "steps": 4}
+    assert [one.policies()["noise"] for one in (plain, own)] == ["posterior", "keep"]
+    assert torch.equal(plain.generate(**how).tokens, own.generate(**how, noise="posterior").tokens)
+    assert torch.equal(plain.generate(**how, noise="keep").tokens, own.generate(**how).tokens)
+    assert not torch.equal(plain.generate(**how).tokens, own.generate(**how).tokens)
+    assert fingerprint(plain) == fingerprint(own)
+    own.save_pretrained(tmp_path)
+    assert load_model(tmp_path).policies()["noise"] == "keep"
+    assert "noise" not in plain.config.to_dict()
+    with pytest.raises(UserError, match="unknown noise policy 'kept'; known: keep, posterior"):
+        tiny_model(noise="kept")

@@ -28,7 +28,7 @@ import torch
 import uvicorn
 
 from imdm.benchmarks import serving as bench
-from imdm.cli.serving import named, serve, writing
+from imdm.cli.serving import named, serve
 from imdm.data.tokenizers import special_ids, train_bpe
 from imdm.errors import UserError
 from imdm.listening import listen
@@ -39,6 +39,7 @@ from imdm.serving.guard import LOCAL, Guard, is_local
 from imdm.serving.metrics import Metrics
 from imdm.serving.server import Server, address, connections, in_background, patient
 from imdm.serving.server import serve as run_service
+from imdm.shipped import DEFAULT, TEACHER
 from imdm.writer import Writer
 from tests.conftest import tiny_model
 from tests.test_corpora import SENTENCES
@@ -243,6 +244,19 @@ def test_a_model_of_whole_texts_says_whether_they_ended(client: Any, whole: Writ
     assert made.usage.completion_tokens == sum(len(text.tokens) - given for text in wanted)
 
 
+def test_an_end_that_is_drawn_first_was_written_by_no_evaluation() -> None:
+    known = tiny_writer(1, **WHOLE, lengths=[0.0] * 20 + [0.2] * 5)
+    full = known.decode((known.encode(PROMPT) * 22)[:22])
+    assert len(known.encode(full)) == 22  # with begin and end a row
+    with in_background(Engine({"known": known}, Settings(api_key=KEY, hosts=LOCAL))) as running:
+        for prompt in (full, PROMPT):
+            made = client_of(running).completions.create(model="known", prompt=prompt, seed=1)
+            (text,) = known.write(prompt, seed=1)
+            assert (text.tokens[-1], text.revealed_at[-1]) == (WHOLE["eos_token_id"], -1)
+            assert made.usage.completion_tokens == sum(step >= 0 for step in text.revealed_at)
+            assert (made.usage.completion_tokens == 0) == (made.usage.evaluations == 0) == (prompt is full)
+
+
 def test_without_a_seed_texts_differ_and_the_seed_is_told(client: Any) -> None:
     first, second = (client.completions.create(model="tiny", prompt=PROMPT) for _ in range(2))
     assert first.choices[0].text != second.choices[0].text
@@ -282,6 +296,9 @@ def test_models_health_metrics_and_docs(server: Server, client: Any) -> None:
     assert "max_tokens" in page
     assert not re.search(r"<script|<link|<img|src=|https?://", page)  # nothing is loaded from anywhere
     assert "/v1/infill" in ask(server, path="/openapi.json", method="GET")[2]["paths"]
+    for name in ("suffix", "logprobs", "best_of", "logit_bias", "presence_penalty", "frequency_penalty"):
+        assert "Not supported" in str(Completion.model_fields[name].description)
+    assert page.count("Not supported") == 6
 
 
 BAD_FIELDS: dict[str, list[Any]] = {
@@ -547,7 +564,7 @@ def test_a_proxy_may_have_a_name_of_its_own(server: Server) -> None:
         status, _, answer = ask(server, asked, Origin=origin)
         assert (status, answer["error"]["code"]) == (403, "origin")
     with pytest.raises(UserError, match="give a name alone, such as texts.example"):
-        serve(["sentences-imdm"], port=0, allow_host=["https://texts.example"])
+        serve(["stories-imdm"], port=0, allow_host=["https://texts.example"])
 
 
 @pytest.mark.parametrize(
@@ -693,10 +710,18 @@ def test_an_order_knows_its_limits(writer: Writer) -> None:
         Order.of(Completion(prompt=PROMPT, n=3), engine)
 
 
+@pytest.mark.parametrize(("option", "usual", "other"), [("noise", "posterior", "keep"), ("order", "random", "spread")])
+def test_an_order_has_the_models_own_policies(option: str, usual: str, other: str) -> None:
+    for own, asked, wanted in ((None, None, usual), (other, None, other), (other, usual, usual)):
+        engine = Engine({"tiny": tiny_writer(**{option: own})})
+        order = Order.of(Completion(prompt=PROMPT, **{option: asked}), engine)
+        assert [getattr(engine.check(job), option) for job in order.jobs] == [wanted]
+
+
 def test_the_examples_of_the_document_run(writer: Writer, capsys: pytest.CaptureFixture[str]) -> None:
     """What it says to type, with a tiny model in the place of the one that it speaks of."""
     page = (Path(__file__).parents[1] / "docs/serving.md").read_text(encoding="utf-8")
-    with in_background(Engine({"sentences-imdm": tiny_writer(length=60)})) as server:
+    with in_background(Engine({"stories-imdm": tiny_writer(length=60)})) as server:
         page = page.replace("127.0.0.1:8000", f"127.0.0.1:{server.port}")
         names: dict[str, object] = {}
         for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
@@ -750,30 +775,38 @@ def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None
         serve()
 
 
+def test_unless_told_the_default_model_and_its_teacher_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("imdm.cli.serving.named", asked.extend)
+    monkeypatch.setattr("imdm.cli.serving.find_spec", lambda name: None)  # goes no further
+    with pytest.raises(UserError, match="imdm serve needs"):
+        serve()
+    assert asked == [DEFAULT, TEACHER]
+
+
 def test_models_are_served_under_the_names_of_their_folders(tmp_path: Path) -> None:
     for folder in ("one", "run/model"):
         tiny_model().save_pretrained(tmp_path / folder)
-    found = named([str(tmp_path / "one"), str(tmp_path / "run/model"), "sentences-imdm"])
-    assert list(found) == ["one", "run", "sentences-imdm"]
+    found = named([str(tmp_path / "one"), str(tmp_path / "run/model"), "stories-imdm"])
+    assert list(found) == ["one", "run", "stories-imdm"]
     with pytest.raises(UserError, match=r"two models would be called '.*one'; name one yourself, as in other=.*one"):
         named([str(tmp_path / "one")] * 2)
-    assert writing() == ["sentences-imdm", "sentences-mdlm", "sentences-teacher"]
 
 
 def test_folders_of_one_name_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    folders = ["a/seed-0/student/model", "a/seed-1/student/model", "b/seed-0/student/model", "sentences-imdm", "x=y"]
+    folders = ["a/seed-0/student/model", "a/seed-1/student/model", "b/seed-0/student/model", "stories-imdm", "x=y"]
     for folder in folders:
         tiny_model().save_pretrained(folder)
     assert list(named(folders[:2])) == ["seed-0/student", "seed-1/student"]
     assert list(named([folders[0], folders[2]])) == ["a/seed-0/student", "b/seed-0/student"]
     assert list(named(folders[:3])) == ["a/seed-0/student", "seed-1/student", "b/seed-0/student"]
-    given = ["old=a/seed-0/student/model", folders[2], "x=y", "other=sentences-teacher", "same=a/seed-0/student/model"]
+    given = ["old=a/seed-0/student/model", folders[2], "x=y", "other=stories-teacher", "same=a/seed-0/student/model"]
     assert list(named(given)) == ["old", "student", "x=y", "other", "same"]
     assert named(given)["old"] == folders[0]
     with pytest.raises(UserError, match="two models would be called 'old'"):
         named(["old=x=y", f"old={folders[0]}"])
     with pytest.raises(UserError, match="expected a model, or NAME=MODEL"):
-        named(["=sentences-imdm"])
+        named(["=stories-imdm"])
     with pytest.raises(UserError, match="model 'nosuch': no such folder"):
         named(["old=nosuch"])

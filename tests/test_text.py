@@ -195,7 +195,7 @@ def test_eight_steps_unless_given(writer: Writer) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda w: w.write("The cat", policy="keep"), "unknown sampling option 'policy'; known: noise, steps"),
+        (lambda w: w.write("The cat", policy="keep"), "unknown sampling option 'policy'; known: noise, order, steps"),
         (lambda w: w.infill([]), "nothing to fill in: there is no text"),
         (lambda w: w.infill(["The ___.", "none"]), "the text 'none' has no '___'"),
         (lambda w: w.infill(["The ___.", "A ___ saw"], num=0), "num = 0"),

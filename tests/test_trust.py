@@ -18,6 +18,7 @@ from imdm import files
 from imdm.config import check_name
 from imdm.data import Corpus, PrepareConfig
 from imdm.data import prepare as prepare_text
+from imdm.data.tokenizers import train_bpe
 from imdm.errors import UserError, check_number, check_whole
 from imdm.evaluation import load_embedder, load_judge
 from imdm.files import (
@@ -26,10 +27,11 @@ from imdm.files import (
 from imdm.models import MaskedDiffusionConfig
 from imdm.recipes import load_recipe, parse_recipe
 from imdm.room import check_room, memory
-from imdm.writer import Writer, load
+from imdm.writer import Writer
 from tests.conftest import tiny_model
 from tests.reference.hostile import ODD, few, refusal
 from tests.test_cli import SMALL, imdm, refused
+from tests.test_corpora import SENTENCES
 
 
 def places(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -227,7 +229,8 @@ def test_a_configuration_takes_or_refuses_any_value(name: str, value: Any) -> No
 
 @cache
 def writer() -> Writer:
-    return load("sentences-imdm")
+    tokenizer = train_bpe(SENTENCES * 5, 320)
+    return Writer(tiny_model(vocab_size=len(tokenizer), mask_token_id=3, length=24), tokenizer)
 
 
 @settings(max_examples=15, deadline=None)

@@ -202,15 +202,22 @@ def test_the_end_is_drawn_among_what_is_open() -> None:
     def chances(*row: int) -> list[float]:
         return process.chances(torch.tensor([row]))[0].tolist()
 
-    assert chances(0, 3, 3, 3) == [0, 0.2, 0.5, 0.3]
-    assert chances(0, 0, 3, 3) == [0, 0, 0.5, 0.3]  # a prompt
-    assert chances(0, 3, 0, 3) == [0, 0, 0, 0.3]
-    assert chances(0, 3, 3, 2) == [0, 0.2, 0.5, 0]  # padding is given: it ends before
-    assert chances(0, 3, 1, 2) == chances(0, 0, 0, 0) == [0] * 4  # an end is given, or no room
-    assert chances(0, 3, 3, 3, 3, 0, 3, 3)[6:] == [0, 1]  # longer than any known
+    assert chances(0, 3, 3, 3) == [0, 0.2, 0.5, 0.3, 0]
+    assert chances(0, 0, 3, 3) == [0, 0, 0.5, 0.3, 0]  # a prompt
+    assert chances(0, 3, 0, 3) == [0, 0, 0, 0.3, 0]
+    assert chances(0, 3, 3, 2) == [0, 0.2, 0.5, 0, 0]  # padding is given: it ends before
+    assert chances(0, 3, 1, 2) == chances(0, 0, 0, 0) == [0] * 5  # an end is given, or no room
+    assert chances(0, 3, 3, 3, 3, 0, 3, 3)[6:] == [0, 1, 0]  # longer than any known
+    assert chances(0, 3, 3) == [0, 0.2, 0.5, 0.3]  # three texts in ten do not fit
+    assert chances(0, 0, 2) == chances(0, 3, 1) == [0] * 4
     begun = process.begun(torch.tensor([[3, 3, 0, 3]]).expand(50, 4), KEYS[:50])
     assert begun.tolist() == [[0, 3, 0, 1]] * 50
     assert process.begun(torch.tensor([[3, 3, 3, 1]]), KEYS[:1]).tolist() == [[0, 3, 3, 1]]
+    short = process.begun(torch.full((N, 3), 3), KEYS)
+    kinds = [(short == torch.tensor(row)).all(1).sum() for row in ([0, 1, 2], [0, 3, 1], [0, 3, 3])]
+    assert_law(torch.stack(kinds), torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64))
+    x = torch.tensor([[0, 1, 2], [0, 0, 1], [0, 0, 0]])
+    assert process.log_length(x).exp().tolist() == pytest.approx([0.2, 0.5, 0.3])
 
 
 @pytest.mark.parametrize(
@@ -232,7 +239,8 @@ def test_bad_lengths_are_refused(lengths: Any, message: str) -> None:
 
 
 def test_match_learns_how_long_texts_are(tmp_path: Path) -> None:
-    """Its student draws ends by the data's lengths; the model that is saved knows them, its teacher does not."""
+    """Its student draws ends by the data's lengths; the model that is saved knows them, its teacher does not. It also
+    knows the noise policy that it was looked at with."""
     teacher = tiny_model(vocab_size=5, length=4, **WHOLE)
     model = with_mask(teacher, "infinite-uniform-4-1.0")
     config = TrainConfig(steps=3, batch=8, lr=1e-3, warmup=0, checkpoint_every=3)
@@ -240,13 +248,25 @@ def test_match_learns_how_long_texts_are(tmp_path: Path) -> None:
     counts = TWO.lengths(SOURCE.tokens).bincount(minlength=5) + torch.tensor([0, 0, *[1 / 3] * 3]).double()
     real = counts / counts.sum()
     made = load_model(tmp_path / "model")
-    assert teacher.config.lengths is None
+    assert (teacher.config.lengths, teacher.config.noise, made.config.noise) == (None, None, "keep")
     assert made.config.lengths == pytest.approx(real.tolist(), abs=1e-6)
     assert made.process.lengths == tuple(made.config.lengths)
     assert fingerprint(made) != fingerprint(teacher)
     written = made.generate(num=4000, steps=2).tokens
     assert TWO.finished(written).all()
     assert_law(TWO.lengths(written).bincount(minlength=5), real)
+
+
+def test_a_noise_policy_is_noted_by_the_objective_that_chose_it_and_where_there_is_noise(tmp_path: Path) -> None:
+    teacher = tiny_model(vocab_size=5, length=4, **WHOLE)
+    config = TrainConfig(steps=2, batch=8, warmup=0, checkpoint_every=2)
+    for mask, noted in (("single", None), ("infinite-uniform-4-1.0", "keep")):
+        student = with_mask(teacher, mask)
+        Trainer(student, Match(**SETTINGS), SOURCE, config, tmp_path / mask, start=teacher)
+        assert student.config.noise == noted
+    sdtt = SDTT(rounds=1, iterations=2, first_dt=0.1)
+    Trainer(student, sdtt, SOURCE, config, tmp_path / "sdtt").train()
+    assert load_model(tmp_path / "sdtt" / "model").config.noise is None
 
 
 def test_padding_that_an_end_makes_certain_costs_a_pair_nothing() -> None:

@@ -8,8 +8,17 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Column, Table
 from rich.text import Text
 
 if TYPE_CHECKING:
@@ -18,6 +27,8 @@ if TYPE_CHECKING:
 
 INK = 0.72  # factor on a terminal's colours, which are made for a dark background
 EVERY = 30.0  # seconds between lines without a terminal
+RECENT = 300.0  # seconds of progress that the time left is estimated from
+NARROW = 100  # columns, below which the time taken is not shown
 
 
 def plain_console(**settings: Any) -> Console:
@@ -79,6 +90,25 @@ def side_by_side(texts: Sequence[Text]) -> Table:
     return table
 
 
+class Cut(TextColumn):
+    """A text that is cut with … where there is no room for it, so that the other columns are not."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text, markup=False, table_column=Column())
+
+    def render(self, task: Task) -> Text:
+        shown = super().render(task)
+        shown.no_wrap, shown.overflow = True, "ellipsis"
+        return shown
+
+
+class Left(TimeRemainingColumn):
+    """`left 0:12:30`; nothing before it is known, nor at the end."""
+
+    def render(self, task: Task) -> Text:
+        return Text() if task.finished or task.time_remaining is None else Text("left ").append(super().render(task))
+
+
 class Terminal:
     """A reporter for a terminal: one bar a stage, with loss, tokens/s and time left; one line when it is done.
     Processes that share a terminal prefix their names and draw no bars."""
@@ -92,18 +122,19 @@ class Terminal:
 
     @contextmanager
     def bar(self, title: str, total: int) -> Iterator[Bar]:
-        columns = (
-            TextColumn("  {task.description}", markup=False),
-            BarColumn(bar_width=28),
+        width = self.console.width
+        columns: list[ProgressColumn] = [
+            Cut("  {task.description}"),
+            BarColumn(bar_width=max(4, min(28, width // 4 - 8))),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[note]}", markup=False),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-        )
+            Cut("{task.fields[note]}"),
+            *([] if width < NARROW else [TimeElapsedColumn()]),
+            Left(),
+        ]
+        how: dict[str, Any] = {"console": self.console, "transient": True, "speed_estimate_period": RECENT}
         started, last = time.perf_counter(), ""
         told = started
-        with Progress(*columns, console=self.console, transient=True) as progress:
+        with Progress(*columns, **how) as progress:
             task = progress.add_task(title, total=total or None, note="")
 
             def update(done: int, note: str = "") -> None:

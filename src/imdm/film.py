@@ -87,8 +87,8 @@ def _pause(cuts: Sequence[int]) -> float:
     return min(SLOWEST, SECONDS / len(cuts))
 
 
-def picture(texts: Sequence[tuple[str, Sequence[Piece]]], steps: int) -> str:
-    """An SVG in which texts appear one below the other, each under its name; a long text is cut after `LINES` lines.
+def picture(texts: Sequence[tuple[str, Sequence[Piece]]], steps: int, lines: int = LINES) -> str:
+    """An SVG in which texts appear one below the other, each under its name; a long text is cut after so many lines.
     Colour says when, a grey bar is still masked. It moves by CSS alone, so that a page can hold it as an image, and a
     reader who wants no motion, or a program that knows none, sees the last scene."""
     cuts = scenes([pieces for _, pieces in texts])
@@ -98,7 +98,7 @@ def picture(texts: Sequence[tuple[str, Sequence[Piece]]], steps: int) -> str:
     body += [_counter(cut, step, steps, width - MARGIN, y, step == cuts[-1]) for cut, step in enumerate(cuts)]
     for name, pieces in texts:
         body.append(f'<text class="quiet" x="{MARGIN}" y="{y:g}">{escape(_shortened(name))}</text>')
-        for line in _lines(pieces):
+        for line in _lines(pieces, lines):
             y += LEADING
             body += [_stretch(text, moment.get(step + 1, 0), column, y) for column, text, step in line]
         y += 2 * LEADING
@@ -136,15 +136,15 @@ def _stretch(text: str, cut: int, column: int, y: float) -> str:
     return f"{bar}{shown}" if cut else shown
 
 
-def _lines(pieces: Sequence[Piece]) -> list[list[tuple[int, str, int]]]:
-    """Column, text and step of each stretch, line by line."""
+def _lines(pieces: Sequence[Piece], most: int) -> list[list[tuple[int, str, int]]]:
+    """Column, text and step of each stretch, line by line, of the first `most` lines."""
     lines: list[list[Word]] = [[]]
     for word in _words(pieces):
         if word is None or _wide(lines[-1]) + _wide([word]) > COLUMNS:
             lines += [[]] if lines[-1] else []
         lines[-1] += [word] if word else []
-    if len(lines) > LINES:
-        lines = lines[:LINES]
+    if len(lines) > most:
+        lines = lines[:most]
         while _wide(lines[-1]) >= COLUMNS:
             lines[-1].pop()
         lines[-1].append([("…", -1)])

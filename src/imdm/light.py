@@ -23,7 +23,7 @@ from imdm.writer import Writer, load
 if TYPE_CHECKING:
     from imdm.models import MaskedDiffusionLM
 
-CONFIGURED = {*signature(Shape.__init__).parameters} - {"self", "kwargs", "backbone", "tie_word_embeddings"}
+CONFIGURED = {*signature(Shape.__init__).parameters} - {"self", "kwargs", "backbone"}
 BESIDE = {"architectures", "dtype", "model_type", "transformers_version"}
 TOKENS = ("bos_token", "eos_token", "mask_token", "pad_token", "cls_token", "sep_token", "unk_token")
 CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
@@ -33,7 +33,7 @@ def load_light(name: str | Path, device: str | torch.device = "cpu", precision: 
     """As `imdm.load`. The writer's model is a `Network`, without `transformers`, if that is enough.
 
     >>> from imdm.shipped import DEFAULT
-    >>> load_light(DEFAULT).write("It was a dark", steps=4)[0].text.startswith("It was a dark")
+    >>> load_light(DEFAULT).write("Once upon a time", steps=4)[0].text.startswith("Once upon a time")
     True
     """
     folder, device = Path(find(name)), checked_device(device)
@@ -45,13 +45,13 @@ def load_light(name: str | Path, device: str | torch.device = "cpu", precision: 
 
 
 def light_model(folder: Path) -> Network | None:
-    """The model of a folder, in float32, if it is of the simplest kind: our own transformer, untied, weights in one
-    file, a configuration with known settings only. None otherwise."""
+    """The model of a folder, in float32, if it is of the simplest kind: our own transformer, weights in one file, a
+    configuration with known settings only. None otherwise."""
     what = f"model {str(folder)!r}"
     if not (folder / "config.json").is_file() or not (folder / FILE).is_file():
         return None
     fields = read_json(folder / "config.json", what)
-    if not isinstance(fields, dict) or fields.pop("model_type", None) != "imdm" or fields.pop("tie_word_embeddings", 0):
+    if not isinstance(fields, dict) or fields.pop("model_type", None) != "imdm":
         return None
     settings = {key: value for key, value in fields.items() if key not in BESIDE}
     if settings.keys() - CONFIGURED:
@@ -61,9 +61,14 @@ def light_model(folder: Path) -> Network | None:
     weights = unpacked(folder / FILE, what) if packed else read_tensors(folder / FILE, what)
     with torch.device("meta"):  # skips initialisation
         model = Network(config)
-    if {key: weight.shape for key, weight in weights.items()} != {k: w.shape for k, w in model.state_dict().items()}:
+    expected = {key: weight.shape for key, weight in model.state_dict().items()}
+    if config.tie_word_embeddings:
+        del expected["output.weight"]  # it is not stored
+    if {key: weight.shape for key, weight in weights.items()} != expected:
         return None
-    model.load_state_dict({key: weight.float() for key, weight in weights.items()}, assign=True)
+    weights = {key: weight.float() for key, weight in weights.items()}
+    model.load_state_dict(weights, strict=not config.tie_word_embeddings, assign=True)
+    model.share_embedding()
     check_saved(folder, config, what)
     model.check_finite(what)
     return model

@@ -111,7 +111,8 @@ class Process:
 
     def begun(self, tokens: Tensor, keys: Tensor) -> Tensor:
         """Rows (B, L) before the first step: with the certain tokens of whole texts, and, with `lengths`, with the end
-        of each text that has none yet, drawn under its key (B,) from the lengths that fit the given tokens."""
+        of each text that has none yet, drawn under its key (B,) from the lengths that fit the given tokens. Rows that
+        are shorter than the longest texts hold a beginning, without an end, as often as a text would not fit."""
         holes = tokens == self.mask_id
         tokens = self.closed(tokens, holes)
         if self.ending is None or self.lengths is None:
@@ -119,21 +120,23 @@ class Process:
         edge = self.chances(tokens).cumsum(-1)
         v = uniform(keys, Purpose.ENDING, 0)[:, None] * edge[:, -1:]
         place = torch.arange(tokens.shape[1], device=tokens.device)
-        here = place == torch.searchsorted(edge, v, right=True)
+        here = place == torch.searchsorted(edge, v, right=True)  # nowhere, if the text goes on after the row
         return self.closed(torch.where(here, self.ending.end, tokens), holes)
 
     def log_length(self, x: Tensor) -> Tensor:
-        """log-probability of the lengths of texts (B, L), if the end is drawn first; else 0: (B,), float64."""
+        """log-probability of the lengths of texts (B, L), if the end is drawn first; else 0: (B,), float64. Of a row
+        without an end: that the text goes on after it."""
         if self.lengths is None or self.ending is None:
             return torch.zeros(len(x), dtype=torch.float64, device=x.device)
         every = torch.ones_like(x, dtype=torch.bool)
         chance = self.chances(self.closed(torch.full_like(x, self.mask_id), every))
-        at = self.ending.lengths(x)[:, None] - 1
+        at = torch.where(self.ending.finished(x), self.ending.lengths(x) - 1, x.shape[1])[:, None]
         return (chance.gather(1, at) / chance.sum(1, keepdim=True)).log()[:, 0]
 
     def chances(self, tokens: Tensor) -> Tensor:
-        """Unnormalised probabilities of the end of texts (B, L) at each of their holes: by `lengths`, after all given
-        text; at the last such hole if no length fits; zero where an end is given."""
+        """Unnormalised probabilities (B, L + 1) of the end of texts (B, L) at each of their holes: by `lengths`, after
+        all given text; at the last such hole if no length fits; zero where an end is given. The last one is that of no
+        end in the row: for texts longer than the row."""
         ending = self.ending
         if self.lengths is None or ending is None:
             raise ValueError("the lengths of texts are not known")
@@ -142,8 +145,9 @@ class Process:
         share = torch.nn.functional.pad(share, (0, L - len(share)))
         text, ended = ~holes & ~marks, (marks & (tokens == ending.end)).any(1, keepdim=True)
         open_ = holes & (text.flip(1).cumsum(1).flip(1) == 0) & ~ended
-        chance = torch.where(open_, share, 0.0)
-        last = open_ & (open_.flip(1).cumsum(1).flip(1) == 1)
+        beyond = open_[:, -1:].double() * sum(self.lengths[L + 1 :])
+        chance = torch.cat((torch.where(open_, share, 0.0), beyond), 1)
+        last = torch.nn.functional.pad(open_ & (open_.flip(1).cumsum(1).flip(1) == 1), (0, 1))
         return torch.where(chance.sum(1, keepdim=True) > 0, chance, last.double())
 
     def ends(self, state: Noised, rows: Rows, keys: Tensor, step: Tensor | int) -> Ends | None:

@@ -9,31 +9,28 @@ from time import perf_counter
 
 from pydantic import TypeAdapter, ValidationError
 
-from imdm.ending import lengths
 from imdm.errors import UserError
-from imdm.evaluation.text import sample_entropy
 from imdm.files import read_json, write_json
 from imdm.shipped import recorded
 from imdm.writer import load
 
-SAMPLES = 16  # unconditional samples whose entropy is measured
 FIGURES = (
-    f"Below a text: how long it took, then figures of its model, not of the text: the entropy of {SAMPLES} texts "
-    "written from nothing here, and the perplexity on its card (1,024 texts), with the judge."
+    "With each text: how long it took, then, where its model's card has that number of steps, figures of the model, "
+    "not of the text: entropy and perplexity, with the judge."
 )
 
 
 @dataclass(frozen=True)
 class Shown:
     """A prompt's completion by a model in so many steps, with the step at which each piece of it appeared (−1: given).
-    seconds: of generation; entropy: of `SAMPLES` unconditional samples, measured now; perplexity: measured when the
-    model was made, under `judge`."""
+    seconds: of generation; entropy and perplexity, under `judge`: as on the model's card; None where it has none, since
+    the card's are of texts that are cut to one length, and others would not compare."""
 
     model: str
     steps: int
     pieces: Sequence[tuple[str, int]]
     seconds: float
-    entropy: float
+    entropy: float | None
     perplexity: float | None
     judge: str | None
 
@@ -43,10 +40,10 @@ class Shown:
 
     @property
     def figures(self) -> str:
-        found = [f"{self.seconds:.2f} s", f"entropy {self.entropy:.2f}"]
+        card = [] if self.entropy is None else [f"entropy {self.entropy:.2f}"]
         if self.perplexity is not None:
-            found.append(f"perplexity {self.perplexity:,.0f} by {self.judge}")
-        return ", ".join(found)
+            card.append(f"perplexity {self.perplexity:,.0f} by {self.judge}")
+        return f"{self.seconds:.2f} s" + (f"; model card: {', '.join(card)}" if card else "")
 
 
 SHOWN = TypeAdapter(Shown)
@@ -61,10 +58,8 @@ def completions(prompt: str, models: Sequence[str], steps: Sequence[int], seed: 
             (text,) = writer.write(prompt, steps=count, seed=seed)
             took = perf_counter() - started
             pieces = [(piece.text, piece.step) for piece in writer.pieces(text)]
-            made = writer.model.generate(num=SAMPLES, steps=count, seed=seed)
-            tokens = made.tokens.cpu()
-            entropy = float(sample_entropy(tokens, lengths(tokens, writer.model.config.ending)).mean())
-            yield Shown(name, count, pieces, took, entropy, *measured.get(count, (None, None)))
+            perplexity, judge, entropy = measured.get(count, (None, None, None))
+            yield Shown(name, count, pieces, took, entropy, perplexity, judge)
 
 
 def keep(shown: Sequence[Shown], run: Path) -> None:

@@ -28,7 +28,7 @@ BLANK = "___"
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of text: given by the prompt (step −1), or revealed at `step`."""
+    """A piece of text, revealed at `step` (−1: given by the prompt)."""
 
     text: str
     step: int
@@ -37,7 +37,7 @@ class Piece:
 @dataclass(frozen=True, repr=False)
 class Story:
     """The steps of generation. texts: before the first step and after each, ░ for masks; log_probs: the model's
-    log-probability of each token when it was drawn, 0 where given."""
+    log-probability of each token when it was drawn, 0 where `revealed_at` is −1."""
 
     texts: list[str]
     log_probs: list[float]
@@ -49,7 +49,7 @@ class Story:
 @dataclass(frozen=True, repr=False)
 class Text:
     """A text generated for one prompt. tokens: of a model of whole texts, those up to the end; revealed_at: the step of
-    each token, −1 where given; trace: on request."""
+    each token (−1: given, or, as the end, drawn first); trace: on request."""
 
     prompt: str
     text: str
@@ -66,8 +66,8 @@ class Text:
 class Writer:
     """Generates, continues and infills text.
 
-    >>> writer = load("sentences-imdm")  # which ships; or the folder of another model
-    >>> writer.write("It was a dark", steps=4)[0].text.startswith("It was a dark")
+    >>> writer = load("stories-imdm")  # which ships; or the folder of another model
+    >>> writer.write("Once upon a time", steps=4)[0].text.startswith("Once upon a time")
     True
     """
 

@@ -244,8 +244,16 @@ def _config(weights: Weights, settings: dict[str, Any], told: dict[str, Any], wh
 def write_published(model: MaskedDiffusionLM, folder: Path) -> None:
     """`model` as MDLM's own class loads it: its names, its configuration. Other masks as in IMDM."""
     config = model.config
-    if config.causal or config.mixture or config.backbone != {"kind": "dit"}:
-        raise UserError("layout mdlm: only a diffusion transformer without a latent can be written so")
+    lm = config.backbone.get("config", {}).get("model_type")
+    others = {
+        "is autoregressive": config.causal,
+        "has a latent (Di4C)": config.mixture,
+        f"has another backbone ({lm or config.backbone['kind']}); use layout transformers": config.backbone
+        != {"kind": "dit"},
+    }
+    if any(others.values()):
+        what = next(what for what, so in others.items() if so)
+        raise UserError(f"layout mdlm: it is for our own diffusion transformer (dit); this model {what}")
     if config.ending is not None or config.schedule["kind"] != "log-linear":
         raise UserError("layout mdlm: it is for rows of a stream and the log-linear schedule; this model has others")
     if config.tie_word_embeddings:

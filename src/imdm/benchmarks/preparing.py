@@ -1,6 +1,6 @@
 """Throughput of `imdm prepare` beside plain `encode_batch`, and whether its memory grows with the input.
 
-    python benchmarks/prepare.py TEXT.txt --tokenizer FOLDER --megabytes 32,256
+    python -m imdm.benchmarks.preparing TEXT.txt --tokenizer FOLDER --megabytes 32,256
 
 Each size is made by repeating the lines of TEXT, shuffled, and is prepared in a process of its own.
 """

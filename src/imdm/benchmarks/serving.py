@@ -15,20 +15,22 @@ from typing import Any
 import numpy as np
 
 from imdm.benchmarks import clients as clients_program
-from imdm.benchmarks.measure import Row, Size, Took, benchmarks, device
+from imdm.benchmarks.measure import Row, Size, Took, benchmarks
 from imdm.benchmarks.sampling import fresh, writing_flops
+from imdm.data.tokenizers import load_tokenizer, special_ids
 from imdm.errors import UserError
 from imdm.models import faster
 from imdm.serving.api import Completion, Order
 from imdm.serving.engine import Engine
 from imdm.serving.settings import Settings
-from imdm.writer import Writer, load
+from imdm.shipped import DEFAULT
+from imdm.writer import Writer
 
 CLIENTS = (1, 8, 32, 64)
 STEPS = 8
 SIZES: dict[Size, dict[str, Any]] = {
     "full": {"preset": "small", "length": 128, "requests": 512},
-    "tiny": {"preset": None, "length": 128, "requests": 64},  # the model that ships
+    "tiny": {"preset": "mini", "length": 128, "requests": 64},
 }
 PROMPTS = ("It was a dark", "The old man", "She looked at the sea and", "When they came home,", "")
 
@@ -85,16 +87,12 @@ def serving(size: Size) -> Iterator[Row]:
             )
 
 
-def _writer(preset: str | None, length: int) -> Writer:
-    """The shipped model, or one of another size with random weights and its tokenizer; prepared by `faster` on a
-    GPU."""
-    shipped = load("sentences-imdm", device())
-    if preset is None:
-        return Writer(faster(shipped.model), shipped.tokenizer)
-    config = shipped.model.config
-    ids = {"vocab_size": config.vocab_size, "mask_token_id": config.mask_token_id}
+def _writer(preset: str, length: int) -> Writer:
+    """A model with random weights and the tokenizer of one that ships; prepared by `faster` on a GPU."""
+    tokenizer = load_tokenizer(DEFAULT)
+    ids = {"vocab_size": len(tokenizer), "mask_token_id": special_ids(tokenizer).mask}
     made = fresh(preset, "infinite-uniform-768-1.0", length=length, **ids)
-    return Writer(faster(made.eval()), shipped.tokenizer)
+    return Writer(faster(made.eval()), tokenizer)
 
 
 def _asked(request: dict[str, Any]) -> Completion:

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.text import Text
 
-from imdm.cli.early import known_policy, located
+from imdm.cli.early import known_order, known_policy, located
 from imdm.console import plain_console
 from imdm.errors import UserError, is_out_of_memory, reason_of, shorter
 from imdm.files import home, write_text
@@ -59,7 +59,7 @@ ModelPath = Annotated[
 ]
 Data = Annotated[
     str,
-    typer.Option("--data", help="A language (aligned:length=2,symbols=2), prepared text, or a file of tokens."),
+    typer.Option("--data", help="Prepared text (a folder), a file of tokens, or a language: aligned:length=2"),
 ]
 Seed = Annotated[int, typer.Option(min=-(1 << 63), max=(1 << 64) - 1, help="Seed of all randomness.")]
 Noise = Annotated[
@@ -68,7 +68,24 @@ Noise = Annotated[
         help="Noise of positions that stay masked: posterior (redrawn, the paper) or keep.", callback=known_policy
     ),
 ]
+OwnNoise = Annotated[
+    str | None,
+    typer.Option(
+        help="Noise of positions that stay masked: posterior (redrawn, the paper) or keep. The model's own unless "
+        "given.",
+        callback=known_policy,
+    ),
+]
 
+
+OwnOrder = Annotated[
+    str | None,
+    typer.Option(
+        help="Positions that a step reveals: random (the paper), or spread (far from one another, so that fewer tokens "
+        "clash). The model's own unless given.",
+        callback=known_order,
+    ),
+]
 
 STOPPED = [GO_ON]
 """Messages after Ctrl-C or SIGTERM; a command that cannot resume adds its own."""

@@ -38,6 +38,7 @@ AFTER_PROMPTS = tuple(name for name, needs in _METRICS if "prompts=True" in need
 ELSEWHERE = tuple(name for name in METRICS if name not in (*ON_LANGUAGES, *AFTER_PROMPTS))
 DISTILLATIONS = ("sdtt", "redi", "di4c", "match")
 POLICIES = ("posterior", "keep")
+ORDERS = ("random", "spread")
 STARTS = ("perturbed", "prior")
 PRECISIONS = ("float32", "bf16")
 WEIGHTS = ("bf16", "float32", "int8", "mixed")
@@ -79,8 +80,13 @@ def called(model: str, parts: int = 1) -> str:
     return "/".join(path[-parts:]) or folder.name
 
 
-def known_policy(name: str) -> str:
-    check_known("noise policy", [name], POLICIES)
+def known_order(name: str | None) -> str | None:
+    check_known("order", [] if name is None else [name], ORDERS)
+    return name
+
+
+def known_policy(name: str | None) -> str | None:
+    check_known("noise policy", [] if name is None else [name], POLICIES)
     return name
 
 

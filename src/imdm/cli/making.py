@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -25,7 +26,7 @@ from imdm.cli.app import (
     show,
     show_tables,
 )
-from imdm.cli.arguments import as_options, parse_data, parse_part
+from imdm.cli.arguments import as_options, data_settings, parse_data, parse_part
 from imdm.cli.early import (
     DISTILLATIONS,
     LAYOUTS,
@@ -33,6 +34,7 @@ from imdm.cli.early import (
     check_data,
     check_known,
     known_mask,
+    known_order,
     known_precision,
     known_start,
     located,
@@ -281,7 +283,9 @@ def distill(
     iterations: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Training steps (of each round); unless given the paper's (di4c: 10,000; match: 8,000)."
+            min=1,
+            help="Training steps (of each round); unless given the paper's (di4c: 10,000; match: 8,000, of which the "
+            "first 200 train its auxiliary network alone).",
         ),
     ] = None,
     batch: Annotated[
@@ -298,18 +302,13 @@ def distill(
 ) -> None:
     """Distil a model, with the paper's settings where there are any. Run it again to resume after a stop."""
     check_known("distillation", [method], DISTILLATIONS)
-    check_data(data)
-    from imdm.models import check_precision, load_model
-    from imdm.recipes import parse_recipe
-    from imdm.runs import Run, distillation
+    from imdm.recipes import check_recipe, parse_recipe
+    from imdm.runs.distilling import distillation
 
-    precision = precision or ("bf16" if device().type == "cuda" else "float32")
-    check_precision(precision, device(), "--precision")
-    section = parse_data(data, load_model(model))
-    values = distillation(
+    made_by = partial(
+        distillation,
         method,
-        str(model),
-        section.model_dump(mode="json"),
+        model,
         start=start,
         mask=mask,
         mixture=mixture,
@@ -317,10 +316,16 @@ def distill(
         iterations=iterations,
         batch=batch,
         pairs=pairs,
-        precision=precision,
         seed=seed,
     )
-    chosen = parse_recipe(values, overrides or ())
+    check_recipe(made_by(data_settings(data)), overrides or ())
+    from imdm.models import check_precision, load_model
+    from imdm.runs import Run
+
+    precision = precision or ("bf16" if device().type == "cuda" else "float32")
+    check_precision(precision, device(), "--precision")
+    section = parse_data(data, load_model(model))
+    chosen = parse_recipe(made_by(section.model_dump(mode="json"), precision=precision), overrides or ())
     run = Run(chosen, out, reporter())
     run.check(list(chosen.stages))
     for name, stage in chosen.stages.items():
@@ -333,7 +338,8 @@ def _extent(stage: Any) -> str:
     """The amount of work of a stage of a distillation."""
     if stage.kind == "couple":
         return f"{stage.pairs:,} pairs, {stage.steps:,} steps each"
-    return f"{stage.training.steps:,} training steps of {stage.training.batch:,} sequences"
+    work = f"{stage.training.steps:,} training steps of {stage.training.batch:,} sequences"
+    return work if stage.mask is None else f"{work}, mask {stage.mask.name}"
 
 
 @app.command()
@@ -371,6 +377,10 @@ def reproduce(
     page = report.write(folder)
     show_tables(report)
     say(f"results: {folder / 'results.jsonl'}   report: {page}")
+    trained = [name for name, stage in chosen.stages.items() if stage.kind == "train"]
+    if trained:
+        place = jobs[0].opened(reporter()).folder
+        say(f"models: {place}/STAGE/model, STAGE being {' or '.join(trained)}; 'imdm generate' writes with one")
 
 
 @app.command()
@@ -393,6 +403,8 @@ def status(run: Annotated[Path, typer.Argument(help="Folder of a run.")]) -> Non
             done = f"{row.done:,} of {row.total:,}" if row.total else ""
             seconds, word = (row.seconds_left, " left") if row.took is None else (row.took, "")
             time = "" if seconds is None else f"{seconds / 60:.1f} min{word}"
+            if row.took is None and seconds is not None and seconds < 60:
+                time = "< 1 min of steps left"  # evaluations are not in it
             round = "" if row.round is None else str(row.round + 1)
             table.add_row(
                 row.name, row.kind, row.state, done, round, loss_in_words(row.loss), in_words(row.signals), time
@@ -469,8 +481,22 @@ def export(
         str | None,
         typer.Option(
             help="bf16 (half the size; default of layout imdm), float32 (of the others), int8 (a quarter; whole "
-            "numbers, one scale a row), or mixed (as many bits as each matrix needs: the distribution changes by "
-            "less than 0.002 nats a token)."
+            "numbers, one scale a row), or mixed (as many bits as each matrix needs)."
+        ),
+    ] = None,
+    within: Annotated[
+        float | None,
+        typer.Option(
+            help="With --weights mixed: the distribution changes by less than so many nats a token (KL). 0.002 unless "
+            "given; the larger, the smaller the file."
+        ),
+    ] = None,
+    order: Annotated[
+        str | None,
+        typer.Option(
+            help="Order of revealing that the exported model writes with unless told otherwise: random or spread. The "
+            "model's own unless given.",
+            callback=known_order,
         ),
     ] = None,
     card: Annotated[Path | None, typer.Option(help="A Markdown file to put beside the weights as README.md.")] = None,
@@ -488,8 +514,14 @@ def export(
         check_known("kind of weights", [weights], WEIGHTS)
     if card is not None and not card.is_file():
         raise UserError(f"--card {card}: no such file")
+    if within is not None and (weights != "mixed" or layout != "imdm"):
+        raise UserError("--within is for --weights mixed in layout imdm; leave it out")
+    if within is not None and not within > 0:
+        raise UserError(f"--within {within:g}: give a number of nats above 0")
     if layout == "mdlm" and weights not in (None, "float32"):
         raise UserError(f"--layout mdlm is written in float32; leave out --weights {weights}")
+    if layout == "mdlm" and order is not None:
+        raise UserError("--layout mdlm has no place for an order; leave out --order")
     text = card.read_text(encoding="utf-8") if card is not None else None
     from imdm.exporting import WITHIN, export_published, export_transformers
     from imdm.exporting import export as write
@@ -499,14 +531,24 @@ def export(
         say(f"model: {folder} (layout mdlm)")
         return
     if layout == "transformers":
-        folder = export_transformers(model, out, weights=cast("Any", weights or "float32"), card=text)
+        folder = export_transformers(
+            model, out, weights=cast("Any", weights or "float32"), card=text, order=cast("Any", order)
+        )
         say(f"model: {folder} (layout transformers)")
         return
     with reporter().bar("effect of each matrix", 0) as bar:
         kind = cast("Weights", weights or "bf16")
-        made = write(model, out, weights=kind, card=text, on_progress=lambda done, of: bar(done, f"of {of}"))
+        made = write(
+            model,
+            out,
+            weights=kind,
+            card=text,
+            within=within or WITHIN,
+            order=cast("Any", order),
+            on_progress=lambda done, of: bar(done, f"of {of}"),
+        )
     size = sum(file.stat().st_size for file in made.folder.iterdir())
     moves = f", changes the distribution by {made.moved} nats a token" if made.moved is not None else ""
     say(f"model: {made.folder} ({size / 1e6:.1f} MB{moves})")
-    if made.moved is not None and not made.moved.mean < WITHIN:
+    if made.moved is not None and within is None and not made.moved.mean < WITHIN:
         say(f"that is more than {WITHIN:g}: --weights mixed gives each matrix the bits it needs to stay below")

@@ -11,7 +11,8 @@ import typer
 from imdm.cli.app import (
     STOPPED,
     ModelPath,
-    Noise,
+    OwnNoise,
+    OwnOrder,
     Seed,
     app,
     device,
@@ -69,7 +70,8 @@ def evaluate(
     steps: Annotated[str, typer.Option(help="Comma-separated step counts.")] = "1,2,4,8",
     samples: Annotated[int, typer.Option(min=1, help="Sequences to generate, and rows of data to read.")] = 1024,
     draws: Annotated[int, typer.Option(min=1, help="Noise draws of the factorization error.")] = 10_000,
-    noise: Noise = "posterior",
+    noise: OwnNoise = None,
+    order: OwnOrder = None,
     precision: Annotated[
         str, typer.Option(help="Of the model: float32, or bf16 on a GPU.", callback=known_precision)
     ] = "float32",
@@ -83,8 +85,8 @@ def evaluate(
     judge: Annotated[
         str | None,
         typer.Option(
-            help="What scores samples: sentences-judge, a downloaded judge, a folder, a .gguf file, a hub id. Unless "
-            "given, gpt2-large, or one that ships if that is not available."
+            help="What scores samples: stories-judge, sentences-judge, a downloaded judge, a folder, a .gguf file, a "
+            "hub id. Unless given, gpt2-large, or one that ships if that is not available."
         ),
     ] = None,
     judge_precision: Annotated[
@@ -131,7 +133,7 @@ def evaluate(
     """Evaluate a model: a table in the terminal, result rows in a file."""
     asked = check_evaluation(metrics, data, judge, pairs)
     counts, temperatures, wanted = parse_counts(steps), parse_temperatures(temperature), parse_match(match)
-    how = Sampling.of({"noise": noise, "top_p": top_p})
+    Sampling.of({"top_p": top_p})
     from imdm.data import Coupling, check_fits
     from imdm.data.tokenizers import check_same, load_tokenizer
     from imdm.evaluation import Parts, Subject, append, load_embedder, load_judge, load_readers, read
@@ -153,6 +155,7 @@ def evaluate(
         raise UserError("--match finds the temperature; leave --temperature out")
     protocol = parse_conditional(conditional)
     measured = in_precision(load_model(model).to(device()), precision)
+    how = Sampling.of({**measured.policies(noise, order), "top_p": top_p})
     before = [(text, *parse_held_out(text, measured, model, reporter())) for text in data]
     paths = {path for path in (reference, wanted) if isinstance(path, str)}
     others = {path: in_precision(load_model(path).to(device()), precision) for path in sorted(paths)}
@@ -206,7 +209,8 @@ def evaluate(
         subject = replace(subject, train=None) if foreign else subject
         equal = others[wanted] if isinstance(wanted, str) else wanted
         named = labels | {"experiment": text, "alone": True}
-        found = rows_of(subject, asked or _usual(text, foreign), counts, temperatures, match=equal, **named)
+        named |= {"match": equal, "match_how": {"noise": noise, "order": order}}
+        found = rows_of(subject, asked or _usual(text, foreign), counts, temperatures, **named)
         rows += [row for some in found for row in some]
     if is_main():
         show(all_results(rows).rich())

@@ -14,9 +14,8 @@ import typer
 from imdm.cli.app import STOPPED, app, device, say
 from imdm.cli.early import called, located
 from imdm.errors import UserError
-from imdm.files import read_json
 from imdm.listening import listen
-from imdm.shipped import HERE, names
+from imdm.shipped import DEFAULT, TEACHER
 
 
 @app.command()
@@ -25,8 +24,8 @@ def serve(
         list[str] | None,
         typer.Argument(
             metavar="[[NAME=]MODEL]...",
-            help="Model folders, names of shipped ones or hub ids; all shipped diffusion models by default. NAME: its "
-            "name in the service.",
+            help="Model folders, names of shipped ones or hub ids; the default model and its teacher unless given. "
+            "NAME: its name in the service.",
         ),
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
@@ -58,7 +57,7 @@ def serve(
         raise UserError("the API key is empty or has characters that no header can hold, such as a space at its end")
     if api_key is not None:
         sys.argv = [word.replace(api_key, "…") for word in sys.argv]  # it would be in a traceback's file
-    chosen = named(models or writing())
+    chosen = named(models or (DEFAULT, TEACHER))
     needed = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
     if needed:
         raise UserError(f"imdm serve needs {' and '.join(needed)}: pip install 'imdm[serve]'")
@@ -90,11 +89,6 @@ def serve(
     if here.type == "cuda":
         say("getting ready, which takes a minute or so on a GPU")
     serve(engine, listening, lambda: say(f"{', '.join(writers)} on {address(listening)} (Ctrl-C ends it)"))
-
-
-def writing() -> list[str]:
-    """The shipped diffusion models."""
-    return [name for name in names() if not read_json(HERE / name / "config.json", "model").get("causal")]
 
 
 def named(models: Iterable[str]) -> dict[str, str]:

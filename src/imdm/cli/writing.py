@@ -12,14 +12,14 @@ import typer
 from rich.table import Column, Table
 from rich.text import Text as Plain
 
-from imdm.cli.app import ModelPath, Noise, Seed, app, device, in_colour, say, show, terminal, wide
+from imdm.cli.app import STOPPED, ModelPath, OwnNoise, OwnOrder, Seed, app, device, in_colour, say, show, terminal, wide
 from imdm.cli.arguments import as_options, parse_canvas, parse_counts, parse_rows, read_prompts
 from imdm.cli.early import check_length, known_precision
 from imdm.console import appearing, coloured, legend, side_by_side
 from imdm.errors import UserError, check_whole
 from imdm.files import check_holds, write_text
 from imdm.sampling.options import Sampling
-from imdm.shipped import DEFAULT, TEACHER, folder_of, listed
+from imdm.shipped import DEFAULT, PROMPT, TEACHER, folder_of, listed
 
 
 @app.command()
@@ -27,7 +27,10 @@ def generate(
     model: ModelPath = DEFAULT,
     prompt: Annotated[list[str] | None, typer.Option(help="Text to continue; may be repeated.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="A file of prompts, one a line.")] = None,
-    infill: Annotated[str | None, typer.Option(help="Text with blanks to fill: 'The ___ sat on ___.'")] = None,
+    infill: Annotated[
+        str | None,
+        typer.Option(help="Text with blanks to fill: 'Tom lost his red ball. ___ He was happy again.'"),
+    ] = None,
     blank: Annotated[int, typer.Option(min=1, help="Tokens that each blank of --infill becomes.")] = 4,
     marker: Annotated[
         str, typer.Option(help="Marker of a blank of --infill, if ___ is ordinary text: --marker '[?]'.")
@@ -41,7 +44,8 @@ def generate(
         typer.Option(help="Reverse steps: at most so many network evaluations a text. A causal model has one a token."),
     ] = 8,
     length: Annotated[int | None, typer.Option(help="Tokens a text; the model's length unless given.")] = None,
-    noise: Noise = "posterior",
+    noise: OwnNoise = None,
+    order: OwnOrder = None,
     temperature: Annotated[
         float, typer.Option(help="1.0 samples the model's distribution, 0 takes the likeliest tokens.")
     ] = 1.0,
@@ -57,12 +61,14 @@ def generate(
     film: Annotated[bool, typer.Option(help="Play how the text appeared, step by step.")] = False,
 ) -> None:
     """Generate text: unconditional, after a prompt, or in blanks. A model without a tokenizer writes token ids."""
+    STOPPED.append("stopped")
     if sum(one is not None for one in (prompt, prompts, infill, canvas)) > 1:
         raise UserError("give one of --prompt, --prompts, --infill and --canvas")
     if film and (trace or as_json):
         raise UserError("--film shows when each token appeared; leave out --trace and --json")
     given = read_prompts(prompts) if prompts is not None else prompt
-    options: dict[str, Any] = {"steps": steps, "noise": noise, "temperature": temperature, "top_p": top_p}
+    options: dict[str, Any] = {"steps": steps, "temperature": temperature, "top_p": top_p}
+    options |= {name: value for name, value in (("noise", noise), ("order", order)) if value is not None}
     Sampling.of(options)
     check_whole("num", num)
     check_length(length, model)
@@ -167,10 +173,10 @@ def models() -> None:
 
 @app.command(name="show")
 def show_two(
-    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "It was a dark and stormy night",
+    prompt: Annotated[str, typer.Option(help="Text to continue.")] = PROMPT,
     first: Annotated[str, typer.Option(help="A model: the teacher.")] = TEACHER,
     second: Annotated[str, typer.Option(help="Another: the student.")] = DEFAULT,
-    steps: Annotated[str, typer.Option(help="Comma-separated step counts.")] = "1,2,4,8,16",
+    steps: Annotated[str, typer.Option(help="Comma-separated step counts.")] = "2,4,8",
     seed: Seed = 0,
     into: Annotated[Path | None, typer.Option(help="Folder of a run whose report shows it too.")] = None,
     film: Annotated[
@@ -178,6 +184,7 @@ def show_two(
     ] = None,
 ) -> None:
     """Complete a prompt with two models side by side, in few and in more steps."""
+    STOPPED.append("stopped")
     counts = parse_counts(steps)
     if film is not None and (len(counts) > 1 or film.suffix != ".svg"):
         raise UserError("--film draws one number of steps into an SVG file; give --steps 8 --film film.svg")

@@ -61,6 +61,10 @@ MOST_PROCESSES = 1024
 Told = Callable[[Counts], None]
 
 
+class TooLittleError(UserError):
+    """A corpus without enough text for one row."""
+
+
 class PrepareConfig(Config):
     """How text becomes rows.
 
@@ -283,8 +287,8 @@ def _pack(
         manifest = _write(folder, manifest, waiting, counts, packer)
     if not manifest.shards:
         if manifest.packing == "whole":
-            raise UserError(f"corpus {manifest.source!r}: no document fits into a row of {manifest.length} tokens")
-        raise UserError(f"corpus {manifest.source!r}: too little text for one row of {manifest.length} tokens")
+            raise TooLittleError(f"corpus {manifest.source!r}: no document fits into a row of {manifest.length} tokens")
+        raise TooLittleError(f"corpus {manifest.source!r}: too little text for one row of {manifest.length} tokens")
     counts = counts.model_copy(update={"broken": broken()})
     manifest = manifest.model_copy(update={"counts": counts, "finished": True})
     write_recorded(folder / "manifest.json", manifest.model_dump(mode="json"))

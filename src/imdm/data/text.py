@@ -10,7 +10,7 @@ from pydantic import Field
 
 from imdm.config import digest
 from imdm.data.corpora import Corpus
-from imdm.data.packing import PrepareConfig, prepare
+from imdm.data.packing import PrepareConfig, TooLittleError, prepare
 from imdm.data.prepared import Counts, Packing, PreparedSource
 from imdm.data.source import Data, LanguageData, Progress, Source, TokenData
 from imdm.data.tokenizers import BPE_MASK, load_tokenizer, special_ids, tokenizer_hash
@@ -120,7 +120,16 @@ class TextData(Data):
 
             tokenizer = load_tokenizer(folder / "train") if split == "valid" else None
             how = config.model_copy(update={"packing": "unwrapped"}) if place == "documents" else config
-            prepare(self._corpus(split), how, folder / place, tokenizer=tokenizer, on_progress=told)
+            corpus = self._corpus(split)
+            try:
+                prepare(corpus, how, folder / place, tokenizer=tokenizer, on_progress=told)
+            except TooLittleError as error:
+                if split == "train" or corpus.hold_out is None:
+                    raise
+                raise UserError(
+                    f"{error}: of the held-out part, one document in {corpus.hold_out}; give more documents, a smaller "
+                    "data.length, or held-out text of its own as data.valid"
+                ) from None
 
     def vocabulary(self) -> tuple[int, int]:
         """Of the tokenizer; if it is still to be trained, an upper bound."""

@@ -132,7 +132,7 @@ def metric(name: str, **needs: Any) -> Callable[[Measure], Measure]:
 class Subject:
     """A model and all that its results depend on.
 
-    how     sampling options
+    how     sampling options; one step with the model's own policies unless given
     seed    of the samples and all other random draws of the evaluation
     truth   the enumerated language, for metrics that compare with it
     data    rows to evaluate on, and their `split`; train: the teacher's training data; pairs: the couplings the model
@@ -147,7 +147,7 @@ class Subject:
     """
 
     model: MaskedDiffusionLM
-    how: Sampling = field(default_factory=lambda: Sampling(steps=1))
+    how: Sampling = None  # type: ignore[assignment]
     samples: int = 1024
     draws: int = 10_000
     seed: int = 0
@@ -168,6 +168,8 @@ class Subject:
 
     def __post_init__(self) -> None:
         check_is("model", self.model, MaskedDiffusionLM, "one of our models")
+        if self.how is None:
+            object.__setattr__(self, "how", Sampling(steps=1, **self.model.policies()))
         check_is("how", self.how, Sampling, "a Sampling")
         for name in ("samples", "draws", "batch_size"):
             check_whole(name, vars(self)[name])
@@ -212,7 +214,8 @@ class Subject:
         check_room("samples", self.samples, 40 * L)
         total = 0
         for some in self.keys.split(self.batch_size):
-            when = plan(process, some, torch.ones(len(some), device=some.device), self.how.steps, L).reveal
+            start = torch.ones(len(some), device=some.device)
+            when = plan(process, some, start, self.how.steps, L, self.how.order).reveal
             ordered = when.sort(1).values
             total += len(some) + int((ordered[:, 1:] != ordered[:, :-1]).sum())
         return total / self.samples
@@ -276,7 +279,9 @@ class Evaluation:
             return {name: column for name, column in vars(made).items() if column is not None}
 
         def identity() -> list[Any]:
-            drawn = [how.steps, subject.seed, how.noise, how.temperature, *([how.top_p] if how.top_p < 1 else [])]
+            drawn: list[Any] = [how.steps, subject.seed, how.noise, how.temperature]
+            drawn += [how.top_p] if how.top_p < 1 else []
+            drawn += [how.order] if how.order != "random" else []
             return [self.hash_of(model), *drawn, hashlib.sha256(canvas.numpy().tobytes()).hexdigest()]
 
         made: dict[str, Any] = {**subject.parts.collect(len(canvas), identity, make)}

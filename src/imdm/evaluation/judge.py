@@ -215,7 +215,7 @@ def load_judge(
     except Exception as error:  # missing, damaged, no network and others
         if is_out_of_memory(error):
             raise
-        here = "without a hub: sentences-judge, which ships, or imdm judge fetch smollm2"
+        here = "without a hub: stories-judge or sentences-judge, which ship, or imdm judge fetch smollm2"
         close = meant(name, FETCHABLE, alike=0.6)
         kind = NotHereError if not close and _is_of_a_hub(place) else UserError
         raise kind(f"judge {name!r} cannot be loaded ({reason_of(error)}); {close or here}") from None

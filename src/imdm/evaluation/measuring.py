@@ -110,12 +110,14 @@ def evaluate(
     temperatures: Sequence[float] = (1.0,),
     *,
     match: MaskedDiffusionLM | float | None = None,
+    match_how: Mapping[str, str | None] | None = None,
     **labels: Any,
 ) -> Iterator[list[Row]]:
     """The rows of a subject, one list an occasion. match: at the temperature where, at each step count, its entropy is
-    that of another model with as many steps, or the one given. labels: keyword arguments of `to_row`."""
+    that of another model with as many steps, or the one given. match_how: noise policy and order of the other model,
+    its own unless given. labels: keyword arguments of `to_row`."""
     hashes: dict[int, str] = {}
-    drawn: dict[str, Any] = {"noise": subject.how.noise, "top_p": subject.how.top_p}
+    drawn: dict[str, Any] = {name: getattr(subject.how, name) for name in ("noise", "top_p", "order")}
     # Matching finds a new temperature for each step count, so every metric is measured at each.
     every = (
         occasions(names, steps, temperatures, **drawn)
@@ -125,17 +127,19 @@ def evaluate(
     for occasion in every:
         here, equal = subject.drawn(**vars(occasion.how)), None
         if match is not None:
-            here, equal = _matched_to(here, match, hashes)
+            here, equal = _matched_to(here, match, match_how or {}, hashes)
         evaluation = Evaluation(here, hashes)
         found = measure([metric.name for metric in occasion.metrics], evaluation)
         yield [to_row(metrics[name], value, evaluation, equal=equal, **labels) for name, value in found.items()]
 
 
-def _matched_to(subject: Subject, other: MaskedDiffusionLM | float, hashes: dict[int, str]) -> tuple[Subject, str]:
+def _matched_to(
+    subject: Subject, other: MaskedDiffusionLM | float, how: Mapping[str, str | None], hashes: dict[int, str]
+) -> tuple[Subject, str]:
     """The subject at the entropy of another model, or a given one, and its name in rows."""
     if isinstance(other, float):
         return matched(subject, other, hashes=hashes), str(other)
-    theirs = Evaluation(replace(subject, model=other), hashes)
+    theirs = Evaluation(replace(subject, model=other).drawn(**other.policies(**how)), hashes)
     wanted = measure(["entropy"], theirs)["entropy"].value
     return matched(subject, wanted, hashes=hashes), theirs.hash_of(other)
 
@@ -216,6 +220,7 @@ def drawn(metric: Metric, how: Sampling, conditional: Conditional | None, first:
         "temperature": round(usual.temperature, 6),
         "top_p": usual.top_p,
         "noise": usual.noise,
+        "order": usual.order,
         "conditional": (conditional or Conditional()).spelled if metric.prompts else None,
         "first": first if metric.cut else None,
     }

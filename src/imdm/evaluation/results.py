@@ -15,6 +15,7 @@ from imdm.evaluation.base import metrics
 from imdm.evaluation.conditional import Conditional
 from imdm.files import append_lines, as_path, read_json, read_lines
 from imdm.process import NoisePolicy
+from imdm.sampling.options import RevealOrder
 
 
 class Row(Config):
@@ -23,7 +24,7 @@ class Row(Config):
 
     seed         the student's; None where it is not known
     sample_seed  of the samples and all other random draws of the evaluation
-    top_p, noise, temperature   how the samples were drawn
+    top_p, noise, temperature, order   how the samples were drawn
     conditional  the settings of continuations, for metrics of these
     first        how many tokens of each text were used, of texts that have as many; None: all of every text
     matched      what the temperature was matched to: an entropy, or the hash of the model whose entropy it is
@@ -51,6 +52,7 @@ class Row(Config):
     temperature: float
     top_p: float = 1.0
     noise: NoisePolicy = "posterior"
+    order: RevealOrder = "random"
     sample_seed: int | None = None
     conditional: str | None = None
     first: int | None = None
@@ -74,9 +76,10 @@ class Row(Config):
         return inf if value is None else value
 
     def plain(self) -> dict[str, Any]:
-        """As stored in a file: `first` only where texts were cut, so that rows of earlier versions are unchanged."""
-        cut = set() if self.first is not None else {"first"}
-        return self.model_dump(exclude=cut) | {"value": self.value if isfinite(self.value) else None}
+        """As stored in a file: `first` only where texts were cut, `order` only where it is not random, so that rows of
+        earlier versions are unchanged."""
+        usual = {name for name in ("first", "order") if getattr(self, name) == type(self).model_fields[name].default}
+        return self.model_dump(exclude=usual) | {"value": self.value if isfinite(self.value) else None}
 
     @property
     def key(self) -> tuple[Any, ...]:

@@ -20,6 +20,7 @@ from imdm.models import MaskedDiffusionLM, fold_conditioning, load_model
 from imdm.models.quantized import FILE, save
 from imdm.models.rounding import WITHIN, Move, Rounding, eight_bits, fewest_bits
 from imdm.models.saving import save_whole
+from imdm.sampling.options import RevealOrder, check_order
 from imdm.shipped import find
 
 CARD = "README.md"
@@ -50,18 +51,20 @@ def export(
     weights: Weights = "bf16",
     card: str | None = None,
     within: float = WITHIN,
+    order: RevealOrder | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Exported:
     """Write `model` to the folder `out`: adaLN folded into the other weights, these stored as `weights`, its tokenizer
     if it has one, and a card: the given text, or one made from the model's configuration.
 
     within       `mixed`: the distribution changes by less than so many nats a token (KL)
+    order        the order of revealing that it writes with unless told otherwise; as before unless given
     on_progress  called with the number of matrices measured so far, and of all
     """
     if weights not in get_args(Weights):
         raise unknown("kind of weights", weights, get_args(Weights))
     model, folder, tokenizer = _checked(model, out, card)
-    folded = fold_conditioning(load_model(model))
+    folded = _folded(load_model(model), order)
     rounding = None
     if weights in ("int8", "mixed"):
         torch.nn.Module.to(folded, processes().device)
@@ -89,17 +92,22 @@ def export_published(model: str | Path, out: str | Path, *, card: str | None = N
 
 
 def export_transformers(
-    model: str | Path, out: str | Path, *, weights: Literal["bf16", "float32"] = "float32", card: str | None = None
+    model: str | Path,
+    out: str | Path,
+    *,
+    weights: Literal["bf16", "float32"] = "float32",
+    card: str | None = None,
+    order: RevealOrder | None = None,
 ) -> Path:
     """Write `model` as a folder that plain `transformers` loads, `AutoModelForMaskedLM.from_pretrained(out,
     trust_remote_code=True)`: its weights with adaLN folded in, its tokenizer, a card, and the code it needs
-    (`exporting/hub`). It is still one of our folders too."""
+    (`exporting/hub`). It is still one of our folders too. order: as in `export`."""
     if weights not in ("bf16", "float32"):
         raise UserError(f"layout transformers: weights are bf16 or float32, not {weights!r}")
     model, folder, tokenizer = _checked(model, out, card)
     loaded = load_model(model)
     _check_known(loaded)
-    folded = fold_conditioning(loaded)
+    folded = _folded(loaded, order)
     torch.nn.Module.to(folded, torch.bfloat16 if weights == "bf16" else torch.float32)
     with written_aside(folder) as aside:
         folded.save_pretrained(aside)
@@ -109,6 +117,15 @@ def export_transformers(
             shutil.copyfile(HUB / file, aside / file)
         _finish(aside, model, tokenizer, card, hub_card(folded, folder.name, tokenizer))
     return folder
+
+
+def _folded(model: MaskedDiffusionLM, order: RevealOrder | None) -> MaskedDiffusionLM:
+    """A copy with adaLN folded away that writes in another order, if one is given."""
+    folded = fold_conditioning(model)
+    if order is not None:
+        check_order(order)
+        folded.write_with(folded.config.noise, order)
+    return folded
 
 
 def _checked(model: str | Path, out: str | Path, card: str | None) -> tuple[str | Path, Path, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +24,7 @@ from imdm.writer import Writer, load
 T = TypeVar("T")
 TAIL = 8
 """Masks after a continuation, for models of a stream, which were not trained on rows that break off. For 70 sentences 8
-raised the bound of `sentences-teacher` by 0.14 ± 0.04 nats a token, and all that fit by no more."""
+raised the bound of the recipe grid's teacher by 0.14 ± 0.04 nats a token, and all that fit by no more."""
 
 
 @register_model("imdm")
@@ -50,7 +51,7 @@ class DiffusionLM(LM):
         begin, context, continuation, masks             a log-likelihood: whether and where the text ends is left open
         begin, context, masks to be written, padding    a text, which ends by itself or at the padding
 
-    A context that does not fit is truncated on the left.
+    A context that does not fit is truncated on the left. Texts are written with the model's own policies.
     """
 
     def __init__(
@@ -71,9 +72,10 @@ class DiffusionLM(LM):
         for name, value, least in (("n", n, 2), ("batch_size", batch_size, 1), ("tail", tail or 0, 0)):
             check_whole(name, value, least)
         check_seed(seed)
-        self.sampling = Sampling(steps, temperature=1.0 if temperature is None else temperature)
+        sampling = Sampling(steps, temperature=1.0 if temperature is None else temperature)
         self.writer = pretrained if isinstance(pretrained, Writer) else load(pretrained, device)
         self.model, self.special = self.writer.model.eval(), special_ids(self.writer.tokenizer)
+        self.sampling = replace(sampling, **self.model.policies())
         if self.model.causal:
             raise UserError("this model is autoregressive; its likelihoods need no diffusion, and are not given here")
         if self.model.length < 3:
@@ -98,8 +100,9 @@ class DiffusionLM(LM):
     def get_model_info(self) -> dict[str, Any]:
         """Information that lm-eval stores with the results."""
         by_task = {task: sum(errors) / len(errors) for task, errors in self.stderrs.items()}
-        how = {"n": self.n, "steps": self.sampling.steps, "temperature": self.temperature, "seed": self.seed}
-        return {**how, "tail": self.tail, "monte_carlo_stderr": self.stderr, "monte_carlo_stderr_by_task": by_task}
+        how = {"n": self.n, "temperature": self.temperature, "seed": self.seed, "tail": self.tail}
+        drawn = {name: getattr(self.sampling, name) for name in ("steps", "noise", "order")}
+        return {**how, **drawn, "monte_carlo_stderr": self.stderr, "monte_carlo_stderr_by_task": by_task}
 
     # Likelihoods
 
@@ -207,7 +210,7 @@ class DiffusionLM(LM):
         temperature = self.temperature
         if temperature is None:
             temperature = options.get("temperature", 1.0) if options.get("do_sample") else 0.0
-        return Sampling(self.sampling.steps, temperature=float(temperature), top_p=float(options.get("top_p") or 1.0))
+        return replace(self.sampling, temperature=float(temperature), top_p=float(options.get("top_p") or 1.0))
 
     def _text(self, context: list[int], tokens: list[int]) -> str:
         """The tokens up to the end token, decoded after the context."""

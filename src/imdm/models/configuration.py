@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig
 
 from imdm.models.backbones import backbones
 from imdm.models.shape import LARGEST_VOCABULARY, PRESETS, Shape
+from imdm.sampling.options import NoisePolicy, RevealOrder
 
 __all__ = ["LARGEST_VOCABULARY", "PRESETS", "MaskedDiffusionConfig"]
 
@@ -25,6 +26,8 @@ class MaskedDiffusionConfig(Shape, PreTrainedConfig):
     eos_token_id: int | None = None
     pad_token_id: int | None = None
     lengths: list[float] | None = None
+    noise: NoisePolicy | None = None
+    order: RevealOrder | None = None
 
     __init__ = Shape.__init__  # else `transformers` would generate one
 

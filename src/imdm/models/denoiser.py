@@ -91,6 +91,8 @@ class MaskedDiffusionLM(Network, PreTrainedModel):
             raise UserError(f"{where} does not fit its config.json: it {problem}; it is damaged or not ours")
         if as_saved:
             check_saved(folder, model.config, where)
+        if new_mask and "mask_embedding" in "".join(info["missing_keys"] | info["unexpected_keys"]):
+            model.write_with(order=model.config.order)  # the noise policy was that of the old mask
         model.check_finite(where)
         return (model, info) if tells else model
 
@@ -217,15 +219,17 @@ def _check_absent(why: str, **arguments: Any) -> None:
 
 def with_mask(model: MaskedDiffusionLM, mask: Any = None, seed: int = 0, *, mixture: bool = False) -> MaskedDiffusionLM:
     """A copy of `model` with another mask (None: the same), whose new layer is initialised from `seed`. A new mask adds
-    zero until trained: an MDM's copy has identical log-probabilities. The old mask's noise embedding is dropped. With
-    `mixture`, the copy also reads a latent λ; its extra token changes the log-probabilities at once."""
+    zero until trained: an MDM's copy has identical log-probabilities. The old mask's noise embedding and noise policy
+    are dropped. With `mixture`, the copy also reads a latent λ; its extra token changes the log-probabilities at
+    once."""
     check_is("model", model, MaskedDiffusionLM, "one of our models")
     check_seed(seed)
     mask = model.mask if mask is None else parse_mask(mask)
     weights = model.state_dict()
     if mask != model.mask:
         weights = {name: w for name, w in weights.items() if not name.startswith("mask_embedding.")}
-    other = _like(model, seed, mask=mask.model_dump(), mixture=mixture or model.config.mixture)
+    noise = model.config.noise if mask == model.mask else None
+    other = _like(model, seed, mask=mask.model_dump(), mixture=mixture or model.config.mixture, noise=noise)
     missing, unexpected = other.load_state_dict(weights, strict=False)
     if unexpected or any(not name.startswith(("mask_embedding.", "mixture.")) for name in missing):
         raise UserError(f"the model's weights do not fit its own config: {(missing + unexpected)[0]!r}")

@@ -27,6 +27,7 @@ from imdm.process import Process
 from imdm.randomness import Purpose, as_key, fold
 from imdm.room import check_room
 from imdm.sampling import Generation, Revealed, Sampling, sample
+from imdm.sampling.options import NoisePolicy, RevealOrder
 from imdm.schedule import parse_schedule
 from imdm.state import Noised, Rows
 
@@ -48,6 +49,7 @@ class Network(nn.Module):
         super().__init__()
         self.config = config
         self._build(config)
+        self.share_embedding()
 
     def _build(self, config: Shape) -> None:
         """All layers, in the order in which weights are initialised."""
@@ -64,6 +66,11 @@ class Network(nn.Module):
         self._take_in(kind(config, settings))
         if not kind.whole:
             self.output = ZeroLinear(D, config.vocab_size)
+
+    def share_embedding(self) -> None:
+        """With a tied embedding, let the head read its weights. (`transformers` does it for `MaskedDiffusionLM`.)"""
+        if self.config.tie_word_embeddings and not self.backbone.whole:
+            self.output.weight = self.embedding.weight
 
     def know_lengths(self, lengths: Sequence[float]) -> None:
         """From now on draw the end of a text before its tokens: `lengths` as in the configuration."""
@@ -131,6 +138,19 @@ class Network(nn.Module):
     @property
     def causal(self) -> bool:
         return self.config.causal
+
+    def policies(self, noise: str | None = None, order: str | None = None) -> dict[str, Any]:
+        """`noise` and `order` of `Sampling`: the model's own, unless given."""
+        return {"noise": noise or self.config.noise or "posterior", "order": order or self.config.order or "random"}
+
+    def write_with(self, noise: NoisePolicy | None = None, order: RevealOrder | None = None) -> None:
+        """From now on these are its `policies`; None: the defaults. Masks without noise have no policy for it."""
+        for name in ("noise", "order"):
+            self.config.__dict__.pop(name, None)  # not stored when unset
+        if noise is not None and self.mask.noisy:
+            self.config.noise = noise
+        if order is not None:
+            self.config.order = order
 
     def set_dropout(self, rate: float) -> None:
         """Another dropout rate for further training."""
@@ -271,14 +291,15 @@ class Network(nn.Module):
                          accepted and not used
         seed, keys   sequence i depends on the i-th key of `seed`, or on keys[i] where keys (sequences,) are given
         noise_keys   other keys, or a path between two, for the masks' noise: the same token draws under other noise
-        how          the options of `Sampling`: steps, noise, temperature, top_p; a causal model samples one token an
-                     evaluation, whatever the steps
+        how          the options of `Sampling`: steps, noise and order (unless given, the model's `policies`),
+                     temperature, top_p; a causal model samples one token an evaluation, whatever the steps
         on_progress, on_step    as in `sample`
 
         Safe to call from several threads, also while the model trains: dropout is off in this call only. But changing
         weights, or calling `train()`, during a call changes its samples.
         """
-        options = Sampling.of(how)
+        own = self.policies(how.pop("noise", None), how.pop("order", None))
+        options = Sampling.of(own | how)
         check_seed(seed)
         if input_ids is not None and attention_mask is not None:
             input_ids, padded = unpadded(as_ids(input_ids), attention_mask, self.config.mask_token_id)

@@ -177,4 +177,4 @@ def _read(model: MaskedDiffusionLM, seed: int) -> tuple[Noised, Rows]:
 
 def _many(model: MaskedDiffusionLM, length: int) -> int:
     """Number of sequences to average over: fewer for long ones or a large vocabulary."""
-    return max(4, min(256, (1 << 24) // (length * model.vocab_size)))
+    return max(4, min(256, (1 << 26) // (length * model.vocab_size)))

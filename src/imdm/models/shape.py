@@ -10,6 +10,7 @@ from imdm.errors import UserError, check_number, check_whole, shown, unknown
 from imdm.masks import parse_mask
 from imdm.models.backbones import backbones, parse_backbone
 from imdm.models.backbones.base import DEFAULT, is_default
+from imdm.sampling.options import NoisePolicy, RevealOrder, check_order, check_policy
 from imdm.schedule import parse_schedule
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -42,6 +43,8 @@ class Shape:
                     padding. None: rows are cut from a stream
     lengths         of whole texts: the share of texts of 0, 1, 2 … tokens, begin and end counted. Where it is known,
                     the end of a text is drawn first, then the text before it. None: the network draws the end
+    noise, order    the noise policy and the order of revealing that the model writes with unless others are asked for;
+                    None: `posterior` and `random`
     causal          each position attends to those before it only: an autoregressive language model, which can judge
                     samples of others (objective `autoregressive`)
 
@@ -52,6 +55,8 @@ class Shape:
     eos_token_id: int | None = None
     pad_token_id: int | None = None
     lengths: list[float] | None = None
+    noise: NoisePolicy | None = None
+    order: RevealOrder | None = None
 
     def __init__(
         self,
@@ -74,6 +79,8 @@ class Shape:
         eos_token_id: int | None = None,
         pad_token_id: int | None = None,
         lengths: Sequence[float] | None = None,
+        noise: NoisePolicy | None = None,
+        order: RevealOrder | None = None,
         **kwargs: Any,
     ) -> None:
         width, blocks = kwargs.pop("hidden_size", width), kwargs.pop("num_hidden_layers", blocks)
@@ -122,6 +129,12 @@ class Shape:
         if lengths is not None:
             self.check_lengths(lengths)
             self.lengths = [float(share) for share in lengths]
+        if noise is not None:
+            check_policy(noise)
+            self.noise = noise
+        if order is not None:
+            check_order(order)
+            self.order = order
 
     def check_lengths(self, lengths: Any) -> None:
         """Refuse lengths that are no distribution over this model's lengths of texts."""

@@ -165,7 +165,8 @@ class Objective(Config):
         if (waits := self.waits()) is not None:
             more = f"set more than {where}objective.{waits}, or lower that"
         raise UserError(
-            f"{where}training.steps = {steps}: objective {self.kind!r} does not update the student in so few; {more}"
+            f"{where}training.steps = {steps}: objective {self.kind!r} would never update the student in so few steps; "
+            f"{more}"
         )
 
     def turn(self, companion: Any, step: int, average: Mapping[str, Tensor]) -> bool:
@@ -195,6 +196,10 @@ class Objective(Config):
         """Diagnostics of training beside the loss, measured without dropout on EMA weights. companion, networks: as in
         `loss`; a companion may store the results."""
         return {}
+
+    def looking(self, companion: Any, length: int) -> str:
+        """What `signals` is about to do on rows of this length, in a few words, if it takes long; else nothing."""
+        return ""
 
     def worry(self, signals: Sequence[tuple[int, Mapping[str, float]]], steps: int) -> str | None:
         """A warning if the signals (step, values) so far predict that the run will fail, in a sentence; None: no

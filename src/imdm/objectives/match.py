@@ -52,10 +52,11 @@ from imdm.objectives.onpolicy import (
     masked_again,
     planned,
 )
-from imdm.objectives.texts import Frontier, mean_log, score, shares_of_lengths, standing
+from imdm.objectives.texts import TEMPERATURES, Frontier, many_steps, mean_log, score, shares_of_lengths, standing
 from imdm.process import NoisePolicy, Process
 from imdm.randomness import Purpose, as_key, fold, uniform
 from imdm.sampling import Sampling, sample
+from imdm.sampling.options import RevealOrder
 from imdm.sharding import weights_of
 
 if TYPE_CHECKING:
@@ -133,7 +134,10 @@ class Match(Objective):
     remembered  how many of the student's own samples are kept
     auxiliary   how the auxiliary network is trained
     kept        whether own samples keep the noise that they were generated with; else it is fresh
-    looks       samples in each evaluation of the student (`signals`); noise: their noise policy
+    looks       samples in each evaluation of the student (`signals`); noise, order: their noise policy and order
+    smooth      whether the teacher's figures at the temperatures that the student is compared with are smoothed. Where
+                entropy hardly changes with temperature, as in whole stories, the noise of a few hundred samples exceeds
+                the distance between neighbours, and the ratios of a student jump from evaluation to evaluation
     """
 
     kind: str = "match"
@@ -150,6 +154,8 @@ class Match(Objective):
     kept: bool = False
     looks: int = Field(256, ge=2, le=1 << 16)
     noise: NoisePolicy = "keep"
+    order: RevealOrder = "random"
+    smooth: bool = False
 
     @model_validator(mode="after")
     def _ends(self) -> Match:
@@ -164,7 +170,9 @@ class Match(Objective):
 
     def prepare(self, model: MaskedDiffusionLM, source: Source) -> None:
         """A student of whole texts gets the distribution of their lengths, so that it does not decide where they end:
-        under this objective it would prefer short ones, which are easier to generate."""
+        under this objective it would prefer short ones, which are easier to generate. It writes with the noise policy
+        it is evaluated with, unless another is asked for."""
+        model.write_with(self.noise, self.order if self.order != "random" else None)
         if model.config.ending is not None and model.config.lengths is None:
             model.know_lengths(shares_of_lengths(source, model.config.ending))
 
@@ -323,6 +331,12 @@ class Match(Objective):
     def best(self, companion: Pursued) -> Mapping[str, Tensor] | None:
         return companion.best or None
 
+    def looking(self, companion: Any, length: int) -> str:
+        if companion is None or companion.frontier is not None:
+            return f"the student writes {len(self.steps)} × {self.looks:,} texts"
+        many = f"{len(TEMPERATURES)} × {self.looks:,} texts in {many_steps(length)} steps"
+        return f"the teacher writes {many}, once, to compare the student with"
+
     @torch.no_grad()
     def signals(
         self,
@@ -354,12 +368,12 @@ class Match(Objective):
         keys = fold(key, Purpose.SAMPLE, torch.arange(self.looks, device=model.device))
         teacher, length = companion.model, source.length
         if companion.frontier is None:
-            companion.frontier = Frontier.of(teacher, self.looks, length, fold(keys, Purpose.COPY, 1))
+            companion.frontier = Frontier.of(teacher, self.looks, length, fold(keys, Purpose.COPY, 1), self.smooth)
         frontier, ratios, lacking, astray = companion.frontier, [], 0.0, 0.0
         found: dict[str, float] = {}
         canvas = torch.full((self.looks, length), model.process.mask_id, device=model.device)
         for N, weight in sorted(self.steps.items()):
-            how = Sampling(steps=N, noise=self.noise)
+            how = Sampling(steps=N, noise=self.noise, order=self.order)
             written = sample(model, canvas, keys=keys, how=how, batch_size=256).tokens
             texts = standing(teacher, written, keys)
             found |= {f"ratio_{N}": frontier.ratio(texts), f"entropy_{N}": texts.entropy, f"pooled_{N}": texts.pooled}

@@ -29,6 +29,11 @@ MANY = 256  # steps
 QUARTER = 4  # entropy is over 1/4 of a row, which nearly all texts reach, so that entropies are comparable
 
 
+def many_steps(length: int) -> int:
+    """The steps in which the teacher writes texts of this length."""
+    return min(MANY, 8 * length)
+
+
 @dataclass(frozen=True)
 class Standing:
     """Of some texts: nll, the teacher's NELBO in nats a token; entropy of a text's token counts, the mean; pooled,
@@ -77,6 +82,18 @@ def standing(teacher: MaskedDiffusionLM, texts: Tensor, keys: Tensor) -> Standin
     )
 
 
+def smoothed(points: Sequence[Standing], temperatures: Sequence[float]) -> list[Standing]:
+    """The points at these temperatures, each of their fields replaced by its least-squares fit over temperature, a line
+    for the entropy, else a parabola, within the range of the field."""
+    fitted: list[dict[str, float]] = [{} for _ in points]
+    for name in asdict(points[0]):
+        raw = [getattr(point, name) for point in points]
+        curve = np.polyfit(temperatures, raw, 1 if name == "entropy" else 2)
+        for fields, value in zip(fitted, np.polyval(curve, temperatures), strict=True):
+            fields[name] = float(np.clip(value, min(raw), max(raw)))
+    return [Standing(**fields) for fields in fitted]
+
+
 @dataclass(frozen=True)
 class Frontier:
     """The teacher's many-step samples at falling temperatures: points, by falling entropy."""
@@ -84,16 +101,16 @@ class Frontier:
     points: tuple[Standing, ...]
 
     @classmethod
-    def of(cls, teacher: MaskedDiffusionLM, many: int, length: int, keys: Tensor) -> Frontier:
-        """From `many` texts at each temperature."""
+    def of(cls, teacher: MaskedDiffusionLM, many: int, length: int, keys: Tensor, smooth: bool = False) -> Frontier:
+        """From `many` texts at each temperature; smooth: `smoothed`."""
         canvas = torch.full((many, length), teacher.process.mask_id, device=teacher.device)
         found = []
         for number, temperature in enumerate(TEMPERATURES):
             key = fold(keys, Purpose.PAIR, number)
-            how = Sampling(steps=min(MANY, 8 * length), temperature=temperature)
+            how = Sampling(steps=many_steps(length), temperature=temperature)
             texts = sample(teacher, canvas, keys=key, how=how, batch_size=AT_ONCE).tokens
             found.append(standing(teacher, texts, key))
-        return cls.from_points([asdict(point) for point in found])
+        return cls.from_points([asdict(point) for point in (smoothed(found, TEMPERATURES) if smooth else found)])
 
     @classmethod
     def from_points(cls, points: Sequence[dict[str, float]]) -> Frontier:

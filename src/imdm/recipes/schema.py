@@ -7,17 +7,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, model_validator
 
-from imdm.config import Config, Name, Seed, digest
+from imdm.config import Config, Name, Seed, digest, one_of
 from imdm.data import CoupleConfig, DataConfig
 from imdm.ending import Ending
 from imdm.errors import MOST_STEPS, TEMPERATURES, is_temperature, unknown
 from imdm.evaluation import Conditional, metrics
 from imdm.evaluation.judge import labelled
 from imdm.masks import Mask, parse_mask
-from imdm.models import BackboneSettings, MaskedDiffusionConfig
+from imdm.models import PRESETS, BackboneSettings, MaskedDiffusionConfig
 from imdm.models.backbones.base import is_default, parse_backbone
 from imdm.objectives import Objective, parse_objective
 from imdm.process import NoisePolicy
+from imdm.sampling.options import RevealOrder
 from imdm.schedule import Schedule, parse_schedule
 from imdm.training import TrainConfig
 
@@ -44,13 +45,8 @@ def _temperature(value: float) -> float:
 Temperature = Annotated[float, AfterValidator(_temperature)]
 
 
-def _known_metric(name: str) -> str:
-    if name not in metrics:
-        raise unknown("metric", name, metrics)
-    return name
-
-
-MetricName = Annotated[str, BeforeValidator(_known_metric)]
+MetricName = Annotated[str, one_of("metric", metrics)]
+PresetName = Annotated[str, one_of("model preset", PRESETS)]
 StepCount = Annotated[int, Field(ge=1, le=MOST_STEPS)]
 
 
@@ -58,7 +54,7 @@ class ModelSettings(Config):
     """The denoiser: a `preset` size, or sizes one by one. Vocabulary and length follow the data unless given. backbone:
     another than `dit`, by name or settings."""
 
-    preset: str | None = None
+    preset: PresetName | None = None
     width: int | None = None
     blocks: int | None = None
     heads: int | None = None
@@ -166,7 +162,8 @@ class EvaluateStage(Config):
     stage whose autoregressive model judges instead. embedder: a sentence embedder (folder or hub id) for MAUVE instead
     of the judge. temperatures, top_p: the paper has 1.0 only. precision: of the models; bf16 only on a GPU. seed: other
     samples than the recipe's, to choose settings on; reports show these results separately. first: use only the first
-    so many tokens, of texts that have as many, so that entropies are of texts of equal length.
+    so many tokens, of texts that have as many, so that entropies are of texts of equal length. noise, order: of all
+    its models, whatever policies a model has of its own.
     """
 
     kind: Literal["evaluate"]
@@ -186,6 +183,7 @@ class EvaluateStage(Config):
     conditional: Conditional = Conditional()
     top_p: float = Field(1.0, gt=0, le=1)
     first: int | None = Field(None, ge=2, le=1 << 20)
+    order: RevealOrder = "random"
 
     @model_validator(mode="after")
     def _one_judge(self) -> EvaluateStage:

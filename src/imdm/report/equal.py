@@ -101,7 +101,7 @@ class Frontier:
             if row.method == reference and row.judge == judge and row.matched is None and is_wanted:
                 cut = inf if row.first is None else row.first
                 settings = found.setdefault((row.steps, cut), {}).setdefault((row.temperature, row.top_p), {})
-                who = row.mask, row.seed, row.sample_seed, row.noise
+                who = row.mask, row.seed, row.sample_seed, row.noise, row.order
                 if who not in settings or settings[who].row.n <= row.n:
                     settings[who] = one
         for count, cut in sorted(found, reverse=True):
@@ -168,7 +168,7 @@ def _beside(row: Row, entropies: Sequence[Row]) -> Row:
 def _samples(row: Row) -> tuple[Any, ...]:
     """The fields in which rows of the same samples agree, except their number."""
     model = row.experiment, row.recipe_hash, row.method, row.mask, row.seed, row.precision, row.length
-    return *model, row.steps, row.sample_seed, row.temperature, row.top_p, row.noise, row.matched, row.first
+    return *model, row.steps, row.sample_seed, row.temperature, row.top_p, row.noise, row.order, row.matched, row.first
 
 
 def _first(row: Row) -> int | Literal["all"]:

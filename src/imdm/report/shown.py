@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from imdm.report.page import Beside, Part, Section, Written
+from imdm.film import picture
+from imdm.report.page import Beside, Part, Picture, Section, Written
 from imdm.report.tables import steps_in_words
 from imdm.report.writing import COLOURS
 from imdm.showing import FIGURES, Shown, kept
+from imdm.writer import Piece
 
+LINES = 60  # of the film: enough for a story
 WORDS = f"Written on this machine: one prompt, one seed, nothing chosen. {FIGURES}"
 
 
@@ -21,4 +24,9 @@ def shown_section(run: Path) -> list[Section]:
         Beside([Written(f"{one.model}, {steps_in_words(steps)}, {one.figures}:", one.pieces, steps) for one in those])
         for steps, those in by_steps.items()
     ]
-    return [Section("The same prompt in few and in more steps", WORDS, parts, aside=COLOURS)] if parts else []
+    if not parts:
+        return []
+    last = kept(run)[-1]
+    film = picture([(last.model, [Piece(*piece) for piece in last.pieces])], last.steps, LINES)
+    named = Picture("film", film, f"The last text below, as it was written in {steps_in_words(last.steps)}.")
+    return [Section("The same prompt in few and in more steps", WORDS, [named, *parts], aside=COLOURS)]

@@ -18,7 +18,8 @@ BROKEN = 24  # characters from which on a cell may be broken
 ASIDE = re.compile(r"([(\[][\d.,–%+−-]+[)\]])")  # (4.45), (0.17–0.18), [+0.01]
 EVERYTHING = "Everything measured"  # the section that holds all rows
 LARGE = 1e6  # from here on numbers are shown in scientific notation
-USUAL = {"top_p": "1", "noise": "posterior", "conditional": "", "matched": "", "first": ""}  # not shown
+USUAL = {"top_p": "1", "noise": "posterior", "order": "random"} | dict.fromkeys(("conditional", "matched", "first"), "")
+"""What a table does not mention."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,7 @@ def all_results(rows: list[Row]) -> Table:
             "top_p": f"{row.top_p:g}",
             "first": "" if row.first is None else f"{row.first:,} tokens",
             "noise": row.noise,
+            "order": row.order,
             "conditional": row.conditional or "",
             "matched": row.matched or "",
             "settings": row.settings or "",
@@ -150,7 +152,7 @@ def told_apart(rows: Sequence[Row]) -> Callable[[Row], str]:
     """The suffix of a row's name if rows of one metric differ in sampling options: `, noise keep`."""
     found: dict[tuple[str, str], set[object]] = {}
     for row in rows:
-        for name in ("noise", "top_p", "conditional", "first"):
+        for name in ("noise", "order", "top_p", "conditional", "first"):
             found.setdefault((row.metric, name), set()).add(getattr(row, name))
     differing = dict.fromkeys(name for (_, name), values in found.items() if len(values) > 1)
 

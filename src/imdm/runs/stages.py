@@ -90,11 +90,17 @@ def _train(run: Run, name: str, stage: TrainStage) -> str:
     if stage.teacher is not None:
         start = inputs.model(stage.teacher)
     with run.reporter.bar(f"{name}: {stage.objective.kind}", stage.training.steps) as bar:
-        speed = ""
+        speed, said = "", set()
 
         def progress(p: Progress) -> None:
             nonlocal speed
-            loss = f"loss {loss_in_words(p.loss)}" if isfinite(p.loss) else _waiting(stage)
+            if p.doing:
+                bar(p.step, "evaluating")
+                if p.doing not in said:
+                    run.reporter.say(f"{name}: {p.doing}")
+                said.add(p.doing)
+                return
+            loss = _waiting(stage) if p.loss is None else f"loss {loss_in_words(p.loss)}"
             speed = f"{p.tokens_per_second:,.0f} tok/s"
             bar(p.step, f"{loss}  {speed}")
 
@@ -115,7 +121,7 @@ def _train(run: Run, name: str, stage: TrainStage) -> str:
         folder = trainer.train()
         end = last_loss(read_history(run.folder / name))
         if end is not None:
-            bar(trainer.step, f"loss {loss_in_words(end)} (mean of the last {LAST})  {speed}")
+            bar(trainer.step, f"loss {loss_in_words(end)} (mean of the last {LAST} logged)  {speed}")
     _carry_tokenizer(run, stage, folder)
     return fingerprint(load_model(folder))
 
@@ -140,10 +146,10 @@ def _carry_tokenizer(run: Run, stage: TrainStage, folder: Path) -> None:
 def _watch(run: Run, stage: TrainStage) -> Callable[[MaskedDiffusionLM], Mapping[str, float]]:
     watched, seed = stage.watch, run.recipe.seed
     few: dict[str, Any] = {"seed": seed, "samples": watched.samples, "draws": watched.samples}
-    few |= {"how": Sampling(steps=watched.steps)}
 
     def watch(model: MaskedDiffusionLM) -> Mapping[str, float]:
-        found = measure(list(watched.metrics), Subject(model, **few, **run.inputs.about(seed)), finite=False)
+        how = Sampling(steps=watched.steps, **model.policies())
+        found = measure(list(watched.metrics), Subject(model, how=how, **few, **run.inputs.about(seed)), finite=False)
         return {name: one.value for name, one in found.items() if isfinite(one.value)}
 
     return watch
@@ -188,7 +194,7 @@ def _evaluate(run: Run, name: str, stage: EvaluateStage) -> str:
         for model_name, method in stage.models.items():
             subject = Subject(
                 _ready(run, model_name, stage),
-                how=Sampling(noise=stage.noise, top_p=stage.top_p),
+                how=Sampling(noise=stage.noise, top_p=stage.top_p, order=stage.order),
                 seed=seed,
                 samples=stage.samples,
                 draws=stage.draws,
@@ -236,7 +242,7 @@ def _judge(run: Run, name: str, stage: EvaluateStage) -> Judge:
 
 ASKED = (
     *("method", "metric", "steps", "seed", "sample_seed", "temperature", "top_p", "noise", "conditional", "matched"),
-    *("first", "settings", "precision", "judge", "n"),
+    *("order", "first", "settings", "precision", "judge", "n"),
 )
 """What a stage determines of its rows: the judge unless an embedder is used, n if it is the number of samples."""
 
@@ -256,7 +262,8 @@ def is_measured(run: Run, name: str, stage: EvaluateStage) -> bool:
     there = {_asked(vars(row)) for row in found}
     precision = {"float32": "float32", "bf16": "bfloat16"}[stage.precision]
     asked = [metric for metric in stage.metrics if _can_be_had(metrics[metric], stage)]
-    for occasion in occasions(asked, stage.steps, stage.temperatures, noise=stage.noise, top_p=stage.top_p):
+    how = {"noise": stage.noise, "top_p": stage.top_p, "order": stage.order}
+    for occasion in occasions(asked, stage.steps, stage.temperatures, **how):
         for metric, (model, method) in product(occasion.metrics, stage.models.items()):
             told = drawn(metric, occasion.how, stage.conditional, stage.first)
             told |= {"method": method, "metric": metric.name, "steps": occasion.how.steps, "matched": None}

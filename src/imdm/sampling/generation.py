@@ -44,9 +44,10 @@ class Revealed:
 
 @dataclass(frozen=True, repr=False)
 class Generation:
-    """tokens (B, L); revealed_at (B, L): the step of each token, −1 where given or implied by given tokens; evaluations
-    (B,): network evaluations of each sequence; draws (B, L): the index of the noise draw under which each position was
-    revealed; latents (B,): the λ of each sequence's last evaluation, for a model with `mixture`; trace: on request."""
+    """tokens (B, L); revealed_at (B, L): the step of each token (−1: given, or, as the end, drawn first, or implied by
+    these); evaluations (B,): network evaluations of each sequence; draws (B, L): the index of the noise draw under
+    which each position was revealed; latents (B,): the λ of each sequence's last evaluation, for a model with
+    `mixture`; trace: on request."""
 
     tokens: Tensor
     revealed_at: Tensor

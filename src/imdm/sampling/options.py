@@ -20,12 +20,20 @@ from imdm.errors import (
 
 NoisePolicy = Literal["posterior", "keep"]
 """The noise of a position that stays masked: `posterior` redraws it by Eq. 13, `keep` keeps it."""
+RevealOrder = Literal["random", "spread"]
+"""Which positions a step reveals: each independently of the others (`random`, Eq. 13), or far from one another."""
 
 
 def check_policy(policy: str) -> None:
     """Refuse an unknown noise policy."""
     if policy not in get_args(NoisePolicy):
         raise unknown("noise policy", policy, get_args(NoisePolicy))
+
+
+def check_order(order: str) -> None:
+    """Refuse an unknown order of revealing."""
+    if order not in get_args(RevealOrder):
+        raise unknown("order", order, get_args(RevealOrder))
 
 
 @dataclass(frozen=True)
@@ -36,12 +44,15 @@ class Sampling:
     noise        the noise of a position that stays masked: redrawn by Eq. 13 (`posterior`) or kept (`keep`)
     temperature  1 draws from the model's distribution, less sharpens it, 0 takes the likeliest token
     top_p        draw only from the likeliest tokens whose probabilities sum to this (nucleus sampling)
+    order        which positions a step reveals: each independently of the others, as in Eq. 13 (`random`), or far from
+                 one another (`spread`), so that tokens drawn together depend less on each other (`planning.spread`)
     """
 
     steps: int = 8
     noise: NoisePolicy = "posterior"
     temperature: float = 1.0
     top_p: float = 1.0
+    order: RevealOrder = "random"
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Sampling:
@@ -55,6 +66,7 @@ class Sampling:
     def __post_init__(self) -> None:
         check_whole("steps", self.steps, 1, MOST_STEPS)
         check_policy(self.noise)
+        check_order(self.order)
         check_number("temperature", self.temperature)
         check_number("top_p", self.top_p)
         if not is_temperature(self.temperature):
@@ -73,7 +85,7 @@ def as_sampling(how: Sampling | None, before: Mapping[str, Any]) -> Sampling:
     top_p.
 
     >>> as_sampling(Sampling(steps=2), {})
-    Sampling(steps=2, noise='posterior', temperature=1.0, top_p=1.0)
+    Sampling(steps=2, noise='posterior', temperature=1.0, top_p=1.0, order='random')
     """
     if not before:
         check_is("how", how, Sampling, "a Sampling")

@@ -171,9 +171,9 @@ class Canvas:
     hows the sampling options of each
     grid, alpha  times and α after each step, (B, N + 1); of one with fewer steps than others, its first columns
     tokens       (B, L), the mask id where `masked` (B, L)
-    revealed_at  (B, L): the step of each position, also of those still masked; −1 where given
+    revealed_at  (B, L): the step of each position, also of those still masked (−1: as in `Generation`)
     draws        (B, L): the index of each position's current noise draw
-    log_probs    (B, L): the model's log-probability of each token; 0 where given
+    log_probs    (B, L): the model's log-probability of each token; 0 where no step revealed it
     last         (B,): the step of each sequence's last evaluation; `evaluations` (B,) counts them
     latents      (B,): λ of that evaluation, for a model with `mixture`
     """
@@ -205,7 +205,7 @@ class Canvas:
         """Sequences (B, L) before their first step, at times t (B,)."""
         process, (B, L) = denoiser.process, tokens.shape
         tokens = process.begun(tokens, keys.tokens).clone()
-        planned = plan(process, keys.order, t, how.steps, L)
+        planned = plan(process, keys.order, t, how.steps, L, how.order)
         masked = tokens == process.mask_id
         count = torch.zeros(B, dtype=torch.int64, device=tokens.device)
         return cls(

@@ -14,6 +14,7 @@ from pydantic import ConfigDict, Field, WrapValidator, model_validator
 from imdm.config import Config
 from imdm.errors import UserError, unknown
 from imdm.process import NoisePolicy
+from imdm.sampling.options import RevealOrder
 from imdm.serving.engine import Engine, Frame, Job
 from imdm.writer import BLANK
 
@@ -45,8 +46,15 @@ class Asked(Config):
         None, ge=-(1 << 63), lt=1 << 64, description="Of all randomness; drawn and returned unless given."
     )
     steps: int = Field(8, ge=1, description="Reverse steps: at most so many network evaluations a text.")
-    noise: NoisePolicy = Field(
-        "posterior", description="Noise of positions that stay masked: posterior (redrawn, the paper) or keep."
+    noise: NoisePolicy | None = Field(
+        None,
+        description="Noise of positions that stay masked: posterior (redrawn, the paper) or keep. The model's own "
+        "unless given.",
+    )
+    order: RevealOrder | None = Field(
+        None,
+        description="Positions that a step reveals: random (the paper), or spread (far from one another). The model's "
+        "own unless given.",
     )
     temperature: float = Field(1.0, description="1 draws from the model's distribution, 0 takes the likeliest tokens.")
     top_p: float = Field(1.0, description="Draw only from the likeliest tokens whose probabilities sum to this.")
@@ -64,6 +72,9 @@ class Asked(Config):
         return {name: value for name, value in values.items() if value is not None or name not in optional}
 
 
+REFUSED = "Not supported: refused unless it has no effect."
+
+
 class Completion(Asked):
     """POST /v1/completions: continuations of a prompt, or a prompt with its blanks filled."""
 
@@ -74,12 +85,12 @@ class Completion(Asked):
     infill: bool = Field(False, description="Whether the prompt has blanks to fill; the completion is the whole text.")
     blank: int = Field(4, ge=1, description="Tokens that each blank becomes.")
     marker: str = Field(BLANK, description="What a blank looks like.")
-    suffix: str | None = None
-    logprobs: int | None = None
-    best_of: int | None = None
-    logit_bias: dict[str, float] | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
+    suffix: str | None = Field(None, description=REFUSED + " Use infill.")
+    logprobs: int | None = Field(None, description=REFUSED)
+    best_of: int | None = Field(None, description=REFUSED)
+    logit_bias: dict[str, float] | None = Field(None, description=REFUSED)
+    presence_penalty: float | None = Field(None, description=REFUSED)
+    frequency_penalty: float | None = Field(None, description=REFUSED)
 
 
 class Infill(Asked):
@@ -143,7 +154,7 @@ class Order:
                 f"the request asks for {wanted:,} tokens in all, of {limits.tokens:,} at most; ask for fewer or "
                 "shorter texts"
             )
-        seed = secrets.randbits(63) if asked.seed is None else asked.seed
+        seed = secrets.randbits(53) if asked.seed is None else asked.seed
         jobs = [
             Job(
                 name,
@@ -154,6 +165,7 @@ class Order:
                 asked.temperature,
                 asked.top_p,
                 asked.noise,
+                asked.order,
                 frames=asked.stream,
             )
             for number, row in enumerate(row for row in rows for _ in range(asked.n))
@@ -191,15 +203,15 @@ class Order:
         ended = ending is not None and bool(ending.finished(torch.tensor(tokens)))
         return Said(text, "stop" if ended or self.infill else "length")
 
-    def written(self, number: int, frame: Frame) -> int:
-        """Tokens that were written, up to the end of the text."""
+    def written(self, frame: Frame) -> int:
+        """Tokens that evaluations wrote, up to the end of the text: not an end that was drawn first."""
         ending = self.writer.model.config.ending
         tokens = torch.tensor([token or 0 for token in frame.ids])
         size = len(tokens) if ending is None else int(ending.lengths(tokens))
-        return sum(token is None for token in self.jobs[number].ids[:size])
+        return sum(step > 0 for step in frame.revealed[:size])
 
     def usage(self, frames: Sequence[Frame]) -> dict[str, int]:
-        written = sum(self.written(number, frame) for number, frame in enumerate(frames))
+        written = sum(self.written(frame) for frame in frames)
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": written,

@@ -30,9 +30,11 @@ from imdm.masks import NoisePath
 from imdm.process import NoisePolicy
 from imdm.randomness import Purpose, as_key, fold
 from imdm.sampling import Canvas, Keys, Sampling
+from imdm.sampling.options import RevealOrder
 from imdm.serving.settings import Settings
 
 if TYPE_CHECKING:
+    from imdm.models import MaskedDiffusionLM
     from imdm.writer import Writer
 
 LOG = logging.getLogger(__name__)
@@ -64,7 +66,7 @@ class Job:
 
     model          by its name in the engine
     ids            its row, with the model's begin and end tokens; None where a token is to be generated
-    steps, noise, temperature, top_p    as in `Sampling`
+    steps, temperature, top_p    as in `Sampling`; noise, order: too, the model's own unless given
     seed, number   its randomness is that of text `number` of `Writer.write(seed=seed)`
     draws_seed     another seed for the draws of tokens
     noise_seed     another seed for the masks' noise
@@ -79,15 +81,17 @@ class Job:
     number: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
-    noise: NoisePolicy = "posterior"
+    noise: NoisePolicy | None = None
+    order: RevealOrder | None = None
     draws_seed: int | None = None
     noise_seed: int | None = None
     noise_between: tuple[int, int, float] | None = None
     frames: bool = False
 
-    @property
-    def how(self) -> Sampling:
-        return Sampling(self.steps, self.noise, self.temperature, self.top_p)
+    def how(self, model: MaskedDiffusionLM) -> Sampling:
+        """Its options; where `noise` or `order` is None, the model's own."""
+        policies = model.policies(self.noise, self.order)
+        return Sampling(self.steps, temperature=self.temperature, top_p=self.top_p, **policies)
 
 
 @dataclass(frozen=True)
@@ -96,8 +100,9 @@ class Frame:
 
     step         1 … steps; a step that reveals nothing has no frame; 0 where nothing was to be written
     ids          None where still masked
-    revealed     the step that revealed each position; 0 where given, or still masked
-    probability  the model's probability of each token when it was drawn; 1 where given, 0 where still masked
+    revealed     the step that revealed each position; 0 where given, or, as the end, drawn first, or still masked
+    probability  the model's probability of each token when it was drawn; 1 where no step revealed it, 0 where still
+                 masked
     done         whether this is the last
     evaluations  of the network so far, for this sequence
     seconds since the job was started
@@ -148,7 +153,7 @@ class Counts:
 class Engine:
     """Generates text for many requests in shared batches.
 
-        with Engine({"mine": imdm.load("sentences-imdm")}) as engine:
+        with Engine({"mine": imdm.load("stories-imdm")}) as engine:
             async for frame in engine.run(Job("mine", ids)):
                 ...
 
@@ -269,7 +274,7 @@ class Engine:
         if job.model not in self.writers:
             raise unknown("model", job.model, self.writers)
         model = self.writers[job.model].model
-        how = job.how
+        how = job.how(model)
         check_whole("steps", job.steps, 1, self.settings.steps)
         for name in ("seed", "draws_seed", "noise_seed"):
             value = getattr(job, name)

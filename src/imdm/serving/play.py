@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 from fastapi import APIRouter, HTTPException, Request
@@ -24,6 +24,7 @@ from imdm.errors import UserError, unknown
 from imdm.evaluation.judge import Judge, judge_at_hand, load_judge
 from imdm.evaluation.text import sample_entropy
 from imdm.models.network import check_tokens
+from imdm.sampling.options import NoisePolicy, RevealOrder
 from imdm.serving.api import check_text
 from imdm.serving.app import while_connected
 from imdm.serving.engine import Busy, Engine, Frame, Job, TooLong
@@ -66,7 +67,8 @@ class ToWrite(Asked):
     steps: int = Field(8, ge=1, le=MOST_STEPS)
     seed: Seed = 0
     temperature: float = Field(1.0, ge=0, le=10)
-    noise: Literal["posterior", "keep"] = "posterior"
+    noise: NoisePolicy | None = None
+    order: RevealOrder | None = None
     draws_seed: Seed | None = None
     noise_seed: Seed | None = None
 
@@ -259,6 +261,7 @@ def _job(author: Author, asked: ToWrite) -> Job:
         seed=asked.seed,
         temperature=asked.temperature,
         noise=asked.noise,
+        order=asked.order,
         draws_seed=asked.draws_seed,
         noise_seed=asked.noise_seed,
         frames=True,

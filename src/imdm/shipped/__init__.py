@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 from safetensors import safe_open
 
@@ -15,10 +16,14 @@ from imdm.errors import UserError
 from imdm.files import as_path, home
 
 HERE = Path(__file__).parent
-DEFAULT = "sentences-imdm"
+DEFAULT = "stories-imdm"
 """The default model."""
-TEACHER = "sentences-teacher"
+TEACHER = "stories-teacher"
 """Its teacher; `imdm show` shows both side by side."""
+PROMPT = "Once upon a time, a small robot"
+"""What they continue where no prompt is given."""
+FORMER = {"sentences-imdm": "imdm-sdtt-redi", "sentences-mdlm": "mdlm-sdtt-redi", "sentences-teacher": "teacher"}
+"""Models that shipped before, and the stages of the recipe `grid` that train them."""
 
 
 @dataclass(frozen=True)
@@ -48,18 +53,28 @@ class Shipped:
 
 
 def names() -> list[str]:
-    return sorted(place.parent.name for place in HERE.glob("*/config.json"))
+    """Shipped models by name, the default first, then the others of its text."""
+    found = [place.parent.name for place in HERE.glob("*/config.json")]
+    text = DEFAULT.split("-")[0]
+    return sorted(found, key=lambda name: (name != DEFAULT, name.split("-")[0] != text, name))
 
 
 def find(name: str | Path) -> str | Path:
     """The folder of a shipped or downloaded model, if that is its name and no such path exists; otherwise the name as
-    it is."""
+    it is. A model that no longer ships is refused."""
     as_path(name, "model")
     if Path(name).exists():
         return name
     if str(name) in FETCHABLE and fetched(str(name)).exists():
         return fetched(str(name))
-    return HERE / str(name) if str(name) in names() else name
+    if str(name) in names():
+        return HERE / str(name)
+    if str(name) in FORMER:
+        raise UserError(
+            f"model {str(name)!r} is no longer in the package, which has {', '.join(names())}; 'imdm reproduce grid "
+            f"data=PATH' trains one like it on text of yours, on a GPU, as its stage {FORMER[str(name)]!r}"
+        )
+    return name
 
 
 def fetched(name: str) -> Path:
@@ -125,15 +140,27 @@ def _parameters(file: Path) -> int:
     return sum(prod(shape) for shape in (shapes | whole).values())
 
 
-def recorded(name: str) -> dict[int, tuple[float, str]]:
-    """The generative perplexity of a shipped model that was measured when it was made, with its first judge, by steps.
-    Empty for other models."""
+class Recorded(NamedTuple):
+    """Figures of a shipped model, measured when it was made. judge: of the perplexity."""
+
+    perplexity: float
+    judge: str
+    entropy: float | None
+
+
+def recorded(name: str) -> dict[int, Recorded]:
+    """The figures of a shipped model by steps, of its first judge. Empty for other models."""
     file = HERE / name / "results.jsonl"
     if find(name) != HERE / name or not file.exists():
         return {}
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     read = [row for row in rows if row["metric"] == "gen_ppl"]
-    return {row["steps"]: (row["value"], row["judge"]) for row in read if row["judge"] == read[0]["judge"]}
+    entropy = {row["steps"]: row["value"] for row in rows if row["metric"] == "entropy"}
+    return {
+        row["steps"]: Recorded(row["value"], row["judge"], entropy.get(row["steps"]))
+        for row in read
+        if row["judge"] == read[0]["judge"]
+    }
 
 
 def meant(name: str | Path, others: Iterable[str] = (), alike: float = 0.9) -> str:

@@ -37,12 +37,17 @@ from imdm.training.recording import Recorder, tensors_in
 
 @dataclass(frozen=True)
 class Progress:
-    """What a progress bar shows."""
+    """What a progress bar shows. loss: None before the student's first update; doing: in words, an evaluation that
+    begins now; empty while it trains."""
 
     step: int
     steps: int
-    loss: float
+    loss: float | None
     tokens_per_second: float
+    doing: str = ""
+
+
+TELL = 2.0  # seconds after which progress is told again between two lines of the history
 
 
 Watch = Callable[[MaskedDiffusionLM], Mapping[str, float]]
@@ -55,7 +60,8 @@ class Trainer:
     them), and `history.jsonl`: the loss every `log_every` steps; every `watch_every` what `watch` measures and the
     objective's early signals, with a warning once they predict a failure. `networks` holds the student and whatever
     else the objective trains, each with its optimiser and average; `model`, `bare`, `optimizer` and `ema` are the
-    student's. `start` is the model that the student was made from, if it is another; the first teacher of a
+    student's. `on_progress` is called for each logged loss, every few seconds between two of them, and around
+    evaluations. `start` is the model that the student was made from, if it is another; the first teacher of a
     self-distillation. A stopped run resumes from its newest checkpoint, bit for bit on CPU; a finished one returns at
     once.
     """
@@ -93,6 +99,7 @@ class Trainer:
         self.accelerator = accelerator()
         self._check(model)
         identity = fingerprint(model)
+        model.write_with()  # a policy belongs to the objective that chose it
         objective.prepare(model, source)
         if config.dropout is not None:
             model.set_dropout(config.dropout)
@@ -342,7 +349,9 @@ class Trainer:
         for network in self.networks.values():
             network.model.train()
             network.losses = []
-        started, steps, loss = time.perf_counter(), 0, math.nan
+        started, steps = time.perf_counter(), 0
+        loss: float | None = None
+        told, speed = started, 0.0
         while self.step < self.config.steps and not self.objective.ended(self.companion, self.step):
             self.train_step()
             steps += 1
@@ -351,18 +360,25 @@ class Trainer:
                 loss = losses.get("loss", loss)
             if self._due(self.watch_every):
                 paused = time.perf_counter()
+                speed = speed or self._tokens(steps / (paused - started))
+                self._tell(loss, speed, self._looking())
                 self._look(writer)  # may end the run
-                started += time.perf_counter() - paused
+                self._tell(loss, speed)
+                told = time.perf_counter()
+                started += told - paused
             if self._due(self.config.log_every):
                 pace = steps / (time.perf_counter() - started)  # steps a second
-                speed = pace * self.config.batch * self.source.length
+                speed = self._tokens(pace)
                 figures = {**losses, "tokens_per_second": round(speed), "steps_per_second": round(pace, 3)}
                 self._record({"step": self.step, **figures}, writer)
-                if self.on_progress is not None:
-                    self.on_progress(Progress(self.step, self.config.steps, loss, speed))
+                self._tell(loss, speed)
                 started, steps = time.perf_counter(), 0
+                told = started
                 for network in self.networks.values():
                     network.losses = []
+            elif self.on_progress is not None and (now := time.perf_counter()) - told > TELL:
+                told, speed = now, self._tokens(steps / (now - started))
+                self._tell(loss if loss is not None else self._losses().get("loss"), speed)
             if self._due(self.config.checkpoint_every) or self.asked:
                 self.save()
             self.asked.end()
@@ -370,6 +386,19 @@ class Trainer:
         if writer is not None:
             writer.close()
         return self.out / "model"
+
+    def _tokens(self, pace: float) -> float:
+        """Tokens a second, from steps a second."""
+        return pace * self.config.batch * self.source.length
+
+    def _tell(self, loss: float | None, speed: float, doing: str = "") -> None:
+        if self.on_progress is not None:
+            self.on_progress(Progress(self.step, self.config.steps, loss, speed, doing))
+
+    def _looking(self) -> str:
+        """What the next evaluation does, in words; nothing where it takes no time."""
+        words = self.objective.looking(self.companion, self.source.length)
+        return f"evaluating: {words}" if words else "evaluating" if self.watch is not None else ""
 
     def _losses(self) -> dict[str, float]:
         """The mean loss of each network that was updated since the last line of the history: `loss` the student's,

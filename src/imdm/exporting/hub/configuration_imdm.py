@@ -19,6 +19,7 @@ class MaskedDiffusionConfig(PreTrainedConfig):
                     "shift": each position is predicted by the row before it
     bos_token_id, eos_token_id, pad_token_id  of a model that writes whole texts; else None
     lengths         of such a model: the share of texts of 0, 1, 2 … tokens, where the end is drawn first; else None
+    noise, order    "posterior" or "keep", "random" or "spread": what `generate` does unless told; None: the first
     """
 
     model_type = "imdm"
@@ -43,6 +44,8 @@ class MaskedDiffusionConfig(PreTrainedConfig):
         eos_token_id: int | None = None,
         pad_token_id: int | None = None,
         lengths: list[float] | None = None,
+        noise: str | None = None,
+        order: str | None = None,
         **kwargs: Any,
     ) -> None:
         self.vocab_size, self.length = vocab_size, length
@@ -58,7 +61,7 @@ class MaskedDiffusionConfig(PreTrainedConfig):
         kwargs.pop("condition", None)
         super().__init__(**kwargs)
         self.bos_token_id, self.eos_token_id, self.pad_token_id = bos_token_id, eos_token_id, pad_token_id
-        self.lengths = lengths
+        self.lengths, self.noise, self.order = lengths, noise, order
 
     def network(self) -> Any:
         """The configuration of the model that replaces our transformer, None without one."""

@@ -423,7 +423,8 @@ class MaskedDiffusionLM(PreTrainedModel):
         steps: int = 8,
         temperature: float = 1.0,
         top_p: float = 1.0,
-        noise: Literal["posterior", "keep"] = "posterior",
+        noise: Literal["posterior", "keep"] | None = None,
+        order: Literal["random", "spread"] | None = None,
         seed: int | None = None,
     ) -> Tensor:
         """Write token ids (B·num, length) in at most `steps` network evaluations.
@@ -434,19 +435,25 @@ class MaskedDiffusionLM(PreTrainedModel):
         length          of the result; the model's own unless given. max_new_tokens: so many after the longest prompt
         num             how often each row is completed, one row after another
         temperature     0 takes the likeliest token; top_p: draw only from the likeliest whose probabilities sum to this
-        noise           noise of positions that stay masked: `posterior` redraws it, `keep` keeps it
+        noise           noise of positions that stay masked: `posterior` redraws it, `keep` keeps it; the
+                        configuration's unless given
+        order           positions that a step fills: each independently of the others (`random`), or far from one
+                        another (`spread`); the configuration's unless given
         seed            None: from torch's generator
 
         A model of whole texts begins and ends them itself: after the end comes padding.
         """
-        if min(steps, num) < 1 or temperature < 0 or not 0 < top_p <= 1 or noise not in ("posterior", "keep"):
-            raise ValueError("steps ≥ 1, num ≥ 1, temperature ≥ 0, 0 < top_p ≤ 1, noise 'posterior' or 'keep'")
+        noise, order = noise or self.config.noise or "posterior", order or self.config.order or "random"
+        if min(steps, num) < 1 or temperature < 0 or not 0 < top_p <= 1:
+            raise ValueError("steps ≥ 1, num ≥ 1, temperature ≥ 0, 0 < top_p ≤ 1")
+        if noise not in ("posterior", "keep") or order not in ("random", "spread"):
+            raise ValueError("noise 'posterior' or 'keep', order 'random' or 'spread'")
         canvas = self._canvas(input_ids, attention_mask, length, max_new_tokens, num)
         generator = None if seed is None else torch.Generator(canvas.device).manual_seed(seed)
         training = self.training
         self.eval()
         try:
-            return self._written(canvas, steps, temperature, top_p, noise == "keep", generator)
+            return self._written(canvas, steps, temperature, top_p, noise == "keep", order == "spread", generator)
         finally:
             self.train(training)
 
@@ -479,6 +486,7 @@ class MaskedDiffusionLM(PreTrainedModel):
         temperature: float,
         top_p: float,
         keep: bool,
+        apart: bool,
         generator: torch.Generator | None,
     ) -> Tensor:
         """The reverse process from all holes to none. When a hole is filled does not depend on the network: that is
@@ -492,7 +500,14 @@ class MaskedDiffusionLM(PreTrainedModel):
         grid[-1] = 0.0
         alpha = self._alpha(grid)  # the probability that a token is not masked at each time
         stay = (1 - alpha) / (1 - alpha[0])
-        filled_at = torch.searchsorted(-stay[1:], -torch.rand(tokens.shape, dtype=torch.float64, **how))
+        u = torch.rand(tokens.shape, dtype=torch.float64, **how)
+        if apart:  # the positions of a step are as far apart as there are steps
+            bits = max(1, (steps - 1).bit_length())
+            turn = sorted(range(steps), key=lambda remainder: f"{remainder:0{bits}b}"[::-1])
+            part = torch.tensor(turn, device=tokens.device).argsort()
+            first = (torch.rand(len(tokens), 1, dtype=torch.float64, **how) * steps).long()
+            u = (part[(torch.arange(tokens.shape[1], device=tokens.device) + first) % steps] + u) / steps
+        filled_at = torch.searchsorted(-stay[1:], -u)
         carried = self._drawn(tokens.shape, tokens.device, generator)
         latent = torch.rand(len(tokens), **how)
         before = torch.zeros(len(tokens), dtype=torch.long, device=tokens.device)  # step of the last evaluation
@@ -576,15 +591,16 @@ class MaskedDiffusionLM(PreTrainedModel):
 
     def _ended(self, tokens: Tensor, v: Tensor) -> Tensor:
         """Of whole texts with `lengths`: rows with an end, drawn by v (B, 1) among the holes after all given text; at
-        the last of them if no length fits."""
+        the last of them if no length fits; nowhere as often as a text is longer than the row."""
         config, L = self.config, tokens.shape[1]
         holes, place = tokens == config.mask_token_id, torch.arange(L, device=tokens.device)
         ends = (tokens == config.eos_token_id) & (place > 0)
         text = ~holes & ~ends & ((tokens != config.pad_token_id) | (place == 0))
         open_ = holes & (text.flip(1).cumsum(1).flip(1) == 0) & ~ends.any(1, keepdim=True)
         share = torch.tensor(config.lengths[1 : L + 1], dtype=torch.float64, device=tokens.device)
-        chance = torch.where(open_, F.pad(share, (0, L - len(share))), 0.0)
-        last = open_ & (open_.flip(1).cumsum(1).flip(1) == 1)
+        beyond = open_[:, -1:].double() * sum(config.lengths[L + 1 :])
+        chance = torch.cat((torch.where(open_, F.pad(share, (0, L - len(share))), 0.0), beyond), 1)
+        last = F.pad(open_ & (open_.flip(1).cumsum(1).flip(1) == 1), (0, 1))
         edge = torch.where(chance.sum(1, keepdim=True) > 0, chance, last.double()).cumsum(-1)
         at = torch.searchsorted(edge, v * edge[:, -1:], right=True)
         return self._closed(torch.where(place == at, config.eos_token_id, tokens), holes)

@@ -93,15 +93,19 @@ function shown() {
   byId("about-other").textContent = app.model(field.other.value).about ?? "";
 }
 
+// Another model beside, where there is one; rather one without noise
+function moveOn() {
+  const others = models.filter(({ name }) => name !== field.model.value);
+  field.other.value = (others.filter((model) => !model.noisy).at(-1) ?? others[0] ?? models[0]).name;
+}
+
 async function begin(signal) {
   const found = await json("/play/models", null, signal);
   models = found.models;
   field.steps.max = found.steps;
   for (const select of [field.model, field.other]) select.replaceChildren(...models.map(({ name }) => el("option", { value: name }, name)));
-  const [written, ...others] = models; // the first that was given to the service
-  const other = others.filter((model) => !model.noisy).at(-1) ?? others[0] ?? written;
-  field.model.value = written.name;
-  field.other.value = other.name;
+  field.model.value = models[0].name; // the first that was given to the service
+  moveOn();
   shown();
   if (here === "fill") await panels.fill.read(signal);
 }
@@ -113,6 +117,7 @@ byId("settings").addEventListener("submit", (event) => {
   run((signal) => (models.length ? panels[here].go(signal) : begin(signal)));
 });
 byId("settings").addEventListener("input", shown);
+field.model.addEventListener("input", () => { if (field.model.value === field.other.value) moveOn(); });
 field.model.addEventListener("change", read);
 byId("reseed").addEventListener("click", () => { field.seed.value = Math.floor(Math.random() * 1e6); });
 byId("take").addEventListener("click", () => run((signal) => panels.fill.read(signal)));

@@ -15,6 +15,7 @@ export function noise(root, app) {
   return {
     verb: "Run",
     async go(signal) {
+      for (const text of root.querySelectorAll(".text")) text.dataset.empty = "Working, one part after another.";
       for (const part of parts) await part.go(signal);
       app.say("All three are done.");
     },
@@ -120,7 +121,7 @@ function way(app) {
   const said = el("p", { class: "note", id: "way-said" });
   const root = el("section", { class: "part plainly", "aria-labelledby": "way-title" },
     el("h2", { id: "way-title" }, "From ε₁ to ε₂"),
-    el("p", { class: "lead" }, "The noise goes from one to another along a way on which every point has the right law: on the sphere for normal noise, through the distribution function for uniform noise. The draws stay the same. Bars show how many tokens flip from one point to the next; at the point where you are, they are marked."),
+    el("p", { class: "lead" }, "The noise goes from one to another along a way on which every point has the distribution of the noise: on the sphere for normal noise, through the distribution function for uniform noise. The draws stay the same. Bars show how many tokens flip from one point to the next; at the point where you are, they are marked."),
     el("div", { class: "way" }, flips, range, el("div", { class: "ends" }, el("span", {}, "ε₁"), el("span", {}, "ε₂")), said), view.root);
   let points = [];
   let steps = 1;
