@@ -162,8 +162,8 @@ def prepared(name: str, folder: Path) -> None:
     for file in ("books/some.txt", "text.txt"):
         (folder / file).write_text("\n".join(text), encoding="utf-8")
     if name == "docs/adopting.md":
-        export_transformers("sentences-imdm", folder / "hub")
-        tokenizer = load_tokenizer(str(HERE / "sentences-teacher"))
+        export_transformers(DEFAULT, folder / "hub")
+        tokenizer = load_tokenizer("sentences-judge")
         small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
         BertForMaskedLM(BertConfig(vocab_size=len(tokenizer), **small)).save_pretrained(folder / "mybert")
         tokenizer.save_pretrained(folder / "mybert")

@@ -7,6 +7,8 @@ import shlex
 from difflib import SequenceMatcher
 from pathlib import Path
 
+import pytest
+
 from imdm.shipped import DEFAULT, TEACHER
 from tests.test_cli import imdm
 from tests.test_film import texts_in
@@ -28,12 +30,12 @@ def test_the_picture_is_of_the_models_that_ship() -> None:
     assert named == [TEACHER, DEFAULT]
 
 
-def test_the_command_prints_what_is_shown() -> None:
+@pytest.mark.parametrize(("page", "asked"), [("README.md", "--prompt"), ("docs/quickstart.md", "--infill")])
+def test_the_command_prints_what_is_shown(page: str, asked: str) -> None:
     """Another machine rounds otherwise, and may draw some other words: most are the same."""
-    ((command, shown),) = re.findall(
-        r"```sh\n(imdm generate --prompt .*?)\n```\n\n```text\n(.*?) …\n```", README, re.DOTALL
-    )
-    words = shown.split()
+    blocks = rf"```sh\n(imdm generate {asked} [^`]*)\n```\n\n```text\n([^`]*)\n```"
+    ((command, shown),) = re.findall(blocks, (ROOT / page).read_text(encoding="utf-8"))
+    words = shown.removesuffix(" …").split()
     printed = imdm(*shlex.split(command)[1:]).stdout.split()[: len(words)]
     assert len(words) > 30
     assert SequenceMatcher(None, words, printed, autojunk=False).ratio() > 0.6

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
+from math import log
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 import imdm
-from imdm.evaluation import Row, load_judge, read
-from imdm.evaluation.text import sample_entropy
+from imdm.data.tokenizers import load_tokenizer
+from imdm.evaluation import Row, Subject, load_judge, measure, read
+from imdm.evaluation.judge import judge_at_hand
 from imdm.files import read_json, read_lines
 from imdm.models import load_model
 from imdm.recipes import Recipe, load_recipe
 from imdm.report.ratios import ratios
 from imdm.report.text import curves, usual
-from imdm.shipped import DEFAULT, HERE, listed, recorded
+from imdm.sampling import Sampling
+from imdm.shipped import DEFAULT, HERE, PROMPT, TEACHER, listed, recorded
 from tests.test_cli import imdm as command
 from tests.test_cli import refused
 
@@ -60,11 +62,7 @@ BESIDE = {
     "SDTT+ReDi, single": ("sdtt+redi", "single", "mdlm-sdtt-redi", "sdtt"),
     "SDTT+ReDi, infinite": ("sdtt+redi", INFINITE, "imdm-sdtt-redi", "sdtt"),
 }
-WRITERS = {
-    "sentences-imdm": ("sdtt+redi", INFINITE),
-    "sentences-mdlm": ("sdtt+redi", "single"),
-    "sentences-teacher": ("teacher", "single"),
-}
+SHIPS = ["stories-imdm", "stories-judge", "stories-teacher", "sentences-judge"]
 
 
 @dataclass
@@ -277,10 +275,10 @@ def test_what_is_chosen_for_match_is_chosen_on_other_samples() -> None:
 
 def test_what_ships_is_small_whole_and_described() -> None:
     models = listed()
-    assert [one.name for one in models] == ["sentences-imdm", "sentences-judge", "sentences-mdlm", "sentences-teacher"]
-    assert sum(one.megabytes for one in models) <= 32
+    assert [one.name for one in models] == SHIPS
+    assert sum((HERE / name / "model.safetensors").stat().st_size for name in SHIPS) <= 50e6
     for one in models:
-        assert one.parameters <= 10_000_000
+        assert one.parameters <= (22_000_000 if one.name.startswith("stories-") else 7_000_000)
         card = (HERE / one.name / "README.md").read_text(encoding="utf-8")
         assert all(f"## {part}" in card for part in ("Data", "Recipe", "Numbers", "Limits"))
         config = json.loads((HERE / one.name / "config.json").read_text())
@@ -291,43 +289,7 @@ def test_what_ships_is_small_whole_and_described() -> None:
         assert re.search(rf"whole numbers of {bits[0]} (or|to) {bits[-1]} bits with one scale a row", told)
         assert f"{weights.stat().st_size / 1e6:.1f} MB instead of" in told
         mean, error = re.search(r"changes the distribution by ([\d.]+) ± ([\d.]+) nats a token", told).groups()  # type: ignore[union-attr]
-        assert float(mean) + 2 * float(error) < 2e-3
-
-
-@pytest.mark.parametrize("name", WRITERS)
-def test_a_cards_figures_are_those_of_the_grid(name: str) -> None:
-    method, mask = WRITERS[name]
-    rows = [row for row in everything() if (row.method, row.mask, row.seed) == (method, mask, 0)]
-    assert rows
-    assert read(HERE / name / "results.jsonl") == [row for row in rows if not row.metric.startswith("real_")]
-    figures = {(row.metric, row.judge, row.steps): row for row in rows}
-    card = table(HERE / name / "README.md", "Numbers", corner="steps")
-    assert [head.split()[-1] for head in card.head[1:]] == ["sentences-judge", "(bf16)", "(nats)"]
-    assert card.rows[-1][0] == "real text"
-    for steps, first, second, entropy in card.rows[:-1]:
-        k = int(steps.replace(",", ""))
-        for told, judge in ((first, "sentences-judge"), (second, "smollm2 (bf16)")):
-            value, error = figures["gen_ppl", judge, k].value, figures["gen_ppl", judge, k].stderr
-            assert told == (f"{value:,.0f} ± {error:,.0f}" if value >= 1000 else f"{value:.1f} ± {error:.1f}")
-        assert entropy == f"{figures['entropy', None, k].value:.3f}"
-    assert {judge for _, judge in recorded(name).values()} == {"sentences-judge"}
-
-
-@pytest.mark.parametrize(
-    "name", [DEFAULT, *(pytest.param(name, marks=pytest.mark.slow) for name in WRITERS if name != DEFAULT)]
-)
-def test_a_shipped_model_writes_as_well_as_was_measured(name: str) -> None:
-    """48 texts of 8 steps: entropy within 0.06 and Gen. PPL under the judge that ships within a quarter of what the
-    cards say, four standard errors over texts or more."""
-    writer = imdm.load(name)
-    tokens = writer.model.generate(num=48, steps=8, seed=5).tokens
-    rows = [json.loads(line) for line in (HERE / name / "results.jsonl").read_text().splitlines()]
-    entropy = next(row["value"] for row in rows if row["metric"] == "entropy" and row["steps"] == 8)
-    assert float(sample_entropy(tokens).mean()) == pytest.approx(entropy, abs=0.06)
-    judge = replace(load_judge("sentences-judge"), special=True)  # rows of a stream
-    score = judge.score(writer.tokenizer.batch_decode(tokens.tolist(), skip_special_tokens=False))
-    perplexity, _ = recorded(name)[8]
-    assert float(torch.exp(score.nll.sum() / score.count.sum())) == pytest.approx(perplexity, rel=0.25)
+        assert float(mean) + 2 * float(error) < (2e-2 if one.name.startswith("stories-") else 2e-3)
 
 
 def test_the_judge_goes_on_and_fills_in_nothing() -> None:
@@ -342,7 +304,83 @@ def test_without_a_model_the_student_writes() -> None:
 
     from imdm.cli.app import app
 
-    done = CliRunner().invoke(app, ["generate", "--steps", "4", "--prompt", "It was a dark and stormy night"])
+    done = CliRunner().invoke(app, ["generate", "--steps", "4", "--prompt", PROMPT])
     assert done.exit_code == 0, done.output
-    assert done.output.startswith("It was a dark and stormy night")
+    assert done.output.startswith(PROMPT)
     assert len(done.output.split()) > 40
+
+
+# Stories: what ships, against its own rows
+
+
+def beside(name: str, steps: int) -> dict[str, Row]:
+    """The rows beside the weights, by metric."""
+    rows = [row for row in read(HERE / name / "results.jsonl") if row.steps == steps]
+    return {row.metric: row for row in rows if row.judge in (None, "stories-judge")}
+
+
+def anew(name: str, steps: int, texts: int, seed: int = 5) -> tuple[float, float]:
+    """Entropy and log Gen. PPL by the judge that ships, of so many texts, with the noise policy and as much of each
+    story as the rows say."""
+    writer, row = imdm.load(name), beside(name, steps)["gen_ppl"]
+    subject = Subject(
+        writer.model,
+        Sampling(steps=steps, noise=row.noise, order=row.order),
+        samples=texts,
+        seed=seed,
+        tokenizer=writer.tokenizer,
+        judge=load_judge("stories-judge"),
+        first=row.first,
+    )
+    values = measure(["entropy", "gen_ppl"], subject)
+    return values["entropy"].value, log(values["gen_ppl"].value)
+
+
+def test_twice_the_steps_write_as_much_better_stories_as_was_measured() -> None:
+    """Four texts in 8 steps and in 4, with the same random numbers: log Gen. PPL differs by what the rows say (0.38),
+    and in 8 steps it is what they say. One standard error over texts is 0.08 of the difference and 0.16 of the other;
+    this seed's texts are near the mean, so that half the steps do not pass."""
+    said = {steps: log(beside(DEFAULT, steps)["gen_ppl"].value) for steps in (4, 8)}
+    few, more = (anew(DEFAULT, steps, texts=4, seed=7)[1] for steps in (4, 8))
+    assert said[4] - said[8] > 0.35
+    assert few - more == pytest.approx(said[4] - said[8], abs=0.2)
+    assert more == pytest.approx(said[8], abs=0.25)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [DEFAULT, TEACHER])
+def test_a_model_of_stories_writes_as_well_as_was_measured(name: str) -> None:
+    """48 texts in 8 steps: entropy and log Gen. PPL within four standard errors over texts or more."""
+    rows, (entropy, perplexity) = beside(name, 8), anew(name, 8, texts=48)
+    assert entropy == pytest.approx(rows["entropy"].value, abs=0.08)
+    assert perplexity == pytest.approx(log(rows["gen_ppl"].value), abs=0.25)
+
+
+@pytest.mark.parametrize("name", [DEFAULT, TEACHER])
+def test_the_figures_of_stories_are_by_the_judge_that_ships(name: str) -> None:
+    assert {one.judge for one in recorded(name).values()} == {"stories-judge"}
+
+
+@pytest.mark.parametrize("name", [DEFAULT, TEACHER])
+def test_a_model_of_stories_ends_them_and_keeps_what_is_given(name: str) -> None:
+    writer = imdm.load(name)
+    config = writer.model.config
+    assert config.ending is not None
+    assert config.tie_word_embeddings
+    assert (name == DEFAULT) == (config.lengths is not None) == (config.noise == "keep") == (config.order == "spread")
+    (story,) = writer.write(PROMPT, steps=2)
+    assert name != DEFAULT or story.tokens[-1] == config.eos_token_id  # in few steps a teacher may leave it out
+    assert story.text.startswith(PROMPT)
+    before, after = "Tom lost his red ball.", "He was happy again."
+    (filled,) = writer.infill(f"{before} ___ {after}", blank=12, steps=2)
+    assert filled.text.startswith(before)
+    assert filled.text.endswith(f" {after}")
+    assert filled.revealed_at.count(-1) == len(filled.tokens) - 12
+
+
+def test_a_model_of_stories_is_judged_by_the_judge_of_stories() -> None:
+    assert judge_at_hand(load_tokenizer(DEFAULT)) == judge_at_hand(load_tokenizer(TEACHER)) == "stories-judge"
+    assert judge_at_hand(load_tokenizer("sentences-judge")) == "sentences-judge"
+    texts = ["Once upon a time, there was a little girl. She had a red ball.", "Ball little was. Once had girl red, a."]
+    score = load_judge("stories-judge").score(texts)
+    assert float(score.nll[0] / score.count[0]) < float(score.nll[1] / score.count[1]) - 1
