@@ -1,5 +1,5 @@
 # make setup     a virtual environment in .venv with the `imdm` command
-# make run       the paper's synthetic experiment, end to end, and text by the models that ship: a report in runs/synthetic
+# make run       the paper's synthetic experiment, end to end, and a story by the models that ship: a report in runs/synthetic
 # make test      tests, linter, formatter, types: about six minutes
 # make test-all  the same, and the tests that take longer
 # make docs      the documentation site: docs/_build/html/index.html
@@ -21,6 +21,7 @@ setup: .venv/ready
 run: setup
 	$(BIN)/imdm reproduce synthetic
 	$(BIN)/imdm show --into runs/synthetic
+	$(BIN)/imdm generate --film --prompt "Once upon a time, a small robot"
 	@echo 'to see it write, and for programs: $(BIN)/imdm serve'
 
 test: setup

@@ -30,6 +30,6 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_math_renderer = "mathml"
 html_copy_source = False
-html_show_sphinx = False
+html_show_sphinx = html_show_copyright = False
 html_show_search_summary = False  # it would fetch pages, which `file://` does not allow
 html_theme_options = {"navigation_with_keys": True}
