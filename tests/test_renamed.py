@@ -18,7 +18,8 @@ from imdm.evaluation.text import pooled_entropy
 from imdm.recipes import load_recipe
 from imdm.runs import Bar, Quiet, Reporter, Run
 from imdm.sampling import Sampling, sample
-from imdm.shipped import DEFAULT, FORMER, check_source, find, folder_of
+from imdm.shipped import DEFAULT, FORMER, find, folder_of
+from imdm.sources import check_source
 from imdm.theory import ExactMarginals
 
 MOVED = {

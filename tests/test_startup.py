@@ -83,6 +83,18 @@ REFUSED = {
     "generate --length 1000000": "length = 1000000: must be a whole number from 1 to ",
     "generate --canvas x": "--canvas ['x']: write token ids and ? for holes",
     "show --into nosuch": "nosuch: no such folder",
+    "prepare sample --out out": "give either --tokenizer (a folder or hub id) or --train-bpe",
+    "prepare sample --train-bpe 3 --out out": "--train-bpe = 3: at least 300 ids are needed",
+    "prepare sample --train-bpe 400 --packing nosuch --out out": "--packing = 'nosuch': input should be 'wrapped', ",
+    "prepare sample --train-bpe 400 --limit 0 --out out": "--limit = 0: input should be greater than or equal to 1",
+    "prepare - --train-bpe 400 --out out": "a BPE cannot be trained on standard input",
+    "adopt broken.yaml --out out": "model 'broken.yaml': weights are in files of .safetensors, ",
+    "adopt old.ckpt --out out": "old.ckpt is no checkpoint that can be read without running code in it",
+    "adopt empty --out out": "empty holds no weights; give the file itself",
+    f"adopt {SHIPPED} --out out": "model 'stories-teacher' is one of ours already; use it as it is",
+    "adopt nosuch/bert --tokenizer /no/such --out out": "tokenizer '/no/such': no such folder",
+    "adopt nosuch/bert --out empty": "'empty' is there already; choose another folder",
+    f"export {SHIPPED} --out empty": "'empty' is there already; choose another folder",
     "adopt nosuch.ckpt --out out": "model 'nosuch.ckpt': no such file or folder, nor a hub id",
     f"couple {SHIPPED} --out out --pairs 0": "Invalid value for '--pairs'",
     f"couple {SHIPPED} --out out --start nosuch": "unknown start of pairs 'nosuch'; known: perturbed, prior",
@@ -159,6 +171,7 @@ def test_lists_and_refusals_do_not_wait_for_torch(tmp_path: Path) -> None:
     """One after another in one process, in which nothing heavy is ever loaded."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken.yaml").write_text("name: [")
+    (tmp_path / "old.ckpt").write_bytes(b"no zip archive")
     (tmp_path / "child.yaml").write_text("extends: nosuch\nname: child\n")
     (tmp_path / "wrong.yaml").write_text("extends: synthetic\nstages: {teacher: {objectives: nelbo}}\n")
     before = sorted(tmp_path.iterdir())

@@ -392,6 +392,53 @@ def test_one_of_several_processes_ends_without_being_finalised(code: int) -> Non
     assert (done.returncode, done.stdout) == (code, "what was registered is done\n"), done.stderr
 
 
+ENDING = """
+import atexit, sys, threading
+from types import SimpleNamespace
+from imdm import __main__, cli
+sys.modules["torch"] = SimpleNamespace()
+code, threads = eval(sys.argv[1])
+
+class Finalised:
+    def __del__(self):
+        print("finalised")
+
+kept = Finalised()
+
+def run():
+    if threads:
+        threading.Thread(target=print, args=["the thread is waited for"]).start()
+        gone = threading.Event()
+        thread = threading.Thread(target=gone.wait)
+        thread.start()
+        atexit.register(gone.set)
+        threading._register_atexit(gone.set)
+    atexit.register(print, "what was registered is done")
+    sys.stdout.write("not yet flushed ")
+    sys.exit(code)
+
+cli.main = run
+__main__.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "exits", "said"), [(0, 0, ""), (None, 0, ""), (3, 3, ""), ("a reason", 1, "a reason\n")]
+)
+def test_a_command_ends_without_finalising_torch(code: int | str | None, exits: int, said: str) -> None:
+    told = [sys.executable, "-c", ENDING, repr((code, False))]
+    done = subprocess.run(told, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (exits, said)
+    assert done.stdout == "not yet flushed what was registered is done\n"
+
+
+def test_a_command_waits_for_its_threads() -> None:
+    done = subprocess.run([sys.executable, "-c", ENDING, "(0, True)"], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "the thread is waited for" in done.stdout
+    assert "finalised" in done.stdout
+
+
 SHARED = """
 import sys, time
 from dataclasses import dataclass

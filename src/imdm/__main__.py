@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from imdm.stopping import catch_signals, ignore_signals
+from imdm.stopping import catch_signals, end, has_threads, ignore_signals
 
 
 def main() -> None:
@@ -19,6 +19,8 @@ def main() -> None:
             from imdm.devices import leave
 
             leave(stop.code)
+        if "torch" in sys.modules and not has_threads():
+            end(stop.code)
         raise
     finally:
         ignore_signals()

@@ -6,17 +6,15 @@ CPU processes as if each were alone.
 
 from __future__ import annotations
 
-import atexit
 import os
-import sys
 from collections.abc import Iterable
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from imdm.errors import UserError, shown
+from imdm.stopping import end
 
 if TYPE_CHECKING:
     from accelerate import Accelerator, PartialState
@@ -67,22 +65,14 @@ def leave(code: int | str | None = None) -> None:
 
     Threads of gloo may outlive the last step and still hold tensors. If Python is finalised meanwhile, the process may
     be aborted by `terminate called without an active exception`, and a run that has finished counts as failed. So a
-    program for several processes ends with this: what was registered for its end is done, output is flushed, and the
-    process ends without being finalised. After an error others may still wait for this process; it does not wait for
-    them.
+    program for several processes ends with this, without being finalised (`stopping.end`). After an error others may
+    still wait for this process; it does not wait for them.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
     if code in (None, 0):
         torch.distributed.destroy_process_group()
-    atexit._run_exitfuncs()
-    with suppress(OSError, ValueError, AttributeError):  # closed, or never there
-        if isinstance(code, str):
-            print(code, file=sys.stderr)
-        sys.stdout.flush()
-    with suppress(OSError, ValueError, AttributeError):
-        sys.stderr.flush()
-    os._exit(code if isinstance(code, int) else 0 if code is None else 1)
+    end(code)
 
 
 class Beside:

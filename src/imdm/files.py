@@ -447,6 +447,15 @@ HELD = {
 }
 
 
+def check_new(out: str | Path) -> Path:
+    """The folder to be written; refused if it exists or cannot be written."""
+    folder = as_path(out, "out")
+    if folder.exists():
+        raise UserError(f"{str(out)!r} is there already; choose another folder")
+    check_writable(folder)
+    return folder
+
+
 def check_holds(folder: Path, file: str) -> None:
     """Refuse a folder without this file of a run."""
     if not folder.is_dir():

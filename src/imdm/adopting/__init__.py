@@ -12,10 +12,11 @@ from imdm.adopting import dit, families
 from imdm.adopting.checkpoints import Weights, names_in, read_folder, read_weights
 from imdm.data.tokenizers import check_ids, copy_tokenizer, has_tokenizer, load_tokenizer, save_tokenizer
 from imdm.errors import UserError, check_number, check_whole, reason_of
-from imdm.files import as_path, check_writable, read_json, write_json, write_tensors, written_aside
+from imdm.files import as_path, check_new, read_json, write_json, write_tensors, written_aside
 from imdm.masks import parse_mask
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
-from imdm.shipped import check_source, find
+from imdm.shipped import find
+from imdm.sources import check_source
 
 __all__ = ["Adopted", "adopt", "adopt_into", "adopted_config", "source_files", "write_published"]
 
@@ -110,10 +111,7 @@ def source_files(source: str | Path) -> list[Path]:
 
 def adopt_into(source: str | Path, out: str | Path, *, tokenizer: str | None = None, **how: Any) -> Adopted:
     """As `adopt`, saved as a model folder with its tokenizer: the one beside the weights, or the one named."""
-    folder = as_path(out, "out")
-    if folder.exists():
-        raise UserError(f"{str(out)!r} is there already; choose another folder")
-    check_writable(folder)
+    folder = check_new(out)
     words = None if tokenizer is None else load_tokenizer(tokenizer)
     ways = families.How(**{name: how.pop(name) for name in ("adapt", "causal", "whole", "dtype") if name in how})
     found = _adopted(source, how.pop("averaged", True), how, ways, words)

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from imdm.errors import UserError, reason_of
-from imdm.files import read_json, read_tensors, tensor_names
+from imdm.files import read_tensors, tensor_names
+from imdm.sources import check_archive, weight_files
 
-INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 DTYPES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
@@ -162,13 +162,7 @@ class Reader(pickle._Unpickler):  # the Python version: a few bytes cannot make 
 
 def read_pickled(file: Path) -> Any:
     """The contents of a PyTorch file, tensors unread."""
-    if not file.is_file():
-        raise UserError(f"{file}: no such file")
-    if not zipfile.is_zipfile(file):
-        raise UserError(
-            f"{file} is no checkpoint that can be read without running code in it: it is not a zip archive, as PyTorch "
-            "has written since 1.6; load it where you trust it and save it again, or as safetensors"
-        )
+    check_archive(file)
     try:
         with zipfile.ZipFile(file) as archive:
             entries = set(archive.namelist())
@@ -235,31 +229,14 @@ def _averaged(file: Path, stored: Mapping[str, Stored], shadow: Sequence[Any]) -
 
 def read_folder(folder: Path, *, averaged: bool = True) -> Weights:
     """The weights in a folder: model.safetensors, its parts, or PyTorch's file."""
-    read = [read_weights(file, averaged=averaged) for file in files_in(folder)]
+    read = [read_weights(file, averaged=averaged) for file in weight_files(folder)]
     tensors = {name: tensor for one in read for name, tensor in one.tensors.items()}
     return Weights(tensors, any(one.averaged for one in read))
 
 
-def files_in(folder: Path) -> list[Path]:
-    """The files that a folder's weights are in."""
-    if there := [folder / name for name in INDEXES if (folder / name).exists()]:
-        index = read_json(there[0], str(there[0]))
-        parts = index.get("weight_map") if isinstance(index, dict) else None
-        if not isinstance(parts, dict) or not all(isinstance(part, str) for part in parts.values()):
-            raise UserError(f"{there[0]} does not list the file of each tensor")
-        return [folder / Path(part).name for part in dict.fromkeys(parts.values())]
-    names = ("model.safetensors", "pytorch_model.bin")
-    files = [folder / name for name in names if (folder / name).exists()][:1]
-    files = files or sorted([*folder.glob("*.safetensors"), *folder.glob("*.ckpt"), *folder.glob("*.bin")])[:2]
-    if len(files) != 1:
-        found = "no weights" if not files else "several files of weights"
-        raise UserError(f"{folder} holds {found}; give the file itself (.safetensors or .ckpt)")
-    return files
-
-
 def names_in(place: Path) -> list[str]:
     """The names of the tensors in a folder or a file; none of them is read."""
-    return [name for file in (files_in(place) if place.is_dir() else [place]) for name in _names(file)]
+    return [name for file in (weight_files(place) if place.is_dir() else [place]) for name in _names(file)]
 
 
 def _names(file: Path) -> list[str]:

@@ -40,8 +40,8 @@ from imdm.cli.early import (
     located,
 )
 from imdm.errors import UserError
-from imdm.files import check_holds
-from imdm.shipped import check_source
+from imdm.files import check_holds, check_new
+from imdm.sources import check_source
 
 if TYPE_CHECKING:
     from imdm.data import Corpus, PrepareConfig
@@ -134,7 +134,8 @@ def prepare(
 ) -> None:
     """Tokenise and pack text into rows. Run it again to resume after a stop."""
     from imdm.data.corpora import Corpus
-    from imdm.data.tokenizers import tokenizer_place
+    from imdm.data.tokenizers import check_size, tokenizer_place
+    from imdm.recipes.outline import check_config
 
     share = parse_part(part) if part is not None else None
     corpus = Corpus(source, split or "train", field, skip_broken)
@@ -146,12 +147,19 @@ def prepare(
         corpus.check()
     if tokenizer is not None:
         tokenizer_place(tokenizer)
+    values = {"length": length, "tokenizer": tokenizer, "train_bpe": train_bpe, "packing": packing, "limit": limit}
+    with as_options(*values, section="prepare"):
+        check_config("imdm.data.packing", "PrepareConfig", values, "prepare")
+        if train_bpe is not None:
+            check_size(train_bpe)
+    if (tokenizer is None) == (train_bpe is None):
+        raise UserError("give either --tokenizer (a folder or hub id) or --train-bpe (the size of a BPE to train)")
+    if train_bpe is not None and source == "-":
+        raise UserError("a BPE cannot be trained on standard input, which can be read only once; use a file")
     from imdm.data import PrepareConfig
     from imdm.data.packing import made_tokenizer
 
-    values = {"length": length, "tokenizer": tokenizer, "train_bpe": train_bpe, "packing": packing, "limit": limit}
-    with as_options(*values, section="prepare"):
-        config = PrepareConfig.parse(values, "prepare")
+    config = PrepareConfig.parse(values, "prepare")
     splits = [("", corpus)]
     if hold_out is not None:
         splits = [(name, replace(corpus, split=name, hold_out=hold_out)) for name in ("train", "valid")]
@@ -447,6 +455,11 @@ def adopt(
 ) -> None:
     """Convert a published model: MDLM, SDTT, IMDM, LLaDA, Dream, BERT, Llama, … No code in the file is run."""
     check_source(source)
+    check_new(out)
+    if tokenizer is not None:
+        from imdm.data.tokenizers import tokenizer_place
+
+        tokenizer_place(tokenizer)
     import torch
 
     from imdm.adopting import adopt_into
@@ -522,6 +535,7 @@ def export(
         raise UserError(f"--layout mdlm is written in float32; leave out --weights {weights}")
     if layout == "mdlm" and order is not None:
         raise UserError("--layout mdlm has no place for an order; leave out --order")
+    check_new(out)
     text = card.read_text(encoding="utf-8") if card is not None else None
     from imdm.exporting import WITHIN, export_published, export_transformers
     from imdm.exporting import export as write

@@ -98,13 +98,18 @@ def check_ids(tokenizer: Any, vocab_size: int, mask: int, what: str = "the token
         )
 
 
+def check_size(vocab_size: int) -> None:
+    """Refuse too small a byte-pair encoding."""
+    if vocab_size < 300:
+        raise UserError(f"train_bpe = {vocab_size}: at least 300 ids are needed, 256 of them for single bytes")
+
+
 def train_bpe(documents: Iterable[str], vocab_size: int) -> Any:
     """A byte-level BPE of `vocab_size` ids, the mask included, with <bos>, <eos>, <pad> and <mask>."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    if vocab_size < 300:
-        raise UserError(f"train_bpe = {vocab_size}: at least 300 ids are needed, 256 of them for single bytes")
+    check_size(vocab_size)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -15,7 +15,7 @@ from imdm.data.tokenizers import copy_tokenizer, has_tokenizer, load_tokenizer
 from imdm.devices import processes
 from imdm.errors import UserError, check_is, unknown
 from imdm.exporting.card import hub_card
-from imdm.files import as_path, check_writable, read_json, write_json, written_aside
+from imdm.files import check_new, read_json, write_json, written_aside
 from imdm.models import MaskedDiffusionLM, fold_conditioning, load_model
 from imdm.models.quantized import FILE, save
 from imdm.models.rounding import WITHIN, Move, Rounding, eight_bits, fewest_bits
@@ -130,11 +130,8 @@ def _folded(model: MaskedDiffusionLM, order: RevealOrder | None) -> MaskedDiffus
 
 def _checked(model: str | Path, out: str | Path, card: str | None) -> tuple[str | Path, Path, Any]:
     """The model's folder, the output folder, which must not exist yet, and the tokenizer, None without one."""
-    model, folder = find(model), as_path(out, "out")
     check_is("card", card, (str, type(None)), "text")
-    if folder.exists():
-        raise UserError(f"{str(out)!r} is there already; choose another folder")
-    check_writable(folder)
+    model, folder = find(model), check_new(out)
     return model, folder, load_tokenizer(model) if Path(model).is_dir() and has_tokenizer(Path(model)) else None
 
 

@@ -32,7 +32,12 @@ class UnreadableError(Exception):
 
 def check_settings(values: Mapping[str, Any]) -> None:
     """Refuse settings that no recipe can have, in the words of `Recipe.parse`."""
-    defined("imdm.recipes.schema", "Recipe").parse(values, "")
+    check_config("imdm.recipes.schema", "Recipe", values, "")
+
+
+def check_config(module: str, name: str, values: Mapping[str, Any], where: str) -> None:
+    """The same for another config class, in the words of its `parse`."""
+    defined(module, name).parse(values, where)
 
 
 @cache

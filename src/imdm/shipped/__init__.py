@@ -88,17 +88,6 @@ def check_fetched(name: str | Path, what: str) -> None:
         raise UserError(f"{what} {str(name)!r} is not here; get it with 'imdm judge fetch {name}'")
 
 
-def check_source(source: str | Path) -> None:
-    """Refuse a model to convert that is neither a file or folder nor, by its form, a hub id."""
-    check_fetched(source, "model")
-    path = as_path(find(source), "model")
-    files = (".ckpt", ".safetensors", ".bin", ".pt")
-    if not path.exists() and (path.is_absolute() or len(path.parts) != 2 or path.suffix in files):
-        raise UserError(
-            f"model {str(source)!r}: no such file or folder, nor a hub id (owner/name: google-bert/bert-base-uncased)"
-        )
-
-
 def folder_of(name: str | Path) -> Path | None:
     """The folder of a model, by path or by the name of a shipped one; None for a possible hub id. A folder that does
     not exist, or holds no model, is refused."""

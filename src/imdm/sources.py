@@ -1,0 +1,63 @@
+"""Models of others, to be converted: what is refused before torch is imported, and which files their weights are in."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+from imdm.errors import UserError
+from imdm.files import as_path, read_json
+from imdm.shipped import check_fetched, find
+
+INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+ENDINGS = (".safetensors", ".ckpt", ".bin", ".pt", ".pth")
+
+
+def check_source(source: str | Path) -> None:
+    """Refuse what cannot be converted: neither a file, a folder nor, by its form, a hub id; a model of ours; files that
+    hold no weights."""
+    check_fetched(source, "model")
+    path = as_path(find(source), "model")
+    if not path.exists():
+        if path.is_absolute() or len(path.parts) != 2 or path.suffix in ENDINGS:
+            raise UserError(
+                f"model {str(source)!r}: no such file or folder, nor a hub id (owner/name: "
+                "google-bert/bert-base-uncased)"
+            )
+        return
+    if path.is_file() and path.suffix not in ENDINGS:
+        raise UserError(f"model {str(source)!r}: weights are in files of {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}")
+    beside = (path if path.is_dir() else path.parent) / "config.json"
+    config = read_json(beside, f"model {str(source)!r}") if beside.is_file() else {}
+    if isinstance(config, dict) and config.get("model_type") == "imdm":
+        raise UserError(f"model {str(source)!r} is one of ours already; use it as it is")
+    for file in weight_files(path) if path.is_dir() else [path]:
+        check_archive(file)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that a folder's weights are in."""
+    if there := [folder / name for name in INDEXES if (folder / name).exists()]:
+        index = read_json(there[0], str(there[0]))
+        parts = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(parts, dict) or not all(isinstance(part, str) for part in parts.values()):
+            raise UserError(f"{there[0]} does not list the file of each tensor")
+        return [folder / Path(part).name for part in dict.fromkeys(parts.values())]
+    names = ("model.safetensors", "pytorch_model.bin")
+    files = [folder / name for name in names if (folder / name).exists()][:1]
+    files = files or sorted([*folder.glob("*.safetensors"), *folder.glob("*.ckpt"), *folder.glob("*.bin")])[:2]
+    if len(files) != 1:
+        found = "no weights" if not files else "several files of weights"
+        raise UserError(f"{folder} holds {found}; give the file itself (.safetensors or .ckpt)")
+    return files
+
+
+def check_archive(file: Path) -> None:
+    """Refuse a missing file, and one of PyTorch's that cannot be read without running code in it."""
+    if not file.is_file():
+        raise UserError(f"{file}: no such file")
+    if file.suffix != ".safetensors" and not zipfile.is_zipfile(file):
+        raise UserError(
+            f"{file} is no checkpoint that can be read without running code in it: it is not a zip archive, as PyTorch "
+            "has written since 1.6; load it where you trust it and save it again, or as safetensors"
+        )
