@@ -239,12 +239,42 @@ def test_two_models_side_by_side(service: Service, opened: Any) -> None:
     played(page, "#beside", 5)
     for place, name in enumerate(["noisy", "plain"]):
         expect(page.locator("#beside h3").nth(place)).to_have_text(name)
-        (expected,) = service.engine.writers[name].write("The cat", steps=5)
+        (expected,) = service.engine.writers[name].write("The cat", steps=5, order="random")
         assert text_of(page, "#beside", place) == printable(expected.text)
     page.locator("#beside .player input").fill("2")
     steps = page.locator("#beside .text .written").evaluate_all("all => all.map(one => Number(one.dataset.step))")
     assert set(steps) <= {1, 2}
     shot(page, "beside")
+
+
+def test_the_places_of_a_step_are_chosen_and_the_same_side_by_side(service: Service, opened: Any) -> None:
+    page = ready(opened(service.address))
+    writer = service.engine.writers["noisy"]
+    expect(page.locator("#order option").first).to_have_text("as the model does (random)")
+    texts = {order: writer.write("The cat", steps=4, seed=3, order=order)[0].text for order in ("random", "spread")}
+    assert len(set(texts.values())) == 2
+    page.fill("#steps", "4")
+    page.fill("#seed", "3")
+    for order, chosen in (("random", ""), ("spread", "spread"), ("random", "random")):
+        page.select_option("#order", chosen)
+        page.click("#go")
+        played(page, "#write", 4)
+        assert text_of(page, "#write") == printable(texts[order])
+
+    page.click("#tab-beside")
+    page.select_option("#order", "")
+    for first, second in (("noisy", "plain"), ("plain", "noisy")):  # `plain` by itself writes in spread order
+        page.select_option("#model", first)
+        page.select_option("#other", second)
+        page.click("#go")
+        played(page, "#beside", 4)
+        sides = page.locator("#beside .text")
+        when = [
+            sides.nth(i).locator(".token").evaluate_all("all => all.map(one => one.dataset.step ?? '')")
+            for i in range(2)
+        ]
+        assert when[0] == when[1]
+        assert "4" in when[0]
 
 
 def test_the_first_model_is_chosen_and_each_is_described_below_its_name(opened: Any) -> None:

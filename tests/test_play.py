@@ -31,12 +31,13 @@ WHOLE = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 
 
 def writers(length: int = LENGTH) -> dict[str, Writer]:
-    """Two models of random weights, with and without noise in their masks; one that writes whole texts."""
+    """Two models of random weights, with and without noise in their masks, the latter in spread order; one that writes
+    whole texts."""
     tokenizer = train_bpe(SENTENCES * 5, 320)
     size = {"vocab_size": len(tokenizer), "mask_token_id": MASK, "length": length}
     made = {
         "noisy": tiny_model(1, mask="infinite-uniform-8-1.0", **size),
-        "plain": tiny_model(2, **size),
+        "plain": tiny_model(2, order="spread", **size),
         "whole": tiny_model(3, **size, **WHOLE),
     }
     return {name: Writer(model, tokenizer) for name, model in made.items()}
@@ -190,11 +191,11 @@ def test_a_way_has_one_deadline_for_all_its_points() -> None:
     assert len(found) < 65
 
 
-def test_models_say_what_their_masks_carry(served: Any) -> None:
+def test_models_say_what_their_masks_carry_and_how_they_write(served: Any) -> None:
     client, _ = served
     found = client.get("/play/models").json()
-    told = [(model["name"], model["noisy"]) for model in found["models"]]  # in the order in which they were given
-    assert told == [("noisy", True), ("plain", False), ("whole", False)]
+    told = [(model["name"], model["noisy"], model["order"]) for model in found["models"]]  # as they were given
+    assert told == [("noisy", True, "random"), ("plain", False, "spread"), ("whole", False, "random")]
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,7 @@ class Author:
             "about": self.about,
             "mask": mask.name,
             "noisy": mask.noisy or config.mixture,
+            "order": self.writer.model.policies()["order"],
             "length": config.length,
             "tokenizer": tokenizer_hash(self.writer.tokenizer),
         }

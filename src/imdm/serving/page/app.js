@@ -7,7 +7,7 @@ import { noise } from "/page/noise.js";
 import { hideTip } from "/page/text.js";
 import { beside, panel } from "/page/write.js";
 
-const field = Object.fromEntries(["prompt", "own", "model", "other", "steps", "temperature", "seed", "key"].map((id) => [id, byId(id)]));
+const field = Object.fromEntries(["prompt", "own", "model", "other", "steps", "temperature", "order", "seed", "key"].map((id) => [id, byId(id)]));
 let models = [];
 let here = "write";
 let work = null;
@@ -16,6 +16,7 @@ const app = {
   settings: () => ({
     model: field.model.value, other: field.other.value, prompt: field.prompt.value, own: field.own.value,
     steps: Number(field.steps.value), temperature: Number(field.temperature.value), seed: Math.trunc(Number(field.seed.value)) || 0,
+    order: field.order.value || null, // the model's own
   }),
   models: () => models,
   model: (name) => models.find((model) => model.name === name) ?? {},
@@ -89,6 +90,7 @@ function stop() {
 function shown() {
   byId("steps-shown").textContent = field.steps.value;
   byId("temperature-shown").textContent = Number(field.temperature.value) === 0 ? "0, the likeliest" : field.temperature.value;
+  field.order.options[0].textContent = `as the model does (${app.model(field.model.value).order ?? "random"})`;
   byId("about").textContent = app.model(field.model.value).about ?? "";
   byId("about-other").textContent = app.model(field.other.value).about ?? "";
 }

@@ -82,12 +82,12 @@ export function fill(root, app) {
       for (const i of holes()) row[i] = null;
       const same = JSON.stringify([row, app.settings()]);
       if (same === asked) app.reseed(); // the same again would be the same text
-      const { model, steps: many, seed, temperature } = app.settings();
+      const { model, steps: many, seed, temperature, order } = app.settings();
       asked = JSON.stringify([row, app.settings()]);
       figures.clear();
       player.start(many);
       writing = true;
-      frame = await written({ model, row, steps: many, seed, temperature }, player, 0, figures, signal);
+      frame = await written({ model, row, steps: many, seed, temperature, order }, player, 0, figures, signal);
       writing = false;
       steps = many;
       key.replaceChildren(legend(steps, root));

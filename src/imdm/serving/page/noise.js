@@ -40,11 +40,11 @@ function policies(app) {
   return {
     root,
     async go(signal) {
-      const { model, prompt, steps, seed, temperature } = app.settings();
+      const { model, prompt, steps, seed, temperature, order } = app.settings();
       key.replaceChildren(legend(steps, root));
       said.textContent = "";
       player.start(steps);
-      const asked = { model, prompt, steps, seed, temperature };
+      const asked = { model, prompt, steps, seed, temperature, order };
       const found = await Promise.all(names.map(([name], i) => written({ ...asked, noise: name }, player, i, null, signal)));
       const { share } = compared(...found);
       said.textContent = !app.model(model).noisy ? NONE : steps === 1 ? "In one step nothing is redrawn: the texts are the same." : `${percent(share)} of the written tokens differ.`;
@@ -81,14 +81,14 @@ function deciders(app) {
   return {
     root,
     async go(signal) {
-      const { model, prompt, steps, seed, temperature } = app.settings();
+      const { model, prompt, steps, seed, temperature, order } = app.settings();
       found = new Map();
       Object.assign(found, { steps, seed });
       body.replaceChildren();
       table.hidden = false;
       const names = [model, ...app.models().map(({ name }) => name).filter((name) => name !== model)].slice(0, 6);
       for (const name of names) {
-        const asked = { model: name, prompt, steps, seed, temperature, noise: "keep" };
+        const asked = { model: name, prompt, steps, seed, temperature, order, noise: "keep" };
         const ways = [{}, { noise_seed: seed + 1 }, { draws_seed: seed + 1 }];
         found.set(name, await Promise.all(ways.map((change) => ended({ ...asked, ...change }, signal))));
         const [base, ...others] = found.get(name);
@@ -153,7 +153,7 @@ function way(app) {
     root,
     async go(signal) {
       const settings = app.settings();
-      const { model, prompt, seed, temperature } = settings;
+      const { model, prompt, seed, temperature, order } = settings;
       steps = settings.steps;
       points = [];
       range.value = 0;
@@ -164,7 +164,7 @@ function way(app) {
         said.textContent = NONE;
         return;
       }
-      const asked = { model, prompt, steps, seed, temperature, noise: "keep", between: [seed, seed + 1], points: POINTS };
+      const asked = { model, prompt, steps, seed, temperature, order, noise: "keep", between: [seed, seed + 1], points: POINTS };
       for await (const [, point] of events("/play/path", asked, signal)) {
         points[point.point] = point;
         marks();

@@ -34,13 +34,13 @@ export function panel(root, app) {
   return {
     verb: "Write",
     async go(signal) {
-      const { model, prompt, steps, seed, temperature } = app.settings();
+      const { model, prompt, steps, seed, temperature, order } = app.settings();
       key.replaceChildren(legend(steps, root));
       view.clear();
       figures.clear();
       on.hidden = true;
       player.start(steps);
-      asked = { model, prompt, steps, seed, temperature };
+      asked = { model, prompt, steps, seed, temperature, order };
       last = await written(asked, player, 0, figures, signal);
       on.hidden = false;
       app.say(`Written in ${last.evaluations} network evaluations, ${Math.round(1000 * last.seconds)} milliseconds.`);
@@ -66,7 +66,8 @@ export function beside(root, app) {
   return {
     verb: "Write both",
     async go(signal) {
-      const { model, other, prompt, steps, seed, temperature } = app.settings();
+      const { model, other, prompt, steps, seed, temperature, ...chosen } = app.settings();
+      const order = chosen.order ?? app.model(model).order; // one for both
       key.replaceChildren(legend(steps, root));
       player.start(steps);
       await Promise.all([model, other].map(async (name, i) => {
@@ -74,7 +75,7 @@ export function beside(root, app) {
         view.clear();
         figures.clear();
         title.textContent = name;
-        const last = await written({ model: name, prompt, steps, seed, temperature }, player, i, figures, signal);
+        const last = await written({ model: name, prompt, steps, seed, temperature, order }, player, i, figures, signal);
         await figures.judge(name, last, signal);
       }));
       app.say("Both texts are written.");
