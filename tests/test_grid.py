@@ -379,8 +379,11 @@ def test_measuring_and_coupling_in_bf16_are_refused_without_a_gpu_before_any_wor
 
 def test_a_setting_that_is_new_is_named() -> None:
     before, now = {"stage": {"steps": 4}, "seed": 0}, {"stage": {"steps": 4, "precision": "bf16"}, "seed": 0}
-    assert first_difference(before, now) == "precision (a setting that was not there then)"
-    assert first_difference(now, before) == "precision (a setting that is no more)"
+    assert first_difference(before, now) == "precision (not set, now 'bf16')"
+    assert first_difference(now, before) == "precision ('bf16', now not set)"
+    nested = {"stage": {"steps": 4, "objective": {"auxiliary": {"ahead": 10}}}, "seed": 0}
+    assert first_difference(nested, before) == "objective.auxiliary.ahead (10, now not set)"
+    assert first_difference(before, nested) == "objective.auxiliary.ahead (not set, now 10)"
     assert first_difference(now, now) is None
 
 
@@ -469,7 +472,7 @@ def test_a_student_is_taught_by_its_teacher_and_made_again_with_another(tmp_path
     kept = load_file(sorted((folder / "taught/checkpoints").iterdir())[-1] / "companion.safetensors")
     of_teacher = load_model(folder / "teacher/model").state_dict()
     assert all(torch.equal(kept[f"teacher.{name}"], weight) for name, weight in of_teacher.items())
-    with pytest.raises(UserError, match=r"'taught' .* was made with other teacher \(a setting that is no more\)"):
+    with pytest.raises(UserError, match=r"'taught' .* was made with other teacher \('[^']*', now not set\)"):
         Run(taught(taught=TAUGHT | {"teacher": None}), tmp_path).all()
     assert (
         taught(taught=TAUGHT | {"teacher": None}).digest()

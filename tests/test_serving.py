@@ -70,11 +70,16 @@ def whole() -> Writer:
 
 
 @pytest.fixture(scope="module")
-def server(writer: Writer, whole: Writer) -> Iterator[Server]:
+def known() -> Writer:
+    return tiny_writer(2, **WHOLE, lengths=[0.0] * 20 + [1.0])
+
+
+@pytest.fixture(scope="module")
+def server(writer: Writer, whole: Writer, known: Writer) -> Iterator[Server]:
     limits = Settings(
         api_key=KEY, hosts=LOCAL, allowed=("texts.example",), body=20_000, prompt=5000, tokens=4000, queue=100
     )
-    with in_background(Engine({"tiny": writer, "whole": whole}, limits)) as running:
+    with in_background(Engine({"tiny": writer, "whole": whole, "known": known}, limits)) as running:
         yield running
 
 
@@ -134,6 +139,17 @@ def test_max_tokens_are_written(client: Any, writer: Writer) -> None:
     wanted = writer.write(PROMPT, seed=3, length=length, temperature=0.8, top_p=0.9)
     assert made.choices[0].text == rest(writer, wanted)[0]
     assert made.usage.completion_tokens == 4
+
+
+def test_a_text_that_does_not_fit_is_cut(client: Any, known: Writer) -> None:
+    """Of a model that knows lengths: here all texts have 20 tokens, begin and end included."""
+    for most, reason in ((4, "length"), (None, "stop")):
+        (choice,) = client.completions.create(model="known", prompt=PROMPT, seed=3, max_tokens=most).choices
+        length = None if most is None else 1 + len(known.encode(PROMPT)) + most
+        (wanted,) = known.write(PROMPT, seed=3, length=length)
+        assert (choice.text, choice.finish_reason) == (rest(known, [wanted])[0], reason)
+        assert len(wanted.tokens) == (20 if length is None else length)
+        assert (known.model.config.eos_token_id in wanted.tokens[1:]) == (most is None)
 
 
 def test_several_prompts_and_several_texts_of_each(client: Any, writer: Writer) -> None:
@@ -271,14 +287,14 @@ def test_openai_says_what_was_refused(server: Server, client: Any, capfd: pytest
         client.completions.create(model="tiny", prompt="cat " * 100)
     with pytest.raises(openai.BadRequestError, match="of which the prompt leaves"):
         client.completions.create(model="tiny", prompt=PROMPT, max_tokens=100)
-    with pytest.raises(openai.NotFoundError, match="unknown model 'nosuch'; known: tiny, whole"):
+    with pytest.raises(openai.NotFoundError, match="unknown model 'nosuch'; known: known, tiny, whole"):
         client.completions.create(model="nosuch", prompt=PROMPT)
     assert "another key" not in "".join(capfd.readouterr())
     assert KEY not in repr(server.engine.settings)
 
 
 def test_models_health_metrics_and_docs(server: Server, client: Any) -> None:
-    assert [model.id for model in client.models.list()] == ["tiny", "whole"]
+    assert [model.id for model in client.models.list()] == ["tiny", "whole", "known"]
     assert client.models.retrieve("whole").length == 24
     assert ask(server, path="/healthz", method="GET", Authorization="")[::2] == (200, {"status": "ok"})
     client.completions.create(model="tiny", prompt=PROMPT)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import yaml
 
 from imdm.benchmarks import benchmarks
 from imdm.cli import early
@@ -47,7 +48,8 @@ REFUSED = {
     "reproduce synthetic stages.nosuch.seed=1": "unknown stage 'nosuch'; known: ",
     "train synthetic --stage nosuch": "--stage nosuch: recipe 'synthetic' trains teacher",
     "reproduce wrong.yaml": "unknown key 'stages.teacher.objectives'",
-    "reproduce synthetic sed=1": "unknown key 'sed' (known: data, experiment, ",
+    "reproduce synthetic sed=1": "unknown key 'sed' (did you mean 'seed'?)",
+    "reproduce synthetic x=1": "unknown key 'x' (known: data, experiment, ",
     "reproduce synthetic seed=x": "'seed' = 'x': input should be a valid integer",
     "reproduce synthetic data.kind=nosuch": "'data': input tag 'nosuch' found using 'kind' does not match",
     "reproduce synthetic data.name=nosuch": "unknown language 'nosuch'; known: ",
@@ -69,6 +71,21 @@ REFUSED = {
     "generate sentences-imdm": "model 'sentences-imdm' is no longer in the package, which has stories-imdm, ",
     f"evaluate {SHIPPED} --data sample --judge sentences-mdlm": "model 'sentences-mdlm' is no longer in the package",
     "generate empty": "model 'empty' has no config.json",
+    "generate bert": "model 'bert' is of type 'bert', not 'imdm'; convert it first (imdm adopt MODEL --out FOLDER, ",
+    "generate rows": "model 'rows' is a folder of prepared text or pairs, not of a model",
+    "adopt rows --out out": "model 'rows' is a folder of prepared text or pairs, not of a model",
+    "distill match bert --data aligned --out out": "model 'bert' is of type 'bert', not 'imdm'; convert it first",
+    "generate --infill nothing": "nothing to fill in: the text 'nothing' has no '___'",
+    "generate --infill nothing --marker=": "--marker = '': nothing to look for",
+    "generate --seed 99999999999999999999": "--seed = 99999999999999999999: must be a whole number from ",
+    "reproduce sentences-cpu data=nosuch.txt": "corpus 'nosuch.txt': no such file or folder",
+    "train sentences-cpu data.valid=nosuch.txt": "corpus 'nosuch.txt': no such file or folder",
+    "train tokens.yaml": "data: nosuch.safetensors: no such file",
+    "train rows.yaml": "data: nosuch: no such folder",
+    "reproduce synthetic data=own.txt": "'data=own.txt': this recipe's data are of kind 'language', which has no path",
+    "train synthetic stages.teacher.training.stepz=3": "'stages.teacher.training.stepz' (did you mean 'steps'?)",
+    "train synthetic stages.teacher.training.xyz=3": "'stages.teacher.training.xyz' (known: batch, betas, ",
+    "train synthetic stages.evaluate.judg=x": "'stages.evaluate.judg' (did you mean 'judge'?)",
     "generate --prompts nosuch.txt": "--prompts: nosuch.txt is missing",
     "generate --noise nosuch": "unknown noise policy 'nosuch'; known: keep, posterior",
     "generate --order nosuch": "unknown order 'nosuch'; known: random, spread",
@@ -171,6 +188,15 @@ def test_lists_and_refusals_do_not_wait_for_torch(tmp_path: Path) -> None:
     """One after another in one process, in which nothing heavy is ever loaded."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken.yaml").write_text("name: [")
+    for name, data in (
+        ("tokens", "kind: tokens, path: nosuch.safetensors, vocab_size: 3"),
+        ("rows", "kind: prepared, path: nosuch"),
+    ):
+        whole = yaml.safe_dump({**load_recipe("synthetic").resolved(), "data": yaml.safe_load(f"{{{data}}}")})
+        (tmp_path / f"{name}.yaml").write_text(whole)
+    for name, file in (("bert", "config.json"), ("rows", "manifest.json")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).write_text('{"model_type": "bert"}')
     (tmp_path / "old.ckpt").write_bytes(b"no zip archive")
     (tmp_path / "child.yaml").write_text("extends: nosuch\nname: child\n")
     (tmp_path / "wrong.yaml").write_text("extends: synthetic\nstages: {teacher: {objectives: nelbo}}\n")

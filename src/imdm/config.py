@@ -6,7 +6,9 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
+from difflib import get_close_matches
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, cast, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -148,7 +150,7 @@ def explain(error: ValidationError, cls: type[BaseModel], values: Any, where: st
         location = _location(tuple(step for step in item["loc"] if step != "[key]"), values)
         path = ".".join((where, *location) if where else location)
         if item["type"] == "extra_forbidden":
-            parts.append(f"unknown key {path!r}{_siblings(cls, location)}")
+            parts.append(f"unknown key {path!r}{_siblings(cls, location, values)}")
         elif item["type"] == "missing":
             parts.append(f"{path!r} is required")
         else:
@@ -174,14 +176,33 @@ def _location(steps: tuple[int | str, ...], values: Any) -> tuple[str, ...]:
     return tuple(path)
 
 
-def _siblings(cls: type[BaseModel], location: tuple[str, ...]) -> str:
-    """The known keys at the place of an unknown one, in a plain nested config."""
+def _siblings(cls: type[BaseModel], location: tuple[str, ...], values: Any) -> str:
+    """The key that an unknown one is close to, else all that are known at its place, where that is a config's."""
     model: Any = cls
     for step in location[:-1]:
-        field = getattr(model, "model_fields", {}).get(step)
-        model = field.annotation if field else None
-    fields = getattr(model, "model_fields", None)
-    return f" (known: {', '.join(sorted(fields))})" if fields else ""
+        fields = getattr(model, "model_fields", {})
+        values = values.get(step) if isinstance(values, dict) else None
+        inside = (
+            fields[step].annotation if step in fields else get_args(model)[1] if get_origin(model) is dict else None
+        )
+        model = _kind_of(inside, values)
+    known = sorted(getattr(model, "model_fields", ()))
+    close = get_close_matches(location[-1], known, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else f" (known: {', '.join(known)})" if known else ""
+
+
+def _kind_of(annotation: Any, values: Any) -> Any:
+    """The type of a setting; of several configs the one that the values are of, by their `kind`."""
+    if get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    if get_origin(annotation) not in (Union, UnionType):
+        return annotation
+    kind = values.get("kind") if isinstance(values, dict) else None
+    several = [one for one in get_args(annotation) if "model_fields" in dir(one)]
+    kinds = [
+        one for one in several if "kind" in one.model_fields and kind in get_args(one.model_fields["kind"].annotation)
+    ]
+    return (kinds or several)[0] if len(kinds or several) == 1 else None
 
 
 def digest(value: Any) -> str:

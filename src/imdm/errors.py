@@ -36,6 +36,14 @@ def check_seed(value: object, name: str = "seed") -> None:
     check_whole(name, value, -(1 << 63), (1 << 64) - 1)
 
 
+def check_blanks(text: str, marker: str) -> None:
+    """Refuse a text without blanks to fill."""
+    if not marker:
+        raise UserError("marker = '': nothing to look for; the usual one is '___'")
+    if marker not in text:
+        raise UserError(f"nothing to fill in: the text {shown(text)} has no {shown(marker)}")
+
+
 def check_number(name: str, value: object) -> None:
     """Refuse what is not a finite number."""
     if isinstance(value, bool) or not isinstance(value, Real) or not abs(value) <= LARGEST:  # type: ignore[operator]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from imdm.errors import UserError
 from imdm.files import as_path, read_json
-from imdm.shipped import check_fetched, find
+from imdm.shipped import KIND, check_fetched, find
 
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 ENDINGS = (".safetensors", ".ckpt", ".bin", ".pt", ".pth")
@@ -27,9 +27,11 @@ def check_source(source: str | Path) -> None:
         return
     if path.is_file() and path.suffix not in ENDINGS:
         raise UserError(f"model {str(source)!r}: weights are in files of {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}")
+    if (path / "manifest.json").exists():
+        raise UserError(f"model {str(source)!r} is a folder of prepared text or pairs, not of a model")
     beside = (path if path.is_dir() else path.parent) / "config.json"
     config = read_json(beside, f"model {str(source)!r}") if beside.is_file() else {}
-    if isinstance(config, dict) and config.get("model_type") == "imdm":
+    if isinstance(config, dict) and config.get("model_type") == KIND:
         raise UserError(f"model {str(source)!r} is one of ours already; use it as it is")
     for file in weight_files(path) if path.is_dir() else [path]:
         check_archive(file)

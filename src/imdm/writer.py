@@ -14,7 +14,7 @@ from torch import Tensor
 from imdm.data.tokenizers import Special, check_ids, has_tokenizer, load_tokenizer, special_ids
 from imdm.devices import checked_device
 from imdm.ending import Ending
-from imdm.errors import UserError, check_seed, check_whole, shorter, shown
+from imdm.errors import UserError, check_blanks, check_seed, check_whole, shorter, shown
 from imdm.files import no_progress_bars
 from imdm.room import check_room
 from imdm.sampling import Generation, Revealed
@@ -97,7 +97,8 @@ class Writer:
         **options: Any,
     ) -> list[Text]:
         """`num` continuations of each prompt (unconditional samples without one), to `length` tokens, one prompt after
-        another. A model of whole texts ends them itself, within `length` tokens. Text i of the result depends on the
+        another. A model of whole texts ends them itself, within `length` tokens; if it knows their lengths, a text that
+        does not fit is cut. Text i of the result depends on the
         i-th key of `seed`, so equal prompts get different continuations. Options as in `MaskedDiffusionLM.generate`:
         steps, noise, temperature, top_p, trace and the like."""
         given = [""] if prompts is None else _texts(prompts, "prompt")
@@ -129,10 +130,7 @@ class Writer:
     def blanked(self, text: str, blank: int, marker: str) -> list[int]:
         """begin, the text with holes, end; and padding, where rows are whole texts, as in the model's training data."""
         check_whole("blank", blank, 1, self.model.config.length)
-        if not marker:
-            raise UserError("marker = '': nothing to look for; the usual one is '___'")
-        if marker not in text:
-            raise UserError(f"nothing to fill in: the text {shown(text)} has no {shown(marker)}")
+        check_blanks(text, marker)
         special, ids, parts = self._special, [], text.split(marker)
         for number, part in enumerate(parts):
             last = number == len(parts) - 1
@@ -181,13 +179,16 @@ class Writer:
 
     def prefixed(self, prompt: str, length: int) -> list[int]:
         """begin, the prompt, holes, end: as in the rows the model was trained on. A model of whole texts generates the
-        end itself, and has padding after `length` tokens, so that the text ends before."""
+        end itself. If it knows their lengths, the row breaks off after `length` tokens, and so may the text; else
+        padding follows, so that the text ends before."""
         special, ids, whole = self._special, self.encode(prompt), self.model.config.ending is not None
         holes = length - len(ids) - self._framed
         if holes < 1:
             raise UserError(f"the prompt has {len(ids)} tokens; with {length} in all there is no room to write")
         row = [special.begin, *ids, *[special.mask] * holes]
-        return self._padded(row) if whole else [*row, special.end]
+        if not whole:
+            return [*row, special.end]
+        return self._padded(row) if self.model.config.lengths is None else row
 
     def _filled(
         self, prompts: list[str], rows: list[list[int]], num: int, seed: int, options: dict[str, Any]

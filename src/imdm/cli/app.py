@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.text import Text
 
-from imdm.cli.early import known_order, known_policy, located
+from imdm.cli.early import known_order, known_policy, known_seed, located
 from imdm.console import plain_console
 from imdm.errors import UserError, is_out_of_memory, reason_of, shorter
 from imdm.files import home, write_text
@@ -61,7 +61,7 @@ Data = Annotated[
     str,
     typer.Option("--data", help="Prepared text (a folder), a file of tokens, or a language: aligned:length=2"),
 ]
-Seed = Annotated[int, typer.Option(min=-(1 << 63), max=(1 << 64) - 1, help="Seed of all randomness.")]
+Seed = Annotated[int, typer.Option(help="Seed of all randomness, a 64-bit integer.", callback=known_seed)]
 Noise = Annotated[
     str,
     typer.Option(

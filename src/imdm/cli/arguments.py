@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from math import inf
 from pathlib import Path
@@ -33,6 +33,18 @@ def as_options(*names: str, section: str = "") -> Iterator[None]:
             option = f"--{name.replace('_', '-')}"
             said = said.replace(f"'{section}.{name}'", option)
             said = re.sub(rf"(?<![\w.-]){name}(?= = |\))", option, said)
+        raise type(error)(said) from None
+
+
+@contextmanager
+def in_words(options: Mapping[str, str]) -> Iterator[None]:
+    """Inside this block errors name options where the library names settings."""
+    try:
+        yield
+    except UserError as error:
+        said = str(error)
+        for setting, option in options.items():
+            said = said.replace(setting, option)
         raise type(error)(said) from None
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import typer
 
-from imdm.errors import UserError, check_whole, unknown
+from imdm.errors import UserError, check_seed, check_whole, unknown
 from imdm.files import read_json
 from imdm.shipped import HERE as SHIPPED
 from imdm.shipped import find, folder_of
@@ -101,6 +101,11 @@ def known_mask(name: str | None) -> str | None:
     if name is not None:
         check_known("mask", [name.partition("-")[0]], known_of("imdm.masks.base", "masks", MASKS))
     return name
+
+
+def known_seed(seed: int) -> int:
+    check_seed(seed, "--seed")
+    return seed
 
 
 def known_start(name: str) -> str:

@@ -26,7 +26,7 @@ from imdm.cli.app import (
     show,
     show_tables,
 )
-from imdm.cli.arguments import as_options, data_settings, parse_data, parse_part
+from imdm.cli.arguments import as_options, data_settings, in_words, parse_data, parse_part
 from imdm.cli.early import (
     DISTILLATIONS,
     LAYOUTS,
@@ -82,7 +82,7 @@ def train(
         raise UserError(f"recipe {recipe!r} has no training stage")
     if stage is not None and stage not in trainable:
         raise UserError(f"--stage {stage}: recipe {recipe!r} trains {', '.join(trainable)}")
-    chosen = load_recipe(recipe, overrides or ())
+    chosen = load_recipe(recipe, overrides or (), to_run=True)
     from imdm.runs import Run
 
     run = Run(chosen, out or Path("runs") / chosen.name, reporter())
@@ -277,7 +277,8 @@ def distill(
     mask: Annotated[
         str | None,
         typer.Option(
-            help="The student's mask, such as infinite-uniform-768-1.0; that of its start unless given.",
+            help="The student's mask, such as infinite-uniform-768-1.0 (infinite means this one); that of its start "
+            "unless given.",
             callback=known_mask,
         ),
     ] = None,
@@ -335,7 +336,9 @@ def distill(
     section = parse_data(data, load_model(model))
     chosen = parse_recipe(made_by(section.model_dump(mode="json"), precision=precision), overrides or ())
     run = Run(chosen, out, reporter())
-    run.check(list(chosen.stages))
+    options = {"stages.student.training.steps =": "--iterations", "mixture: true": "--mixture"}
+    with in_words(options):
+        run.check(list(chosen.stages))
     for name, stage in chosen.stages.items():
         say(f"{name}: {_extent(stage)}")
     run.all()
@@ -367,7 +370,7 @@ def reproduce(
     """Run a whole recipe and write its report. Finished stages are skipped, stopped ones resume."""
     from imdm.recipes import load_recipe
 
-    chosen = load_recipe(recipe, overrides or ())
+    chosen = load_recipe(recipe, overrides or (), to_run=True)
     from imdm.report import build_report
     from imdm.runs import plan, run_jobs, workers_for
 

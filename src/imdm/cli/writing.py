@@ -16,7 +16,7 @@ from imdm.cli.app import STOPPED, ModelPath, OwnNoise, OwnOrder, Seed, app, devi
 from imdm.cli.arguments import as_options, parse_canvas, parse_counts, parse_rows, read_prompts
 from imdm.cli.early import check_length, known_precision
 from imdm.console import appearing, coloured, legend, side_by_side
-from imdm.errors import UserError, check_whole
+from imdm.errors import UserError, check_blanks, check_whole
 from imdm.files import check_holds, write_text
 from imdm.sampling.options import Sampling
 from imdm.shipped import DEFAULT, PROMPT, TEACHER, folder_of, listed
@@ -72,6 +72,9 @@ def generate(
     Sampling.of(options)
     check_whole("num", num)
     check_length(length, model)
+    if infill is not None:
+        with as_options("marker"):
+            check_blanks(infill, marker)
     if canvas is not None:
         parse_rows(canvas)
     from imdm.data.tokenizers import has_tokenizer

@@ -60,13 +60,4 @@ def load_config(path: str | Path) -> MaskedDiffusionConfig:
 def _found(path: str | Path) -> str | Path:
     """The folder of one of our models, or a possible hub id."""
     folder = folder_of(path)
-    if folder is None:
-        return str(path)
-    config = read_json(folder / "config.json", f"model {str(path)!r}")
-    kind = config.get("model_type") if isinstance(config, dict) else None
-    if kind != MaskedDiffusionLM.config_class.model_type:
-        raise UserError(
-            f"model {str(path)!r} is of type {kind!r}, not {MaskedDiffusionLM.config_class.model_type!r}; "
-            "convert it first (imdm adopt MODEL --out FOLDER, or imdm.adopt)"
-        )
-    return folder
+    return str(path) if folder is None else folder

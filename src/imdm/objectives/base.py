@@ -161,9 +161,9 @@ class Objective(Config):
         """Refuse so few steps that the student would never be updated; where: prefix of the settings' names."""
         if self.first_update(steps) is not None:
             return
-        more = "set more steps"
+        more = "give more steps"
         if (waits := self.waits()) is not None:
-            more = f"set more than {where}objective.{waits}, or lower that"
+            more = f"give more than {where}objective.{waits}, or lower that"
         raise UserError(
             f"{where}training.steps = {steps}: objective {self.kind!r} would never update the student in so few steps; "
             f"{more}"

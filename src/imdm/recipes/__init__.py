@@ -28,6 +28,7 @@ __all__ = [
     "EvaluateStage",
     "Recipe",
     "TrainStage",
+    "check_files",
     "check_recipe",
     "load_recipe",
     "parse_recipe",
@@ -49,9 +50,26 @@ def summaries() -> dict[str, str]:
     return {name: str(_settings(name)["summary"]) for name in recipe_names()}
 
 
-def load_recipe(name: str | Path, overrides: tuple[str, ...] | list[str] = ()) -> Recipe:
-    """A recipe by name or path, with overrides such as `stages.teacher.training.steps=100`."""
-    return parse_recipe(_settings(name), overrides)
+def load_recipe(name: str | Path, overrides: tuple[str, ...] | list[str] = (), *, to_run: bool = False) -> Recipe:
+    """A recipe by name or path, with overrides such as `stages.teacher.training.steps=100`. to_run: also refuse
+    missing data."""
+    values = _settings(name)
+    if to_run:
+        check_files(check_recipe(values, overrides).get("data"))
+    return parse_recipe(values, overrides)
+
+
+def check_files(data: Any) -> None:
+    """Refuse missing files of a recipe's data; neither torch nor the rest of the recipe is needed."""
+    from imdm.data.corpora import Corpus
+
+    kind = data.get("kind") if isinstance(data, dict) else None
+    if kind in ("prepared", "tokens") and not Path(data["path"]).exists():
+        raise UserError(f"data: {data['path']}: no such {'folder' if kind == 'prepared' else 'file'}")
+    if kind == "text":
+        Corpus(data["path"]).check()
+        if data.get("valid") is not None:
+            Corpus(data["valid"], "valid").check()
 
 
 def trained_by(name: str | Path) -> list[str]:
@@ -177,5 +195,11 @@ def _override(values: dict[str, Any], override: str) -> None:
         raise UserError(f"override {shown(override)}: {shown(text)} is not a valid value ({error})") from None
     if isinstance(value, str) and isinstance(place.get(last), dict) and "path" in place[last]:
         place[last]["path"] = value  # data=PATH: a section that has a path takes another one
+    elif key == "data" and isinstance(place.get(last), dict) and not isinstance(value, dict):
+        kind = place[last].get("kind", "text")
+        raise UserError(
+            f"{shown(override)}: this recipe's data are of kind {kind!r}, which has no path; recipes of text take one: "
+            "sentences-cpu, match-text-cpu, or your own"
+        )
     else:
         place[last] = value

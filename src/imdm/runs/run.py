@@ -67,16 +67,25 @@ def _threads(count: int | None) -> Iterator[None]:
 
 
 def first_difference(before: Any, now: Any, place: str = "") -> str | None:
-    """The first difference of two settings, in words: `training.steps (10, now 20)`."""
+    """The first difference of two settings, in words: `training.steps (10, now 20)`. What is at its default may be
+    missing in either."""
     if isinstance(before, dict) and isinstance(now, dict):
         for name in dict.fromkeys((*before, *now)):
             inside = name if place in ("", "stage") else f"{place}.{name}"
-            if name not in before or name not in now:
-                return f"{inside} (a setting that {'is no more' if name in before else 'was not there then'})"
-            if (found := first_difference(before[name], now[name], inside)) is not None:
+            if (found := first_difference(before.get(name, UNSET), now.get(name, UNSET), inside)) is not None:
                 return found
         return None
     return None if before == now else f"{place} ({before!r}, now {now!r})"
+
+
+class Unset(dict[str, Any]):
+    """The place of a setting that is missing."""
+
+    def __repr__(self) -> str:
+        return "not set"
+
+
+UNSET = Unset()
 
 
 @dataclass

@@ -13,9 +13,11 @@ from typing import NamedTuple
 from safetensors import safe_open
 
 from imdm.errors import UserError
-from imdm.files import as_path, home
+from imdm.files import as_path, home, read_json
 
 HERE = Path(__file__).parent
+KIND = "imdm"
+"""`model_type` in the configuration of our models."""
 DEFAULT = "stories-imdm"
 """The default model."""
 TEACHER = "stories-teacher"
@@ -99,10 +101,19 @@ def folder_of(name: str | Path) -> Path | None:
         return None
     if not folder.is_dir():
         raise UserError(f"model {str(name)!r} is a file; give the folder that holds config.json and model.safetensors")
+    if (folder / "manifest.json").exists():
+        raise UserError(f"model {str(name)!r} is a folder of prepared text or pairs, not of a model")
     if not (folder / "config.json").exists():
         near = [folder / "model", *sorted(folder.glob("*/model")), *sorted(folder.glob("seed-*/*/model"))]
         hint = next((f"; did you mean {place}?" for place in near if (place / "config.json").exists()), "")
         raise UserError(f"model {str(name)!r} has no config.json{hint}")
+    config = read_json(folder / "config.json", f"model {str(name)!r}")
+    kind = config.get("model_type") if isinstance(config, dict) else None
+    if kind != KIND:
+        raise UserError(
+            f"model {str(name)!r} is of type {kind!r}, not {KIND!r}; convert it first (imdm adopt MODEL --out FOLDER, "
+            "or imdm.adopt)"
+        )
     return folder
 
 
