@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 
 import imdm
 from imdm.cli.app import app
-from imdm.costing import GPUS, cost
+from imdm.costing import GPUS, cost, here
 from imdm.costing.costs import short, spelled
-from imdm.costing.machines import bandwidth
+from imdm.costing.machines import REACHED, bandwidth
 from imdm.costing.memory import CONTEXT, GIB, How, trained_state, writing
 from imdm.costing.networks import Networks, Size, measured
 from imdm.costing.stages import check_memory, communication, usable
@@ -337,11 +337,36 @@ def test_a_tokenizer_that_is_not_here_is_a_sentence() -> None:
     assert cost("lm1b-mdlm", override, vocab_size=30_522).hours == cost("lm1b-mdlm").hours
 
 
+def test_a_cpu_is_measured_where_it_is_and_launches_add(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its estimate is the same formula at the speeds that were found, whatever they are here."""
+    found = here.this_cpu()
+    assert found.products("float32") == pytest.approx(found.products("bf16"))
+    assert 1e9 < found.products("float32") < 1e15
+    assert 1e8 < found.copies < 1e13
+    monkeypatch.setattr(here, "this_cpu", lambda: replace(found, float32=0.1, tflops=0.1 / REACHED))
+    estimate = cost("sentences-cpu", gpu="cpu")
+    step, kernels = estimate.stages[0], 11.7e-3 + 3 * estimate_blocks("sentences-cpu") * 1e-3
+    flops = step.flops / step.steps
+    assert step.step is not None
+    assert flops / 1e11 + kernels < step.step < 3 * flops / 1e11 + kernels
+    assert not [note for stage in estimate.stages for note in stage.notes if "GPU" in note]
+    shown = CliRunner().invoke(app, ["cost", "sentences-cpu", "--gpu", "CPU"], env={"COLUMNS": "200"})
+    assert "sentences-cpu on this machine's CPU (100 GFLOP/s in float32)" in shown.output
+    assert "GPU" not in shown.output
+    bf16 = cost("sentences-cpu", ["stages.teacher.training.precision=bf16"], gpu="cpu").stages[0]
+    assert bf16.notes == ("bf16 needs a GPU: counted as float32 (training.precision=float32)",)
+
+
+def estimate_blocks(recipe: str) -> int:
+    return Networks(load_recipe(recipe), None).size("teacher").config.blocks
+
+
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
         ({"gpus": 0}, "gpus = 0: must be a whole number from 1"),
-        ({"gpu": "h2000"}, "unknown GPU 'h2000'; known: "),
+        ({"gpu": "h2000"}, "unknown GPU 'h2000'; known: .*, cpu"),
+        ({"gpu": "cpu", "gpus": 2}, "gpus = 2: the CPU of this machine is one"),
         ({"vocab_size": 1}, "vocab_size = 1"),
     ],
 )

@@ -1271,7 +1271,7 @@ def test_what_the_student_waits_for_is_said() -> None:
     assert _waiting(TrainStage.parse(values)) == "the student waits for its auxiliary until step 200"
     Match().check_steps(201)
     told = (
-        "stages.student.training.steps = 200: objective 'match' would never update the student in so few steps; set "
+        "stages.student.training.steps = 200: objective 'match' would never update the student in so few steps; give "
         "more than stages.student.objective.auxiliary.ahead = 200, or lower that"
     )
     with pytest.raises(UserError, match=f"^{told}$"):

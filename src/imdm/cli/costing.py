@@ -9,7 +9,8 @@ import typer
 
 from imdm.cli.app import Overrides, app, say, show_whole
 from imdm.cli.arguments import as_options
-from imdm.costing.machines import GPUS, find_gpu
+from imdm.cli.early import check_known
+from imdm.costing.machines import CPU, GPUS
 
 
 @app.command()
@@ -17,25 +18,30 @@ def cost(
     recipe: Annotated[str, typer.Argument(help="A recipe's name or YAML file.")],
     overrides: Overrides = None,
     gpus: Annotated[int, typer.Option(min=1, max=1 << 16, help="How many GPUs.")] = 1,
-    gpu: Annotated[str, typer.Option(help=f"Which: {', '.join(GPUS)}. Only h200 was measured.")] = "h200",
+    gpu: Annotated[
+        str, typer.Option(help=f"Which: {', '.join(GPUS)}, of which h200 was measured; or cpu: this machine's.")
+    ] = "h200",
     vocab_size: Annotated[
         int | None, typer.Option(min=2, help="Ids, the mask included, if the recipe's tokenizer is not available.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="As JSON, with a breakdown of memory.")] = False,
 ) -> None:
     """Estimate the cost of a recipe: tokens, FLOPs, memory, communication and hours of every stage; nothing is run."""
-    find_gpu(gpu)
+    check_known("GPU", [gpu.lower()], (*GPUS, CPU))
     from imdm.recipes import load_recipe
 
     chosen = load_recipe(recipe, overrides or ())
     from imdm.costing import cost as reckon
 
-    with as_options("vocab_size"):
+    with as_options("vocab_size", "gpus"):
         found = reckon(chosen, gpus=gpus, gpu=gpu, vocab_size=vocab_size)
     if json:
         print(to_json.dumps(found.json(), indent=2))
         return
-    say(f"{found.recipe} on {gpus} {gpu.upper()}{'s' if gpus > 1 else ''}")
+    place = f"{gpus} {gpu.upper()}{'s' if gpus > 1 else ''}"
+    if found.gpu.is_cpu:
+        place = f"this machine's CPU ({1e3 * found.gpu.float32:,.0f} GFLOP/s in float32)"
+    say(f"{found.recipe} on {place}")
     show_whole(found.table())
     for line in found.notes():
         say(line)

@@ -13,7 +13,7 @@ from imdm.costing.machines import GPU, HIDDEN, TOGETHER, bandwidth, find_gpu
 from imdm.costing.memory import GIB, Memory
 from imdm.costing.networks import Networks
 from imdm.costing.stages import StageCost, stage_costs
-from imdm.errors import check_is, check_whole
+from imdm.errors import UserError, check_is, check_whole
 from imdm.models.configuration import LARGEST_VOCABULARY
 from imdm.recipes import Recipe, load_recipe, variants
 
@@ -51,7 +51,13 @@ class Cost:
         """What of this estimate is assumed, and what is left out."""
         said = []
         if any(stage.kind == "evaluate" for stage in self.stages):
-            said.append("evaluation: the networks' work alone, not what metrics do on the CPU")
+            said.append(
+                "evaluation: the networks' work alone, not what metrics do" + " on the CPU" * (not self.gpu.is_cpu)
+            )
+        if self.gpu.is_cpu:
+            said.append(
+                "cpu: the speed of a large matmul and of a copy here and now, with utilisations measured on an H200"
+            )
         if not self.gpu.measured:
             said.append(f"{self.gpu.name}: its published speed and memory, with utilisations measured on an H200")
         if self.gpus > 1:
@@ -63,14 +69,16 @@ class Cost:
 
     def table(self) -> Table:
         made = Table(box=None, pad_edge=False)
-        names = ["stage", "kind", "parameters", "tokens", "FLOPs", "a step", "memory a GPU"]
+        names = ["stage", "kind", "parameters", "tokens", "FLOPs", "a step"]
+        names += ["memory" if self.gpu.is_cpu else "memory a GPU"]
         names += ["sent a step: DDP / full"] if self.gpus > 1 else []
-        for name in (*names, "hours", "GPU-hours"):
+        for name in (*names, "hours", *([] if self.gpu.is_cpu else ["GPU-hours"])):
             made.add_column(name, justify="left" if name in ("stage", "kind") else "right")
         for stage in self.stages:
             made.add_row(*self._cells(stage))
         blank = [""] * (len(names) - 5)
-        sums = (short(self.tokens), f"{self.flops:.2g}", *blank, spelled(self.hours), spelled(self.gpu_hours))
+        sums = [short(self.tokens), f"{self.flops:.2g}", *blank, spelled(self.hours)]
+        sums += [] if self.gpu.is_cpu else [spelled(self.gpu_hours)]
         made.add_row("in all", "", "", *sums)
         return made
 
@@ -89,7 +97,9 @@ class Cost:
             step,
             gib,
         ]
-        return [*cells, *([sent] if self.gpus > 1 else []), spelled(stage.hours), spelled(stage.gpu_hours) + used]
+        cells += [sent] if self.gpus > 1 else []
+        cells += [spelled(stage.hours)]
+        return cells if self.gpu.is_cpu else [*cells, spelled(stage.gpu_hours) + used]
 
     def notes(self) -> list[str]:
         """Notes on stages, a line each, with the stages they apply to."""
@@ -119,7 +129,8 @@ def cost(
     gpu: str = "h200",
     vocab_size: int | None = None,
 ) -> Cost:
-    """The estimated cost of a recipe on so many GPUs. vocab_size: needed if its tokenizer is not available.
+    """The estimated cost of a recipe on so many GPUs, or on this machine's CPU (`gpu="cpu"`). vocab_size: needed if its
+    tokenizer is not available.
 
     >>> found = cost("lm1b-imdm", gpus=8)
     >>> [stage.name for stage in found.stages]
@@ -133,6 +144,8 @@ def cost(
     if vocab_size is not None:
         check_whole("vocab_size", vocab_size, 2, LARGEST_VOCABULARY)
     kind = find_gpu(gpu)
+    if kind.is_cpu and gpus > 1:
+        raise UserError(f"gpus = {gpus}: the CPU of this machine is one; leave it out")
     chosen = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, list(overrides))
     found = []
     for variant, member in variants(chosen).items():

@@ -1,5 +1,5 @@
 """GPUs: their speed, memory and links. An H200's utilisation was measured (docs/performance.md); for all other GPUs the
-same is assumed, and so is everything about links between GPUs."""
+same is assumed, and for a CPU, on which it was found to hold; so is everything about links between GPUs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ COPIED = 0.875
 """Measured share of the published memory bandwidth in a copy: 4.2 of 4.8 TB/s."""
 
 
+CPU = "cpu"
+"""The name of this machine's CPU, whose speed is measured when it is asked for."""
+
+
 @dataclass(frozen=True)
 class GPU:
     """Published specifications: TFLOP/s of dense bf16 matmuls and in float32, TB/s and GiB of memory, GB/s to the other
     GPUs of a machine, and of its own link to other machines, each way. measured: whether the utilisations were measured
-    on it."""
+    on it; launches_add: it works itself on what launches kernels, so that this takes additional time."""
 
     name: str
     tflops: float
@@ -27,6 +31,11 @@ class GPU:
     inside: float
     outside: float
     measured: bool = False
+    launches_add: bool = False
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.name == CPU
 
     def products(self, precision: str) -> float:
         """FLOP/s of a large matmul."""
@@ -60,10 +69,14 @@ HIDDEN = 0.5
 
 
 def find_gpu(name: str) -> GPU:
-    """By its name, in any case."""
-    if name.lower() not in GPUS:
-        raise unknown("GPU", name, GPUS)
-    return GPUS[name.lower()]
+    """By its name, in any case; `cpu`: this machine's CPU."""
+    if name.lower() not in (*GPUS, CPU):
+        raise unknown("GPU", name, (*GPUS, CPU))
+    if name.lower() in GPUS:
+        return GPUS[name.lower()]
+    from imdm.costing.here import this_cpu
+
+    return this_cpu()
 
 
 def bandwidth(gpu: GPU, gpus: int) -> float:

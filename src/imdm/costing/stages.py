@@ -158,13 +158,16 @@ def usable(batch: int, gpus: int) -> int:
 
 def _notes(asked: Setting, fitting: Setting | None, gpu: GPU, gpus: int) -> Iterator[str]:
     batch = asked.training.batch
+    if gpu.is_cpu and asked.training.precision == "bf16":
+        yield "bf16 needs a GPU: counted as float32 (training.precision=float32)"
     if asked.gpus < gpus:
         yield f"batch {batch} cannot be shared by {gpus} GPUs: {asked.gpus} of them work"
     if not is_known(asked.objective):
         yield f"objective {asked.objective.kind!r} is counted as nelbo"
     if fitting is asked:
         return
-    need = f"takes {_memory(asked).total / GIB:,.0f} GiB a GPU, of {ROOM * gpu.gib:,.0f} that can be filled"
+    each = "" if gpu.is_cpu else " a GPU"
+    need = f"takes {_memory(asked).total / GIB:,.0f} GiB{each}, of {ROOM * gpu.gib:,.0f} that can be filled"
     if fitting is not None:
         settings = ", ".join(f"training.{name}={value}" for name, value in fitting.how.changes(asked.how).items())
         yield f"{need}; fits with {settings} ({_memory(fitting).total / GIB:,.0f} GiB), which the time is of"
@@ -179,7 +182,7 @@ def _waits(setting: Setting, gpu: GPU) -> Iterator[str]:
     made = plan(setting)
     work = made.micro * setting.accumulation + made.once
     precision = setting.training.precision
-    if setting.recorded or work.seconds(gpu, precision) <= work.busy(gpu, precision):
+    if gpu.is_cpu or setting.recorded or work.seconds(gpu, precision) <= work.busy(gpu, precision):
         return
     remedy = "larger batches make better use of it"
     graphs = replace(setting, training=setting.training.model_copy(update={"graphs": True}))
@@ -281,7 +284,7 @@ def _evaluated(networks: Networks, name: str, stage: EvaluateStage, gpu: GPU, gp
         notes.append(f"{', '.join(others)}: not counted")
     if used < gpus:
         notes.append(f"{parts} parts: {used} of {gpus} GPUs work")
-    if stage.precision == "float32":
+    if stage.precision == "float32" and not gpu.is_cpu:
         notes.append("in float32, whose share of peak was not measured; precision=bf16 is quicker")
     return _writes(
         name, "evaluate", largest, used, runs, tokens, total + reading, seconds, memory, gpu, notes, "samples"

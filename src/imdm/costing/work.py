@@ -63,11 +63,17 @@ class Work:
         """recorded: as a CUDA graph."""
         if recorded:
             return self.busy(gpu, precision) + GAP_STEP * self.steps + GAP_BLOCK * self.passes
-        return max(self.busy(gpu, precision), LAUNCH_STEP * self.steps + LAUNCH_BLOCK * self.passes)
+        return _with(gpu, self.busy(gpu, precision), LAUNCH_STEP * self.steps + LAUNCH_BLOCK * self.passes)
 
     def writing(self, gpu: GPU, precision: str = "bf16") -> float:
         """Seconds of inference; in bf16 with a model prepared by `faster`."""
-        return max(self.busy(gpu, precision), self.passes * (WRITE_BLOCK if precision == "bf16" else LAUNCH_BLOCK))
+        launches = self.passes * (WRITE_BLOCK if precision == "bf16" else LAUNCH_BLOCK)
+        return _with(gpu, self.busy(gpu, precision), launches)
+
+
+def _with(gpu: GPU, busy: float, launches: float) -> float:
+    """Seconds of work whose kernels take so long to launch."""
+    return busy + launches if gpu.launches_add else max(busy, launches)
 
 
 def network_flops(config: MaskedDiffusionConfig, tokens: float, length: int, read: float, noisy: float) -> float:
