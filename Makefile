@@ -21,7 +21,7 @@ setup: .venv/ready
 run: setup
 	$(BIN)/imdm reproduce synthetic
 	$(BIN)/imdm show --into runs/synthetic
-	$(BIN)/imdm generate --film --prompt "Once upon a time, a small robot"
+	$(BIN)/imdm generate --film --prompt "Once upon a time, there was a small robot"
 	@echo 'to see it write, and for programs: $(BIN)/imdm serve'
 
 test: setup

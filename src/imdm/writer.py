@@ -15,7 +15,6 @@ from imdm.data.tokenizers import Special, check_ids, has_tokenizer, load_tokeniz
 from imdm.devices import checked_device
 from imdm.ending import Ending
 from imdm.errors import UserError, check_blanks, check_seed, check_whole, shorter, shown
-from imdm.files import no_progress_bars
 from imdm.room import check_room
 from imdm.sampling import Generation, Revealed
 from imdm.shipped import find
@@ -49,7 +48,7 @@ class Story:
 @dataclass(frozen=True, repr=False)
 class Text:
     """A text generated for one prompt. tokens: of a model of whole texts, those up to the end; revealed_at: the step of
-    each token (−1: given, or, as the end, drawn first); trace: on request."""
+    each token (−1: of the prompt, or the end, which was drawn beforehand); trace: on request."""
 
     prompt: str
     text: str
@@ -302,8 +301,7 @@ def load(
     from imdm.models import faster, load_model
 
     name, device = find(name), checked_device(device)
-    with no_progress_bars():
-        model = load_model(name, precision)
+    model = load_model(name, precision)
     folder = Path(name)
     if folder.is_dir() and not has_tokenizer(folder):
         raise UserError(f"model {str(name)!r} has no tokenizer beside it; it was trained on ids and writes ids only")

@@ -435,13 +435,15 @@ def adopt(
             help="Noise distribution and scale of an infinite mask, not in the weights; a backbone's new mask."
         ),
     ] = None,
-    softcap: Annotated[float | None, typer.Option(help="Of attention scores; it is not in the weights.")] = None,
+    softcap: Annotated[
+        float | None, typer.Option(help="Soft cap of attention logits, which is not stored in checkpoints.")
+    ] = None,
     mask_token_id: Annotated[int | None, typer.Option(help="The mask's id; the last, or BERT's, unless given.")] = None,
     heads: Annotated[int | None, typer.Option(help="Attention heads, if no configuration gives them.")] = None,
     last: Annotated[bool, typer.Option("--last", help="Use the last weights, not the averaged ones.")] = False,
     shift: Annotated[
         bool | None,
-        typer.Option(help="Of a causal model trained as a diffusion model: the row before predicts each position."),
+        typer.Option(help="Of a causal model trained as a diffusion model: the previous position predicts each token."),
     ] = None,
     adapt: Annotated[
         bool, typer.Option("--adapt", help="Convert a causal language model, to be trained into a diffusion model.")

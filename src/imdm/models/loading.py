@@ -9,7 +9,7 @@ import torch
 
 from imdm.devices import check_precision
 from imdm.errors import UserError, check_is, reason_of
-from imdm.files import read_json
+from imdm.files import no_progress_bars, read_json
 from imdm.hub import hub_for
 from imdm.models.configuration import MaskedDiffusionConfig
 from imdm.models.denoiser import MaskedDiffusionLM
@@ -43,7 +43,8 @@ def load_model(path: str | Path, precision: str = "float32") -> MaskedDiffusionL
     is slow on a CPU, and `faster` is for GPUs. precision: `bf16` for a model too large for float32."""
     check_precision(precision)
     kind = torch.bfloat16 if precision == "bf16" else torch.float32
-    return MaskedDiffusionLM.from_pretrained(_found(path), dtype=kind)
+    with no_progress_bars():
+        return MaskedDiffusionLM.from_pretrained(_found(path), dtype=kind)
 
 
 def load_config(path: str | Path) -> MaskedDiffusionConfig:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from imdm.errors import UserError
-from imdm.files import PARTIAL, aside_in, check_tensors, read_metadata, read_tensors, write_tensors
+from imdm.files import PARTIAL, aside_in, check_tensors, no_progress_bars, read_metadata, read_tensors, write_tensors
 from imdm.models.shape import Shape
 
 LAW = "law"  # metadata key: the configuration that the weights belong to
@@ -22,7 +22,8 @@ LAW = "law"  # metadata key: the configuration that the weights belong to
 def save_whole(save: Callable[[Path], None], folder: Path, config: Shape) -> None:
     """Call `save` with a temporary folder, then move its files one by one into `folder`."""
     with aside_in(folder) as aside:
-        save(aside)
+        with no_progress_bars():
+            save(aside)
         written = {file.name for file in aside.iterdir()}
         for old in folder.glob("model*.safetensors*") if "config.json" in written else ():
             if old.name not in written:  # of a model saved here before, split into other files

@@ -22,7 +22,7 @@ DEFAULT = "stories-imdm"
 """The default model."""
 TEACHER = "stories-teacher"
 """Its teacher; `imdm show` shows both side by side."""
-PROMPT = "Once upon a time, a small robot"
+PROMPT = "Once upon a time, there was a small robot"
 """What they continue where no prompt is given."""
 FORMER = {"sentences-imdm": "imdm-sdtt-redi", "sentences-mdlm": "mdlm-sdtt-redi", "sentences-teacher": "teacher"}
 """Models that shipped before, and the stages of the recipe `grid` that train them."""
