@@ -21,6 +21,7 @@ import imdm
 from imdm.adopting import adopt_into, write_published
 from imdm.adopting.checkpoints import NEEDED, read_pickled, read_weights
 from imdm.errors import UserError
+from imdm.sources import check_source
 from tests.reference.published import logits, made
 from tests.test_cli import imdm as command
 from tests.test_cli import refused
@@ -373,3 +374,24 @@ def test_the_command(tmp_path: Path) -> None:
     assert "unknown layout" in refused(
         command("export", tmp_path / "ours", "--out", tmp_path / "c", "--layout", "gguf")
     )
+
+
+def test_what_can_be_converted_is_not_refused_by_its_name(tmp_path: Path) -> None:
+    """A checkpoint of PyTorch's under any name, also beside a model of ours; a folder with a manifest of somebody's."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "imdm"}))
+    for name in ("best.pth.tar", "checkpoint-last", "mdlm.ckpt"):
+        torch.save({"weight": torch.zeros(2)}, tmp_path / name)
+        check_source(tmp_path / name)
+    for name in ("notes.txt", "model.safetensors"):
+        (tmp_path / name).write_bytes(b"not a zip archive")
+    with pytest.raises(UserError, match="weights are in files of .safetensors"):
+        check_source(tmp_path / "notes.txt")
+    for place in (tmp_path, tmp_path / "model.safetensors"):
+        with pytest.raises(UserError, match="is one of ours already"):
+            check_source(place)
+    bert = tmp_path / "bert"
+    bert.mkdir()
+    for name in ("config.json", "manifest.json"):
+        (bert / name).write_text(json.dumps({"model_type": "bert"}))
+    (bert / "model.safetensors").touch()
+    check_source(bert)

@@ -359,7 +359,7 @@ def test_refusals(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         "none.txt is missing": ["generate", model, "--prompts", tmp_path / "none.txt"],
         "is not here; get it with": ["evaluate", model, "--data", data, "--metrics", "gen_ppl", "--judge", "smollm2"],
         "float32 or bf16": ["evaluate", model, "--data", data, "--judge-precision", "int4"],
-        "--train-bpe (the size of a BPE to train)": ["prepare", run.parent / "text.txt", "--out", tmp_path / "rows"],
+        "the size of a BPE to train (--train-bpe)": ["prepare", run.parent / "text.txt", "--out", tmp_path / "rows"],
         "error: --train-bpe = 9: at least": [
             *("prepare", run.parent / "text.txt", "--out", tmp_path / "rows"),
             "--train-bpe",

@@ -353,8 +353,10 @@ def test_a_cpu_is_measured_where_it_is_and_launches_add(monkeypatch: pytest.Monk
     shown = CliRunner().invoke(app, ["cost", "sentences-cpu", "--gpu", "CPU"], env={"COLUMNS": "200"})
     assert "sentences-cpu on this machine's CPU (100 GFLOP/s in float32)" in shown.output
     assert "GPU" not in shown.output
-    bf16 = cost("sentences-cpu", ["stages.teacher.training.precision=bf16"], gpu="cpu").stages[0]
-    assert bf16.notes == ("bf16 needs a GPU: counted as float32 (training.precision=float32)",)
+    of_gpu = [f"stages.teacher.training.{name}" for name in ("precision=bf16", "compile=true", "graphs=true")]
+    of_gpu += ["stages.pairs.precision=bf16", "stages.evaluate.precision=bf16", "stages.evaluate.judge_precision=bf16"]
+    assert cost("sentences-cpu", of_gpu, gpu="cpu").stages == estimate.stages  # all of it in float32
+    assert {stage.memory.context for stage in estimate.stages} == {0}
 
 
 def estimate_blocks(recipe: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -221,3 +222,32 @@ def test_bad_files_get_a_sentence(tmp_path: Path) -> None:
     broken.write_text("name: short")
     with pytest.raises(UserError, match="'summary' is required"):
         load_recipe(broken)
+
+
+def test_missing_data_is_refused_before_a_run_and_only_there(tmp_path: Path) -> None:
+    """Of every variant that would run; what is not even a path is left to parsing."""
+    here, nowhere = tmp_path / "rows.safetensors", tmp_path / "nosuch.safetensors"
+    here.touch()
+    values = load_recipe("synthetic").resolved() | {"data": {"kind": "tokens", "path": str(nowhere), "vocab_size": 3}}
+    file = tmp_path / "mine.yaml"
+
+    def refused(**changes: Any) -> str:
+        file.write_text(yaml.safe_dump(values | changes, sort_keys=False))
+        load_recipe(file)
+        with pytest.raises(UserError) as found:
+            load_recipe(file, to_run=True)
+        return str(found.value)
+
+    assert refused() == f"data: {nowhere}: no such file"
+    one = {"one": {"data": {"path": str(here)}}}
+    assert refused(variants=one | {"two": {"data": {"vocab_size": 4}}}) == f"data: {nowhere}: no such file"
+    file.write_text(yaml.safe_dump(values | {"variants": one}, sort_keys=False))
+    assert load_recipe(file, to_run=True).variants.keys() == {"one"}
+    assert load_recipe(file, [f"data={here}"], to_run=True).data.path == here  # type: ignore[union-attr]
+    for data in ({"kind": "prepared"}, {"kind": "prepared", "path": 5}, {"kind": "text", "path": [1]}, 3):
+        file.write_text(yaml.safe_dump(values | {"data": data}, sort_keys=False))
+        with pytest.raises(UserError, match="data"):
+            load_recipe(file, to_run=True)
+    text = {"kind": "text", "train_bpe": 400}
+    file.write_text(yaml.safe_dump(values | {"data": text}, sort_keys=False))
+    assert load_recipe(file, ["data=sample"], to_run=True).data.path == "sample"  # type: ignore[union-attr]

@@ -8,6 +8,7 @@ from imdm.stopping import catch_signals, end, has_threads, ignore_signals
 
 
 def main() -> None:
+    """Run the command and end the process, without finalising Python unless a profiler or debugger looks on."""
     catch_signals()
     from imdm.cli import main as run
 
@@ -19,7 +20,8 @@ def main() -> None:
             from imdm.devices import leave
 
             leave(stop.code)
-        if "torch" in sys.modules and not has_threads():
+        watched = sys.gettrace() is not None or sys.getprofile() is not None
+        if "torch" in sys.modules and not watched and not has_threads():
             end(stop.code)
         raise
     finally:

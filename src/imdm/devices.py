@@ -61,7 +61,7 @@ def accelerator() -> Accelerator:
 
 
 def leave(code: int | str | None = None) -> None:
-    """End this process here if it is one of several; a single process goes on. code: as of `sys.exit`.
+    """End this process here if it is one of several; a single process goes on. code: as in `stopping.end`.
 
     Threads of gloo may outlive the last step and still hold tensors. If Python is finalised meanwhile, the process may
     be aborted by `terminate called without an active exception`, and a run that has finished counts as failed. So a

@@ -25,11 +25,11 @@ def check_source(source: str | Path) -> None:
                 "google-bert/bert-base-uncased)"
             )
         return
-    if path.is_file() and path.suffix not in ENDINGS:
+    if path.is_file() and path.suffix not in ENDINGS and not zipfile.is_zipfile(path):
         raise UserError(f"model {str(source)!r}: weights are in files of {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}")
-    if (path / "manifest.json").exists():
+    if (path / "manifest.json").exists() and not (path / "config.json").exists():
         raise UserError(f"model {str(source)!r} is a folder of prepared text or pairs, not of a model")
-    beside = (path if path.is_dir() else path.parent) / "config.json"
+    beside = (path.parent if path.name == "model.safetensors" else path) / "config.json"
     config = read_json(beside, f"model {str(source)!r}") if beside.is_file() else {}
     if isinstance(config, dict) and config.get("model_type") == KIND:
         raise UserError(f"model {str(source)!r} is one of ours already; use it as it is")

@@ -37,7 +37,7 @@ def ignore_signals() -> None:
 
 def end(code: int | str | None = None) -> NoReturn:
     """End this process without finalising Python, which takes half a second once torch is loaded. What was registered
-    for the end is done, output is flushed. code: as of `sys.exit`."""
+    for the end is done, output is flushed. code: of the process, or a message to print, for 1."""
     atexit._run_exitfuncs()
     with suppress(OSError, ValueError, AttributeError):  # closed, or never there
         if isinstance(code, str):

@@ -37,7 +37,7 @@ def as_options(*names: str, section: str = "") -> Iterator[None]:
 
 
 @contextmanager
-def in_words(options: Mapping[str, str]) -> Iterator[None]:
+def naming_options(options: Mapping[str, str]) -> Iterator[None]:
     """Inside this block errors name options where the library names settings."""
     try:
         yield

@@ -26,7 +26,7 @@ from imdm.cli.app import (
     show,
     show_tables,
 )
-from imdm.cli.arguments import as_options, data_settings, in_words, parse_data, parse_part
+from imdm.cli.arguments import as_options, data_settings, naming_options, parse_data, parse_part
 from imdm.cli.early import (
     DISTILLATIONS,
     LAYOUTS,
@@ -134,7 +134,7 @@ def prepare(
 ) -> None:
     """Tokenise and pack text into rows. Run it again to resume after a stop."""
     from imdm.data.corpora import Corpus
-    from imdm.data.tokenizers import check_size, tokenizer_place
+    from imdm.data.tokenizers import check_choice, tokenizer_place
     from imdm.recipes.outline import check_config
 
     share = parse_part(part) if part is not None else None
@@ -150,12 +150,7 @@ def prepare(
     values = {"length": length, "tokenizer": tokenizer, "train_bpe": train_bpe, "packing": packing, "limit": limit}
     with as_options(*values, section="prepare"):
         check_config("imdm.data.packing", "PrepareConfig", values, "prepare")
-        if train_bpe is not None:
-            check_size(train_bpe)
-    if (tokenizer is None) == (train_bpe is None):
-        raise UserError("give either --tokenizer (a folder or hub id) or --train-bpe (the size of a BPE to train)")
-    if train_bpe is not None and source == "-":
-        raise UserError("a BPE cannot be trained on standard input, which can be read only once; use a file")
+        check_choice(tokenizer, train_bpe)
     from imdm.data import PrepareConfig
     from imdm.data.packing import made_tokenizer
 
@@ -337,7 +332,7 @@ def distill(
     chosen = parse_recipe(made_by(section.model_dump(mode="json"), precision=precision), overrides or ())
     run = Run(chosen, out, reporter())
     options = {"stages.student.training.steps =": "--iterations", "mixture: true": "--mixture"}
-    with in_words(options):
+    with naming_options(options):
         run.check(list(chosen.stages))
     for name, stage in chosen.stages.items():
         say(f"{name}: {_extent(stage)}")

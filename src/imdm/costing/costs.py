@@ -15,7 +15,7 @@ from imdm.costing.networks import Networks
 from imdm.costing.stages import StageCost, stage_costs
 from imdm.errors import UserError, check_is, check_whole
 from imdm.models.configuration import LARGEST_VOCABULARY
-from imdm.recipes import Recipe, load_recipe, variants
+from imdm.recipes import CoupleStage, EvaluateStage, Recipe, TrainStage, load_recipe, variants
 
 MOST_GPUS = 1 << 16
 
@@ -56,9 +56,10 @@ class Cost:
             )
         if self.gpu.is_cpu:
             said.append(
-                "cpu: the speed of a large matmul and of a copy here and now, with utilisations measured on an H200"
+                "cpu: the speed of a large matmul and of a copy here and now, with utilisations measured on an H200; "
+                "all in float32, nothing compiled or captured, whatever the recipe says"
             )
-        if not self.gpu.measured:
+        if not self.gpu.measured and not self.gpu.is_cpu:
             said.append(f"{self.gpu.name}: its published speed and memory, with utilisations measured on an H200")
         if self.gpus > 1:
             speed, where = bandwidth(self.gpu, self.gpus) / 1e9, "of one machine"
@@ -149,9 +150,26 @@ def cost(
     chosen = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, list(overrides))
     found = []
     for variant, member in variants(chosen).items():
+        if kind.is_cpu:
+            member = _on_cpu(member)
         for stage in stage_costs(Networks(member, vocab_size), kind, gpus):
             found.append(replace(stage, name=f"{variant}/{stage.name}") if variant else stage)
     return Cost(chosen.name, kind, gpus, tuple(found))
+
+
+def _on_cpu(recipe: Recipe) -> Recipe:
+    """The recipe in float32, without compilation and CUDA graphs: what a CPU does not have."""
+    plain = {"precision": "float32", "compile": False}
+    changed: dict[str, Any] = {}
+    for name, stage in recipe.stages.items():
+        if isinstance(stage, TrainStage):
+            update: dict[str, Any] = {"training": stage.training.model_copy(update=plain | {"graphs": False})}
+        elif isinstance(stage, CoupleStage):
+            update = plain
+        else:
+            update = {"precision": "float32", "judge_precision": "float32"} if isinstance(stage, EvaluateStage) else {}
+        changed[name] = stage.model_copy(update=update)
+    return recipe.model_copy(update={"stages": changed})
 
 
 def _listed(names: list[str]) -> str:

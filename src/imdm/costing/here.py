@@ -24,7 +24,7 @@ def this_cpu() -> GPU:
     tflops = 2 * SIDE**3 / _best(lambda: torch.mm(a, b)) / 1e12
     terabytes = 2 * COPY / _best(lambda: target.copy_(source)) / 1e12
     speed = (tflops / REACHED, tflops, terabytes / COPIED)
-    return GPU(CPU, *speed, memory() / GIB, 0.0, 0.0, measured=True, launches_add=True)
+    return GPU(CPU, *speed, memory() / GIB, 0.0, 0.0, launches_add=True)
 
 
 def _best(work: Callable[[], object]) -> float:

@@ -71,14 +71,17 @@ class StageCost:
 
 
 def stage_costs(networks: Networks, gpu: GPU, gpus: int) -> Iterator[StageCost]:
-    """Of every stage that uses a GPU; adopting a model costs nothing."""
+    """Of every stage that uses a GPU; adopting a model costs nothing. A CPU holds no CUDA."""
     for name, stage in networks.recipe.stages.items():
         if isinstance(stage, TrainStage):
-            yield _trained(networks, name, stage, gpu, gpus)
+            made = _trained(networks, name, stage, gpu, gpus)
         elif isinstance(stage, CoupleStage):
-            yield _coupled(networks, name, stage, gpu, gpus)
+            made = _coupled(networks, name, stage, gpu, gpus)
         elif isinstance(stage, EvaluateStage):
-            yield _evaluated(networks, name, stage, gpu, gpus)
+            made = _evaluated(networks, name, stage, gpu, gpus)
+        else:
+            continue
+        yield replace(made, memory=replace(made.memory, context=0.0)) if gpu.is_cpu else made
 
 
 def _trained(networks: Networks, name: str, stage: TrainStage, gpu: GPU, gpus: int) -> StageCost:
@@ -158,8 +161,6 @@ def usable(batch: int, gpus: int) -> int:
 
 def _notes(asked: Setting, fitting: Setting | None, gpu: GPU, gpus: int) -> Iterator[str]:
     batch = asked.training.batch
-    if gpu.is_cpu and asked.training.precision == "bf16":
-        yield "bf16 needs a GPU: counted as float32 (training.precision=float32)"
     if asked.gpus < gpus:
         yield f"batch {batch} cannot be shared by {gpus} GPUs: {asked.gpus} of them work"
     if not is_known(asked.objective):

@@ -52,7 +52,15 @@ from imdm.data.prepared import (
     shard_file,
     type_of_ids,
 )
-from imdm.data.tokenizers import FILES, load_tokenizer, save_tokenizer, special_ids, tokenizer_hash, train_bpe
+from imdm.data.tokenizers import (
+    FILES,
+    check_choice,
+    load_tokenizer,
+    save_tokenizer,
+    special_ids,
+    tokenizer_hash,
+    train_bpe,
+)
 from imdm.errors import UserError, check_whole
 from imdm.files import as_path, digest_file, working_in, write_recorded, written_aside
 
@@ -302,8 +310,7 @@ def _is_shard(tokens: int, documents: int) -> bool:
 
 
 def _tokenizer(corpus: Corpus, config: PrepareConfig, folder: Path) -> Any:
-    if (config.tokenizer is None) == (config.train_bpe is None):
-        raise UserError("give either a tokenizer (folder or hub id) or the size of a BPE to train (train_bpe)")
+    check_choice(config.tokenizer, config.train_bpe)
     if config.tokenizer is not None:
         return load_tokenizer(config.tokenizer)
     if (made := made_tokenizer(folder)) is not None:

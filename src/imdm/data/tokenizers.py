@@ -99,7 +99,15 @@ def check_ids(tokenizer: Any, vocab_size: int, mask: int, what: str = "the token
         )
 
 
-def check_size(vocab_size: int) -> None:
+def check_choice(tokenizer: str | None, train_bpe: int | None) -> None:
+    """Refuse both a tokenizer and the size of one to train, or neither; and too small a size."""
+    if (tokenizer is None) == (train_bpe is None):
+        raise UserError("give either a tokenizer (folder or hub id) or the size of a BPE to train (train_bpe)")
+    if train_bpe is not None:
+        check_bpe_size(train_bpe)
+
+
+def check_bpe_size(vocab_size: int) -> None:
     """Refuse too small a byte-pair encoding."""
     if vocab_size < 300:
         raise UserError(f"train_bpe = {vocab_size}: at least 300 ids are needed, 256 of them for single bytes")
@@ -110,7 +118,7 @@ def train_bpe(documents: Iterable[str], vocab_size: int) -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    check_size(vocab_size)
+    check_bpe_size(vocab_size)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

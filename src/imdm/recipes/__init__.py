@@ -21,6 +21,8 @@ else:
     __getattr__ = later(__name__, {"imdm.recipes.schema": _NAMES})
 
 HERE = Path(__file__).parent
+WITH_PATH = ("text", "prepared", "tokens")
+"""Kinds of data that are files."""
 
 __all__ = [
     "AdoptStage",
@@ -55,7 +57,11 @@ def load_recipe(name: str | Path, overrides: tuple[str, ...] | list[str] = (), *
     missing data."""
     values = _settings(name)
     if to_run:
-        check_files(check_recipe(values, overrides).get("data"))
+        chosen = check_recipe(values, overrides)
+        several = chosen.get("variants")
+        several = several if isinstance(several, dict) and several else {"": {}}
+        for changes in several.values():
+            check_files(_merge(chosen, changes).get("data") if isinstance(changes, dict) else None)
     return parse_recipe(values, overrides)
 
 
@@ -63,13 +69,13 @@ def check_files(data: Any) -> None:
     """Refuse missing files of a recipe's data; neither torch nor the rest of the recipe is needed."""
     from imdm.data.corpora import Corpus
 
-    kind = data.get("kind") if isinstance(data, dict) else None
-    if kind in ("prepared", "tokens") and not Path(data["path"]).exists():
-        raise UserError(f"data: {data['path']}: no such {'folder' if kind == 'prepared' else 'file'}")
-    if kind == "text":
-        Corpus(data["path"]).check()
-        if data.get("valid") is not None:
-            Corpus(data["valid"], "valid").check()
+    given = data if isinstance(data, dict) else {}
+    kind, path, valid = (given.get(name) for name in ("kind", "path", "valid"))
+    if kind in ("prepared", "tokens") and isinstance(path, str) and not as_path(path, "data.path").exists():
+        raise UserError(f"data: {path}: no such {'folder' if kind == 'prepared' else 'file'}")
+    for corpus, split in ((path, "train"), (valid, "valid")) if kind == "text" else ():
+        if isinstance(corpus, str):
+            Corpus(corpus, split).check()
 
 
 def trained_by(name: str | Path) -> list[str]:
@@ -193,13 +199,14 @@ def _override(values: dict[str, Any], override: str) -> None:
         value = parse_yaml(text)
     except ValueError as error:
         raise UserError(f"override {shown(override)}: {shown(text)} is not a valid value ({error})") from None
-    if isinstance(value, str) and isinstance(place.get(last), dict) and "path" in place[last]:
+    found = place.get(last)
+    section: dict[str, Any] = found if isinstance(found, dict) else {}
+    if isinstance(value, str) and ("path" in section or (key == "data" and section.get("kind") in WITH_PATH)):
         place[last]["path"] = value  # data=PATH: a section that has a path takes another one
-    elif key == "data" and isinstance(place.get(last), dict) and not isinstance(value, dict):
-        kind = place[last].get("kind", "text")
+    elif key == "data" and section and not isinstance(value, dict):
         raise UserError(
-            f"{shown(override)}: this recipe's data are of kind {kind!r}, which has no path; recipes of text take one: "
-            "sentences-cpu, match-text-cpu, or your own"
+            f"{shown(override)}: this recipe's data are of kind {section.get('kind')!r}, which has no path; recipes of "
+            "text take one: sentences-cpu, match-text-cpu, or your own"
         )
     else:
         place[last] = value
