@@ -62,6 +62,7 @@ BESIDE = {
     "SDTT+ReDi, single": ("sdtt+redi", "single", "mdlm-sdtt-redi", "sdtt"),
     "SDTT+ReDi, infinite": ("sdtt+redi", INFINITE, "imdm-sdtt-redi", "sdtt"),
 }
+ORDERS = ("random", "spread")
 SHIPS = ["stories-imdm", "stories-judge", "stories-teacher", "sentences-judge"]
 
 
@@ -384,3 +385,37 @@ def test_a_model_of_stories_is_judged_by_the_judge_of_stories() -> None:
     texts = ["Once upon a time, there was a little girl. She had a red ball.", "Ball little was. Once had girl red, a."]
     score = load_judge("stories-judge").score(texts)
     assert float(score.nll[0] / score.count[0]) < float(score.nll[1] / score.count[1]) - 1
+
+
+def test_sentences_in_spread_order() -> None:
+    (table,) = [one for one in tables(DOCUMENT) if one.head[0] == "sentences"]
+    rows = {(row.method, row.order, row.metric, row.steps): row for row in read(GRID / "order.jsonl")}
+    names = {"teacher": "teacher", "SDTT+ReDi, infinite": "sdtt+redi"}
+
+    def values(method: str, order: str, metric: str) -> list[float]:
+        return [rows[method, order, metric, steps].value for steps in (2, 4, 8, 16)]
+
+    assert {tuple(row[:1]) for row in table.rows} == {(f"{name}, {order} order",) for name in names for order in ORDERS}
+    for name, *cells in table.rows:
+        method, order = next(
+            (names[one], order) for one in names for order in ORDERS if name == f"{one}, {order} order"
+        )
+        pairs = zip(values(method, order, "gen_ppl"), values(method, order, "entropy"), strict=True)
+        assert cells == [f"{f'{ppl:,.0f}' if ppl >= 100 else f'{ppl:.1f}'} ({entropy:.2f})" for ppl, entropy in pairs]
+    said = " ".join(DOCUMENT.read_text(encoding="utf-8").split())
+    for method, form in (
+        ("teacher", "to {:.0%} and {:.0%} of what it was for the teacher"),
+        ("sdtt+redi", "to {:.0%} and {:.0%} for"),
+    ):
+        shares = [after / before for before, after in zip(*(values(method, o, "gen_ppl") for o in ORDERS), strict=True)]
+        assert form.format(*shares[1:3]) in said
+        entropy = [
+            after - before for before, after in zip(*(values(method, o, "entropy") for o in ORDERS), strict=True)
+        ]
+        assert abs(entropy[0]) < 0.045
+        assert max(map(abs, entropy[1:])) < 0.02
+        pooled = zip(*(values(method, order, "token_entropy")[1:] for order in ORDERS), strict=True)
+        assert max(before - after for before, after in pooled) < 0.08
+    assert {(row.n, row.noise, row.precision, row.sample_seed) for row in rows.values()} == {
+        (256, "posterior", "float32", 0)
+    }

@@ -97,9 +97,9 @@ class Writer:
     ) -> list[Text]:
         """`num` continuations of each prompt (unconditional samples without one), to `length` tokens, one prompt after
         another. A model of whole texts ends them itself, within `length` tokens; if it knows their lengths, a text that
-        does not fit is cut. Text i of the result depends on the
-        i-th key of `seed`, so equal prompts get different continuations. Options as in `MaskedDiffusionLM.generate`:
-        steps, noise, temperature, top_p, trace and the like."""
+        does not fit is cut. Text i of the result depends on the i-th key of `seed`, so equal prompts get different
+        continuations. Options as in `MaskedDiffusionLM.generate`: steps, noise, temperature, top_p, trace and the
+        like."""
         given = [""] if prompts is None else _texts(prompts, "prompt")
         if prompts is not None and (not given or not all(prompt.strip() for prompt in given)):
             raise UserError("the prompt is empty; leave it out to write from nothing")
