@@ -12,6 +12,7 @@ import sys
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,12 +21,13 @@ from rich.console import Console
 from safetensors.torch import save_file
 from typer.main import get_command
 
+from imdm import console as terminal
 from imdm.cli import main
 from imdm.cli.app import app
 from imdm.data import Coupling
 from imdm.evaluation import read
 from imdm.models import MaskedDiffusionLM, fingerprint, load_model
-from imdm.runs.status import read_done
+from imdm.runs.status import MEANINGS, SIGNALS, explained, read_done
 from tests.conftest import tiny_model
 
 ROOT = Path(__file__).parents[1]
@@ -109,8 +111,8 @@ def test_help_shows_every_command_and_the_list_too() -> None:
     groups = {name.split()[0] for name in COMMANDS}
     assert all(re.search(rf"^\W*{name}\s+\w+", shown, re.MULTILINE) for name in groups)
     page = (ROOT / "docs/commands.md").read_text(encoding="utf-8")
-    (told,) = re.findall(r"## In short\n\n```text\n(.*?)```", page, re.DOTALL)
-    lines = [line.split() for line in told.splitlines()]
+    (told,) = re.findall(r"## In short\n(.*?)\n- ", page, re.DOTALL)
+    lines = [line.split() for line in re.findall(r"^\| `(imdm [^`]*)`", told, re.MULTILINE)]
     assert {" ".join(words[1:3]) if words[1] == "judge" else words[1] for words in lines} == set(COMMANDS)
 
 
@@ -420,6 +422,14 @@ MISTAKES = {
         ["distill", "redi", "MODEL", "--data", "aligned", "--out", "OUT", "--precision", "bf16"],
         "bf16 needs a GPU",
     ),
+    "no gpu, a smaller recipe": (
+        ["reproduce", "sentences", "data=sample", "--out", "OUT"],
+        "needs a GPU; use float32 on a CPU; 'imdm reproduce sentences-cpu' is a small one for a CPU",
+    ),
+    "too few steps": (
+        ["distill", "match", "MODEL", "--data", "aligned", "--out", "OUT", "--iterations", "30"],
+        "--iterations 30: objective 'match' would never update the student in so few steps; give more than ",
+    ),
     "method": (["distill", "magic", "MODEL", "--data", "aligned", "--out", "OUT"], "unknown distillation 'magic'"),
     "rounds": (
         ["distill", "sdtt", "MODEL", "--data", "aligned", "--out", "OUT", "--rounds", "12"],
@@ -443,7 +453,7 @@ MISTAKES = {
     ),
     "no latent": (
         ["distill", "di4c", "MODEL", "--data", "aligned", "--out", "OUT", "--mask", "single"],
-        "needs a latent that the whole sequence shares, and this student has none",
+        "needs a latent that the whole sequence shares, and this student has none; give it --mixture, or a mask",
     ),
     "other words": (
         ["distill", "sdtt", "MODEL", "--data", "aligned:symbols=3", "--out", "OUT"],
@@ -513,7 +523,8 @@ def test_distil_by_sdtt_then_redi_and_look_at_it(run: Path, tmp_path: Path) -> N
     assert result.returncode == 0, result.stderr
     assert "pairs-2: 16 pairs, 1,024 steps each\nstudent-2: 3 training steps of 8 sequences\n" in result.stdout
     shown = imdm("status", tmp_path / "redi").stdout
-    assert [line.split()[0] for line in shown.splitlines()[2:]] == ["pairs-1", "student-1", "pairs-2", "student-2"]
+    assert [line.split()[0] for line in shown.splitlines()[2:-1]] == ["pairs-1", "student-1", "pairs-2", "student-2"]
+    assert shown.splitlines()[-1] == MEANINGS["fitted"]
     assert re.search(
         r"student-2\s+redi\s+done\s+3 of 3\s+\d\.\d+\s+fitted \d+%", shown
     )  # the share of tokens it has fitted
@@ -597,3 +608,21 @@ def test_status_is_as_far_as_the_newest_checkpoint_or_look(
     few += ["stages.teacher.watch.metrics=[validity]", *(f"stages.teacher.training.{one}" for one in changes)]
     assert imdm("train", "synthetic", *few, "--out", tmp_path).returncode == 130
     assert re.search(rf"teacher\s+nelbo\s+stopped or running\s+{newest} of 40", imdm("status", tmp_path).stdout)
+
+
+def test_signals_are_explained() -> None:
+    assert explained(["fitted", "loss"]) == [MEANINGS["fitted"]]
+    assert MEANINGS.keys() == SIGNALS.keys()
+    for name, meaning in MEANINGS.items():
+        assert meaning.startswith(SIGNALS[name].split(" {")[0] + ": ")
+
+
+def test_a_bar_without_a_terminal_says_how_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    told, now = Console(file=io.StringIO(), width=200), iter(range(0, 10_000, 40))
+    monkeypatch.setattr(terminal, "time", SimpleNamespace(perf_counter=lambda: float(next(now))))
+    with terminal.Terminal(told).bar("training", 100) as bar:
+        bar(10, "loss 1.0")
+        bar(100, "loss 0.5")
+    first, second, _ = told.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert re.fullmatch(r"  training: 10 of 100   loss 1.0   left 0:\d\d:\d\d", first)
+    assert second == "  training: 100 of 100   loss 0.5"

@@ -13,7 +13,7 @@ from imdm.errors import UserError
 from imdm.evaluation import Row
 from imdm.files import append_line
 from imdm.recipes import load_recipe
-from imdm.report import build_report, combine, plots
+from imdm.report import all_results, build_report, combine, plots
 from imdm.report.page import Beside, Strip, Written
 from imdm.report.paper import TABLES
 from imdm.report.text import cost_of_steps, curves, frontier, other_figures, paper_beside, step_table
@@ -192,3 +192,10 @@ def test_what_steps_cost_is_drawn_with_the_bound() -> None:
 def test_no_results_is_said(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no results.jsonl there"):
         build_report(tmp_path)
+
+
+def test_the_hash_of_a_metrics_settings_is_shown_where_it_tells_rows_apart() -> None:
+    one = row("imdm", 4, 0.5, 0.1, "redi").model_copy(update={"metric": "mauve", "settings": "abc"})
+    other = row("imdm", 4, 4.2, 0.1, "redi").model_copy(update={"metric": "entropy"})
+    assert "settings" not in all_results([one, other]).columns
+    assert "settings" in all_results([one, other, one.model_copy(update={"settings": "def"})]).columns

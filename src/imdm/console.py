@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -132,6 +133,7 @@ class Terminal:
             Left(),
         ]
         how: dict[str, Any] = {"console": self.console, "transient": True, "speed_estimate_period": RECENT}
+        how |= {"disable": not self.console.is_terminal}  # it would leave an empty line
         started, last = time.perf_counter(), ""
         told = started
         with Progress(*columns, **how) as progress:
@@ -143,7 +145,8 @@ class Terminal:
                 progress.update(task, completed=done, note=last)
                 if not self.who and not self.console.is_terminal and time.perf_counter() - told > EVERY:
                     told = time.perf_counter()
-                    self.say(f"{title}: {done:,} of {total:,}   {last}")
+                    left = timedelta(seconds=round((told - started) / max(done, 1) * (total - done)))
+                    self.say(f"{title}: {done:,} of {total:,}   {last}" + f"   left {left}" * (0 < done < total))
 
             yield update
         seconds = time.perf_counter() - started

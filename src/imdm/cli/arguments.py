@@ -38,7 +38,7 @@ def as_options(*names: str, section: str = "") -> Iterator[None]:
 
 @contextmanager
 def naming_options(options: Mapping[str, str]) -> Iterator[None]:
-    """Inside this block errors name options where the library names settings."""
+    """Inside this block errors have options where the library names settings, or other words of a command."""
     try:
         yield
     except UserError as error:

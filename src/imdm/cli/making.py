@@ -363,7 +363,7 @@ def reproduce(
     ] = None,
 ) -> None:
     """Run a whole recipe and write its report. Finished stages are skipped, stopped ones resume."""
-    from imdm.recipes import load_recipe
+    from imdm.recipes import load_recipe, recipe_names
 
     chosen = load_recipe(recipe, overrides or (), to_run=True)
     from imdm.report import build_report
@@ -373,7 +373,10 @@ def reproduce(
     jobs = plan(chosen, folder, seeds, quick)
     many = workers or workers_for(chosen, len(jobs))
     say(chosen.name + (f": {len(jobs)} runs, {many} at a time" if len(jobs) > 1 else ""))
-    run_jobs(chosen, jobs, folder, many, reporter())
+    small = f"{chosen.name}-cpu"
+    hint = f"; 'imdm reproduce {small}' is a small one for a CPU" * (small in recipe_names())
+    with naming_options({"use float32 on a CPU": f"use float32 on a CPU{hint}"}):
+        run_jobs(chosen, jobs, folder, many, reporter())
     if not is_main():
         return
     if not (folder / "results.jsonl").exists():
@@ -393,7 +396,7 @@ def reproduce(
 def status(run: Annotated[Path, typer.Argument(help="Folder of a run.")]) -> None:
     """Show the status of a run: stages, rounds, losses, early signals, time taken and left."""
     check_holds(run, "recipe.json")
-    from imdm.runs.status import in_words
+    from imdm.runs.status import explained, in_words
     from imdm.runs.status import status as read_status
     from imdm.training.history import LAST, loss_in_words
 
@@ -416,6 +419,8 @@ def status(run: Annotated[Path, typer.Argument(help="Folder of a run.")]) -> Non
                 row.name, row.kind, row.state, done, round, loss_in_words(row.loss), in_words(row.signals), time
             )
         show(table)
+    for line in explained(name for stages in runs.values() for row in stages for name in row.signals):
+        say(line)
 
 
 @app.command()

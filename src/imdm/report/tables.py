@@ -139,7 +139,9 @@ def all_results(rows: list[Row]) -> Table:
         }
         for row in rows
     ]
-    columns = list(cells[0]) if cells else []
+    others = [tuple(value for name, value in cell.items() if name not in ("value", "settings")) for cell in cells]
+    needed = len(set(others)) < len(others)  # else a hash of a metric's settings tells nothing
+    columns = [name for name in (cells[0] if cells else {}) if name != "settings" or needed]
     always = ("metric", "value", "steps", "n")
     same = [name for name in columns if name not in always and len({row[name] for row in cells}) == 1]
     shown = tuple(name for name in columns if name not in same)

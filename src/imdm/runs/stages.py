@@ -190,7 +190,7 @@ def _evaluate(run: Run, name: str, stage: EvaluateStage) -> str:
     rows, done = [], 0
     total = len(stage.models) * len(stage.steps) * len(stage.temperatures)
     read(run.results_file)  # fails now if rows could not be appended
-    with run.reporter.bar(f"{name}: {stage.samples:,} samples", total) as bar:
+    with run.reporter.bar(f"{name}: {stage.samples:,} sample{'s' * (stage.samples > 1)}", total) as bar:
         for model_name, method in stage.models.items():
             subject = Subject(
                 _ready(run, model_name, stage),

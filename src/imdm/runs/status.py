@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,17 @@ SIGNALS = {
     "phase": "phase {:.0f}",
     BEST: "best score {:.3g}",
 }
-"""Early signals that are shown, and their formats: the share of its pairs that a ReDi student has fitted; for `match`
-the perplexity ratio of its samples to the teacher's, how much pooled entropy they lack, the phase, and the best
-score."""
+"""Early signals that are shown, and their formats."""
+MEANINGS = {
+    "fitted": "fitted: share of the couplings' masked tokens that the student gives a probability above 1/2",
+    "ratio": "ratio: perplexity of the student's samples under the teacher, as a multiple of the teacher's own at "
+    "the same entropy; mean over step counts",
+    "pooled_lacking": "lacking: entropy that the samples together lack, in nats; above 0.1 diversity is lost",
+    "phase": "phase: of those of the objective",
+    BEST: "best score: the lowest so far of the mean log ratio plus what is lacking beyond 0.1; its weights are "
+    "exported",
+}
+"""What they are, in a line each."""
 
 
 @dataclass(frozen=True)
@@ -138,3 +146,9 @@ def shown_signals(history: list[dict[str, Any]]) -> dict[str, float]:
 def in_words(signals: dict[str, float]) -> str:
     """`fitted 93%`; `ratio 1.62, lacking 0.03, phase 1, best score 0.48`."""
     return ", ".join(SIGNALS[name].format(value) for name, value in signals.items())
+
+
+def explained(signals: Iterable[str]) -> list[str]:
+    """A line on each of these signals."""
+    named = set(signals)
+    return [meaning for name, meaning in MEANINGS.items() if name in named]
