@@ -261,7 +261,7 @@ def broken() -> dict[str, tuple[float, float]]:
         "no joint": (field("kl", logits, incoherent(teacher, 0.5), UNIFORM), wanted),
         "clip ±1": (field("kl", logits, teacher, UNIFORM, clip=1.0), wanted),
         "clip ±4": (field("kl", logits, teacher, UNIFORM, clip=4.0), wanted),
-        "ψ behind": (field("kl", logits, teacher, UNIFORM, lagging), wanted),
+        "ψ lags": (field("kl", logits, teacher, UNIFORM, lagging), wanted),
         **two_starts(),
     }
     return {name: (apart(*pair), float(cosine(*pair).mean())) for name, pair in cases.items()}
@@ -306,7 +306,7 @@ def two_starts() -> dict[str, tuple[Tensor, Tensor]]:
         fresh, kept = (mixed(logits, written.detach(), noise) for noise in (None, first / first.sum(0)))
         for name, starts, laws in (
             ("told", real, None),
-            ("ψ untold", real, untold(real, UNIFORM)),
+            ("ψ not told", real, untold(real, UNIFORM)),
             ("fresh", fresh, None),
             ("ε kept", kept, None),
         ):
@@ -537,10 +537,10 @@ def test_the_document_says_what_the_gradients_are(gradient: Gradient) -> None:
 
 def test_the_document_says_what_each_condition_costs() -> None:
     found = {name: pair for name, pair in broken().items() if name not in ("none", "told", "fresh")}
-    head = next(line for line in section().splitlines() if line.startswith("| amiss |"))
+    head = next(line for line in section().splitlines() if line.startswith("| violated |"))
     assert head.strip("| ").split(" | ")[1:] == list(found)
     for k, name in enumerate(("error", "cosine")):
-        assert_said(rows_of("amiss")[name], [pair[k] for pair in found.values()])
+        assert_said(rows_of("violated")[name], [pair[k] for pair in found.values()])
 
 
 def test_the_document_says_which_sizes_are_weighted() -> None:
