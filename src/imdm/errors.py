@@ -41,7 +41,9 @@ def check_blanks(text: str, marker: str) -> None:
     if not marker:
         raise UserError("marker = '': nothing to look for; the usual one is '___'")
     if marker not in text:
-        raise UserError(f"nothing to fill in: the text {shown(text)} has no {shown(marker)}")
+        raise UserError(
+            f"nothing to fill in: the text {shown(text)} has no {shown(marker)}; put it where text is missing"
+        )
 
 
 def check_number(name: str, value: object) -> None:

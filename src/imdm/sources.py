@@ -28,7 +28,7 @@ def check_source(source: str | Path) -> None:
     if path.is_file() and path.suffix not in ENDINGS and not zipfile.is_zipfile(path):
         raise UserError(f"model {str(source)!r}: weights are in files of {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}")
     if (path / "manifest.json").exists() and not (path / "config.json").exists():
-        raise UserError(f"model {str(source)!r} is a folder of prepared text or pairs, not of a model")
+        raise UserError(f"model {str(source)!r} is a folder of prepared text or pairs, not of a model; give it as data")
     beside = (path.parent if path.name == "model.safetensors" else path) / "config.json"
     config = read_json(beside, f"model {str(source)!r}") if beside.is_file() else {}
     if isinstance(config, dict) and config.get("model_type") == KIND:

@@ -1,4 +1,4 @@
-"""Commands that make models: recipes, train, prepare, couple, distill, reproduce, status."""
+"""Commands that make models: recipes, train, prepare, couple, distill, reproduce, adopt, export; and status."""
 
 from __future__ import annotations
 

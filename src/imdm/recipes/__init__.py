@@ -57,11 +57,10 @@ def load_recipe(name: str | Path, overrides: tuple[str, ...] | list[str] = (), *
     missing data."""
     values = _settings(name)
     if to_run:
-        chosen = check_recipe(values, overrides)
-        several = chosen.get("variants")
-        several = several if isinstance(several, dict) and several else {"": {}}
-        for changes in several.values():
-            check_files(_merge(chosen, changes).get("data") if isinstance(changes, dict) else None)
+        values, overrides = check_recipe(values, overrides), ()
+        several = values.get("variants")
+        for changes in several.values() if isinstance(several, dict) and several else [{}]:
+            check_files(_merge(values, changes).get("data") if isinstance(changes, dict) else None)
     return parse_recipe(values, overrides)
 
 
@@ -72,7 +71,8 @@ def check_files(data: Any) -> None:
     given = data if isinstance(data, dict) else {}
     kind, path, valid = (given.get(name) for name in ("kind", "path", "valid"))
     if kind in ("prepared", "tokens") and isinstance(path, str) and not as_path(path, "data.path").exists():
-        raise UserError(f"data: {path}: no such {'folder' if kind == 'prepared' else 'file'}")
+        what = "file" if kind == "tokens" else "folder; make it with 'imdm prepare'"
+        raise UserError(f"data: {path}: no such {what}")
     for corpus, split in ((path, "train"), (valid, "valid")) if kind == "text" else ():
         if isinstance(corpus, str):
             Corpus(corpus, split).check()

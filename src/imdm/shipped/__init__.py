@@ -103,7 +103,9 @@ def folder_of(name: str | Path) -> Path | None:
         raise UserError(f"model {str(name)!r} is a file; give the folder that holds config.json and model.safetensors")
     if not (folder / "config.json").exists():
         if (folder / "manifest.json").exists():
-            raise UserError(f"model {str(name)!r} is a folder of prepared text or pairs, not of a model")
+            raise UserError(
+                f"model {str(name)!r} is a folder of prepared text or pairs, not of a model; give it as data"
+            )
         near = [folder / "model", *sorted(folder.glob("*/model")), *sorted(folder.glob("seed-*/*/model"))]
         hint = next((f"; did you mean {place}?" for place in near if (place / "config.json").exists()), "")
         raise UserError(f"model {str(name)!r} has no config.json{hint}")
