@@ -124,6 +124,109 @@ def test_stories_in_spread_order() -> None:
     assert f"{again.value:.2f} ± {again.stderr:.2f}" in text  # the shipped weights in float32, in random order
 
 
+STUDENTS = STORIES.parent / "stories-students"
+
+
+@cache
+def students(metric: str, judge: str | None, seed: int | None = None) -> dict[tuple[str, int], Multiple]:
+    """Students of the teacher that ships beside that teacher at equal entropy, by mask and steps."""
+    rows = [row for row in read(STUDENTS / "results.jsonl") if row.judge in (None, judge)]
+    theirs = [row for row in rows if (row.method, row.steps) == ("teacher", 256)]
+    ours = [row for row in rows if row.method == "match" and seed in (None, row.seed)]
+    return {(each.mask, each.steps): each for each in equal_entropy(ours, metric=metric, against=theirs)}
+
+
+def marked_end(one: Multiple) -> str:
+    return cell(one) + (" †" if one.end else "")
+
+
+def test_three_students_and_a_single_mask() -> None:
+    def cells(judge: str, mask: str, seed: int | None = None) -> list[str]:
+        return [marked_end(students("gen_ppl", judge, seed)[mask, steps]) for steps in ORDERED]
+
+    each = {f"student {seed}": cells(SOURCE, INFINITE, seed) for seed in range(3)}
+    both = {judge: {"match, single": cells(judge, "single")} for judge in (SOURCE, JUDGE)}
+    for judge, rows in both.items():
+        rows["match, infinite (3)"] = cells(judge, INFINITE)
+    assert told("what that teacher has in 256 steps at the same entropy, by the source") == both[SOURCE] | each
+    assert told("By `stories-judge`:") == both[JUDGE]
+    for judge in (SOURCE, JUDGE):
+        for steps, bar, aim in ((2, 3.0, 2.0), (4, 1.6, 1.3), (8, 1.15, 1.0)):
+            found = [students("gen_ppl", judge, seed)[INFINITE, steps] for seed in range(3)]
+            assert all(one.value <= aim and one.high < bar for one in found)
+            assert (students("gen_ppl", judge)["single", steps].value <= bar) == (steps == 8)
+    found = students("gen_ppl", SOURCE)
+    times = [found["single", steps].value / found[INFINITE, steps].value for steps in (1, 2, 4, 8)]
+    assert [f"{value:.1f}" for value in times] == ["10.1", "2.9", "1.6", "1.3"]
+    text = " ".join(DOCUMENT.read_text(encoding="utf-8").split())
+    assert "ten times their multiple at 1 step, 2.9 times at 2, 1.6 times at 4, and is a third above them at 8" in text
+    ours = multiples(SOURCE)
+    values = [f"{ours[steps].value:.2f}" for steps in ORDERED]
+    assert f"student that ships ({', '.join(values[:-1])} and {values[-1]} in spread order)" in text
+    assert all(found[INFINITE, steps].value < ours[steps].value for steps in ORDERED)
+
+
+def test_figures_of_the_three_students() -> None:
+    rows = [row for row in read(STUDENTS / "results.jsonl") if row.judge in (None, SOURCE)]
+
+    def value(metric: str, mask: str, seed: int, steps: int) -> float:
+        wanted = ("match", metric, mask, seed, steps)
+        (row,) = (row for row in rows if (row.method, row.metric, row.mask, row.seed, row.steps) == wanted)
+        return row.value
+
+    def figures(mask: str, seed: int) -> list[str]:
+        pairs = [(value("gen_ppl", mask, seed, n), value("entropy", mask, seed, n)) for n in ORDERED]
+        return [f"{plain(ppl)} ({entropy:.2f})" for ppl, entropy in pairs]
+
+    def pooled(mask: str, seed: int) -> list[float]:
+        return [students("pooled_entropy", None, seed)[mask, n].value for n in ORDERED]
+
+    def shared(mask: str) -> list[str]:
+        return [f"{students('shared_4grams', None)[mask, n].value:.2f}" for n in ORDERED]
+
+    wanted = {"match, single": figures("single", 0)}
+    wanted |= {f"student {seed}": figures(INFINITE, seed) for seed in range(3)}
+    whose = {"single": ("single", 0)} | {f"student {seed}": (INFINITE, seed) for seed in range(3)}
+    wanted |= {f"pooled entropy, {name}": [f"{x:.3f}" for x in pooled(*who)] for name, who in whose.items()}
+    wanted |= {"shared 4-grams, single": shared("single"), "shared 4-grams, infinite (3)": shared(INFINITE)}
+    assert told("The figures behind them, by the source") == wanted
+    within = {seed: [n for n, x in zip(ORDERED, pooled(INFINITE, seed), strict=True) if x >= -0.1] for seed in range(3)}
+    assert within == {0: [], 1: [4, 8, 16], 2: [4, 8, 16]}
+    assert max(students("shared_4grams", None)[mask, n].value for mask in ("single", INFINITE) for n in ORDERED) < 1.3
+    (warm,) = (
+        row for row in rows if (row.metric, row.judge, row.temperature) == ("gen_ppl", SOURCE, 1.0) and row.steps == 256
+    )
+    (entropy,) = (row for row in rows if (row.metric, row.temperature, row.steps) == ("entropy", 1.0, 256))
+    text = " ".join(DOCUMENT.read_text(encoding="utf-8").split())
+    assert f"has a perplexity of {warm.value:.2f} by the source and an entropy of {entropy.value:.2f}" in text
+
+
+def test_which_weights_of_the_students_were_kept() -> None:
+    folder = STUDENTS / "seed-0"
+    looks = {
+        name: [row for row in read_lines(folder / name / "history.jsonl") if "score" in row]
+        for name in ("imdm-match", "imdm-match-1", "imdm-match-2")
+    }
+    best = {name: min(rows, key=lambda row: row["score"])["step"] for name, rows in looks.items()}
+    assert list(best.values()) == [2500, 3750, 3750]
+    lacking = [f"{row['pooled_lacking']:.3f}" for row in looks["imdm-match"]]
+    text = " ".join(DOCUMENT.read_text(encoding="utf-8").split())
+    assert f"its largest shortfall had fallen from {lacking[1]} to {lacking[2]}" in text
+
+
+def test_the_students_recipe_is_the_one_that_was_run() -> None:
+    """With the source as second judge, and for whole texts, which the package does not have."""
+    kept = Recipe.parse(read_json(STUDENTS / "recipe.json", "recipe"), "recipe")
+    ours = load_recipe("stories-students", ["data={kind: prepared, path: rows}"])
+    assert {row.recipe_hash for row in read(STUDENTS / "results.jsonl")} == {kept.digest()}
+    assert list(kept.stages) == list(ours.stages)
+    for name, stage in kept.stages.items():
+        if stage.kind == "evaluate" and stage.judge == "stories-source":
+            judged = {"judge": ours.stages[name].judge, "judge_precision": ours.stages[name].judge_precision}
+            stage = stage.model_copy(update=judged)
+        assert stage == ours.stages[name]
+
+
 def told(lead: str) -> dict[str, list[str]]:
     """The rows of the table below a paragraph with these words, by their first cell, without emphasis."""
     return {name: [text.replace("*", "") for text in cells] for name, *cells in table(DOCUMENT, lead=lead).rows}
