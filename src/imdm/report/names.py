@@ -36,6 +36,7 @@ METRICS = {
     "step_correlation": "total correlation of steps (nats)",
     "pair_error": "error of steps, neighbours (nats)",
     "pair_bound": "bound of Theorem 4.1, neighbours (nats)",
+    "tokens_per_second": "tokens of text a second",
     "cond_gen_ppl": "generative perplexity after prompts",
     "cond_entropy": "entropy after prompts (nats)",
     "cond_mauve": "MAUVE after prompts",

@@ -1,0 +1,49 @@
+"""The throughput of sampling, by a clock of its own."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+
+from imdm.evaluation import Subject, measure, speed
+from imdm.sampling import Sampling, sample
+from tests.conftest import tiny_model
+
+
+@pytest.fixture
+def seconds(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What each run takes: the first, which is not counted, and three more."""
+    took = [100.0, 1.0, 2.0, 4.0]
+    clock = count()
+
+    def now(device: torch.device) -> float:
+        past, half = divmod(next(clock), 2)
+        return sum(took[:past]) + half * took[past]
+
+    monkeypatch.setattr(speed, "_now", now)
+    return took
+
+
+@pytest.mark.parametrize("changes", [{}, {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}])
+def test_tokens_a_second_are_those_of_the_text_without_the_first_run(changes: Any, seconds: list[float]) -> None:
+    model = tiny_model(length=8, **changes)
+    how = Sampling(steps=3, noise="keep", order="spread")
+    subject = Subject(model, how=how, samples=20, seed=5)
+    canvas = torch.full((20, 8), model.config.mask_token_id)
+    rows = sample(model, canvas, keys=subject.keys, how=how).tokens
+    ending = model.config.ending
+    tokens = 160 if ending is None else int(ending.lengths(rows).sum())
+    assert ending is None or tokens < 160
+    found = measure(["tokens_per_second"], subject)["tokens_per_second"]
+    each = torch.tensor([tokens / took for took in seconds[1:]], dtype=torch.float64)
+    assert found.value == pytest.approx(float(each.mean()))
+    assert found.stderr == pytest.approx(float(each.std() / 3**0.5))
+    assert found.n == 20
+
+
+def test_a_clock_runs() -> None:
+    found = measure(["tokens_per_second"], Subject(tiny_model(), samples=4))["tokens_per_second"]
+    assert found.value > 0
