@@ -68,7 +68,7 @@ def test_advice_has_the_figures_of_the_results() -> None:
 def test_recipes_cost_what_the_tutorial_says(gpus: int) -> None:
     text = (DOCS / "tutorials/paper.md").read_text(encoding="utf-8")
     told = re.findall(r"^\| `([\w-]+)` \|.*?\| ([\d.]+) \|(?: ([\d.]+) \|)?$", text, re.MULTILINE)
-    assert len(told) == 10
+    assert len(told) == 12
     for name, one, eight in told:
         said = one if gpus == 1 else eight
         if said:
