@@ -201,6 +201,21 @@ def test_figures_of_the_three_students() -> None:
     assert f"has a perplexity of {warm.value:.2f} by the source and an entropy of {entropy.value:.2f}" in text
 
 
+def test_sense_and_words_of_a_student() -> None:
+    rows = {(row.metric, row.steps): row for row in read(STUDENTS / "texts.jsonl")}
+    text = " ".join(DOCUMENT.read_text(encoding="utf-8").split())
+    for metric, form, words in (
+        ("known_words", "{:.2%}", "of words known, coherence"),
+        ("coherence", "{:.3f}", "(the unrounded teacher in 256 steps"),
+        ("novelty", "{:.1%}", "of 6-grams new."),
+    ):
+        few, more = (form.format(rows[metric, steps].value) for steps in (4, 8))
+        assert f"{few} and {more} {words}" in text
+    assert rows["known_words", 8].value > 0.996
+    assert rows["coherence", 8].value > 0.8 * one("coherence", *TEACHER, 256).value
+    assert rows["unfinished", 8].value == 0
+
+
 def test_which_weights_of_the_students_were_kept() -> None:
     folder = STUDENTS / "seed-0"
     looks = {
