@@ -65,7 +65,7 @@ class Asked(Config):
     @classmethod
     def _without_nulls(cls, values: Any) -> Any:
         """Drop null fields, which OpenAI's clients send for fields that are not given."""
-        if not isinstance(values, dict):
+        if not isinstance(values, dict) or None not in values.values():
             return values
         optional = {name for name, one in cls.model_fields.items() if not one.is_required()}
         return {name: value for name, value in values.items() if value is not None or name not in optional}
