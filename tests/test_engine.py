@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from imdm.models import MaskedDiffusionLM, faster
 from imdm.randomness import Purpose, fold
 from imdm.sampling import Canvas, Keys, Sampling
 from imdm.serving import Busy, Engine, Frame, Job, Settings, Stopped, TooLong
+from imdm.serving import engine as engine_module
 from imdm.serving.engine import Failed
 from tests.conftest import tiny_model
 from tests.reference.enumeration import TableDenoiser, all_masked, chain_law, sequence_law
@@ -138,6 +140,62 @@ def test_frames_tell_the_story_that_a_trace_tells() -> None:
     assert [frame.evaluations for frame in frames] == list(range(1, len(frames) + 1))
     assert frames[-1].probability == pytest.approx(told.trace.log_probs[0].exp().tolist())
     assert len(run(engine, lambda: story(engine, Job("a", HOLES)))) == 1
+
+
+def test_frames_are_made_for_those_who_asked_or_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the event loop is woken once a turn that has any, however many sequences it concerns."""
+    asked, made, woken = Job("a", HOLES, steps=3, frames=True), list[int](), list[int]()
+    engine, frames_of = engine_of(a=tiny_model()), engine_module.frames_of
+
+    def counted(canvas: Canvas, index: list[int]) -> list[dict[str, Any]]:
+        made.append(len(index))
+        return frames_of(canvas, index)
+
+    monkeypatch.setattr(engine_module, "frames_of", counted)
+    jobs = [*[replace(asked, seed=i) for i in range(3)], *[replace(asked, seed=i, frames=False) for i in range(40)]]
+
+    async def work() -> list[tuple[int, Frame]]:
+        loop = asyncio.get_running_loop()
+        wake = loop.call_soon_threadsafe
+
+        def waking(hear: Any, said: Any) -> Any:
+            woken.append(len(said))
+            return wake(hear, said)
+
+        monkeypatch.setattr(loop, "call_soon_threadsafe", waking)
+        return [told async for told in engine.run_all(jobs)]
+
+    told = run(engine, work)
+    assert len(told) == sum(made) == sum(woken)
+    assert sorted(number for number, frame in told if frame.done) == list(range(43))
+    assert all(frame.done for number, frame in told if number >= 3)
+    assert len(told) == 40 + sum(frame.evaluations for number, frame in told if number < 3 and frame.done)
+    assert len(woken) <= engine.counts.turns <= 3
+
+
+def test_nothing_is_made_for_those_who_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who hangs up while the network runs gets no frame of it."""
+    model, made = tiny_model(), list[int]()
+    gate, engine, frames_of = Gate(model), engine_of(a=model), engine_module.frames_of
+
+    def counted(canvas: Canvas, index: list[int]) -> list[dict[str, Any]]:
+        made.append(len(index))
+        return frames_of(canvas, index)
+
+    monkeypatch.setattr(engine_module, "frames_of", counted)
+
+    async def work() -> None:
+        leaving = asyncio.create_task(last(engine, replace(MANY, frames=True)))
+        await gate.reached()
+        leaving.cancel()
+        await asyncio.wait([leaving])
+        gate.open()
+        while engine.running:
+            await asyncio.sleep(0)
+
+    run(engine, work)
+    assert sum(made) == 0
+    assert (engine.counts.dropped, engine.counts.sequences) == (1, 0)
 
 
 def test_draws_and_noise_have_seeds_of_their_own() -> None:
@@ -395,6 +453,9 @@ def test_at_the_end_running_work_is_finished_or_told_and_none_is_taken(grace: fl
         (Job("a", [None] * 7), "the row has 7 tokens, the model takes 1 to 6"),
         (Job("a", []), "the row has 0 tokens"),
         (Job("a", [5, None]), "ids = 5: must be a whole number from 0 to 4"),
+        (Job("a", [1, None, -1, 7]), "ids = -1: must be a whole number from 0 to 4"),
+        (Job("a", [None, 1.0, 7]), r"ids = 1\.0: must be a whole number"),  # type: ignore[list-item]
+        (Job("a", [True, None]), "ids = True: must be a whole number"),
     ],
 )
 def test_bad_jobs_get_a_sentence(job: Job, message: str) -> None:

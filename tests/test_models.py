@@ -12,6 +12,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
@@ -493,6 +494,17 @@ def test_recordings_are_kept_by_how_often_they_are_needed_and_forgotten_when_wei
     assert not replay.recorded
     with torch.no_grad():
         assert replay(model._all, None, model.noised(TOKENS), torch.clone) is None  # no GPU
+
+
+def test_a_full_batch_of_the_service_is_replayed() -> None:
+    """64 rows of 128 tokens of the small preset; but no batch that runs longer than Python takes to launch it."""
+
+    def wanted(rows: int) -> bool:
+        tokens = SimpleNamespace(is_cuda=True, numel=lambda: 128 * rows)
+        return Replay(85_000_000).wants(SimpleNamespace(tokens=tokens))  # type: ignore[arg-type]
+
+    with torch.no_grad():
+        assert [wanted(rows) for rows in (1, 64, 256)] == [True, True, False]
 
 
 def test_threads_take_turns_at_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:

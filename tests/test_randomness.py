@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from imdm.randomness import (
     Purpose,
     as_key,
+    as_keys,
     bits,
     centred,
     fold,
@@ -154,6 +155,7 @@ def test_permutations_are_permutations_and_differ_by_epoch() -> None:
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**63, 2**64 - 1])
 def test_any_64_bit_seed_is_a_key(seed: int) -> None:
     assert int(as_key(seed)) & 0xFFFFFFFFFFFFFFFF == seed & 0xFFFFFFFFFFFFFFFF
+    assert torch.equal(as_keys([seed, 1]), torch.stack([as_key(seed), as_key(1)]))
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5])

@@ -224,6 +224,32 @@ def test_a_stream_waits_for_a_stop_that_began_before_another(writer: Writer) -> 
             assert said == text[: min(cuts, default=len(text))], stops
 
 
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_prompt_is_decoded_once_and_a_text_once_a_frame(
+    monkeypatch: pytest.MonkeyPatch, writer: Writer, whole: Writer, ends: bool
+) -> None:
+    engine = Engine({"a": whole if ends else writer})
+    order = Order.of(Completion(prompt=PROMPT, seed=3, steps=6, stream=True, n=2), engine)
+    decoded, decode = list[int](), Writer.decode
+
+    def counted(self: Writer, tokens: list[int]) -> str:
+        decoded.append(len(tokens))
+        return decode(self, tokens)
+
+    monkeypatch.setattr(Writer, "decode", counted)
+    growing = Growing(order)
+
+    async def work() -> list[tuple[int, Frame]]:
+        return [told async for told in engine.run_all(order.jobs)]
+
+    with engine:
+        told = asyncio.run(work())
+    for number, frame in told:
+        growing.more(number, frame)
+    assert len(told) > 2
+    assert len(decoded) == len(told) + 2
+
+
 def test_special_tokens_in_a_prompt_are_text(client: Any, writer: Writer) -> None:
     prompt = "A<pad> <mask>"
     for model in ("tiny", "whole"):

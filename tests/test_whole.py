@@ -370,6 +370,16 @@ class Asked:
         return reduce(self.oracle.trunk_at(state, rows), slice(0, len(rows.position)))
 
 
+@pytest.mark.parametrize("ending", [Ending(0, 1, 2), Ending(0, 1, 1), Ending(1, 1, 1), Ending(0, 2, 0)])
+def test_plain_numbers_end_where_tensors_do(ending: Ending) -> None:
+    """All rows of up to four tokens."""
+    for size in range(5):
+        for ids in itertools.product(range(4), repeat=size):
+            row = torch.tensor(ids, dtype=torch.int64)
+            assert ending.length_of(list(ids)) == int(ending.lengths(row))
+            assert ending.has_end(list(ids)) == bool(ending.finished(row))
+
+
 def test_lengths_are_those_of_the_texts_at_any_number_of_steps() -> None:
     """An exact model ends its texts where the language does, also in one step, in which words are independent."""
     language = texts_language()

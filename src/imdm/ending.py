@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -109,6 +110,21 @@ class Ending:
     def finished(self, tokens: Tensor) -> Tensor:
         """Which texts have an end: (…,). One that runs into padding stops, but has none."""
         return (self.marks(tokens) & ~self.ended(tokens) & (tokens == self.end)).any(-1)
+
+    def length_of(self, ids: Sequence[int]) -> int:
+        """`lengths` of one row of plain numbers."""
+        first = self._first(ids)
+        return len(ids) if first is None else first + (ids[first] == self.end)
+
+    def has_end(self, ids: Sequence[int]) -> bool:
+        """`finished` of one row of plain numbers."""
+        first = self._first(ids)
+        return first is not None and ids[first] == self.end
+
+    def _first(self, ids: Sequence[int]) -> int | None:
+        """The first of `marks`."""
+        after = ids[1:]
+        return min((1 + after.index(mark) for mark in (self.end, self.pad) if mark in after), default=None)
 
     def fits(self, tokens: Tensor) -> Tensor:
         """Which rows are whole texts: (…,)."""

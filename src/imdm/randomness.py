@@ -13,7 +13,7 @@ so two numbers coincide only if key, purpose, a, b and block all do.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from numbers import Integral
@@ -84,10 +84,19 @@ def as_key(seed: int | Tensor, device: torch.device | str | None = None) -> Tens
     """A 64-bit key (int64 tensor) from a Python integer or a tensor of them."""
     if isinstance(seed, Tensor):
         return seed.to(device=device, dtype=torch.int64)
+    return torch.full((), _signed(seed), dtype=torch.int64, device=device)  # on the device: a copy would wait for it
+
+
+def as_keys(seeds: Sequence[int], device: torch.device | str | None = None) -> Tensor:
+    """The 64-bit keys of several Python integers, in one tensor."""
+    return torch.tensor([_signed(seed) for seed in seeds], dtype=torch.int64, device=device)
+
+
+def _signed(seed: int) -> int:
+    """The low 64 bits of a whole number, as a signed one."""
     check_is("seed", seed, Integral, "a whole number")
     value = int(seed) & 0xFFFFFFFFFFFFFFFF
-    signed = value - (1 << 64) if value >> 63 else value
-    return torch.full((), signed, dtype=torch.int64, device=device)  # on the device: a copy would wait for the GPU
+    return value - (1 << 64) if value >> 63 else value
 
 
 def bits(key: Tensor, purpose: Purpose, a: Tensor | int = 0, b: Tensor | int = 0, blocks: int = 1) -> Tensor:

@@ -142,7 +142,7 @@ class Writer:
         return self._whole(self.encode(_text("text", text)))
 
     def _whole(self, ids: list[int]) -> list[int]:
-        special = special_ids(self.tokenizer)
+        special = self._special
         row = [special.begin, *ids, special.end]
         if len(row) > self.model.config.length:
             raise UserError(f"the text has {len(row)} tokens, the model takes at most {self.model.config.length}")
@@ -150,7 +150,7 @@ class Writer:
 
     def _padded(self, row: list[int]) -> list[int]:
         """For a model of whole texts: padded to the training length."""
-        ending, length = self.model.config.ending, self.model.config.length
+        ending, length = self.model.process.ending, self.model.config.length
         return row if ending is None else row + [ending.pad] * (length - len(row))
 
     def encode(self, text: str) -> list[int]:
@@ -170,7 +170,7 @@ class Writer:
     def _framed(self) -> int:
         """Number of tokens around a prompt and its holes: begin and end, or only begin where the model generates the
         end."""
-        return 2 if self.model.config.ending is None else 1
+        return 2 if self.model.process.ending is None else 1
 
     def room(self, prompt: str) -> int:
         """The most tokens the model can generate after a prompt."""
@@ -180,7 +180,7 @@ class Writer:
         """begin, the prompt, holes, end: as in the rows the model was trained on. A model of whole texts generates the
         end itself. If it knows their lengths, the row breaks off after `length` tokens, and so may the text; else
         padding follows, so that the text ends before."""
-        special, ids, whole = self._special, self.encode(prompt), self.model.config.ending is not None
+        special, ids, whole = self._special, self.encode(prompt), self.model.process.ending is not None
         holes = length - len(ids) - self._framed
         if holes < 1:
             raise UserError(f"the prompt has {len(ids)} tokens; with {length} in all there is no room to write")
@@ -233,9 +233,9 @@ class Writer:
     def decode(self, tokens: list[int]) -> str:
         """Text without special tokens; a new line where one document ends and another begins. For a model of whole
         texts, all before the end."""
-        if self.model.config.ending is not None:
-            size = int(self.model.config.ending.lengths(torch.tensor(tokens, dtype=torch.int64)))
-            return self.tokenizer.decode(tokens[:size], skip_special_tokens=True)
+        ending = self.model.process.ending
+        if ending is not None:
+            return self.tokenizer.decode(tokens[: ending.length_of(tokens)], skip_special_tokens=True)
         end, documents = self._special.end, list[list[int]]([[]])
         for token in tokens:
             if token == end:

@@ -231,8 +231,9 @@ class Canvas:
 
         def column(name: str) -> Tensor:
             values = [getattr(one, name) for one in every]
-            wide = name in ("grid", "alpha")
-            return torch.cat([F.pad(value, (0, N - value.shape[1])) for value in values] if wide else values)
+            if name in ("grid", "alpha"):
+                values = [each if each.shape[1] == N else F.pad(each, (0, N - each.shape[1])) for each in values]
+            return torch.cat(values)
 
         hows = [how for one in every for how in one.hows]
         return self._with(hows, self.keys.joined([one.keys for one in others]), column)
@@ -263,17 +264,18 @@ class Canvas:
         process, ending = self.denoiser.process, self.denoiser.process.ending
         active, now, rows = turn.active, turn.now, turn.rows
         keys, holes = self.keys.at(active), self.masked[active]
-        redrawn = self._redrawn(active)
+        redrawn, draws = self._redrawn(active), self.draws[active]
         if redrawn is not None:
             kept = Split(self.alpha[active, turn.before], self.alpha[active, now]).alpha_ts  # over skipped steps too
             redraw = uniform(keys.order[:, None], Purpose.REDRAW, self.position, now[:, None]) >= kept[:, None]
             redraw = redraw if isinstance(redrawn, bool) else redraw & redrawn[:, None]
-            self.draws[active] = torch.where(holes & redraw, now[:, None], self.draws[active])
+            draws = torch.where(holes & redraw, now[:, None], draws)
+            self.draws[active] = draws
         step = 0 if redrawn is None else now if isinstance(redrawn, bool) else torch.where(redrawn, now, 0)
         latent = process.latents(keys.noise, step)
         if self.latents is not None and latent is not None:
             self.latents[active] = latent
-        noise = process.mask.draw(keys.noise, self.draws[active], holes)
+        noise = process.mask.draw(keys.noise, draws, holes)
         state = Noised(self.tokens[active], holes, noise, self.grid[active, now], latent)
         u = uniform(keys.tokens[rows.sequence], Purpose.TOKEN, rows.position)
         ends = process.ends(state, rows, keys.tokens, now)

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-import torch
 from pydantic import ConfigDict, Field, WrapValidator, model_validator
 
 from imdm.config import Config
@@ -66,7 +65,7 @@ class Asked(Config):
     @classmethod
     def _without_nulls(cls, values: Any) -> Any:
         """Drop null fields, which OpenAI's clients send for fields that are not given."""
-        if not isinstance(values, dict):
+        if not isinstance(values, dict) or None not in values.values():
             return values
         optional = {name for name, one in cls.model_fields.items() if not one.is_required()}
         return {name: value for name, value in values.items() if value is not None or name not in optional}
@@ -124,6 +123,7 @@ class Order:
     stream: bool
     include_usage: bool
     created: int = field(default_factory=lambda: int(time.time()))
+    heads: dict[int, str] = field(default_factory=dict, init=False, compare=False)  # of each job, once decoded
 
     @classmethod
     def of(cls, asked: Completion | Infill, engine: Engine) -> Order:
@@ -147,7 +147,7 @@ class Order:
             rows = [writer.blanked(text, infill.blank, infill.marker) for text in texts]
         else:
             rows = [_continued(writer, text, asked.max_tokens) for text in texts]  # type: ignore[union-attr]
-        hole = writer.model.config.mask_token_id
+        hole = writer.model.process.mask_id
         wanted = asked.n * sum(row.count(hole) for row in rows)
         if wanted > limits.tokens:
             raise UserError(
@@ -190,7 +190,7 @@ class Order:
         given, ids = self.jobs[number].ids, frame.ids if frame.done else frame.ids[: frame.ids.index(None)]
         tokens = [token for token in ids if token is not None]
         text, first = self.writer.decode(tokens), given.index(None) if None in given else 0
-        head = self.writer.decode(tokens[:first])
+        head = self._head(number, first)
         if not self.echo:
             text = text.removeprefix(head) if text.startswith(head) else self.writer.decode(tokens[first:])
         if not frame.done:
@@ -199,16 +199,23 @@ class Order:
         cut = _cut(text, begin, self.stops, open_ended=not frame.done)
         if cut is not None:
             return Said(text[:cut], "stop")
-        ending = self.writer.model.config.ending
-        ended = ending is not None and bool(ending.finished(torch.tensor(tokens)))
+        ending = self.writer.model.process.ending
+        ended = ending is not None and ending.has_end(tokens)
         return Said(text, "stop" if ended or self.infill else "length")
+
+    def _head(self, number: int, first: int) -> str:
+        """The text of a row before its first hole: the same in every frame."""
+        if number not in self.heads:
+            given = self.jobs[number].ids[:first]
+            self.heads[number] = self.writer.decode([token for token in given if token is not None])
+        return self.heads[number]
 
     def written(self, frame: Frame) -> int:
         """Tokens that evaluations wrote, up to the end of the text: not an end that was drawn first."""
-        ending = self.writer.model.config.ending
-        tokens = torch.tensor([token or 0 for token in frame.ids])
-        size = len(tokens) if ending is None else int(ending.lengths(tokens))
-        return sum(step > 0 for step in frame.revealed[:size])
+        ending = self.writer.model.process.ending
+        tokens = [token or 0 for token in frame.ids]
+        size = len(tokens) if ending is None else ending.length_of(tokens)
+        return size - frame.revealed[:size].count(0)
 
     def usage(self, frames: Sequence[Frame]) -> dict[str, int]:
         written = sum(self.written(frame) for frame in frames)
@@ -322,5 +329,5 @@ def _continued(writer: Writer, prompt: str, max_tokens: int | None) -> list[int]
 
 def _given(row: list[int], hole: int, writer: Writer) -> int:
     """Tokens of a row that were given, without padding."""
-    ending = writer.model.config.ending
-    return sum(token != hole and (ending is None or token != ending.pad) for token in row)
+    ending = writer.model.process.ending
+    return len(row) - row.count(hole) - (0 if ending is None else row.count(ending.pad))

@@ -20,7 +20,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from torch import Tensor
 from imdm.errors import UserError, check_number, check_seed, check_whole, is_out_of_memory, unknown
 from imdm.masks import NoisePath
 from imdm.process import NoisePolicy
-from imdm.randomness import Purpose, as_key, fold
+from imdm.randomness import Purpose, as_keys, fold
 from imdm.sampling import Canvas, Keys, Sampling
 from imdm.sampling.options import RevealOrder
 from imdm.serving.settings import Settings
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from imdm.writer import Writer
 
 LOG = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class Busy(UserError):  # noqa: N818
@@ -119,11 +120,12 @@ class Frame:
 
 @dataclass(eq=False)
 class _Ticket:
-    """A job in progress: `tell` is called from the engine's thread with each frame, or with an error."""
+    """A job in progress: `hear` is called in its event loop with each frame, or with an error."""
 
     job: Job
     how: Sampling
-    tell: Callable[[Frame | UserError], None]
+    loop: asyncio.AbstractEventLoop
+    hear: Callable[[Frame | UserError], None]
     came: float
     began: float = 0.0
     dropped: bool = False
@@ -238,25 +240,18 @@ class Engine:
         loop = asyncio.get_running_loop()
         heard: asyncio.Queue[tuple[int, Frame | UserError]] = asyncio.Queue()
 
-        def teller(number: int) -> Callable[[Frame | UserError], None]:
-            def tell(said: Frame | UserError) -> None:
-                try:
-                    loop.call_soon_threadsafe(heard.put_nowait, (number, said))
-                except RuntimeError:  # the event loop is closed
-                    ticket = tickets[number]
-                    ticket.dropped = True
-
-            return tell
+        def hearer(number: int) -> Callable[[Frame | UserError], None]:
+            return lambda said: heard.put_nowait((number, said))
 
         now = time.monotonic()
-        tickets = [_Ticket(job, self.check(job), teller(number), now) for number, job in enumerate(jobs)]
+        tickets = [_Ticket(job, self.check(job), loop, hearer(number), now) for number, job in enumerate(jobs)]
         self._submit(tickets)
         seconds = self.settings.seconds if seconds is None else seconds
         left, deadline = len(jobs), (now if since is None else since) + seconds
         try:
             while left:
                 try:
-                    number, said = await asyncio.wait_for(heard.get(), deadline - time.monotonic())
+                    number, said = await _within(deadline - time.monotonic(), heard)
                 except TimeoutError:
                     raise TooLong(
                         f"the request took longer than {seconds:g} seconds; ask for fewer texts, tokens or steps"
@@ -291,8 +286,9 @@ class Engine:
         if not 1 <= len(job.ids) <= model.length:
             raise UserError(f"the row has {len(job.ids)} tokens, the model takes 1 to {model.length}")
         most = model.vocab_size
-        for token in job.ids:
-            if token is not None and not (type(token) is int and 0 <= token < most):
+        given = [token for token in job.ids if token is not None]
+        if not all(type(token) is int for token in given) or (given and not 0 <= min(given) <= max(given) < most):
+            for token in given:
                 check_whole("ids", token, 0, most - 1)
         return how
 
@@ -413,8 +409,7 @@ class Engine:
         frames = self._frames(group, done)
         if any(done):
             self._keep(key, group, [i for i, one in enumerate(done) if not one])
-        for ticket, frame in frames:
-            ticket.tell(frame)
+        tell(frames)
 
     def _evaluate(self, canvas: Canvas) -> None:
         turn = canvas.next_turn()
@@ -426,9 +421,9 @@ class Engine:
             self.counts.tokens += len(drawn.tokens)
 
     def _frames(self, group: _Group, done: list[bool]) -> list[tuple[_Ticket, Frame]]:
-        """Frames of jobs that want one after every step, and of all finished ones."""
+        """Frames of jobs that want one after every step, and of all finished ones; none for clients that are gone."""
         now = time.monotonic()
-        told = [i for i, ticket in enumerate(group.tickets) if done[i] or ticket.job.frames]
+        told = [i for i, ticket in enumerate(group.tickets) if (done[i] or ticket.job.frames) and not ticket.dropped]
         for ticket, one in zip(group.tickets, done, strict=True):
             if one:
                 self.counts.sequences += 1
@@ -451,8 +446,7 @@ class Engine:
                 said: UserError = Stopped("out of memory; ask for fewer or shorter texts, or try again later")
             else:
                 said = Failed("generation failed; the reason is in the service's log")
-            for ticket in tickets:
-                ticket.tell(said)
+            tell([(ticket, said) for ticket in tickets])
             return False
         return True
 
@@ -464,8 +458,33 @@ class Engine:
             self._coming.clear()
             self._groups.clear()
             self._running = 0
-        for ticket in left:
-            ticket.tell(Stopped("the service stopped before the text was finished; try again when it has restarted"))
+        said = Stopped("the service stopped before the text was finished; try again when it has restarted")
+        tell([(ticket, said) for ticket in left])
+
+
+async def _within(seconds: float, heard: asyncio.Queue[T]) -> T:
+    """The next of a queue; TimeoutError after so many seconds."""
+    if seconds <= 0:
+        raise TimeoutError
+    async with asyncio.timeout(seconds):
+        return await heard.get()
+
+
+def tell(said: Sequence[tuple[_Ticket, Frame | UserError]]) -> None:
+    """Hand frames or errors to the jobs' event loops, from another thread: one call for each loop, as a call wakes it,
+    and it then competes with this thread for the interpreter."""
+    for loop in {ticket.loop for ticket, _ in said}:
+        here = [(ticket, one) for ticket, one in said if ticket.loop is loop]
+        try:
+            loop.call_soon_threadsafe(_hear, here)
+        except RuntimeError:  # the event loop is closed
+            for ticket, _ in here:
+                ticket.dropped = True
+
+
+def _hear(said: Sequence[tuple[_Ticket, Frame | UserError]]) -> None:
+    for ticket, one in said:
+        ticket.hear(one)
 
 
 def started(jobs: Sequence[Job], how: Sampling, model: Any) -> Canvas:
@@ -476,7 +495,7 @@ def started(jobs: Sequence[Job], how: Sampling, model: Any) -> Canvas:
     number = torch.tensor([job.number for job in jobs], device=model.device)
 
     def keys(seeds: Sequence[int]) -> Tensor:
-        return fold(torch.stack([as_key(seed) for seed in seeds]).to(model.device), Purpose.SAMPLE, number)
+        return fold(as_keys(seeds, model.device), Purpose.SAMPLE, number)
 
     def seeds(name: str) -> list[int]:
         return [job.seed if getattr(job, name) is None else getattr(job, name) for job in jobs]
