@@ -426,6 +426,12 @@ MISTAKES = {
         ["reproduce", "sentences", "data=sample", "--out", "OUT"],
         "needs a GPU; use float32 on a CPU; 'imdm reproduce sentences-cpu' is a small one for a CPU",
     ),
+    "no gpu, no smaller recipe": (
+        ["reproduce", "stories-students", "--out", "OUT"],
+        "error: stages.imdm-match.training.precision = bf16 needs a GPU; use float32 on a CPU, in every stage "
+        "('imdm cost stories-students --gpu cpu'",
+    ),
+    "blank without a text": (["generate", "MODEL", "--blank", "60"], "--blank = 60: there are no blanks"),
     "too few steps": (
         ["distill", "match", "MODEL", "--data", "aligned", "--out", "OUT", "--iterations", "30"],
         "--iterations 30: objective 'match' would never update the student in so few steps; give more than ",

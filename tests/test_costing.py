@@ -379,6 +379,14 @@ def test_bad_input_is_a_sentence(settings: dict[str, Any], sentence: str) -> Non
         cost(3)  # type: ignore[arg-type]
 
 
+def test_throughput_is_measured_on_five_more_sets_of_samples() -> None:
+    def flops(name: str) -> float:
+        found = cost("stories-students", [f"stages.measure-teacher.metrics=[{name}]"])
+        return next(stage.flops for stage in found.stages if stage.name == "measure-teacher")
+
+    assert flops("tokens_per_second") == pytest.approx(6 * flops("entropy"))
+
+
 def test_the_command() -> None:
     run = CliRunner()
     shown = run.invoke(app, ["cost", "owt-imdm", "--gpus", "8"], env={"COLUMNS": "200"})

@@ -198,6 +198,27 @@ def test_nothing_is_made_for_those_who_are_gone(monkeypatch: pytest.MonkeyPatch)
     assert (engine.counts.dropped, engine.counts.sequences) == (1, 0)
 
 
+def test_a_closed_event_loop_concerns_no_other() -> None:
+    """Its jobs are dropped; those of another loop are heard."""
+    heard: list[Any] = []
+    gone = asyncio.new_event_loop()
+    gone.close()
+
+    def ticket(loop: asyncio.AbstractEventLoop) -> Any:
+        return engine_module._Ticket(Job("one", HOLES), Sampling(), loop, heard.append, 0.0)
+
+    async def work() -> list[Any]:
+        mine, others = ticket(asyncio.get_running_loop()), [ticket(gone), ticket(gone)]
+        said = [(others[0], Stopped("a")), (mine, Stopped("b")), (others[1], Stopped("c"))]
+        await asyncio.to_thread(engine_module.tell, said)
+        await asyncio.sleep(0)
+        return [mine, *others]
+
+    tickets = asyncio.run(work())
+    assert [ticket.dropped for ticket in tickets] == [False, True, True]
+    assert [str(one) for one in heard] == ["b"]
+
+
 def test_draws_and_noise_have_seeds_of_their_own() -> None:
     model = tiny_model(mask="infinite-uniform-8-1.0")
     base = Job("a", HOLES, seed=1, steps=2)

@@ -164,6 +164,13 @@ def test_three_students_and_a_single_mask() -> None:
     values = [f"{ours[steps].value:.2f}" for steps in ORDERED]
     assert f"student that ships ({', '.join(values[:-1])} and {values[-1]} in spread order)" in text
     assert all(found[INFINITE, steps].value < ours[steps].value for steps in ORDERED)
+    theirs = [row for row in reported() if (row.method, row.steps) == ("teacher", 256) and row.judge in (None, SOURCE)]
+    rows = [row for row in read(STUDENTS / "results.jsonl") if row.method == "match" and row.judge in (None, SOURCE)]
+    again = {one.steps: one.value for one in equal_entropy(rows, against=theirs) if one.mask == INFINITE}
+    values = [f"{again[steps]:.2f}" for steps in ORDERED]
+    assert f"by that student's frontier the three have {', '.join(values[:-1])} and {values[-1]}." in text
+    judged = students("gen_ppl", JUDGE, 0)[INFINITE, 2]
+    assert f"by `stories-judge` ({judged.value:.2f}, up to {judged.high:.2f})" in text
 
 
 def test_figures_of_the_three_students() -> None:
@@ -220,20 +227,27 @@ def test_which_weights_of_the_students_were_kept() -> None:
     folder = STUDENTS / "seed-0"
     looks = {
         name: [row for row in read_lines(folder / name / "history.jsonl") if "score" in row]
-        for name in ("imdm-match", "imdm-match-1", "imdm-match-2")
+        for name in ("imdm-match", "imdm-match-1", "imdm-match-2")  # in this order
     }
     best = {name: min(rows, key=lambda row: row["score"])["step"] for name, rows in looks.items()}
     assert list(best.values()) == [2500, 3750, 3750]
-    lacking = [f"{row['pooled_lacking']:.3f}" for row in looks["imdm-match"]]
+    runs = [*looks.values(), [row for row in read_lines(folder / "mdlm-match" / "history.jsonl") if "score" in row]]
+    falls = [f"{rows[1]['pooled_lacking']:.3f} to {rows[2]['pooled_lacking']:.3f}" for rows in runs]
     text = " ".join(DOCUMENT.read_text(encoding="utf-8").split())
-    assert f"its largest shortfall had fallen from {lacking[1]} to {lacking[2]}" in text
+    assert f"{falls[0]}, {falls[1]} and {falls[2]} for students 0, 1 and 2, {falls[3]} for the single mask" in text
 
 
 def test_the_students_recipe_is_the_one_that_was_run() -> None:
     """With the source as second judge, and for whole texts, which the package does not have."""
     kept = Recipe.parse(read_json(STUDENTS / "recipe.json", "recipe"), "recipe")
     ours = load_recipe("stories-students", ["data={kind: prepared, path: rows}"])
-    assert {row.recipe_hash for row in read(STUDENTS / "results.jsonl")} == {kept.digest()}
+    rows = read(STUDENTS / "results.jsonl")
+    assert {row.recipe_hash for row in rows} == {kept.digest()}
+    assert {(row.method, row.steps, row.order) for row in rows} == {
+        ("teacher", 256, "random"),
+        *(("match", steps, "spread") for steps in ORDERED),
+    }
+    assert {row.metric for row in rows if row.method == "match"} == set(kept.stages["measure"].metrics)
     assert list(kept.stages) == list(ours.stages)
     for name, stage in kept.stages.items():
         if stage.kind == "evaluate" and stage.judge == "stories-source":

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from imdm.errors import UserError
 from imdm.evaluation import Subject, measure, speed
 from imdm.sampling import Sampling, sample
 from tests.conftest import tiny_model
@@ -15,8 +16,8 @@ from tests.conftest import tiny_model
 
 @pytest.fixture
 def seconds(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What each run takes: the first, which is not counted, and three more."""
-    took = [100.0, 1.0, 2.0, 4.0]
+    """What each run takes: two that are not counted, and three more."""
+    took = [100.0, 50.0, 1.0, 2.0, 4.0]
     clock = count()
 
     def now(device: torch.device) -> float:
@@ -28,7 +29,7 @@ def seconds(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 @pytest.mark.parametrize("changes", [{}, {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}])
-def test_tokens_a_second_are_those_of_the_text_without_the_first_run(changes: Any, seconds: list[float]) -> None:
+def test_tokens_a_second_are_those_of_the_text_without_the_first_runs(changes: Any, seconds: list[float]) -> None:
     model = tiny_model(length=8, **changes)
     how = Sampling(steps=3, noise="keep", order="spread")
     subject = Subject(model, how=how, samples=20, seed=5)
@@ -38,10 +39,28 @@ def test_tokens_a_second_are_those_of_the_text_without_the_first_run(changes: An
     tokens = 160 if ending is None else int(ending.lengths(rows).sum())
     assert ending is None or tokens < 160
     found = measure(["tokens_per_second"], subject)["tokens_per_second"]
-    each = torch.tensor([tokens / took for took in seconds[1:]], dtype=torch.float64)
+    each = torch.tensor([tokens / took for took in seconds[2:]], dtype=torch.float64)
     assert found.value == pytest.approx(float(each.mean()))
     assert found.stderr == pytest.approx(float(each.std() / 3**0.5))
     assert found.n == 20
+
+
+def test_batches_are_bounded_and_write_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def sampled(model: Any, canvas: torch.Tensor, **how: Any) -> Any:
+        sizes.append(len(canvas))
+        return sample(model, canvas, **how)
+
+    monkeypatch.setattr(speed, "sample", sampled)
+    monkeypatch.setattr(speed, "TOGETHER", 8)
+    measure(["tokens_per_second"], Subject(tiny_model(), samples=20))
+    assert sizes == [8, 8, 4] * 5
+
+
+def test_more_samples_than_memory_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="samples"):
+        measure(["tokens_per_second"], Subject(tiny_model(), samples=1 << 40))
 
 
 def test_a_clock_runs() -> None:

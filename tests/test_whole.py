@@ -862,6 +862,12 @@ def test_judges_read_texts_without_marks_and_continuations_may_end(tmp_path: Pat
         continued(Evaluation(replace(subject, conditional=how.model_copy(update={"suffix": 2}))))
 
 
+def test_rows_are_decoded_as_numbers_and_as_tensors(tmp_path: Path) -> None:
+    writer = whole_writer(tmp_path, padding=True)
+    ids = [0, *writer.encode("cat dog"), 1, 2, 2]
+    assert writer.decode(ids) == writer.decode(torch.tensor(ids)) == writer.tokenizer.decode(ids[1:-3])
+
+
 def test_a_tokenizer_that_ends_otherwise_is_refused(tmp_path: Path) -> None:
     writer = whole_writer(tmp_path, padding=True)
     config = MaskedDiffusionConfig.from_dict(writer.model.config.to_dict() | {"pad_token_id": 1})

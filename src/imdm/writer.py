@@ -230,9 +230,10 @@ class Writer:
         texts = ["".join(p.text if p.step < step else "░" * len(p.text) for p in pieces) for step in range(steps)]
         return replace(text, trace=Story(texts, made.trace.log_probs[row, :size].tolist()))
 
-    def decode(self, tokens: list[int]) -> str:
+    def decode(self, tokens: list[int] | Tensor) -> str:
         """Text without special tokens; a new line where one document ends and another begins. For a model of whole
         texts, all before the end."""
+        tokens = tokens.tolist() if isinstance(tokens, Tensor) else tokens
         ending = self.model.process.ending
         if ending is not None:
             return self.tokenizer.decode(tokens[: ending.length_of(tokens)], skip_special_tokens=True)

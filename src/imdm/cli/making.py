@@ -374,7 +374,12 @@ def reproduce(
     many = workers or workers_for(chosen, len(jobs))
     say(chosen.name + (f": {len(jobs)} runs, {many} at a time" if len(jobs) > 1 else ""))
     small = f"{chosen.name}-cpu"
-    hint = f"; 'imdm reproduce {small}' is a small one for a CPU" * (small in recipe_names())
+    if small in recipe_names():
+        hint = f"; 'imdm reproduce {small}' is a small one for a CPU"
+    else:
+        hint = (
+            f", in every stage ('imdm cost {recipe} --gpu cpu': how long that takes; 'imdm recipes': those for a CPU)"
+        )
     with naming_options({"use float32 on a CPU": f"use float32 on a CPU{hint}"}):
         run_jobs(chosen, jobs, folder, many, reporter())
     if not is_main():

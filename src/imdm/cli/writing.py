@@ -31,7 +31,9 @@ def generate(
         str | None,
         typer.Option(help="Text with blanks to fill: 'Tom lost his red ball. ___ He was happy again.'"),
     ] = None,
-    blank: Annotated[int, typer.Option(min=1, help="Tokens that each blank of --infill becomes.")] = 4,
+    blank: Annotated[
+        int | None, typer.Option(min=1, help="Tokens that each blank of --infill becomes; 4 unless given.")
+    ] = None,
     marker: Annotated[
         str, typer.Option(help="Marker of a blank of --infill, if ___ is ordinary text: --marker '[?]'.")
     ] = "___",
@@ -75,6 +77,8 @@ def generate(
     if infill is not None:
         with as_options("marker"):
             check_blanks(infill, marker)
+    elif blank is not None:
+        raise UserError(f"--blank = {blank}: there are no blanks; it belongs to --infill 'Text with ___ to fill.'")
     if canvas is not None:
         parse_rows(canvas)
     from imdm.data.tokenizers import has_tokenizer
@@ -100,7 +104,8 @@ def generate(
     options |= {"trace": True} if trace and as_json else {}  # the terminal needs only the tokens' steps
     if infill is not None:
         with as_options("marker"):
-            texts = author.infill(infill, blank=blank, marker=marker, **options)
+            options |= {} if blank is None else {"blank": blank}
+            texts = author.infill(infill, marker=marker, **options)
     else:
         texts = author.write(given, length=length, **options)
     steps = steps_of(author.model, steps, [step for text in texts for step in text.revealed_at])

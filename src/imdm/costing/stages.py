@@ -16,6 +16,7 @@ from imdm.errors import UserError
 from imdm.evaluation import metrics
 from imdm.evaluation.measuring import Occasion, occasions
 from imdm.evaluation.parts import LEAST, MOST
+from imdm.evaluation.speed import COUNTED, TOGETHER, UNCOUNTED
 from imdm.models.backbones.base import DEFAULT
 from imdm.objectives import Match
 from imdm.recipes import CoupleStage, EvaluateStage, TrainStage
@@ -24,6 +25,7 @@ COMPILED = 20.0  # seconds once, where blocks are compiled
 SURE = 1.1  # times a GPU's memory: beyond it nothing fits, whatever the error of the estimate
 ABOUT = 1.03  # the least speed-up worth a change of settings
 JUDGES = {"gpt2-large": 774e6, "gpt2": 124e6, "gpt2-medium": 355e6, "gpt2-xl": 1558e6, "smollm2": 135e6}
+JUDGES |= {"stories-judge": 18.2e6, "sentences-judge": 6.8e6}
 """Parameters of judges that are not downloaded; others count as the paper's, gpt2-large."""
 
 
@@ -307,6 +309,9 @@ def _occasion(
         parts.append(written(config, many, length, evaluations(length, occasion.how.steps, holes), batch, holes))
         tokens += many * length * holes
     for metric in chosen:
+        if metric.name == "tokens_per_second":
+            again = written(config, stage.samples, length, runs, min(TOGETHER, stage.samples))
+            parts += [again] * (UNCOUNTED + COUNTED)
         if not metric.samples and not metric.judge and not metric.steps and "data" in metric.reads:
             half = stage.samples * length / 2
             bound = evaluated(config, stage.samples * length, length, half, half) + drawn(config, half)
