@@ -408,6 +408,10 @@ MISTAKES = {
     "not ids": (["generate", "MODEL", "--canvas", "the cat"], "write token ids and ? for holes"),
     "policy": (["generate", "MODEL", "--noise", "hold"], "unknown noise policy 'hold'; known: keep, posterior"),
     "metric": (["evaluate", "MODEL", "--data", "aligned", "--metrics", "bleu"], "unknown metric 'bleu'"),
+    "close metric": (
+        ["evaluate", "MODEL", "--data", "aligned", "--metrics", "token_per_second"],
+        "val_ppl, validity; did you mean 'tokens_per_second'?",
+    ),
     "counts": (["evaluate", "MODEL", "--data", "aligned", "--steps", "1,x"], "expected whole numbers"),
     "language": (["evaluate", "MODEL", "--data", "klingon"], "--data 'klingon': neither a language (aligned, markov"),
     "setting": (["evaluate", "MODEL", "--data", "aligned:depth=2"], "unexpected keyword argument 'depth'"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from difflib import get_close_matches
 from numbers import Integral, Real
 
 LARGEST = 1e300  # larger numbers are surely mistakes
@@ -83,9 +84,15 @@ class WriteError(UserError):
     """A file could not be written: disk full or no permission. Files written before are intact."""
 
 
+MANY_NAMES = 8
+
+
 def unknown(kind: str, name: object, known: Iterable[str]) -> UserError:
-    """An error for an unknown name that lists the known ones."""
-    return UserError(f"unknown {kind} {str(name)!r}; known: {', '.join(sorted(known)) or 'none'}")
+    """An error for an unknown name that lists the known ones, and of many the closest."""
+    names = sorted(known)
+    close = get_close_matches(str(name), names, n=1) if len(names) > MANY_NAMES else []
+    meant = f"; did you mean {close[0]!r}?" if close else ""
+    return UserError(f"unknown {kind} {str(name)!r}; known: {', '.join(names) or 'none'}{meant}")
 
 
 MOST_STEPS = 1_000_000

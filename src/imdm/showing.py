@@ -16,7 +16,8 @@ from imdm.writer import load
 
 FIGURES = (
     "With each text: how long it took, then, where its model's card has that number of steps, figures of the model, "
-    "not of the text: entropy and perplexity, with the judge."
+    "not of the text: entropy and perplexity of the beginnings of many, with the judge. Each model writes in its own "
+    "order."
 )
 
 
