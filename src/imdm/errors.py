@@ -84,7 +84,7 @@ class WriteError(UserError):
     """A file could not be written: disk full or no permission. Files written before are intact."""
 
 
-MANY_NAMES = 8
+MANY_NAMES = 8  # beyond which the closest is named as well
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> UserError:
