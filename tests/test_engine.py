@@ -142,16 +142,22 @@ def test_frames_tell_the_story_that_a_trace_tells() -> None:
     assert len(run(engine, lambda: story(engine, Job("a", HOLES)))) == 1
 
 
-def test_frames_are_made_for_those_who_asked_or_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the event loop is woken once a turn that has any, however many sequences it concerns."""
-    asked, made, woken = Job("a", HOLES, steps=3, frames=True), list[int](), list[int]()
-    engine, frames_of = engine_of(a=tiny_model()), engine_module.frames_of
+def counted_frames(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many frames the engine makes, turn by turn."""
+    made, frames_of = list[int](), engine_module.frames_of
 
     def counted(canvas: Canvas, index: list[int]) -> list[dict[str, Any]]:
         made.append(len(index))
         return frames_of(canvas, index)
 
     monkeypatch.setattr(engine_module, "frames_of", counted)
+    return made
+
+
+def test_frames_are_made_for_those_who_asked_or_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the event loop is woken once a turn that has any, however many sequences it concerns."""
+    asked, made, woken = Job("a", HOLES, steps=3, frames=True), counted_frames(monkeypatch), list[int]()
+    engine = engine_of(a=tiny_model())
     jobs = [*[replace(asked, seed=i) for i in range(3)], *[replace(asked, seed=i, frames=False) for i in range(40)]]
 
     async def work() -> list[tuple[int, Frame]]:
@@ -175,14 +181,8 @@ def test_frames_are_made_for_those_who_asked_or_ended(monkeypatch: pytest.Monkey
 
 def test_nothing_is_made_for_those_who_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who hangs up while the network runs gets no frame of it."""
-    model, made = tiny_model(), list[int]()
-    gate, engine, frames_of = Gate(model), engine_of(a=model), engine_module.frames_of
-
-    def counted(canvas: Canvas, index: list[int]) -> list[dict[str, Any]]:
-        made.append(len(index))
-        return frames_of(canvas, index)
-
-    monkeypatch.setattr(engine_module, "frames_of", counted)
+    model, made = tiny_model(), counted_frames(monkeypatch)
+    gate, engine = Gate(model), engine_of(a=model)
 
     async def work() -> None:
         leaving = asyncio.create_task(last(engine, replace(MANY, frames=True)))

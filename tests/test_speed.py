@@ -45,7 +45,7 @@ def test_tokens_a_second_are_those_of_the_text_without_the_first_runs(changes: A
     assert found.n == 20
 
 
-def test_batches_are_bounded_and_write_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
 
     def sampled(model: Any, canvas: torch.Tensor, **how: Any) -> Any:
@@ -58,7 +58,7 @@ def test_batches_are_bounded_and_write_the_same(monkeypatch: pytest.MonkeyPatch)
     assert sizes == [8, 8, 4] * 5
 
 
-def test_more_samples_than_memory_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_samples_than_memory_holds_are_refused() -> None:
     with pytest.raises(UserError, match="samples"):
         measure(["tokens_per_second"], Subject(tiny_model(), samples=1 << 40))
 

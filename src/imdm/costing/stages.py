@@ -20,13 +20,13 @@ from imdm.evaluation.speed import COUNTED, TOGETHER, UNCOUNTED
 from imdm.models.backbones.base import DEFAULT
 from imdm.objectives import Match
 from imdm.recipes import CoupleStage, EvaluateStage, TrainStage
+from imdm.shipped import listed
 
 COMPILED = 20.0  # seconds once, where blocks are compiled
 SURE = 1.1  # times a GPU's memory: beyond it nothing fits, whatever the error of the estimate
 ABOUT = 1.03  # the least speed-up worth a change of settings
 JUDGES = {"gpt2-large": 774e6, "gpt2": 124e6, "gpt2-medium": 355e6, "gpt2-xl": 1558e6, "smollm2": 135e6}
-JUDGES |= {"stories-judge": 18.2e6, "sentences-judge": 6.8e6}
-"""Parameters of judges that are not downloaded; others count as the paper's, gpt2-large."""
+"""Parameters of judges that are not downloaded; others that do not ship count as the paper's, gpt2-large."""
 
 
 @dataclass(frozen=True)
@@ -328,7 +328,8 @@ def _judge(networks: Networks, stage: EvaluateStage) -> float:
         return 0.0
     if stage.judge_stage is not None:
         return networks.size(stage.judge_stage).parameters
-    return JUDGES.get(stage.judge, JUDGES["gpt2-large"])
+    shipped = {one.name: one.parameters for one in listed()}
+    return (JUDGES | shipped).get(stage.judge, JUDGES["gpt2-large"])
 
 
 def _writes(

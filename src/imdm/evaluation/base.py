@@ -207,6 +207,10 @@ class Subject:
         """The keys of the generated samples."""
         return self.model.sample_keys(self.samples, self.seed)
 
+    def check_room(self) -> None:
+        """Refuse more samples than fit into memory."""
+        check_room("samples", self.samples, 40 * self.model.config.length + 24 * (self.how.steps + 1))
+
     def evaluations(self) -> float:
         """Mean network evaluations a sample. Reveals do not depend on the network, so it need not run; for whole texts
         it is an upper bound, as padding after the end needs no evaluation (`Evaluation.evaluations`)."""
@@ -260,7 +264,7 @@ class Evaluation:
     def generation(self) -> Generation:
         """The model's unconditional samples, on the CPU."""
         subject, config = self.subject, self.subject.model.config
-        check_room("samples", subject.samples, 40 * config.length + 24 * (subject.how.steps + 1))
+        subject.check_room()
         return self.complete(torch.full((subject.samples, config.length), config.mask_token_id))
 
     def complete(self, canvas: Tensor) -> Generation:

@@ -7,7 +7,6 @@ import time
 import torch
 
 from imdm.evaluation.base import Evaluation, Measurement, mean, metric
-from imdm.room import check_room
 from imdm.sampling import sample
 
 UNCOUNTED = 2  # runs: the first compiles, and a CUDA graph is captured when its shape occurs a second time
@@ -22,7 +21,7 @@ def tokens_per_second(evaluation: Evaluation) -> Measurement:
     rows are whole texts, padding is not counted. Result rows do not say on which machine it was measured."""
     subject = evaluation.subject
     model, config = subject.model, subject.model.config
-    check_room("samples", subject.samples, 40 * config.length + 24 * (subject.how.steps + 1))
+    subject.check_room()
     canvas = torch.full((subject.samples, config.length), config.mask_token_id, device=model.device)
     keys, together, found = subject.keys, min(TOGETHER, subject.batch_size), []
     for run in range(UNCOUNTED + COUNTED):

@@ -80,8 +80,7 @@ def _check_inputs(inputs: Inputs, name: str) -> None:
 
 def _check_training(inputs: Inputs, name: str, stage: TrainStage) -> None:
     state = processes()
-    check_precision(stage.training.precision, state.device, f"stages.{name}.training.precision")
-    stage.training.check(state.num_processes, state.device)
+    stage.training.check(state.num_processes, state.device, f"stages.{name}.")
     stage.objective.check_steps(stage.training.steps, f"stages.{name}.")
     if stage.data is None and len(stage.objective.needs) > 1:
         raise UserError(

@@ -79,11 +79,11 @@ class TrainConfig(Config):
         share = -(-self.batch // world)
         return -(-share // (self.micro_batch or share))
 
-    def check(self, world: int, device: torch.device) -> None:
-        """Refuse what this machine cannot run."""
+    def check(self, world: int, device: torch.device, where: str = "") -> None:
+        """Refuse what this machine cannot run. where: what stands before `training.precision`, as `stages.teacher.`"""
         if self.lora is not None:  # first: its requirements would be refused below
-            check_precision(self.lora.base, device, "training.lora.base")
-        check_precision(self.precision, device, "training.precision")
+            check_precision(self.lora.base, device, f"{where}training.lora.base")
+        check_precision(self.precision, device, f"{where}training.precision")
         check_lora(self.lora, self.precision)
         if self.shard != "none" and self.lora is not None:
             raise UserError(f"training.shard = {self.shard!r}: adapters (training.lora) cannot be sharded; use none")
