@@ -22,7 +22,7 @@ from imdm.costing.memory import CONTEXT, GIB, How, trained_state, writing
 from imdm.costing.networks import Networks, Size, measured
 from imdm.costing.stages import check_memory, communication, usable
 from imdm.costing.steps import Setting, masked_by, plan
-from imdm.costing.work import completions, evaluations, written
+from imdm.costing.work import MOST, PRODUCTS, completions, evaluated, evaluations, written
 from imdm.data import TokenSource
 from imdm.errors import UserError
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
@@ -42,6 +42,8 @@ STORIES: dict[str, Any] = {
     "width": 448, "blocks": 6, "heads": 7, "condition": 64, "tie_word_embeddings": True, "length": 256,
     "vocab_size": 8192,
 }  # fmt: skip
+LARGE: dict[str, Any] = {"preset": "large", "length": 1024, "vocab_size": 50_258}
+WIDE = "infinite-uniform-2048-1.0"
 MICRO = "stages.teacher.training.micro_batch=64"
 ONE_UPDATE = Match.model_validate({"auxiliary": {"updates": 1}})
 
@@ -88,6 +90,27 @@ STEPS = {
     "mini match, captured": (setting_of(ONE_UPDATE, MINI, 256, NOISY, True), 18.6, None, "**18.6 ms**"),
     "mini match, twice": (setting_of(Match(), MINI, 256, NOISY), 77.6, None, "77.6 as it is"),
     "mini match, twice, captured": (setting_of(Match(), MINI, 256, NOISY, True), 27.7, None, "takes 27.7 ms"),
+    "large NELBO": (setting_of(Nelbo(), LARGE, 32), 325, 65.4, "**325 ms**, 65.4 GiB"),
+    "large SDTT": (setting_of(SDTT(), LARGE, 32, WIDE), 507, 70.5, "**507 ms**, 70.5 GiB"),
+    "large ReDi": (setting_of(ReDi(), LARGE, 32, WIDE), 336, 67.1, "**336 ms**, 67.1 GiB"),
+    "large NELBO, recomputed": (
+        setting_of(Nelbo(), LARGE, 32, checkpoint_blocks=True),
+        426,
+        23.2,
+        "**426 ms**, 23.2 GiB",
+    ),
+    "large SDTT, recomputed": (
+        setting_of(SDTT(), LARGE, 32, WIDE, checkpoint_blocks=True),
+        600,
+        28.1,
+        "**600 ms**, 28.1 GiB",
+    ),
+    "large ReDi, recomputed": (
+        setting_of(ReDi(), LARGE, 32, WIDE, checkpoint_blocks=True),
+        434,
+        24.8,
+        "**434 ms**, 24.8 GiB",
+    ),
     "stories NELBO, captured": (setting_of(Nelbo(), STORIES, 256, graphs=True, optimizer="muon"), 25.4, 9.0, ""),
 }
 
@@ -104,11 +127,13 @@ def test_a_step_takes_what_was_measured(name: str) -> None:
 
 
 WRITING = {1: 23.2, 8: 128.0, 64: 974.0}  # ms by steps, 32 texts of 1,024 tokens
+WRITING_LARGE = {1: 101.0, 8: 725.0, 64: 5761.0}  # the same by the 860M model
 COUPLED = 6.1  # minutes, 100,000 couplings of 128 tokens
 
 
-def writes(steps: int) -> float:
-    return written(size_of(NOISY, **LONG).config, 32, 1024, evaluations(1024, steps), 32).writing(H200)
+def writes(steps: int, size: Size | None = None) -> float:
+    size = size or size_of(NOISY, **LONG)
+    return written(size.config, 32, 1024, evaluations(1024, steps), 32).writing(H200)
 
 
 def couples() -> float:
@@ -121,6 +146,52 @@ def test_writing_takes_what_was_measured(steps: int) -> None:
     size = size_of(NOISY, **LONG)
     held = writing(size.config, size.parameters, 32 * 1024, "bf16")
     assert (held.weights / 3 + held.activations) / GIB == pytest.approx(0.9, rel=0.15)  # the copy in bf16 alone
+
+
+@pytest.mark.parametrize("steps", WRITING_LARGE)
+def test_writing_by_the_large_model_takes_what_was_measured(steps: int) -> None:
+    size = size_of(WIDE, **LARGE)
+    assert 1e3 * writes(steps, size) == pytest.approx(WRITING_LARGE[steps], rel=0.15)
+    held = writing(size.config, size.parameters, 32 * 1024, "bf16")
+    assert (held.total - held.context) / GIB == pytest.approx(6.1, rel=0.15)
+    said = (DOCS / "performance.md").read_text(encoding="utf-8")
+    assert f"**{WRITING_LARGE[steps]:,g} ms**, 6.1 GiB" in said
+
+
+def test_wide_matrices_are_faster_but_not_faster_than_a_large_one() -> None:
+    """On a GPU; on a CPU the width makes no difference. Heads of 64, nothing else than matmuls with weights."""
+    shares = {}
+    for width in (256, 768, 1536, 8192):
+        shape = {"width": width, "blocks": 2, "heads": width // 64}
+        config = MaskedDiffusionConfig(vocab_size=512, mask_token_id=511, length=64, **shape)
+        work = evaluated(config, 1e6, 64, 1e6, 0)
+        only = replace(work, attention=0.0, bytes=0.0, passes=0.0)
+        shares[width] = work.products / H200.products("bf16") / only.busy(H200)
+        cpu = replace(H200, name="cpu", launches_add=True)
+        assert work.products / cpu.products("bf16") / only.busy(cpu) == pytest.approx(PRODUCTS)
+    assert shares[256] < shares[768] < shares[1536] < shares[8192]
+    assert shares[768] == pytest.approx(PRODUCTS)
+    assert shares[8192] == pytest.approx(MOST)
+
+
+def test_attention_has_a_limit_too() -> None:
+    """One head of 1,536 takes as long as twelve of 128."""
+    took = []
+    for heads in (1, 12, 24):
+        shape = {"width": 1536, "blocks": 2, "heads": heads}
+        config = MaskedDiffusionConfig(vocab_size=512, mask_token_id=511, length=1024, **shape)
+        took.append(evaluated(config, 1e6, 1024, 1e6, 0).busy(H200))
+    assert took[0] == took[1] < took[2]
+
+
+def test_gradients_take_the_place_of_activations() -> None:
+    """Of one micro-batch on one GPU; those of several micro-batches are kept beside the next one's activations."""
+    once, several = (setting_of(Nelbo(), LARGE, 32, micro_batch=micro) for micro in (32, 16))
+    assert plan(once).memory.gradients == 0
+    assert plan(several).memory.gradients == 4 * once.student.parameters
+    tiny = setting_of(Nelbo(), MINI, 1)
+    held = plan(tiny).memory
+    assert held.gradients + held.activations == pytest.approx(4 * tiny.student.parameters)
 
 
 def test_one_text_at_a_time_takes_as_long_as_its_launches() -> None:
@@ -427,6 +498,9 @@ def checked() -> list[str]:
     for steps, ms in WRITING.items():
         model = 1e3 * writes(steps)
         lines.append(f"| 32 × 1,024 tokens, steps: {steps} | {ms:g} ms | {model:.3g} ms | {model / ms - 1:+.0%} | |")
+    for steps, ms in WRITING_LARGE.items():
+        model = 1e3 * writes(steps, size_of(WIDE, **LARGE))
+        lines.append(f"| the same, large, steps: {steps} | {ms:g} ms | {model:.3g} ms | {model / ms - 1:+.0%} | |")
     minutes = couples() / 60
     return [*lines, f"| 100,000 couplings | {COUPLED:g} min | {minutes:.2g} min | {minutes / COUPLED - 1:+.0%} | |"]
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
 from imdm.benchmarks import plain
-from imdm.benchmarks.measure import Row, Size, benchmarks, device, timed
+from imdm.benchmarks.measure import Row, Size, Took, benchmarks, device, timed
 from imdm.costing.work import writing_flops
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM, faster
 
@@ -30,19 +30,34 @@ def fresh(preset: str, mask: str, **settings: Any) -> MaskedDiffusionLM:
 def sampling(size: Size) -> Iterator[Row]:
     given = dict(SIZES[size])
     batch, counts, length = given.pop("batch"), given.pop("steps"), given["length"]
-    mask = "infinite-uniform-768-1.0"
-    model = fresh(mask=mask, **given).eval()
-    quick, config = faster(model), model.config
+    model = fresh(mask="infinite-uniform-768-1.0", **given).eval()
+    quick = faster(model)
     if device().type == "cuda":
         model = model.to(torch.bfloat16)
-    start = torch.full((batch, length), config.mask_token_id, device=device())
+    start = torch.full((batch, length), model.config.mask_token_id, device=device())
     for steps in counts:
-        yield Row(
-            work=f"sample, {steps} step{'s' if steps > 1 else ''}",
-            ours=timed(partial(quick.generate, num=batch, steps=steps, seed=1), REPEATS),
-            plain=timed(partial(plain.write, model, start, steps), max(2, REPEATS // steps), 1),
-            tokens=batch * length,
-            flops=writing_flops(config, batch * length, length, steps),
-            settings={**given, "batch": batch, "mask": mask, "steps": steps},
-            per=f"{batch} sequences",
-        )
+        ours = timed(partial(quick.generate, num=batch, steps=steps, seed=1), REPEATS)
+        bare = timed(partial(plain.write, model, start, steps), max(2, REPEATS // steps), 1)
+        yield sampled("sample", model, given, batch, steps, ours, bare)
+
+
+def sampled(
+    work: str,
+    model: MaskedDiffusionLM,
+    given: Mapping[str, Any],
+    batch: int,
+    steps: int,
+    ours: Took,
+    bare: Took | None = None,
+) -> Row:
+    """The row of a measurement: `batch` sequences in so many steps."""
+    config = model.config
+    return Row(
+        work=f"{work}, {steps} step{'s' if steps > 1 else ''}",
+        ours=ours,
+        plain=bare,
+        tokens=batch * config.length,
+        flops=writing_flops(config, batch * config.length, config.length, steps),
+        settings={**given, "batch": batch, "mask": model.mask.name, "steps": steps},
+        per=f"{batch} sequences",
+    )

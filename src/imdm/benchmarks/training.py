@@ -48,13 +48,13 @@ class Pairs(TokenSource):
 @benchmarks.register("training")
 def training(size: Size) -> Iterator[Row]:
     for given in SIZES[size]:
-        yield _row(given, "train MDLM", "single", Nelbo(), _nelbo)
-        yield _row(given, "train IM-ReDi", NOISY, ReDi(), _redi)
+        yield trained(given, "train MDLM", "single", Nelbo(), _nelbo)
+        yield trained(given, "train IM-ReDi", NOISY, ReDi(), _redi)
 
 
 @benchmarks.register("sdtt")
 def sdtt(size: Size) -> Iterator[Row]:
-    yield _row(SIZES[size][0], "train IM-SDTT", NOISY, SDTT(), _sdtt, passes=5, heads=4)
+    yield trained(SIZES[size][0], "train IM-SDTT", NOISY, SDTT(), _sdtt)
 
 
 @benchmarks.register("graphs")
@@ -62,12 +62,10 @@ def graphs(size: Size) -> Iterator[Row]:
     """A small model's step as a CUDA graph (`training.graphs`), beside the same one launched kernel by kernel."""
     given = dict(RECORDED[size])
     batch, length, V = given.pop("batch"), given["length"], given["vocab_size"]
-    model = fresh(mask="single", **given)
+    model, source = fresh(mask="single", **given), _source(Nelbo(), batch, length, V)
     half = batch * length / 2
     flops = 3 * (network_flops(model.config, batch * length, length, half, half) + head_flops(model.config, int(half)))
-    took = {
-        graphs: _trained(model, Nelbo(), _source(Nelbo(), batch, length, V), batch, graphs) for graphs in (False, True)
-    }
+    took = {graphs: _trained(copy.deepcopy(model), Nelbo(), source, batch, graphs=graphs) for graphs in (False, True)}
     yield Row(
         work=f"train {given['preset']} MDLM, recorded, L={length}",
         ours=took[True],
@@ -97,26 +95,38 @@ def _sdtt(model: MaskedDiffusionLM, teacher: MaskedDiffusionLM, batch: dict[str,
     return plain.sdtt(model, teacher, batch["tokens"], step, SDTT().dt(0))
 
 
-def _row(
-    given: dict[str, Any], work: str, mask: str, objective: Objective, loss: PlainLoss, passes: int = 3, heads: int = 3
+def trained(
+    given: dict[str, Any],
+    work: str,
+    mask: str,
+    objective: Objective,
+    loss: PlainLoss | None = None,
+    steps: int | None = None,
+    checkpoint_blocks: bool = False,
 ) -> Row:
-    """passes, heads: forward passes of network and head a step; backward counts twice."""
+    """Training steps by an objective. loss: the same in plain code, to compare with. Only necessary FLOPs count: those
+    of a block once, even if it is computed twice."""
     given = dict(given)
     batch, length, V = given.pop("batch"), given["length"], given["vocab_size"]
     source = _source(objective, batch, length, V)
     model = fresh(mask=mask, **given)
     half = batch * length / 2  # positions that are masked, and read
+    passes, heads = (5, 4) if isinstance(objective, SDTT) else (3, 3)  # forward passes; backward counts twice
     flops = passes * network_flops(model.config, batch * length, length, half, half)
     flops += heads * head_flops(model.config, int(half))
-    ours = _trained(model, objective, source, batch)
-    bare = _plain(model, source, batch, loss, torch.bfloat16 if _precision() == "bf16" else None)
+    ours = _trained(model, objective, source, batch, steps, checkpoint_blocks=checkpoint_blocks)
+    del model
+    bare = None
+    if loss is not None:
+        bare = _plain(fresh(mask=mask, **given), source, batch, loss)
+    settings = {**given, "batch": batch, "mask": mask, "dropout": 0.1, "precision": _precision()}
     return Row(
         work=f"{work}, L={length}",
         ours=ours,
         plain=bare,
         tokens=batch * length,
         flops=flops,
-        settings={**given, "batch": batch, "mask": mask, "dropout": 0.1, "precision": _precision()},
+        settings=settings | ({"checkpoint_blocks": True} if checkpoint_blocks else {}),
         per="step",
     )
 
@@ -132,22 +142,25 @@ def _source(objective: Objective, batch: int, length: int, V: int) -> TokenSourc
 
 
 def _trained(
-    model: MaskedDiffusionLM, objective: Objective, source: TokenSource, batch: int, graphs: bool = False
+    model: MaskedDiffusionLM,
+    objective: Objective,
+    source: TokenSource,
+    batch: int,
+    steps: int | None = None,
+    **how: bool,
 ) -> Took:
     """Consecutive training steps; the first ones, with compilation and CUDA-graph capture, are not counted."""
     cuda = device().type == "cuda"
-    config = TrainConfig(steps=10_000, batch=batch, dropout=0.1, precision=_precision(), compile=cuda, graphs=graphs)
+    config = TrainConfig(steps=10_000, batch=batch, dropout=0.1, precision=_precision(), compile=cuda, **how)
     with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(copy.deepcopy(model), objective, source, config, folder)
+        trainer = Trainer(model, objective, source, config, folder)
         trainer.model.train()
-        return paced(trainer.train_step, STEPS, 10 if graphs else 5)
+        return paced(trainer.train_step, steps or STEPS, 10 if config.graphs else 5)
 
 
-def _plain(
-    model: MaskedDiffusionLM, source: TokenSource, batch: int, loss: PlainLoss, precision: torch.dtype | None
-) -> Took:
+def _plain(model: MaskedDiffusionLM, source: TokenSource, batch: int, loss: PlainLoss) -> Took:
     teacher = copy.deepcopy(model).eval()
     rows = {name: column.to(device()) for name, column in source.rows(torch.arange(batch)).items()}
     step = Step(0, 0, torch.arange(batch, device=device()), batch)
-    bare = plain.Training(model, precision)
+    bare = plain.Training(model, torch.bfloat16 if _precision() == "bf16" else None)
     return paced(lambda: bare.step(lambda: loss(model, teacher, rows, step)), PLAIN_STEPS, 2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
 
@@ -188,9 +188,13 @@ def _update(setting: Setting, size: Size) -> Work:
 
 
 def _held(setting: Setting, size: Size, tokens: float, read: float) -> Memory:
+    """With one micro-batch on one GPU, gradients take the place of the activations that the backward pass frees."""
     how, precision = setting.how, setting.training.precision
     state = trained_state(size.parameters, precision, how, setting.gpus, size.block, size.ends)
-    return state + kept_for_backward(size.config, tokens, read, precision, how, setting.recorded)
+    kept = kept_for_backward(size.config, tokens, read, precision, how, setting.recorded)
+    if setting.gpus == setting.accumulation == 1:
+        state = replace(state, gradients=max(0.0, state.gradients - kept.activations))
+    return state + kept
 
 
 def _frozen(setting: Setting, size: Size) -> Memory:

@@ -11,11 +11,15 @@ if TYPE_CHECKING:
     from imdm.models import MaskedDiffusionConfig
 
 # Utilisation relative to a large matmul, fitted to the measured steps in tests/test_costing.py.
-PRODUCTS = 0.75  # the blocks' matrices
-ATTENTION = 0.5  # forward
+PRODUCTS = 0.75  # the blocks' matrices, at width 768
+ATTENTION = 0.5  # forward, heads of 64
 ATTENTION_BACK = 0.33  # backward, whose five matmuls are 2.5 times the forward ones
 HEAD = 0.66  # tiles of the fused losses and draws
 COMPARED = 0.53  # the same for two and three heads
+# On a GPU that of the matrices grows with a power of the width, up to MOST, that of attention with a power of a head's,
+# up to heads of LARGEST (assumed; heads of 96 were measured).
+WIDER, MOST = 0.2, 0.95
+LARGER, LARGEST = 0.5, 128
 
 # Bytes of memory traffic a token and feature in each block beside matmuls: norms, rotary, GELU, dropout, sums.
 POINTWISE = 60.0  # forward; backward twice as many
@@ -34,7 +38,9 @@ WRITE_BLOCK = 0.16e-3  # the same as LAUNCH_BLOCK, for a model prepared for samp
 @dataclass(frozen=True)
 class Work:
     """flops: necessary FLOPs, without recomputation, as `imdm bench` counts; the others: what is executed, in FLOPs
-    (products: matmuls with weights, attention, attention_back, head, compared), bytes, passes of a block, and steps."""
+    (products: matmuls with weights, attention, attention_back, head, compared), bytes, passes of a block, and steps.
+    eased: FLOPs of a large matmul that take as long as a GPU saves because matrices are wide and heads large; negative
+    if they are narrow and small."""
 
     flops: float = 0.0
     products: float = 0.0
@@ -42,6 +48,7 @@ class Work:
     attention_back: float = 0.0
     head: float = 0.0
     compared: float = 0.0
+    eased: float = 0.0
     bytes: float = 0.0
     passes: float = 0.0
     steps: float = 0.0
@@ -55,6 +62,7 @@ class Work:
     def busy(self, gpu: GPU, precision: str = "bf16") -> float:
         """Seconds of the GPU alone."""
         blocks = self.products / PRODUCTS + self.attention / ATTENTION + self.attention_back / ATTENTION_BACK
+        blocks -= 0.0 if gpu.is_cpu else self.eased
         heads = self.head / HEAD + self.compared / COMPARED
         wide = 1 if precision == "bf16" else 2
         return (blocks + heads) / gpu.products(precision) + wide * self.bytes / gpu.copies
@@ -108,10 +116,13 @@ def writing_flops(config: MaskedDiffusionConfig, tokens: float, length: int, ste
 def evaluated(config: MaskedDiffusionConfig, tokens: float, length: int, read: float, noisy: float) -> Work:
     """One forward pass without the head. Noise is drawn and embedded everywhere, though it counts only at masks."""
     full = tokens * (config.blocks - 1) + read
+    products, attention = products_of(config, tokens, read, tokens), attention_of(config, tokens, length, read)
+    wider, larger = _eased(config)
     return Work(
         flops=network_flops(config, tokens, length, read, noisy),
-        products=products_of(config, tokens, read, tokens),
-        attention=attention_of(config, tokens, length, read),
+        products=products,
+        attention=attention,
+        eased=wider * products / PRODUCTS + larger * attention / ATTENTION,
         bytes=full * POINTWISE * config.width,
         passes=config.blocks,
     )
@@ -122,15 +133,25 @@ def trained(
 ) -> Work:
     """Forward and backward. again: with gradient checkpointing (`checkpoint_blocks`)."""
     once = evaluated(config, tokens, length, read, noisy)
+    wider, larger = _eased(config)
     back = Work(
         flops=2 * once.flops,
         products=2 * once.products,
         attention_back=2.5 * once.attention,
+        eased=wider * 2 * once.products / PRODUCTS + larger * 2.5 * once.attention / ATTENTION_BACK,
         bytes=2 * once.bytes,
         passes=2 * once.passes,
     )
-    more = Work(products=once.products, attention=once.attention, bytes=once.bytes, passes=once.passes)
+    more = replace(once, flops=0.0)
     return once + back + (more if again else Work())
+
+
+def _eased(config: MaskedDiffusionConfig) -> tuple[float, float]:
+    """The shares of the time at width 768, and with heads of 64, that a GPU saves: in matmuls with weights, and in
+    attention."""
+    wider = min((config.width / 768) ** WIDER, MOST / PRODUCTS)
+    head = min(config.width / config.heads, LARGEST)
+    return 1 - 1 / wider, 1 - (64 / head) ** LARGER
 
 
 def drawn(config: MaskedDiffusionConfig, rows: float) -> Work:

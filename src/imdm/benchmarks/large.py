@@ -1,0 +1,50 @@
+"""The paper's 860M model at length 1,024: training steps, with and without recomputed blocks, sampling, couplings.
+
+There is no plain version beside it: the benchmarks of the small model have one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from imdm.benchmarks.couplings import coupled
+from imdm.benchmarks.measure import Row, Size, benchmarks, timed
+from imdm.benchmarks.sampling import fresh, sampled
+from imdm.benchmarks.training import trained
+from imdm.models import faster
+from imdm.objectives import SDTT, Nelbo, ReDi
+
+SIZES: dict[Size, dict[str, Any]] = {
+    "full": {"preset": "large", "length": 1024, "vocab_size": 50_258},
+    "tiny": {"preset": "tiny", "length": 32, "vocab_size": 1024},
+}
+BATCH: dict[Size, int] = {"full": 32, "tiny": 4}
+SAMPLING: dict[Size, tuple[int, ...]] = {"full": (1, 8, 64), "tiny": (1, 8)}
+COUPLING: dict[Size, dict[str, int]] = {
+    "full": {"pairs": 128, "batch": 32, "steps": 64},
+    "tiny": {"pairs": 16, "batch": 4, "steps": 16},
+}
+MASK = "infinite-uniform-2048-1.0"
+STEPS = 8
+
+
+@benchmarks.register("large")
+def large(size: Size) -> Iterator[Row]:
+    given = SIZES[size]
+    train = partial(trained, given | {"batch": BATCH[size]}, steps=STEPS)
+    kinds = (("MDLM", "single", Nelbo()), ("IM-SDTT", MASK, SDTT()), ("IM-ReDi", MASK, ReDi()))
+    for name, mask, objective in kinds:
+        yield train(f"train large {name}", mask, objective)
+    model = fresh(mask=MASK, **given).eval()
+    quick = faster(model)
+    for steps in SAMPLING[size]:
+        took = timed(partial(quick.generate, num=BATCH[size], steps=steps, seed=1), max(2, 8 // steps), 1)
+        yield sampled("sample large", model, given, BATCH[size], steps, took)
+    del model, quick
+    teacher, how = fresh(mask="single", **given).eval(), COUPLING[size]
+    yield coupled(teacher, given | how, f"couplings large, {how['steps']} steps", beside_plain=False)
+    del teacher
+    for name, mask, objective in kinds:
+        yield train(f"train large {name}, blocks recomputed", mask, objective, checkpoint_blocks=True)
