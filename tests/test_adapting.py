@@ -269,7 +269,9 @@ def tiny_recipe(source: Path, text: Path) -> Recipe:
             opening = min(stage["training"]["opening"], 10)
             overrides += [f"stages.{name}.training={training | {'opening': opening}}", f"stages.{name}.watch.every=10"]
         else:
-            overrides += [f"stages.{name}.{setting}" for setting in ("samples=16", "precision=float32", "steps=[4]")]
+            overrides += [
+                f"stages.{name}.{setting}" for setting in ("samples=16", "precision=float32", "steps=[4]", "first=4")
+            ]
             overrides += [f"stages.{name}.judge={source}", f"stages.{name}.judge_precision=float32"]
     sdtt = {"kind": "sdtt", "rounds": 2, "iterations": 10, "first_dt": 0.1}
     overrides += [
