@@ -205,7 +205,7 @@ def test_a_closed_event_loop_concerns_no_other() -> None:
     gone.close()
 
     def ticket(loop: asyncio.AbstractEventLoop) -> Any:
-        return engine_module._Ticket(Job("one", HOLES), Sampling(), loop, heard.append, 0.0)
+        return engine_module.Ticket(Job("one", HOLES), Sampling(), loop, heard.append, 0.0)
 
     async def work() -> list[Any]:
         mine, others = ticket(asyncio.get_running_loop()), [ticket(gone), ticket(gone)]

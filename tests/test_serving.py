@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import http.client
 import inspect
 import itertools
@@ -34,7 +35,7 @@ from imdm.errors import UserError
 from imdm.listening import listen
 from imdm.serving import Engine, Settings
 from imdm.serving.api import Completion, Growing, Order
-from imdm.serving.engine import Frame
+from imdm.serving.engine import Frame, frozen
 from imdm.serving.guard import LOCAL, Guard, is_local
 from imdm.serving.metrics import Metrics
 from imdm.serving.server import Server, address, connections, in_background, patient
@@ -638,6 +639,47 @@ def test_who_does_not_send_a_whole_header_is_let_go(gated: Any) -> None:
         while connection.recv(4096):
             pass
         assert time.monotonic() - started < 3
+
+
+def test_an_answer_does_not_wait_for_an_acknowledgement() -> None:
+    """Header and body are two packets: without TCP_NODELAY the second waits for the client's, some 40 ms each time.
+    asyncio sets it where a socket names its protocol; uvloop always does."""
+
+    async def accepted(listening: socket.socket) -> int:
+        found = asyncio.get_running_loop().create_future()
+        server = await asyncio.start_server(lambda _, writer: found.set_result(writer), sock=listening)
+        _, writer = await asyncio.open_connection(*listening.getsockname()[:2])
+        option = (await found).get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        writer.close()
+        server.close()
+        return option
+
+    assert asyncio.run(accepted(listen("127.0.0.1", 0)))
+
+
+def test_a_header_has_a_limit(gated: Any) -> None:
+    """A body is another matter: it may come in one piece with its header."""
+    server, gate = gated()
+    gate.open()
+    started = time.monotonic()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\nX: ")
+        with suppress(OSError):  # while it is sent, or afterwards
+            for _ in range(64):
+                connection.sendall(b"x" * (1 << 14))
+                time.sleep(0.01)
+            assert connection.recv(100) == b""
+        until(lambda: not server.server_state.connections)
+    assert time.monotonic() - started < 8  # in 10 seconds it would be closed because it is slow
+    assert ask(server, path="/healthz", method="GET")[0] == 200
+    assert ask(server, {"prompt": "The cat", "user": "x" * (1 << 18), "max_tokens": 2})[0] == 200
+
+
+def test_a_service_does_not_stop_to_collect_what_was_there_before() -> None:
+    """Full collections skip the models and libraries, and include them again afterwards."""
+    with frozen():
+        assert gc.get_freeze_count() > 10_000
+    assert gc.get_freeze_count() == 0
 
 
 def test_half_sent_headers_keep_nobody_out(gated: Any) -> None:

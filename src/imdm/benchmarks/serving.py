@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,12 @@ from typing import Any
 import numpy as np
 
 from imdm.benchmarks import clients as clients_program
-from imdm.benchmarks.measure import Row, Size, Took, benchmarks
+from imdm.benchmarks.measure import Row, Size, Took, benchmarks, device
 from imdm.benchmarks.sampling import fresh, writing_flops
 from imdm.data.tokenizers import load_tokenizer, special_ids
 from imdm.errors import UserError
 from imdm.models import faster
+from imdm.serving.apart import Apart
 from imdm.serving.api import Completion, Order
 from imdm.serving.engine import Engine
 from imdm.serving.settings import Settings
@@ -37,6 +39,10 @@ PROMPTS = ("It was a dark", "The old man", "She looked at the sea and", "When th
 
 @benchmarks.register("serving")
 def serving(size: Size) -> Iterator[Row]:
+    try:
+        from imdm.serving.server import in_background
+    except ModuleNotFoundError as error:
+        raise UserError(f"the benchmark 'serving' needs {error.name}: pip install 'imdm[serve]'") from None
     given = SIZES[size]
     writer = _writer(given["preset"], given["length"])
     requests = [
@@ -44,20 +50,20 @@ def serving(size: Size) -> Iterator[Row]:
         for i in range(given["requests"])
     ]
     sequence, processor = alone(writer, requests)
-    engine = Engine({"it": writer}, Settings(queue=4096, seconds=3600))
+    limits = Settings(queue=4096, seconds=3600)
+    if device().type == "cuda":  # as `imdm serve` does
+        engine: Engine = Apart(partial(_writers, given["preset"], given["length"]), limits)
+    else:
+        engine = Engine({"it": writer}, limits)
     tokens = sum(row.count(None) for row in (Order.of(_asked(one), engine).jobs[0].ids for one in requests))
     flops = writing_flops(writer.model.config, tokens, given["length"], STEPS)
-    try:
-        from imdm.serving.server import in_background
-    except ModuleNotFoundError as error:
-        raise UserError(f"the benchmark 'serving' needs {error.name}: pip install 'imdm[serve]'") from None
     with in_background(engine) as server:
         port = server.port
         for many in CLIENTS:
             _load(port, many, requests[: 2 * many])  # warm-up of new batch sizes
-            worked = time.process_time()
+            worked = engine.processor()
             over_http = _load(port, many, requests)
-            worked = time.process_time() - worked
+            worked = engine.processor() - worked
             inside, _ = asyncio.run(directly(engine, many, requests))
             p50, p95 = np.quantile(over_http["took"], [0.5, 0.95])
             waited = in_turn(sequence, many)
@@ -93,6 +99,10 @@ def _writer(preset: str, length: int) -> Writer:
     ids = {"vocab_size": len(tokenizer), "mask_token_id": special_ids(tokenizer).mask}
     made = fresh(preset, "infinite-uniform-768-1.0", length=length, **ids)
     return Writer(faster(made.eval()), tokenizer)
+
+
+def _writers(preset: str, length: int) -> dict[str, Writer]:
+    return {"it": _writer(preset, length)}
 
 
 def _asked(request: dict[str, Any]) -> Completion:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,6 +17,11 @@ from imdm.cli.early import called, located
 from imdm.errors import UserError
 from imdm.listening import listen
 from imdm.shipped import DEFAULT, TEACHER
+
+if TYPE_CHECKING:
+    import torch
+
+    from imdm.writer import Writer
 
 
 @app.command()
@@ -64,10 +70,9 @@ def serve(
     limits = {"batch": batch, "queue": queue, "seconds": seconds, "grace": grace, "clients": clients, "body": body}
     limits |= {"prompt": prompt, "tokens": tokens, "steps": steps}
     listening = listen(host, port)
-    from imdm.serving import Engine, Settings
+    from imdm.serving import Apart, Engine, Settings
     from imdm.serving.guard import LOCAL, is_local, name_of
     from imdm.serving.server import address, serve
-    from imdm.writer import load
 
     for name in allow_host or ():
         if not name or name_of(name) != name.lower():
@@ -81,14 +86,22 @@ def serve(
         allowed=tuple(name.lower() for name in allow_host) if allow_host else None,
     )
     here = device()
-    writers = {name: load(place, here, fast=here.type == "cuda") for name, place in chosen.items()}
-    engine = Engine(writers, settings)
     if not local and api_key is None:
         say("anyone who can reach this machine can use the service; --api-key (or IMDM_API_KEY) sets a key")
     STOPPED.append("stopped")
     if here.type == "cuda":
         say("getting ready, which takes a minute or so on a GPU")
-    serve(engine, listening, lambda: say(f"{', '.join(writers)} on {address(listening)} (Ctrl-C ends it)"))
+        engine: Engine = Apart(partial(_loaded, chosen, here), settings)
+    else:
+        engine = Engine(_loaded(chosen, here), settings)
+    serve(engine, listening, lambda: say(f"{', '.join(chosen)} on {address(listening)} (Ctrl-C ends it)"))
+
+
+def _loaded(chosen: dict[str, str], device: torch.device) -> dict[str, Writer]:
+    """Writers by the names under which they are served."""
+    from imdm.writer import load
+
+    return {name: load(place, device, fast=device.type == "cuda") for name, place in chosen.items()}
 
 
 def named(models: Iterable[str]) -> dict[str, str]:

@@ -12,15 +12,16 @@ sequences.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -118,24 +119,32 @@ class Frame:
     seconds: float
 
 
+class Loop(Protocol):
+    """What is used of an event loop."""
+
+    def call_soon_threadsafe(self, callback: Callable[..., Any], /, *args: Any) -> object: ...
+
+
 @dataclass(eq=False)
-class _Ticket:
-    """A job in progress: `hear` is called in its event loop with each frame, or with an error."""
+class Ticket:
+    """A job in progress: `hear` is called in its event loop with each frame, or with an error. number: its name between
+    two processes (`Apart`)."""
 
     job: Job
     how: Sampling
-    loop: asyncio.AbstractEventLoop
+    loop: Loop
     hear: Callable[[Frame | UserError], None]
     came: float
     began: float = 0.0
     dropped: bool = False
+    number: int = -1
 
 
 class _Group(NamedTuple):
     """Sequences that share evaluations, and their jobs."""
 
     canvas: Canvas
-    tickets: list[_Ticket]
+    tickets: list[Ticket]
 
 
 @dataclass
@@ -171,7 +180,7 @@ class Engine:
                 raise UserError(f"model {name!r} is autoregressive; only diffusion models are served")
             writer.model.eval()
         self.counts = Counts()
-        self._coming: deque[_Ticket] = deque()
+        self._coming: deque[Ticket] = deque()
         self._groups: dict[tuple[str, int], _Group] = {}
         self._credit: dict[tuple[str, int], int] = {}  # of each group: the largest has the next turn
         self._changed = threading.Condition()
@@ -225,6 +234,10 @@ class Engine:
         """Whether it takes jobs."""
         return self._open and self._thread is not None and self._thread.is_alive()
 
+    def processor(self) -> float:
+        """CPU seconds so far: its process', and those of the one it serves."""
+        return time.process_time()
+
     async def run(self, job: Job) -> AsyncGenerator[Frame, None]:
         """The frames of a job in order, the last one `done`. If the caller stops iterating, the work is dropped at the
         next turn; use `contextlib.aclosing` in a function that continues afterwards."""
@@ -244,7 +257,7 @@ class Engine:
             return lambda said: heard.put_nowait((number, said))
 
         now = time.monotonic()
-        tickets = [_Ticket(job, self.check(job), loop, hearer(number), now) for number, job in enumerate(jobs)]
+        tickets = [Ticket(job, self.check(job), loop, hearer(number), now) for number, job in enumerate(jobs)]
         self._submit(tickets)
         seconds = self.settings.seconds if seconds is None else seconds
         left, deadline = len(jobs), (now if since is None else since) + seconds
@@ -261,8 +274,7 @@ class Engine:
                 left -= said.done
                 yield number, said
         finally:
-            for ticket in tickets:
-                ticket.dropped = True
+            self._drop(tickets)
 
     def check(self, job: Job) -> Sampling:
         """Refuse an invalid job."""
@@ -292,18 +304,24 @@ class Engine:
                 check_whole("ids", token, 0, most - 1)
         return how
 
-    def _submit(self, tickets: list[_Ticket]) -> None:
+    def _submit(self, tickets: list[Ticket]) -> None:
         with self._changed:
             if not self.alive or self._aborted:
                 raise Stopped("the service is stopping; try again when it has restarted")
-            many = len(self._coming) + self._running
-            if many + len(tickets) > self.settings.queue:
-                raise Busy(
-                    f"{many} texts are running or waiting, of {self.settings.queue} at most; try again later",
-                    self._after(),
-                )
+            self._check_room(len(self._coming) + self._running, len(tickets))
             self._coming.extend(tickets)
             self._changed.notify_all()
+
+    def _check_room(self, many: int, more: int) -> None:
+        """Refuse so many more jobs if, with those there, they are too many."""
+        if many + more > self.settings.queue:
+            said = f"{many} texts are running or waiting, of {self.settings.queue} at most; try again later"
+            raise Busy(said, self._after())
+
+    def _drop(self, tickets: Sequence[Ticket]) -> None:
+        """Nobody hears these any more; finished ones may be among them."""
+        for ticket in tickets:
+            ticket.dropped = True
 
     def _after(self) -> int:
         lately = self.counts.lately
@@ -342,9 +360,9 @@ class Engine:
 
     def _take_up(self) -> None:
         """Move waiting jobs, in order, into groups with room."""
-        fresh: dict[tuple[str, int], list[_Ticket]] = {}
+        fresh: dict[tuple[str, int], list[Ticket]] = {}
         with self._changed:
-            left: deque[_Ticket] = deque()
+            left: deque[Ticket] = deque()
             for ticket in self._coming:
                 if ticket.dropped:
                     self.counts.dropped += 1
@@ -360,7 +378,7 @@ class Engine:
         for key, tickets in fresh.items():
             self._safely(tickets, partial(self._enter, key, tickets))
 
-    def _enter(self, key: tuple[str, int], tickets: list[_Ticket]) -> None:
+    def _enter(self, key: tuple[str, int], tickets: list[Ticket]) -> None:
         now, model = time.monotonic(), self.writers[key[0]].model
         canvases, order = [], []
         for how in dict.fromkeys(ticket.how for ticket in tickets):
@@ -420,7 +438,7 @@ class Engine:
             self.counts.evaluated += len(turn.active)
             self.counts.tokens += len(drawn.tokens)
 
-    def _frames(self, group: _Group, done: list[bool]) -> list[tuple[_Ticket, Frame]]:
+    def _frames(self, group: _Group, done: list[bool]) -> list[tuple[Ticket, Frame]]:
         """Frames of jobs that want one after every step, and of all finished ones; none for clients that are gone."""
         now = time.monotonic()
         told = [i for i, ticket in enumerate(group.tickets) if (done[i] or ticket.job.frames) and not ticket.dropped]
@@ -433,7 +451,7 @@ class Engine:
             for i, frame in zip(told, frames_of(group.canvas, told), strict=True)
         ]
 
-    def _safely(self, tickets: list[_Ticket], work: Callable[[], None]) -> bool:
+    def _safely(self, tickets: list[Ticket], work: Callable[[], None]) -> bool:
         """Run `work`; an error fails only these jobs."""
         try:
             work()
@@ -470,7 +488,12 @@ async def _within(seconds: float, heard: asyncio.Queue[T]) -> T:
         return await heard.get()
 
 
-def tell(said: Sequence[tuple[_Ticket, Frame | UserError]]) -> None:
+def ends(said: Frame | UserError) -> bool:
+    """Whether a job is told nothing after this."""
+    return isinstance(said, UserError) or said.done
+
+
+def tell(said: Sequence[tuple[Ticket, Frame | UserError]]) -> None:
     """Hand frames or errors to the jobs' event loops, from another thread: one call for each loop, as a call wakes it,
     and it then competes with this thread for the interpreter."""
     for loop in {ticket.loop for ticket, _ in said}:
@@ -482,7 +505,7 @@ def tell(said: Sequence[tuple[_Ticket, Frame | UserError]]) -> None:
                 ticket.dropped = True
 
 
-def _hear(said: Sequence[tuple[_Ticket, Frame | UserError]]) -> None:
+def _hear(said: Sequence[tuple[Ticket, Frame | UserError]]) -> None:
     for ticket, one in said:
         ticket.hear(one)
 
@@ -538,3 +561,33 @@ def frames_of(canvas: Canvas, index: list[int]) -> list[dict[str, Any]]:
         }
         for row, numbers in zip(rows, whole, strict=True)
     ]
+
+
+def warm(engine: Engine) -> None:
+    """On a GPU the first evaluations are slow: compilation, CUDA-graph capture. So each model generates once before the
+    first request."""
+
+    async def write(name: str, many: int) -> None:
+        length = engine.writers[name].model.length
+        jobs = [Job(name, [None] * length, steps=4, seed=i) for i in range(many)]
+        async for _ in engine.run_all(jobs, seconds=3600):
+            pass
+
+    for name, writer in engine.writers.items():
+        if writer.model.device.type == "cuda":
+            sizes = {min(many, engine.settings.batch, engine.settings.queue) for many in (1, 4, 16, 64)}
+            for many in sorted(sizes):
+                for _ in range(2):
+                    asyncio.run(write(name, many))
+
+
+@contextmanager
+def frozen() -> Iterator[None]:
+    """What exists now is exempt from garbage collection: models and libraries are hundreds of thousands of objects, and
+    a full collection among requests would stop all threads for a fifth of a second."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

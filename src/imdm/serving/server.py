@@ -18,7 +18,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from imdm.errors import UserError
 from imdm.listening import listen
 from imdm.serving.app import make_app
-from imdm.serving.engine import Engine, Job
+from imdm.serving.engine import Engine, frozen, warm
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -27,15 +27,18 @@ if TYPE_CHECKING:
 PATIENCE = 10.0  # seconds for a request's header to come, and for a client to go on reading
 AT_ONCE = 16  # connections accepted at a time
 QUEUED = 1024  # connections that the system holds until they are accepted
+HEADER = 1 << 16  # bytes of a request's header; then its connection is closed
 
 
 def patient(seconds: float, most: int) -> type[asyncio.Protocol]:
-    """A protocol with timeouts: a connection whose header is incomplete, or whose client stops reading, is closed after
-    so many seconds. Beyond `most` connections, a new one replaces the one that has been idle longest."""
+    """A protocol with limits: a connection whose header is incomplete, or whose client stops reading, is closed after
+    so many seconds, and one whose header is too long at once. Beyond `most` connections, a new one replaces the one
+    that has been idle longest."""
 
     class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         idle_since = 0.0
         header: asyncio.TimerHandle | None = None  # set while waiting for a header
+        received = 0  # bytes of an incomplete header
         reading: asyncio.TimerHandle | None = None  # set while waiting for the client to read
 
         @property
@@ -52,7 +55,10 @@ def patient(seconds: float, most: int) -> type[asyncio.Protocol]:
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
-            if self.idle and self.header is None:
+            self.received = self.received + len(data) if self.idle else 0
+            if self.received > HEADER:
+                self.transport.abort()
+            elif self.idle and self.header is None:
                 self._expect()
             elif not self.idle:
                 self._cancel("header")
@@ -134,8 +140,10 @@ def serve(engine: Engine, listening: socket.socket, on_ready: Callable[[], None]
     """Serve until a signal or an internal error. on_ready: called when the service accepts requests."""
     with engine:
         warm(engine)
-        on_ready()
-        Server(make_app(engine), engine).run([listening])
+        server = Server(make_app(engine), engine)
+        with frozen():
+            on_ready()
+            server.run([listening])
         if engine.broken:
             raise UserError("the service stopped after the internal error above; start it again")
 
@@ -144,7 +152,7 @@ def serve(engine: Engine, listening: socket.socket, on_ready: Callable[[], None]
 def in_background(engine: Engine) -> Iterator[Server]:
     """The service on a free port of this machine, in a thread, as long as the block lasts."""
     listening = listen("127.0.0.1", 0)
-    with engine:
+    with engine, frozen():
         server = Server(make_app(engine), engine)
         server.port = listening.getsockname()[1]
         running = threading.Thread(target=server.run, args=([listening],), daemon=True)
@@ -154,24 +162,6 @@ def in_background(engine: Engine) -> Iterator[Server]:
         finally:
             server.should_exit = True
             running.join()
-
-
-def warm(engine: Engine) -> None:
-    """On a GPU the first evaluations are slow: compilation, CUDA-graph capture. So each model generates once before the
-    first request."""
-
-    async def write(name: str, many: int) -> None:
-        length = engine.writers[name].model.length
-        jobs = [Job(name, [None] * length, steps=4, seed=i) for i in range(many)]
-        async for _ in engine.run_all(jobs, seconds=3600):
-            pass
-
-    for name, writer in engine.writers.items():
-        if writer.model.device.type == "cuda":
-            sizes = {min(many, engine.settings.batch, engine.settings.queue) for many in (1, 4, 16, 64)}
-            for many in sorted(sizes):
-                for _ in range(2):
-                    asyncio.run(write(name, many))
 
 
 def address(listening: socket.socket) -> str:

@@ -1,0 +1,291 @@
+"""An engine in a process of its own.
+
+Launching evaluations on a GPU is work for the interpreter, and so is HTTP. In one process they would wait for each
+other; in two, requests are read and answered while others are evaluated. On a CPU evaluations take so much longer that
+it makes no difference.
+
+Jobs and frames go through a pipe. Each side notices when the other is gone: the engine's process ends, the service
+fails what it was asked for.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import count
+from multiprocessing import get_context, parent_process
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from imdm.errors import UserError, is_out_of_memory, reason_of
+from imdm.serving.engine import Counts, Engine, Frame, Stopped, Ticket, ends, frozen, tell, warm
+from imdm.serving.settings import Settings
+from imdm.stopping import held_back
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+    from imdm.writer import Writer
+
+LOG = logging.getLogger(__name__)
+PROCESSES = get_context("spawn")  # a fork would share the GPU's state
+LAST_WORDS = 5.0  # seconds beyond the grace for the process to end by itself
+GLANCE = 0.5  # seconds after which that process looks up from its messages, and reports its state if it has changed
+UNLIMITED = 1 << 20  # the queue over there; the limit is checked here
+
+
+class Said(NamedTuple):
+    """What the engine's process reports: frames, or errors, by the number of their job; and its state."""
+
+    frames: list[tuple[int, Frame | UserError]]
+    counts: Counts
+    running: int
+    processor: float
+
+
+class Apart(Engine):
+    """An engine in another process, which makes its writers there by `make`; here are copies without weights.
+
+    make must be picklable, such as a function of a module; a script that uses it needs `if __name__ == "__main__"`, as
+    always with processes. An engine that was stopped cannot be started again.
+    """
+
+    def __init__(self, make: Callable[[], Mapping[str, Writer]], settings: Settings | None = None) -> None:
+        settings = settings or Settings()
+        self._line, there = PROCESSES.Pipe()
+        limits = settings.model_copy(update={"api_key": None, "queue": UNLIMITED})
+        self._process = PROCESSES.Process(target=_live, args=(there, make, limits), name="imdm-engine", daemon=True)
+        with held_back():  # signals of the terminal, which are for this process alone
+            self._process.start()
+        atexit.register(self._process.kill)  # before multiprocessing waits for it
+        there.close()
+        try:
+            super().__init__(self._greeted(), settings)
+        except BaseException:
+            self._end()
+            raise
+        self._tickets: dict[int, Ticket] = {}
+        self._numbers = count()
+        self._processor = 0.0
+        self._letters: SimpleQueue[tuple[str, Any] | None] = SimpleQueue()  # to that process
+        self._ending = threading.Lock()
+
+    def _greeted(self) -> dict[str, Writer]:
+        """The writers, when that process is ready; its refusal is raised here."""
+        try:
+            said = self._line.recv()
+        except (EOFError, OSError):
+            raise UserError("the engine's process ended before it was ready; what it printed says more") from None
+        if isinstance(said, UserError):
+            raise said
+        return {name: _bare(*parts) for name, parts in said.items()}
+
+    def start(self) -> None:
+        if not self._process.is_alive():
+            raise Stopped(f"this engine has ended ({self._process.exitcode}); make another")
+        if self._thread is not None:
+            return
+        self._open, self.broken = True, False
+        threading.Thread(target=self._send, name="imdm-sending", daemon=True).start()
+        self._thread = threading.Thread(target=self._listen, name="imdm-listening", daemon=True)
+        self._thread.start()
+
+    def stop(self, grace: float) -> None:
+        with self._changed:
+            self._open = False
+        self._letters.put(("stop", grace))  # a second one may be more urgent
+        with self._ending:
+            if self._thread is not None:
+                self._process.join(grace + LAST_WORDS)
+            self._end()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _end(self) -> None:
+        """End the process, if it has not ended by itself."""
+        self._process.kill()
+        self._process.join()
+        atexit.unregister(self._process.kill)
+
+    @property
+    def waiting(self) -> int:
+        return max(0, len(self._tickets) - self._running)
+
+    @property
+    def alive(self) -> bool:
+        return self._open and self._process.is_alive()
+
+    def processor(self) -> float:
+        return super().processor() + self._processor  # as of its last report
+
+    def _submit(self, tickets: list[Ticket]) -> None:
+        with self._changed:
+            if not self._open:
+                raise Stopped("the service is stopping; try again when it has restarted")
+            self._check_room(len(self._tickets), len(tickets))
+            for ticket in tickets:
+                ticket.number = next(self._numbers)
+                self._tickets[ticket.number] = ticket
+        self._letters.put(("jobs", [(ticket.number, ticket.job) for ticket in tickets]))
+
+    def _drop(self, tickets: Sequence[Ticket]) -> None:
+        super()._drop(tickets)
+        with self._changed:
+            gone = [ticket.number for ticket in tickets if self._tickets.pop(ticket.number, None) is not None]
+        if gone:
+            self._letters.put(("drop", gone))
+
+    def _send(self) -> None:
+        """Only this thread writes, and it holds no lock: that process may be slow to read."""
+        with suppress(OSError):  # it is gone, which `_listen` notices
+            while (letter := self._letters.get()) is not None:
+                self._line.send(letter)
+
+    def _listen(self) -> None:
+        """Hand on what the process says, until it ends."""
+        try:
+            while True:
+                self._hand_on(self._line.recv())
+        except (EOFError, OSError):
+            pass
+        finally:
+            self._letters.put(None)
+            with self._changed:
+                self.broken, self._open = self._open, False
+                left, self._tickets, self._running = list(self._tickets.values()), {}, 0
+            if self.broken:
+                self._process.join(LAST_WORDS)
+                LOG.error("the engine's process has ended (%s)", self._process.exitcode)
+            said = Stopped("the service stopped before the text was finished; try again when it has restarted")
+            tell([(ticket, said) for ticket in left])
+
+    def _hand_on(self, said: Said) -> None:
+        self.counts, self._running, self._processor = said.counts, said.running, said.processor
+        frames = []
+        with self._changed:
+            for number, one in said.frames:
+                ticket = self._tickets.get(number)
+                if ticket is not None:
+                    frames.append((ticket, one))
+                    if ends(one):
+                        del self._tickets[number]
+        tell(frames)
+
+
+def _bare(fields: dict[str, Any], tokenizer: Any) -> Writer:
+    """A writer that knows all about its model but the weights."""
+    from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
+    from imdm.writer import Writer
+
+    with torch.device("meta"):
+        return Writer(MaskedDiffusionLM(MaskedDiffusionConfig.from_dict(fields)), tokenizer)
+
+
+# In the engine's process.
+
+
+@dataclass(eq=False)
+class _Reports:
+    """Takes the place of an event loop: what tickets would hear is sent. tickets: those in progress, by number; state:
+    counts and running sequences as last reported."""
+
+    line: Connection
+    engine: Engine
+    tickets: dict[int, Ticket] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    state: tuple[Counts, int] | None = None
+    at: float = 0.0
+
+    def call_soon_threadsafe(self, _: object, said: Sequence[tuple[Ticket, Frame | UserError]]) -> None:
+        for ticket, one in said:
+            if ends(one):
+                self.tickets.pop(ticket.number, None)
+        with self.lock:
+            self._send([(ticket.number, one) for ticket, one in said])
+
+    def refresh(self) -> None:
+        """Report a state that has changed without frames."""
+        with self.lock:
+            if time.monotonic() - self.at >= GLANCE and self.state != self._now():
+                self._send([])
+
+    def _send(self, frames: list[tuple[int, Frame | UserError]]) -> None:
+        self.state, self.at = self._now(), time.monotonic()
+        with suppress(OSError):  # the service is gone, and so will be this process
+            self.line.send(Said(frames, *self.state, self.engine.processor()))
+
+    def _now(self) -> tuple[Counts, int]:
+        counts = self.engine.counts
+        return replace(counts, lately=counts.lately.copy()), self.engine.running
+
+
+def _live(line: Connection, make: Callable[[], Mapping[str, Writer]], settings: Settings) -> None:
+    """All that the process does. Signals are for the service, which stops this one by a message, or by its end."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_follow, name="imdm-following", daemon=True).start()
+    try:
+        engine = Engine(make(), settings)
+        engine.start()
+        warm(engine)
+    except UserError as error:
+        line.send(UserError(str(error)))
+        return
+    except Exception as error:
+        if is_out_of_memory(error):
+            said = f"out of memory ({reason_of(error)}); serve a smaller model, or fewer of them"
+        else:
+            LOG.exception("the engine could not be made")
+            said = f"the engine could not be made: {type(error).__name__}: {reason_of(error)}"
+        line.send(UserError(said))
+        return
+    with frozen():
+        line.send({name: (one.model.config.to_dict(), one.tokenizer) for name, one in engine.writers.items()})
+        _serve(line, engine)
+
+
+def _follow() -> None:
+    """End with the service, however it ends."""
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(0)
+
+
+def _serve(line: Connection, engine: Engine) -> None:
+    """Take jobs until told to stop, and then until the running ones have ended."""
+    reports, stopping = _Reports(line, engine), list[threading.Thread]()
+    while not stopping or any(thread.is_alive() for thread in stopping):
+        if engine.broken and not stopping:
+            os._exit(1)  # the reason is in the log
+        reports.refresh()
+        try:
+            if not line.poll(0.02 if stopping else GLANCE):
+                continue
+            kind, what = line.recv()
+        except (EOFError, OSError):
+            os._exit(0)  # the service is gone
+        if kind == "stop":
+            stopping.append(threading.Thread(target=engine.stop, args=(what,), daemon=True))
+            stopping[-1].start()
+        elif kind == "drop":
+            for number in what:
+                if (gone := reports.tickets.pop(number, None)) is not None:
+                    gone.dropped = True
+        else:
+            now = time.monotonic()
+            fresh = [Ticket(job, engine.check(job), reports, print, now, number=number) for number, job in what]
+            reports.tickets |= {ticket.number: ticket for ticket in fresh}
+            try:
+                engine._submit(fresh)
+            except UserError as error:
+                reports.call_soon_threadsafe(None, [(ticket, Stopped(str(error))) for ticket in fresh])
