@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 import torch
 
+from imdm.devices import Fetched
 from imdm.errors import UserError
 from imdm.masks import NoisePath
 from imdm.models import MaskedDiffusionLM, faster
 from imdm.randomness import Purpose, fold
-from imdm.sampling import Canvas, Keys, Sampling
+from imdm.sampling import Canvas, Coming, Keys, Sampling, Turn
 from imdm.serving import Busy, Engine, Frame, Job, Settings, Stopped, TooLong
 from imdm.serving import engine as engine_module
-from imdm.serving.engine import Failed
+from imdm.serving.jobs import Failed, Ticket, rows_of, started, tell
 from tests.conftest import tiny_model
 from tests.reference.enumeration import TableDenoiser, all_masked, chain_law, sequence_law
 from tests.reference.statistics import assert_law, counts_of
@@ -90,6 +91,7 @@ def together_and_alone(model: MaskedDiffusionLM, jobs: list[Job]) -> tuple[Engin
         {"mask": "infinite-uniform-8-1.0"},
         {"mask": "infinite-normal-8-2.0", "mixture": True},
         {"mask": "infinite-uniform-8-1.0", **WHOLE},
+        {"mask": "infinite-uniform-8-1.0", **WHOLE, "lengths": [0.0, 0.0, 0.1, 0.2, 0.3, 0.3, 0.1]},
     ],
     ids=lambda changes: "-".join(changes),
 )
@@ -110,13 +112,18 @@ def test_sequences_of_all_kinds_in_one_batch_have_their_own_laws() -> None:
     keys = fold(8, Purpose.SAMPLE, torch.arange(2 * N))
     start = torch.full((N, 2), 2)
     first = Canvas.start(denoiser, start, Keys(*[keys[:N]] * 3), Sampling(3), ones)
-    turn = first.next_turn()
-    first.begin(turn)
-    first.evaluate(turn)
-    both = first.joined(Canvas.start(denoiser, start, Keys(*[keys[N:]] * 3), Sampling(2, "keep"), ones))
-    while len((turn := both.next_turn()).active):
-        both.begin(turn)
-        both.evaluate(turn)
+    coming = Coming.of(first.revealed_at)
+
+    def evaluate(canvas: Canvas, turn: Turn) -> None:
+        canvas.begin(turn)
+        canvas.evaluate(turn)
+        coming.revealed(turn)
+
+    evaluate(first, coming.turn())
+    second = Canvas.start(denoiser, start, Keys(*[keys[N:]] * 3), Sampling(2, "keep"), ones)
+    both, coming = first.joined(second), coming.joined(Coming.of(second.revealed_at))
+    while not all(coming.done):
+        evaluate(both, coming.turn())
     for tokens, steps, policy in ((both.tokens[:N], 3, "posterior"), (both.tokens[N:], 2, "keep")):
         law = sequence_law(chain_law(denoiser, all_masked(2, 2), steps, policy), 2, 2)
         assert_law(counts_of(tokens, 2), law)
@@ -144,13 +151,13 @@ def test_frames_tell_the_story_that_a_trace_tells() -> None:
 
 def counted_frames(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many frames the engine makes, turn by turn."""
-    made, frames_of = list[int](), engine_module.frames_of
+    made, rows_of = list[int](), engine_module.rows_of
 
-    def counted(canvas: Canvas, index: list[int]) -> list[dict[str, Any]]:
+    def counted(canvas: Canvas, index: list[int]) -> Fetched:
         made.append(len(index))
-        return frames_of(canvas, index)
+        return rows_of(canvas, index)
 
-    monkeypatch.setattr(engine_module, "frames_of", counted)
+    monkeypatch.setattr(engine_module, "rows_of", counted)
     return made
 
 
@@ -198,6 +205,89 @@ def test_nothing_is_made_for_those_who_are_gone(monkeypatch: pytest.MonkeyPatch)
     assert (engine.counts.dropped, engine.counts.sequences) == (1, 0)
 
 
+class Late(Fetched):
+    """Rows that are there only when they are waited for, as on a GPU that is busy. events: what happened, in order."""
+
+    def __init__(self, rows: Fetched, events: list[str], number: int) -> None:
+        self.rows, self.events, self.number = rows, events, number
+
+    ready = False  # type: ignore[assignment]
+
+    def wait(self) -> torch.Tensor:
+        self.events.append(f"read {self.number}")
+        return self.rows.wait()
+
+
+def busy_gpu(monkeypatch: pytest.MonkeyPatch, model: MaskedDiffusionLM) -> list[str]:
+    """The results of this model's evaluations are late; what happens when."""
+    events, run_at, rows_of = list[str](), model.trunk_at, engine_module.rows_of
+
+    def trunk_at(*given: Any) -> torch.Tensor:
+        events.append(f"launch {sum(event.startswith('launch') for event in events) + 1}")
+        return run_at(*given)
+
+    def late(canvas: Canvas, index: list[int]) -> Fetched:
+        return Late(rows_of(canvas, index), events, sum(event.startswith("launch") for event in events))
+
+    model.trunk_at = trunk_at  # type: ignore[method-assign]
+    monkeypatch.setattr(engine_module, "rows_of", late)
+    return events
+
+
+@pytest.mark.parametrize("frames", [True, False])
+def test_a_turn_is_launched_before_the_last_one_is_read(monkeypatch: pytest.MonkeyPatch, frames: bool) -> None:
+    """And never two before it; at the end nothing is left unread."""
+    model = tiny_model(mask="infinite-uniform-8-1.0")
+    job, wanted = replace(MANY, frames=frames), alone(model, MANY)
+    events, engine = busy_gpu(monkeypatch, model), engine_of(a=model)
+    found = run(engine, lambda: story(engine, job))
+    assert found[-1].ids == wanted.tokens[0].tolist()
+    assert [frame.done for frame in found] == [False] * (len(found) - 1) + [True]
+    assert len(found) == (6 if frames else 1)
+    between = [event for i in range(1, 6) for event in (f"launch {i + 1}", f"read {i}")]
+    assert events == ["launch 1", *between, "read 6"]
+    assert (engine.counts.sequences, engine.counts.turns, engine.running) == (1, 6, 0)
+
+
+def test_where_the_network_draws_the_end_each_turn_depends_on_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions after a drawn end are not evaluated."""
+    model = tiny_model(mask="infinite-uniform-8-1.0", **WHOLE)
+    jobs = [replace(MANY, ids=[0, *HOLES[1:]], seed=seed) for seed in range(20)]
+    wanted = [alone(model, job) for job in jobs]
+    busy_gpu(monkeypatch, model)
+    engine = engine_of(a=model)
+
+    async def work() -> list[Frame]:
+        return await asyncio.gather(*(last(engine, job) for job in jobs))
+
+    found = run(engine, work)
+    assert [frame.ids for frame in found] == [one.tokens[0].tolist() for one in wanted]
+    assert [frame.evaluations for frame in found] == [int(one.evaluations[0]) for one in wanted]
+    assert len({frame.evaluations for frame in found}) > 2
+
+
+def test_results_that_cannot_be_read_fail_their_texts_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_model()
+    busy_gpu(monkeypatch, model)
+    engine = engine_of(a=model)
+
+    def unreadable(_: Any) -> None:
+        raise RuntimeError("an illegal memory access")
+
+    async def work() -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(Late, "wait", unreadable)
+            with pytest.raises(Failed):
+                await last(engine, Job("a", HOLES, steps=1))
+        assert (await last(engine, Job("a", HOLES, steps=1))).done
+
+    run(engine, work)
+    assert (engine.counts.failed, engine.counts.sequences, engine.running) == (1, 1, 0)
+    assert "an illegal memory access" in caplog.text
+
+
 def test_a_closed_event_loop_concerns_no_other() -> None:
     """Its jobs are dropped; those of another loop are heard."""
     heard: list[Any] = []
@@ -205,12 +295,12 @@ def test_a_closed_event_loop_concerns_no_other() -> None:
     gone.close()
 
     def ticket(loop: asyncio.AbstractEventLoop) -> Any:
-        return engine_module.Ticket(Job("one", HOLES), Sampling(), loop, heard.append, 0.0)
+        return Ticket(Job("one", HOLES), Sampling(), loop, heard.append, 0.0)
 
     async def work() -> list[Any]:
         mine, others = ticket(asyncio.get_running_loop()), [ticket(gone), ticket(gone)]
         said = [(others[0], Stopped("a")), (mine, Stopped("b")), (others[1], Stopped("c"))]
-        await asyncio.to_thread(engine_module.tell, said)
+        await asyncio.to_thread(tell, said)
         await asyncio.sleep(0)
         return [mine, *others]
 
@@ -501,3 +591,29 @@ def test_requests_share_a_batch_on_a_gpu() -> None:
     _, frames, wanted = together_and_alone(model, jobs)
     pairs = [(a, b) for f, w in zip(frames, wanted, strict=True) for a, b in zip(f.ids, w.tokens[0], strict=True)]
     assert sum(a == int(b) for a, b in pairs) >= 0.99 * len(pairs)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("changes", [{}, {**WHOLE, "lengths": [0.0, 0.0, 0.1, 0.2, 0.3, 0.3, 0.1]}])
+def test_turns_are_launched_without_waiting_for_the_gpu(changes: dict[str, Any]) -> None:
+    model = faster(tiny_model(mask="infinite-uniform-8-1.0", **changes).cuda(), dtype=torch.float32, compile=False)
+    jobs = [Job("a", [0, *HOLES[1:]], steps=1000, seed=seed) for seed in range(8)]
+    with torch.no_grad():
+        canvas = started(jobs, jobs[0].how(model), model)
+        coming, waits = Coming.of(canvas.revealed_at), "default"
+        try:
+            for number in range(4):
+                waits = "error" if number == 3 else "default"  # the first ones compile, and are captured
+                torch.cuda.set_sync_debug_mode(waits)
+                planned = coming.turn()
+                turn = planned.to(canvas.tokens.device)
+                canvas.begin(turn)
+                canvas.evaluate(turn)
+                coming.revealed(planned)
+                rows = rows_of(canvas, [1, 3])
+                index = [i for i, done in enumerate(coming.done) if not done]
+                canvas, coming = canvas.kept(index), coming.kept(index)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert rows.wait().shape == (2, 3 * 6 + 2)

@@ -35,8 +35,9 @@ from imdm.errors import UserError
 from imdm.listening import listen
 from imdm.serving import Engine, Settings
 from imdm.serving.api import Completion, Growing, Order
-from imdm.serving.engine import Frame, frozen
+from imdm.serving.engine import frozen
 from imdm.serving.guard import LOCAL, Guard, is_local
+from imdm.serving.jobs import Frame
 from imdm.serving.metrics import Metrics
 from imdm.serving.server import Server, address, connections, in_background, patient
 from imdm.serving.server import serve as run_service

@@ -101,3 +101,29 @@ class Beside:
         current.wait_stream(self.stream)
         for tensor in tensors:
             tensor.record_stream(current)
+
+
+def sent(values: Tensor, device: torch.device) -> Tensor:
+    """Copy to a device without waiting for it."""
+    if device.type != "cuda":
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
+
+
+class Fetched:
+    """Copies values to the CPU without waiting for them."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._here, self._copied = values, None
+        if values.is_cuda:
+            self._here = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+            self._copied = torch.cuda.current_stream(values.device).record_event()
+
+    @property
+    def ready(self) -> bool:
+        return self._copied is None or self._copied.query()
+
+    def wait(self) -> Tensor:
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._here

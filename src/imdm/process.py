@@ -80,6 +80,12 @@ class Process:
         """Whether a state carries more than its tokens: noise in its masks, or a latent."""
         return self.mask.noisy or self.mixture
 
+    @property
+    def is_planned(self) -> bool:
+        """Whether the step that reveals each position is known before the network runs: not where the network draws
+        the end of a text, after which positions need no step."""
+        return self.ending is None or self.lengths is not None
+
     def corrupt(self, x: Tensor, t: Tensor, keys: Tensor) -> Noised:
         """z_t ~ q(·|x) = α_t·x + (1 − α_t)·π_M (Eq. 12): x (B, L), t (B,), one key a sequence (B,)."""
         masked = self.masks(t, keys, x.shape[1])

@@ -15,10 +15,11 @@ if TYPE_CHECKING:
     from imdm.sampling.options import Sampling
     from imdm.sampling.planning import plan, reveal_steps, time_grid
     from imdm.sampling.sampler import Canvas, Drawn, Keys, draw_tokens, sample
-    from imdm.sampling.turn import Turn, next_turn, turns
+    from imdm.sampling.turn import Coming, Turn, turns
 
 __all__ = [
     "Canvas",
+    "Coming",
     "Drawn",
     "Generation",
     "Keys",
@@ -28,7 +29,6 @@ __all__ = [
     "Turn",
     "draw",
     "draw_tokens",
-    "next_turn",
     "plan",
     "probabilities",
     "reveal_steps",
@@ -45,6 +45,6 @@ __getattr__ = later(
         "imdm.sampling.options": ("Sampling",),
         "imdm.sampling.planning": ("plan", "reveal_steps", "time_grid"),
         "imdm.sampling.sampler": ("Canvas", "Drawn", "Keys", "draw_tokens", "sample"),
-        "imdm.sampling.turn": ("Turn", "next_turn", "turns"),
+        "imdm.sampling.turn": ("Coming", "Turn", "turns"),
     },
 )

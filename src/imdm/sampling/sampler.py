@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from imdm.devices import sent
 from imdm.ending import Ending, Ends
 from imdm.errors import UserError, check_function, check_whole
 from imdm.kernels import kernels
@@ -33,7 +34,7 @@ from imdm.sampling.categorical import draw, inverted, probabilities
 from imdm.sampling.generation import Generation, Revealed, Trace
 from imdm.sampling.options import Sampling, as_sampling
 from imdm.sampling.planning import plan, time_grid  # noqa: F401
-from imdm.sampling.turn import Turn, next_turn, turns
+from imdm.sampling.turn import Turn, turns
 from imdm.state import Noised
 
 if TYPE_CHECKING:
@@ -240,7 +241,7 @@ class Canvas:
 
     def kept(self, index: list[int]) -> Canvas:
         """Some of these sequences, in this order."""
-        at = torch.tensor(index, dtype=torch.int64, device=self.tokens.device)
+        at = sent(torch.tensor(index, dtype=torch.int64), self.tokens.device)
         hows = [self.hows[i] for i in index]
         return self._with(hows, self.keys.at(at).settled(), lambda name: getattr(self, name)[at])
 
@@ -250,9 +251,11 @@ class Canvas:
         columns: dict[str, Any] = {name: column(name) for name in held}
         return replace(self, hows=hows, keys=keys, **columns)
 
-    def next_turn(self) -> Turn:
-        """The next evaluation of all unfinished sequences. Waits for the GPU."""
-        return next_turn(torch.where(self.masked, self.revealed_at, -1), self.last)
+    def tensors(self) -> list[Tensor]:
+        noise = self.keys.noise
+        keys = [noise] if isinstance(noise, Tensor) else [noise.first, noise.second, noise.s]
+        held = (getattr(self, each.name) for each in fields(self))
+        return [self.keys.order, self.keys.tokens, *keys, *(each for each in held if isinstance(each, Tensor))]
 
     def begin(self, turn: Turn) -> None:
         """Count a turn that was not planned beforehand."""
@@ -298,15 +301,15 @@ class Canvas:
         """Which of these sequences redraw the noise of their masks, (A,); True: all; None: none."""
         if len(self.policies) == 1:
             return True if "posterior" in self.policies else None
-        posterior = torch.tensor([how.noise == "posterior" for how in self.hows], device=active.device)
-        return posterior[active]
+        posterior = torch.tensor([how.noise == "posterior" for how in self.hows])
+        return sent(posterior, active.device)[active]
 
     def _drawn(self, hidden: Tensor, u: Tensor, ends: Ends | None, turn: Turn) -> Drawn:
         """The tokens of a turn's rows, each drawn with its sequence's options."""
         if len(self.laws) == 1:
             return draw_tokens(self.denoiser, hidden, u, *self.laws[0], ends)
         known = [self.laws.index((how.temperature, how.top_p)) for how in self.hows]
-        law = torch.tensor(known, device=hidden.device)[turn.active[turn.rows.sequence]]
+        law = sent(torch.tensor(known), hidden.device)[turn.active[turn.rows.sequence]]
         tokens = torch.empty(len(u), dtype=torch.int64, device=u.device)
         log_probs = torch.empty(len(u), device=u.device)
         for number, (temperature, top_p) in enumerate(self.laws):

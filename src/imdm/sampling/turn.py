@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from imdm.devices import sent
 from imdm.state import Rows
 
 
@@ -34,6 +35,15 @@ class Turn:
         slot = torch.arange(len(position), device=position.device) - first[place[sequence]]
         rows = Rows(place[sequence], position, slot, int(many.max()) if len(many) else 0)
         return Turn(self.active[some], self.now[some], self.before[some], rows)
+
+    def to(self, device: torch.device) -> Turn:
+        """The same on a device, in one copy that is not waited for."""
+        if device == self.active.device:
+            return self
+        parts = self.active, self.now, self.before, *self.rows.tensors()
+        there = sent(torch.cat(parts), device).split([len(part) for part in parts])
+        active, now, before, sequence, position, slot = there
+        return Turn(active, now, before, Rows(sequence, position, slot, self.rows.most))
 
 
 def turns(revealed_at: Tensor, batch_size: int | None = None) -> tuple[Tensor, list[Turn]]:
@@ -78,18 +88,56 @@ def turns(revealed_at: Tensor, batch_size: int | None = None) -> tuple[Tensor, l
     return evaluations, list(map(Turn, active, now, earlier, rows))
 
 
-def next_turn(coming: Tensor, last: Tensor) -> Turn:
-    """The next evaluation of each sequence, without a plan: coming (B, L), the step of each position that is still
-    masked, −1 elsewhere; last (B,), the step of each sequence's last evaluation."""
-    masked = coming >= 0
-    step = torch.where(masked, coming, torch.iinfo(torch.int64).max).amin(1)
-    active = masked.any(1).nonzero()[:, 0]
-    now = step[active]
-    due = coming[active] == now[:, None]
-    sequence, position = due.nonzero(as_tuple=True)
-    slot = (due.cumsum(1) - 1)[sequence, position]
-    most = int(slot.max()) + 1 if len(slot) else 0
-    return Turn(active, now, last[active], Rows(sequence, position, slot, most))
+@dataclass(frozen=True)
+class Coming:
+    """The evaluations that sequences of a changing batch still need. It is on the CPU, so that the next turn is known
+    without waiting for the GPU.
+
+    steps (B, L): the step of each position that is to be revealed, −1 elsewhere
+    last  (B,): the step of each sequence's last evaluation, 0 before the first
+    """
+
+    steps: Tensor
+    last: Tensor
+
+    @classmethod
+    def of(cls, steps: Tensor) -> Coming:
+        """Of sequences before their first step. Waits for the GPU."""
+        steps = steps.cpu()
+        return cls(steps.clone(), torch.zeros(len(steps), dtype=torch.int64))
+
+    @property
+    def done(self) -> list[bool]:
+        """Which sequences need no more."""
+        return (self.steps < 0).all(1).tolist()
+
+    def turn(self) -> Turn:
+        """The next evaluation of all sequences that need one."""
+        coming = self.steps >= 0
+        step = torch.where(coming, self.steps, torch.iinfo(torch.int64).max).amin(1)
+        active = coming.any(1).nonzero()[:, 0]
+        now = step[active]
+        due = self.steps[active] == now[:, None]
+        sequence, position = due.nonzero(as_tuple=True)
+        slot = (due.cumsum(1) - 1)[sequence, position]
+        most = int(slot.max()) + 1 if len(slot) else 0
+        return Turn(active, now, self.last[active], Rows(sequence, position, slot, most))
+
+    def revealed(self, turn: Turn) -> None:
+        """This turn is evaluated: what it reveals is to come no more."""
+        self.steps[turn.active[turn.rows.sequence], turn.rows.position] = -1
+        self.last[turn.active] = turn.now
+
+    def only(self, masked: Tensor) -> None:
+        """Forget positions that are no longer masked (B, L)."""
+        self.steps[~masked] = -1
+
+    def joined(self, *others: Coming) -> Coming:
+        every = [self, *others]
+        return Coming(torch.cat([one.steps for one in every]), torch.cat([one.last for one in every]))
+
+    def kept(self, index: list[int]) -> Coming:
+        return Coming(self.steps[index], self.last[index])
 
 
 def _starts(count: np.ndarray, batch_size: int | None) -> np.ndarray:

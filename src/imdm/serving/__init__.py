@@ -4,7 +4,8 @@
 """
 
 from imdm.serving.apart import Apart
-from imdm.serving.engine import Busy, Engine, Frame, Job, Stopped, TooLong
+from imdm.serving.engine import Engine
+from imdm.serving.jobs import Busy, Frame, Job, Stopped, TooLong
 from imdm.serving.settings import Settings
 
 __all__ = ["Apart", "Busy", "Engine", "Frame", "Job", "Settings", "Stopped", "TooLong"]

@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from imdm.errors import UserError, is_out_of_memory, reason_of
-from imdm.serving.engine import Counts, Engine, Frame, Stopped, Ticket, ends, frozen, tell, warm
+from imdm.serving.engine import Counts, Engine, frozen, warm
+from imdm.serving.jobs import Frame, Stopped, Ticket, ends, tell
 from imdm.serving.settings import Settings
 from imdm.stopping import held_back
 

@@ -14,7 +14,8 @@ from imdm.config import Config
 from imdm.errors import UserError, unknown
 from imdm.process import NoisePolicy
 from imdm.sampling.options import RevealOrder
-from imdm.serving.engine import Engine, Frame, Job
+from imdm.serving.engine import Engine
+from imdm.serving.jobs import Frame, Job
 from imdm.writer import BLANK
 
 if TYPE_CHECKING:

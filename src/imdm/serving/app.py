@@ -19,8 +19,9 @@ from imdm import __version__
 from imdm.config import Config, explain
 from imdm.errors import UserError, shorter
 from imdm.serving.api import Completion, Growing, Infill, Missing, Order
-from imdm.serving.engine import Engine, Frame
+from imdm.serving.engine import Engine
 from imdm.serving.guard import Guard, error, told
+from imdm.serving.jobs import Frame
 from imdm.serving.metrics import TEXT, Metrics
 from imdm.serving.settings import Settings
 

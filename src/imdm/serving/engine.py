@@ -7,6 +7,10 @@ is dropped.
 
 Rows of one model and one length share a batch; several such groups take turns, in proportion to their numbers of
 sequences.
+
+Which positions a turn reveals does not depend on the network, so the next turn is launched before the results of the
+last one are there: a GPU does not wait for Python. (Only where rows are whole texts whose end the network draws, each
+turn depends on the last.)
 """
 
 from __future__ import annotations
@@ -21,130 +25,38 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequenc
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
 
+from imdm.devices import Beside, Fetched
 from imdm.errors import UserError, check_number, check_seed, check_whole, is_out_of_memory, unknown
-from imdm.masks import NoisePath
-from imdm.process import NoisePolicy
-from imdm.randomness import Purpose, as_keys, fold
-from imdm.sampling import Canvas, Keys, Sampling
-from imdm.sampling.options import RevealOrder
+from imdm.sampling import Canvas, Coming, Sampling
+from imdm.serving.jobs import Busy, Failed, Frame, Job, Stopped, Ticket, TooLong, fields_of, rows_of, started, tell
 from imdm.serving.settings import Settings
 
 if TYPE_CHECKING:
-    from imdm.models import MaskedDiffusionLM
     from imdm.writer import Writer
 
 LOG = logging.getLogger(__name__)
+AHEAD = 1  # turns that are launched before the results of one are awaited
 T = TypeVar("T")
 
 
-class Busy(UserError):  # noqa: N818
-    """The queue is full. after: seconds after which to retry."""
-
-    def __init__(self, sentence: str, after: int) -> None:
-        super().__init__(sentence)
-        self.after = after
-
-
-class TooLong(UserError):  # noqa: N818
-    """A request exceeded its time limit; its work was dropped."""
-
-
-class Stopped(UserError):  # noqa: N818
-    """The engine is stopping or out of memory; the request was not completed."""
-
-
-class Failed(UserError):  # noqa: N818
-    """An internal error, which is in the log."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """One sequence to write.
-
-    model          by its name in the engine
-    ids            its row, with the model's begin and end tokens; None where a token is to be generated
-    steps, temperature, top_p    as in `Sampling`; noise, order: too, the model's own unless given
-    seed, number   its randomness is that of text `number` of `Writer.write(seed=seed)`
-    draws_seed     another seed for the draws of tokens
-    noise_seed     another seed for the masks' noise
-    noise_between  two seeds and s in [0, 1]: the masks' noise is on the path from the first's to the second's
-    frames         whether to send a frame after every step that reveals something; else only the last
-    """
-
-    model: str
-    ids: Sequence[int | None]
-    steps: int = 8
-    seed: int = 0
-    number: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    noise: NoisePolicy | None = None
-    order: RevealOrder | None = None
-    draws_seed: int | None = None
-    noise_seed: int | None = None
-    noise_between: tuple[int, int, float] | None = None
-    frames: bool = False
-
-    def how(self, model: MaskedDiffusionLM) -> Sampling:
-        """Its options; where `noise` or `order` is None, the model's own."""
-        policies = model.policies(self.noise, self.order)
-        return Sampling(self.steps, temperature=self.temperature, top_p=self.top_p, **policies)
-
-
-@dataclass(frozen=True)
-class Frame:
-    """A sequence after one of its steps.
-
-    step         1 … steps; a step that reveals nothing has no frame; 0 where nothing was to be written
-    ids          None where still masked
-    revealed     the step that revealed each position; 0 where given, or, as the end, drawn first, or still masked
-    probability  the model's probability of each token when it was drawn; 1 where no step revealed it, 0 where still
-                 masked
-    done         whether this is the last
-    evaluations  of the network so far, for this sequence
-    seconds since the job was started
-    """
-
-    step: int
-    ids: list[int | None]
-    revealed: list[int]
-    probability: list[float]
-    done: bool
-    evaluations: int
-    seconds: float
-
-
-class Loop(Protocol):
-    """What is used of an event loop."""
-
-    def call_soon_threadsafe(self, callback: Callable[..., Any], /, *args: Any) -> object: ...
-
-
-@dataclass(eq=False)
-class Ticket:
-    """A job in progress: `hear` is called in its event loop with each frame, or with an error. number: its name between
-    two processes (`Apart`)."""
-
-    job: Job
-    how: Sampling
-    loop: Loop
-    hear: Callable[[Frame | UserError], None]
-    came: float
-    began: float = 0.0
-    dropped: bool = False
-    number: int = -1
-
-
 class _Group(NamedTuple):
-    """Sequences that share evaluations, and their jobs."""
+    """Sequences that share evaluations, which of these are to come, and their jobs."""
 
     canvas: Canvas
+    coming: Coming
     tickets: list[Ticket]
+
+
+class _Flight(NamedTuple):
+    """A turn that was launched: the jobs it ends, those that want a frame of it, and the rows of these frames."""
+
+    ended: list[Ticket]
+    told: list[Ticket]
+    rows: Fetched
 
 
 @dataclass
@@ -183,6 +95,8 @@ class Engine:
         self._coming: deque[Ticket] = deque()
         self._groups: dict[tuple[str, int], _Group] = {}
         self._credit: dict[tuple[str, int], int] = {}  # of each group: the largest has the next turn
+        self._flights: deque[_Flight] = deque()
+        self._beside = {device: Beside(device) for device in {writer.model.device for writer in self.writers.values()}}
         self._changed = threading.Condition()
         self._running = 0  # sequences in progress
         self._open, self._aborted = False, False
@@ -330,9 +244,8 @@ class Engine:
     # Run by its thread.
 
     def _work(self) -> None:
-        devices = {writer.model.device for writer in self.writers.values()}
         try:
-            for device in devices:
+            for device in self._beside:
                 if device.type == "cuda":
                     torch.cuda.set_device(device)
             with torch.no_grad():
@@ -342,11 +255,13 @@ class Engine:
                     self._leave()
                     if self._groups:
                         self._turn()
+                    self._land(AHEAD if self._groups else 0)
                     self.counts.busy += time.monotonic() - started
         except Exception:
             LOG.exception("the engine ended by a fault")
             self.broken = True
         finally:
+            self._land(0)
             self._give_up()
 
     def _wait(self) -> bool:
@@ -380,17 +295,22 @@ class Engine:
 
     def _enter(self, key: tuple[str, int], tickets: list[Ticket]) -> None:
         now, model = time.monotonic(), self.writers[key[0]].model
-        canvases, order = [], []
+        groups = [self._groups[key]] if key in self._groups else []
+        beside = self._beside[model.device]
         for how in dict.fromkeys(ticket.how for ticket in tickets):
             some = [ticket for ticket in tickets if ticket.how == how]
-            canvases.append(started([ticket.job for ticket in some], how, model))
-            order += some
-        for ticket in order:
+            with beside:  # the plan is awaited, but not the turns that were launched before
+                canvas = started([ticket.job for ticket in some], how, model)
+                groups.append(_Group(canvas, Coming.of(canvas.revealed_at), some))
+            beside.hand_over(canvas.tensors())
+        for ticket in tickets:
             ticket.began = now
-        there = self._groups.get(key)
-        if there is not None:
-            canvases, order = [there.canvas, *canvases], [*there.tickets, *order]
-        self._groups[key] = _Group(canvases[0].joined(*canvases[1:]) if canvases[1:] else canvases[0], order)
+        canvases, coming, order = zip(*groups, strict=True)
+        if len(groups) == 1:
+            self._groups[key] = groups[0]
+        else:
+            together = [ticket for some in order for ticket in some]
+            self._groups[key] = _Group(canvases[0].joined(*canvases[1:]), coming[0].joined(*coming[1:]), together)
 
     def _leave(self) -> None:
         """Drop jobs whose clients are gone."""
@@ -405,7 +325,8 @@ class Engine:
     def _keep(self, key: tuple[str, int], group: _Group, index: list[int]) -> None:
         """Keep only some sequences of a group."""
         if index:
-            self._groups[key] = _Group(group.canvas.kept(index), [group.tickets[i] for i in index])
+            left = [group.tickets[i] for i in index]
+            self._groups[key] = _Group(group.canvas.kept(index), group.coming.kept(index), left)
         else:
             self._groups.pop(key, None)
         with self._changed:
@@ -422,51 +343,71 @@ class Engine:
             self._groups.pop(key, None)
 
     def _advance(self, key: tuple[str, int], group: _Group) -> None:
-        self._evaluate(group.canvas)
-        done = (~group.canvas.masked.any(1)).tolist()
-        frames = self._frames(group, done)
-        if any(done):
+        self._evaluate(group)
+        done, tickets = group.coming.done, group.tickets
+        told = [i for i, ticket in enumerate(tickets) if (done[i] or ticket.job.frames) and not ticket.dropped]
+        ended = [ticket for ticket, one in zip(tickets, done, strict=True) if one]
+        flight = _Flight(ended, [tickets[i] for i in told], rows_of(group.canvas, told))
+        if ended:
             self._keep(key, group, [i for i, one in enumerate(done) if not one])
-        tell(frames)
+        self._flights.append(flight)
 
-    def _evaluate(self, canvas: Canvas) -> None:
-        turn = canvas.next_turn()
-        if len(turn.active):
+    def _evaluate(self, group: _Group) -> None:
+        """Launch the group's next turn."""
+        canvas, coming = group.canvas, group.coming
+        planned = coming.turn()
+        if len(planned.active):
+            turn = planned.to(canvas.tokens.device)
             canvas.begin(turn)
             drawn = canvas.evaluate(turn)
+            coming.revealed(planned)
+            if not canvas.denoiser.process.is_planned:
+                coming.only(canvas.masked.cpu())
             self.counts.turns += 1
             self.counts.evaluated += len(turn.active)
             self.counts.tokens += len(drawn.tokens)
 
-    def _frames(self, group: _Group, done: list[bool]) -> list[tuple[Ticket, Frame]]:
-        """Frames of jobs that want one after every step, and of all finished ones; none for clients that are gone."""
-        now = time.monotonic()
-        told = [i for i, ticket in enumerate(group.tickets) if (done[i] or ticket.job.frames) and not ticket.dropped]
-        for ticket, one in zip(group.tickets, done, strict=True):
-            if one:
-                self.counts.sequences += 1
-                self.counts.lately.append(now - ticket.came)
+    def _land(self, most: int) -> None:
+        """Report the turns whose results are there; wait for the oldest while more than so many are not."""
+        while self._flights and (len(self._flights) > most or self._flights[0].rows.ready):
+            flight = self._flights.popleft()
+            try:
+                tell(self._frames(flight))
+            except Exception as error:
+                self._fail([*flight.ended, *(ticket for ticket in flight.told if ticket not in flight.ended)], error)
+
+    def _frames(self, flight: _Flight) -> list[tuple[Ticket, Frame]]:
+        """Frames of jobs that want one after every step, and of all that ended, but for clients that are gone."""
+        rows, now = flight.rows.wait(), time.monotonic()
+        for ticket in flight.ended:
+            self.counts.sequences += 1
+            self.counts.lately.append(now - ticket.came)
+        if not flight.told:
+            return []
         return [
-            (group.tickets[i], Frame(**frame, done=done[i], seconds=now - group.tickets[i].began))
-            for i, frame in zip(told, frames_of(group.canvas, told), strict=True)
+            (ticket, Frame(**frame, done=ticket in flight.ended, seconds=now - ticket.began))
+            for ticket, frame in zip(flight.told, fields_of(rows), strict=True)
         ]
 
     def _safely(self, tickets: list[Ticket], work: Callable[[], None]) -> bool:
-        """Run `work`; an error fails only these jobs."""
+        """Run `work`; an error fails only these jobs, which are running."""
         try:
             work()
         except Exception as error:
             with self._changed:
                 self._running -= len(tickets)
-            self.counts.failed += len(tickets)
-            LOG.exception("%d texts could not be written", len(tickets))
-            if is_out_of_memory(error):
-                said: UserError = Stopped("out of memory; ask for fewer or shorter texts, or try again later")
-            else:
-                said = Failed("generation failed; the reason is in the service's log")
-            tell([(ticket, said) for ticket in tickets])
+            self._fail(tickets, error)
             return False
         return True
+
+    def _fail(self, tickets: list[Ticket], error: Exception) -> None:
+        self.counts.failed += len(tickets)
+        LOG.error("%d texts could not be written", len(tickets), exc_info=error)
+        if is_out_of_memory(error):
+            said: UserError = Stopped("out of memory; ask for fewer or shorter texts, or try again later")
+        else:
+            said = Failed("generation failed; the reason is in the service's log")
+        tell([(ticket, said) for ticket in tickets])
 
     def _give_up(self) -> None:
         """At the end, fail all remaining jobs."""
@@ -488,84 +429,9 @@ async def _within(seconds: float, heard: asyncio.Queue[T]) -> T:
         return await heard.get()
 
 
-def ends(said: Frame | UserError) -> bool:
-    """Whether a job is told nothing after this."""
-    return isinstance(said, UserError) or said.done
-
-
-def tell(said: Sequence[tuple[Ticket, Frame | UserError]]) -> None:
-    """Hand frames or errors to the jobs' event loops, from another thread: one call for each loop, as a call wakes it,
-    and it then competes with this thread for the interpreter."""
-    for loop in {ticket.loop for ticket, _ in said}:
-        here = [(ticket, one) for ticket, one in said if ticket.loop is loop]
-        try:
-            loop.call_soon_threadsafe(_hear, here)
-        except RuntimeError:  # the event loop is closed
-            for ticket, _ in here:
-                ticket.dropped = True
-
-
-def _hear(said: Sequence[tuple[Ticket, Frame | UserError]]) -> None:
-    for ticket, one in said:
-        ticket.hear(one)
-
-
-def started(jobs: Sequence[Job], how: Sampling, model: Any) -> Canvas:
-    """The canvas of jobs with the same options and rows of one length."""
-    hole = model.process.mask_id
-    rows = [[hole if token is None else token for token in job.ids] for job in jobs]
-    tokens = torch.tensor(rows, device=model.device)
-    number = torch.tensor([job.number for job in jobs], device=model.device)
-
-    def keys(seeds: Sequence[int]) -> Tensor:
-        return fold(as_keys(seeds, model.device), Purpose.SAMPLE, number)
-
-    def seeds(name: str) -> list[int]:
-        return [job.seed if getattr(job, name) is None else getattr(job, name) for job in jobs]
-
-    order = keys([job.seed for job in jobs])
-    start = torch.ones(len(jobs), device=model.device)
-    if all(job.draws_seed is job.noise_seed is job.noise_between is None for job in jobs):
-        return Canvas.start(model, tokens, Keys.one(order), how, start)
-    noise: Tensor | NoisePath = keys(seeds("noise_seed"))
-    ways = [job.noise_between or (seed, seed, 0.0) for job, seed in zip(jobs, seeds("noise_seed"), strict=True)]
-    if any(s > 0 for _, _, s in ways) or any(job.noise_between for job in jobs):
-        first, second, s = zip(*ways, strict=True)
-        noise = NoisePath(keys(first), keys(second), torch.tensor(s, dtype=torch.float64, device=model.device))
-    return Canvas.start(model, tokens, Keys(order, keys(seeds("draws_seed")), noise), how, start)
-
-
-def frames_of(canvas: Canvas, index: list[int]) -> list[dict[str, Any]]:
-    """The fields of frames for some sequences of a canvas, except seconds."""
-    if not index:
-        return []
-    at, L = torch.tensor(index, device=canvas.tokens.device), canvas.tokens.shape[1]
-    masked = canvas.masked[at]
-    given = canvas.revealed_at[at] < 0
-    columns = (
-        canvas.tokens[at].masked_fill(masked, -1),
-        (canvas.revealed_at[at] + 1).masked_fill(masked | given, 0),
-        canvas.log_probs[at].double().exp().masked_fill(given, 1.0).masked_fill(masked, 0.0),
-        canvas.last[at, None],
-        canvas.evaluations[at, None],
-    )
-    rows = torch.cat([column.double() for column in columns], 1).cpu().numpy()  # one synchronisation with the GPU
-    whole = rows[:, : 2 * L].astype(int).tolist()
-    return [
-        {
-            "step": int(row[-2]) + 1 if row[-1] else 0,
-            "ids": [None if token < 0 else token for token in numbers[:L]],
-            "revealed": numbers[L:],
-            "probability": row[2 * L : 3 * L].tolist(),
-            "evaluations": int(row[-1]),
-        }
-        for row, numbers in zip(rows, whole, strict=True)
-    ]
-
-
 def warm(engine: Engine) -> None:
-    """On a GPU the first evaluations are slow: compilation, CUDA-graph capture. So each model generates once before the
-    first request."""
+    """On a GPU the first evaluations are slow: compilation, and CUDA-graph capture of each batch size. So each model
+    generates with all sizes of up to 64 sequences before the first request."""
 
     async def write(name: str, many: int) -> None:
         length = engine.writers[name].model.length
@@ -573,12 +439,13 @@ def warm(engine: Engine) -> None:
         async for _ in engine.run_all(jobs, seconds=3600):
             pass
 
+    from imdm.models.backbones.base import size_filled
+
+    most = min(64, engine.settings.batch, engine.settings.queue)
     for name, writer in engine.writers.items():
         if writer.model.device.type == "cuda":
-            sizes = {min(many, engine.settings.batch, engine.settings.queue) for many in (1, 4, 16, 64)}
-            for many in sorted(sizes):
-                for _ in range(2):
-                    asyncio.run(write(name, many))
+            for many in sorted({min(most, size_filled(many)) for many in range(1, most + 1)}):
+                asyncio.run(write(name, many))
 
 
 @contextmanager

@@ -153,7 +153,7 @@ def is_local(address: str) -> bool:
 def status_of(said: BaseException) -> tuple[int, str | None, dict[str, str]]:
     """Status, code and headers for an error of the engine or the API."""
     from imdm.serving.api import Missing
-    from imdm.serving.engine import Busy, Failed, Stopped, TooLong
+    from imdm.serving.jobs import Busy, Failed, Stopped, TooLong
 
     if isinstance(said, Busy):
         return 429, "queue_full", {"retry_after": str(said.after)}

@@ -27,7 +27,8 @@ from imdm.models.network import check_tokens
 from imdm.sampling.options import NoisePolicy, RevealOrder
 from imdm.serving.api import check_text
 from imdm.serving.app import while_connected
-from imdm.serving.engine import Busy, Engine, Frame, Job, TooLong
+from imdm.serving.engine import Engine
+from imdm.serving.jobs import Busy, Frame, Job, TooLong
 from imdm.serving.pieces import Pieces
 from imdm.serving.settings import Settings
 from imdm.shipped import listed

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from imdm.config import digest
 from imdm.data.source import Order, Source, check_fits
-from imdm.devices import Beside, accelerator
+from imdm.devices import Beside, accelerator, sent
 from imdm.errors import UserError, check_function, check_is, check_seed, check_whole
 from imdm.files import append_line, as_path, working_in, write_text, written_aside
 from imdm.models import MaskedDiffusionLM, fingerprint
@@ -187,18 +187,12 @@ class Trainer:
         slots, device = self.slots(micro), self.accelerator.device
         rows = self.source.rows(self.order(self.step * self.config.batch + slots))
         with self.beside:
-            batch = {name: self._sent(column, device) for name, column in rows.items()}
-            step = Step(self.seed, self.step, self._sent(slots, device), self.config.batch, None, update, updated)
+            batch = {name: sent(column, device) for name, column in rows.items()}
+            step = Step(self.seed, self.step, sent(slots, device), self.config.batch, None, update, updated)
             step = replace(step, companion=self.companion, fill=self.recorder is not None)
             step = replace(step, start=self.objective.start(self.process, batch, step))
         self.beside.hand_over(tensors_in((batch, step.slots, step.start)))
         return batch, step
-
-    def _sent(self, values: Tensor, device: torch.device) -> Tensor:
-        """Copy to the device without waiting for it."""
-        if device.type != "cuda":
-            return values.to(device)
-        return values.pin_memory().to(device, non_blocking=True)
 
     def train_step(self) -> Tensor:
         """One step: all updates of the objective. Returns the student's loss over the global batch; if the student is
