@@ -269,15 +269,124 @@ def test_a_tensor_that_reaches_beyond_its_numbers(tmp_path: Path) -> None:
         (MDLM | {"diffusion": "uniform"}, "uniform-state"),
         (MDLM | {"algo": {"name": "duo_base"}}, "uniform-state"),
         (MDLM | {"time_conditioning": True}, "conditioned on time"),
+        (MDLM | {"algo": {"name": "mdlm", "time_conditioning": True}}, "conditioned on time"),
         (MDLM | {"graph": {"type": "absorb"}, "model": {"scale_by_sigma": True}}, "SEDD"),
         (MDLM | {"graph": {"type": "uniform"}}, "SEDD"),
         (MDLM | {"parameterization": "ar"}, "SEDD"),
+        (MDLM | {"algo": {"name": "ar"}}, "SEDD"),
+        (MDLM | {"algo": {"name": "x", "parameterization": "sedd"}}, "SEDD"),
         (MDLM | {"model_type": "bd3lm", "block_size": 4}, "a block diffusion model"),
+        (MDLM | {"model_type": "diffusion_gemma"}, "uniform-state"),
     ],
 )
 def test_models_that_are_none_of_ours_are_refused(tmp_path: Path, config: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         imdm.adopt(folder(tmp_path, made(**SIZE), config))
+
+
+SDTT: dict[str, Any] = {
+    "mode": "train", "time_conditioning": False, "T": 1024, "parameterization": {"name": "multi-round-sdtt"},
+    "noise": {"type": "loglinear"}, "data_preprocess": {"legacy_start_end_bos": True},
+    "model": {
+        "name": "small", "type": "ddit-orig", "hidden_size": 16, "cond_dim": 6, "length": 6, "n_blocks": 2,
+        "n_heads": 2, "scale_by_sigma": True, "dropout": 0.2,
+    },
+}  # fmt: skip
+
+
+def test_sdtts_tree_of_settings_is_read(tmp_path: Path) -> None:
+    """Its `scale_by_sigma` is MDLM's too, and does not make it a SEDD."""
+    weights = made(**SIZE)
+    model = imdm.adopt(folder(tmp_path, weights, SDTT, "backbone.backbone."))
+    assert (model.config.length, model.config.heads, model.config.dropout) == (6, 2, 0.2)
+    assert torch.allclose(model.log_probs(model.noised(TOKENS), TOKENS == 10), expected(weights), atol=1e-5)
+
+
+class Node:
+    """Pickled as an object of OmegaConf is: its values are in its state."""
+
+    def __init__(self, value: Any) -> None:
+        inside = {name: Node(one) for name, one in value.items()} if isinstance(value, dict) else None
+        self.__dict__ |= {"_metadata": None, "_parent": self} | (
+            {"_val": value} if inside is None else {"_content": inside}
+        )
+
+
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize(
+    ("said", "refusal"),
+    [
+        ({"algo": {"name": "mdlm", "time_conditioning": False}, "model": SDTT["model"]}, None),
+        ({"algo": {"name": "duo_base"}}, "uniform-state"),
+        ({"algo": {"name": "mdlm", "time_conditioning": True}}, "conditioned on time"),
+        ({"time_conditioning": True}, "conditioned on time"),
+        ({"parameterization": "sedd"}, "SEDD"),
+        ({"model": {"length": "${data.length}"}}, "no configuration gives the length of its sequences"),
+    ],
+)
+def test_a_checkpoint_says_itself_what_it_is(
+    tmp_path: Path, said: dict[str, Any], refusal: str | None, plain: bool
+) -> None:
+    """Lightning stores the configuration beside the weights; as data it is read, and no object of it is made."""
+    config = {"config": said if plain else Node(said), "tokenizer": Path("x")}
+    file = lightning(tmp_path / "last.ckpt", made(**SIZE), hyper_parameters=config)
+    if refusal is None:
+        model = imdm.adopt(file)
+        assert (model.config.length, model.config.heads, model.config.dropout) == (6, 2, 0.2)
+    else:
+        with pytest.raises(UserError, match=refusal):
+            imdm.adopt(file, **({} if "length" in refusal else {"length": 6}))
+
+
+@pytest.mark.parametrize("averaged", [True, False])
+def test_radds_own_checkpoint(tmp_path: Path, averaged: bool) -> None:
+    weights = made(**SIZE | {"condition": 0})
+    shadow = [weight + 1 for name, weight in weights.items() if not name.endswith("inv_freq")]
+    content = {"optimizer": {}, "model": weights, "ema": {"shadow_params": shadow}, "step": 3}
+    torch.save(content, tmp_path / "checkpoint.pth")
+    model = imdm.adopt(tmp_path / "checkpoint.pth", length=6, averaged=averaged)
+    wanted = {name: weight + averaged * (not name.endswith("inv_freq")) for name, weight in weights.items()}
+    assert torch.allclose(model.log_probs(model.noised(TOKENS), TOKENS == 10), expected(wanted), atol=1e-4)
+
+
+def test_one_of_several_files_and_a_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A repository of the hub has models as branches (SDTT) or as files (IMDM)."""
+    import huggingface_hub
+
+    asked, weights = list[Any](), made(**SIZE)
+    place = folder(tmp_path, weights, MDLM)
+    (place / "model.safetensors").rename(place / "small.safetensors")
+    lightning(place / "large.ckpt", weights)
+
+    def download(name: str, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((name, revision, {one for one in allow_patterns if not one.startswith("*")}))
+        return str(place)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(UserError, match=r"several files of weights \(large.ckpt, small.safetensors\); say which one"):
+        imdm.adopt("owner/name")
+    for source, given in (("owner/name", {"revision": "step_7"}), (place, {})):
+        last = imdm.adopt(source, file="large.ckpt", averaged=False, **given)
+        assert torch.equal(
+            last.embedding.weight, imdm.adopt(source, file="small.safetensors", **given).embedding.weight
+        )
+    assert asked == [
+        ("owner/name", None, set()),
+        ("owner/name", "step_7", {"large.ckpt"}),
+        ("owner/name", "step_7", {"small.safetensors"}),
+    ]
+    for given, sentence in (
+        ({"file": "medium.ckpt"}, "medium.ckpt: no such file"),
+        ({"file": "../x.ckpt"}, "by its path in"),
+        ({"file": "config.json"}, "give a file of weights"),
+        ({"file": "large.ckpt", "revision": "x"}, "it is for hub ids"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            imdm.adopt(place, **given)
+    with pytest.raises(UserError, match="is a file already"):
+        imdm.adopt(place / "large.ckpt", file="large.ckpt")
+    with pytest.raises(UserError, match="dtype = 'bf16'"):
+        imdm.adopt(place, file="large.ckpt", dtype="bf16")  # type: ignore[arg-type]
 
 
 def test_what_is_missing_too_much_or_of_another_shape(tmp_path: Path) -> None:
@@ -296,10 +405,10 @@ def test_what_is_missing_too_much_or_of_another_shape(tmp_path: Path) -> None:
         adopted(weights | {"blocks.0.norm1.weight": torch.ones(3)})
     with pytest.raises(UserError, match="Di4C"):
         adopted(weights | {"latent_projection.0.weight": torch.ones(1)})
-    with pytest.raises(UserError, match="the length of its sequences; give length"):
+    with pytest.raises(UserError, match=r"the length of its sequences; give it \(length\)"):
         adopted(weights, length=None)
     bare = {k: v for k, v in weights.items() if not k.endswith("inv_freq")}
-    with pytest.raises(UserError, match="its number of attention heads; give heads"):
+    with pytest.raises(UserError, match=r"its number of attention heads; give it \(heads\)"):
         adopted(bare)
     assert adopted(bare, heads=2).config.heads == 2
     with pytest.raises(UserError, match="does not have base 10,000"):

@@ -16,6 +16,7 @@ from imdm.data import PreparedData
 from imdm.data.tokenizers import has_tokenizer
 from imdm.evaluation import read
 from imdm.files import append_line, read_metadata, write_tensors
+from imdm.models import load_model
 from imdm.sampling import Generation, sample
 from tests.test_cli import imdm, refused
 from tests.test_corpora import SENTENCES
@@ -186,6 +187,24 @@ def test_text_as_it_is_is_read_in_the_models_tokens(run: Path, tmp_path: Path) -
     *before, changed = read(out)
     assert before == rows
     assert changed.value != rows[0].value  # a changed file is read anew, and is not what was measured before
+
+
+def test_text_as_it_is_is_distilled_on(run: Path, tmp_path: Path) -> None:
+    """It is prepared with the model's tokenizer, at its length, in the run's folder."""
+    (tmp_path / "raw.txt").write_text("\n".join(SENTENCES * 30))
+    model = run / "seed-0" / "teacher" / "model"
+    few = ("--rounds", 1, "--iterations", 2, "--batch", 4)
+    done = imdm("distill", "sdtt", model, "--data", tmp_path / "raw.txt", *few, "--out", tmp_path / "few")
+    assert done.returncode == 0, done.stderr
+    (train,) = (tmp_path / "few").rglob("data/train/manifest.json")
+    assert json.loads(train.read_text())["length"] == load_model(model).length
+    assert load_model(tmp_path / "few" / "seed-0" / "student" / "model").vocab_size == load_model(model).vocab_size
+    load_model(model).save_pretrained(tmp_path / "bare")
+    for teacher, text, sentence in (
+        (tmp_path / "bare", "openwebtext", "has no tokenizer to read it with"),
+        (model, "openweb", "nor one of sample, "),
+    ):
+        assert sentence in refused(imdm("distill", "sdtt", teacher, "--data", text, "--out", tmp_path / "no"))
 
 
 def test_some_documents_are_held_out_on_request(run: Path, tmp_path: Path) -> None:

@@ -26,7 +26,8 @@ from imdm.models import (
     to_infinite,
     with_mask,
 )
-from imdm.models.backbones.hf import WholeHead, facts
+from imdm.models.backbones.hf import WholeHead, built, facts
+from imdm.models.denoiser import around
 from imdm.models.readout import Chosen, Head, reduced
 from imdm.objectives import Step, parse_objective
 from imdm.randomness import Purpose, fold
@@ -418,8 +419,10 @@ def test_it_is_exported(weights: Any, tmp_path: Path) -> None:
 
 LLAMA = FAMILIES["llama"]
 ESM = {"model_type": "esm", "token_dropout": True, "mask_token_id": 11, "position_embedding_type": "rotary"} | SIZES
-NEO = {"vocab_size": 12, "hidden_size": 16, "num_layers": 1, "num_heads": 2, "attention_types": [[["global"], 1]]}
+NEO: dict[str, Any] = {"model_type": "gpt_neo", "vocab_size": 12, "hidden_size": 16, "num_layers": 1, "num_heads": 2}
+NEO |= {"attention_types": [[["global"], 1]]}
 LLAMA4 = {"model_type": "llama4_text", "intermediate_size_mlp": 16, "head_dim": 8, "num_local_experts": 2} | SIZES
+RWKV = {"model_type": "rwkv", "vocab_size": 12, "hidden_size": 16, "num_hidden_layers": 2}
 MAMBA = {"model_type": "mamba", "vocab_size": 12, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
 
 
@@ -427,7 +430,9 @@ MAMBA = {"model_type": "mamba", "vocab_size": 12, "hidden_size": 16, "num_hidden
     ("fields", "changes", "words"),
     [
         (ESM, {}, "read token ids beside the embeddings"),
-        ({"model_type": "gpt_neo"} | NEO, {}, "cannot be made bidirectional"),
+        (NEO, {}, "cannot be made bidirectional"),
+        (RWKV, {}, "cannot be made bidirectional"),
+        ({"model_type": "gemma3"}, {"width": 16}, "'gemma3' models read more than text"),
         (MAMBA, {}, "layers that are always causal"),
         (LLAMA4, {}, "'llama4_text' models do not name the part before their head"),
         ({"model_type": "t5"}, {"width": 512}, "are encoder-decoders"),
@@ -451,3 +456,31 @@ MAMBA = {"model_type": "mamba", "vocab_size": 12, "hidden_size": 16, "num_hidden
 def test_what_cannot_be_gets_a_sentence(fields: dict[str, Any], changes: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         made(fields, **changes)
+
+
+def in_half(fields: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> None:
+    """Such weights around which a model is made."""
+    backbone = {"kind": "hf", "config": fields}
+    config = MaskedDiffusionConfig(vocab_size=12, length=6, width=facts(fields).width, dropout=0.0, backbone=backbone)
+    around(config, built(fields).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (ESM, "read token ids beside the embeddings"),
+        (NEO | {"num_layers": 3, "attention_types": [[["global"], 3]]}, "cannot be made bidirectional"),
+        (RWKV, "cannot be made bidirectional"),
+    ],
+    ids=["esm", "gpt_neo", "rwkv"],
+)
+def test_half_precision_hides_nothing(fields: dict[str, Any], words: str, dtype: torch.dtype) -> None:
+    """Such weights cannot be tried on every machine; two layers of the same kind are, in float32."""
+    with pytest.raises(UserError, match=words):
+        in_half(fields, dtype)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_what_works_is_not_refused_in_half_precision(kind: str) -> None:
+    in_half(FAMILIES[kind])

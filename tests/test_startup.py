@@ -106,7 +106,7 @@ REFUSED = {
     "prepare sample --train-bpe 400 --limit 0 --out out": "--limit = 0: input should be greater than or equal to 1",
     "adopt broken.yaml --out out": "model 'broken.yaml': weights are in files of .safetensors, ",
     "adopt old.ckpt --out out": "old.ckpt is no checkpoint that can be read without running code in it",
-    "adopt empty --out out": "empty holds no weights; give the file itself",
+    "adopt empty --out out": "empty holds no weights; give a folder or a file that does",
     f"adopt {SHIPPED} --out out": "model 'stories-teacher' is one of ours already; use it as it is",
     "adopt nosuch/bert --tokenizer /no/such --out out": "tokenizer '/no/such': no such folder",
     "adopt nosuch/bert --out empty": "'empty' is there already; choose another folder",

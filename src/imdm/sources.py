@@ -13,11 +13,17 @@ INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 ENDINGS = (".safetensors", ".ckpt", ".bin", ".pt", ".pth")
 
 
-def check_source(source: str | Path) -> None:
+def check_source(source: str | Path, revision: str | None = None, file: str | None = None) -> None:
     """Refuse what cannot be converted: neither a file, a folder nor, by its form, a hub id; a model of ours; files that
-    hold no weights."""
+    hold no weights. revision: of a hub id; file: of a folder or a hub id."""
     check_fetched(source, "model")
     path = as_path(find(source), "model")
+    if file is not None and (not file.endswith(ENDINGS) or Path(file).is_absolute() or ".." in Path(file).parts):
+        raise UserError(f"file = {file!r}: give a file of weights ({', '.join(ENDINGS)}) by its path in {source}")
+    if path.exists() and revision is not None:
+        raise UserError(f"revision = {revision!r}: it is for hub ids; {str(source)!r} is here")
+    if path.is_file() and file is not None:
+        raise UserError(f"file = {file!r}: it is for folders and hub ids; {str(source)!r} is a file already")
     if not path.exists():
         if path.is_absolute() or len(path.parts) != 2 or path.suffix in ENDINGS:
             raise UserError(
@@ -33,8 +39,11 @@ def check_source(source: str | Path) -> None:
     config = read_json(beside, f"model {str(source)!r}") if beside.is_file() else {}
     if isinstance(config, dict) and config.get("model_type") == KIND:
         raise UserError(f"model {str(source)!r} is one of ours already; use it as it is")
-    for file in weight_files(path) if path.is_dir() else [path]:
-        check_archive(file)
+    if file is not None:
+        check_archive(path / file)
+        return
+    for part in weight_files(path) if path.is_dir() else [path]:
+        check_archive(part)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -47,10 +56,12 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / Path(part).name for part in dict.fromkeys(parts.values())]
     names = ("model.safetensors", "pytorch_model.bin")
     files = [folder / name for name in names if (folder / name).exists()][:1]
-    files = files or sorted([*folder.glob("*.safetensors"), *folder.glob("*.ckpt"), *folder.glob("*.bin")])[:2]
-    if len(files) != 1:
-        found = "no weights" if not files else "several files of weights"
-        raise UserError(f"{folder} holds {found}; give the file itself (.safetensors or .ckpt)")
+    files = files or sorted(file for ending in ENDINGS for file in folder.glob(f"*{ending}"))
+    if not files:
+        raise UserError(f"{folder} holds no weights; give a folder or a file that does ({', '.join(ENDINGS)})")
+    if len(files) > 1:
+        some = ", ".join(file.name for file in files[:4]) + (", …" if files[4:] else "")
+        raise UserError(f"{folder} holds several files of weights ({some}); say which one (file)")
     return files
 
 

@@ -305,6 +305,9 @@ def load(
     model = load_model(name, precision)
     folder = Path(name)
     if folder.is_dir() and not has_tokenizer(folder):
-        raise UserError(f"model {str(name)!r} has no tokenizer beside it; it was trained on ids and writes ids only")
+        raise UserError(
+            f"model {str(name)!r} has no tokenizer beside it: it writes ids only (imdm.load_model); 'imdm adopt "
+            "--tokenizer' gives one to a model that is converted"
+        )
     torch.nn.Module.to(model.eval(), device)
     return Writer(faster(model) if fast else model, load_tokenizer(name))

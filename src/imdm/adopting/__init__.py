@@ -10,19 +10,19 @@ import torch
 
 from imdm.adopting import dit, families
 from imdm.adopting.checkpoints import Weights, names_in, read_folder, read_weights
+from imdm.adopting.configuration import settings_of
 from imdm.data.tokenizers import check_ids, copy_tokenizer, has_tokenizer, load_tokenizer, save_tokenizer
-from imdm.errors import UserError, check_number, check_whole, reason_of
+from imdm.errors import UserError, check_is, check_whole, reason_of
 from imdm.files import as_path, check_new, read_json, write_json, write_tensors, written_aside
 from imdm.masks import parse_mask
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
 from imdm.shipped import find
-from imdm.sources import check_source
+from imdm.sources import ENDINGS, check_archive, check_source
 
 __all__ = ["Adopted", "adopt", "adopt_into", "adopted_config", "source_files", "write_published"]
 
-FILES = ("*.json", "*.safetensors", "*.bin", "*.ckpt", "*.txt")
-UNIFORM = ("duo", "udlm", "uniform")  # names in configurations of uniform-state models
-BLOCKWISE = ("bd3lm", "block_size", "sdar", "llada2")
+BESIDE = ("*.json", "*.txt", "*.jinja", "*.model")  # configuration and tokenizer
+FILES = (*BESIDE, *(f"*{ending}" for ending in ENDINGS))
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,8 @@ def adopt(
     causal: bool = False,
     whole: bool = False,
     dtype: torch.dtype | None = None,
+    revision: str | None = None,
+    file: str | None = None,
 ) -> MaskedDiffusionLM:
     """Convert a published model: same log-probabilities, and everything that works on our models works on it. No code
     in the file is run. MDLM, SDTT, RADD and IMDM become our own transformer; LLaDA, Dream, A2D and the models of
@@ -71,10 +73,16 @@ def adopt(
                     an unused row for the mask, so that it fits the same data
     whole           make it a model of whole texts, with its tokenizer's begin, end and padding
     dtype           of the weights; that of the file unless given, float32 in MDLM's layout
+    revision        of a hub id: a branch, a tag or a commit
+    file            which file of a folder or of a hub id has the weights, if there are several
     """
+    if dtype is not None:
+        check_is("dtype", dtype, torch.dtype, "a dtype such as torch.bfloat16")
     told = {"length": length, "mask": mask, "softcap": softcap, "mask_token_id": mask_token_id, "heads": heads}
     how = families.How(adapt, causal, whole, dtype)
-    return _adopted(source, averaged, told | {"shift": shift}, how).model
+    return _adopted(
+        _place(source, revision, file), f"model {str(source)!r}", averaged, told | {"shift": shift}, how
+    ).model
 
 
 def adopted_config(
@@ -105,16 +113,25 @@ def source_files(source: str | Path) -> list[Path]:
     """The files that `adopt` makes a model from: weights, configuration, tokenizer."""
     place = _place(source)
     beside = place if place.is_dir() else place.parent
-    found = {file for kind in FILES for file in beside.glob(kind) if place.is_dir() or kind in ("*.json", "*.txt")}
+    found = {file for kind in FILES for file in beside.glob(kind) if place.is_dir() or kind in BESIDE}
     return sorted(file for file in found | {place} if file.is_file())
 
 
-def adopt_into(source: str | Path, out: str | Path, *, tokenizer: str | None = None, **how: Any) -> Adopted:
+def adopt_into(
+    source: str | Path,
+    out: str | Path,
+    *,
+    tokenizer: str | None = None,
+    revision: str | None = None,
+    file: str | None = None,
+    **how: Any,
+) -> Adopted:
     """As `adopt`, saved as a model folder with its tokenizer: the one beside the weights, or the one named."""
     folder = check_new(out)
     words = None if tokenizer is None else load_tokenizer(tokenizer)
     ways = families.How(**{name: how.pop(name) for name in ("adapt", "causal", "whole", "dtype") if name in how})
-    found = _adopted(source, how.pop("averaged", True), how, ways, words)
+    place, averaged = _place(source, revision, file), how.pop("averaged", True)
+    found = _adopted(place, f"model {str(source)!r}", averaged, how, ways, words)
     words = words if found.words is None else found.words
     if words is not None:
         config = found.model.config
@@ -128,11 +145,11 @@ def adopt_into(source: str | Path, out: str | Path, *, tokenizer: str | None = N
     return found
 
 
-def _adopted(source: str | Path, averaged: bool, told: dict[str, Any], how: families.How, words: Any = None) -> Adopted:
-    place = _place(source)
-    where = f"model {str(source)!r}"
+def _adopted(
+    place: Path, where: str, averaged: bool, told: dict[str, Any], how: families.How, words: Any = None
+) -> Adopted:
     raw = _raw(place)
-    settings = _settings(raw, where)
+    settings = settings_of(raw, where)
     told = {name: value for name, value in told.items() if value is not None}
     folder = place if place.is_dir() else place.parent
     tokenizer = folder if has_tokenizer(folder) else None
@@ -151,6 +168,7 @@ def _adopted(source: str | Path, averaged: bool, told: dict[str, Any], how: fami
         words = load_tokenizer(tokenizer) if words is None and tokenizer is not None else words
         model = families.adopted(family, weights, words, told, how, where)
         return Adopted(model.eval(), weights.averaged, tokenizer, _with_mask_named(words, model.config.mask_token_id))
+    settings = settings_of(weights.said, where) | settings
     given = [name for name in ("adapt", "causal", "whole") if getattr(how, name)] + ["shift"] * ("shift" in told)
     if given:
         raise UserError(f"{where} is a masked diffusion model in MDLM's layout: leave out {given[0]}")
@@ -166,18 +184,22 @@ def _with_mask_named(words: Any, mask: int) -> Any:
     return words
 
 
-def _place(source: str | Path) -> Path:
+def _place(source: str | Path, revision: str | None = None, file: str | None = None) -> Path:
     """The folder or file, downloaded if it is a hub id; for a downloaded one its folder."""
-    check_source(source)
+    check_source(source, revision, file)
     path = as_path(find(source), "model")
-    if path.exists():
-        return path
-    from huggingface_hub import snapshot_download
+    if not path.exists():
+        from huggingface_hub import snapshot_download
 
-    try:
-        return Path(snapshot_download(str(source), allow_patterns=list(FILES)))
-    except Exception as error:  # no network, no such repository, no right to it
-        raise UserError(f"model {str(source)!r} cannot be downloaded: {reason_of(error)}") from None
+        wanted = FILES if file is None else (*BESIDE, file)
+        try:
+            path = Path(snapshot_download(str(source), revision=revision, allow_patterns=list(wanted)))
+        except Exception as error:  # no network, no such repository, no right to it
+            raise UserError(f"model {str(source)!r} cannot be downloaded: {reason_of(error)}") from None
+    if file is not None:
+        path = path / file
+        check_archive(path)
+    return path
 
 
 def _raw(place: Path) -> dict[str, Any]:
@@ -187,35 +209,6 @@ def _raw(place: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise UserError(f"{file} is no configuration")
     return raw
-
-
-def _settings(raw: dict[str, Any], where: str) -> dict[str, Any]:
-    """The settings of a configuration, under our names. Models that are no masked diffusion models are refused."""
-    inner: dict[str, Any] = raw["model"] if isinstance(raw.get("model"), dict) else {}
-    flat = {**{k: v for k, v in raw.items() if not isinstance(v, dict)}, **inner}
-    kind = " ".join(str(flat.get(key, "")) for key in ("model_type", "diffusion", "parameterization", "algo", "name"))
-    kind += f" {raw['algo'].get('name', '')}" if isinstance(raw.get("algo"), dict) else ""
-    kind, block = kind.lower(), flat.get("block_size")
-    if any(word in kind for word in UNIFORM):
-        raise UserError(f"{where}: its noise is other tokens, not a mask (a uniform-state model); ours are masked ones")
-    if any(word in kind for word in BLOCKWISE) or block not in (None, flat.get("model_length")):
-        raise UserError(f"{where}: it is a block diffusion model; ours attend to all positions")
-    graph = raw["graph"].get("type") if isinstance(raw.get("graph"), dict) else None
-    other = flat.get("parameterization") in ("sedd", "ar", "d3pm")
-    if other or graph == "uniform" or flat.get("scale_by_sigma") is not None:
-        raise UserError(f"{where}: it predicts scores, not token probabilities (SEDD), or is not in MDLM's layout")
-    if raw.get("time_conditioning", flat.get("time_conditioning", False)) is True:
-        raise UserError(f"{where}: it is conditioned on time; ours are not")
-    theirs = {"model_length": "length", "length": "length", "n_heads": "heads", "dropout": "dropout"}
-    theirs |= {"mask_index": "mask_token_id", "softcap": "softcap"}
-    found = {ours: flat[name] for name, ours in theirs.items() if flat.get(name) is not None}
-    if "softcap" in found:
-        check_number("softcap", found["softcap"])
-        if found["softcap"] <= 0:  # theirs for none
-            del found["softcap"]
-    if "mask" in raw and isinstance(raw["mask"], dict):  # as `write_published` has it
-        found["mask"] = raw["mask"]
-    return found
 
 
 def _config(weights: Weights, settings: dict[str, Any], told: dict[str, Any], where: str) -> MaskedDiffusionConfig:
@@ -234,7 +227,7 @@ def _config(weights: Weights, settings: dict[str, Any], told: dict[str, Any], wh
     found = dit.guessed(size) | settings | size | told
     for name, what in (("length", "the length of its sequences"), ("heads", "its number of attention heads")):
         if name not in found:
-            raise UserError(f"{where}: no configuration gives {what}; give {name}")
+            raise UserError(f"{where}: no configuration gives {what}; give it ({name})")
     check_whole("heads", found["heads"], 1)
     return MaskedDiffusionConfig(**found)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import pickle
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -92,10 +92,16 @@ class Unreadable(Sealed):
 
 
 class Inert(Sealed):
-    """Replaces every object that is not needed to read tensors: accepts any call and does nothing."""
+    """Replaces every object that is not needed to read tensors: accepts any call and does nothing. Its state in the
+    file is kept as data."""
+
+    state: Any = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__["state"] = state
 
     def __setitem__(self, key: Any, value: Any) -> None:
         pass
@@ -185,31 +191,68 @@ def read_pickled(file: Path) -> Any:
 
 @dataclass(frozen=True)
 class Weights:
-    """The tensors of a file by name, in its order; averaged: whether they are an EMA."""
+    """The tensors of a file by name, in its order; averaged: whether they are an EMA; said: the configuration in the
+    file, if any."""
 
     tensors: dict[str, Tensor]
     averaged: bool = False
+    said: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_weights(file: Path, *, averaged: bool = True) -> Weights:
-    """The weights in a file: safetensors, or PyTorch's own, a state dict alone or below `state_dict`. If it has
-    averaged weights (`ema.shadow_params`), these, unless `averaged` is False."""
+    """The weights in a file: safetensors, or PyTorch's own, a state dict alone or below `state_dict` (Lightning) or
+    `model` (RADD). If it has averaged weights (`ema.shadow_params`), these, unless `averaged` is False."""
     if file.suffix == ".safetensors":
         return Weights(read_tensors(file, f"weights {file}"))
     content = read_pickled(file)
-    state = content.get("state_dict", content) if isinstance(content, Mapping) else {}
-    state = state if isinstance(state, Mapping) else {}
+    state, within = _state(content)
     stored = {str(name): value for name, value in state.items() if isinstance(value, Stored)}
     for name, value in state.items():
         if isinstance(value, Unreadable):
             raise UserError(f"{file}: {name!r} has an unsupported dtype; save it as float32")
     if not stored:
         raise UserError(f"{file} holds no weights: neither tensors by name nor a state_dict of them")
-    average = content.get("ema") if averaged and "state_dict" in content else None
+    said = _configuration(content) if within else {}
+    average = content.get("ema") if averaged and within else None
     shadow = average.get("shadow_params") if isinstance(average, Mapping) else None
     if not isinstance(shadow, Sequence) or not shadow:
-        return Weights({name: one.read() for name, one in stored.items()})
-    return Weights(_averaged(file, stored, shadow), averaged=True)
+        return Weights({name: one.read() for name, one in stored.items()}, said=said)
+    return Weights(_averaged(file, stored, shadow), averaged=True, said=said)
+
+
+def _state(content: Any) -> tuple[Mapping[Any, Any], bool]:
+    """The tensors by name, and whether they are within a checkpoint that holds more."""
+    if not isinstance(content, Mapping):
+        return {}, False
+    for name in ("state_dict", "model"):
+        if isinstance(content.get(name), Mapping):
+            return content[name], True
+    return content, False
+
+
+def _configuration(content: Mapping[Any, Any]) -> dict[str, Any]:
+    """The model's configuration as Lightning stores it, below `config` or by itself: its settings and those of its
+    sections, which may be plain or OmegaConf's."""
+    every = _table(content.get("hyper_parameters"))
+    said = _table(every.get("config")) or every
+    return {str(name): _values(section) if (section := _table(one)) else _value(one) for name, one in said.items()}
+
+
+def _values(section: Mapping[Any, Any]) -> dict[str, Any]:
+    return {str(name): _value(one) for name, one in section.items()}
+
+
+def _table(value: Any) -> Mapping[Any, Any]:
+    """A mapping, or what an object of OmegaConf's maps; empty for anything else."""
+    if isinstance(value, Inert) and isinstance(value.state, Mapping):
+        value = value.state.get("_content")
+    return value if isinstance(value, Mapping) else {}
+
+
+def _value(value: Any) -> str | int | float | bool | None:
+    if isinstance(value, Inert) and isinstance(value.state, Mapping):
+        value = value.state.get("_val")
+    return value if isinstance(value, str | int | float | bool) else None
 
 
 def _averaged(file: Path, stored: Mapping[str, Stored], shadow: Sequence[Any]) -> dict[str, Tensor]:
@@ -221,7 +264,7 @@ def _averaged(file: Path, stored: Mapping[str, Stored], shadow: Sequence[Any]) -
     if not fits:
         raise UserError(
             f"{file}: its averaged weights are {len(shadow)} tensors that do not match its {len(names)} parameters one "
-            "by one; use the last weights instead (averaged=False)"
+            "by one; use the last weights instead (averaged = False)"
         )
     found = {name: one.read() for name, one in stored.items() if name not in set(names)}
     return found | {name: one.read() for name, one in zip(names, shadow, strict=True)}
@@ -231,7 +274,7 @@ def read_folder(folder: Path, *, averaged: bool = True) -> Weights:
     """The weights in a folder: model.safetensors, its parts, or PyTorch's file."""
     read = [read_weights(file, averaged=averaged) for file in weight_files(folder)]
     tensors = {name: tensor for one in read for name, tensor in one.tensors.items()}
-    return Weights(tensors, any(one.averaged for one in read))
+    return Weights(tensors, any(one.averaged for one in read), read[0].said)
 
 
 def names_in(place: Path) -> list[str]:
@@ -242,6 +285,4 @@ def names_in(place: Path) -> list[str]:
 def _names(file: Path) -> list[str]:
     if file.suffix == ".safetensors":
         return tensor_names(file, f"weights {file}")
-    content = read_pickled(file)
-    state = content.get("state_dict", content) if isinstance(content, Mapping) else {}
-    return [str(name) for name in state] if isinstance(state, Mapping) else []
+    return [str(name) for name in _state(read_pickled(file))[0]]

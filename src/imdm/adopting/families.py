@@ -66,6 +66,8 @@ def family_of(raw: Mapping[str, Any], where: str) -> Family | None:
     kind = str(raw.get("model_type", "")).lower()
     fields, mask = plain_config(dict(raw)), raw.get("mask_token_id")
     fields.pop("mask_token_id", None)
+    if kind.startswith("llada") and (raw.get("num_experts") or "moe" in str(raw.get("architectures", "")).lower()):
+        raise UserError(f"{where}: it is a mixture of experts, which is not supported; LLaDA's dense models are")
     if kind == "llada":
         return Family(kind, _llada(raw, where), False, mask)
     if kind == "dream":
@@ -163,7 +165,9 @@ def vocabulary_of(family: Family, told: int | None, words: Any, adapt: bool, whe
     said += [BERT[1]] if (family.fields["model_type"], rows) == ("bert", BERT[0]) else []
     mask = next((one for one in said if one is not None), None)
     if mask is None and not adapt:
-        raise UserError(f"{where}: neither its config.json nor a tokenizer gives the mask's id; give mask_token_id")
+        raise UserError(
+            f"{where}: neither its config.json nor a tokenizer gives the mask's id; give it (mask_token_id)"
+        )
     fresh = mask is None or (adapt and mask >= rows)
     mask = known if mask is None else mask
     check_whole("mask_token_id", mask, 0)
@@ -210,7 +214,7 @@ def config_of(family: Family, words: Any, told: dict[str, Any], how: How, where:
     known = facts(family.fields)
     length = told.get("length", known.positions)
     if length is None:
-        raise UserError(f"{where}: its config.json does not give the length of its sequences; give length")
+        raise UserError(f"{where}: its config.json does not give the length of its sequences; give it (length)")
     theirs, fields = parse_config(family.fields), dict(family.fields)
     if vocabulary.fresh:
         fields["vocab_size"] = max(known.rows, vocabulary.size)

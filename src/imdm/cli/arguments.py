@@ -129,23 +129,46 @@ def parse_held_out(text: str, model: MaskedDiffusionLM, path: str, reporter: Any
     """`--data` of an evaluation, which may also be raw text, prepared with the model's tokenizer; and whether it
     was."""
     check_held_out(text)
-    from imdm.data import prepared_for
-    from imdm.data.corpora import ENDINGS, PRESETS
-    from imdm.data.tokenizers import has_tokenizer
-
-    place = Path(text)
-    marks = ("manifest.json", "train/manifest.json", "config.json", "recipe.json")
-    ours = any((place / mark).exists() for mark in marks)
-    is_text = place.is_dir() or place.suffix in ENDINGS or text == "sample" or text in PRESETS
-    if (place / "recipe.json").exists() and (place / "data").is_dir():
-        raise UserError(f"--data {text!r} is a run; its text is in {place / 'data'}")
-    if ours or not is_text:
+    if not is_text(text):
         return parse_data(text, model), False
-    if Path(path).is_dir() and not has_tokenizer(Path(path)):
-        raise UserError(f"--data {text!r} is text, but model {path!r} has no tokenizer to read it with")
+    from imdm.data import prepared_for
+
+    _check_tokenizer(text, path)
     with reporter.bar(f"{text}: documents", 0) as bar:
         whole = model.config.ending is not None
         return prepared_for(text, path, model.config.length, bar, "whole" if whole else "wrapped"), True
+
+
+def training_settings(text: str, path: str, model: MaskedDiffusionLM | None = None) -> dict[str, Any]:
+    """`--data` of a training as the section of a recipe. It may also be raw text, which the run prepares with the
+    model's tokenizer. Without the model, which takes long to load: what is needed to check the rest of the recipe."""
+    check_held_out(text)
+    if not is_text(text):
+        return data_settings(text) if model is None else parse_data(text, model).model_dump(mode="json")
+    _check_tokenizer(text, path)
+    section = {"kind": "text", "path": text, "tokenizer": path}
+    if model is None:
+        return section
+    return section | {"length": model.length, "packing": "wrapped" if model.config.ending is None else "whole"}
+
+
+def is_text(text: str) -> bool:
+    """Whether `--data` is raw text: a file, a folder of files, `sample`, or one of the named texts."""
+    from imdm.data.corpora import ENDINGS, PRESETS
+
+    place = Path(text)
+    if (place / "recipe.json").exists() and (place / "data").is_dir():
+        raise UserError(f"--data {text!r} is a run; its text is in {place / 'data'}")
+    marks = ("manifest.json", "train/manifest.json", "config.json", "recipe.json")
+    ours = any((place / mark).exists() for mark in marks)
+    return not ours and (place.is_dir() or place.suffix in ENDINGS or text == "sample" or text in PRESETS)
+
+
+def _check_tokenizer(text: str, path: str) -> None:
+    from imdm.data.tokenizers import has_tokenizer
+
+    if Path(path).is_dir() and not has_tokenizer(Path(path)):
+        raise UserError(f"--data {text!r} is text, but model {path!r} has no tokenizer to read it with")
 
 
 def parse_conditional(text: str | None) -> Conditional:

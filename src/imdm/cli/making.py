@@ -1,17 +1,16 @@
-"""Commands that make models: recipes, train, prepare, couple, distill, reproduce, adopt, export; and status."""
+"""Commands that make models: recipes, train, prepare, couple, distill, reproduce; and status."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table as RichTable
 
 from imdm.cli.app import (
-    Data,
     ModelPath,
     Noise,
     OutFolder,
@@ -26,26 +25,21 @@ from imdm.cli.app import (
     show,
     show_tables,
 )
-from imdm.cli.arguments import as_options, data_settings, naming_options, parse_data, parse_part
+from imdm.cli.arguments import as_options, naming_options, parse_data, parse_part, training_settings
 from imdm.cli.early import (
     DISTILLATIONS,
-    LAYOUTS,
-    WEIGHTS,
     check_data,
     check_known,
     known_mask,
-    known_order,
     known_precision,
     known_start,
     located,
 )
 from imdm.errors import UserError
-from imdm.files import check_holds, check_new
-from imdm.sources import check_source
+from imdm.files import check_holds
 
 if TYPE_CHECKING:
     from imdm.data import Corpus, PrepareConfig
-    from imdm.exporting import Weights
     from imdm.runs.run import Bar
 
 
@@ -259,7 +253,13 @@ def couple(
 def distill(
     method: Annotated[str, typer.Argument(help="sdtt, redi, di4c or match.")],
     model: Annotated[str, typer.Argument(help="The teacher: a model folder, or one that ships.", callback=located)],
-    data: Data,
+    data: Annotated[
+        str,
+        typer.Option(
+            "--data",
+            help="Prepared text, or any text that 'imdm prepare' takes (files, openwebtext, …); or tokens, a language.",
+        ),
+    ],
     out: Annotated[Path, OutFolder(help="Folder of the run.")],
     overrides: Overrides = None,
     start: Annotated[
@@ -322,14 +322,14 @@ def distill(
         pairs=pairs,
         seed=seed,
     )
-    check_recipe(made_by(data_settings(data)), overrides or ())
+    check_recipe(made_by(training_settings(data, model)), overrides or ())
     from imdm.models import check_precision, load_model
     from imdm.runs import Run
 
     precision = precision or ("bf16" if device().type == "cuda" else "float32")
     check_precision(precision, device(), "--precision")
-    section = parse_data(data, load_model(model))
-    chosen = parse_recipe(made_by(section.model_dump(mode="json"), precision=precision), overrides or ())
+    section = training_settings(data, model, load_model(model))
+    chosen = parse_recipe(made_by(section, precision=precision), overrides or ())
     run = Run(chosen, out, reporter())
     options = {"stages.student.training.steps =": "--iterations", "mixture: true": "--mixture"}
     with naming_options(options):
@@ -426,153 +426,3 @@ def status(run: Annotated[Path, typer.Argument(help="Folder of a run.")]) -> Non
         show(table)
     for line in explained(name for stages in runs.values() for row in stages for name in row.signals):
         say(line)
-
-
-@app.command()
-def adopt(
-    source: Annotated[str, typer.Argument(help="A hub id, a folder, or a file: .safetensors, .ckpt.")],
-    out: Annotated[Path, OutFolder(help="Folder to write, which must not be there yet.")],
-    tokenizer: Annotated[str | None, typer.Option(help="Folder or hub id; unless given, the one beside it.")] = None,
-    length: Annotated[int | None, typer.Option(help="The longest sequence, if no configuration gives it.")] = None,
-    mask: Annotated[
-        str | None,
-        typer.Option(
-            help="Noise distribution and scale of an infinite mask, not in the weights; a backbone's new mask."
-        ),
-    ] = None,
-    softcap: Annotated[
-        float | None, typer.Option(help="Soft cap of attention logits, which is not stored in checkpoints.")
-    ] = None,
-    mask_token_id: Annotated[int | None, typer.Option(help="The mask's id; the last, or BERT's, unless given.")] = None,
-    heads: Annotated[int | None, typer.Option(help="Attention heads, if no configuration gives them.")] = None,
-    last: Annotated[bool, typer.Option("--last", help="Use the last weights, not the averaged ones.")] = False,
-    shift: Annotated[
-        bool | None,
-        typer.Option(help="Of a causal model trained as a diffusion model: the previous position predicts each token."),
-    ] = None,
-    adapt: Annotated[
-        bool, typer.Option("--adapt", help="Convert a causal language model, to be trained into a diffusion model.")
-    ] = False,
-    causal: Annotated[
-        bool, typer.Option("--causal", help="Keep a causal language model causal, to be trained autoregressively.")
-    ] = False,
-    whole: Annotated[
-        bool, typer.Option("--whole", help="Make it a model of whole texts, with its tokenizer's begin and end tokens.")
-    ] = False,
-    weights: Annotated[
-        str | None, typer.Option(help="float32 or bf16; as in the file unless given.", callback=known_precision)
-    ] = None,
-) -> None:
-    """Convert a published model: MDLM, SDTT, IMDM, LLaDA, Dream, BERT, Llama, … No code in the file is run."""
-    check_source(source)
-    check_new(out)
-    if tokenizer is not None:
-        from imdm.data.tokenizers import tokenizer_place
-
-        tokenizer_place(tokenizer)
-    import torch
-
-    from imdm.adopting import adopt_into
-
-    how: dict[str, Any] = {
-        "length": length,
-        "mask": mask,
-        "softcap": softcap,
-        "mask_token_id": mask_token_id,
-        "heads": heads,
-    }
-    how |= {"shift": shift, "adapt": adapt, "causal": causal, "whole": whole}
-    kind = {None: None, "float32": torch.float32, "bf16": torch.bfloat16}[weights]
-    with as_options("adapt", "shift"):
-        found = adopt_into(source, out, tokenizer=tokenizer, averaged=not last, dtype=kind, **how)
-    model = found.model
-    ids = f"{model.config.vocab_size:,} ids, the mask is {model.config.mask_token_id}"
-    say(f"{model.backbone.about}; {ids}; mask {model.mask.name}")
-    say("weights: averaged (EMA)" if found.averaged else "weights: as in the file")
-    if adapt:
-        say("its attention is bidirectional now: its samples make no sense before it is trained")
-    if tokenizer is None and found.tokenizer is None:
-        say("no tokenizer beside it: it writes ids; --tokenizer gives it one")
-    say(f"model: {out}")
-
-
-@app.command()
-def export(
-    model: ModelPath,
-    out: Annotated[Path, OutFolder(help="Folder to write, which must not be there yet.")],
-    weights: Annotated[
-        str | None,
-        typer.Option(
-            help="bf16 (half the size; default of layout imdm), float32 (of the others), int8 (a quarter; whole "
-            "numbers, one scale a row), or mixed (as many bits as each matrix needs)."
-        ),
-    ] = None,
-    within: Annotated[
-        float | None,
-        typer.Option(
-            help="With --weights mixed: the distribution changes by less than so many nats a token (KL). 0.002 unless "
-            "given; the larger, the smaller the file."
-        ),
-    ] = None,
-    order: Annotated[
-        str | None,
-        typer.Option(
-            help="Order of revealing that the exported model writes with unless told otherwise: random or spread. The "
-            "model's own unless given.",
-            callback=known_order,
-        ),
-    ] = None,
-    card: Annotated[Path | None, typer.Option(help="A Markdown file to put beside the weights as README.md.")] = None,
-    layout: Annotated[
-        str,
-        typer.Option(
-            help="imdm; mdlm: names and configuration of MDLM's own class, in float32, nothing folded; transformers: "
-            "with the code it needs, for AutoModelForMaskedLM where imdm is not installed."
-        ),
-    ] = "imdm",
-) -> None:
-    """Export a model: adaLN folded away, fewer bits a weight, tokenizer and card beside it."""
-    check_known("layout", [layout], LAYOUTS)
-    if weights is not None:
-        check_known("kind of weights", [weights], WEIGHTS)
-    if card is not None and not card.is_file():
-        raise UserError(f"--card {card}: no such file")
-    if within is not None and (weights != "mixed" or layout != "imdm"):
-        raise UserError("--within is for --weights mixed in layout imdm; leave it out")
-    if within is not None and not within > 0:
-        raise UserError(f"--within {within:g}: give a number of nats above 0")
-    if layout == "mdlm" and weights not in (None, "float32"):
-        raise UserError(f"--layout mdlm is written in float32; leave out --weights {weights}")
-    if layout == "mdlm" and order is not None:
-        raise UserError("--layout mdlm has no place for an order; leave out --order")
-    check_new(out)
-    text = card.read_text(encoding="utf-8") if card is not None else None
-    from imdm.exporting import WITHIN, export_published, export_transformers
-    from imdm.exporting import export as write
-
-    if layout == "mdlm":
-        folder = export_published(model, out, card=text)
-        say(f"model: {folder} (layout mdlm)")
-        return
-    if layout == "transformers":
-        folder = export_transformers(
-            model, out, weights=cast("Any", weights or "float32"), card=text, order=cast("Any", order)
-        )
-        say(f"model: {folder} (layout transformers)")
-        return
-    with reporter().bar("effect of each matrix", 0) as bar:
-        kind = cast("Weights", weights or "bf16")
-        made = write(
-            model,
-            out,
-            weights=kind,
-            card=text,
-            within=within or WITHIN,
-            order=cast("Any", order),
-            on_progress=lambda done, of: bar(done, f"of {of}"),
-        )
-    size = sum(file.stat().st_size for file in made.folder.iterdir())
-    moves = f", changes the distribution by {made.moved} nats a token" if made.moved is not None else ""
-    say(f"model: {made.folder} ({size / 1e6:.1f} MB{moves})")
-    if made.moved is not None and within is None and not made.moved.mean < WITHIN:
-        say(f"that is more than {WITHIN:g}: --weights mixed gives each matrix the bits it needs to stay below")

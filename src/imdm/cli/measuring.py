@@ -24,7 +24,14 @@ from imdm.cli.app import (
     show_tables,
     show_whole,
 )
-from imdm.cli.arguments import parse_conditional, parse_counts, parse_held_out, parse_match, parse_temperatures
+from imdm.cli.arguments import (
+    naming_options,
+    parse_conditional,
+    parse_counts,
+    parse_held_out,
+    parse_match,
+    parse_temperatures,
+)
 from imdm.cli.early import (
     AFTER_PROMPTS,
     BENCHMARKS,
@@ -246,7 +253,11 @@ def lm_eval(
         int | None,
         typer.Option(min=0, help="Masks after a continuation; 8 unless given, in models of whole texts all that fit."),
     ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Put questions into the tokenizer's chat template.")] = False,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows in one network evaluation.")] = 64,
+    precision: Annotated[
+        str, typer.Option(help="Of the weights: float32, or bf16 on a GPU.", callback=known_precision)
+    ] = "float32",
     seed: Seed = 0,
     out: Annotated[Path | None, typer.Option(help="Write lm-eval's results to this JSON file.")] = None,
 ) -> None:
@@ -269,8 +280,12 @@ def lm_eval(
 
     known = Tasks(names)
     settings: dict[str, Any] = {"n": n, "steps": steps, "temperature": temperature, "tail": tail, "seed": seed}
-    lm = DiffusionLM(model, **settings, batch_size=batch_size, device=device())
-    found = known.run(lm, limit, fewshot)
+    from imdm.devices import check_precision
+
+    check_precision(precision, device(), "--precision")
+    lm = DiffusionLM(model, **settings, batch_size=batch_size, device=device(), precision=precision)
+    with naming_options({"run without one": "leave out --chat"}):
+        found = known.run(lm, limit, fewshot, chat)
     made = Table(box=None, pad_edge=False)
     for name in ("task", "metric", "value", "± questions", "± masks, nats"):
         made.add_column(name, justify="left" if name in ("task", "metric") else "right")

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from imdm.errors import UserError, reason_of
-from imdm.files import written_aside
+from imdm.files import read_json, written_aside
 from imdm.hub import hub_for
 from imdm.shipped import check_fetched, find, meant
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt", "vocab.txt")
-
+ALSO = ("added_tokens.json", "chat_template.jinja")  # beside these
+QWENS = ("qwen", "dream")  # Dream's tokenizer is Qwen's
 
 BPE_SPECIAL = ("<bos>", "<eos>", "<pad>", "<mask>")
 BPE_MASK = BPE_SPECIAL.index("<mask>")
@@ -51,15 +52,18 @@ def tokenizer_place(name: str | Path) -> str | Path:
 def load_tokenizer(name: str | Path) -> Any:
     """A fast tokenizer by folder, by the name of a model that ships, or by hub id."""
     name = tokenizer_place(name)
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
     from transformers import GPT2TokenizerFast as ByteLevelBPE  # type: ignore[attr-defined]
 
     folder = Path(name)
+    kind, own = _said(folder, "config.json", "model_type"), _said(folder, "tokenizer_config.json", "tokenizer_class")
     try:
-        if folder.is_dir() and (folder / "merges.txt").exists() and not (folder / "tokenizer.json").exists():
-            tokenizer: Any = ByteLevelBPE.from_pretrained(str(name))  # vocab.json and merges.txt alone
-        elif (folder / "tokenizer.json").exists():  # whatever config.json is beside it
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(str(name))
+        if (folder / "tokenizer.json").exists():  # whatever config.json is beside it
+            tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(str(name))
+            if not tokenizer.special_tokens_map and kind in CONFIG_MAPPING:
+                _name_special(tokenizer, AutoTokenizer.from_pretrained(str(name), trust_remote_code=False))
+        elif (folder / "merges.txt").exists():  # vocab.json and merges.txt alone
+            tokenizer = (Qwen2Tokenizer if (own or kind).startswith(QWENS) else ByteLevelBPE).from_pretrained(str(name))
         else:
             with hub_for(folder):
                 tokenizer = AutoTokenizer.from_pretrained(str(name), trust_remote_code=False)
@@ -74,10 +78,26 @@ def load_tokenizer(name: str | Path) -> Any:
     return tokenizer
 
 
+def _said(folder: Path, name: str, field: str) -> str:
+    """A field of a configuration in a folder; empty if it is not there."""
+    file = folder / name
+    config = read_json(file, str(file)) if file.is_file() else {}
+    return str(config.get(field, "")).lower() if isinstance(config, dict) else ""
+
+
+def _name_special(tokenizer: Any, like: Any) -> None:
+    """Name the special tokens as another tokenizer does. Files of some models (BERT's, GPT-2's) leave that to the class
+    of their tokenizer."""
+    words = tokenizer.get_vocab()
+    named = {name: word for name, word in like.special_tokens_map.items() if isinstance(word, str) and word in words}
+    tokenizer.add_special_tokens(named)
+
+
 def special_ids(tokenizer: Any) -> Special:
-    """The ids a model needs, chosen as for the paper's models."""
+    """The ids a model needs, chosen as for the paper's models: [CLS] is the begin token of a pair [CLS], [SEP]."""
     size = len(tokenizer)
-    begin = tokenizer.cls_token_id if tokenizer.cls_token_id is not None else tokenizer.bos_token_id
+    begin, cls = tokenizer.bos_token_id, tokenizer.cls_token_id
+    begin = cls if begin is None or (cls is not None and tokenizer.sep_token_id is not None) else begin
     end = tokenizer.sep_token_id if tokenizer.sep_token_id is not None else tokenizer.eos_token_id
     if end is None and begin is None:
         raise UserError("the tokenizer has neither an end-of-text nor a [SEP] token; documents could not be separated")
@@ -161,7 +181,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 def copy_tokenizer(home: Path, target: Path) -> None:
     """The tokenizer's files, where there are some."""
-    for name in FILES:
+    for name in (*FILES, *ALSO):
         if (home / name).exists():
             _copied(home / name, target)
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from imdm.adopting import write_published
-from imdm.data.tokenizers import copy_tokenizer, has_tokenizer, load_tokenizer
+from imdm.data.tokenizers import copy_tokenizer, has_tokenizer, load_tokenizer, save_tokenizer, special_ids
 from imdm.devices import processes
 from imdm.errors import UserError, check_is, unknown
 from imdm.exporting.card import hub_card
@@ -24,6 +24,7 @@ from imdm.sampling.options import RevealOrder, check_order
 from imdm.shipped import find
 
 CARD = "README.md"
+MASKS = ("<|mask|>", "<mask>", "[MASK]")  # names for a mask token
 HUB = Path(__file__).parent / "hub"
 HUB_FILES = ("configuration_imdm.py", "modeling_imdm.py")
 AUTO_MAP = {"AutoConfig": "configuration_imdm.MaskedDiffusionConfig"}
@@ -116,7 +117,24 @@ def export_transformers(
         for file in HUB_FILES:
             shutil.copyfile(HUB / file, aside / file)
         _finish(aside, model, tokenizer, card, hub_card(folded, folder.name, tokenizer))
+        if tokenizer is not None and None in (tokenizer.mask_token, tokenizer.pad_token):
+            save_tokenizer(_named(tokenizer, folded.config), aside)
     return folder
+
+
+def _named(tokenizer: Any, config: Any) -> Any:
+    """The tokenizer with a mask token, which for us is an id after its last, and with padding, as users of
+    `transformers` expect them."""
+    pad, mask = special_ids(tokenizer).pad, config.mask_token_id
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad)
+    if tokenizer.mask_token is None and mask < len(tokenizer):
+        tokenizer.mask_token = tokenizer.convert_ids_to_tokens(mask)
+    elif tokenizer.mask_token is None and mask == len(tokenizer):
+        words = tokenizer.get_vocab()
+        tokenizer.add_special_tokens({"mask_token": next(one for one in MASKS if one not in words)})
+    tokenizer.model_max_length = config.length
+    return tokenizer
 
 
 def _folded(model: MaskedDiffusionLM, order: RevealOrder | None) -> MaskedDiffusionLM:

@@ -40,6 +40,7 @@ class DiffusionLM(LM):
                  models of whole texts; 0 as in LLaDA
     seed         all randomness depends on it and on the request
     batch_size   rows in one network evaluation
+    precision    of the weights: float32, or bf16 for large models on a GPU
 
     A row, of a model of a stream (`config.ending` is None):
 
@@ -65,6 +66,7 @@ class DiffusionLM(LM):
         seed: int = 0,
         batch_size: int | str = 64,
         device: str | torch.device = "cpu",
+        precision: str = "float32",
         progress: bool = True,
     ) -> None:
         super().__init__()
@@ -73,7 +75,7 @@ class DiffusionLM(LM):
             check_whole(name, value, least)
         check_seed(seed)
         sampling = Sampling(steps, temperature=1.0 if temperature is None else temperature)
-        self.writer = pretrained if isinstance(pretrained, Writer) else load(pretrained, device)
+        self.writer = pretrained if isinstance(pretrained, Writer) else load(pretrained, device, precision=precision)
         self.model, self.special = self.writer.model.eval(), special_ids(self.writer.tokenizer)
         self.sampling = replace(sampling, **self.model.policies())
         if self.model.causal:
@@ -233,12 +235,15 @@ class DiffusionLM(LM):
         return str(getattr(self.writer.tokenizer, "name_or_path", "")).replace("/", "__")
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        return self.writer.tokenizer.get_chat_template() if chat_template else None
+        if not chat_template:
+            return None
+        if not getattr(self.writer.tokenizer, "chat_template", None):
+            raise UserError("the tokenizer has no chat template; run without one")
+        return self.writer.tokenizer.get_chat_template()
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """By the tokenizer's own template."""
-        if not getattr(self.writer.tokenizer, "chat_template", None):
-            raise UserError("the tokenizer has no chat template; call without one")
+        """A conversation as text, in which special tokens are recognised."""
+        self.chat_template(True)
         self._chat = True
         return self.writer.tokenizer.apply_chat_template(
             chat_history, tokenize=False, add_generation_prompt=add_generation_prompt

@@ -49,9 +49,11 @@ class Tasks:
             raise UserError(f"unknown task {name!r}: neither a YAML file nor one of lm-eval's; {hint}")
         return found
 
-    def run(self, lm: DiffusionLM, limit: int | None = None, fewshot: int | None = None) -> dict[str, Any]:
+    def run(
+        self, lm: DiffusionLM, limit: int | None = None, fewshot: int | None = None, chat: bool = False
+    ) -> dict[str, Any]:
         """lm-eval's results as plain data; limit: only so many questions of each task; fewshot: examples before
-        each."""
+        each; chat: questions in the tokenizer's chat template."""
         built = [one for name in self.names for one in self._built(name)]
         found = simple_evaluate(
             model=lm,
@@ -61,6 +63,7 @@ class Tasks:
             limit=limit,
             log_samples=False,
             bootstrap_iters=BOOTSTRAPS,
+            apply_chat_template=chat,
         )
         return json.loads(json.dumps(found or {}, default=handle_non_serializable))
 

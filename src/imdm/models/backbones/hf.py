@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import torch
@@ -276,26 +277,35 @@ class HF(Backbone):
 
     @torch.no_grad()
     def check_network(self) -> None:
-        """Refuse a model whose output differs between embeddings and tokens, or whose first position does not depend on
-        the last. Tried where it has weights, in a precision that every machine supports."""
+        """Refuse a model whose output differs between embeddings and tokens, or whose positions do not depend on later
+        ones. Tried where it has weights in a precision that every machine supports; instead of one in half precision,
+        two layers of the same kind with random weights are tried."""
         weight = cast("Tensor", self.lm.get_input_embeddings().weight)
-        if weight.is_meta or weight.dtype != torch.float32:
+        if weight.is_meta:
+            return
+        if weight.dtype != torch.float32:
+            _check_layers(json.dumps(cast("HFSettings", self.settings).config, sort_keys=True), self.config.causal)
             return
         mask, kind = self.config.mask_token_id, self.lm.config.model_type
-        others = [i for i in range(min(len(weight), 9)) if i not in (mask, self.lm.config.pad_token_id)] or [0]
+        pad = getattr(self.lm.config, "pad_token_id", None)
+        others = [i for i in range(min(len(weight), 9)) if i not in (mask, pad)] or [0]
         ids = torch.tensor([[others[0], mask, others[-1]]], device=weight.device)[:, : self.config.length + 1]
         training = self.lm.training
         self.lm.eval()
         x = self.embedding(ids)
-        other = torch.cat((x[:, :-1], 1 - x[:, -1:]), 1)
+        changed = [torch.cat((x[:, :-1], last), 1) for last in (1 - x[:, -1:], x[:, :1])]
         try:
-            wanted, found, moved = (self._hidden(input_ids=ids), *(self._hidden(inputs_embeds=y) for y in (x, other)))
+            wanted, found, *moved = (
+                self._hidden(input_ids=ids),
+                *(self._hidden(inputs_embeds=y) for y in (x, *changed)),
+            )
             self.lm.train(training)
         except Exception as error:  # models may raise anything here
             raise UserError(f"{kind!r} models cannot be run from embeddings in one pass: {reason_of(error)}") from None
         if not torch.allclose(found, wanted, rtol=1e-4, atol=1e-5):
             raise UserError(f"{kind!r} models read token ids beside the embeddings; noisy masks need embeddings alone")
-        if not self.config.causal and not bool((moved[:, 0] - found[:, 0]).abs().max() > 0) and ids.shape[1] > 1:
+        depends = any(bool((other - found)[:, :-1].abs().any()) for other in moved)
+        if not self.config.causal and not depends and ids.shape[1] > 1:
             raise UserError(f"{kind!r} models cannot be made bidirectional; a denoiser attends to all positions")
 
     def set_dropout(self, rate: float) -> None:
@@ -408,7 +418,26 @@ def parse_config(fields: dict[str, Any]) -> PreTrainedConfig:
         raise UserError(f"{kind!r} models have layers that are always causal; a denoiser attends to all positions")
     if getattr(config, "is_encoder_decoder", False):
         raise UserError(f"{kind!r} models are encoder-decoders; use an encoder or a decoder")
+    if config.get_text_config() is not config:
+        raise UserError(f"{kind!r} models read more than text; use a model of text alone, such as their text model")
     return config
+
+
+@lru_cache(maxsize=32)
+def _check_layers(text: str, causal: bool) -> None:
+    """`HF.check_network` of a model with this configuration, but two layers, few ids and random weights in float32."""
+    config = parse_config(json.loads(text))
+    layers = getattr(config, "num_hidden_layers", 2)
+    for name, value in vars(config).items():
+        if isinstance(value, list) and len(value) == layers:  # a kind for each layer
+            setattr(config, name, value[:2])
+        elif name in ("pad_token_id", "mask_token_id") and value is not None:
+            setattr(config, name, 0 if name == "pad_token_id" else 3)
+    config.num_hidden_layers, config.vocab_size = min(2, layers), 16
+    fields = plain_config(config.to_dict() | {"model_type": config.model_type})
+    shape = SimpleNamespace(causal=causal, dropout=0.0, mask_token_id=3, length=3)
+    with seeded(as_key(0)):
+        HF(cast("Shape", shape), HFSettings(kind="hf", config=fields))
 
 
 def is_masked(config: PreTrainedConfig) -> bool:
@@ -457,7 +486,7 @@ def built(fields: dict[str, Any], eager: bool = False) -> PreTrainedModel:
     kind = class_of(config)
     try:
         return kind._from_config(config, **({"attn_implementation": "eager"} if eager else attention_of(config)))
-    except (TypeError, ValueError, AttributeError, RuntimeError, KeyError) as error:
+    except (TypeError, ValueError, AttributeError, RuntimeError, KeyError, ImportError) as error:
         raise UserError(f"backbone.config: no model can be built from it: {reason_of(error)}") from None
 
 

@@ -1,0 +1,173 @@
+"""Commands that bring models in and out: adopt, export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+from imdm.cli.app import ModelPath, OutFolder, app, reporter, say
+from imdm.cli.arguments import as_options, naming_options
+from imdm.cli.early import LAYOUTS, WEIGHTS, check_known, known_order, known_precision
+from imdm.errors import UserError
+from imdm.files import check_new
+from imdm.sources import check_source
+
+if TYPE_CHECKING:
+    from imdm.exporting import Weights
+
+
+@app.command()
+def adopt(
+    source: Annotated[str, typer.Argument(help="A hub id, a folder, or a file: .safetensors, .ckpt.")],
+    out: Annotated[Path, OutFolder(help="Folder to write, which must not be there yet.")],
+    tokenizer: Annotated[str | None, typer.Option(help="Folder or hub id; unless given, the one beside it.")] = None,
+    length: Annotated[int | None, typer.Option(help="The longest sequence, if no configuration gives it.")] = None,
+    mask: Annotated[
+        str | None,
+        typer.Option(
+            help="Noise distribution and scale of an infinite mask, not in the weights; a backbone's new mask."
+        ),
+    ] = None,
+    softcap: Annotated[
+        float | None, typer.Option(help="Soft cap of attention logits, which is not stored in checkpoints.")
+    ] = None,
+    mask_token_id: Annotated[int | None, typer.Option(help="The mask's id; the last, or BERT's, unless given.")] = None,
+    heads: Annotated[int | None, typer.Option(help="Attention heads, if no configuration gives them.")] = None,
+    last: Annotated[bool, typer.Option("--last", help="Use the last weights, not the averaged ones.")] = False,
+    shift: Annotated[
+        bool | None,
+        typer.Option(help="Of a causal model trained as a diffusion model: the previous position predicts each token."),
+    ] = None,
+    adapt: Annotated[
+        bool, typer.Option("--adapt", help="Convert a causal language model, to be trained into a diffusion model.")
+    ] = False,
+    causal: Annotated[
+        bool, typer.Option("--causal", help="Keep a causal language model causal, to be trained autoregressively.")
+    ] = False,
+    whole: Annotated[
+        bool, typer.Option("--whole", help="Make it a model of whole texts, with its tokenizer's begin and end tokens.")
+    ] = False,
+    weights: Annotated[
+        str | None, typer.Option(help="float32 or bf16; as in the file unless given.", callback=known_precision)
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Of a hub id: a branch, a tag or a commit.")] = None,
+    file: Annotated[str | None, typer.Option(help="The file of weights, if a folder or hub id has several.")] = None,
+) -> None:
+    """Convert a published model: MDLM, SDTT, IMDM, LLaDA, Dream, BERT, Llama, … No code in the file is run."""
+    with as_options("revision", "file"):
+        check_source(source, revision, file)
+    check_new(out)
+    if tokenizer is not None:
+        from imdm.data.tokenizers import tokenizer_place
+
+        tokenizer_place(tokenizer)
+    import torch
+
+    from imdm.adopting import adopt_into
+
+    how: dict[str, Any] = {
+        "length": length,
+        "mask": mask,
+        "softcap": softcap,
+        "mask_token_id": mask_token_id,
+        "heads": heads,
+    }
+    how |= {"shift": shift, "adapt": adapt, "causal": causal, "whole": whole}
+    kind = {None: None, "float32": torch.float32, "bf16": torch.bfloat16}[weights]
+    how |= {"revision": revision, "file": file, "averaged": not last, "dtype": kind}
+    named = "adapt", "shift", "length", "heads", "mask_token_id", "softcap", "revision", "file"
+    with as_options(*named), naming_options({"averaged = False": "--last"}):
+        found = adopt_into(source, out, tokenizer=tokenizer, **how)
+    model = found.model
+    ids = f"{model.config.vocab_size:,} ids, the mask is {model.config.mask_token_id}"
+    say(f"{model.backbone.about}; {ids}; mask {model.mask.name}")
+    say("weights: averaged (EMA)" if found.averaged else "weights: as in the file")
+    if adapt:
+        say("its attention is bidirectional now: its samples make no sense before it is trained")
+    if tokenizer is None and found.tokenizer is None:
+        say("no tokenizer beside it: it writes ids; --tokenizer gives it one")
+    say(f"model: {out}")
+
+
+@app.command()
+def export(
+    model: ModelPath,
+    out: Annotated[Path, OutFolder(help="Folder to write, which must not be there yet.")],
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            help="bf16 (half the size; default of layout imdm), float32 (of the others), int8 (a quarter; whole "
+            "numbers, one scale a row), or mixed (as many bits as each matrix needs)."
+        ),
+    ] = None,
+    within: Annotated[
+        float | None,
+        typer.Option(
+            help="With --weights mixed: the distribution changes by less than so many nats a token (KL). 0.002 unless "
+            "given; the larger, the smaller the file."
+        ),
+    ] = None,
+    order: Annotated[
+        str | None,
+        typer.Option(
+            help="Order of revealing that the exported model writes with unless told otherwise: random or spread. The "
+            "model's own unless given.",
+            callback=known_order,
+        ),
+    ] = None,
+    card: Annotated[Path | None, typer.Option(help="A Markdown file to put beside the weights as README.md.")] = None,
+    layout: Annotated[
+        str,
+        typer.Option(
+            help="imdm; mdlm: names and configuration of MDLM's own class, in float32, nothing folded; transformers: "
+            "with the code it needs, for AutoModelForMaskedLM where imdm is not installed."
+        ),
+    ] = "imdm",
+) -> None:
+    """Export a model: adaLN folded away, fewer bits a weight, tokenizer and card beside it."""
+    check_known("layout", [layout], LAYOUTS)
+    if weights is not None:
+        check_known("kind of weights", [weights], WEIGHTS)
+    if card is not None and not card.is_file():
+        raise UserError(f"--card {card}: no such file")
+    if within is not None and (weights != "mixed" or layout != "imdm"):
+        raise UserError("--within is for --weights mixed in layout imdm; leave it out")
+    if within is not None and not within > 0:
+        raise UserError(f"--within {within:g}: give a number of nats above 0")
+    if layout == "mdlm" and weights not in (None, "float32"):
+        raise UserError(f"--layout mdlm is written in float32; leave out --weights {weights}")
+    if layout == "mdlm" and order is not None:
+        raise UserError("--layout mdlm has no place for an order; leave out --order")
+    check_new(out)
+    text = card.read_text(encoding="utf-8") if card is not None else None
+    from imdm.exporting import WITHIN, export_published, export_transformers
+    from imdm.exporting import export as write
+
+    if layout == "mdlm":
+        folder = export_published(model, out, card=text)
+        say(f"model: {folder} (layout mdlm)")
+        return
+    if layout == "transformers":
+        folder = export_transformers(
+            model, out, weights=cast("Any", weights or "float32"), card=text, order=cast("Any", order)
+        )
+        say(f"model: {folder} (layout transformers)")
+        return
+    with reporter().bar("effect of each matrix", 0) as bar:
+        kind = cast("Weights", weights or "bf16")
+        made = write(
+            model,
+            out,
+            weights=kind,
+            card=text,
+            within=within or WITHIN,
+            order=cast("Any", order),
+            on_progress=lambda done, of: bar(done, f"of {of}"),
+        )
+    size = sum(file.stat().st_size for file in made.folder.iterdir())
+    moves = f", changes the distribution by {made.moved} nats a token" if made.moved is not None else ""
+    say(f"model: {made.folder} ({size / 1e6:.1f} MB{moves})")
+    if made.moved is not None and within is None and not made.moved.mean < WITHIN:
+        say(f"that is more than {WITHIN:g}: --weights mixed gives each matrix the bits it needs to stay below")
