@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -225,6 +226,35 @@ def test_the_sample_that_comes_with_the_package() -> None:
     assert 900_000 < sum(len(text.encode()) + 1 for text in texts) < 1_100_000
     held_out = list(Corpus("sample", split="valid").documents())
     assert not set(texts) & set(held_out)
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+@pytest.mark.parametrize("by", [None, "title"])
+def test_paragraphs_are_joined_into_documents(tmp_path: Path, ending: str, by: str | None) -> None:
+    """Of at least 40 characters; never of two files, nor of two titles."""
+    rows = [{"title": f"book {i // 5}", "text": f"paragraph number {i:02}"} for i in range(12)]  # 19 characters each
+    for number, part in enumerate((rows[:8], rows[8:])):
+        file = tmp_path / "books" / f"{number}.{ending}"
+        file.parent.mkdir(exist_ok=True)
+        if ending == "jsonl":
+            file.write_text("\n".join(map(json.dumps, part)))
+        else:
+            pa = pytest.importorskip("pyarrow")
+            pytest.importorskip("pyarrow.parquet").write_table(pa.Table.from_pylist(part), file)
+    corpus = Corpus(str(tmp_path / "books"), join=40, join_by=by)
+    found = [[int(part[-2:]) for part in text.split("\n\n")] for text in corpus.documents()]
+    apart = [[0, 1], [2, 3], [4], [5, 6], [7], [8, 9], [10, 11]]
+    assert found == (apart if by else [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]])
+    held = [list(replace(corpus, split=split, hold_out=3).documents()) for split in ("train", "valid")]
+    assert sorted(held[0] + held[1]) == sorted(corpus.documents())
+    plain = Corpus(str(tmp_path / "books"))
+    assert len(list(plain.documents())) == 12
+    assert len({str(one.identity()) for one in (plain, corpus, replace(corpus, join=41))}) == 3
+    with pytest.raises(UserError, match="give how long they are at least"):
+        replace(plain, join_by="title").check()
+    if ending == "parquet":
+        with pytest.raises(UserError, match="no column 'author'; it has title, text"):
+            list(replace(corpus, join_by="author").documents())
 
 
 def test_lm1b_is_put_back_together() -> None:

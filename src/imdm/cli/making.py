@@ -75,7 +75,9 @@ def train(
     if not trainable:
         raise UserError(f"recipe {recipe!r} has no training stage")
     if stage is not None and stage not in trainable:
-        raise UserError(f"--stage {stage}: recipe {recipe!r} trains {', '.join(trainable)}")
+        raise UserError(
+            f"--stage {stage}: recipe {recipe!r} trains {', '.join(trainable)}; 'imdm reproduce --stage' runs others"
+        )
     chosen = load_recipe(recipe, overrides or (), to_run=True)
     from imdm.runs import Run
 
@@ -114,6 +116,13 @@ def prepare(
         typer.Option(min=2, help="Hold out one document in so many: OUT/train and OUT/valid. For text without splits."),
     ] = None,
     field: Annotated[str, typer.Option(help="Name of the text field in JSON lines and parquet.")] = "text",
+    join: Annotated[
+        int | None,
+        typer.Option(min=1, help="Join rows, such as paragraphs, into documents of at least so many characters."),
+    ] = None,
+    join_by: Annotated[
+        str | None, typer.Option(help="With --join: a field, such as a title; a new value begins a new document.")
+    ] = None,
     limit: Annotated[int | None, typer.Option(help="At most so many documents.")] = None,
     skip_broken: Annotated[bool, typer.Option("--skip-broken", help="Skip broken rows and count them.")] = False,
     processes: Annotated[int, typer.Option(help="Processes that tokenise; the rows do not depend on it.")] = 1,
@@ -132,13 +141,13 @@ def prepare(
     from imdm.recipes.outline import check_config
 
     share = parse_part(part) if part is not None else None
-    corpus = Corpus(source, split or "train", field, skip_broken)
+    corpus = Corpus(source, split or "train", field, skip_broken, join=join, join_by=join_by)
     if split is not None and corpus.is_local and not corpus.has_splits():
         raise UserError(f"--split {split}: {source!r} has no splits; leave it out, or hold some out with --hold-out 50")
     if hold_out is not None and (split is not None or source == "-" or corpus.has_splits()):
         raise UserError("--hold-out is for files and folders without splits of their own")
-    if hold_out is None:
-        corpus.check()
+    with as_options("join", "join_by"):
+        (corpus if hold_out is None else replace(corpus, hold_out=hold_out)).check()
     if tokenizer is not None:
         tokenizer_place(tokenizer)
     values = {"length": length, "tokenizer": tokenizer, "train_bpe": train_bpe, "packing": packing, "limit": limit}
@@ -361,6 +370,10 @@ def reproduce(
         int | None,
         typer.Option(min=1, help="Runs at a time; one a core where a run uses one thread, else one, unless given."),
     ] = None,
+    stage: Annotated[
+        list[str] | None,
+        typer.Option(help="Only this stage, of any kind, and those it builds on, without a report; may be repeated."),
+    ] = None,
 ) -> None:
     """Run a whole recipe and write its report. Finished stages are skipped, stopped ones resume."""
     from imdm.recipes import load_recipe, recipe_names
@@ -370,7 +383,7 @@ def reproduce(
     from imdm.runs import plan, run_jobs, workers_for
 
     folder = out or Path("runs") / chosen.name
-    jobs = plan(chosen, folder, seeds, quick)
+    jobs = plan(chosen, folder, seeds, quick, stage or ())
     many = workers or workers_for(chosen, len(jobs))
     say(chosen.name + (f": {len(jobs)} runs, {many} at a time" if len(jobs) > 1 else ""))
     small = f"{chosen.name}-cpu"
@@ -383,6 +396,9 @@ def reproduce(
     with naming_options({"use float32 on a CPU": f"use float32 on a CPU{hint}"}):
         run_jobs(chosen, jobs, folder, many, reporter())
     if not is_main():
+        return
+    if stage:
+        say(f"done: {', '.join(stage)} in {folder}; 'imdm report {folder}' writes a report of what is there")
         return
     if not (folder / "results.jsonl").exists():
         say(f"done: {folder} (the recipe evaluates nothing, so there is no report)")

@@ -10,9 +10,9 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,10 @@ PRESETS = {
 }
 
 
+Row = tuple[str, Any]
+"""A text, and its group (`Corpus.join`)."""
+
+
 @dataclass
 class Corpus:
     """Where documents come from.
@@ -98,6 +102,9 @@ class Corpus:
               (train-00.parquet, valid.txt, test/a.txt; dev and validation are valid); what has no such name is train
     field     of a JSON line or a parquet column
     hold_out  where the source has no splits: every so-many-th document is `valid`, the others `train`; 0: all are both
+    join      join consecutive rows, with an empty line between them, into documents of at least so many characters, as
+              for paragraphs of books; never across files, nor across values of the field `join_by`, such as a title
+              (of JSON lines and parquet; plain text has none)
     """
 
     source: str
@@ -105,10 +112,16 @@ class Corpus:
     field: str = "text"
     skip_broken: bool = False
     hold_out: int = 0
+    join: int | None = None
+    join_by: str | None = None
     broken: int = 0
 
     def check(self) -> None:
         """Refuse a corpus that cannot be read, before anything is written."""
+        if self.join_by is not None and self.join is None:
+            raise UserError(
+                f"join_by = {self.join_by!r}: it says where joined rows end; give how long they are at least (join)"
+            )
         if self.is_local:
             self.files()
         elif self.source in PRESETS and self.split not in PRESETS[self.source].splits:
@@ -158,7 +171,8 @@ class Corpus:
     def identity(self) -> list[Any]:
         """What identifies the corpus, without reading all of it."""
         names = [[p.name, p.stat().st_size, _ends(p)] for p in self.files()] if self.is_local else []
-        return [self.source if not names else "", self.split, self.field, self.hold_out, names]
+        joined = [] if self.join is None else [self.join, self.join_by]
+        return [self.source if not names else "", self.split, self.field, self.hold_out, names, *joined]
 
     def size(self) -> int | None:
         """Bytes to read, where that is known."""
@@ -166,22 +180,38 @@ class Corpus:
 
     def documents(self) -> Iterator[str]:
         """Every document of the split, in order."""
-        for number, text in enumerate(self._all(), 1):
+        for number, text in enumerate(self._joined(), 1):
             if not self.hold_out or (number % self.hold_out == 0) == (self.split == "valid"):
                 yield text
 
-    def _all(self) -> Iterator[str]:
+    def _joined(self) -> Iterator[str]:
+        if self.join is None:
+            yield from (text for text, _ in self._all())
+            return
+        parts, last, size = list[str](), None, 0
+        for text, group in self._all():
+            if parts and (group != last or size >= self.join):
+                yield "\n\n".join(parts)
+                parts, size = [], 0
+            parts.append(text)
+            last, size = group, size + len(text) + 2
+        if parts:
+            yield "\n\n".join(parts)
+
+    def _all(self) -> Iterator[Row]:
+        """Every row, and its group: only rows of one group are joined."""
         if self.source == "-":
             first = sys.stdin.buffer.readline()
             lines = chain([first], sys.stdin.buffer)
             yield from self._lines(lines, "standard input", as_json=self._is_json(first))
         elif self.is_local:
-            for path in self.files():
-                yield from self._file(path)
+            for number, path in enumerate(self.files()):
+                for text, group in self._file(path):
+                    yield text, (number, group)
         else:
             yield from self._hub()
 
-    def _file(self, path: Path) -> Iterator[str]:
+    def _file(self, path: Path) -> Iterator[Row]:
         if path.suffix == ".parquet":
             yield from self._parquet(path)
             return
@@ -202,33 +232,42 @@ class Corpus:
         except (ValueError, TypeError, RecursionError):
             return False
 
-    def _lines(self, lines: Iterable[bytes], where: str, as_json: bool = False) -> Iterator[str]:
+    def _group(self, row: Mapping[str, Any]) -> Any:
+        return None if self.join_by is None else row.get(self.join_by)
+
+    def _lines(self, lines: Iterable[bytes], where: str, as_json: bool = False) -> Iterator[Row]:
         for number, line in enumerate(lines, 1):
+            group = None
             try:
                 text = line.decode("utf-8").strip()
                 if text and as_json:
-                    text = self._field(json.loads(text))
+                    row = json.loads(text)
+                    text = self._field(row)
+                    group = self._group(row)
             except (ValueError, TypeError, RecursionError) as error:  # not UTF-8, not JSON, no text, nested too deeply
                 self._broken(f"{where}, line {number}", shorter(str(error)))
                 continue
             if text:
-                yield text
+                yield text, group
 
-    def _parquet(self, path: Path) -> Iterator[str]:
+    def _parquet(self, path: Path) -> Iterator[Row]:
         parquet = _pyarrow()
         try:
             file = parquet.ParquetFile(path)
         except Exception as error:  # pyarrow's own, and OSError
             raise UserError(f"corpus: {path} is not a readable parquet file ({reason_of(error)})") from None
-        if self.field not in file.schema_arrow.names:
-            raise UserError(f"corpus: {path} has no column {self.field!r}; it has {', '.join(file.schema_arrow.names)}")
-        for row, text in enumerate(_parquet_texts(file, self.field, path), 1):
+        for column in (self.field, self.join_by):
+            if column is not None and column not in file.schema_arrow.names:
+                raise UserError(f"corpus: {path} has no column {column!r}; it has {', '.join(file.schema_arrow.names)}")
+        texts = _parquet_texts(file, self.field, path)
+        groups = repeat(None) if self.join_by is None else _parquet_texts(file, self.join_by, path)
+        for row, (text, group) in enumerate(zip(texts, groups, strict=False), 1):
             if not isinstance(text, str):
                 self._broken(f"{path}, row {row}", "not UTF-8" if isinstance(text, bytes) else "no text")
             elif text.strip():
-                yield text.strip()
+                yield text.strip(), group
 
-    def _hub(self) -> Iterator[str]:
+    def _hub(self) -> Iterator[Row]:
         preset = PRESETS.get(self.source) or Preset(self.source, {self.split: self.split}, "", field=self.field)
         name, (base, _, part) = preset.hub, preset.splits[self.split].partition("[")
         rows = _stream(name, preset.config, base)
@@ -239,7 +278,7 @@ class Corpus:
             if not isinstance(text, str):
                 self._broken(f"{name}, row {number}", f"no {preset.field!r}")
             elif text.strip():
-                yield preset.clean(text.strip())
+                yield preset.clean(text.strip()), self._group(row)
 
     def _broken(self, where: str, why: object) -> None:
         self.broken += 1

@@ -63,6 +63,7 @@ class TextData(Data):
     valid       held-out text; unless given, the source's own valid split, or one document in 50
     tokenizer   a folder or hub id; or train_bpe: the size of a byte-pair encoding trained on the text
     packing     `wrapped`: documents joined and cut; `unwrapped`: a document a row; `whole`: the same, of those that fit
+    join, join_by    join rows into documents of at least so many characters; never across values of a field (`Corpus`)
     with_documents   also prepare the held-out text a document a row, for prompts that begin where a document does
     """
 
@@ -74,6 +75,8 @@ class TextData(Data):
     train_bpe: int | None = Field(None, le=1 << 20)
     length: int = Field(128, ge=4, le=1 << 20)
     packing: Packing = "wrapped"
+    join: int | None = Field(None, ge=1)
+    join_by: str | None = None
     with_documents: bool = False
     limit: int | None = Field(None, ge=1)
     skip_broken: bool = False
@@ -84,7 +87,7 @@ class TextData(Data):
 
     def _corpus(self, split: str) -> Corpus:
         name = self.valid if split == "valid" and self.valid is not None else self.path
-        corpus = Corpus(name, split=split, field=self.field, skip_broken=self.skip_broken)
+        corpus = Corpus(name, split, self.field, self.skip_broken, join=self.join, join_by=self.join_by)
         if self.valid is None and not corpus.has_splits():
             corpus.hold_out = EVERY
         return corpus

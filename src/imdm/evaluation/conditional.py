@@ -88,7 +88,7 @@ def _continue(evaluation: Evaluation) -> Continued:
         raise UserError(
             f"conditional.suffix = {how.suffix}: the end of a whole text has no fixed place; use 0, or infill_ppl"
         )
-    rows = _documents(source, how, ending)
+    rows = documents_of(source, how, ending)
     position = torch.arange(length)
     holes = position > how.prefix
     if ending is None:
@@ -111,7 +111,7 @@ def _continue(evaluation: Evaluation) -> Continued:
     return Continued(prompts, written, real, window, evaluations, size, ended.tolist())
 
 
-def _documents(source: Any, how: Conditional, ending: Ending | None) -> Tensor:
+def documents_of(source: Any, how: Conditional, ending: Ending | None) -> Tensor:
     """The first rows that hold no padding, or of whole texts those whose window holds none: (prompts, L)."""
     manifest, found = getattr(source, "manifest", None), list[Tensor]()
     for part in torch.arange(len(source)).split(1024):
@@ -126,7 +126,10 @@ def _documents(source: Any, how: Conditional, ending: Ending | None) -> Tensor:
             break
     rows = torch.cat(found)[: how.prompts]
     if len(rows) < how.prompts:
-        raise UserError(f"conditional.prompts = {how.prompts}: only {len(rows)} rows of the data are long enough")
+        raise UserError(
+            f"conditional.prompts = {how.prompts}: only {len(rows)} held-out documents are long enough for rows of "
+            f"{source.length} tokens; use fewer prompts, or, if rows of the text are paragraphs, join them (data.join)"
+        )
     return rows
 
 

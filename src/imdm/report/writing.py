@@ -10,6 +10,7 @@ import torch
 
 from imdm.data import PreparedData, TextData
 from imdm.data.tokenizers import special_ids
+from imdm.devices import own_device
 from imdm.errors import UserError
 from imdm.recipes import Recipe
 from imdm.report.names import model_in_words
@@ -66,7 +67,7 @@ def _authors(run: Path, recipe: Recipe) -> list[Author]:
                 found[name] = replace(found[name], steps=tuple(sorted(steps)))
                 continue
             try:
-                writer = load(folder / name / "model")
+                writer = load(folder / name / "model", own_device())
             except UserError:
                 continue
             words = model_in_words(method, writer.model.mask.name + ("+mixture" if writer.model.config.mixture else ""))

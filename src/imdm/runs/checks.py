@@ -12,7 +12,8 @@ from imdm.data import Coupling, check_fits
 from imdm.data.tokenizers import check_same
 from imdm.devices import processes
 from imdm.errors import UserError, shown
-from imdm.evaluation import metrics
+from imdm.evaluation import Conditional, metrics
+from imdm.evaluation.conditional import documents_of
 from imdm.models import MaskedDiffusionConfig, check_precision
 from imdm.objectives import Objective, ReDi
 from imdm.objectives.rounds import Rounds
@@ -61,6 +62,10 @@ def check_stage(inputs: Inputs, name: str) -> None:
     _check_references(inputs, name, stage)
     _check_methods(inputs, name, stage)
     _check_metrics(inputs, name, stage.metrics, stage.top_p)
+    if inputs.data.is_ready and any(metrics[metric].prompts for metric in stage.metrics):
+        data, seed = inputs.data, inputs.recipe.seed
+        if (source := data.documents(seed) or data.held_out(seed)) is not None:
+            documents_of(source, stage.conditional or Conditional(), data.ending())
 
 
 def _check_inputs(inputs: Inputs, name: str) -> None:

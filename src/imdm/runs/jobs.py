@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pickle
 import traceback
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from imdm.devices import processes
-from imdm.errors import UserError, check_whole
+from imdm.errors import UserError, check_whole, unknown
 from imdm.files import kept_if_refused, working_in, write_json
 from imdm.recipes import Recipe, variants
 from imdm.room import cores
@@ -42,12 +43,16 @@ class Job:
         self.opened(reporter).run(list(self.stages))
 
 
-def plan(recipe: Recipe, out: Path, seeds: int, quick: bool) -> list[Job]:
-    """Every variant on every seed, from the recipe's own on; the first seed of all variants first."""
+def plan(recipe: Recipe, out: Path, seeds: int, quick: bool, only: Sequence[str] = ()) -> list[Job]:
+    """Every variant on every seed, from the recipe's own on; the first seed of all variants first. only: these stages
+    and those they build on; all unless given."""
+    for name in only:
+        if name not in recipe.stages:
+            raise unknown("stage", name, recipe.stages)
     if quick and recipe.quick is None:
         raise UserError(f"recipe {recipe.name!r} has no quick part; run it whole")
     check_whole("seeds", seeds, 1, MOST_SEEDS)
-    stages = recipe.quick.stages if quick and recipe.quick else tuple(recipe.stages)
+    stages = tuple(only) or (recipe.quick.stages if quick and recipe.quick else tuple(recipe.stages))
     wanted = recipe.quick.variants if quick and recipe.quick else ()
     chosen = {name: r for name, r in variants(recipe).items() if not wanted or name in wanted}
     return [
