@@ -17,7 +17,7 @@ from imdm.data import CoupleConfig, Coupling, LanguageSource, TokenSource, align
 from imdm.ending import Ends
 from imdm.masks import Mask, NoisePath
 from imdm.models import MaskedDiffusionLM, faster, load_model
-from imdm.models.layers import attend, capped_attention, rotary, turned_back
+from imdm.models.layers import attend, capped_attention, gelu_of, rotary, turned_back
 from imdm.models.readout import Gradient, Head, matched
 from imdm.objectives import SDTT, Autoregressive, Match, Nelbo, Objective, ReDi, Step
 from imdm.objectives.onpolicy import Auxiliary
@@ -593,6 +593,27 @@ def test_a_faster_model_in_bf16_gives_nearly_the_same_law() -> None:
     state = model.noised(torch.full((8, 16), 49, device="cuda"))
     there = faster(model, graphs=False)(state).exp()
     assert (there - model(state).exp()).abs().max() < 0.02
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("shape", [(3, 40, 256), (7, 256), (0, 256), (1, 1, 256)])
+def test_a_matmul_that_applies_gelu(shape: tuple[int, ...], compiled: bool) -> None:
+    """As exact as GELU after the matmul, which rounds twice; by tanh, as on a CPU. With gradients it is that one."""
+    torch.manual_seed(0)
+    layer, x = torch.nn.Linear(256, 1024).cuda().bfloat16(), 3 * torch.randn(shape, device="cuda").bfloat16()
+    exact = torch.nn.functional.gelu(
+        torch.nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double()), approximate="tanh"
+    )
+    run = torch.compile(gelu_of) if compiled else gelu_of
+    with torch.no_grad():
+        fused = run(layer, x)
+    plain = gelu_of(layer, x)
+    assert fused.shape == plain.shape == (*shape[:-1], 1024)
+    assert plain.requires_grad
+    errors = [float((one.double() - exact).abs().mean()) if one.numel() else 0.0 for one in (fused, plain)]
+    assert errors[0] <= 1.05 * errors[1]
+    if fused.numel():
+        assert torch.allclose(fused.double(), exact, rtol=2**-7, atol=2**-7)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
