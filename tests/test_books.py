@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import yaml
 from imdm.data import PreparedSource
 from imdm.data.tokenizers import train_bpe
 from imdm.evaluation import read
+from imdm.evaluation.measuring import evaluate
 from tests.test_cli import imdm, refused
 from tests.test_corpora import SENTENCES
 
@@ -82,6 +84,28 @@ def test_a_stage_by_itself(recipe: Path, tmp_path: Path) -> None:
     assert 8 <= len(documents) < 8 * len(SENTENCES)
     assert "unknown stage 'none'" in refused(imdm("reproduce", recipe, "--out", run, "--stage", "none"))
     assert "'imdm reproduce --stage' runs others" in refused(imdm("train", recipe, "--stage", "frontier"))
+
+
+def test_rows_are_there_as_soon_as_they_are_known(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stage that is stopped has written those of what it finished, and afterwards there is each of them."""
+    run, about = tmp_path / "run", ("reproduce", recipe, "--out", tmp_path / "run", "--stage", "frontier")
+
+    def stopped(*given: Any, **options: Any) -> Iterator[Any]:
+        found = evaluate(*given, **options)
+        yield next(found)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("imdm.runs.stages.evaluate", stopped)
+        assert imdm(*about).returncode == 130
+    first = read(run / "results.jsonl")
+    assert {row.temperature for row in first if row.metric == "entropy"} == {0.8}
+    assert imdm(*about).returncode == 0
+    rows = {row.key: row.value for row in read(run / "results.jsonl")}
+    assert {row.key: row.value for row in first}.items() <= rows.items()
+    assert {row.temperature for row in read(run / "results.jsonl") if row.metric == "entropy"} == {0.8, 0.9, 1.0, 1.1}
 
 
 @pytest.mark.slow

@@ -174,7 +174,8 @@ def _couple(run: Run, name: str, stage: CoupleStage) -> str:
 
 
 def _evaluate(run: Run, name: str, stage: EvaluateStage) -> str:
-    """Every process computes its share of the parts; the first writes the rows."""
+    """Every process computes its share of the parts; the first writes the rows, as soon as they are known. (A stage that
+    was stopped writes them again: the last row of a key counts.)"""
     recipe, inputs, seed = run.recipe, run.inputs, run.recipe.seed_of(name)
     parts = Parts(run.folder / name / "parts")
     judge, embedder, missing = load_readers(
@@ -214,9 +215,9 @@ def _evaluate(run: Run, name: str, stage: EvaluateStage) -> str:
             ):
                 rows += found
                 done += 1
+                if processes().is_main_process:
+                    append(run.results_file, found)
                 bar(done, model_name)
-    if processes().is_main_process:
-        append(run.results_file, rows)
     parts.forget()
     return digest([{k: v for k, v in row.hashed().items() if k != "time"} for row in rows])
 
