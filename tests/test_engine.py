@@ -129,6 +129,19 @@ def test_sequences_of_all_kinds_in_one_batch_have_their_own_laws() -> None:
         assert_law(counts_of(tokens, 2), law)
 
 
+@pytest.mark.parametrize("path", [False, True])
+def test_a_canvas_knows_all_tensors_it_holds(path: bool) -> None:
+    """They are handed over from one stream of a GPU to another, and none may be forgotten."""
+    model = tiny_model(mask="infinite-uniform-8-1.0", mixture=True)
+    job = Job("a", HOLES, draws_seed=5, noise_between=(7, 9, 0.4) if path else None)
+    canvas = started([job, job], job.how(model), model)
+    seen, places = list[int](), [vars(canvas), vars(canvas.keys.noise) if path else {}, canvas.keys._asdict()]
+    for place in places:
+        seen += [id(value) for value in place.values() if isinstance(value, torch.Tensor)]
+    assert {id(value) for value in canvas.tensors()} == set(seen)
+    assert len(set(seen)) == 11 + 2 + (3 if path else 1)
+
+
 def test_frames_tell_the_story_that_a_trace_tells() -> None:
     model = tiny_model(mask="infinite-uniform-8-1.0")
     job = Job("a", [3, *HOLES[1:]], steps=5, seed=4, frames=True)

@@ -174,7 +174,7 @@ def _couple(run: Run, name: str, stage: CoupleStage) -> str:
 
 
 def _evaluate(run: Run, name: str, stage: EvaluateStage) -> str:
-    """Every process computes its share of the parts; the first writes the rows, as soon as they are known. (A stage that
+    """Every process computes its share of the parts; the first writes the rows as soon as they are known. (A stage that
     was stopped writes them again: the last row of a key counts.)"""
     recipe, inputs, seed = run.recipe, run.inputs, run.recipe.seed_of(name)
     parts = Parts(run.folder / name / "parts")

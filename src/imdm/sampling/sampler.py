@@ -252,10 +252,10 @@ class Canvas:
         return replace(self, hows=hows, keys=keys, **columns)
 
     def tensors(self) -> list[Tensor]:
+        """All that it holds."""
         noise = self.keys.noise
-        keys = [noise] if isinstance(noise, Tensor) else [noise.first, noise.second, noise.s]
-        held = (getattr(self, each.name) for each in fields(self))
-        return [self.keys.order, self.keys.tokens, *keys, *(each for each in held if isinstance(each, Tensor))]
+        keys = [noise] if isinstance(noise, Tensor) else list(vars(noise).values())
+        return [*self.keys[:2], *keys, *(value for value in vars(self).values() if isinstance(value, Tensor))]
 
     def begin(self, turn: Turn) -> None:
         """Count a turn that was not planned beforehand."""
