@@ -279,6 +279,7 @@ def test_a_judge_that_came_later_is_asked(run: Path, monkeypatch: pytest.MonkeyP
     for stage in ("measure", "frontier"):
         assert f"{stage}: already there" not in said
         assert f"{stage}: gen_ppl left out" in said
+        assert list((run / "seed-0" / stage / "parts").rglob("*.safetensors"))  # not to be written again
     monkeypatch.setenv("IMDM_HOME", str(tmp_path / "elsewhere"))  # gone again: what was measured stays
     assert "measure: already there" in imdm("reproduce", run.parent / "mine.yaml", "--out", run).stderr
 
