@@ -28,7 +28,7 @@ import torch
 
 from imdm.errors import UserError, is_out_of_memory, reason_of
 from imdm.serving.engine import Counts, Engine, frozen, warm
-from imdm.serving.jobs import Frame, Stopped, Ticket, ends, tell
+from imdm.serving.jobs import Frame, Job, Stopped, Ticket, ends, tell, unfinished
 from imdm.serving.settings import Settings
 from imdm.stopping import held_back
 
@@ -106,7 +106,9 @@ class Apart(Engine):
         self._letters.put(("stop", grace))  # a second one may be more urgent
         with self._ending:
             if self._thread is not None:
-                self._process.join(grace + LAST_WORDS)
+                self._process.join(grace)
+                self._tell_unfinished()  # or that process has, unless it is too busy
+                self._process.join(LAST_WORDS)
             self._end()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
@@ -161,13 +163,16 @@ class Apart(Engine):
         finally:
             self._letters.put(None)
             with self._changed:
-                self.broken, self._open = self._open, False
-                left, self._tickets, self._running = list(self._tickets.values()), {}, 0
+                self.broken, self._open, self._running = self._open, False, 0
             if self.broken:
                 self._process.join(LAST_WORDS)
                 LOG.error("the engine's process has ended (%s)", self._process.exitcode)
-            said = Stopped("the service stopped before the text was finished; try again when it has restarted")
-            tell([(ticket, said) for ticket in left])
+            self._tell_unfinished()
+
+    def _tell_unfinished(self) -> None:
+        with self._changed:
+            left, self._tickets = list(self._tickets.values()), {}
+            tell([(ticket, unfinished()) for ticket in left])
 
     def _hand_on(self, said: Said) -> None:
         self.counts, self._running, self._processor = said.counts, said.running, said.processor
@@ -179,7 +184,7 @@ class Apart(Engine):
                     frames.append((ticket, one))
                     if ends(one):
                         del self._tickets[number]
-        tell(frames)
+            tell(frames)  # before anything else is told, such as an end
 
 
 def _bare(fields: dict[str, Any], tokenizer: Any) -> Writer:

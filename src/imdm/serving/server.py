@@ -161,6 +161,7 @@ def in_background(engine: Engine) -> Iterator[Server]:
             yield server
         finally:
             server.should_exit = True
+            engine.stop(engine.settings.grace)  # first, or requests that wait for it would not end
             running.join()
 
 
