@@ -218,6 +218,18 @@ class _Reports:
         with self.lock:
             self._send([(ticket.number, one) for ticket, one in said])
 
+    def taken(self, jobs: Sequence[tuple[int, Job]]) -> list[Ticket]:
+        """Tickets of numbered jobs; one that the engine refuses is told so, and concerns no other."""
+        now, fresh = time.monotonic(), dict[int, Ticket]()
+        for number, job in jobs:
+            try:
+                fresh[number] = Ticket(job, self.engine.check(job), self, print, now, number=number)
+            except UserError as error:
+                with self.lock:
+                    self._send([(number, UserError(str(error)))])
+        self.tickets |= fresh
+        return list(fresh.values())
+
     def refresh(self) -> None:
         """Report a state that has changed without frames."""
         with self.lock:
@@ -286,11 +298,9 @@ def _serve(line: Connection, engine: Engine) -> None:
         elif kind == "drop":
             for number in what:
                 if (gone := reports.tickets.pop(number, None)) is not None:
-                    gone.dropped = True
+                    engine._drop([gone])
         else:
-            now = time.monotonic()
-            fresh = [Ticket(job, engine.check(job), reports, print, now, number=number) for number, job in what]
-            reports.tickets |= {ticket.number: ticket for ticket in fresh}
+            fresh = reports.taken(what)
             try:
                 engine._submit(fresh)
             except UserError as error:
