@@ -107,7 +107,8 @@ def ask(
     text = answer.read().decode()
     connection.close()
     heads = {name.lower(): value for name, value in answer.getheaders()}
-    return answer.status, heads, json.loads(text) if heads.get("content-type") == "application/json" else text
+    is_json = text and heads.get("content-type") == "application/json"
+    return answer.status, heads, json.loads(text) if is_json else text
 
 
 def until(true: Callable[[], object]) -> None:
@@ -509,30 +510,58 @@ def test_who_hangs_up_is_forgotten(gated: Any, stream: bool) -> None:
 
 
 def test_a_full_queue_and_too_many_clients(gated: Any) -> None:
-    server, gate = gated(queue=2, clients=3)
+    server, gate = gated(queue=3, clients=2)
     found: list[Any] = []
     threads = [begin(server, {"prompt": PROMPT, "n": 2}, found)]
     assert gate.asked.acquire(timeout=60)
-    status, heads, answer = ask(server, {"prompt": PROMPT})
+    status, heads, answer = ask(server, {"prompt": PROMPT, "n": 2})
     assert (status, answer["error"]["code"], answer["error"]["type"]) == (429, "queue_full", "rate_limit_error")
     assert int(heads["retry-after"]) >= 1
-    with pytest.raises(openai.RateLimitError, match="2 texts are running or waiting, of 2 at most"):
-        client_of(server).completions.create(model="tiny", prompt=PROMPT, stream=True)
-    held = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(2)]
-    for connection in held:  # requests that do not come to an end
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
-        connection.sendall(b"Content-Length: 5\r\n\r\n{")
-    until(lambda: server.config.app.state.metrics.clients == 3)  # type: ignore[union-attr]
+    with pytest.raises(openai.RateLimitError, match="2 texts are running or waiting, of 3 at most"):
+        client_of(server).completions.create(model="tiny", prompt=PROMPT, n=2, stream=True)
+    threads.append(begin(server, {"prompt": PROMPT}, found))
+    until(lambda: server.engine.running + server.engine.waiting == 3)
     assert [ask(server, path=path, method="GET")[0] for path in ("/healthz", "/metrics")] == [200, 200]
     status, heads, answer = ask(server, {"prompt": PROMPT})
     assert (status, answer["error"]["code"], heads["retry-after"]) == (429, "too_many_clients", "1")
-    for connection in held:
-        connection.close()
     gate.open()
     for thread in threads:
         thread.join(60)
-    assert [one[0] for one in found] == [200]
+    assert [one[0] for one in found] == [200] * 2
     until(lambda: ask(server, {"prompt": PROMPT})[0] == 200)
+
+
+HALF_SENT = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 5\r\n\r\n{"
+)
+
+
+def test_requests_that_come_slowly_take_nobodys_place(gated: Any) -> None:
+    """Neither among the clients nor among the connections, of which there are more than may be open."""
+    server, gate = gated(clients=1)
+    gate.open()
+    held = []
+    for _ in range(connections(1) + 4):
+        held.append(socket.create_connection(("127.0.0.1", server.port)))
+        held[-1].sendall(HALF_SENT)
+    until(lambda: len([one for one in server.server_state.connections if one.cycle]) == connections(1))
+    assert [ask(server, path=path, method="GET")[0] for path in ("/healthz", "/", "/page/app.js")] == [200] * 3
+    assert ask(server, {"prompt": PROMPT})[0] == 200
+    for connection in held:
+        connection.close()
+
+
+def test_a_request_has_little_time_to_come(gated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Much less than to be answered."""
+    monkeypatch.setattr("imdm.serving.guard.PATIENCE", 0.2)
+    server, _ = gated(seconds=600)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        connection.sendall(HALF_SENT)
+        answer = b""
+        while part := connection.recv(4096):
+            answer += part
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b"did not come in time" in answer
 
 
 def test_a_request_that_takes_too_long(gated: Any) -> None:
@@ -540,10 +569,6 @@ def test_a_request_that_takes_too_long(gated: Any) -> None:
     status, _, answer = ask(server, SLOW)
     assert (status, answer["error"]["type"]) == (504, "timeout_error")
     assert "took longer than 0.3 seconds" in answer["error"]["message"]
-    connection = socket.create_connection(("127.0.0.1", server.port))
-    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
-    connection.sendall(b"Content-Length: 5\r\n\r\n{")
-    assert connection.recv(4096).startswith(b"HTTP/1.1 408 ")
     gate.open()
     until(lambda: not server.engine.running)
     assert server.engine.counts.dropped == 1
@@ -607,6 +632,18 @@ def test_a_key_is_asked_for_where_something_is_to_be_had(server: Server) -> None
         assert ask(server, path=path, method="GET", Authorization="")[0] == 200
     for path in ("/v1/models", "/metrics", "/v1/models/tiny"):
         assert ask(server, path=path, method="GET", Authorization="")[0] == 401
+
+
+def test_what_http_says_of_methods_and_schemes(server: Server) -> None:
+    """405 lists what is allowed, HEAD is GET without a body, and the kind of a key is written in any case."""
+    for path, method, allowed in (("/v1/completions", "GET", "POST"), ("/v1/models", "POST", "GET")):
+        status, heads, _ = ask(server, path=path, method=method)
+        assert (status, heads["allow"]) == (405, allowed)
+    for path in ("/healthz", "/", "/page/app.js"):
+        status, heads, text = ask(server, path=path, method="HEAD", Content_Type="", Accept="*/*")
+        assert (status, text) == (200, "")
+        assert int(heads["content-length"]) > 0
+    assert ask(server, path="/v1/models", method="GET", Authorization=f"bearer {KEY}")[0] == 200
 
 
 def test_a_proxy_may_have_a_name_of_its_own(server: Server) -> None:
@@ -735,9 +772,12 @@ def test_the_guard_waits_for_no_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     async def stuck(message: Any) -> None:
         await asyncio.Event().wait()
 
+    async def sent() -> Any:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
     guard = Guard(app, Settings(seconds=0.1), metrics)
     scope = {"type": "http", "method": "GET", "path": "/", "headers": []}
-    asyncio.run(asyncio.wait_for(guard(scope, stuck, stuck), 10))  # type: ignore[arg-type]
+    asyncio.run(asyncio.wait_for(guard(scope, sent, stuck), 10))  # type: ignore[arg-type]
     assert metrics.clients == 0
 
 

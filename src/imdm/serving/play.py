@@ -215,11 +215,11 @@ def router(engine: Engine, settings: Settings) -> APIRouter:
         if many > settings.tokens:
             raise UserError(f"{many:,} tokens are to be written, of {settings.tokens:,} at most; ask for fewer")
 
-    @routes.get("/", include_in_schema=False)
+    @routes.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def index() -> Response:
         return _file(files["index.html"])
 
-    @routes.get("/page/{name}", include_in_schema=False)
+    @routes.api_route("/page/{name}", methods=["GET", "HEAD"], include_in_schema=False)
     async def file(name: str) -> Response:
         if name not in files:
             raise HTTPException(404, "the page has no such file")
