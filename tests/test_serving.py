@@ -27,6 +27,7 @@ import openai
 import pytest
 import torch
 import uvicorn
+from transformers import BertTokenizerFast
 
 from imdm.benchmarks import serving as bench
 from imdm.cli.serving import named, serve
@@ -34,11 +35,12 @@ from imdm.data.tokenizers import special_ids, train_bpe
 from imdm.errors import UserError
 from imdm.listening import listen
 from imdm.serving import Engine, Settings
-from imdm.serving.api import Completion, Growing, Order
+from imdm.serving.api import Completion, Growing, Infill, Order
 from imdm.serving.engine import frozen
 from imdm.serving.guard import LOCAL, Guard, is_local
 from imdm.serving.jobs import Frame
 from imdm.serving.metrics import Metrics
+from imdm.serving.play import Author
 from imdm.serving.server import Server, address, connections, in_background, patient
 from imdm.serving.server import serve as run_service
 from imdm.shipped import DEFAULT, TEACHER
@@ -182,6 +184,26 @@ def test_a_stream_is_the_same_text_in_pieces(client: Any) -> None:
     assert pieces[-1].usage.total_tokens == plain.usage.total_tokens
     (once,) = list(client.completions.create(model="tiny", prompt=PROMPT, stream=True, extra_body={"steps": 1}))
     assert once.choices[0].finish_reason == "length"
+
+
+def test_a_stream_is_the_same_text_where_a_tokenizer_cleans_up_spaces() -> None:
+    """Cleaned up, "it '" becomes "it's" with the next token, and what was sent could not be taken back."""
+    special, words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"], ["cat", "it", "'", "s", ".", "we", "ve", "i", "m"]
+    vocab = {name: number for number, name in enumerate([*special, *words])}
+    tokenizer = BertTokenizerFast(vocab=vocab, clean_up_tokenization_spaces=True)
+    size = {"vocab_size": len(vocab), "mask_token_id": vocab["[MASK]"], "length": 14}
+    writer = Writer(tiny_model(0, **size), tokenizer)
+    order = Order.of(Completion(prompt="cat", stream=True), Engine({"tiny": writer}))
+    said = ["cat", "it", "'", "s", ".", "we", "'", "ve", "i", "'", "m", "."]
+    row = [vocab[name] for name in ("[CLS]", *said, "[SEP]")]
+    assert tokenizer.decode(row, skip_special_tokens=True) == "cat it's. we've i'm."
+    growing, shown = Growing(order), [[*row[:n], *[None] * (13 - n), row[-1]] for n in range(2, 13)] + [row]
+    frames = [Frame(n, ids, [0] * 14, [], n == len(shown) - 1, n, 0.0) for n, ids in enumerate(shown)]
+    pieces = [piece["text"] for frame in frames if (piece := growing.more(0, frame)) is not None]
+    (plain,) = order.answer(frames[-1:])["choices"]
+    assert "".join(pieces) == plain["text"]
+    assert len(pieces) > 5
+    assert "".join(Author("tiny", writer).pieces.of(row)) == "cat" + plain["text"] == writer.decode(row)
 
 
 def test_stop_and_echo(client: Any) -> None:
