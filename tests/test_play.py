@@ -204,6 +204,8 @@ def test_models_say_what_their_masks_carry_and_how_they_write(served: Any) -> No
         ("write", {"model": "none"}, "unknown model 'none'; known: noisy, plain, whole"),
         ("write", {"model": "plain", "steps": 65}, "steps"),
         ("write", {"model": "plain", "prompt": "word " * 200}, "there is no room to write"),
+        ("write", {"model": "plain", "prompt": " \n"}, "the prompt has nothing but spaces; leave it empty"),
+        ("path", {"model": "noisy", "prompt": "  ", "between": [0, 1]}, "the prompt has nothing but spaces"),
         ("write", {"model": "plain", "row": [0, 5, 1]}, "nothing to fill in"),
         ("write", {"model": "plain", "row": [0, None, 999]}, "999"),
         ("write", {"model": "plain", "row": [None] * 99}, "the row has 99 tokens"),

@@ -383,10 +383,10 @@ BAD_FIELDS: dict[str, list[Any]] = {
     "stop": ["", [""], 5, [1], ["a"] * 17, "x" * 300],
     "echo": [1, "no"],
     "infill": ["yes", True],
-    "blank": [0, "4"],
-    "marker": [5],
+    "blank": [0, "4", 4],
+    "marker": [5, "___"],
     "suffix": ["x"],
-    "logprobs": [3],
+    "logprobs": [3, 0],
     "best_of": [2],
     "presence_penalty": [1.0],
     "frequency_penalty": [1],
@@ -404,6 +404,7 @@ MALFORMED: list[tuple[int, dict[str, Any]]] = [
     (400, {"body": {"prompt": ["A"] * 100, "n": 2}}),
     (400, {"body": {"prompt": "a ___ b", "infill": True, "marker": ""}}),
     (400, {"body": {"prompt": "a ___ b", "infill": True, "blank": 100}}),
+    (400, {"body": {"prompt": "a ___ b", "infill": True, "max_tokens": 4}}),
     (400, {"body": {}, "path": FILL}),
     (400, {"body": {"text": 5}, "path": FILL}),
     (400, {"body": {"text": None}, "path": FILL}),
@@ -459,6 +460,28 @@ def test_a_hundred_malformed_requests(server: Server) -> None:
     assert server.engine.counts.turns == before
     assert (server.engine.running, server.engine.waiting) == (0, 0)
     assert ask(server, {"prompt": PROMPT})[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        ({"prompt": "a ___ b", "infill": True, "max_tokens": 4}, "max_tokens: with infill, blank says"),
+        ({"prompt": PROMPT, "blank": 3}, "blank: it is for blanks"),
+        ({"prompt": PROMPT, "marker": "_"}, "marker: it is for blanks"),
+        ({"prompt": PROMPT, "logprobs": 0}, "logprobs: this service does not support it; leave it out"),
+    ],
+)
+def test_options_that_would_be_ignored_are_refused(writer: Writer, asked: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        Order.of(Completion.parse(asked), Engine({"tiny": writer}))
+
+
+def test_the_document_tells_the_options_of_infilling() -> None:
+    page = " ".join((Path(__file__).parents[1] / "docs/serving.md").read_text(encoding="utf-8").split())
+    (told,) = re.findall(r"the options above but ([^.]+)\.", page)
+    others = {*Completion.model_fields} - {*Infill.model_fields}
+    unsupported = {name for name in others if "Not supported" in str(Completion.model_fields[name].description)}
+    assert set(re.findall(r"`(\w+)`", told)) == others - unsupported
 
 
 def test_null_is_a_field_that_is_not_given(server: Server, client: Any) -> None:
@@ -553,9 +576,7 @@ def test_a_full_queue_and_too_many_clients(gated: Any) -> None:
     until(lambda: ask(server, {"prompt": PROMPT})[0] == 200)
 
 
-HALF_SENT = (
-    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 5\r\n\r\n{"
-)
+HALF_SENT = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 5\r\n\r\n{"
 
 
 def test_requests_that_come_slowly_take_nobodys_place(gated: Any) -> None:

@@ -25,7 +25,7 @@ from imdm.evaluation.judge import Judge, judge_at_hand, load_judge
 from imdm.evaluation.text import sample_entropy
 from imdm.models.network import check_tokens
 from imdm.sampling.options import NoisePolicy, RevealOrder
-from imdm.serving.api import check_text
+from imdm.serving.api import check_text, continued
 from imdm.serving.app import while_connected
 from imdm.serving.engine import Engine
 from imdm.serving.jobs import Busy, Frame, Job, TooLong
@@ -119,9 +119,9 @@ class Author:
 
     def row(self, asked: ToWrite) -> list[int | None]:
         """The row to fill, with holes."""
-        hole, length = self.writer.model.config.mask_token_id, self.writer.model.config.length
+        hole = self.writer.model.config.mask_token_id
         if asked.row is None:
-            return [None if token == hole else token for token in self.writer.prefixed(asked.prompt, length)]
+            return [None if token == hole else token for token in continued(self.writer, asked.prompt, None)]
         if asked.prompt:
             raise UserError("give a prompt or a row, not both")
         if None not in asked.row:
