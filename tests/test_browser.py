@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import socket
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,47 +14,36 @@ import pytest
 pytest.importorskip("fastapi", reason="the service needs imdm[serve]")
 pytest.importorskip("playwright", reason="the page is tried with playwright, which is not installed")
 
-import uvicorn
 from playwright.sync_api import Page, expect, sync_playwright
 
 from imdm.data.tokenizers import train_bpe
 from imdm.serving import Engine
-from imdm.serving.app import make_app
+from imdm.serving.server import in_background
 from imdm.serving.settings import Settings
 from imdm.shipped import listed
 from imdm.writer import Writer
-from tests.conftest import tiny_model
+from tests.conftest import chromium, tiny_model
 from tests.test_play import MASK, writers
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SHOTS = os.environ.get("IMDM_SCREENSHOTS")  # a folder to leave pictures in
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="no chromium here; on Debian: apt-get install chromium"),
-]
+pytestmark = pytest.mark.slow
 
 
 class Service:
-    """The service on a free port, in a thread."""
+    """The service on a free port, as long as the block lasts."""
+
+    address: str
 
     def __init__(self, models: dict[str, Writer] | None = None, **settings: Any) -> None:
         self.engine = Engine(models or writers(96), Settings(**settings))
-        self.socket = socket.create_server(("127.0.0.1", 0))
-        self.address = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
-        self.server = uvicorn.Server(uvicorn.Config(make_app(self.engine), log_level="warning"))
-        self.thread = threading.Thread(target=self.server.run, args=([self.socket],), daemon=True)
+        self.running = in_background(self.engine)
 
     def __enter__(self) -> Service:
-        self.engine.start()
-        self.thread.start()
-        while not self.server.started:
-            time.sleep(0.01)
+        self.address = f"http://127.0.0.1:{self.running.__enter__().port}"
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.server.should_exit = True
-        self.thread.join()
-        self.engine.stop(0)
+    def __exit__(self, *error: Any) -> None:
+        self.running.__exit__(*error)
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +55,7 @@ def service() -> Iterator[Service]:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with sync_playwright() as playwright:
-        flags = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
-        found = playwright.chromium.launch(executable_path=CHROMIUM, args=flags)
+        found = chromium(playwright)
         yield found
         found.close()
 
