@@ -178,10 +178,10 @@ class Engine:
                 yield frame
 
     async def run_all(
-        self, jobs: Sequence[Job], seconds: float | None = None, since: float | None = None
+        self, jobs: Sequence[Job], seconds: float | None = None
     ) -> AsyncGenerator[tuple[int, Frame], None]:
         """The same for several jobs, accepted together or not at all: (index of the job, frame). seconds: the time
-        limit; that of the settings unless given. since: when it starts, by `time.monotonic`; now unless given."""
+        limit; that of the settings unless given."""
         loop = asyncio.get_running_loop()
         heard: asyncio.Queue[tuple[int, Frame | UserError]] = asyncio.Queue()
 
@@ -192,7 +192,7 @@ class Engine:
         tickets = [Ticket(job, self.check(job), loop, hearer(number), now) for number, job in enumerate(jobs)]
         self._submit(tickets)
         seconds = self.settings.seconds if seconds is None else seconds
-        left, deadline = len(jobs), (now if since is None else since) + seconds
+        left, deadline = len(jobs), now + seconds
         try:
             while left:
                 try:
