@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
 import subprocess
 import time
@@ -55,3 +57,15 @@ def model() -> MaskedDiffusionLM:
 @pytest.fixture(params=["single", "finite-7", "infinite-uniform-8-1.0", "infinite-normal-8-2.0"])
 def mask(request: pytest.FixtureRequest) -> Mask:
     return parse_mask(request.param)
+
+
+def chromium(playwright: Any) -> Any:
+    """A running Chromium: the system's, or the one that playwright has installed. Without one a test is skipped; where
+    CI is set, it fails."""
+    named = (shutil.which(name) for name in ("chromium", "chromium-browser", "google-chrome"))
+    path = next(filter(None, named), playwright.chromium.executable_path)
+    if not Path(path).exists():
+        lacking = pytest.fail if os.environ.get("CI") else pytest.skip
+        lacking("no chromium here; on Debian: apt-get install chromium")
+    flags = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+    return playwright.chromium.launch(executable_path=path, args=flags)

@@ -70,6 +70,25 @@ def faulty() -> dict[str, Writer]:
     return made
 
 
+def choosy() -> dict[str, Writer]:
+    """Its engine refuses a job over there that was accepted here."""
+    check = Engine.check
+
+    def checked(self: Engine, job: Job) -> Any:
+        if job.seed == 13:
+            raise UserError("not this one")
+        return check(self, job)
+
+    Engine.check = checked  # type: ignore[method-assign]
+    return writers()
+
+
+def stuck() -> dict[str, Writer]:
+    """Its first evaluation takes for ever, and its process tells nobody."""
+    apart_module.Engine.stop = lambda *_: time.sleep(600)  # type: ignore[method-assign, assignment]
+    return writers(600.0)
+
+
 @pytest.fixture(scope="module")
 def served() -> Iterator[tuple[Apart, Server]]:
     engine = Apart(writers, Settings(queue=20))
@@ -226,6 +245,37 @@ def test_a_process_that_dies_fails_what_it_was_asked_for(slow: Apart) -> None:
     assert not slow.alive
     with pytest.raises(Stopped, match="is stopping"):
         asyncio.run(all_of(slow, [Job("a", HOLES)]))
+
+
+def test_a_job_that_is_refused_over_there_concerns_no_other() -> None:
+    with Apart(choosy) as engine:
+
+        async def write() -> list[Any]:
+            jobs = [Job("a", HOLES, steps=2, seed=seed) for seed in (12, 13, 14)]
+            return await asyncio.gather(*(all_of(engine, [job]) for job in jobs), return_exceptions=True)
+
+        first, refused, last = asyncio.run(asyncio.wait_for(write(), 60))
+        assert (type(refused), str(refused)) == (UserError, "not this one")
+        assert first[0][-1].done
+        assert last[0][-1].done
+        assert engine.alive
+
+
+def test_a_stop_does_not_wait_for_a_process_to_tell() -> None:
+    """Clients are told when the grace has ended, and the process is then given some time."""
+    with Apart(stuck) as engine:
+
+        async def write() -> None:
+            loop, story = asyncio.get_running_loop(), asyncio.ensure_future(all_of(engine, [Job("a", HOLES)]))
+            await asyncio.sleep(0.3)
+            stop = loop.run_in_executor(None, engine.stop, 0.1)
+            with pytest.raises(Stopped, match="stopped before the text was finished"):
+                await story
+            assert engine._process.is_alive()
+            engine._process.kill()  # rather than wait until it is
+            await stop
+
+        asyncio.run(asyncio.wait_for(write(), 60))
 
 
 def test_an_engine_that_ends_by_a_fault_ends_its_process() -> None:

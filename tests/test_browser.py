@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import socket
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,47 +14,36 @@ import pytest
 pytest.importorskip("fastapi", reason="the service needs imdm[serve]")
 pytest.importorskip("playwright", reason="the page is tried with playwright, which is not installed")
 
-import uvicorn
 from playwright.sync_api import Page, expect, sync_playwright
 
 from imdm.data.tokenizers import train_bpe
 from imdm.serving import Engine
-from imdm.serving.app import make_app
+from imdm.serving.server import in_background
 from imdm.serving.settings import Settings
 from imdm.shipped import listed
 from imdm.writer import Writer
-from tests.conftest import tiny_model
+from tests.conftest import chromium, tiny_model
 from tests.test_play import MASK, writers
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SHOTS = os.environ.get("IMDM_SCREENSHOTS")  # a folder to leave pictures in
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="no chromium here; on Debian: apt-get install chromium"),
-]
+pytestmark = pytest.mark.slow
 
 
 class Service:
-    """The service on a free port, in a thread."""
+    """The service on a free port, as long as the block lasts."""
+
+    address: str
 
     def __init__(self, models: dict[str, Writer] | None = None, **settings: Any) -> None:
         self.engine = Engine(models or writers(96), Settings(**settings))
-        self.socket = socket.create_server(("127.0.0.1", 0))
-        self.address = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
-        self.server = uvicorn.Server(uvicorn.Config(make_app(self.engine), log_level="warning"))
-        self.thread = threading.Thread(target=self.server.run, args=([self.socket],), daemon=True)
+        self.running = in_background(self.engine)
 
     def __enter__(self) -> Service:
-        self.engine.start()
-        self.thread.start()
-        while not self.server.started:
-            time.sleep(0.01)
+        self.address = f"http://127.0.0.1:{self.running.__enter__().port}"
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.server.should_exit = True
-        self.thread.join()
-        self.engine.stop(0)
+    def __exit__(self, *error: Any) -> None:
+        self.running.__exit__(*error)
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +55,7 @@ def service() -> Iterator[Service]:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with sync_playwright() as playwright:
-        flags = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
-        found = playwright.chromium.launch(executable_path=CHROMIUM, args=flags)
+        found = chromium(playwright)
         yield found
         found.close()
 
@@ -461,7 +445,10 @@ def test_tabs_by_keyboard_and_no_motion_where_none_is_wanted(service: Service, o
     page.keyboard.press("ArrowRight")
     expect(page.locator("#tab-beside")).to_be_focused()
     expect(page.locator("#beside")).to_be_visible()
-    page.keyboard.press("ArrowLeft")
+    for pressed, found in (("End", "noise"), ("ArrowRight", "write"), ("ArrowLeft", "noise"), ("Home", "write")):
+        page.keyboard.press(pressed)
+        expect(page.locator(f"#tab-{found}")).to_be_focused()
+        expect(page.locator(f"#{found}")).to_be_visible()
     page.locator("#prompt").press("Control+Enter")
     played(page, "#write", 8)
     assert page.locator("#write .text .token").first.evaluate("one => getComputedStyle(one).transitionDuration") == "0s"
@@ -483,6 +470,117 @@ def test_what_goes_wrong_is_a_sentence(service: Service, opened: Any) -> None:
     played(page, "#write", 8)
 
 
+def test_what_goes_wrong_is_brought_into_view(service: Service, opened: Any) -> None:
+    page = ready(opened(service.address, 1200, 700, failing=True))
+    page.click("#tab-noise")
+    page.click("#go")
+    expect(page.locator("#way")).to_be_enabled()
+    page.evaluate("scrollTo(0, document.documentElement.scrollHeight)")
+    expect(page.locator("#problem")).not_to_be_in_viewport()
+    page.locator("#prompt").evaluate("one => { one.value = 'word '.repeat(200) }")
+    page.click("#go")
+    expect(page.get_by_role("alert")).to_contain_text("there is no room to write")
+    expect(page.get_by_role("alert")).to_be_in_viewport(ratio=1)
+
+
+JUDGE_BUSY = {"error": {"message": "16 texts wait for a judge, the limit; try again later"}}
+
+
+def test_a_judge_that_fails_leaves_the_text(service: Service, opened: Any) -> None:
+    """Only its figure is missing, and a note says why."""
+    page = ready(opened(service.address, failing=True))
+    page.route("**/play/judge", lambda route: route.fulfill(status=429, json=JUDGE_BUSY))
+    for panel, many in (("write", 1), ("beside", 2)):
+        page.click(f"#tab-{panel}")
+        page.click("#go")
+        played(page, f"#{panel}", 8)
+        assert page.locator(f"#{panel} .text .masked:visible").count() == 0
+        for side in page.locator(f"#{panel} .figures").all():
+            expect(side.locator(".note")).to_have_text("16 texts wait for a judge, the limit; try again later.")
+            expect(side.locator("dd").last).to_have_text("–")
+        assert page.locator(f"#{panel} .figures").count() == many
+        expect(page.get_by_role("alert")).to_be_hidden()
+    page.click("#tab-fill")
+    page.locator("#fill .text .token:not([hidden])").first.click()
+    page.click("#go")
+    played(page, "#fill", 8)
+    expect(page.locator("#fill .figures .note")).to_contain_text("16 texts wait for a judge")
+
+
+def test_a_way_that_ends_early_can_be_walked_as_far_as_it_came(service: Service, opened: Any) -> None:
+    page = ready(opened(service.address, failing=True))
+    said = 'event: error\ndata: {"message": "the request took too long"}\n\n'
+
+    def broken(route: Any) -> None:
+        events = route.fetch().text().split("\n\n")[:5]  # both ends, and three points between them
+        body = "".join(f"{event}\n\n" for event in events) + said
+        route.fulfill(status=200, content_type="text/event-stream", body=body)
+
+    page.route("**/play/path", broken)
+    page.click("#tab-noise")
+    page.fill("#steps", "2")
+    page.click("#go")
+    expect(page.get_by_role("alert")).to_have_text("the request took too long")
+    slider = page.locator("#way")
+    expect(slider).to_be_enabled()
+    expect(slider).to_have_attribute("max", "4")
+    assert page.locator("#noise .flips i").count() == 5
+    texts = set()
+    slider.focus()
+    for place in (0, 25, 50, 75, 100):
+        expect(slider).to_have_attribute("aria-valuetext", re.compile(f"^{place}% of the way; "))
+        texts.add(text_of(page, "#noise", 5))
+        page.keyboard.press("ArrowRight")
+    assert len(texts) > 1
+    expect(page.locator("#way-said")).to_contain_text("100% as at ε₂")
+
+
+def test_a_way_has_fewer_points_where_each_takes_longer(service: Service, opened: Any) -> None:
+    page = ready(opened(service.address))
+    page.click("#tab-noise")
+    asked = list[int]()
+    page.on("request", lambda sent: sent.url.endswith("/play/path") and asked.append(sent.post_data_json["points"]))
+    for steps, points in (("9", 17), ("33", 9)):
+        page.fill("#steps", steps)
+        page.click("#go")
+        expect(page.locator("#noise .flips i")).to_have_count(points)
+        expect(page.locator("#way")).to_be_enabled()
+        expect(page.locator("#way")).to_have_attribute("max", str(points - 1))
+    assert asked == [17, 9]
+
+
+def test_a_text_that_was_edited_is_the_one_that_is_filled_in(service: Service, opened: Any) -> None:
+    page = ready(opened(service.address))
+    page.click("#tab-fill")
+    expect(page.locator("#fill .text")).to_contain_text("Once upon a time")
+    words = page.locator("#fill .text .token:not([hidden])")
+    words.first.click()
+    page.fill("#own", "The cat sat on the mat.")
+    page.click("#go")
+    expect(page.locator("#fill .text")).to_have_text("The cat sat on the mat.")
+    expect(page.locator("#fill > .note")).to_contain_text("This is your text as it is now: select words")
+    words.first.click()
+    page.click("#go")
+    played(page, "#fill", 8)
+    assert text_of(page, "#fill").endswith(" cat sat on the mat.")
+    page.fill("#own", "A dog saw it.")
+    page.select_option("#model", "plain")  # the same tokens
+    page.click("#go")
+    expect(page.locator("#fill .text")).to_have_text("A dog saw it.")
+
+
+@pytest.mark.parametrize("panel", ["write", "beside", "fill", "noise"])
+def test_the_button_is_in_view_on_a_small_screen(service: Service, opened: Any, panel: str) -> None:
+    page = ready(opened(service.address, 1366, 650))
+    page.click(f"#tab-{panel}")
+    expect(page.locator("#go")).to_be_in_viewport(ratio=1)
+    for field in page.locator("#settings").locator("input:visible, select:visible, textarea:visible").all():
+        field.focus()  # scrolls the column, and nothing lies above the field
+        seen = "one => document.elementFromPoint(box.x + box.width / 2, box.bottom - 2) === one"
+        assert field.evaluate(f"one => {{ const box = one.getBoundingClientRect(); return ({seen})(one) }}")
+    shot(page, f"small-{panel}")
+
+
 def test_a_service_that_is_gone_is_a_sentence(opened: Any) -> None:
     with Service() as passing:
         page = ready(opened(passing.address, failing=True))
@@ -494,12 +592,30 @@ def test_a_service_that_is_gone_is_a_sentence(opened: Any) -> None:
 def test_a_key_is_asked_for_where_one_is_wanted(opened: Any) -> None:
     with Service(api_key="open sesame") as locked:
         page = opened(locked.address, failing=True)
-        expect(page.get_by_role("alert")).to_contain_text("API key is wrong or missing")
-        page.fill("#key", "open sesame")
+        alert = page.get_by_role("alert")
+        expect(alert).to_have_text(
+            "This service asks for a key: enter it under “Key of this service”, then press Write."
+        )
+        expect(page.locator("#key")).to_be_focused()
+        page.fill("#key", "close sesame")
         page.press("#key", "Enter")
-        expect(page.locator("#model option")).to_have_count(3)
-        page.click("#go")
+        expect(alert).to_contain_text("This key is wrong: enter it")
+        page.fill("#key", "open sesame")
+        page.click("#go")  # loads the models, and writes
         played(page, "#write", 8)
+        expect(alert).to_be_hidden()
+
+
+def test_a_key_that_is_given_late_brings_the_text_to_fill_in(opened: Any) -> None:
+    with Service(api_key="open sesame") as locked:
+        page = opened(locked.address, failing=True)
+        expect(page.get_by_role("alert")).to_contain_text("asks for a key")
+        page.click("#tab-fill")
+        page.fill("#key", "open sesame")
+        page.click("#go")
+        expect(page.locator("#fill .text")).to_contain_text("Once upon a time")
+        expect(page.locator("#fill > .note")).to_have_text("Nothing is selected yet.")
+        expect(page.get_by_role("alert")).to_be_hidden()
 
 
 COLOURS = """all => all.map(one => {

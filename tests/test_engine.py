@@ -549,18 +549,58 @@ def test_at_the_end_running_work_is_finished_or_told_and_none_is_taken(grace: fl
             await asyncio.sleep(0)
         with pytest.raises(Stopped, match="is stopping"):
             await last(engine, Job("a", HOLES))
-        if not grace:
-            while not engine._aborted:
-                await asyncio.sleep(0)
-        gate.open()
         if grace:
+            gate.open()
             assert (await running).done
-        else:
+        else:  # told while the network still runs
             with pytest.raises(Stopped, match="stopped before"):
                 await running
+            gate.open()
         await stopping
 
     asyncio.run(asyncio.wait_for(work(), 60))
+
+
+def test_who_was_told_of_the_end_hears_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a frame of the evaluation that was running, nor one whose results were still to be read."""
+    model = tiny_model()
+    gate, engine = Gate(model), engine_of(Settings(batch=2), a=model)
+    busy_gpu(monkeypatch, model)
+
+    async def work() -> list[list[Any]]:
+        engine.start()
+        heard: list[list[Any]] = [[], [], []]
+        jobs = [replace(MANY, frames=True), Job("a", HOLES, steps=1), MANY]  # the second ends in the first turn
+        loop = asyncio.get_running_loop()
+        engine._submit([Ticket(job, engine.check(job), loop, heard[i].append, 0.0) for i, job in enumerate(jobs)])
+        await gate.reached()
+        gate.go.release()
+        await gate.reached()
+        stopping = asyncio.create_task(asyncio.to_thread(engine.stop, 0.0))
+        while not all(heard):
+            await asyncio.sleep(0)
+        gate.open()
+        await stopping
+        await asyncio.sleep(0)
+        return heard
+
+    heard = asyncio.run(asyncio.wait_for(work(), 60))
+    assert [[type(one) for one in said] for said in heard] == [[Stopped]] * 3
+    assert not engine._open_tickets
+
+
+def test_an_engine_remembers_nobody_who_was_answered_or_left() -> None:
+    engine = engine_of(a=tiny_model())
+
+    async def work() -> None:
+        await asyncio.gather(*(last(engine, Job("a", HOLES, seed=seed)) for seed in range(4)))
+        leaving = asyncio.create_task(last(engine, MANY))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        await asyncio.wait([leaving])
+        assert not engine._open_tickets
+
+    run(engine, work)
 
 
 @pytest.mark.parametrize(

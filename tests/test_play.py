@@ -175,20 +175,42 @@ def test_a_judge_has_a_deadline_and_a_queue_that_one_may_leave(monkeypatch: pyte
     asyncio.run(work())
 
 
-def test_a_way_has_one_deadline_for_all_its_points() -> None:
-    models = writers(12)
+@pytest.mark.parametrize("stuck", [False, True])
+def test_each_part_of_a_way_has_a_deadline_of_its_own(monkeypatch: pytest.MonkeyPatch, stuck: bool) -> None:
+    """So on a slow machine it ends; what has come before a part that takes too long stays."""
+    monkeypatch.setattr("imdm.serving.guard.LAST_WORDS", 0.2)  # the whole way takes longer than the limit and this
+    models, asked = writers(12), list[int]()
     trunk_at = models["noisy"].model.trunk_at
 
     def slow(state: Any, rows: Any) -> torch.Tensor:
-        time.sleep(0.1)
+        asked.append(len(state.tokens))
+        time.sleep(3.0 if stuck and len(asked) == 3 else 0.3)
         return trunk_at(state, rows)
 
     models["noisy"].model.trunk_at = slow  # type: ignore[method-assign]
-    with Engine(models, Settings(seconds=0.4)) as engine:
+    with Engine(models, Settings(seconds=2.0)) as engine:
         client = TestClient(make_app(engine), base_url="http://127.0.0.1")
         found = told(client, "/play/path", model="noisy", steps=1, between=[1, 2], points=65)
-    assert found[-1] == {"message": "the request took longer than 0.4 seconds; ask for fewer texts, tokens or steps"}
-    assert len(found) < 65
+    if stuck:
+        assert found.pop() == {
+            "message": "the request took longer than 2 seconds; ask for fewer texts, tokens or steps"
+        }
+    assert [point["point"] for point in found] == refining(65)[: 16 if stuck else 65]
+
+
+def test_the_more_steps_the_fewer_points_are_written_together(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, _ = served
+    batches, run_all = list[int](), Engine.run_all
+
+    def counted(self: Engine, jobs: Any, **how: Any) -> Any:
+        batches.append(len(jobs))
+        return run_all(self, jobs, **how)
+
+    monkeypatch.setattr(Engine, "run_all", counted)
+    for steps, wanted in ((1, [8, 1]), (16, [4, 4, 1]), (64, [2, 2, 2, 2, 1])):
+        batches.clear()
+        told(client, "/play/path", model="noisy", steps=steps, between=[1, 2], points=9)
+        assert batches == wanted
 
 
 def test_models_say_what_their_masks_carry_and_how_they_write(served: Any) -> None:
@@ -204,6 +226,8 @@ def test_models_say_what_their_masks_carry_and_how_they_write(served: Any) -> No
         ("write", {"model": "none"}, "unknown model 'none'; known: noisy, plain, whole"),
         ("write", {"model": "plain", "steps": 65}, "steps"),
         ("write", {"model": "plain", "prompt": "word " * 200}, "there is no room to write"),
+        ("write", {"model": "plain", "prompt": " \n"}, "the prompt has nothing but spaces; leave it empty"),
+        ("path", {"model": "noisy", "prompt": "  ", "between": [0, 1]}, "the prompt has nothing but spaces"),
         ("write", {"model": "plain", "row": [0, 5, 1]}, "nothing to fill in"),
         ("write", {"model": "plain", "row": [0, None, 999]}, "999"),
         ("write", {"model": "plain", "row": [None] * 99}, "the row has 99 tokens"),

@@ -27,6 +27,7 @@ import openai
 import pytest
 import torch
 import uvicorn
+from transformers import BertTokenizerFast
 
 from imdm.benchmarks import serving as bench
 from imdm.cli.serving import named, serve
@@ -34,11 +35,12 @@ from imdm.data.tokenizers import special_ids, train_bpe
 from imdm.errors import UserError
 from imdm.listening import listen
 from imdm.serving import Engine, Settings
-from imdm.serving.api import Completion, Growing, Order
+from imdm.serving.api import Completion, Growing, Infill, Order
 from imdm.serving.engine import frozen
 from imdm.serving.guard import LOCAL, Guard, is_local
 from imdm.serving.jobs import Frame
 from imdm.serving.metrics import Metrics
+from imdm.serving.play import Author
 from imdm.serving.server import Server, address, connections, in_background, patient
 from imdm.serving.server import serve as run_service
 from imdm.shipped import DEFAULT, TEACHER
@@ -107,7 +109,8 @@ def ask(
     text = answer.read().decode()
     connection.close()
     heads = {name.lower(): value for name, value in answer.getheaders()}
-    return answer.status, heads, json.loads(text) if heads.get("content-type") == "application/json" else text
+    is_json = text and heads.get("content-type") == "application/json"
+    return answer.status, heads, json.loads(text) if is_json else text
 
 
 def until(true: Callable[[], object]) -> None:
@@ -181,6 +184,26 @@ def test_a_stream_is_the_same_text_in_pieces(client: Any) -> None:
     assert pieces[-1].usage.total_tokens == plain.usage.total_tokens
     (once,) = list(client.completions.create(model="tiny", prompt=PROMPT, stream=True, extra_body={"steps": 1}))
     assert once.choices[0].finish_reason == "length"
+
+
+def test_a_stream_is_the_same_text_where_a_tokenizer_cleans_up_spaces() -> None:
+    """Cleaned up, "it '" becomes "it's" with the next token, and what was sent could not be taken back."""
+    special, words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"], ["cat", "it", "'", "s", ".", "we", "ve", "i", "m"]
+    vocab = {name: number for number, name in enumerate([*special, *words])}
+    tokenizer = BertTokenizerFast(vocab=vocab, clean_up_tokenization_spaces=True)
+    size = {"vocab_size": len(vocab), "mask_token_id": vocab["[MASK]"], "length": 14}
+    writer = Writer(tiny_model(0, **size), tokenizer)
+    order = Order.of(Completion(prompt="cat", stream=True), Engine({"tiny": writer}))
+    said = ["cat", "it", "'", "s", ".", "we", "'", "ve", "i", "'", "m", "."]
+    row = [vocab[name] for name in ("[CLS]", *said, "[SEP]")]
+    assert tokenizer.decode(row, skip_special_tokens=True) == "cat it's. we've i'm."
+    growing, shown = Growing(order), [[*row[:n], *[None] * (13 - n), row[-1]] for n in range(2, 13)] + [row]
+    frames = [Frame(n, ids, [0] * 14, [], n == len(shown) - 1, n, 0.0) for n, ids in enumerate(shown)]
+    pieces = [piece["text"] for frame in frames if (piece := growing.more(0, frame)) is not None]
+    (plain,) = order.answer(frames[-1:])["choices"]
+    assert "".join(pieces) == plain["text"]
+    assert len(pieces) > 5
+    assert "".join(Author("tiny", writer).pieces.of(row)) == "cat" + plain["text"] == writer.decode(row)
 
 
 def test_stop_and_echo(client: Any) -> None:
@@ -360,10 +383,10 @@ BAD_FIELDS: dict[str, list[Any]] = {
     "stop": ["", [""], 5, [1], ["a"] * 17, "x" * 300],
     "echo": [1, "no"],
     "infill": ["yes", True],
-    "blank": [0, "4"],
-    "marker": [5],
+    "blank": [0, "4", 4],
+    "marker": [5, "___"],
     "suffix": ["x"],
-    "logprobs": [3],
+    "logprobs": [3, 0],
     "best_of": [2],
     "presence_penalty": [1.0],
     "frequency_penalty": [1],
@@ -381,6 +404,7 @@ MALFORMED: list[tuple[int, dict[str, Any]]] = [
     (400, {"body": {"prompt": ["A"] * 100, "n": 2}}),
     (400, {"body": {"prompt": "a ___ b", "infill": True, "marker": ""}}),
     (400, {"body": {"prompt": "a ___ b", "infill": True, "blank": 100}}),
+    (400, {"body": {"prompt": "a ___ b", "infill": True, "max_tokens": 4}}),
     (400, {"body": {}, "path": FILL}),
     (400, {"body": {"text": 5}, "path": FILL}),
     (400, {"body": {"text": None}, "path": FILL}),
@@ -436,6 +460,28 @@ def test_a_hundred_malformed_requests(server: Server) -> None:
     assert server.engine.counts.turns == before
     assert (server.engine.running, server.engine.waiting) == (0, 0)
     assert ask(server, {"prompt": PROMPT})[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        ({"prompt": "a ___ b", "infill": True, "max_tokens": 4}, "max_tokens: with infill, blank says"),
+        ({"prompt": PROMPT, "blank": 3}, "blank: it is for blanks"),
+        ({"prompt": PROMPT, "marker": "_"}, "marker: it is for blanks"),
+        ({"prompt": PROMPT, "logprobs": 0}, "logprobs: this service does not support it; leave it out"),
+    ],
+)
+def test_options_that_would_be_ignored_are_refused(writer: Writer, asked: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        Order.of(Completion.parse(asked), Engine({"tiny": writer}))
+
+
+def test_the_document_tells_the_options_of_infilling() -> None:
+    page = " ".join((Path(__file__).parents[1] / "docs/serving.md").read_text(encoding="utf-8").split())
+    (told,) = re.findall(r"the options above but ([^.]+)\.", page)
+    others = {*Completion.model_fields} - {*Infill.model_fields}
+    unsupported = {name for name in others if "Not supported" in str(Completion.model_fields[name].description)}
+    assert set(re.findall(r"`(\w+)`", told)) == others - unsupported
 
 
 def test_null_is_a_field_that_is_not_given(server: Server, client: Any) -> None:
@@ -509,30 +555,56 @@ def test_who_hangs_up_is_forgotten(gated: Any, stream: bool) -> None:
 
 
 def test_a_full_queue_and_too_many_clients(gated: Any) -> None:
-    server, gate = gated(queue=2, clients=3)
+    server, gate = gated(queue=3, clients=2)
     found: list[Any] = []
     threads = [begin(server, {"prompt": PROMPT, "n": 2}, found)]
     assert gate.asked.acquire(timeout=60)
-    status, heads, answer = ask(server, {"prompt": PROMPT})
+    status, heads, answer = ask(server, {"prompt": PROMPT, "n": 2})
     assert (status, answer["error"]["code"], answer["error"]["type"]) == (429, "queue_full", "rate_limit_error")
     assert int(heads["retry-after"]) >= 1
-    with pytest.raises(openai.RateLimitError, match="2 texts are running or waiting, of 2 at most"):
-        client_of(server).completions.create(model="tiny", prompt=PROMPT, stream=True)
-    held = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(2)]
-    for connection in held:  # requests that do not come to an end
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
-        connection.sendall(b"Content-Length: 5\r\n\r\n{")
-    until(lambda: server.config.app.state.metrics.clients == 3)  # type: ignore[union-attr]
+    with pytest.raises(openai.RateLimitError, match="2 texts are running or waiting, of 3 at most"):
+        client_of(server).completions.create(model="tiny", prompt=PROMPT, n=2, stream=True)
+    threads.append(begin(server, {"prompt": PROMPT}, found))
+    until(lambda: server.engine.running + server.engine.waiting == 3)
     assert [ask(server, path=path, method="GET")[0] for path in ("/healthz", "/metrics")] == [200, 200]
     status, heads, answer = ask(server, {"prompt": PROMPT})
     assert (status, answer["error"]["code"], heads["retry-after"]) == (429, "too_many_clients", "1")
-    for connection in held:
-        connection.close()
     gate.open()
     for thread in threads:
         thread.join(60)
-    assert [one[0] for one in found] == [200]
+    assert [one[0] for one in found] == [200] * 2
     until(lambda: ask(server, {"prompt": PROMPT})[0] == 200)
+
+
+HALF_SENT = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 5\r\n\r\n{"
+
+
+def test_requests_that_come_slowly_take_nobodys_place(gated: Any) -> None:
+    """Neither among the clients nor among the connections, of which there are more than may be open."""
+    server, gate = gated(clients=1)
+    gate.open()
+    held = []
+    for _ in range(connections(1) + 4):
+        held.append(socket.create_connection(("127.0.0.1", server.port)))
+        held[-1].sendall(HALF_SENT)
+    until(lambda: len([one for one in server.server_state.connections if one.cycle]) == connections(1))
+    assert [ask(server, path=path, method="GET")[0] for path in ("/healthz", "/", "/page/app.js")] == [200] * 3
+    assert ask(server, {"prompt": PROMPT})[0] == 200
+    for connection in held:
+        connection.close()
+
+
+def test_a_request_has_little_time_to_come(gated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Much less than to be answered."""
+    monkeypatch.setattr("imdm.serving.guard.PATIENCE", 0.2)
+    server, _ = gated(seconds=600)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        connection.sendall(HALF_SENT)
+        answer = b""
+        while part := connection.recv(4096):
+            answer += part
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b"did not come in time" in answer
 
 
 def test_a_request_that_takes_too_long(gated: Any) -> None:
@@ -540,10 +612,6 @@ def test_a_request_that_takes_too_long(gated: Any) -> None:
     status, _, answer = ask(server, SLOW)
     assert (status, answer["error"]["type"]) == (504, "timeout_error")
     assert "took longer than 0.3 seconds" in answer["error"]["message"]
-    connection = socket.create_connection(("127.0.0.1", server.port))
-    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
-    connection.sendall(b"Content-Length: 5\r\n\r\n{")
-    assert connection.recv(4096).startswith(b"HTTP/1.1 408 ")
     gate.open()
     until(lambda: not server.engine.running)
     assert server.engine.counts.dropped == 1
@@ -559,7 +627,8 @@ def test_a_stream_that_takes_too_long_ends_with_an_error(gated: Any) -> None:
 
 @pytest.mark.parametrize("grace", [60.0, 0.0])
 def test_a_signal_ends_the_service_and_leaves_nobody_without_an_answer(gated: Any, grace: float) -> None:
-    """Requests that run are finished if there is time, and told otherwise; then the port is free."""
+    """Requests that run are finished if there is time, and told otherwise, even while the network still runs; then the
+    port is free."""
     server, gate = gated(grace=grace, batch=2)
     found: list[Any] = []
     threads = [begin(server, SLOW | {"seed": i, "stream": i == 0}, found) for i in range(5)]
@@ -567,17 +636,25 @@ def test_a_signal_ends_the_service_and_leaves_nobody_without_an_answer(gated: An
     server.handle_exit(signal.SIGTERM, None)
     if grace:
         gate.open()
-    else:
-        until(lambda: server.engine._aborted)
-        gate.go.release()
     for thread in threads:
         thread.join(60)
-    assert [one[0] for one in found] == [200] * 5 if grace else {one[0] for one in found} <= {200, 503}
+    assert [one[0] for one in found] == [200 if grace else 503] * 5
     if not grace:
-        told = [one[2]["error"] if isinstance(one[2], dict) else one[2] for one in found]
-        assert all("stopped before the text was finished" in str(one) for one in told)
+        assert all("stopped before the text was finished" in one[2]["error"]["message"] for one in found)
+        gate.open()
     until(lambda: not server.engine._thread)
     until(lambda: is_closed(server))
+
+
+def test_the_end_of_a_block_leaves_nobody_without_an_answer() -> None:
+    """Though the network runs for longer than requests may take to finish."""
+    writer, found = tiny_writer(), list[Any]()
+    gate = Gate(writer.model)
+    with in_background(Engine({"tiny": writer}, Settings(grace=0.1))) as server:
+        thread = begin(server, SLOW, found)
+        assert gate.asked.acquire(timeout=60)
+        threading.Thread(target=lambda: (thread.join(60), gate.open()), daemon=True).start()
+    assert [one[0] for one in found] == [503]
 
 
 def test_what_goes_wrong_inside_is_one_sentence(gated: Any) -> None:
@@ -598,6 +675,18 @@ def test_a_key_is_asked_for_where_something_is_to_be_had(server: Server) -> None
         assert ask(server, path=path, method="GET", Authorization="")[0] == 200
     for path in ("/v1/models", "/metrics", "/v1/models/tiny"):
         assert ask(server, path=path, method="GET", Authorization="")[0] == 401
+
+
+def test_what_http_says_of_methods_and_schemes(server: Server) -> None:
+    """405 lists what is allowed, HEAD is GET without a body, and the kind of a key is written in any case."""
+    for path, method, allowed in (("/v1/completions", "GET", "POST"), ("/v1/models", "POST", "GET")):
+        status, heads, _ = ask(server, path=path, method=method)
+        assert (status, heads["allow"]) == (405, allowed)
+    for path in ("/healthz", "/", "/page/app.js"):
+        status, heads, text = ask(server, path=path, method="HEAD", Content_Type="", Accept="*/*")
+        assert (status, text) == (200, "")
+        assert int(heads["content-length"]) > 0
+    assert ask(server, path="/v1/models", method="GET", Authorization=f"bearer {KEY}")[0] == 200
 
 
 def test_a_proxy_may_have_a_name_of_its_own(server: Server) -> None:
@@ -726,9 +815,12 @@ def test_the_guard_waits_for_no_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     async def stuck(message: Any) -> None:
         await asyncio.Event().wait()
 
+    async def sent() -> Any:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
     guard = Guard(app, Settings(seconds=0.1), metrics)
     scope = {"type": "http", "method": "GET", "path": "/", "headers": []}
-    asyncio.run(asyncio.wait_for(guard(scope, stuck, stuck), 10))  # type: ignore[arg-type]
+    asyncio.run(asyncio.wait_for(guard(scope, sent, stuck), 10))  # type: ignore[arg-type]
     assert metrics.clients == 0
 
 

@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
 
 from imdm import cost
+from tests.conftest import chromium
 from tests.test_cli import COMMANDS
 
 ROOT = Path(__file__).parents[1]
@@ -26,7 +28,6 @@ WRITTEN += [page for page in sorted(DOCS.rglob("*.md")) if "_build" not in page.
 MODULES = re.findall(
     r"automodule:: (\S+)", "".join(page.read_text(encoding="utf-8") for page in (DOCS / "api").iterdir())
 )
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 def prose(page: Path) -> str:
@@ -160,15 +161,23 @@ def test_equations_are_shown_by_the_browser_itself(site: Path) -> None:
     assert not re.search(r"<script[^>]*mathjax", text, re.IGNORECASE)
 
 
+@pytest.mark.parametrize(("ci", "lacking"), [("", pytest.skip.Exception), ("true", pytest.fail.Exception)])
+def test_without_a_browser_its_tests_are_skipped_but_fail_in_ci(
+    monkeypatch: pytest.MonkeyPatch, ci: str, lacking: type[BaseException]
+) -> None:
+    monkeypatch.setenv("CI", ci)
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    nowhere = SimpleNamespace(chromium=SimpleNamespace(executable_path="/no/such/browser"))
+    with pytest.raises(lacking, match="no chromium here"):
+        chromium(nowhere)
+
+
 @pytest.fixture(scope="module")
 def opened(site: Path) -> Iterator[Callable[[str, int], Any]]:
     """Opens a page of the site from its file, at a width; pages that ask for anything from elsewhere are wrong."""
     playwright = pytest.importorskip("playwright.sync_api", reason="the site is tried with playwright")
-    if CHROMIUM is None:
-        pytest.skip("no chromium here; on Debian: apt-get install chromium")
     with playwright.sync_playwright() as running:
-        flags = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
-        browser, wrong = running.chromium.launch(executable_path=CHROMIUM, args=flags), list[str]()
+        browser, wrong = chromium(running), list[str]()
 
         def opening(page: str, width: int) -> Any:
             tab = browser.new_page(viewport={"width": width, "height": 844})

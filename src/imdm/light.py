@@ -94,7 +94,8 @@ class LightTokenizer:
         self.backend_tokenizer.encode_special_tokens = split_special_tokens
         return {"input_ids": self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids}
 
-    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+    def decode(self, ids: list[int], skip_special_tokens: bool, clean_up_tokenization_spaces: bool = False) -> str:
+        """Spaces are never cleaned up: tokenizers that do so are not read here."""
         return str(self.backend_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def convert_ids_to_tokens(self, token: int) -> str:

@@ -236,15 +236,19 @@ class Writer:
         tokens = tokens.tolist() if isinstance(tokens, Tensor) else tokens
         ending = self.model.process.ending
         if ending is not None:
-            return self.tokenizer.decode(tokens[: ending.length_of(tokens)], skip_special_tokens=True)
+            return self._decoded(tokens[: ending.length_of(tokens)])
         end, documents = self._special.end, list[list[int]]([[]])
         for token in tokens:
             if token == end:
                 documents.append([])
             else:
                 documents[-1].append(token)
-        texts = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in documents if ids]
+        texts = [self._decoded(ids) for ids in documents if ids]
         return "\n".join(text for text in texts if text)
+
+    def _decoded(self, ids: list[int]) -> str:
+        """Spaces are left as they are: cleaned up, the text of some tokens would not begin that of more of them."""
+        return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def pieces(self, written: Text) -> list[Piece]:
         """Each token's share of the text, in order, with the step at which it appeared."""

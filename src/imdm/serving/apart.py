@@ -28,7 +28,7 @@ import torch
 
 from imdm.errors import UserError, is_out_of_memory, reason_of
 from imdm.serving.engine import Counts, Engine, frozen, warm
-from imdm.serving.jobs import Frame, Stopped, Ticket, ends, tell
+from imdm.serving.jobs import Frame, Job, Stopped, Ticket, ends, tell, unfinished
 from imdm.serving.settings import Settings
 from imdm.stopping import held_back
 
@@ -106,7 +106,9 @@ class Apart(Engine):
         self._letters.put(("stop", grace))  # a second one may be more urgent
         with self._ending:
             if self._thread is not None:
-                self._process.join(grace + LAST_WORDS)
+                self._process.join(grace)
+                self._tell_unfinished()  # or that process has, unless it is too busy
+                self._process.join(LAST_WORDS)
             self._end()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
@@ -161,13 +163,16 @@ class Apart(Engine):
         finally:
             self._letters.put(None)
             with self._changed:
-                self.broken, self._open = self._open, False
-                left, self._tickets, self._running = list(self._tickets.values()), {}, 0
+                self.broken, self._open, self._running = self._open, False, 0
             if self.broken:
                 self._process.join(LAST_WORDS)
                 LOG.error("the engine's process has ended (%s)", self._process.exitcode)
-            said = Stopped("the service stopped before the text was finished; try again when it has restarted")
-            tell([(ticket, said) for ticket in left])
+            self._tell_unfinished()
+
+    def _tell_unfinished(self) -> None:
+        with self._changed:
+            left, self._tickets = list(self._tickets.values()), {}
+            tell([(ticket, unfinished()) for ticket in left])
 
     def _hand_on(self, said: Said) -> None:
         self.counts, self._running, self._processor = said.counts, said.running, said.processor
@@ -179,7 +184,7 @@ class Apart(Engine):
                     frames.append((ticket, one))
                     if ends(one):
                         del self._tickets[number]
-        tell(frames)
+            tell(frames)  # before anything else is told, such as an end
 
 
 def _bare(fields: dict[str, Any], tokenizer: Any) -> Writer:
@@ -212,6 +217,18 @@ class _Reports:
                 self.tickets.pop(ticket.number, None)
         with self.lock:
             self._send([(ticket.number, one) for ticket, one in said])
+
+    def taken(self, jobs: Sequence[tuple[int, Job]]) -> list[Ticket]:
+        """Tickets of numbered jobs; one that the engine refuses is told so, and concerns no other."""
+        now, fresh = time.monotonic(), dict[int, Ticket]()
+        for number, job in jobs:
+            try:
+                fresh[number] = Ticket(job, self.engine.check(job), self, print, now, number=number)
+            except UserError as error:
+                with self.lock:
+                    self._send([(number, UserError(str(error)))])
+        self.tickets |= fresh
+        return list(fresh.values())
 
     def refresh(self) -> None:
         """Report a state that has changed without frames."""
@@ -281,11 +298,9 @@ def _serve(line: Connection, engine: Engine) -> None:
         elif kind == "drop":
             for number in what:
                 if (gone := reports.tickets.pop(number, None)) is not None:
-                    gone.dropped = True
+                    engine._drop([gone])
         else:
-            now = time.monotonic()
-            fresh = [Ticket(job, engine.check(job), reports, print, now, number=number) for number, job in what]
-            reports.tickets |= {ticket.number: ticket for ticket in fresh}
+            fresh = reports.taken(what)
             try:
                 engine._submit(fresh)
             except UserError as error:

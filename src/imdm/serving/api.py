@@ -79,12 +79,14 @@ class Completion(Asked):
     """POST /v1/completions: continuations of a prompt, or a prompt with its blanks filled."""
 
     prompt: Texts = Field("", description="A text or several; empty: from nothing.")
-    max_tokens: int | None = Field(None, ge=1, description="Tokens to write; as many as the model has room for.")
+    max_tokens: int | None = Field(
+        None, ge=1, description="Tokens to write; as many as the model has room for. Not with infill."
+    )
     stop: Texts | None = Field(None, description="Texts before which a completion is cut off.")
     echo: bool = Field(False, description="Whether the completion begins with the prompt.")
     infill: bool = Field(False, description="Whether the prompt has blanks to fill; the completion is the whole text.")
-    blank: int = Field(4, ge=1, description="Tokens that each blank becomes.")
-    marker: str = Field(BLANK, description="What a blank looks like.")
+    blank: int = Field(4, ge=1, description="Tokens that each blank becomes. Only with infill.")
+    marker: str = Field(BLANK, description="What a blank looks like. Only with infill.")
     suffix: str | None = Field(None, description=REFUSED + " Use infill.")
     logprobs: int | None = Field(None, description=REFUSED)
     best_of: int | None = Field(None, description=REFUSED)
@@ -147,7 +149,7 @@ class Order:
         if infill is not None:
             rows = [writer.blanked(text, infill.blank, infill.marker) for text in texts]
         else:
-            rows = [_continued(writer, text, asked.max_tokens) for text in texts]  # type: ignore[union-attr]
+            rows = [continued(writer, text, asked.max_tokens) for text in texts]  # type: ignore[union-attr]
         hole = writer.model.process.mask_id
         wanted = asked.n * sum(row.count(hole) for row in rows)
         if wanted > limits.tokens:
@@ -297,10 +299,11 @@ def check_text(text: str, most: int) -> None:
 
 
 def _check_neutral(asked: Completion) -> None:
-    """Refuse fields of OpenAI's API that a diffusion model cannot support, unless they have no effect."""
+    """Refuse fields of OpenAI's API that a diffusion model cannot support, unless they have no effect; and those of
+    blanks where there are none, and the other way round."""
     changing = {
         "suffix": bool(asked.suffix),
-        "logprobs": bool(asked.logprobs),
+        "logprobs": asked.logprobs is not None,  # 0 asks for those of the tokens that were drawn
         "best_of": asked.best_of not in (None, asked.n),
         "logit_bias": bool(asked.logit_bias),
         "presence_penalty": bool(asked.presence_penalty),
@@ -310,9 +313,15 @@ def _check_neutral(asked: Completion) -> None:
         if changes:
             instead = f"; write the blank as {BLANK} and say infill" if name == "suffix" else "; leave it out"
             raise UserError(f"{name}: this service does not support it{instead}")
+    given = asked.model_fields_set
+    if asked.infill and "max_tokens" in given:
+        raise UserError("max_tokens: with infill, blank says how many tokens each blank becomes; leave it out")
+    for name in ("blank", "marker"):
+        if name in given and not asked.infill:
+            raise UserError(f"{name}: it is for blanks, which are only filled with infill; say infill, or leave it out")
 
 
-def _continued(writer: Writer, prompt: str, max_tokens: int | None) -> list[int]:
+def continued(writer: Writer, prompt: str, max_tokens: int | None) -> list[int]:
     """A row of the prompt and `max_tokens` holes, with the model's special tokens."""
     length = writer.model.config.length
     if prompt and not prompt.strip():

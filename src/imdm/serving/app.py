@@ -79,6 +79,7 @@ def make_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
             raise Missing(f"unknown model {shorter(name, 100)!r}; known: {', '.join(sorted(engine.writers))}")
         return _described(engine, name)
 
+    @app.head("/healthz", include_in_schema=False)
     @app.get("/healthz")
     async def healthz() -> JSONResponse:
         """Whether the service takes requests."""
@@ -207,7 +208,8 @@ def _tell_errors(app: FastAPI) -> None:
             405: f"{request.method} is not for this page; GET /docs says what is",
         }
         plain = wrong.detail in ("Not Found", "Method Not Allowed")
-        return error(wrong.status_code, sentences[wrong.status_code] if plain else str(wrong.detail))
+        sentence = sentences[wrong.status_code] if plain else str(wrong.detail)
+        return error(wrong.status_code, sentence, **wrong.headers or {})
 
     async def invalid(request: Request, wrong: Exception) -> Response:
         assert isinstance(wrong, RequestValidationError)

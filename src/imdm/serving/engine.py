@@ -32,7 +32,21 @@ import torch
 from imdm.devices import Beside, Fetched
 from imdm.errors import UserError, check_number, check_seed, check_whole, is_out_of_memory, unknown
 from imdm.sampling import Canvas, Coming, Sampling
-from imdm.serving.jobs import Busy, Failed, Frame, Job, Stopped, Ticket, TooLong, fields_of, rows_of, started, tell
+from imdm.serving.jobs import (
+    Busy,
+    Failed,
+    Frame,
+    Job,
+    Stopped,
+    Ticket,
+    TooLong,
+    ends,
+    fields_of,
+    rows_of,
+    started,
+    tell,
+    unfinished,
+)
 from imdm.serving.settings import Settings
 
 if TYPE_CHECKING:
@@ -96,6 +110,8 @@ class Engine:
         self._groups: dict[tuple[str, int], _Group] = {}
         self._credit: dict[tuple[str, int], int] = {}  # of each group: the largest has the next turn
         self._flights: deque[_Flight] = deque()
+        self._open_tickets: set[Ticket] = set()  # those that wait to be told an end
+        self._telling = threading.Lock()  # guards these; taken after `_changed` where both are
         self._beside = {device: Beside(device) for device in {writer.model.device for writer in self.writers.values()}}
         self._changed = threading.Condition()
         self._running = 0  # sequences in progress
@@ -119,7 +135,8 @@ class Engine:
         self._thread.start()
 
     def stop(self, grace: float) -> None:
-        """Take no more jobs; finish running ones within `grace` seconds; fail the others."""
+        """Take no more jobs; finish running ones within `grace` seconds; then tell the others at once, though an
+        evaluation may still be running, and wait for the thread."""
         with self._changed:
             self._open = False
             self._changed.notify_all()
@@ -130,6 +147,7 @@ class Engine:
         with self._changed:
             self._aborted = True
             self._changed.notify_all()
+        self._tell_unfinished()
         thread.join()
         self._thread = None
 
@@ -160,10 +178,10 @@ class Engine:
                 yield frame
 
     async def run_all(
-        self, jobs: Sequence[Job], seconds: float | None = None, since: float | None = None
+        self, jobs: Sequence[Job], seconds: float | None = None
     ) -> AsyncGenerator[tuple[int, Frame], None]:
         """The same for several jobs, accepted together or not at all: (index of the job, frame). seconds: the time
-        limit; that of the settings unless given. since: when it starts, by `time.monotonic`; now unless given."""
+        limit; that of the settings unless given."""
         loop = asyncio.get_running_loop()
         heard: asyncio.Queue[tuple[int, Frame | UserError]] = asyncio.Queue()
 
@@ -174,7 +192,7 @@ class Engine:
         tickets = [Ticket(job, self.check(job), loop, hearer(number), now) for number, job in enumerate(jobs)]
         self._submit(tickets)
         seconds = self.settings.seconds if seconds is None else seconds
-        left, deadline = len(jobs), (now if since is None else since) + seconds
+        left, deadline = len(jobs), now + seconds
         try:
             while left:
                 try:
@@ -223,6 +241,8 @@ class Engine:
             if not self.alive or self._aborted:
                 raise Stopped("the service is stopping; try again when it has restarted")
             self._check_room(len(self._coming) + self._running, len(tickets))
+            with self._telling:
+                self._open_tickets.update(tickets)
             self._coming.extend(tickets)
             self._changed.notify_all()
 
@@ -236,6 +256,22 @@ class Engine:
         """Nobody hears these any more; finished ones may be among them."""
         for ticket in tickets:
             ticket.dropped = True
+        with self._telling:
+            self._open_tickets.difference_update(tickets)
+
+    def _tell(self, said: Sequence[tuple[Ticket, Frame | UserError]]) -> None:
+        """Tell tickets, but none that was told an end or dropped."""
+        with self._telling:  # while telling too, or a frame might follow an end
+            said = [(ticket, one) for ticket, one in said if ticket in self._open_tickets]
+            tell(said)
+            self._open_tickets.difference_update(ticket for ticket, one in said if ends(one) or ticket.dropped)
+
+    def _tell_unfinished(self) -> None:
+        """Tell all that are left that the engine stops, and drop them."""
+        with self._telling:
+            left = list(self._open_tickets)
+        self._tell([(ticket, unfinished()) for ticket in left])
+        self._drop(left)
 
     def _after(self) -> int:
         lately = self.counts.lately
@@ -372,7 +408,7 @@ class Engine:
         while self._flights and (len(self._flights) > most or self._flights[0].rows.ready):
             flight = self._flights.popleft()
             try:
-                tell(self._frames(flight))
+                self._tell(self._frames(flight))
             except Exception as error:
                 self._fail([*flight.ended, *(ticket for ticket in flight.told if ticket not in flight.ended)], error)
 
@@ -407,18 +443,16 @@ class Engine:
             said: UserError = Stopped("out of memory; ask for fewer or shorter texts, or try again later")
         else:
             said = Failed("generation failed; the reason is in the service's log")
-        tell([(ticket, said) for ticket in tickets])
+        self._tell([(ticket, said) for ticket in tickets])
 
     def _give_up(self) -> None:
         """At the end, fail all remaining jobs."""
         with self._changed:
             self._open = False
-            left = [*self._coming, *(ticket for group in self._groups.values() for ticket in group.tickets)]
             self._coming.clear()
             self._groups.clear()
             self._running = 0
-        said = Stopped("the service stopped before the text was finished; try again when it has restarted")
-        tell([(ticket, said) for ticket in left])
+        self._tell_unfinished()
 
 
 async def _within(seconds: float, heard: asyncio.Queue[T]) -> T:

@@ -10,7 +10,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -20,7 +19,8 @@ from imdm.serving.settings import Settings
 LOCAL = ("127.0.0.1", "localhost", "::1")
 WITH_KEY = ("/v1", "/play", "/metrics")
 ALWAYS = ("/healthz", "/metrics")  # exempt from the limit on requests
-LAST_WORDS = 2.0  # seconds beyond the request's limit for a client to read the end of its response
+PATIENCE = 10.0  # seconds for a request's header to come, for its body, and for a client to go on reading
+LAST_WORDS = 2.0  # seconds beyond the request's limit for a client to read each further part of its response
 KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -55,26 +55,38 @@ class Guard:
             if message["type"] == "http.response.start":
                 status = message["status"]
             try:
-                async with asyncio.timeout(deadline - time.monotonic()):
+                async with asyncio.timeout(max(LAST_WORDS, deadline - time.monotonic())):
                     await send(message)
             except TimeoutError:
                 stalled = True
                 raise
 
-        self.metrics.clients += 1
         try:
-            refused = self._refused(scope, Headers(scope=scope))
-            app = self.app if refused is None else refused
-            await app(scope, self._limited(receive), noted)
+            found = self._refused(scope, Headers(scope=scope)) or await self._body(receive)
+            if isinstance(found, JSONResponse):
+                await found(scope, receive, noted)
+            elif found is not None:  # else the client is gone
+                await self._answer(scope, _replayed(found, receive), noted)
         except Exception:
             if not stalled:  # a client that does not read gets no more
                 raise
         finally:
-            self.metrics.clients -= 1
             route = getattr(scope.get("route"), "path", "other")
             self.metrics.count(route, status, time.monotonic() - started)
 
-    def _refused(self, scope: Scope, headers: Headers) -> ASGIApp | None:
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request that has come completely, unless there are too many of them."""
+        most, app = self.settings.clients, self.app
+        if self.metrics.clients >= most and scope["path"] not in ALWAYS:
+            sentence = f"{most} requests are being answered, the limit; try again later"
+            app = error(429, sentence, "too_many_clients", retry_after="1")
+        self.metrics.clients += 1
+        try:
+            await app(scope, receive, send)
+        finally:
+            self.metrics.clients -= 1
+
+    def _refused(self, scope: Scope, headers: Headers) -> JSONResponse | None:
         settings = self.settings
         host = name_of(headers.get("host", ""))
         allowed = settings.allowed or ()
@@ -86,14 +98,12 @@ class Guard:
         if not known and scope["method"] not in ("GET", "HEAD"):
             return error(403, "pages of another origin may not use this service", "origin")
         if settings.api_key is not None and scope["path"].startswith(WITH_KEY):
-            given = headers.get("authorization", "")
-            wanted = f"Bearer {settings.api_key.get_secret_value()}"
-            if not hmac.compare_digest(given.encode("utf-8", "replace"), wanted.encode()):
+            kind, _, given = headers.get("authorization", "").partition(" ")
+            wanted = settings.api_key.get_secret_value()
+            same = hmac.compare_digest(given.encode("utf-8", "replace"), wanted.encode())
+            if not same or kind.lower() != "bearer":
                 sentence = "the API key is wrong or missing; send the header 'Authorization: Bearer KEY'"
                 return error(401, sentence, "invalid_api_key", www_authenticate="Bearer")
-        if self.metrics.clients > settings.clients and scope["path"] not in ALWAYS:
-            sentence = f"{settings.clients} requests are being answered, the limit; try again later"
-            return error(429, sentence, "too_many_clients", retry_after="1")
         length = headers.get("content-length", "0")
         if not length.isdigit() or int(length) > settings.body:
             return error(413, self._too_large(), "body_too_large", connection="close")
@@ -102,27 +112,35 @@ class Guard:
     def _too_large(self) -> str:
         return f"the request has more than {self.settings.body:,} bytes, the limit"
 
-    def _limited(self, receive: Receive) -> Receive:
-        """The body of a request, limited in time and size; then the client's disconnect."""
-        read, whole = 0, False
-        deadline = time.monotonic() + self.settings.seconds
+    async def _body(self, receive: Receive) -> bytes | JSONResponse | None:
+        """The body of a request, which is read before the request counts as a client: one that comes slowly takes
+        nobody's place. A refusal if it is too large or too slow; None if the client disconnects."""
+        parts, size = list[bytes](), 0
+        try:
+            async with asyncio.timeout(min(PATIENCE, self.settings.seconds)):
+                while True:
+                    message = await receive()
+                    if message["type"] != "http.request":
+                        return None
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    if size > self.settings.body:
+                        return error(413, self._too_large(), "body_too_large", connection="close")
+                    if not message.get("more_body", False):
+                        return b"".join(parts)
+        except TimeoutError:
+            sentence = "the request did not come in time; send it in one go"
+            return error(408, sentence, "body_too_slow", connection="close")
 
-        async def limited() -> Message:
-            nonlocal read, whole
-            if whole:
-                return await receive()
-            try:
-                message = await asyncio.wait_for(receive(), deadline - time.monotonic())
-            except TimeoutError:
-                raise HTTPException(408, "the request did not come in time; send it in one go") from None
-            if message["type"] == "http.request":
-                read += len(message.get("body", b""))
-                whole = not message.get("more_body", False)
-                if read > self.settings.body:
-                    raise HTTPException(413, self._too_large())
-            return message
 
-        return limited
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """A body that was read, once more; then what else comes, which is the client's disconnect."""
+    left = [body]
+
+    async def replayed() -> Message:
+        return {"type": "http.request", "body": left.pop(), "more_body": False} if left else await receive()
+
+    return replayed
 
 
 def name_of(host: str) -> str:

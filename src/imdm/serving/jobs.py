@@ -124,6 +124,11 @@ def ends(said: Frame | UserError) -> bool:
     return isinstance(said, UserError) or said.done
 
 
+def unfinished() -> Stopped:
+    """What jobs are told that the engine did not finish before it stopped."""
+    return Stopped("the service stopped before the text was finished; try again when it has restarted")
+
+
 def tell(said: Sequence[tuple[Ticket, Frame | UserError]]) -> None:
     """Hand frames or errors to the jobs' event loops, from another thread: one call for each loop, as a call wakes it,
     and it then competes with this thread for the interpreter."""

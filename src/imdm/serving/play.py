@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +24,7 @@ from imdm.evaluation.judge import Judge, judge_at_hand, load_judge
 from imdm.evaluation.text import sample_entropy
 from imdm.models.network import check_tokens
 from imdm.sampling.options import NoisePolicy, RevealOrder
-from imdm.serving.api import check_text
+from imdm.serving.api import check_text, continued
 from imdm.serving.app import while_connected
 from imdm.serving.engine import Engine
 from imdm.serving.jobs import Busy, Frame, Job, TooLong
@@ -38,7 +37,8 @@ PAGE = Path(__file__).with_name("page")
 KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 MOST_STEPS = 64
 MOST_POINTS = 65
-TOGETHER = 8  # points of a path in one batch
+TOGETHER = 8  # points of a path in one batch, at most
+EVALUATED = 64  # points × steps in one batch, so that it ends in time on a slow machine too
 MOST_TEXT = 20_000  # characters
 MOST_JUDGED = 16  # texts being judged or in the queue
 HEADERS = {
@@ -119,9 +119,9 @@ class Author:
 
     def row(self, asked: ToWrite) -> list[int | None]:
         """The row to fill, with holes."""
-        hole, length = self.writer.model.config.mask_token_id, self.writer.model.config.length
+        hole = self.writer.model.config.mask_token_id
         if asked.row is None:
-            return [None if token == hole else token for token in self.writer.prefixed(asked.prompt, length)]
+            return [None if token == hole else token for token in continued(self.writer, asked.prompt, None)]
         if asked.prompt:
             raise UserError("give a prompt or a row, not both")
         if None not in asked.row:
@@ -215,11 +215,11 @@ def router(engine: Engine, settings: Settings) -> APIRouter:
         if many > settings.tokens:
             raise UserError(f"{many:,} tokens are to be written, of {settings.tokens:,} at most; ask for fewer")
 
-    @routes.get("/", include_in_schema=False)
+    @routes.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def index() -> Response:
         return _file(files["index.html"])
 
-    @routes.get("/page/{name}", include_in_schema=False)
+    @routes.api_route("/page/{name}", methods=["GET", "HEAD"], include_in_schema=False)
     async def file(name: str) -> Response:
         if name not in files:
             raise HTTPException(404, "the page has no such file")
@@ -242,7 +242,7 @@ def router(engine: Engine, settings: Settings) -> APIRouter:
         author = author_of(asked)
         job = _job(author, asked)
         check_size(job, asked.points)
-        return await _stream(request, _points(engine, author, job, asked, time.monotonic()))
+        return await _stream(request, _points(engine, author, job, asked))
 
     @routes.post("/play/tokens", include_in_schema=False)
     async def tokens(asked: ToRead) -> dict[str, Any]:
@@ -276,14 +276,14 @@ async def _frames(engine: Engine, author: Author, job: Job) -> Events:
             yield "frame", author.shown(frame)
 
 
-async def _points(engine: Engine, author: Author, job: Job, asked: ToGo, since: float) -> Events:
-    """Some points at a time, both ends first and then finer and finer. since: when the request came."""
-    order = refining(asked.points)
-    for first in range(0, len(order), TOGETHER):
-        some = order[first : first + TOGETHER]
+async def _points(engine: Engine, author: Author, job: Job, asked: ToGo) -> Events:
+    """Some points at a time, both ends first and then finer and finer. The time limit is that of each batch."""
+    order, together = refining(asked.points), max(2, min(TOGETHER, EVALUATED // asked.steps))
+    for first in range(0, len(order), together):
+        some = order[first : first + together]
         ways = [number / (asked.points - 1) for number in some]
         jobs = [replace(job, noise_between=(*asked.between, s), frames=False) for s in ways]
-        async with aclosing(engine.run_all(jobs, since=since)) as found:
+        async with aclosing(engine.run_all(jobs)) as found:
             async for i, frame in found:
                 yield "point", {"point": some[i], "s": ways[i], **author.shown(frame)}
 

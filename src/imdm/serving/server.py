@@ -19,12 +19,12 @@ from imdm.errors import UserError
 from imdm.listening import listen
 from imdm.serving.app import make_app
 from imdm.serving.engine import Engine, frozen, warm
+from imdm.serving.guard import PATIENCE
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
 
-PATIENCE = 10.0  # seconds for a request's header to come, and for a client to go on reading
 AT_ONCE = 16  # connections accepted at a time
 QUEUED = 1024  # connections that the system holds until they are accepted
 HEADER = 1 << 16  # bytes of a request's header; then its connection is closed
@@ -33,7 +33,7 @@ HEADER = 1 << 16  # bytes of a request's header; then its connection is closed
 def patient(seconds: float, most: int) -> type[asyncio.Protocol]:
     """A protocol with limits: a connection whose header is incomplete, or whose client stops reading, is closed after
     so many seconds, and one whose header is too long at once. Beyond `most` connections, a new one replaces the one
-    that has been idle longest."""
+    that has been idle, or sending its request, longest."""
 
     class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         idle_since = 0.0
@@ -45,12 +45,16 @@ def patient(seconds: float, most: int) -> type[asyncio.Protocol]:
         def idle(self) -> bool:
             return self.cycle is None or bool(self.cycle.response_complete)
 
+        @property
+        def sending(self) -> bool:
+            return not self.idle and bool(self.cycle.more_body)
+
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             self._expect()
             there = [one for one in self.connections if not one.transport.is_closing()]
             if len(there) > most:
-                others = [one for one in there if one.idle and one is not self]
+                others = [one for one in there if (one.idle or one.sending) and one is not self]
                 min(others, key=lambda one: one.idle_since, default=self).transport.abort()
 
         def data_received(self, data: bytes) -> None:
@@ -161,6 +165,7 @@ def in_background(engine: Engine) -> Iterator[Server]:
             yield server
         finally:
             server.should_exit = True
+            engine.stop(engine.settings.grace)  # first, or requests that wait for it would not end
             running.join()
 
 

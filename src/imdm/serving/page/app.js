@@ -55,8 +55,14 @@ function read() {
 function problem(error) {
   const place = byId("problem");
   place.hidden = error === null;
-  place.textContent = error === null ? "" : error instanceof Problem ? error.message : `Something went wrong on this page: ${error.message}`;
-  if (error?.status === 401) byId("key-field").hidden = false;
+  if (error?.status === 401) {
+    byId("key-field").hidden = false;
+    place.textContent = `${field.key.value ? "This key is wrong" : "This service asks for a key"}: enter it under “Key of this service”, then press ${byId("go").textContent}.`;
+    field.key.focus();
+  } else {
+    place.textContent = error === null ? "" : error instanceof Problem ? error.message : `Something went wrong on this page: ${error.message}`;
+  }
+  if (error !== null) place.scrollIntoView({ block: "nearest", behavior: calm() ? "auto" : "smooth" });
 }
 
 // One thing at a time: who asks anew lets go of what was asked before
@@ -116,7 +122,11 @@ byId("settings").addEventListener("submit", (event) => {
   event.preventDefault();
   const below = matchMedia("(max-width: 60rem)").matches; // the text is not to be seen from here
   if (below) byId("stage").scrollIntoView({ behavior: calm() ? "auto" : "smooth" });
-  run((signal) => (models.length ? panels[here].go(signal) : begin(signal)));
+  run(async (signal) => {
+    const known = models.length > 0;
+    if (!known) await begin(signal);
+    if (known || here !== "fill") await panels[here].go(signal); // where a text has just come, nothing is selected yet
+  });
 });
 byId("settings").addEventListener("input", shown);
 field.model.addEventListener("input", () => { if (field.model.value === field.other.value) moveOn(); });
@@ -132,8 +142,10 @@ for (const area of [field.prompt, field.own]) {
 tabs.forEach((tab, i) => {
   tab.addEventListener("click", () => open(tab.id.slice(4)));
   tab.addEventListener("keydown", (event) => {
-    const way = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-    if (way) open(tabs.at((i + way) % tabs.length).id.slice(4), true);
+    const to = { ArrowRight: (i + 1) % tabs.length, ArrowLeft: i - 1, Home: 0, End: -1 }[event.key];
+    if (to === undefined) return;
+    event.preventDefault();
+    open(tabs.at(to).id.slice(4), true);
   });
 });
 addEventListener("hashchange", () => open(location.hash.slice(1)));

@@ -1,6 +1,6 @@
 // What a text cost and what it is worth: evaluations, time, entropy, and a judge's perplexity.
 
-import { json } from "/page/api.js";
+import { json, Problem } from "/page/api.js";
 import { el, short } from "/page/dom.js";
 
 export class Figures {
@@ -37,9 +37,16 @@ export class Figures {
     this.reading ??= this.#read(model, frame, " …", signal).catch(() => {}).finally(() => { this.reading = null; });
   }
 
+  // A judge that fails concerns this figure alone: the text is written
   async judge(model, frame, signal) {
     await this.reading;
-    await this.#read(model, frame, "", signal);
+    try {
+      await this.#read(model, frame, "", signal);
+    } catch (error) {
+      this.values.perplexity.textContent = "–";
+      if (!(error instanceof Problem)) throw error;
+      this.note.textContent = error.message;
+    }
   }
 
   // The judge reads what was written after what was given at the beginning

@@ -25,9 +25,11 @@ export function fill(root, app) {
   let mode = "hole";
   let asked = "";
   let tokenizer = null;
+  let own = null; // what "Your text" was when a text was taken
   let writing = false;
   const chosen = new Set();
 
+  const edited = () => own !== app.settings().own;
   const writable = () => frame.ids.map((_, i) => i).filter((i) => frame.pieces[i]);
   const holes = () => (mode === "hole" ? [...chosen] : writable().filter((i) => !chosen.has(i))).sort((a, b) => a - b);
 
@@ -59,6 +61,7 @@ export function fill(root, app) {
     key.replaceChildren();
     frame = found;
     tokenizer = app.model(model).tokenizer;
+    own = app.settings().own;
     steps = of;
     chosen.clear();
     draw();
@@ -75,8 +78,13 @@ export function fill(root, app) {
     },
     // Whether there is a text in the tokens of the chosen model; another may have other ones
     get ready() { return frame !== null && app.model(app.settings().model).tokenizer === tokenizer; },
-    make: (signal) => panel.read(signal, frame?.pieces.join("")),
+    make: (signal) => panel.read(signal, edited() ? undefined : frame?.pieces.join("")),
     async go(signal) {
+      if (edited()) { // nothing is selected in it yet
+        await panel.read(signal);
+        told.textContent = "This is your text as it is now: select words, then press Refill.";
+        return;
+      }
       if (!panel.ready) await panel.make(signal);
       const row = [...frame.ids];
       for (const i of holes()) row[i] = null;

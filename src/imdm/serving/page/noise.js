@@ -6,7 +6,8 @@ import { Player } from "/page/player.js";
 import { compared, legend, TextView } from "/page/text.js";
 import { written } from "/page/write.js";
 
-const POINTS = 33;
+// Points of a way: fewer where each takes more evaluations
+const pointsOf = (steps) => (steps <= 8 ? 33 : steps <= 32 ? 17 : 9);
 
 export function noise(root, app) {
   const parts = [policies(app), deciders(app), way(app)];
@@ -116,36 +117,46 @@ async function ended(asked, signal) {
 // (c) From one noise to another, the draws unchanged
 function way(app) {
   const view = new TextView("The text at this point of the way", { empty: "Press Run." });
-  const range = el("input", { type: "range", id: "way", min: "0", max: String(POINTS - 1), value: "0", disabled: true, "aria-label": "From ε₁ to ε₂" });
+  const range = el("input", { type: "range", id: "way", min: "0", max: "0", value: "0", disabled: true, "aria-label": "From ε₁ to ε₂" });
   const flips = el("div", { class: "flips", "aria-hidden": "true" });
   const said = el("p", { class: "note", id: "way-said" });
   const root = el("section", { class: "part plainly", "aria-labelledby": "way-title" },
     el("h2", { id: "way-title" }, "From ε₁ to ε₂"),
     el("p", { class: "lead" }, "The noise goes from one to another along a way on which every point has the distribution of the noise: on the sphere for normal noise, through the distribution function for uniform noise. The draws stay the same. Bars show how many tokens flip from one point to the next; at the point where you are, they are marked."),
     el("div", { class: "way" }, flips, range, el("div", { class: "ends" }, el("span", {}, "ε₁"), el("span", {}, "ε₂")), said), view.root);
-  let points = [];
+  let points = []; // with gaps while they come, finer and finer
   let steps = 1;
 
   function draw() {
     const here = Number(range.value);
     const frame = points[here];
     if (!frame) return;
-    const like = (end) => percent(1 - compared(points[end] ?? frame, frame).share);
+    const like = (end) => (end ? percent(1 - compared(end, frame).share) : "–");
     const { changed } = compared(points[here - 1] ?? frame, frame);
     view.show(frame, { steps, changed });
-    said.textContent = `${like(0)} of the tokens as at ε₁, ${like(POINTS - 1)} as at ε₂; ${changed.size} flip here`;
-    range.setAttribute("aria-valuetext", `${percent(here / (POINTS - 1))} of the way; ${said.textContent}`);
+    const [first, last] = [0, 1].map((s) => points.find((point) => point?.s === s));
+    said.textContent = `${like(first)} of the tokens as at ε₁, ${like(last)} as at ε₂; ${changed.size} flip here`;
+    range.setAttribute("aria-valuetext", `${percent(frame.s)} of the way; ${said.textContent}`);
     [...flips.children].forEach((mark, i) => mark.classList.toggle("here", i === here));
   }
 
   function marks() {
-    const counts = Array.from({ length: POINTS }, (_, i) => (points[i] && points[i - 1] ? compared(points[i - 1], points[i]).changed.size : 0));
+    const counts = Array.from(points, (_, i) => (points[i] && points[i - 1] ? compared(points[i - 1], points[i]).changed.size : 0));
     const most = Math.max(1, ...counts);
     flips.replaceChildren(...counts.map((count) => {
       const mark = el("i", { class: count ? "some" : "" });
       mark.style.setProperty("--share", count / most);
       return mark;
     }));
+  }
+
+  // The slider goes over the points there are, also where the way ended before all had come
+  function settle() {
+    points = points.filter(Boolean);
+    range.max = Math.max(0, points.length - 1);
+    range.disabled = points.length === 0;
+    marks();
+    draw();
   }
 
   range.addEventListener("input", draw);
@@ -155,7 +166,8 @@ function way(app) {
       const settings = app.settings();
       const { model, prompt, seed, temperature, order } = settings;
       steps = settings.steps;
-      points = [];
+      const mine = (points = Array(pointsOf(steps)).fill(null));
+      range.max = points.length - 1;
       range.value = 0;
       range.disabled = true;
       view.clear();
@@ -164,14 +176,16 @@ function way(app) {
         said.textContent = NONE;
         return;
       }
-      const asked = { model, prompt, steps, seed, temperature, order, noise: "keep", between: [seed, seed + 1], points: POINTS };
-      for await (const [, point] of events("/play/path", asked, signal)) {
-        points[point.point] = point;
-        marks();
-        draw();
+      const asked = { model, prompt, steps, seed, temperature, order, noise: "keep", between: [seed, seed + 1], points: points.length };
+      try {
+        for await (const [, point] of events("/play/path", asked, signal)) {
+          mine[point.point] = point;
+          marks();
+          draw();
+        }
+      } finally {
+        if (mine === points) settle();
       }
-      range.disabled = false;
-      draw();
     },
   };
 }
