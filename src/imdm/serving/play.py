@@ -30,7 +30,7 @@ from imdm.serving.engine import Engine
 from imdm.serving.jobs import Busy, Frame, Job, TooLong
 from imdm.serving.pieces import Pieces
 from imdm.serving.settings import Settings
-from imdm.shipped import listed
+from imdm.shipped import about
 from imdm.writer import Writer
 
 PAGE = Path(__file__).with_name("page")
@@ -198,8 +198,7 @@ class Judges:
 def router(engine: Engine, settings: Settings) -> APIRouter:
     """The page and its routes."""
     files = {file.name: file for file in PAGE.iterdir() if file.suffix in KINDS}
-    about = {model.name: model.about for model in listed()}
-    authors = {name: Author(name, writer, about.get(name, "")) for name, writer in engine.writers.items()}
+    authors = {name: Author(name, writer, about(name)) for name, writer in engine.writers.items()}
     judges = Judges(settings.seconds)
     routes = APIRouter()
 

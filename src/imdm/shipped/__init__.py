@@ -123,13 +123,18 @@ def listed() -> list[Shipped]:
     return [_described(name) for name in names()]
 
 
+def about(name: str) -> str:
+    """What the card of a shipped model says of it, in a paragraph; empty for other names."""
+    if name not in names():
+        return ""
+    paragraphs = [part.strip() for part in (HERE / name / "README.md").read_text(encoding="utf-8").split("\n\n")]
+    return " ".join(next(part for part in paragraphs if part and not part.startswith(("#", "---"))).split())
+
+
 def _described(name: str) -> Shipped:
     folder = HERE / name
-    paragraphs = [part.strip() for part in (folder / "README.md").read_text(encoding="utf-8").split("\n\n")]
-    about = next(part for part in paragraphs if part and not part.startswith(("#", "---")))
-    parameters = _parameters(folder / "model.safetensors")
     size = sum(file.stat().st_size for file in folder.iterdir()) / 1e6
-    return Shipped(name, " ".join(about.split()), parameters, size)
+    return Shipped(name, about(name), _parameters(folder / "model.safetensors"), size)
 
 
 def _parameters(file: Path) -> int:
