@@ -270,7 +270,8 @@ def test_another_backbone_counts_by_its_weights() -> None:
     layers = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     backbone = {"kind": "hf", "config": {"model_type": "bert", "vocab_size": 40, **layers}}
     size = size_of(width=32, vocab_size=40, length=8, backbone=backbone)
-    assert size.config.blocks * 12 * 32**2 == pytest.approx(size.parameters - size.ends, abs=6 * 32**2)
+    assert size.config.blocks * 12 * 32**2 == pytest.approx(size.parameters - 2 * 40 * 32, abs=6 * 32**2)
+    assert 2 * size.block == size.inside < size.parameters - 2 * 40 * 32  # its table of positions is in no layer
 
 
 def test_what_does_not_fit_is_told_what_makes_it_fit() -> None:
@@ -312,24 +313,55 @@ def test_blocks_computed_again_and_sharding_take_less_memory_and_more_work() -> 
     several = replace(whole, gpus=4, how=How(8))
     parts = {shard: plan(replace(several, how=How(8, shard=shard))) for shard in ("none", "optimizer", "full")}
     none, some, full = (parts[shard].memory for shard in ("none", "optimizer", "full"))
-    assert (some.moments, some.averages, some.weights) == (none.moments / 4, none.averages / 4, none.weights)
-    assert (full.moments, full.gradients) == (none.moments / 4, none.gradients / 4)
+    for name in ("gradients", "moments", "averages"):
+        assert getattr(some, name) == getattr(full, name) == getattr(none, name) / 4
+    assert some.weights == full.weights == whole.student.parameters  # 4 bytes of a quarter
     assert full.total < some.total < none.total
+    P, inside = whole.student.parameters, whole.student.inside
+    assert some.buckets - full.buckets == 2 * (inside - 2 * whole.student.block)  # bf16 weights of all blocks
+    teacher = [plan(replace(several, objective=SDTT(), how=How(8, shard=s))).memory for s in ("optimizer", "full")]
+    assert teacher[0].companions == P + 2 * inside + 4 * (P - inside)
+    assert teacher[1].companions == P + 4 * whole.student.block + 4 * (P - inside)
     with pytest.raises(UserError, match="must be none, optimizer or full"):
         plan(replace(several, how=How(8, shard="all")))
 
 
+def test_muon_orthogonalises_everywhere_and_can_be_sharded() -> None:
+    """Every GPU has all of Muon's products, and its part of all else; where memory is short, sharding is tried for it
+    as for AdamW, and not for adapters, which cannot be sharded."""
+    alone = setting_of(Nelbo(), LONG, 32, optimizer="muon")
+    shared = replace(alone, gpus=4, how=How(8, shard="full"))
+    assert plan(shared).once.products == plan(alone).once.products > 0
+    assert plan(shared).once.bytes == plan(alone).once.bytes / 4
+    assert plan(shared).memory.moments == (8 * alone.student.parameters - 4 * alone.student.inside) / 4
+    more = communication(shared, plan(shared), H200, 0.0).full
+    adamw = replace(shared, training=TrainConfig(steps=1, batch=32, precision="bf16"))
+    assert more - communication(adamw, plan(adamw), H200, 0.0).full == 3 / 4 * 4 * alone.student.inside
+    recipe = ["model.preset=null", "model.width=4096", "model.blocks=40", "model.heads=32"]
+    recipe += ["stages.teacher.training.optimizer=muon"]
+    teacher = cost("owt-860m-imdm", recipe, gpus=64, gpu="h100").stages[0]
+    assert teacher.fits is not None
+    assert teacher.fits["shard"] == "full"
+    adapters = ["stages.teacher.training.lora={rank: 4}"]
+    assert cost("owt-860m-imdm", recipe + adapters, gpus=64, gpu="h100").stages[0].fits is None
+
+
 def test_communication_by_hand() -> None:
-    """Two GPUs: DDP's ring sends each gradient once, 4 bytes; full sharding half of the weights, in bf16, forward and
-    backward, and half of the gradients."""
+    """Two GPUs: DDP's ring sends each gradient once, 4 bytes. Sharding sends half of the gradients, half of the weights
+    outside of blocks for each pass, and half of those of blocks, in bf16: for each pass, or once."""
     setting = replace(setting_of(Nelbo(), LONG, 32), gpus=2, how=How(16))
-    made, P = plan(setting), setting.student.parameters
+    made, P, B = plan(setting), setting.student.parameters, setting.student.inside
     talk = communication(setting, made, H200, 0.0)
-    assert (talk.ddp, talk.full) == (4 * P, (2 * 2 * P + 4 * P) / 2)
+    both = 4 * P + 2 * 4 * (P - B)
+    assert (talk.ddp, talk.optimizer, talk.full) == (4 * P, (both + 2 * B) / 2, (both + 2 * 2 * B) / 2)
     assert talk.exposed == talk.seconds == talk.ddp / bandwidth(H200, 2)
     assert communication(setting, made, H200, 10.0).exposed == 0
-    twice = replace(setting, how=How(8))
-    assert communication(twice, plan(twice), H200, 0.0).full == (2 * 2 * 2 * P + 4 * P) / 2
+    for shard in ("none", "optimizer", "full"):  # twice as many micro-batches
+        twice = replace(setting, how=How(8, shard=shard))
+        again = communication(twice, plan(twice), H200, 0.0)
+        assert (again.ddp, again.optimizer, again.full) == (talk.ddp, 2 * talk.optimizer, 2 * talk.full)
+        used = {"none": again.ddp, "optimizer": again.optimizer, "full": again.full}[shard]
+        assert again.seconds == used / bandwidth(H200, 2)
     assert bandwidth(H200, 16) < bandwidth(H200, 8)
 
 

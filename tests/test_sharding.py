@@ -11,8 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from imdm.costing import GPUS
+from imdm.costing.memory import How
+from imdm.costing.networks import measured
+from imdm.costing.stages import communication
+from imdm.costing.steps import Setting, plan
 from imdm.data import CoupleConfig, LanguageSource, aligned, couple
-from imdm.models import load_model
+from imdm.models import MaskedDiffusionConfig, load_model
+from imdm.objectives import parse_objective
 from imdm.training import TrainConfig
 from imdm.training.history import read_history
 from tests.reference import sharded
@@ -124,6 +130,14 @@ MUON = {"training": {"optimizer": "muon", "weight_decay": 0.1}}
 AGAIN = {"training": {"checkpoint_blocks": True}}
 
 
+COUNTED: dict[str, tuple[str, dict[str, Any]]] = {
+    f"{kind}-{way}-{micro}": (kind, {"shard": way, "micro_batch": micro, "checkpoint_blocks": micro == 2})
+    for kind, micro in (("nelbo", 4), ("sdtt", 2), ("match", 2))
+    for way in ("optimizer", "full")
+}
+COUNTED["counted-muon"] = ("nelbo", {"shard": "full", "optimizer": "muon"})
+
+
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two processes make, one job after another."""
@@ -137,6 +151,10 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
             job("nelbo", home / "muon", "full", 6, **MUON),
             job("nelbo", home / "muon-moved", "full", 4, **MUON),
             job("sdtt", home / "again", "full", 5, **AGAIN),
+            *(
+                {"kind": "counted", "of": kind, "out": str(home / name), "training": training}
+                for name, (kind, training) in COUNTED.items()
+            ),
         ],
         2,
     )
@@ -158,6 +176,31 @@ def test_two_processes_share_out_what_one_has(two: Path) -> None:
     for told in seen(two / "half", 2):
         assert told.pop("astray") < 4.6 * 2**-7  # a few roundings to bf16
         assert told == {"block": "torch.bfloat16", "gradient": "torch.float32", "weight": "torch.float32"}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_costs_are_the_bytes_of_two_processes(two: Path, name: str) -> None:
+    """State of each process, and what it sends in a step of one and of two micro-batches: as `imdm cost` has them. The
+    auxiliary network of `match` has some weights more than its teacher; not all weights of blocks are Muon's."""
+    kind, given = COUNTED[name]
+    training = TrainConfig(steps=4, batch=8, **given)
+    size = measured(json.dumps(MaskedDiffusionConfig(**sharded.EVEN).to_dict(), default=str))
+    objective = parse_objective(sharded.OBJECTIVES[kind])
+    setting = Setting(objective, size, size, training, 4, 2, How.of(training, 2))
+    made = plan(setting)
+    sent = communication(setting, made, GPUS["h200"], 0.0)
+    expected = {one: getattr(made.memory, one) for one in ("weights", "gradients", "moments", "averages")}
+    expected["blocks"] = 4 * size.inside if training.shard == "optimizer" else 0
+    expected["frozen"] = 0 if kind == "nelbo" else 4 * size.parameters / 2
+    expected["sent"] = getattr(sent, training.shard)
+    for told in seen(two / name, 2):
+        told["sent"] = told.pop("gathers") + told.pop("reduces")
+        if name == "counted-muon":
+            assert told["moments"] == pytest.approx(expected["moments"], rel=0.15)
+            told["moments"] = expected["moments"]
+            told["sent"] += 4 * size.inside / 2  # momentum is gathered by other means
+        assert told == pytest.approx(expected, rel=0.003 if kind == "match" else 1e-9)
+    assert made.memory.buckets > 0
 
 
 def test_one_process_has_all(tmp_path: Path) -> None:
@@ -205,12 +248,12 @@ def test_muon_and_blocks_computed_again_under_every_sharding(tmp_path: Path) -> 
 
 
 def test_blocks_are_those_of_any_backbone() -> None:
-    from imdm.sharding import _blocks
+    from imdm.sharding import blocks_of
 
     ours = sharded.model()
-    assert list(_blocks(ours)) == list(ours.backbone.blocks)  # type: ignore[arg-type]
+    assert list(blocks_of(ours)) == list(ours.backbone.blocks)  # type: ignore[arg-type]
     theirs = sharded.model(**HF)
-    assert [type(block).__name__ for block in _blocks(theirs)] == ["LlamaDecoderLayer"] * 2
+    assert [type(block).__name__ for block in blocks_of(theirs)] == ["LlamaDecoderLayer"] * 2
 
 
 HF: dict[str, Any] = {"backbone": {"kind": "hf", "config": sharded.LLAMA}, "condition": 0, "dropout": 0.0}

@@ -15,6 +15,7 @@ from imdm.errors import UserError
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM, load_config
 from imdm.models.backbones.base import DEFAULT
 from imdm.recipes import AdoptStage, Recipe, TrainStage
+from imdm.sharding import blocks_of
 from imdm.shipped import find
 
 TOKENIZERS = {"gpt2": 50_258, "bert-base-uncased": 30_522}
@@ -22,12 +23,17 @@ TOKENIZERS = {"gpt2": 50_258, "bert-base-uncased": 30_522}
 
 
 class Size(NamedTuple):
-    """A network. parameters: all of them; block: those of one block; ends: of embedding and head."""
+    """A network. parameters: all of them; block: those of one block; ends: those in no block, as embedding and head."""
 
     config: MaskedDiffusionConfig
     parameters: int
     block: float
     ends: int
+
+    @property
+    def inside(self) -> int:
+        """The parameters of all blocks."""
+        return self.parameters - self.ends
 
 
 class Networks:
@@ -97,9 +103,9 @@ def measured(settings: str) -> Size:
     with torch.device("meta"):
         model = MaskedDiffusionLM(config)
     parameters = sum(weight.numel() for weight in model.parameters())
-    ends = config.vocab_size * config.width * (1 if config.tie_word_embeddings else 2)
-    inside = max(1, parameters - ends)
+    blocks = [sum(weight.numel() for weight in block.parameters()) for block in blocks_of(model)]
     if config.backbone["kind"] != DEFAULT:
         config = copy.deepcopy(config)
-        config.blocks = max(1, round(inside / (12 * config.width**2)))
-    return Size(config, parameters, inside / config.blocks, ends)
+        others = parameters - config.vocab_size * config.width * (1 if config.tie_word_embeddings else 2)
+        config.blocks = max(1, round(others / (12 * config.width**2)))
+    return Size(config, parameters, sum(blocks) / max(1, len(blocks)), parameters - sum(blocks))

@@ -31,10 +31,11 @@ JUDGES = {"gpt2-large": 774e6, "gpt2": 124e6, "gpt2-medium": 355e6, "gpt2-xl": 1
 
 @dataclass(frozen=True)
 class Communication:
-    """Bytes that a GPU sends in a step: by DDP, and if all were sharded (`training.shard: full`); seconds of the one in
+    """Bytes that a GPU sends in a step: by DDP, and with `training.shard: optimizer` and `full`; seconds of the one in
     use, and those that do not overlap with compute. From assumed links."""
 
     ddp: float
+    optimizer: float
     full: float
     seconds: float
     exposed: float
@@ -206,7 +207,7 @@ def _made_to_fit(asked: Setting, gpu: GPU) -> Setting | None:
     """Smaller micro-batches; gradient checkpointing; full sharding; both: the first that is about as fast as the
     fastest."""
     found = []
-    shards = (asked.how.shard, "full") if asked.gpus > 1 and asked.training.optimizer == "adamw" else (asked.how.shard,)
+    shards = (asked.how.shard, "full") if asked.gpus > 1 and asked.training.lora is None else (asked.how.shard,)
     for shard in dict.fromkeys(shards):
         for again in dict.fromkeys((asked.how.checkpoint_blocks, True)):
             for micro in _shares(asked.training.batch // asked.gpus, asked.how.micro):
@@ -232,18 +233,19 @@ def _step(setting: Setting, gpu: GPU) -> float:
 
 def communication(setting: Setting, made: Plan, gpu: GPU, alone: float) -> Communication:
     """DDP all-reduces float32 gradients once a step, in a ring: 2·(n − 1)/n of them leave each GPU, during the backward
-    pass of the last micro-batch. Full sharding all-gathers the weights for every pass, in the dtype of matmuls, and
-    reduce-scatters gradients; every micro-batch overlaps with its own."""
-    ring = (setting.gpus - 1) / setting.gpus
+    pass of the last micro-batch. Sharding all-gathers weights and reduce-scatters float32 gradients in every
+    micro-batch, which overlaps with its own: weights of blocks in the dtype of matmuls, others in float32. For Muon it
+    gathers the momentum of matrices once a step."""
+    ring, times, gathers = (setting.gpus - 1) / setting.gpus, setting.accumulation, made.gathers
     wide = 2.0 if setting.training.precision == "bf16" else 4.0
     ddp = 2 * ring * 4.0 * made.sent
-    full = ring * (wide * made.gathered * setting.accumulation + 4.0 * made.sent)
-    sharded = setting.how.shard == "full"
-    if setting.how.shard == "optimizer":
-        ddp += ring * 4.0 * made.sent  # the updated weights are sent
-    seconds = (full if sharded else ddp) / bandwidth(gpu, setting.gpus)
-    hides = HIDDEN * alone / (1 if sharded else setting.accumulation)
-    return Communication(ddp, full, seconds, max(0.0, seconds - hides))
+    both = times * 4.0 * (made.sent + gathers.ends) + 4.0 * gathers.once_ends
+    both += 4.0 * made.matrices if setting.training.optimizer == "muon" else 0.0
+    optimizer = ring * (both + wide * (times * gathers.uses + gathers.once))
+    full = ring * (both + wide * times * gathers.passes)
+    seconds = {"none": ddp, "optimizer": optimizer, "full": full}[setting.how.shard] / bandwidth(gpu, setting.gpus)
+    hides = HIDDEN * alone / (times if setting.how.shard == "none" else 1)
+    return Communication(ddp, optimizer, full, seconds, max(0.0, seconds - hides))
 
 
 def _coupled(networks: Networks, name: str, stage: CoupleStage, gpu: GPU, gpus: int) -> StageCost:
