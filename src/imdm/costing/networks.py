@@ -6,7 +6,7 @@ import copy
 import json
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,8 +18,22 @@ from imdm.recipes import AdoptStage, Recipe, TrainStage
 from imdm.sharding import blocks_of
 from imdm.shipped import find
 
-TOKENIZERS = {"gpt2": 50_258, "bert-base-uncased": 30_522}
-"""Ids of the paper's tokenizers, the mask included: known without downloading them."""
+TOKENIZERS = {"gpt2": 50_258, "bert-base-uncased": 30_522, "smollm2": 49_153}
+"""Ids of the recipes' tokenizers, the mask included: known without downloading them."""
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "smollm2": {
+        "model_type": "llama",
+        "vocab_size": 49_152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+    }
+}
+"""Published models that recipes adopt, as `transformers` describes them: known without downloading them."""
 
 
 class Size(NamedTuple):
@@ -58,11 +72,8 @@ class Networks:
 
     def config(self, name: str) -> MaskedDiffusionConfig:
         stage = self.recipe.stages.get(name)
-        if (other := self.adopted(name)) is not None:
-            raise UserError(
-                f"stages.{other} adopts a published model, whose size is known only once it is downloaded; "
-                "imdm cost counts models of our own"
-            )
+        if isinstance(stage, AdoptStage):
+            return self._published(name, stage)
         if not isinstance(stage, TrainStage):
             return load_config(name)
         if stage.start is None:
@@ -73,6 +84,24 @@ class Networks:
         mask = config.mask if stage.mask is None else stage.mask
         mixture = config.mixture or stage.mixture
         return MaskedDiffusionConfig.from_dict(config.to_dict() | {"mask": mask, "mixture": mixture})
+
+    def _published(self, name: str, stage: AdoptStage) -> MaskedDiffusionConfig:
+        """Of a published model that is here, or whose size is known."""
+        from imdm.adopting import adopted_config, families
+
+        told = {"length": self.length, **stage.how()}
+        if Path(find(stage.source)).exists():
+            return adopted_config(stage.source, **told)
+        where = f"model {stage.source!r}"
+        if stage.source not in PUBLISHED:
+            raise UserError(
+                f"stages.{name} adopts the published {where}, whose size is known only once it is downloaded; give the "
+                f"folder that it is in (stages.{name}.source=PATH)"
+            )
+        family = families.family_of(PUBLISHED[stage.source], where)
+        assert family is not None
+        how = families.How(**{way: told.pop(way) for way in ("adapt", "causal")})
+        return families.config_of(family, None, told, how, where)
 
     @cached_property
     def length(self) -> int:

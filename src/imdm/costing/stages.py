@@ -190,8 +190,9 @@ def _waits(setting: Setting, gpu: GPU) -> Iterator[str]:
         return
     remedy = "larger batches make better use of it"
     graphs = replace(setting, training=setting.training.model_copy(update={"graphs": True}))
-    if graphs.recorded:
-        remedy = f"training.graphs=true makes a step {1e3 * work.seconds(gpu, precision, True):,.3g} ms"
+    captured = work.seconds(gpu, precision, True)
+    if graphs.recorded and not setting.training.opening and captured < work.seconds(gpu, precision):
+        remedy = f"training.graphs=true makes a step {1e3 * captured:,.3g} ms"
     yield f"the GPU waits for launches, {work.busy(gpu, precision) / work.seconds(gpu, precision):.0%} busy; {remedy}"
 
 
