@@ -22,7 +22,7 @@ from imdm.costing.machines import REACHED, bandwidth
 from imdm.costing.memory import CONTEXT, GIB, How, trained_state, writing
 from imdm.costing.networks import Networks, Size, measured
 from imdm.costing.stages import JUDGES, check_memory, communication, usable
-from imdm.costing.steps import Setting, masked_by, plan
+from imdm.costing.steps import Setting, least_state, masked_by, plan
 from imdm.costing.work import MOST, PRODUCTS, completions, evaluated, evaluations, written
 from imdm.data import TokenSource
 from imdm.errors import UserError
@@ -419,6 +419,79 @@ def test_a_run_that_cannot_fit_is_refused_before_it_begins() -> None:
     check_memory(Networks(load_recipe("lm1b-mdlm")), "teacher", 1, int(0.99 * asked))
     with pytest.raises(UserError, match="use a smaller model"):
         check_memory(Networks(recipe), "teacher", 1, 2 * GIB)
+    with pytest.raises(UserError, match="use a smaller model"):  # moments, averages and gradients alone
+        check_memory(Networks(load_recipe("owt-860m-imdm", [MICRO.replace("64", "1")])), "teacher", 1, 15 * GIB)
+
+
+OBJECTIVES = {
+    "nelbo": (Nelbo(), {}),
+    "muon": (Nelbo(), {"optimizer": "muon"}),
+    "sdtt": (SDTT(rounds=1, iterations=4), {}),
+    "match": (Match.model_validate({"auxiliary": {"ahead": 1}, "looks": 8}), {}),
+}
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_the_least_that_is_held_is_held_by_a_trainer(name: str, tmp_path: Path) -> None:
+    """Counted in a trainer whose optimiser is about to step: all of it, and never more; of Muon and `match`, which has
+    an auxiliary network with some weights more, nearly all."""
+    objective, settings = OBJECTIVES[name]
+    config = MaskedDiffusionConfig.preset("tiny", vocab_size=32, length=8, mask="infinite-uniform-8-1.0")
+    source, training = TokenSource(torch.randint(0, 31, (8, 8)), 32, 31), TrainConfig(steps=4, batch=4, **settings)
+    trainer = Trainer(MaskedDiffusionLM(config), objective, source, training, tmp_path)
+    for _ in range(3):
+        trainer.train_step()
+    held = 0
+    for network in trainer.networks.values():
+        states = network.optimizer.state.values()
+        held += sum(v.nbytes for state in states for kind, v in state.items() if kind != "step")
+        held += sum(2 * weight.nbytes for weight in network.bare.parameters())  # and its gradient
+        held += sum(average.nbytes for average in network.ema.weights.values())
+    if trainer.companion is not None:
+        held += sum(weight.nbytes for weight in trainer.companion.model.parameters())
+    size = measured(json.dumps(config.to_dict(), default=str))
+    least = least_state(Setting(objective, size, size, training, 8, 1, How.of(training, 1)))
+    assert 0.95 * held < least <= held
+    assert name in ("muon", "match") or least == held
+
+
+def test_state_that_no_memory_holds_is_refused_in_any_precision() -> None:
+    """On a CPU and in float32 on a GPU: 20 bytes a parameter, less with adapters, and a part of it on each process if
+    they are sharded."""
+    networks = Networks(load_recipe("lm1b-mdlm", ["stages.teacher.training.precision=float32"]))
+    need = 20 * networks.size("teacher").parameters
+    for cuda in (False, True):
+        check_memory(networks, "teacher", 1, need, cuda)
+        with pytest.raises(
+            UserError, match=r"stages\.teacher: a step would take 2\.[678] GiB of .*memory or more"
+        ) as no:
+            check_memory(networks, "teacher", 1, need - 1, cuda)
+        assert ("GPU" in str(no.value)) == cuda
+    with pytest.raises(UserError, match=r"memory in each process .* set stages\.teacher\.training\.shard=full"):
+        check_memory(networks, "teacher", 4, need // 2, False)
+    shared = ["stages.teacher.training.precision=float32", "stages.teacher.training.shard=full"]
+    check_memory(Networks(load_recipe("lm1b-mdlm", shared)), "teacher", 4, need // 4, False)
+    adapters = ["stages.teacher.training.lora={rank: 4}"]
+    check_memory(Networks(load_recipe("lm1b-mdlm", adapters)), "teacher", 1, need // 5, False)
+    muon = ["stages.teacher.training.optimizer=muon"]
+    check_memory(Networks(load_recipe("lm1b-mdlm", muon)), "teacher", 1, int(0.95 * need), False)
+
+
+def test_a_run_asks_the_memory_of_its_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On a CPU, where the processes of a machine share it. A model of a tokenizer that is still to be trained may be
+    smaller than asked for."""
+    recipe = load_recipe("synthetic")
+    inputs = Inputs(recipe, tmp_path, recipe.data)
+    need = 20 * inputs.networks.size("teacher").parameters
+    monkeypatch.setattr(checks, "memory", lambda *device: need)
+    checks.check_stage(inputs, "teacher")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(UserError, match=r"stages\.teacher: a step would take .* GiB of memory or more"):
+        checks.check_stage(inputs, "teacher")
+    text = load_recipe("sentences-cpu")
+    assert getattr(text.data, "train_bpe", None) is not None
+    monkeypatch.setattr(checks, "memory", lambda *device: 1)
+    checks.check_stage(Inputs(text, tmp_path, text.data), "teacher")
 
 
 def test_a_run_asks_the_gpu_that_it_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -570,7 +643,9 @@ def test_an_objective_of_ones_own_counts_as_nelbo() -> None:
     other = recipe.model_copy(update={"stages": {"teacher": stage.model_copy(update={"objective": Mine()})}})
     assert cost(other).stages[0].seconds == cost(recipe).stages[0].seconds
     assert cost(other).notes() == ["teacher: objective 'mine' is counted as nelbo"]
-    check_memory(Networks(other), "teacher", 1, GIB)  # what it needs is not known
+    check_memory(Networks(other), "teacher", 1, 3 * GIB)  # what it needs beside its state is not known
+    with pytest.raises(UserError, match="use a smaller model"):
+        check_memory(Networks(other), "teacher", 1, GIB)
 
 
 def test_a_recipe_of_settings_is_taken_as_it_is() -> None:

@@ -54,6 +54,12 @@ def processes() -> PartialState:
     return PartialState(cpu=not torch.cuda.is_available())
 
 
+def processes_here() -> int:
+    """How many of them this machine has, as `torchrun` tells."""
+    told = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return max(1, int(told)) if told.isdecimal() else 1
+
+
 def accelerator() -> Accelerator:
     from accelerate import Accelerator
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,28 +53,30 @@ class Size(NamedTuple):
 
 class Networks:
     """The networks of one recipe, by stage or folder. vocab_size, length: given if known, or if they cannot be found
-    out."""
+    out; adopt: what tells the configuration of a published model, if it may be downloaded."""
 
-    def __init__(self, recipe: Recipe, vocab_size: int | None = None, length: int | None = None) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        vocab_size: int | None = None,
+        length: int | None = None,
+        adopt: Callable[[AdoptStage], MaskedDiffusionConfig] | None = None,
+    ) -> None:
         self.recipe, self.data = recipe, recipe.data
-        self._vocab_size, self._length = vocab_size, length
+        self._vocab_size, self._length, self._adopt = vocab_size, length, adopt
+        self._adopted: dict[str, MaskedDiffusionConfig] = {}
 
     def size(self, name: str) -> Size:
         """Of the model that a stage makes, or a folder holds."""
         config = self.config(name)
         return measured(json.dumps(config.to_dict(), sort_keys=True, default=str))
 
-    def adopted(self, name: str) -> str | None:
-        """The stage that adopted the published model from which this one starts; None: it starts from ours."""
-        stage = self.recipe.stages.get(name)
-        if isinstance(stage, AdoptStage):
-            return name
-        return self.adopted(stage.start) if isinstance(stage, TrainStage) and stage.start is not None else None
-
     def config(self, name: str) -> MaskedDiffusionConfig:
         stage = self.recipe.stages.get(name)
         if isinstance(stage, AdoptStage):
-            return self._published(name, stage)
+            if name not in self._adopted:
+                self._adopted[name] = self._published(name, stage) if self._adopt is None else self._adopt(stage)
+            return self._adopted[name]
         if not isinstance(stage, TrainStage):
             return load_config(name)
         if stage.start is None:

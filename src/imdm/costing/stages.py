@@ -10,7 +10,7 @@ from operator import add
 from imdm.costing.machines import GPU, GPUS, HIDDEN, bandwidth
 from imdm.costing.memory import CONTEXT, GIB, ROOM, How, Memory, writing
 from imdm.costing.networks import Networks, Size
-from imdm.costing.steps import Plan, Setting, is_known, looks, plan
+from imdm.costing.steps import Plan, Setting, is_known, least_state, looks, plan
 from imdm.costing.work import Work, completions, drawn, evaluated, evaluations, written
 from imdm.errors import UserError
 from imdm.evaluation import metrics
@@ -129,32 +129,49 @@ def _setting(networks: Networks, name: str, stage: TrainStage, gpus: int) -> Set
     )
 
 
-def check_memory(networks: Networks, name: str, gpus: int, room: int) -> None:
-    """Refuse a training stage that GPUs of so many bytes cannot hold, before its first step. Only where the estimate
-    was measured and is certain: our own network in bf16, counting weights, activations and the head, with a tolerance
-    of a tenth."""
+def check_memory(networks: Networks, name: str, processes: int, room: int, cuda: bool = True) -> None:
+    """Refuse a training stage that memory of so many bytes for each process cannot hold, before its first step: by the
+    state that it surely holds; and on a GPU by the estimate, where that was measured, for our own network in bf16, with
+    a tolerance of a tenth."""
     stage = networks.recipe.stages[name]
-    if not isinstance(stage, TrainStage) or not is_known(stage.objective) or stage.training.batch % gpus:
+    if not isinstance(stage, TrainStage) or stage.training.batch % processes:
         return
-    if any(networks.adopted(place) for place in (name, stage.teacher) if place is not None):
+    asked = _setting(networks, name, stage, processes)
+    least, about = least_state(asked), _estimate(asked) if cuda else 0.0
+    if least <= room and about <= SURE * room:
         return
-    asked = _setting(networks, name, stage, gpus)
-    if stage.training.precision != "bf16" or asked.student.config.backbone["kind"] != DEFAULT:
-        return
-    held = plan(asked).memory
-    least = held.weights + held.activations + held.head
-    if least <= SURE * room:
-        return
-    here = replace(GPUS["h200"], gib=room / GIB)
-    fitting = _made_to_fit(asked, here)
-    remedy = "use a smaller model, or GPUs with more memory"
-    if fitting is not None:
-        settings = (f"stages.{name}.training.{key}={value}" for key, value in fitting.how.changes(asked.how).items())
-        remedy = f"set {', '.join(settings)}"
+    remedy = "use a smaller model, or GPUs with more memory" if cuda else "use a smaller model, or more memory"
+    fitting = _held_by(asked, room, cuda)
+    if fitting is not None and (changes := fitting.how.changes(asked.how)):
+        remedy = f"set {', '.join(f'stages.{name}.training.{key}={value}' for key, value in changes.items())}"
+    where = "GPU memory" if cuda else "memory in each process" if processes > 1 else "memory"
     raise UserError(
-        f"stages.{name}: a step would take {least / GIB:,.0f} GiB of GPU memory or more, and there are "
-        f"{room / GIB:,.0f}; {remedy} (imdm cost says more)"
+        f"stages.{name}: a step would take {_gib(max(least, about))} of {where} or more, and there are {_gib(room)}; "
+        f"{remedy} (imdm cost says more)"
     )
+
+
+def _estimate(asked: Setting) -> float:
+    """Bytes of a step on a GPU; 0 where nothing of the kind was measured."""
+    sizes, training = (asked.student, asked.teacher), asked.training
+    ours = all(size.config.backbone["kind"] == DEFAULT for size in sizes)
+    if not ours or not is_known(asked.objective) or training.precision != "bf16":
+        return 0.0
+    held = plan(asked).memory
+    return held.total - held.buckets - held.graphs
+
+
+def _held_by(asked: Setting, room: int, cuda: bool) -> Setting | None:
+    """The same with other settings, so that it fits."""
+    if cuda and asked.training.lora is None:
+        return _made_to_fit(asked, replace(GPUS["h200"], gib=room / GIB))
+    shared = replace(asked, how=replace(asked.how, shard="full"))
+    may = asked.gpus > 1 and asked.how.shard == "none" and asked.training.lora is None
+    return shared if may and least_state(shared) <= room else None
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:,.0f} GiB" if size >= 10 * GIB else f"{size / GIB:.2g} GiB"
 
 
 def usable(batch: int, gpus: int) -> int:

@@ -109,6 +109,20 @@ def is_known(objective: Objective) -> bool:
     return isinstance(objective, Nelbo | ReDi | Autoregressive | SDTT | Di4C | Match)
 
 
+def least_state(setting: Setting) -> float:
+    """Bytes that are surely held at once, when the optimiser steps: float32 weights, gradients, moments and averages of
+    networks that are trained, and the weights of frozen ones. With adapters only the weights that they adapt."""
+    training, student, teacher = setting.training, setting.student, setting.teacher
+    if training.lora is not None:
+        return student.parameters * (2.0 if training.lora.base == "bf16" else 4.0)
+    trained = [student, teacher] if isinstance(setting.objective, Match) else [student]
+    frozen = [teacher] if isinstance(setting.objective, Match | SDTT | Di4C) else []
+    how, gpus = setting.how, setting.gpus
+    held = [trained_state(one.parameters, "float32", how, gpus, 0, one.ends, training.optimizer) for one in trained]
+    state = sum(one.total - one.buckets for one in held)
+    return state + 4.0 * sum(one.parameters for one in frozen) / shards_of(how, gpus)
+
+
 def _alone(setting: Setting) -> Plan:
     """One network, with a loss on half of the positions, the masked ones; on all for an autoregressive model."""
     config, tokens, how = setting.student.config, setting.tokens, setting.how

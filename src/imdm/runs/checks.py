@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
-from imdm.costing.networks import Networks
 from imdm.costing.stages import check_memory
-from imdm.data import Coupling, check_fits
+from imdm.data import Coupling, TextData, check_fits
 from imdm.data.tokenizers import check_same
-from imdm.devices import processes
+from imdm.devices import processes, processes_here
 from imdm.errors import UserError, shown
 from imdm.evaluation import metrics
 from imdm.models import MaskedDiffusionConfig, check_precision
@@ -103,9 +102,10 @@ def _check_training(inputs: Inputs, name: str, stage: TrainStage) -> None:
         check_room(f"stages.{name}.watch.samples", stage.watch.samples, each)
     batch = stage.training.micro_batch or stage.training.batch // state.num_processes
     check_room(f"stages.{name}.training.batch", batch, 200 * inputs.length, state.device)
-    if state.device.type == "cuda":
-        networks = Networks(inputs.recipe, inputs.vocabulary[0], inputs.length)
-        check_memory(networks, name, state.num_processes, memory(state.device))
+    if inputs.data.is_ready or not isinstance(inputs.data, TextData) or inputs.data.tokenizer is not None:
+        cuda = state.device.type == "cuda"  # else the processes of a machine share its memory
+        room = memory(state.device) if cuda else memory() // processes_here()
+        check_memory(inputs.networks, name, state.num_processes, room, cuda)
 
 
 def _check_teacher(inputs: Inputs, name: str, stage: TrainStage) -> None:
