@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from imdm import devices
+from imdm.cli import app as cli
 from imdm.costing import GPUS
 from imdm.costing.memory import How
 from imdm.costing.networks import measured
 from imdm.costing.stages import communication
 from imdm.costing.steps import Setting, plan
 from imdm.data import CoupleConfig, LanguageSource, aligned, couple
+from imdm.errors import AgreedError, UserError
 from imdm.models import MaskedDiffusionConfig, load_model
 from imdm.objectives import parse_objective
 from imdm.training import TrainConfig
 from imdm.training.history import read_history
 from tests.reference import sharded
-from tests.reference.launching import launched, torchrun
+from tests.reference.launching import ENVIRONMENT, launched, torchrun
 
 KINDS = tuple(sharded.OBJECTIVES)
 Job = dict[str, Any]
@@ -216,6 +222,57 @@ def test_one_process_has_all(tmp_path: Path) -> None:
     assert sentence.startswith("training.shard = 'full': there is one process, so nothing is sharded")
     a, b = (tensors(tmp_path / shard, 3) for shard in ("none", "full"))
     assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.slow
+def test_two_processes_refuse_once(tmp_path: Path) -> None:
+    """A batch that does not divide, by the command: one line, which names the stage, and nothing is written."""
+    command = ["-m", "imdm", "train", "synthetic", "stages.teacher.training.batch=7", "--out", str(tmp_path / "run")]
+    made = subprocess.run(
+        [*torchrun(2), *command], env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False
+    )
+    told = [line for line in (made.stdout + made.stderr).splitlines() if line.startswith("error:")]
+    assert told == ["error: stages.teacher.training.batch = 7: must be a multiple of 2 processes × 1 micro-batches"]
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_one_process_refuses_all_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its sentence, those that have nothing to refuse too."""
+    monkeypatch.setattr(devices, "processes", lambda: SimpleNamespace(num_processes=2))
+
+    def gathered(found: list[str | None], own: str | None) -> None:
+        found[:] = [own, "stages.a: no room here"]
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gathered)
+    with pytest.raises(AgreedError, match="no room here"), devices.together():
+        pass
+    with pytest.raises(AgreedError, match="mine"), devices.together():
+        raise UserError("mine")
+    monkeypatch.setattr(devices, "processes", lambda: SimpleNamespace(num_processes=1))
+    with pytest.raises(UserError, match="mine") as alone, devices.together():
+        raise UserError("mine")
+    assert not isinstance(alone.value, AgreedError)
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_the_first_process_says_what_all_refuse(
+    rank: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(**_: Any) -> None:
+        with devices.together():
+            TrainConfig(steps=1, batch=7).check(2, torch.device("cpu"), "stages.teacher.")
+
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(devices, "processes", lambda: SimpleNamespace(num_processes=2))
+    monkeypatch.setattr(torch.distributed, "all_gather_object", lambda found, own: found.__setitem__(0, own))
+    monkeypatch.setattr(cli, "app", refused)
+    monkeypatch.setattr(cli, "PATIENCE", 0.0)
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    line = "error: stages.teacher.training.batch = 7: must be a multiple of 2 processes × 1 micro-batches\n"
+    assert said == (line if rank == "0" else "")
 
 
 def test_hashes_do_not_change() -> None:

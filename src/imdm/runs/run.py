@@ -20,7 +20,7 @@ import torch
 
 from imdm.config import digest
 from imdm.data import Coupling
-from imdm.devices import processes
+from imdm.devices import processes, together
 from imdm.errors import UserError, unknown
 from imdm.files import check_once, check_writable, kept_if_refused, working_in, write_json, write_recorded
 from imdm.models import fingerprint
@@ -133,12 +133,13 @@ class Run:
 
     def check(self, names: list[str]) -> None:
         """Refuse wrong settings and inputs before any work."""
-        if self.out.exists() and not self.out.is_dir():
-            raise UserError(f"{self.out}, where the run is to be, is a file; give a folder")
-        self.recipe.data.check()
-        if processes().is_main_process:
-            check_writable(self.out)
-        self._check(self._wanted(names))
+        with together():
+            if self.out.exists() and not self.out.is_dir():
+                raise UserError(f"{self.out}, where the run is to be, is a file; give a folder")
+            self.recipe.data.check()
+            if processes().is_main_process:
+                check_writable(self.out)
+            self._check(self._wanted(names))
 
     def prepare(self, names: list[str]) -> None:
         """Text is tokenised and packed into OUT/data, once for all seeds. Then everything is checked again, now that
@@ -150,7 +151,8 @@ class Run:
                     self.recipe.data.ready(self.out / "data", bar)
             state.wait_for_everyone()
             self.inputs = Inputs(self.recipe, self.folder, self.recipe.data.ready(self.out / "data"))
-        self._check(self._wanted(names))
+        with together():
+            self._check(self._wanted(names))
 
     def _wanted(self, names: list[str]) -> list[str]:
         closure = self._closure(names)
