@@ -309,6 +309,18 @@ def test_muon_and_blocks_computed_again_under_every_sharding(tmp_path: Path) -> 
             assert_same(tmp_path / f"{name}-{way}", tmp_path / f"{name}-none", 20)
 
 
+@pytest.mark.slow
+def test_compiled_blocks_are_sharded_too(tmp_path: Path) -> None:
+    """The same losses as eager ones within 1e-5, of a student and of its teacher, which is compiled for evaluation."""
+    ways = ("full", "optimizer")
+    jobs = [job("sdtt", tmp_path / f"compiled-{way}", way, 6, compiled=True) for way in ways]
+    launch([job("sdtt", tmp_path / "eager", "full", 6), *jobs], 2)
+    assert all("compiled" not in told for told in seen(tmp_path / "eager", 2))
+    for way in ways:
+        assert all(told["compiled"] > 0 for told in seen(tmp_path / f"compiled-{way}", 2))
+        assert_same(tmp_path / f"compiled-{way}", tmp_path / "eager", 6)
+
+
 def test_blocks_are_those_of_any_backbone() -> None:
     from imdm.sharding import blocks_of
 

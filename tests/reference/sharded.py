@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor
@@ -247,6 +248,14 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
     return sum(sharding.own(tensor).nbytes for tensor in tensors)
 
 
+def compile_all(made: Trainer) -> None:
+    """As on a GPU with `training.compile`: networks as they train, and the companion as it is evaluated."""
+    for network in made.networks.values():
+        network.bare.compile_trunk(training=True)
+    if made.companion is not None:
+        made.companion.model.compile_trunk(training=False)
+
+
 def run(job: Mapping[str, Any]) -> None:
     told: dict[str, Any]
     try:
@@ -257,8 +266,12 @@ def run(job: Mapping[str, Any]) -> None:
         else:
             made = trainer(job)
             again = count_again(made.networks["student"].bare)
+            if job.get("compiled"):
+                compile_all(made)
             made.train()
             told, rank = {**seen(made), "again": again[0]}, made.accelerator.process_index
+            if job.get("compiled"):
+                told["compiled"] = counters["stats"]["unique_graphs"]
     except UserError as error:
         told, rank = {"refused": str(error)}, torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     folder = Path(job["out"])
