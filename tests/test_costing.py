@@ -29,7 +29,7 @@ from imdm.errors import UserError
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
 from imdm.objectives import SDTT, Match, Nelbo, Objective, ReDi, Step
 from imdm.recipes import load_recipe, parse_recipe, recipe_names
-from imdm.runs import checks
+from imdm.runs import Run, checks
 from imdm.runs.inputs import Inputs
 from imdm.training import TrainConfig, Trainer
 
@@ -484,14 +484,14 @@ def test_a_run_asks_the_memory_of_its_machine(monkeypatch: pytest.MonkeyPatch, t
     inputs = Inputs(recipe, tmp_path, recipe.data)
     need = 20 * inputs.networks.size("teacher").parameters
     monkeypatch.setattr(checks, "memory", lambda *device: need)
-    checks.check_stage(inputs, "teacher")
+    checks.check_state(inputs, "teacher")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(UserError, match=r"stages\.teacher: a step would take .* GiB of memory or more"):
-        checks.check_stage(inputs, "teacher")
+        Run(recipe, tmp_path / "run").check(["teacher"])
     text = load_recipe("sentences-cpu")
     assert getattr(text.data, "train_bpe", None) is not None
     monkeypatch.setattr(checks, "memory", lambda *device: 1)
-    checks.check_stage(Inputs(text, tmp_path, text.data), "teacher")
+    checks.check_state(Inputs(text, tmp_path, text.data), "teacher")
 
 
 def test_a_run_asks_the_gpu_that_it_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -500,12 +500,11 @@ def test_a_run_asks_the_gpu_that_it_has(monkeypatch: pytest.MonkeyPatch, tmp_pat
     state = SimpleNamespace(num_processes=1, process_index=0, is_main_process=True, device=torch.device("cuda"))
     inputs = Inputs(recipe, tmp_path, recipe.data)
     monkeypatch.setattr(checks, "processes", lambda: state)
-    monkeypatch.setattr(checks, "check_room", lambda *asked, **where: None)
     monkeypatch.setattr(checks, "memory", lambda device: 1 << 40)
-    checks.check_stage(inputs, "teacher")
+    checks.check_state(inputs, "teacher")
     monkeypatch.setattr(checks, "memory", lambda device: 1 << 24)
     with pytest.raises(UserError, match=r"stages\.teacher: a step would take"):
-        checks.check_stage(inputs, "teacher")
+        checks.check_state(inputs, "teacher")
 
 
 def test_a_tokenizer_that_is_not_here_is_a_sentence() -> None:

@@ -62,6 +62,17 @@ def check_stage(inputs: Inputs, name: str) -> None:
     _check_metrics(inputs, name, stage.metrics, stage.top_p)
 
 
+def check_state(inputs: Inputs, name: str) -> None:
+    """Refuse a training stage whose state surely does not fit into memory; for stages that `check_stage` has let pass.
+    Not before a tokenizer is trained, which may be smaller than asked for."""
+    if not inputs.data.is_ready and isinstance(inputs.data, TextData) and inputs.data.tokenizer is None:
+        return
+    state = processes()
+    cuda = state.device.type == "cuda"  # else the processes of a machine share its memory
+    room = memory(state.device) if cuda else memory() // processes_here()
+    check_memory(inputs.networks, name, state.num_processes, room, cuda)
+
+
 def _check_inputs(inputs: Inputs, name: str) -> None:
     """Inputs outside the run must exist, be whole and fit the data."""
     for needed in inputs.recipe.stages[name].inputs():
@@ -102,10 +113,6 @@ def _check_training(inputs: Inputs, name: str, stage: TrainStage) -> None:
         check_room(f"stages.{name}.watch.samples", stage.watch.samples, each)
     batch = stage.training.micro_batch or stage.training.batch // state.num_processes
     check_room(f"stages.{name}.training.batch", batch, 200 * inputs.length, state.device)
-    if inputs.data.is_ready or not isinstance(inputs.data, TextData) or inputs.data.tokenizer is not None:
-        cuda = state.device.type == "cuda"  # else the processes of a machine share its memory
-        room = memory(state.device) if cuda else memory() // processes_here()
-        check_memory(inputs.networks, name, state.num_processes, room, cuda)
 
 
 def _check_teacher(inputs: Inputs, name: str, stage: TrainStage) -> None:

@@ -25,7 +25,7 @@ from imdm.errors import UserError, unknown
 from imdm.files import check_once, check_writable, kept_if_refused, working_in, write_json, write_recorded
 from imdm.models import fingerprint
 from imdm.recipes import AdoptStage, EvaluateStage, Recipe, TrainStage
-from imdm.runs.checks import check_size, check_stage
+from imdm.runs.checks import check_size, check_stage, check_state
 from imdm.runs.inputs import Inputs
 from imdm.runs.stages import is_measured, make_stage
 from imdm.runs.status import DONE, read_done
@@ -171,8 +171,9 @@ class Run:
     def _check(self, names: list[str]) -> None:
         """Bad sizes, missing data or folders, settings this machine cannot run, other runs in the same place."""
         check_size(self.inputs)
-        for name in names:
-            check_stage(self.inputs, name)
+        for check in (check_stage, check_state):
+            for name in names:
+                check(self.inputs, name)
         for name in names if self.inputs.data.is_ready else ():
             above = [needed for needed in self.recipe.stages[name].inputs() if needed in self.recipe.stages]
             if all((self.folder / needed / DONE).exists() for needed in above):
