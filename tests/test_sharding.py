@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from imdm import devices
+from imdm.cli import app as cli
+from imdm.costing import GPUS
+from imdm.costing.memory import How
+from imdm.costing.networks import measured
+from imdm.costing.stages import communication
+from imdm.costing.steps import Setting, plan
 from imdm.data import CoupleConfig, LanguageSource, aligned, couple
-from imdm.models import load_model
+from imdm.errors import AgreedError, UserError
+from imdm.models import MaskedDiffusionConfig, load_model
+from imdm.objectives import parse_objective
 from imdm.training import TrainConfig
 from imdm.training.history import read_history
 from tests.reference import sharded
-from tests.reference.launching import launched, torchrun
+from tests.reference.launching import ENVIRONMENT, launched, torchrun
 
 KINDS = tuple(sharded.OBJECTIVES)
 Job = dict[str, Any]
@@ -124,6 +136,14 @@ MUON = {"training": {"optimizer": "muon", "weight_decay": 0.1}}
 AGAIN = {"training": {"checkpoint_blocks": True}}
 
 
+COUNTED: dict[str, tuple[str, dict[str, Any]]] = {
+    f"{kind}-{way}-{micro}": (kind, {"shard": way, "micro_batch": micro, "checkpoint_blocks": micro == 2})
+    for kind, micro in (("nelbo", 4), ("sdtt", 2), ("match", 2))
+    for way in ("optimizer", "full")
+}
+COUNTED["counted-muon"] = ("nelbo", {"shard": "full", "optimizer": "muon"})
+
+
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two processes make, one job after another."""
@@ -137,6 +157,10 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
             job("nelbo", home / "muon", "full", 6, **MUON),
             job("nelbo", home / "muon-moved", "full", 4, **MUON),
             job("sdtt", home / "again", "full", 5, **AGAIN),
+            *(
+                {"kind": "counted", "of": kind, "out": str(home / name), "training": training}
+                for name, (kind, training) in COUNTED.items()
+            ),
         ],
         2,
     )
@@ -160,14 +184,95 @@ def test_two_processes_share_out_what_one_has(two: Path) -> None:
         assert told == {"block": "torch.bfloat16", "gradient": "torch.float32", "weight": "torch.float32"}
 
 
+@pytest.mark.parametrize("name", COUNTED)
+def test_costs_are_the_bytes_of_two_processes(two: Path, name: str) -> None:
+    """State of each process, and what it sends in a step of one and of two micro-batches: as `imdm cost` has them. The
+    auxiliary network of `match` has some weights more than its teacher; not all weights of blocks are Muon's."""
+    kind, given = COUNTED[name]
+    training = TrainConfig(steps=4, batch=8, **given)
+    size = measured(json.dumps(MaskedDiffusionConfig(**sharded.EVEN).to_dict(), default=str))
+    objective = parse_objective(sharded.OBJECTIVES[kind])
+    setting = Setting(objective, size, size, training, 4, 2, How.of(training, 2))
+    made = plan(setting)
+    sent = communication(setting, made, GPUS["h200"], 0.0)
+    expected = {one: getattr(made.memory, one) for one in ("weights", "gradients", "moments", "averages")}
+    expected["blocks"] = 4 * size.inside if training.shard == "optimizer" else 0
+    expected["frozen"] = 0 if kind == "nelbo" else 4 * size.parameters / 2
+    expected["sent"] = getattr(sent, training.shard)
+    for told in seen(two / name, 2):
+        told["sent"] = told.pop("gathers") + told.pop("reduces")
+        if name == "counted-muon":
+            assert told["moments"] == pytest.approx(expected["moments"], rel=0.15)
+            told["moments"] = expected["moments"]
+            told["sent"] += 4 * size.inside / 2  # momentum is gathered by other means
+        assert told == pytest.approx(expected, rel=0.003 if kind == "match" else 1e-9)
+    assert made.memory.buckets > 0
+
+
 def test_one_process_has_all(tmp_path: Path) -> None:
-    """Sharding asked for where there is nothing to share is no error, and changes no bit."""
-    for shard in ("none", "full"):
-        sharded.run(job("nelbo", tmp_path / shard, shard, 3))
-    (told,) = seen(tmp_path / "full", 1)
-    assert told["student"] == [1.0, 1.0, 1.0]
+    """Sharding asked for where there is nothing to share is no error, and changes no bit, but it is said once."""
+    said: dict[str, list[str]] = {"none": [], "full": []}
+    for shard, told in said.items():
+        made = sharded.trainer(job("nelbo", tmp_path / shard, shard, 3))
+        made.on_warning = told.append
+        made.train()
+        assert sharded.seen(made)["student"] == [1.0, 1.0, 1.0]
+    assert not said["none"]
+    (sentence,) = said["full"]
+    assert sentence.startswith("training.shard = 'full': there is one process, so nothing is sharded")
     a, b = (tensors(tmp_path / shard, 3) for shard in ("none", "full"))
     assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.slow
+def test_two_processes_refuse_once(tmp_path: Path) -> None:
+    """A batch that does not divide, by the command: one line, which names the stage, and nothing is written."""
+    command = ["-m", "imdm", "train", "synthetic", "stages.teacher.training.batch=7", "--out", str(tmp_path / "run")]
+    made = subprocess.run(
+        [*torchrun(2), *command], env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False
+    )
+    told = [line for line in (made.stdout + made.stderr).splitlines() if line.startswith("error:")]
+    assert told == ["error: stages.teacher.training.batch = 7: must be a multiple of 2 processes × 1 micro-batches"]
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_one_process_refuses_all_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its sentence, those that have nothing to refuse too."""
+    monkeypatch.setattr(devices, "processes", lambda: SimpleNamespace(num_processes=2))
+
+    def gathered(found: list[str | None], own: str | None) -> None:
+        found[:] = [own, "stages.a: no room here"]
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gathered)
+    with pytest.raises(AgreedError, match="no room here"), devices.together():
+        pass
+    with pytest.raises(AgreedError, match="mine"), devices.together():
+        raise UserError("mine")
+    monkeypatch.setattr(devices, "processes", lambda: SimpleNamespace(num_processes=1))
+    with pytest.raises(UserError, match="mine") as alone, devices.together():
+        raise UserError("mine")
+    assert not isinstance(alone.value, AgreedError)
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_the_first_process_says_what_all_refuse(
+    rank: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(**_: Any) -> None:
+        with devices.together():
+            TrainConfig(steps=1, batch=7).check(2, torch.device("cpu"), "stages.teacher.")
+
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(devices, "processes", lambda: SimpleNamespace(num_processes=2))
+    monkeypatch.setattr(torch.distributed, "all_gather_object", lambda found, own: found.__setitem__(0, own))
+    monkeypatch.setattr(cli, "app", refused)
+    monkeypatch.setattr(cli, "PATIENCE", 0.0)
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    line = "error: stages.teacher.training.batch = 7: must be a multiple of 2 processes × 1 micro-batches\n"
+    assert said == (line if rank == "0" else "")
 
 
 def test_hashes_do_not_change() -> None:
@@ -204,13 +309,25 @@ def test_muon_and_blocks_computed_again_under_every_sharding(tmp_path: Path) -> 
             assert_same(tmp_path / f"{name}-{way}", tmp_path / f"{name}-none", 20)
 
 
+@pytest.mark.slow
+def test_compiled_blocks_are_sharded_too(tmp_path: Path) -> None:
+    """The same losses as eager ones within 1e-5, of a student and of its teacher, which is compiled for evaluation."""
+    ways = ("full", "optimizer")
+    jobs = [job("sdtt", tmp_path / f"compiled-{way}", way, 6, compiled=True) for way in ways]
+    launch([job("sdtt", tmp_path / "eager", "full", 6), *jobs], 2)
+    assert all("compiled" not in told for told in seen(tmp_path / "eager", 2))
+    for way in ways:
+        assert all(told["compiled"] > 0 for told in seen(tmp_path / f"compiled-{way}", 2))
+        assert_same(tmp_path / f"compiled-{way}", tmp_path / "eager", 6)
+
+
 def test_blocks_are_those_of_any_backbone() -> None:
-    from imdm.sharding import _blocks
+    from imdm.sharding import blocks_of
 
     ours = sharded.model()
-    assert list(_blocks(ours)) == list(ours.backbone.blocks)  # type: ignore[arg-type]
+    assert list(blocks_of(ours)) == list(ours.backbone.blocks)  # type: ignore[arg-type]
     theirs = sharded.model(**HF)
-    assert [type(block).__name__ for block in _blocks(theirs)] == ["LlamaDecoderLayer"] * 2
+    assert [type(block).__name__ for block in blocks_of(theirs)] == ["LlamaDecoderLayer"] * 2
 
 
 HF: dict[str, Any] = {"backbone": {"kind": "hf", "config": sharded.LLAMA}, "condition": 0, "dropout": 0.0}

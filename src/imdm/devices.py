@@ -7,13 +7,14 @@ CPU processes as if each were alone.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from imdm.errors import UserError, shown
+from imdm.errors import AgreedError, UserError, shown
 from imdm.stopping import end
 
 if TYPE_CHECKING:
@@ -52,6 +53,32 @@ def processes() -> PartialState:
     from accelerate import PartialState
 
     return PartialState(cpu=not torch.cuda.is_available())
+
+
+def processes_here() -> int:
+    """How many of them this machine has, as `torchrun` tells."""
+    told = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return max(1, int(told)) if told.isdecimal() else 1
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """A block of checks: what one process refuses, all refuse with its sentence, so that none of them waits for another
+    that has ended, and the sentence is said once."""
+    refused: UserError | None = None
+    try:
+        yield
+    except UserError as error:
+        refused = error
+    state = processes()
+    if state.num_processes > 1:
+        sentences: list[str | None] = [None] * state.num_processes
+        torch.distributed.all_gather_object(sentences, None if refused is None else str(refused))
+        for sentence in sentences:
+            if sentence is not None:
+                raise AgreedError(sentence)
+    if refused is not None:
+        raise refused
 
 
 def accelerator() -> Accelerator:

@@ -13,6 +13,10 @@ class UserError(ValueError):
     """Bad input. The command line prints the sentence and exits with code 2; Python callers see a ValueError."""
 
 
+class AgreedError(UserError):
+    """Bad input that all processes of a run refuse; the first of them says so."""
+
+
 def check_whole(name: str, value: object, least: int = 1, most: int = (1 << 63) - 1) -> None:
     """Refuse what is not a whole number in this range."""
     if isinstance(value, bool) or not isinstance(value, Integral) or not least <= int(value) <= most:

@@ -1,8 +1,9 @@
 """Models sharded over processes (FSDP2): each process holds its shard of every weight, of the optimiser's state and of
 the average.
 
-Blocks are gathered one after another while they run. Other weights (embeddings, head, last norm) are gathered when a
-model first runs in a step and stay gathered until the step is over: heads are used outside of `forward`.
+Blocks are gathered one after another while they run. Other weights (embeddings, head, last norm) are gathered for
+`forward` and again for the backward pass. Where `RUN` is called in place of `forward`, whose caller uses the head, they
+stay gathered until the backward pass, or the step, is over.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def shard(model: M, how: Sharding) -> M:
         raise UserError(f"training.shard: the weight {scalar!r} is a single number, which cannot be sharded")
     layers = _with_empty_weights(model, "meta")
     half = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-    for block in _blocks(model):
+    for block in blocks_of(model):
         policy = half if how.half else MixedPrecisionPolicy()
         fully_shard(block, mesh=how.mesh, reshard_after_forward=not how.stay, mp_policy=policy)
     top: Any = fully_shard(model, mesh=how.mesh, reshard_after_forward=False)
@@ -79,13 +80,13 @@ def shard(model: M, how: Sharding) -> M:
     return model
 
 
-def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
     """The members of its lists of layers; not those of lists within these."""
     for child in module.children():
         if isinstance(child, nn.ModuleList):
             yield from (each for each in child if any(True for _ in each.parameters()))
         else:
-            yield from _blocks(child)
+            yield from blocks_of(child)
 
 
 def _with_empty_weights(model: M, device: str) -> M:

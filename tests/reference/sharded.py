@@ -15,11 +15,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 
 from imdm import devices, sharding
-from imdm.data import Coupling, LanguageSource, aligned
+from imdm.data import Coupling, LanguageSource, TokenSource, aligned
 from imdm.errors import UserError
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
 from imdm.objectives import parse_objective
@@ -41,6 +43,7 @@ OBJECTIVES: dict[str, Any] = {
         "phases": [{"gradient": "fkl", "steps": 4}, {"gradient": "kl"}],
     },
 }
+NOISY = "infinite-uniform-4-1.0"
 LLAMA = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 8}
 LLAMA |= {"num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": True}
 
@@ -182,8 +185,75 @@ def count_again(model: MaskedDiffusionLM) -> list[int]:
     def count(*_: Any) -> None:
         many[0] += torch._C._current_graph_task_id() != -1
 
-    next(sharding._blocks(model)).register_forward_pre_hook(count)  # it need not come to the end
+    next(sharding.blocks_of(model)).register_forward_pre_hook(count)  # it need not come to the end
     return many
+
+
+EVEN: dict[str, Any] = {
+    "vocab_size": 8,
+    "length": 4,
+    "width": 16,
+    "blocks": 3,
+    "heads": 2,
+    "condition": 8,
+    "mask": NOISY,
+}
+"""A model whose tensors have even first dimensions, so that two processes have halves of them."""
+
+
+def counted(job: Mapping[str, Any]) -> dict[str, Any]:
+    """The bytes of one training step on this process: `weights`, `averages`, `gradients` and `moments` of all networks,
+    and `frozen`, the companion's weights, as they are held; `blocks`, the weights of blocks that are whole when the
+    backward pass begins; `gathers` and `reduces`, what a ring of these processes sends of weights and gradients."""
+    source = TokenSource(torch.randint(0, 7, (64, 4), generator=torch.Generator().manual_seed(0)), 8, 7)
+    config, objective = TrainConfig(steps=4, batch=8, **job["training"]), parse_objective(OBJECTIVES[job["of"]])
+    made = Trainer(model(**EVEN), objective, source, config, job["out"])
+    made.model.train()
+    made.train_step()
+    networks, others = list(made.networks.values()), made.accelerator.num_processes - 1
+    found = dict.fromkeys(("blocks", "gradients", "gathers", "reduces"), 0)
+    gathers, reduces, backward = DefaultAllGather.__call__, DefaultReduceScatter.__call__, made.accelerator.backward
+
+    def gather(self: Any, output_tensor: Tensor, input_tensor: Tensor, *more: Any, **how: Any) -> Any:
+        found["gathers"] += others * input_tensor.nbytes
+        return gathers(self, output_tensor, input_tensor, *more, **how)
+
+    def reduce(self: Any, output_tensor: Tensor, input_tensor: Tensor, *more: Any, **how: Any) -> Any:
+        found["reduces"] += others * output_tensor.nbytes
+        return reduces(self, output_tensor, input_tensor, *more, **how)
+
+    def back(loss: Tensor) -> None:
+        weights = [w for block in sharding.blocks_of(made.bare) for w in block.parameters()]
+        found["blocks"] = sum(weight.nbytes for weight in weights if not isinstance(weight, DTensor))
+        backward(loss)
+        grown = [w.grad for network in networks for w in network.bare.parameters() if w.grad is not None]
+        found["gradients"] = max(found["gradients"], bytes_of(grown))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DefaultAllGather, "__call__", gather)
+        patch.setattr(DefaultReduceScatter, "__call__", reduce)
+        patch.setattr(made.accelerator, "backward", back)
+        made.train_step()
+    states = [state for network in networks for state in network.optimizer.state.values()]
+    return found | {
+        "weights": bytes_of(weight for network in networks for weight in network.bare.parameters()),
+        "averages": bytes_of(weight for network in networks for weight in network.ema.weights.values()),
+        "moments": bytes_of(value for state in states for name, value in state.items() if name != "step"),
+        "frozen": 0 if made.companion is None else bytes_of(made.companion.model.parameters()),
+    }
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """What this process holds of them."""
+    return sum(sharding.own(tensor).nbytes for tensor in tensors)
+
+
+def compile_all(made: Trainer) -> None:
+    """As on a GPU with `training.compile`: networks as they train, and the companion as it is evaluated."""
+    for network in made.networks.values():
+        network.bare.compile_trunk(training=True)
+    if made.companion is not None:
+        made.companion.model.compile_trunk(training=False)
 
 
 def run(job: Mapping[str, Any]) -> None:
@@ -191,11 +261,17 @@ def run(job: Mapping[str, Any]) -> None:
     try:
         if job["kind"] == "half":
             told, rank = in_half(), devices.processes().process_index
+        elif job["kind"] == "counted":
+            told, rank = counted(job), devices.processes().process_index
         else:
             made = trainer(job)
             again = count_again(made.networks["student"].bare)
+            if job.get("compiled"):
+                compile_all(made)
             made.train()
             told, rank = {**seen(made), "again": again[0]}, made.accelerator.process_index
+            if job.get("compiled"):
+                told["compiled"] = counters["stats"]["unique_graphs"]
     except UserError as error:
         told, rank = {"refused": str(error)}, torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     folder = Path(job["out"])

@@ -7,6 +7,7 @@ import io
 import os
 import sys
 import tempfile
+import time
 import traceback
 from datetime import datetime
 from functools import partial
@@ -20,7 +21,7 @@ from rich.text import Text
 
 from imdm.cli.early import known_order, known_policy, known_seed, located
 from imdm.console import plain_console
-from imdm.errors import UserError, is_out_of_memory, reason_of, shorter
+from imdm.errors import AgreedError, UserError, is_out_of_memory, reason_of, shorter
 from imdm.files import home, write_text
 from imdm.stopping import CODES, GO_ON
 
@@ -90,6 +91,7 @@ OwnOrder = Annotated[
 STOPPED = [GO_ON]
 """Messages after Ctrl-C or SIGTERM; a command that cannot resume adds its own."""
 LONGEST = 2000  # characters of a message
+PATIENCE = 5.0  # seconds; torchrun ends a process earlier, when the first one has ended
 
 
 def _version(asked: bool) -> None:
@@ -185,6 +187,9 @@ def main() -> None:
         app(standalone_mode=True)
         _flush()
     except UserError as error:
+        if isinstance(error, AgreedError) and not is_main():
+            time.sleep(PATIENCE)  # if this one ended first, torchrun would end the one that is to say it
+            sys.exit(2)
         _end(str(error), 2)
     except OSError as error:
         _forget_output(error)

@@ -29,7 +29,7 @@ ROOM = 0.92  # usable share of a GPU's memory: the rest is lost to fragmentation
 @dataclass(frozen=True)
 class Memory:
     """Bytes. weights: in float32, with a copy in the dtype of matmuls; companions: networks that are not trained;
-    buckets: gradient buckets of DDP, or the gathered blocks of full sharding."""
+    buckets: gradient buckets of DDP, or what sharding gathers of weights and not yet reduced gradients."""
 
     weights: float = 0.0
     gradients: float = 0.0
@@ -76,28 +76,47 @@ class How:
         return {name: str(value).lower() for name, value in mine.items() if value != theirs[name]}
 
 
-def trained_state(parameters: float, precision: str, how: How, gpus: int, block: float, ends: float) -> Memory:
-    """A network that is trained: float32 weights, gradients, AdamW's two moments, average. block, ends: the weights of
-    a block, and of embedding and head."""
-    many = {"none": 1, "optimizer": gpus, "full": gpus}[_known(how.shard)]
-    whole = gpus if how.shard == "full" else 1
-    half = 2.0 if precision == "bf16" else 0.0
-    if how.shard == "full":
-        buckets = (2 * block + ends) * (4.0 + half)
-    else:
-        buckets = 4.0 * parameters if gpus > 1 else 0.0
+def trained_state(
+    parameters: float, precision: str, how: How, gpus: int, block: float, ends: float, optimizer: str = "adamw"
+) -> Memory:
+    """A network that is trained: float32 weights, gradients, moments, average; sharded, each GPU holds its part of all
+    of them. block, ends: the weights of a block, and of all that is in no block. Muon has one moment of the blocks'
+    matrices, AdamW two."""
+    shards = shards_of(how, gpus)
+    moments = 8.0 * parameters - (4.0 * (parameters - ends) if optimizer == "muon" else 0.0)
+    half = 2.0 if precision == "bf16" and shards == 1 else 0.0
+    buckets = 4.0 * parameters if gpus > 1 else 0.0
+    if shards > 1:  # gradients of two blocks, which overlap, and of the rest are there whole before they are reduced
+        buckets = _gathered(parameters, precision, how, block, ends) + 4.0 * (2 * block + ends)
     return Memory(
-        weights=(4.0 if how.shard == "full" else 4.0 + half) * parameters / whole,
-        gradients=4.0 * parameters / whole,
-        moments=8.0 * parameters / many,
-        averages=4.0 * parameters / many,
+        weights=(4.0 + half) * parameters / shards,
+        gradients=4.0 * parameters / shards,
+        moments=moments / shards,
+        averages=4.0 * parameters / shards,
         buckets=buckets,
     )
 
 
-def frozen_state(parameters: float, precision: str, how: How, gpus: int) -> Memory:
-    each = 6.0 if precision == "bf16" else 4.0
-    return Memory(companions=each * parameters / (gpus if how.shard == "full" else 1))
+def frozen_state(parameters: float, precision: str, how: How, gpus: int, block: float, ends: float) -> Memory:
+    """A network that is evaluated alone."""
+    shards = shards_of(how, gpus)
+    if shards > 1:
+        return Memory(companions=4.0 * parameters / shards + _gathered(parameters, precision, how, block, ends))
+    return Memory(companions=(6.0 if precision == "bf16" else 4.0) * parameters)
+
+
+def shards_of(how: How, gpus: int) -> int:
+    """Into how many parts weights, gradients, moments and averages are divided."""
+    if how.shard not in ("none", "optimizer", "full"):
+        raise UserError(f"training.shard = {how.shard!r}: must be none, optimizer or full")
+    return 1 if how.shard == "none" else gpus
+
+
+def _gathered(parameters: float, precision: str, how: How, block: float, ends: float) -> float:
+    """Weights that are whole on every GPU: two blocks, one of which is being gathered, or with `optimizer` all of them;
+    in the dtype of matmuls. The others stay in float32."""
+    blocks = parameters - ends if how.shard == "optimizer" else min(2 * block, parameters - ends)
+    return (2.0 if precision == "bf16" else 4.0) * blocks + 4.0 * ends
 
 
 def kept_for_backward(
@@ -129,9 +148,3 @@ def writing(config: MaskedDiffusionConfig, parameters: float, tokens: float, pre
     wide = 1.0 if precision == "bf16" else 2.0
     weights = (6.0 if precision == "bf16" else 4.0) * parameters
     return Memory(weights=weights, activations=WRITTEN * wide * config.width * tokens, context=CONTEXT)
-
-
-def _known(shard: str) -> str:
-    if shard not in ("none", "optimizer", "full"):
-        raise UserError(f"training.shard = {shard!r}: must be none, optimizer or full")
-    return shard

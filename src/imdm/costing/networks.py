@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,48 +16,67 @@ from imdm.errors import UserError
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM, load_config
 from imdm.models.backbones.base import DEFAULT
 from imdm.recipes import AdoptStage, Recipe, TrainStage
+from imdm.sharding import blocks_of
 from imdm.shipped import find
 
-TOKENIZERS = {"gpt2": 50_258, "bert-base-uncased": 30_522}
-"""Ids of the paper's tokenizers, the mask included: known without downloading them."""
+TOKENIZERS = {"gpt2": 50_258, "bert-base-uncased": 30_522, "smollm2": 49_153}
+"""Ids of the recipes' tokenizers, the mask included: known without downloading them."""
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "smollm2": {
+        "model_type": "llama",
+        "vocab_size": 49_152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+    }
+}
+"""Published models that recipes adopt, as `transformers` describes them: known without downloading them."""
 
 
 class Size(NamedTuple):
-    """A network. parameters: all of them; block: those of one block; ends: of embedding and head."""
+    """A network. parameters: all of them; block: those of one block; ends: those in no block, as embedding and head."""
 
     config: MaskedDiffusionConfig
     parameters: int
     block: float
     ends: int
 
+    @property
+    def inside(self) -> int:
+        """The parameters of all blocks."""
+        return self.parameters - self.ends
+
 
 class Networks:
     """The networks of one recipe, by stage or folder. vocab_size, length: given if known, or if they cannot be found
-    out."""
+    out; adopt: what tells the configuration of a published model, if it may be downloaded."""
 
-    def __init__(self, recipe: Recipe, vocab_size: int | None = None, length: int | None = None) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        vocab_size: int | None = None,
+        length: int | None = None,
+        adopt: Callable[[AdoptStage], MaskedDiffusionConfig] | None = None,
+    ) -> None:
         self.recipe, self.data = recipe, recipe.data
-        self._vocab_size, self._length = vocab_size, length
+        self._vocab_size, self._length, self._adopt = vocab_size, length, adopt
+        self._adopted: dict[str, MaskedDiffusionConfig] = {}
 
     def size(self, name: str) -> Size:
         """Of the model that a stage makes, or a folder holds."""
         config = self.config(name)
         return measured(json.dumps(config.to_dict(), sort_keys=True, default=str))
 
-    def adopted(self, name: str) -> str | None:
-        """The stage that adopted the published model from which this one starts; None: it starts from ours."""
-        stage = self.recipe.stages.get(name)
-        if isinstance(stage, AdoptStage):
-            return name
-        return self.adopted(stage.start) if isinstance(stage, TrainStage) and stage.start is not None else None
-
     def config(self, name: str) -> MaskedDiffusionConfig:
         stage = self.recipe.stages.get(name)
-        if (other := self.adopted(name)) is not None:
-            raise UserError(
-                f"stages.{other} adopts a published model, whose size is known only once it is downloaded; "
-                "imdm cost counts models of our own"
-            )
+        if isinstance(stage, AdoptStage):
+            if name not in self._adopted:
+                self._adopted[name] = self._published(name, stage) if self._adopt is None else self._adopt(stage)
+            return self._adopted[name]
         if not isinstance(stage, TrainStage):
             return load_config(name)
         if stage.start is None:
@@ -67,6 +87,24 @@ class Networks:
         mask = config.mask if stage.mask is None else stage.mask
         mixture = config.mixture or stage.mixture
         return MaskedDiffusionConfig.from_dict(config.to_dict() | {"mask": mask, "mixture": mixture})
+
+    def _published(self, name: str, stage: AdoptStage) -> MaskedDiffusionConfig:
+        """Of a published model that is here, or whose size is known."""
+        from imdm.adopting import adopted_config, families
+
+        told = {"length": self.length, **stage.how()}
+        if Path(find(stage.source)).exists():
+            return adopted_config(stage.source, **told)
+        where = f"model {stage.source!r}"
+        if stage.source not in PUBLISHED:
+            raise UserError(
+                f"stages.{name} adopts the published {where}, whose size is known only once it is downloaded; give the "
+                f"folder that it is in (stages.{name}.source=PATH)"
+            )
+        family = families.family_of(PUBLISHED[stage.source], where)
+        assert family is not None
+        how = families.How(**{way: told.pop(way) for way in ("adapt", "causal")})
+        return families.config_of(family, None, told, how, where)
 
     @cached_property
     def length(self) -> int:
@@ -97,9 +135,9 @@ def measured(settings: str) -> Size:
     with torch.device("meta"):
         model = MaskedDiffusionLM(config)
     parameters = sum(weight.numel() for weight in model.parameters())
-    ends = config.vocab_size * config.width * (1 if config.tie_word_embeddings else 2)
-    inside = max(1, parameters - ends)
+    blocks = [sum(weight.numel() for weight in block.parameters()) for block in blocks_of(model)]
     if config.backbone["kind"] != DEFAULT:
         config = copy.deepcopy(config)
-        config.blocks = max(1, round(inside / (12 * config.width**2)))
-    return Size(config, parameters, inside / config.blocks, ends)
+        others = parameters - config.vocab_size * config.width * (1 if config.tie_word_embeddings else 2)
+        config.blocks = max(1, round(others / (12 * config.width**2)))
+    return Size(config, parameters, sum(blocks) / max(1, len(blocks)), parameters - sum(blocks))

@@ -10,7 +10,7 @@ from operator import add
 from imdm.costing.machines import GPU, GPUS, HIDDEN, bandwidth
 from imdm.costing.memory import CONTEXT, GIB, ROOM, How, Memory, writing
 from imdm.costing.networks import Networks, Size
-from imdm.costing.steps import Plan, Setting, is_known, looks, plan
+from imdm.costing.steps import Plan, Setting, is_known, least_state, looks, plan
 from imdm.costing.work import Work, completions, drawn, evaluated, evaluations, written
 from imdm.errors import UserError
 from imdm.evaluation import metrics
@@ -31,10 +31,11 @@ JUDGES = {"gpt2-large": 774e6, "gpt2": 124e6, "gpt2-medium": 355e6, "gpt2-xl": 1
 
 @dataclass(frozen=True)
 class Communication:
-    """Bytes that a GPU sends in a step: by DDP, and if all were sharded (`training.shard: full`); seconds of the one in
+    """Bytes that a GPU sends in a step: by DDP, and with `training.shard: optimizer` and `full`; seconds of the one in
     use, and those that do not overlap with compute. From assumed links."""
 
     ddp: float
+    optimizer: float
     full: float
     seconds: float
     exposed: float
@@ -128,32 +129,49 @@ def _setting(networks: Networks, name: str, stage: TrainStage, gpus: int) -> Set
     )
 
 
-def check_memory(networks: Networks, name: str, gpus: int, room: int) -> None:
-    """Refuse a training stage that GPUs of so many bytes cannot hold, before its first step. Only where the estimate
-    was measured and is certain: our own network in bf16, counting weights, activations and the head, with a tolerance
-    of a tenth."""
+def check_memory(networks: Networks, name: str, processes: int, room: int, cuda: bool = True) -> None:
+    """Refuse a training stage that memory of so many bytes for each process cannot hold, before its first step: by the
+    state that it surely holds; and on a GPU by the estimate, where that was measured, for our own network in bf16, with
+    a tolerance of a tenth."""
     stage = networks.recipe.stages[name]
-    if not isinstance(stage, TrainStage) or not is_known(stage.objective) or stage.training.batch % gpus:
+    if not isinstance(stage, TrainStage) or stage.training.batch % processes:
         return
-    if any(networks.adopted(place) for place in (name, stage.teacher) if place is not None):
+    asked = _setting(networks, name, stage, processes)
+    least, about = least_state(asked), _estimate(asked) if cuda else 0.0
+    if least <= room and about <= SURE * room:
         return
-    asked = _setting(networks, name, stage, gpus)
-    if stage.training.precision != "bf16" or asked.student.config.backbone["kind"] != DEFAULT:
-        return
-    held = plan(asked).memory
-    least = held.weights + held.activations + held.head
-    if least <= SURE * room:
-        return
-    here = replace(GPUS["h200"], gib=room / GIB)
-    fitting = _made_to_fit(asked, here)
-    remedy = "use a smaller model, or GPUs with more memory"
-    if fitting is not None:
-        settings = (f"stages.{name}.training.{key}={value}" for key, value in fitting.how.changes(asked.how).items())
-        remedy = f"set {', '.join(settings)}"
+    remedy = "use a smaller model, or GPUs with more memory" if cuda else "use a smaller model, or more memory"
+    fitting = _held_by(asked, room, cuda)
+    if fitting is not None and (changes := fitting.how.changes(asked.how)):
+        remedy = f"set {', '.join(f'stages.{name}.training.{key}={value}' for key, value in changes.items())}"
+    where = "GPU memory" if cuda else "memory in each process" if processes > 1 else "memory"
     raise UserError(
-        f"stages.{name}: a step would take {least / GIB:,.0f} GiB of GPU memory or more, and there are "
-        f"{room / GIB:,.0f}; {remedy} (imdm cost says more)"
+        f"stages.{name}: a step would take {_gib(max(least, about))} of {where} or more, and there are {_gib(room)}; "
+        f"{remedy} (imdm cost says more)"
     )
+
+
+def _estimate(asked: Setting) -> float:
+    """Bytes of a step on a GPU; 0 where nothing of the kind was measured."""
+    sizes, training = (asked.student, asked.teacher), asked.training
+    ours = all(size.config.backbone["kind"] == DEFAULT for size in sizes)
+    if not ours or not is_known(asked.objective) or training.precision != "bf16":
+        return 0.0
+    held = plan(asked).memory
+    return held.total - held.buckets - held.graphs
+
+
+def _held_by(asked: Setting, room: int, cuda: bool) -> Setting | None:
+    """The same with other settings, so that it fits."""
+    if cuda and asked.training.lora is None:
+        return _made_to_fit(asked, replace(GPUS["h200"], gib=room / GIB))
+    shared = replace(asked, how=replace(asked.how, shard="full"))
+    may = asked.gpus > 1 and asked.how.shard == "none" and asked.training.lora is None
+    return shared if may and least_state(shared) <= room else None
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:,.0f} GiB" if size >= 10 * GIB else f"{size / GIB:.2g} GiB"
 
 
 def usable(batch: int, gpus: int) -> int:
@@ -189,8 +207,9 @@ def _waits(setting: Setting, gpu: GPU) -> Iterator[str]:
         return
     remedy = "larger batches make better use of it"
     graphs = replace(setting, training=setting.training.model_copy(update={"graphs": True}))
-    if graphs.recorded:
-        remedy = f"training.graphs=true makes a step {1e3 * work.seconds(gpu, precision, True):,.3g} ms"
+    captured = work.seconds(gpu, precision, True)
+    if graphs.recorded and not setting.training.opening and captured < work.seconds(gpu, precision):
+        remedy = f"training.graphs=true makes a step {1e3 * captured:,.3g} ms"
     yield f"the GPU waits for launches, {work.busy(gpu, precision) / work.seconds(gpu, precision):.0%} busy; {remedy}"
 
 
@@ -206,7 +225,7 @@ def _made_to_fit(asked: Setting, gpu: GPU) -> Setting | None:
     """Smaller micro-batches; gradient checkpointing; full sharding; both: the first that is about as fast as the
     fastest."""
     found = []
-    shards = (asked.how.shard, "full") if asked.gpus > 1 and asked.training.optimizer == "adamw" else (asked.how.shard,)
+    shards = (asked.how.shard, "full") if asked.gpus > 1 and asked.training.lora is None else (asked.how.shard,)
     for shard in dict.fromkeys(shards):
         for again in dict.fromkeys((asked.how.checkpoint_blocks, True)):
             for micro in _shares(asked.training.batch // asked.gpus, asked.how.micro):
@@ -232,18 +251,19 @@ def _step(setting: Setting, gpu: GPU) -> float:
 
 def communication(setting: Setting, made: Plan, gpu: GPU, alone: float) -> Communication:
     """DDP all-reduces float32 gradients once a step, in a ring: 2·(n − 1)/n of them leave each GPU, during the backward
-    pass of the last micro-batch. Full sharding all-gathers the weights for every pass, in the dtype of matmuls, and
-    reduce-scatters gradients; every micro-batch overlaps with its own."""
-    ring = (setting.gpus - 1) / setting.gpus
+    pass of the last micro-batch. Sharding all-gathers weights and reduce-scatters float32 gradients in every
+    micro-batch, which overlaps with its own: weights of blocks in the dtype of matmuls, others in float32. For Muon it
+    gathers the momentum of matrices once a step."""
+    ring, times, gathers = (setting.gpus - 1) / setting.gpus, setting.accumulation, made.gathers
     wide = 2.0 if setting.training.precision == "bf16" else 4.0
     ddp = 2 * ring * 4.0 * made.sent
-    full = ring * (wide * made.gathered * setting.accumulation + 4.0 * made.sent)
-    sharded = setting.how.shard == "full"
-    if setting.how.shard == "optimizer":
-        ddp += ring * 4.0 * made.sent  # the updated weights are sent
-    seconds = (full if sharded else ddp) / bandwidth(gpu, setting.gpus)
-    hides = HIDDEN * alone / (1 if sharded else setting.accumulation)
-    return Communication(ddp, full, seconds, max(0.0, seconds - hides))
+    both = times * 4.0 * (made.sent + gathers.ends) + 4.0 * gathers.once_ends
+    both += 4.0 * made.matrices if setting.training.optimizer == "muon" else 0.0
+    optimizer = ring * (both + wide * (times * gathers.uses + gathers.once))
+    full = ring * (both + wide * times * gathers.passes)
+    seconds = {"none": ddp, "optimizer": optimizer, "full": full}[setting.how.shard] / bandwidth(gpu, setting.gpus)
+    hides = HIDDEN * alone / (times if setting.how.shard == "none" else 1)
+    return Communication(ddp, optimizer, full, seconds, max(0.0, seconds - hides))
 
 
 def _coupled(networks: Networks, name: str, stage: CoupleStage, gpu: GPU, gpus: int) -> StageCost:

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import reduce
 from operator import add
 
-from imdm.costing.memory import How, Memory, frozen_state, fused_head, kept_for_backward, plain_head, trained_state
+from imdm.costing.memory import (
+    How,
+    Memory,
+    frozen_state,
+    fused_head,
+    kept_for_backward,
+    plain_head,
+    shards_of,
+    trained_state,
+)
 from imdm.costing.networks import Size
 from imdm.costing.work import (
     SCORED,
@@ -58,15 +67,32 @@ class Setting:
 
 
 @dataclass(frozen=True)
+class Gathers:
+    """Weights that sharding gathers in each micro-batch. passes: those of blocks, once for each forward and backward
+    pass (`full`); uses: the same once for both (`optimizer`); ends: those outside of blocks. once, once_ends: those of
+    blocks and others that stay gathered to the end of a step: `full` gathers none of the blocks' in this way."""
+
+    passes: float = 0.0
+    uses: float = 0.0
+    ends: float = 0.0
+    once: float = 0.0
+    once_ends: float = 0.0
+
+    def __add__(self, other: Gathers) -> Gathers:
+        return Gathers(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
+
+
+@dataclass(frozen=True)
 class Plan:
-    """micro: work of each micro-batch; once: work once a step; sent: weights whose gradients are all-reduced in a step;
-    gathered: weights that full sharding gathers in a micro-batch, counted once for each pass."""
+    """micro: work of each micro-batch; once: work once a step; sent: weights whose gradients are reduced: once a step
+    by DDP, in every micro-batch if they are sharded; matrices: those of them that are in blocks."""
 
     micro: Work
     once: Work
     memory: Memory
     sent: float
-    gathered: float
+    matrices: float
+    gathers: Gathers
 
 
 def plan(setting: Setting) -> Plan:
@@ -83,22 +109,36 @@ def is_known(objective: Objective) -> bool:
     return isinstance(objective, Nelbo | ReDi | Autoregressive | SDTT | Di4C | Match)
 
 
+def least_state(setting: Setting) -> float:
+    """Bytes that are surely held at once, when the optimiser steps: float32 weights, gradients, moments and averages of
+    networks that are trained, and the weights of frozen ones. With adapters only the weights that they adapt."""
+    training, student, teacher = setting.training, setting.student, setting.teacher
+    if training.lora is not None:
+        return student.parameters * (2.0 if training.lora.base == "bf16" else 4.0)
+    trained = [student, teacher] if isinstance(setting.objective, Match) else [student]
+    frozen = [teacher] if isinstance(setting.objective, Match | SDTT | Di4C) else []
+    how, gpus = setting.how, setting.gpus
+    held = [trained_state(one.parameters, "float32", how, gpus, 0, one.ends, training.optimizer) for one in trained]
+    state = sum(one.total - one.buckets for one in held)
+    return state + 4.0 * sum(one.parameters for one in frozen) / shards_of(how, gpus)
+
+
 def _alone(setting: Setting) -> Plan:
     """One network, with a loss on half of the positions, the masked ones; on all for an autoregressive model."""
     config, tokens, how = setting.student.config, setting.tokens, setting.how
     read = float(tokens if setting.objective.causal else tokens / 2)
     micro = trained(config, tokens, setting.length, read, read, how.checkpoint_blocks)
-    memory, gathered = _held(setting, setting.student, tokens, read), 2.0 + how.checkpoint_blocks
+    memory, gathers = _held(setting, setting.student, tokens, read), _passed(setting.student)
     if isinstance(setting.objective, SDTT):
         looks = setting.objective.teacher_steps
         micro += evaluated(config, tokens, setting.length, read, read) * looks + compared(config, read, 2)
         memory += _frozen(setting, setting.student)
-        gathered += looks
+        gathers += _looked_up(setting.student, looks)
     else:
         micro += scored(config, read)
     memory += fused_head(config, read)
-    size = setting.student.parameters
-    return Plan(micro, _update(setting, setting.student) + Work(steps=1), memory, size, gathered * size)
+    once = _update(setting, setting.student) + Work(steps=1)
+    return Plan(micro, once, memory, setting.student.parameters, setting.student.inside, gathers)
 
 
 def _di4c(setting: Setting, objective: Di4C) -> Plan:
@@ -120,9 +160,9 @@ def _di4c(setting: Setting, objective: Di4C) -> Plan:
     micro += Work(flops=(4 + each / M) * heads, products=(6 + 2 * each / M) * heads)
     micro += Work(bytes=SCORED * rows * config.vocab_size) + drawn(config, rows)
     memory = _held(setting, student, tokens, rows) + _frozen(setting, student) + plain_head()
-    size = student.parameters
-    gathered = (3.0 + how.checkpoint_blocks) * size + teacher.parameters
-    return Plan(micro, _update(setting, student) + Work(steps=1), memory, size, gathered)
+    gathers = _passed(student) + Gathers(passes=student.inside) + _looked_up(teacher, 1)
+    once = _update(setting, student) + Work(steps=1)
+    return Plan(micro, once, memory, student.parameters, student.inside, gathers)
 
 
 def _match(setting: Setting, objective: Match) -> Plan:
@@ -144,12 +184,25 @@ def _match(setting: Setting, objective: Match) -> Plan:
         else:
             parts.append(evaluated(own, tokens, length, first, first) + scored(other, left))
     memory = _held(setting, student, tokens, first) + _held(setting, teacher, tokens, left)
-    memory += Memory(companions=4.0 * student.parameters)  # the best average so far
+    memory += Memory(companions=4.0 * student.parameters / shards_of(how, setting.gpus))  # the best average so far
     memory += _frozen(setting, teacher) + fused_head(other, left, 2)
-    many, passes = objective.auxiliary.updates, 2.0 + again
-    gathered = (passes + many - 1) * student.parameters + (passes * many + 1) * teacher.parameters
-    sent = student.parameters + many * teacher.parameters
-    return Plan(reduce(add, parts), once, memory, sent, gathered)
+    many, others = objective.auxiliary.updates, objective.auxiliary.updates - 1
+    gathers = _passed(student) + Gathers(passes=others * student.inside, ends=others * student.ends)
+    gathers += Gathers(once=others * student.inside) + _looked_up(teacher, 1)
+    gathers += Gathers(passes=2 * many * teacher.inside, uses=many * teacher.inside, ends=many * teacher.ends)
+    sent, matrices = student.parameters + many * teacher.parameters, student.inside + many * teacher.inside
+    return Plan(reduce(add, parts), once, memory, sent, matrices, gathers)
+
+
+def _passed(size: Size) -> Gathers:
+    """Forward and backward. Blocks that are recomputed are gathered already; all else is freed after the forward
+    pass."""
+    return Gathers(passes=2 * size.inside, uses=size.inside, ends=2 * size.ends)
+
+
+def _looked_up(size: Size, times: int) -> Gathers:
+    """A frozen network, evaluated so often in a micro-batch."""
+    return Gathers(passes=times * size.inside, once=size.inside, once_ends=size.ends)
 
 
 def masked_by(objective: Match) -> tuple[float, float]:
@@ -183,14 +236,16 @@ def looks(setting: Setting, objective: Match, every: int) -> Work:
 
 
 def _update(setting: Setting, size: Size) -> Work:
-    many = setting.gpus if setting.how.shard != "none" else 1
-    return updated(size.config, size.parameters, setting.training.optimizer == "muon") * (1 / many)
+    """Sharded, each GPU updates its part, but Muon orthogonalises all matrices on every GPU."""
+    own = size.parameters / shards_of(setting.how, setting.gpus)
+    return updated(size.config, own, setting.training.optimizer == "muon")
 
 
 def _held(setting: Setting, size: Size, tokens: float, read: float) -> Memory:
     """With one micro-batch on one GPU, gradients take the place of the activations that the backward pass frees."""
     how, precision = setting.how, setting.training.precision
-    state = trained_state(size.parameters, precision, how, setting.gpus, size.block, size.ends)
+    optimizer = setting.training.optimizer
+    state = trained_state(size.parameters, precision, how, setting.gpus, size.block, size.ends, optimizer)
     kept = kept_for_backward(size.config, tokens, read, precision, how, setting.recorded)
     if setting.gpus == setting.accumulation == 1:
         state = replace(state, gradients=max(0.0, state.gradients - kept.activations))
@@ -198,4 +253,5 @@ def _held(setting: Setting, size: Size, tokens: float, read: float) -> Memory:
 
 
 def _frozen(setting: Setting, size: Size) -> Memory:
-    return frozen_state(size.parameters, setting.training.precision, setting.how, setting.gpus)
+    precision, how = setting.training.precision, setting.how
+    return frozen_state(size.parameters, precision, how, setting.gpus, size.block, size.ends)

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
-from imdm.costing.networks import Networks
 from imdm.costing.stages import check_memory
-from imdm.data import Coupling, check_fits
+from imdm.data import Coupling, TextData, check_fits
 from imdm.data.tokenizers import check_same
-from imdm.devices import processes
+from imdm.devices import processes, processes_here
 from imdm.errors import UserError, shown
 from imdm.evaluation import Conditional, metrics
 from imdm.evaluation.conditional import documents_of
@@ -68,6 +67,17 @@ def check_stage(inputs: Inputs, name: str) -> None:
             documents_of(source, stage.conditional or Conditional(), data.ending())
 
 
+def check_state(inputs: Inputs, name: str) -> None:
+    """Refuse a training stage whose state surely does not fit into memory; for stages that `check_stage` has let pass.
+    Not before a tokenizer is trained, which may be smaller than asked for."""
+    if not inputs.data.is_ready and isinstance(inputs.data, TextData) and inputs.data.tokenizer is None:
+        return
+    state = processes()
+    cuda = state.device.type == "cuda"  # else the processes of a machine share its memory
+    room = memory(state.device) if cuda else memory() // processes_here()
+    check_memory(inputs.networks, name, state.num_processes, room, cuda)
+
+
 def _check_inputs(inputs: Inputs, name: str) -> None:
     """Inputs outside the run must exist, be whole and fit the data."""
     for needed in inputs.recipe.stages[name].inputs():
@@ -108,9 +118,6 @@ def _check_training(inputs: Inputs, name: str, stage: TrainStage) -> None:
         check_room(f"stages.{name}.watch.samples", stage.watch.samples, each)
     batch = stage.training.micro_batch or stage.training.batch // state.num_processes
     check_room(f"stages.{name}.training.batch", batch, 200 * inputs.length, state.device)
-    if state.device.type == "cuda":
-        networks = Networks(inputs.recipe, inputs.vocabulary[0], inputs.length)
-        check_memory(networks, name, state.num_processes, memory(state.device))
 
 
 def _check_teacher(inputs: Inputs, name: str, stage: TrainStage) -> None:

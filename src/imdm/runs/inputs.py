@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from imdm.config import digest
+from imdm.costing.networks import Networks
 from imdm.data import Coupling, Data, Source, TextData
 from imdm.evaluation import about
 from imdm.files import digest_file
@@ -130,6 +131,11 @@ class Inputs:
         from imdm.adopting import adopted_config
 
         return adopted_config(stage.source, length=self.length, whole=self.whole, **stage.how())
+
+    @cached_property
+    def networks(self) -> Networks:
+        """Their sizes, without weights."""
+        return Networks(self.recipe, self.vocabulary[0], self.length, self.adopted)
 
     @property
     def whole(self) -> bool:

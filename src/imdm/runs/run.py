@@ -20,12 +20,12 @@ import torch
 
 from imdm.config import digest
 from imdm.data import Coupling
-from imdm.devices import processes
+from imdm.devices import processes, together
 from imdm.errors import UserError, unknown
 from imdm.files import check_once, check_writable, kept_if_refused, working_in, write_json, write_recorded
 from imdm.models import fingerprint
 from imdm.recipes import AdoptStage, EvaluateStage, Recipe, TrainStage
-from imdm.runs.checks import check_size, check_stage
+from imdm.runs.checks import check_size, check_stage, check_state
 from imdm.runs.inputs import Inputs
 from imdm.runs.stages import is_measured, make_stage
 from imdm.runs.status import DONE, read_done
@@ -133,12 +133,13 @@ class Run:
 
     def check(self, names: list[str]) -> None:
         """Refuse wrong settings and inputs before any work."""
-        if self.out.exists() and not self.out.is_dir():
-            raise UserError(f"{self.out}, where the run is to be, is a file; give a folder")
-        self.recipe.data.check()
-        if processes().is_main_process:
-            check_writable(self.out)
-        self._check(self._wanted(names))
+        with together():
+            if self.out.exists() and not self.out.is_dir():
+                raise UserError(f"{self.out}, where the run is to be, is a file; give a folder")
+            self.recipe.data.check()
+            if processes().is_main_process:
+                check_writable(self.out)
+            self._check(self._wanted(names))
 
     def prepare(self, names: list[str]) -> None:
         """Text is tokenised and packed into OUT/data, once for all seeds. Then everything is checked again, now that
@@ -150,7 +151,8 @@ class Run:
                     self.recipe.data.ready(self.out / "data", bar)
             state.wait_for_everyone()
             self.inputs = Inputs(self.recipe, self.folder, self.recipe.data.ready(self.out / "data"))
-        self._check(self._wanted(names))
+        with together():
+            self._check(self._wanted(names))
 
     def _wanted(self, names: list[str]) -> list[str]:
         closure = self._closure(names)
@@ -169,8 +171,9 @@ class Run:
     def _check(self, names: list[str]) -> None:
         """Bad sizes, missing data or folders, settings this machine cannot run, other runs in the same place."""
         check_size(self.inputs)
-        for name in names:
-            check_stage(self.inputs, name)
+        for check in (check_stage, check_state):
+            for name in names:
+                check(self.inputs, name)
         for name in names if self.inputs.data.is_ready else ():
             above = [needed for needed in self.recipe.stages[name].inputs() if needed in self.recipe.stages]
             if all((self.folder / needed / DONE).exists() for needed in above):

@@ -80,25 +80,27 @@ class TrainConfig(Config):
         return -(-share // (self.micro_batch or share))
 
     def check(self, world: int, device: torch.device, where: str = "") -> None:
-        """Refuse what this machine cannot run. where: what stands before `training.precision`, as `stages.teacher.`"""
+        """Refuse what this machine cannot run. where: what stands before `training`, as `stages.teacher.`"""
         if self.lora is not None:  # first: its requirements would be refused below
             check_precision(self.lora.base, device, f"{where}training.lora.base")
         check_precision(self.precision, device, f"{where}training.precision")
         check_lora(self.lora, self.precision)
         if self.shard != "none" and self.lora is not None:
-            raise UserError(f"training.shard = {self.shard!r}: adapters (training.lora) cannot be sharded; use none")
+            raise UserError(
+                f"{where}training.shard = {self.shard!r}: adapters (training.lora) cannot be sharded; use none"
+            )
         if self.decay >= self.steps:
             raise UserError(
-                f"training.decay = {self.decay}: of training.steps = {self.steps} none would have the full rate; "
-                "give it fewer"
+                f"{where}training.decay = {self.decay}: of training.steps = {self.steps} none would have the full "
+                "rate; give it fewer"
             )
         if self.opening >= self.steps:
             raise UserError(
-                f"training.opening = {self.opening}: attention would never be open in training.steps = {self.steps}; "
-                "give it fewer"
+                f"{where}training.opening = {self.opening}: attention would never be open in training.steps = "
+                f"{self.steps}; give it fewer"
             )
         if self.batch % (world * self.accumulation(world)):
             raise UserError(
-                f"training.batch = {self.batch}: must be a multiple of "
+                f"{where}training.batch = {self.batch}: must be a multiple of "
                 f"{world} processes × {self.accumulation(world)} micro-batches"
             )

@@ -61,9 +61,9 @@ class Trainer:
     objective's early signals, with a warning once they predict a failure. `networks` holds the student and whatever
     else the objective trains, each with its optimiser and average; `model`, `bare`, `optimizer` and `ema` are the
     student's. `on_progress` is called for each logged loss, every few seconds between two of them, and around
-    evaluations. `start` is the model that the student was made from, if it is another; the first teacher of a
-    self-distillation. A stopped run resumes from its newest checkpoint, bit for bit on CPU; a finished one returns at
-    once.
+    evaluations, `on_warning` with a sentence for the user. `start` is the model that the student was made from, if it
+    is another; the first teacher of a self-distillation. A stopped run resumes from its newest checkpoint, bit for bit
+    on CPU; a finished one returns at once.
     """
 
     def __init__(
@@ -330,6 +330,11 @@ class Trainer:
         """Train to the end; returns the folder of the finished model. Ctrl-C or SIGTERM finishes the step and writes a
         checkpoint; a second one stops at once (with several processes the first does)."""
         alone = self.accelerator.num_processes == 1
+        if alone and self.config.shard != "none" and self.on_warning is not None:
+            self.on_warning(
+                f"training.shard = {self.config.shard!r}: there is one process, so nothing is sharded; start several "
+                "with torchrun"
+            )
         with working_in(self.out) if self.accelerator.is_main_process else nullcontext():
             self.resume()
             self.asked = Asked()
