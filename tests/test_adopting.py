@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import imdm
-from imdm.adopting import adopt_into, write_published
+from imdm.adopting import adopt_into, source_files, write_published
 from imdm.adopting.checkpoints import NEEDED, read_pickled, read_weights
 from imdm.errors import UserError
 from imdm.sources import check_source
@@ -352,14 +352,17 @@ def test_radds_own_checkpoint(tmp_path: Path, averaged: bool) -> None:
 def test_one_of_several_files_and_a_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A repository of the hub has models as branches (SDTT) or as files (IMDM)."""
     import huggingface_hub
+    from huggingface_hub.utils import filter_repo_objects
 
     asked, weights = list[Any](), made(**SIZE)
     place = folder(tmp_path, weights, MDLM)
     (place / "model.safetensors").rename(place / "small.safetensors")
     lightning(place / "large.ckpt", weights)
 
-    def download(name: str, revision: str | None, allow_patterns: list[str]) -> str:
-        asked.append((name, revision, {one for one in allow_patterns if not one.startswith("*")}))
+    def download(name: str, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str] | None) -> str:
+        there = ["config.json", "small.safetensors", "large.ckpt", "optimizer.pt", "sub/large.ckpt", "original/all.pth"]
+        wanted = filter_repo_objects(there, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
+        asked.append((name, revision, sorted(set(wanted) - {"config.json"})))
         return str(place)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
@@ -370,10 +373,14 @@ def test_one_of_several_files_and_a_revision(tmp_path: Path, monkeypatch: pytest
         assert torch.equal(
             last.embedding.weight, imdm.adopt(source, file="small.safetensors", **given).embedding.weight
         )
+    (place / "sub").mkdir()
+    lightning(place / "sub" / "large.ckpt", weights)
+    assert imdm.adopt("owner/name", file=Path("sub/large.ckpt")).config.length == 6  # config.json is above it
     assert asked == [
-        ("owner/name", None, set()),
-        ("owner/name", "step_7", {"large.ckpt"}),
-        ("owner/name", "step_7", {"small.safetensors"}),
+        ("owner/name", None, ["large.ckpt", "small.safetensors"]),
+        ("owner/name", "step_7", ["large.ckpt"]),
+        ("owner/name", "step_7", ["small.safetensors"]),
+        ("owner/name", None, ["sub/large.ckpt"]),
     ]
     for given, sentence in (
         ({"file": "medium.ckpt"}, "medium.ckpt: no such file"),
@@ -387,6 +394,41 @@ def test_one_of_several_files_and_a_revision(tmp_path: Path, monkeypatch: pytest
         imdm.adopt(place / "large.ckpt", file="large.ckpt")
     with pytest.raises(UserError, match="dtype = 'bf16'"):
         imdm.adopt(place, file="large.ckpt", dtype="bf16")  # type: ignore[arg-type]
+
+
+def test_what_lies_beside_the_weights_is_not_taken_for_them(tmp_path: Path) -> None:
+    """An optimiser's state; and a file of that ending is read where there is no other."""
+    place = folder(tmp_path, made(**SIZE), MDLM)
+    torch.save({"state": {}}, place / "optimizer.pt")
+    (place / "model.safetensors").rename(place / "small.safetensors")
+    files = source_files(place)
+    assert imdm.adopt(place).config.length == 6
+    (place / "chat_template.jinja").write_text("{{ messages }}")
+    assert source_files(place) == files  # a finished stage stays finished
+    (place / "small.safetensors").unlink()
+    with pytest.raises(UserError, match=r"optimizer\.pt holds no weights"):
+        imdm.adopt(place)
+
+
+@pytest.mark.parametrize("size", [6, "${model.length}"])
+def test_a_block_of_the_whole_length_is_no_block(tmp_path: Path, size: Any) -> None:
+    """As MDLM's own models have it in BD3-LM's code."""
+    said = {"algo": {"name": "mdlm"}, "block_size": size, "model": SDTT["model"]}
+    assert imdm.adopt(folder(tmp_path, made(**SIZE), said)).config.length == 6
+    with pytest.raises(UserError, match="a block diffusion model"):
+        imdm.adopt(lightning(tmp_path / "b.ckpt", made(**SIZE), hyper_parameters={"config": said | {"block_size": 3}}))
+
+
+def test_odd_settings_in_a_checkpoint_do_no_harm(tmp_path: Path) -> None:
+    """Names that are no text, and a table called as weights are."""
+    deep: Any = ()
+    for _ in range(500):
+        deep = (deep,)
+    said = {"config": {deep: 1, "model": {deep: 2, "length": 6}}}
+    assert imdm.adopt(lightning(tmp_path / "a.ckpt", made(**SIZE), hyper_parameters=said)).config.length == 6
+    weights = {f"backbone.{name}": weight for name, weight in made(**SIZE).items()}
+    torch.save(weights | {"model": {"length": 6}}, tmp_path / "b.ckpt")
+    assert imdm.adopt(tmp_path / "b.ckpt", length=6).config.width == 16
 
 
 def test_what_is_missing_too_much_or_of_another_shape(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_documents_are_long_enough_for_prompts_and_this_is_known_first(recipe: P
         "reproduce", recipe, "--out", tmp_path / "run", "--stage", "teacher", "--stage", "continue", "data.join=1"
     )
     assert done.returncode == 2
-    assert "only 0 held-out documents are long enough for rows of 64 tokens" in done.stderr
+    assert "only 0 held-out documents fill a row of 64 tokens" in done.stderr
     assert not (tmp_path / "run" / "seed-0" / "teacher").exists()
 
 

@@ -233,6 +233,7 @@ def test_the_sample_that_comes_with_the_package() -> None:
 def test_paragraphs_are_joined_into_documents(tmp_path: Path, ending: str, by: str | None) -> None:
     """Of at least 40 characters; never of two files, nor of two titles."""
     rows = [{"title": f"book {i // 5}", "text": f"paragraph number {i:02}"} for i in range(12)]  # 19 characters each
+    assert len("\n\n".join(row["text"] for row in rows[:2])) == 40
     for number, part in enumerate((rows[:8], rows[8:])):
         file = tmp_path / "books" / f"{number}.{ending}"
         file.parent.mkdir(exist_ok=True)
@@ -252,9 +253,13 @@ def test_paragraphs_are_joined_into_documents(tmp_path: Path, ending: str, by: s
     assert len({str(one.identity()) for one in (plain, corpus, replace(corpus, join=41))}) == 3
     with pytest.raises(UserError, match="give how long they are at least"):
         replace(plain, join_by="title").check()
-    if ending == "parquet":
-        with pytest.raises(UserError, match="no column 'author'; it has title, text"):
-            list(replace(corpus, join_by="author").documents())
+    assert len(list(replace(corpus, join=41).documents())) == 5
+    wrong = "no column 'author'" if ending == "parquet" else "line 1 is broken .no field 'author'."
+    with pytest.raises(UserError, match=wrong):
+        list(replace(corpus, join_by="author").documents())
+    (tmp_path / "plain.txt").write_text("one\ntwo")
+    with pytest.raises(UserError, match="plain text has no fields"):
+        Corpus(str(tmp_path / "plain.txt"), join=40, join_by="title").check()
 
 
 def test_lm1b_is_put_back_together() -> None:

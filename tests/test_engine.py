@@ -18,7 +18,7 @@ from imdm.errors import UserError
 from imdm.masks import NoisePath
 from imdm.models import MaskedDiffusionLM, faster
 from imdm.randomness import Purpose, fold
-from imdm.sampling import Canvas, Coming, Keys, Sampling, Turn
+from imdm.sampling import Canvas, Keys, Remaining, Sampling, Turn
 from imdm.serving import Busy, Engine, Frame, Job, Settings, Stopped, TooLong
 from imdm.serving import engine as engine_module
 from imdm.serving.jobs import Failed, Ticket, rows_of, started, tell
@@ -112,18 +112,18 @@ def test_sequences_of_all_kinds_in_one_batch_have_their_own_laws() -> None:
     keys = fold(8, Purpose.SAMPLE, torch.arange(2 * N))
     start = torch.full((N, 2), 2)
     first = Canvas.start(denoiser, start, Keys(*[keys[:N]] * 3), Sampling(3), ones)
-    coming = Coming.of(first.revealed_at)
+    remaining = Remaining.of(first.revealed_at)
 
     def evaluate(canvas: Canvas, turn: Turn) -> None:
         canvas.begin(turn)
         canvas.evaluate(turn)
-        coming.revealed(turn)
+        remaining.revealed(turn)
 
-    evaluate(first, coming.turn())
+    evaluate(first, remaining.turn())
     second = Canvas.start(denoiser, start, Keys(*[keys[N:]] * 3), Sampling(2, "keep"), ones)
-    both, coming = first.joined(second), coming.joined(Coming.of(second.revealed_at))
-    while not all(coming.done):
-        evaluate(both, coming.turn())
+    both, remaining = first.joined(second), remaining.joined(Remaining.of(second.revealed_at))
+    while not all(remaining.done):
+        evaluate(both, remaining.turn())
     for tokens, steps, policy in ((both.tokens[:N], 3, "posterior"), (both.tokens[N:], 2, "keep")):
         law = sequence_law(chain_law(denoiser, all_masked(2, 2), steps, policy), 2, 2)
         assert_law(counts_of(tokens, 2), law)
@@ -294,11 +294,42 @@ def test_results_that_cannot_be_read_fail_their_texts_alone(
             patched.setattr(Late, "wait", unreadable)
             with pytest.raises(Failed):
                 await last(engine, Job("a", HOLES, steps=1))
+            with pytest.raises(Failed):
+                await last(engine, replace(MANY, frames=True))
+            while engine.running:
+                await asyncio.sleep(0.001)
         assert (await last(engine, Job("a", HOLES, steps=1))).done
 
     run(engine, work)
-    assert (engine.counts.failed, engine.counts.sequences, engine.running) == (1, 1, 0)
+    counts = engine.counts
+    assert (counts.failed, counts.dropped, counts.sequences, engine.running) == (1, 1, 1, 0)
+    assert counts.turns < 6  # what failed is not computed to its end
     assert "an illegal memory access" in caplog.text
+
+
+@pytest.mark.parametrize("where", ["ready", "wait", "launch"])
+def test_an_error_of_the_gpu_ends_the_engine(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """Nothing works after it: the service ends with an error, and whoever watches it starts another."""
+    model = tiny_model()
+    busy_gpu(monkeypatch, model)
+    engine = engine_of(a=model)
+
+    def fail(*_: Any) -> Any:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    if where == "launch":
+        model.trunk_at = fail  # type: ignore[method-assign]
+    else:
+        monkeypatch.setattr(Late, where, property(fail) if where == "ready" else fail)
+
+    async def work() -> None:
+        with pytest.raises((Failed, Stopped)):
+            await last(engine, MANY)
+        while engine.alive:
+            await asyncio.sleep(0.001)
+
+    run(engine, work)
+    assert engine.broken
 
 
 def test_a_closed_event_loop_concerns_no_other() -> None:
@@ -653,20 +684,22 @@ def test_turns_are_launched_without_waiting_for_the_gpu(changes: dict[str, Any])
     model = faster(tiny_model(mask="infinite-uniform-8-1.0", **changes).cuda(), dtype=torch.float32, compile=False)
     jobs = [Job("a", [0, *HOLES[1:]], steps=1000, seed=seed) for seed in range(8)]
     with torch.no_grad():
-        canvas = started(jobs, jobs[0].how(model), model)
-        coming, waits = Coming.of(canvas.revealed_at), "default"
+        warmer = [replace(job, temperature=1.2, noise="keep") for job in jobs]
+        parts = [started(some, some[0].how(model), model) for some in (jobs, warmer)]
+        canvas = parts[0].joined(parts[1])
+        remaining, waits = Remaining.of(canvas.revealed_at), "default"
         try:
             for number in range(4):
                 waits = "error" if number == 3 else "default"  # the first ones compile, and are captured
                 torch.cuda.set_sync_debug_mode(waits)
-                planned = coming.turn()
+                planned = remaining.turn()
                 turn = planned.to(canvas.tokens.device)
                 canvas.begin(turn)
                 canvas.evaluate(turn)
-                coming.revealed(planned)
+                remaining.revealed(planned)
                 rows = rows_of(canvas, [1, 3])
-                index = [i for i, done in enumerate(coming.done) if not done]
-                canvas, coming = canvas.kept(index), coming.kept(index)
+                index = [i for i, done in enumerate(remaining.done) if not done]
+                canvas, remaining = canvas.kept(index), remaining.kept(index)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert rows.wait().shape == (2, 3 * 6 + 2)

@@ -110,6 +110,8 @@ def test_what_a_task_asks_is_text_unless_a_chat_template_made_it() -> None:
     assert not {BEGIN, END, PAD, MASK} & {*before, *after, *lm._ids("<pad>")}
     writer.tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}"
     asked = lm.apply_chat_template([{"role": "user", "content": "The cat"}])
+    begins = lm.writer.tokenizer.convert_ids_to_tokens(lm.special.begin)
+    assert lm._ids(begins + asked) == lm._ids(asked)  # a row begins with it once
     assert lm._ids(asked) == [*writer.encode("The cat"), END]
 
 

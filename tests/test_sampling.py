@@ -14,7 +14,7 @@ from imdm.errors import UserError
 from imdm.masks import NoisePath
 from imdm.models import fingerprint, load_model
 from imdm.randomness import Purpose, fold
-from imdm.sampling import Coming, Revealed, Sampling, draw, probabilities, reveal_steps, sample, time_grid, turns
+from imdm.sampling import Remaining, Revealed, Sampling, draw, probabilities, reveal_steps, sample, time_grid, turns
 from imdm.theory import ExactMarginals
 from tests.conftest import tiny_model
 from tests.reference.enumeration import TableDenoiser, all_masked, chain_law, sequence_law
@@ -262,12 +262,15 @@ def test_turns_planned_one_by_one_are_those_planned_at_once(seed: int, B: int, L
     """Also if sequences that are done leave, and if others join before the second turn."""
     revealed_at = torch.randint(-1, steps, (2 * B, L), generator=torch.Generator().manual_seed(seed))
     wanted = [turns(part)[1] for part in (revealed_at[:B], revealed_at[B:])]
-    coming, names, number = Coming.of(revealed_at[:B]), torch.arange(B), 0
-    while number < 2 or not all(coming.done):
+    remaining, names, number = Remaining.of(revealed_at[:B]), torch.arange(B), 0
+    while number < 2 or not all(remaining.done):
         if number == 1:
-            coming, names = coming.joined(Coming.of(revealed_at[B:])), torch.cat((names, torch.arange(B, 2 * B)))
-        found = coming.turn()
-        coming.revealed(found)
+            remaining, names = (
+                remaining.joined(Remaining.of(revealed_at[B:])),
+                torch.cat((names, torch.arange(B, 2 * B))),
+            )
+        found = remaining.turn()
+        remaining.revealed(found)
         for first, those in (
             (0, wanted[0][number : number + 1]),
             (B, wanted[1][number - 1 : number] if number else []),
@@ -283,8 +286,8 @@ def test_turns_planned_one_by_one_are_those_planned_at_once(seed: int, B: int, L
                 assert torch.equal(found.rows.slot[rows], turn.rows.slot)
                 place = mine.cumsum(0)[found.rows.sequence[rows]] - 1
                 assert torch.equal(place, turn.rows.sequence)
-        left = [i for i, done in enumerate(coming.done) if not done]
-        coming, names, number = coming.kept(left), names[left], number + 1
+        left = [i for i, done in enumerate(remaining.done) if not done]
+        remaining, names, number = remaining.kept(left), names[left], number + 1
     assert number >= max(map(len, wanted))
 
 

@@ -420,7 +420,7 @@ def test_a_tokenizer_that_pads_with_its_end_token(folder: Path, tmp_path: Path) 
     rows._shards = [np.where(shard == 2, ends.end, shard) for shard in rows._shards]  # as GPT-2's would be
     s = subject(folder, data=rows, conditional=Conditional(prompts=8, prefix=5, continuations=1, tokens=8))
     assert len(continued(Evaluation(s)).written) == 8
-    with pytest.raises(UserError, match="only 8 rows"):
+    with pytest.raises(UserError, match="only 8 held-out documents fill a row of 24 tokens"):
         continued(Evaluation(subject(folder, data=rows, conditional=Conditional(prompts=9, prefix=5, tokens=8))))
 
 
@@ -463,7 +463,7 @@ def test_prompts_are_read_but_not_counted(judge: Judge) -> None:
 
 def test_prompts_that_are_not_there(folder: Path, tmp_path: Path, judge: Judge) -> None:
     rows = unwrapped(folder, tmp_path)
-    with pytest.raises(UserError, match="conditional.prompts = 20: only 8 rows"):
+    with pytest.raises(UserError, match="conditional.prompts = 20: only 8 held-out documents fill a row"):
         continued(Evaluation(subject(folder, data=rows, conditional=Conditional(prompts=20, prefix=5, tokens=8))))
     with pytest.raises(UserError, match="rows of 24 tokens are too short for a prompt of 50"):
         continued(Evaluation(subject(folder, data=rows, conditional=Conditional(prompts=2))))

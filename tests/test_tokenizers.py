@@ -11,7 +11,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from imdm.adopting import adopt_into
-from imdm.data.tokenizers import copy_tokenizer, load_tokenizer, special_ids, train_bpe
+from imdm.data.tokenizers import check_same, copy_tokenizer, load_tokenizer, special_ids, train_bpe
+from imdm.errors import UserError
 from imdm.exporting import export_transformers
 from imdm.models import load_model
 from imdm.writer import load
@@ -75,6 +76,33 @@ def test_special_tokens_that_only_the_class_knows(kind: str, tmp_path: Path) -> 
 QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
+@pytest.mark.parametrize("kind", ["bert", "roberta"])
+def test_some_names_are_not_all(kind: str, tmp_path: Path) -> None:
+    """A file that names the unknown word or the mask alone; one that is damaged beside it; one that is of no class."""
+    backend, wanted = PUBLISHED[kind]
+    backend.save(str(tmp_path / "tokenizer.json"))
+    named = {"unk_token": "[UNK]"} if kind == "bert" else {"mask_token": "<mask>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    words = load_tokenizer(tmp_path)
+    assert words.convert_ids_to_tokens(special_ids(words).begin) == wanted["begin"]
+    (tmp_path / "config.json").write_text("{")
+    assert len(load_tokenizer(tmp_path)) == len(words)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5"}))
+    assert len(load_tokenizer(tmp_path)) == len(words)
+
+
+def test_robertas_files_without_a_description(tmp_path: Path) -> None:
+    """vocab.json and merges.txt are GPT-2's too; the class is that of the model beside them."""
+    backend, wanted = PUBLISHED["roberta"]
+    backend.model.save(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "roberta"}))
+    words = load_tokenizer(tmp_path)
+    special = special_ids(words)
+    assert {name: words.convert_ids_to_tokens(getattr(special, name)) for name in wanted} == wanted
+    assert len(words) == backend.get_vocab_size()
+
+
 @pytest.mark.parametrize("said", ["config", "tokenizer"])
 def test_dreams_tokenizer_splits_as_qwens(said: str, tmp_path: Path) -> None:
     """Its files are those of GPT-2's kind, and its class is code that is not run."""
@@ -85,7 +113,8 @@ def test_dreams_tokenizer_splits_as_qwens(said: str, tmp_path: Path) -> None:
         "tokenizer_class": "DreamTokenizer",
         "auto_map": {"AutoTokenizer": ["tokenization_dream.DreamTokenizer", None]},
     }
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(names | (own if said == "tokenizer" else {})))
+    own = own if said == "tokenizer" else {"tokenizer_class": None}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(names | own))
     if said == "config":
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "Dream"}))
     words = load_tokenizer(tmp_path)
@@ -136,6 +165,10 @@ def test_an_exported_tokenizer_has_the_mask_and_padding(tmp_path: Path) -> None:
     assert (there.mask_token_id, there.pad_token, there.model_max_length) == (len(words), "<|endoftext|>", 16)
     assert len(words) in ids[0]
     assert special_ids(load_tokenizer(folder)) == special_ids(words)
+    check_same(folder, tmp_path / "model")  # rows that were made with the model's still fit
+    fast(bos_token="<|endoftext|>", eos_token="<|other|>").save_pretrained(tmp_path / "other")
+    with pytest.raises(UserError, match="another tokenizer"):
+        check_same(folder, tmp_path / "other")
     assert load(folder).write("the cat", seed=1)[0].text == load(tmp_path / "model").write("the cat", seed=1)[0].text
 
 

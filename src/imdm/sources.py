@@ -11,19 +11,21 @@ from imdm.shipped import KIND, check_fetched, find
 
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 ENDINGS = (".safetensors", ".ckpt", ".bin", ".pt", ".pth")
+RARE = (".pt", ".pth")  # mostly optimisers and the like: weights only where no other file has them
 
 
-def check_source(source: str | Path, revision: str | None = None, file: str | None = None) -> None:
+def check_source(source: str | Path, revision: str | None = None, file: str | Path | None = None) -> None:
     """Refuse what cannot be converted: neither a file, a folder nor, by its form, a hub id; a model of ours; files that
     hold no weights. revision: of a hub id; file: of a folder or a hub id."""
     check_fetched(source, "model")
     path = as_path(find(source), "model")
-    if file is not None and (not file.endswith(ENDINGS) or Path(file).is_absolute() or ".." in Path(file).parts):
-        raise UserError(f"file = {file!r}: give a file of weights ({', '.join(ENDINGS)}) by its path in {source}")
+    inside = None if file is None else Path(file)
+    if inside is not None and (inside.suffix not in ENDINGS or inside.is_absolute() or ".." in inside.parts):
+        raise UserError(f"file = {str(file)!r}: give a file of weights ({', '.join(ENDINGS)}) by its path in {source}")
     if path.exists() and revision is not None:
         raise UserError(f"revision = {revision!r}: it is for hub ids; {str(source)!r} is here")
     if path.is_file() and file is not None:
-        raise UserError(f"file = {file!r}: it is for folders and hub ids; {str(source)!r} is a file already")
+        raise UserError(f"file = {str(file)!r}: it is for folders and hub ids; {str(source)!r} is a file already")
     if not path.exists():
         if path.is_absolute() or len(path.parts) != 2 or path.suffix in ENDINGS:
             raise UserError(
@@ -56,7 +58,8 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / Path(part).name for part in dict.fromkeys(parts.values())]
     names = ("model.safetensors", "pytorch_model.bin")
     files = [folder / name for name in names if (folder / name).exists()][:1]
-    files = files or sorted(file for ending in ENDINGS for file in folder.glob(f"*{ending}"))
+    found = sorted(file for file in folder.iterdir() if file.suffix in ENDINGS) if not files else []
+    files = files or [file for file in found if file.suffix not in RARE] or found
     if not files:
         raise UserError(f"{folder} holds no weights; give a folder or a file that does ({', '.join(ENDINGS)})")
     if len(files) > 1:

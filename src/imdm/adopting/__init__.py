@@ -17,12 +17,12 @@ from imdm.files import as_path, check_new, read_json, write_json, write_tensors,
 from imdm.masks import parse_mask
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
 from imdm.shipped import find
-from imdm.sources import ENDINGS, check_archive, check_source
+from imdm.sources import check_archive, check_source
 
 __all__ = ["Adopted", "adopt", "adopt_into", "adopted_config", "source_files", "write_published"]
 
-BESIDE = ("*.json", "*.txt", "*.jinja", "*.model")  # configuration and tokenizer
-FILES = (*BESIDE, *(f"*{ending}" for ending in ENDINGS))
+FILES = ("*.json", "*.safetensors", "*.bin", "*.ckpt", "*.txt")
+TOKENIZER_FILES = ("*.json", "*.txt", "*.jinja", "*.model")  # and the configuration
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def adopt(
     whole: bool = False,
     dtype: torch.dtype | None = None,
     revision: str | None = None,
-    file: str | None = None,
+    file: str | Path | None = None,
 ) -> MaskedDiffusionLM:
     """Convert a published model: same log-probabilities, and everything that works on our models works on it. No code
     in the file is run. MDLM, SDTT, RADD and IMDM become our own transformer; LLaDA, Dream, A2D and the models of
@@ -95,9 +95,9 @@ def adopted_config(
 ) -> MaskedDiffusionConfig:
     """The configuration that `adopt` gives a model of `transformers`; its weights are not read. Models that `adopt`
     recognises only by their weights, in the layouts of MDLM and DiffuGPT, are refused."""
-    place, where = _place(source), f"model {str(source)!r}"
+    place, where = _place(source).weights, f"model {str(source)!r}"
     names = dict.fromkeys(names_in(place))
-    family = None if dit.is_published(names) else families.family_of(_raw(place), where)
+    family = None if dit.is_published(names) else families.family_of(_raw(_place(source).folder), where)
     if family is None or families.is_diffugpt(names):
         raise UserError(
             f"{where}: a stage converts only models of transformers, by their config.json; run 'imdm adopt' first "
@@ -111,9 +111,9 @@ def adopted_config(
 
 def source_files(source: str | Path) -> list[Path]:
     """The files that `adopt` makes a model from: weights, configuration, tokenizer."""
-    place = _place(source)
+    place = _place(source).weights
     beside = place if place.is_dir() else place.parent
-    found = {file for kind in FILES for file in beside.glob(kind) if place.is_dir() or kind in BESIDE}
+    found = {file for kind in FILES for file in beside.glob(kind) if place.is_dir() or kind in ("*.json", "*.txt")}
     return sorted(file for file in found | {place} if file.is_file())
 
 
@@ -123,7 +123,7 @@ def adopt_into(
     *,
     tokenizer: str | None = None,
     revision: str | None = None,
-    file: str | None = None,
+    file: str | Path | None = None,
     **how: Any,
 ) -> Adopted:
     """As `adopt`, saved as a model folder with its tokenizer: the one beside the weights, or the one named."""
@@ -146,12 +146,12 @@ def adopt_into(
 
 
 def _adopted(
-    place: Path, where: str, averaged: bool, told: dict[str, Any], how: families.How, words: Any = None
+    source: Place, where: str, averaged: bool, told: dict[str, Any], how: families.How, words: Any = None
 ) -> Adopted:
-    raw = _raw(place)
+    place, folder = source.weights, source.folder
+    raw = _raw(folder)
     settings = settings_of(raw, where)
     told = {name: value for name, value in told.items() if value is not None}
-    folder = place if place.is_dir() else place.parent
     tokenizer = folder if has_tokenizer(folder) else None
     weights = read_folder(place, averaged=averaged) if place.is_dir() else read_weights(place, averaged=averaged)
     if not dit.is_published(weights.tensors):
@@ -184,27 +184,39 @@ def _with_mask_named(words: Any, mask: int) -> Any:
     return words
 
 
-def _place(source: str | Path, revision: str | None = None, file: str | None = None) -> Path:
-    """The folder or file, downloaded if it is a hub id; for a downloaded one its folder."""
+@dataclass(frozen=True)
+class Place:
+    """weights: a file of them, or their folder; folder: that of the configuration and the tokenizer."""
+
+    weights: Path
+    folder: Path
+
+
+def _place(source: str | Path, revision: str | None = None, file: str | Path | None = None) -> Place:
+    """Where a model is, which is downloaded if it is a hub id."""
     check_source(source, revision, file)
     path = as_path(find(source), "model")
     if not path.exists():
         from huggingface_hub import snapshot_download
 
-        wanted = FILES if file is None else (*BESIDE, file)
+        wanted = [*TOKENIZER_FILES, *(FILES if file is None else [str(file)])]
+        others = ["*/*"] if file is None or len(Path(file).parts) == 1 else None  # folders hold other versions
         try:
-            path = Path(snapshot_download(str(source), revision=revision, allow_patterns=list(wanted)))
+            path = Path(
+                snapshot_download(str(source), revision=revision, allow_patterns=wanted, ignore_patterns=others)
+            )
         except Exception as error:  # no network, no such repository, no right to it
             raise UserError(f"model {str(source)!r} cannot be downloaded: {reason_of(error)}") from None
-    if file is not None:
-        path = path / file
-        check_archive(path)
-    return path
+    if file is None:
+        return Place(path, path if path.is_dir() else path.parent)
+    inside = path / file
+    check_archive(inside)
+    return Place(inside, inside.parent if (inside.parent / "config.json").exists() else path)
 
 
-def _raw(place: Path) -> dict[str, Any]:
-    """The configuration beside the weights; empty without one."""
-    file = (place if place.is_dir() else place.parent) / "config.json"
+def _raw(folder: Path) -> dict[str, Any]:
+    """The configuration in a folder; empty without one."""
+    file = folder / "config.json"
     raw = read_json(file, str(file)) if file.exists() else {}
     if not isinstance(raw, dict):
         raise UserError(f"{file} is no configuration")

@@ -225,8 +225,9 @@ def _state(content: Any) -> tuple[Mapping[Any, Any], bool]:
     if not isinstance(content, Mapping):
         return {}, False
     for name in ("state_dict", "model"):
-        if isinstance(content.get(name), Mapping):
-            return content[name], True
+        inside = content.get(name)
+        if isinstance(inside, Mapping) and any(isinstance(value, Stored | Unreadable) for value in inside.values()):
+            return inside, True
     return content, False
 
 
@@ -235,18 +236,18 @@ def _configuration(content: Mapping[Any, Any]) -> dict[str, Any]:
     sections, which may be plain or OmegaConf's."""
     every = _table(content.get("hyper_parameters"))
     said = _table(every.get("config")) or every
-    return {str(name): _values(section) if (section := _table(one)) else _value(one) for name, one in said.items()}
+    return {name: _values(section) if (section := _table(one)) else _value(one) for name, one in said.items()}
 
 
-def _values(section: Mapping[Any, Any]) -> dict[str, Any]:
-    return {str(name): _value(one) for name, one in section.items()}
+def _values(section: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _value(one) for name, one in section.items()}
 
 
-def _table(value: Any) -> Mapping[Any, Any]:
-    """A mapping, or what an object of OmegaConf's maps; empty for anything else."""
+def _table(value: Any) -> dict[str, Any]:
+    """A mapping of names, or what an object of OmegaConf's maps; empty for anything else."""
     if isinstance(value, Inert) and isinstance(value.state, Mapping):
         value = value.state.get("_content")
-    return value if isinstance(value, Mapping) else {}
+    return {name: one for name, one in value.items() if isinstance(name, str)} if isinstance(value, Mapping) else {}
 
 
 def _value(value: Any) -> str | int | float | bool | None:

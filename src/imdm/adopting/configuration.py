@@ -31,7 +31,9 @@ def settings_of(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise UserError(f"{where}: its noise is other tokens, not a mask (a uniform-state model); ours are masked ones")
     if any(word in name for word in BLOCKWISE for name in names) or _in_blocks(flat):
         raise UserError(f"{where}: it is a block diffusion model; ours attend to all positions")
-    if isinstance(raw.get("graph"), Mapping) or any(name in OTHERS for name in names):
+    graph = raw["graph"] if isinstance(raw.get("graph"), Mapping) else {}
+    scores = graph.get("type") == "uniform" or (graph and flat.get("scale_by_sigma") is not None)
+    if scores or any(name in OTHERS for name in names):
         raise UserError(f"{where}: it predicts scores, not token probabilities (SEDD), or is not in MDLM's layout")
     if any(part.get("time_conditioning") is True for part in (raw, model, algo)):
         raise UserError(f"{where}: it is conditioned on time; ours are not")
@@ -50,8 +52,9 @@ def _in_blocks(flat: Mapping[str, Any]) -> bool:
     of its sparse attention."""
     from transformers import CONFIG_MAPPING
 
-    kind = str(flat.get("model_type", "")).lower()
-    return flat.get("block_size") not in (None, flat.get("model_length")) and kind not in CONFIG_MAPPING
+    size, kind = flat.get("block_size"), str(flat.get("model_type", "")).lower()
+    whole = (flat.get("model_length"), flat.get("length"))
+    return _is_said(size) and size not in whole and kind not in CONFIG_MAPPING
 
 
 def _is_said(value: Any) -> bool:

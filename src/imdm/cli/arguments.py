@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from imdm.data import Data, LanguageData, PreparedData, TokenData
+    from imdm.data.prepared import Packing
     from imdm.evaluation import Conditional
     from imdm.models import MaskedDiffusionLM
 
@@ -135,8 +136,7 @@ def parse_held_out(text: str, model: MaskedDiffusionLM, path: str, reporter: Any
 
     _check_tokenizer(text, path)
     with reporter.bar(f"{text}: documents", 0) as bar:
-        whole = model.config.ending is not None
-        return prepared_for(text, path, model.config.length, bar, "whole" if whole else "wrapped"), True
+        return prepared_for(text, path, model.config.length, bar, _packing(model)), True
 
 
 def training_settings(text: str, path: str, model: MaskedDiffusionLM | None = None) -> dict[str, Any]:
@@ -149,7 +149,12 @@ def training_settings(text: str, path: str, model: MaskedDiffusionLM | None = No
     section = {"kind": "text", "path": text, "tokenizer": path}
     if model is None:
         return section
-    return section | {"length": model.length, "packing": "wrapped" if model.config.ending is None else "whole"}
+    return section | {"length": model.length, "packing": _packing(model)}
+
+
+def _packing(model: MaskedDiffusionLM) -> Packing:
+    """How text is packed into rows for a model."""
+    return "wrapped" if model.config.ending is None else "whole"
 
 
 def is_text(text: str) -> bool:

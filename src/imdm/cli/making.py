@@ -376,8 +376,9 @@ def reproduce(
     ] = None,
 ) -> None:
     """Run a whole recipe and write its report. Finished stages are skipped, stopped ones resume."""
-    from imdm.recipes import load_recipe, recipe_names
+    from imdm.recipes import load_recipe, recipe_names, stages_of
 
+    check_known("stage", stage or (), stages_of(recipe))
     chosen = load_recipe(recipe, overrides or (), to_run=True)
     from imdm.report import build_report
     from imdm.runs import plan, run_jobs, workers_for
@@ -398,7 +399,8 @@ def reproduce(
     if not is_main():
         return
     if stage:
-        say(f"done: {', '.join(stage)} in {folder}; 'imdm report {folder}' writes a report of what is there")
+        measured = f"; 'imdm report {folder}' writes a report of what is there"
+        say(f"done: {', '.join(stage)} in {folder}" + measured * (folder / "results.jsonl").exists())
         return
     if not (folder / "results.jsonl").exists():
         say(f"done: {folder} (the recipe evaluates nothing, so there is no report)")

@@ -88,6 +88,7 @@ PRESETS = {
 }
 
 
+BETWEEN = "\n\n"  # rows that are joined
 Row = tuple[str, Any]
 """A text, and its group (`Corpus.join`)."""
 
@@ -104,7 +105,7 @@ class Corpus:
     hold_out  where the source has no splits: every so-many-th document is `valid`, the others `train`; 0: all are both
     join      join consecutive rows, with an empty line between them, into documents of at least so many characters, as
               for paragraphs of books; never across files, nor across values of the field `join_by`, such as a title
-              (of JSON lines and parquet; plain text has none)
+              (plain text has no fields); the last of a file or a value may be shorter
     """
 
     source: str
@@ -122,6 +123,8 @@ class Corpus:
             raise UserError(
                 f"join_by = {self.join_by!r}: it says where joined rows end; give how long they are at least (join)"
             )
+        if self.join_by is not None and self.is_local and any(file.suffix == ".txt" for file in self.files()):
+            raise UserError(f"join_by = {self.join_by!r}: plain text has no fields; leave it out, or use JSON lines")
         if self.is_local:
             self.files()
         elif self.source in PRESETS and self.split not in PRESETS[self.source].splits:
@@ -188,15 +191,15 @@ class Corpus:
         if self.join is None:
             yield from (text for text, _ in self._all())
             return
-        parts, last, size = list[str](), None, 0
+        parts, last, size = list[str](), None, -len(BETWEEN)
         for text, group in self._all():
             if parts and (group != last or size >= self.join):
-                yield "\n\n".join(parts)
-                parts, size = [], 0
+                yield BETWEEN.join(parts)
+                parts, size = [], -len(BETWEEN)
             parts.append(text)
-            last, size = group, size + len(text) + 2
+            last, size = group, size + len(BETWEEN) + len(text)
         if parts:
-            yield "\n\n".join(parts)
+            yield BETWEEN.join(parts)
 
     def _all(self) -> Iterator[Row]:
         """Every row, and its group: only rows of one group are joined."""
@@ -233,7 +236,9 @@ class Corpus:
             return False
 
     def _group(self, row: Mapping[str, Any]) -> Any:
-        return None if self.join_by is None else row.get(self.join_by)
+        if self.join_by is not None and self.join_by not in row:
+            raise TypeError(f"no field {self.join_by!r}")
+        return None if self.join_by is None else row[self.join_by]
 
     def _lines(self, lines: Iterable[bytes], where: str, as_json: bool = False) -> Iterator[Row]:
         for number, line in enumerate(lines, 1):
@@ -275,8 +280,9 @@ class Corpus:
             rows = _part(rows, part.rstrip("]"), name)
         for number, row in enumerate(rows, 1):
             text = row.get(preset.field)
-            if not isinstance(text, str):
-                self._broken(f"{name}, row {number}", f"no {preset.field!r}")
+            if not isinstance(text, str) or (self.join_by is not None and self.join_by not in row):
+                missing = self.join_by if isinstance(text, str) else preset.field
+                self._broken(f"{name}, row {number}", f"no {missing!r}")
             elif text.strip():
                 yield preset.clean(text.strip()), self._group(row)
 

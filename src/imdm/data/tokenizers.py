@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +62,10 @@ def load_tokenizer(name: str | Path) -> Any:
     try:
         if (folder / "tokenizer.json").exists():  # whatever config.json is beside it
             tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(str(name))
-            if not tokenizer.special_tokens_map and kind in CONFIG_MAPPING:
-                _name_special(tokenizer, AutoTokenizer.from_pretrained(str(name), trust_remote_code=False))
-        elif (folder / "merges.txt").exists():  # vocab.json and merges.txt alone
+            if kind in CONFIG_MAPPING and _ends_of(tokenizer) == (None, None):
+                with suppress(Exception):  # if the files are not of the class's kind, they say all that is known
+                    _name_special(tokenizer, AutoTokenizer.from_pretrained(str(name), trust_remote_code=False))
+        elif (folder / "merges.txt").exists() and (kind == "gpt2" or kind not in CONFIG_MAPPING):  # and vocab.json
             tokenizer = (Qwen2Tokenizer if (own or kind).startswith(QWENS) else ByteLevelBPE).from_pretrained(str(name))
         else:
             with hub_for(folder):
@@ -80,9 +83,11 @@ def load_tokenizer(name: str | Path) -> Any:
 
 def _said(folder: Path, name: str, field: str) -> str:
     """A field of a configuration in a folder; empty if it is not there."""
-    file = folder / name
-    config = read_json(file, str(file)) if file.is_file() else {}
-    return str(config.get(field, "")).lower() if isinstance(config, dict) else ""
+    try:
+        config = read_json(folder / name, name) if (folder / name).is_file() else {}
+    except UserError:
+        config = {}
+    return str(config.get(field) or "").lower() if isinstance(config, dict) else ""
 
 
 def _name_special(tokenizer: Any, like: Any) -> None:
@@ -93,16 +98,19 @@ def _name_special(tokenizer: Any, like: Any) -> None:
     tokenizer.add_special_tokens(named)
 
 
+def _ends_of(tokenizer: Any) -> tuple[int | None, int | None]:
+    """The ids that rows begin and end with, as far as the tokenizer names them."""
+    begin, cls, sep = tokenizer.bos_token_id, tokenizer.cls_token_id, tokenizer.sep_token_id
+    begin = cls if begin is None or (cls is not None and sep is not None) else begin
+    return begin, tokenizer.eos_token_id if sep is None else sep
+
+
 def special_ids(tokenizer: Any) -> Special:
     """The ids a model needs, chosen as for the paper's models: [CLS] is the begin token of a pair [CLS], [SEP]."""
-    size = len(tokenizer)
-    begin, cls = tokenizer.bos_token_id, tokenizer.cls_token_id
-    begin = cls if begin is None or (cls is not None and tokenizer.sep_token_id is not None) else begin
-    end = tokenizer.sep_token_id if tokenizer.sep_token_id is not None else tokenizer.eos_token_id
-    if end is None and begin is None:
+    size, ends = len(tokenizer), [one for one in _ends_of(tokenizer) if one is not None]
+    if not ends:
         raise UserError("the tokenizer has neither an end-of-text nor a [SEP] token; documents could not be separated")
-    end = begin if end is None else end
-    begin = end if begin is None else begin
+    begin, end = ends[0], ends[-1]
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end
     if tokenizer.mask_token_id is not None:
         return Special(tokenizer.mask_token_id, begin, end, pad, size)
@@ -186,12 +194,21 @@ def copy_tokenizer(home: Path, target: Path) -> None:
             _copied(home / name, target)
 
 
+def _without_mask(tokenizer: Any) -> str:
+    """What decides the ids of text, with or without names for the mask and padding: an export to `transformers` adds
+    these."""
+    described, special = json.loads(tokenizer.backend_tokenizer.to_str()), special_ids(tokenizer)
+    described["added_tokens"] = [one for one in described["added_tokens"] if one["id"] != special.mask]
+    return json.dumps([described, asdict(special)], sort_keys=True)
+
+
 def check_same(model: Path, data: Path | None) -> None:
     """Refuse data made with another tokenizer than the model's, if both have one."""
     if data is None or not has_tokenizer(model) or not has_tokenizer(data):
         return
-    mine, theirs = tokenizer_hash(load_tokenizer(model)), tokenizer_hash(load_tokenizer(data))
-    if mine != theirs:
+    both = load_tokenizer(model), load_tokenizer(data)
+    mine, theirs = map(tokenizer_hash, both)
+    if mine != theirs and len({_without_mask(one) for one in both}) > 1:
         raise UserError(
             f"the data in {str(data)!r} was made with another tokenizer than the model's own ({theirs}, not {mine}); "
             f"prepare it with the tokenizer in {model}"

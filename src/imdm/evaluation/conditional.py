@@ -126,9 +126,11 @@ def documents_of(source: Any, how: Conditional, ending: Ending | None) -> Tensor
             break
     rows = torch.cat(found)[: how.prompts]
     if len(rows) < how.prompts:
+        whole = manifest is not None and manifest.packing == "unwrapped"
+        what = f"held-out documents fill a row of {source.length} tokens" if whole else "held-out rows can be used"
         raise UserError(
-            f"conditional.prompts = {how.prompts}: only {len(rows)} held-out documents are long enough for rows of "
-            f"{source.length} tokens; use fewer prompts, or, if rows of the text are paragraphs, join them (data.join)"
+            f"conditional.prompts = {how.prompts}: only {len(rows)} {what}; use fewer prompts, or more text"
+            + (" (paragraphs can be joined to documents when they are prepared: join)" if whole else "")
         )
     return rows
 

@@ -132,7 +132,7 @@ def _named(tokenizer: Any, config: Any) -> Any:
         tokenizer.mask_token = tokenizer.convert_ids_to_tokens(mask)
     elif tokenizer.mask_token is None and mask == len(tokenizer):
         words = tokenizer.get_vocab()
-        tokenizer.add_special_tokens({"mask_token": next(one for one in MASKS if one not in words)})
+        tokenizer.add_special_tokens({"mask_token": next((one for one in MASKS if one not in words), f"<|{mask}|>")})
     tokenizer.model_max_length = config.length
     return tokenizer
 

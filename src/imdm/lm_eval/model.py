@@ -74,6 +74,8 @@ class DiffusionLM(LM):
         for name, value, least in (("n", n, 2), ("batch_size", batch_size, 1), ("tail", tail or 0, 0)):
             check_whole(name, value, least)
         check_seed(seed)
+        if isinstance(pretrained, Writer) and precision != "float32":
+            raise UserError(f"precision = {precision!r}: a writer has its own; load it with imdm.load(precision=…)")
         sampling = Sampling(steps, temperature=1.0 if temperature is None else temperature)
         self.writer = pretrained if isinstance(pretrained, Writer) else load(pretrained, device, precision=precision)
         self.model, self.special = self.writer.model.eval(), special_ids(self.writer.tokenizer)
@@ -136,7 +138,8 @@ class DiffusionLM(LM):
         there."""
         if not self._chat:
             return self.writer.encode(text)
-        return self.writer.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+        ids = self.writer.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+        return ids[1:] if ids[:1] == [self.special.begin] else ids  # rows begin with it anyway
 
     def _asked(self, context: list[int], continuation: list[int]) -> Iterator[Asked]:
         """The rows for a continuation: one, unless it is longer than a row."""

@@ -36,6 +36,7 @@ __all__ = [
     "parse_recipe",
     "read_recipe",
     "recipe_names",
+    "stages_of",
     "summaries",
     "trained_by",
     "variants",
@@ -78,10 +79,15 @@ def check_files(data: Any) -> None:
             Corpus(corpus, split).check()
 
 
-def trained_by(name: str | Path) -> list[str]:
-    """The stages of a recipe that train a model, read from its file without parsing it."""
+def stages_of(name: str | Path) -> dict[str, Any]:
+    """The stages of a recipe, read from its file without parsing it."""
     stages = _settings(name).get("stages")
-    return [stage for stage, s in (stages if isinstance(stages, dict) else {}).items() if _is_training(s)]
+    return stages if isinstance(stages, dict) else {}
+
+
+def trained_by(name: str | Path) -> list[str]:
+    """Those that train a model."""
+    return [stage for stage, settings in stages_of(name).items() if _is_training(settings)]
 
 
 def _is_training(stage: Any) -> bool:

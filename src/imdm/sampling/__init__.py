@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from imdm.sampling.options import Sampling
     from imdm.sampling.planning import plan, reveal_steps, time_grid
     from imdm.sampling.sampler import Canvas, Drawn, Keys, draw_tokens, sample
-    from imdm.sampling.turn import Coming, Turn, turns
+    from imdm.sampling.turn import Remaining, Turn, turns
 
 __all__ = [
     "Canvas",
-    "Coming",
     "Drawn",
     "Generation",
     "Keys",
+    "Remaining",
     "Revealed",
     "Sampling",
     "Trace",
@@ -45,6 +45,6 @@ __getattr__ = later(
         "imdm.sampling.options": ("Sampling",),
         "imdm.sampling.planning": ("plan", "reveal_steps", "time_grid"),
         "imdm.sampling.sampler": ("Canvas", "Drawn", "Keys", "draw_tokens", "sample"),
-        "imdm.sampling.turn": ("Coming", "Turn", "turns"),
+        "imdm.sampling.turn": ("Remaining", "Turn", "turns"),
     },
 )

@@ -308,15 +308,16 @@ class Canvas:
         """The tokens of a turn's rows, each drawn with its sequence's options."""
         if len(self.laws) == 1:
             return draw_tokens(self.denoiser, hidden, u, *self.laws[0], ends)
-        known = [self.laws.index((how.temperature, how.top_p)) for how in self.hows]
-        law = sent(torch.tensor(known), hidden.device)[turn.active[turn.rows.sequence]]
+        known = torch.tensor([self.laws.index((how.temperature, how.top_p)) for how in self.hows])
+        here = turn.here or turn  # the GPU is not asked which rows have which options
+        law = known[here.active[here.rows.sequence].cpu()]
         tokens = torch.empty(len(u), dtype=torch.int64, device=u.device)
         log_probs = torch.empty(len(u), device=u.device)
         for number, (temperature, top_p) in enumerate(self.laws):
-            at = (law == number).nonzero()[:, 0]
+            at = sent((law == number).nonzero()[:, 0], hidden.device)
             if len(at):
-                here = None if ends is None else Ends(*(each[at] for each in ends))
-                some = draw_tokens(self.denoiser, hidden[at], u[at], temperature, top_p, here)
+                some_ends = None if ends is None else Ends(*(each[at] for each in ends))
+                some = draw_tokens(self.denoiser, hidden[at], u[at], temperature, top_p, some_ends)
                 tokens[at], log_probs[at] = some.tokens, some.log_probs
         return Drawn(tokens, log_probs)
 

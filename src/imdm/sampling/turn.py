@@ -16,12 +16,14 @@ from imdm.state import Rows
 @dataclass(frozen=True)
 class Turn:
     """One network evaluation: of the sequences `active` (A,), each at its step `now` (A,), its previous evaluation at
-    step `before` (A,); it reveals the positions `rows` of these A sequences."""
+    step `before` (A,); it reveals the positions `rows` of these A sequences. here: the same on the CPU, if it is
+    known."""
 
     active: Tensor
     now: Tensor
     before: Tensor
     rows: Rows
+    here: Turn | None = None
 
     def only(self, masked: Tensor) -> Turn:
         """The same without positions that are no longer masked (B, L), and without sequences that have none left."""
@@ -43,7 +45,7 @@ class Turn:
         parts = self.active, self.now, self.before, *self.rows.tensors()
         there = sent(torch.cat(parts), device).split([len(part) for part in parts])
         active, now, before, sequence, position, slot = there
-        return Turn(active, now, before, Rows(sequence, position, slot, self.rows.most))
+        return Turn(active, now, before, Rows(sequence, position, slot, self.rows.most), here=self)
 
 
 def turns(revealed_at: Tensor, batch_size: int | None = None) -> tuple[Tensor, list[Turn]]:
@@ -89,7 +91,7 @@ def turns(revealed_at: Tensor, batch_size: int | None = None) -> tuple[Tensor, l
 
 
 @dataclass(frozen=True)
-class Coming:
+class Remaining:
     """The evaluations that sequences of a changing batch still need. It is on the CPU, so that the next turn is known
     without waiting for the GPU.
 
@@ -101,7 +103,7 @@ class Coming:
     last: Tensor
 
     @classmethod
-    def of(cls, steps: Tensor) -> Coming:
+    def of(cls, steps: Tensor) -> Remaining:
         """Of sequences before their first step. Waits for the GPU."""
         steps = steps.cpu()
         return cls(steps.clone(), torch.zeros(len(steps), dtype=torch.int64))
@@ -113,9 +115,9 @@ class Coming:
 
     def turn(self) -> Turn:
         """The next evaluation of all sequences that need one."""
-        coming = self.steps >= 0
-        step = torch.where(coming, self.steps, torch.iinfo(torch.int64).max).amin(1)
-        active = coming.any(1).nonzero()[:, 0]
+        masked = self.steps >= 0
+        step = torch.where(masked, self.steps, torch.iinfo(torch.int64).max).amin(1)
+        active = masked.any(1).nonzero()[:, 0]
         now = step[active]
         due = self.steps[active] == now[:, None]
         sequence, position = due.nonzero(as_tuple=True)
@@ -132,12 +134,12 @@ class Coming:
         """Forget positions that are no longer masked (B, L)."""
         self.steps[~masked] = -1
 
-    def joined(self, *others: Coming) -> Coming:
+    def joined(self, *others: Remaining) -> Remaining:
         every = [self, *others]
-        return Coming(torch.cat([one.steps for one in every]), torch.cat([one.last for one in every]))
+        return Remaining(torch.cat([one.steps for one in every]), torch.cat([one.last for one in every]))
 
-    def kept(self, index: list[int]) -> Coming:
-        return Coming(self.steps[index], self.last[index])
+    def kept(self, index: list[int]) -> Remaining:
+        return Remaining(self.steps[index], self.last[index])
 
 
 def _starts(count: np.ndarray, batch_size: int | None) -> np.ndarray:

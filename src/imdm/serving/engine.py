@@ -9,8 +9,8 @@ Rows of one model and one length share a batch; several such groups take turns, 
 sequences.
 
 Which positions a turn reveals does not depend on the network, so the next turn is launched before the results of the
-last one are there: a GPU does not wait for Python. (Only where rows are whole texts whose end the network draws, each
-turn depends on the last.)
+last one are there: a GPU does not wait for Python. (Where rows are whole texts whose end the network draws, each turn
+depends on the last, and it does; also where a text on a path between two noises leaves the batch.)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -31,7 +31,7 @@ import torch
 
 from imdm.devices import Beside, Fetched
 from imdm.errors import UserError, check_number, check_seed, check_whole, is_out_of_memory, unknown
-from imdm.sampling import Canvas, Coming, Sampling
+from imdm.sampling import Canvas, Remaining, Sampling
 from imdm.serving.jobs import (
     Busy,
     Failed,
@@ -61,12 +61,12 @@ class _Group(NamedTuple):
     """Sequences that share evaluations, which of these are to come, and their jobs."""
 
     canvas: Canvas
-    coming: Coming
+    remaining: Remaining
     tickets: list[Ticket]
 
 
-class _Flight(NamedTuple):
-    """A turn that was launched: the jobs it ends, those that want a frame of it, and the rows of these frames."""
+class _Pending(NamedTuple):
+    """A turn whose results are not read yet: the jobs it ends, those that want a frame of it, the rows of these."""
 
     ended: list[Ticket]
     told: list[Ticket]
@@ -109,7 +109,7 @@ class Engine:
         self._coming: deque[Ticket] = deque()
         self._groups: dict[tuple[str, int], _Group] = {}
         self._credit: dict[tuple[str, int], int] = {}  # of each group: the largest has the next turn
-        self._flights: deque[_Flight] = deque()
+        self._pending: deque[_Pending] = deque()
         self._open_tickets: set[Ticket] = set()  # those that wait to be told an end
         self._telling = threading.Lock()  # guards these; taken after `_changed` where both are
         self._beside = {device: Beside(device) for device in {writer.model.device for writer in self.writers.values()}}
@@ -291,13 +291,14 @@ class Engine:
                     self._leave()
                     if self._groups:
                         self._turn()
-                    self._land(AHEAD if self._groups else 0)
+                    self._report(AHEAD if self._groups else 0)
                     self.counts.busy += time.monotonic() - started
         except Exception:
             LOG.exception("the engine ended by a fault")
             self.broken = True
         finally:
-            self._land(0)
+            with suppress(Exception):
+                self._report(0)
             self._give_up()
 
     def _wait(self) -> bool:
@@ -337,16 +338,16 @@ class Engine:
             some = [ticket for ticket in tickets if ticket.how == how]
             with beside:  # the plan is awaited, but not the turns that were launched before
                 canvas = started([ticket.job for ticket in some], how, model)
-                groups.append(_Group(canvas, Coming.of(canvas.revealed_at), some))
+                groups.append(_Group(canvas, Remaining.of(canvas.revealed_at), some))
             beside.hand_over(canvas.tensors())
         for ticket in tickets:
             ticket.began = now
-        canvases, coming, order = zip(*groups, strict=True)
+        canvases, remaining, order = zip(*groups, strict=True)
         if len(groups) == 1:
             self._groups[key] = groups[0]
         else:
             together = [ticket for some in order for ticket in some]
-            self._groups[key] = _Group(canvases[0].joined(*canvases[1:]), coming[0].joined(*coming[1:]), together)
+            self._groups[key] = _Group(canvases[0].joined(*canvases[1:]), remaining[0].joined(*remaining[1:]), together)
 
     def _leave(self) -> None:
         """Drop jobs whose clients are gone."""
@@ -362,7 +363,7 @@ class Engine:
         """Keep only some sequences of a group."""
         if index:
             left = [group.tickets[i] for i in index]
-            self._groups[key] = _Group(group.canvas.kept(index), group.coming.kept(index), left)
+            self._groups[key] = _Group(group.canvas.kept(index), group.remaining.kept(index), left)
         else:
             self._groups.pop(key, None)
         with self._changed:
@@ -380,49 +381,55 @@ class Engine:
 
     def _advance(self, key: tuple[str, int], group: _Group) -> None:
         self._evaluate(group)
-        done, tickets = group.coming.done, group.tickets
+        done, tickets = group.remaining.done, group.tickets
         told = [i for i, ticket in enumerate(tickets) if (done[i] or ticket.job.frames) and not ticket.dropped]
         ended = [ticket for ticket, one in zip(tickets, done, strict=True) if one]
-        flight = _Flight(ended, [tickets[i] for i in told], rows_of(group.canvas, told))
+        pending = _Pending(ended, [tickets[i] for i in told], rows_of(group.canvas, told))
         if ended:
             self._keep(key, group, [i for i, one in enumerate(done) if not one])
-        self._flights.append(flight)
+        self._pending.append(pending)
 
     def _evaluate(self, group: _Group) -> None:
         """Launch the group's next turn."""
-        canvas, coming = group.canvas, group.coming
-        planned = coming.turn()
+        canvas, remaining = group.canvas, group.remaining
+        planned = remaining.turn()
         if len(planned.active):
             turn = planned.to(canvas.tokens.device)
             canvas.begin(turn)
             drawn = canvas.evaluate(turn)
-            coming.revealed(planned)
+            remaining.revealed(planned)
             if not canvas.denoiser.process.is_planned:
-                coming.only(canvas.masked.cpu())
+                remaining.only(canvas.masked.cpu())
             self.counts.turns += 1
             self.counts.evaluated += len(turn.active)
             self.counts.tokens += len(drawn.tokens)
 
-    def _land(self, most: int) -> None:
+    def _report(self, most: int) -> None:
         """Report the turns whose results are there; wait for the oldest while more than so many are not."""
-        while self._flights and (len(self._flights) > most or self._flights[0].rows.ready):
-            flight = self._flights.popleft()
+        while self._pending:
+            turn = self._pending[0]
             try:
-                self._tell(self._frames(flight))
+                if len(self._pending) <= most and not turn.rows.ready:
+                    return
+                said = self._frames(turn)
             except Exception as error:
-                self._fail([*flight.ended, *(ticket for ticket in flight.told if ticket not in flight.ended)], error)
+                self._pending.popleft()
+                self._fail(turn.ended, error, [ticket for ticket in turn.told if ticket not in turn.ended])
+            else:
+                self._pending.popleft()
+                self._tell(said)
 
-    def _frames(self, flight: _Flight) -> list[tuple[Ticket, Frame]]:
+    def _frames(self, turn: _Pending) -> list[tuple[Ticket, Frame]]:
         """Frames of jobs that want one after every step, and of all that ended, but for clients that are gone."""
-        rows, now = flight.rows.wait(), time.monotonic()
-        for ticket in flight.ended:
+        rows, now = turn.rows.wait(), time.monotonic()
+        for ticket in turn.ended:
             self.counts.sequences += 1
             self.counts.lately.append(now - ticket.came)
-        if not flight.told:
+        if not turn.told:
             return []
         return [
-            (ticket, Frame(**frame, done=ticket in flight.ended, seconds=now - ticket.began))
-            for ticket, frame in zip(flight.told, fields_of(rows), strict=True)
+            (ticket, Frame(**frame, done=ticket in turn.ended, seconds=now - ticket.began))
+            for ticket, frame in zip(turn.told, fields_of(rows), strict=True)
         ]
 
     def _safely(self, tickets: list[Ticket], work: Callable[[], None]) -> bool:
@@ -436,14 +443,19 @@ class Engine:
             return False
         return True
 
-    def _fail(self, tickets: list[Ticket], error: Exception) -> None:
+    def _fail(self, tickets: list[Ticket], error: Exception, running: Sequence[Ticket] = ()) -> None:
+        """Tell jobs that they failed; those that are running are dropped at the next turn. After an error of the GPU
+        nothing works any more, so that this ends the engine."""
         self.counts.failed += len(tickets)
         LOG.error("%d texts could not be written", len(tickets), exc_info=error)
         if is_out_of_memory(error):
             said: UserError = Stopped("out of memory; ask for fewer or shorter texts, or try again later")
         else:
             said = Failed("generation failed; the reason is in the service's log")
-        self._tell([(ticket, said) for ticket in tickets])
+        self._tell([(ticket, said) for ticket in (*tickets, *running)])
+        self._drop(running)
+        if isinstance(error, torch.AcceleratorError):
+            raise error
 
     def _give_up(self) -> None:
         """At the end, fail all remaining jobs."""

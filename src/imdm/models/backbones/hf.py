@@ -16,7 +16,7 @@ import copy
 import inspect
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from types import SimpleNamespace
@@ -42,6 +42,9 @@ NOT_KEPT += ["experts_implementation"]
 SHAPES = {"view", "_unsafe_view", "reshape", "t", "transpose", "slice", "select", "unsqueeze", "expand", "alias"}
 SHAPES |= {"detach", "clone"}
 PRODUCTS = {"mm", "addmm", "linear"}
+IDS = 16  # of the small models that are tried instead of ones in half precision
+SMALL = {"num_kv_shared_layers": 0, "num_experts": 8, "num_local_experts": 8}
+"""The most that such a model has of something."""
 
 
 class HFSettings(BackboneSettings):
@@ -428,14 +431,21 @@ def _check_layers(text: str, causal: bool) -> None:
     """`HF.check_network` of a model with this configuration, but two layers, few ids and random weights in float32."""
     config = parse_config(json.loads(text))
     layers = getattr(config, "num_hidden_layers", 2)
-    for name, value in vars(config).items():
-        if isinstance(value, list) and len(value) == layers:  # a kind for each layer
-            setattr(config, name, value[:2])
-        elif name in ("pad_token_id", "mask_token_id") and value is not None:
-            setattr(config, name, 0 if name == "pad_token_id" else 3)
-    config.num_hidden_layers, config.vocab_size = min(2, layers), 16
+    with suppress(NotImplementedError):  # of a class that counts its layers in another way: then all of them
+        config.num_hidden_layers = min(2, layers)
+        for name, value in vars(config).items():
+            if isinstance(value, list) and len(value) == layers:  # a kind for each layer
+                setattr(config, name, value[:2])
+    for name, most in SMALL.items():
+        if isinstance(getattr(config, name, None), int):
+            setattr(config, name, min(most, getattr(config, name)))
+    for name, other in (("pad_token_id", 1), ("mask_token_id", 3)):
+        if (given := getattr(config, name, None)) is not None and given >= IDS:
+            setattr(config, name, other)
+    config.vocab_size = IDS
+    mask = getattr(config, "mask_token_id", None)
     fields = plain_config(config.to_dict() | {"model_type": config.model_type})
-    shape = SimpleNamespace(causal=causal, dropout=0.0, mask_token_id=3, length=3)
+    shape = SimpleNamespace(causal=causal, dropout=0.0, mask_token_id=3 if mask is None else mask, length=3)
     with seeded(as_key(0)):
         HF(cast("Shape", shape), HFSettings(kind="hf", config=fields))
 
