@@ -434,6 +434,7 @@ MAMBA = {"model_type": "mamba", "vocab_size": 12, "hidden_size": 16, "num_hidden
         (RWKV, {}, "cannot be made bidirectional"),
         ({"model_type": "gemma3"}, {"width": 16}, "'gemma3' models read more than text"),
         (MAMBA, {}, "layers that are always causal"),
+        ({"model_type": "recurrent_gemma"}, {"width": 16}, "layers that are always causal"),
         (LLAMA4, {}, "'llama4_text' models do not name the part before their head"),
         ({"model_type": "t5"}, {"width": 512}, "are encoder-decoders"),
         ({"model_type": "qwen3_next"}, {"width": 16}, "layers that are always causal"),

@@ -417,7 +417,8 @@ def parse_config(fields: dict[str, Any]) -> PreTrainedConfig:
         config: PreTrainedConfig = CONFIG_MAPPING[kind](**fields)
     except Exception as error:  # classes may raise anything for wrong fields
         raise UserError(f"backbone.config: not a configuration of {kind!r}: {reason_of(error)}") from None
-    if any("attention" not in one or "linear" in one for one in getattr(config, "layer_types", None) or ()):
+    kinds = (*(getattr(config, "layer_types", None) or ()), *(getattr(config, "block_types", None) or ()))
+    if any("attention" not in one or "linear" in one for one in kinds):
         raise UserError(f"{kind!r} models have layers that are always causal; a denoiser attends to all positions")
     if getattr(config, "is_encoder_decoder", False):
         raise UserError(f"{kind!r} models are encoder-decoders; use an encoder or a decoder")
