@@ -467,7 +467,10 @@ class Say:
 
 if __name__ == "__main__":
     catch_signals()
-    _share([Task("short", sys.argv[1]), Task("long", sys.argv[1])], 2, Say())
+    try:
+        _share([Task("short", sys.argv[1]), Task("long", sys.argv[1])], 2, Say())
+    except KeyboardInterrupt:
+        sys.exit(130)  # how Python itself ends by it depends on what is installed beside torch
 """
 
 
@@ -488,6 +491,6 @@ def test_a_signal_to_all_while_one_has_finished(tmp_path: Path, number: signal.S
         _, told = begun.communicate(timeout=30)
     finally:
         begun.kill()
-    assert begun.returncode in (CODES[number], -number)  # Python itself ends a program by SIGINT
+    assert begun.returncode == CODES[number]
     assert (out / "long saved").exists()
     assert b"Error" not in told
