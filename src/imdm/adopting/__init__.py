@@ -95,15 +95,15 @@ def adopted_config(
 ) -> MaskedDiffusionConfig:
     """The configuration that `adopt` gives a model of `transformers`; its weights are not read. Models that `adopt`
     recognises only by their weights, in the layouts of MDLM and DiffuGPT, are refused."""
-    place, where = _place(source).weights, f"model {str(source)!r}"
-    names = dict.fromkeys(names_in(place))
-    family = None if dit.is_published(names) else families.family_of(_raw(_place(source).folder), where)
+    there, where = _place(source), f"model {str(source)!r}"
+    names = dict.fromkeys(names_in(there.weights))
+    family = None if dit.is_published(names) else families.family_of(_raw(there.folder), where)
     if family is None or families.is_diffugpt(names):
         raise UserError(
             f"{where}: a stage converts only models of transformers, by their config.json; run 'imdm adopt' first "
             "and start from its folder"
         )
-    words = load_tokenizer(place) if has_tokenizer(place) else None
+    words = load_tokenizer(there.folder) if has_tokenizer(there.folder) else None
     told = {"length": length, "shift": shift, "mask_token_id": mask_token_id}
     told = {name: value for name, value in told.items() if value is not None}
     return families.config_of(family, words, told, families.How(**how), where)

@@ -96,13 +96,13 @@ class Networks:
         if Path(find(stage.source)).exists():
             return adopted_config(stage.source, **told)
         where = f"model {stage.source!r}"
-        if stage.source not in PUBLISHED:
+        known = PUBLISHED.get(stage.source)
+        family = None if known is None else families.family_of(known, where)
+        if family is None:
             raise UserError(
                 f"stages.{name} adopts the published {where}, whose size is known only once it is downloaded; give the "
                 f"folder that it is in (stages.{name}.source=PATH)"
             )
-        family = families.family_of(PUBLISHED[stage.source], where)
-        assert family is not None
         how = families.How(**{way: told.pop(way) for way in ("adapt", "causal")})
         return families.config_of(family, None, told, how, where)
 
