@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from imdm.devices import sent
 from imdm.errors import UserError
 
 
@@ -43,7 +44,9 @@ class NoisePath:
         return len(self.first)
 
     def to(self, device: torch.device | str) -> NoisePath:
-        return NoisePath(self.first.to(device), self.second.to(device), self.s.to(device))
+        """The same on a device, which is not waited for."""
+        device = torch.device(device)
+        return NoisePath(sent(self.first, device), sent(self.second, device), sent(self.s, device))
 
     @property
     def device(self) -> torch.device:

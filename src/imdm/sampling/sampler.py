@@ -155,6 +155,13 @@ class Keys(NamedTuple):
         first, second, s = (torch.cat([getattr(path, name) for path in paths]) for name in ("first", "second", "s"))
         return Keys(order, tokens, NoisePath(first, second, s))
 
+    def to(self, device: torch.device) -> Keys:
+        """The same on a device, which is not waited for."""
+        if self.are_one:
+            return Keys.one(sent(self.order, device))
+        noise = sent(self.noise, device) if isinstance(self.noise, Tensor) else self.noise.to(device)
+        return Keys(sent(self.order, device), sent(self.tokens, device), noise)
+
     def settled(self) -> Keys:
         """The same without a path if no sequence uses one."""
         noise = self.noise
@@ -197,6 +204,7 @@ class Canvas:
         self.laws = list(dict.fromkeys((how.temperature, how.top_p) for how in self.hows))
         self.policies = {how.noise for how in self.hows}
         self.position = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        self.false = torch.zeros((), dtype=torch.bool, device=self.tokens.device)  # Python's False is waited for
 
     def __len__(self) -> int:
         return len(self.hows)
@@ -251,11 +259,11 @@ class Canvas:
         columns: dict[str, Any] = {name: column(name) for name in held}
         return replace(self, hows=hows, keys=keys, **columns)
 
-    def tensors(self) -> list[Tensor]:
-        """All that it holds."""
-        noise = self.keys.noise
-        keys = [noise] if isinstance(noise, Tensor) else list(vars(noise).values())
-        return [*self.keys[:2], *keys, *(value for value in vars(self).values() if isinstance(value, Tensor))]
+    def to(self, device: torch.device) -> Canvas:
+        """The same on a device, which is not waited for."""
+        if device == self.tokens.device:
+            return self
+        return self._with(self.hows, self.keys.to(device), lambda name: sent(getattr(self, name), device))
 
     def begin(self, turn: Turn) -> None:
         """Count a turn that was not planned beforehand."""
@@ -286,7 +294,7 @@ class Canvas:
         place = active[rows.sequence], rows.position
         self.tokens[place] = drawn.tokens
         self.log_probs[place] = drawn.log_probs
-        self.masked[place] = False
+        self.masked[place] = self.false
         if ending is not None:
             shut = process.closed(self.tokens[active], holes)
             filled = holes & ending.ended(shut)  # the first position is never a hole
@@ -301,7 +309,7 @@ class Canvas:
         """Which of these sequences redraw the noise of their masks, (A,); True: all; None: none."""
         if len(self.policies) == 1:
             return True if "posterior" in self.policies else None
-        posterior = torch.tensor([how.noise == "posterior" for how in self.hows])
+        posterior = torch.tensor([how.noise == "posterior" for how in self.hows], dtype=torch.bool)
         return sent(posterior, active.device)[active]
 
     def _drawn(self, hidden: Tensor, u: Tensor, ends: Ends | None, turn: Turn) -> Drawn:

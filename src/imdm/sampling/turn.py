@@ -104,7 +104,7 @@ class Remaining:
 
     @classmethod
     def of(cls, steps: Tensor) -> Remaining:
-        """Of sequences before their first step. Waits for the GPU."""
+        """Of sequences before their first step. Waits for the GPU, if the steps are there."""
         steps = steps.cpu()
         return cls(steps.clone(), torch.zeros(len(steps), dtype=torch.int64))
 

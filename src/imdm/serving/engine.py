@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
-from imdm.devices import Beside, Fetched
+from imdm.devices import Fetched
 from imdm.errors import UserError, check_number, check_seed, check_whole, is_out_of_memory, unknown
 from imdm.sampling import Canvas, Remaining, Sampling
 from imdm.serving.jobs import (
@@ -112,7 +112,6 @@ class Engine:
         self._pending: deque[_Pending] = deque()
         self._open_tickets: set[Ticket] = set()  # those that wait to be told an end
         self._telling = threading.Lock()  # guards these; taken after `_changed` where both are
-        self._beside = {device: Beside(device) for device in {writer.model.device for writer in self.writers.values()}}
         self._changed = threading.Condition()
         self._running = 0  # sequences in progress
         self._open, self._aborted = False, False
@@ -281,9 +280,9 @@ class Engine:
 
     def _work(self) -> None:
         try:
-            for device in self._beside:
-                if device.type == "cuda":
-                    torch.cuda.set_device(device)
+            for writer in self.writers.values():
+                if writer.model.device.type == "cuda":
+                    torch.cuda.set_device(writer.model.device)
             with torch.no_grad():
                 while self._wait():
                     started = time.monotonic()
@@ -333,13 +332,10 @@ class Engine:
     def _enter(self, key: tuple[str, int], tickets: list[Ticket]) -> None:
         now, model = time.monotonic(), self.writers[key[0]].model
         groups = [self._groups[key]] if key in self._groups else []
-        beside = self._beside[model.device]
         for how in dict.fromkeys(ticket.how for ticket in tickets):
             some = [ticket for ticket in tickets if ticket.how == how]
-            with beside:  # the plan is awaited, but not the turns that were launched before
-                canvas = started([ticket.job for ticket in some], how, model)
-                groups.append(_Group(canvas, Remaining.of(canvas.revealed_at), some))
-            beside.hand_over(canvas.tensors())
+            planned = started([ticket.job for ticket in some], how, model)
+            groups.append(_Group(planned.to(model.device), Remaining.of(planned.revealed_at), some))
         for ticket in tickets:
             ticket.began = now
         canvases, remaining, order = zip(*groups, strict=True)

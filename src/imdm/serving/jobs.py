@@ -147,27 +147,27 @@ def _hear(said: Sequence[tuple[Ticket, Frame | UserError]]) -> None:
 
 
 def started(jobs: Sequence[Job], how: Sampling, model: Any) -> Canvas:
-    """The canvas of jobs with the same options and rows of one length."""
+    """The canvas of jobs with the same options and rows of one length. It is on the CPU: its random numbers have the
+    same bits there, and a GPU would finish what it is doing first."""
     hole = model.process.mask_id
-    rows = [[hole if token is None else token for token in job.ids] for job in jobs]
-    tokens = torch.tensor(rows, device=model.device)
-    number = torch.tensor([job.number for job in jobs], device=model.device)
+    tokens = torch.tensor([[hole if token is None else token for token in job.ids] for job in jobs])
+    number = torch.tensor([job.number for job in jobs])
 
     def keys(seeds: Sequence[int]) -> Tensor:
-        return fold(as_keys(seeds, model.device), Purpose.SAMPLE, number)
+        return fold(as_keys(seeds), Purpose.SAMPLE, number)
 
     def seeds(name: str) -> list[int]:
         return [job.seed if getattr(job, name) is None else getattr(job, name) for job in jobs]
 
     order = keys([job.seed for job in jobs])
-    start = torch.ones(len(jobs), device=model.device)
+    start = torch.ones(len(jobs))
     if all(job.draws_seed is job.noise_seed is job.noise_between is None for job in jobs):
         return Canvas.start(model, tokens, Keys.one(order), how, start)
     noise: Tensor | NoisePath = keys(seeds("noise_seed"))
     ways = [job.noise_between or (seed, seed, 0.0) for job, seed in zip(jobs, seeds("noise_seed"), strict=True)]
     if any(s > 0 for _, _, s in ways) or any(job.noise_between for job in jobs):
         first, second, s = zip(*ways, strict=True)
-        noise = NoisePath(keys(first), keys(second), torch.tensor(s, dtype=torch.float64, device=model.device))
+        noise = NoisePath(keys(first), keys(second), torch.tensor(s, dtype=torch.float64))
     return Canvas.start(model, tokens, Keys(order, keys(seeds("draws_seed")), noise), how, start)
 
 
