@@ -36,7 +36,7 @@ from imdm.errors import UserError
 from imdm.listening import listen
 from imdm.serving import Engine, Settings
 from imdm.serving.api import Completion, Growing, Infill, Order
-from imdm.serving.engine import frozen
+from imdm.serving.engine import responsive
 from imdm.serving.guard import LOCAL, Guard, is_local
 from imdm.serving.jobs import Frame
 from imdm.serving.metrics import Metrics
@@ -767,7 +767,7 @@ def test_a_header_has_a_limit(gated: Any) -> None:
 
 def test_a_service_does_not_stop_to_collect_what_was_there_before() -> None:
     """Full collections skip the models and libraries, and include them again afterwards."""
-    with frozen():
+    with responsive():
         assert gc.get_freeze_count() > 10_000
     assert gc.get_freeze_count() == 0
 

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from imdm.errors import UserError, is_out_of_memory, reason_of
-from imdm.serving.engine import Counts, Engine, frozen, warm
+from imdm.serving.engine import Counts, Engine, responsive, warm
 from imdm.serving.jobs import Frame, Job, Stopped, Ticket, ends, tell, unfinished
 from imdm.serving.settings import Settings
 from imdm.stopping import held_back
@@ -253,6 +253,8 @@ def _live(line: Connection, make: Callable[[], Mapping[str, Writer]], settings: 
     threading.Thread(target=_follow, name="imdm-following", daemon=True).start()
     try:
         engine = Engine(make(), settings)
+        if all(writer.model.device.type == "cuda" for writer in engine.writers.values()):
+            torch.set_num_threads(1)  # what is computed on the CPU is too small to share
         engine.start()
         warm(engine)
     except UserError as error:
@@ -266,7 +268,7 @@ def _live(line: Connection, make: Callable[[], Mapping[str, Writer]], settings: 
             said = f"the engine could not be made: {type(error).__name__}: {reason_of(error)}"
         line.send(UserError(said))
         return
-    with frozen():
+    with responsive():
         line.send({name: (one.model.config.to_dict(), one.tokenizer) for name, one in engine.writers.items()})
         _serve(line, engine)
 

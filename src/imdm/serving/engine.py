@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import sys
 import threading
 import time
 from collections import deque
@@ -491,12 +492,17 @@ def warm(engine: Engine) -> None:
 
 
 @contextmanager
-def frozen() -> Iterator[None]:
-    """What exists now is exempt from garbage collection: models and libraries are hundreds of thousands of objects, and
-    a full collection among requests would stop all threads for a fifth of a second."""
+def responsive() -> Iterator[None]:
+    """Settings of the interpreter for short latencies. What exists now is exempt from garbage collection: models and
+    libraries are hundreds of thousands of objects, and a full collection among requests would stop all threads for a
+    fifth of a second. And threads take turns every half millisecond, not every five: those that pass on jobs and frames
+    need little time, but soon."""
+    before = sys.getswitchinterval()
     gc.collect()
     gc.freeze()
+    sys.setswitchinterval(0.0005)
     try:
         yield
     finally:
+        sys.setswitchinterval(before)
         gc.unfreeze()

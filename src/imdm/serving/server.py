@@ -18,7 +18,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from imdm.errors import UserError
 from imdm.listening import listen
 from imdm.serving.app import make_app
-from imdm.serving.engine import Engine, frozen, warm
+from imdm.serving.engine import Engine, responsive, warm
 from imdm.serving.guard import PATIENCE
 
 if TYPE_CHECKING:
@@ -116,6 +116,7 @@ class Server(uvicorn.Server):
                 log_level="warning",
                 access_log=False,
                 server_header=False,
+                proxy_headers=False,
                 ws="none",
                 http=patient(min(PATIENCE, settings.seconds), connections(settings.clients)),
                 backlog=AT_ONCE,
@@ -145,7 +146,7 @@ def serve(engine: Engine, listening: socket.socket, on_ready: Callable[[], None]
     with engine:
         warm(engine)
         server = Server(make_app(engine), engine)
-        with frozen():
+        with responsive():
             on_ready()
             server.run([listening])
         if engine.broken:
@@ -156,7 +157,7 @@ def serve(engine: Engine, listening: socket.socket, on_ready: Callable[[], None]
 def in_background(engine: Engine) -> Iterator[Server]:
     """The service on a free port of this machine, in a thread, as long as the block lasts."""
     listening = listen("127.0.0.1", 0)
-    with engine, frozen():
+    with engine, responsive():
         server = Server(make_app(engine), engine)
         server.port = listening.getsockname()[1]
         running = threading.Thread(target=server.run, args=([listening],), daemon=True)
