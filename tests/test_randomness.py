@@ -66,6 +66,21 @@ def test_tensor_philox_equals_integer_philox(counter: list[int], key: list[int])
     assert [int(w) for w in words] == by_hand(counter, key)
 
 
+@pytest.mark.parametrize("shape", [(), (5, 1), (0, 1)])
+def test_words_on_a_cpu_are_those_of_tensors(shape: tuple[int, ...]) -> None:
+    """On a CPU they are computed in arrays, on other devices in tensors."""
+    key, a, block = (
+        torch.full(shape, -7) + torch.arange(7)[: math.prod(shape)].reshape(shape),
+        torch.arange(4),
+        torch.arange(3),
+    )
+    found = bits(key, Purpose.NOISE, a, 9, blocks=3)
+    halves = (key[..., None] & WORD, (key[..., None] >> 32) & WORD)
+    words = philox((block, a[:, None], torch.tensor(9), torch.tensor(int(Purpose.NOISE))), halves)
+    assert torch.equal(found, torch.stack(torch.broadcast_tensors(*words), -1).flatten(-2))
+    assert found.dtype == torch.int64
+
+
 def test_place_is_the_counter() -> None:
     """The words of (key, purpose, a, b) are Philox at counter (block, a, b, purpose)."""
     key = -7

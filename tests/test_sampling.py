@@ -234,7 +234,7 @@ def test_temperature_and_nucleus() -> None:
 def test_turns_visit_every_reveal_once_and_in_order(seed: int, B: int, L: int, steps: int, size: int | None) -> None:
     """Whatever is revealed when: each sequence's steps in order, in turns that follow one another, none too large."""
     revealed_at = torch.randint(-1, steps, (B, L), generator=torch.Generator().manual_seed(seed))
-    evaluations, found = turns(revealed_at, size)
+    evaluations, found = turns(revealed_at, steps, size)
     assert evaluations.tolist() == [len(set(row) - {-1}) for row in revealed_at.tolist()]
     seen, last_turn, last_step = torch.full((B, L), -1), dict[int, int](), dict[int, int]()
     for number, turn in enumerate(found):
@@ -261,7 +261,7 @@ def test_turns_visit_every_reveal_once_and_in_order(seed: int, B: int, L: int, s
 def test_turns_planned_one_by_one_are_those_planned_at_once(seed: int, B: int, L: int, steps: int) -> None:
     """Also if sequences that are done leave, and if others join before the second turn."""
     revealed_at = torch.randint(-1, steps, (2 * B, L), generator=torch.Generator().manual_seed(seed))
-    wanted = [turns(part)[1] for part in (revealed_at[:B], revealed_at[B:])]
+    wanted = [turns(part, steps)[1] for part in (revealed_at[:B], revealed_at[B:])]
     remaining, names, number = Remaining.of(revealed_at[:B]), torch.arange(B), 0
     while number < 2 or not all(remaining.done):
         if number == 1:
@@ -296,7 +296,7 @@ def test_turns_are_full_to_the_end() -> None:
     revealed_at = torch.full((100, 10), -1)
     for row in range(100):
         revealed_at[row, : row % 10 + 1] = torch.arange(row % 10 + 1)
-    evaluations, found = turns(revealed_at, 7)
+    evaluations, found = turns(revealed_at, 10, 7)
     assert len(found) == -(-int(evaluations.sum()) // 7)
 
 

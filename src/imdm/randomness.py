@@ -1,7 +1,7 @@
 """Keyed randomness: every random number is a function of a 64-bit key and a place, never of earlier draws.
 
-The generator is Philox-4x32-10 (Salmon et al., SC 2011), written in integer tensor operations, so the same key gives
-the same bits on every device, in any batch order and on any number of processes. A *key* belongs to one sample (or to
+The generator is Philox-4x32-10 (Salmon et al., SC 2011), written in integer operations, so the same key gives the same
+bits on every device, in any batch order and on any number of processes. A *key* belongs to one sample (or to
 a whole run); a *place* is (purpose, a, b), usually (what the number is for, position, draw). The counter is
 
     (block, a, b, purpose)          four 32-bit words
@@ -19,6 +19,7 @@ from enum import IntEnum
 from numbers import Integral
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,7 +28,7 @@ from imdm.kernels import kernels
 
 GENERATOR = "philox-4x32-10/1"  # named in coupling manifests; changes when any drawn number changes
 
-W = TypeVar("W", Tensor, int)
+W = TypeVar("W", Tensor, np.ndarray, int)
 _WORD = 0xFFFFFFFF
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
@@ -62,7 +63,8 @@ class Purpose(IntEnum):
 
 
 def philox(counter: tuple[W, W, W, W], key: tuple[W, W]) -> tuple[W, W, W, W]:
-    """Philox-4x32-10 on int64 tensors that hold unsigned 32-bit words (broadcast together), or on plain numbers.
+    """Philox-4x32-10 on int64 tensors or arrays that hold unsigned 32-bit words (broadcast together), or on plain
+    numbers.
 
     The 64-bit product of two words wraps around int64, which leaves its bits intact; both halves are read by masking.
     """
@@ -105,8 +107,12 @@ def bits(key: Tensor, purpose: Purpose, a: Tensor | int = 0, b: Tensor | int = 0
     key, first, second = (v.unsqueeze(-1) for v in torch.broadcast_tensors(key, as_key(a, device), as_key(b, device)))
     block = torch.arange(blocks, dtype=torch.int64, device=device)
     place = torch.full((), int(purpose), dtype=torch.int64, device=device)
-    words = philox((block, first & _WORD, second & _WORD, place), (key & _WORD, (key >> 32) & _WORD))
-    return torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(-2)
+    counter, halves = (block, first & _WORD, second & _WORD, place), (key & _WORD, (key >> 32) & _WORD)
+    if device.type != "cpu":
+        return torch.stack(torch.broadcast_tensors(*philox(counter, halves)), dim=-1).flatten(-2)
+    c0, c1, c2, c3 = (words.numpy() for words in counter)  # of a hundred small operations, NumPy's are the quicker
+    k0, k1 = (words.numpy() for words in halves)
+    return torch.from_numpy(np.stack(np.broadcast_arrays(*philox((c0, c1, c2, c3), (k0, k1))), axis=-1)).flatten(-2)
 
 
 def fold(key: Tensor | int, purpose: Purpose, a: Tensor | int = 0, b: Tensor | int = 0) -> Tensor:

@@ -378,7 +378,7 @@ def sample(
 
     # 1. When is each position revealed?
     canvas = Canvas.start(denoiser, tokens, Keys(keys, keys, keys if noise_keys is None else noise_keys), how, t)
-    evaluations, coming = turns(canvas.revealed_at, batch_size)
+    evaluations, coming = turns(canvas.revealed_at, how.steps, batch_size)
 
     # 2. Evaluate each sequence at its own reveal steps.
     written, holes_in_all = 0, 0

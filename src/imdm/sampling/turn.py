@@ -48,45 +48,42 @@ class Turn:
         return Turn(active, now, before, Rows(sequence, position, slot, self.rows.most), here=self)
 
 
-def turns(revealed_at: Tensor, batch_size: int | None = None) -> tuple[Tensor, list[Turn]]:
-    """Number of evaluations of each sequence (B,), and all turns. revealed_at (B, L): the step of each position, −1
-    where there is nothing to reveal.
+def turns(revealed_at: Tensor, steps: int, batch_size: int | None = None) -> tuple[Tensor, list[Turn]]:
+    """Number of evaluations of each sequence (B,), and all turns. revealed_at (B, L): the step of each position, below
+    `steps`; −1 where there is nothing to reveal.
 
     A sequence is evaluated once for each of its distinct steps, in order and in consecutive turns. At most `batch_size`
-    share a turn; those with most evaluations begin first, so that the last turns are full too.
+    share a turn; those with most evaluations begin first, so that the last turns are full too. A GPU is waited for
+    once.
     """
-    B, device = len(revealed_at), revealed_at.device
-    row, column = (revealed_at >= 0).nonzero(as_tuple=True)
-    steps = int(revealed_at.max()) + 1 if len(row) else 1
-    wanted = row * steps + revealed_at[row, column]
-    here = torch.bincount(wanted, minlength=B * steps)  # positions of each (sequence, step)
-    visits = here.nonzero()[:, 0]  # (E,), those with any
-    visit = (here > 0).cumsum(0)[wanted] - 1
+    (B, L), device = revealed_at.shape, revealed_at.device
+    row = torch.arange(B, device=device)[:, None]
+    wanted = torch.where(revealed_at >= 0, row * steps + revealed_at, B * steps).flatten()  # (sequence, step), or none
+    here = torch.zeros(B * steps + 1, dtype=torch.int64, device=device)
+    here.scatter_add_(0, wanted, torch.ones_like(wanted))
+
+    # On the CPU: which sequences are evaluated at which steps, the turn of each such visit, and its index in it.
+    positions = here.cpu().numpy()[:-1]
+    visits = np.flatnonzero(positions)
     sequence, step = visits // steps, visits % steps
-    evaluations = torch.bincount(sequence, minlength=B)
+    count = np.bincount(sequence, minlength=B)
+    before = np.where(_within(count) > 0, np.roll(step, 1), 0)
+    turn = np.repeat(_starts(count, batch_size), count) + _within(count)
+    order, sizes = np.argsort(turn, kind="stable"), np.bincount(turn)  # visits in the order of the turns
+    revealed = positions[visits][order]
+    first = np.concatenate(([0], np.cumsum(sizes)[:-1]))[: len(sizes)]
+    most, totals = (f.reduceat(revealed, first) if len(sizes) else revealed for f in (np.maximum, np.add))
+    rank = np.full(len(here), len(visits))
+    rank[visits[order]] = np.arange(len(visits))
+    local = np.repeat(_within(sizes), revealed)
 
-    # On the CPU: the turn of each visit, and its index in it.
-    count = evaluations.cpu().numpy()
-    order = np.repeat(_starts(count, batch_size), count) + _within(count)
-    sorted_visits = np.argsort(order, kind="stable")
-    sizes = np.bincount(order)  # sequences in each turn
-    place = np.empty_like(order)
-    place[sorted_visits] = _within(sizes)
-    revealed = here[visits].cpu().numpy()[sorted_visits]  # positions of each visit
-    first = np.concatenate(([0], np.cumsum(sizes)[:-1]))
-    most = np.maximum.reduceat(revealed, first) if len(sizes) else revealed
-    totals = np.add.reduceat(revealed, first) if len(sizes) else revealed
-
-    # Back on the device: visits and positions in the order of the turns, split into turns.
-    at = torch.from_numpy(sorted_visits).to(device)
-    rank = torch.empty_like(at)
-    rank[at] = torch.arange(len(at), device=device)
-    before = torch.where(torch.from_numpy(_within(count) > 0).to(device), step.roll(1), 0)
-    by_turn = rank[visit].argsort(stable=True)
-    slot = torch.from_numpy(_within(revealed)).to(device)
-    local = torch.from_numpy(place).to(device)[visit[by_turn]]
-    active, now, earlier = (values[at].split(sizes.tolist()) for values in (sequence, step, before))
-    rows = map(Rows, *(values.split(totals.tolist()) for values in (local, column[by_turn], slot)), most.tolist())
+    # On the device: the positions in the order of the turns, and all of it split into turns.
+    parts = [torch.from_numpy(x) for x in (count, rank, sequence[order], step[order], before[order], local)]
+    parts.append(torch.from_numpy(_within(revealed)))
+    evaluations, ranks, *rest = sent(torch.cat(parts), device).split([len(part) for part in parts])
+    active, now, earlier = (values.split(sizes.tolist()) for values in rest[:3])
+    column = (ranks[wanted].argsort(stable=True) % L)[: len(local)]
+    rows = map(Rows, *(x.split(totals.tolist()) for x in (rest[3], column, rest[4])), most.tolist())
     return evaluations, list(map(Turn, active, now, earlier, rows))
 
 
