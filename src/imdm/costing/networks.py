@@ -138,6 +138,6 @@ def measured(settings: str) -> Size:
     blocks = [sum(weight.numel() for weight in block.parameters()) for block in blocks_of(model)]
     if config.backbone["kind"] != DEFAULT:
         config = copy.deepcopy(config)
-        others = parameters - config.vocab_size * config.width * (1 if config.tie_word_embeddings else 2)
-        config.blocks = max(1, round(others / (12 * config.width**2)))
+        ends = config.vocab_size * config.width * (1 if config.tie_word_embeddings else 2)
+        config.blocks = max(1, round((sum(blocks) or parameters - ends) / (12 * config.width**2)))
     return Size(config, parameters, sum(blocks) / max(1, len(blocks)), parameters - sum(blocks))
