@@ -657,8 +657,8 @@ def test_compiled_layers_of_transformers_have_the_same_losses(tmp_path: Path, se
 def test_recorded_steps_of_transformers_have_the_same_losses(
     tmp_path: Path, objective: Objective, compile: bool
 ) -> None:
-    """A shape is captured when it occurs a third time, so that some of the steps are replayed. Under `match` rounding may
-    make a sample differ in a token, and then all that follows does."""
+    """A shape is captured when it occurs a third time, so that some of the steps are replayed. Under `match` rounding
+    may make a sample differ in a token, and then all that follows does."""
     changes, many = {"causal": True} if objective.causal else {}, 3 if isinstance(objective, Match) else 6
     plain = losses_of(llama_of_16(**changes), objective, tmp_path / "plain")
     found = losses_of(llama_of_16(**changes), objective, tmp_path / "recorded", graphs=True, compile=compile)
