@@ -680,7 +680,7 @@ def test_requests_share_a_batch_on_a_gpu() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("changes", [{}, {**WHOLE, "lengths": [0.0] * 6 + [1.0]}])
+@pytest.mark.parametrize("changes", [{}, {**WHOLE, "lengths": [0.0, 0.0, 0.1, 0.1, 0.2, 0.2, 0.4]}])
 def test_turns_are_launched_without_waiting_for_the_gpu(changes: dict[str, Any]) -> None:
     model = faster(tiny_model(mask="infinite-uniform-8-1.0", **changes).cuda(), dtype=torch.float32, compile=False)
     jobs = [Job("a", [0, *HOLES[1:]], steps=1000, seed=seed) for seed in range(8)]

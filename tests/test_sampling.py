@@ -234,7 +234,7 @@ def test_temperature_and_nucleus() -> None:
 def test_turns_visit_every_reveal_once_and_in_order(seed: int, B: int, L: int, steps: int, size: int | None) -> None:
     """Whatever is revealed when: each sequence's steps in order, in turns that follow one another, none too large."""
     revealed_at = torch.randint(-1, steps, (B, L), generator=torch.Generator().manual_seed(seed))
-    evaluations, found = turns(revealed_at, steps, size)
+    evaluations, found = turns(revealed_at, steps, batch_size=size)
     assert evaluations.tolist() == [len(set(row) - {-1}) for row in revealed_at.tolist()]
     seen, last_turn, last_step = torch.full((B, L), -1), dict[int, int](), dict[int, int]()
     for number, turn in enumerate(found):
@@ -291,12 +291,23 @@ def test_turns_planned_one_by_one_are_those_planned_at_once(seed: int, B: int, L
     assert number >= max(map(len, wanted))
 
 
+@pytest.mark.parametrize(("schedule", "t"), [("cosine", 1e-9), ("log-linear", 1e-17)])
+def test_a_start_so_late_that_no_time_is_left_fills_every_hole(schedule: str, t: float) -> None:
+    """1 − α rounds to 0 there, and the probability to stay masked is 0/0."""
+    model = tiny_model(schedule=schedule)
+    hole = model.config.mask_token_id
+    canvas, late = torch.full((3, 6), hole), torch.full((3,), t, dtype=torch.float64)
+    made = sample(model, canvas, keys=model.sample_keys(3, seed=1), how=Sampling(4), t=late)
+    assert not bool((made.tokens == hole).any())
+    assert made.evaluations.tolist() == [1, 1, 1]
+
+
 def test_turns_are_full_to_the_end() -> None:
     """100 sequences of 1 to 10 evaluations, 7 at a time: no more turns than there must be."""
     revealed_at = torch.full((100, 10), -1)
     for row in range(100):
         revealed_at[row, : row % 10 + 1] = torch.arange(row % 10 + 1)
-    evaluations, found = turns(revealed_at, 10, 7)
+    evaluations, found = turns(revealed_at, 10, batch_size=7)
     assert len(found) == -(-int(evaluations.sum()) // 7)
 
 

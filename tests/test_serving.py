@@ -766,9 +766,17 @@ def test_a_header_has_a_limit(gated: Any) -> None:
 
 
 def test_a_service_does_not_stop_to_collect_what_was_there_before() -> None:
-    """Full collections skip the models and libraries, and include them again afterwards."""
-    with responsive():
+    """Full collections skip the models and libraries, and include them again afterwards. Threads take turns sooner. Of
+    two services, the first to stop changes nothing for the other."""
+    usual = sys.getswitchinterval()
+    first, second = responsive(), responsive()
+    with first:
         assert gc.get_freeze_count() > 10_000
+        second.__enter__()
+    assert sys.getswitchinterval() == pytest.approx(0.0005)
+    assert gc.get_freeze_count() > 10_000
+    second.__exit__(None, None, None)
+    assert sys.getswitchinterval() == usual
     assert gc.get_freeze_count() == 0
 
 

@@ -132,7 +132,7 @@ class Beside:
 
 def sent(values: Tensor, device: torch.device) -> Tensor:
     """Copy to a device without waiting for it."""
-    if device.type != "cuda":
+    if device.type != "cuda" or values.device.type != "cpu":
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)
 

@@ -1,8 +1,8 @@
 """Keyed randomness: every random number is a function of a 64-bit key and a place, never of earlier draws.
 
 The generator is Philox-4x32-10 (Salmon et al., SC 2011), written in integer operations, so the same key gives the same
-bits on every device, in any batch order and on any number of processes. A *key* belongs to one sample (or to
-a whole run); a *place* is (purpose, a, b), usually (what the number is for, position, draw). The counter is
+bits on every device, in any batch order and on any number of processes. A *key* belongs to one sample (or to a whole
+run); a *place* is (purpose, a, b), usually (what the number is for, position, draw). The counter is
 
     (block, a, b, purpose)          four 32-bit words
     (low word, high word) of key    two 32-bit words
@@ -103,12 +103,13 @@ def _signed(seed: int) -> int:
 
 def bits(key: Tensor, purpose: Purpose, a: Tensor | int = 0, b: Tensor | int = 0, blocks: int = 1) -> Tensor:
     """Random 32-bit words for every (key, a, b), which broadcast: (..., 4·blocks), int64."""
-    device = key.device
-    key, first, second = (v.unsqueeze(-1) for v in torch.broadcast_tensors(key, as_key(a, device), as_key(b, device)))
+    device, plain = key.device, type(key) is Tensor
+    every = (as_key(value, device) for value in (key, a, b))
+    key, first, second = (value.unsqueeze(-1) for value in torch.broadcast_tensors(*every))
     block = torch.arange(blocks, dtype=torch.int64, device=device)
     place = torch.full((), int(purpose), dtype=torch.int64, device=device)
     counter, halves = (block, first & _WORD, second & _WORD, place), (key & _WORD, (key >> 32) & _WORD)
-    if device.type != "cpu":
+    if device.type != "cpu" or not plain:
         return torch.stack(torch.broadcast_tensors(*philox(counter, halves)), dim=-1).flatten(-2)
     c0, c1, c2, c3 = (words.numpy() for words in counter)  # of a hundred small operations, NumPy's are the quicker
     k0, k1 = (words.numpy() for words in halves)

@@ -100,7 +100,7 @@ def _trained(networks: Networks, name: str, stage: TrainStage, gpu: GPU, gpus: i
     step = alone + (talk.exposed if talk is not None else 0.0)
     more = Work()
     if isinstance(stage.objective, Match):
-        more = looks(setting, stage.objective, stage.watch.every)
+        more = replace(looks(setting, stage.objective, stage.watch.every), fused=0.0)  # weights in float32
     seconds = training.steps * step + more.writing(gpu) + COMPILED * training.compile
     return StageCost(
         name,

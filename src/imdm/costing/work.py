@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 from imdm.costing.machines import GPU
+from imdm.models.backbones.base import DEFAULT
 
 if TYPE_CHECKING:
     from imdm.models import MaskedDiffusionConfig
@@ -41,7 +42,7 @@ class Work:
     """flops: necessary FLOPs, without recomputation, as `imdm bench` counts; the others: what is executed, in FLOPs
     (products: matmuls with weights, attention, attention_back, head, compared), bytes, passes of a block, and steps.
     eased: FLOPs of a large matmul that take as long as a GPU saves because matrices are wide and heads large; negative
-    if they are narrow and small."""
+    if they are narrow and small. fused: the part of `bytes` that a model prepared for sampling does without."""
 
     flops: float = 0.0
     products: float = 0.0
@@ -51,6 +52,7 @@ class Work:
     compared: float = 0.0
     eased: float = 0.0
     bytes: float = 0.0
+    fused: float = 0.0
     passes: float = 0.0
     steps: float = 0.0
 
@@ -78,7 +80,7 @@ class Work:
         """Seconds of inference; in bf16 with a model prepared by `faster`."""
         if precision != "bf16":
             return _with(gpu, self.busy(gpu, precision), self.passes * LAUNCH_BLOCK)
-        faster = replace(self, bytes=self.bytes * (1 - GELU / POINTWISE))
+        faster = replace(self, bytes=self.bytes - self.fused)
         return _with(gpu, faster.busy(gpu), self.passes * WRITE_BLOCK)
 
 
@@ -199,4 +201,5 @@ def written(
     them in one evaluation."""
     tokens, read = texts * length * runs, texts * length * masked
     once = evaluated(config, tokens, length, read, (tokens * masked + read) / 2) + drawn(config, read)
-    return replace(once, passes=config.blocks * max(runs, texts * runs / batch))
+    fused = once.bytes * GELU / POINTWISE if config.backbone["kind"] == DEFAULT else 0.0
+    return replace(once, passes=config.blocks * max(runs, texts * runs / batch), fused=fused)

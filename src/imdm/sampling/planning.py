@@ -25,9 +25,10 @@ def reveal_steps(survival: Tensor, u: Tensor) -> Tensor:
     """The step at which each position is revealed: survival (B, N + 1) falls from 1 to 0, u (B, L) in [0, 1).
 
     A position masked at the start is still masked after step k with the probability `Split.stay` from time 0 of the
-    grid to time k + 1; it is revealed in the first step whose survival does not exceed u.
+    grid to time k + 1; it is revealed in the first step whose survival does not exceed u; in the last one where the
+    start is so late that survival, 0/0, is not a number.
     """
-    return torch.searchsorted(-survival[:, 1:].contiguous(), -u.contiguous())
+    return torch.searchsorted(-survival[:, 1:].contiguous(), -u.contiguous()).clamp(max=survival.shape[1] - 2)
 
 
 def spread(keys: Tensor, length: int, steps: int) -> Tensor:

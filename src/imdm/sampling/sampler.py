@@ -5,7 +5,8 @@ drawn first. Then the network runs only for sequences that reveal something at a
 current noise; the head runs only at the revealed positions; and since time is no input of the network, sequences at
 different steps share a batch. The distribution is that of the plain N-step loop.
 
-As all of that is known beforehand, all batches (turns) are planned before the first, and the GPU is never waited for.
+As all of that is known beforehand, all batches (turns) are planned before the first, for which the GPU is waited for
+once, and never afterwards.
 
 Where rows are whole texts (`Ending`), one uniform number a step decides where the text ends, for all positions
 together. The first end token drawn counts: all masked positions after it become padding at once, as do tokens that the
@@ -378,7 +379,7 @@ def sample(
 
     # 1. When is each position revealed?
     canvas = Canvas.start(denoiser, tokens, Keys(keys, keys, keys if noise_keys is None else noise_keys), how, t)
-    evaluations, coming = turns(canvas.revealed_at, how.steps, batch_size)
+    evaluations, coming = turns(canvas.revealed_at, how.steps, batch_size=batch_size)
 
     # 2. Evaluate each sequence at its own reveal steps.
     written, holes_in_all = 0, 0

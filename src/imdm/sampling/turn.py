@@ -48,7 +48,7 @@ class Turn:
         return Turn(active, now, before, Rows(sequence, position, slot, self.rows.most), here=self)
 
 
-def turns(revealed_at: Tensor, steps: int, batch_size: int | None = None) -> tuple[Tensor, list[Turn]]:
+def turns(revealed_at: Tensor, steps: int, *, batch_size: int | None = None) -> tuple[Tensor, list[Turn]]:
     """Number of evaluations of each sequence (B,), and all turns. revealed_at (B, L): the step of each position, below
     `steps`; −1 where there is nothing to reveal.
 
@@ -57,8 +57,10 @@ def turns(revealed_at: Tensor, steps: int, batch_size: int | None = None) -> tup
     once.
     """
     (B, L), device = revealed_at.shape, revealed_at.device
-    row = torch.arange(B, device=device)[:, None]
-    wanted = torch.where(revealed_at >= 0, row * steps + revealed_at, B * steps).flatten()  # (sequence, step), or none
+    row, step_of = torch.arange(B, device=device).repeat_interleave(L, output_size=B * L), revealed_at.flatten()
+    place = torch.arange(B * L, device=device)  # those that have no step are left out at once where that needs no wait
+    place = place[step_of >= 0] if device.type == "cpu" else place
+    wanted = torch.where(step_of >= 0, row * steps + step_of, B * steps)[place]  # (sequence, step), or none
     here = torch.zeros(B * steps + 1, dtype=torch.int64, device=device)
     here.scatter_add_(0, wanted, torch.ones_like(wanted))
 
@@ -73,17 +75,17 @@ def turns(revealed_at: Tensor, steps: int, batch_size: int | None = None) -> tup
     revealed = positions[visits][order]
     first = np.concatenate(([0], np.cumsum(sizes)[:-1]))[: len(sizes)]
     most, totals = (f.reduceat(revealed, first) if len(sizes) else revealed for f in (np.maximum, np.add))
-    rank = np.full(len(here), len(visits))
-    rank[visits[order]] = np.arange(len(visits))
     local = np.repeat(_within(sizes), revealed)
 
     # On the device: the positions in the order of the turns, and all of it split into turns.
-    parts = [torch.from_numpy(x) for x in (count, rank, sequence[order], step[order], before[order], local)]
-    parts.append(torch.from_numpy(_within(revealed)))
-    evaluations, ranks, *rest = sent(torch.cat(parts), device).split([len(part) for part in parts])
-    active, now, earlier = (values.split(sizes.tolist()) for values in rest[:3])
-    column = (ranks[wanted].argsort(stable=True) % L)[: len(local)]
-    rows = map(Rows, *(x.split(totals.tolist()) for x in (rest[3], column, rest[4])), most.tolist())
+    parts = [count, visits[order], sequence[order], step[order], before[order], local, _within(revealed)]
+    there = sent(torch.from_numpy(np.concatenate(parts)), device).split([len(part) for part in parts])
+    evaluations, sorted_visits = there[:2]
+    rank = torch.full((B * steps + 1,), len(visits), device=device)
+    rank[sorted_visits] = torch.arange(len(visits), device=device)
+    column = place[rank[wanted].argsort(stable=True)[: len(local)]] % L
+    active, now, earlier = (values.split(sizes.tolist()) for values in there[2:5])
+    rows = map(Rows, *(x.split(totals.tolist()) for x in (there[5], column, there[6])), most.tolist())
     return evaluations, list(map(Turn, active, now, earlier, rows))
 
 

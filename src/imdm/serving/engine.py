@@ -491,18 +491,27 @@ def warm(engine: Engine) -> None:
                 asyncio.run(write(name, many))
 
 
+SWITCH = 0.0005  # seconds; Python's own is 0.005
+_switching = threading.Lock()
+_intervals: list[float] = []  # before each of the blocks that are in progress
+
+
 @contextmanager
 def responsive() -> Iterator[None]:
     """Settings of the interpreter for short latencies. What exists now is exempt from garbage collection: models and
     libraries are hundreds of thousands of objects, and a full collection among requests would stop all threads for a
-    fifth of a second. And threads take turns every half millisecond, not every five: those that pass on jobs and frames
-    need little time, but soon."""
-    before = sys.getswitchinterval()
+    fifth of a second. And threads take turns every half millisecond: those that pass on jobs and frames need little
+    time, but soon. Of several such blocks at a time, the last one to end restores what was before the first."""
     gc.collect()
     gc.freeze()
-    sys.setswitchinterval(0.0005)
+    with _switching:
+        _intervals.append(sys.getswitchinterval())
+        sys.setswitchinterval(SWITCH)
     try:
         yield
     finally:
-        sys.setswitchinterval(before)
-        gc.unfreeze()
+        with _switching:
+            interval = _intervals.pop()
+            if not _intervals:
+                sys.setswitchinterval(interval)
+                gc.unfreeze()

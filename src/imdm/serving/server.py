@@ -116,7 +116,6 @@ class Server(uvicorn.Server):
                 log_level="warning",
                 access_log=False,
                 server_header=False,
-                proxy_headers=False,
                 ws="none",
                 http=patient(min(PATIENCE, settings.seconds), connections(settings.clients)),
                 backlog=AT_ONCE,
