@@ -1216,7 +1216,7 @@ def test_a_teacher_that_cannot_read_the_student_is_refused(tmp_path: Path, chang
 
 
 def test_a_causal_student_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="trains a model with causal: false"):
+    with pytest.raises(UserError, match="trains diffusion models, and this one is autoregressive"):
         trainer(tmp_path, models=(tiny_model(causal=True), tiny_model()))
     with pytest.raises(ValueError, match="needs the companion"):
         objective().loss(tiny_model(), PROCESS, {"tokens": TOKENS[:4]}, step_of(0, 4))

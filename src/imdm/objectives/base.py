@@ -169,6 +169,16 @@ class Objective(Config):
             f"{more}"
         )
 
+    def check_reading(self, causal: bool) -> None:
+        """Refuse an autoregressive model where diffusion models are trained, and the other way round."""
+        if causal and not self.causal:
+            raise UserError(
+                f"objective {self.kind!r} trains diffusion models, and this one is autoregressive (causal); make a "
+                "diffusion model of it first ('imdm adopt --adapt')"
+            )
+        if self.causal and not causal:
+            raise UserError(f"objective {self.kind!r} trains autoregressive models, and this one is a diffusion model")
+
     def turn(self, companion: Any, step: int, average: Mapping[str, Tensor]) -> bool:
         """Called before each step with the student's EMA weights; True: the student gets a new optimiser."""
         return False

@@ -105,6 +105,8 @@ def _check_training(inputs: Inputs, name: str, stage: TrainStage) -> None:
     if stage.training.lora is not None:
         check_backbone(inputs.origin(name).backbone["kind"])
     stage.objective.check(inputs.noisy(name))
+    if stage.start is not None and not inputs.is_stage(stage.start):
+        stage.objective.check_reading(inputs.config(stage.start).causal)
     _check_teacher(inputs, name, stage)
     _check_couple(inputs, name, stage)
     outside = [needed for needed in stage.inputs() if not inputs.is_stage(needed)]

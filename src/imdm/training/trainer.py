@@ -147,9 +147,7 @@ class Trainer:
                 "use a coupling as data"
             )
         self.objective.check(model.process.noisy)
-        if model.config.causal != self.objective.causal:
-            needed = "causal: true" if self.objective.causal else "causal: false"
-            raise UserError(f"objective {self.objective.kind!r} trains a model with {needed}; this one is not")
+        self.objective.check_reading(model.config.causal)
         if self.config.opening and not model.backbone.opens:
             raise UserError(
                 f"training.opening = {self.config.opening}: only a causal model of backbone 'hf' that becomes a "
