@@ -388,3 +388,13 @@ def test_the_command_for_both_ways(tmp_path: Path) -> None:
         load_model(tmp_path / "one", precision="int4")
     told = refused(command("adopt", str(source), "--adapt", "--causal", "--out", tmp_path / "three"))
     assert "give one of them" in told
+
+
+def test_a_causal_model_is_refused_before_any_text_is_prepared(tmp_path: Path) -> None:
+    model, text = tmp_path / "model", tmp_path / "text.txt"
+    command("adopt", str(tiny_llama(tmp_path / "llama")), "--causal", "--length", "24", "--out", model)
+    text.write_text("\n".join(stories(60)))
+    told = refused(command("distill", "sdtt", model, "--data", text, "--iterations", "5", "--out", tmp_path / "run"))
+    assert "this one is autoregressive" in told
+    assert "imdm adopt --adapt" in told
+    assert not (tmp_path / "run" / "data").exists()
