@@ -177,7 +177,10 @@ class Objective(Config):
                 "diffusion model of it first ('imdm adopt --adapt')"
             )
         if self.causal and not causal:
-            raise UserError(f"objective {self.kind!r} trains autoregressive models, and this one is a diffusion model")
+            raise UserError(
+                f"objective {self.kind!r} trains autoregressive models, and this one is a diffusion model; take a "
+                "causal one, or another objective"
+            )
 
     def turn(self, companion: Any, step: int, average: Mapping[str, Tensor]) -> bool:
         """Called before each step with the student's EMA weights; True: the student gets a new optimiser."""

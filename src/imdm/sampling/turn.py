@@ -57,10 +57,11 @@ def turns(revealed_at: Tensor, steps: int, *, batch_size: int | None = None) -> 
     once.
     """
     (B, L), device = revealed_at.shape, revealed_at.device
-    row, step_of = torch.arange(B, device=device).repeat_interleave(L, output_size=B * L), revealed_at.flatten()
-    place = torch.arange(B * L, device=device)  # those that have no step are left out at once where that needs no wait
-    place = place[step_of >= 0] if device.type == "cpu" else place
-    wanted = torch.where(step_of >= 0, row * steps + step_of, B * steps)[place]  # (sequence, step), or none
+    step_of, place = revealed_at.flatten(), torch.arange(B * L, device=device)
+    if device.type == "cpu":  # elsewhere their number would be waited for
+        place = place[step_of >= 0]
+        step_of = step_of[place]
+    wanted = torch.where(step_of >= 0, place // L * steps + step_of, B * steps)  # (sequence, step), or none
     here = torch.zeros(B * steps + 1, dtype=torch.int64, device=device)
     here.scatter_add_(0, wanted, torch.ones_like(wanted))
 
