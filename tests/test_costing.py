@@ -689,7 +689,7 @@ def test_a_published_model_that_is_not_here() -> None:
     assert all(stage.parameters == pytest.approx(135e6, rel=0.03) and stage.step for stage in trained)
     waits = {line.split(":")[0]: "graphs" in line for line in found.notes() if "waits for launches" in line}
     assert waits["adapted"] is waits["left-to-right"] is False
-    assert waits["imdm-sdtt"] is True
+    assert waits["fresh"] is True
     with pytest.raises(UserError, match=r"stages.smollm2 adopts the published model 'some/one', .*source=PATH"):
         Networks(load_recipe("adapt-smollm2", ["stages.smollm2.source=some/one"])).size("adapted")
 

@@ -176,7 +176,8 @@ def evaluate(
             check_same(Path(path), section.tokenizer_folder())
     if out is None:
         STOPPED.append("stopped; with --out FILE the same command would resume")
-    parts = Parts(out.with_name(out.name + ".parts") if out is not None else None)
+    length = measured.config.length if measured.device.type == "cuda" else None
+    parts = Parts(out.with_name(out.name + ".parts") if out is not None else None, length)
 
     def judge_here() -> Judge:
         reading = cast("Precision", judge_precision)

@@ -167,7 +167,7 @@ def _on_cpu(recipe: Recipe) -> Recipe:
         elif isinstance(stage, CoupleStage):
             update = plain
         else:
-            update = {"precision": "float32", "judge_precision": "float32"} if isinstance(stage, EvaluateStage) else {}
+            update = plain | {"judge_precision": "float32"} if isinstance(stage, EvaluateStage) else {}
         changed[name] = stage.model_copy(update=update)
     return recipe.model_copy(update={"stages": changed})
 

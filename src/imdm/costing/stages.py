@@ -15,7 +15,7 @@ from imdm.costing.work import Work, completions, drawn, evaluated, evaluations, 
 from imdm.errors import UserError
 from imdm.evaluation import metrics
 from imdm.evaluation.measuring import Occasion, occasions
-from imdm.evaluation.parts import LEAST, MOST
+from imdm.evaluation.parts import part_size
 from imdm.evaluation.speed import COUNTED, TOGETHER, UNCOUNTED
 from imdm.models.backbones.base import DEFAULT
 from imdm.objectives import Match
@@ -285,7 +285,7 @@ def _coupled(networks: Networks, name: str, stage: CoupleStage, gpu: GPU, gpus: 
 def _evaluated(networks: Networks, name: str, stage: EvaluateStage, gpu: GPU, gpus: int) -> StageCost:
     """Sampling, scoring by the judge, and the NELBO; not work on CPUs."""
     length, total, reading = networks.length, Work(), Work()
-    parts = min(stage.samples, -(-stage.samples // max(LEAST, -(-stage.samples // MOST))))
+    parts = -(-stage.samples // part_size(stage.samples, None if gpu.is_cpu else length, gpus))
     used, tokens, runs = min(gpus, parts), 0.0, 0.0
     batch = -(-stage.samples // parts)
     sizes = [networks.size(model) for model in stage.models]
@@ -297,7 +297,7 @@ def _evaluated(networks: Networks, name: str, stage: EvaluateStage, gpu: GPU, gp
             total, reading, tokens = total + work, reading + read, tokens + wrote
             runs = max(runs, evaluations(length, occasion.how.steps))
     share = -(-parts // used) / parts
-    seconds = (total * share).writing(gpu, stage.precision)
+    seconds = (total * share).writing(gpu, stage.precision) + COMPILED * stage.compile
     seconds += (reading * share).writing(gpu, stage.judge_precision)
     largest = max(sizes, key=lambda size: size.parameters)
     memory = writing(largest.config, largest.parameters, batch * length, stage.precision)

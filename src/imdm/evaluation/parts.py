@@ -23,22 +23,33 @@ Columns = dict[str, Tensor]
 
 MOST = 16  # parts
 LEAST = 64  # samples a part, so that small work is not split
+TOKENS = 1 << 17  # a part on a GPU, so that it does not wait for launches of kernels
+
+
+def part_size(n: int, length: int | None = None, among: int = 1) -> int:
+    """Samples a part, of n. length: of a row, if they are made on a GPU; among: the processes that share the parts."""
+    size = max(LEAST, -(-n // MOST))
+    return size if length is None else max(size, min(TOKENS // length, -(-n // among)))
 
 
 @dataclass(frozen=True)
 class Parts:
-    """folder: where finished parts are stored; None stores nothing, and every process does everything."""
+    """folder: where finished parts are stored; None stores nothing, and every process does everything. length: of a
+    row, on a GPU, whose parts are larger."""
 
     folder: Path | None = None
+    length: int | None = None
     _used: set[Path] = field(default_factory=set, repr=False)
 
     def collect(self, n: int, identity: Callable[[], Any], make: Callable[[Tensor], Columns]) -> Columns:
         """The results of `make` for samples 0…n − 1, computed in parts: columns with a row a sample, on the CPU.
         identity: all that the result depends on; it names the parts on disk."""
-        parts = torch.arange(n).split(max(LEAST, -(-n // MOST)))
+        state, usual = processes(), part_size(n)
+        size = part_size(n, self.length, state.num_processes if self.folder is not None else 1)
+        parts = torch.arange(n).split(size)
         if self.folder is None:
             return _joined([_settled(make(part)) for part in parts])
-        state, folder = processes(), self.folder / digest([identity(), n, GENERATOR])
+        folder = self.folder / digest([identity(), n, GENERATOR] + ([size] if size != usual else []))
         self._used.add(folder)
         files = [folder / f"part-{number:02d}.safetensors" for number in range(len(parts))]
         with working_in(folder) if state.is_main_process else nullcontext():

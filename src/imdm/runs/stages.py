@@ -177,7 +177,7 @@ def _evaluate(run: Run, name: str, stage: EvaluateStage) -> str:
     """Every process computes its share of the parts; the first writes the rows as soon as they are known. (A stage that
     was stopped writes them again: the last row of a key counts.)"""
     recipe, inputs, seed = run.recipe, run.inputs, run.recipe.seed_of(name)
-    parts = Parts(run.folder / name / "parts")
+    parts = Parts(run.folder / name / "parts", inputs.length if processes().device.type == "cuda" else None)
     judge, embedder, missing = load_readers(
         stage.metrics, lambda: _judge(run, name, stage), stage.embedder, processes().device
     )
@@ -224,7 +224,8 @@ def _evaluate(run: Run, name: str, stage: EvaluateStage) -> str:
 
 
 def _ready(run: Run, name: str, stage: EvaluateStage) -> MaskedDiffusionLM:
-    return in_precision(run.inputs.model(name).to(processes().device), stage.precision)
+    model = run.inputs.model(name).to(processes().device)
+    return in_precision(model, stage.precision, compile=stage.compile)
 
 
 def _judge(run: Run, name: str, stage: EvaluateStage) -> Judge:

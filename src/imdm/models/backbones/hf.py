@@ -143,8 +143,10 @@ class HF(Backbone):
             if self.opens:
                 given |= {"attention_mask": self._open(length, cast("Tensor", like))} if self._windowed(length) else {}
                 given |= self._opening(next(iter(given.values())), cast("Tensor", like))
-            return self.lm.base_model(**given, use_cache=False).last_hidden_state
-        return self.lm.base_model(**given)[0]
+            with _captured_as_run():
+                return self.lm.base_model(**given, use_cache=False).last_hidden_state
+        with _captured_as_run():
+            return self.lm.base_model(**given)[0]
 
     def onward(self, x: Tensor, past: Any = None) -> tuple[Tensor, Any]:
         """Uses the model's own key-value cache."""
@@ -545,6 +547,25 @@ def _positions(lm: PreTrainedModel) -> int | None:
     """RoBERTa and its variants number positions from their padding id + 1."""
     most = getattr(lm.config, "max_position_embeddings", None)
     return most if not isinstance(most, int) or most <= 0 else most - _first_position(lm)
+
+
+@contextmanager
+def _captured_as_run() -> Iterator[None]:
+    """While a CUDA graph is captured, `transformers` builds attention masks that it leaves out otherwise: 5.17 one that
+    allows everything, and every version one for several sequences in a row, which we never have. Attention with a mask
+    is slower, and layers compiled without one would be compiled again, which no capture allows."""
+    from transformers import masking_utils
+
+    if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        yield
+        return
+    before = masking_utils.is_tracing, masking_utils.find_packed_sequence_indices
+    masking_utils.is_tracing = lambda tensor=None: tensor is not None
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.is_tracing, masking_utils.find_packed_sequence_indices = before
 
 
 def _first_position(lm: PreTrainedModel) -> int:
