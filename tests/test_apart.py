@@ -196,6 +196,37 @@ def test_many_come_and_go(slow: Apart) -> None:
     assert all(story[-1].done for story in found)
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="no such signal")
+def test_a_process_that_does_not_read_keeps_nobody_waiting(apart: Apart) -> None:
+    """More letters than the line holds, and one that is larger than it, are sent when the process goes on, in their
+    order; each is answered."""
+    apart.settings, limits = apart.settings.model_copy(update={"queue": 10_000}), apart.settings
+    pid = apart._process.pid
+    assert pid is not None
+
+    async def write() -> list[list[Frame]]:
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            started, asked = time.monotonic(), list[asyncio.Task[list[Frame]]]()
+            for i in range(300):
+                jobs = [Job("a", HOLES, steps=1, seed=i)] * (2000 if i == 150 else 1)
+                asked.append(asyncio.ensure_future(apart.finish(jobs)))
+                await asyncio.sleep(0)
+            assert time.monotonic() - started < 5
+            assert apart._queued > 0
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        return await asyncio.gather(*asked)
+
+    try:
+        found = asyncio.run(asyncio.wait_for(write(), 60))
+    finally:
+        apart.settings = limits
+    assert [len(frames) for frames in found] == [1] * 150 + [2000] + [1] * 149
+    assert all(frame.done for frames in found for frame in frames)
+    until(lambda: apart._queued == 0)
+
+
 def test_a_stop_lets_running_texts_finish(slow: Apart) -> None:
     async def write(grace: float) -> Any:
         loop, story = asyncio.get_running_loop(), asyncio.ensure_future(all_of(slow, [Job("a", HOLES, steps=3)]))

@@ -48,6 +48,11 @@ async def last(engine: Engine, job: Job) -> Frame:
     return (await story(engine, job))[-1]
 
 
+async def end(engine: Engine, job: Job) -> Frame:
+    """The same, without the other frames."""
+    return (await engine.finish([job]))[0]
+
+
 def alone(model: MaskedDiffusionLM, job: Job, **options: Any) -> Any:
     """The same by `generate`, which is what `Writer` asks."""
     row = [model.config.mask_token_id if token is None else token for token in job.ids]
@@ -482,7 +487,26 @@ def test_more_than_may_wait_are_told_to_come_again() -> None:
     assert max(gate.sizes) <= 2
 
 
-def test_a_request_that_takes_too_long_is_dropped() -> None:
+def test_the_last_frames_alone_are_the_same() -> None:
+    """Of jobs that take different numbers of steps, of one that wants all its frames, and of none."""
+    jobs = [Job("a", HOLES, steps=1 + i % 4, seed=i, frames=i == 2) for i in range(8)]
+    engine = engine_of(a=tiny_model())
+
+    async def work() -> None:
+        found = await engine.finish(jobs)
+        for frame, job in zip(found, jobs, strict=True):
+            alone = await last(engine, job)
+            assert frame.done
+            assert (frame.step, frame.ids, frame.revealed) == (alone.step, alone.ids, alone.revealed)
+        assert await engine.finish([]) == []
+        with pytest.raises(UserError, match="unknown model 'b'"):
+            await engine.finish([*jobs, Job("b", HOLES)])
+
+    run(engine, work)
+
+
+@pytest.mark.parametrize("last", [last, end])
+def test_a_request_that_takes_too_long_is_dropped(last: Callable[[Engine, Job], Awaitable[Frame]]) -> None:
     model = tiny_model()
     gate, engine = Gate(model), engine_of(Settings(seconds=0.2), a=model)
 

@@ -7,13 +7,14 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import scipy.stats
 import torch
 from safetensors.torch import load_file
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
@@ -104,6 +105,54 @@ def test_blanks_are_filled_and_the_rest_is_kept(writer: Writer) -> None:
     the = writer.tokenizer("The", add_special_tokens=False)["input_ids"]
     assert text.tokens[1 : 1 + len(the)] == the  # no lone space before the blank, which brings its own
     assert " saw the" in text.text
+
+
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "mask_token": "<mask>", "unk_token": "<unk>"}
+
+
+def tokenizer_of(kind: str) -> PreTrainedTokenizerFast:
+    """Of GPT-2's kind, of BERT's and of Llama's, with a truncation and a padding that whoever saved it has set."""
+    names = list(SPECIAL.values())
+    if kind == "wordpiece":
+        made = Tokenizer(models.WordPiece(unk_token="<unk>"))
+        made.normalizer, made.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+        made.decoder, trainer = decoders.WordPiece(), trainers.WordPieceTrainer(vocab_size=200, special_tokens=names)
+    else:
+        made = Tokenizer(models.BPE(unk_token="<unk>"))
+        parts, trainer = (pre_tokenizers, decoders), trainers.BpeTrainer(vocab_size=200, special_tokens=names)
+        made.pre_tokenizer, made.decoder = (
+            part.ByteLevel() if kind == "bytes" else part.Metaspace()  # type: ignore[attr-defined]
+            for part in parts
+        )
+    made.train_from_iterator(SENTENCES, trainer)
+    made.enable_truncation(3)
+    made.enable_padding(length=40)
+    return PreTrainedTokenizerFast(tokenizer_object=made, **SPECIAL)
+
+
+class Loud(PreTrainedTokenizerFast):
+    def _decode(self, *given: Any, **settings: Any) -> str:
+        return super()._decode(*given, **settings).upper()
+
+
+@pytest.mark.parametrize("kind", ["bytes", "wordpiece", "metaspace"])
+def test_texts_are_read_and_spelt_as_by_the_tokenizer(kind: str) -> None:
+    """Though by its inner part alone, unless it does more than that."""
+    tokenizer = tokenizer_of(kind)
+    model = tiny_model(vocab_size=len(tokenizer), mask_token_id=tokenizer.mask_token_id, length=24)
+    writer = Writer(model, tokenizer)
+    assert writer._backend is not None
+    generator = torch.Generator().manual_seed(0)
+    for text in [*SENTENCES, "  The cat , and THE dog .", "Épée\n\n 猫", "a </s", " "]:
+        ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        assert writer.encode(text) == ids
+        drawn = torch.randint(len(tokenizer), (12,), generator=generator).tolist()
+        for some in (ids, [token for token in drawn if token != tokenizer.eos_token_id]):
+            said = tokenizer.decode(some, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            assert writer.decode(some) == said
+    loud = Writer(model, Loud(tokenizer_object=tokenizer.backend_tokenizer, **SPECIAL))
+    assert loud._backend is None
+    assert loud.decode(writer.encode(SENTENCES[0])) == writer.decode(writer.encode(SENTENCES[0])).upper()
 
 
 def test_documents_stand_on_lines_of_their_own(writer: Writer) -> None:

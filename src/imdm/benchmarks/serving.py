@@ -140,8 +140,8 @@ async def directly(engine: Engine, clients: int, requests: list[dict[str, Any]])
     async def client() -> None:
         while (i := next(number)) < len(requests):
             order = Order.of(_asked(requests[i]), engine)
-            async for _, frame in engine.run_all(order.jobs):
-                texts[i] = order.said(0, frame).text
+            (frame,) = await engine.finish(order.jobs)
+            texts[i] = order.said(0, frame).text
 
     await asyncio.gather(*(client() for _ in range(clients)))
     return time.perf_counter() - started, texts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from html import escape
 from importlib import import_module
 from importlib.util import find_spec
@@ -13,7 +13,9 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
+from starlette.routing import request_response
 
 from imdm import __version__
 from imdm.config import Config, explain
@@ -31,6 +33,15 @@ C = TypeVar("C", bound=Config)
 
 class Gone(Exception):  # noqa: N818
     """The client has disconnected."""
+
+
+class Plain(APIRoute):
+    """A route that FastAPI describes, and Starlette calls: its function takes the request, and so needs nothing of what
+    FastAPI does for each."""
+
+    def __init__(self, path: str, endpoint: Callable[..., Any], **settings: Any) -> None:
+        super().__init__(path, endpoint, **settings)
+        self.app = request_response(endpoint)
 
 
 def make_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
@@ -54,18 +65,26 @@ def make_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
         order = Order.of(asked, engine)
         if order.stream:
             return await streamed(request, engine, order)
-        frames = await while_connected(request, all_frames(engine, order))
+        frames = await while_connected(request, engine.finish(order.jobs))
         return JSONResponse(order.answer(frames))
 
-    @app.post("/v1/completions", openapi_extra=_body(Completion), response_class=JSONResponse)
     async def completions(request: Request) -> Response:
         """Continuations of each prompt, n of each, in the format of OpenAI's completions."""
         return await write(request, Completion)
 
-    @app.post("/v1/infill", openapi_extra=_body(Infill), response_class=JSONResponse)
     async def infill(request: Request) -> Response:
         """Texts whose blanks are filled; all else is kept."""
         return await write(request, Infill)
+
+    for path, answer, kind in (("/v1/completions", completions, Completion), ("/v1/infill", infill, Infill)):
+        app.router.add_api_route(
+            path,
+            answer,
+            methods=["POST"],
+            openapi_extra=_body(kind),
+            response_class=JSONResponse,
+            route_class_override=Plain,
+        )
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -114,26 +133,41 @@ async def read(request: Request, kind: type[C]) -> C:
     return kind.parse(values)
 
 
-async def all_frames(engine: Engine, order: Order) -> list[Frame]:
-    """The last frame of each job of an order."""
-    found = dict[int, Frame]()
-    async for number, frame in engine.run_all(order.jobs):
-        found[number] = frame
-    return [found[number] for number in range(len(found))]
-
-
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`; cancelled if the client disconnects first."""
-    working, leaving = asyncio.create_task(work), asyncio.create_task(_left(request))
+    working, ended, left = asyncio.current_task(), False, False
+    assert working is not None
+
+    def stop(*_: object) -> None:
+        nonlocal left
+        if not ended:
+            left = True
+            working.cancel()
+
+    forget = _when_left(request, stop)
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise Gone
-        return working.result()
+        return await work
+    except asyncio.CancelledError:
+        if left and not working.uncancel():
+            raise Gone from None
+        raise
     finally:
-        for task in (working, leaving):
-            task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        ended = True
+        forget()
+
+
+def _when_left(request: Request, stop: Callable[..., None]) -> Callable[[], object]:
+    """Have `stop` called when the client disconnects, until the result is called. Our server's connections tell it
+    themselves (`patient`), which is cheaper than a task that waits for it."""
+    connection = request.scope.get("state", {}).get("connection")
+    if connection is None:
+        leaving = asyncio.create_task(_left(request))
+        leaving.add_done_callback(stop)
+        return leaving.cancel
+    connection.leaving.add(stop)
+    if connection.lost:
+        asyncio.get_running_loop().call_soon(stop)
+    return lambda: connection.leaving.discard(stop)
 
 
 async def _left(request: Request) -> None:

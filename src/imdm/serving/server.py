@@ -40,6 +40,8 @@ def patient(seconds: float, most: int) -> type[asyncio.Protocol]:
         header: asyncio.TimerHandle | None = None  # set while waiting for a header
         received = 0  # bytes of an incomplete header
         reading: asyncio.TimerHandle | None = None  # set while waiting for the client to read
+        lost = False
+        app_state: dict[str, Any]  # in the scope of its requests
 
         @property
         def idle(self) -> bool:
@@ -51,6 +53,8 @@ def patient(seconds: float, most: int) -> type[asyncio.Protocol]:
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
+            self.leaving = set[Callable[[], None]]()  # called when the client disconnects
+            self.app_state = self.app_state | {"connection": self}
             self._expect()
             there = [one for one in self.connections if not one.transport.is_closing()]
             if len(there) > most:
@@ -71,6 +75,9 @@ def patient(seconds: float, most: int) -> type[asyncio.Protocol]:
             self._cancel("header")
             self._cancel("reading")
             super().connection_lost(exc)
+            self.lost, self.app_state = True, {}
+            for stop in tuple(self.leaving):
+                stop()
 
         def pause_writing(self) -> None:
             super().pause_writing()
