@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import http.client
-import inspect
 import itertools
 import json
 import re
@@ -21,7 +20,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_type_hints
 
 import openai
 import pytest
@@ -438,6 +437,20 @@ MALFORMED: list[tuple[int, dict[str, Any]]] = [
     (401, {"path": "/v1/models", "method": "GET", "Authorization": ""}),
 ]
 KINDS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+
+
+def test_errors_name_the_field(server: Server) -> None:
+    """If the sentence begins with it: all but what is wrong with the prompt's text, or with everything together."""
+    for name, values in BAD_FIELDS.items():
+        for value in values:
+            _, _, answer = ask(server, {"prompt": PROMPT} | {name: value})
+            sentence, param = answer["error"]["message"], answer["error"]["param"]
+            begins = re.match(rf"(unknown key )?'?{name}'?( =|:|$| )", sentence)
+            assert param == (name if begins else None), answer
+            assert begins or name in ("prompt", "infill", "n"), answer
+    assert ask(server, {"prompt": PROMPT, "model": "nosuch"})[2]["error"]["param"] == "model"
+    assert ask(server, b"{")[2]["error"]["param"] is None
+    assert ask(server, path="/v1/nosuch", method="GET")[2]["error"]["param"] is None
 
 
 def test_a_hundred_malformed_requests(server: Server) -> None:
@@ -935,8 +948,13 @@ def test_the_document_tells_the_limits() -> None:
 
 
 def test_the_command_has_an_option_for_each_limit() -> None:
-    limits = {name for name, field in Settings.model_fields.items() if field.default is not None}
-    assert limits <= set(inspect.signature(serve).parameters)
+    limits = {name: field.default for name, field in Settings.model_fields.items() if field.default is not None}
+    options = {
+        name: hint.__metadata__[0]
+        for name, hint in get_type_hints(serve, include_extras=True).items()
+        if name in limits
+    }
+    assert {name: float(option.show_default) for name, option in options.items()} == limits
 
 
 @pytest.mark.parametrize("key", ["", "  ", "a\nb", "schlüssel", " key", "key "])

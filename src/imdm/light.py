@@ -86,6 +86,7 @@ class LightTokenizer:
         self.bos_token_id, self.eos_token_id = ids["bos_token"], ids["eos_token"]
         self.cls_token_id, self.sep_token_id = ids["cls_token"], ids["sep_token"]
         self.mask_token_id, self.pad_token_id = ids["mask_token"], ids["pad_token"]
+        self.unk_token_id = ids["unk_token"]
 
     def __len__(self) -> int:
         return int(self.backend_tokenizer.get_vocab_size())

@@ -134,12 +134,12 @@ class Writer:
         for number, part in enumerate(parts):
             last = number == len(parts) - 1
             ids += [special.mask] * blank * (number > 0)
-            ids += self.encode(part if last else part.rstrip(" "))  # a blank's first token has its own space
+            ids += self._kept(part if last else part.rstrip(" "))  # a blank's first token has its own space
         return self._whole(ids)
 
     def framed(self, text: str) -> list[int]:
         """A text without holes as a row: begin, the text, end; and padding, where rows are whole texts."""
-        return self._whole(self.encode(_text("text", text)))
+        return self._whole(self._kept(_text("text", text)))
 
     def _whole(self, ids: list[int]) -> list[int]:
         special = self._special
@@ -169,6 +169,16 @@ class Writer:
             )
         return ids
 
+    def _kept(self, text: str) -> list[int]:
+        """Token ids of a text that is to be part of another: one that has no token would be missing there."""
+        ids, unknown = self.encode(text), self.tokenizer.unk_token_id
+        if unknown in ids:
+            part = next((part for part in (*text.split(), *text) if unknown in self.encode(part)), text)
+            raise UserError(
+                f"the text {shown(text)} has {shown(part)}, which this tokenizer does not know; leave it out"
+            )
+        return ids
+
     @property
     def _framed(self) -> int:
         """Number of tokens around a prompt and its holes: begin and end, or only begin where the model generates the
@@ -183,7 +193,7 @@ class Writer:
         """begin, the prompt, holes, end: as in the rows the model was trained on. A model of whole texts generates the
         end itself. If it knows their lengths, the row breaks off after `length` tokens, and so may the text; else
         padding follows, so that the text ends before."""
-        special, ids, whole = self._special, self.encode(prompt), self.model.process.ending is not None
+        special, ids, whole = self._special, self._kept(prompt), self.model.process.ending is not None
         holes = length - len(ids) - self._framed
         if holes < 1:
             raise UserError(f"the prompt has {len(ids)} tokens; with {length} in all there is no room to write")
@@ -261,11 +271,10 @@ class Writer:
     def _backend(self) -> Any | None:
         """The library's tokenizer inside that of `transformers`, which takes a third of the time for a short text. A
         copy, as its settings are changed by every call of the other. None if the other does more than call it."""
-        from transformers.tokenization_utils_tokenizers import TokenizersBackend
-
         kind = type(self.tokenizer)
+        known = next((base for base in kind.__mro__ if base.__name__ == "TokenizersBackend"), None)
         methods = ("__call__", "_encode_plus", "decode", "_decode")
-        if any(getattr(kind, name, None) is not getattr(TokenizersBackend, name) for name in methods):
+        if known is None or any(getattr(kind, name) is not getattr(known, name) for name in methods):
             return None
         backend = self.tokenizer.backend_tokenizer
         own = type(backend).from_str(backend.to_str())

@@ -82,7 +82,7 @@ def adopt(
         found = adopt_into(source, out, tokenizer=tokenizer, **how)
     model = found.model
     ids = f"{model.config.vocab_size:,} ids, the mask is {model.config.mask_token_id}"
-    say(f"{model.backbone.about}; {ids}; mask {model.mask.name}")
+    say(f"{model.backbone.about}; {ids}; mask {model.mask.name}; length {model.config.length:,}")
     say("weights: averaged (EMA)" if found.averaged else "weights: as in the file")
     if adapt:
         say("its attention is bidirectional now: its samples make no sense before it is trained")

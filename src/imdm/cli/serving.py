@@ -46,15 +46,29 @@ def serve(
         list[str] | None,
         typer.Option(metavar="NAME", help="A further host name, such as a proxy's; may be repeated."),
     ] = None,
-    batch: Annotated[int | None, typer.Option(help="Sequences in one network evaluation, at most.")] = None,
-    queue: Annotated[int | None, typer.Option(help="Sequences running or waiting, at most; then 429.")] = None,
-    seconds: Annotated[float | None, typer.Option(help="Time limit of a request; then 504.")] = None,
-    grace: Annotated[float | None, typer.Option(help="Seconds to finish requests when stopped.")] = None,
-    clients: Annotated[int | None, typer.Option(help="Requests at a time, at most; then 429.")] = None,
-    body: Annotated[int | None, typer.Option(help="Bytes of a request, at most; then 413.")] = None,
-    prompt: Annotated[int | None, typer.Option(help="Characters of a prompt, at most.")] = None,
-    tokens: Annotated[int | None, typer.Option(help="Tokens of a request, at most: prompts × n × max_tokens.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Steps of a request, at most.")] = None,
+    batch: Annotated[
+        int | None, typer.Option(show_default="64", help="Sequences in one network evaluation, at most.")
+    ] = None,
+    queue: Annotated[
+        int | None, typer.Option(show_default="256", help="Sequences running or waiting, at most; then 429.")
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option(show_default="120", help="Time limit of a request; then 504.")
+    ] = None,
+    grace: Annotated[
+        float | None, typer.Option(show_default="10", help="Seconds to finish requests when stopped.")
+    ] = None,
+    clients: Annotated[
+        int | None, typer.Option(show_default="128", help="Requests at a time, at most; then 429.")
+    ] = None,
+    body: Annotated[
+        int | None, typer.Option(show_default="1048576", help="Bytes of a request, at most; then 413.")
+    ] = None,
+    prompt: Annotated[int | None, typer.Option(show_default="32768", help="Characters of a prompt, at most.")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(show_default="65536", help="Tokens of a request, at most: prompts × n × max_tokens.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(show_default="1000", help="Steps of a request, at most.")] = None,
 ) -> None:
     """Serve models: a web page, and OpenAI's completions API. Ctrl-C ends it."""
     if api_key is None and "IMDM_API_KEY" in os.environ:

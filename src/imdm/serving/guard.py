@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import ipaddress
+import re
 import time
 from typing import Any
 from urllib.parse import urlsplit
@@ -30,10 +31,15 @@ KINDS = {
 }
 
 
+FIELD = re.compile(r"(?:unknown key )?'?(?P<name>[a-z_]+)'?(?: =|:|\Z| \()|(?P<model>unknown model) ")
+
+
 def error(status: int, sentence: str, code: str | None = None, **headers: str) -> JSONResponse:
-    """An error in the format of OpenAI's API."""
+    """An error in the format of OpenAI's API; `param` is the field that the sentence begins with."""
     kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
-    said = {"message": " ".join(sentence.split()), "type": kind, "param": None, "code": code}
+    field = FIELD.match(sentence) if status in (400, 404) else None
+    param = None if field is None else field["name"] or "model"
+    said = {"message": " ".join(sentence.split()), "type": kind, "param": param, "code": code}
     return JSONResponse({"error": said}, status, {name.replace("_", "-"): value for name, value in headers.items()})
 
 
