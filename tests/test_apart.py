@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -197,23 +199,28 @@ def test_many_come_and_go(slow: Apart) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no such signal")
-def test_a_process_that_does_not_read_keeps_nobody_waiting(apart: Apart) -> None:
-    """More letters than the line holds, and one that is larger than it, are sent when the process goes on, in their
-    order; each is answered."""
+@pytest.mark.parametrize("first", [2000, 1], ids=["large", "many"])
+def test_a_process_that_does_not_read_keeps_nobody_waiting(apart: Apart, first: int) -> None:
+    """A letter that is larger than the line, or more letters than it holds, are sent when the process goes on; each is
+    answered, and a drop comes after its jobs."""
     apart.settings, limits = apart.settings.model_copy(update={"queue": 10_000}), apart.settings
-    pid = apart._process.pid
+    pid, dropped = apart._process.pid, apart.counts.dropped
     assert pid is not None
 
     async def write() -> list[list[Frame]]:
         os.kill(pid, signal.SIGSTOP)
         try:
             started, asked = time.monotonic(), list[asyncio.Task[list[Frame]]]()
-            for i in range(300):
-                jobs = [Job("a", HOLES, steps=1, seed=i)] * (2000 if i == 150 else 1)
+            for i in range(1000):
+                jobs = [Job("a", HOLES, steps=1, seed=i + j) for j in range(first if i == 0 else 1)]
                 asked.append(asyncio.ensure_future(apart.finish(jobs)))
                 await asyncio.sleep(0)
-            assert time.monotonic() - started < 5
-            assert apart._queued > 0
+            story = asyncio.ensure_future(apart.finish([Job("a", HOLES, steps=24)] * 3))
+            await asyncio.sleep(0)
+            story.cancel()
+            await asyncio.gather(story, return_exceptions=True)
+            assert time.monotonic() - started < 10
+            assert apart._queued > 1
         finally:
             os.kill(pid, signal.SIGCONT)
         return await asyncio.gather(*asked)
@@ -222,9 +229,22 @@ def test_a_process_that_does_not_read_keeps_nobody_waiting(apart: Apart) -> None
         found = asyncio.run(asyncio.wait_for(write(), 60))
     finally:
         apart.settings = limits
-    assert [len(frames) for frames in found] == [1] * 150 + [2000] + [1] * 149
+    assert [len(frames) for frames in found] == [first] + [1] * 999
     assert all(frame.done for frames in found for frame in frames)
-    until(lambda: apart._queued == 0)
+    until(lambda: apart._queued == 0 and apart.running == 0 and apart.counts.dropped == dropped + 3)
+
+
+def test_letters_come_in_their_order(apart: Apart, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether they were written at once or by the thread."""
+    came, room = list[str](), iter([True, False, False, True, True] * 8)
+    monkeypatch.setattr(apart_module, "_has_room", lambda _: next(room))
+    line = SimpleNamespace(send_bytes=lambda data: came.append(pickle.loads(data)[0]))
+    with monkeypatch.context() as changed:
+        changed.setattr(apart, "_line", line)
+        for number in range(40):
+            apart._post((str(number), None))
+        until(lambda: apart._queued == 0)
+    assert came == [str(number) for number in range(40)]
 
 
 def test_a_stop_lets_running_texts_finish(slow: Apart) -> None:

@@ -13,7 +13,7 @@ from imdm.data import LanguageSource
 from imdm.data.synthetic import languages
 from imdm.errors import UserError
 from imdm.evaluation import Evaluation, Parts, Subject, measure
-from imdm.evaluation.parts import part_size
+from imdm.evaluation.parts import at_once, part_size
 from imdm.files import written_aside
 from imdm.sampling import Sampling
 from tests.conftest import tiny_model
@@ -34,22 +34,28 @@ def test_parts_are_joined_in_order(tmp_path: Path) -> None:
         assert torch.equal(found["half"], torch.arange(1000) / 2)
 
 
-def test_parts_on_a_gpu_are_larger(tmp_path: Path) -> None:
-    """As many as 2¹⁷ tokens a part, but some for every process; parts of another size are not taken for these."""
+def test_a_gpu_computes_several_parts_at_once(tmp_path: Path) -> None:
+    """2¹⁷ tokens at a time; the parts on disk are the same, so that another machine resumes them."""
     assert [part_size(n) for n in (512, 5000)] == [64, 313]
-    assert [part_size(n, 256) for n in (100, 512, 5000)] == [100, 512, 512]
-    assert part_size(5000, 1024) == 313
-    assert [part_size(512, 256, among) for among in (2, 4, 64)] == [256, 128, 64]
+    assert [at_once(512, 256), at_once(512, 1024), at_once(5000, 256), at_once(5000, 1024)] == [8, 2, 1, 1]
     sizes: list[int] = []
 
     def counts(part: torch.Tensor) -> dict[str, torch.Tensor]:
         sizes.append(len(part))
+        if len(sizes) == 3:
+            raise StopError
         return columns(part)
 
-    for length in (None, 512):
-        found = Parts(tmp_path, length).collect(512, lambda: "squares", counts)
-        assert torch.equal(found["square"], torch.arange(512) ** 2)
-    assert sizes == [64] * 8 + [256] * 2
+    for parts in (Parts(None, 512), Parts(tmp_path, 512)):
+        sizes.clear()
+        with pytest.raises(StopError):
+            parts.collect(1000, lambda: "squares", counts)
+        assert sizes == [256] * 3
+    sizes[:] = [0] * 3
+    found = Parts(tmp_path).collect(1000, lambda: "squares", counts)
+    assert sizes[3:] == [64] * 7 + [40]  # what was computed before is not computed again
+    assert torch.equal(found["square"], torch.arange(1000) ** 2)
+    assert torch.equal(Parts(None, 512).collect(100, lambda: "squares", columns)["half"], torch.arange(100) / 2)
 
 
 def test_a_stopped_evaluation_goes_on_where_it_stopped(tmp_path: Path) -> None:

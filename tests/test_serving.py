@@ -35,6 +35,7 @@ from imdm.errors import UserError
 from imdm.listening import listen
 from imdm.serving import Engine, Settings
 from imdm.serving.api import Completion, Growing, Infill, Order
+from imdm.serving.app import Gone, while_connected
 from imdm.serving.engine import responsive
 from imdm.serving.guard import LOCAL, Guard, is_local
 from imdm.serving.jobs import Frame
@@ -553,9 +554,11 @@ SLOW = {"prompt": PROMPT, "steps": 1000, "seed": 1}
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_who_hangs_up_is_forgotten(gated: Any, stream: bool) -> None:
+@pytest.mark.parametrize("size", [0, 700_000])
+def test_who_hangs_up_is_forgotten(gated: Any, stream: bool, size: int) -> None:
+    """After a large body too, of which a part is read in advance: then reading pauses."""
     server, gate = gated()
-    engine, body = server.engine, json.dumps(SLOW | {"stream": stream}).encode()
+    engine, body = server.engine, json.dumps(SLOW | {"stream": stream, "user": "x" * size}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
     connection = socket.create_connection(("127.0.0.1", server.port))
     connection.sendall(head.encode() + b"\r\n\r\n" + body)
@@ -565,6 +568,34 @@ def test_who_hangs_up_is_forgotten(gated: Any, stream: bool) -> None:
     gate.open()
     until(lambda: not engine.running)
     assert (engine.counts.dropped, engine.counts.sequences, engine.counts.turns) == (1, 0, 1)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_client_that_leaves_while_the_service_stops(lost: bool, stopped: bool) -> None:
+    """Work of a client that has left, perhaps before it began, is cancelled, and its task goes on; if the service
+    cancels that task too, it ends."""
+
+    async def work() -> None:
+        connection = SimpleNamespace(leaving=set(), lost=lost, flow=SimpleNamespace(resume_reading=lambda: None))
+        request: Any = SimpleNamespace(scope={"state": {"imdm.connection": connection}})
+        task = asyncio.ensure_future(while_connected(request, asyncio.sleep(60)))
+        await asyncio.sleep(0)
+        if not lost:
+            for stop in tuple(connection.leaving):
+                stop()
+        if stopped:
+            if lost:
+                await asyncio.sleep(0)
+            task.cancel()
+        with pytest.raises(asyncio.CancelledError if stopped else Gone):
+            await task
+        assert task.cancelling() == stopped
+        assert connection.leaving == set()
+        if not lost:
+            assert await while_connected(request, asyncio.sleep(0, "all")) == "all"
+
+    asyncio.run(asyncio.wait_for(work(), 10))
 
 
 def test_a_full_queue_and_too_many_clients(gated: Any) -> None:

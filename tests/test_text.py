@@ -141,9 +141,9 @@ def test_texts_are_read_and_spelt_as_by_the_tokenizer(kind: str) -> None:
     tokenizer = tokenizer_of(kind)
     model = tiny_model(vocab_size=len(tokenizer), mask_token_id=tokenizer.mask_token_id, length=24)
     writer = Writer(model, tokenizer)
-    assert writer._backend is not None
+    assert writer._direct
     generator = torch.Generator().manual_seed(0)
-    for text in [*SENTENCES, "  ".join(SENTENCES[:3]), " " + SENTENCES[0] + "  "]:
+    for text in [*SENTENCES, "  The cat , and THE dog .", "Épée\n\n 猫", "a </s", " ", "a <s> <mask> b"]:
         ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         assert writer.encode(text) == ids
         drawn = torch.randint(len(tokenizer), (12,), generator=generator).tolist()
@@ -151,7 +151,9 @@ def test_texts_are_read_and_spelt_as_by_the_tokenizer(kind: str) -> None:
             said = tokenizer.decode(some, skip_special_tokens=True, clean_up_tokenization_spaces=False)
             assert writer.decode(some) == said
     loud = Writer(model, Loud(tokenizer_object=tokenizer.backend_tokenizer, **SPECIAL))
-    assert loud._backend is None
+    assert not loud._direct
+    tokenizer.add_tokens(["zebra"])  # a change is seen, and so is one of a copy
+    assert writer.encode("zebra") == copy.deepcopy(writer).encode("zebra") == [len(tokenizer) - 1]
     assert loud.decode(writer.encode(SENTENCES[0])) == writer.decode(writer.encode(SENTENCES[0])).upper()
 
 

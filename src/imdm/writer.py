@@ -157,8 +157,8 @@ class Writer:
         """Token ids of a text; names of special tokens such as `<mask>` or `<eos>` are ordinary characters."""
         if not text:
             return []
-        if self._backend is not None:
-            ids = self._backend.encode(text, add_special_tokens=False).ids
+        if self._direct:
+            ids = self._backend().encode(text, add_special_tokens=False).ids
         else:
             ids = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         special = self._special
@@ -263,25 +263,31 @@ class Writer:
 
     def _decoded(self, ids: list[int]) -> str:
         """Spaces are left as they are: cleaned up, the text of some tokens would not begin that of more of them."""
-        if self._backend is not None:
-            return self._backend.decode(ids, skip_special_tokens=True)
+        if self._direct:
+            return str(self.tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=True))
         return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     @cached_property
-    def _backend(self) -> Any | None:
-        """The library's tokenizer inside that of `transformers`, which takes a third of the time for a short text. A
-        copy, as its settings are changed by every call of the other. None if the other does more than call it."""
+    def _direct(self) -> bool:
+        """Whether the tokenizer of `transformers` does nothing but call that of the library `tokenizers` inside it,
+        which takes a third of the time for a short text."""
         kind = type(self.tokenizer)
         known = next((base for base in kind.__mro__ if base.__name__ == "TokenizersBackend"), None)
-        methods = ("__call__", "_encode_plus", "decode", "_decode")
-        if known is None or any(getattr(kind, name) is not getattr(known, name) for name in methods):
-            return None
+        methods = ("__call__", "_encode_plus", "_convert_encoding", "decode", "_decode")
+        return known is not None and not any(
+            name in vars(self.tokenizer) or getattr(kind, name) is not getattr(known, name) for name in methods
+        )
+
+    def _backend(self) -> Any:
+        """That inner tokenizer, with the settings that `encode` needs; other calls may have left others."""
         backend = self.tokenizer.backend_tokenizer
-        own = type(backend).from_str(backend.to_str())
-        own.no_truncation()
-        own.no_padding()
-        own.encode_special_tokens = True
-        return own
+        if backend.truncation is not None:
+            backend.no_truncation()
+        if backend.padding is not None:
+            backend.no_padding()
+        if not backend.encode_special_tokens:
+            backend.encode_special_tokens = True
+        return backend
 
     def pieces(self, written: Text) -> list[Piece]:
         """Each token's share of the text, in order, with the step at which it appeared."""

@@ -15,7 +15,7 @@ from imdm.costing.work import Work, completions, drawn, evaluated, evaluations, 
 from imdm.errors import UserError
 from imdm.evaluation import metrics
 from imdm.evaluation.measuring import Occasion, occasions
-from imdm.evaluation.parts import part_size
+from imdm.evaluation.parts import at_once, part_size
 from imdm.evaluation.speed import COUNTED, TOGETHER, UNCOUNTED
 from imdm.models.backbones.base import DEFAULT
 from imdm.objectives import Match
@@ -285,9 +285,11 @@ def _coupled(networks: Networks, name: str, stage: CoupleStage, gpu: GPU, gpus: 
 def _evaluated(networks: Networks, name: str, stage: EvaluateStage, gpu: GPU, gpus: int) -> StageCost:
     """Sampling, scoring by the judge, and the NELBO; not work on CPUs."""
     length, total, reading = networks.length, Work(), Work()
-    parts = -(-stage.samples // part_size(stage.samples, None if gpu.is_cpu else length, gpus))
+    each = part_size(stage.samples)
+    parts = -(-stage.samples // each)
     used, tokens, runs = min(gpus, parts), 0.0, 0.0
-    batch = -(-stage.samples // parts)
+    together = 1 if gpu.is_cpu else min(at_once(stage.samples, length), -(-parts // used))
+    batch = min(stage.samples, each * together)
     sizes = [networks.size(model) for model in stage.models]
     judge = _judge(networks, stage)
     asked = occasions(stage.metrics, stage.steps, stage.temperatures, noise=stage.noise, top_p=stage.top_p)

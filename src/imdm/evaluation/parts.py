@@ -4,11 +4,11 @@ several processes share the parts."""
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,22 +20,27 @@ from imdm.files import read_tensors, working_in, write_tensors
 from imdm.randomness import GENERATOR
 
 Columns = dict[str, Tensor]
+T = TypeVar("T")
 
 MOST = 16  # parts
 LEAST = 64  # samples a part, so that small work is not split
-TOKENS = 1 << 17  # a part on a GPU, so that it does not wait for launches of kernels
+TOKENS = 1 << 17  # computed at a time on a GPU, which would wait for launches of kernels with fewer
 
 
-def part_size(n: int, length: int | None = None, among: int = 1) -> int:
-    """Samples a part, of n. length: of a row, if they are made on a GPU; among: the processes that share the parts."""
-    size = max(LEAST, -(-n // MOST))
-    return size if length is None else max(size, min(TOKENS // length, -(-n // among)))
+def part_size(n: int) -> int:
+    """Samples a part, of n."""
+    return max(LEAST, -(-n // MOST))
+
+
+def at_once(n: int, length: int) -> int:
+    """Parts, of n samples, that a GPU computes together. length: of a row."""
+    return max(1, TOKENS // (length * part_size(n)))
 
 
 @dataclass(frozen=True)
 class Parts:
     """folder: where finished parts are stored; None stores nothing, and every process does everything. length: of a
-    row, on a GPU, whose parts are larger."""
+    row, on a GPU, which computes several parts at once."""
 
     folder: Path | None = None
     length: int | None = None
@@ -44,18 +49,20 @@ class Parts:
     def collect(self, n: int, identity: Callable[[], Any], make: Callable[[Tensor], Columns]) -> Columns:
         """The results of `make` for samples 0…n − 1, computed in parts: columns with a row a sample, on the CPU.
         identity: all that the result depends on; it names the parts on disk."""
-        state, usual = processes(), part_size(n)
-        size = part_size(n, self.length, state.num_processes if self.folder is not None else 1)
-        parts = torch.arange(n).split(size)
+        parts, many = torch.arange(n).split(part_size(n)), 1 if self.length is None else at_once(n, self.length)
         if self.folder is None:
-            return _joined([_settled(make(part)) for part in parts])
-        folder = self.folder / digest([identity(), n, GENERATOR] + ([size] if size != usual else []))
+            return _joined([_settled(make(torch.cat(tuple(some)))) for some in batched(parts, many)])
+        state, folder = processes(), self.folder / digest([identity(), n, GENERATOR])
         self._used.add(folder)
         files = [folder / f"part-{number:02d}.safetensors" for number in range(len(parts))]
         with working_in(folder) if state.is_main_process else nullcontext():
-            for number in range(state.process_index, len(parts), state.num_processes):
-                if not _is_whole(files[number]):
-                    write_tensors(files[number], _settled(make(parts[number])))
+            mine = range(state.process_index, len(parts), state.num_processes)
+            for some in batched([number for number in mine if not _is_whole(files[number])], many):
+                sizes = [len(parts[number]) for number in some]
+                made = _settled(make(torch.cat([parts[number] for number in some])))
+                cut = {name: column.split(sizes) for name, column in made.items()}
+                for place, number in enumerate(some):
+                    write_tensors(files[number], {name: pieces[place].clone() for name, pieces in cut.items()})
             state.wait_for_everyone()
             found = _joined([read_tensors(file, "evaluation") for file in files])
         if any(len(column) != n for column in found.values()):
@@ -71,6 +78,11 @@ class Parts:
             shutil.rmtree(folder, ignore_errors=True)
         with suppress(OSError):  # not there, or not empty
             self.folder.rmdir()
+
+
+def batched(items: Sequence[T], size: int) -> list[Sequence[T]]:
+    """Items, so many at a time."""
+    return [items[first : first + size] for first in range(0, len(items), size)]
 
 
 def _settled(columns: Columns) -> Columns:

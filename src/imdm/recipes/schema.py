@@ -161,10 +161,10 @@ class EvaluateStage(Config):
     `judge_precision`; if it is not available, one that ships, unless another stage uses that already. judge_stage: a
     stage whose autoregressive model judges instead. embedder: a sentence embedder (folder or hub id) for MAUVE instead
     of the judge. temperatures, top_p: the paper has 1.0 only. precision: of the models; bf16 only on a GPU. compile:
-    compile their layers, on a GPU: some twenty seconds once, then faster. seed: other samples than the recipe's, to
-    choose settings on; reports show these results separately. first: use only the first so many tokens, of texts that
-    have as many, so that entropies are of texts of equal length. noise, order: of all its models, whatever policies a
-    model has of its own.
+    compile their layers, on a GPU: some twenty seconds once, then faster; not those of autoregressive models. seed:
+    other samples than the recipe's, to choose settings on; reports show these results separately. first: use only the
+    first so many tokens, of texts that have as many, so that entropies are of texts of equal length. noise, order: of
+    all its models, whatever policies a model has of its own.
     """
 
     kind: Literal["evaluate"]

@@ -225,7 +225,7 @@ def _evaluate(run: Run, name: str, stage: EvaluateStage) -> str:
 
 def _ready(run: Run, name: str, stage: EvaluateStage) -> MaskedDiffusionLM:
     model = run.inputs.model(name).to(processes().device)
-    return in_precision(model, stage.precision, compile=stage.compile)
+    return in_precision(model, stage.precision, compile=stage.compile and not model.causal)
 
 
 def _judge(run: Run, name: str, stage: EvaluateStage) -> Judge:

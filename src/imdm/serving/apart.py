@@ -15,6 +15,7 @@ import logging
 import os
 import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -80,9 +81,7 @@ class Apart(Engine):
         self._tickets: dict[int, Ticket] = {}
         self._numbers = count()
         self._processor = 0.0
-        self._letters: SimpleQueue[tuple[str, Any] | None] = (
-            SimpleQueue()
-        )  # to that process, where the line has no room
+        self._letters: SimpleQueue[bytes | None] = SimpleQueue()  # to that process, when the line has no room
         self._queued, self._writing = 0, threading.Lock()
         self._ending = threading.Lock()
 
@@ -156,20 +155,20 @@ class Apart(Engine):
     def _post(self, letter: tuple[str, Any]) -> None:
         """Write a letter, without waiting for that process, which may be slow to read: at once if the line has room and
         no letter waits, which is cheaper than to wake a thread; else the thread does it."""
-        data = ForkingPickler.dumps(letter)
+        data = bytes(ForkingPickler.dumps(letter))
         with self._writing:
             if not self._queued and len(data) <= SMALL and _has_room(self._line):
                 with suppress(OSError):  # it is gone, which `_listen` notices
                     self._line.send_bytes(data)
                 return
             self._queued += 1
-        self._letters.put(letter)
+        self._letters.put(data)
 
     def _send(self) -> None:
         """Write what waits. It holds no lock meanwhile."""
         with suppress(OSError):
-            while (letter := self._letters.get()) is not None:
-                self._line.send(letter)
+            while (data := self._letters.get()) is not None:
+                self._line.send_bytes(data)
                 with self._writing:
                     self._queued -= 1
 
@@ -209,8 +208,8 @@ class Apart(Engine):
 
 def _has_room(line: Connection) -> bool:
     """Whether a small letter can be written without waiting. On Linux a socket is writable if three quarters of its
-    buffer are free. Where pipes cannot be polled (Windows), unknown."""
-    if not hasattr(select, "poll"):
+    buffer are free, some 150 kB; of other systems less is known."""
+    if sys.platform != "linux":
         return False
     poll = select.poll()
     poll.register(line.fileno(), select.POLLOUT)

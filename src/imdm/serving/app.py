@@ -148,23 +148,26 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     try:
         return await work
     except asyncio.CancelledError:
-        if left and not working.uncancel():
+        if left and working.cancelling() == 1:  # by `stop` alone
             raise Gone from None
         raise
     finally:
         ended = True
         forget()
+        if left:
+            working.uncancel()
 
 
 def _when_left(request: Request, stop: Callable[..., None]) -> Callable[[], object]:
     """Have `stop` called when the client disconnects, until the result is called. Our server's connections tell it
     themselves (`patient`), which is cheaper than a task that waits for it."""
-    connection = request.scope.get("state", {}).get("connection")
+    connection = request.scope.get("state", {}).get("imdm.connection")
     if connection is None:
         leaving = asyncio.create_task(_left(request))
         leaving.add_done_callback(stop)
         return leaving.cancel
     connection.leaving.add(stop)
+    connection.flow.resume_reading()  # else, after a large body, nobody would notice
     if connection.lost:
         asyncio.get_running_loop().call_soon(stop)
     return lambda: connection.leaving.discard(stop)

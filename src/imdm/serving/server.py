@@ -54,7 +54,7 @@ def patient(seconds: float, most: int) -> type[asyncio.Protocol]:
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             self.leaving = set[Callable[[], None]]()  # called when the client disconnects
-            self.app_state = self.app_state | {"connection": self}
+            self.app_state = self.app_state | {"imdm.connection": self}
             self._expect()
             there = [one for one in self.connections if not one.transport.is_closing()]
             if len(there) > most:

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from threading import RLock
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
@@ -42,6 +43,7 @@ NOT_KEPT += ["experts_implementation"]
 SHAPES = {"view", "_unsafe_view", "reshape", "t", "transpose", "slice", "select", "unsqueeze", "expand", "alias"}
 SHAPES |= {"detach", "clone"}
 PRODUCTS = {"mm", "addmm", "linear"}
+CAPTURING = RLock()  # held while functions of `transformers` are replaced
 IDS = 16  # of the small models that are tried instead of ones in half precision
 SMALL = {"num_kv_shared_layers": 0, "num_experts": 8, "num_local_experts": 8}
 """The most that such a model has of something."""
@@ -559,13 +561,14 @@ def _captured_as_run() -> Iterator[None]:
     if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         yield
         return
-    before = masking_utils.is_tracing, masking_utils.find_packed_sequence_indices
-    masking_utils.is_tracing = lambda tensor=None: tensor is not None
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
-    try:
-        yield
-    finally:
-        masking_utils.is_tracing, masking_utils.find_packed_sequence_indices = before
+    with CAPTURING:
+        before = masking_utils.is_tracing, masking_utils.find_packed_sequence_indices
+        masking_utils.is_tracing = lambda tensor=None: tensor is not None
+        masking_utils.find_packed_sequence_indices = lambda position_ids: None
+        try:
+            yield
+        finally:
+            masking_utils.is_tracing, masking_utils.find_packed_sequence_indices = before
 
 
 def _first_position(lm: PreTrainedModel) -> int:
