@@ -149,6 +149,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], Any]] = {
     ),
     "top_p": (MEASURE, 0.9),
     "first": (MEASURE, 12),
+    "compile": (MEASURE, True),
 }
 """Settings of an evaluation stage: one stage, and what another has in place of its own."""
 

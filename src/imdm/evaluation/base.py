@@ -144,6 +144,7 @@ class Subject:
                work are stored
     first      use only the first so many tokens of texts, and only texts that have as many: entropy grows with length,
                and is comparable for texts of equal length. The begin token counts
+    compiled   whether a compiled model was asked for, which result rows must say
     """
 
     model: MaskedDiffusionLM
@@ -165,6 +166,7 @@ class Subject:
     reference: MaskedDiffusionLM | None = None
     parts: Parts = field(default_factory=Parts)
     first: int | None = None
+    compiled: bool = False
 
     def __post_init__(self) -> None:
         check_is("model", self.model, MaskedDiffusionLM, "one of our models")

@@ -202,7 +202,13 @@ def to_row(
         **drawn(metric, subject.how, subject.conditional, subject.first),
         sample_seed=subject.seed,
         matched=equal if metric.samples else None,
-        settings=with_what(metric, subject.samples, inputs_of(metric, evaluation) if alone else None, subject.first),
+        settings=with_what(
+            metric,
+            subject.samples,
+            inputs_of(metric, evaluation) if alone else None,
+            subject.first,
+            compiled=subject.compiled,
+        ),
         recipe_hash=recipe_hash,
         time=datetime.now(UTC).isoformat(timespec="seconds"),
     )
@@ -227,7 +233,12 @@ def drawn(metric: Metric, how: Sampling, conditional: Conditional | None, first:
 
 
 def with_what(
-    metric: Metric, samples: int, inputs: Mapping[str, str] | None = None, first: int | None = None
+    metric: Metric,
+    samples: int,
+    inputs: Mapping[str, str] | None = None,
+    first: int | None = None,
+    *,
+    compiled: bool = False,
 ) -> str | None:
     """A digest of the settings that are in no other field of a row; None without any. inputs: the hashes of what the
     metric read, without a recipe; first: n is then the number of texts that are long enough."""
@@ -236,6 +247,8 @@ def with_what(
         told["samples"] = samples
     if metric.counted is not None and metric.counted(samples) == metric.counted(samples + 1):  # n does not determine it
         told["samples"] = samples
+    if compiled:
+        told["compile"] = True
     return digest(told) if told else None
 
 

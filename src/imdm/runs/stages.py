@@ -204,6 +204,7 @@ def _evaluate(run: Run, name: str, stage: EvaluateStage) -> str:
                 embedder=embedder,
                 conditional=stage.conditional,
                 first=stage.first,
+                compiled=stage.compile,
                 reference=_ready(run, inputs.first(model_name), stage) if compared else None,
                 parts=parts,
                 **about,
@@ -272,7 +273,7 @@ def is_measured(run: Run, name: str, stage: EvaluateStage) -> bool:
             told |= {"method": method, "metric": metric.name, "steps": occasion.how.steps, "matched": None}
             told |= {"seed": run.recipe.seed_of(model), "sample_seed": run.recipe.seed_of(name)}
             told |= {"precision": precision, "judge": stage.judge_label}
-            told |= {"settings": with_what(metric, stage.samples, first=stage.first)}
+            told |= {"settings": with_what(metric, stage.samples, first=stage.first, compiled=stage.compile)}
             told |= {"n": metric.counted(stage.samples) if metric.counted is not None else None}
             if _asked(told) not in there:
                 return False
