@@ -29,8 +29,6 @@ KINDS = {
     429: "rate_limit_error",
     504: "timeout_error",
 }
-
-
 FIELD = re.compile(r"(?:unknown key )?'?(?P<name>[a-z_]+)'?(?: =|:|\Z| \()|(?P<model>unknown model) ")
 
 
