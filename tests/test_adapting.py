@@ -3,6 +3,7 @@ right and writing so, and the recipe `adapt-smollm2` in small."""
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from imdm.ending import Ending
 from imdm.errors import UserError
 from imdm.evaluation import Subject, measure, read
 from imdm.models import MaskedDiffusionLM, load_model
+from imdm.models.fast import Steps
 from imdm.objectives import Autoregressive, Nelbo, next_log_probs
 from imdm.randomness import Purpose, fold
 from imdm.recipes import Recipe, load_recipe, parse_recipe
@@ -88,6 +90,50 @@ def test_what_it_has_read_is_remembered() -> None:
     second, past = model.backbone.onward(x[:, 2:3], past)
     third, _ = model.backbone.onward(x[:, 3:], past)
     torch.testing.assert_close(torch.cat((first, second, third), 1), model.backbone(x), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", list(CAUSAL))
+def test_a_cache_of_fixed_size_gives_the_same(kind: str) -> None:
+    """Also when it is emptied and used again. Sliding windows and experts have none."""
+    model = made(FAMILIES[kind], causal=True)
+    cache = model.backbone.fixed_cache(8)
+    if "sliding_window" in FAMILIES[kind] or "num_experts" in FAMILIES[kind]:
+        assert cache is None
+        return
+    with torch.no_grad():
+        for tokens in (TOKENS, TOKENS.flip(1)):
+            x = model.get_input_embeddings()(tokens)
+            parts = [model.backbone.onward(some, cache)[0] for some in x.split([2, 1, 1, 2], 1)]
+            torch.testing.assert_close(torch.cat(parts, 1), model.backbone(x), atol=1e-5, rtol=1e-5)
+            cache.reset()
+
+
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize("kind", ["dit", "llama", "gpt2", "mistral"])
+def test_steps_that_can_be_captured_write_the_same(kind: str, ends: bool) -> None:
+    """Here without a GPU, so that nothing is captured: prompts of unequal length, another shape, two threads at a
+    time. A model without a fixed cache goes on with its own."""
+    ending = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1} if ends else {}
+    if kind == "dit":
+        model = tiny_model(vocab_size=12, length=6, causal=True, **ending)
+    else:
+        model = made(FAMILIES[kind], causal=True, **ending)
+    canvas = torch.tensor([[0, 3, MASK, MASK, MASK, MASK], [0, 3, 5, 7, MASK, MASK]]).repeat(20, 1)
+    plain = model.generate(canvas, seed=1).tokens
+    model.steps, has = Steps(), kind in ("llama", "gpt2")
+    kept = []
+    for _ in range(2):
+        assert torch.equal(model.generate(canvas, seed=1).tokens, plain)
+        kept.append(model.steps.kept)
+    assert kept[0] is kept[1]  # used again
+    assert (kept[0] is not None) == has
+    assert torch.equal(model.generate(canvas[:30], seed=1).tokens, plain[:30])
+    assert (model.steps.kept is kept[0]) != has
+    with model.steps.reading(model, 40, 6):
+        assert torch.equal(model.generate(canvas, seed=1).tokens, plain)  # without it
+    assert copy.deepcopy(model).steps.kept is None
+    model.to(torch.float64)
+    assert model.steps.kept is None
 
 
 def test_whole_texts_end_and_are_measured_from_left_to_right() -> None:

@@ -707,3 +707,18 @@ def test_a_model_of_transformers_writes_from_left_to_right_on_a_gpu() -> None:
     here = model.generate(num=64, seed=3).tokens
     there = model.cuda().generate(num=64, seed=3).tokens.cpu()
     assert float((here == there).float().mean()) > 0.95  # a draw may fall on another token by rounding
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_steps_of_an_autoregressive_model_of_transformers_are_replayed(ends: bool) -> None:
+    """Nearly every token is the one that is written without graphs, of every batch, also after another shape."""
+    ending = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1} if ends else {}
+    plain = llama_of_16(causal=True, **ending).cuda()
+    fast = faster(plain, dtype=torch.float32)
+    prompt = torch.tensor([[4, 3, 5]] * 32, device="cuda")
+    for seed in range(3):
+        for many, canvas in ((1, prompt), (1, prompt[:, :2]), (1, prompt[:24])):
+            ours, theirs = (model.generate(canvas, num=many, seed=seed).tokens for model in (plain, fast))
+            assert fast.steps.kept is not None
+            assert fast.steps.kept.graph is not None
+            assert float((ours == theirs).float().mean()) > 0.95  # a draw may fall on another token by rounding

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
@@ -29,11 +30,13 @@ def faster(
     graphs: bool | None = None,
 ) -> MaskedDiffusionLM:
     """A copy of `model` that samples faster: adaLN folded away; on a GPU in bf16, its blocks compiled, and small
-    batches captured as CUDA graphs. Draws stay exact: logits are accumulated in float32, tokens drawn in float64.
+    batches captured as CUDA graphs, as is each step of an autoregressive model. Draws stay exact: logits are
+    accumulated in float32, tokens drawn in float64.
 
     dtype    of the weights (None: bf16 on a GPU, as it is elsewhere)
     compile  takes some twenty seconds at the first batch (None: on a GPU)
-    graphs   capture forward passes of small batches as CUDA graphs and replay them, only on a GPU (None: on a GPU)
+    graphs   capture forward passes of small batches, or autoregressive steps, as CUDA graphs and replay them, only on a
+             GPU (None: on a GPU)
     """
     if not isinstance(model, MaskedDiffusionLM):
         raise UserError(f"faster() takes a model, not {model!r}; load one with imdm.load_model")
@@ -46,6 +49,8 @@ def faster(
         fast.compile_trunk(training=False)
     if cuda and graphs is not False and fast.backbone.weights is not None:
         fast.replay = Replay(fast.backbone.weights)
+    if cuda and graphs is not False and fast.causal:
+        fast.steps = Steps()
     return fast
 
 
@@ -66,8 +71,8 @@ class _Recorded:
     """beside: other tensors that the graph reads, referenced so that their memory is not freed."""
 
     graph: torch.cuda.CUDAGraph
-    state: Noised
     hidden: Tensor
+    state: Noised
     beside: Any
 
 
@@ -110,13 +115,12 @@ class Replay:
         this state without a graph."""
         if not self.wants(state):
             return None
-        mixed = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
-        shape = (mixed, state.tokens.device, *((t.shape, t.dtype) for t in state.tensors()))
+        shape = (_mixed(), state.tokens.device, *((t.shape, t.dtype) for t in state.tensors()))
         with self.lock:
             self.seen[shape] += 1
             if shape not in self.recorded and not self._makes_room(shape):
                 return None
-            self._follow(state.tokens.device)
+            self.last = _follow(self.last, state.tokens.device)
             if shape not in self.recorded:
                 self.recorded[shape] = self._record(run, beside, state)
             there = self.recorded[shape]
@@ -124,13 +128,6 @@ class Replay:
                 mine.copy_(given)
             there.graph.replay()
             return read(there.hidden)
-
-    def _follow(self, device: torch.device) -> None:
-        """Wait for what another thread's stream still does with the graphs."""
-        stream = torch.cuda.current_stream(device)
-        if self.last is not None and self.last != stream:
-            stream.wait_stream(self.last)
-        self.last = stream
 
     def _makes_room(self, shape: tuple[object, ...]) -> bool:
         """Whether to capture a shape: it has occurred before, and more often than one of the captured ones."""
@@ -154,13 +151,108 @@ class Replay:
         mine = Noised(
             state.tokens.clone(), state.masked.clone(), held(state.noise), state.t.clone(), held(state.latent)
         )
-        aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            for _ in range(2):
-                run(mine)
-        torch.cuda.current_stream().wait_stream(aside)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may use the GPU meanwhile
-            hidden = run(mine)
-        return _Recorded(graph, mine, hidden, beside)
+        return _Recorded(*_capture(lambda: run(mine)), mine, beside)
+
+
+class Steps:
+    """The steps of an autoregressive model, each a replay of one CUDA graph: a step has few operations for each of its
+    hundreds of kernels, and launching these would take most of its time. Keys and values are in a cache of fixed size.
+
+    Only the shape used last is kept. Copies start with none, and moved weights drop it. Threads do not wait for each
+    other: while one uses the cache, others get no graph.
+    """
+
+    def __init__(self) -> None:
+        self.lock = Lock()
+        self.forget()
+
+    def forget(self) -> None:
+        self.shape: tuple[object, ...] | None = None
+        self.kept: _Step | None = None
+        self.last: torch.cuda.Stream | None = None
+
+    def __deepcopy__(self, memo: object) -> Steps:
+        return Steps()
+
+    def __reduce__(self) -> tuple[type[Steps], tuple[()]]:
+        return Steps, ()
+
+    @contextmanager
+    def reading(self, model: MaskedDiffusionLM, many: int, length: int) -> Iterator[_Step | None]:
+        """A function of tokens (many, T) that follow those it read before, from the first on: the hidden state (many,
+        D) of the last one, overwritten by the next call. None: this model, or this thread now, has to do without."""
+        if torch.is_grad_enabled() or model.training or not self.lock.acquire(blocking=False):
+            yield None
+            return
+        try:
+            yield self._begun(model, many, length)
+        finally:
+            self.lock.release()
+
+    def _begun(self, model: MaskedDiffusionLM, many: int, length: int) -> _Step | None:
+        if model.device.type == "cuda":
+            self.last = _follow(self.last, model.device)
+        shape = (_mixed(), many, length)
+        if shape != self.shape:
+            self.kept = None  # its memory is free before more is taken
+            self.shape, self.kept = shape, _Step.of(model, many, length)
+        if self.kept is not None:
+            self.kept.past.reset()
+        return self.kept
+
+
+class _Step:
+    """tokens (B, 1): read by the graph; hidden (B, D): written by it. On a CPU there is no graph."""
+
+    LEAST = 4  # positions: those of the runs before the capture
+
+    def __init__(self, model: MaskedDiffusionLM, past: Any, many: int) -> None:
+        self.embedding, self.backbone, self.past = model.get_input_embeddings(), model.backbone, past
+        self.tokens = torch.zeros(many, 1, dtype=torch.int64, device=model.device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.read(self.tokens)  # allocates the cache
+        if self.tokens.is_cuda:
+            with torch.cuda.device(model.device), torch.inference_mode(False), torch.no_grad():
+                self.graph, self.hidden = _capture(lambda: self.read(self.tokens))
+
+    @classmethod
+    def of(cls, model: MaskedDiffusionLM, many: int, length: int) -> _Step | None:
+        past = model.backbone.fixed_cache(length) if length >= cls.LEAST else None
+        return None if past is None else cls(model, past, many)
+
+    def read(self, tokens: Tensor) -> Tensor:
+        return self.backbone.onward(self.embedding(tokens), self.past)[0][:, -1]
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        if self.graph is None or tokens.shape[1] > 1:
+            return self.read(tokens)
+        self.tokens.copy_(tokens)
+        self.graph.replay()
+        return self.hidden
+
+
+def _capture(run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """A CUDA graph of `run`, which is run twice before, and the tensor that each replay writes its result to."""
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(2):
+            run()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may use the GPU meanwhile
+        result = run()
+    return graph, result
+
+
+def _follow(last: torch.cuda.Stream | None, device: torch.device) -> torch.cuda.Stream:
+    """The current stream, which waits for what another thread's stream still does with the graphs."""
+    stream = torch.cuda.current_stream(device)
+    if last is not None and last != stream:
+        stream.wait_stream(last)
+    return stream
+
+
+def _mixed() -> torch.dtype | None:
+    """The precision of matmuls under the current autocast."""
+    return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None

@@ -44,6 +44,7 @@ class Network(nn.Module):
     config: Shape
     backbone: Backbone
     replay: Any = None  # captured CUDA graphs (`faster`)
+    steps: Any = None  # the same of an autoregressive model's steps
 
     def __init__(self, config: Shape) -> None:
         super().__init__()
@@ -198,8 +199,9 @@ class Network(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Moving the weights drops captured CUDA graphs."""
-        if self.replay is not None:
-            self.replay.forget()
+        for captured in (self.replay, self.steps):
+            if captured is not None:
+                captured.forget()
         with self.backbone.unrounded():
             return super()._apply(fn, recurse)
 

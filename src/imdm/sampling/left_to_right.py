@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from imdm.errors import UserError
 from imdm.randomness import Purpose, uniform
 from imdm.sampling.options import Sampling
 from imdm.sampling.sampler import Generation, draw_tokens
+
+LOOK = 16  # positions after which a GPU is asked whether all texts have ended
 
 
 @torch.no_grad()
@@ -66,23 +69,40 @@ def _written(
     before: int,
     on_progress: Callable[[int], None] | None,
 ) -> Tensor:
-    """One batch of rows, after others with `before` holes."""
-    process, tokens = denoiser.process, tokens.clone()
+    """One batch of rows, after others with `before` holes. On a GPU whether all texts have ended is asked now and then:
+    the answer has to be waited for, and what is written after an end is padding all the same."""
+    process, tokens, (B, L) = denoiser.process, tokens.clone(), tokens.shape
     masked = tokens == process.mask_id
     known = int((masked.cumsum(1) == 0).sum(1).min())  # tokens that all rows have before their first hole
-    past, new = None, tokens[:, :known]
-    ended = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
-    for place in range(known, tokens.shape[1]):
-        hidden, past = denoiser.backbone.onward(denoiser.get_input_embeddings()(new), past)
-        u = uniform(keys, Purpose.TOKEN, place)
-        drawn = draw_tokens(denoiser, hidden[:, -1], u, how.temperature, how.top_p).tokens
-        new = torch.where(masked[:, place], drawn, tokens[:, place])[:, None]
-        tokens[:, place] = new[:, 0]
-        if process.ending is not None:
-            ended |= (new[:, 0] == process.ending.end) | (new[:, 0] == process.ending.pad)
-        done = bool(ended.all())
-        if on_progress is not None:
-            on_progress(before + int((masked if done else masked[:, : place + 1]).sum()))
-        if done:
-            break
+    holes = masked.sum(0).cumsum(0).tolist()
+    u = uniform(keys[:, None], Purpose.TOKEN, torch.arange(L, device=keys.device))  # (B, L)
+    ended = torch.zeros(B, dtype=torch.bool, device=tokens.device)
+    every = LOOK if tokens.is_cuda and on_progress is None else 1
+    new = tokens[:, :known]
+    captured = nullcontext() if denoiser.steps is None else denoiser.steps.reading(denoiser, B, L)
+    with captured as step:
+        read = step or Growing(denoiser)
+        for place in range(known, L):
+            drawn = draw_tokens(denoiser, read(new), u[:, place], how.temperature, how.top_p).tokens
+            new = torch.where(masked[:, place], drawn, tokens[:, place])[:, None]
+            tokens[:, place] = new[:, 0]
+            if process.ending is not None:
+                ended |= (new[:, 0] == process.ending.end) | (new[:, 0] == process.ending.pad)
+            done = process.ending is not None and (place + 1) % every == 0 and bool(ended.all())
+            if on_progress is not None:
+                on_progress(before + holes[-1 if done else place])
+            if done:
+                break
     return process.closed(tokens, masked)
+
+
+class Growing:
+    """Reads tokens (B, T) that follow those read before: the hidden state (B, D) of the last one. The cache grows."""
+
+    def __init__(self, denoiser: Any) -> None:
+        self.denoiser, self.past = denoiser, None
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        x = self.denoiser.get_input_embeddings()(tokens)
+        hidden, self.past = self.denoiser.backbone.onward(x, self.past)
+        return hidden[:, -1]

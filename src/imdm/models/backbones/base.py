@@ -152,6 +152,11 @@ class Backbone(nn.Module):
         x = x if past is None else torch.cat((past, x), 1)
         return self(x)[:, 0 if past is None else past.shape[1] :], x
 
+    def fixed_cache(self, length: int) -> Any:
+        """Causal backbones only: an empty cache for `onward` with room for `length` positions, whose tensors are never
+        replaced, so that a CUDA graph can use them. `reset()` empties it. None: it has no such cache."""
+        return None
+
     def look(self, x: Tensor, asked: Asked) -> Looked:
         """Hidden states and attentions as `transformers` requests them, of embeddings (B, T, D); refuses what it does
         not support."""

@@ -152,8 +152,29 @@ class HF(Backbone):
 
     def onward(self, x: Tensor, past: Any = None) -> tuple[Tensor, Any]:
         """Uses the model's own key-value cache."""
-        found = self.lm.base_model(inputs_embeds=x, past_key_values=past, use_cache=True)
+        given = self._in_cache(x, past) if past is not None and past.is_compileable else {}
+        found = self.lm.base_model(inputs_embeds=x, past_key_values=past, use_cache=True, **given)
         return found.last_hidden_state, found.past_key_values
+
+    def fixed_cache(self, length: int) -> Any:
+        """Only where each layer attends to all positions before, and nothing depends on values but their number."""
+        from transformers import StaticCache
+        from transformers.cache_utils import StaticLayer
+
+        takes = inspect.signature(self.lm.base_model.forward).parameters
+        if not self.lm._can_compile_fullgraph or "position_ids" not in takes or _has_experts(self.lm.config):
+            return None
+        cache = StaticCache(self.lm.config, max_cache_len=length)
+        return cache if all(type(layer) is StaticLayer for layer in cache.layers) else None
+
+    def _in_cache(self, x: Tensor, past: Any) -> dict[str, Tensor]:
+        """Positions, and the attention mask over a whole fixed cache, (1, 1, T, length): what was not written yet is
+        hidden."""
+        place = torch.arange(x.shape[1], device=x.device) + past.get_seq_length()
+        visible = torch.arange(past.get_max_length(), device=x.device) <= place[:, None]
+        if self.lm.config._attn_implementation == "eager":  # it adds the mask to the scores
+            visible = torch.zeros_like(visible, dtype=x.dtype).masked_fill(~visible, torch.finfo(x.dtype).min)
+        return {"position_ids": place[None], "attention_mask": visible[None, None]}
 
     def look(self, x: Tensor, asked: Asked) -> Looked:
         """Through `transformers`' own arguments. Positions do not count padding."""
@@ -474,6 +495,11 @@ def linear_layers(lm: PreTrainedModel) -> dict[str, nn.Module]:
     inside = {id(one) for each in lm.base_model.modules() if isinstance(each, nn.ModuleList) for one in each.modules()}
     found = ((name, module) for name, module in lm.named_modules() if id(module) in inside)
     return {n: module for n, module in found if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"}
+
+
+def _has_experts(config: PreTrainedConfig) -> bool:
+    """Whether tokens are sent to experts: how many each gets depends on the values."""
+    return any(isinstance(getattr(config, name, None), int) for name in ("num_experts", "num_local_experts"))
 
 
 def is_causal(lm: PreTrainedModel) -> bool:
