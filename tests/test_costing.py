@@ -587,6 +587,15 @@ def test_throughput_is_measured_on_five_more_sets_of_samples() -> None:
     assert flops("tokens_per_second") == pytest.approx(6 * flops("entropy"))
 
 
+def test_latency_is_measured_on_two_texts_more_than_samples() -> None:
+    def flops(name: str) -> float:
+        settings = [f"stages.measure-teacher.metrics=[{name}]", "stages.measure-teacher.samples=5"]
+        found = cost("stories-students", settings)
+        return next(stage.flops for stage in found.stages if stage.name == "measure-teacher")
+
+    assert flops("latency") == pytest.approx((1 + 7 / 5) * flops("entropy"))
+
+
 def test_the_command() -> None:
     run = CliRunner()
     shown = run.invoke(app, ["cost", "owt-imdm", "--gpus", "8"], env={"COLUMNS": "200"})

@@ -45,6 +45,24 @@ def test_tokens_a_second_are_those_of_the_text_without_the_first_runs(changes: A
     assert found.n == 20
 
 
+def test_latency_is_that_of_single_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each run takes a second more than the one before; two are not counted."""
+    passed, asked = iter([value for n in range(11) for value in (100 * n, 100 * n + n)]), []
+
+    def sampled(model: Any, canvas: torch.Tensor, *, keys: torch.Tensor, how: Sampling) -> None:
+        asked.append((tuple(canvas.shape), int(keys), how.steps))
+
+    monkeypatch.setattr(speed, "_now", lambda device: next(passed))
+    monkeypatch.setattr(speed, "sample", sampled)
+    subject = Subject(tiny_model(length=8), how=Sampling(steps=3), samples=20, seed=5)
+    found = measure(["latency"], subject)["latency"]
+    each = [0, 0, *range(8)]
+    assert asked == [((1, 8), int(subject.keys[number]), 3) for number in each]
+    assert found.value == pytest.approx(1e3 * sum(range(2, 10)) / 8)
+    assert found.stderr == pytest.approx(1e3 * float(torch.arange(2.0, 10.0).std()) / 8**0.5)
+    assert found.n == 8
+
+
 def test_batches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
 

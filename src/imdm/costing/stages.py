@@ -16,7 +16,7 @@ from imdm.errors import UserError
 from imdm.evaluation import metrics
 from imdm.evaluation.measuring import Occasion, occasions
 from imdm.evaluation.parts import at_once, part_size
-from imdm.evaluation.speed import COUNTED, TOGETHER, UNCOUNTED
+from imdm.evaluation.speed import ALONE, COUNTED, TOGETHER, UNCOUNTED
 from imdm.models.backbones.base import DEFAULT
 from imdm.objectives import Match
 from imdm.recipes import CoupleStage, EvaluateStage, TrainStage
@@ -334,6 +334,8 @@ def _occasion(
         if metric.name == "tokens_per_second":
             again = written(config, stage.samples, length, runs, min(TOGETHER, stage.samples))
             parts += [again] * (UNCOUNTED + COUNTED)
+        if metric.name == "latency":
+            parts.append(written(config, UNCOUNTED + min(ALONE, stage.samples), length, runs, 1))
         if not metric.samples and not metric.judge and not metric.steps and "data" in metric.reads:
             half = stage.samples * length / 2
             bound = evaluated(config, stage.samples * length, length, half, half) + drawn(config, half)

@@ -1,4 +1,4 @@
-"""Throughput of sampling on the machine of the evaluation."""
+"""Throughput and latency of sampling on the machine of the evaluation."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import time
 
 import torch
 
-from imdm.evaluation.base import Evaluation, Measurement, mean, metric
+from imdm.evaluation.base import Evaluation, Measurement, Subject, mean, metric
 from imdm.sampling import sample
 
 UNCOUNTED = 2  # runs: the first compiles, and a CUDA graph is captured when its shape occurs a second time
 COUNTED = 3
 TOGETHER = 256  # sequences in a batch, at most
+ALONE = 8  # texts, at most, each in a batch of its own
 
 
 @metric("tokens_per_second", cut=False)
@@ -20,10 +21,10 @@ def tokens_per_second(evaluation: Evaluation) -> Measurement:
     after two runs that are not counted. The mean and its standard error over the three; n counts the samples. Where
     rows are whole texts, padding is not counted. Result rows do not say on which machine it was measured."""
     subject = evaluation.subject
-    model, config = subject.model, subject.model.config
+    model = subject.model
     subject.check_room()
-    canvas = torch.full((subject.samples, config.length), config.mask_token_id, device=model.device)
-    keys, together, found = subject.keys, min(TOGETHER, subject.batch_size), []
+    canvas, keys = _canvas(subject, subject.samples), subject.keys
+    together, found = min(TOGETHER, subject.batch_size), []
     for run in range(UNCOUNTED + COUNTED):
         started = _now(model.device)
         made = [
@@ -36,6 +37,25 @@ def tokens_per_second(evaluation: Evaluation) -> Measurement:
             found.append((rows.numel() if size is None else int(size.sum())) / seconds)
     value = mean(torch.tensor(found))
     return Measurement(value.value, value.stderr, subject.samples)
+
+
+@metric("latency", cut=False, counted=lambda samples: min(samples, ALONE))
+def latency(evaluation: Evaluation) -> Measurement:
+    """Milliseconds that the model takes to write one text alone: the mean over the first eight samples and its standard
+    error; the first one is written twice more before, which is not counted."""
+    subject, found = evaluation.subject, []
+    model, many = subject.model, min(subject.samples, ALONE)
+    canvas, keys = _canvas(subject, 1), subject.keys[:many]
+    for number in [0] * UNCOUNTED + list(range(many)):
+        started = _now(model.device)
+        sample(model, canvas, keys=keys[number : number + 1], how=subject.how)
+        found.append(1e3 * (_now(model.device) - started))
+    return mean(torch.tensor(found[UNCOUNTED:]))
+
+
+def _canvas(subject: Subject, many: int) -> torch.Tensor:
+    config = subject.model.config
+    return torch.full((many, config.length), config.mask_token_id, device=subject.model.device)
 
 
 def _now(device: torch.device) -> float:

@@ -37,6 +37,7 @@ METRICS = {
     "pair_error": "error of steps, neighbours (nats)",
     "pair_bound": "bound of Theorem 4.1, neighbours (nats)",
     "tokens_per_second": "tokens of text a second",
+    "latency": "milliseconds for one text alone",
     "cond_gen_ppl": "generative perplexity after prompts",
     "cond_entropy": "entropy after prompts (nats)",
     "cond_mauve": "MAUVE after prompts",
