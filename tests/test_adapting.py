@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from imdm.ending import Ending
 from imdm.errors import UserError
 from imdm.evaluation import Subject, measure, read
 from imdm.models import MaskedDiffusionLM, load_model
-from imdm.models.fast import Steps
+from imdm.models.fast import Steps, _Step
 from imdm.objectives import Autoregressive, Nelbo, next_log_probs
 from imdm.randomness import Purpose, fold
 from imdm.recipes import Recipe, load_recipe, parse_recipe
@@ -34,7 +35,7 @@ from tests.conftest import tiny_model
 from tests.reference.statistics import assert_law, counts_of
 from tests.test_cli import imdm as command
 from tests.test_cli import refused
-from tests.test_hf import CAUSAL, FAMILIES, HOLES, MASK, SIZES, TOKENS, expected, logits_of, made, theirs
+from tests.test_hf import CAUSAL, FAMILIES, GPT2, GROUPED, HOLES, MASK, SIZES, TOKENS, expected, logits_of, made, theirs
 from tests.test_whole import SETTINGS, stories
 
 LANGUAGE = aligned(length=3, symbols=3)
@@ -100,6 +101,12 @@ def test_a_cache_of_fixed_size_gives_the_same(kind: str) -> None:
     if "sliding_window" in FAMILIES[kind] or "num_experts" in FAMILIES[kind]:
         assert cache is None
         return
+    for eager in (False, True):
+        model.lm.set_attn_implementation("eager" if eager else "sdpa")
+        reads_as_in_one_pass(model, model.backbone.fixed_cache(8))
+
+
+def reads_as_in_one_pass(model: MaskedDiffusionLM, cache: Any) -> None:
     with torch.no_grad():
         for tokens in (TOKENS, TOKENS.flip(1)):
             x = model.get_input_embeddings()(tokens)
@@ -108,32 +115,138 @@ def test_a_cache_of_fixed_size_gives_the_same(kind: str) -> None:
             cache.reset()
 
 
+NO_CACHE = {
+    "bloom": {"vocab_size": 12, "hidden_size": 16, "n_layer": 2, "n_head": 2},  # counts positions by itself
+    "llama": GROUPED | {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+}
+
+
+@pytest.mark.parametrize("kind", list(NO_CACHE))
+def test_models_without_a_fixed_cache(kind: str) -> None:
+    model = made({"model_type": kind} | NO_CACHE[kind], causal=True)
+    assert model.backbone.fixed_cache(8) is None
+
+
+def test_a_mask_for_each_sequence() -> None:
+    """XGLM takes no mask that is the same for all."""
+    sizes = {"d_model": 16, "ffn_dim": 24, "num_layers": 2, "attention_heads": 2, "max_position_embeddings": 16}
+    model = made({"model_type": "xglm", "vocab_size": 12} | sizes, causal=True)
+    reads_as_in_one_pass(model, model.backbone.fixed_cache(8))
+
+
+def prompts(many: int = 40) -> Tensor:
+    """Of unequal length."""
+    return torch.tensor([[0, 3, MASK, MASK, MASK, MASK], [0, 3, 5, 7, MASK, MASK]]).repeat(many // 2, 1)
+
+
+def stepping(kind: str = "llama", **changes: Any) -> tuple[MaskedDiffusionLM, Tensor]:
+    """A model that could capture its steps, and what it writes without. Here is no GPU, so that nothing is captured."""
+    if kind == "dit":
+        model = tiny_model(vocab_size=12, length=6, causal=True, **changes)
+    else:
+        model = made(FAMILIES[kind], causal=True, **changes)
+    plain = model.generate(prompts(), seed=1).tokens
+    model.steps = Steps()
+    return model, plain
+
+
+def used(model: MaskedDiffusionLM) -> list[Any]:
+    """What it has captured."""
+    return [step for step in model.steps.kept.values() if step is not None]
+
+
 @pytest.mark.parametrize("ends", [False, True])
 @pytest.mark.parametrize("kind", ["dit", "llama", "gpt2", "mistral"])
 def test_steps_that_can_be_captured_write_the_same(kind: str, ends: bool) -> None:
-    """Here without a GPU, so that nothing is captured: prompts of unequal length, another shape, two threads at a
-    time. A model without a fixed cache goes on with its own."""
-    ending = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1} if ends else {}
-    if kind == "dit":
-        model = tiny_model(vocab_size=12, length=6, causal=True, **ending)
-    else:
-        model = made(FAMILIES[kind], causal=True, **ending)
-    canvas = torch.tensor([[0, 3, MASK, MASK, MASK, MASK], [0, 3, 5, 7, MASK, MASK]]).repeat(20, 1)
-    plain = model.generate(canvas, seed=1).tokens
-    model.steps, has = Steps(), kind in ("llama", "gpt2")
-    kept = []
-    for _ in range(2):
-        assert torch.equal(model.generate(canvas, seed=1).tokens, plain)
-        kept.append(model.steps.kept)
-    assert kept[0] is kept[1]  # used again
-    assert (kept[0] is not None) == has
-    assert torch.equal(model.generate(canvas[:30], seed=1).tokens, plain[:30])
-    assert (model.steps.kept is kept[0]) != has
-    with model.steps.reading(model, 40, 6):
-        assert torch.equal(model.generate(canvas, seed=1).tokens, plain)  # without it
-    assert copy.deepcopy(model).steps.kept is None
+    """Again, for another number of texts, and both in turn. A model without a fixed cache goes on with its own."""
+    model, plain = stepping(kind, **({"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1} if ends else {}))
+    has, found = kind in ("llama", "gpt2"), []
+    for many in (40, 40, 30, 40, 30):
+        assert torch.equal(model.generate(prompts()[:many], seed=1).tokens, plain[:many])
+        found.append(used(model))
+    assert [len(each) for each in found] == ([1, 1, 2, 2, 2] if has else [0] * 5)
+    assert {id(step) for each in found for step in each} == {id(step) for step in found[-1]}  # none was made again
+    assert torch.equal(model.generate(prompts()[:20], seed=1).tokens, plain[:20])
+    assert len(used(model)) == 2 * has  # the oldest is gone
+    assert copy.deepcopy(model).steps.kept == {}
     model.to(torch.float64)
-    assert model.steps.kept is None
+    assert used(model) == []
+
+
+def test_while_one_thread_writes_another_does_without() -> None:
+    model, plain = stepping()
+    with torch.no_grad(), model.steps.reading(model, 40, 6):
+        before = used(model)
+        assert len(before) == 1
+        with ThreadPoolExecutor(2) as threads:
+            found = [threads.submit(model.generate, prompts()[:many], seed=1).result() for many in (40, 30)]
+        assert all(torch.equal(one.tokens, plain[: len(one.tokens)]) for one in found)
+        assert used(model) == before
+
+
+@pytest.mark.parametrize("order", [(True, False), (False, True)])
+def test_steps_are_made_in_any_mode_and_used_in_any(order: tuple[bool, ...]) -> None:
+    model, plain = stepping()
+    for inference in order:
+        with torch.inference_mode(inference):
+            assert torch.equal(model.generate(prompts(), seed=1).tokens, plain)
+    assert len(used(model)) == 1
+
+
+def test_a_model_whose_steps_cannot_be_captured_writes_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: Any, tokens: Tensor) -> Tensor:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    model, plain = stepping()
+    monkeypatch.setattr(_Step, "read", fails)
+    assert torch.equal(model.generate(prompts(), seed=1).tokens, plain)
+    assert list(model.steps.kept.values()) == [None]
+
+
+def test_no_steps_with_gradients_or_in_training() -> None:
+    model, _ = stepping()
+    with model.steps.reading(model, 4, 6) as step:
+        assert step is None  # gradients are on here
+    with torch.no_grad(), model.train().steps.reading(model, 4, 6) as step:
+        assert step is None
+    with torch.no_grad(), model.eval().steps.reading(model, 4, 6) as step:
+        assert step is not None
+
+
+def test_other_embeddings_are_read() -> None:
+    model, plain = stepping()
+    assert torch.equal(model.generate(prompts(), seed=1).tokens, plain)
+    other = copy.deepcopy(model.get_input_embeddings())
+    other.weight.data = other.weight.data.flip(0)
+    model.set_input_embeddings(other)
+    found = model.generate(prompts(), seed=1).tokens
+    model.steps = None
+    assert torch.equal(found, model.generate(prompts(), seed=1).tokens)
+    assert not torch.equal(found, plain)
+
+
+def test_writing_is_not_compiled() -> None:
+    """Also after a pass that was: each layer would be compiled for its own part of the cache."""
+    model, plain = stepping()
+    model.compile_trunk(training=False)
+    layers = list(model.lm.model.layers)
+    for layer in layers:
+        layer._compiled_call_impl = lambda *given, **named: pytest.fail("compiled")
+    assert torch.equal(model.generate(prompts(), seed=1).tokens, plain)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "why"),
+    [
+        ("llama", {"is_causal": False}, "this 'llama' model attends to later positions"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "this 'gemma3_text' model attends to later positions"),
+        ("openai-gpt", GPT2, "'openai-gpt' models have no cache of keys and values"),
+    ],
+)
+def test_what_is_not_causal_is_refused_as_autoregressive(kind: str, changes: dict[str, Any], why: str) -> None:
+    fields = FAMILIES.get(kind, {"model_type": kind}) | changes
+    with pytest.raises(UserError, match=why):
+        made(fields, causal=True)
 
 
 def test_whole_texts_end_and_are_measured_from_left_to_right() -> None:

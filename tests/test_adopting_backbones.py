@@ -324,8 +324,53 @@ def test_with_its_tokenizer_it_writes_text(tmp_path: Path) -> None:
     assert writer.tokenizer.mask_token == f"w{MASK}"
     assert len(writer.write("w3 w4", num=2, steps=2)) == 2
     words(tmp_path / "other", 9, mask_token="w2")
-    with pytest.raises(UserError, match="do not belong together"):
+    with pytest.raises(UserError, match="the tokenizer has 9 ids; those between"):
         adopt_into(tmp_path / "llada", tmp_path / "no", tokenizer=str(tmp_path / "other"))
+
+
+def test_no_token_is_without_a_word(tmp_path: Path) -> None:
+    """A mask behind unused rows of the embedding, or behind its end, would leave such tokens between."""
+    llada(tmp_path / "padded", mask_token_id=MASK + 3)
+    words(tmp_path / "padded", MASK)
+    with pytest.raises(UserError, match=f"mask_token_id = {MASK + 3}, but the tokenizer has {MASK} ids"):
+        imdm.adopt(tmp_path / "padded")
+    random_lm("gpt2", **GPT2).save_pretrained(tmp_path / "plain")
+    with pytest.raises(UserError, match="mask_token_id = 30, but the embedding has 12 ids"):
+        imdm.adopt(tmp_path / "plain", adapt=True, mask_token_id=30)
+    assert imdm.adopt(tmp_path / "plain", adapt=True, mask_token_id=12).config.vocab_size == 13
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ({"shift": "no"}, "shift = 'no': expected True or False"),
+        ({"adapt": "no"}, "adapt = 'no': expected True or False"),
+        ({"causal": 1}, "causal = 1: expected True or False"),
+        ({"averaged": "no"}, "averaged = 'no': expected True or False"),
+        ({"whole": None}, "whole = None: expected True or False"),
+        ({"dtype": torch.int8}, "dtype = torch.int8: expected one of torch.float32, torch.bfloat16, torch.float16"),
+        ({"adapt": True, "mask_token_id": "x"}, "mask_token_id = 'x'"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(how: dict[str, Any], why: str, tmp_path: Path) -> None:
+    random_lm("gpt2", **GPT2).save_pretrained(tmp_path / "it")
+    with pytest.raises(UserError, match=why):
+        imdm.adopt(tmp_path / "it", **how)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"mask_token_id": "x"}, "mask_token_id = 'x'"),
+        ({"num_attention_heads": 3}, "hidden size .* not a multiple of .* attention heads"),
+        ({"hidden_act": "bogus"}, "backbone.config of 'llama': no model can be built from it: unknown name 'bogus'"),
+    ],
+)
+def test_a_wrong_configuration_is_named(changes: dict[str, Any], why: str, tmp_path: Path) -> None:
+    random_lm("llama", **FAMILIES["llama"]).save_pretrained(tmp_path)
+    retyped(tmp_path, **changes)
+    with pytest.raises(UserError, match=why):
+        imdm.adopt(tmp_path, adapt=True)
 
 
 @pytest.mark.parametrize(

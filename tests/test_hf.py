@@ -441,7 +441,7 @@ MAMBA = {"model_type": "mamba", "vocab_size": 12, "hidden_size": 16, "num_hidden
         ({"model_type": "vit"}, {"width": 16}, "no language model's head"),
         ({"model_type": "llada2_moe"}, {"width": 16}, "unknown model_type"),
         (LLAMA | {"hidden_size": "wide"}, {"width": 16}, "not a configuration of 'llama'"),
-        (LLAMA | {"hidden_act": "none"}, {"width": 16}, "no model can be built"),
+        (LLAMA | {"hidden_act": "none"}, {"width": 16}, "no model can be built from it"),
         (LLAMA | {"auto_map": {}}, {"width": 16}, "leave it out"),
         (LLAMA | {"quantization_config": {}}, {"width": 16}, "quantised"),
         (LLAMA, {"width": 8}, "the backbone's embeddings have width 16"),
@@ -502,3 +502,16 @@ def deeper(fields: dict[str, Any]) -> dict[str, Any]:
 def test_what_works_is_not_refused_in_half_precision(kind: str) -> None:
     """Of four layers two are tried."""
     in_half({"funnel": FUNNEL, "mpnet": MPNET}[kind] if kind in ("funnel", "mpnet") else deeper(FAMILIES[kind]))
+
+
+@pytest.mark.parametrize("kind", list(FAMILIES))
+def test_what_can_be_captured_says_how_many_weights_a_position_costs(kind: str) -> None:
+    """Not experts, nor encoders, of which `transformers` does not say that their operations are always the same."""
+    model = made(FAMILIES[kind])
+    matrices = [weight for name, weight in model.named_parameters() if weight.ndim == 2 and name.startswith("lm.")]
+    outside = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
+    outside |= {id(weight) for name, weight in model.named_parameters() if "wpe" in name}
+    if kind == "qwen3_moe" or (kind in MASKED and kind != "eurobert"):
+        assert model.backbone.weights is None
+    else:
+        assert model.backbone.weights == sum(weight.numel() for weight in matrices if id(weight) not in outside)

@@ -525,10 +525,10 @@ def test_threads_take_turns_at_a_recording(monkeypatch: pytest.MonkeyPatch) -> N
 
     def record(self: Replay, run: Any, beside: Any, state: Any) -> _Recorded:
         graph = Slow(run, copy.deepcopy(state))
-        return _Recorded(graph, graph.state, graph.hidden, beside)  # type: ignore[arg-type]
+        return _Recorded(graph, graph.hidden, graph.state, beside)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Replay, "wants", lambda self, state: True)
-    monkeypatch.setattr(Replay, "_follow", lambda self, device: None)
+    monkeypatch.setattr("imdm.models.fast._follow", lambda last, device: None)
     monkeypatch.setattr(Replay, "_record", record)
     asked = [{"num": 3, "steps": 4, "seed": seed, "trace": True} for seed in range(8)]
     for one in asked:  # each shape twice, so that it is recorded

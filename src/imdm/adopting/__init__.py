@@ -12,7 +12,7 @@ from imdm.adopting import dit, families
 from imdm.adopting.checkpoints import Weights, names_in, read_folder, read_weights
 from imdm.adopting.configuration import settings_of
 from imdm.data.tokenizers import check_ids, copy_tokenizer, has_tokenizer, load_tokenizer, save_tokenizer
-from imdm.errors import UserError, check_is, check_whole, reason_of
+from imdm.errors import UserError, check_is, check_whole, reason_of, shown
 from imdm.files import as_path, check_new, read_json, write_json, write_tensors, written_aside
 from imdm.masks import parse_mask
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
@@ -23,6 +23,7 @@ __all__ = ["Adopted", "adopt", "adopt_into", "adopted_config", "source_files", "
 
 FILES = ("*.json", "*.safetensors", "*.bin", "*.ckpt", "*.txt")
 TOKENIZER_FILES = ("*.json", "*.txt", "*.jinja", "*.model")  # and the configuration
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,12 @@ def adopt(
     revision        of a hub id: a branch, a tag or a commit
     file            which file of a folder or of a hub id has the weights, if there are several
     """
-    if dtype is not None:
-        check_is("dtype", dtype, torch.dtype, "a dtype such as torch.bfloat16")
+    for name, value in {"averaged": averaged, "adapt": adapt, "causal": causal, "whole": whole}.items():
+        check_is(name, value, bool, "True or False")
+    if shift is not None:
+        check_is("shift", shift, bool, "True or False")
+    if dtype is not None and dtype not in DTYPES:
+        raise UserError(f"dtype = {shown(dtype)}: expected one of {', '.join(map(str, DTYPES))}")
     told = {"length": length, "mask": mask, "softcap": softcap, "mask_token_id": mask_token_id, "heads": heads}
     how = families.How(adapt, causal, whole, dtype)
     return _adopted(

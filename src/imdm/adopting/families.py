@@ -168,9 +168,15 @@ def vocabulary_of(family: Family, told: int | None, words: Any, adapt: bool, whe
         raise UserError(
             f"{where}: neither its config.json nor a tokenizer gives the mask's id; give it (mask_token_id)"
         )
-    fresh = mask is None or (adapt and mask >= rows)
-    mask = known if mask is None else mask
+    missing, mask = mask is None, known if mask is None else mask
     check_whole("mask_token_id", mask, 0)
+    fresh = missing or (adapt and mask >= rows)
+    if mask > known:
+        whose = "embedding" if words is None else "tokenizer"
+        raise UserError(
+            f"{where}: mask_token_id = {mask}, but the {whose} has {known} ids; those between would be tokens "
+            f"without a word. Give one of its ids, or {known}; or another tokenizer"
+        )
     size = max(known, mask + 1)
     if size > rows and not fresh:
         raise UserError(f"{where}: it embeds {rows} ids, but its tokenizer and mask need {size}; they do not fit")

@@ -105,6 +105,7 @@ class MaskedDiffusionLM(Network, PreTrainedModel):
         save_whole(lambda place: save(place, *args, **kwargs), Path(save_directory), self.config)
 
     def set_input_embeddings(self, value: nn.Module) -> None:
+        self.forget_captured()
         if self.backbone.whole:
             self.backbone.get_network().set_input_embeddings(value)
         else:
@@ -128,6 +129,7 @@ class MaskedDiffusionLM(Network, PreTrainedModel):
         least = 1 + max(token for token in special if token is not None)
         if new_num_tokens is not None and new_num_tokens < least:
             raise UserError(f"new_num_tokens = {new_num_tokens}: at least {least}, as token {least - 1} is special")
+        self.forget_captured()
         if not self.backbone.whole:
             return super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
         found = self.backbone.get_network().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)

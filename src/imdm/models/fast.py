@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
@@ -158,17 +158,18 @@ class Steps:
     """The steps of an autoregressive model, each a replay of one CUDA graph: a step has few operations for each of its
     hundreds of kernels, and launching these would take most of its time. Keys and values are in a cache of fixed size.
 
-    Only the shape used last is kept. Copies start with none, and moved weights drop it. Threads do not wait for each
-    other: while one uses the cache, others get no graph.
+    Only the two shapes used last are kept: that of full batches and that of the rest. Copies start with none, and moved
+    weights drop them. Threads do not wait for each other: while one uses a cache, others get no graph.
     """
+
+    SHAPES = 2
 
     def __init__(self) -> None:
         self.lock = Lock()
         self.forget()
 
     def forget(self) -> None:
-        self.shape: tuple[object, ...] | None = None
-        self.kept: _Step | None = None
+        self.kept: dict[tuple[object, ...], _Step | None] = {}
         self.last: torch.cuda.Stream | None = None
 
     def __deepcopy__(self, memo: object) -> Steps:
@@ -193,12 +194,13 @@ class Steps:
         if model.device.type == "cuda":
             self.last = _follow(self.last, model.device)
         shape = (_mixed(), many, length)
-        if shape != self.shape:
-            self.kept = None  # its memory is free before more is taken
-            self.shape, self.kept = shape, _Step.of(model, many, length)
-        if self.kept is not None:
-            self.kept.past.reset()
-        return self.kept
+        if shape not in self.kept and len(self.kept) == self.SHAPES:
+            del self.kept[next(iter(self.kept))]  # its memory is free before more is taken
+        step = self.kept.pop(shape) if shape in self.kept else _Step.of(model, many, length)
+        self.kept[shape] = step  # the last one
+        if step is not None:
+            step.past.reset()
+        return step
 
 
 class _Step:
@@ -212,13 +214,17 @@ class _Step:
         self.graph: torch.cuda.CUDAGraph | None = None
         self.read(self.tokens)  # allocates the cache
         if self.tokens.is_cuda:
-            with torch.cuda.device(model.device), torch.inference_mode(False), torch.no_grad():
+            with torch.cuda.device(model.device):
                 self.graph, self.hidden = _capture(lambda: self.read(self.tokens))
 
     @classmethod
     def of(cls, model: MaskedDiffusionLM, many: int, length: int) -> _Step | None:
-        past = model.backbone.fixed_cache(length) if length >= cls.LEAST else None
-        return None if past is None else cls(model, past, many)
+        """None if the model has no such cache, or cannot be captured."""
+        with torch.inference_mode(False), torch.no_grad():  # its tensors serve later calls in any mode
+            past = model.backbone.fixed_cache(length) if length >= cls.LEAST else None
+            with suppress(RuntimeError, ValueError):  # of torch, of transformers
+                return None if past is None else cls(model, past, many)
+        return None
 
     def read(self, tokens: Tensor) -> Tensor:
         return self.backbone.onward(self.embedding(tokens), self.past)[0][:, -1]

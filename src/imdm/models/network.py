@@ -198,12 +198,15 @@ class Network(nn.Module):
         return self.replay(self._all, beside, full, read)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Moving the weights drops captured CUDA graphs."""
+        self.forget_captured()
+        with self.backbone.unrounded():
+            return super()._apply(fn, recurse)
+
+    def forget_captured(self) -> None:
+        """Drop captured CUDA graphs: they read the weights where these were."""
         for captured in (self.replay, self.steps):
             if captured is not None:
                 captured.forget()
-        with self.backbone.unrounded():
-            return super()._apply(fn, recurse)
 
     def _check_length(self, state: Noised) -> None:
         if state.tokens.shape[1] > self.config.length:

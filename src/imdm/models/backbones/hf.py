@@ -122,6 +122,21 @@ class HF(Backbone):
         return facts(cast("HFSettings", self.settings).config).about
 
     @property
+    def weights(self) -> int | None:
+        return (
+            sum(cast("Tensor", one.weight).numel() for one in linear_layers(self.lm).values()) if self._fixed else None
+        )
+
+    @property
+    def _fixed(self) -> bool:
+        """Whether the same operations run whatever the values are, so that a CUDA graph can be captured: `transformers`
+        says so of the class; experts and a rotary embedding that adapts to the length are exceptions."""
+        config = self.lm.config
+        adapts = "dynamic" in str(getattr(config, "rope_parameters", None))
+        experts = any("experts" in name and isinstance(value, int) for name, value in vars(config).items())
+        return self.lm._can_compile_fullgraph and not adapts and not experts
+
+    @property
     def embedding(self) -> nn.Module:
         return self.lm.get_input_embeddings()
 
@@ -151,30 +166,31 @@ class HF(Backbone):
             return self.lm.base_model(**given)[0]
 
     def onward(self, x: Tensor, past: Any = None) -> tuple[Tensor, Any]:
-        """Uses the model's own key-value cache."""
+        """Uses the model's own key-value cache. Layers are not compiled here: each has its own part of the cache, and
+        would be compiled for itself."""
+        self._compile_layers(wanted=False)
         given = self._in_cache(x, past) if past is not None and past.is_compileable else {}
         found = self.lm.base_model(inputs_embeds=x, past_key_values=past, use_cache=True, **given)
         return found.last_hidden_state, found.past_key_values
 
     def fixed_cache(self, length: int) -> Any:
-        """Only where each layer attends to all positions before, and nothing depends on values but their number."""
+        """Only where every layer attends to all positions before."""
         from transformers import StaticCache
         from transformers.cache_utils import StaticLayer
 
-        takes = inspect.signature(self.lm.base_model.forward).parameters
-        if not self.lm._can_compile_fullgraph or "position_ids" not in takes or _has_experts(self.lm.config):
+        if not self._fixed or "position_ids" not in inspect.signature(self.lm.base_model.forward).parameters:
             return None
         cache = StaticCache(self.lm.config, max_cache_len=length)
         return cache if all(type(layer) is StaticLayer for layer in cache.layers) else None
 
     def _in_cache(self, x: Tensor, past: Any) -> dict[str, Tensor]:
-        """Positions, and the attention mask over a whole fixed cache, (1, 1, T, length): what was not written yet is
+        """Positions, and the attention mask over a whole fixed cache, (B, 1, T, length): what was not written yet is
         hidden."""
         place = torch.arange(x.shape[1], device=x.device) + past.get_seq_length()
         visible = torch.arange(past.get_max_length(), device=x.device) <= place[:, None]
         if self.lm.config._attn_implementation == "eager":  # it adds the mask to the scores
             visible = torch.zeros_like(visible, dtype=x.dtype).masked_fill(~visible, torch.finfo(x.dtype).min)
-        return {"position_ids": place[None], "attention_mask": visible[None, None]}
+        return {"position_ids": place[None], "attention_mask": visible.expand(x.shape[0], 1, -1, -1)}
 
     def look(self, x: Tensor, asked: Asked) -> Looked:
         """Through `transformers`' own arguments. Positions do not count padding."""
@@ -292,10 +308,10 @@ class HF(Backbone):
     def is_compiled(self) -> bool:
         return bool(self._compiled)
 
-    def _compile_layers(self) -> None:
-        """The repeated layers, in the current mode. torch keeps the compiled version in `_compiled_call_impl`, which
-        copies of a module lose; they call this again."""
-        wanted = self.training in self._compiled
+    def _compile_layers(self, wanted: bool | None = None) -> None:
+        """The repeated layers, if `wanted`: unless given, in the modes of `compile_trunk`. torch keeps the compiled
+        version in `_compiled_call_impl`, which copies of a module lose; they call this again."""
+        wanted = self.training in self._compiled if wanted is None else wanted
         for layer in layers_of(self.lm) if self._compiled else ():
             if wanted and layer._compiled_call_impl is None:
                 torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
@@ -335,6 +351,24 @@ class HF(Backbone):
         depends = any(bool((other - found)[:, :-1].abs().any()) for other in moved)
         if not self.config.causal and not depends and ids.shape[1] > 1:
             raise UserError(f"{kind!r} models cannot be made bidirectional; a denoiser attends to all positions")
+        if self.config.causal:
+            if depends:
+                raise UserError(f"this {kind!r} model attends to later positions; an autoregressive one must not")
+            self._check_onward(x, found)
+
+    def _check_onward(self, x: Tensor, wanted: Tensor) -> None:
+        """Refuse a causal model that does not continue from its cache."""
+        training, kind = self.lm.training, self.lm.config.model_type
+        self.lm.eval()
+        try:
+            first, past = self.onward(x[:, :1])
+            parts = [first] + ([self.onward(x[:, 1:], past)[0]] if x.shape[1] > 1 else [])
+        except Exception as error:  # models may raise anything here
+            raise UserError(f"{kind!r} models have no cache of keys and values: {reason_of(error)}") from None
+        finally:
+            self.lm.train(training)
+        if not torch.allclose(torch.cat(parts, 1), wanted, rtol=1e-4, atol=1e-5):
+            raise UserError(f"{kind!r} models write something else with their cache of keys and values than without")
 
     def set_dropout(self, rate: float) -> None:
         """One rate for all dropout: hidden states, attention."""
@@ -497,11 +531,6 @@ def linear_layers(lm: PreTrainedModel) -> dict[str, nn.Module]:
     return {n: module for n, module in found if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"}
 
 
-def _has_experts(config: PreTrainedConfig) -> bool:
-    """Whether tokens are sent to experts: how many each gets depends on the values."""
-    return any(isinstance(getattr(config, name, None), int) for name in ("num_experts", "num_local_experts"))
-
-
 def is_causal(lm: PreTrainedModel) -> bool:
     return not is_masked(lm.config)
 
@@ -527,8 +556,9 @@ def built(fields: dict[str, Any], eager: bool = False) -> PreTrainedModel:
     kind = class_of(config)
     try:
         return kind._from_config(config, **({"attn_implementation": "eager"} if eager else attention_of(config)))
-    except (TypeError, ValueError, AttributeError, RuntimeError, KeyError, ImportError) as error:
-        raise UserError(f"backbone.config: no model can be built from it: {reason_of(error)}") from None
+    except Exception as error:  # classes may raise anything for wrong fields
+        about = f"backbone.config of {config.model_type!r}"
+        raise UserError(f"{about}: no model can be built from it: {reason_of(error)}") from None
 
 
 def opened(lm: PreTrainedModel) -> PreTrainedModel:
