@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
+from math import exp
 from pathlib import Path
 from statistics import fmean
 
-from imdm.evaluation import read
+import pytest
+
+from imdm.evaluation import Row, read
 from imdm.files import read_json, read_lines
+from imdm.report.equal import MARKS, Frontier
 from tests.test_results import table
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT, RUN = ROOT / "docs" / "adopting.md", ROOT / "results" / "adapt-smollm2"
 HEADING = "From causal to diffusion, in one recipe"
-METHODS = {"`match`, infinite masks": "match", "autoregressive": "left-to-right"}
-COLUMNS = {"gen_ppl": "{:.1f}", "entropy": "{:.2f}", "pooled_entropy": "{:.2f}", "tokens_per_second": "{:,.0f}"}
+JUDGE = "stories-source (bf16)"
+METHODS = {
+    "`match`, infinite masks": "match",
+    "SDTT, infinite masks": "sdtt",
+    "adapted": "adapted",
+    "random weights": "fresh",
+    "autoregressive": "left-to-right",
+}
+COLUMNS = ("gen_ppl", "entropy", "pooled_entropy", "times", "tokens_per_second", "latency")
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[Row]:
+    return list(read(RUN / "results.jsonl"))
+
+
+@pytest.fixture(scope="module")
+def values(rows: list[Row]) -> dict[tuple[str, int, str], float]:
+    """At temperature 1."""
+    return {(row.method, row.steps, row.metric): row.value for row in rows if row.temperature == 1}
 
 
 def section() -> str:
@@ -22,35 +44,66 @@ def section() -> str:
     return " ".join(text.split())
 
 
-def test_the_table_has_the_rows() -> None:
-    found = {(row.method, row.steps, row.metric): row.value for row in read(RUN / "results.jsonl")}
-    method = ""
-    shown = table(DOCUMENT, HEADING).rows
-    for name, steps, *cells in shown:
-        method = METHODS.get(name, method)
-        for metric, cell in zip(COLUMNS, cells, strict=True):
-            value = found.get((method, int(steps), metric))
-            if metric == "tokens_per_second" and value is not None:
-                value = round(value, -2)
-            assert cell == ("" if value is None else COLUMNS[metric].format(value)), (method, steps, metric)
-    assert {(steps, metric) for _, steps, metric in found if metric in COLUMNS} == {
-        (int(row[1]), metric) for row in shown for metric, cell in zip(COLUMNS, row[2:], strict=True) if cell
+def expected(rows: list[Row], values: dict[tuple[str, int, str], float]) -> list[list[str]]:
+    """The rows of the table."""
+    frontier = Frontier.of(rows, reference="adapted", judge=JUDGE, steps=256, least=3)
+    assert frontier is not None
+    lines = []
+    for name, method in METHODS.items():
+        for steps in sorted({steps for m, steps, metric in values if (m, metric) == (method, "gen_ppl")}):
+            ppl, entropy, pooled = (values[method, steps, metric] for metric in COLUMNS[:3])
+            there, speed = frontier.at(entropy), values.get((method, steps, "tokens_per_second"))
+            took = values.get((method, steps, "latency"))
+            times = f"{ppl / exp(there.y):.2f}{MARKS[there.end]}"
+            cells = [f"{ppl:.1f}", f"{entropy:.2f}", f"{pooled:.2f}", times]
+            cells += ["" if speed is None else f"{round(speed, -2):,.0f}", "" if took is None else f"{took:.0f}"]
+            lines.append([name if not lines or lines[-1][-1] != method else "", str(steps), *cells, method])
+    return [line[:-1] for line in lines]
+
+
+def test_the_table_has_the_rows(rows: list[Row], values: dict[tuple[str, int, str], float]) -> None:
+    assert [list(row) for row in table(DOCUMENT, HEADING).rows] == expected(rows, values)
+
+
+def test_the_text_has_the_figures(values: dict[tuple[str, int, str], float]) -> None:
+    said = section()
+    val = {method: f"{values[method, 256, 'val_ppl']:.2f}" for method in ("adapted", "fresh", "left-to-right")}
+    assert f"(validation perplexity {val['left-to-right']})" in said
+    assert f"a diffusion model: {val['adapted']}, an upper bound" in said
+    assert f"is {val['adapted']} with SmolLM2's weights, {val['fresh']} with random ones" in said
+    real, entropy = values["adapted", 256, "real_ppl"], values["adapted", 256, "real_entropy"]
+    assert f"Real text has a perplexity of {real:.1f} at an entropy of {entropy:.2f}." in said
+    ms = {
+        key: values[*key, "latency"] for key in (("match", 4), ("match", 8), ("adapted", 256), ("left-to-right", 256))
     }
-    counts = {row.method: row.n for row in read(RUN / "results.jsonl") if row.metric == "gen_ppl"}
-    assert f"512 texts that have as many ({counts['match']} and {counts['left-to-right']})" in section()
-    assert f"validation perplexity {found['left-to-right', 256, 'val_ppl']:.2f}" in section()
+    assert f"One text takes {ms['match', 4]:.0f} ms instead of {ms['adapted', 256]:.0f}." in said
+    slow, quick = ms["left-to-right", 256], ms["match", 8]
+    assert f"{quick:.0f} ms in 8 steps, by the autoregressive model {slow:.0f} ms, {slow / quick:.0f} times" in said
+    speed = {
+        method: values[method, steps, "tokens_per_second"] for method, steps in (("match", 8), ("left-to-right", 256))
+    }
+    assert f"it is {speed['match'] / speed['left-to-right']:.1f} times the throughput" in said
+    assert f"some {round(speed['left-to-right'] / (1 - 0.54), -3):,.0f} tokens/s" in said
+
+
+def test_the_text_has_the_ratios(rows: list[Row], values: dict[tuple[str, int, str], float]) -> None:
+    method, times = "", {}
+    for name, steps, *cells in expected(rows, values):
+        method = METHODS.get(name, method)
+        times[method, int(steps)] = cells[3]
+    student, teacher = times["match", 4], times["adapted", 4]
+    assert f"{student} times the perplexity, where the teacher in 4 steps has {teacher}." in section()
+    assert {times["sdtt", 16], times["adapted", 8]} == {"1.02"}
+    assert all(float(times["sdtt", steps]) > float(times["adapted", steps]) for steps in (4, 8, 16))
 
 
 def test_the_text_has_the_losses() -> None:
     logged = {name: read_lines(RUN / "seed-0" / name / "history.jsonl") for name in ("adapted", "fresh")}
     last = {name: fmean(line["loss"] for line in lines[-4:]) for name, lines in logged.items()}
-    assert f"{last['adapted']:.2f} nats a position with SmolLM2's weights, {last['fresh']:.2f} with random" in section()
-    (*_, seen) = (line for line in read_lines(RUN / "seed-0" / "imdm-match" / "history.jsonl") if "ratio_4" in line)
-    ratios = [f"{seen[f'ratio_{steps}']:.2f}" for steps in (1, 2, 4, 8, 16)]
-    assert f"{', '.join(ratios[:-1])} and {ratios[-1]} times the perplexity" in section()
+    assert f"ends at {last['adapted']:.2f} and {last['fresh']:.2f} nats a position" in section()
 
 
 def test_the_text_has_the_times() -> None:
-    for name in ("adapted", "fresh", "left-to-right", "imdm-match"):
+    for name in ("adapted", "fresh", "left-to-right", "imdm-match", "imdm-sdtt"):
         seconds = read_json(RUN / "seed-0" / name / "done.json", "results")["seconds"]
         assert f"{seconds:.0f} s (`{name.removeprefix('imdm-')}`" in section(), name
