@@ -19,7 +19,9 @@ from imdm.errors import UserError
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM, load_model
 from imdm.state import Noised
 from tests.conftest import tiny_model
+from tests.reference.known_failures import KNOWN
 from tests.test_hf import FAMILIES, GROUPED, made
+from tests.test_results import table
 
 MASKS = ["single", "finite-7", "infinite-uniform-8-1.0"]
 KINDS: dict[str, dict[str, Any]] = {
@@ -391,3 +393,11 @@ def test_the_trainer_of_transformers_trains_it(tmp_path: Path) -> None:
     before = float(model(input_ids=IDS, labels=torch.where(HOLES, 2, -100)).loss)
     Trainer(model, settings, train_dataset=rows).train()
     assert float(model.eval()(input_ids=IDS, labels=torch.where(HOLES, 2, -100)).loss) < before / 2
+
+
+def test_the_page_lists_the_common_tests_that_fail() -> None:
+    page = Path(__file__).parents[1] / "docs" / "adopting.md"
+    rows = table(page, corner="fails").rows
+    classes = {"our transformer": "OursTest", "a Llama": "LlamaTest"}
+    listed = {(classes[row[1]], name.strip(" `")) for row in rows for name in row[0].split(",")}
+    assert listed == {(kind, name) for kind, names in KNOWN.items() for name in names}

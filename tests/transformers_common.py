@@ -5,7 +5,8 @@ distribution alone:
     pip install parameterized
     TRANSFORMERS_SDIST=/tmp/transformers-5.22.2.tar.gz pytest -o addopts="" tests/transformers_common.py
 
-docs/adopting.md says which fail, and why. Those of generation and of exporters are not in the distribution.
+docs/adopting.md says which fail, and why. Here they are expected to fail: one that no longer does is an error. Those of
+generation and of exporters are not in the distribution.
 """
 
 from __future__ import annotations
@@ -15,13 +16,18 @@ import sys
 import tarfile
 import tempfile
 import unittest
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import wraps
 from pathlib import Path
 from typing import Any, ClassVar
 
+import pytest
 import torch
 
 from imdm import MaskedDiffusionConfig, MaskedDiffusionLM
 from imdm.exporting.hub import configuration_imdm, modeling_imdm
+from tests.reference.known_failures import KNOWN
 
 PACKAGE = "transformers_tests"
 LEFT_OUT = {"exporters/test_export.py": "ExportTesterMixin", "generation/test_utils.py": "GenerationTesterMixin"}
@@ -102,3 +108,20 @@ class PlainTest(Common, unittest.TestCase):
 
     def setUp(self) -> None:
         self.model_tester = Tester(configuration_imdm.MaskedDiffusionConfig)
+
+
+def failing(test: Callable[[Any], None]) -> Callable[[Any], None]:
+    """A test that passes where this one fails."""
+
+    @wraps(test)
+    def run(self: Any) -> None:
+        self.subTest = lambda *said, **more: nullcontext()  # which would keep an error to itself
+        with pytest.raises((AssertionError, AttributeError, StopIteration)):
+            test(self)
+
+    return run
+
+
+for name, tests in KNOWN.items():
+    for test in tests:
+        setattr(globals()[name], test, failing(getattr(globals()[name], test)))
