@@ -933,6 +933,13 @@ def test_the_benchmark_has_models_of_other_sizes() -> None:
     assert len(text.tokens) == 32
 
 
+def test_short_runs_are_repeated() -> None:
+    runs = iter([(1.0, "a"), (5.0, "b"), (2.0, "c"), (4.0, "d"), (3.0, "e")])
+    assert bench.middle(lambda: next(runs)) == (3.0, "e")  # the median of five
+    runs = iter([(2.5, "long")])
+    assert bench.middle(lambda: next(runs)) == (2.5, "long")
+
+
 def test_in_turn_is_what_a_queue_of_clients_waits() -> None:
     assert bench.in_turn([1.0, 2.0, 3.0, 4.0], 1) == [1.0, 2.0, 3.0, 4.0]
     assert bench.in_turn([1.0, 2.0, 3.0, 4.0], 2) == [1.0, 3.0, 5.0, 7.0]
