@@ -143,7 +143,7 @@ def test_diffugpt(kept: str, tmp_path: Path) -> None:
     other = {"embed_tokens": "lm_head.weight", "lm_head": "embed_tokens.weight"}.get(kept)
     tensors = {name: weight.clone() for name, weight in tensors.items() if name != other}
     save_file(tensors | {"denoise_model.h.0.attn.bias": torch.ones(1, 1, 16, 16)}, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match="gives the mask's id"):
+    with pytest.raises(UserError, match="does not give the mask's id"):
         imdm.adopt(tmp_path, heads=2, length=6)
     model = imdm.adopt(tmp_path, heads=2, length=6, mask_token_id=MASK)
     agree(model, logits_of(lm, causal=True), shift=True)
@@ -187,7 +187,7 @@ def test_a2d_is_its_stock_model_and_its_tokenizer_says_the_mask(kind: str, tmp_p
     lm = random_lm(kind, **FAMILIES[kind])
     lm.save_pretrained(tmp_path)
     retyped(tmp_path, model_type=f"a2d-{kind}", architectures=["A2DLMHeadModel"])
-    with pytest.raises(UserError, match="neither its config.json nor a tokenizer gives the mask's id"):
+    with pytest.raises(UserError, match="its config.json does not give the mask's id, and there is no tokenizer"):
         imdm.adopt(tmp_path)
     words(tmp_path, 12, mask_token=f"w{MASK}")
     model = imdm.adopt(tmp_path, length=6)
@@ -200,7 +200,7 @@ def test_a_causal_model_that_was_trained_as_a_diffusion_model(shift: bool, tmp_p
     """DiffuLLaMA's folder is a plain Llama's: shift and mask have to be said."""
     lm = random_lm("llama", **FAMILIES["llama"])
     lm.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="neither its config.json nor a tokenizer"):
+    with pytest.raises(UserError, match="its config.json does not give the mask's id"):
         imdm.adopt(tmp_path, shift=shift)
     with pytest.raises(UserError, match=r"is a causal language model \(llama\): adapt it"):
         imdm.adopt(tmp_path, mask_token_id=7)
@@ -324,8 +324,57 @@ def test_with_its_tokenizer_it_writes_text(tmp_path: Path) -> None:
     assert writer.tokenizer.mask_token == f"w{MASK}"
     assert len(writer.write("w3 w4", num=2, steps=2)) == 2
     words(tmp_path / "other", 9, mask_token="w2")
-    with pytest.raises(UserError, match="the tokenizer has 9 ids; those between"):
+    with pytest.raises(
+        UserError, match="has a tokenizer of its own, of 13 ids, to which the one given, of 9, does not agree"
+    ):
         adopt_into(tmp_path / "llada", tmp_path / "no", tokenizer=str(tmp_path / "other"))
+
+
+def test_a_larger_tokenizer_of_the_same_ids_may_be_given(tmp_path: Path) -> None:
+    random_lm("gpt2", **GPT2).save_pretrained(tmp_path / "it")
+    words(tmp_path / "it", 10)
+    words(tmp_path / "more", 11, mask_token="w10")
+    adopt_into(tmp_path / "it", tmp_path / "ours", adapt=True, tokenizer=str(tmp_path / "more"))
+    assert imdm.load(tmp_path / "ours").model.config.mask_token_id == 10
+
+
+def test_the_mask_is_asked_for_by_what_is_missing(tmp_path: Path) -> None:
+    random_lm("bert", **FAMILIES["bert"]).save_pretrained(tmp_path / "it")
+    with pytest.raises(UserError, match="there is no tokenizer beside it; give one"):
+        imdm.adopt(tmp_path / "it")
+    words(tmp_path / "it", 12)
+    with pytest.raises(UserError, match="nor the tokenizer, of 12 ids, gives the mask's id"):
+        imdm.adopt(tmp_path / "it")
+
+
+def test_a_model_without_a_head_is_named_so(tmp_path: Path) -> None:
+    random_lm("bert", **FAMILIES["bert"]).bert.save_pretrained(tmp_path / "it")
+    with pytest.raises(UserError, match="saved without the head of a language model: a BertForMaskedLM has 'cls."):
+        imdm.adopt(tmp_path / "it", mask_token_id=MASK)
+
+
+@pytest.mark.parametrize(
+    ("source", "meant"),
+    [
+        ("gpt2", "did you mean openai-community/gpt2\\?"),
+        ("bert-base-uncased", "did you mean google-bert/bert-base-uncased\\?"),
+        ("distilbert-base-cased", "did you mean distilbert/distilbert-base-cased\\?"),
+        ("mybret", "did you mean mybert\\?"),
+        ("nothing-like-it", "nor a hub id \\(owner/name\\)$"),
+    ],
+)
+def test_what_a_wrong_name_may_have_meant(
+    source: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mybert").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=meant):
+        imdm.adopt(source)
+
+
+def test_a_model_in_the_place_of_its_folder() -> None:
+    with pytest.raises(UserError, match="give the folder of a model, not the model: save it first"):
+        imdm.adopt(random_lm("gpt2", **GPT2))
 
 
 def test_no_token_is_without_a_word(tmp_path: Path) -> None:

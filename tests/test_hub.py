@@ -271,6 +271,12 @@ def test_the_folder_is_still_ours(tmp_path: Path) -> None:
     least = next(Requirement(one) for one in required if one.startswith("transformers")).specifier
     assert f"`transformers` {min(str(part.version) for part in least)} or newer" in card
     assert "torch.tensor([[0, *prompt]])" in card
+    assert '`imdm.load("hub")`' in card
+    model.save_pretrained(tmp_path / "mute")
+    assert (
+        '`imdm.load_model("ids")`'
+        in (export_transformers(tmp_path / "mute", tmp_path / "ids") / "README.md").read_text()
+    )
     ids = torch.tensor([[0, 3, 3, 9, 3, 1]])
     small, again = load_model(tmp_path / "small"), load_model(folder)
     assert same(again(input_ids=ids).logits, small(input_ids=ids).logits)

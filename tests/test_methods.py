@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from imdm.data import CoupleConfig, Coupling, LanguageSource, aligned, couple
+from imdm.data import CoupleConfig, Coupling, LanguageSource, TokenSource, aligned, couple
 from imdm.files import read_lines
 from imdm.masks import Mask, masks, parse_mask
 from imdm.masks.finite import ZeroEmbedding
 from imdm.models import MaskedDiffusionLM, with_mask
 from imdm.objectives import SDTT, Di4C, Nelbo, Objective, ReDi
 from imdm.randomness import Purpose, integers
+from imdm.runs.distilling import distillation
 from imdm.training import TrainConfig, Trainer
 from tests.conftest import tiny_model
 
@@ -142,6 +144,34 @@ def test_a_run_that_will_end_unfitted_is_said_to() -> None:
     assert ReDi().worry(signals(0.95, 0.95, 0.95), steps=600) is None  # there
     assert ReDi().worry(signals(0.3, 0.35, 0.4), steps=1000) is None  # too early to say
     assert ReDi().worry([(300, {"fitted": 0.4})] * 3, steps=300) is None  # a single mask cannot fit
+
+
+@pytest.mark.parametrize(("method", "most"), [("sdtt", 500), ("di4c", 500), ("match", 100), ("redi", 2500)])
+def test_a_short_distillation_warms_up_for_a_tenth_of_it(method: str, most: int) -> None:
+    for iterations in (2, 40, 10_000, 100_000):
+        made = distillation(method, "model", {}, iterations=iterations, **({} if method == "match" else {"rounds": 1}))
+        (training,) = (stage["training"] for stage in made["stages"].values() if stage["kind"] == "train")
+        assert training["warmup"] == min(most, max(1, iterations // 10))
+
+
+@pytest.mark.parametrize(
+    ("settings", "length", "warnings"),
+    [
+        ({"warmup": 3}, 3, []),
+        ({"warmup": 0}, 3, []),
+        ({"warmup": 4}, 3, ["training.warmup = 4: .* and there are 6; a tenth of these is usual"]),
+        ({}, 3, ["training.warmup = 2,500: "]),
+        ({"warmup": 0}, 5, ["the rows have 3 tokens, and the model writes 5 unless told otherwise"]),
+    ],
+)
+def test_settings_that_are_hardly_meant_are_said(
+    settings: dict[str, int], length: int, warnings: list[str], tmp_path: Path
+) -> None:
+    said: list[str] = []
+    source, config = TokenSource(torch.randint(0, 3, (20, 3)), 5, 4), TrainConfig(steps=6, batch=8, **settings)
+    Trainer(tiny_model(length=length), Nelbo(), source, config, tmp_path, on_warning=said.append).train()
+    assert len(said) == len(warnings)
+    assert all(re.match(wanted, found) for wanted, found in zip(warnings, said, strict=True))
 
 
 def test_the_trainer_reports_passes_and_warns_once(tmp_path: Path) -> None:

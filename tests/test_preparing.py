@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from imdm.data import Corpus, PrepareConfig, PreparedSource, prepare, prepare_part
 from imdm.data.encoding import Chunk, Encoded, chunks, encoded
@@ -53,6 +55,28 @@ def settings(home: Path, **changes: Any) -> PrepareConfig:
 
 def corpus(home: Path) -> Corpus:
     return Corpus(str(home / "text.txt"))
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_words_that_a_tokenizer_does_not_know_are_said(known: bool, tmp_path: Path) -> None:
+    """All of the dashes: every twelfth word, more or less. Rows are made all the same."""
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(WORDS if known else WORDS[:-1])]
+    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    names = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
+    special = {f"{name}_token": token for name, token in names.items()}
+    PreTrainedTokenizerFast(tokenizer_object=made, **special).save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "text.txt").write_text("\n".join(TEXTS), encoding="utf-8")
+    told: list[str] = []
+    found = prepare(corpus(tmp_path), settings(tmp_path), tmp_path / "rows", on_note=told.append)
+    assert found.finished
+    if known:
+        assert told == []
+        return
+    rows = PreparedSource(tmp_path / "rows").rows(torch.arange(found.counts.rows))["tokens"]
+    assert told == [
+        f"{float((rows == 1).double().mean()):.1%} of the tokens are [UNK]: words that the tokenizer does not know"
+    ]
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -213,14 +213,14 @@ def test_one_process_has_all(tmp_path: Path) -> None:
     """Sharding asked for where there is nothing to share is no error, and changes no bit, but it is said once."""
     said: dict[str, list[str]] = {"none": [], "full": []}
     for shard, told in said.items():
-        made = sharded.trainer(job("nelbo", tmp_path / shard, shard, 3))
+        made = sharded.trainer(job("nelbo", tmp_path / shard, shard, 4))
         made.on_warning = told.append
         made.train()
         assert sharded.seen(made)["student"] == [1.0, 1.0, 1.0]
     assert not said["none"]
     (sentence,) = said["full"]
     assert sentence.startswith("training.shard = 'full': there is one process, so nothing is sharded")
-    a, b = (tensors(tmp_path / shard, 3) for shard in ("none", "full"))
+    a, b = (tensors(tmp_path / shard, 4) for shard in ("none", "full"))
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 

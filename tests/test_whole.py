@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -654,6 +654,14 @@ def test_rows_that_are_no_whole_texts_are_refused() -> None:
     check_fits(SOURCE, config)
     with pytest.raises(UserError, match="the rows of the data do not end like its own"):
         check_fits(TokenSource(torch.tensor([[0, 3, 1, 3]]), 5, 4), config)
+
+
+def test_rows_of_whole_texts_are_refused_by_a_model_of_a_stream() -> None:
+    """It would learn padding as text."""
+    whole = SimpleNamespace(vocab_size=5, mask_id=4, length=4, ending=Ending(0, 1, 2))
+    check_fits(cast("Any", whole), tiny_config(length=4, **WHOLE))
+    with pytest.raises(UserError, match="whole texts, followed by padding .*--whole"):
+        check_fits(cast("Any", whole), tiny_config(length=4))
 
 
 # Measures

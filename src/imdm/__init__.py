@@ -15,7 +15,7 @@ from imdm.auto import watch
 from imdm.later import later
 
 if TYPE_CHECKING:
-    from imdm.adopting import adopt
+    from imdm.adopting import adopt, adopt_into
     from imdm.costing import cost
     from imdm.errors import UserError
     from imdm.masks import Finite, Infinite, Single
@@ -46,6 +46,7 @@ __all__ = [
     "UserError",
     "Writer",
     "adopt",
+    "adopt_into",
     "cost",
     "faster",
     "fold_conditioning",
@@ -59,7 +60,7 @@ __all__ = [
 __getattr__ = later(
     __name__,
     {
-        "imdm.adopting": ("adopt",),
+        "imdm.adopting": ("adopt", "adopt_into"),
         "imdm.costing": ("cost",),
         "imdm.errors": ("UserError",),
         "imdm.masks": ("Finite", "Infinite", "Single"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+from difflib import get_close_matches
 from pathlib import Path
 
 from imdm.errors import UserError
@@ -11,12 +12,16 @@ from imdm.shipped import KIND, check_fetched, find
 
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 ENDINGS = (".safetensors", ".ckpt", ".bin", ".pt", ".pth")
+OWNERS = {"gpt2": "openai-community", "bert": "google-bert", "distilbert": "distilbert", "roberta": "FacebookAI"}
+"""Of models that `transformers` knows without an owner, by how their names begin."""
 RARE = (".pt", ".pth")  # mostly optimisers and the like: weights only where no other file has them
 
 
 def check_source(source: str | Path, revision: str | None = None, file: str | Path | None = None) -> None:
     """Refuse what cannot be converted: neither a file, a folder nor, by its form, a hub id; a model of ours; files that
     hold no weights. revision: of a hub id; file: of a folder or a hub id."""
+    if hasattr(source, "save_pretrained"):
+        raise UserError("give the folder of a model, not the model: save it first (save_pretrained)")
     check_fetched(source, "model")
     path = as_path(find(source), "model")
     inside = None if file is None else Path(file)
@@ -28,10 +33,7 @@ def check_source(source: str | Path, revision: str | None = None, file: str | Pa
         raise UserError(f"file = {str(file)!r}: it is for folders and hub ids; {str(source)!r} is a file already")
     if not path.exists():
         if path.is_absolute() or len(path.parts) != 2 or path.suffix in ENDINGS:
-            raise UserError(
-                f"model {str(source)!r}: no such file or folder, nor a hub id (owner/name: "
-                "google-bert/bert-base-uncased)"
-            )
+            raise UserError(f"model {str(source)!r}: no such file or folder, nor a hub id (owner/name){_meant(path)}")
         return
     if path.is_file() and path.suffix not in ENDINGS and not zipfile.is_zipfile(path):
         raise UserError(f"model {str(source)!r}: weights are in files of {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}")
@@ -46,6 +48,15 @@ def check_source(source: str | Path, revision: str | None = None, file: str | Pa
         return
     for part in weight_files(path) if path.is_dir() else [path]:
         check_archive(part)
+
+
+def _meant(path: Path) -> str:
+    """What a wrong name may have meant: a hub id without its owner, or a file or folder of a similar name."""
+    if len(path.parts) == 1 and (owner := OWNERS.get(path.name.split("-")[0])) is not None:
+        return f"; did you mean {owner}/{path.name}?"
+    beside = sorted(one.name for one in path.parent.iterdir()) if path.parent.is_dir() else []
+    close = get_close_matches(path.name, beside, n=1)
+    return f"; did you mean {path.parent / close[0]}?" if close else ""
 
 
 def weight_files(folder: Path) -> list[Path]:

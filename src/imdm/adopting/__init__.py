@@ -170,7 +170,10 @@ def _adopted(
                 f"{where}: its tensors ({first!r}, …) are not laid out as MDLM, SDTT, RADD and IMDM publish theirs, "
                 "nor does a config.json beside them name a model that transformers has"
             )
-        words = load_tokenizer(tokenizer) if words is None and tokenizer is not None else words
+        own = None if tokenizer is None else load_tokenizer(tokenizer)
+        if own is not None and words is not None:
+            _check_same_words(own, words, where)
+        words = own if words is None else words
         model = families.adopted(family, weights, words, told, how, where)
         return Adopted(model.eval(), weights.averaged, tokenizer, _with_mask_named(words, model.config.mask_token_id))
     settings = settings_of(weights.said, where) | settings
@@ -180,6 +183,16 @@ def _adopted(
     model = dit.loaded(MaskedDiffusionLM(_config(weights, settings, told, where)), weights.tensors, where)
     torch.nn.Module.to(model, how.dtype or model.dtype)
     return Adopted(model.eval(), weights.averaged, tokenizer)
+
+
+def _check_same_words(own: Any, other: Any, where: str) -> None:
+    """Refuse another tokenizer than a model's own, unless it has the same ids and perhaps more."""
+    ids = other.get_vocab()
+    if (word := next((word for word, i in own.get_vocab().items() if ids.get(word) != i), None)) is not None:
+        raise UserError(
+            f"{where} has a tokenizer of its own, of {len(own)} ids, to which the one given, of {len(other)}, does not "
+            f"agree ({word!r} has another id, or none); leave it out"
+        )
 
 
 def _with_mask_named(words: Any, mask: int) -> Any:

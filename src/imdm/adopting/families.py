@@ -165,8 +165,14 @@ def vocabulary_of(family: Family, told: int | None, words: Any, adapt: bool, whe
     said += [BERT[1]] if (family.fields["model_type"], rows) == ("bert", BERT[0]) else []
     mask = next((one for one in said if one is not None), None)
     if mask is None and not adapt:
+        if words is None:
+            raise UserError(
+                f"{where}: its config.json does not give the mask's id, and there is no tokenizer beside it; give one "
+                "(tokenizer), or the id (mask_token_id)"
+            )
         raise UserError(
-            f"{where}: neither its config.json nor a tokenizer gives the mask's id; give it (mask_token_id)"
+            f"{where}: neither its config.json nor the tokenizer, of {known} ids, gives the mask's id; give it "
+            "(mask_token_id)"
         )
     missing, mask = mask is None, known if mask is None else mask
     check_whole("mask_token_id", mask, 0)
@@ -285,8 +291,11 @@ def _loaded(family: Family, tensors: dict[str, Tensor], dtype: torch.dtype | Non
     missing = sorted(info["missing_keys"])
     strange = sorted(name for name in info["unexpected_keys"] if not NOT_NEEDED.search(name))
     if missing or strange:
+        kind = type(lm).__name__
+        if missing and not any(name.startswith(f"{lm.base_model_prefix}.") for name in missing):
+            raise UserError(f"{where} was saved without the head of a language model: a {kind} has {missing[0]!r} too")
         problem = f"{missing[0]!r} is missing" if missing else f"{strange[0]!r} is too much"
-        raise UserError(f"{where}: the tensor {problem} for a {type(lm).__name__}")
+        raise UserError(f"{where}: the tensor {problem} for a {kind}")
     return lm.eval()
 
 

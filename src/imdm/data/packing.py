@@ -66,6 +66,8 @@ from imdm.files import as_path, digest_file, working_in, write_recorded, written
 
 SHARD_TOKENS = 1 << 24
 MOST_PROCESSES = 1024
+LOOKED_AT = 4096  # rows in which unknown words are counted
+MUCH = 0.01  # of the tokens
 Told = Callable[[Counts], None]
 
 
@@ -143,7 +145,7 @@ def prepare(
 
     processes     worker processes that tokenise; 1: this process does
     on_progress   called with the counts so far, after every chunk
-    on_note       called with a note on what the folder already holds
+    on_note       called with a note: on what the folder already holds, on text that the tokenizer does not know
     """
     folder = as_path(out, "out")
     tokenizer, fresh = _begin(corpus, config, folder, tokenizer, processes)
@@ -166,10 +168,21 @@ def prepare(
             broken = parts[0].whole.counts.broken
             manifest = _pack(joined(folder, parts, done), lambda: broken, folder, tokenizer, manifest, on_progress)
             remove_parts(folder)
-            return manifest
-        texts = chunks(corpus, config.limit, done)
-        with closing(encoded(texts, tokenizer.backend_tokenizer, processes)) as stream:
-            return _pack(stream, lambda: corpus.broken, folder, tokenizer, manifest, on_progress)
+        else:
+            texts = chunks(corpus, config.limit, done)
+            with closing(encoded(texts, tokenizer.backend_tokenizer, processes)) as stream:
+                manifest = _pack(stream, lambda: corpus.broken, folder, tokenizer, manifest, on_progress)
+    if (share := _unknown(folder, manifest, tokenizer)) > MUCH:
+        tell(f"{share:.1%} of the tokens are {tokenizer.unk_token}: words that the tokenizer does not know")
+    return manifest
+
+
+def _unknown(folder: Path, manifest: Prepared, tokenizer: Any) -> float:
+    """The share of the first rows' tokens that stand for unknown words."""
+    token = tokenizer.unk_token_id
+    if token is None or token in (manifest.begin, manifest.end, manifest.pad):  # GPT-2's is its end token
+        return 0.0
+    return float((np.load(shard_file(folder, 0), mmap_mode="r")[:LOOKED_AT] == token).mean())
 
 
 def prepare_part(

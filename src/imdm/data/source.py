@@ -185,6 +185,11 @@ def check_fits(source: Source, config: MaskedDiffusionConfig) -> None:
             "the model writes whole texts, followed by padding, and the rows of the data do not end like its "
             "own; prepare the text with packing: whole and the model's tokenizer"
         )
+    if config.ending is None and getattr(source, "ending", None) is not None:
+        raise UserError(
+            "the rows of the data are whole texts, followed by padding (packing: whole), and the model would take the "
+            "padding for text; adopt it as a model of whole texts (--whole), or prepare the text with another packing"
+        )
 
 
 def _is_whole(source: Source, ending: Ending) -> bool:

@@ -18,6 +18,7 @@ tags: [masked-diffusion, custom_code]
 def hub_card(model: MaskedDiffusionLM, name: str, tokenizer: Any = None) -> str:
     config = model.config
     count = sum(parameter.numel() for parameter in model.parameters())
+    load = "load_model" if tokenizer is None else "load"
     whole = "; it writes whole texts and ends them itself" if config.ending is not None else ""
     return f"""{HEAD}
 # {name}
@@ -36,7 +37,7 @@ It needs `torch` and `transformers` 5.17 or newer. The code beside the weights, 
 
 `model.generate` takes `steps`, `temperature`, `top_p`, `noise` ("posterior" or "keep") and `seed`. A row with holes,
 token {config.mask_token_id}, is filled in. `model(input_ids=…, attention_mask=…, labels=…)` gives `loss` and `logits`.
-With `imdm` installed, `imdm.load("{name}")` loads the same folder.
+With `imdm` installed, `imdm.{load}("{name}")` loads the same folder.
 """
 
 

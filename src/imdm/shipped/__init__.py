@@ -114,7 +114,7 @@ def folder_of(name: str | Path) -> Path | None:
     if kind != KIND:
         raise UserError(
             f"model {str(name)!r} is of type {kind!r}, not {KIND!r}; convert it first (imdm adopt MODEL --out FOLDER, "
-            "or imdm.adopt)"
+            "a causal language model with --adapt; or imdm.adopt)"
         )
     return folder
 

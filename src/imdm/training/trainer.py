@@ -328,11 +328,9 @@ class Trainer:
         """Train to the end; returns the folder of the finished model. Ctrl-C or SIGTERM finishes the step and writes a
         checkpoint; a second one stops at once (with several processes the first does)."""
         alone = self.accelerator.num_processes == 1
-        if alone and self.config.shard != "none" and self.on_warning is not None:
-            self.on_warning(
-                f"training.shard = {self.config.shard!r}: there is one process, so nothing is sharded; start several "
-                "with torchrun"
-            )
+        if self.on_warning is not None:
+            for doubt in self._doubts(alone):
+                self.on_warning(doubt)
         with working_in(self.out) if self.accelerator.is_main_process else nullcontext():
             self.resume()
             self.asked = Asked()
@@ -340,6 +338,25 @@ class Trainer:
                 folder = self._train()
         self.asked.end()
         return folder
+
+    def _doubts(self, alone: bool) -> Iterator[str]:
+        """Settings that are allowed, but hardly meant."""
+        config, source = self.config, self.source
+        if alone and config.shard != "none":
+            yield (
+                f"training.shard = {config.shard!r}: there is one process, so nothing is sharded; start several with "
+                "torchrun"
+            )
+        if config.warmup > 1 and 2 * config.warmup > config.steps:
+            yield (
+                f"training.warmup = {config.warmup:,}: the learning rate rises to its value over so many steps, and "
+                f"there are {config.steps:,}; a tenth of these is usual"
+            )
+        if source.length < self.bare.config.length:
+            yield (
+                f"the rows have {source.length:,} tokens, and the model writes {self.bare.config.length:,} unless told "
+                f"otherwise; beyond {source.length:,} it is not trained here"
+            )
 
     def _train(self) -> Path:
         writer = self._tensorboard()
