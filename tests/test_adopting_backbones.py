@@ -325,7 +325,7 @@ def test_with_its_tokenizer_it_writes_text(tmp_path: Path) -> None:
     assert len(writer.write("w3 w4", num=2, steps=2)) == 2
     words(tmp_path / "other", 9, mask_token="w2")
     with pytest.raises(
-        UserError, match="has a tokenizer of its own, of 13 ids, to which the one given, of 9, does not agree"
+        UserError, match="has a tokenizer of its own, of 13 ids; the one given, of 9, does not agree with it"
     ):
         adopt_into(tmp_path / "llada", tmp_path / "no", tokenizer=str(tmp_path / "other"))
 
@@ -336,6 +336,21 @@ def test_a_larger_tokenizer_of_the_same_ids_may_be_given(tmp_path: Path) -> None
     words(tmp_path / "more", 11, mask_token="w10")
     adopt_into(tmp_path / "it", tmp_path / "ours", adapt=True, tokenizer=str(tmp_path / "more"))
     assert imdm.load(tmp_path / "ours").model.config.mask_token_id == 10
+
+
+def test_a_tokenizer_may_name_a_special_token_anew_or_replace_a_damaged_one(tmp_path: Path) -> None:
+    random_lm("gpt2", **GPT2).save_pretrained(tmp_path / "it")
+    words(tmp_path / "it", 12)
+    words(tmp_path / "named", 12)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        file = tmp_path / "named" / name
+        file.write_text(file.read_text().replace('"w11"', '"<|mask|>"'))
+    settings = tmp_path / "named" / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"mask_token": "<|mask|>"}))
+    adopt_into(tmp_path / "it", tmp_path / "ours", adapt=True, tokenizer=str(tmp_path / "named"))
+    assert imdm.load(tmp_path / "ours").model.config.mask_token_id == 11
+    (tmp_path / "it" / "tokenizer.json").write_text("{")
+    adopt_into(tmp_path / "it", tmp_path / "again", adapt=True, tokenizer=str(tmp_path / "named"))
 
 
 def test_the_mask_is_asked_for_by_what_is_missing(tmp_path: Path) -> None:
@@ -360,13 +375,15 @@ def test_a_model_without_a_head_is_named_so(tmp_path: Path) -> None:
         ("bert-base-uncased", "did you mean google-bert/bert-base-uncased\\?"),
         ("distilbert-base-cased", "did you mean distilbert/distilbert-base-cased\\?"),
         ("mybret", "did you mean mybert\\?"),
+        ("bert-mien", "did you mean bert-mine\\?"),
         ("nothing-like-it", "nor a hub id \\(owner/name\\)$"),
     ],
 )
 def test_what_a_wrong_name_may_have_meant(
     source: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "mybert").mkdir()
+    for name in ("mybert", "bert-mine"):
+        (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=meant):
         imdm.adopt(source)
@@ -405,6 +422,11 @@ def test_arguments_of_another_kind_are_refused(how: dict[str, Any], why: str, tm
     random_lm("gpt2", **GPT2).save_pretrained(tmp_path / "it")
     with pytest.raises(UserError, match=why):
         imdm.adopt(tmp_path / "it", **how)
+    with pytest.raises(UserError, match=why):
+        imdm.adopt_into(tmp_path / "it", tmp_path / "out", **how)
+    with pytest.raises(UserError, match="adopt_into has no argument 'lenght'"):
+        imdm.adopt_into(tmp_path / "it", tmp_path / "out", lenght=3)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -412,7 +434,7 @@ def test_arguments_of_another_kind_are_refused(how: dict[str, Any], why: str, tm
     [
         ({"mask_token_id": "x"}, "mask_token_id = 'x'"),
         ({"num_attention_heads": 3}, "hidden size .* not a multiple of .* attention heads"),
-        ({"hidden_act": "bogus"}, "backbone.config of 'llama': no model can be built from it: unknown name 'bogus'"),
+        ({"hidden_act": "bogus"}, "backbone.config of 'llama': no model can be built from it: no entry 'bogus'"),
     ],
 )
 def test_a_wrong_configuration_is_named(changes: dict[str, Any], why: str, tmp_path: Path) -> None:

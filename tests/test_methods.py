@@ -17,7 +17,6 @@ from imdm.masks.finite import ZeroEmbedding
 from imdm.models import MaskedDiffusionLM, with_mask
 from imdm.objectives import SDTT, Di4C, Nelbo, Objective, ReDi
 from imdm.randomness import Purpose, integers
-from imdm.runs.distilling import distillation
 from imdm.training import TrainConfig, Trainer
 from tests.conftest import tiny_model
 
@@ -144,14 +143,6 @@ def test_a_run_that_will_end_unfitted_is_said_to() -> None:
     assert ReDi().worry(signals(0.95, 0.95, 0.95), steps=600) is None  # there
     assert ReDi().worry(signals(0.3, 0.35, 0.4), steps=1000) is None  # too early to say
     assert ReDi().worry([(300, {"fitted": 0.4})] * 3, steps=300) is None  # a single mask cannot fit
-
-
-@pytest.mark.parametrize(("method", "most"), [("sdtt", 500), ("di4c", 500), ("match", 100), ("redi", 2500)])
-def test_a_short_distillation_warms_up_for_a_tenth_of_it(method: str, most: int) -> None:
-    for iterations in (2, 40, 10_000, 100_000):
-        made = distillation(method, "model", {}, iterations=iterations, **({} if method == "match" else {"rounds": 1}))
-        (training,) = (stage["training"] for stage in made["stages"].values() if stage["kind"] == "train")
-        assert training["warmup"] == min(most, max(1, iterations // 10))
 
 
 @pytest.mark.parametrize(

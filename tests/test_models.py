@@ -507,6 +507,26 @@ def test_a_full_batch_of_the_service_is_replayed() -> None:
         assert [wanted(rows) for rows in (1, 64, 256)] == [True, True, False]
 
 
+def test_what_cannot_be_captured_is_run_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is tried once for each shape."""
+    tried: list[Any] = []
+
+    def record(self: Replay, run: Any, beside: Any, state: Any) -> _Recorded:
+        tried.append(state.tokens.shape)
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    model = tiny_model()
+    wanted = model.generate(num=3, steps=4, seed=1).tokens
+    model.replay = Replay(1)
+    monkeypatch.setattr(Replay, "wants", lambda self, state: True)
+    monkeypatch.setattr("imdm.models.fast._follow", lambda last, device: None)
+    monkeypatch.setattr(Replay, "_record", record)
+    for _ in range(3):
+        assert torch.equal(model.generate(num=3, steps=4, seed=1).tokens, wanted)
+    assert tried
+    assert len(tried) == len(set(tried))
+
+
 def test_threads_take_turns_at_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
     """A recording has one place for what it reads and one for what it writes; each thread still gets its own."""
     model = tiny_model(mask="infinite-uniform-8-1.0")

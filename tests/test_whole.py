@@ -22,6 +22,7 @@ from imdm.data import CoupleConfig, Coupling, Language, TokenSource, check_fits,
 from imdm.data.encoding import Encoded
 from imdm.data.packing import Packer
 from imdm.data.prepared import Prepared
+from imdm.data.source import check_teaches
 from imdm.data.tokenizers import special_ids, train_bpe
 from imdm.ending import Ending, lengths
 from imdm.errors import UserError
@@ -658,10 +659,21 @@ def test_rows_that_are_no_whole_texts_are_refused() -> None:
 
 def test_rows_of_whole_texts_are_refused_by_a_model_of_a_stream() -> None:
     """It would learn padding as text."""
-    whole = SimpleNamespace(vocab_size=5, mask_id=4, length=4, ending=Ending(0, 1, 2))
-    check_fits(cast("Any", whole), tiny_config(length=4, **WHOLE))
-    with pytest.raises(UserError, match="whole texts, followed by padding .*--whole"):
-        check_fits(cast("Any", whole), tiny_config(length=4))
+    whole = cast("Any", SimpleNamespace(vocab_size=5, mask_id=4, length=4, ending=Ending(0, 1, 2)))
+    check_teaches(whole, tiny_config(length=4, **WHOLE))
+    check_fits(whole, tiny_config(length=4))  # to measure it is no fault
+    with pytest.raises(UserError, match="padding as text; prepare the text with another packing"):
+        check_teaches(whole, tiny_config(length=4))
+    sizes = {
+        "vocab_size": 5,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    backbone = {"kind": "hf", "config": {"model_type": "llama", **sizes}}
+    with pytest.raises(UserError, match="padding as text; adopt it with --whole, or prepare"):
+        check_teaches(whole, tiny_config(length=4, backbone=backbone))
 
 
 # Measures

@@ -75,7 +75,7 @@ def reason_of(error: BaseException) -> str:
     """The first line of a library's error message; the second one if the first only announces it."""
     said = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
     first = said[1] if said[0].endswith(":") and len(said) > 1 else said[0]
-    return shorter(f"unknown name {first}" if isinstance(error, KeyError) else first.rstrip(".: "))
+    return shorter(f"no entry {first}" if isinstance(error, KeyError) else first.rstrip(".: "))
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -12,8 +12,13 @@ from imdm.shipped import KIND, check_fetched, find
 
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 ENDINGS = (".safetensors", ".ckpt", ".bin", ".pt", ".pth")
-OWNERS = {"gpt2": "openai-community", "bert": "google-bert", "distilbert": "distilbert", "roberta": "FacebookAI"}
-"""Of models that `transformers` knows without an owner, by how their names begin."""
+OWNERS = {
+    "openai-community": ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"),
+    "google-bert": ("bert-base-uncased", "bert-base-cased", "bert-large-uncased", "bert-large-cased"),
+    "distilbert": ("distilgpt2", "distilbert-base-uncased", "distilbert-base-cased"),
+    "FacebookAI": ("roberta-base", "roberta-large", "xlm-roberta-base", "xlm-roberta-large"),
+}
+"""Of models that `transformers` also knows without an owner."""
 RARE = (".pt", ".pth")  # mostly optimisers and the like: weights only where no other file has them
 
 
@@ -52,8 +57,9 @@ def check_source(source: str | Path, revision: str | None = None, file: str | Pa
 
 def _meant(path: Path) -> str:
     """What a wrong name may have meant: a hub id without its owner, or a file or folder of a similar name."""
-    if len(path.parts) == 1 and (owner := OWNERS.get(path.name.split("-")[0])) is not None:
-        return f"; did you mean {owner}/{path.name}?"
+    owner = next((owner for owner, names in OWNERS.items() if str(path) in names), None)
+    if owner is not None:
+        return f"; did you mean {owner}/{path}?"
     beside = sorted(one.name for one in path.parent.iterdir()) if path.parent.is_dir() else []
     close = get_close_matches(path.name, beside, n=1)
     return f"; did you mean {path.parent / close[0]}?" if close else ""

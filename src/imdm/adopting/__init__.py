@@ -23,6 +23,8 @@ __all__ = ["Adopted", "adopt", "adopt_into", "adopted_config", "source_files", "
 
 FILES = ("*.json", "*.safetensors", "*.bin", "*.ckpt", "*.txt")
 TOKENIZER_FILES = ("*.json", "*.txt", "*.jinja", "*.model")  # and the configuration
+TOLD = ("length", "mask", "softcap", "mask_token_id", "heads", "shift")  # arguments that a source may make superfluous
+SWITCHES = {"averaged", "shift", "adapt", "causal", "whole"}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -77,17 +79,9 @@ def adopt(
     revision        of a hub id: a branch, a tag or a commit
     file            which file of a folder or of a hub id has the weights, if there are several
     """
-    for name, value in {"averaged": averaged, "adapt": adapt, "causal": causal, "whole": whole}.items():
-        check_is(name, value, bool, "True or False")
-    if shift is not None:
-        check_is("shift", shift, bool, "True or False")
-    if dtype is not None and dtype not in DTYPES:
-        raise UserError(f"dtype = {shown(dtype)}: expected one of {', '.join(map(str, DTYPES))}")
     told = {"length": length, "mask": mask, "softcap": softcap, "mask_token_id": mask_token_id, "heads": heads}
-    how = families.How(adapt, causal, whole, dtype)
-    return _adopted(
-        _place(source, revision, file), f"model {str(source)!r}", averaged, told | {"shift": shift}, how
-    ).model
+    told |= {"averaged": averaged, "shift": shift, "adapt": adapt, "causal": causal, "whole": whole, "dtype": dtype}
+    return _adopted(_place(source, revision, file), f"model {str(source)!r}", told).model
 
 
 def adopted_config(
@@ -133,10 +127,10 @@ def adopt_into(
 ) -> Adopted:
     """As `adopt`, saved as a model folder with its tokenizer: the one beside the weights, or the one named."""
     folder = check_new(out)
+    if strange := how.keys() - {*SWITCHES, *TOLD, "dtype"}:
+        raise UserError(f"adopt_into has no argument {min(strange)!r}; it has those of adopt, out and tokenizer")
     words = None if tokenizer is None else load_tokenizer(tokenizer)
-    ways = families.How(**{name: how.pop(name) for name in ("adapt", "causal", "whole", "dtype") if name in how})
-    place, averaged = _place(source, revision, file), how.pop("averaged", True)
-    found = _adopted(place, f"model {str(source)!r}", averaged, how, ways, words)
+    found = _adopted(_place(source, revision, file), f"model {str(source)!r}", how, words)
     words = words if found.words is None else found.words
     if words is not None:
         config = found.model.config
@@ -150,13 +144,18 @@ def adopt_into(
     return found
 
 
-def _adopted(
-    source: Place, where: str, averaged: bool, told: dict[str, Any], how: families.How, words: Any = None
-) -> Adopted:
+def _adopted(source: Place, where: str, given: dict[str, Any], words: Any = None) -> Adopted:
+    """given: arguments of `adopt`."""
+    for name in SWITCHES & given.keys():
+        if not (name == "shift" and given[name] is None):
+            check_is(name, given[name], bool, "True or False")
+    if given.get("dtype") is not None and given["dtype"] not in DTYPES:
+        raise UserError(f"dtype = {shown(given['dtype'])}: expected one of {', '.join(map(str, DTYPES))}")
+    how = families.How(**{name: given[name] for name in ("adapt", "causal", "whole", "dtype") if name in given})
+    averaged, told = given.get("averaged", True), {name: given[name] for name in TOLD if given.get(name) is not None}
     place, folder = source.weights, source.folder
     raw = _raw(folder)
     settings = settings_of(raw, where)
-    told = {name: value for name, value in told.items() if value is not None}
     tokenizer = folder if has_tokenizer(folder) else None
     weights = read_folder(place, averaged=averaged) if place.is_dir() else read_weights(place, averaged=averaged)
     if not dit.is_published(weights.tensors):
@@ -170,29 +169,35 @@ def _adopted(
                 f"{where}: its tensors ({first!r}, …) are not laid out as MDLM, SDTT, RADD and IMDM publish theirs, "
                 "nor does a config.json beside them name a model that transformers has"
             )
-        own = None if tokenizer is None else load_tokenizer(tokenizer)
-        if own is not None and words is not None:
-            _check_same_words(own, words, where)
-        words = own if words is None else words
+        if words is None and tokenizer is not None:
+            words = load_tokenizer(tokenizer)
+        elif words is not None and tokenizer is not None:
+            _check_same_words(tokenizer, words, where)
         model = families.adopted(family, weights, words, told, how, where)
         return Adopted(model.eval(), weights.averaged, tokenizer, _with_mask_named(words, model.config.mask_token_id))
     settings = settings_of(weights.said, where) | settings
-    given = [name for name in ("adapt", "causal", "whole") if getattr(how, name)] + ["shift"] * ("shift" in told)
-    if given:
-        raise UserError(f"{where} is a masked diffusion model in MDLM's layout: leave out {given[0]}")
+    vain = [name for name in ("adapt", "causal", "whole") if getattr(how, name)] + ["shift"] * ("shift" in told)
+    if vain:
+        raise UserError(f"{where} is a masked diffusion model in MDLM's layout: leave out {vain[0]}")
     model = dit.loaded(MaskedDiffusionLM(_config(weights, settings, told, where)), weights.tensors, where)
     torch.nn.Module.to(model, how.dtype or model.dtype)
     return Adopted(model.eval(), weights.averaged, tokenizer)
 
 
-def _check_same_words(own: Any, other: Any, where: str) -> None:
-    """Refuse another tokenizer than a model's own, unless it has the same ids and perhaps more."""
-    ids = other.get_vocab()
-    if (word := next((word for word, i in own.get_vocab().items() if ids.get(word) != i), None)) is not None:
-        raise UserError(
-            f"{where} has a tokenizer of its own, of {len(own)} ids, to which the one given, of {len(other)}, does not "
-            f"agree ({word!r} has another id, or none); leave it out"
-        )
+def _check_same_words(folder: Path, other: Any, where: str) -> None:
+    """Refuse another tokenizer than a model's own, unless it has the same words under the same ids. Special tokens may
+    have other names, and there may be more words. One's own that cannot be read is not compared."""
+    try:
+        own = load_tokenizer(folder)
+    except UserError:
+        return
+    there, special = {i: word for word, i in other.get_vocab().items()}, set(other.all_special_tokens)
+    for word, i in own.get_vocab().items():
+        if there.get(i) != word and there.get(i) not in special:
+            raise UserError(
+                f"{where} has a tokenizer of its own, of {len(own)} ids; the one given, of {len(other)}, does not "
+                f"agree with it ({word!r} has another id, or none). Leave it out, or give one with the same words and ids"
+            )
 
 
 def _with_mask_named(words: Any, mask: int) -> Any:

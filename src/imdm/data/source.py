@@ -185,10 +185,16 @@ def check_fits(source: Source, config: MaskedDiffusionConfig) -> None:
             "the model writes whole texts, followed by padding, and the rows of the data do not end like its "
             "own; prepare the text with packing: whole and the model's tokenizer"
         )
+
+
+def check_teaches(source: Source, config: MaskedDiffusionConfig) -> None:
+    """Refuse rows that a model of a stream would be trained on, padding and all."""
+    check_fits(source, config)
     if config.ending is None and getattr(source, "ending", None) is not None:
+        whole = "adopt it with --whole, or " if config.backbone["kind"] == "hf" else ""
         raise UserError(
-            "the rows of the data are whole texts, followed by padding (packing: whole), and the model would take the "
-            "padding for text; adopt it as a model of whole texts (--whole), or prepare the text with another packing"
+            "the rows of the data are whole texts, followed by padding (packing: whole), and this model of a stream "
+            f"would learn the padding as text; {whole}prepare the text with another packing"
         )
 
 

@@ -95,6 +95,7 @@ class Replay:
         with self.lock:
             self.seen: Counter[tuple[object, ...]] = Counter()
             self.recorded: dict[tuple[object, ...], _Recorded] = {}
+            self.failed: set[tuple[object, ...]] = set()
             self.last: torch.cuda.Stream | None = None
 
     def __deepcopy__(self, memo: object) -> Replay:
@@ -122,7 +123,11 @@ class Replay:
                 return None
             self.last = _follow(self.last, state.tokens.device)
             if shape not in self.recorded:
-                self.recorded[shape] = self._record(run, beside, state)
+                try:
+                    self.recorded[shape] = self._record(run, beside, state)
+                except RuntimeError:  # something in the pass cannot be captured, or there is no memory left for it
+                    self.failed.add(shape)
+                    return None
             there = self.recorded[shape]
             for mine, given in zip(there.state.tensors(), state.tensors(), strict=True):
                 mine.copy_(given)
@@ -130,8 +135,9 @@ class Replay:
             return read(there.hidden)
 
     def _makes_room(self, shape: tuple[object, ...]) -> bool:
-        """Whether to capture a shape: it has occurred before, and more often than one of the captured ones."""
-        if self.seen[shape] < 2:
+        """Whether to capture a shape: that has not failed, and it has occurred before, and more often than one of the
+        captured ones."""
+        if self.seen[shape] < 2 or shape in self.failed:
             return False
         if len(self.recorded) >= self.SHAPES:
             rarest = min(self.recorded, key=self.seen.__getitem__)
@@ -158,11 +164,13 @@ class Steps:
     """The steps of an autoregressive model, each a replay of one CUDA graph: a step has few operations for each of its
     hundreds of kernels, and launching these would take most of its time. Keys and values are in a cache of fixed size.
 
-    Only the two shapes used last are kept: that of full batches and that of the rest. Copies start with none, and moved
-    weights drop them. Threads do not wait for each other: while one uses a cache, others get no graph.
+    Only the two shapes used last are kept, that of full batches and that of the rest, and only with small caches. Copies
+    start with none, and moved weights drop them. Threads do not wait for each other: while one uses a cache, others get
+    no graph.
     """
 
     SHAPES = 2
+    BYTES = 1 << 32  # the largest cache that is kept
 
     def __init__(self) -> None:
         self.lock = Lock()
@@ -186,7 +194,10 @@ class Steps:
             yield None
             return
         try:
-            yield self._begun(model, many, length)
+            step = self._begun(model, many, length)
+            yield step
+            if step is not None and step.bytes > self.BYTES:
+                self.forget()
         finally:
             self.lock.release()
 
@@ -225,6 +236,10 @@ class _Step:
             with suppress(RuntimeError, ValueError):  # of torch, of transformers
                 return None if past is None else cls(model, past, many)
         return None
+
+    @property
+    def bytes(self) -> int:
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.past.layers)
 
     def read(self, tokens: Tensor) -> Tensor:
         return self.backbone.onward(self.embedding(tokens), self.past)[0][:, -1]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from imdm.costing.stages import check_memory
 from imdm.data import Coupling, TextData, check_fits
+from imdm.data.source import check_teaches
 from imdm.data.tokenizers import check_same
 from imdm.devices import processes, processes_here
 from imdm.errors import UserError, shown
@@ -88,7 +89,9 @@ def _check_inputs(inputs: Inputs, name: str) -> None:
             known = ", ".join(inputs.recipe.stages)
             raise UserError(f"stage {name!r} builds on {needed!r}: neither a stage ({known}) nor a folder")
         if inputs.data.is_ready and not inputs.is_coupling(needed):
-            check_fits(inputs.source, inputs.config(needed))
+            stage = inputs.recipe.stages[name]
+            check = check_teaches if isinstance(stage, TrainStage) and stage.data is None else check_fits
+            check(inputs.source, inputs.config(needed))
             check_same(place, inputs.data.tokenizer_folder())
             inputs.hash(needed)
 

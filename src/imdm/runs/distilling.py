@@ -56,35 +56,30 @@ def distillation(
 
 
 def _sdtt(student: Settings, rounds: int, iterations: int, batch: int) -> Settings:
-    training = _paced(rounds * iterations, 500) | {"batch": batch, "lr": 6e-5}
+    training = {"steps": rounds * iterations, "batch": batch, "lr": 6e-5, "warmup": 500}
     objective = {"kind": "sdtt", "rounds": rounds, "iterations": iterations}
     return {"student": student | {"objective": objective, "training": training}}
 
 
 def _di4c(student: Settings, rounds: int, iterations: int, batch: int) -> Settings:
     """The rate is that of the method's public code; the paper names neither iterations nor batch, these are SDTT's."""
-    training = _paced(rounds * iterations, 500) | {"batch": batch, "lr": 3e-5}
+    training = {"steps": rounds * iterations, "batch": batch, "lr": 3e-5, "warmup": 500}
     objective = {"kind": "di4c", "rounds": rounds, "iterations": iterations}
     return {"student": student | {"objective": objective, "training": training}}
 
 
 def _match(student: Settings, iterations: int, batch: int, graphs: bool) -> Settings:
     """Short averages and moments, since the target changes with the student's samples."""
-    training = _paced(iterations, 100) | {"batch": batch, "lr": 2e-4, "betas": (0.9, 0.99), "ema": 0.998}
+    training = {"steps": iterations, "batch": batch, "lr": 2e-4, "warmup": 100, "betas": (0.9, 0.99), "ema": 0.998}
     training |= {"dropout": 0.0, "graphs": graphs}
     return {"student": student | {"objective": "match", "training": training, "watch": {"every": 250}}}
-
-
-def _paced(steps: int, warmup: int) -> Settings:
-    """Steps, and a warm-up of at most a tenth of them."""
-    return {"steps": steps, "warmup": min(warmup, max(1, steps // 10))}
 
 
 def _redi(student: Settings, rounds: int, iterations: int, batch: int, pairs: int) -> Settings:
     """k rounds of couple → train, each from the last student."""
     stages: Settings = {}
     for number in range(1, rounds + 1):
-        training = _paced(iterations, 2500) | {"batch": batch}
+        training = {"steps": iterations, "batch": batch}
         stages[f"pairs-{number}"] = {"kind": "couple", "teacher": student["start"], "pairs": pairs}
         rest = {"data": f"pairs-{number}", "objective": "redi", "training": training}
         stages[f"student-{number}"] = student | rest

@@ -17,7 +17,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor
 
 from imdm.config import digest
-from imdm.data.source import Order, Source, check_fits
+from imdm.data.source import Order, Source, check_teaches
 from imdm.devices import Beside, accelerator, sent
 from imdm.errors import UserError, check_function, check_is, check_seed, check_whole
 from imdm.files import append_line, as_path, working_in, write_text, written_aside
@@ -157,7 +157,7 @@ class Trainer:
             raise UserError("training.opening and training.graphs: a captured step has fixed attention; leave one out")
         if self.config.opening:
             model.backbone.check_opening()
-        check_fits(self.source, model.config)
+        check_teaches(self.source, model.config)
         self.config.check(self.accelerator.num_processes, self.accelerator.device)
 
     def _recorder(self) -> Recorder | None:
