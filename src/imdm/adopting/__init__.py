@@ -196,7 +196,7 @@ def _check_same_words(folder: Path, other: Any, where: str) -> None:
         if there.get(i) != word and there.get(i) not in special:
             raise UserError(
                 f"{where} has a tokenizer of its own, of {len(own)} ids; the one given, of {len(other)}, does not "
-                f"agree with it ({word!r} has another id, or none). Leave it out, or give one with the same words and ids"
+                f"agree with it ({word!r} has another id, or none). Leave it out, or give one of the same words and ids"
             )
 
 

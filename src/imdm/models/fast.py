@@ -164,9 +164,9 @@ class Steps:
     """The steps of an autoregressive model, each a replay of one CUDA graph: a step has few operations for each of its
     hundreds of kernels, and launching these would take most of its time. Keys and values are in a cache of fixed size.
 
-    Only the two shapes used last are kept, that of full batches and that of the rest, and only with small caches. Copies
-    start with none, and moved weights drop them. Threads do not wait for each other: while one uses a cache, others get
-    no graph.
+    Only the two shapes used last are kept, that of full batches and that of the rest, and only with small caches.
+    Copies start with none, and moved weights drop them. Threads do not wait for each other: while one uses a cache,
+    others get no graph.
     """
 
     SHAPES = 2
