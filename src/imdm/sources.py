@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -60,7 +61,9 @@ def _meant(path: Path) -> str:
     owner = next((owner for owner, names in OWNERS.items() if str(path) in names), None)
     if owner is not None:
         return f"; did you mean {owner}/{path}?"
-    beside = sorted(one.name for one in path.parent.iterdir()) if path.parent.is_dir() else []
+    beside: list[str] = []
+    with suppress(OSError):  # no such folder, or no right to read it
+        beside = sorted(one.name for one in path.parent.iterdir())
     close = get_close_matches(path.name, beside, n=1)
     return f"; did you mean {path.parent / close[0]}?" if close else ""
 

@@ -254,15 +254,19 @@ class _Step:
 
 def _capture(run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     """A CUDA graph of `run`, which is run twice before, and the tensor that each replay writes its result to."""
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
+    here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+    aside.wait_stream(here)
     with torch.cuda.stream(aside):
         for _ in range(2):
             run()
-    torch.cuda.current_stream().wait_stream(aside)
+    here.wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may use the GPU meanwhile
-        result = run()
+    try:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may use the GPU meanwhile
+            result = run()
+    except RuntimeError:
+        torch.cuda.set_stream(here)  # a capture that fails leaves its own
+        raise
     return graph, result
 
 

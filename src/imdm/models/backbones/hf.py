@@ -124,9 +124,9 @@ class HF(Backbone):
 
     @property
     def weights(self) -> int | None:
-        return (
-            sum(cast("Tensor", one.weight).numel() for one in linear_layers(self.lm).values()) if self._fixed else None
-        )
+        if not self._fixed:
+            return None
+        return sum(cast("Tensor", layer.weight).numel() for layer in linear_layers(self.lm).values())
 
     @property
     def _fixed(self) -> bool:
