@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from imdm.costing.steps import Setting, least_state, masked_by, plan
 from imdm.costing.work import MOST, PRODUCTS, Work, completions, evaluated, evaluations, written
 from imdm.data import TokenSource
 from imdm.errors import UserError
+from imdm.files import read_json
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
 from imdm.objectives import SDTT, Match, Nelbo, Objective, ReDi, Step
 from imdm.recipes import load_recipe, parse_recipe, recipe_names
@@ -296,6 +298,17 @@ def test_a_step_of_a_model_of_transformers_takes_what_was_measured() -> None:
     """Of `adapt-smollm2`, whose embedding is its head too: 370,719 tokens a second, 88.4 ms."""
     fresh = next(stage for stage in cost("adapt-smollm2").stages if stage.name == "fresh")
     assert fresh.step == pytest.approx(128 * 256 / 370_719, rel=0.15)
+
+
+def test_whole_stages_take_what_was_measured() -> None:
+    """Within 15%, with all that a stage does beside its steps; no constant was fitted to them."""
+    said = " ".join((DOCS / "scale.md").read_text(encoding="utf-8").split())
+    run = DOCS.parent / "results" / "adapt-smollm2" / "seed-0"
+    found = {stage.name: 3600 * stage.hours for stage in cost("adapt-smollm2").stages}
+    for name in ("adapted", "fresh", "left-to-right", "imdm-match", "imdm-sdtt"):
+        took = read_json(run / name / "done.json", "results")["seconds"]
+        assert found[name] == pytest.approx(took, rel=0.15)
+        assert re.search(rf"{took:.0f} s \(`{name}`: (the model says )?{found[name]:.0f}\)", said), name
 
 
 def test_what_does_not_fit_is_told_what_makes_it_fit() -> None:
