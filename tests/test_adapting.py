@@ -23,9 +23,9 @@ from imdm.ending import Ending
 from imdm.errors import UserError
 from imdm.evaluation import Subject, measure, read
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM, load_model
-from imdm.models.backbones.hf import built, plain_config
 from imdm.models.denoiser import around
 from imdm.models.fast import Steps, _Step
+from imdm.models.pretrained import built, plain_config
 from imdm.objectives import Autoregressive, Nelbo, next_log_probs
 from imdm.randomness import Purpose, fold
 from imdm.recipes import Recipe, load_recipe, parse_recipe

@@ -721,5 +721,6 @@ def test_steps_of_an_autoregressive_model_of_transformers_are_replayed(ends: boo
     for seed in range(3):
         for canvas in (prompt, prompt[:, :2], prompt[:24]):
             ours, theirs = (model.generate(canvas, seed=seed).tokens for model in (plain, fast))
+            assert fast.steps.kept
             assert all(step is not None and step.graph is not None for step in fast.steps.kept.values())
             assert float((ours == theirs).float().mean()) > 0.95  # a draw may fall on another token by rounding

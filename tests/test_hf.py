@@ -26,8 +26,8 @@ from imdm.models import (
     to_infinite,
     with_mask,
 )
-from imdm.models.backbones.hf import WholeHead, built, facts, parse_config, plain_config
 from imdm.models.denoiser import around
+from imdm.models.pretrained import WholeHead, built, facts, parse_config, plain_config
 from imdm.models.readout import Chosen, Head, reduced
 from imdm.objectives import Step, parse_objective
 from imdm.randomness import Purpose, fold

@@ -24,7 +24,7 @@ __all__ = ["Adopted", "adopt", "adopt_into", "adopted_config", "source_files", "
 FILES = ("*.json", "*.safetensors", "*.bin", "*.ckpt", "*.txt")
 TOKENIZER_FILES = ("*.json", "*.txt", "*.jinja", "*.model")  # and the configuration
 TOLD = ("length", "mask", "softcap", "mask_token_id", "heads", "shift")  # arguments that a source may make superfluous
-SWITCHES = {"averaged", "shift", "adapt", "causal", "whole"}
+SWITCHES = {"averaged", "adapt", "causal", "whole"}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -146,9 +146,9 @@ def adopt_into(
 
 def _adopted(source: Place, where: str, given: dict[str, Any], words: Any = None) -> Adopted:
     """given: arguments of `adopt`."""
-    for name in SWITCHES & given.keys():
-        if not (name == "shift" and given[name] is None):
-            check_is(name, given[name], bool, "True or False")
+    for name, value in given.items():
+        if name in SWITCHES or (name == "shift" and value is not None):
+            check_is(name, value, bool, "True or False")
     if given.get("dtype") is not None and given["dtype"] not in DTYPES:
         raise UserError(f"dtype = {shown(given['dtype'])}: expected one of {', '.join(map(str, DTYPES))}")
     how = families.How(**{name: given[name] for name in ("adapt", "causal", "whole", "dtype") if name in given})

@@ -23,8 +23,8 @@ from imdm.data.tokenizers import special_ids
 from imdm.errors import UserError, check_whole, reason_of
 from imdm.masks import parse_mask
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM, with_mask
-from imdm.models.backbones.hf import attention_of, class_of, facts, is_masked, parse_config, plain_config
 from imdm.models.denoiser import around
+from imdm.models.pretrained import attention_of, class_of, facts, is_masked, parse_config, plain_config
 
 DIFFUGPT = "denoise_model."
 DIFFUGPT_MASKS = {50_257: 10_541, 50_258: 50_257}  # by how many ids it embeds
@@ -181,7 +181,7 @@ def vocabulary_of(family: Family, told: int | None, words: Any, adapt: bool, whe
         whose = "embedding" if words is None else "tokenizer"
         raise UserError(
             f"{where}: mask_token_id = {mask}, but the {whose} has {known} ids; those between would be tokens "
-            f"without a word. Give one of its ids, or {known}; or another tokenizer"
+            f"without a word. Give one of its ids{f', or {known}' if adapt or known < rows else ''}"
         )
     size = max(known, mask + 1)
     if size > rows and not fresh:
@@ -293,7 +293,10 @@ def _loaded(family: Family, tensors: dict[str, Tensor], dtype: torch.dtype | Non
     if missing or strange:
         kind = type(lm).__name__
         if missing and not any(name.startswith(f"{lm.base_model_prefix}.") for name in missing):
-            raise UserError(f"{where} was saved without the head of a language model: a {kind} has {missing[0]!r} too")
+            raise UserError(
+                f"{where} was saved without the head of a language model: a {kind} has {missing[0]!r} too; save it as "
+                "one"
+            )
         problem = f"{missing[0]!r} is missing" if missing else f"{strange[0]!r} is too much"
         raise UserError(f"{where}: the tensor {problem} for a {kind}")
     return lm.eval()

@@ -14,7 +14,7 @@ from torch import Tensor
 from imdm.benchmarks.measure import Row, Size, benchmarks, device, timed
 from imdm.costing.work import head_flops
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
-from imdm.models.backbones.hf import layers_of
+from imdm.models.pretrained import layers_of
 
 LLAMA = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 32}
 LLAMA |= {"num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 126_464, "rms_norm_eps": 1e-5}

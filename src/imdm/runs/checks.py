@@ -90,8 +90,8 @@ def _check_inputs(inputs: Inputs, name: str) -> None:
             raise UserError(f"stage {name!r} builds on {needed!r}: neither a stage ({known}) nor a folder")
         if inputs.data.is_ready and not inputs.is_coupling(needed):
             stage = inputs.recipe.stages[name]
-            check = check_teaches if isinstance(stage, TrainStage) and stage.data is None else check_fits
-            check(inputs.source, inputs.config(needed))
+            trains = isinstance(stage, TrainStage) and stage.data is None and stage.start == needed
+            (check_teaches if trains else check_fits)(inputs.source, inputs.config(needed))
             check_same(place, inputs.data.tokenizer_folder())
             inputs.hash(needed)
 

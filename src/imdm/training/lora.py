@@ -19,7 +19,7 @@ from imdm.config import Config
 from imdm.errors import UserError
 from imdm.models import MaskedDiffusionLM
 from imdm.models.backbones import backbones
-from imdm.models.backbones.hf import linear_layers
+from imdm.models.pretrained import linear_layers
 from imdm.randomness import Purpose, as_key, fold, seeded
 
 NAME = "default"  # peft's own

@@ -355,7 +355,7 @@ class Trainer:
         if source.length < self.bare.config.length:
             yield (
                 f"the rows have {source.length:,} tokens, and the model writes {self.bare.config.length:,} unless told "
-                f"otherwise; beyond {source.length:,} it is not trained here"
+                f"otherwise (--length); beyond {source.length:,} it is not trained here"
             )
 
     def _train(self) -> Path:

@@ -21,28 +21,34 @@ from dataclasses import dataclass
 from functools import lru_cache
 from threading import RLock
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from imdm.errors import UserError, reason_of, shown, unknown
+from imdm.errors import UserError, reason_of
 from imdm.models.backbones.base import Asked, Backbone, BackboneSettings, Looked, backbones
+from imdm.models.pretrained import (
+    WholeHead,
+    built,
+    facts,
+    first_position,
+    is_causal,
+    is_masked,
+    layers_of,
+    linear_layers,
+    opened,
+    parse_config,
+    plain_config,
+)
 from imdm.randomness import Purpose, as_key, fold, seeded, uniform
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
     from imdm.models.shape import Shape
 
 PREFIX = "lm"
-NOT_KEPT = ["architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "attn_implementation"]
-NOT_KEPT += ["experts_implementation"]
-"""Fields of a configuration that do not affect the function, or could cause code to be fetched."""
-SHAPES = {"view", "_unsafe_view", "reshape", "t", "transpose", "slice", "select", "unsqueeze", "expand", "alias"}
-SHAPES |= {"detach", "clone"}
-PRODUCTS = {"mm", "addmm", "linear"}
 ROUNDING = 1e-3  # relative; a cache that is ignored, or attention to later positions, changes far more
 CAPTURING = RLock()  # held while functions of `transformers` are replaced
 IDS = 16  # of the small models that are tried instead of ones in half precision
@@ -56,18 +62,6 @@ class HFSettings(BackboneSettings):
 
     config: dict[str, Any]
     shift: bool = False
-
-
-class Facts(NamedTuple):
-    """Known without weights. width: of the embeddings; rows: their number; positions: the longest sequence, None: any;
-    linear: the head is a single linear layer; about: a short description."""
-
-    width: int
-    rows: int
-    positions: int | None
-    linear: bool
-    about: str
-    parameters: int
 
 
 @backbones.register("hf")
@@ -190,9 +184,7 @@ class HF(Backbone):
         hidden."""
         place = torch.arange(x.shape[1], device=x.device) + past.get_seq_length()
         visible = torch.arange(past.get_max_length(), device=x.device) <= place[:, None]
-        if self.lm.config._attn_implementation == "eager":  # it adds the mask to the scores
-            visible = torch.zeros_like(visible, dtype=x.dtype).masked_fill(~visible, torch.finfo(x.dtype).min)
-        return {"position_ids": place[None], "attention_mask": visible.expand(x.shape[0], 1, -1, -1)}
+        return {"position_ids": place[None], "attention_mask": self._mask(visible.expand(x.shape[0], 1, -1, -1), x)}
 
     def look(self, x: Tensor, asked: Asked) -> Looked:
         """Through `transformers`' own arguments. Positions do not count padding."""
@@ -206,7 +198,7 @@ class HF(Backbone):
         if (places := asked.places()) is not None:
             if "position_ids" not in takes:
                 raise UserError(f"{self.lm.config.model_type!r} models take no position ids")
-            given["position_ids"] = places + _first_position(self.lm)
+            given["position_ids"] = places + first_position(self.lm)
         if asked.kinds is not None and "token_type_ids" in takes:
             given["token_type_ids"] = asked.kinds
         found = lm.base_model(**given, output_hidden_states=asked.states, output_attentions=asked.attentions)
@@ -233,11 +225,7 @@ class HF(Backbone):
         if seen is not None and not (self.opens and self._windowed(x.shape[1])):
             return seen.long()
         mask = self._open(x.shape[1], x, eager)
-        if seen is None:
-            return mask
-        if mask.dtype == torch.bool:
-            return mask & seen[:, None, None]
-        return mask.masked_fill(~seen[:, None, None], torch.finfo(mask.dtype).min)
+        return mask if seen is None else self._mask(seen[:, None, None].expand(-1, 1, x.shape[1], -1), x, eager)
 
     def _windowed(self, length: int) -> bool:
         """Whether some layers have a sliding window shorter than `length`."""
@@ -248,19 +236,21 @@ class HF(Backbone):
 
     def _open(self, length: int, like: Tensor, eager: bool = False) -> Tensor:
         """A mask that hides nothing: (1, 1, T, T)."""
-        added = eager or self.lm.config._attn_implementation == "eager"  # to the scores
-        shape = (1, 1, length, length)
-        return like.new_zeros(shape) if added else torch.ones(shape, dtype=torch.bool, device=like.device)
+        return self._mask(torch.ones((1, 1, length, length), dtype=torch.bool, device=like.device), like, eager)
+
+    def _mask(self, visible: Tensor, like: Tensor, eager: bool = False) -> Tensor:
+        """`visible` in the form that the model's attention expects: eager attention adds it to the scores."""
+        if not eager and self.lm.config._attn_implementation != "eager":
+            return visible
+        return like.new_zeros(visible.shape).masked_fill(~visible, torch.finfo(like.dtype).min)
 
     def _opening(self, x: Tensor, like: Tensor) -> dict[str, Tensor]:
         """The attention mask of a step in which attention is not fully open yet, (B, 1, T, T), in the form the model
         needs; else nothing."""
         if not self.training or self.opening is None:
             return {}
-        many, length = x.shape[:2]
-        mask, visible = self._open(length, like), self.opening.visible(length, like.device)
-        hides = mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, torch.finfo(mask.dtype).min)
-        return {"attention_mask": hides.expand(many, -1, -1, -1)}
+        visible = self.opening.visible(x.shape[1], like.device)
+        return {"attention_mask": self._mask(visible[None, None], like).expand(len(x), -1, -1, -1)}
 
     def checkpoint_blocks(self) -> None:
         """By `transformers`; dropout masks are the same in the recomputation."""
@@ -332,12 +322,19 @@ class HF(Backbone):
         if weight.dtype != torch.float32:
             _check_layers(json.dumps(cast("HFSettings", self.settings).config, sort_keys=True), self.config.causal)
             return
+        training = self.lm.training
+        self.lm.eval()
+        try:
+            self._try_out(weight)
+        finally:
+            self.lm.train(training)
+
+    def _try_out(self, weight: Tensor) -> None:
+        """`check_network` with the embedding's weight, on one short sequence."""
         mask, kind = self.config.mask_token_id, self.lm.config.model_type
         pad = getattr(self.lm.config, "pad_token_id", None)
         others = [i for i in range(min(len(weight), 9)) if i not in (mask, pad)] or [0]
         ids = torch.tensor([[others[0], mask, others[-1]]], device=weight.device)[:, : self.config.length + 1]
-        training = self.lm.training
-        self.lm.eval()
         x = self.embedding(ids)
         changed = [torch.cat((x[:, :-1], last), 1) for last in (1 - x[:, -1:], x[:, :1])]
         try:
@@ -345,7 +342,6 @@ class HF(Backbone):
                 self._hidden(input_ids=ids),
                 *(self._hidden(inputs_embeds=y) for y in (x, *changed)),
             )
-            self.lm.train(training)
         except Exception as error:  # models may raise anything here
             raise UserError(f"{kind!r} models cannot be run from embeddings in one pass: {reason_of(error)}") from None
         if not torch.allclose(found, wanted, rtol=1e-4, atol=1e-5):
@@ -355,22 +351,23 @@ class HF(Backbone):
             raise UserError(f"{kind!r} models cannot be made bidirectional; a denoiser attends to all positions")
         if self.config.causal:
             if any(early > ROUNDING * late for early, late in zip(before, there, strict=True)):
-                raise UserError(f"this {kind!r} model attends to later positions; an autoregressive one must not")
+                raise UserError(
+                    f"this {kind!r} model attends to later positions, which an autoregressive one must not; leave out "
+                    "causal"
+                )
             self._check_onward(x, found)
 
     def _check_onward(self, x: Tensor, wanted: Tensor) -> None:
         """Refuse a causal model that does not continue from its cache."""
-        training, kind = self.lm.training, self.lm.config.model_type
-        self.lm.eval()
+        kind, instead = self.lm.config.model_type, "use another kind of model"
         try:
             first, past = self.onward(x[:, :1])
             parts = [first] + ([self.onward(x[:, 1:], past)[0]] if x.shape[1] > 1 else [])
         except Exception as error:  # models may raise anything here
-            raise UserError(f"{kind!r} models have no cache of keys and values: {reason_of(error)}") from None
-        finally:
-            self.lm.train(training)
+            problem = f"{kind!r} models have no cache of keys and values ({reason_of(error)})"
+            raise UserError(f"{problem}, without which none is sampled from; {instead}") from None
         if (torch.cat(parts, 1) - wanted).norm() > ROUNDING * wanted.norm():
-            raise UserError(f"{kind!r} models write something else with their cache of keys and values than without")
+            raise UserError(f"{kind!r} models give other results with their cache of keys and values; {instead}")
 
     def set_dropout(self, rate: float) -> None:
         """One rate for all dropout: hidden states, attention."""
@@ -413,81 +410,6 @@ class Opening:
         return later | torch.ones(length, length, dtype=torch.bool, device=device).tril()
 
 
-class WholeHead:
-    """Everything a language model computes after its trunk: rows (…, D) → logits (…, V)."""
-
-    def __init__(self, lm: PreTrainedModel, columns: int) -> None:
-        self.lm, self.out_features = lm, columns
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        ended = copy.copy(self.lm)  # the same layers, but for the trunk
-        ended._modules = {**self.lm._modules, self.lm.base_model_prefix: Given(rows.reshape(1, -1, rows.shape[-1]))}
-        logits = ended(inputs_embeds=rows).logits
-        return logits.reshape(*rows.shape[:-1], logits.shape[-1])
-
-
-class Given(nn.Module):
-    """Replaces a trunk: returns these rows whatever the input."""
-
-    def __init__(self, rows: Tensor) -> None:
-        super().__init__()
-        self.rows = rows
-
-    @property
-    def decoder(self) -> Given:
-        """OPT calls its trunk as `model.decoder`."""
-        return self
-
-    def forward(self, *asked: Any, **how: Any) -> Any:
-        return _Output(self.rows)
-
-
-class _Output(tuple[Tensor]):
-    """Hidden states as a trunk of `transformers` returns them, with None for all its other outputs."""
-
-    def __new__(cls, rows: Tensor) -> _Output:
-        return super().__new__(cls, (rows,))
-
-    @property
-    def last_hidden_state(self) -> Tensor:
-        return self[0]
-
-    def __getattr__(self, name: str) -> None:
-        if name.startswith("_"):
-            raise AttributeError(name)
-
-
-def plain_config(fields: dict[str, Any]) -> dict[str, Any]:
-    """A configuration's fields without those that do not affect the function."""
-    return {name: value for name, value in fields.items() if name not in NOT_KEPT and not name.startswith("_")}
-
-
-def parse_config(fields: dict[str, Any]) -> PreTrainedConfig:
-    """`transformers`' configuration from plain data."""
-    from transformers import CONFIG_MAPPING
-
-    fields = dict(fields)
-    kind = fields.pop("model_type", None)
-    if kind not in CONFIG_MAPPING:
-        raise unknown("model_type of transformers", kind, ("llama", "qwen2", "bert", "gpt2", "…"))
-    if strange := [name for name in fields if name in NOT_KEPT or name.startswith("_")]:
-        raise UserError(f"backbone.config.{strange[0]}: it does not affect what the model computes; leave it out")
-    if "quantization_config" in fields:
-        raise UserError("backbone.config: its weights are quantised; use the model they were quantised from")
-    try:
-        config: PreTrainedConfig = CONFIG_MAPPING[kind](**fields)
-    except Exception as error:  # classes may raise anything for wrong fields
-        raise UserError(f"backbone.config: not a configuration of {kind!r}: {reason_of(error)}") from None
-    kinds = (*(getattr(config, "layer_types", None) or ()), *(getattr(config, "block_types", None) or ()))
-    if any("attention" not in one or "linear" in one for one in kinds):
-        raise UserError(f"{kind!r} models have layers that are always causal; a denoiser attends to all positions")
-    if getattr(config, "is_encoder_decoder", False):
-        raise UserError(f"{kind!r} models are encoder-decoders; use an encoder or a decoder")
-    if config.get_text_config() is not config:
-        raise UserError(f"{kind!r} models read more than text; use a model of text alone, such as their text model")
-    return config
-
-
 @lru_cache(maxsize=32)
 def _check_layers(text: str, causal: bool) -> None:
     """`HF.check_network` of a model with this configuration, but two layers, few ids and random weights in float32."""
@@ -512,103 +434,6 @@ def _check_layers(text: str, causal: bool) -> None:
         HF(cast("Shape", shape), HFSettings(kind="hf", config=fields))
 
 
-def is_masked(config: PreTrainedConfig) -> bool:
-    """Whether it is an encoder that predicts masked tokens; else a causal model."""
-    from transformers import MODEL_FOR_MASKED_LM_MAPPING
-
-    return type(config) in MODEL_FOR_MASKED_LM_MAPPING
-
-
-def layers_of(lm: PreTrainedModel) -> list[nn.Module]:
-    """The layers that repeat, first to last: the outermost list of layers of one kind."""
-    lists = (list(one) for one in lm.modules() if isinstance(one, nn.ModuleList))
-    return next((one for one in lists if one and len({type(layer) for layer in one}) == 1), [])
-
-
-def linear_layers(lm: PreTrainedModel) -> dict[str, nn.Module]:
-    """The linear layers of the blocks by name: all in module lists of the trunk (XLM, for one, has a list of attentions
-    and another of MLPs). GPT-2's transposed ones are included."""
-    inside = {id(one) for each in lm.base_model.modules() if isinstance(each, nn.ModuleList) for one in each.modules()}
-    found = ((name, module) for name, module in lm.named_modules() if id(module) in inside)
-    return {n: module for n, module in found if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"}
-
-
-def is_causal(lm: PreTrainedModel) -> bool:
-    return not is_masked(lm.config)
-
-
-def class_of(config: PreTrainedConfig) -> Any:
-    """`transformers`' class with a language model's head."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
-
-    table = MODEL_FOR_MASKED_LM_MAPPING if is_masked(config) else MODEL_FOR_CAUSAL_LM_MAPPING
-    if type(config) not in table:
-        raise UserError(f"{config.model_type!r} models have no language model's head in transformers")
-    return table[type(config)]
-
-
-def attention_of(config: PreTrainedConfig) -> dict[str, str]:
-    """Arguments that select an exact attention: the fused one does not apply a soft cap."""
-    return {} if getattr(config, "attn_logit_softcapping", None) is None else {"attn_implementation": "eager"}
-
-
-def built(fields: dict[str, Any], eager: bool = False) -> PreTrainedModel:
-    """The model with random weights; eager: with attention that returns its weights."""
-    config = parse_config(fields)
-    kind = class_of(config)
-    try:
-        return kind._from_config(config, **({"attn_implementation": "eager"} if eager else attention_of(config)))
-    except Exception as error:  # classes may raise anything for wrong fields
-        about = f"backbone.config of {config.model_type!r}"
-        raise UserError(f"{about}: no model can be built from it: {reason_of(error)}") from None
-
-
-def opened(lm: PreTrainedModel) -> PreTrainedModel:
-    """Make attention bidirectional. Set in the configuration and not by each call, which would affect other threads."""
-    if is_causal(lm):
-        lm.config.is_causal = False
-        for module in lm.modules():
-            if isinstance(getattr(module, "is_causal", None), bool):
-                module.is_causal = False  # type: ignore[assignment]
-    else:
-        lm.config.is_decoder = False
-    return lm
-
-
-def facts(fields: dict[str, Any]) -> Facts:
-    try:
-        text = json.dumps(fields, sort_keys=True)
-    except (TypeError, ValueError):
-        raise UserError(f"backbone.config = {shown(fields)}: expected plain data") from None
-    return _facts(text)
-
-
-@lru_cache(maxsize=32)
-def _facts(text: str) -> Facts:
-    with torch.device("meta"):
-        lm = built(json.loads(text))
-    config, embedding = lm.config, lm.get_input_embeddings()
-    output = lm.get_output_embeddings()
-    if not isinstance(embedding, nn.Embedding) or output is None:
-        raise UserError(f"{config.model_type!r} models have no token embedding, or no head, that could be found")
-    if lm.base_model is lm:  # as llama4_text has it
-        raise UserError(
-            f"{config.model_type!r} models do not name the part before their head; use another of transformers' models"
-        )
-    rows, width = embedding.weight.shape
-    layers = getattr(config, "num_hidden_layers", None)
-    name = type(lm).__name__.removesuffix("ForCausalLM").removesuffix("ForMaskedLM").removesuffix("LMHeadModel")
-    about = f"{name}, {layers} layers of width {getattr(config, 'hidden_size', width)}"
-    count = sum(parameter.numel() for parameter in lm.parameters())
-    return Facts(width, rows, _positions(lm), _is_linear(lm, output), about, count)
-
-
-def _positions(lm: PreTrainedModel) -> int | None:
-    """RoBERTa and its variants number positions from their padding id + 1."""
-    most = getattr(lm.config, "max_position_embeddings", None)
-    return most if not isinstance(most, int) or most <= 0 else most - _first_position(lm)
-
-
 @contextmanager
 def _captured_as_run() -> Iterator[None]:
     """While a CUDA graph is captured, `transformers` builds attention masks that it leaves out otherwise: 5.17 one that
@@ -627,33 +452,3 @@ def _captured_as_run() -> Iterator[None]:
             yield
         finally:
             masking_utils.is_tracing, masking_utils.find_packed_sequence_indices = before
-
-
-def _first_position(lm: PreTrainedModel) -> int:
-    """The row of a learnt position embedding that the first position uses."""
-    learnt = [m for n, m in lm.named_modules() if n.endswith("position_embeddings") and isinstance(m, nn.Embedding)]
-    skipped = learnt[0].padding_idx if learnt else None
-    return 0 if skipped is None else skipped + 1
-
-
-def _is_linear(lm: PreTrainedModel, output: nn.Module) -> bool:
-    """Whether the head is a single matmul, found by tracing it on one row."""
-    if not isinstance(output, nn.Linear) or output.in_features != getattr(lm.config, "hidden_size", None):
-        return False
-    seen, row = _Seen(), torch.empty(1, output.in_features, device="meta")
-    with torch.no_grad(), seen:
-        WholeHead(lm, output.out_features)(row)
-    products = [name for name in seen.names if name in PRODUCTS]
-    return len(products) == 1 and not set(seen.names) - PRODUCTS - SHAPES
-
-
-class _Seen(TorchDispatchMode):
-    """Records the names of all operations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
