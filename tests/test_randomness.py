@@ -10,12 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from imdm.randomness import (
+    FEW,
     Purpose,
     as_key,
     as_keys,
     bits,
     centred,
     fold,
+    folded,
     integers,
     normal,
     permutation,
@@ -79,6 +81,13 @@ def test_words_on_a_cpu_are_those_of_tensors(shape: tuple[int, ...]) -> None:
     words = philox((block, a[:, None], torch.tensor(9), torch.tensor(int(Purpose.NOISE))), halves)
     assert torch.equal(found, torch.stack(torch.broadcast_tensors(*words), -1).flatten(-2))
     assert found.dtype == torch.int64
+
+
+@pytest.mark.parametrize("many", [0, 1, FEW, FEW + 1])
+def test_keys_folded_one_by_one_are_those_folded_together(many: int) -> None:
+    seeds, numbers = [(-1) ** i * (i << 60) for i in range(many)], [(i * 7919) % (1 << 31) for i in range(many)]
+    together = fold(as_keys(seeds), Purpose.SAMPLE, torch.tensor(numbers, dtype=torch.int64))
+    assert torch.equal(folded(seeds, Purpose.SAMPLE, numbers), together)
 
 
 def test_place_is_the_counter() -> None:

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from imdm.devices import sent
+from imdm.devices import sent, sent_together
 from imdm.ending import Ending, Ends
 from imdm.errors import UserError, check_function, check_whole
 from imdm.kernels import kernels
@@ -256,15 +256,20 @@ class Canvas:
 
     def _with(self, hows: list[Sampling], keys: Keys, column: Callable[[str], Tensor]) -> Canvas:
         """Other sequences; `column` gives each field by name."""
-        held = [each.name for each in fields(self) if isinstance(getattr(self, each.name), Tensor)]
-        columns: dict[str, Any] = {name: column(name) for name in held}
+        columns: dict[str, Any] = {name: column(name) for name in self._columns()}
         return replace(self, hows=hows, keys=keys, **columns)
+
+    def _columns(self) -> list[str]:
+        """The names of its fields that are tensors."""
+        return [each.name for each in fields(self) if isinstance(getattr(self, each.name), Tensor)]
 
     def to(self, device: torch.device) -> Canvas:
         """The same on a device, which is not waited for."""
         if device == self.tokens.device:
             return self
-        return self._with(self.hows, self.keys.to(device), lambda name: sent(getattr(self, name), device))
+        names = self._columns()
+        there = dict(zip(names, sent_together([getattr(self, name) for name in names], device), strict=True))
+        return self._with(self.hows, self.keys.to(device), there.__getitem__)
 
     def begin(self, turn: Turn) -> None:
         """Count a turn that was not planned beforehand."""

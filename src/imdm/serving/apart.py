@@ -38,6 +38,7 @@ from imdm.stopping import held_back
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
+    from imdm.sampling import Sampling
     from imdm.writer import Writer
 
 LOG = logging.getLogger(__name__)
@@ -143,7 +144,7 @@ class Apart(Engine):
             for ticket in tickets:
                 ticket.number = next(self._numbers)
                 self._tickets[ticket.number] = ticket
-        self._post(("jobs", [(ticket.number, ticket.job) for ticket in tickets]))
+        self._post(("jobs", [(ticket.number, ticket.job, ticket.how) for ticket in tickets]))
 
     def _drop(self, tickets: Sequence[Ticket]) -> None:
         super()._drop(tickets)
@@ -247,17 +248,12 @@ class _Reports:
         with self.lock:
             self._send([(ticket.number, one) for ticket, one in said])
 
-    def taken(self, jobs: Sequence[tuple[int, Job]]) -> list[Ticket]:
-        """Tickets of numbered jobs; one that the engine refuses is told so, and concerns no other."""
-        now, fresh = time.monotonic(), dict[int, Ticket]()
-        for number, job in jobs:
-            try:
-                fresh[number] = Ticket(job, self.engine.check(job), self, print, now, number=number)
-            except UserError as error:
-                with self.lock:
-                    self._send([(number, UserError(str(error)))])
-        self.tickets |= fresh
-        return list(fresh.values())
+    def taken(self, jobs: Sequence[tuple[int, Job, Sampling]]) -> list[Ticket]:
+        """Tickets of numbered jobs, which the service has checked."""
+        now = time.monotonic()
+        fresh = [Ticket(job, how, self, print, now, number=number) for number, job, how in jobs]
+        self.tickets |= {ticket.number: ticket for ticket in fresh}
+        return fresh
 
     def refresh(self) -> None:
         """Report a state that has changed without frames."""
@@ -312,20 +308,30 @@ def _follow() -> None:
 
 def _serve(line: Connection, engine: Engine) -> None:
     """Take jobs until told to stop, and then until the running ones have ended."""
-    reports, stopping = _Reports(line, engine), list[threading.Thread]()
+    reports, stopping, told = _Reports(line, engine), list[threading.Thread](), threading.Event()
+    threading.Thread(target=_read, args=(line, reports, stopping, told), name="imdm-reading", daemon=True).start()
     while not stopping or any(thread.is_alive() for thread in stopping):
         if engine.broken and not stopping:
             os._exit(1)  # the reason is in the log
         reports.refresh()
+        told.wait(GLANCE)
+        if stopping:
+            stopping[-1].join(GLANCE)
+
+
+def _read(line: Connection, reports: _Reports, stopping: list[threading.Thread], told: threading.Event) -> None:
+    """Do what letters say. They are read as they come, without a look whether there is one: it would take longer than
+    to read it."""
+    engine = reports.engine
+    while True:
         try:
-            if not line.poll(0.02 if stopping else GLANCE):
-                continue
             kind, what = line.recv()
         except (EOFError, OSError):
             os._exit(0)  # the service is gone
         if kind == "stop":
             stopping.append(threading.Thread(target=engine.stop, args=(what,), daemon=True))
             stopping[-1].start()
+            told.set()
         elif kind == "drop":
             for number in what:
                 if (gone := reports.tickets.pop(number, None)) is not None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from imdm.devices import Fetched, sent
 from imdm.errors import UserError
 from imdm.masks import NoisePath
 from imdm.process import NoisePolicy
-from imdm.randomness import Purpose, as_keys, fold
+from imdm.randomness import Purpose, folded
 from imdm.sampling import Canvas, Keys, Sampling
 from imdm.sampling.options import RevealOrder
 
@@ -150,11 +151,11 @@ def started(jobs: Sequence[Job], how: Sampling, model: Any) -> Canvas:
     """The canvas of jobs with the same options and rows of one length. It is on the CPU: its random numbers have the
     same bits there, and a GPU would finish what it is doing first."""
     hole = model.process.mask_id
-    tokens = torch.tensor([[hole if token is None else token for token in job.ids] for job in jobs])
-    number = torch.tensor([job.number for job in jobs])
+    tokens = torch.from_numpy(np.array([[hole if token is None else token for token in job.ids] for job in jobs]))
+    numbers = [job.number for job in jobs]
 
     def keys(seeds: Sequence[int]) -> Tensor:
-        return fold(as_keys(seeds), Purpose.SAMPLE, number)
+        return folded(seeds, Purpose.SAMPLE, numbers)
 
     def seeds(name: str) -> list[int]:
         return [job.seed if getattr(job, name) is None else getattr(job, name) for job in jobs]
