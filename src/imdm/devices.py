@@ -7,7 +7,7 @@ CPU processes as if each were alone.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -135,15 +135,6 @@ def sent(values: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda" or values.device.type != "cpu":
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)
-
-
-def sent_together(values: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """The same for several tensors, in one copy."""
-    order = sorted(range(len(values)), key=lambda i: -values[i].element_size())  # so that each is aligned
-    whole = sent(torch.cat([values[i].contiguous().flatten().view(torch.uint8) for i in order]), device)
-    parts = whole.split([values[i].nbytes for i in order])
-    there = {i: part.view(values[i].dtype).view(values[i].shape) for i, part in zip(order, parts, strict=True)}
-    return [there[i] for i in range(len(values))]
 
 
 class Fetched:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -64,19 +65,19 @@ def serving(size: Size) -> Iterator[Row]:
         for many in CLIENTS:
             _load(port, many, requests[: 2 * many])  # warm-up of new batch sizes
 
-            def over_http(many: int = many) -> tuple[float, float, list[float]]:
-                worked = engine.processor()
-                found = _load(port, many, requests)
-                return found["seconds"], engine.processor() - worked, found["took"]
+            def over_http(many: int = many) -> tuple[float, float, list[float], int, float]:
+                worked, before = engine.processor(), replace(engine.counts)
+                found, after = _load(port, many, requests), engine.counts
+                turns, waited = after.turns - before.turns, after.waited - before.waited
+                return found["seconds"], engine.processor() - worked, found["took"], turns, waited
 
             def without_http(many: int = many) -> tuple[float, list[str]]:
                 return asyncio.run(directly(engine, many, requests))
 
-            seconds, worked, took = middle(over_http)
+            seconds, worked, took, turns, waited = middle(over_http)
             inside, _ = middle(without_http)
             p50, p95 = np.quantile(took, [0.5, 0.95])
-            waited = in_turn(sequence, many)
-            before50, before95 = np.quantile(waited, [0.5, 0.95])
+            before50, before95 = np.quantile(in_turn(sequence, many), [0.5, 0.95])
             share = max(0.0, 1 - inside / seconds)
             yield Row(
                 work=f"serve, {many} client{'s' if many > 1 else ''}",
@@ -88,13 +89,18 @@ def serving(size: Size) -> Iterator[Row]:
                 per=f"{len(requests)} requests",
                 also={"without HTTP": Took(inside * 1e3, None)},
                 note=f"p50 {p50:.3f} s, p95 {p95:.3f} s (in sequence {before50:.3f}, {before95:.3f}); "
-                f"HTTP {share:.0%}; processor time {processor / worked:.2f}× less",
+                f"HTTP {share:.0%}; processor time {processor / worked:.2f}× less; {turns} evaluations"
+                + (
+                    f", {waited / seconds:.0%} of the time spent waiting for the GPU" if device().type == "cuda" else ""
+                ),
                 figures={
                     "p50": float(p50),
                     "p95": float(p95),
                     "p50_in_sequence": float(before50),
                     "p95_in_sequence": float(before95),
                     "http_share": share,
+                    "turns": turns,
+                    "waited_share": waited / seconds,  # near 0: the GPU waits for Python, not the reverse
                     "cpu_seconds": worked,  # nearly independent of other load
                     "cpu_seconds_in_sequence": processor,
                 },

@@ -17,14 +17,14 @@ neither end nor padding is drawn. A model with `lengths` draws the end before th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from imdm.devices import sent, sent_together
+from imdm.devices import sent
 from imdm.ending import Ending, Ends
 from imdm.errors import UserError, check_function, check_whole
 from imdm.kernels import kernels
@@ -35,6 +35,7 @@ from imdm.sampling.categorical import draw, inverted, probabilities
 from imdm.sampling.generation import Generation, Revealed, Trace
 from imdm.sampling.options import Sampling, as_sampling
 from imdm.sampling.planning import plan, time_grid  # noqa: F401
+from imdm.sampling.table import Table
 from imdm.sampling.turn import Turn, turns
 from imdm.state import Noised
 
@@ -185,27 +186,36 @@ class Canvas:
     log_probs    (B, L): the model's log-probability of each token; 0 where no step revealed it
     last         (B,): the step of each sequence's last evaluation; `evaluations` (B,) counts them
     latents      (B,): λ of that evaluation, for a model with `mixture`
+
+    The last ten, from grid on, are fields of `table`.
     """
 
     denoiser: Denoiser
     hows: list[Sampling]
     keys: Keys
-    grid: Tensor
-    alpha: Tensor
-    tokens: Tensor
-    masked: Tensor
-    revealed_at: Tensor
-    draws: Tensor
-    log_probs: Tensor
-    last: Tensor
-    evaluations: Tensor
-    latents: Tensor | None
+    table: Table
+    constants: tuple[Tensor, Tensor] | None = None  # 0, …, L − 1, and False: Python's would be waited for
+    grid: Tensor = field(init=False)
+    alpha: Tensor = field(init=False)
+    tokens: Tensor = field(init=False)
+    masked: Tensor = field(init=False)
+    revealed_at: Tensor = field(init=False)
+    draws: Tensor = field(init=False)
+    log_probs: Tensor = field(init=False)
+    last: Tensor = field(init=False)
+    evaluations: Tensor = field(init=False)
+    latents: Tensor | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.laws = list(dict.fromkeys((how.temperature, how.top_p) for how in self.hows))
         self.policies = {how.noise for how in self.hows}
-        self.position = torch.arange(self.tokens.shape[1], device=self.tokens.device)
-        self.false = torch.zeros((), dtype=torch.bool, device=self.tokens.device)  # Python's False is waited for
+        for name, column in self.table.columns().items():
+            setattr(self, name, column)
+        device = self.tokens.device
+        if self.constants is None or self.constants[0].device != device:
+            false = torch.zeros((), dtype=torch.bool, device=device)
+            self.constants = torch.arange(self.tokens.shape[1], device=device), false
+        self.position, self.false = self.constants
 
     def __len__(self) -> int:
         return len(self.hows)
@@ -217,59 +227,47 @@ class Canvas:
         tokens = process.begun(tokens, keys.tokens).clone()
         planned = plan(process, keys.order, t, how.steps, L, how.order)
         masked = tokens == process.mask_id
-        count = torch.zeros(B, dtype=torch.int64, device=tokens.device)
-        return cls(
-            denoiser,
-            [how] * B,
-            keys,
-            planned.grid,
-            planned.alpha,
-            tokens,
-            masked,
-            torch.where(masked, planned.reveal, -1),
-            torch.zeros_like(tokens),
-            torch.zeros(B, L, device=tokens.device),
-            count,
-            count.clone(),
-            process.latents(keys.noise),
-        )
+        count, latents = torch.zeros(B, dtype=torch.int64, device=tokens.device), process.latents(keys.noise)
+        columns = {
+            "grid": planned.grid,
+            "alpha": planned.alpha,
+            "tokens": tokens,
+            "masked": masked,
+            "revealed_at": torch.where(masked, planned.reveal, -1),
+            "draws": torch.zeros_like(tokens),
+            "log_probs": torch.zeros(B, L, device=tokens.device),
+            "last": count,
+            "evaluations": count,
+        }
+        columns |= {} if latents is None else {"latents": latents}
+        return cls(denoiser, [how] * B, keys, Table.of(columns))
 
     def joined(self, *others: Canvas) -> Canvas:
         """These sequences and others of the same length, of the same model."""
         every = [self, *others]
         N = max(one.grid.shape[1] for one in every)
-
-        def column(name: str) -> Tensor:
-            values = [getattr(one, name) for one in every]
-            if name in ("grid", "alpha"):
-                values = [each if each.shape[1] == N else F.pad(each, (0, N - each.shape[1])) for each in values]
-            return torch.cat(values)
-
+        first, *rest = (one._wider(N) for one in every)
         hows = [how for one in every for how in one.hows]
-        return self._with(hows, self.keys.joined([one.keys for one in others]), column)
+        return replace(self, hows=hows, keys=self.keys.joined([one.keys for one in others]), table=first.joined(rest))
+
+    def _wider(self, N: int) -> Table:
+        """Its table with times for N columns."""
+        if self.grid.shape[1] == N:
+            return self.table
+        times = {name: F.pad(getattr(self, name), (0, N - self.grid.shape[1])) for name in ("grid", "alpha")}
+        return Table.of(self.table.columns() | times)
 
     def kept(self, index: list[int]) -> Canvas:
         """Some of these sequences, in this order."""
         at = sent(torch.tensor(index, dtype=torch.int64), self.tokens.device)
         hows = [self.hows[i] for i in index]
-        return self._with(hows, self.keys.at(at).settled(), lambda name: getattr(self, name)[at])
-
-    def _with(self, hows: list[Sampling], keys: Keys, column: Callable[[str], Tensor]) -> Canvas:
-        """Other sequences; `column` gives each field by name."""
-        columns: dict[str, Any] = {name: column(name) for name in self._columns()}
-        return replace(self, hows=hows, keys=keys, **columns)
-
-    def _columns(self) -> list[str]:
-        """The names of its fields that are tensors."""
-        return [each.name for each in fields(self) if isinstance(getattr(self, each.name), Tensor)]
+        return replace(self, hows=hows, keys=self.keys.at(at).settled(), table=self.table.at(at))
 
     def to(self, device: torch.device) -> Canvas:
         """The same on a device, which is not waited for."""
         if device == self.tokens.device:
             return self
-        names = self._columns()
-        there = dict(zip(names, sent_together([getattr(self, name) for name in names], device), strict=True))
-        return self._with(self.hows, self.keys.to(device), there.__getitem__)
+        return replace(self, keys=self.keys.to(device), table=self.table.to(device))
 
     def begin(self, turn: Turn) -> None:
         """Count a turn that was not planned beforehand."""
@@ -412,4 +410,5 @@ def sample(
         step = torch.arange(how.steps + 1, device=tokens.device)[:, None]
         shown = canvas.revealed_at[:, None, :] < step  # (B, N + 1, L)
         story = Trace(torch.where(shown, canvas.tokens[:, None, :], process.mask_id), canvas.log_probs)
-    return Generation(canvas.tokens, canvas.revealed_at, evaluations, canvas.draws, canvas.latents, story)
+    made = {name: column.contiguous() for name, column in canvas.table.columns().items()}  # without the rest of it
+    return Generation(made["tokens"], made["revealed_at"], evaluations, made["draws"], made.get("latents"), story)

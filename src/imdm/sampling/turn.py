@@ -97,16 +97,18 @@ class Remaining:
 
     steps (B, L): the step of each position that is to be revealed, −1 elsewhere
     last  (B,): the step of each sequence's last evaluation, 0 before the first
+    count (B,): its evaluations so far
     """
 
     steps: Tensor
     last: Tensor
+    count: Tensor
 
     @classmethod
     def of(cls, steps: Tensor) -> Remaining:
         """Of sequences before their first step. Waits for the GPU, if the steps are there."""
         steps = steps.cpu()
-        return cls(steps.clone(), torch.zeros(len(steps), dtype=torch.int64))
+        return cls(steps.clone(), *torch.zeros(2, len(steps), dtype=torch.int64))
 
     @property
     def done(self) -> list[bool]:
@@ -129,6 +131,7 @@ class Remaining:
         """This turn is evaluated: what it reveals is to come no more."""
         self.steps[turn.active[turn.rows.sequence], turn.rows.position] = -1
         self.last[turn.active] = turn.now
+        self.count[turn.active] += 1
 
     def only(self, masked: Tensor) -> None:
         """Forget positions that are no longer masked (B, L)."""
@@ -136,10 +139,10 @@ class Remaining:
 
     def joined(self, *others: Remaining) -> Remaining:
         every = [self, *others]
-        return Remaining(torch.cat([one.steps for one in every]), torch.cat([one.last for one in every]))
+        return Remaining(*(torch.cat([getattr(one, name) for one in every]) for name in ("steps", "last", "count")))
 
     def kept(self, index: list[int]) -> Remaining:
-        return Remaining(self.steps[index], self.last[index])
+        return Remaining(self.steps[index], self.last[index], self.count[index])
 
 
 def _starts(count: np.ndarray, batch_size: int | None) -> np.ndarray:

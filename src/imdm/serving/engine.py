@@ -30,9 +30,9 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
-from imdm.devices import Fetched
 from imdm.errors import UserError, check_number, check_seed, check_whole, is_out_of_memory, unknown
 from imdm.sampling import Canvas, Remaining, Sampling
+from imdm.sampling.table import FetchedTable
 from imdm.serving.jobs import (
     Busy,
     Failed,
@@ -67,16 +67,19 @@ class _Group(NamedTuple):
 
 
 class _Pending(NamedTuple):
-    """A turn whose results are not read yet: the jobs it ends, those that want a frame of it, the rows of these."""
+    """A turn whose results are not read yet: the jobs it ends, those that want a frame of it, the rows of these, and
+    their evaluations."""
 
     ended: list[Ticket]
     told: list[Ticket]
-    rows: Fetched
+    rows: FetchedTable
+    evaluated: Remaining
 
 
 @dataclass
 class Counts:
-    """Counters of an engine. turns: network evaluations; evaluated: sequences in them; busy: seconds of work."""
+    """Counters of an engine. turns: network evaluations; evaluated: sequences in them; busy: seconds of work; waited:
+    those of them in which it waited for a GPU."""
 
     sequences: int = 0
     tokens: int = 0
@@ -85,6 +88,7 @@ class Counts:
     dropped: int = 0
     failed: int = 0
     busy: float = 0.0
+    waited: float = 0.0
     lately: deque[float] = field(default_factory=lambda: deque(maxlen=64))  # seconds that sequences took
 
 
@@ -412,7 +416,8 @@ class Engine:
         done, tickets = group.remaining.done, group.tickets
         told = [i for i, ticket in enumerate(tickets) if (done[i] or ticket.job.frames) and not ticket.dropped]
         ended = [ticket for ticket, one in zip(tickets, done, strict=True) if one]
-        pending = _Pending(ended, [tickets[i] for i in told], rows_of(group.canvas, told))
+        rows, evaluated = rows_of(group.canvas, told), group.remaining.kept(told)
+        pending = _Pending(ended, [tickets[i] for i in told], rows, evaluated)
         if ended:
             self._keep(key, group, [i for i, one in enumerate(done) if not one])
         self._pending.append(pending)
@@ -423,7 +428,6 @@ class Engine:
         planned = remaining.turn()
         if len(planned.active):
             turn = planned.to(canvas.tokens.device)
-            canvas.begin(turn)
             drawn = canvas.evaluate(turn)
             remaining.revealed(planned)
             if not canvas.denoiser.process.is_planned:
@@ -449,7 +453,9 @@ class Engine:
 
     def _frames(self, turn: _Pending) -> list[tuple[Ticket, Frame]]:
         """Frames of jobs that want one after every step, and of all that ended, but for clients that are gone."""
+        asked = time.monotonic()
         rows, now = turn.rows.wait(), time.monotonic()
+        self.counts.waited += now - asked
         for ticket in turn.ended:
             self.counts.sequences += 1
             self.counts.lately.append(now - ticket.came)
@@ -457,7 +463,7 @@ class Engine:
             return []
         return [
             (ticket, Frame(**frame, done=ticket in turn.ended, seconds=now - ticket.began))
-            for ticket, frame in zip(turn.told, fields_of(rows), strict=True)
+            for ticket, frame in zip(turn.told, fields_of(rows, turn.evaluated), strict=True)
         ]
 
     def _safely(self, tickets: list[Ticket], work: Callable[[], None]) -> bool:

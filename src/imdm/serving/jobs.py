@@ -10,13 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from imdm.devices import Fetched, sent
+from imdm.devices import sent
 from imdm.errors import UserError
 from imdm.masks import NoisePath
 from imdm.process import NoisePolicy
 from imdm.randomness import Purpose, folded
-from imdm.sampling import Canvas, Keys, Sampling
+from imdm.sampling import Canvas, Keys, Remaining, Sampling
 from imdm.sampling.options import RevealOrder
+from imdm.sampling.table import FetchedTable, Table
 
 if TYPE_CHECKING:
     from imdm.models import MaskedDiffusionLM
@@ -172,34 +173,33 @@ def started(jobs: Sequence[Job], how: Sampling, model: Any) -> Canvas:
     return Canvas.start(model, tokens, Keys(order, keys(seeds("draws_seed")), noise), how, start)
 
 
-def rows_of(canvas: Canvas, index: list[int]) -> Fetched:
-    """What frames say of some sequences of a canvas, as one table, which is not waited for."""
+def rows_of(canvas: Canvas, index: list[int]) -> FetchedTable:
+    """What frames say of some sequences of a canvas. It is not waited for."""
     if not index:
-        return Fetched(canvas.tokens[:0])
-    at = sent(torch.tensor(index), canvas.tokens.device)
-    masked = canvas.masked[at]
-    given = canvas.revealed_at[at] < 0
-    columns = (
-        canvas.tokens[at].masked_fill(masked, -1),
-        (canvas.revealed_at[at] + 1).masked_fill(masked | given, 0),
-        canvas.log_probs[at].double().exp().masked_fill(given, 1.0).masked_fill(masked, 0.0),
-        canvas.last[at, None],
-        canvas.evaluations[at, None],
+        return FetchedTable(Table(canvas.table.data[:0], canvas.table.layout))
+    return FetchedTable(canvas.table.at(sent(torch.tensor(index), canvas.tokens.device)))
+
+
+def fields_of(rows: Table, evaluated: Remaining) -> list[dict[str, Any]]:
+    """The fields of frames from the rows and the evaluations of their sequences, but for `done` and `seconds`."""
+    of = {name: column.numpy() for name, column in rows.columns().items()}
+    masked, given = of["masked"], of["revealed_at"] < 0
+    probability = np.where(given, 1.0, np.exp(of["log_probs"].astype(np.float64)))
+    columns = zip(
+        np.where(masked, -1, of["tokens"]).tolist(),
+        np.where(masked | given, 0, of["revealed_at"] + 1).tolist(),
+        np.where(masked, 0.0, probability).tolist(),
+        evaluated.last.tolist(),
+        evaluated.count.tolist(),
+        strict=True,
     )
-    return Fetched(torch.cat([column.double() for column in columns], 1))
-
-
-def fields_of(table: Tensor) -> list[dict[str, Any]]:
-    """The fields of frames from their rows, but for `done` and `seconds`."""
-    L, rows = table.shape[1] // 3, table.numpy()
-    whole = rows[:, : 2 * L].astype(int).tolist()
     return [
         {
-            "step": int(row[-2]) + 1 if row[-1] else 0,
-            "ids": [None if token < 0 else token for token in numbers[:L]],
-            "revealed": numbers[L:],
-            "probability": row[2 * L : 3 * L].tolist(),
-            "evaluations": int(row[-1]),
+            "step": last + 1 if evaluations else 0,
+            "ids": [None if token < 0 else token for token in tokens],
+            "revealed": revealed,
+            "probability": probable,
+            "evaluations": evaluations,
         }
-        for row, numbers in zip(rows, whole, strict=True)
+        for tokens, revealed, probable, last, evaluations in columns
     ]
