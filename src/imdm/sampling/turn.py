@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -117,21 +118,29 @@ class Remaining:
 
     def turn(self) -> Turn:
         """The next evaluation of all sequences that need one."""
-        masked = self.steps >= 0
-        step = torch.where(masked, self.steps, torch.iinfo(torch.int64).max).amin(1)
-        active = masked.any(1).nonzero()[:, 0]
+        steps = self.steps.numpy()  # of a dozen small operations, NumPy's are the quicker
+        never = np.iinfo(np.int64).max
+        step = np.where(steps < 0, never, steps).min(1, initial=never)
+        active = np.flatnonzero(step < never)
         now = step[active]
-        due = self.steps[active] == now[:, None]
-        sequence, position = due.nonzero(as_tuple=True)
-        slot = (due.cumsum(1) - 1)[sequence, position]
-        most = int(slot.max()) + 1 if len(slot) else 0
-        return Turn(active, now, self.last[active], Rows(sequence, position, slot, most))
+        sequence, position = np.nonzero(steps[active] == now[:, None])
+        count = np.bincount(sequence, minlength=len(active))
+        parts = active, now, self.last.numpy()[active], sequence, position, _within(count)
+        whole = torch.from_numpy(np.concatenate(parts)).split([len(part) for part in parts])
+        rows = Rows(whole[3], whole[4], whole[5], int(count.max(initial=0)))
+        return Turn(whole[0], whole[1], whole[2], rows)
 
     def revealed(self, turn: Turn) -> None:
         """This turn is evaluated: what it reveals is to come no more."""
-        self.steps[turn.active[turn.rows.sequence], turn.rows.position] = -1
-        self.last[turn.active] = turn.now
-        self.count[turn.active] += 1
+        active, rows = turn.active.numpy(), turn.rows
+        self.steps.numpy()[active[rows.sequence.numpy()], rows.position.numpy()] = -1
+        self.last.numpy()[active] = turn.now.numpy()
+        self.count.numpy()[active] += 1
+
+    def so_far(self, index: Sequence[int]) -> list[tuple[int, int]]:
+        """Of some sequences: the step of the last evaluation, and the number of evaluations."""
+        last, count = self.last.tolist(), self.count.tolist()
+        return [(last[i], count[i]) for i in index]
 
     def only(self, masked: Tensor) -> None:
         """Forget positions that are no longer masked (B, L)."""

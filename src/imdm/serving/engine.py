@@ -73,7 +73,7 @@ class _Pending(NamedTuple):
     ended: list[Ticket]
     told: list[Ticket]
     rows: FetchedTable
-    evaluated: Remaining
+    evaluated: list[tuple[int, int]]
 
 
 @dataclass
@@ -416,7 +416,7 @@ class Engine:
         done, tickets = group.remaining.done, group.tickets
         told = [i for i, ticket in enumerate(tickets) if (done[i] or ticket.job.frames) and not ticket.dropped]
         ended = [ticket for ticket, one in zip(tickets, done, strict=True) if one]
-        rows, evaluated = rows_of(group.canvas, told), group.remaining.kept(told)
+        rows, evaluated = rows_of(group.canvas, told), group.remaining.so_far(told)
         pending = _Pending(ended, [tickets[i] for i in told], rows, evaluated)
         if ended:
             self._keep(key, group, [i for i, one in enumerate(done) if not one])

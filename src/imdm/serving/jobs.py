@@ -15,7 +15,7 @@ from imdm.errors import UserError
 from imdm.masks import NoisePath
 from imdm.process import NoisePolicy
 from imdm.randomness import Purpose, folded
-from imdm.sampling import Canvas, Keys, Remaining, Sampling
+from imdm.sampling import Canvas, Keys, Sampling
 from imdm.sampling.options import RevealOrder
 from imdm.sampling.table import FetchedTable, Table
 
@@ -180,8 +180,9 @@ def rows_of(canvas: Canvas, index: list[int]) -> FetchedTable:
     return FetchedTable(canvas.table.at(sent(torch.tensor(index), canvas.tokens.device)))
 
 
-def fields_of(rows: Table, evaluated: Remaining) -> list[dict[str, Any]]:
-    """The fields of frames from the rows and the evaluations of their sequences, but for `done` and `seconds`."""
+def fields_of(rows: Table, evaluated: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
+    """The fields of frames from the rows of their sequences and from what is known of their evaluations (`so_far`), but
+    for `done` and `seconds`."""
     of = {name: column.numpy() for name, column in rows.columns().items()}
     masked, given = of["masked"], of["revealed_at"] < 0
     probability = np.where(given, 1.0, np.exp(of["log_probs"].astype(np.float64)))
@@ -189,8 +190,7 @@ def fields_of(rows: Table, evaluated: Remaining) -> list[dict[str, Any]]:
         np.where(masked, -1, of["tokens"]).tolist(),
         np.where(masked | given, 0, of["revealed_at"] + 1).tolist(),
         np.where(masked, 0.0, probability).tolist(),
-        evaluated.last.tolist(),
-        evaluated.count.tolist(),
+        evaluated,
         strict=True,
     )
     return [
@@ -201,5 +201,5 @@ def fields_of(rows: Table, evaluated: Remaining) -> list[dict[str, Any]]:
             "probability": probable,
             "evaluations": evaluations,
         }
-        for tokens, revealed, probable, last, evaluations in columns
+        for tokens, revealed, probable, (last, evaluations) in columns
     ]
