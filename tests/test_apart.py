@@ -8,6 +8,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -299,6 +300,53 @@ def test_a_job_is_checked_once_by_the_service() -> None:
     with Apart(unchecked) as engine:
         (frames,) = asyncio.run(asyncio.wait_for(all_of(engine, [Job("a", HOLES, steps=2)]), 60))
         assert frames[-1].done
+
+
+class Unreadable(list[None]):
+    """Its pickle cannot be read."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _raising, ()
+
+
+def _raising() -> None:
+    raise RuntimeError("no such row")
+
+
+def test_a_process_that_cannot_read_a_letter_ends() -> None:
+    """It would seem alive, and hear no more."""
+    with Apart(writers) as engine:
+        with pytest.raises(Stopped):
+            asyncio.run(asyncio.wait_for(all_of(engine, [Job("a", Unreadable(HOLES))]), 60))
+        until(lambda: engine.broken)
+        assert not engine.alive
+
+
+def late() -> dict[str, Writer]:
+    """There a thread is alive only some time after it was started."""
+    start = threading.Thread.start
+
+    def slowly(self: threading.Thread) -> None:
+        if self.name.startswith("Thread-"):
+            time.sleep(1.0)
+        start(self)
+
+    threading.Thread.start = slowly  # type: ignore[method-assign]
+    return writers(0.3)
+
+
+def test_a_stop_that_begins_late_lets_jobs_finish() -> None:
+    engine = Apart(late)
+    engine.start()
+
+    async def write() -> list[Any]:
+        loop, story = asyncio.get_running_loop(), asyncio.ensure_future(all_of(engine, [Job("a", HOLES, steps=8)]))
+        await asyncio.sleep(0.2)
+        await loop.run_in_executor(None, engine.stop, 30.0)
+        return await story
+
+    (frames,) = asyncio.run(asyncio.wait_for(write(), 60))
+    assert frames[-1].done
 
 
 def test_a_stop_does_not_wait_for_a_process_to_tell() -> None:

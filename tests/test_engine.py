@@ -10,6 +10,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -719,7 +720,6 @@ def test_turns_are_launched_without_waiting_for_the_gpu(changes: dict[str, Any])
                 torch.cuda.set_sync_debug_mode(waits)
                 planned = remaining.turn()
                 turn = planned.to(canvas.tokens.device)
-                canvas.begin(turn)
                 canvas.evaluate(turn)
                 remaining.revealed(planned)
                 rows = rows_of(canvas, [1, 3])
@@ -729,3 +729,17 @@ def test_turns_are_launched_without_waiting_for_the_gpu(changes: dict[str, Any])
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert rows.wait().columns()["tokens"].shape == (2, 6)
+
+
+def test_whole_numbers_of_numpy_are_numbers() -> None:
+    """Beside others in the same turn."""
+    model = tiny_model()
+    jobs = [
+        Job("a", HOLES, seed=3, number=np.int32(1)),  # type: ignore[arg-type]
+        Job("a", HOLES, seed=3, number=1, steps=4),
+        Job("a", np.full(6, 1, dtype=np.int32).tolist(), steps=2),
+        Job("a", list(np.full(6, 1, dtype=np.int32)), temperature=0.5),
+    ]
+    rows = [started([job], job.how(model), model) for job in jobs]
+    assert torch.equal(rows[0].keys.order, rows[1].keys.order)
+    assert rows[0].joined(*rows[1:]).tokens.dtype == torch.int64

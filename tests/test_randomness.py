@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -88,6 +89,14 @@ def test_keys_folded_one_by_one_are_those_folded_together(many: int) -> None:
     seeds, numbers = [(-1) ** i * (i << 60) for i in range(many)], [(i * 7919) % (1 << 31) for i in range(many)]
     together = fold(as_keys(seeds), Purpose.SAMPLE, torch.tensor(numbers, dtype=torch.int64))
     assert torch.equal(folded(seeds, Purpose.SAMPLE, numbers), together)
+    assert torch.equal(folded(seeds, Purpose.SAMPLE, [np.int32(number) for number in numbers]), together)
+    assert torch.equal(folded(seeds, Purpose.SAMPLE, [number + (1 << 63) for number in numbers]), together)
+
+
+def test_a_place_is_its_low_bits() -> None:
+    key = as_key(5)
+    assert torch.equal(fold(key, Purpose.SAMPLE, 3 + (1 << 63)), fold(key, Purpose.SAMPLE, 3))
+    assert torch.equal(uniform(key, Purpose.SAMPLE, 3, (1 << 70) - 1), uniform(key, Purpose.SAMPLE, 3, -1))
 
 
 def test_place_is_the_counter() -> None:

@@ -61,3 +61,22 @@ def test_rows_are_picked_joined_and_moved_with_all_fields() -> None:
     moved = both.to(torch.device("meta")).columns()
     assert all(column.is_meta for column in moved.values())
     assert moved["strided"].shape == (7, 5)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_copies_are_without_the_table(rows: int) -> None:
+    given = columns(rows)
+    table = Table.of(given)
+    found = table.copied("ids", "time", "absent")
+    assert found.keys() == {"ids", "time"}
+    for name, column in found.items():
+        assert column.stride() == given[name].stride()
+        assert column.untyped_storage().nbytes() == given[name].nbytes
+        assert torch.equal(column, given[name])
+    found["ids"][:] = 0
+    assert_same(table, given)
+
+
+def test_tables_of_other_layouts_are_not_joined() -> None:
+    with pytest.raises(ValueError, match="different layouts"):
+        Table.of(columns(4)).joined([Table.of(columns(4, width=3))])

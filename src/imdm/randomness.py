@@ -97,12 +97,13 @@ def as_keys(seeds: Sequence[int], device: torch.device | str | None = None) -> T
 
 def folded(seeds: Sequence[int], purpose: Purpose, numbers: Sequence[int]) -> Tensor:
     """`fold(as_keys(seeds), purpose, numbers)` by plain numbers, which is quicker for a few."""
+    places = [int(number) & _WORD for number in numbers]
     if len(seeds) > FEW:
-        return fold(as_keys(seeds), purpose, torch.tensor(numbers))
+        return fold(as_keys(seeds), purpose, torch.tensor(places))
     folds = []
-    for seed, number in zip(seeds, numbers, strict=True):
+    for seed, place in zip(seeds, places, strict=True):
         key = _signed(seed)
-        high, low, _, _ = philox((0, number & _WORD, 0, int(purpose)), (key & _WORD, (key >> 32) & _WORD))
+        high, low, _, _ = philox((0, place, 0, int(purpose)), (key & _WORD, (key >> 32) & _WORD))
         folds.append((high << 32) | low)
     return as_keys(folds)
 
@@ -131,7 +132,7 @@ def _words(key: Tensor, purpose: Purpose, a: Tensor | int, b: Tensor | int, bloc
     """The four words of each block, (..., blocks) each, on a CPU. Each word depends on all that is given, and so has
     the shape that these have together."""
     whole, first, second = (
-        value.numpy().astype(np.int64, copy=False)[..., None] if isinstance(value, Tensor) else np.array([int(value)])
+        value.to("cpu", torch.int64).numpy()[..., None] if isinstance(value, Tensor) else np.array([_signed(value)])
         for value in (key, a, b)
     )
     counter = (np.arange(blocks), first & _WORD, second & _WORD, np.array([int(purpose)]))

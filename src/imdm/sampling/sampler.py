@@ -184,7 +184,8 @@ class Canvas:
     revealed_at  (B, L): the step of each position, also of those still masked (−1: as in `Generation`)
     draws        (B, L): the index of each position's current noise draw
     log_probs    (B, L): the model's log-probability of each token; 0 where no step revealed it
-    last         (B,): the step of each sequence's last evaluation; `evaluations` (B,) counts them
+    last         (B,): the step of each sequence's last evaluation; `evaluations` (B,) counts them; both only if each
+                 turn is told by `begin`
     latents      (B,): λ of that evaluation, for a model with `mixture`
 
     The last ten, from grid on, are fields of `table`.
@@ -388,7 +389,6 @@ def sample(
     written, holes_in_all = 0, 0
     whole = process.ending is not None  # then the evaluations depend on the tokens
     if whole:
-        evaluations = canvas.evaluations
         holes_in_all = int(canvas.masked.sum())
     for turn in coming:
         if whole:
@@ -405,10 +405,12 @@ def sample(
         if on_progress is not None:
             on_progress(written)
 
+    made = canvas.table.copied("tokens", "revealed_at", "draws", "log_probs", "evaluations", "latents")
+    if whole:
+        evaluations = made["evaluations"]
     story = None
     if trace:
         step = torch.arange(how.steps + 1, device=tokens.device)[:, None]
-        shown = canvas.revealed_at[:, None, :] < step  # (B, N + 1, L)
-        story = Trace(torch.where(shown, canvas.tokens[:, None, :], process.mask_id), canvas.log_probs)
-    made = {name: column.contiguous() for name, column in canvas.table.columns().items()}  # without the rest of it
+        shown = made["revealed_at"][:, None, :] < step  # (B, N + 1, L)
+        story = Trace(torch.where(shown, made["tokens"][:, None, :], process.mask_id), made["log_probs"])
     return Generation(made["tokens"], made["revealed_at"], evaluations, made["draws"], made.get("latents"), story)

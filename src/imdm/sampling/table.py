@@ -60,12 +60,19 @@ class Table:
         found = {field.name: part.view(field.dtype) for field, part in zip(self.layout, parts, strict=False)}
         return found | {field.name: found[field.name][:, 0] for field in self.layout if field.width is None}
 
+    def copied(self, *names: str) -> dict[str, Tensor]:
+        """Those of these fields that there are, without the table behind them."""
+        plain = torch.contiguous_format
+        return {name: column.clone(memory_format=plain) for name, column in self.columns().items() if name in names}
+
     def at(self, index: Tensor) -> Table:
         """A copy of some rows, in this order."""
         return Table(self.data[index], self.layout)
 
     def joined(self, others: Sequence[Table]) -> Table:
         """These rows and those of others of the same layout."""
+        if any(other.layout != self.layout for other in others):
+            raise ValueError(f"tables of different layouts: {[self.layout, *(other.layout for other in others)]}")
         return Table(torch.cat([self.data, *(other.data for other in others)]), self.layout)
 
     def to(self, device: torch.device) -> Table:

@@ -320,25 +320,32 @@ def _serve(line: Connection, engine: Engine) -> None:
 
 
 def _read(line: Connection, reports: _Reports, stopping: list[threading.Thread], told: threading.Event) -> None:
-    """Do what letters say. They are read as they come, without a look whether there is one: it would take longer than
-    to read it."""
-    engine = reports.engine
-    while True:
+    """Do what letters say, until there is nobody to write any. They are read as they come, without a look whether there
+    is one: it would take longer than to read it."""
+    try:
+        while True:
+            _heed(line.recv(), reports, stopping, told)
+    except (EOFError, OSError):
+        os._exit(0)  # the service is gone
+    except BaseException:  # a process that reads no more must not seem alive
+        LOG.exception("the engine's process cannot read what it is sent")
+        os._exit(1)
+
+
+def _heed(letter: tuple[str, Any], reports: _Reports, stopping: list[threading.Thread], told: threading.Event) -> None:
+    (kind, what), engine = letter, reports.engine
+    if kind == "stop":
+        thread = threading.Thread(target=engine.stop, args=(what,), daemon=True)
+        thread.start()
+        stopping.append(thread)  # when it is alive: this process ends when none is
+        told.set()
+    elif kind == "drop":
+        for number in what:
+            if (gone := reports.tickets.pop(number, None)) is not None:
+                engine._drop([gone])
+    else:
+        fresh = reports.taken(what)
         try:
-            kind, what = line.recv()
-        except (EOFError, OSError):
-            os._exit(0)  # the service is gone
-        if kind == "stop":
-            stopping.append(threading.Thread(target=engine.stop, args=(what,), daemon=True))
-            stopping[-1].start()
-            told.set()
-        elif kind == "drop":
-            for number in what:
-                if (gone := reports.tickets.pop(number, None)) is not None:
-                    engine._drop([gone])
-        else:
-            fresh = reports.taken(what)
-            try:
-                engine._submit(fresh)
-            except UserError as error:
-                reports.call_soon_threadsafe(None, [(ticket, Stopped(str(error))) for ticket in fresh])
+            engine._submit(fresh)
+        except UserError as error:
+            reports.call_soon_threadsafe(None, [(ticket, Stopped(str(error))) for ticket in fresh])

@@ -431,10 +431,17 @@ class Engine:
             drawn = canvas.evaluate(turn)
             remaining.revealed(planned)
             if not canvas.denoiser.process.is_planned:
-                remaining.only(canvas.masked.cpu())
+                remaining.only(self._waited_for(canvas.masked.cpu))
             self.counts.turns += 1
             self.counts.evaluated += len(turn.active)
             self.counts.tokens += len(drawn.tokens)
+
+    def _waited_for(self, result: Callable[[], T]) -> T:
+        """A result of the GPU, its time counted."""
+        asked = time.monotonic()
+        found = result()
+        self.counts.waited += time.monotonic() - asked
+        return found
 
     def _report(self, most: int) -> None:
         """Report the turns whose results are there; wait for the oldest while more than so many are not."""
@@ -453,9 +460,7 @@ class Engine:
 
     def _frames(self, turn: _Pending) -> list[tuple[Ticket, Frame]]:
         """Frames of jobs that want one after every step, and of all that ended, but for clients that are gone."""
-        asked = time.monotonic()
-        rows, now = turn.rows.wait(), time.monotonic()
-        self.counts.waited += now - asked
+        rows, now = self._waited_for(turn.rows.wait), time.monotonic()
         for ticket in turn.ended:
             self.counts.sequences += 1
             self.counts.lately.append(now - ticket.came)

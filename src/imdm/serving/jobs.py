@@ -152,7 +152,8 @@ def started(jobs: Sequence[Job], how: Sampling, model: Any) -> Canvas:
     """The canvas of jobs with the same options and rows of one length. It is on the CPU: its random numbers have the
     same bits there, and a GPU would finish what it is doing first."""
     hole = model.process.mask_id
-    tokens = torch.from_numpy(np.array([[hole if token is None else token for token in job.ids] for job in jobs]))
+    rows = [[hole if token is None else token for token in job.ids] for job in jobs]
+    tokens = torch.from_numpy(np.array(rows, dtype=np.int64))
     numbers = [job.number for job in jobs]
 
     def keys(seeds: Sequence[int]) -> Tensor:
