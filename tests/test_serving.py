@@ -920,9 +920,9 @@ def test_the_benchmark_asks_all_and_measures_what_it_says(
         assert row.figures["cpu_seconds"] > 0
     requests = [{"prompt": PROMPT, "seed": i, "steps": 3} for i in range(4)]
     with in_background(Engine({"tiny": writer})) as server:
-        found = bench._load(server.port, 2, requests)
+        found = bench.load(server.port, 2, requests)
         with pytest.raises(UserError, match="the clients failed: .*400"):
-            bench._load(server.port, 2, [{"steps": 0}])
+            bench.load(server.port, 2, [{"steps": 0}])
     assert found["texts"] == [rest(writer, writer.write(PROMPT, seed=i, steps=3))[0] for i in range(4)]
 
 

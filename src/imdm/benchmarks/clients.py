@@ -1,5 +1,6 @@
-"""Clients of the service, each of which sends its next request as soon as it has a response. Run as a separate process,
-so that they take no time from the service: requests come in as JSON, latencies go out."""
+"""Clients of the service, each of which sends its next request as soon as it has a response. Run as separate processes,
+so that they take no time from the service: requests come in as a line of JSON, another line is the signal to start, and
+latencies go out."""
 
 from __future__ import annotations
 
@@ -20,13 +21,16 @@ async def _ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, port:
 
 
 async def run(port: int, clients: int, requests: list[dict[str, Any]]) -> dict[str, Any]:
-    """seconds: of all; took: of each request; texts: in their order."""
+    """started, ended: on the clock that processes of a machine share; took: seconds of each request; texts: in their
+    order."""
     left = list(enumerate(requests))[::-1]
     took, texts = [0.0] * len(requests), [""] * len(requests)
-    started = time.perf_counter()
+    lines = [await asyncio.open_connection("127.0.0.1", port, limit=1 << 24) for _ in range(clients)]
+    print("ready", flush=True)
+    sys.stdin.readline()
+    started = time.monotonic()
 
-    async def client() -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 24)
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while left:
             number, request = left.pop()
             asked = time.perf_counter()
@@ -37,9 +41,9 @@ async def run(port: int, clients: int, requests: list[dict[str, Any]]) -> dict[s
             texts[number] = answer["choices"][0]["text"]
         writer.close()
 
-    await asyncio.gather(*(client() for _ in range(clients)))
-    return {"seconds": time.perf_counter() - started, "took": took, "texts": texts}
+    await asyncio.gather(*(client(*line) for line in lines))
+    return {"started": started, "ended": time.monotonic(), "took": took, "texts": texts}
 
 
 if __name__ == "__main__":
-    print(json.dumps(asyncio.run(run(**json.load(sys.stdin)))))
+    print(json.dumps(asyncio.run(run(**json.loads(sys.stdin.readline())))))

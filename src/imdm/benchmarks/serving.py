@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -32,6 +34,7 @@ from imdm.writer import Writer
 CLIENTS = (1, 8, 32, 64)
 STEPS = 8
 RUNS, SHORT = 5, 2.0  # runs of a number of clients, if one takes less than so many seconds
+CORES = 4  # of the machine, for each process of clients: else these would be what is measured
 Timed = TypeVar("Timed", bound=tuple[Any, ...])
 SIZES: dict[Size, dict[str, Any]] = {
     "full": {"preset": "small", "length": 128, "requests": 512},
@@ -63,11 +66,11 @@ def serving(size: Size) -> Iterator[Row]:
     with in_background(engine) as server:
         port = server.port
         for many in CLIENTS:
-            _load(port, many, requests[: 2 * many])  # warm-up of new batch sizes
+            load(port, many, requests[: 2 * many])  # warm-up of new batch sizes
 
             def over_http(many: int = many) -> tuple[float, float, list[float], int, float]:
                 worked, before = engine.processor(), replace(engine.counts)
-                found, after = _load(port, many, requests), engine.counts
+                found, after = load(port, many, requests), engine.counts
                 turns, waited = after.turns - before.turns, after.waited - before.waited
                 return found["seconds"], engine.processor() - worked, found["took"], turns, waited
 
@@ -168,10 +171,49 @@ def middle(run: Callable[[], Timed]) -> Timed:
     return sorted(found, key=lambda one: one[0])[len(found) // 2]
 
 
-def _load(port: int, clients: int, requests: list[dict[str, Any]]) -> dict[str, Any]:
+def load(port: int, clients: int, requests: list[dict[str, Any]]) -> dict[str, Any]:
+    """Send requests by so many clients at a time. seconds: of all; took: of each; texts: in their order."""
+    programs = min(clients, max(1, (os.cpu_count() or 1) // CORES))
+    shares = [requests[i::programs] for i in range(programs)]
+    many = [len(range(i, clients, programs)) for i in range(programs)]
+    with ExitStack() as stack:
+        running = [stack.enter_context(_clients(port, *one)) for one in zip(many, shares, strict=True)]
+        for one in running:
+            _line(one)  # that they are connected
+        for one in running:
+            _tell(one, "go")
+        found = [json.loads(_line(one)) for one in running]
+    texts, took = [""] * len(requests), [0.0] * len(requests)
+    for i, one in enumerate(found):
+        texts[i::programs], took[i::programs] = one["texts"], one["took"]
+    seconds = max(one["ended"] for one in found) - min(one["started"] for one in found)
+    return {"seconds": seconds, "took": took, "texts": texts}
+
+
+@contextmanager
+def _clients(port: int, clients: int, requests: list[dict[str, Any]]) -> Iterator[subprocess.Popen[str]]:
+    """A process of clients, which waits for the signal to start."""
     program = [sys.executable, str(Path(clients_program.__file__))]
-    asked = json.dumps({"port": port, "clients": min(clients, len(requests)), "requests": requests})
-    done = subprocess.run(program, input=asked, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise UserError(f"the clients failed: {done.stderr.strip().splitlines()[-1]}")
-    return json.loads(done.stdout)
+    pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
+    with subprocess.Popen(program, text=True, **pipes) as running:  # type: ignore[call-overload]
+        try:
+            _tell(running, json.dumps({"port": port, "clients": clients, "requests": requests}))
+            yield running
+        finally:
+            running.kill()
+
+
+def _tell(running: subprocess.Popen[str], line: str) -> None:
+    assert running.stdin is not None
+    with suppress(BrokenPipeError):  # `_line` says why
+        running.stdin.write(line + "\n")
+        running.stdin.flush()
+
+
+def _line(running: subprocess.Popen[str]) -> str:
+    """What it prints next."""
+    assert running.stdout is not None and running.stderr is not None
+    line = running.stdout.readline()
+    if not line:
+        raise UserError(f"the clients failed: {running.stderr.read().strip().splitlines()[-1]}")
+    return line

@@ -10,6 +10,7 @@ fails what it was asked for.
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import logging
 import os
@@ -82,6 +83,7 @@ class Apart(Engine):
         self._tickets: dict[int, Ticket] = {}
         self._numbers = count()
         self._processor = 0.0
+        self._jobs: dict[asyncio.AbstractEventLoop, list[tuple[int, Job, Sampling]]] = {}  # of each loop's next letter
         self._letters: SimpleQueue[bytes | None] = SimpleQueue()  # to that process, when the line has no room
         self._queued, self._writing = 0, threading.Lock()
         self._ending = threading.Lock()
@@ -137,6 +139,8 @@ class Apart(Engine):
         return super().processor() + self._processor  # as of its last report
 
     def _submit(self, tickets: list[Ticket]) -> None:
+        """Jobs that an event loop submits in one go are one letter: each letter interrupts the engine."""
+        loop = asyncio.get_running_loop()
         with self._changed:
             if not self._open:
                 raise Stopped("the service is stopping; try again when it has restarted")
@@ -144,14 +148,24 @@ class Apart(Engine):
             for ticket in tickets:
                 ticket.number = next(self._numbers)
                 self._tickets[ticket.number] = ticket
-        self._post(("jobs", [(ticket.number, ticket.job, ticket.how) for ticket in tickets]))
+            if loop not in self._jobs:
+                self._jobs[loop] = []
+                loop.call_soon(self._post_jobs, loop)
+            self._jobs[loop] += [(ticket.number, ticket.job, ticket.how) for ticket in tickets]
+
+    def _post_jobs(self, loop: asyncio.AbstractEventLoop) -> None:
+        with self._changed:
+            if jobs := self._jobs.pop(loop, None):
+                self._post(("jobs", jobs))
 
     def _drop(self, tickets: Sequence[Ticket]) -> None:
         super()._drop(tickets)
         with self._changed:
             gone = [ticket.number for ticket in tickets if self._tickets.pop(ticket.number, None) is not None]
-        if gone:
-            self._post(("drop", gone))
+            if gone:
+                for loop in list(self._jobs):  # before it is told to drop some of them
+                    self._post_jobs(loop)
+                self._post(("drop", gone))
 
     def _post(self, letter: tuple[str, Any]) -> None:
         """Write a letter, without waiting for that process, which may be slow to read: at once if the line has room and
