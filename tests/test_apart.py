@@ -24,6 +24,7 @@ from imdm.cli.serving import _loaded, named
 from imdm.errors import UserError
 from imdm.serving import Apart, Busy, Engine, Frame, Job, Settings, Stopped
 from imdm.serving import apart as apart_module
+from imdm.serving.jobs import IN_ONE_GO
 from imdm.serving.server import Server, in_background
 from imdm.writer import Writer
 from tests.test_serving import ask, tiny_writer, until
@@ -243,6 +244,33 @@ def test_letters_come_in_their_order(apart: Apart, monkeypatch: pytest.MonkeyPat
             apart._post((str(number), None))
         until(lambda: apart._queued == 0)
     assert came == [str(number) for number in range(40)]
+
+
+def test_jobs_that_come_together_are_few_letters(apart: Apart, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None waits for more than a few others, and one that is dropped at once is sent before that is."""
+    letters, post = list[tuple[str, int]](), apart._post
+
+    def posted(letter: tuple[str, Any]) -> None:
+        letters.append((letter[0], len(letter[1])))
+        post(letter)
+
+    monkeypatch.setattr(apart, "_post", posted)
+    many = IN_ONE_GO + 2
+    asyncio.run(all_of(apart, [Job("a", HOLES, steps=2, seed=i) for i in range(many)]))
+    assert letters == [("jobs", IN_ONE_GO), ("jobs", 2)]
+
+    async def leave() -> None:
+        working = asyncio.create_task(apart.finish([Job("a", HOLES, steps=2)]))
+        await asyncio.sleep(0)
+        working.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await working
+
+    letters.clear()
+    asyncio.run(leave())
+    assert letters == [("jobs", 1), ("drop", 1)]
+    until(lambda: apart.running == apart.waiting == 0)
+    assert not apart._jobs
 
 
 def test_a_stop_lets_running_texts_finish(slow: Apart) -> None:

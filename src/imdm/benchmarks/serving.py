@@ -194,7 +194,7 @@ def load(port: int, clients: int, requests: list[dict[str, Any]]) -> dict[str, A
 def _clients(port: int, clients: int, requests: list[dict[str, Any]]) -> Iterator[subprocess.Popen[str]]:
     """A process of clients, which waits for the signal to start."""
     program = [sys.executable, str(Path(clients_program.__file__))]
-    pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen(program, text=True, **pipes) as running:  # type: ignore[call-overload]
         try:
             _tell(running, json.dumps({"port": port, "clients": clients, "requests": requests}))
@@ -212,7 +212,8 @@ def _tell(running: subprocess.Popen[str], line: str) -> None:
 
 def _line(running: subprocess.Popen[str]) -> str:
     """What it prints next."""
-    assert running.stdout is not None and running.stderr is not None
+    assert running.stdout is not None
+    assert running.stderr is not None
     line = running.stdout.readline()
     if not line:
         raise UserError(f"the clients failed: {running.stderr.read().strip().splitlines()[-1]}")
