@@ -24,7 +24,6 @@ from imdm.cli.serving import _loaded, named
 from imdm.errors import UserError
 from imdm.serving import Apart, Busy, Engine, Frame, Job, Settings, Stopped
 from imdm.serving import apart as apart_module
-from imdm.serving.jobs import IN_ONE_GO
 from imdm.serving.server import Server, in_background
 from imdm.writer import Writer
 from tests.test_serving import ask, tiny_writer, until
@@ -246,8 +245,8 @@ def test_letters_come_in_their_order(apart: Apart, monkeypatch: pytest.MonkeyPat
     assert came == [str(number) for number in range(40)]
 
 
-def test_jobs_that_come_together_are_few_letters(apart: Apart, monkeypatch: pytest.MonkeyPatch) -> None:
-    """None waits for more than a few others, and one that is dropped at once is sent before that is."""
+def test_jobs_that_come_together_are_one_letter(apart: Apart, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that is dropped at once is sent before that is."""
     letters, post = list[tuple[str, int]](), apart._post
 
     def posted(letter: tuple[str, Any]) -> None:
@@ -255,9 +254,8 @@ def test_jobs_that_come_together_are_few_letters(apart: Apart, monkeypatch: pyte
         post(letter)
 
     monkeypatch.setattr(apart, "_post", posted)
-    many = IN_ONE_GO + 2
-    asyncio.run(all_of(apart, [Job("a", HOLES, steps=2, seed=i) for i in range(many)]))
-    assert letters == [("jobs", IN_ONE_GO), ("jobs", 2)]
+    asyncio.run(all_of(apart, [Job("a", HOLES, steps=2, seed=i) for i in range(6)]))
+    assert letters == [("jobs", 6)]
 
     async def leave() -> None:
         working = asyncio.create_task(apart.finish([Job("a", HOLES, steps=2)]))

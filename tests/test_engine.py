@@ -22,7 +22,7 @@ from imdm.randomness import Purpose, fold
 from imdm.sampling import Canvas, Keys, Remaining, Sampling, Turn
 from imdm.serving import Busy, Engine, Frame, Job, Settings, Stopped, TooLong
 from imdm.serving import engine as engine_module
-from imdm.serving.jobs import IN_ONE_GO, Failed, Ticket, rows_of, started, tell
+from imdm.serving.jobs import Failed, Ticket, rows_of, started, tell
 from tests.conftest import tiny_model
 from tests.reference.enumeration import TableDenoiser, all_masked, chain_law, sequence_law
 from tests.reference.statistics import assert_law, counts_of
@@ -644,39 +644,6 @@ def test_who_was_told_of_the_end_hears_no_more(monkeypatch: pytest.MonkeyPatch) 
     heard = asyncio.run(asyncio.wait_for(work(), 60))
     assert [[type(one) for one in said] for said in heard] == [[Stopped]] * 3
     assert not engine._open_tickets
-
-
-def test_jobs_are_told_in_order_a_few_in_one_go() -> None:
-    """So that the event loop sends the first responses before the last jobs are told; also if one fails to hear."""
-
-    async def work() -> tuple[list[tuple[int, str]], list[int], list[Any]]:
-        loop, heard, then, wrong = asyncio.get_running_loop(), list[tuple[int, str]](), list[int](), list[Any]()
-        loop.set_exception_handler(lambda _, context: wrong.append(context["exception"]))
-
-        def ticket(number: int) -> Ticket:
-            def hear(said: Any) -> None:
-                heard.append((number, str(said)))
-                if number == 1:
-                    loop.call_soon(lambda: then.append(len(heard)))
-                if number == 2 and str(said) == "first":
-                    raise ZeroDivisionError
-
-            return Ticket(MANY, Sampling(1), loop, hear, 0.0)
-
-        tickets = [ticket(number) for number in range(3 * IN_ONE_GO)]
-        for word in ("first", "second"):
-            tell([(one, UserError(word)) for one in tickets])
-        while len(heard) < 2 * len(tickets):
-            await asyncio.sleep(0)
-        tell([(tickets[0], UserError("third"))])
-        await asyncio.sleep(0.01)
-        return heard, then, wrong
-
-    heard, then, wrong = asyncio.run(asyncio.wait_for(work(), 60))
-    numbers = range(3 * IN_ONE_GO)
-    assert heard == [(i, word) for word in ("first", "second") for i in numbers] + [(0, "third")]
-    assert then[0] <= 3 * IN_ONE_GO  # what hearing led to came before the last of them
-    assert [type(error) for error in wrong] == [ZeroDivisionError]
 
 
 def test_an_engine_remembers_nobody_who_was_answered_or_left() -> None:

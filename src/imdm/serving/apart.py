@@ -32,7 +32,7 @@ import torch
 
 from imdm.errors import UserError, is_out_of_memory, reason_of
 from imdm.serving.engine import Counts, Engine, responsive, warm
-from imdm.serving.jobs import IN_ONE_GO, Frame, Job, Stopped, Ticket, ends, tell, unfinished
+from imdm.serving.jobs import Frame, Job, Stopped, Ticket, ends, tell, unfinished
 from imdm.serving.settings import Settings
 from imdm.stopping import held_back
 
@@ -139,7 +139,7 @@ class Apart(Engine):
         return super().processor() + self._processor  # as of its last report
 
     def _submit(self, tickets: list[Ticket]) -> None:
-        """Jobs that an event loop submits in one go are one letter, or a few: each letter interrupts the engine."""
+        """Jobs that an event loop submits in one go are one letter: each letter interrupts the engine."""
         loop = asyncio.get_running_loop()
         with self._changed:
             if not self._open:
@@ -152,8 +152,6 @@ class Apart(Engine):
                 self._jobs[loop] = []
                 loop.call_soon(self._post_jobs, loop)
             self._jobs[loop] += [(ticket.number, ticket.job, ticket.how) for ticket in tickets]
-            if len(self._jobs[loop]) >= IN_ONE_GO:
-                self._post_jobs(loop)
 
     def _post_jobs(self, loop: asyncio.AbstractEventLoop) -> None:
         with self._changed:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -24,13 +21,6 @@ from imdm.sampling.table import FetchedTable, Table
 
 if TYPE_CHECKING:
     from imdm.models import MaskedDiffusionLM
-
-
-IN_ONE_GO = 4
-"""Jobs that go to the engine, or hear of it, in one go of an event loop. All at once would take the fewest steps, but
-the responses to 64 requests take a process some 20 ms, and the next 64 requests as many, during which a GPU would wait:
-the first ones can be sent, and the next ones evaluated, before the last are done."""
-_unheard: WeakKeyDictionary[asyncio.AbstractEventLoop, deque[tuple[Ticket, Frame | UserError]]] = WeakKeyDictionary()
 
 
 class Busy(UserError):  # noqa: N818
@@ -154,22 +144,8 @@ def tell(said: Sequence[tuple[Ticket, Frame | UserError]]) -> None:
 
 
 def _hear(said: Sequence[tuple[Ticket, Frame | UserError]]) -> None:
-    """In an event loop: let each job hear what it was told, in order, a few in one go."""
-    loop = asyncio.get_running_loop()
-    unheard = _unheard.setdefault(loop, deque())
-    unheard.extend(said)
-    if len(unheard) == len(said):  # else the others are about to be heard
-        _hear_some(loop, unheard)
-
-
-def _hear_some(loop: asyncio.AbstractEventLoop, unheard: deque[tuple[Ticket, Frame | UserError]]) -> None:
-    try:
-        for _ in range(min(IN_ONE_GO, len(unheard))):
-            ticket, one = unheard.popleft()
-            ticket.hear(one)
-    finally:
-        if unheard:
-            loop.call_soon(_hear_some, loop, unheard)
+    for ticket, one in said:
+        ticket.hear(one)
 
 
 def started(jobs: Sequence[Job], how: Sampling, model: Any) -> Canvas:
