@@ -13,10 +13,12 @@ from imdm.data import PreparedSource
 from imdm.data.tokenizers import train_bpe
 from imdm.evaluation import read
 from imdm.evaluation.measuring import evaluate
+from imdm.files import read_lines
 from tests.test_cli import imdm, refused
 from tests.test_corpora import SENTENCES
 
 LENGTH = 64
+TRAINED = ("teacher", "mdlm-sdtt", "imdm-sdtt", "imdm-match")
 TRAINING = {"batch": 2, "warmup": 1, "precision": "float32", "compile": False, "graphs": False}
 TINY: dict[str, Any] = {
     "extends": "books",
@@ -72,13 +74,18 @@ def test_documents_are_long_enough_for_prompts_and_this_is_known_first(recipe: P
 def test_a_stage_by_itself(recipe: Path, tmp_path: Path) -> None:
     """Of any kind, with what it builds on and without a report; a second call finds it there."""
     run = tmp_path / "run"
-    done = imdm("reproduce", recipe, "--out", run, "--stage", "frontier")
+    done = imdm("reproduce", recipe, "--out", run, "--stage", "frontier", "stages.frontier.keep=3")
     assert done.returncode == 0, done.stderr
     assert f"done: frontier in {run}" in " ".join(done.stdout.split())
     assert {path.name for path in (run / "seed-0").iterdir() if path.is_dir()} == {"teacher", "frontier"}
     assert not (run / "report.html").exists()
-    assert {row.temperature for row in read(run / "results.jsonl") if row.metric == "entropy"} == {0.85, 1.0, 1.1}
-    again = imdm("reproduce", recipe, "--out", run, "--stage", "frontier")
+    texts = read_lines(run / "seed-0" / "frontier" / "texts.jsonl")
+    assert [(text["temperature"], text["number"]) for text in texts] == [
+        (t, i) for t in (0.8, 0.9, 1.0, 1.1) for i in range(3)
+    ]
+    assert len({text["text"] for text in texts}) == len(texts)
+    assert {row.temperature for row in read(run / "results.jsonl") if row.metric == "entropy"} == {0.8, 0.9, 1.0, 1.1}
+    again = imdm("reproduce", recipe, "--out", run, "--stage", "frontier", "stages.frontier.keep=3")
     assert "frontier: already there" in again.stdout + again.stderr
     documents = PreparedSource(run / "data" / "documents")
     assert 8 <= len(documents) < 8 * len(SENTENCES)
@@ -105,23 +112,14 @@ def test_rows_are_there_as_soon_as_they_are_known(
     assert imdm(*about).returncode == 0
     rows = {row.key: row.value for row in read(run / "results.jsonl")}
     assert {row.key: row.value for row in first}.items() <= rows.items()
-    assert {row.temperature for row in read(run / "results.jsonl") if row.metric == "entropy"} == {0.85, 1.0, 1.1}
+    assert {row.temperature for row in read(run / "results.jsonl") if row.metric == "entropy"} == {0.8, 0.9, 1.0, 1.1}
 
 
 @pytest.mark.slow
 def test_all_of_it(recipe: Path, tmp_path: Path) -> None:
     """Every row that the recipe promises, from stages run one by one, and a report of them."""
     run = tmp_path / "run"
-    for stage in (
-        "teacher",
-        "mdlm-sdtt",
-        "imdm-sdtt",
-        "imdm-match",
-        "frontier",
-        "measure",
-        "measure-spread",
-        "continue",
-    ):
+    for stage in (*TRAINED, "frontier", "measure", "measure-spread", "continue"):
         done = imdm("reproduce", recipe, "--out", run, "--stage", stage)
         assert done.returncode == 0, done.stderr
     rows = read(run / "results.jsonl")
@@ -136,6 +134,14 @@ def test_all_of_it(recipe: Path, tmp_path: Path) -> None:
         assert {("cond_gen_ppl", method, 2, "random"), ("cond_entropy", method, 2, "random")} <= found
     assert {row.mask for row in rows if row.method == "sdtt"} == {"single", "infinite-uniform-2048-1.0"}
     assert {row.n for row in rows if row.metric == "cond_entropy"} == {8}
+    kept = {stage: read_lines(run / "seed-0" / stage / "texts.jsonl") for stage in ("measure", "continue")}
+    for stage, texts in kept.items():
+        steps = {"measure": (2, 4), "continue": (2,)}[stage]
+        wanted = [(name, k, i) for name in TRAINED for k in steps for i in range(2)]
+        assert [(text["model"], text["steps"], text["number"]) for text in texts] == wanted
+        assert all(text["text"] and text["order"] == "random" and text["seed"] == 0 for text in texts)
+        assert all(("prompt" in text) == (stage == "continue") for text in texts)
+    assert not (run / "seed-0" / "frontier" / "texts.jsonl").exists()
     done = imdm("report", run)
     assert done.returncode == 0, done.stderr
     assert "Perplexity at equal entropy" in (run / "report.md").read_text()

@@ -33,6 +33,7 @@ from imdm.evaluation.continuing import _anew, _batches, _draw, _remembering, con
 from imdm.evaluation.fetching import _convert, _mend
 from imdm.evaluation.infilling import Gaps, _cut, filled, gaps
 from imdm.evaluation.judge import NotHereError, judge_at_hand, judge_of, load_judge_or_other
+from imdm.evaluation.texts import first_texts
 from imdm.randomness import Purpose, fold
 from imdm.sampling import Sampling
 from tests.conftest import tiny_model
@@ -482,6 +483,24 @@ def test_prompts_of_whole_texts(texts: Path, judges: dict[str, Judge]) -> None:
     assert found["cond_entropy"].value <= log(4)
     with pytest.raises(UserError, match="use 0, or infill_ppl"):
         continuations(infilling(texts, "whole", conditional=how.model_copy(update={"suffix": 2})))
+
+
+@pytest.mark.parametrize("packing", ["wrapped", "whole"])
+def test_texts_that_are_kept_are_those_that_metrics_read(texts: Path, packing: str) -> None:
+    """Samples first, then the first continuation of each prompt; none is written for it."""
+    how = Conditional(prompts=3, prefix=2, continuations=2, tokens=4)
+    evaluation = infilling(texts, packing, conditional=how, samples=5, seed=7)
+    assert first_texts(evaluation, 2) == []
+    measure(["cond_entropy"], evaluation)
+    made = continuations(evaluation)
+    after = [{"prompt": made.prompts[i], "text": made.written[i]} for i in (0, 2)]
+    drawn = {"steps": 2, "temperature": 1.0, "top_p": 1.0, "noise": "posterior", "order": "random", "seed": 7}
+    assert first_texts(evaluation, 2) == [drawn | {"number": i} | one for i, one in enumerate(after)]
+    measure(["entropy"], evaluation)
+    samples = [{"text": text} for text in evaluation.texts()[:2]]
+    assert first_texts(evaluation, 2) == [drawn | {"number": i % 2} | one for i, one in enumerate(samples + after)]
+    assert len(first_texts(evaluation, 9)) == 5 + 3
+    assert first_texts(Evaluation(replace(evaluation.subject, tokenizer=None)), 2) == []
 
 
 # A judge at hand

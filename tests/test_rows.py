@@ -178,7 +178,7 @@ def test_stages_that_differ_in_one_setting_leave_two_rows(setting: str, home: Pa
 
 
 def test_every_setting_is_varied() -> None:
-    elsewhere = {"kind", "models", "draws", "precision"}  # below; draws: an option of the command above
+    elsewhere = {"kind", "models", "draws", "precision", "keep"}  # below; draws: an option above; keep: no row has it
     assert set(EvaluateStage.model_fields) == {*SETTINGS, *elsewhere}
 
 

@@ -211,6 +211,15 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, _dumped(value, indent=2) + "\n")
 
 
+def write_lines(path: Path, values: Iterable[Any]) -> None:
+    """One JSON object a line."""
+    write_text(path, _lines(values))
+
+
+def _lines(values: Iterable[Any]) -> str:
+    return "".join(_dumped(value) + "\n" for value in values)
+
+
 def _dumped(value: Any, indent: int | None = None) -> str:
     """JSON without ASCII escapes, except for lone surrogates, which file names may have."""
     text = json.dumps(value, indent=indent, ensure_ascii=False)
@@ -467,7 +476,7 @@ def check_holds(folder: Path, file: str) -> None:
 def append_lines(path: Path, values: Iterable[Any]) -> None:
     """One JSON object a line, all or none of them. A last line that a crash cut short is dropped first."""
     with _naming(path):
-        lines = "".join(_dumped(value) + "\n" for value in values).encode()
+        lines = _lines(values).encode()
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "a+b", buffering=0) as file, _alone(file):
             end = _whole(file)

@@ -256,6 +256,10 @@ class Evaluation:
             self._made[what] = make()
         return self._made[what]
 
+    def has(self, what: str) -> bool:
+        """Whether `once` has made this."""
+        return what in self._made
+
     def hash_of(self, model: MaskedDiffusionLM) -> str:
         """A model's fingerprint."""
         if id(model) not in self.hashes:

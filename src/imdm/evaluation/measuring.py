@@ -111,11 +111,13 @@ def evaluate(
     *,
     match: MaskedDiffusionLM | float | None = None,
     match_how: Mapping[str, str | None] | None = None,
+    on_measured: Callable[[Evaluation], object] | None = None,
     **labels: Any,
 ) -> Iterator[list[Row]]:
     """The rows of a subject, one list an occasion. match: at the temperature where, at each step count, its entropy is
     that of another model with as many steps, or the one given. match_how: noise policy and order of the other model,
-    its own unless given. labels: keyword arguments of `to_row`."""
+    its own unless given. on_measured: called with what each occasion generated and measured. labels: keyword arguments
+    of `to_row`."""
     hashes: dict[int, str] = {}
     drawn: dict[str, Any] = {name: getattr(subject.how, name) for name in ("noise", "top_p", "order")}
     # Matching finds a new temperature for each step count, so every metric is measured at each.
@@ -130,6 +132,8 @@ def evaluate(
             here, equal = _matched_to(here, match, match_how or {}, hashes)
         evaluation = Evaluation(here, hashes)
         found = measure([metric.name for metric in occasion.metrics], evaluation)
+        if on_measured is not None:
+            on_measured(evaluation)
         yield [to_row(metrics[name], value, evaluation, equal=equal, **labels) for name, value in found.items()]
 
 

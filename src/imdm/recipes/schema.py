@@ -164,7 +164,8 @@ class EvaluateStage(Config):
     compile their layers, on a GPU: some twenty seconds once, then faster; not those of autoregressive models. seed:
     other samples than the recipe's, to choose settings on; reports show these results separately. first: use only the
     first so many tokens, of texts that have as many, so that entropies are of texts of equal length. noise, order: of
-    all its models, whatever policies a model has of its own.
+    all its models, whatever policies a model has of its own. keep: write the first so many texts that metrics read, of
+    each model at each step count and temperature, into the stage's folder (`texts.jsonl`).
     """
 
     kind: Literal["evaluate"]
@@ -186,6 +187,7 @@ class EvaluateStage(Config):
     first: int | None = Field(None, ge=2, le=1 << 20)
     order: RevealOrder = "random"
     compile: bool = False
+    keep: int = Field(0, ge=0)
 
     @model_validator(mode="after")
     def _one_judge(self) -> EvaluateStage:

@@ -14,8 +14,10 @@ from imdm.data import CoupleConfig, Coupling, Source, check_fits, couple
 from imdm.data.tokenizers import check_same, copy_tokenizer
 from imdm.devices import processes
 from imdm.evaluation import (
+    Evaluation,
     Metric,
     Parts,
+    Row,
     Subject,
     append,
     evaluate,
@@ -28,6 +30,8 @@ from imdm.evaluation import (
 from imdm.evaluation.judge import Judge, load_judge_or_other
 from imdm.evaluation.mauve import has_mauve
 from imdm.evaluation.measuring import drawn, with_what
+from imdm.evaluation.texts import first_texts
+from imdm.files import write_lines
 from imdm.models import MaskedDiffusionLM, fingerprint, in_precision, load_model, with_mask
 from imdm.randomness import Purpose, as_key, fold, seeded
 from imdm.recipes import AdoptStage, CoupleStage, EvaluateStage, TrainStage
@@ -188,7 +192,7 @@ def _evaluate(run: Run, name: str, stage: EvaluateStage) -> str:
     about = inputs.about(seed)
     if about["data"] is about["train"] and about["tokenizer"] is not None:
         run.reporter.say(f"{name}: no validation split, so training rows are used; make DIR/train and DIR/valid")
-    rows, done = [], 0
+    rows, texts, done = list[Row](), list[dict[str, Any]](), 0
     total = len(stage.models) * len(stage.steps) * len(stage.temperatures)
     read(run.results_file)  # fails now if rows could not be appended
     with run.reporter.bar(f"{name}: {stage.samples:,} sample{'s' * (stage.samples > 1)}", total) as bar:
@@ -211,13 +215,25 @@ def _evaluate(run: Run, name: str, stage: EvaluateStage) -> str:
             )
             labels: dict[str, Any] = {"experiment": recipe.experiment, "method": method, "recipe_hash": recipe.digest()}
             chosen = [m for m in names if "pairs" not in metrics[m].reads or subject.pairs is not None]
+
+            def keep(measured: Evaluation, model_name: str = model_name) -> None:
+                texts.extend({"model": model_name} | text for text in first_texts(measured, stage.keep))
+
             for found in evaluate(
-                subject, chosen, stage.steps, stage.temperatures, seed=recipe.seed_of(model_name), **labels
+                subject,
+                chosen,
+                stage.steps,
+                stage.temperatures,
+                on_measured=keep if stage.keep else None,
+                seed=recipe.seed_of(model_name),
+                **labels,
             ):
                 rows += found
                 done += 1
                 if processes().is_main_process:
                     append(run.results_file, found)
+                    if stage.keep:  # all anew: a stage that was stopped begins with the first again
+                        write_lines(run.folder / name / "texts.jsonl", texts)
                 bar(done, model_name)
     if not missing:  # else the texts are there for whoever adds what was missing
         parts.forget()
