@@ -51,9 +51,7 @@ class Cost:
         """What of this estimate is assumed, and what is left out."""
         said = []
         if any(stage.kind == "evaluate" for stage in self.stages):
-            said.append(
-                "evaluation: the networks' work alone, not what metrics do" + " on the CPU" * (not self.gpu.is_cpu)
-            )
+            said.append("evaluation: models, judges with their tokenizers, and MAUVE; not what other metrics do")
         if self.gpu.is_cpu:
             said.append(
                 "cpu: the speed of a large matmul and of a copy here and now, with utilisations measured on an H200; "

@@ -23,6 +23,8 @@ from imdm.recipes import CoupleStage, EvaluateStage, TrainStage
 from imdm.shipped import listed
 
 COMPILED = 20.0  # seconds once, where blocks are compiled
+TOKENISED = 4e-6  # seconds of the CPU for each token that a judge reads: decoding, and its tokenizer
+CLUSTERED = 5.0  # seconds of the CPU for each MAUVE
 SURE = 1.1  # times a GPU's memory: beyond it nothing fits, whatever the error of the estimate
 ABOUT = 1.03  # the least speed-up worth a change of settings
 JUDGES = {"gpt2-large": 774e6, "gpt2": 124e6, "gpt2-medium": 355e6, "gpt2-xl": 1558e6, "smollm2": 135e6}
@@ -283,8 +285,8 @@ def _coupled(networks: Networks, name: str, stage: CoupleStage, gpu: GPU, gpus: 
 
 
 def _evaluated(networks: Networks, name: str, stage: EvaluateStage, gpu: GPU, gpus: int) -> StageCost:
-    """Sampling, scoring by the judge, and the NELBO; not work on CPUs."""
-    length, total, reading = networks.length, Work(), Work()
+    """Sampling, scoring by the judge, and the NELBO; of the work on CPUs what a judge reads, and MAUVE."""
+    length, total, read, compared = networks.length, Work(), 0.0, 0
     each = part_size(stage.samples)
     parts = -(-stage.samples // each)
     used, tokens, runs = min(gpus, parts), 0.0, 0.0
@@ -295,12 +297,14 @@ def _evaluated(networks: Networks, name: str, stage: EvaluateStage, gpu: GPU, gp
     asked = occasions(stage.metrics, stage.steps, stage.temperatures, noise=stage.noise, top_p=stage.top_p)
     for size in sizes:
         for occasion in asked:
-            work, read, wrote = _occasion(size, stage, occasion, length, batch, judge)
-            total, reading, tokens = total + work, reading + read, tokens + wrote
+            work, judged, wrote = _occasion(size, stage, occasion, length, batch)
+            total, read, tokens = total + work, read + judged, tokens + wrote
+            compared += sum(metric.embedder for metric in occasion.metrics)
             runs = max(runs, evaluations(length, occasion.how.steps))
     share = -(-parts // used) / parts
     seconds = (total * share).writing(gpu, stage.precision) + COMPILED * stage.compile
-    seconds += (reading * share).writing(gpu, stage.judge_precision)
+    reading = Work(flops=2 * judge * read, products=2 * judge * read)
+    seconds += (reading * share).writing(gpu, stage.judge_precision) + TOKENISED * read * share + CLUSTERED * compared
     largest = max(sizes, key=lambda size: size.parameters)
     memory = writing(largest.config, largest.parameters, batch * length, stage.precision)
     memory += Memory(companions=judge * (2.0 if stage.judge_precision == "bf16" else 4.0))
@@ -317,12 +321,12 @@ def _evaluated(networks: Networks, name: str, stage: EvaluateStage, gpu: GPU, gp
 
 
 def _occasion(
-    size: Size, stage: EvaluateStage, occasion: Occasion, length: int, batch: int, judge: float
-) -> tuple[Work, Work, float]:
-    """The work for one set of samples, that of the judge on them, and the number of generated tokens."""
+    size: Size, stage: EvaluateStage, occasion: Occasion, length: int, batch: int
+) -> tuple[Work, float, float]:
+    """The work for one set of samples, the tokens that the judge reads, and the number of generated tokens."""
     config, chosen, parts, tokens = size.config, occasion.metrics, [Work()], 0.0
     runs, how = evaluations(length, occasion.how.steps), stage.conditional
-    reading = 0.0
+    read = 0.0
     if any(metric.samples and not metric.prompts for metric in chosen):
         parts.append(written(config, stage.samples, length, runs, batch))
         tokens += stage.samples * length
@@ -342,8 +346,8 @@ def _occasion(
             parts.append(bound if metric.name in ("nelbo", "val_ppl") else Work())
         if metric.judge:
             of_prompts = how.prompts * how.continuations * (how.prefix + how.tokens)
-            reading += of_prompts if metric.prompts else stage.samples * min(length, stage.first or length)
-    return reduce(add, parts), Work(flops=2 * judge * reading, products=2 * judge * reading), tokens
+            read += of_prompts if metric.prompts else stage.samples * min(length, stage.first or length)
+    return reduce(add, parts), read, tokens
 
 
 def _judge(networks: Networks, stage: EvaluateStage) -> float:
