@@ -413,7 +413,10 @@ def test_more_gpus_take_fewer_hours_and_more_gpu_hours() -> None:
     assert found[0].gpu_hours < found[1].gpu_hours < found[2].gpu_hours
     assert found[0].tokens == found[2].tokens
     assert found[0].flops == pytest.approx(found[2].flops)
-    assert any("batch 32 cannot be shared by 64 GPUs: 32 of them work" in line for line in found[2].notes())
+    assert any(
+        "batch 32 cannot be shared by 64 GPUs: 32 of them work; start this stage on as many processes" in line
+        for line in found[2].notes()
+    )
     assert not found[0].assumptions()[1:]
     assert any("links" in line for line in found[1].assumptions())
     assert any("h100" in line for line in cost("lm1b-imdm", gpu="h100").assumptions())
