@@ -30,9 +30,12 @@ from imdm.files import (
 from imdm.models import load_model
 from imdm.runs.jobs import _share
 from imdm.stopping import CODES, Asked, held_back
+from imdm.training.agreement import Agreement
 from tests.conftest import tiny_model
 from tests.reference.hostile import few
+from tests.reference.launching import ENVIRONMENT, torchrun
 from tests.test_cli import SMALL, imdm, refused
+from tests.test_serving import until
 
 # One process in a folder, and what it leaves
 
@@ -229,6 +232,66 @@ def test_a_signal_ends_training_with_a_checkpoint(tmp_path: Path, number: signal
     assert load_file(saved / "ema.safetensors")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("shard", ["none", "full"])
+def test_a_signal_ends_several_processes_with_a_checkpoint(tmp_path: Path, number: signal.Signals, shard: str) -> None:
+    """Sent to the launcher, or to one process alone: all save at one step, and one process goes on from there."""
+    out = tmp_path / "run"
+    given = ["train", "synthetic", *SLOW, "stages.teacher.training.log_every=1", "--out", str(out)]
+    line = [*torchrun(2), "-m", "imdm", *given, f"stages.teacher.training.shard={shard}"]
+    begun = subprocess.Popen(line, env=os.environ | ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        until(lambda: (out / "seed-0/teacher/history.jsonl").exists())
+        if shard == "none":
+            begun.send_signal(number)
+        else:
+            os.kill(int(workers_of(begun.pid)[-1]), number)
+        told, _ = begun.communicate(timeout=90)
+    finally:
+        begun.kill()
+    assert b"stopped; run the same command again to resume" in told, told.decode()
+    (saved,) = (out / "seed-0/teacher/checkpoints").iterdir()
+    at = int(saved.name.removeprefix("step-"))
+    last = read_lines(out / "seed-0/teacher/history.jsonl")[-1]["step"]
+    assert last == at > 0
+    done = imdm(*given[:-2], "--out", out, f"stages.teacher.training.steps={at + 2}")
+    assert done.returncode == 0, done.stderr
+    assert read_lines(out / "seed-0/teacher/history.jsonl")[-1]["step"] == at + 2
+
+
+def workers_of(process: int) -> list[str]:
+    """The processes that `torchrun` started."""
+    return Path(f"/proc/{process}/task/{process}/children").read_text().split()
+
+
+def test_what_one_process_is_asked_all_do_at_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes that take steps together: a signal is known to both one step after it was told."""
+    asked = [Asked(), Asked()]
+    agreed = [Agreement(one, torch.device("cpu"), alone=False) for one in asked]
+    most = [0]  # of what they tell in a step
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda told, _: told.fill_(most[0]))
+
+    def step() -> list[bool]:
+        most[0] = max(one.number or 0 for one in asked)
+        return [one() for one in agreed]
+
+    assert step() == [False, False]
+    asked[1].number = signal.SIGTERM
+    assert step() == [False, False]
+    assert asked[0].number is None
+    assert step() == [True, True]
+    assert asked[0].number == signal.SIGTERM
+    most[0] = signal.SIGINT
+    assert [one.at_last() for one in agreed] == [True, True]
+    assert {one.number for one in asked} == {signal.SIGINT}
+    alone = Agreement(Asked(), torch.device("cpu"), alone=True)
+    assert not alone()
+    alone.asked.number = signal.SIGTERM
+    assert alone()
+    assert alone.at_last()
+
+
 WHILE_LOADING = """
 import os, signal, sys
 from imdm.__main__ import main
@@ -301,6 +364,11 @@ def test_a_second_ctrl_c_acts_at_once_a_second_sigterm_does_not() -> None:
                 assert again
                 with pytest.raises(KeyboardInterrupt):
                     signal.raise_signal(signal.SIGINT)
+            several = Asked()
+            with several.listening(hasty=False):
+                for _ in range(2):
+                    signal.raise_signal(number)
+            assert several.number == number
     finally:
         signal.signal(signal.SIGINT, before)
 

@@ -108,9 +108,8 @@ def let_through() -> Iterator[None]:
 
 
 class Asked:
-    """Defers a signal until the current step ends. Ctrl-C after it acts at once. A second SIGTERM does not: a launcher
-    may send it to all processes, and those that started others send it on to them. Signals are handled only in the main
-    thread; elsewhere this has no effect."""
+    """Defers a signal until the current step ends. Signals are handled only in the main thread; elsewhere this has no
+    effect."""
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -119,9 +118,10 @@ class Asked:
         return self.number is not None
 
     @contextmanager
-    def listening(self, here: bool = True) -> Iterator[None]:
-        """here: False leaves the signals as they are."""
-        if not here or threading.current_thread() is not threading.main_thread():
+    def listening(self, hasty: bool = True) -> Iterator[None]:
+        """hasty: Ctrl-C after a first signal acts at once. A second SIGTERM never does: a launcher may send it to all
+        processes, and those that started others send it on to them; `torchrun` does so with Ctrl-C too."""
+        if threading.current_thread() is not threading.main_thread():
             yield
             return
         before = {number: signal.getsignal(number) for number in CODES}
@@ -129,7 +129,7 @@ class Asked:
         def stop(number: int, *_: Any) -> None:
             if self.number is None:
                 self.number = number
-                restore({signal.SIGINT: before[signal.SIGINT]})
+                restore({signal.SIGINT: before[signal.SIGINT]} if hasty else {})
 
         for number in CODES:
             signal.signal(number, stop)

@@ -184,7 +184,8 @@ def usable(batch: int, gpus: int) -> int:
 def _notes(asked: Setting, fitting: Setting | None, gpu: GPU, gpus: int) -> Iterator[str]:
     batch = asked.training.batch
     if asked.gpus < gpus:
-        yield f"batch {batch} cannot be shared by {gpus} GPUs: {asked.gpus} of them work; start this stage on as many processes"
+        work = f"{asked.gpus} of them work; start this stage on as many processes"
+        yield f"batch {batch} cannot be shared by {gpus} GPUs: {work}"
     if not is_known(asked.objective):
         yield f"objective {asked.objective.kind!r} is counted as nelbo"
     if fitting is asked:

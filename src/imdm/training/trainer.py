@@ -27,6 +27,7 @@ from imdm.randomness import Purpose, as_key, fold
 from imdm.sharding import Sharding, gathered, reshard, whole_model, whole_on_first
 from imdm.stopping import Asked
 from imdm.training import checkpoint, history, recording
+from imdm.training.agreement import Agreement
 from imdm.training.config import TrainConfig
 from imdm.training.ema import applied
 from imdm.training.history import read_history
@@ -136,7 +137,6 @@ class Trainer:
         self.companion = objective.companion(self.bare, start)
         self.beside = Beside(self.accelerator.device)
         self.step = 0
-        self.asked = Asked()
 
     def _check(self, model: MaskedDiffusionLM) -> None:
         sample = self.source.rows(torch.zeros(1, dtype=torch.int64))
@@ -325,18 +325,20 @@ class Trainer:
         return torch.autocast(self.accelerator.device.type, torch.bfloat16)
 
     def train(self) -> Path:
-        """Train to the end; returns the folder of the finished model. Ctrl-C or SIGTERM finishes the step and writes a
-        checkpoint; a second one stops at once (with several processes the first does)."""
+        """Train to the end; returns the folder of the finished model. Ctrl-C or SIGTERM finishes the step (with several
+        processes, one or two more) and writes a checkpoint; a second Ctrl-C stops a single process at once."""
         alone = self.accelerator.num_processes == 1
         if self.on_warning is not None:
             for doubt in self._doubts(alone):
                 self.on_warning(doubt)
         with working_in(self.out) if self.accelerator.is_main_process else nullcontext():
             self.resume()
-            self.asked = Asked()
-            with self.asked.listening(alone):
-                folder = self._train()
-        self.asked.end()
+            asked = Asked()
+            agreed = Agreement(asked, self.accelerator.device, alone)
+            with asked.listening(hasty=alone):
+                folder = self._train(agreed)
+                agreed.at_last()
+        asked.end()
         return folder
 
     def _doubts(self, alone: bool) -> Iterator[str]:
@@ -358,7 +360,7 @@ class Trainer:
                 f"otherwise (--length); beyond {source.length:,} it is not trained here"
             )
 
-    def _train(self) -> Path:
+    def _train(self, agreed: Agreement) -> Path:
         writer = self._tensorboard()
         for network in self.networks.values():
             network.model.train()
@@ -393,9 +395,11 @@ class Trainer:
             elif self.on_progress is not None and (now := time.perf_counter()) - told > TELL:
                 told, speed = now, self._tokens(steps / (now - started))
                 self._tell(loss if loss is not None else self._losses().get("loss"), speed)
-            if self._due(self.config.checkpoint_every) or self.asked:
+            stop = agreed()
+            if stop or self._due(self.config.checkpoint_every):
                 self.save()
-            self.asked.end()
+            if stop:
+                agreed.asked.end()
         self.export()
         if writer is not None:
             writer.close()

@@ -1,0 +1,40 @@
+"""A signal to one of several processes stops all of them at the same step, so that they can save together."""
+
+from __future__ import annotations
+
+import torch
+
+from imdm.devices import Fetched, sent
+from imdm.stopping import Asked
+
+
+class Agreement:
+    """Whether to stop. Of several processes each tells the others at every step whether a signal has reached it; what
+    they told is read one step later, so that none waits for its GPU."""
+
+    def __init__(self, asked: Asked, device: torch.device, alone: bool) -> None:
+        self.asked, self.device, self.alone = asked, device, alone
+        self._told: Fetched | None = None
+
+    def __call__(self) -> bool:
+        """Called by all processes after the same steps, with the same result."""
+        if self.alone:
+            return bool(self.asked)
+        before, self._told = self._told, self._tell()
+        return before is not None and self._heard(before)
+
+    def at_last(self) -> bool:
+        """The same when no step follows: what is told now is waited for."""
+        return bool(self.asked) if self.alone else self._heard(self._tell())
+
+    def _tell(self) -> Fetched:
+        number = sent(torch.tensor(self.asked.number or 0), self.device)
+        torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX)
+        return Fetched(number)
+
+    def _heard(self, told: Fetched) -> bool:
+        """A signal that others got counts as one's own; one that they do not know of yet does not."""
+        number = int(told.wait())
+        if number:
+            self.asked.number = number
+        return number > 0
