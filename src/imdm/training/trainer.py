@@ -510,7 +510,8 @@ class Trainer:
         point = checkpoint.load(path, self.run, list(self.networks))
         if point.step > self.config.steps:
             raise UserError(
-                f"checkpoint {str(path)!r} is at step {point.step}, beyond training.steps = {self.config.steps}"
+                f"checkpoint {str(path)!r} is at step {point.step}, beyond training.steps = {self.config.steps}; "
+                f"set training.steps to at least {point.step}, or choose another folder"
             )
         if self.recorder is not None:
             self.recorder.forget()  # loaded tensors may be at other addresses
