@@ -153,6 +153,8 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
             job("match", home / "shared", "full", 5),
             job("sdtt", home / "moved", "full", 4),
             job("nelbo", home / "batch", "full", training={"batch": 15}),
+            job("nelbo", home / "other", "full", 1),
+            job("nelbo", home / "other", "full", 2, model=7),
             job("half", home / "half"),
             job("nelbo", home / "muon", "full", 6, **MUON),
             job("nelbo", home / "muon-moved", "full", 4, **MUON),
@@ -182,6 +184,13 @@ def test_two_processes_share_out_what_one_has(two: Path) -> None:
     for told in seen(two / "half", 2):
         assert told.pop("astray") < 4.6 * 2**-7  # a few roundings to bf16
         assert told == {"block": "torch.bfloat16", "gradient": "torch.float32", "weight": "torch.float32"}
+
+
+def test_two_processes_agree_to_refuse_a_checkpoint_of_another_model(two: Path) -> None:
+    """So that the command says it once."""
+    told = seen(two / "other", 2)
+    assert all("the recipe, its start or its data changed" in one["refused"] for one in told)
+    assert all(one["agreed"] for one in told)
 
 
 @pytest.mark.parametrize("name", COUNTED)
