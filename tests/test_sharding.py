@@ -152,6 +152,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [
             job("match", home / "shared", "full", 5),
             job("sdtt", home / "moved", "full", 4),
+            job("sdtt", home / "first", "full", 1),
             job("nelbo", home / "batch", "full", training={"batch": 15}),
             job("nelbo", home / "other", "full", 1),
             job("nelbo", home / "other", "full", 2, model=7),
@@ -184,6 +185,11 @@ def test_two_processes_share_out_what_one_has(two: Path) -> None:
     for told in seen(two / "half", 2):
         assert told.pop("astray") < 4.6 * 2**-7  # a few roundings to bf16
         assert told == {"block": "torch.bfloat16", "gradient": "torch.float32", "weight": "torch.float32"}
+
+
+def test_a_teacher_that_was_given_is_shared_out(two: Path) -> None:
+    """In the first round, before the student replaces it."""
+    assert_shared_out(two / "first", 2)
 
 
 def test_two_processes_agree_to_refuse_a_checkpoint_of_another_model(two: Path) -> None:
