@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -407,6 +408,62 @@ def test_two_machines(tmp_path: Path) -> None:
     assert all(torch.allclose(x[name].float(), y[name].float(), atol=1e-2) for name in y)
     for told in seen(tmp_path / "half", 2):
         assert "the recipe, its start or its data changed" in told["refused"]
+
+
+SRUN = """#!/bin/bash
+while [[ $1 == --* ]]; do shift; done
+for ((node = 0; node < SLURM_NNODES; node++)); do SLURM_NODEID=$node "$@" & begun+=($!); done
+for each in "${begun[@]}"; do wait "$each" || code=$?; done
+exit ${code:-0}
+"""
+SCONTROL = """#!/bin/bash
+[[ "$*" == "show hostnames node[1-2]" ]] && printf '127.0.0.1\\nnode2\\n'
+"""
+RECIPE = """
+name: two-nodes
+summary: two nodes
+experiment: synthetic
+data: {kind: language, name: aligned, settings: {length: 2, symbols: 2}}
+model: {width: 16, blocks: 2, heads: 2, condition: 8}
+stages: {teacher: {kind: train, objective: nelbo, training: {steps: 4, batch: 8}}}
+"""
+
+
+@pytest.mark.slow
+def test_the_script_for_slurm_trains_on_two_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of docs/scale.md, with stand-ins for Slurm's commands. Of a changed recipe imdm says one sentence, and
+    torchrun returns 1 and adds a traceback."""
+    page = (Path(__file__).parents[1] / "docs" / "scale.md").read_text(encoding="utf-8")
+    (script,) = re.findall(r"```sh\n(#!/bin/bash\n.*?)```", page, re.DOTALL)
+    home, tools = tmp_path / "home", tmp_path / "tools"
+    home.mkdir()
+    tools.mkdir()
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    monkeypatch.setenv("PATH", os.pathsep.join([str(tools), str(Path(sys.executable).parent), os.environ["PATH"]]))
+    (nodes,) = re.findall(r"^#SBATCH --nodes=(\d+)$", script, re.MULTILINE)
+    for name, value in {"SLURM_NNODES": nodes, "SLURM_JOB_NODELIST": "node[1-2]", "PROCESSES": "1"}.items():
+        monkeypatch.setenv(name, value)
+    (home / "tiny.yaml").write_text(RECIPE)
+    (home / "job.sh").write_text(script.replace("owt-860m-imdm", "tiny.yaml").replace("29500", str(free_port())))
+    launched([["bash", "job.sh"]], home, home)
+    (folder,) = home.glob("runs/large/**/teacher")
+    assert load_model(folder / "model").config.width == 16
+    (home / "tiny.yaml").write_text(RECIPE.replace("width: 16", "width: 32"))
+    again = subprocess.run(
+        ["bash", "job.sh"],
+        cwd=home,
+        env=os.environ | ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert again.returncode == 1
+    (told,) = re.finditer(r"^error: ", again.stdout, re.MULTILINE)
+    assert told.start() < again.stdout.index("Traceback")
 
 
 def free_port() -> int:
