@@ -334,9 +334,16 @@ def test_what_never_fits_is_told_where_it_would() -> None:
     recipe = ["model.preset=null", "model.width=4096", "model.blocks=40", "model.heads=32"]
     found = cost("owt-860m-imdm", recipe, gpu="rtx4090")
     assert found.stages[0].fits is None
-    assert any("no setting makes it fit; use more GPUs, or a smaller model" in line for line in found.notes())
+    told = "no setting makes it fit; use at least 16 GPUs with training.shard=full, or a smaller model"
+    assert any(told in line for line in found.notes())
+    assert cost("owt-860m-imdm", recipe, gpus=16, gpu="rtx4090").stages[0].fits is not None
+    assert cost("owt-860m-imdm", recipe, gpus=8, gpu="rtx4090").stages[0].fits is None
+    adapters = cost("owt-860m-imdm", [*recipe, "stages.teacher.training.lora={rank: 4}"], gpu="rtx4090")
+    assert any(line.endswith("no setting makes it fit; use a smaller model") for line in adapters.notes())
     smaller = cost("owt-860m-imdm", gpu="rtx4090")
-    assert any("use a GPU with more memory (h200," in line for line in smaller.notes()), smaller.notes()
+    (line,) = (line for line in smaller.notes() if "no setting makes it fit" in line)
+    assert "use a GPU with more memory (h200," in line
+    assert line.endswith("), or at least 2 GPUs with training.shard=full")
     shared = cost("owt-860m-imdm", recipe, gpus=64, gpu="h100").stages[0]
     assert shared.fits is not None
     assert shared.fits["shard"] == "full"
@@ -456,10 +463,25 @@ def test_a_run_that_cannot_fit_is_refused_before_it_begins() -> None:
     check_memory(Networks(recipe), "pairs", 1, 139 * GIB)
     asked = cost("lm1b-mdlm").stages[0].memory.total
     check_memory(Networks(load_recipe("lm1b-mdlm")), "teacher", 1, int(0.99 * asked))
-    with pytest.raises(UserError, match="use a smaller model"):
+    with pytest.raises(UserError, match=r"use a smaller model, or GPUs with more memory \("):
         check_memory(Networks(recipe), "teacher", 1, 2 * GIB)
     with pytest.raises(UserError, match="use a smaller model"):  # moments, averages and gradients alone
         check_memory(Networks(load_recipe("owt-860m-imdm", [MICRO.replace("64", "1")])), "teacher", 1, 15 * GIB)
+
+
+@pytest.mark.parametrize(("cuda", "more"), [(True, "at least 2 GPUs"), (False, "more machines")])
+def test_a_run_that_fits_if_sharded_is_told_so(cuda: bool, more: str) -> None:
+    """Processes on the CPU of one machine share its memory. Adapters are not sharded. As many GPUs as told suffice."""
+    sharded = "stages.teacher.training.shard=full"
+    for settings in ([], [sharded]):
+        with pytest.raises(UserError) as no:
+            check_memory(Networks(load_recipe("owt-860m-imdm", settings)), "teacher", 1, 12 * GIB, cuda)
+        assert f", or {more} (torchrun) with {sharded} (" in str(no.value)
+    settings = [sharded, MICRO.replace("64", "2"), "stages.teacher.training.checkpoint_blocks=true"]
+    check_memory(Networks(load_recipe("owt-860m-imdm", settings)), "teacher", 2, 12 * GIB, cuda)
+    adapters = Networks(load_recipe("owt-860m-imdm", ["stages.teacher.training.lora={rank: 4}"]))
+    with pytest.raises(UserError, match=r"use a smaller model, or (GPUs with )?more memory \("):
+        check_memory(adapters, "teacher", 1, GIB, cuda)
 
 
 OBJECTIVES = {

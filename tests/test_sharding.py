@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -152,7 +153,10 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [
             job("match", home / "shared", "full", 5),
             job("sdtt", home / "moved", "full", 4),
+            job("sdtt", home / "first", "full", 1),
             job("nelbo", home / "batch", "full", training={"batch": 15}),
+            job("nelbo", home / "other", "full", 1),
+            job("nelbo", home / "other", "full", 2, model=7),
             job("half", home / "half"),
             job("nelbo", home / "muon", "full", 6, **MUON),
             job("nelbo", home / "muon-moved", "full", 4, **MUON),
@@ -182,6 +186,18 @@ def test_two_processes_share_out_what_one_has(two: Path) -> None:
     for told in seen(two / "half", 2):
         assert told.pop("astray") < 4.6 * 2**-7  # a few roundings to bf16
         assert told == {"block": "torch.bfloat16", "gradient": "torch.float32", "weight": "torch.float32"}
+
+
+def test_a_teacher_that_was_given_is_shared_out(two: Path) -> None:
+    """In the first round, before the student replaces it."""
+    assert_shared_out(two / "first", 2)
+
+
+def test_two_processes_agree_to_refuse_a_checkpoint_of_another_model(two: Path) -> None:
+    """So that the command says it once."""
+    told = seen(two / "other", 2)
+    assert all("the recipe, its start or its data changed" in one["refused"] for one in told)
+    assert all(one["agreed"] for one in told)
 
 
 @pytest.mark.parametrize("name", COUNTED)
@@ -392,6 +408,62 @@ def test_two_machines(tmp_path: Path) -> None:
     assert all(torch.allclose(x[name].float(), y[name].float(), atol=1e-2) for name in y)
     for told in seen(tmp_path / "half", 2):
         assert "the recipe, its start or its data changed" in told["refused"]
+
+
+SRUN = """#!/bin/bash
+while [[ $1 == --* ]]; do shift; done
+for ((node = 0; node < SLURM_NNODES; node++)); do SLURM_NODEID=$node "$@" & begun+=($!); done
+for each in "${begun[@]}"; do wait "$each" || code=$?; done
+exit ${code:-0}
+"""
+SCONTROL = """#!/bin/bash
+[[ "$*" == "show hostnames node[1-2]" ]] && printf '127.0.0.1\\nnode2\\n'
+"""
+RECIPE = """
+name: two-nodes
+summary: two nodes
+experiment: synthetic
+data: {kind: language, name: aligned, settings: {length: 2, symbols: 2}}
+model: {width: 16, blocks: 2, heads: 2, condition: 8}
+stages: {teacher: {kind: train, objective: nelbo, training: {steps: 4, batch: 8}}}
+"""
+
+
+@pytest.mark.slow
+def test_the_script_for_slurm_trains_on_two_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of docs/scale.md, with stand-ins for Slurm's commands. Of a changed recipe imdm says one sentence, and
+    torchrun returns 1 and adds a traceback."""
+    page = (Path(__file__).parents[1] / "docs" / "scale.md").read_text(encoding="utf-8")
+    (script,) = re.findall(r"```sh\n(#!/bin/bash\n.*?)```", page, re.DOTALL)
+    home, tools = tmp_path / "home", tmp_path / "tools"
+    home.mkdir()
+    tools.mkdir()
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    monkeypatch.setenv("PATH", os.pathsep.join([str(tools), str(Path(sys.executable).parent), os.environ["PATH"]]))
+    (nodes,) = re.findall(r"^#SBATCH --nodes=(\d+)$", script, re.MULTILINE)
+    for name, value in {"SLURM_NNODES": nodes, "SLURM_JOB_NODELIST": "node[1-2]", "PROCESSES": "1"}.items():
+        monkeypatch.setenv(name, value)
+    (home / "tiny.yaml").write_text(RECIPE)
+    (home / "job.sh").write_text(script.replace("owt-860m-imdm", "tiny.yaml").replace("29500", str(free_port())))
+    launched([["bash", "job.sh"]], home, home)
+    (folder,) = home.glob("runs/large/**/teacher")
+    assert load_model(folder / "model").config.width == 16
+    (home / "tiny.yaml").write_text(RECIPE.replace("width: 16", "width: 32"))
+    again = subprocess.run(
+        ["bash", "job.sh"],
+        cwd=home,
+        env=os.environ | ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert again.returncode == 1
+    (told,) = re.finditer(r"^error: ", again.stdout, re.MULTILINE)
+    assert told.start() < again.stdout.index("Traceback")
 
 
 def free_port() -> int:

@@ -191,9 +191,30 @@ def test_out_of_memory_stays_what_it_is(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", full)
     with pytest.raises(torch.OutOfMemoryError):
         load_model(tmp_path)
-    assert "out of memory" in refused(imdm("generate", tmp_path))
+    said = refused(imdm("generate", tmp_path))
+    assert said.endswith("; ask for fewer or shorter texts, a smaller batch or model")
+    assert "out of memory" in said
     assert is_out_of_memory(MemoryError())
     assert not is_out_of_memory(RuntimeError("size mismatch"))
+
+
+@pytest.mark.parametrize("command", ["train", "distill", "reproduce"])
+def test_out_of_memory_in_training_names_settings_of_training(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr("imdm.training.Trainer.train_step", full)
+    words = {"distill": ["sdtt", tmp_path / "teacher", "--data", "aligned:length=3,symbols=2"]}
+    tiny_model(length=3, vocab_size=3).save_pretrained(tmp_path / "teacher")
+    result = imdm(command, *words.get(command, ["synthetic"]), "--out", tmp_path / "run")
+    said = result.stderr.splitlines()[-1]
+    assert result.returncode == 2
+    assert "out of memory (CUDA out of memory" in said
+    for setting in ("training.micro_batch", "training.checkpoint_blocks=true", "training.shard=full"):
+        assert setting in said
+    assert "texts" not in said
 
 
 # Signals

@@ -214,7 +214,8 @@ def test_another_runs_checkpoint_is_refused(tmp_path: Path) -> None:
     trainer(tmp_path, CONFIG.model_copy(update={"steps": 10})).train()
     with pytest.raises(UserError, match="belongs to run .* choose another folder, or delete that one"):
         trainer(tmp_path, CONFIG.model_copy(update={"lr": 1e-3})).train()
-    with pytest.raises(UserError, match="at step 10, beyond training.steps = 5"):
+    remedy = "set training.steps to at least 10, or choose another folder"
+    with pytest.raises(UserError, match=f"at step 10, beyond training.steps = 5; {remedy}$"):
         trainer(tmp_path, CONFIG.model_copy(update={"steps": 5})).train()
 
 

@@ -1,7 +1,7 @@
 """Small trainings, one after another, on however many processes there are.
 
 `torchrun … -m tests.reference.sharded JOBS.json`; each job leaves what it saw in `OUT/seen-RANK.json`: the number of
-processes, the share of each kind of tensor that this process held, or what it was refused with.
+processes, the share of each kind of tensor that this process held, or what it was refused with and whether all agreed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from imdm import devices, sharding
 from imdm.data import Coupling, LanguageSource, TokenSource, aligned
-from imdm.errors import UserError
+from imdm.errors import AgreedError, UserError
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
 from imdm.objectives import parse_objective
 from imdm.randomness import as_key, seeded
@@ -273,7 +273,8 @@ def run(job: Mapping[str, Any]) -> None:
             if job.get("compiled"):
                 told["compiled"] = counters["stats"]["unique_graphs"]
     except UserError as error:
-        told, rank = {"refused": str(error)}, torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        told = {"refused": str(error), "agreed": isinstance(error, AgreedError)}
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     folder = Path(job["out"])
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"seen-{rank}.json").write_text(json.dumps(told))

@@ -91,6 +91,7 @@ OwnOrder = Annotated[
 STOPPED = [GO_ON]
 """Messages after Ctrl-C or SIGTERM; a command that cannot resume adds its own."""
 LONGEST = 2000  # characters of a message
+TRAINING = ("train", "distill", "reproduce")  # commands that train
 PATIENCE = 5.0  # seconds; torchrun ends a process earlier, when the first one has ended
 
 
@@ -201,7 +202,7 @@ def main() -> None:
         raise
     except Exception as error:
         if is_out_of_memory(error):
-            _end(f"out of memory ({reason_of(error)}); ask for fewer or shorter texts, a smaller batch or model", 2)
+            _end(f"out of memory ({reason_of(error)}); {_less_memory()}", 2)
         _end(f"{_doing()} failed: {type(error).__name__}: {reason_of(error)}; {_kept_traceback()}", 1)
 
 
@@ -233,6 +234,16 @@ def _one_line(text: str) -> str:
     text = text.encode("utf-8", "backslashreplace").decode()
     text = "".join(character if character.isprintable() else " " for character in " ".join(text.split()))
     return shorter(text, LONGEST)
+
+
+def _less_memory() -> str:
+    """What makes the command take less memory."""
+    if _doing().removeprefix("imdm ") not in TRAINING:
+        return "ask for fewer or shorter texts, a smaller batch or model"
+    return (
+        "for a stage that trains set a smaller training.micro_batch, training.checkpoint_blocks=true, or, with several "
+        "processes (torchrun), training.shard=full; or use a smaller model"
+    )
 
 
 def _doing() -> str:

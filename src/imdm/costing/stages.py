@@ -142,10 +142,10 @@ def check_memory(networks: Networks, name: str, processes: int, room: int, cuda:
     least, about = least_state(asked), _estimate(asked) if cuda else 0.0
     if least <= room and about <= SURE * room:
         return
-    remedy = "use a smaller model, or GPUs with more memory" if cuda else "use a smaller model, or more memory"
     fitting = _held_by(asked, room, cuda)
-    if fitting is not None and (changes := fitting.how.changes(asked.how)):
-        remedy = f"set {', '.join(f'stages.{name}.training.{key}={value}' for key, value in changes.items())}"
+    changes = {} if fitting is None else fitting.how.changes(asked.how)
+    settings = ", ".join(f"stages.{name}.training.{key}={value}" for key, value in changes.items())
+    remedy = f"set {settings}" if settings else _elsewhere(asked, name, room, cuda)
     where = "GPU memory" if cuda else "memory in each process" if processes > 1 else "memory"
     raise UserError(
         f"stages.{name}: a step would take {_gib(max(least, about))} of {where} or more, and there are {_gib(room)}; "
@@ -170,6 +170,33 @@ def _held_by(asked: Setting, room: int, cuda: bool) -> Setting | None:
     shared = replace(asked, how=replace(asked.how, shard="full"))
     may = asked.gpus > 1 and asked.how.shard == "none" and asked.training.lora is None
     return shared if may and least_state(shared) <= room else None
+
+
+def _elsewhere(asked: Setting, name: str, room: int, cuda: bool) -> str:
+    """What to change, if no setting makes it fit."""
+    memory, more = "GPUs with more memory" if cuda else "more memory", ""
+    if cuda and (many := _enough(asked, replace(GPUS["h200"], gib=room / GIB))) is not None:
+        more = f"at least {many} GPUs"
+    elif not cuda and asked.training.lora is None and least_state(_sharded(asked, asked.training.batch)) <= room:
+        more = "more machines"
+    if not more:
+        return f"use a smaller model, or {memory}"
+    return f"use a smaller model, {memory}, or {more} (torchrun) with stages.{name}.training.shard=full"
+
+
+def _enough(asked: Setting, gpu: GPU) -> int | None:
+    """The fewest GPUs, more than there are, that hold it if it is sharded."""
+    if asked.training.lora is not None:
+        return None
+    batch = asked.training.batch
+    several = (many for many in range(asked.gpus + 1, batch + 1) if batch % many == 0)
+    return next((many for many in several if _made_to_fit(_sharded(asked, many), gpu)), None)
+
+
+def _sharded(asked: Setting, gpus: int) -> Setting:
+    """The same on so many GPUs, sharded."""
+    micro = min(asked.how.micro, asked.training.batch // gpus)
+    return replace(asked, gpus=gpus, how=replace(asked.how, micro=micro, shard="full"))
 
 
 def _gib(size: float) -> str:
@@ -197,8 +224,11 @@ def _notes(asked: Setting, fitting: Setting | None, gpu: GPU, gpus: int) -> Iter
         yield f"{need}; fits with {settings} ({_memory(fitting).total / GIB:,.0f} GiB), which the time is of"
         return
     larger = [other.name for other in GPUS.values() if _fits(asked, other) or _made_to_fit(asked, other)]
-    elsewhere = f"a GPU with more memory ({', '.join(larger)})" if larger else "more GPUs, or a smaller model"
-    yield f"{need}, and no setting makes it fit; use {elsewhere}"
+    many = None if gpu.is_cpu else _enough(asked, gpu)
+    places = [f"a GPU with more memory ({', '.join(larger)})"] if larger else []
+    places += [f"at least {many} GPUs with training.shard=full"] if many else []
+    places += [] if larger else ["a smaller model"]
+    yield f"{need}, and no setting makes it fit; use {', or '.join(places)}"
 
 
 def _waits(setting: Setting, gpu: GPU) -> Iterator[str]:

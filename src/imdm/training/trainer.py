@@ -18,7 +18,7 @@ from torch import Tensor
 
 from imdm.config import digest
 from imdm.data.source import Order, Source, check_teaches
-from imdm.devices import Beside, accelerator, sent
+from imdm.devices import Beside, accelerator, sent, together
 from imdm.errors import UserError, check_function, check_is, check_seed, check_whole
 from imdm.files import append_line, as_path, working_in, write_text, written_aside
 from imdm.models import MaskedDiffusionLM, fingerprint
@@ -510,20 +510,28 @@ class Trainer:
         if not present:
             self._forget_history()
             return
-        path = checkpoint.checkpoint_path(self.checkpoints, present[-1])
+        with together():
+            point = self._newest(present[-1])
+        if self.recorder is not None:
+            self.recorder.forget()  # loaded tensors may be at other addresses
+        with together():
+            for name, network in self.networks.items():
+                network.load(point.networks[name])
+            if self.companion:
+                self.companion.load(point.companion, point.companion_values)
+        self.step = point.step
+        self._forget_history()
+
+    def _newest(self, step: int) -> checkpoint.Checkpoint:
+        """The checkpoint of this step; refused if it is not of this run, or beyond its end."""
+        path = checkpoint.checkpoint_path(self.checkpoints, step)
         point = checkpoint.load(path, self.run, list(self.networks))
         if point.step > self.config.steps:
             raise UserError(
-                f"checkpoint {str(path)!r} is at step {point.step}, beyond training.steps = {self.config.steps}"
+                f"checkpoint {str(path)!r} is at step {point.step}, beyond training.steps = {self.config.steps}; "
+                f"set training.steps to at least {point.step}, or choose another folder"
             )
-        if self.recorder is not None:
-            self.recorder.forget()  # loaded tensors may be at other addresses
-        for name, network in self.networks.items():
-            network.load(point.networks[name])
-        if self.companion:
-            self.companion.load(point.companion, point.companion_values)
-        self.step = point.step
-        self._forget_history()
+        return point
 
     def _forget_history(self) -> None:
         """Drop lines beyond the step that is resumed from; they will be written again."""
