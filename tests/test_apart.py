@@ -22,7 +22,7 @@ import torch
 
 from imdm.cli.serving import _loaded, named
 from imdm.errors import UserError
-from imdm.serving import Apart, Busy, Engine, Frame, Job, Settings, Stopped
+from imdm.serving import Apart, Busy, Engine, Frame, Job, Settings, Stopped, TooLong
 from imdm.serving import apart as apart_module
 from imdm.serving.server import Server, in_background
 from imdm.writer import Writer
@@ -246,7 +246,7 @@ def test_letters_come_in_their_order(apart: Apart, monkeypatch: pytest.MonkeyPat
 
 
 def test_jobs_that_come_together_are_one_letter(apart: Apart, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And one that is dropped at once is sent before that is."""
+    """They are sent before a letter that is about them: one that drops them, or the end."""
     letters, post = list[tuple[str, int]](), apart._post
 
     def posted(letter: tuple[str, Any]) -> None:
@@ -258,17 +258,38 @@ def test_jobs_that_come_together_are_one_letter(apart: Apart, monkeypatch: pytes
     assert letters == [("jobs", 6)]
 
     async def leave() -> None:
-        working = asyncio.create_task(apart.finish([Job("a", HOLES, steps=2)]))
-        await asyncio.sleep(0)
-        working.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await working
+        with pytest.raises(TooLong):
+            async for _ in apart.run_all([Job("a", HOLES, steps=2)], seconds=0):
+                pass
 
     letters.clear()
     asyncio.run(leave())
     assert letters == [("jobs", 1), ("drop", 1)]
     until(lambda: apart.running == apart.waiting == 0)
     assert not apart._jobs
+
+
+def test_a_stop_lets_texts_finish_that_were_just_asked_for(slow: Apart) -> None:
+    """Before the event loop has sent the jobs."""
+
+    async def write() -> list[Frame]:
+        working = asyncio.ensure_future(slow.finish([Job("a", HOLES, steps=1)]))
+        asyncio.get_running_loop().call_soon(stopping.start)  # after the job is submitted, before it is sent
+        asyncio.get_running_loop().call_soon(stopped.wait)
+        return await working
+
+    stopped, stop = threading.Event(), slow._post
+
+    def post(letter: tuple[str, Any]) -> None:
+        stop(letter)
+        if letter[0] == "stop":
+            stopped.set()
+
+    slow._post = post  # type: ignore[method-assign]
+    stopping = threading.Thread(target=slow.stop, args=(60.0,))
+    (last,) = asyncio.run(write())
+    stopping.join()
+    assert last.done
 
 
 def test_a_stop_lets_running_texts_finish(slow: Apart) -> None:

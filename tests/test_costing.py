@@ -676,7 +676,7 @@ def checked() -> list[str]:
         lines.append(f"| 32 × 1,024 tokens, steps: {steps} | {ms:g} ms | {model:.3g} ms | {model / ms - 1:+.0%} | |")
     for steps, ms in WRITING_LARGE.items():
         model = 1e3 * writes_large(steps)
-        lines.append(f"| the same, large, steps: {steps} | {ms:g} ms | {model:.3g} ms | {model / ms - 1:+.0%} | |")
+        lines.append(f"| the same, large, steps: {steps} | {ms:g} ms | {model:.0f} ms | {model / ms - 1:+.0%} | |")
     minutes = couples() / 60
     return [*lines, f"| 100,000 couplings | {COUPLED:g} min | {minutes:.2g} min | {minutes / COUPLED - 1:+.0%} | |"]
 

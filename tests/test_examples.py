@@ -11,7 +11,6 @@ import ast
 import doctest
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -29,7 +28,7 @@ from imdm.data.tokenizers import load_tokenizer
 from imdm.exporting import export_transformers
 from imdm.objectives import objectives
 from imdm.recipes import load_recipe
-from imdm.shipped import DEFAULT, HERE
+from imdm.shipped import DEFAULT
 from tests.test_cli import COMMANDS, imdm
 
 ROOT = Path(__file__).parents[1]
@@ -154,8 +153,6 @@ def makefile() -> str:
 
 def prepared(name: str, folder: Path) -> None:
     """What the page takes for granted."""
-    if name == "docs/playground.md":
-        shutil.copytree(HERE / DEFAULT, folder / "runs/mine/seed-0/student/model")
     (folder / "results").symlink_to(ROOT / "results")
     text = (SOURCE / "imdm/data/sample/train.txt").read_text(encoding="utf-8").splitlines()[:400]
     (folder / "books").mkdir()

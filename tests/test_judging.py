@@ -488,12 +488,12 @@ def test_prompts_of_whole_texts(texts: Path, judges: dict[str, Judge]) -> None:
 @pytest.mark.parametrize("packing", ["wrapped", "whole"])
 def test_texts_that_are_kept_are_those_that_metrics_read(texts: Path, packing: str) -> None:
     """Samples first, then the first continuation of each prompt; none is written for it."""
-    how = Conditional(prompts=3, prefix=2, continuations=2, tokens=4)
+    how = Conditional(prompts=3, prefix=2, continuations=3, tokens=4)
     evaluation = infilling(texts, packing, conditional=how, samples=5, seed=7)
     assert first_texts(evaluation, 2) == []
     measure(["cond_entropy"], evaluation)
     made = continuations(evaluation)
-    after = [{"prompt": made.prompts[i], "text": made.written[i]} for i in (0, 2)]
+    after = [{"prompt": made.prompts[i], "text": made.written[i]} for i in (0, 3)]
     drawn = {"steps": 2, "temperature": 1.0, "top_p": 1.0, "noise": "posterior", "order": "random", "seed": 7}
     assert first_texts(evaluation, 2) == [drawn | {"number": i} | one for i, one in enumerate(after)]
     measure(["entropy"], evaluation)
@@ -501,6 +501,12 @@ def test_texts_that_are_kept_are_those_that_metrics_read(texts: Path, packing: s
     assert first_texts(evaluation, 2) == [drawn | {"number": i % 2} | one for i, one in enumerate(samples + after)]
     assert len(first_texts(evaluation, 9)) == 5 + 3
     assert first_texts(Evaluation(replace(evaluation.subject, tokenizer=None)), 2) == []
+    cut = infilling(texts, packing, samples=5, seed=7, first=4)
+    measure(["entropy"], cut)
+    assert [one["text"] for one in first_texts(cut, 2)] == cut.texts()[:2] != [one["text"] for one in samples]
+    long = infilling(texts, "whole", samples=2, first=24)
+    measure(["entropy"], long, finite=False)
+    assert len(first_texts(long, 2)) in (0, 2)
 
 
 # A judge at hand

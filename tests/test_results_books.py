@@ -69,6 +69,14 @@ def unconditional(rows: list[Row], values: Values, order: str) -> list[list[str]
     return lines
 
 
+def test_every_student_is_worse_than_its_teacher_at_equal_entropy(rows: list[Row], values: Values) -> None:
+    assert "every student is worse than the teacher itself in as many steps" in told()
+    for order, counts in STEPS.items():
+        for steps in counts:
+            first, *others = (times(rows, values, order, model, steps) for model in MODELS)
+            assert first < min(others)
+
+
 def continued(values: Values) -> list[list[str]]:
     """The lines of the table of continuations: perplexity (entropy) / MAUVE."""
     metrics = ("cond_gen_ppl", "cond_entropy", "cond_mauve")
@@ -94,9 +102,9 @@ def test_the_text_has_the_figures(rows: list[Row], values: Values) -> None:
     errors = {metric: [row for row in rows if row.metric == metric] for metric in ("gen_ppl", "entropy")}
     assert max((row.stderr or 0) / row.value for row in errors["gen_ppl"]) < 0.035
     assert max(row.stderr or 0 for row in errors["entropy"]) < 0.025
-    teacher = {metric: values["random", "teacher", "single", 256, metric] for metric in ("gen_ppl", "entropy")}
+    teacher_256 = {metric: values["random", "teacher", "single", 256, metric] for metric in ("gen_ppl", "entropy")}
     real = {metric: values["random", "teacher", "single", 256, f"real_{metric}"] for metric in ("ppl", "entropy")}
-    assert f"a perplexity of {teacher['gen_ppl']:.0f} at an entropy of {teacher['entropy']:.2f}" in said
+    assert f"a perplexity of {teacher_256['gen_ppl']:.0f} at an entropy of {teacher_256['entropy']:.2f}" in said
     assert f"held-out text has {real['ppl']:.0f} at {real['entropy']:.2f}" in said
     pooled = {
         name: values["random", *model, 8, "pooled_entropy"] for name, model in MODELS.items() if name != "teacher"
@@ -104,12 +112,23 @@ def test_the_text_has_the_figures(rows: list[Row], values: Values) -> None:
     ours = values["random", "teacher", "single", 256, "pooled_entropy"]
     listed = " / ".join(f"{value:.2f}" for value in pooled.values())
     assert f"The pooled entropy in 8 steps is {listed}, the teacher's in 256 {ours:.2f}" in said
-    ratios = [
-        times(rows, values, "random", "SDTT, infinite masks", steps)
-        / times(rows, values, "random", "SDTT, single mask", steps)
-        for steps in STEPS["random"]
-    ]
-    assert f"is {min(ratios):.2f} to {max(ratios):.2f} times that of the single mask" in said
+    for order, words in (
+        ("random", "times that of the single mask in random order"),
+        ("spread", "times in spread order"),
+    ):
+        infinite, single = (
+            [times(rows, values, order, model, steps) for steps in STEPS[order]]
+            for model in ("SDTT, infinite masks", "SDTT, single mask")
+        )
+        ratios = [one / other for one, other in zip(infinite, single, strict=True)]
+        assert f"{min(ratios):.2f} to {max(ratios):.2f} {words}" in said
+    mauve = {(row.method, row.steps): row for row in rows if row.metric == "cond_mauve"}
+    for steps in (4, 8):
+        student, teacher = (
+            f"{row.value:.2f} ± {row.stderr:.2f}" for row in (mauve[m, steps] for m in ("match", "teacher"))
+        )
+        assert f"{student} in {steps}" in said
+        assert f"has {teacher}" in said
     raw = [
         values["random", "match", INFINITE, k, "gen_ppl"] / values["random", "teacher", "single", k, "gen_ppl"]
         for k in (2, 4, 8, 16)

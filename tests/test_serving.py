@@ -7,6 +7,7 @@ import gc
 import http.client
 import itertools
 import json
+import os
 import re
 import shutil
 import signal
@@ -32,6 +33,7 @@ from imdm.benchmarks import serving as bench
 from imdm.cli.serving import named, serve
 from imdm.data.tokenizers import special_ids, train_bpe
 from imdm.errors import UserError
+from imdm.files import read_lines
 from imdm.listening import listen
 from imdm.serving import Engine, Settings
 from imdm.serving.api import Completion, Growing, Infill, Order
@@ -48,6 +50,7 @@ from imdm.writer import Writer
 from tests.conftest import tiny_model
 from tests.test_corpora import SENTENCES
 from tests.test_engine import WHOLE, Gate
+from tests.test_results import table
 
 KEY = "sesame"
 PROMPT = "The cat"
@@ -441,17 +444,21 @@ KINDS = {400: "invalid_request_error", 401: "authentication_error", 403: "permis
 
 
 def test_errors_name_the_field(server: Server) -> None:
-    """If the sentence begins with it: all but what is wrong with the prompt's text, or with everything together."""
+    """If the sentence begins with it, or with the prompt: all but what is wrong with everything together."""
     for name, values in BAD_FIELDS.items():
         for value in values:
             _, _, answer = ask(server, {"prompt": PROMPT} | {name: value})
             sentence, param = answer["error"]["message"], answer["error"]["param"]
             begins = re.match(rf"(unknown key )?'?{name}'?( =|:|$| )", sentence)
-            assert param == (name if begins else None), answer
+            told = "prompt" if re.match("(the|a) prompt ", sentence) else None
+            assert param == (name if begins else told), answer
             assert begins or name in ("prompt", "infill", "n"), answer
     assert ask(server, {"prompt": PROMPT, "model": "nosuch"})[2]["error"]["param"] == "model"
     assert ask(server, b"{")[2]["error"]["param"] is None
     assert ask(server, path="/v1/nosuch", method="GET")[2]["error"]["param"] is None
+    chat = ask(server, {"messages": []}, path="/v1/chat/completions")
+    assert chat[0] == 404
+    assert "POST /v1/completions" in chat[2]["error"]["message"]
 
 
 def test_a_hundred_malformed_requests(server: Server) -> None:
@@ -918,12 +925,34 @@ def test_the_benchmark_asks_all_and_measures_what_it_says(
         assert row.figures["p95_in_sequence"] <= row.plain.ms / 1e3
         assert 0 <= row.figures["http_share"] <= 1
         assert row.figures["cpu_seconds"] > 0
-    requests = [{"prompt": PROMPT, "seed": i, "steps": 3} for i in range(4)]
-    with in_background(Engine({"tiny": writer})) as server:
-        found = bench.load(server.port, 2, requests)
+    requests = [{"prompt": PROMPT, "seed": i, "steps": 3} for i in range(7)]
+    monkeypatch.setattr(os, "cpu_count", lambda: 3 * bench.CORES)
+    with in_background(engine := Engine({"tiny": writer})) as server:
+        before = engine.counts.sequences
+        found = bench.load(server.port, 5, requests)  # by three processes
+        assert engine.counts.sequences == before + len(requests)
         with pytest.raises(UserError, match="the clients failed: .*400"):
             bench.load(server.port, 2, [{"steps": 0}])
-    assert found["texts"] == [rest(writer, writer.write(PROMPT, seed=i, steps=3))[0] for i in range(4)]
+        monkeypatch.setattr(bench.clients_program, "__file__", "/dev/null")
+        with pytest.raises(UserError, match="the clients failed: they ended with 0"):
+            bench.load(server.port, 1, requests)
+    assert found["texts"] == [rest(writer, writer.write(PROMPT, seed=i, steps=3))[0] for i in range(7)]
+    assert 0 < max(found["took"]) <= found["seconds"] <= sum(found["took"]) + 1
+
+
+def test_the_document_has_what_was_measured_on_a_gpu() -> None:
+    rows = read_lines(Path(__file__).parents[1] / "results/serving/h200.jsonl")
+    found = table(Path(__file__).parents[1] / "docs/performance.md", "Serving, one NVIDIA H200", corner="clients").rows
+    for row, cells in zip(rows, found, strict=True):
+        figures = row["figures"]
+        after, before = (
+            ", ".join(f"{figures[f'{q}{kind}']:.2f} s" for q in ("p50", "p95")) for kind in ("", "_in_sequence")
+        )
+        speed, inside = row["tokens_per_second"], row["also"]["without HTTP"]["ms"] / 1e3
+        seconds, times = f"{row['ours']['ms'] / 1e3:.2f} s", f"{row['ratio']:.1f}"
+        wanted = [str(row["settings"]["clients"]), seconds, times, after, before, f"{speed:,.0f}", f"{inside:.2f} s"]
+        assert list(cells) == wanted
+        assert row["ratio"] == row["plain"]["ms"] / row["ours"]["ms"]
 
 
 def test_the_benchmark_has_models_of_other_sizes() -> None:

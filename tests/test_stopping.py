@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -261,7 +262,10 @@ def test_a_signal_ends_several_processes_with_a_checkpoint(tmp_path: Path, numbe
     out = tmp_path / "run"
     given = ["train", "synthetic", *SLOW, "stages.teacher.training.log_every=1", "--out", str(out)]
     line = [*torchrun(2), "-m", "imdm", *given, f"stages.teacher.training.shard={shard}"]
-    begun = subprocess.Popen(line, env=os.environ | ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    environment = os.environ | ENVIRONMENT
+    begun = subprocess.Popen(
+        line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
     try:
         until(lambda: (out / "seed-0/teacher/history.jsonl").exists())
         if shard == "none":
@@ -270,7 +274,8 @@ def test_a_signal_ends_several_processes_with_a_checkpoint(tmp_path: Path, numbe
             os.kill(int(workers_of(begun.pid)[-1]), number)
         told, _ = begun.communicate(timeout=90)
     finally:
-        begun.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(begun.pid, signal.SIGKILL)
     assert b"stopped; run the same command again to resume" in told, told.decode()
     (saved,) = (out / "seed-0/teacher/checkpoints").iterdir()
     at = int(saved.name.removeprefix("step-"))
@@ -290,11 +295,20 @@ def test_what_one_process_is_asked_all_do_at_the_same_step(monkeypatch: pytest.M
     """Two processes that take steps together: a signal is known to both one step after it was told."""
     asked = [Asked(), Asked()]
     agreed = [Agreement(one, torch.device("cpu"), alone=False) for one in asked]
-    most = [0]  # of what they tell in a step
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda told, _: told.fill_(most[0]))
+    told: list[torch.Tensor] = []  # in this step
+
+    def all_reduce(tensor: torch.Tensor, how: Any) -> None:
+        assert how == torch.distributed.ReduceOp.MAX
+        told.append(tensor)
+        if len(told) == len(agreed):
+            most = torch.stack(told).max()
+            for each in told:
+                each.copy_(most)
+            told.clear()
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
 
     def step() -> list[bool]:
-        most[0] = max(one.number or 0 for one in asked)
         return [one() for one in agreed]
 
     assert step() == [False, False]
@@ -303,9 +317,6 @@ def test_what_one_process_is_asked_all_do_at_the_same_step(monkeypatch: pytest.M
     assert asked[0].number is None
     assert step() == [True, True]
     assert asked[0].number == signal.SIGTERM
-    most[0] = signal.SIGINT
-    assert [one.at_last() for one in agreed] == [True, True]
-    assert {one.number for one in asked} == {signal.SIGINT}
     alone = Agreement(Asked(), torch.device("cpu"), alone=True)
     assert not alone()
     alone.asked.number = signal.SIGTERM

@@ -216,5 +216,6 @@ def _line(running: subprocess.Popen[str]) -> str:
     assert running.stderr is not None
     line = running.stdout.readline()
     if not line:
-        raise UserError(f"the clients failed: {running.stderr.read().strip().splitlines()[-1]}")
+        said = running.stderr.read().strip().splitlines() or [f"they ended with {running.wait()}"]
+        raise UserError(f"the clients failed: {said[-1]}")
     return line

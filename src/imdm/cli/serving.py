@@ -77,6 +77,7 @@ def serve(
         raise UserError("the API key is empty or has characters that no header can hold, such as a space at its end")
     if api_key is not None:
         sys.argv = [word.replace(api_key, "…") for word in sys.argv]  # it would be in a traceback's file
+    STOPPED.append("stopped")
     chosen = named(models or (DEFAULT, TEACHER))
     needed = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
     if needed:
@@ -102,7 +103,6 @@ def serve(
     here = device()
     if not local and api_key is None:
         say("anyone who can reach this machine can use the service; --api-key (or IMDM_API_KEY) sets a key")
-    STOPPED.append("stopped")
     if here.type == "cuda":
         say("getting ready, which takes a minute or so on a GPU")
         engine: Engine = Apart(partial(_loaded, chosen, here), settings)

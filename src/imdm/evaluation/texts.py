@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
-from imdm.evaluation.base import Evaluation
+from imdm.evaluation.base import Evaluation, TooShortError
 from imdm.evaluation.conditional import continued
 
 
 def first_texts(evaluation: Evaluation, many: int) -> list[dict[str, Any]]:
-    """The first of the samples that were generated, and of the continuations, each prompt's first; none is generated
-    for it. Each is a line of `texts.jsonl`: how it was sampled, its number, the prompt of a continuation, its text."""
+    """The first of the samples that metrics read, and of the continuations, each prompt's first; none is generated for
+    it. Each is a line of `texts.jsonl`: how it was sampled, its number, the prompt of a continuation, its text."""
     how, subject = evaluation.subject.how, evaluation.subject
     if subject.tokenizer is None:  # such as an enumerated language
         return []
     samples, continuations = list[dict[str, Any]](), list[dict[str, Any]]()
     if "generation" in vars(evaluation):
-        samples = [{"text": text} for text in evaluation.decode(evaluation.generation.tokens[:many])]
+        with suppress(TooShortError):  # metrics read none of them
+            samples = [{"text": text} for text in evaluation.texts()[:many]]
     if evaluation.has("continued"):
         made = continued(evaluation)
         pairs = list(zip(made.prompts, made.written, strict=True))[:: len(made.written) // len(made.real)]

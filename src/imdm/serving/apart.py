@@ -111,7 +111,8 @@ class Apart(Engine):
     def stop(self, grace: float) -> None:
         with self._changed:
             self._open = False
-        self._post(("stop", grace))  # a second one may be more urgent
+            self._post_all_jobs()
+            self._post(("stop", grace))  # a second one may be more urgent
         with self._ending:
             if self._thread is not None:
                 self._process.join(grace)
@@ -163,9 +164,13 @@ class Apart(Engine):
         with self._changed:
             gone = [ticket.number for ticket in tickets if self._tickets.pop(ticket.number, None) is not None]
             if gone:
-                for loop in list(self._jobs):  # before it is told to drop some of them
-                    self._post_jobs(loop)
+                self._post_all_jobs()
                 self._post(("drop", gone))
+
+    def _post_all_jobs(self) -> None:
+        """Before a letter that is about them."""
+        for loop in list(self._jobs):
+            self._post_jobs(loop)
 
     def _post(self, letter: tuple[str, Any]) -> None:
         """Write a letter, without waiting for that process, which may be slow to read: at once if the line has room and

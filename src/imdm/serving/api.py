@@ -141,7 +141,10 @@ class Order:
         if not texts:
             raise UserError("the list of prompts is empty; give one text at least")
         if len(texts) * asked.n > limits.queue:
-            raise UserError(f"{len(texts)} × n = {asked.n} texts are more than the limit of {limits.queue}")
+            raise UserError(
+                f"n = {asked.n}: {len(texts) * asked.n} texts in all are more than the service takes at a time, "
+                f"{limits.queue} (imdm serve --queue); ask for fewer"
+            )
         for text in texts:
             check_text(text, limits.prompt)
         if completion is not None:

@@ -29,14 +29,16 @@ KINDS = {
     429: "rate_limit_error",
     504: "timeout_error",
 }
-FIELD = re.compile(r"(?:unknown key )?'?(?P<name>[a-z_]+)'?(?: =|:|\Z| \()|(?P<model>unknown model) ")
+FIELD = re.compile(
+    r"(?:unknown key )?'?(?P<name>[a-z_]+)'?(?: =|:|\Z| \()|(?P<model>unknown model) |(?:the|a) (?P<prompt>prompt) "
+)
 
 
 def error(status: int, sentence: str, code: str | None = None, **headers: str) -> JSONResponse:
-    """An error in the format of OpenAI's API; `param` is the field that the sentence begins with."""
+    """An error in the format of OpenAI's API; `param` is the field that the sentence begins with, or is about."""
     kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
     field = FIELD.match(sentence) if status in (400, 404) else None
-    param = None if field is None else field["name"] or "model"
+    param = None if field is None else field["name"] or ("model" if field["model"] else "prompt")
     said = {"message": " ".join(sentence.split()), "type": kind, "param": param, "code": code}
     return JSONResponse({"error": said}, status, {name.replace("_", "-"): value for name, value in headers.items()})
 
