@@ -12,7 +12,7 @@ from imdm.evaluation.conditional import continued
 def first_texts(evaluation: Evaluation, many: int) -> list[dict[str, Any]]:
     """The first of the samples that metrics read, and of the continuations, each prompt's first; none is generated for
     it. Each is a line of `texts.jsonl`: how it was sampled, its number, the prompt of a continuation, its text."""
-    how, subject = evaluation.subject.how, evaluation.subject
+    subject = evaluation.subject
     if subject.tokenizer is None:  # such as an enumerated language
         return []
     samples, continuations = list[dict[str, Any]](), list[dict[str, Any]]()
@@ -23,6 +23,6 @@ def first_texts(evaluation: Evaluation, many: int) -> list[dict[str, Any]]:
         made = continued(evaluation)
         pairs = list(zip(made.prompts, made.written, strict=True))[:: len(made.written) // len(made.real)]
         continuations = [{"prompt": prompt, "text": text} for prompt, text in pairs[:many]]
-    drawn = {name: getattr(how, name) for name in ("steps", "temperature", "top_p", "noise", "order")}
+    drawn = {name: getattr(subject.how, name) for name in ("steps", "temperature", "top_p", "noise", "order")}
     drawn |= {"seed": subject.seed}
     return [drawn | {"number": i} | one for some in (samples, continuations) for i, one in enumerate(some)]

@@ -27,6 +27,7 @@ from imdm.serving.jobs import Frame
 from imdm.serving.metrics import TEXT, Metrics
 from imdm.serving.settings import Settings
 
+MISSING = "there is no such page; GET /docs lists what there is"
 CHAT = "these models continue a text and do not chat: POST /v1/completions takes a prompt"
 T = TypeVar("T")
 C = TypeVar("C", bound=Config)
@@ -241,10 +242,9 @@ def _tell_errors(app: FastAPI) -> None:
 
     async def http(request: Request, wrong: Exception) -> Response:
         assert isinstance(wrong, HTTPException)
+        missing = CHAT if request.url.path.startswith("/v1/chat") else MISSING
         sentences = {
-            404: CHAT
-            if request.url.path.startswith("/v1/chat")
-            else "there is no such page; GET /docs lists what there is",
+            404: missing,
             405: f"{request.method} is not for this page; GET /docs says what is",
         }
         plain = wrong.detail in ("Not Found", "Method Not Allowed")
