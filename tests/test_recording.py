@@ -4,6 +4,7 @@ number that should be in a place that stays, and is not, shows as a step trained
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -90,15 +91,39 @@ def same_weights(one: Trainer, other: Trainer) -> bool:
     return all(torch.allclose(a, b, atol=within) for a, b in pairs)
 
 
+@pytest.mark.parametrize(
+    ("sequences", "parts"), [(1, 8), (4, 8), (7, 8), (8, 16), (16, 32), (31, 32), (32, 64), (512, 64)]
+)
 @pytest.mark.parametrize("most", [1, 5, 63, 64, 65, 384, 65_536])
-def test_rows_have_few_sizes(most: int) -> None:
-    sizes = [size_of_rows(count, most) for count in range(most + 1)]
+def test_rows_have_few_sizes(most: int, sequences: int, parts: int) -> None:
+    sizes = [size_of_rows(count, most, sequences) for count in range(most + 1)]
     assert all(count <= size <= most for count, size in enumerate(sizes))
     assert sizes == sorted(sizes)
-    assert len(set(sizes)) <= 33
-    assert max(size - count for count, size in enumerate(sizes)) <= most // 32 + 1
-    around = {size_of_rows(count, most) for count in range(most // 2 - most // 70, most // 2 + most // 70)}
+    assert len(set(sizes)) <= parts // 2 + 1
+    assert max(size - count for count, size in enumerate(sizes)) <= 2 * most // parts + 1
+    middle = most // (parts + parts // 8)
+    around = {size_of_rows(count, most, sequences) for count in range(most // 2 - middle, most // 2 + middle)}
     assert len(around) <= 1  # a batch at all times has about half of its positions masked
+
+
+@pytest.mark.parametrize("batch", [8, 16, 32])
+def test_steps_of_small_batches_are_replayed_too(batch: int) -> None:
+    """The fewer sequences, the more the number of masked ones varies. Shapes after the first `KEPT` get no graph."""
+    objective, length = Match(), 256
+    tokens = {"tokens": torch.zeros(batch, length, dtype=torch.int64)}
+    process = tiny_model(length=length).process
+    seen, kept = Counter[tuple[int, ...]](), set[tuple[int, ...]]()
+    replayed, steps = 0, 150
+    for index in range(1, steps + 1):
+        for update in (0, 1):
+            step = Step(0, index, torch.arange(batch), batch, update=update, fill=True)
+            plan = objective.start(process, tokens, step)
+            shape = update, len(plan.rows.sequence), len(plan.left)
+            seen[shape] += 1
+            replayed += shape in kept
+            if seen[shape] > Recorder.WARM and len(kept) < Recorder.KEPT:
+                kept.add(shape)
+    assert replayed > 0.75 * 2 * steps
 
 
 def test_places_are_the_chosen_ones_and_the_first_others() -> None:
@@ -114,7 +139,7 @@ def test_places_are_the_chosen_ones_and_the_first_others() -> None:
 def test_filled_rows_are_the_same_and_others_that_are_not_counted() -> None:
     chosen = torch.rand(16, 24, generator=torch.Generator().manual_seed(2)) < 0.4
     rows, plain = Rows.filled(chosen), Rows.where(chosen)
-    assert len(rows.sequence) == size_of_rows(int(chosen.sum()), 16 * 24) > len(plain.sequence)
+    assert len(rows.sequence) == size_of_rows(int(chosen.sum()), 16 * 24, 16) > len(plain.sequence)
     assert rows.counted is not None
     assert torch.equal(rows.sequence[rows.counted], plain.sequence)
     assert torch.equal(rows.position[rows.counted], plain.position)

@@ -32,7 +32,7 @@ class Rows(NamedTuple):
     def filled(cls, chosen: Tensor) -> Rows:
         """The same, padded with others that are not counted, so that R has few sizes."""
         flat, length = chosen.flatten(), chosen.shape[1]
-        at = filled_places(flat, size_of_rows(int(flat.sum()), len(flat)))
+        at = filled_places(flat, size_of_rows(int(flat.sum()), len(flat), len(chosen)))
         return cls(at // length, at % length, counted=flat[at])
 
     def counting(self, values: Tensor) -> Tensor:
@@ -47,11 +47,15 @@ class Rows(NamedTuple):
         return values.flatten(0, 1).index_select(0, self.sequence * values.shape[1] + self.position)
 
 
-def size_of_rows(count: int, most: int) -> int:
+def size_of_rows(count: int, most: int, sequences: int) -> int:
     """The size that `count` of `most` rows are padded to: an odd number of 64ths of `most`, at most all. Half of the
-    rows, the mean number of masked ones, is in the middle between two sizes, so one size serves most steps."""
-    pairs = max(0, -(-(64 * count - most) // (2 * most)))
-    return min(most, -(-(2 * pairs + 1) * most // 64))
+    rows, the mean number of masked ones, is in the middle between two sizes, so one size serves most steps.
+
+    The fewer sequences, the more the share of masked rows varies: with less than 32, sizes are further apart, 32nds
+    to 8ths, since a size that is rare gets no CUDA graph (`Recorder`)."""
+    parts = min(64, max(8, 1 << (2 * sequences).bit_length() - 1))
+    pairs = max(0, -(-(parts * count - most) // (2 * most)))
+    return min(most, -(-(2 * pairs + 1) * most // parts))
 
 
 def filled_places(chosen: Tensor, size: int) -> Tensor:

@@ -155,7 +155,8 @@ def planned(
     drawn, fill = keys if drawn is None else drawn, step is not None and step.fill
     rows = Rows.filled(masked) if fill else Rows.where(masked)
     there = rows.of(again)
-    left = filled_places(there, size_of_rows(int(there.sum()), len(there))) if fill else there.nonzero()[:, 0]
+    size = size_of_rows(int(there.sum()), len(there), len(keys)) if fill else 0
+    left = filled_places(there, size) if fill else there.nonzero()[:, 0]
     left_rows = Rows(rows.sequence[left], rows.position[left], counted=there[left] if fill else None)
     noise = process.mask.draw(drawn, torch.zeros_like(masked, dtype=torch.int64), masked)
     ended, latent = process.lengths is not None, process.latents(drawn)
