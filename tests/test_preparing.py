@@ -283,21 +283,24 @@ def test_processes_end_with_the_one_that_began_them(home: Path, tmp_path: Path) 
         assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
-def killing(backend: Any) -> Iterator[Chunk]:
-    """Chunks, and after some of them the end of those who encode."""
+def killing(text: str, least: int) -> Iterator[Chunk]:
+    """Chunks, and after some of them the end of those who encode, but for the first `least`."""
     from multiprocessing import active_children
 
     for number in range(100):
         if number == 10:
-            for child in active_children():
+            for child in active_children()[least:]:
                 os.kill(child.pid or 0, signal.SIGKILL)
-        yield Chunk(number, number, ["the cat"])
+        yield Chunk(number, number, [text])
 
 
-def test_a_process_that_is_killed_is_said(home: Path) -> None:
+@pytest.mark.parametrize("least", [0, 1])
+@pytest.mark.parametrize("text", ["the cat", "the cat " * 100_000])
+def test_a_process_that_is_killed_is_said(home: Path, text: str, least: int) -> None:
+    """Of the large text, the one that is left waits for its result to be read, which nobody does any more."""
     backend = load_tokenizer(home / "tokenizer").backend_tokenizer
     with pytest.raises(UserError, match="processes = 2: one of them died, perhaps out of memory"):
-        list(encoded(killing(backend), backend, 2))
+        list(encoded(killing(text, least), backend, 2))
 
 
 # Refused

@@ -14,7 +14,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from itertools import chain, islice
-from multiprocessing import connection, get_context, parent_process
+from multiprocessing import active_children, connection, get_context, parent_process
 from typing import Any
 
 import numpy as np
@@ -97,7 +97,7 @@ def _encode(chunk: Chunk, backend: Any) -> Encoded:
 
 
 def _by_processes(parts: Iterable[Chunk], backend: Any, processes: int) -> Iterator[Encoded]:
-    threads = max(1, cores() // processes)
+    threads, others = max(1, cores() // processes), set(active_children())
     pool = ProcessPoolExecutor(
         processes, mp_context=get_context("spawn"), initializer=_begin, initargs=(backend.to_str(), threads)
     )
@@ -111,6 +111,8 @@ def _by_processes(parts: Iterable[Chunk], backend: Any, processes: int) -> Itera
         while waiting:
             yield waiting.popleft().result()
     except BrokenProcessPool:
+        for worker in set(active_children()) - others:
+            worker.kill()  # they block SIGTERM, and one that waits for its result to be read would wait forever
         raise UserError(
             f"processes = {processes}: one of them died, perhaps out of memory; run the same with fewer to resume"
         ) from None
