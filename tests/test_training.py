@@ -8,7 +8,9 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,6 +59,22 @@ def test_training_learns_and_hands_over(tmp_path: Path) -> None:
     assert law[1, 0] > 0.9
     assert (tmp_path / "raw" / "model.safetensors").exists()
     assert model.mask.name == "infinite-uniform-4-1.0"
+
+
+def test_a_model_is_not_gathered_to_evaluate_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sharded, it need not fit a process."""
+    looked: list[bool] = []
+
+    def gathering(models: Any) -> AbstractContextManager[None]:
+        looked.append(True)
+        return nullcontext()
+
+    monkeypatch.setattr("imdm.training.trainer.gathered", gathering)
+    config = CONFIG.model_copy(update={"steps": 2})
+    Trainer(fresh(), Nelbo(), SOURCE, config, tmp_path / "unwatched").train()
+    assert not looked
+    Trainer(fresh(), Nelbo(), SOURCE, config, tmp_path / "watched", watch=lambda model: {"seen": 1.0}).train()
+    assert looked
 
 
 def test_checkpoints_carry_the_recipe(tmp_path: Path) -> None:

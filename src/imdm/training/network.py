@@ -127,7 +127,7 @@ class Network:
         for key, value in point.optimizer.items():
             kind, name = key.split(".", 1)
             state.setdefault(name, {})[kind] = value
-        current: Any = get_optimizer_state_dict(self.model, optimizer, options=WHOLE)
+        current: Any = get_optimizer_state_dict(self.model, optimizer)  # of names and groups; moments stay sharded
         loaded: Any = {"state": state, "param_groups": current["param_groups"]}
         set_optimizer_state_dict(self.model, optimizer, optim_state_dict=loaded, options=SOME)
         weights = dict(self.bare.named_parameters(remove_duplicate=False))

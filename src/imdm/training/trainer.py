@@ -433,7 +433,10 @@ class Trainer:
         return losses
 
     def _look(self, writer: Any) -> None:
-        """Log the objective's early signals and the measurements of `watch`, and warn if they predict a failure."""
+        """Log the objective's early signals and the measurements of `watch`, and warn if they predict a failure. Where
+        there are neither, nothing is gathered: a model that is sharded need not fit a process."""
+        if self.watch is None and type(self.objective).signals is Objective.signals:
+            return
         with self.averaged(), gathered(self._models()), self._precision():
             others = {name: one.bare for name, one in self.networks.items() if name != STUDENT}
             signals = self.objective.signals(self.bare, self.source, self.seed, self.companion, others)
