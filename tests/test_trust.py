@@ -19,7 +19,7 @@ from imdm.config import check_name
 from imdm.data import Corpus, PrepareConfig
 from imdm.data import prepare as prepare_text
 from imdm.data.tokenizers import train_bpe
-from imdm.errors import UserError, check_number, check_whole
+from imdm.errors import UserError, check_number, check_whole, shown
 from imdm.evaluation import load_embedder, load_judge
 from imdm.files import (
     parse_yaml,
@@ -212,7 +212,8 @@ def test_pickles_and_remote_code_are_never_loaded(tmp_path: Path) -> None:
 )
 def test_generate_takes_or_refuses_any_argument(name: str, value: Any) -> None:
     model = tiny_model()
-    assert "--" not in (refusal(lambda: model.generate(**{"num": 1, "steps": 1, name: value})) or "")
+    said = refusal(lambda: model.generate(**{"num": 1, "steps": 1, name: value})) or ""
+    assert "--" not in said.replace(shown(value), "")
 
 
 @few
@@ -236,4 +237,5 @@ def writer() -> Writer:
 @settings(max_examples=15, deadline=None)
 @given(st.sampled_from(["prompts", "num", "length", "steps", "seed"]), ODD)
 def test_a_writer_takes_or_refuses_any_argument(name: str, value: Any) -> None:
-    assert "--" not in (refusal(lambda: writer().write(**{"steps": 1, "length": 8, name: value})) or "")
+    said = refusal(lambda: writer().write(**{"steps": 1, "length": 8, name: value})) or ""
+    assert "--" not in said.replace(shown(value), "")
