@@ -22,7 +22,7 @@ from imdm.costing.costs import short, spelled
 from imdm.costing.machines import REACHED, bandwidth
 from imdm.costing.memory import CONTEXT, GIB, How, trained_state, writing
 from imdm.costing.networks import Networks, Size, measured
-from imdm.costing.stages import JUDGES, check_memory, communication, usable
+from imdm.costing.stages import JUDGES, check_memory, communication
 from imdm.costing.steps import Setting, least_state, masked_by, plan
 from imdm.costing.work import MOST, PRODUCTS, Work, completions, evaluated, evaluations, written
 from imdm.data import TokenSource
@@ -34,6 +34,7 @@ from imdm.recipes import load_recipe, parse_recipe, recipe_names
 from imdm.runs import Run, checks
 from imdm.runs.inputs import Inputs
 from imdm.training import TrainConfig, Trainer
+from imdm.training.config import usable
 
 DOCS = Path(__file__).parent.parent / "docs"
 H200 = GPUS["h200"]
@@ -412,6 +413,23 @@ def test_communication_by_hand() -> None:
 @pytest.mark.parametrize(("batch", "gpus", "many"), [(512, 8, 8), (32, 64, 32), (512, 6, 4), (7, 5, 1), (1, 8, 1)])
 def test_a_batch_that_does_not_divide_uses_fewer_gpus(batch: int, gpus: int, many: int) -> None:
     assert usable(batch, gpus) == many
+
+
+def test_a_micro_batch_that_does_not_divide_is_counted_as_the_next_that_does() -> None:
+    """And it is said that training would refuse it. One that need not divide, of which as few as possible are made
+    equal, is counted as it is."""
+    odd, even, smaller = (
+        cost("books", [f"stages.teacher.training.micro_batch={micro}"]) for micro in (24, 16, 48)
+    )  # of 64
+    note = "teacher: micro_batch 24 does not divide the 64 sequences of a GPU and would be refused"
+    assert [one for one in odd.notes() if one.startswith(note)]
+    assert not [one for one in (*even.notes(), *smaller.notes()) if "micro_batch" in one]
+    assert odd.stages[0].memory == even.stages[0].memory
+    assert (odd.stages[0].step, odd.stages[0].flops) == (even.stages[0].step, even.stages[0].flops)
+    assert smaller.stages[0].memory == cost("books").stages[0].memory  # the recipe's 32
+    asked = TrainConfig(steps=1, batch=64, micro_batch=24)
+    with pytest.raises(UserError, match=r"micro_batch = 24: the 64 sequences cannot .* 3 micro-batches; use 16$"):
+        asked.check(1, torch.device("cpu"))
 
 
 def test_more_gpus_take_fewer_hours_and_more_gpu_hours() -> None:

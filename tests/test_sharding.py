@@ -33,15 +33,16 @@ from tests.reference.launching import ENVIRONMENT, launched, torchrun
 
 KINDS = tuple(sharded.OBJECTIVES)
 Job = dict[str, Any]
+ODD = "training.batch = 7: 2 processes cannot share it equally; use 6 or 8, or start 1 process"
 
 
 def launch(jobs: list[Job], world: int, *nodes: list[str]) -> None:
-    """All jobs, one after another, on so many processes; nodes: what torchrun is told on each of several machines."""
+    """All jobs, one after another, on so many processes; nodes: what starts them on each of several."""
     home = Path(jobs[0]["out"]).parent
     home.mkdir(exist_ok=True, parents=True)
     (home / "jobs.json").write_text(json.dumps(jobs))
     root, program = Path(__file__).parents[1], ["-m", sharded.__name__, str(home / "jobs.json")]
-    several = [[sys.executable, "-m", "torch.distributed.run", *line] for line in nodes] or [torchrun(world)]
+    several = [[*torchrun(1), *line] for line in nodes] or [torchrun(world)]
     launched([[*line, *program] for line in several], home, root)
 
 
@@ -157,6 +158,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
             job("nelbo", home / "batch", "full", training={"batch": 15}),
             job("nelbo", home / "other", "full", 1),
             job("nelbo", home / "other", "full", 2, model=7),
+            job("nelbo", home / "apart", "full", 2, apart=True),
             job("half", home / "half"),
             job("nelbo", home / "muon", "full", 6, **MUON),
             job("nelbo", home / "muon-moved", "full", 4, **MUON),
@@ -181,7 +183,7 @@ def test_two_processes_share_out_what_one_has(two: Path) -> None:
     assert_same(two / "shared", two / "whole", 5)
     assert_same(two / "moved", two / "stayed", 5)
     (told,) = {one["refused"] for one in seen(two / "batch", 2)}
-    assert told == "training.batch = 15: must be a multiple of 2 processes × 2 micro-batches"
+    assert told == "training.batch = 15: 2 processes cannot share it equally; use 14 or 16, or start 1 process"
     assert not (two / "batch" / "checkpoints").exists()
     for told in seen(two / "half", 2):
         assert told.pop("astray") < 4.6 * 2**-7  # a few roundings to bf16
@@ -198,6 +200,14 @@ def test_two_processes_agree_to_refuse_a_checkpoint_of_another_model(two: Path) 
     told = seen(two / "other", 2)
     assert all("the recipe, its start or its data changed" in one["refused"] for one in told)
     assert all(one["agreed"] for one in told)
+
+
+def test_two_processes_refuse_a_folder_that_they_do_not_share(two: Path) -> None:
+    """Before the first step; and nothing is left there."""
+    for told in seen(two / "apart", 2):
+        assert told["agreed"]
+        assert re.search(r"machine-1: process 1, on .*, does not see .*; choose a folder that all", told["refused"])
+    assert not list((two / "apart").glob("machine-*"))
 
 
 @pytest.mark.parametrize("name", COUNTED)
@@ -241,15 +251,44 @@ def test_one_process_has_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_refuse_once(tmp_path: Path) -> None:
-    """A batch that does not divide, by the command: one line, which names the stage, and nothing is written."""
-    command = ["-m", "imdm", "train", "synthetic", "stages.teacher.training.batch=7", "--out", str(tmp_path / "run")]
-    made = subprocess.run(
-        [*torchrun(2), *command], env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False
-    )
-    told = [line for line in (made.stdout + made.stderr).splitlines() if line.startswith("error:")]
-    assert told == ["error: stages.teacher.training.batch = 7: must be a multiple of 2 processes × 1 micro-batches"]
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [
+        ("batch=7", f"stages.teacher.{ODD}"),
+        ("bach=8", "unknown key 'stages.teacher.training.bach' (did you mean 'batch'?)"),
+    ],
+)
+def test_two_processes_refuse_once(tmp_path: Path, setting: str, sentence: str) -> None:
+    """By the command, what is known before processes meet too: one line, and nothing is written."""
+    train = ["-m", "imdm", "train", "synthetic", f"stages.teacher.training.{setting}", "--out", str(tmp_path / "run")]
+    assert refusals([[*torchrun(2), *train]], [tmp_path]) == [f"error: {sentence}"]
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_two_machines_refuse_a_folder_that_they_do_not_share(tmp_path: Path) -> None:
+    """Both are given the same name, which is a place of its own on each."""
+    homes, port = [tmp_path / "first", tmp_path / "second"], free_port()
+    for home in homes:
+        home.mkdir()
+    (told,) = refusals(
+        [[*torchrun(1), *node(rank, port), "-m", "imdm", "train", "synthetic", "--out", "run"] for rank in range(2)],
+        homes,
+    )
+    assert re.fullmatch(r"error: run: process 1, on .*, does not see .*; choose a folder that all machines share", told)
+    assert not [file for home in homes for file in home.iterdir()]
+
+
+def refusals(lines: list[list[str]], places: list[Path]) -> list[str]:
+    """What commands that are refused say, each in its place, side by side."""
+    how: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    begun = [
+        subprocess.Popen(line, cwd=place, env=os.environ | ENVIRONMENT, **how)
+        for line, place in zip(lines, places, strict=True)
+    ]
+    said = [one.communicate(timeout=300)[0] for one in begun]
+    assert all(one.returncode for one in begun)
+    return [line for text in said for line in text.splitlines() if line.startswith("error:")]
 
 
 def test_what_one_process_refuses_all_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,7 +326,7 @@ def test_the_first_process_says_what_all_refuse(
         cli.main()
     assert end.value.code == 2
     said = capsys.readouterr().err
-    line = "error: stages.teacher.training.batch = 7: must be a multiple of 2 processes × 1 micro-batches\n"
+    line = f"error: stages.teacher.{ODD}\n"
     assert said == (line if rank == "0" else "")
 
 
@@ -380,11 +419,7 @@ def test_another_number_of_processes_goes_on(tmp_path: Path, pairs: str) -> None
 def test_two_machines(tmp_path: Path) -> None:
     """Two nodes of one process each, which meet at an address. Backbones of `transformers` with tied weights, and a
     model that is kept in bf16, beside others; a folder of another model is refused by every process."""
-    with_socket = free_port()
-    nodes = [
-        [f"--nnodes=2 --nproc_per_node=1 --node_rank={rank} --master_addr=127.0.0.1 --master_port={with_socket}"]
-        for rank in range(2)
-    ]
+    port = free_port()
     changed = {"changes": HF}
     half = {"training": {"weights": "bf16"}}
     launch(
@@ -397,7 +432,7 @@ def test_two_machines(tmp_path: Path) -> None:
             job("match", tmp_path / "half", "full", 9, model=7, **half),
         ],
         2,
-        *[line[0].split() for line in nodes],
+        *(node(rank, port) for rank in range(2)),
     )
     sharded.run(job("match", tmp_path / "half-one", "none", 6, **half))
     assert_shared_out(tmp_path / "hf-full", 2)
@@ -464,6 +499,12 @@ def test_the_script_for_slurm_trains_on_two_machines(tmp_path: Path, monkeypatch
     assert again.returncode == 1
     (told,) = re.finditer(r"^error: ", again.stdout, re.MULTILINE)
     assert told.start() < again.stdout.index("Traceback")
+
+
+def node(rank: int, port: int) -> list[str]:
+    """The words that start one process of two, each on a machine of its own."""
+    where = f"--nnodes=2 --nproc_per_node=1 --node_rank={rank} --master_addr=127.0.0.1 --master_port={port}"
+    return ["-m", "torch.distributed.run", *where.split()]
 
 
 def free_port() -> int:

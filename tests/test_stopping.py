@@ -276,7 +276,7 @@ def test_a_signal_ends_several_processes_with_a_checkpoint(tmp_path: Path, numbe
     finally:
         with suppress(ProcessLookupError):
             os.killpg(begun.pid, signal.SIGKILL)
-    assert b"stopped; run the same command again to resume" in told, told.decode()
+    assert told.count(b"stopped; run the same command again to resume") == 1, told.decode()
     (saved,) = (out / "seed-0/teacher/checkpoints").iterdir()
     at = int(saved.name.removeprefix("step-"))
     last = read_lines(out / "seed-0/teacher/history.jsonl")[-1]["step"]

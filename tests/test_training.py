@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -246,7 +248,8 @@ def test_bad_settings_get_a_sentence(tmp_path: Path) -> None:
         trainer(tmp_path, vocab_size=4)
     with pytest.raises(UserError, match=r"'betas.1' = 1.5"):
         TrainConfig.parse({"steps": 1, "betas": [0.9, 1.5]})
-    with pytest.raises(UserError, match="training.batch = 16: must be a multiple of 1 processes × 6 micro-batches"):
+    odd = "training.micro_batch = 3: the 16 sequences cannot be divided equally into 6 micro-batches; use 2$"
+    with pytest.raises(UserError, match=odd):
         trainer(tmp_path, CONFIG.model_copy(update={"micro_batch": 3}))
     if not torch.cuda.is_available():
         with pytest.raises(UserError, match="bf16 needs a GPU; use float32 on a CPU"):
@@ -254,6 +257,31 @@ def test_bad_settings_get_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"'lr' = 0.0: input should be greater than 0"):
         TrainConfig.parse({"steps": 1, "lr": 0.0})
     assert not list(tmp_path.iterdir())
+
+
+def test_what_a_batch_is_refused_for_and_told_to_use() -> None:
+    """What is refused is what does not divide; what is named instead does."""
+    here = torch.device("cpu")
+
+    def refused(batch: int, micro: int | None, world: int) -> str:
+        try:
+            TrainConfig(steps=1, batch=batch, micro_batch=micro).check(world, here)
+        except UserError as error:
+            return str(error)
+        return ""
+
+    for batch, micro, world in itertools.product(range(1, 25), (None, *range(1, 9)), range(1, 7)):
+        made = TrainConfig(steps=1, batch=batch, micro_batch=micro)
+        said, divides = refused(batch, micro, world), batch % (world * made.accumulation(world)) == 0
+        assert bool(said) != divides, (batch, micro, world, said)
+        if divides:
+            assert made.largest_micro_batch(world) * made.accumulation(world) * world == batch
+        elif "micro_batch" in said:
+            assert not refused(batch, int(said.split()[-1]), world)
+        else:
+            *near, many = (int(word) for word in re.findall(r"\d+", said.split("use ")[1]))
+            assert not any(refused(one, None, world) for one in near)
+            assert not refused(batch, None, many)
 
 
 def test_a_diverging_run_stops_with_a_sentence(tmp_path: Path) -> None:

@@ -7,18 +7,24 @@ CPU processes as if each were alone.
 from __future__ import annotations
 
 import os
+import platform
+import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from imdm.errors import AgreedError, UserError, shown
+from imdm.files import unfinished, write_text
 from imdm.stopping import end
 
 if TYPE_CHECKING:
     from accelerate import Accelerator, PartialState
+
+T = TypeVar("T")
 
 
 def checked_device(name: str | torch.device) -> torch.device:
@@ -79,6 +85,36 @@ def together() -> Iterator[None]:
                 raise AgreedError(sentence)
     if refused is not None:
         raise refused
+
+
+def of_first(value: T) -> T:
+    """The first process' value, in all of them. A collective: every process must call it."""
+    held: list[T] = [value]
+    if processes().num_processes > 1:
+        torch.distributed.broadcast_object_list(held, 0)
+    return held[0]
+
+
+def check_shared(folder: Path) -> None:
+    """Refuse a folder that some processes do not share with the first, for which it exists: each must see a file that
+    the first writes, under a name that no file system can have cached. A collective."""
+    state = processes()
+    if state.num_processes == 1:
+        return
+    sign = folder / of_first(unfinished(f"shared-{uuid.uuid4().hex}"))
+    try:
+        with together():
+            if state.is_main_process:
+                write_text(sign, "")
+        with together():
+            if not sign.exists():
+                raise UserError(
+                    f"{folder}: process {state.process_index}, on {platform.node()}, does not see what the first one "
+                    "writes there; choose a folder that all machines share"
+                )
+    finally:
+        if state.is_main_process:
+            sign.unlink(missing_ok=True)
 
 
 def accelerator() -> Accelerator:

@@ -53,7 +53,7 @@ def as_path(value: Any, what: str) -> Path:
 @contextmanager
 def written_aside(path: Path) -> Iterator[Path]:
     """Yield a temporary path; on success it replaces `path` (a file, or a folder)."""
-    aside = path.with_name(f"{_mine()}{path.name}")
+    aside = path.with_name(unfinished(path.name))
     with _naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -74,7 +74,7 @@ def written_aside(path: Path) -> Iterator[Path]:
 @contextmanager
 def aside_in(folder: Path) -> Iterator[Path]:
     """A temporary folder inside `folder`, into which a library may write; deleted at the end."""
-    aside = folder / f"{_mine()}aside"
+    aside = folder / unfinished("aside")
     with _naming(folder):
         try:
             _remove(aside)
@@ -102,9 +102,9 @@ def _naming(path: Path) -> Iterator[None]:
         raise WriteError(f"{path} cannot be written: {error.strerror or error}") from None
 
 
-def _mine() -> str:
-    """The prefix of this process' unfinished files: machine and process id."""
-    return f"{PARTIAL}{_machine()}-{os.getpid()}-"
+def unfinished(name: str) -> str:
+    """The name of an unfinished file of this process: it has machine and process id."""
+    return f"{PARTIAL}{_machine()}-{os.getpid()}-{name}"
 
 
 def _machine() -> str:

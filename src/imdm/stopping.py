@@ -16,6 +16,11 @@ CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 GO_ON = "stopped; run the same command again to resume"
 
 
+def is_first() -> bool:
+    """Whether this process is the first of those that `torchrun` started; the others say nothing that it says too."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def stopped_by(number: int) -> BaseException:
     """The exception for a signal: KeyboardInterrupt, or SystemExit with the signal's code."""
     return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(CODES[signal.Signals(number)])
@@ -56,7 +61,7 @@ def has_threads() -> bool:
 def _stop(number: int, frame: FrameType | None) -> None:
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
-            os.write(2, f"{GO_ON}\n".encode())
+            os.write(2, f"{GO_ON}\n".encode() if is_first() else b"")
             os._exit(CODES[signal.Signals(number)])
         frame = frame.f_back
     raise stopped_by(number)

@@ -2,6 +2,7 @@
 
 `torchrun … -m tests.reference.sharded JOBS.json`; each job leaves what it saw in `OUT/seen-RANK.json`: the number of
 processes, the share of each kind of tensor that this process held, or what it was refused with and whether all agreed.
+With `apart` each process has a folder of its own, as on machines that share none.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def trainer(job: Mapping[str, Any]) -> Trainer:
         parse_objective(OBJECTIVES[job["kind"]]),
         source,
         TrainConfig(**settings),
-        job["out"],
+        Path(job["out"]) / (f"machine-{devices.processes().process_index}" if job.get("apart") else ""),
         seed=5,
         watch=watch,
         watch_every=4,

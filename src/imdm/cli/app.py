@@ -24,6 +24,7 @@ from imdm.console import plain_console
 from imdm.errors import AgreedError, UserError, is_out_of_memory, reason_of, shorter
 from imdm.files import home, write_text
 from imdm.stopping import CODES, GO_ON
+from imdm.stopping import is_first as is_main
 
 app = typer.Typer(
     name="imdm",
@@ -113,10 +114,6 @@ def _quiet(
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # our errors are enough
 
 
-def is_main() -> bool:
-    return os.environ.get("RANK", "0") == "0"
-
-
 def say(text: str) -> None:
     if is_main():
         console.print(text, soft_wrap=True)
@@ -188,15 +185,16 @@ def main() -> None:
         app(standalone_mode=True)
         _flush()
     except UserError as error:
-        if isinstance(error, AgreedError) and not is_main():
-            time.sleep(PATIENCE)  # if this one ended first, torchrun would end the one that is to say it
-            sys.exit(2)
-        _end(str(error), 2)
+        if not is_main():
+            time.sleep(PATIENCE)  # if the first refuses the same, it is to say so, and torchrun ends this one
+        if is_main() or not isinstance(error, AgreedError):
+            _end(str(error), 2)
+        sys.exit(2)
     except OSError as error:
         _forget_output(error)
         _end(f"{error.filename}: {error.strerror}" if error.filename is not None else str(error), 2)
     except SystemExit as stop:
-        if stop.code in CODES.values():
+        if stop.code in CODES.values() and is_main():
             print(STOPPED[-1], file=sys.stderr)
         _flush()
         raise

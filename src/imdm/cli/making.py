@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +37,7 @@ from imdm.cli.early import (
     located,
 )
 from imdm.errors import UserError
-from imdm.files import check_holds
+from imdm.files import check_holds, working_in
 
 if TYPE_CHECKING:
     from imdm.data import Corpus, PrepareConfig
@@ -229,7 +230,7 @@ def couple(
     from imdm.data import CoupleConfig
     from imdm.data import couple as make
     from imdm.data.tokenizers import check_same
-    from imdm.devices import processes
+    from imdm.devices import check_shared, processes
     from imdm.models import load_model
 
     teacher = load_model(model)
@@ -243,6 +244,8 @@ def couple(
     state = processes()
     if compile and state.device.type == "cpu":
         say("--compile: nothing is compiled on a CPU")
+    with working_in(out) if state.is_main_process else nullcontext():
+        check_shared(out)
     with reporter().bar("pairs", pairs) as bar:
         make(
             teacher.to(state.device),

@@ -65,9 +65,8 @@ class How:
     @classmethod
     def of(cls, training: TrainConfig, gpus: int) -> How:
         """Those of a recipe."""
-        share = training.batch // gpus
         again, shard = training.checkpoint_blocks, training.shard
-        return cls(min(share, training.micro_batch or share), again, shard if gpus > 1 else "none")
+        return cls(training.largest_micro_batch(gpus), again, shard if gpus > 1 else "none")
 
     def changes(self, other: How) -> dict[str, str]:
         """The settings that differ from another's."""

@@ -21,6 +21,7 @@ from imdm.models.backbones.base import DEFAULT
 from imdm.objectives import Match
 from imdm.recipes import CoupleStage, EvaluateStage, TrainStage
 from imdm.shipped import listed
+from imdm.training.config import usable
 
 COMPILED = 20.0  # seconds once, where blocks are compiled
 TOKENISED = 4e-6  # seconds of the CPU for each token that a judge reads: decoding, and its tokenizer
@@ -203,16 +204,16 @@ def _gib(size: float) -> str:
     return f"{size / GIB:,.0f} GiB" if size >= 10 * GIB else f"{size / GIB:.2g} GiB"
 
 
-def usable(batch: int, gpus: int) -> int:
-    """The most of so many GPUs that divide a batch evenly."""
-    return next(many for many in range(min(gpus, batch), 0, -1) if batch % many == 0)
-
-
 def _notes(asked: Setting, fitting: Setting | None, gpu: GPU, gpus: int) -> Iterator[str]:
     batch = asked.training.batch
     if asked.gpus < gpus:
         work = f"{asked.gpus} of them work; start this stage on as many processes"
         yield f"batch {batch} cannot be shared by {gpus} GPUs: {work}"
+    if (share := batch // asked.gpus) % asked.training.accumulation(asked.gpus):
+        yield (
+            f"micro_batch {asked.training.micro_batch} does not divide the {share} sequences of a GPU and would be "
+            f"refused; counted with training.micro_batch={asked.how.micro}"
+        )
     if not is_known(asked.objective):
         yield f"objective {asked.objective.kind!r} is counted as nelbo"
     if fitting is asked:

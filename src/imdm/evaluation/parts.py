@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from imdm.config import digest
-from imdm.devices import processes
+from imdm.devices import check_shared, processes
 from imdm.errors import UserError
 from imdm.files import read_tensors, working_in, write_tensors
 from imdm.randomness import GENERATOR
@@ -56,6 +56,7 @@ class Parts:
         self._used.add(folder)
         files = [folder / f"part-{number:02d}.safetensors" for number in range(len(parts))]
         with working_in(folder) if state.is_main_process else nullcontext():
+            check_shared(folder)
             mine = range(state.process_index, len(parts), state.num_processes)
             for some in batched([number for number in mine if not _is_whole(files[number])], many):
                 sizes = [len(parts[number]) for number in some]

@@ -15,7 +15,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import NamedTuple
 
-from imdm.devices import processes
+from imdm.devices import check_shared, processes
 from imdm.errors import UserError, check_whole
 from imdm.files import kept_if_refused, working_in, write_json
 from imdm.recipes import Recipe, variants
@@ -84,6 +84,7 @@ def run_jobs(recipe: Recipe, jobs: list[Job], out: Path, workers: int, reporter:
         runs[job.name].check(list(job.stages))
         runs[job.name].inputs.forget()
     with working_in(out) if state.is_main_process else nullcontext():
+        check_shared(out)
         folders = {job.out: job for job in jobs}
         with ExitStack() as stack:
             for place in {out, *folders} if state.is_main_process else ():

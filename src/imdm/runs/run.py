@@ -20,7 +20,7 @@ import torch
 
 from imdm.config import digest
 from imdm.data import Coupling
-from imdm.devices import processes, together
+from imdm.devices import check_shared, processes, together
 from imdm.errors import UserError, unknown
 from imdm.files import check_once, check_writable, kept_if_refused, working_in, write_json, write_recorded
 from imdm.models import fingerprint
@@ -120,6 +120,8 @@ class Run:
         self.check(names)
         first = self.alone and processes().is_main_process
         with working_in(self.out) if first else nullcontext():
+            if self.alone:
+                check_shared(self.out)
             self.prepare(names)
             whole = kept_if_refused(self.out / "recipe.json") if first else nullcontext()
             with whole, _threads(self.recipe.threads):

@@ -79,6 +79,12 @@ class TrainConfig(Config):
         share = -(-self.batch // world)
         return -(-share // (self.micro_batch or share))
 
+    def largest_micro_batch(self, world: int) -> int:
+        """The most sequences at once, of at most `micro_batch`, that divide the share of each of `world` processes."""
+        share = self.batch // world
+        most = min(share, self.micro_batch or share)
+        return next(size for size in range(most, 0, -1) if share % size == 0)
+
     def check(self, world: int, device: torch.device, where: str = "") -> None:
         """Refuse what this machine cannot run. where: what stands before `training`, as `stages.teacher.`"""
         if self.lora is not None:  # first: its requirements would be refused below
@@ -99,8 +105,21 @@ class TrainConfig(Config):
                 f"{where}training.opening = {self.opening}: attention would never be open in training.steps = "
                 f"{self.steps}; give it fewer"
             )
-        if self.batch % (world * self.accumulation(world)):
+        share, over = divmod(self.batch, world)
+        if over:
+            near, fewer = [world * many for many in (share, share + 1) if many], usable(self.batch, world)
             raise UserError(
-                f"{where}training.batch = {self.batch}: must be a multiple of "
-                f"{world} processes × {self.accumulation(world)} micro-batches"
+                f"{where}training.batch = {self.batch}: {world} processes cannot share it equally; use "
+                f"{' or '.join(map(str, near))}, or start {fewer} process{'es' * (fewer > 1)}"
             )
+        if share % self.accumulation(world):
+            a_process = f" of each of {world} processes" if world > 1 else ""
+            raise UserError(
+                f"{where}training.micro_batch = {self.micro_batch}: the {share} sequences{a_process} cannot be divided "
+                f"equally into {self.accumulation(world)} micro-batches; use {self.largest_micro_batch(world)}"
+            )
+
+
+def usable(batch: int, world: int) -> int:
+    """The most of so many processes that can share a batch equally."""
+    return next(many for many in range(min(world, batch), 0, -1) if batch % many == 0)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from imdm.config import digest
 from imdm.data.source import Order, Source, check_teaches
-from imdm.devices import Beside, accelerator, sent, together
+from imdm.devices import Beside, accelerator, check_shared, of_first, sent, together
 from imdm.errors import UserError, check_function, check_is, check_seed, check_whole
 from imdm.files import append_line, as_path, working_in, write_text, written_aside
 from imdm.models import MaskedDiffusionLM, fingerprint
@@ -332,6 +332,7 @@ class Trainer:
             for doubt in self._doubts(alone):
                 self.on_warning(doubt)
         with working_in(self.out) if self.accelerator.is_main_process else nullcontext():
+            check_shared(self.out)
             self.resume()
             asked = Asked()
             agreed = Agreement(asked, self.accelerator.device, alone)
@@ -507,9 +508,9 @@ class Trainer:
         self.accelerator.wait_for_everyone()
 
     def resume(self) -> None:
-        """Resume from the newest checkpoint of this run, if there is one."""
+        """Resume from the newest checkpoint of this run, if there is one: the newest that the first process sees."""
         self.accelerator.wait_for_everyone()
-        present = checkpoint.steps_present(self.checkpoints)
+        present = of_first(checkpoint.steps_present(self.checkpoints))
         if not present:
             self._forget_history()
             return
