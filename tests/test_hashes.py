@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from pydantic import create_model
 from pydantic.fields import FieldInfo
 
@@ -16,13 +18,14 @@ from imdm.config import ALWAYS, Config, digest
 from imdm.data import LanguageSource, aligned
 from imdm.data.prepared import Prepared
 from imdm.errors import UserError
-from imdm.files import read_json
+from imdm.files import read_json, write_json
 from imdm.models import fingerprint
 from imdm.objectives import parse_objective
 from imdm.recipes import Recipe, load_recipe, parse_recipe
-from imdm.runs import Quiet, Run
+from imdm.runs import Quiet, Run, checks
 from imdm.runs.status import status
 from imdm.training import TrainConfig, Trainer
+from imdm.training.config import ALIKE
 from tests.conftest import tiny_model
 from tests.test_ratios import row
 
@@ -269,3 +272,37 @@ def test_a_finished_run_stays_finished_when_every_config_has_a_new_setting(tmp_p
     teacher = parse_recipe(RECIPE, ["stages.teacher.objective={kind: nelbo, added: 1}"])
     with pytest.raises(UserError, match=r"'teacher' .* was made with other objective.added"):
         Run(teacher, tmp_path).all()
+
+
+LIKE = {
+    **{"shard": "full", "micro_batch": 2, "checkpoint_blocks": "true", "graphs": "true", "tensorboard": "true"},
+    **{"checkpoint_every": 5, "keep_checkpoints": 5, "log_every": 5},
+}
+"""Values other than the defaults, of settings that change no number."""
+
+
+def test_a_finished_stage_does_not_depend_on_how_it_was_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither it, nor what was measured of it, is made again or refused, in either direction; and it stays finished
+    where it could not be made."""
+    assert LIKE.keys() == ALIKE
+    changes = [f"stages.teacher.training.{name}={value}" for name, value in LIKE.items() if name != "tensorboard"]
+    plain, other = parse_recipe(RECIPE), parse_recipe(RECIPE, changes)
+    for number, (first, second) in enumerate([(plain, other), (other, plain)]):
+        out = tmp_path / str(number)
+        Run(first, out).all()
+        results = (out / "results.jsonl").read_text()
+        heard = Heard()
+        Run(second, out, heard).all()
+        assert heard.lines == [f"{name}: already there" for name in RECIPE["stages"]]
+        assert (out / "results.jsonl").read_text() == results
+        assert Recipe.parse(read_json(out / "recipe.json", "recipe")) == first
+        write_json(out / "recipe.json", second.resolved())
+        assert {stage.state for stage in status(out)["seed 0"]} == {"done"}
+    monkeypatch.setattr(checks, "processes", lambda: SimpleNamespace(num_processes=3, device=torch.device("cpu")))
+    Run(other, tmp_path / "0").all()
+    with pytest.raises(UserError, match=r"training.batch = 4: 3 processes cannot share it equally"):
+        Run(other, tmp_path / "new").all()
+    with pytest.raises(UserError, match=r"'teacher' .* was made with other training.weights \('float32', now 'bf16'\)"):
+        Run(parse_recipe(RECIPE, ["stages.teacher.training.weights=bf16"]), tmp_path / "0").all()

@@ -43,16 +43,21 @@ def check_size(inputs: Inputs) -> None:
         check_room("the model's parameters", config.parameters, 4)
 
 
-def check_stage(inputs: Inputs, name: str) -> None:
-    """Refuse a stage that cannot be run, as far as is known before its inputs are made."""
+def check_stage(inputs: Inputs, name: str, made: bool = False) -> None:
+    """Refuse a stage that cannot be run, as far as is known before its inputs are made. made: whether it is finished;
+    then this machine need not be able to."""
     stage = inputs.recipe.stages[name]
     _check_inputs(inputs, name)
     if isinstance(stage, AdoptStage):
         inputs.adopted(stage)
         return
     if isinstance(stage, TrainStage):
+        if not made:
+            _check_machine(inputs, name, stage)
         _check_training(inputs, name, stage)
         _check_metrics(inputs, name, stage.watch.metrics)
+        return
+    if isinstance(stage, CoupleStage) and made:
         return
     check_precision(stage.precision, processes().device, f"stages.{name}.precision")
     if isinstance(stage, CoupleStage):
@@ -96,9 +101,18 @@ def _check_inputs(inputs: Inputs, name: str) -> None:
             inputs.hash(needed)
 
 
-def _check_training(inputs: Inputs, name: str, stage: TrainStage) -> None:
+def _check_machine(inputs: Inputs, name: str, stage: TrainStage) -> None:
+    """Refuse settings of training that these processes, or this machine, cannot run."""
     state = processes()
     stage.training.check(state.num_processes, state.device, f"stages.{name}.")
+    if stage.watch.metrics:
+        each = 40 * inputs.length + 24 * stage.watch.steps
+        check_room(f"stages.{name}.watch.samples", stage.watch.samples, each)
+    batch = stage.training.largest_micro_batch(state.num_processes)
+    check_room(f"stages.{name}.training.batch", batch, 200 * inputs.length, state.device)
+
+
+def _check_training(inputs: Inputs, name: str, stage: TrainStage) -> None:
     stage.objective.check_steps(stage.training.steps, f"stages.{name}.")
     if stage.data is None and len(stage.objective.needs) > 1:
         raise UserError(
@@ -118,11 +132,6 @@ def _check_training(inputs: Inputs, name: str, stage: TrainStage) -> None:
         mask = start.mask if stage.mask is None else stage.mask
         student = MaskedDiffusionConfig.from_dict(start.to_dict() | {"mask": mask})
         check_pairs(inputs.coupling(str(stage.data)), stage, student, inputs.hash(str(stage.start)))
-    if stage.watch.metrics:
-        each = 40 * inputs.length + 24 * stage.watch.steps
-        check_room(f"stages.{name}.watch.samples", stage.watch.samples, each)
-    batch = stage.training.micro_batch or stage.training.batch // state.num_processes
-    check_room(f"stages.{name}.training.batch", batch, 200 * inputs.length, state.device)
 
 
 def _check_teacher(inputs: Inputs, name: str, stage: TrainStage) -> None:

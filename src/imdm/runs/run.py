@@ -28,7 +28,7 @@ from imdm.recipes import AdoptStage, EvaluateStage, Recipe, TrainStage
 from imdm.runs.checks import check_size, check_stage, check_state
 from imdm.runs.inputs import Inputs
 from imdm.runs.stages import is_measured, make_stage
-from imdm.runs.status import DONE, read_done
+from imdm.runs.status import DONE, as_made, read_done
 
 
 class Bar(Protocol):
@@ -138,6 +138,8 @@ class Run:
         with together():
             if self.out.exists() and not self.out.is_dir():
                 raise UserError(f"{self.out}, where the run is to be, is a file; give a folder")
+            if (recipe := as_made(self.recipe, self.folder)) != self.recipe:
+                self.recipe, self.inputs = recipe, Inputs(recipe, self.folder, self.inputs.data)
             self.recipe.data.check()
             if processes().is_main_process:
                 check_writable(self.out)
@@ -173,9 +175,12 @@ class Run:
     def _check(self, names: list[str]) -> None:
         """Bad sizes, missing data or folders, settings this machine cannot run, other runs in the same place."""
         check_size(self.inputs)
-        for check in (check_stage, check_state):
-            for name in names:
-                check(self.inputs, name)
+        made = {name: (self.folder / name / DONE).exists() for name in names}
+        for name in names:
+            check_stage(self.inputs, name, made[name])
+        for name in names:
+            if not made[name]:
+                check_state(self.inputs, name)
         for name in names if self.inputs.data.is_ready else ():
             above = [needed for needed in self.recipe.stages[name].inputs() if needed in self.recipe.stages]
             if all((self.folder / needed / DONE).exists() for needed in above):

@@ -12,6 +12,7 @@ from imdm.errors import UserError
 from imdm.files import check_holds, read_recorded
 from imdm.recipes import CoupleStage, Recipe, TrainStage, read_recipe, variants
 from imdm.training.checkpoint import checkpoint_path, steps_present
+from imdm.training.config import ALIKE
 from imdm.training.history import last_loss, read_history
 
 DONE = "done.json"
@@ -83,7 +84,7 @@ def _finished(folder: Path, recipe: Recipe, row: StageStatus) -> StageStatus:
     if row.state != "done":
         return row
     done = read_done(folder)
-    asked = recipe.stages[row.name].hashed()
+    asked = as_made(recipe, folder.parent).stages[row.name].hashed()
     other = done.get("settings", {}).get("stage", asked) != asked
     again = any(_output(folder.parent / needed) not in (None, made) for needed, made in done.get("made", {}).items())
     return replace(row, took=done.get("seconds"), state="stale" if other or again else row.state)
@@ -103,6 +104,22 @@ def read_done(folder: Path) -> dict[str, Any]:
     if not all(isinstance(done[name], kind) for name, kind in kinds.items()):
         raise UserError(f"{what}: {folder / DONE} is damaged or not ours")
     return done
+
+
+def as_made(recipe: Recipe, folder: Path) -> Recipe:
+    """The recipe, but those settings of its finished stages that change no number (`ALIKE`) as these were made with.
+    folder: of the stages."""
+    changed: dict[str, Any] = {}
+    for name, stage in recipe.stages.items():
+        if isinstance(stage, TrainStage) and (folder / name / DONE).exists():
+            then = read_done(folder / name)["settings"].get("stage", {}).get("training")
+            if isinstance(then, dict):
+                fields = type(stage.training).model_fields
+                made = {each: then.get(each, fields[each].default) for each in sorted(ALIKE)}
+                changed[name] = stage.model_copy(
+                    update={"training": stage.training.changed(f"stages.{name}.training", made)}
+                )
+    return recipe.model_copy(update={"stages": {**recipe.stages, **changed}})
 
 
 def _stage(folder: Path, recipe: Recipe, name: str) -> StageStatus:

@@ -13,6 +13,14 @@ from imdm.models import check_precision
 from imdm.sharding import Shard
 from imdm.training.lora import Lora, check_lora
 
+ALIKE = frozenset(
+    {
+        *("checkpoint_every", "keep_checkpoints", "log_every", "tensorboard"),
+        *("graphs", "micro_batch", "checkpoint_blocks", "shard"),
+    }
+)
+"""Settings that change no number of a finished model, up to rounding."""
+
 
 class TrainConfig(Config):
     """Settings of training.

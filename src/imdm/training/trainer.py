@@ -28,7 +28,7 @@ from imdm.sharding import Sharding, gathered, reshard, whole_model, whole_on_fir
 from imdm.stopping import Asked
 from imdm.training import checkpoint, history, recording
 from imdm.training.agreement import Agreement
-from imdm.training.config import TrainConfig
+from imdm.training.config import ALIKE, TrainConfig
 from imdm.training.ema import applied
 from imdm.training.history import read_history
 from imdm.training.lora import add_adapters, has_adapters, merged
@@ -106,11 +106,8 @@ class Trainer:
             model.set_dropout(config.dropout)
         others = other_networks(objective, model, start, seed)
         configs = {name: config.changed(f"networks.{name}", one.settings()) for name, one in others.items()}
-        loop = {"checkpoint_every", "keep_checkpoints", "log_every", "tensorboard", "weights", "graphs"}
-        loop |= {"micro_batch", "checkpoint_blocks", "shard"}
-        if not config.decay:  # else the decay schedule depends on them
-            loop.add("steps")
-        settings = {name: value for name, value in config.hashed().items() if name not in loop}
+        free = ALIKE | {"weights"} if config.decay else ALIKE | {"weights", "steps"}  # a decay depends on the steps
+        settings = {name: value for name, value in config.hashed().items() if name not in free}
         looks = [watch_every] if objective.heeds_looks else []
         self.run = digest(
             [settings, objective.hashed(), identity, source.fingerprint, seed, *settings_of(others), *looks]
