@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 from dataclasses import replace
+from math import ceil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from imdm.costing.machines import REACHED, bandwidth
 from imdm.costing.memory import CONTEXT, GIB, How, trained_state, writing
 from imdm.costing.networks import Networks, Size, measured
 from imdm.costing.stages import JUDGES, check_memory, communication
-from imdm.costing.steps import Setting, least_state, masked_by, plan
+from imdm.costing.steps import Setting, gathered_to_look, least_state, looked, masked_by, plan
 from imdm.costing.work import MOST, PRODUCTS, Work, completions, evaluated, evaluations, written
 from imdm.data import TokenSource
 from imdm.errors import UserError
@@ -393,11 +394,11 @@ def test_muon_orthogonalises_everywhere_and_can_be_sharded() -> None:
 
 def test_communication_by_hand() -> None:
     """Two GPUs: DDP's ring sends each gradient once, 4 bytes. Sharding sends half of the gradients, half of the weights
-    outside of blocks for each pass, and half of those of blocks, in bf16: for each pass, or once."""
+    outside of blocks, and half of those of blocks, in bf16: for each pass, or once."""
     setting = replace(setting_of(Nelbo(), LONG, 32), gpus=2, how=How(16))
     made, P, B = plan(setting), setting.student.parameters, setting.student.inside
     talk = communication(setting, made, H200, 0.0)
-    both = 4 * P + 2 * 4 * (P - B)
+    both = 4 * P + 4 * (P - B)
     assert (talk.ddp, talk.optimizer, talk.full) == (4 * P, (both + 2 * B) / 2, (both + 2 * 2 * B) / 2)
     assert talk.exposed == talk.seconds == talk.ddp / bandwidth(H200, 2)
     assert communication(setting, made, H200, 10.0).exposed == 0
@@ -556,6 +557,71 @@ def test_state_that_no_memory_holds_is_refused_in_any_precision() -> None:
     check_memory(Networks(load_recipe("lm1b-mdlm", muon)), "teacher", 1, int(0.95 * need), False)
 
 
+def sharded(objective: Objective, gpus: int = 64, watched: int = 0, **more: Any) -> Setting:
+    """The large model on so many GPUs, one sequence on each unless given."""
+    training = TrainConfig(steps=9, shard="full", precision="bf16", **{"batch": gpus, "checkpoint_blocks": True} | more)
+    size = size_of(NOISY, **LARGE)
+    return Setting(objective, size, size, training, 1024, gpus, How.of(training, gpus), watched)
+
+
+def test_an_evaluation_holds_whole_networks_of_those_that_are_sharded() -> None:
+    """The student of ReDi, all three of `match`, with `watch` the student alone; blocks in bf16. On many GPUs they take
+    more than a step."""
+    size = size_of(NOISY, **LARGE)
+    one = 2 * size.inside + 4 * size.ends
+    for objective, watched, many in (
+        (ReDi(), 0, 1),
+        (ReDi(noise="fresh"), 0, 0),
+        (ReDi(noise="fresh"), 64, 1),
+        (Match(), 64, 3),
+        (SDTT(), 0, 0),
+        (SDTT(), 64, 1),
+        (Nelbo(), 0, 0),
+    ):
+        setting = sharded(objective, watched=watched)
+        assert gathered_to_look(setting) == many * one
+        assert bool(looked(setting)) == bool(many)
+        assert gathered_to_look(replace(setting, how=replace(setting.how, shard="none"))) == 0
+    setting = sharded(Match())
+    held = plan(setting).memory
+    assert held.evaluation > 0
+    assert held.total == pytest.approx(looked(setting))
+    larger = sharded(Match(), 2, batch=64, checkpoint_blocks=False)  # whose steps take more than its evaluations
+    assert plan(larger).memory.evaluation == 0
+    assert plan(larger).memory.total > looked(larger)
+    assert looked(setting) - looked(setting, 0) == 25 * setting.student.config.width * 256 * 1024
+
+
+def test_an_evaluation_that_does_not_fit_is_refused() -> None:
+    """Though every step would, on the CPU of many machines: 16 of 20 bytes divided, and 4 whole."""
+    changes = ["training.precision=float32", "training.shard=full", "training.batch=64", "training.micro_batch=1"]
+    networks = Networks(load_recipe("owt-860m-imdm", [f"stages.redi.{change}" for change in changes]))
+    P = networks.size("redi").parameters
+    need = ceil((16 + 4) * P / 64 + 4 * P)
+    check_memory(networks, "redi", 64, need, False)
+    with pytest.raises(
+        UserError, match=r"stages\.redi: a step or an evaluation would take 3\.\d GiB of memory in each"
+    ):
+        check_memory(networks, "redi", 64, need - 1, False)
+
+
+def test_networks_that_cannot_be_built_are_refused() -> None:
+    """Before they are sharded each process has them whole, on the CPU: SDTT's student and its teacher."""
+    networks = Networks(load_recipe("owt-860m-imdm", ["stages.sdtt.training.shard=full"]))
+    both = 4 * (networks.size("sdtt").parameters + networks.size("teacher").parameters)
+    check_memory(networks, "sdtt", 8, 139 * GIB, host=both)
+    with pytest.raises(
+        UserError, match=r"each process would build its networks in 6\.5 GiB of CPU memory.*start fewer"
+    ):
+        check_memory(networks, "sdtt", 8, 139 * GIB, host=both - 1)
+    found = cost("owt-860m-imdm", ["stages.sdtt.training.shard=full"], gpus=64)
+    assert found.stages[1].host == 8 * both
+    said = "sdtt: 8 processes of a machine build their networks on the CPU before they are sharded: 52 GiB"
+    assert any(line.startswith(said) for line in found.notes())
+    assert found.json()["stages"][1]["host"] == 8 * both / GIB
+    assert not any("on the CPU" in line for line in cost("owt-860m-imdm", gpus=64).notes())
+
+
 def test_a_run_asks_the_memory_of_its_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """On a CPU, where the processes of a machine share it. A model of a tokenizer that is still to be trained may be
     smaller than asked for."""
@@ -579,9 +645,9 @@ def test_a_run_asks_the_gpu_that_it_has(monkeypatch: pytest.MonkeyPatch, tmp_pat
     state = SimpleNamespace(num_processes=1, process_index=0, is_main_process=True, device=torch.device("cuda"))
     inputs = Inputs(recipe, tmp_path, recipe.data)
     monkeypatch.setattr(checks, "processes", lambda: state)
-    monkeypatch.setattr(checks, "memory", lambda device: 1 << 40)
+    monkeypatch.setattr(checks, "memory", lambda *device: 1 << 40)
     checks.check_state(inputs, "teacher")
-    monkeypatch.setattr(checks, "memory", lambda device: 1 << 24)
+    monkeypatch.setattr(checks, "memory", lambda *device: 1 << 24 if device else 1 << 40)
     with pytest.raises(UserError, match=r"stages\.teacher: a step would take"):
         checks.check_state(inputs, "teacher")
 

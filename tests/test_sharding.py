@@ -21,7 +21,7 @@ from imdm.costing import GPUS
 from imdm.costing.memory import How
 from imdm.costing.networks import measured
 from imdm.costing.stages import communication
-from imdm.costing.steps import Setting, plan
+from imdm.costing.steps import Setting, gathered_to_look, plan
 from imdm.data import CoupleConfig, LanguageSource, aligned, couple
 from imdm.errors import AgreedError, UserError
 from imdm.models import MaskedDiffusionConfig, load_model
@@ -218,13 +218,15 @@ def test_costs_are_the_bytes_of_two_processes(two: Path, name: str) -> None:
     training = TrainConfig(steps=4, batch=8, **given)
     size = measured(json.dumps(MaskedDiffusionConfig(**sharded.EVEN).to_dict(), default=str))
     objective = parse_objective(sharded.OBJECTIVES[kind])
-    setting = Setting(objective, size, size, training, 4, 2, How.of(training, 2))
+    setting = Setting(objective, size, size, training, 4, 2, How.of(training, 2), watched=8)
     made = plan(setting)
     sent = communication(setting, made, GPUS["h200"], 0.0)
     expected = {one: getattr(made.memory, one) for one in ("weights", "gradients", "moments", "averages")}
     expected["blocks"] = 4 * size.inside if training.shard == "optimizer" else 0
     expected["frozen"] = 0 if kind == "nelbo" else 4 * size.parameters / 2
     expected["sent"] = getattr(sent, training.shard)
+    expected["looked"] = gathered_to_look(setting)
+    assert expected["looked"] == 4 * size.parameters * (3 if kind == "match" else 1)
     for told in seen(two / name, 2):
         told["sent"] = told.pop("gathers") + told.pop("reduces")
         if name == "counted-muon":

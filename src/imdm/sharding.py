@@ -2,15 +2,15 @@
 the average.
 
 Blocks are gathered one after another while they run. Other weights (embeddings, head, last norm) are gathered for
-`forward` and again for the backward pass. Where `RUN` is called in place of `forward`, whose caller uses the head, they
-stay gathered until the backward pass, or the step, is over.
+`forward`, or for one of `RUN`, whose caller uses the head, and stay gathered until the backward pass, or the step, is
+over.
 """
 
 from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast
@@ -72,12 +72,32 @@ def shard(model: M, how: Sharding) -> M:
         fully_shard(block, mesh=how.mesh, reshard_after_forward=not how.stay, mp_policy=policy)
     top: Any = fully_shard(model, mesh=how.mesh, reshard_after_forward=False)
     top._get_fsdp_state()._lazy_init()  # else in the first pass: if weights are frozen then, gradients stay in bf16
-    for name in RUN:
-        if hasattr(model, name):
-            register_fsdp_forward_method(model, name)
+    _gather_for_methods(model)
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # we never write into it
     vars(model)[HELD] = _Sharded(how, layers, dict(model.named_parameters()))
     return model
+
+
+def _gather_for_methods(model: nn.Module) -> None:
+    """Gather weights for `RUN` too; but not within `forward`, for which they are: FSDP would take the end of the method
+    for that of `forward`, and free them before its backward pass."""
+    within = [0]
+    model.register_forward_pre_hook(lambda *_: within.__setitem__(0, within[0] + 1))
+    model.register_forward_hook(lambda *_: within.__setitem__(0, within[0] - 1), always_call=True)
+    for name in RUN:
+        if hasattr(model, name):
+            plain = getattr(model, name)
+            register_fsdp_forward_method(model, name)
+            setattr(model, name, _either(plain, getattr(model, name), within))
+
+
+def _either(plain: Callable[..., Any], gathering: Callable[..., Any], within: list[int]) -> Callable[..., Any]:
+    """A method as it is while `within` is positive, else one that gathers weights."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return (plain if within[0] else gathering)(*args, **kwargs)
+
+    return run
 
 
 def blocks_of(module: nn.Module) -> Iterator[nn.Module]:

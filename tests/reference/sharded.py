@@ -205,10 +205,18 @@ EVEN: dict[str, Any] = {
 def counted(job: Mapping[str, Any]) -> dict[str, Any]:
     """The bytes of one training step on this process: `weights`, `averages`, `gradients` and `moments` of all networks,
     and `frozen`, the companion's weights, as they are held; `blocks`, the weights of blocks that are whole when the
-    backward pass begins; `gathers` and `reduces`, what a ring of these processes sends of weights and gradients."""
+    backward pass begins; `gathers` and `reduces`, what a ring of these processes sends of weights and gradients;
+    `looked`, the weights that are whole in an evaluation."""
     source = TokenSource(torch.randint(0, 7, (64, 4), generator=torch.Generator().manual_seed(0)), 8, 7)
     config, objective = TrainConfig(steps=4, batch=8, **job["training"]), parse_objective(OBJECTIVES[job["of"]])
-    made = Trainer(model(**EVEN), objective, source, config, job["out"])
+    looked = []
+
+    def watch(_: MaskedDiffusionLM) -> dict[str, float]:
+        weights = [weight for one in made._models() for weight in one.parameters()]
+        looked.append(sum(weight.nbytes for weight in weights if not isinstance(weight, DTensor)))
+        return {"seen": 1.0}
+
+    made = Trainer(model(**EVEN), objective, source, config, job["out"], watch=watch)
     made.model.train()
     made.train_step()
     networks, others = list(made.networks.values()), made.accelerator.num_processes - 1
@@ -235,8 +243,10 @@ def counted(job: Mapping[str, Any]) -> dict[str, Any]:
         patch.setattr(DefaultReduceScatter, "__call__", reduce)
         patch.setattr(made.accelerator, "backward", back)
         made.train_step()
+    made._look(None)
     states = [state for network in networks for state in network.optimizer.state.values()]
     return found | {
+        "looked": looked[0],
         "weights": bytes_of(weight for network in networks for weight in network.bare.parameters()),
         "averages": bytes_of(weight for network in networks for weight in network.ema.weights.values()),
         "moments": bytes_of(value for state in states for name, value in state.items() if name != "step"),

@@ -181,7 +181,12 @@ def _json(stage: StageCost) -> dict[str, Any]:
 
     found = {name: value for name, value in vars(stage).items() if name not in ("memory", "held", "room")}
     found |= {"communication": None if stage.communication is None else asdict(stage.communication)}
-    found |= {"memory": held(stage.memory), "held": held(stage.held), "room": stage.room / GIB}
+    found |= {
+        "memory": held(stage.memory),
+        "held": held(stage.held),
+        "room": stage.room / GIB,
+        "host": stage.host / GIB,
+    }
     return found | {"hours": stage.hours, "gpu_hours": stage.gpu_hours}
 
 

@@ -29,7 +29,8 @@ ROOM = 0.92  # usable share of a GPU's memory: the rest is lost to fragmentation
 @dataclass(frozen=True)
 class Memory:
     """Bytes. weights: in float32, with a copy in the dtype of matmuls; companions: networks that are not trained;
-    buckets: gradient buckets of DDP, or what sharding gathers of weights and not yet reduced gradients."""
+    buckets: gradient buckets of DDP, or what sharding gathers of weights and not yet reduced gradients; evaluation:
+    what an evaluation during training holds of sharded networks, beyond what a step holds."""
 
     weights: float = 0.0
     gradients: float = 0.0
@@ -40,6 +41,7 @@ class Memory:
     head: float = 0.0
     graphs: float = 0.0
     buckets: float = 0.0
+    evaluation: float = 0.0
     context: float = 0.0
 
     @property
@@ -113,8 +115,13 @@ def shards_of(how: How, gpus: int) -> int:
 
 def _gathered(parameters: float, precision: str, how: How, block: float, ends: float) -> float:
     """Weights that are whole on every GPU: two blocks, one of which is being gathered, or with `optimizer` all of them;
-    in the dtype of matmuls. The others stay in float32."""
+    and the others."""
     blocks = parameters - ends if how.shard == "optimizer" else min(2 * block, parameters - ends)
+    return whole_weights(blocks, precision, ends)
+
+
+def whole_weights(blocks: float, precision: str, ends: float) -> float:
+    """Gathered weights: those of blocks in the dtype of matmuls, others in float32."""
     return (2.0 if precision == "bf16" else 4.0) * blocks + 4.0 * ends
 
 
@@ -144,6 +151,10 @@ def plain_head() -> Memory:
 
 def writing(config: MaskedDiffusionConfig, parameters: float, tokens: float, precision: str) -> Memory:
     """A model that samples so many tokens at once; in bf16 there is a copy of it."""
-    wide = 1.0 if precision == "bf16" else 2.0
     weights = (6.0 if precision == "bf16" else 4.0) * parameters
-    return Memory(weights=weights, activations=WRITTEN * wide * config.width * tokens, context=CONTEXT)
+    return Memory(weights=weights, activations=sampled(config, tokens, precision), context=CONTEXT)
+
+
+def sampled(config: MaskedDiffusionConfig, tokens: float, precision: str) -> float:
+    """Activations of so many tokens in sampling."""
+    return WRITTEN * (1.0 if precision == "bf16" else 2.0) * config.width * tokens

@@ -7,16 +7,17 @@ from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import add
 
-from imdm.costing.machines import GPU, GPUS, HIDDEN, bandwidth
+from imdm.costing.machines import GPU, GPUS, HIDDEN, TOGETHER, bandwidth
 from imdm.costing.memory import CONTEXT, GIB, ROOM, How, Memory, writing
 from imdm.costing.networks import Networks, Size
-from imdm.costing.steps import Plan, Setting, is_known, least_state, looks, plan
+from imdm.costing.steps import Plan, Setting, built, gathered_to_look, is_known, least_state, looks, plan, saved
 from imdm.costing.work import Work, completions, drawn, evaluated, evaluations, written
 from imdm.errors import UserError
 from imdm.evaluation import metrics
 from imdm.evaluation.measuring import Occasion, occasions
 from imdm.evaluation.parts import at_once, part_size
-from imdm.evaluation.speed import ALONE, COUNTED, TOGETHER, UNCOUNTED
+from imdm.evaluation.speed import ALONE, COUNTED, UNCOUNTED
+from imdm.evaluation.speed import TOGETHER as WRITTEN_TOGETHER
 from imdm.models.backbones.base import DEFAULT
 from imdm.objectives import Match
 from imdm.recipes import CoupleStage, EvaluateStage, TrainStage
@@ -49,7 +50,7 @@ class StageCost:
     """steps: of training, or network evaluations of a text; tokens: trained on or generated; flops: necessary FLOPs;
     seconds: in all; step: seconds of one step; gpus: how many are used, if not all. memory: with the recipe's settings,
     of `room` usable; fits: changed settings that make it fit, None if none do, and held: the memory with these, for
-    which the time is estimated."""
+    which the time is estimated; host: bytes of CPU memory that training takes on a machine of up to 8 GPUs."""
 
     name: str
     kind: str
@@ -65,6 +66,7 @@ class StageCost:
     communication: Communication | None = None
     fits: dict[str, str] | None = field(default_factory=dict)
     held: Memory | None = None
+    host: float = 0.0
     notes: tuple[str, ...] = ()
 
     @property
@@ -120,6 +122,7 @@ def _trained(networks: Networks, name: str, stage: TrainStage, gpu: GPU, gpus: i
         talk,
         None if fitting is None else fitting.how.changes(asked.how),
         None if fitting is None else _memory(fitting),
+        _host(setting),
         (*_notes(asked, fitting, gpu, gpus), *_waits(setting, gpu)),
     )
 
@@ -127,30 +130,49 @@ def _trained(networks: Networks, name: str, stage: TrainStage, gpu: GPU, gpus: i
 def _setting(networks: Networks, name: str, stage: TrainStage, gpus: int) -> Setting:
     student, place = networks.size(name), stage.teacher or stage.start
     teacher = networks.size(place) if place is not None else student
-    return Setting(
-        stage.objective, student, teacher, stage.training, networks.length, gpus, How.of(stage.training, gpus)
-    )
+    how, watched = How.of(stage.training, gpus), stage.watch.samples if stage.watch.metrics else 0
+    return Setting(stage.objective, student, teacher, stage.training, networks.length, gpus, how, watched)
 
 
-def check_memory(networks: Networks, name: str, processes: int, room: int, cuda: bool = True) -> None:
+def _host(setting: Setting) -> float:
+    """CPU memory of a machine: each process builds its networks there; one gathers checkpoints."""
+    return max(min(setting.gpus, TOGETHER) * built(setting), saved(setting))
+
+
+def check_memory(
+    networks: Networks, name: str, processes: int, room: int, cuda: bool = True, host: int | None = None
+) -> None:
     """Refuse a training stage that memory of so many bytes for each process cannot hold, before its first step: by the
     state that it surely holds; and on a GPU by the estimate, where that was measured, for our own network in bf16, with
-    a tolerance of a tenth."""
+    a tolerance of a tenth. host: bytes of CPU memory for each process, where networks are built; `room` on a CPU."""
     stage = networks.recipe.stages[name]
     if not isinstance(stage, TrainStage) or stage.training.batch % processes:
         return
     asked = _setting(networks, name, stage, processes)
     least, about = least_state(asked), _estimate(asked) if cuda else 0.0
     if least <= room and about <= SURE * room:
+        _check_host(asked, name, host if cuda else room)
         return
     fitting = _held_by(asked, room, cuda)
     changes = {} if fitting is None else fitting.how.changes(asked.how)
     settings = ", ".join(f"stages.{name}.training.{key}={value}" for key, value in changes.items())
     remedy = f"set {settings}" if settings else _elsewhere(asked, name, room, cuda)
     where = "GPU memory" if cuda else "memory in each process" if processes > 1 else "memory"
+    what = "a step or an evaluation" if gathered_to_look(asked) else "a step"
     raise UserError(
-        f"stages.{name}: a step would take {_gib(max(least, about))} of {where} or more, and there are {_gib(room)}; "
+        f"stages.{name}: {what} would take {_gib(max(least, about))} of {where} or more, and there are {_gib(room)}; "
         f"{remedy} (imdm cost says more)"
+    )
+
+
+def _check_host(asked: Setting, name: str, host: int | None) -> None:
+    """Refuse networks that cannot even be built, on the CPU, before they are sharded."""
+    if host is None or asked.training.lora is not None or built(asked) <= host:
+        return
+    fewer = "start fewer processes on a machine, or " if asked.gpus > 1 else ""
+    raise UserError(
+        f"stages.{name}: each process would build its networks in {_gib(built(asked))} of CPU memory, and there are "
+        f"{_gib(host)} for it; {fewer}use a machine with more memory or a smaller model"
     )
 
 
@@ -216,6 +238,12 @@ def _notes(asked: Setting, fitting: Setting | None, gpu: GPU, gpus: int) -> Iter
         )
     if not is_known(asked.objective):
         yield f"objective {asked.objective.kind!r} is counted as nelbo"
+    if (chosen := fitting or asked).how.shard != "none":
+        here = min(chosen.gpus, TOGETHER)
+        yield (
+            f"{here} processes of a machine build their networks on the CPU before they are sharded: "
+            f"{_gib(here * built(chosen))}; a checkpoint takes {_gib(saved(chosen))} there, in the first process"
+        )
     if fitting is asked:
         return
     each = "" if gpu.is_cpu else " a GPU"
@@ -368,7 +396,7 @@ def _occasion(
         tokens += many * length * holes
     for metric in chosen:
         if metric.name == "tokens_per_second":
-            again = written(config, stage.samples, length, runs, min(TOGETHER, stage.samples))
+            again = written(config, stage.samples, length, runs, min(WRITTEN_TOGETHER, stage.samples))
             parts += [again] * (UNCOUNTED + COUNTED)
         if metric.name == "latency":
             parts.append(written(config, UNCOUNTED + min(ALONE, stage.samples), length, runs, 1))

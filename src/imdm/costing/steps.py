@@ -13,8 +13,10 @@ from imdm.costing.memory import (
     fused_head,
     kept_for_backward,
     plain_head,
+    sampled,
     shards_of,
     trained_state,
+    whole_weights,
 )
 from imdm.costing.networks import Size
 from imdm.costing.work import (
@@ -30,8 +32,11 @@ from imdm.costing.work import (
     updated,
     written,
 )
+from imdm.evaluation.parts import part_size
 from imdm.objectives import SDTT, Autoregressive, Di4C, Match, Nelbo, Objective, ReDi
 from imdm.objectives.base import EARLIEST
+from imdm.objectives.match import AT_ONCE as WRITTEN_AT_ONCE
+from imdm.objectives.redi import AT_ONCE as PAIRS
 from imdm.objectives.texts import MANY, READINGS, TEMPERATURES
 from imdm.training import TrainConfig
 
@@ -40,7 +45,7 @@ TIMES = 256  # diffusion times to average over
 
 @dataclass(frozen=True)
 class Setting:
-    """A training stage on one of several GPUs."""
+    """A training stage on one of several GPUs. watched: samples of the student that `watch` measures, if it does."""
 
     objective: Objective
     student: Size
@@ -49,6 +54,7 @@ class Setting:
     length: int
     gpus: int
     how: How
+    watched: int = 0
 
     @property
     def accumulation(self) -> int:
@@ -98,10 +104,13 @@ class Plan:
 def plan(setting: Setting) -> Plan:
     objective = setting.objective
     if isinstance(objective, Match):
-        return _match(setting, objective)
-    if isinstance(objective, Di4C):
-        return _di4c(setting, objective)
-    return _alone(setting)
+        made = _match(setting, objective)
+    elif isinstance(objective, Di4C):
+        made = _di4c(setting, objective)
+    else:
+        made = _alone(setting)
+    beyond = looked(setting) - made.memory.total
+    return replace(made, memory=made.memory + Memory(evaluation=max(0.0, beyond)))
 
 
 def is_known(objective: Objective) -> bool:
@@ -109,18 +118,69 @@ def is_known(objective: Objective) -> bool:
     return isinstance(objective, Nelbo | ReDi | Autoregressive | SDTT | Di4C | Match)
 
 
+def networks_of(setting: Setting) -> tuple[list[Size], list[Size]]:
+    """The networks that are trained, and the frozen ones."""
+    trained = [setting.student, setting.teacher] if isinstance(setting.objective, Match) else [setting.student]
+    return trained, [setting.teacher] if isinstance(setting.objective, Match | SDTT | Di4C) else []
+
+
 def least_state(setting: Setting) -> float:
     """Bytes that are surely held at once, when the optimiser steps: float32 weights, gradients, moments and averages of
-    networks that are trained, and the weights of frozen ones. With adapters only the weights that they adapt."""
-    training, student, teacher = setting.training, setting.student, setting.teacher
+    networks that are trained, and the weights of frozen ones; or in an evaluation, if there is one and they are
+    sharded. With adapters only the weights that they adapt."""
+    training = setting.training
     if training.lora is not None:
-        return student.parameters * (2.0 if training.lora.base == "bf16" else 4.0)
-    trained = [student, teacher] if isinstance(setting.objective, Match) else [student]
-    frozen = [teacher] if isinstance(setting.objective, Match | SDTT | Di4C) else []
+        return setting.student.parameters * (2.0 if training.lora.base == "bf16" else 4.0)
+    trained, frozen = networks_of(setting)
     how, gpus = setting.how, setting.gpus
     held = [trained_state(one.parameters, "float32", how, gpus, 0, one.ends, training.optimizer) for one in trained]
     state = sum(one.total - one.buckets for one in held)
-    return state + 4.0 * sum(one.parameters for one in frozen) / shards_of(how, gpus)
+    return max(state + 4.0 * sum(one.parameters for one in frozen) / shards_of(how, gpus), looked(setting, 0))
+
+
+def built(setting: Setting) -> float:
+    """Bytes of CPU memory in which a process builds all networks, in float32, before they are moved to a GPU or
+    sharded."""
+    trained, frozen = networks_of(setting)
+    return 4.0 * sum(one.parameters for one in (*trained, *frozen))
+
+
+def saved(setting: Setting) -> float:
+    """Bytes of CPU memory in which the first process gathers a checkpoint: weights, moments and averages, and the
+    weights of frozen networks."""
+    trained, frozen = networks_of(setting)
+    if setting.training.lora is not None:
+        return 0.0  # of the adapters alone
+    return 16.0 * sum(one.parameters for one in trained) + 4.0 * sum(one.parameters for one in frozen)
+
+
+def gathered_to_look(setting: Setting) -> float:
+    """Bytes of weights that each GPU holds whole during an evaluation in training: of sharded networks that it runs."""
+    if shards_of(setting.how, setting.gpus) == 1 or not (setting.watched or setting.objective.has_signals):
+        return 0.0
+    trained, frozen = networks_of(setting)
+    run = [*trained, *frozen] if setting.objective.has_signals else [setting.student]
+    return sum(whole_weights(one.inside, setting.training.precision, one.ends) for one in run)
+
+
+def looked(setting: Setting, texts: int | None = None) -> float:
+    """Bytes that each GPU holds during such an evaluation: its shards of weights, moments and averages, another copy of
+    the student's weights (and with `match` its best average), whole networks, and activations; 0 without sharding.
+    texts: so many are sampled at once, as many as it does unless given."""
+    whole = gathered_to_look(setting)
+    if not whole:
+        return 0.0
+    objective, student, optimizer = setting.objective, setting.student, setting.training.optimizer
+    trained, frozen = networks_of(setting)
+    copies = [*frozen, student, *([student] if isinstance(objective, Match) else [])]
+    state = 4.0 * sum(one.parameters for one in copies) / shards_of(setting.how, setting.gpus)
+    for one in trained:
+        held = trained_state(one.parameters, "float32", setting.how, setting.gpus, 0, one.ends, optimizer)
+        state += held.weights + held.moments + held.averages
+    if texts is None:
+        texts = min(WRITTEN_AT_ONCE, objective.looks) if isinstance(objective, Match) else PAIRS * objective.has_signals
+        texts = max(texts, part_size(setting.watched) if setting.watched else 0)
+    return state + whole + sampled(student.config, texts * setting.length, setting.training.precision)
 
 
 def _alone(setting: Setting) -> Plan:
@@ -187,17 +247,16 @@ def _match(setting: Setting, objective: Match) -> Plan:
     memory += Memory(companions=4.0 * student.parameters / shards_of(how, setting.gpus))  # the best average so far
     memory += _frozen(setting, teacher) + fused_head(other, left, 2)
     many, others = objective.auxiliary.updates, objective.auxiliary.updates - 1
-    gathers = _passed(student) + Gathers(passes=others * student.inside, ends=others * student.ends)
-    gathers += Gathers(once=others * student.inside) + _looked_up(teacher, 1)
+    gathers = _passed(student) + _looked_up(teacher, 1)
+    gathers += Gathers(passes=others * student.inside, once=others * student.inside, once_ends=others * student.ends)
     gathers += Gathers(passes=2 * many * teacher.inside, uses=many * teacher.inside, ends=many * teacher.ends)
     sent, matrices = student.parameters + many * teacher.parameters, student.inside + many * teacher.inside
     return Plan(reduce(add, parts), once, memory, sent, matrices, gathers)
 
 
 def _passed(size: Size) -> Gathers:
-    """Forward and backward. Blocks that are recomputed are gathered already; all else is freed after the forward
-    pass."""
-    return Gathers(passes=2 * size.inside, uses=size.inside, ends=2 * size.ends)
+    """Forward and backward. Blocks that are recomputed are gathered already, and so is all else."""
+    return Gathers(passes=2 * size.inside, uses=size.inside, ends=size.ends)
 
 
 def _looked_up(size: Size, times: int) -> Gathers:

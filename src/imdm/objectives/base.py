@@ -198,6 +198,11 @@ class Objective(Config):
         """The student's weights to export, by name; None: its EMA weights at the end."""
         return None
 
+    @property
+    def has_signals(self) -> bool:
+        """Whether `signals` measures something: then sharded networks are gathered for it."""
+        return type(self).signals is not Objective.signals
+
     def signals(
         self,
         model: MaskedDiffusionLM,

@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from imdm.data.source import Source
 
 AUXILIARY = "auxiliary"
+AT_ONCE = 256  # texts that are sampled at once in an evaluation
 GOLDEN = (5**0.5 - 1) / 2
 Share = Annotated[float, Field(ge=0)]
 
@@ -374,7 +375,7 @@ class Match(Objective):
         canvas = torch.full((self.looks, length), model.process.mask_id, device=model.device)
         for N, weight in sorted(self.steps.items()):
             how = Sampling(steps=N, noise=self.noise, order=self.order)
-            written = sample(model, canvas, keys=keys, how=how, batch_size=256).tokens
+            written = sample(model, canvas, keys=keys, how=how, batch_size=AT_ONCE).tokens
             texts = standing(teacher, written, keys)
             found |= {f"ratio_{N}": frontier.ratio(texts), f"entropy_{N}": texts.entropy, f"pooled_{N}": texts.pooled}
             found |= {f"shared_{N}": texts.shared}

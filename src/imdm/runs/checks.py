@@ -81,7 +81,7 @@ def check_state(inputs: Inputs, name: str) -> None:
     state = processes()
     cuda = state.device.type == "cuda"  # else the processes of a machine share its memory
     room = memory(state.device) if cuda else memory() // processes_here()
-    check_memory(inputs.networks, name, state.num_processes, room, cuda)
+    check_memory(inputs.networks, name, state.num_processes, room, cuda, memory() // processes_here())
 
 
 def _check_inputs(inputs: Inputs, name: str) -> None:

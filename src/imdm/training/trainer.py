@@ -431,11 +431,12 @@ class Trainer:
         return losses
 
     def _look(self, writer: Any) -> None:
-        """Log the objective's early signals and the measurements of `watch`, and warn if they predict a failure. Where
-        there are neither, nothing is gathered: a model that is sharded need not fit a process."""
-        if self.watch is None and type(self.objective).signals is Objective.signals:
+        """Log the objective's early signals and the measurements of `watch`, and warn if they predict a failure. Only
+        networks that these run are gathered: a model that is sharded need not fit a process."""
+        if self.watch is None and not self.objective.has_signals:
             return
-        with self.averaged(), gathered(self._models()), self._precision():
+        needed = self._models() if self.objective.has_signals else [self.bare]
+        with self.averaged(), gathered(needed), self._precision():
             others = {name: one.bare for name, one in self.networks.items() if name != STUDENT}
             signals = self.objective.signals(self.bare, self.source, self.seed, self.companion, others)
             seen = signals | dict(self.watch(self.bare) if self.watch is not None else {})
