@@ -1,4 +1,5 @@
-"""The paper's 860M model at length 1,024: training steps, with and without recomputed blocks, sampling, couplings.
+"""The paper's 860M model at length 1,024: training steps, with and without recomputed blocks, sampling, couplings. In
+tiny sizes another model, called so.
 
 There is no plain version beside it: the benchmarks of the small model have one.
 """
@@ -32,19 +33,19 @@ STEPS = 8
 
 @benchmarks.register("large")
 def large(size: Size) -> Iterator[Row]:
-    given = SIZES[size]
+    given, called = SIZES[size], "large" if size == "full" else "tiny"
     train = partial(trained, given | {"batch": BATCH[size]}, steps=STEPS)
     kinds = (("MDLM", "single", Nelbo()), ("IM-SDTT", MASK, SDTT()), ("IM-ReDi", MASK, ReDi()))
     for name, mask, objective in kinds:
-        yield train(f"train large {name}", mask, objective)
+        yield train(f"train {called} {name}", mask, objective)
     model = fresh(mask=MASK, **given).eval()
     quick = faster(model)
     for steps in SAMPLING[size]:
         took = timed(partial(quick.generate, num=BATCH[size], steps=steps, seed=1), max(2, 8 // steps), 1)
-        yield sampled("sample large", model, given, BATCH[size], steps, took)
+        yield sampled(f"sample {called}", model, given, BATCH[size], steps, took)
     del model, quick
     teacher, how = fresh(mask="single", **given).eval(), COUPLING[size]
-    yield coupled(teacher, given | how, f"couplings large, {how['steps']} steps", beside_plain=False)
+    yield coupled(teacher, given | how, f"couplings {called}, {how['steps']} steps", beside_plain=False)
     del teacher
     for name, mask, objective in kinds:
-        yield train(f"train large {name}, blocks recomputed", mask, objective, checkpoint_blocks=True)
+        yield train(f"train {called} {name}, blocks recomputed", mask, objective, checkpoint_blocks=True)

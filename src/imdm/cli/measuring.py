@@ -361,6 +361,8 @@ def bench(
     large: Any = size or ("full" if device().type == "cuda" else "tiny")
     if large == "full" and device().type == "cpu":
         say("full sizes on a CPU take hours; --size tiny takes a minute")
+    if size is None and large == "tiny":
+        say("there is no GPU here, so models and batches are tiny (--size full: the paper's)")
     say(f"{here.name}, torch {here.torch}: products {here.tflops:.4g} TFLOP/s, copies {here.terabytes:.3g} TB/s")
     rows = []
     for benchmark in chosen:
