@@ -12,7 +12,8 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-ENVIRONMENT = {"ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {"ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
+"""With the last, matmuls in bf16 do not die of an illegal instruction on some CPUs."""
 CRASHED = re.compile(r"exitcode\s*:\s*-(6|11)\b")  # SIGABRT, SIGSEGV
 
 

