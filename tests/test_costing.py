@@ -620,6 +620,9 @@ def test_networks_that_cannot_be_built_are_refused() -> None:
     assert any(line.startswith(said) for line in found.notes())
     assert found.json()["stages"][1]["host"] == 8 * both / GIB
     assert not any("on the CPU" in line for line in cost("owt-860m-imdm", gpus=64).notes())
+    alone = cost("owt-860m-imdm", ["stages.sdtt.training.shard=full"])
+    assert "sdtt: training.shard=full has no effect on one GPU" in alone.notes()
+    assert not any("on the CPU" in line for line in alone.notes())
 
 
 def test_a_run_asks_the_memory_of_its_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -231,6 +231,8 @@ def _notes(asked: Setting, fitting: Setting | None, gpu: GPU, gpus: int) -> Iter
     if asked.gpus < gpus:
         work = f"{asked.gpus} of them work; start this stage on as many processes"
         yield f"batch {batch} cannot be shared by {gpus} GPUs: {work}"
+    if asked.gpus == 1 and asked.training.shard != "none":
+        yield f"training.shard={asked.training.shard} has no effect on one {'process' if gpu.is_cpu else 'GPU'}"
     if (share := batch // asked.gpus) % asked.training.accumulation(asked.gpus):
         yield (
             f"micro_batch {asked.training.micro_batch} does not divide the {share} sequences of a GPU and would be "
