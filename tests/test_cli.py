@@ -381,7 +381,7 @@ MISTAKES = {
     "no gpu": (["train", "synthetic", "stages.imdm.training.precision=bf16", "--stage", "imdm"], "bf16 needs a GPU"),
     "bad batch": (
         ["train", "synthetic", "stages.imdm.training.micro_batch=100", "--stage", "imdm"],
-        "cannot be divided equally into 3 micro-batches; use 64",
+        "cannot be divided equally into 3 micro-batches; use 64, or training.batch = 255 or 258",
     ),
     "no pairs": (
         ["train", "synthetic", "stages.imdm.data=null", "--stage", "imdm"],

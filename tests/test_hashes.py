@@ -22,7 +22,7 @@ from imdm.files import read_json, write_json
 from imdm.models import fingerprint
 from imdm.objectives import parse_objective
 from imdm.recipes import Recipe, load_recipe, parse_recipe
-from imdm.runs import Quiet, Run, checks
+from imdm.runs import Quiet, Run, checks, plan, run_jobs
 from imdm.runs.status import status
 from imdm.training import TrainConfig, Trainer
 from imdm.training.config import ALIKE
@@ -281,6 +281,20 @@ LIKE = {
 """Values other than the defaults, of settings that change no number."""
 
 
+def refuse_all(*_: Any) -> None:
+    raise UserError("not here")
+
+
+def test_a_damaged_record_is_of_no_concern_to_other_stages(tmp_path: Path) -> None:
+    """Until a stage needs it."""
+    Run(parse_recipe(RECIPE), tmp_path).all()
+    for text in ("{", '{"settings": {"stage": "x"}}'):
+        (tmp_path / "seed-0/student/done.json").write_text(text)
+        Run(parse_recipe(RECIPE), tmp_path).run(["teacher"])
+        with pytest.raises(UserError, match="'student'"):
+            Run(parse_recipe(RECIPE), tmp_path).all()
+
+
 def test_a_finished_stage_does_not_depend_on_how_it_was_computed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,11 +312,19 @@ def test_a_finished_stage_does_not_depend_on_how_it_was_computed(
         assert heard.lines == [f"{name}: already there" for name in RECIPE["stages"]]
         assert (out / "results.jsonl").read_text() == results
         assert Recipe.parse(read_json(out / "recipe.json", "recipe")) == first
+        run_jobs(second, plan(second, out, 1, False), out, 1, heard)
+        assert Recipe.parse(read_json(out / "recipe.json", "recipe")) == first
+        assert (out / "results.jsonl").read_text() == results
         write_json(out / "recipe.json", second.resolved())
         assert {stage.state for stage in status(out)["seed 0"]} == {"done"}
     monkeypatch.setattr(checks, "processes", lambda: SimpleNamespace(num_processes=3, device=torch.device("cpu")))
+    monkeypatch.setattr(checks, "check_precision", refuse_all)
     Run(other, tmp_path / "0").all()
+    (tmp_path / "0/seed-0/look/done.json").unlink()
+    with pytest.raises(UserError, match="not here"):
+        Run(other, tmp_path / "0").all()
     with pytest.raises(UserError, match=r"training.batch = 4: 3 processes cannot share it equally"):
         Run(other, tmp_path / "new").all()
+    monkeypatch.undo()
     with pytest.raises(UserError, match=r"'teacher' .* was made with other training.weights \('float32', now 'bf16'\)"):
         Run(parse_recipe(RECIPE, ["stages.teacher.training.weights=bf16"]), tmp_path / "0").all()

@@ -248,7 +248,7 @@ def test_bad_settings_get_a_sentence(tmp_path: Path) -> None:
         trainer(tmp_path, vocab_size=4)
     with pytest.raises(UserError, match=r"'betas.1' = 1.5"):
         TrainConfig.parse({"steps": 1, "betas": [0.9, 1.5]})
-    odd = "training.micro_batch = 3: the 16 sequences cannot be divided equally into 6 micro-batches; use 2$"
+    odd = "micro_batch = 3: the 16 sequences cannot be divided .* 6 micro-batches; use 2, or training.batch = 15 or 18$"
     with pytest.raises(UserError, match=odd):
         trainer(tmp_path, CONFIG.model_copy(update={"micro_batch": 3}))
     if not torch.cuda.is_available():
@@ -257,6 +257,19 @@ def test_bad_settings_get_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"'lr' = 0.0: input should be greater than 0"):
         TrainConfig.parse({"steps": 1, "lr": 0.0})
     assert not list(tmp_path.iterdir())
+
+
+def test_signals_of_a_subclass_are_measured(tmp_path: Path) -> None:
+    """Also where the class it is made from has none."""
+
+    class Mine(ReDi):
+        def signals(self, *_: Any) -> dict[str, float]:
+            return {"mine": 1.0}
+
+    assert ReDi().has_signals
+    assert not ReDi(noise="fresh").has_signals
+    assert Mine(noise="fresh").has_signals
+    assert not Nelbo().has_signals
 
 
 def test_what_a_batch_is_refused_for_and_told_to_use() -> None:
@@ -272,16 +285,21 @@ def test_what_a_batch_is_refused_for_and_told_to_use() -> None:
 
     for batch, micro, world in itertools.product(range(1, 25), (None, *range(1, 9)), range(1, 7)):
         made = TrainConfig(steps=1, batch=batch, micro_batch=micro)
-        said, divides = refused(batch, micro, world), batch % (world * made.accumulation(world)) == 0
-        assert bool(said) != divides, (batch, micro, world, said)
-        if divides:
+        said = refused(batch, micro, world)
+        share = -(-batch // world)
+        assert bool(said) != (batch % (world * -(-share // (micro or share))) == 0), (batch, micro, world, said)
+        if not said:
             assert made.largest_micro_batch(world) * made.accumulation(world) * world == batch
-        elif "micro_batch" in said:
-            assert not refused(batch, int(said.split()[-1]), world)
-        else:
-            *near, many = (int(word) for word in re.findall(r"\d+", said.split("use ")[1]))
-            assert not any(refused(one, None, world) for one in near)
-            assert not refused(batch, None, many)
+            continue
+        told = re.fullmatch(
+            r".*; use (?:(\d+), or training\.batch = )?([\d or]+?)(?:, or start (\d+) process\w*)?", said
+        )
+        assert told is not None, said
+        smaller, near, many = told.groups()
+        assert (smaller is not None) == ("micro_batch = " in said)
+        assert not any(refused(int(one), micro, world) for one in near.split(" or "))
+        assert smaller is None or not refused(batch, int(smaller), world)
+        assert many is None or not refused(batch, micro, int(many))
 
 
 def test_a_diverging_run_stops_with_a_sentence(tmp_path: Path) -> None:

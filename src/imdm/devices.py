@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import os
 import platform
-import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from imdm.errors import AgreedError, UserError, shown
-from imdm.files import unfinished, write_text
+from imdm.files import marked
 from imdm.stopping import end
 
 if TYPE_CHECKING:
@@ -76,45 +75,42 @@ def together() -> Iterator[None]:
         yield
     except UserError as error:
         refused = error
-    state = processes()
-    if state.num_processes > 1:
-        sentences: list[str | None] = [None] * state.num_processes
-        torch.distributed.all_gather_object(sentences, None if refused is None else str(refused))
-        for sentence in sentences:
+    if processes().num_processes > 1:
+        for sentence in of_all(None if refused is None else str(refused)):
             if sentence is not None:
                 raise AgreedError(sentence)
     if refused is not None:
         raise refused
 
 
-def of_first(value: T) -> T:
-    """The first process' value, in all of them. A collective: every process must call it."""
-    held: list[T] = [value]
-    if processes().num_processes > 1:
-        torch.distributed.broadcast_object_list(held, 0)
-    return held[0]
+def of_all(value: T) -> list[T]:
+    """The values of all processes. A collective: every process must call it."""
+    state = processes()
+    found: Any = [value] * state.num_processes
+    if state.num_processes > 1:
+        torch.distributed.all_gather_object(found, value)
+    return list(found)
 
 
 def check_shared(folder: Path) -> None:
-    """Refuse a folder that some processes do not share with the first, for which it exists: each must see a file that
-    the first writes, under a name that no file system can have cached. A collective."""
-    state = processes()
-    if state.num_processes == 1:
+    """Refuse a folder that some processes do not share with the first, for which it exists: the first must see a file
+    that each of them writes there. A collective.
+
+    Not the other way round: on a network file system, one that has looked for the folder before it was made may not see
+    it for a minute. Making it, as `marked` does, asks the server."""
+    if processes().num_processes == 1:
         return
-    sign = folder / of_first(unfinished(f"shared-{uuid.uuid4().hex}"))
-    try:
+    with ExitStack() as stack:
         with together():
-            if state.is_main_process:
-                write_text(sign, "")
+            name = stack.enter_context(marked(folder))
+        written = of_all((name, platform.node()))
         with together():
-            if not sign.exists():
-                raise UserError(
-                    f"{folder}: process {state.process_index}, on {platform.node()}, does not see what the first one "
-                    "writes there; choose a folder that all machines share"
-                )
-    finally:
-        if state.is_main_process:
-            sign.unlink(missing_ok=True)
+            for number, (name, machine) in enumerate(written if processes().is_main_process else ()):
+                if not os.path.exists(folder / name):
+                    raise UserError(
+                        f"{folder}: the first process does not see what process {number}, on {machine}, writes there; "
+                        "choose a folder that all machines share"
+                    )
 
 
 def accelerator() -> Accelerator:

@@ -13,6 +13,7 @@ import platform
 import re
 import shutil
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -53,7 +54,7 @@ def as_path(value: Any, what: str) -> Path:
 @contextmanager
 def written_aside(path: Path) -> Iterator[Path]:
     """Yield a temporary path; on success it replaces `path` (a file, or a folder)."""
-    aside = path.with_name(unfinished(path.name))
+    aside = path.with_name(_unfinished(path.name))
     with _naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -74,7 +75,7 @@ def written_aside(path: Path) -> Iterator[Path]:
 @contextmanager
 def aside_in(folder: Path) -> Iterator[Path]:
     """A temporary folder inside `folder`, into which a library may write; deleted at the end."""
-    aside = folder / unfinished("aside")
+    aside = folder / _unfinished("aside")
     with _naming(folder):
         try:
             _remove(aside)
@@ -102,9 +103,38 @@ def _naming(path: Path) -> Iterator[None]:
         raise WriteError(f"{path} cannot be written: {error.strerror or error}") from None
 
 
-def unfinished(name: str) -> str:
+def _unfinished(name: str) -> str:
     """The name of an unfinished file of this process: it has machine and process id."""
     return f"{PARTIAL}{_machine()}-{os.getpid()}-{name}"
+
+
+@contextmanager
+def marked(folder: Path) -> Iterator[str]:
+    """Inside this block the folder holds an empty file of this process, whose name is yielded. Folders that had to be
+    made for it are removed again if they are empty."""
+    mark, made = folder / _unfinished(f"mark-{uuid.uuid4().hex}"), list[Path]()
+    try:
+        with _naming(mark):
+            made = _make(folder)
+            mark.touch()
+        yield mark.name
+    finally:
+        with suppress(OSError):
+            mark.unlink()
+            for place in made:
+                place.rmdir()
+
+
+def _make(folder: Path) -> list[Path]:
+    """Make a folder, and those above it that are missing; returns them, innermost first."""
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        return []
+    except FileNotFoundError:
+        above = _make(folder.parent)
+        return [*_make(folder), *above]
+    return [folder]
 
 
 def _machine() -> str:

@@ -9,8 +9,9 @@ over.
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast
@@ -81,23 +82,21 @@ def shard(model: M, how: Sharding) -> M:
 def _gather_for_methods(model: nn.Module) -> None:
     """Gather weights for `RUN` too; but not within `forward`, for which they are: FSDP would take the end of the method
     for that of `forward`, and free them before its backward pass."""
-    within = [0]
-    model.register_forward_pre_hook(lambda *_: within.__setitem__(0, within[0] + 1))
-    model.register_forward_hook(lambda *_: within.__setitem__(0, within[0] - 1), always_call=True)
-    for name in RUN:
-        if hasattr(model, name):
-            plain = getattr(model, name)
-            register_fsdp_forward_method(model, name)
-            setattr(model, name, _either(plain, getattr(model, name), within))
+    names = [name for name in RUN if hasattr(model, name)]
+    plain = {name: getattr(model, name) for name in names}
+    for name in names:
+        register_fsdp_forward_method(model, name)
+    gathering, forward = {name: getattr(model, name) for name in names}, model.forward
 
+    @functools.wraps(forward)
+    def with_plain_methods(*args: Any, **kwargs: Any) -> Any:
+        vars(model).update(plain)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            vars(model).update(gathering)
 
-def _either(plain: Callable[..., Any], gathering: Callable[..., Any], within: list[int]) -> Callable[..., Any]:
-    """A method as it is while `within` is positive, else one that gathers weights."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return (plain if within[0] else gathering)(*args, **kwargs)
-
-    return run
+    vars(model)["forward"] = with_plain_methods
 
 
 def blocks_of(module: nn.Module) -> Iterator[nn.Module]:

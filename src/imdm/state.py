@@ -48,11 +48,12 @@ class Rows(NamedTuple):
 
 
 def size_of_rows(count: int, most: int, sequences: int) -> int:
-    """The size that `count` of `most` rows are padded to: an odd number of 64ths of `most`, at most all. Half of the
-    rows, the mean number of masked ones, is in the middle between two sizes, so one size serves most steps.
+    """The size that `count` of `most` rows are padded to: an odd number of 64ths of `most`, at most all; with less than
+    32 sequences of 32nds to 8ths. Half of the rows, the mean number of masked ones, is in the middle between two sizes,
+    so one size serves most steps.
 
-    The fewer sequences, the more the share of masked rows varies: with less than 32, sizes are further apart, 32nds
-    to 8ths, since a size that is rare gets no CUDA graph (`Recorder`)."""
+    The fewer sequences, the more the share of masked rows varies, and a size that is rare gets no CUDA graph
+    (`Recorder`)."""
     parts = min(64, max(8, 1 << (2 * sequences).bit_length() - 1))
     pairs = max(0, -(-(parts * count - most) // (2 * most)))
     return min(most, -(-(2 * pairs + 1) * most // parts))

@@ -185,8 +185,8 @@ def main() -> None:
         app(standalone_mode=True)
         _flush()
     except UserError as error:
-        if not is_main():
-            time.sleep(PATIENCE)  # if the first refuses the same, it is to say so, and torchrun ends this one
+        if not is_main():  # if the first (of all, or of this machine) says the same, torchrun ends this one meanwhile
+            time.sleep(PATIENCE * (1 if os.environ.get("LOCAL_RANK") == "0" else 2))
         if is_main() or not isinstance(error, AgreedError):
             _end(str(error), 2)
         sys.exit(2)

@@ -140,9 +140,9 @@ def least_state(setting: Setting) -> float:
 
 def built(setting: Setting) -> float:
     """Bytes of CPU memory in which a process builds all networks, in float32, before they are moved to a GPU or
-    sharded."""
+    sharded. A frozen one like the student is copied from it afterwards."""
     trained, frozen = networks_of(setting)
-    return 4.0 * sum(one.parameters for one in (*trained, *frozen))
+    return 4.0 * sum(one.parameters for one in (*trained, *(one for one in frozen if one is not setting.student)))
 
 
 def saved(setting: Setting) -> float:

@@ -55,7 +55,7 @@ class ReDi(Objective):
 
     @property
     def has_signals(self) -> bool:
-        return self.noise != "fresh"
+        return self.noise != "fresh" or type(self).signals is not ReDi.signals
 
     @torch.no_grad()
     def signals(
@@ -69,7 +69,7 @@ class ReDi(Objective):
         """`fitted`: the fraction of masked tokens of the first pairs that the student gives a probability above ½; a
         few-step student needs it near 1. `decided`: the fraction of the same positions where, under noise it was not
         trained on, it gives some token a probability above ½. With fresh noise there is nothing to fit."""
-        if not self.has_signals:
+        if self.noise == "fresh":
             return {}
         pairs = {name: c.to(model.device) for name, c in source.rows(torch.arange(min(LOOKED_AT, len(source)))).items()}
         unseen = fold(as_key(seed, model.device), Purpose.SAMPLE, torch.arange(len(pairs["t"]), device=model.device))

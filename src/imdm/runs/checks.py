@@ -44,8 +44,8 @@ def check_size(inputs: Inputs) -> None:
 
 
 def check_stage(inputs: Inputs, name: str, made: bool = False) -> None:
-    """Refuse a stage that cannot be run, as far as is known before its inputs are made. made: whether it is finished;
-    then this machine need not be able to."""
+    """Refuse a stage that cannot be run, as far as is known before its inputs are made. made: whether it is finished,
+    so that this machine need not be able to run it."""
     stage = inputs.recipe.stages[name]
     _check_inputs(inputs, name)
     if isinstance(stage, AdoptStage):
@@ -57,7 +57,7 @@ def check_stage(inputs: Inputs, name: str, made: bool = False) -> None:
         _check_training(inputs, name, stage)
         _check_metrics(inputs, name, stage.watch.metrics)
         return
-    if isinstance(stage, CoupleStage) and made:
+    if made:
         return
     check_precision(stage.precision, processes().device, f"stages.{name}.precision")
     if isinstance(stage, CoupleStage):

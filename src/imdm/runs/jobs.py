@@ -93,8 +93,9 @@ def run_jobs(recipe: Recipe, jobs: list[Job], out: Path, workers: int, reporter:
                 runs[job.name].prepare(list(job.stages))
                 runs[job.name].inputs.forget()
                 if state.is_main_process:
-                    write_json(place / "recipe.json", job.recipe.model_copy(update={"seed": recipe.seed}).resolved())
-            if state.is_main_process:
+                    made = runs[job.name].recipe.model_copy(update={"seed": recipe.seed})
+                    write_json(place / "recipe.json", made.resolved())
+            if state.is_main_process and out not in folders:
                 write_json(out / "recipe.json", recipe.resolved())
             if workers == 1 or len(jobs) == 1:
                 for job in jobs:

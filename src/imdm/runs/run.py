@@ -175,7 +175,7 @@ class Run:
     def _check(self, names: list[str]) -> None:
         """Bad sizes, missing data or folders, settings this machine cannot run, other runs in the same place."""
         check_size(self.inputs)
-        made = {name: (self.folder / name / DONE).exists() for name in names}
+        made = {name: self._is_made(name) for name in names}
         for name in names:
             check_stage(self.inputs, name, made[name])
         for name in names:
@@ -185,6 +185,12 @@ class Run:
             above = [needed for needed in self.recipe.stages[name].inputs() if needed in self.recipe.stages]
             if all((self.folder / needed / DONE).exists() for needed in above):
                 self._is_done(name)
+
+    def _is_made(self, name: str) -> bool:
+        """Whether nothing has to be computed for a stage, if it is the same as then (`_is_done`)."""
+        stage = self.recipe.stages[name]
+        there = (self.folder / name / DONE).exists()
+        return there and not (isinstance(stage, EvaluateStage) and not is_measured(self, name, stage))
 
     def _is_done(self, name: str) -> bool:
         """Whether a stage's output exists; refused if it was made from other settings or inputs."""

@@ -65,9 +65,10 @@ def status(run: Path) -> dict[str, list[StageStatus]]:
     for variant, member in variants(recipe).items():
         for seed in sorted(_seeds(run / variant)):
             folder = run / variant / f"seed-{seed}"
+            made = as_made(member, folder)
             name = f"{variant}, seed {seed}" if variant else f"seed {seed}"
             found[name] = [
-                _finished(folder / stage, member, _stage(folder / stage, member, stage)) for stage in member.stages
+                _finished(folder / stage, made, _stage(folder / stage, made, stage)) for stage in member.stages
             ]
     return found
 
@@ -84,7 +85,7 @@ def _finished(folder: Path, recipe: Recipe, row: StageStatus) -> StageStatus:
     if row.state != "done":
         return row
     done = read_done(folder)
-    asked = as_made(recipe, folder.parent).stages[row.name].hashed()
+    asked = recipe.stages[row.name].hashed()
     other = done.get("settings", {}).get("stage", asked) != asked
     again = any(_output(folder.parent / needed) not in (None, made) for needed, made in done.get("made", {}).items())
     return replace(row, took=done.get("seconds"), state="stale" if other or again else row.state)
@@ -108,18 +109,27 @@ def read_done(folder: Path) -> dict[str, Any]:
 
 def as_made(recipe: Recipe, folder: Path) -> Recipe:
     """The recipe, but those settings of its finished stages that change no number (`ALIKE`) as these were made with.
-    folder: of the stages."""
+    folder: of the stages. Unreadable records are left to those who need them."""
     changed: dict[str, Any] = {}
     for name, stage in recipe.stages.items():
-        if isinstance(stage, TrainStage) and (folder / name / DONE).exists():
-            then = read_done(folder / name)["settings"].get("stage", {}).get("training")
-            if isinstance(then, dict):
-                fields = type(stage.training).model_fields
-                made = {each: then.get(each, fields[each].default) for each in sorted(ALIKE)}
-                changed[name] = stage.model_copy(
-                    update={"training": stage.training.changed(f"stages.{name}.training", made)}
-                )
+        then = _trained_with(folder / name) if isinstance(stage, TrainStage) else None
+        if isinstance(stage, TrainStage) and then is not None:
+            fields = type(stage.training).model_fields
+            alike = {each: then.get(each, fields[each].default) for each in sorted(ALIKE)}
+            training = stage.training.changed(f"stages.{name}.training", alike)
+            changed[name] = stage.model_copy(update={"training": training})
     return recipe.model_copy(update={"stages": {**recipe.stages, **changed}})
+
+
+def _trained_with(folder: Path) -> dict[str, Any] | None:
+    """The training settings of a finished stage, without defaults; None if it is not finished, or they are not
+    readable."""
+    try:
+        stage = read_done(folder)["settings"].get("stage") if (folder / DONE).exists() else None
+    except UserError:
+        return None
+    training = stage.get("training") if isinstance(stage, dict) else None
+    return training if isinstance(training, dict) else None
 
 
 def _stage(folder: Path, recipe: Recipe, name: str) -> StageStatus:

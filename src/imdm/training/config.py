@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Annotated, Any, Literal
 
 import torch
@@ -89,9 +90,20 @@ class TrainConfig(Config):
 
     def largest_micro_batch(self, world: int) -> int:
         """The most sequences at once, of at most `micro_batch`, that divide the share of each of `world` processes."""
-        share = self.batch // world
+        share = max(1, self.batch // world)
         most = min(share, self.micro_batch or share)
         return next(size for size in range(most, 0, -1) if share % size == 0)
+
+    def divides(self, world: int) -> bool:
+        """Whether `world` processes can share the batch equally, in equal micro-batches."""
+        return self.batch % (world * self.accumulation(world)) == 0
+
+    def _nearest(self, world: int) -> str:
+        """The nearest batches that divide, in words: `28 or 32`."""
+        first = self.batch - self.batch % world
+        below, above = range(first, 0, -world), itertools.count(first + world, world)
+        found = [next((b for b in some if _other(self, b).divides(world)), None) for some in (below, above)]
+        return " or ".join(str(batch) for batch in found if batch is not None)
 
     def check(self, world: int, device: torch.device, where: str = "") -> None:
         """Refuse what this machine cannot run. where: what stands before `training`, as `stages.teacher.`"""
@@ -113,19 +125,24 @@ class TrainConfig(Config):
                 f"{where}training.opening = {self.opening}: attention would never be open in training.steps = "
                 f"{self.steps}; give it fewer"
             )
-        share, over = divmod(self.batch, world)
-        if over:
-            near, fewer = [world * many for many in (share, share + 1) if many], usable(self.batch, world)
+        if self.batch % world:
+            fewer = next((many for many in range(world, 0, -1) if self.divides(many)), None)
+            start = "" if fewer is None else f", or start {fewer} process{'es' * (fewer > 1)}"
             raise UserError(
                 f"{where}training.batch = {self.batch}: {world} processes cannot share it equally; use "
-                f"{' or '.join(map(str, near))}, or start {fewer} process{'es' * (fewer > 1)}"
+                f"{self._nearest(world)}{start}"
             )
-        if share % self.accumulation(world):
+        if not self.divides(world):
             a_process = f" of each of {world} processes" if world > 1 else ""
             raise UserError(
-                f"{where}training.micro_batch = {self.micro_batch}: the {share} sequences{a_process} cannot be divided "
-                f"equally into {self.accumulation(world)} micro-batches; use {self.largest_micro_batch(world)}"
+                f"{where}training.micro_batch = {self.micro_batch}: the {self.batch // world} sequences{a_process} "
+                f"cannot be divided equally into {self.accumulation(world)} micro-batches; use "
+                f"{self.largest_micro_batch(world)}, or training.batch = {self._nearest(world)}"
             )
+
+
+def _other(config: TrainConfig, batch: int) -> TrainConfig:
+    return config.model_copy(update={"batch": batch})
 
 
 def usable(batch: int, world: int) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from imdm.config import digest
 from imdm.data.source import Order, Source, check_teaches
-from imdm.devices import Beside, accelerator, check_shared, of_first, sent, together
+from imdm.devices import Beside, accelerator, check_shared, of_all, sent, together
 from imdm.errors import UserError, check_function, check_is, check_seed, check_whole
 from imdm.files import append_line, as_path, working_in, write_text, written_aside
 from imdm.models import MaskedDiffusionLM, fingerprint
@@ -508,7 +508,7 @@ class Trainer:
     def resume(self) -> None:
         """Resume from the newest checkpoint of this run, if there is one: the newest that the first process sees."""
         self.accelerator.wait_for_everyone()
-        present = of_first(checkpoint.steps_present(self.checkpoints))
+        present = of_all(checkpoint.steps_present(self.checkpoints))[0]
         if not present:
             self._forget_history()
             return
