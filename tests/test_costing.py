@@ -23,7 +23,8 @@ from imdm.costing.costs import short, spelled
 from imdm.costing.machines import REACHED, bandwidth
 from imdm.costing.memory import CONTEXT, GIB, How, trained_state, writing
 from imdm.costing.networks import Networks, Size, measured
-from imdm.costing.stages import JUDGES, check_memory, communication
+from imdm.costing.sampled import JUDGES
+from imdm.costing.stages import check_memory, communication
 from imdm.costing.steps import Setting, gathered_to_look, least_state, looked, masked_by, plan
 from imdm.costing.work import MOST, PRODUCTS, Work, completions, evaluated, evaluations, written
 from imdm.data import TokenSource
@@ -336,7 +337,7 @@ def test_what_never_fits_is_told_where_it_would() -> None:
     recipe = ["model.preset=null", "model.width=4096", "model.blocks=40", "model.heads=32"]
     found = cost("owt-860m-imdm", recipe, gpu="rtx4090")
     assert found.stages[0].fits is None
-    told = "no setting makes it fit; use at least 16 GPUs with training.shard=full, or a smaller model"
+    told = "no setting makes it fit; use at least 16 GPUs with stages.teacher.training.shard=full, or a smaller model"
     assert any(told in line for line in found.notes())
     assert cost("owt-860m-imdm", recipe, gpus=16, gpu="rtx4090").stages[0].fits is not None
     assert cost("owt-860m-imdm", recipe, gpus=8, gpu="rtx4090").stages[0].fits is None
@@ -345,7 +346,7 @@ def test_what_never_fits_is_told_where_it_would() -> None:
     smaller = cost("owt-860m-imdm", gpu="rtx4090")
     (line,) = (line for line in smaller.notes() if "no setting makes it fit" in line)
     assert "use a GPU with more memory (h200," in line
-    assert line.endswith("), or at least 2 GPUs with training.shard=full")
+    assert line.endswith("), or at least 2 GPUs with stages.sdtt.training.shard=full")
     shared = cost("owt-860m-imdm", recipe, gpus=64, gpu="h100").stages[0]
     assert shared.fits is not None
     assert shared.fits["shard"] == "full"
@@ -422,7 +423,7 @@ def test_a_micro_batch_that_does_not_divide_is_counted_as_the_next_that_does() -
     odd, even, smaller = (
         cost("books", [f"stages.teacher.training.micro_batch={micro}"]) for micro in (24, 16, 48)
     )  # of 64
-    note = "teacher: micro_batch 24 does not divide the 64 sequences of a GPU and would be refused"
+    note = "teacher: the 64 sequences of a GPU cannot be divided equally into micro-batches of at most 24"
     assert [one for one in odd.notes() if one.startswith(note)]
     assert not [one for one in (*even.notes(), *smaller.notes()) if "micro_batch" in one]
     assert odd.stages[0].memory == even.stages[0].memory
@@ -440,7 +441,7 @@ def test_more_gpus_take_fewer_hours_and_more_gpu_hours() -> None:
     assert found[0].tokens == found[2].tokens
     assert found[0].flops == pytest.approx(found[2].flops)
     assert any(
-        "batch 32 cannot be shared by 64 GPUs: 32 of them work; start this stage on as many processes" in line
+        "batch 32 cannot be shared by 64 GPUs: 32 of them work; train this stage with as many processes" in line
         for line in found[2].notes()
     )
     assert not found[0].assumptions()[1:]
@@ -603,6 +604,27 @@ def test_an_evaluation_that_does_not_fit_is_refused() -> None:
         UserError, match=r"stages\.redi: a step or an evaluation would take 3\.\d GiB of memory in each"
     ):
         check_memory(networks, "redi", 64, need - 1, False)
+
+
+@pytest.mark.parametrize(("gpu", "wide"), [("rtx4090", "1600"), ("a100-40", "4096"), ("rtx4090", "8192")])
+def test_what_makes_sampling_fit_does_so(gpu: str, wide: str) -> None:
+    """Or it is said that nothing does."""
+    changes = [f"model.width={wide}", "stages.pairs.batch_size=4096", "stages.evaluate.samples=100000"]
+    found = cost("owt-860m-imdm", changes, gpu=gpu)
+    seen = 0
+    for stage in found.stages:
+        if stage.kind not in ("couple", "evaluate") or stage.fits == {}:
+            continue
+        (told,) = (note for note in stage.notes if note.startswith("takes "))
+        if "would fit with " in told:
+            wanted = told.partition("would fit with ")[2].split(" and ")
+            again = {one.name: one for one in cost("owt-860m-imdm", changes + wanted, gpu=gpu).stages}
+            assert again[stage.name].fits == {}
+        else:
+            assert "use a smaller model" in told
+            assert stage.parameters * 4 > 0.9 * stage.room
+        seen += 1
+    assert seen
 
 
 def test_networks_that_cannot_be_built_are_refused() -> None:

@@ -288,16 +288,26 @@ def test_two_processes_refuse_once(tmp_path: Path, setting: str, sentence: str) 
 
 
 @pytest.mark.slow
+def test_two_processes_refuse_once_what_only_the_first_tries(tmp_path: Path) -> None:
+    """It makes the folder, and locks it."""
+    train = ["-m", "imdm", "train", "synthetic", "--out", "/proc/nowhere"]
+    told = refusals([[*torchrun(2), *train]], [tmp_path])
+    assert told == ["error: /proc/nowhere cannot be written: No such file or directory"]
+
+
+@pytest.mark.slow
 def test_two_machines_refuse_a_folder_that_they_do_not_share(tmp_path: Path) -> None:
     """Both are given the same name, which is a place of its own on each."""
     homes, port = [tmp_path / "first", tmp_path / "second"], free_port()
     for home in homes:
         home.mkdir()
-    (told,) = refusals(
+    told = refusals(
         [[*torchrun(1), *node(rank, port), "-m", "imdm", "train", "synthetic", "--out", "run"] for rank in range(2)],
         homes,
     )
-    assert re.fullmatch(r"error: run: the first process does not see what process 1, on .*; choose a folder .*", told)
+    assert len(told) == 2  # on each machine, for whoever looks there
+    for line in told:
+        assert re.fullmatch(r"error: \S+/run: the first process does not see what process 1, on .*; choose .*", line)
     assert not [file for home in homes for file in home.iterdir()]
 
 
@@ -350,6 +360,28 @@ def test_the_first_process_says_what_all_refuse(
     said = capsys.readouterr().err
     line = f"error: stages.teacher.{ODD}\n"
     assert said == (line if rank == "0" else "")
+
+
+@pytest.mark.parametrize(("ranks", "speaks"), [("0 0", True), ("1 1", False), ("8 0", True), ("9 1", False)])
+def test_the_first_of_each_machine_says_that_another_process_ended(
+    ranks: str, speaks: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The others wait before they do: torchrun ends them meanwhile. No traceback is kept: the fault is elsewhere."""
+
+    def lost(**_: Any) -> None:
+        raise RuntimeError("[…/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:3. GLHF!")
+
+    waited: list[float] = []
+    monkeypatch.setattr(cli.time, "sleep", waited.append)
+    for name, value in zip(("RANK", "LOCAL_RANK"), ranks.split(), strict=True):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(cli, "app", lost)
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 1
+    assert waited == ([] if speaks else [cli.PATIENCE])
+    said = capsys.readouterr().err
+    assert said.startswith("error: another process of this run has ended, perhaps killed for lack of memory; run the")
 
 
 def test_hashes_do_not_change() -> None:
@@ -557,8 +589,9 @@ def test_the_script_for_slurm_trains_on_two_machines(tmp_path: Path, monkeypatch
         check=False,
     )
     assert again.returncode == 1
-    (told,) = re.finditer(r"^error: ", again.stdout, re.MULTILINE)
-    assert told.start() < again.stdout.index("Traceback")
+    told = list(re.finditer(r"^error: ", again.stdout, re.MULTILINE))
+    assert len(told) == 2  # one a machine
+    assert told[0].start() < again.stdout.index("Traceback")
 
 
 def node(rank: int, port: int) -> list[str]:

@@ -231,12 +231,19 @@ def test_damaged_checkpoints_are_refused(tmp_path: Path, how: str, message: str)
 
 
 def test_another_runs_checkpoint_is_refused(tmp_path: Path) -> None:
-    trainer(tmp_path, CONFIG.model_copy(update={"steps": 10})).train()
-    with pytest.raises(UserError, match="belongs to run .* choose another folder, or delete that one"):
-        trainer(tmp_path, CONFIG.model_copy(update={"lr": 1e-3})).train()
+    def of(lr: float, shard: str) -> Trainer:
+        config = CONFIG.model_copy(update={"steps": 10, "lr": lr})
+        recipe = {"stages": {"teacher": {"training": {"shard": shard, "lr": lr}}}}
+        return Trainer(fresh(), Nelbo(), SOURCE, config, tmp_path, seed=3, recipe=recipe)
+
+    of(1e-2, "none").train()
+    changed = r"its data changed \(first stages\.teacher\.training\.lr \(0\.01, now 0\.001\)\)"
+    remedy = "choose another folder, or delete .*checkpoints to start over"
+    with pytest.raises(UserError, match=f"belongs to run .* {changed}; {remedy}"):
+        of(1e-3, "full").train()
     remedy = "set training.steps to at least 10, or choose another folder"
     with pytest.raises(UserError, match=f"at step 10, beyond training.steps = 5; {remedy}$"):
-        trainer(tmp_path, CONFIG.model_copy(update={"steps": 5})).train()
+        trainer(tmp_path, CONFIG.model_copy(update={"steps": 5, "lr": 1e-2})).train()
 
 
 def test_bad_settings_get_a_sentence(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, cast, get_args, get_origin
@@ -132,6 +132,28 @@ def _hashed(value: Any, plain: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_hashed(one, other) for one, other in zip(value, plain, strict=True)]
     return plain
+
+
+def first_difference(before: Any, now: Any, place: str = "", but: Collection[str] = ()) -> str | None:
+    """The first difference of two settings, in words: `training.steps (10, now 20)`. What is at its default may be
+    missing in either. but: names of settings that do not matter."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for name in dict.fromkeys(name for name in (*before, *now) if name not in but):
+            inside = name if place in ("", "stage") else f"{place}.{name}"
+            if (found := first_difference(before.get(name, UNSET), now.get(name, UNSET), inside, but)) is not None:
+                return found
+        return None
+    return None if before == now else f"{place} ({before!r}, now {now!r})"
+
+
+class Unset(dict[str, Any]):
+    """The place of a setting that is missing."""
+
+    def __repr__(self) -> str:
+        return "not set"
+
+
+UNSET = Unset()
 
 
 def parse_kind(kinds: Registry[type[C]], value: Any) -> C:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from imdm.errors import AgreedError, UserError, shown
-from imdm.files import marked
+from imdm.files import marked, working_in
 from imdm.stopping import end
 
 if TYPE_CHECKING:
@@ -108,9 +108,21 @@ def check_shared(folder: Path) -> None:
             for number, (name, machine) in enumerate(written if processes().is_main_process else ()):
                 if not os.path.exists(folder / name):
                     raise UserError(
-                        f"{folder}: the first process does not see what process {number}, on {machine}, writes there; "
-                        "choose a folder that all machines share"
+                        f"{folder.absolute()}: the first process does not see what process {number}, on {machine}, "
+                        "writes there; choose a folder that all machines share"
                     )
+
+
+@contextmanager
+def working_together(folder: Path) -> Iterator[None]:
+    """The first process locks this folder (`working_in`), which all must share. A collective: what one of them refuses
+    at the beginning, all do."""
+    with ExitStack() as stack:
+        with together():
+            if processes().is_main_process:
+                stack.enter_context(working_in(folder))
+        check_shared(folder)
+        yield
 
 
 def accelerator() -> Accelerator:

@@ -85,6 +85,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     return named or (isinstance(error, RuntimeError | OSError) and any(part in str(error) for part in told))
 
 
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether another process of a distributed run has ended."""
+    told = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
+    return isinstance(error, RuntimeError) and any(part in str(error) for part in told)
+
+
 class WriteError(UserError):
     """A file could not be written: disk full or no permission. Files written before are intact."""
 

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from imdm.cli.early import known_order, known_policy, known_seed, located
 from imdm.console import plain_console
-from imdm.errors import AgreedError, UserError, is_out_of_memory, reason_of, shorter
+from imdm.errors import AgreedError, UserError, is_lost_peer, is_out_of_memory, reason_of, shorter
 from imdm.files import home, write_text
 from imdm.stopping import CODES, GO_ON
 from imdm.stopping import is_first as is_main
@@ -91,6 +91,7 @@ OwnOrder = Annotated[
 
 STOPPED = [GO_ON]
 """Messages after Ctrl-C or SIGTERM; a command that cannot resume adds its own."""
+AGAIN = "run the same command again to resume"
 LONGEST = 2000  # characters of a message
 TRAINING = ("train", "distill", "reproduce")  # commands that train
 PATIENCE = 5.0  # seconds; torchrun ends a process earlier, when the first one has ended
@@ -185,9 +186,8 @@ def main() -> None:
         app(standalone_mode=True)
         _flush()
     except UserError as error:
-        if not is_main():  # if the first (of all, or of this machine) says the same, torchrun ends this one meanwhile
-            time.sleep(PATIENCE * (1 if os.environ.get("LOCAL_RANK") == "0" else 2))
-        if is_main() or not isinstance(error, AgreedError):
+        _let_the_first_speak()
+        if _is_first_here() or not isinstance(error, AgreedError):
             _end(str(error), 2)
         sys.exit(2)
     except OSError as error:
@@ -199,9 +199,23 @@ def main() -> None:
         _flush()
         raise
     except Exception as error:
+        if is_lost_peer(error):
+            _let_the_first_speak()
+            _end(f"another process of this run has ended, perhaps killed for lack of memory; {AGAIN}", 1)
         if is_out_of_memory(error):
             _end(f"out of memory ({reason_of(error)}); {_less_memory()}", 2)
         _end(f"{_doing()} failed: {type(error).__name__}: {reason_of(error)}; {_kept_traceback()}", 1)
+
+
+def _is_first_here() -> bool:
+    """Whether this process is the first of its machine, whose terminal may be another than that of the first of all."""
+    return os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0"
+
+
+def _let_the_first_speak() -> None:
+    """If it says the same, torchrun ends this process meanwhile."""
+    if not _is_first_here():
+        time.sleep(PATIENCE)
 
 
 def _flush() -> None:

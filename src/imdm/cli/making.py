@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,7 +36,7 @@ from imdm.cli.early import (
     located,
 )
 from imdm.errors import UserError
-from imdm.files import check_holds, working_in
+from imdm.files import check_holds
 
 if TYPE_CHECKING:
     from imdm.data import Corpus, PrepareConfig
@@ -230,7 +229,7 @@ def couple(
     from imdm.data import CoupleConfig
     from imdm.data import couple as make
     from imdm.data.tokenizers import check_same
-    from imdm.devices import check_shared, processes
+    from imdm.devices import processes, working_together
     from imdm.models import load_model
 
     teacher = load_model(model)
@@ -244,8 +243,8 @@ def couple(
     state = processes()
     if compile and state.device.type == "cpu":
         say("--compile: nothing is compiled on a CPU")
-    with working_in(out) if state.is_main_process else nullcontext():
-        check_shared(out)
+    with working_together(out):
+        pass  # refused here if it cannot be; each makes its shards by itself
     with reporter().bar("pairs", pairs) as bar:
         make(
             teacher.to(state.device),

@@ -9,10 +9,11 @@ from typing import Any
 
 from rich.table import Table
 
+from imdm.costing.figures import StageCost
 from imdm.costing.machines import GPU, HIDDEN, TOGETHER, bandwidth, find_gpu
 from imdm.costing.memory import GIB, Memory
 from imdm.costing.networks import Networks
-from imdm.costing.stages import StageCost, stage_costs
+from imdm.costing.stages import stage_costs
 from imdm.errors import UserError, check_is, check_whole
 from imdm.models.configuration import LARGEST_VOCABULARY
 from imdm.recipes import CoupleStage, EvaluateStage, Recipe, TrainStage, load_recipe, variants
@@ -51,7 +52,11 @@ class Cost:
         """What of this estimate is assumed, and what is left out."""
         said = []
         if any(stage.kind == "evaluate" for stage in self.stages):
-            said.append("evaluation: models, judges with their tokenizers, and MAUVE; not what other metrics do")
+            said.append("evaluations: models, judges with their tokenizers, and MAUVE count, nothing else")
+        if any(stage.fits is None for stage in self.stages):
+            said.append(
+                "stages that do not fit are counted as if they did, unless settings that make them fit are named"
+            )
         if self.gpu.is_cpu:
             said.append(
                 "cpu: the speed of a large matmul and of a copy here and now, with utilisations measured on an H200; "
@@ -63,7 +68,9 @@ class Cost:
             speed, where = bandwidth(self.gpu, self.gpus) / 1e9, "of one machine"
             if self.gpus > TOGETHER:
                 where = f"of machines of {TOGETHER}, with a link to the others for each GPU"
-            said.append(f"links: {speed:,.0f} GB/s from each GPU, {where}; {HIDDEN:.0%} of a step's work hide it")
+            said.append(
+                f"links: {speed:,.0f} GB/s from each GPU, {where}; they work during {HIDDEN:.0%} of a step's work"
+            )
         return said
 
     def table(self) -> Table:
@@ -86,7 +93,7 @@ class Cost:
         gib = f"{stage.memory.total / GIB:,.1f} GiB" + ("" if stage.fits == {} else " (!)")
         talk = stage.communication
         sent = "" if talk is None else f"{talk.ddp / 1e9:,.1f} / {talk.full / 1e9:,.1f} GB"
-        used = f" ({stage.gpus} GPUs)" if stage.gpus < self.gpus else ""
+        used = f" ({stage.gpus} GPU{'s' * (stage.gpus > 1)})" if stage.gpus < self.gpus else ""
         cells = [
             stage.name,
             stage.kind,

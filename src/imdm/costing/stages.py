@@ -1,95 +1,36 @@
-"""The cost of each stage of a recipe: training, couplings, evaluation."""
+"""The cost of each stage of a recipe, and that of training. What does not fit, and what would make it fit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from functools import reduce
-from operator import add
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
+from imdm.costing.figures import COMPILED, Communication, StageCost, without_cuda
 from imdm.costing.machines import GPU, GPUS, HIDDEN, TOGETHER, bandwidth
-from imdm.costing.memory import CONTEXT, GIB, ROOM, How, Memory, writing
-from imdm.costing.networks import Networks, Size
+from imdm.costing.memory import CONTEXT, GIB, ROOM, How, Memory
+from imdm.costing.networks import Networks
+from imdm.costing.sampled import coupled, evaluated
 from imdm.costing.steps import Plan, Setting, built, gathered_to_look, is_known, least_state, looks, plan, saved
-from imdm.costing.work import Work, completions, drawn, evaluated, evaluations, written
+from imdm.costing.work import Work
 from imdm.errors import UserError
-from imdm.evaluation import metrics
-from imdm.evaluation.measuring import Occasion, occasions
-from imdm.evaluation.parts import at_once, part_size
-from imdm.evaluation.speed import ALONE, COUNTED, UNCOUNTED
-from imdm.evaluation.speed import TOGETHER as WRITTEN_TOGETHER
 from imdm.models.backbones.base import DEFAULT
 from imdm.objectives import Match
 from imdm.recipes import CoupleStage, EvaluateStage, TrainStage
-from imdm.shipped import listed
 from imdm.training.config import usable
 
-COMPILED = 20.0  # seconds once, where blocks are compiled
-TOKENISED = 4e-6  # seconds of the CPU for each token that a judge reads: decoding, and its tokenizer
-CLUSTERED = 5.0  # seconds of the CPU for each MAUVE
 SURE = 1.1  # times a GPU's memory: beyond it nothing fits, whatever the error of the estimate
 ABOUT = 1.03  # the least speed-up worth a change of settings
-JUDGES = {"gpt2-large": 774e6, "gpt2": 124e6, "gpt2-medium": 355e6, "gpt2-xl": 1558e6, "smollm2": 135e6}
-"""Parameters of judges that are not downloaded; others that do not ship count as the paper's, gpt2-large."""
-
-
-@dataclass(frozen=True)
-class Communication:
-    """Bytes that a GPU sends in a step: by DDP, and with `training.shard: optimizer` and `full`; seconds of the one in
-    use, and those that do not overlap with compute. From assumed links."""
-
-    ddp: float
-    optimizer: float
-    full: float
-    seconds: float
-    exposed: float
-
-
-@dataclass(frozen=True)
-class StageCost:
-    """steps: of training, or network evaluations of a text; tokens: trained on or generated; flops: necessary FLOPs;
-    seconds: in all; step: seconds of one step; gpus: how many are used, if not all. memory: with the recipe's settings,
-    of `room` usable; fits: changed settings that make it fit, None if none do, and held: the memory with these, for
-    which the time is estimated; host: bytes of CPU memory that training takes on a machine of up to 8 GPUs."""
-
-    name: str
-    kind: str
-    parameters: int
-    gpus: int
-    steps: float
-    tokens: float
-    flops: float
-    seconds: float
-    memory: Memory
-    room: float
-    step: float | None = None
-    communication: Communication | None = None
-    fits: dict[str, str] | None = field(default_factory=dict)
-    held: Memory | None = None
-    host: float = 0.0
-    notes: tuple[str, ...] = ()
-
-    @property
-    def hours(self) -> float:
-        return self.seconds / 3600
-
-    @property
-    def gpu_hours(self) -> float:
-        return self.hours * self.gpus
 
 
 def stage_costs(networks: Networks, gpu: GPU, gpus: int) -> Iterator[StageCost]:
-    """Of every stage that uses a GPU; adopting a model costs nothing. A CPU holds no CUDA."""
+    """Of every stage that uses a GPU; adopting a model costs nothing."""
     for name, stage in networks.recipe.stages.items():
         if isinstance(stage, TrainStage):
-            made = _trained(networks, name, stage, gpu, gpus)
+            yield _trained(networks, name, stage, gpu, gpus)
         elif isinstance(stage, CoupleStage):
-            made = _coupled(networks, name, stage, gpu, gpus)
+            yield coupled(networks, name, stage, gpu, gpus)
         elif isinstance(stage, EvaluateStage):
-            made = _evaluated(networks, name, stage, gpu, gpus)
-        else:
-            continue
-        yield replace(made, memory=replace(made.memory, context=0.0)) if gpu.is_cpu else made
+            yield evaluated(networks, name, stage, gpu, gpus)
 
 
 def _trained(networks: Networks, name: str, stage: TrainStage, gpu: GPU, gpus: int) -> StageCost:
@@ -116,14 +57,14 @@ def _trained(networks: Networks, name: str, stage: TrainStage, gpu: GPU, gpus: i
         float(training.steps) * training.batch * length,
         training.steps * used * work.flops + more.flops,
         seconds,
-        _memory(asked),
+        _memory(asked, gpu),
         ROOM * gpu.gib * GIB,
         step,
         talk,
         None if fitting is None else fitting.how.changes(asked.how),
-        None if fitting is None else _memory(fitting),
+        None if fitting is None else _memory(fitting, gpu),
         _host(setting),
-        (*_notes(asked, fitting, gpu, gpus), *_waits(setting, gpu)),
+        (*_notes(name, asked, fitting, gpu, gpus), *_waits(setting, gpu)),
     )
 
 
@@ -155,7 +96,7 @@ def check_memory(
         return
     fitting = _held_by(asked, room, cuda)
     changes = {} if fitting is None else fitting.how.changes(asked.how)
-    settings = ", ".join(f"stages.{name}.training.{key}={value}" for key, value in changes.items())
+    settings = _settings(name, changes)
     remedy = f"set {settings}" if settings else _elsewhere(asked, name, room, cuda)
     where = "GPU memory" if cuda else "memory in each process" if processes > 1 else "memory"
     what = "a step or an evaluation" if gathered_to_look(asked) else "a step"
@@ -174,6 +115,11 @@ def _check_host(asked: Setting, name: str, host: int | None) -> None:
         f"stages.{name}: each process would build its networks in {_gib(built(asked))} of CPU memory, and there are "
         f"{_gib(host)} for it; {fewer}use a machine with more memory or a smaller model"
     )
+
+
+def _settings(name: str, changes: Mapping[str, str]) -> str:
+    """Changed settings of a stage's training, as they are given to a command."""
+    return ", ".join(f"stages.{name}.training.{setting}={value}" for setting, value in changes.items())
 
 
 def _estimate(asked: Setting) -> float:
@@ -226,17 +172,18 @@ def _gib(size: float) -> str:
     return f"{size / GIB:,.0f} GiB" if size >= 10 * GIB else f"{size / GIB:.2g} GiB"
 
 
-def _notes(asked: Setting, fitting: Setting | None, gpu: GPU, gpus: int) -> Iterator[str]:
+def _notes(name: str, asked: Setting, fitting: Setting | None, gpu: GPU, gpus: int) -> Iterator[str]:
     batch = asked.training.batch
     if asked.gpus < gpus:
-        work = f"{asked.gpus} of them work; start this stage on as many processes"
+        work = f"{asked.gpus} of them work; train this stage with as many processes"
         yield f"batch {batch} cannot be shared by {gpus} GPUs: {work}"
     if asked.gpus == 1 and asked.training.shard != "none":
         yield f"training.shard={asked.training.shard} has no effect on one {'process' if gpu.is_cpu else 'GPU'}"
     if (share := batch // asked.gpus) % asked.training.accumulation(asked.gpus):
+        most, instead = asked.training.micro_batch, _settings(name, {"micro_batch": str(asked.how.micro)})
         yield (
-            f"micro_batch {asked.training.micro_batch} does not divide the {share} sequences of a GPU and would be "
-            f"refused; counted with training.micro_batch={asked.how.micro}"
+            f"the {share} sequences of a GPU cannot be divided equally into micro-batches of at most {most}, which is "
+            f"refused; counted with {instead}"
         )
     if not is_known(asked.objective):
         yield f"objective {asked.objective.kind!r} is counted as nelbo"
@@ -249,15 +196,15 @@ def _notes(asked: Setting, fitting: Setting | None, gpu: GPU, gpus: int) -> Iter
     if fitting is asked:
         return
     each = "" if gpu.is_cpu else " a GPU"
-    need = f"takes {_memory(asked).total / GIB:,.0f} GiB{each}, of {ROOM * gpu.gib:,.0f} that can be filled"
+    need = f"takes {_memory(asked, gpu).total / GIB:,.0f} GiB{each}, of {ROOM * gpu.gib:,.0f} that can be filled"
     if fitting is not None:
-        settings = ", ".join(f"training.{name}={value}" for name, value in fitting.how.changes(asked.how).items())
-        yield f"{need}; fits with {settings} ({_memory(fitting).total / GIB:,.0f} GiB), which the time is of"
+        settings = _settings(name, fitting.how.changes(asked.how))
+        yield f"{need}; fits with {settings} ({_memory(fitting, gpu).total / GIB:,.0f} GiB), and is counted so"
         return
     larger = [other.name for other in GPUS.values() if _fits(asked, other) or _made_to_fit(asked, other)]
     many = None if gpu.is_cpu else _enough(asked, gpu)
     places = [f"a GPU with more memory ({', '.join(larger)})"] if larger else []
-    places += [f"at least {many} GPUs with training.shard=full"] if many else []
+    places += [f"at least {many} GPUs with {_settings(name, {'shard': 'full'})}"] if many else []
     places += [] if larger else ["a smaller model"]
     yield f"{need}, and no setting makes it fit; use {', or '.join(places)}"
 
@@ -277,12 +224,12 @@ def _waits(setting: Setting, gpu: GPU) -> Iterator[str]:
     yield f"the GPU waits for launches, {work.busy(gpu, precision) / work.seconds(gpu, precision):.0%} busy; {remedy}"
 
 
-def _memory(setting: Setting) -> Memory:
-    return plan(setting).memory + Memory(context=CONTEXT)
+def _memory(setting: Setting, gpu: GPU) -> Memory:
+    return without_cuda(plan(setting).memory + Memory(context=CONTEXT), gpu)
 
 
 def _fits(setting: Setting, gpu: GPU) -> bool:
-    return _memory(setting).total <= ROOM * gpu.gib * GIB
+    return _memory(setting, gpu).total <= ROOM * gpu.gib * GIB
 
 
 def _made_to_fit(asked: Setting, gpu: GPU) -> Setting | None:
@@ -328,113 +275,3 @@ def communication(setting: Setting, made: Plan, gpu: GPU, alone: float) -> Commu
     seconds = {"none": ddp, "optimizer": optimizer, "full": full}[setting.how.shard] / bandwidth(gpu, setting.gpus)
     hides = HIDDEN * alone / (times if setting.how.shard == "none" else 1)
     return Communication(ddp, optimizer, full, seconds, max(0.0, seconds - hides))
-
-
-def _coupled(networks: Networks, name: str, stage: CoupleStage, gpu: GPU, gpus: int) -> StageCost:
-    size, length = networks.size(stage.teacher), networks.length
-    shards = -(-stage.pairs // stage.shard)
-    used = min(gpus, shards)
-    masked = 1.0 if stage.start == "prior" else 0.5
-    runs = evaluations(length, stage.steps) if stage.start == "prior" else completions(length, stage.steps)
-    work = written(size.config, stage.pairs, length, runs, stage.batch_size, masked)
-    share = -(-shards // used) / shards  # of the busiest process
-    seconds = (work * share).writing(gpu, stage.precision) + COMPILED * stage.compile
-    memory = writing(size.config, size.parameters, stage.batch_size * length, stage.precision)
-    tokens, notes = float(stage.pairs) * length * masked, []
-    if used < gpus:
-        notes.append(f"{shards} shards of {stage.shard:,} pairs: {used} of {gpus} GPUs work (stages.{name}.shard)")
-    return _writes(name, "couple", size, used, runs, tokens, work, seconds, memory, gpu, notes, "batch_size")
-
-
-def _evaluated(networks: Networks, name: str, stage: EvaluateStage, gpu: GPU, gpus: int) -> StageCost:
-    """Sampling, scoring by the judge, and the NELBO; of the work on CPUs what a judge reads, and MAUVE."""
-    length, total, read, compared = networks.length, Work(), 0.0, 0
-    each = part_size(stage.samples)
-    parts = -(-stage.samples // each)
-    used, tokens, runs = min(gpus, parts), 0.0, 0.0
-    together = 1 if gpu.is_cpu else min(at_once(stage.samples, length), -(-parts // used))
-    batch = min(stage.samples, each * together)
-    sizes = [networks.size(model) for model in stage.models]
-    judge = _judge(networks, stage)
-    asked = occasions(stage.metrics, stage.steps, stage.temperatures, noise=stage.noise, top_p=stage.top_p)
-    for size in sizes:
-        for occasion in asked:
-            work, judged, wrote = _occasion(size, stage, occasion, length, batch)
-            total, read, tokens = total + work, read + judged, tokens + wrote
-            compared += sum(metric.embedder for metric in occasion.metrics)
-            runs = max(runs, evaluations(length, occasion.how.steps))
-    share = -(-parts // used) / parts
-    seconds = (total * share).writing(gpu, stage.precision) + COMPILED * stage.compile
-    reading = Work(flops=2 * judge * read, products=2 * judge * read)
-    seconds += (reading * share).writing(gpu, stage.judge_precision) + TOKENISED * read * share + CLUSTERED * compared
-    largest = max(sizes, key=lambda size: size.parameters)
-    memory = writing(largest.config, largest.parameters, batch * length, stage.precision)
-    memory += Memory(companions=judge * (2.0 if stage.judge_precision == "bf16" else 4.0))
-    notes = []
-    if others := [name for name in stage.metrics if metrics[name].language or metrics[name].reference]:
-        notes.append(f"{', '.join(others)}: not counted")
-    if used < gpus:
-        notes.append(f"{parts} parts: {used} of {gpus} GPUs work")
-    if stage.precision == "float32" and not gpu.is_cpu:
-        notes.append("in float32, whose share of peak was not measured; precision=bf16 is quicker")
-    return _writes(
-        name, "evaluate", largest, used, runs, tokens, total + reading, seconds, memory, gpu, notes, "samples"
-    )
-
-
-def _occasion(
-    size: Size, stage: EvaluateStage, occasion: Occasion, length: int, batch: int
-) -> tuple[Work, float, float]:
-    """The work for one set of samples, the tokens that the judge reads, and the number of generated tokens."""
-    config, chosen, parts, tokens = size.config, occasion.metrics, [Work()], 0.0
-    runs, how = evaluations(length, occasion.how.steps), stage.conditional
-    read = 0.0
-    if any(metric.samples and not metric.prompts for metric in chosen):
-        parts.append(written(config, stage.samples, length, runs, batch))
-        tokens += stage.samples * length
-    if any(metric.prompts for metric in chosen):
-        many, holes = how.prompts * how.continuations, 1 - (how.prefix + how.suffix) / length
-        parts.append(written(config, many, length, evaluations(length, occasion.how.steps, holes), batch, holes))
-        tokens += many * length * holes
-    for metric in chosen:
-        if metric.name == "tokens_per_second":
-            again = written(config, stage.samples, length, runs, min(WRITTEN_TOGETHER, stage.samples))
-            parts += [again] * (UNCOUNTED + COUNTED)
-        if metric.name == "latency":
-            parts.append(written(config, UNCOUNTED + min(ALONE, stage.samples), length, runs, 1))
-        if not metric.samples and not metric.judge and not metric.steps and "data" in metric.reads:
-            half = stage.samples * length / 2
-            bound = evaluated(config, stage.samples * length, length, half, half) + drawn(config, half)
-            parts.append(bound if metric.name in ("nelbo", "val_ppl") else Work())
-        if metric.judge:
-            of_prompts = how.prompts * how.continuations * (how.prefix + how.tokens)
-            read += of_prompts if metric.prompts else stage.samples * min(length, stage.first or length)
-    return reduce(add, parts), read, tokens
-
-
-def _judge(networks: Networks, stage: EvaluateStage) -> float:
-    """Parameters of the judge, if there is one."""
-    if not any(metrics[name].judge for name in stage.metrics):
-        return 0.0
-    if stage.judge_stage is not None:
-        return networks.size(stage.judge_stage).parameters
-    shipped = {one.name: one.parameters for one in listed()}
-    return (JUDGES | shipped).get(stage.judge, JUDGES["gpt2-large"])
-
-
-def _writes(
-    name: str, kind: str, size: Size, used: int, runs: float, tokens: float, work: Work, seconds: float,
-    memory: Memory, gpu: GPU, notes: list[str], smaller: str,
-) -> StageCost:  # fmt: skip
-    """A stage that trains nothing."""
-    room = ROOM * gpu.gib * GIB
-    fits = memory.total <= room
-    if not fits:
-        notes.append(
-            f"takes {memory.total / GIB:,.0f} GiB a GPU, of {room / GIB:,.0f} that can be filled: use less {smaller}, "
-            "precision=bf16 or a GPU with more memory"
-        )
-    return StageCost(
-        name, kind, size.parameters, used, runs, tokens, work.flops, seconds, memory, room,
-        fits={} if fits else None, notes=tuple(notes),
-    )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from imdm.config import digest
-from imdm.devices import check_shared, processes
+from imdm.devices import processes, working_together
 from imdm.errors import UserError
-from imdm.files import read_tensors, working_in, write_tensors
+from imdm.files import read_tensors, write_tensors
 from imdm.randomness import GENERATOR
 
 Columns = dict[str, Tensor]
@@ -55,8 +55,7 @@ class Parts:
         state, folder = processes(), self.folder / digest([identity(), n, GENERATOR])
         self._used.add(folder)
         files = [folder / f"part-{number:02d}.safetensors" for number in range(len(parts))]
-        with working_in(folder) if state.is_main_process else nullcontext():
-            check_shared(folder)
+        with working_together(folder):
             mine = range(state.process_index, len(parts), state.num_processes)
             for some in batched([number for number in mine if not _is_whole(files[number])], many):
                 sizes = [len(parts[number]) for number in some]

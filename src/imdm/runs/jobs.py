@@ -7,7 +7,7 @@ import os
 import pickle
 import traceback
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -15,9 +15,9 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import NamedTuple
 
-from imdm.devices import check_shared, processes
+from imdm.devices import processes, working_together
 from imdm.errors import UserError, check_whole
-from imdm.files import kept_if_refused, working_in, write_json
+from imdm.files import kept_if_refused, write_json
 from imdm.recipes import Recipe, variants
 from imdm.room import cores
 from imdm.runs.run import Reporter, Run
@@ -83,8 +83,7 @@ def run_jobs(recipe: Recipe, jobs: list[Job], out: Path, workers: int, reporter:
     for job in jobs:
         runs[job.name].check(list(job.stages))
         runs[job.name].inputs.forget()
-    with working_in(out) if state.is_main_process else nullcontext():
-        check_shared(out)
+    with working_together(out):
         folders = {job.out: job for job in jobs}
         with ExitStack() as stack:
             for place in {out, *folders} if state.is_main_process else ():

@@ -18,11 +18,11 @@ from typing import Any, Protocol
 
 import torch
 
-from imdm.config import digest
+from imdm.config import digest, first_difference
 from imdm.data import Coupling
-from imdm.devices import check_shared, processes, together
+from imdm.devices import processes, together, working_together
 from imdm.errors import UserError, unknown
-from imdm.files import check_once, check_writable, kept_if_refused, working_in, write_json, write_recorded
+from imdm.files import check_once, check_writable, kept_if_refused, write_json, write_recorded
 from imdm.models import fingerprint
 from imdm.recipes import AdoptStage, EvaluateStage, Recipe, TrainStage
 from imdm.runs.checks import check_size, check_stage, check_state
@@ -66,28 +66,6 @@ def _threads(count: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def first_difference(before: Any, now: Any, place: str = "") -> str | None:
-    """The first difference of two settings, in words: `training.steps (10, now 20)`. What is at its default may be
-    missing in either."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        for name in dict.fromkeys((*before, *now)):
-            inside = name if place in ("", "stage") else f"{place}.{name}"
-            if (found := first_difference(before.get(name, UNSET), now.get(name, UNSET), inside)) is not None:
-                return found
-        return None
-    return None if before == now else f"{place} ({before!r}, now {now!r})"
-
-
-class Unset(dict[str, Any]):
-    """The place of a setting that is missing."""
-
-    def __repr__(self) -> str:
-        return "not set"
-
-
-UNSET = Unset()
-
-
 @dataclass
 class Run:
     """One recipe, one seed, one folder. results: the file for result rows, OUT/results.jsonl unless given; alone:
@@ -119,9 +97,7 @@ class Run:
         """The named stages, each after those it builds on. Everything is checked before any work."""
         self.check(names)
         first = self.alone and processes().is_main_process
-        with working_in(self.out) if first else nullcontext():
-            if self.alone:
-                check_shared(self.out)
+        with working_together(self.out) if self.alone else nullcontext():
             self.prepare(names)
             whole = kept_if_refused(self.out / "recipe.json") if first else nullcontext()
             with whole, _threads(self.recipe.threads):

@@ -40,6 +40,7 @@ from imdm.runs.status import DONE
 from imdm.sampling import Sampling
 from imdm.shipped import FETCHABLE, fetched, find
 from imdm.training import Progress, Trainer
+from imdm.training.checkpoint import steps_present
 from imdm.training.history import LAST, last_loss, loss_in_words, read_history
 
 if TYPE_CHECKING:
@@ -122,6 +123,8 @@ def _train(run: Run, name: str, stage: TrainStage) -> str:
             on_progress=progress,
             on_warning=lambda text: run.reporter.say(f"{name}: warning: {text}"),
         )
+        if present := steps_present(trainer.checkpoints):
+            run.reporter.say(f"{name}: resumes after step {present[-1]:,} of {stage.training.steps:,}")
         folder = trainer.train()
         end = last_loss(read_history(run.folder / name))
         if end is not None:

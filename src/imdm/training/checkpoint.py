@@ -21,9 +21,11 @@ from typing import Any
 
 from torch import Tensor
 
+from imdm.config import first_difference
 from imdm.errors import UserError
 from imdm.files import read_recorded, read_tensors, write_recorded, write_tensors, written_aside
 from imdm.objectives import STUDENT
+from imdm.training.config import ALIKE
 
 FORMAT = 1
 TENSORS = ("model", "ema", "optimizer")
@@ -105,10 +107,13 @@ def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return apart
 
 
-def load(path: Path, run: str, networks: Sequence[str] = (STUDENT,)) -> Checkpoint:
-    """Read a checkpoint of this run; refuse those of other runs and damaged ones."""
+def load(
+    path: Path, run: str, networks: Sequence[str] = (STUDENT,), recipe: Mapping[str, Any] | None = None
+) -> Checkpoint:
+    """Read a checkpoint of this run; refuse those of other runs and damaged ones. recipe: that of this run, to say what
+    is other."""
     what, fields = f"checkpoint {str(path)!r}", {"format": int, "step": int, "run": str, "ema_updates": int}
-    remedy = "choose another folder, or delete that one to start over"
+    remedy = f"choose another folder, or delete {path.parent} to start over"
     try:
         state = read_recorded(path / "state.json", what, **fields, recipe=dict, companion=dict)
         if state["format"] != FORMAT:
@@ -128,8 +133,11 @@ def load(path: Path, run: str, networks: Sequence[str] = (STUDENT,)) -> Checkpoi
             f"the objective changed; {remedy}"
         )
     if state["run"] != run:
+        other = first_difference(dict(state["recipe"]), dict(recipe or {}), but=ALIKE)
+        which = f" (first {other})" if other and recipe else ""
         raise UserError(
-            f"{what} belongs to run {state['run']}, not to {run}: the recipe, its start or its data changed; {remedy}"
+            f"{what} belongs to run {state['run']}, not to {run}: the recipe, its start or its data changed{which}; "
+            f"{remedy}"
         )
     return Checkpoint(state["step"], run, state["recipe"], state["companion"], companion, found)
 

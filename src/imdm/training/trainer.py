@@ -18,9 +18,9 @@ from torch import Tensor
 
 from imdm.config import digest
 from imdm.data.source import Order, Source, check_teaches
-from imdm.devices import Beside, accelerator, check_shared, of_all, sent, together
+from imdm.devices import Beside, accelerator, of_all, sent, together, working_together
 from imdm.errors import UserError, check_function, check_is, check_seed, check_whole
-from imdm.files import append_line, as_path, working_in, write_text, written_aside
+from imdm.files import append_line, as_path, write_text, written_aside
 from imdm.models import MaskedDiffusionLM, fingerprint
 from imdm.objectives import STUDENT, Objective, Step
 from imdm.randomness import Purpose, as_key, fold
@@ -328,8 +328,7 @@ class Trainer:
         if self.on_warning is not None:
             for doubt in self._doubts(alone):
                 self.on_warning(doubt)
-        with working_in(self.out) if self.accelerator.is_main_process else nullcontext():
-            check_shared(self.out)
+        with working_together(self.out):
             self.resume()
             asked = Asked()
             agreed = Agreement(asked, self.accelerator.device, alone)
@@ -527,7 +526,7 @@ class Trainer:
     def _newest(self, step: int) -> checkpoint.Checkpoint:
         """The checkpoint of this step; refused if it is not of this run, or beyond its end."""
         path = checkpoint.checkpoint_path(self.checkpoints, step)
-        point = checkpoint.load(path, self.run, list(self.networks))
+        point = checkpoint.load(path, self.run, list(self.networks), self.recipe)
         if point.step > self.config.steps:
             raise UserError(
                 f"checkpoint {str(path)!r} is at step {point.step}, beyond training.steps = {self.config.steps}; "
