@@ -281,6 +281,15 @@ LIKE = {
 """Values other than the defaults, of settings that change no number."""
 
 
+def test_a_stage_that_resumes_says_so(tmp_path: Path) -> None:
+    heard = Heard()
+    Run(parse_recipe(RECIPE), tmp_path, heard).run(["teacher"])
+    assert not heard.lines
+    (tmp_path / "seed-0/teacher/done.json").unlink()
+    Run(parse_recipe(RECIPE, ["stages.teacher.training.steps=4"]), tmp_path, heard).run(["teacher"])
+    assert heard.lines == ["teacher: resumes after step 2 of 4"]
+
+
 def refuse_all(*_: Any) -> None:
     raise UserError("not here")
 

@@ -13,7 +13,8 @@ from types import FrameType
 from typing import Any, NoReturn
 
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
-GO_ON = "stopped; run the same command again to resume"
+AGAIN = "run the same command again to resume"
+GO_ON = f"stopped; {AGAIN}"
 
 
 def is_first() -> bool:

@@ -23,7 +23,7 @@ from imdm.cli.early import known_order, known_policy, known_seed, located
 from imdm.console import plain_console
 from imdm.errors import AgreedError, UserError, is_lost_peer, is_out_of_memory, reason_of, shorter
 from imdm.files import home, write_text
-from imdm.stopping import CODES, GO_ON
+from imdm.stopping import AGAIN, CODES, GO_ON
 from imdm.stopping import is_first as is_main
 
 app = typer.Typer(
@@ -91,7 +91,6 @@ OwnOrder = Annotated[
 
 STOPPED = [GO_ON]
 """Messages after Ctrl-C or SIGTERM; a command that cannot resume adds its own."""
-AGAIN = "run the same command again to resume"
 LONGEST = 2000  # characters of a message
 TRAINING = ("train", "distill", "reproduce")  # commands that train
 PATIENCE = 5.0  # seconds; torchrun ends a process earlier, when the first one has ended
