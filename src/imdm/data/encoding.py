@@ -10,11 +10,11 @@ import os
 import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import chain, islice
-from multiprocessing import active_children, connection, get_context, parent_process
+from itertools import chain, cycle, islice
+from multiprocessing import get_context
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -96,50 +96,92 @@ def _encode(chunk: Chunk, backend: Any) -> Encoded:
     return Encoded.of([each.ids for each in found], chunk.first)
 
 
-def _by_processes(parts: Iterable[Chunk], backend: Any, processes: int) -> Iterator[Encoded]:
-    threads, others = max(1, cores() // processes), set(active_children())
-    pool = ProcessPoolExecutor(
-        processes, mp_context=get_context("spawn"), initializer=_begin, initargs=(backend.to_str(), threads)
-    )
-    waiting: deque[Future[Encoded]] = deque()
+class _DiedError(Exception):
+    """A worker ended too early."""
+
+
+class _Worker:
+    """A process that encodes what it is sent, chunk after chunk, and ends when the link to it is closed: also when this
+    process ends, however it does."""
+
+    def __init__(self, description: str, threads: int) -> None:
+        spawned = get_context("spawn")
+        self.link, theirs = spawned.Pipe()
+        self.process = spawned.Process(target=_work, args=(description, threads, theirs))
+        self.process.start()
+        theirs.close()  # so that the link breaks with the process
+
+    def send(self, chunk: Chunk) -> None:
+        with _linked():
+            self.link.send(chunk)
+
+    def encoded(self) -> Encoded:
+        """The ids of the oldest chunk that it was sent and that was not returned yet."""
+        with _linked():
+            found = self.link.recv()
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+
+@contextmanager
+def _linked() -> Iterator[None]:
+    """Tell a broken link from other errors of files."""
     try:
-        for chunk in parts:
-            with held_back():  # a signal is for this process alone
-                waiting.append(pool.submit(_encode_here, chunk))
+        yield
+    except (EOFError, OSError):
+        raise _DiedError from None
+
+
+def _by_processes(parts: Iterable[Chunk], backend: Any, processes: int) -> Iterator[Encoded]:
+    """Workers take turns. Not by `concurrent.futures`, which may hang if a process of its pool dies while a chunk is
+    written to it."""
+    workers, waiting = list[_Worker](), deque[_Worker]()
+    try:
+        with held_back():  # a signal is for this process alone
+            for _ in range(processes):
+                workers.append(_Worker(backend.to_str(), max(1, cores() // processes)))
+        for worker, chunk in zip(cycle(workers), parts, strict=False):
+            worker.send(chunk)
+            waiting.append(worker)
             if len(waiting) == AHEAD * processes:
-                yield waiting.popleft().result()
+                yield waiting.popleft().encoded()
         while waiting:
-            yield waiting.popleft().result()
-    except BrokenProcessPool:
-        for worker in set(active_children()) - others:
-            worker.kill()  # they block SIGTERM, and one that waits for its result to be read would wait forever
+            yield waiting.popleft().encoded()
+    except _DiedError:
         raise UserError(
             f"processes = {processes}: one of them died, perhaps out of memory; run the same with fewer to resume"
         ) from None
     finally:
         with held_back():
-            pool.shutdown(cancel_futures=True)
+            for worker in workers:
+                worker.link.close()
+            for worker in workers:
+                worker.process.join()
 
 
-_here: Any = None
-
-
-def _begin(description: str, threads: int) -> None:
-    """Start a worker process: load its tokenizer, and exit whenever the parent process ends."""
-    global _here
+def _work(description: str, threads: int, link: Any) -> None:
+    """A worker process. It reads ahead, so that neither it nor the one that sends waits for the other to read."""
     os.environ |= {"RAYON_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "true" if threads > 1 else "false"}
     from tokenizers import Tokenizer
 
-    _here = Tokenizer.from_str(description)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    backend, sent = Tokenizer.from_str(description), SimpleQueue[Chunk]()
+    threading.Thread(target=_receive, args=(link, sent), daemon=True).start()
+    with suppress(OSError):  # nobody reads any more
+        while True:
+            link.send(_result(sent.get(), backend))
 
 
-def _end_with_parent() -> None:
-    parent = parent_process()
-    if parent is not None:
-        connection.wait([parent.sentinel])
-        os._exit(1)
+def _result(chunk: Chunk, backend: Any) -> Encoded | Exception:
+    try:
+        return _encode(chunk, backend)
+    except Exception as error:
+        return error
 
 
-def _encode_here(chunk: Chunk) -> Encoded:
-    return _encode(chunk, _here)
+def _receive(link: Any, sent: SimpleQueue[Chunk]) -> None:
+    try:
+        while True:
+            sent.put(link.recv())
+    except (EOFError, OSError):
+        os._exit(0)
