@@ -165,8 +165,9 @@ class Run:
     def _is_made(self, name: str) -> bool:
         """Whether nothing has to be computed for a stage, if it is the same as then (`_is_done`)."""
         stage = self.recipe.stages[name]
-        there = (self.folder / name / DONE).exists()
-        return there and not (isinstance(stage, EvaluateStage) and not is_measured(self, name, stage))
+        if not (self.folder / name / DONE).exists():
+            return False
+        return is_measured(self, name, stage) if isinstance(stage, EvaluateStage) else True
 
     def _is_done(self, name: str) -> bool:
         """Whether a stage's output exists; refused if it was made from other settings or inputs."""

@@ -102,7 +102,11 @@ class TrainConfig(Config):
         """The nearest batches that divide, in words: `28 or 32`."""
         first = self.batch - self.batch % world
         below, above = range(first, 0, -world), itertools.count(first + world, world)
-        found = [next((b for b in some if _other(self, b).divides(world)), None) for some in (below, above)]
+
+        def fits(batch: int) -> bool:
+            return self.model_copy(update={"batch": batch}).divides(world)
+
+        found = [next(filter(fits, some), None) for some in (below, above)]
         return " or ".join(str(batch) for batch in found if batch is not None)
 
     def check(self, world: int, device: torch.device, where: str = "") -> None:
@@ -139,10 +143,6 @@ class TrainConfig(Config):
                 f"cannot be divided equally into {self.accumulation(world)} micro-batches; use "
                 f"{self.largest_micro_batch(world)}, or training.batch = {self._nearest(world)}"
             )
-
-
-def _other(config: TrainConfig, batch: int) -> TrainConfig:
-    return config.model_copy(update={"batch": batch})
 
 
 def usable(batch: int, world: int) -> int:
