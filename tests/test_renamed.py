@@ -4,23 +4,18 @@ that shipped before: refused, with a sentence that says where they can be had.""
 from __future__ import annotations
 
 import importlib
-import warnings
 from pathlib import Path
 
 import pytest
-import torch
 
 from imdm import UserError, load
-from imdm.data.synthetic import aligned
 from imdm.data.tokenizers import load_tokenizer
 from imdm.evaluation import load_judge
 from imdm.evaluation.text import pooled_entropy
 from imdm.recipes import load_recipe
 from imdm.runs import Bar, Quiet, Reporter, Run
-from imdm.sampling import Sampling, sample
 from imdm.shipped import DEFAULT, FORMER, find, folder_of
 from imdm.sources import check_source
-from imdm.theory import ExactMarginals
 
 MOVED = {
     ("imdm.pipeline", "Run"): ("imdm.runs.Run", Run),
@@ -58,31 +53,3 @@ def test_a_model_that_shipped_before_can_be_trained_again(
     monkeypatch.chdir(tmp_path)
     (tmp_path / name).mkdir()
     assert find(name) == name
-
-
-@pytest.fixture
-def denoiser() -> ExactMarginals:
-    return ExactMarginals(aligned())
-
-
-def test_the_sampler_takes_the_options_of_0_1(denoiser: ExactMarginals) -> None:
-    """The same texts, and a warning at the line that called."""
-    canvas, keys = torch.full((50, 2), denoiser.process.mask_id), torch.arange(50)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        now = sample(denoiser, canvas, keys=keys, how=Sampling(steps=2, noise="keep", temperature=0.5))
-    with pytest.warns(DeprecationWarning, match=r"sample\(how=Sampling\(steps=…, noise=…, temperature=…\)\)") as told:
-        then = sample(denoiser, canvas, keys=keys, steps=2, policy="keep", temperature=0.5)
-    assert told[0].filename == __file__
-    assert torch.equal(now.tokens, then.tokens)
-    assert torch.equal(now.revealed_at, then.revealed_at)
-
-
-def test_the_sampler_refuses_what_it_does_not_know(denoiser: ExactMarginals) -> None:
-    canvas, keys = torch.full((2, 2), denoiser.process.mask_id), torch.arange(2)
-    with pytest.raises(UserError, match="unknown sampling option 'stepz'; known: "):
-        sample(denoiser, canvas, keys=keys, stepz=2)
-    with pytest.raises(UserError, match="steps: not together with 'how'"):
-        sample(denoiser, canvas, keys=keys, how=Sampling(), steps=2)
-    with pytest.raises(UserError, match="how = None: expected a Sampling"):
-        sample(denoiser, canvas, keys=keys)
