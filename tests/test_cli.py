@@ -26,8 +26,8 @@ from imdm.cli import main
 from imdm.cli.app import app
 from imdm.data import Coupling
 from imdm.evaluation import read
+from imdm.experiments.status import MEANINGS, SIGNALS, explained, read_done
 from imdm.models import MaskedDiffusionLM, fingerprint, load_model
-from imdm.runs.status import MEANINGS, SIGNALS, explained, read_done
 from tests.conftest import tiny_model
 
 ROOT = Path(__file__).parents[1]

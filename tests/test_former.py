@@ -9,7 +9,7 @@ import pytest
 from imdm import UserError, load
 from imdm.data.tokenizers import load_tokenizer
 from imdm.evaluation import load_judge
-from imdm.recipes import load_recipe
+from imdm.experiments import load_recipe
 from imdm.shipped import DEFAULT, FORMER, find, folder_of
 from imdm.sources import check_source
 

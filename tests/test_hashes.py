@@ -18,12 +18,11 @@ from imdm.config import ALWAYS_HASHED, Config, digest
 from imdm.data import LanguageSource, aligned
 from imdm.data.prepared import Prepared
 from imdm.errors import UserError
+from imdm.experiments import Quiet, Recipe, Run, checks, load_recipe, parse_recipe, plan, run_jobs
+from imdm.experiments.status import status
 from imdm.files import read_json, write_json
 from imdm.models import fingerprint
 from imdm.objectives import parse_objective
-from imdm.recipes import Recipe, load_recipe, parse_recipe
-from imdm.runs import Quiet, Run, checks, plan, run_jobs
-from imdm.runs.status import status
 from imdm.training import TrainConfig, Trainer
 from imdm.training.config import ALIKE
 from tests.conftest import tiny_model

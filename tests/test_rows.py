@@ -23,12 +23,11 @@ from imdm.errors import UserError
 from imdm.evaluation import Evaluation, Row, Subject, append, measure, metrics, read, to_row
 from imdm.evaluation.mauve import has_mauve
 from imdm.evaluation.measuring import with_what
+from imdm.experiments import EvaluateStage, Run, parse_recipe
 from imdm.files import read_lines
 from imdm.models import MaskedDiffusionLM, load_model
-from imdm.recipes import EvaluateStage, parse_recipe
 from imdm.report.ratios import ratios
 from imdm.report.text import curves
-from imdm.runs import Run
 from imdm.sampling import Sampling
 from tests.conftest import tiny_model
 from tests.test_corpora import SENTENCES

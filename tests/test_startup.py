@@ -19,13 +19,13 @@ from imdm.data import CoupleConfig, languages
 from imdm.errors import UserError
 from imdm.evaluation import metrics
 from imdm.evaluation.judge import Precision
+from imdm.experiments import Recipe, load_recipe, outline, recipe_names
+from imdm.experiments.distilling import METHODS
 from imdm.exporting import Weights
 from imdm.masks.base import masks
 from imdm.objectives import objectives
 from imdm.process import NoisePolicy
-from imdm.recipes import Recipe, load_recipe, outline, recipe_names
 from imdm.registry import Registry
-from imdm.runs.distilling import METHODS
 from imdm.sampling.options import RevealOrder
 from imdm.schedule import schedules
 

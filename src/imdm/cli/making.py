@@ -40,13 +40,13 @@ from imdm.files import check_holds
 
 if TYPE_CHECKING:
     from imdm.data import Corpus, PrepareConfig
-    from imdm.runs.run import Bar
+    from imdm.experiments.run import Bar
 
 
 @app.command()
 def recipes(name: Annotated[str | None, typer.Argument(help="Show all settings of this recipe.")] = None) -> None:
     """List the recipes, or show one."""
-    from imdm.recipes import load_recipe, summaries
+    from imdm.experiments.loading import load_recipe, summaries
 
     if name is not None:
         import yaml
@@ -69,7 +69,7 @@ def train(
     ] = None,
 ) -> None:
     """Train one stage of a recipe, and those it builds on. Run it again to resume after a stop."""
-    from imdm.recipes import load_recipe, trained_by
+    from imdm.experiments.loading import load_recipe, trained_by
 
     trainable = trained_by(recipe)
     if not trainable:
@@ -79,7 +79,7 @@ def train(
             f"--stage {stage}: recipe {recipe!r} trains {', '.join(trainable)}; 'imdm reproduce --stage' runs others"
         )
     chosen = load_recipe(recipe, overrides or (), to_run=True)
-    from imdm.runs import Run
+    from imdm.experiments.run import Run
 
     run = Run(chosen, out or Path("runs") / chosen.name, reporter())
     run.run([stage or trainable[0]])
@@ -138,7 +138,7 @@ def prepare(
     """Tokenise and pack text into rows. Run it again to resume after a stop."""
     from imdm.data.corpora import Corpus
     from imdm.data.tokenizers import check_choice, tokenizer_place
-    from imdm.recipes.outline import check_config
+    from imdm.experiments.outline import check_config
 
     share = parse_part(part) if part is not None else None
     corpus = Corpus(source, split or "train", field, skip_broken, join=join, join_by=join_by)
@@ -317,8 +317,8 @@ def distill(
 ) -> None:
     """Distil a model, with the paper's settings where there are any. Run it again to resume after a stop."""
     check_known("distillation", [method], DISTILLATIONS)
-    from imdm.recipes import check_recipe, parse_recipe
-    from imdm.runs.distilling import distillation
+    from imdm.experiments.distilling import distillation
+    from imdm.experiments.loading import check_recipe, parse_recipe
 
     made_by = partial(
         distillation,
@@ -334,8 +334,8 @@ def distill(
         seed=seed,
     )
     check_recipe(made_by(training_settings(data, model)), overrides or ())
+    from imdm.experiments.run import Run
     from imdm.models import check_precision, load_model
-    from imdm.runs import Run
 
     precision = precision or ("bf16" if device().type == "cuda" else "float32")
     check_precision(precision, device(), "--precision")
@@ -378,12 +378,12 @@ def reproduce(
     ] = None,
 ) -> None:
     """Run a whole recipe and write its report. Finished stages are skipped, stopped ones resume."""
-    from imdm.recipes import load_recipe, recipe_names, stages_of
+    from imdm.experiments.loading import load_recipe, recipe_names, stages_of
 
     check_known("stage", stage or (), stages_of(recipe))
     chosen = load_recipe(recipe, overrides or (), to_run=True)
+    from imdm.experiments.jobs import plan, run_jobs, workers_for
     from imdm.report import build_report
-    from imdm.runs import plan, run_jobs, workers_for
 
     folder = out or Path("runs") / chosen.name
     jobs = plan(chosen, folder, seeds, quick, stage or ())
@@ -421,8 +421,8 @@ def reproduce(
 def status(run: Annotated[Path, typer.Argument(help="Folder of a run.")]) -> None:
     """Show the status of a run: stages, rounds, losses, early signals, time taken and left."""
     check_holds(run, "recipe.json")
-    from imdm.runs.status import explained, in_words
-    from imdm.runs.status import status as read_status
+    from imdm.experiments.status import explained, in_words
+    from imdm.experiments.status import status as read_status
     from imdm.training.history import LAST, loss_in_words
 
     runs = read_status(run)

@@ -31,12 +31,12 @@ from imdm.evaluation.judge import Judge, load_judge_or_other
 from imdm.evaluation.mauve import has_mauve
 from imdm.evaluation.measuring import drawn, with_what
 from imdm.evaluation.texts import first_texts
+from imdm.experiments.checks import check_pairs
+from imdm.experiments.schema import AdoptStage, CoupleStage, EvaluateStage, TrainStage
+from imdm.experiments.status import DONE
 from imdm.files import write_lines
 from imdm.models import MaskedDiffusionLM, fingerprint, in_precision, load_model, with_mask
 from imdm.randomness import Purpose, as_key, fold, seeded
-from imdm.recipes import AdoptStage, CoupleStage, EvaluateStage, TrainStage
-from imdm.runs.checks import check_pairs
-from imdm.runs.status import DONE
 from imdm.sampling import Sampling
 from imdm.shipped import FETCHABLE, fetched, find
 from imdm.training import Progress, Trainer
@@ -44,7 +44,7 @@ from imdm.training.checkpoint import steps_present
 from imdm.training.history import LAST, last_loss, loss_in_words, read_history
 
 if TYPE_CHECKING:
-    from imdm.runs.run import Run
+    from imdm.experiments.run import Run
 
 
 def make_stage(run: Run, name: str) -> str:

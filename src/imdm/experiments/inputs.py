@@ -11,11 +11,11 @@ from imdm.config import digest
 from imdm.costing.networks import Networks
 from imdm.data import Coupling, Data, Source, TextData
 from imdm.evaluation import about
+from imdm.experiments.schema import AdoptStage, Recipe, TrainStage
+from imdm.experiments.status import read_done
 from imdm.files import digest_file
 from imdm.masks import Mask, parse_mask
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM, fingerprint, load_config, load_model
-from imdm.recipes import AdoptStage, Recipe, TrainStage
-from imdm.runs.status import read_done
 from imdm.shipped import find
 
 Files = tuple[tuple[str, int, int, int], ...]

@@ -1,4 +1,4 @@
-"""Recipes: found by name in this folder or by path, one level of `extends`, `key=value` overrides.
+"""Loading recipes: found by name in `recipes/` or by path, one level of `extends`, `key=value` overrides.
 
 Finding and reading one needs no torch, and most of what can be wrong in it is refused before torch is imported
 (`outline.py`).
@@ -12,35 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from imdm.errors import UserError, check_is, shown, unknown
 from imdm.files import as_path, parse_yaml, read_json, read_text
-from imdm.later import later
 
 if TYPE_CHECKING:
-    from imdm.recipes.schema import AdoptStage, CoupleStage, EvaluateStage, Recipe, TrainStage
-else:
-    _NAMES = ("AdoptStage", "CoupleStage", "EvaluateStage", "Recipe", "TrainStage")
-    __getattr__ = later(__name__, {"imdm.recipes.schema": _NAMES})
+    from imdm.experiments.schema import Recipe
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parent / "recipes"
 WITH_PATH = ("text", "prepared", "tokens")
 """Kinds of data that are files."""
-
-__all__ = [
-    "AdoptStage",
-    "CoupleStage",
-    "EvaluateStage",
-    "Recipe",
-    "TrainStage",
-    "check_files",
-    "check_recipe",
-    "load_recipe",
-    "parse_recipe",
-    "read_recipe",
-    "recipe_names",
-    "stages_of",
-    "summaries",
-    "trained_by",
-    "variants",
-]
 
 
 def recipe_names() -> list[str]:
@@ -111,7 +89,7 @@ def _settings(name: str | Path) -> dict[str, Any]:
 def parse_recipe(values: dict[str, Any], overrides: tuple[str, ...] | list[str] = ()) -> Recipe:
     """A recipe from plain settings, which are not modified."""
     values = check_recipe(values, overrides)
-    from imdm.recipes.schema import Recipe
+    from imdm.experiments.schema import Recipe
 
     recipe = Recipe.parse(values, "")
     variants(recipe)  # they must parse too
@@ -125,7 +103,7 @@ def check_recipe(values: dict[str, Any], overrides: tuple[str, ...] | list[str] 
     for override in map(str, overrides):
         _override(values, override)
     if "torch" not in sys.modules:  # where it is, parsing is quick, and objectives of others may be registered
-        from imdm.recipes.outline import check_settings
+        from imdm.experiments.outline import check_settings
 
         check_settings(values)
     return values
@@ -136,14 +114,14 @@ def read_recipe(run: Path) -> Recipe | None:
     file = run / "recipe.json"
     if not file.exists():
         return None
-    from imdm.recipes.schema import Recipe
+    from imdm.experiments.schema import Recipe
 
     return Recipe.parse(read_json(file, "recipe"), str(file))
 
 
 def variants(recipe: Recipe) -> dict[str, Recipe]:
     """The recipe of each variant by name; of a recipe without variants, itself under the name ''."""
-    from imdm.recipes.schema import Recipe
+    from imdm.experiments.schema import Recipe
 
     alone: dict[str, Any] = {"variants": {}, "quick": None}
     made = {

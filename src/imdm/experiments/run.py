@@ -22,13 +22,13 @@ from imdm.config import digest, first_difference
 from imdm.data import Coupling
 from imdm.devices import processes, together, working_together
 from imdm.errors import UserError, unknown
+from imdm.experiments.checks import check_size, check_stage, check_state
+from imdm.experiments.inputs import Inputs
+from imdm.experiments.schema import AdoptStage, EvaluateStage, Recipe, TrainStage
+from imdm.experiments.stages import is_measured, make_stage
+from imdm.experiments.status import DONE, as_made, read_done
 from imdm.files import check_once, check_writable, kept_if_refused, write_json, write_recorded
 from imdm.models import fingerprint
-from imdm.recipes import AdoptStage, EvaluateStage, Recipe, TrainStage
-from imdm.runs.checks import check_size, check_stage, check_state
-from imdm.runs.inputs import Inputs
-from imdm.runs.stages import is_measured, make_stage
-from imdm.runs.status import DONE, as_made, read_done
 
 
 class Bar(Protocol):

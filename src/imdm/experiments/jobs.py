@@ -17,10 +17,11 @@ from typing import NamedTuple
 
 from imdm.devices import processes, working_together
 from imdm.errors import UserError, check_whole
+from imdm.experiments.loading import variants
+from imdm.experiments.run import Reporter, Run
+from imdm.experiments.schema import Recipe
 from imdm.files import kept_if_refused, write_json
-from imdm.recipes import Recipe, variants
 from imdm.room import cores
-from imdm.runs.run import Reporter, Run
 from imdm.stopping import held_back, let_through
 
 MOST_SEEDS = 10_000
