@@ -294,7 +294,16 @@ def test_one_cell_of_the_grid_passes_its_bars(tmp_path: Path) -> None:
 
 
 def row(model: str, steps: int, value: float, stderr: float, method: str = "redi", mask: str = "single") -> Row:
-    fixed = {"experiment": "x", "mask": mask, "seed": 0, "evaluations": 1.0, "metric": "kl", "n": 9, "split": None}
+    fixed = {
+        "experiment": "x",
+        "mask": mask,
+        "seed": 0,
+        "sample_seed": 0,
+        "evaluations": 1.0,
+        "metric": "kl",
+        "n": 9,
+        "split": None,
+    }
     fixed |= {"judge": None, "precision": "float32", "length": 2, "temperature": 1.0, "recipe_hash": "h", "time": "now"}
     return Row(**fixed, method=method, model=model, steps=steps, value=value, stderr=stderr)
 

@@ -21,7 +21,7 @@ def row(mask: str, seed: int, value: float, steps: int = 2, metric: str = "gen_p
     values = {
         "experiment": "e", "method": "redi", "model": "mdlm" if mask == "single" else "imdm", "mask": mask,
         "steps": steps, "evaluations": steps, "metric": metric, "value": value, "stderr": 0.0, "n": 8, "seed": seed,
-        "split": None,
+        "sample_seed": seed, "split": None,
         "judge": "j" if metric == "gen_ppl" else None, "precision": "float32", "length": 8, "temperature": 1.0,
         "recipe_hash": "h", "time": "now",
     }  # fmt: skip
