@@ -457,6 +457,18 @@ MISTAKES = {
         ["distill", "match", "MODEL", "--data", "aligned", "--out", "OUT", "--pairs", "20"],
         "pairs = 20: match has no such setting; it is for redi",
     ),
+    "mask": (
+        ["distill", "sdtt", "MODEL", "--data", "aligned", "--out", "OUT", "--mask", "infinite-x"],
+        "mask 'infinite-x' is not of the form ",
+    ),
+    "objective": (
+        ["distill", "sdtt", "MODEL", "--data", "aligned", "--out", "OUT", "stages.student.objective=nosuch"],
+        "unknown objective 'nosuch'",
+    ),
+    "stage": (
+        ["distill", "sdtt", "MODEL", "--data", "aligned", "--out", "OUT", "stages.nosuch.seed=1"],
+        "unknown stage 'nosuch'; known: student",
+    ),
     "no start": (
         ["distill", "match", "MODEL", "--data", "aligned", "--out", "OUT", "--start", "/no/such/model"],
         "no such folder",

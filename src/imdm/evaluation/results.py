@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import inf, isfinite, isnan
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field, field_validator
 
-from imdm.config import Config
+from imdm.config import Config, digest
 from imdm.errors import check_is
+from imdm.evaluation.base import Metric
+from imdm.evaluation.conditional import Conditional
 from imdm.files import append_lines, as_path, read_lines
 from imdm.process import NoisePolicy
+from imdm.sampling import Sampling
 from imdm.sampling.options import RevealOrder
+
+FIGURE = ("value", "stderr", "time")
+"""Fields of a row that are measured; all others are its identity."""
+MODEL = ("experiment", "recipe_hash", "method", "mask", "seed", "precision", "length")
+"""Those that say which model it is about,"""
+SAMPLES = ("steps", "sample_seed", "temperature", "top_p", "noise", "order", "matched", "first")
+"""and those that say which of its samples."""
+OPTIONS = ("noise", "order", "top_p", "conditional", "first")
+"""Options that are in the names of reports where rows differ in them."""
 
 
 class Row(Config):
@@ -73,7 +85,18 @@ class Row(Config):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        return tuple(v for k, v in self.model_dump().items() if k not in ("value", "stderr", "time"))
+        """The identity of a row: all that is not its figure. Of rows with one key the last counts."""
+        return tuple(v for k, v in self.model_dump().items() if k not in FIGURE)
+
+    @property
+    def samples_key(self) -> tuple[Any, ...]:
+        """The identity of the samples that a row is about, except their number."""
+        return tuple(getattr(self, name) for name in (*MODEL, *SAMPLES))
+
+    @property
+    def seeds(self) -> tuple[int | None, int | None]:
+        """The student's and that of the samples."""
+        return self.seed, self.sample_seed
 
 
 def append(path: Path, rows: Sequence[Row]) -> None:
@@ -97,3 +120,53 @@ def read(path: str | Path, *, infinite: bool = False) -> list[Row]:
         row = Row.parse(values, f"{path}: line {number}")
         latest[row.key] = row
     return [row for row in latest.values() if infinite or isfinite(row.value)]
+
+
+def row_settings(
+    metric: Metric,
+    how: Sampling,
+    *,
+    method: str,
+    seed: int | None,
+    sample_seed: int,
+    samples: int,
+    precision: str,
+    conditional: Conditional | None = None,
+    first: int | None = None,
+    compiled: bool = False,
+    matched: str | None = None,
+    inputs: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """The fields of a row that are known before anything is measured: by these a finished evaluation is found again.
+    What does not matter to the metric has its default. inputs: the hashes of what the metric reads, where there is no
+    recipe."""
+    usual = how if metric.samples else Sampling()
+    return {
+        "method": method,
+        "metric": metric.name,
+        "steps": how.steps,
+        "seed": seed,
+        "sample_seed": sample_seed,
+        "precision": precision,
+        "temperature": round(usual.temperature, 6),
+        "top_p": usual.top_p,
+        "noise": usual.noise,
+        "order": usual.order,
+        "conditional": (conditional or Conditional()).spelled if metric.prompts else None,
+        "first": first if metric.cut else None,
+        "matched": matched if metric.samples else None,
+        "settings": _settings(metric, samples, first, compiled, inputs or {}),
+    }
+
+
+def _settings(metric: Metric, samples: int, first: int | None, compiled: bool, inputs: Mapping[str, str]) -> str | None:
+    """A digest of the settings that are in no other field of a row; None without any. The number of samples is one
+    where `n` does not tell it: with `first`, n is the number of texts that are long enough."""
+    settings: dict[str, Any] = dict(inputs)
+    if metric.cut and first is not None:
+        settings["samples"] = samples
+    if metric.counted is not None and metric.counted(samples) == metric.counted(samples + 1):
+        settings["samples"] = samples
+    if compiled:
+        settings["compile"] = True
+    return digest(settings) if settings else None
