@@ -142,7 +142,7 @@ def evaluate(
     if match is not None and temperatures != [1.0]:
         raise UserError("--match finds the temperature; leave --temperature out")
     from imdm.evaluation import read
-    from imdm.experiments.evaluating import Held, evaluate_model
+    from imdm.experiments.evaluating import OwnData, evaluate_model
     from imdm.experiments.schema import EvaluateStage
     from imdm.models import check_precision, load_config
     from imdm.report import all_results
@@ -152,13 +152,13 @@ def evaluate(
         STOPPED.append("stopped; with --out FILE the same command would resume")
     else:
         read(out)  # fails now if rows could not be appended
-    config, held = load_config(model), dict[str, Held]()
+    config, own = load_config(model), dict[str, OwnData]()
     for text in data:
         section, foreign = parse_held_out(text, config, model, reporter())
-        held[text] = Held(section, foreign, asked or _usual(text, foreign))
+        own[text] = OwnData(section, foreign, asked or _usual(text, foreign))
     settings = {
         "models": {model: method or called(model)},
-        "metrics": list(dict.fromkeys(name for one in held.values() for name in one.metrics)),
+        "metrics": list(dict.fromkeys(name for one in own.values() for name in one.metrics)),
         "steps": counts,
         "samples": samples,
         "draws": draws,
@@ -175,7 +175,7 @@ def evaluate(
     rows = evaluate_model(
         model,
         stage,
-        held,
+        own,
         seed=seed,
         student_seed=student_seed,
         results=out,

@@ -22,6 +22,7 @@ from imdm.evaluation import (
     Subject,
     append,
     evaluate,
+    load_embedder,
     load_readers,
     metrics,
     occasions,
@@ -81,35 +82,38 @@ def evaluate_cases(
     for reason in dict.fromkeys(missing.values()):
         if strict:
             raise UserError(reason)
-        names = ", ".join(name for name in missing if missing[name] == reason)
-        reporter.say(f"{title}: {names} left out: {reason}")
-    rows, written, done = list[Row](), list[dict[str, Any]](), 0
+        without = ", ".join(name for name in missing if missing[name] == reason)
+        reporter.say(f"{title}: {without} left out: {reason}")
+    rows, lines, done, noted = list[Row](), list[dict[str, Any]](), 0, False
     total = len(cases) * len(settings.steps) * len(settings.temperatures)
     with reporter.bar(f"{title}: {settings.samples:,} sample{'s' * (settings.samples > 1)}", total) as bar:
         for name, case_of in cases.items():
             case = case_of()
             subject = _under(settings, case.subject, seed)
             subject = replace(subject, judge=judge, embedder=embedder, parts=parts)
-            chosen = settings.metrics if case.metrics is None else case.metrics
+            if subject.data is subject.train and subject.tokenizer is not None and not noted:
+                noted = True
+                reporter.say(f"{title}: no validation split, so training rows are used; make DIR/train and DIR/valid")
+            names = settings.metrics if case.metrics is None else case.metrics
 
-            def keep(measured: Evaluation, name: str = name) -> None:
-                written.extend({"model": name} | text for text in first_texts(measured, settings.keep))
+            def keep(evaluation: Evaluation, name: str = name) -> None:
+                lines.extend({"model": name} | text for text in first_texts(evaluation, settings.keep))
 
-            for found in evaluate(
+            for fresh in evaluate(
                 subject,
-                [metric for metric in chosen if metric not in missing],
+                [metric for metric in names if metric not in missing],
                 settings.steps,
                 settings.temperatures,
                 on_measured=keep if texts is not None else None,
                 **match,
                 **case.labels,
             ):
-                rows += found
+                rows += fresh
                 done += 1
                 if state.is_main_process and results is not None:
-                    append(results, found)
+                    append(results, fresh)
                 if state.is_main_process and texts is not None:
-                    write_lines(texts, written)  # all anew: a stopped evaluation begins with the first again
+                    write_lines(texts, lines)  # all anew: a stopped evaluation begins with the first again
                 bar(done, name)
     if not missing:  # else they are there for whoever adds what was missing
         parts.forget()
@@ -142,9 +146,9 @@ def in_place(model: MaskedDiffusionLM, settings: EvaluateStage) -> MaskedDiffusi
 
 
 @dataclass(frozen=True)
-class Held:
-    """Data that a model is evaluated on, and the metrics. foreign: text that was prepared for this alone, which the
-    model was not trained on."""
+class OwnData:
+    """Data that a model is evaluated on without a recipe, and the metrics. foreign: text that was prepared for this
+    alone, so that it is not what the model was trained on."""
 
     data: Data
     foreign: bool
@@ -154,7 +158,7 @@ class Held:
 def evaluate_model(
     place: str,
     settings: EvaluateStage,
-    data: Mapping[str, Held],
+    data: Mapping[str, OwnData],
     *,
     seed: int,
     student_seed: int | None,
@@ -172,14 +176,17 @@ def evaluate_model(
     settings = settings.model_copy(update=model.policies(**policies))
     paths = {path for path in (reference, match) if isinstance(path, str)}
     others = {path: in_place(load_model(path), settings) for path in sorted(paths)}
+    embedding = any(metrics[name].embedder for name in settings.metrics)
+    if settings.embedder is not None and not embedding:
+        load_embedder(settings.embedder, model.device)  # not needed, but a wrong one is an error
     couplings = Coupling(pairs) if pairs is not None else None
     if couplings is not None:
         check_fits(couplings, model.config)
-    for held in data.values():
-        check_same(Path(place), held.data.tokenizer_folder())
+    for one in data.values():
+        check_same(Path(place), one.data.tokenizer_folder())
         for path, other in others.items():
-            check_fits(held.data.source(seed), other.config)
-            check_same(Path(path), held.data.tokenizer_folder())
+            check_fits(one.data.source(seed), other.config)
+            check_same(Path(path), one.data.tokenizer_folder())
 
     def load_judge_here() -> Judge:
         if judge is not None:  # named explicitly, so no fallback
@@ -189,17 +196,17 @@ def evaluate_model(
         precision = settings.judge_precision
         return load_judge_or_other(DEFAULT, precision, model.device, tokenizer=tokenizer, say=reporter.say)
 
-    def case(name: str, held: Held) -> Case:
-        subject = Subject.before(model, held.data, seed=seed, pairs=couplings)
-        train = None if held.foreign else subject.train
+    def case(name: str, one: OwnData) -> Case:
+        subject = Subject.before(model, one.data, seed=seed, pairs=couplings)
+        train = None if one.foreign else subject.train
         subject = replace(subject, train=train, reference=others.get(reference or ""))
         labels = {"method": settings.models[place], "seed": student_seed, "recipe_hash": hashed}
-        return Case(subject, labels | {"experiment": name, "alone": True}, held.metrics)
+        return Case(subject, labels | {"experiment": name, "alone": True}, one.metrics)
 
     hashed = fingerprint(model)
     return evaluate_cases(
         settings,
-        {name: partial(case, name, held) for name, held in data.items()},
+        {name: partial(case, name, one) for name, one in data.items()},
         seed=seed,
         parts=parts_in(results.with_name(results.name + ".parts") if results is not None else None, model.length),
         results=results,
@@ -215,15 +222,15 @@ def is_measured(stage: EvaluateStage, results: Path, recipe_hash: str, seed: int
     """Whether all rows of a stage exist that can be computed. If a judge, or the extra for MAUVE, has been added since,
     the stage is run again. seed: of its samples; seeds: of its models."""
     rows = [row for row in read(results, infinite=True) if row.recipe_hash == recipe_hash and row.metric in metrics]
-    found: dict[tuple[str, str], list[Row]] = {}
+    there: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if isfinite(row.value) or metrics[row.metric].infinite or row.first is not None:
-            found.setdefault((row.metric, row.method), []).append(row)
-    chosen = [metric for metric in stage.metrics if _can_be_had(metrics[metric], stage)]
+            there.setdefault((row.metric, row.method), []).append(row)
+    names = [metric for metric in stage.metrics if _can_be_had(metrics[metric], stage)]
     how = {"noise": stage.noise, "top_p": stage.top_p, "order": stage.order}
-    for occasion in occasions(chosen, stage.steps, stage.temperatures, **how):
+    for occasion in occasions(names, stage.steps, stage.temperatures, **how):
         for metric, (model, method) in product(occasion.metrics, stage.models.items()):
-            wanted = row_settings(
+            fields = row_settings(
                 metric,
                 occasion.how,
                 method=method,
@@ -236,10 +243,10 @@ def is_measured(stage: EvaluateStage, results: Path, recipe_hash: str, seed: int
                 compiled=stage.compile,
             )
             if metric.named:  # else an embedder may have been used
-                wanted["judge"] = stage.judge_label
-            if metric.counted is not None and wanted["first"] is None:  # else n is not the number of samples
-                wanted["n"] = metric.counted(stage.samples)
-            if not any(wanted.items() <= vars(row).items() for row in found.get((metric.name, method), ())):
+                fields["judge"] = stage.judge_label
+            if metric.counted is not None and fields["first"] is None:  # else n is not the number of samples
+                fields["n"] = metric.counted(stage.samples)
+            if not any(fields.items() <= vars(row).items() for row in there.get((metric.name, method), ())):
                 return False
     return True
 

@@ -164,8 +164,6 @@ def _couple(run: Run, name: str, stage: CoupleStage) -> str:
 def _evaluate(run: Run, name: str, stage: EvaluateStage) -> str:
     recipe, inputs, seed = run.recipe, run.inputs, run.recipe.seed_of(name)
     folder, about = run.folder / name, inputs.about(seed)
-    if about["data"] is about["train"] and about["tokenizer"] is not None:
-        run.reporter.say(f"{name}: no validation split, so training rows are used; make DIR/train and DIR/valid")
     compared = any(metrics[metric].reference for metric in stage.metrics)
 
     def case(model: str, method: str) -> Case:
