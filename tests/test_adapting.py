@@ -22,15 +22,14 @@ from imdm.data.tokenizers import load_tokenizer, special_ids, train_bpe
 from imdm.ending import Ending
 from imdm.errors import UserError
 from imdm.evaluation import Subject, measure, read
+from imdm.experiments import Recipe, Run, load_recipe, parse_recipe
+from imdm.experiments.status import status
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM, load_model
 from imdm.models.denoiser import around
 from imdm.models.fast import Steps, _Step
 from imdm.models.pretrained import built, plain_config
 from imdm.objectives import Autoregressive, Nelbo, next_log_probs
 from imdm.randomness import Purpose, fold
-from imdm.recipes import Recipe, load_recipe, parse_recipe
-from imdm.runs import Run
-from imdm.runs.status import status
 from imdm.sampling import Sampling, sample
 from imdm.training import TrainConfig, Trainer
 from tests.conftest import tiny_model

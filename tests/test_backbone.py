@@ -18,6 +18,7 @@ from torch import Tensor
 
 from imdm.data import CoupleConfig, Coupling, LanguageSource, aligned, couple
 from imdm.errors import UserError
+from imdm.experiments.schema import ModelSettings
 from imdm.exporting import export
 from imdm.masks import Finite
 from imdm.models import (
@@ -32,7 +33,6 @@ from imdm.models import (
 from imdm.models.backbones import backbones
 from imdm.objectives import Step, parse_objective
 from imdm.randomness import Purpose, fold
-from imdm.recipes.schema import ModelSettings
 from imdm.sampling import Sampling, sample
 from imdm.state import Noised, Rows
 from imdm.training import TrainConfig, Trainer

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +26,12 @@ from imdm import console as terminal
 from imdm.cli import main
 from imdm.cli.app import app
 from imdm.data import Coupling
+from imdm.errors import UserError
 from imdm.evaluation import read
+from imdm.experiments import Recipe, loading
+from imdm.experiments.status import MEANINGS, SIGNALS, explained, read_done
+from imdm.files import working_in
 from imdm.models import MaskedDiffusionLM, fingerprint, load_model
-from imdm.runs.status import MEANINGS, SIGNALS, explained, read_done
 from tests.conftest import tiny_model
 
 ROOT = Path(__file__).parents[1]
@@ -457,6 +461,18 @@ MISTAKES = {
         ["distill", "match", "MODEL", "--data", "aligned", "--out", "OUT", "--pairs", "20"],
         "pairs = 20: match has no such setting; it is for redi",
     ),
+    "mask": (
+        ["distill", "sdtt", "MODEL", "--data", "aligned", "--out", "OUT", "--mask", "infinite-x"],
+        "mask 'infinite-x' is not of the form ",
+    ),
+    "objective": (
+        ["distill", "sdtt", "MODEL", "--data", "aligned", "--out", "OUT", "stages.student.objective=nosuch"],
+        "unknown objective 'nosuch'",
+    ),
+    "stage": (
+        ["distill", "sdtt", "MODEL", "--data", "aligned", "--out", "OUT", "stages.nosuch.seed=1"],
+        "unknown stage 'nosuch'; known: student",
+    ),
     "no start": (
         ["distill", "match", "MODEL", "--data", "aligned", "--out", "OUT", "--start", "/no/such/model"],
         "no such folder",
@@ -470,6 +486,42 @@ MISTAKES = {
         "the data has 4 token ids with mask 3, the model has 3 with mask 2",
     ),
 }
+
+
+def test_to_distil_reads_a_configuration(model: Path, tmp_path: Path) -> None:
+    """What is wrong with settings and data is refused before any weight is read: these could not be."""
+    (tmp_path / "model").mkdir()
+    shutil.copy(model / "config.json", tmp_path / "model")
+    (tmp_path / "model/model.safetensors").write_bytes(b"no tensors")
+    command = ["distill", "sdtt", tmp_path / "model", "--out", tmp_path / "out", "--data"]
+    assert "the data has 4 token ids with mask 3" in refused(imdm(*command, "aligned:symbols=3"))
+    assert "model.safetensors" in refused(imdm(*command, "aligned"))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", ["train", "reproduce"])
+def test_a_recipe_is_read_parsed_and_checked_once(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checked when its folder is locked, and before anything is written there."""
+    counts: Counter[str] = Counter()
+
+    def counted(what: str, work: Any) -> Any:
+        return lambda *given, **named: counts.update([what]) or work(*given, **named)
+
+    def checked(inputs: Any, name: str, made: bool = False) -> None:
+        counts[name] += 1
+        assert not list(out.iterdir())
+        with pytest.raises(UserError, match="another process is at work"), working_in(out):
+            pass
+
+    out = tmp_path / "out"
+    monkeypatch.setattr("imdm.experiments.loading._read", counted("read", loading._read))
+    monkeypatch.setattr(Recipe, "parse", counted("parsed", Recipe.parse))
+    monkeypatch.setattr("imdm.experiments.run.check_stage", checked)
+    done = imdm(command, "synthetic", "--stage", "teacher", "stages.teacher.training.steps=2", "--out", out)
+    assert done.returncode == 0, done.stderr
+    assert counts == {"read": 1, "parsed": 1, "teacher": 1}
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

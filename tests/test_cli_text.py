@@ -297,7 +297,7 @@ def test_a_stopped_evaluation_goes_on(run: Path, tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr("imdm.evaluation.base.sample", partial(counted, stop_at=4))
     assert imdm(*about, "--out", out).returncode == 130
-    assert not out.exists()
+    assert [row.steps for row in read(out)] == [1]  # what was measured is written
     asked.clear()
     monkeypatch.setattr("imdm.evaluation.base.sample", counted)
     assert imdm(*about, "--out", out).returncode == 0

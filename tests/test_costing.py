@@ -29,12 +29,11 @@ from imdm.costing.steps import Setting, gathered_to_look, least_state, looked, m
 from imdm.costing.work import MOST, PRODUCTS, Work, completions, evaluated, evaluations, written
 from imdm.data import TokenSource
 from imdm.errors import UserError
+from imdm.experiments import Run, checks, load_recipe, parse_recipe, recipe_names
+from imdm.experiments.inputs import Inputs
 from imdm.files import read_json
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
 from imdm.objectives import SDTT, Match, Nelbo, Objective, ReDi, Step
-from imdm.recipes import load_recipe, parse_recipe, recipe_names
-from imdm.runs import Run, checks
-from imdm.runs.inputs import Inputs
 from imdm.training import TrainConfig, Trainer
 from imdm.training.config import usable
 

@@ -236,7 +236,7 @@ def test_damaged_couplings_are_refused(tmp_path: Path) -> None:
         ({"tokens": torch.zeros(9, 3, dtype=torch.int32)}, "does not hold 10 pairs of 3 tokens"),
     ):
         columns = read_tensors(shard, "test") | wrong
-        save_file(columns, shard, metadata={"manifest": fingerprint_of_pairs})
+        save_file(columns, shard, metadata={"manifest": fingerprint_of_pairs, "shard": "2"})
         with pytest.raises(UserError, match=message):
             Coupling(tmp_path)
         shard.write_bytes(whole)

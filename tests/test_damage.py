@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from imdm.data import Corpus, CoupleConfig, Coupling, LanguageSource, PrepareConfig, PreparedSource, aligned, couple
 from imdm.data import prepare as prepare_text
 from imdm.errors import UserError
+from imdm.experiments.status import status
 from imdm.files import (
     parse_json,
     read_lines,
@@ -27,7 +28,6 @@ from imdm.files import (
 )
 from imdm.models import load_model
 from imdm.report import build_report
-from imdm.runs.status import status
 from tests.conftest import tiny_model
 from tests.reference.hostile import refusal
 from tests.test_cli import SMALL, imdm, refused

@@ -25,9 +25,9 @@ import yaml
 from transformers import BertConfig, BertForMaskedLM
 
 from imdm.data.tokenizers import load_tokenizer
+from imdm.experiments import load_recipe
 from imdm.exporting import export_transformers
 from imdm.objectives import objectives
-from imdm.recipes import load_recipe
 from imdm.shipped import DEFAULT
 from tests.test_cli import COMMANDS, imdm
 

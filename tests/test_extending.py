@@ -25,9 +25,8 @@ from imdm.data.source import TokenSource
 from imdm.data.synthetic import aligned
 from imdm.errors import UserError
 from imdm.evaluation import Evaluation, Subject, append, evaluate, measure, metrics, read
+from imdm.experiments import Run, parse_recipe
 from imdm.models import MaskedDiffusionLM
-from imdm.recipes import parse_recipe
-from imdm.runs import Run
 from imdm.sampling import Sampling
 from tests.conftest import tiny_model
 
@@ -178,7 +177,7 @@ def test_inputs_are_read_and_hashed_once_a_run(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(TokenSource, "__init__", counted("token hashes", read_tokens))
     monkeypatch.setattr(MaskedDiffusionLM, "from_pretrained", classmethod(loaded))
-    monkeypatch.setattr("imdm.runs.inputs.fingerprint", counted("model hashes", hashed))
+    monkeypatch.setattr("imdm.experiments.inputs.fingerprint", counted("model hashes", hashed))
     stages = {
         "student": {
             "kind": "train",
@@ -196,7 +195,9 @@ def test_inputs_are_read_and_hashed_once_a_run(tmp_path: Path, monkeypatch: pyte
 def test_a_student_is_watched_with_its_own_noise_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_model(vocab_size=3, length=2, mask="infinite-uniform-4-1.0").save_pretrained(tmp_path / "start")
     used = list[str]()
-    monkeypatch.setattr("imdm.runs.stages.measure", lambda _, subject, **how: used.append(subject.how.noise) or {})
+    monkeypatch.setattr(
+        "imdm.experiments.stages.measure", lambda _, subject, **how: used.append(subject.how.noise) or {}
+    )
     student = {
         "kind": "train",
         "start": str(tmp_path / "start"),

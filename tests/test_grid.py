@@ -14,14 +14,25 @@ from safetensors.torch import load_file
 
 from imdm.errors import UserError
 from imdm.evaluation import Row, read
+from imdm.experiments import (
+    CoupleStage,
+    Quiet,
+    Run,
+    distillation,
+    first_difference,
+    load_recipe,
+    parse_recipe,
+    plan,
+    run_jobs,
+    variants,
+    workers_for,
+)
+from imdm.experiments.schema import Quick, Recipe
+from imdm.experiments.status import read_done, status
 from imdm.files import append_line, write_json, write_recorded
 from imdm.models import fingerprint, load_model
-from imdm.recipes import CoupleStage, load_recipe, parse_recipe, variants
-from imdm.recipes.schema import Quick, Recipe
 from imdm.report import build_report
 from imdm.report.languages import Figures, below_the_bound, margins
-from imdm.runs import Quiet, Run, distillation, first_difference, plan, run_jobs, workers_for
-from imdm.runs.status import read_done, status
 from imdm.theory import total_correlation
 from tests.conftest import tiny_model
 
@@ -147,7 +158,7 @@ def test_a_run_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
 def test_workers_and_torchrun_do_not_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = parse_recipe(SMALL)
     monkeypatch.setattr(
-        "imdm.runs.jobs.processes", lambda: SimpleNamespace(num_processes=2, device=torch.device("cpu"))
+        "imdm.experiments.jobs.processes", lambda: SimpleNamespace(num_processes=2, device=torch.device("cpu"))
     )
     with pytest.raises(UserError, match="workers = 2: a run that is itself spread over processes"):
         run_jobs(recipe, plan(recipe, tmp_path, 1, quick=False), tmp_path, 2, Quiet())
@@ -283,7 +294,16 @@ def test_one_cell_of_the_grid_passes_its_bars(tmp_path: Path) -> None:
 
 
 def row(model: str, steps: int, value: float, stderr: float, method: str = "redi", mask: str = "single") -> Row:
-    fixed = {"experiment": "x", "mask": mask, "seed": 0, "evaluations": 1.0, "metric": "kl", "n": 9, "split": None}
+    fixed = {
+        "experiment": "x",
+        "mask": mask,
+        "seed": 0,
+        "sample_seed": 0,
+        "evaluations": 1.0,
+        "metric": "kl",
+        "n": 9,
+        "split": None,
+    }
     fixed |= {"judge": None, "precision": "float32", "length": 2, "temperature": 1.0, "recipe_hash": "h", "time": "now"}
     return Row(**fixed, method=method, model=model, steps=steps, value=value, stderr=stderr)
 

@@ -14,16 +14,15 @@ from pydantic import create_model
 from pydantic.fields import FieldInfo
 
 import imdm.cli  # noqa: F401  (so that every config of the package is there)
-from imdm.config import ALWAYS, Config, digest
+from imdm.config import ALWAYS_HASHED, Config, digest
 from imdm.data import LanguageSource, aligned
 from imdm.data.prepared import Prepared
 from imdm.errors import UserError
+from imdm.experiments import Quiet, Recipe, Run, checks, load_recipe, parse_recipe, plan, run_jobs
+from imdm.experiments.status import status
 from imdm.files import read_json, write_json
 from imdm.models import fingerprint
 from imdm.objectives import parse_objective
-from imdm.recipes import Recipe, load_recipe, parse_recipe
-from imdm.runs import Quiet, Run, checks, plan, run_jobs
-from imdm.runs.status import status
 from imdm.training import TrainConfig, Trainer
 from imdm.training.config import ALIKE
 from tests.conftest import tiny_model
@@ -135,7 +134,7 @@ CLASSES = {cls.__name__: cls for cls in walk() if not getattr(cls, "__abstractme
 def test_every_config_has_an_example() -> None:
     assert set(CLASSES) == set(EXAMPLES)
     names = {cls.__name__: cls for cls in walk()}
-    assert all(set(fields.split()) <= set(names[name].model_fields) for name, fields in ALWAYS.items())
+    assert all(set(fields.split()) <= set(names[name].model_fields) for name, fields in ALWAYS_HASHED.items())
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -173,7 +172,7 @@ def test_a_new_setting_changes_no_hash_until_it_is_used(name: str) -> None:
 def test_the_order_of_settings_does_not_matter(name: str) -> None:
     fields = {field: (info.annotation, info) for field, info in reversed(CLASSES[name].model_fields.items())}
     values = {k: v for k, v in vars(CLASSES[name].parse(EXAMPLES[name])).items() if k in EXAMPLES[name]}
-    bases = [cls.__name__ for cls in CLASSES[name].__mro__ if cls.__name__ in ALWAYS]
+    bases = [cls.__name__ for cls in CLASSES[name].__mro__ if cls.__name__ in ALWAYS_HASHED]
     turned: Any = create_model(name, __base__=Config, **fields)
     for base in reversed(bases):
         turned = create_model(base, __base__=turned)

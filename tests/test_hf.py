@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from imdm.data import CoupleConfig, Coupling, LanguageSource, aligned, couple
 from imdm.errors import UserError
+from imdm.experiments.schema import ModelSettings
 from imdm.exporting import export
 from imdm.models import (
     MaskedDiffusionConfig,
@@ -31,7 +32,6 @@ from imdm.models.pretrained import WholeHead, built, facts, parse_config, plain_
 from imdm.models.readout import Chosen, Head, reduced
 from imdm.objectives import Step, parse_objective
 from imdm.randomness import Purpose, fold
-from imdm.recipes.schema import ModelSettings
 from imdm.sampling import Sampling, sample
 from imdm.training import TrainConfig, Trainer
 from tests.reference.enumeration import all_masked, chain_law, sequence_law

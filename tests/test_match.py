@@ -23,6 +23,8 @@ from torch import Tensor, nn
 
 from imdm.data import LanguageSource, TokenSource, aligned
 from imdm.errors import UserError
+from imdm.experiments import TrainStage
+from imdm.experiments.stages import _waiting
 from imdm.files import read_lines
 from imdm.masks import Mask, parse_mask
 from imdm.models import MaskedDiffusionLM, load_model, readout, with_mask
@@ -32,8 +34,6 @@ from imdm.objectives.match import AUXILIARY, DATA, OWN, PRIOR, Starts
 from imdm.objectives.onpolicy import Auxiliary, Planned, Pursued, masked_again, planned
 from imdm.objectives.texts import TEMPERATURES, Frontier, Standing, score, smoothed, standing
 from imdm.randomness import Purpose, fold, uniform
-from imdm.recipes import TrainStage
-from imdm.runs.stages import _waiting
 from imdm.sampling import Sampling, sample
 from imdm.state import Noised, Rows
 from imdm.training import TrainConfig, Trainer

@@ -20,12 +20,11 @@ from torch import Tensor, nn
 from imdm.config import digest
 from imdm.data import LanguageSource, aligned
 from imdm.errors import UserError
+from imdm.experiments import Run, parse_recipe
+from imdm.experiments.status import status
 from imdm.files import read_lines, write_recorded
 from imdm.models import MaskedDiffusionLM, fingerprint, load_model
 from imdm.objectives import Nelbo, Objective, Step, Trained, objectives, parse_objective
-from imdm.recipes import parse_recipe
-from imdm.runs import Run
-from imdm.runs.status import status
 from imdm.training import TrainConfig, Trainer
 from tests.conftest import kill_at, tiny_model
 from tests.reference.launching import ENVIRONMENT, launched, torchrun

@@ -16,8 +16,9 @@ from xml.etree import ElementTree
 import pytest
 
 from imdm.console import Terminal, ink, plain_console
+from imdm.experiments import Bar, Run, load_recipe
+from imdm.experiments.status import status
 from imdm.files import append_line, write_recorded
-from imdm.recipes import load_recipe
 from imdm.report import Picture, Section, Table, build_report
 from imdm.report.names import mask_in_words, metric_in_words, model_in_words, named
 from imdm.report.page import Beside, Report
@@ -26,8 +27,6 @@ from imdm.report.plots import error_over_steps, frontier, looks, over_steps, spr
 from imdm.report.tables import figure
 from imdm.report.text import other_figures, plain_names
 from imdm.report.trained import trained_section
-from imdm.runs import Bar, Run
-from imdm.runs.status import status
 from imdm.training.history import last_loss, loss_in_words, read_history
 from tests.test_grid import row
 from tests.test_report import text_run

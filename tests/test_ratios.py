@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from imdm.evaluation import Row
+from imdm.experiments import Recipe, load_recipe
 from imdm.files import write_json
-from imdm.recipes import Recipe, load_recipe
 from imdm.report.ratios import interval, ratio_table, ratios
 from imdm.report.text import curves, highlights, quality, set_apart, several_masks, text_page, usual
 from imdm.report.trained import overlap
@@ -21,7 +21,7 @@ def row(mask: str, seed: int, value: float, steps: int = 2, metric: str = "gen_p
     values = {
         "experiment": "e", "method": "redi", "model": "mdlm" if mask == "single" else "imdm", "mask": mask,
         "steps": steps, "evaluations": steps, "metric": metric, "value": value, "stderr": 0.0, "n": 8, "seed": seed,
-        "split": None,
+        "sample_seed": seed, "split": None,
         "judge": "j" if metric == "gen_ppl" else None, "precision": "float32", "length": 8, "temperature": 1.0,
         "recipe_hash": "h", "time": "now",
     }  # fmt: skip

@@ -10,8 +10,8 @@ import torch
 import yaml
 
 from imdm.errors import UserError
+from imdm.experiments import TrainStage, load_recipe, recipe_names, summaries
 from imdm.models import MaskedDiffusionLM
-from imdm.recipes import TrainStage, load_recipe, recipe_names, summaries
 
 
 @pytest.mark.parametrize("name", recipe_names())

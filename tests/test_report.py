@@ -11,8 +11,8 @@ import pytest
 from imdm.console import frames
 from imdm.errors import UserError
 from imdm.evaluation import Row
+from imdm.experiments import load_recipe
 from imdm.files import append_line
-from imdm.recipes import load_recipe
 from imdm.report import all_results, build_report, combine, plots
 from imdm.report.page import Beside, Strip, Written
 from imdm.report.paper import TABLES

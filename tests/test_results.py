@@ -18,9 +18,9 @@ import imdm
 from imdm.data.tokenizers import load_tokenizer
 from imdm.evaluation import Row, Subject, load_judge, measure, read
 from imdm.evaluation.judge import judge_at_hand
+from imdm.experiments import Recipe, load_recipe
 from imdm.files import read_json, read_lines
 from imdm.models import load_model
-from imdm.recipes import Recipe, load_recipe
 from imdm.report.ratios import ratios
 from imdm.report.text import curves, usual
 from imdm.sampling import Sampling

@@ -11,8 +11,8 @@ from statistics import fmean
 import pytest
 
 from imdm.evaluation import Row, read
+from imdm.experiments import Recipe, load_recipe
 from imdm.files import read_json
-from imdm.recipes import Recipe, load_recipe
 from imdm.report.equal import Multiple, equal_entropy
 from tests.test_results import BARS, DOCUMENT, INFINITE, METHODS, table
 

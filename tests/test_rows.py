@@ -17,19 +17,17 @@ from typer.testing import CliRunner
 
 from imdm.cli.app import app
 from imdm.cli.measuring import evaluate
+from imdm.config import digest
 from imdm.data import Corpus, CoupleConfig, PrepareConfig, PreparedSource, aligned, couple, prepare
 from imdm.data.tokenizers import train_bpe
 from imdm.errors import UserError
-from imdm.evaluation import Conditional, Evaluation, Row, Subject, append, measure, metrics, read, to_row
+from imdm.evaluation import Evaluation, Row, Subject, append, measure, metrics, read, to_row
 from imdm.evaluation.mauve import has_mauve
-from imdm.evaluation.measuring import with_what
-from imdm.evaluation.results import completed
-from imdm.files import read_json, read_lines, write_json
+from imdm.experiments import EvaluateStage, Run, parse_recipe
+from imdm.files import read_lines
 from imdm.models import MaskedDiffusionLM, load_model
-from imdm.recipes import EvaluateStage, parse_recipe
 from imdm.report.ratios import ratios
 from imdm.report.text import curves
-from imdm.runs import Run
 from imdm.sampling import Sampling
 from tests.conftest import tiny_model
 from tests.test_corpora import SENTENCES
@@ -40,7 +38,6 @@ OLD = (
     *("experiment", "method", "model", "mask", "steps", "evaluations", "metric", "value", "stderr", "n", "seed"),
     *("split", "judge", "precision", "length", "temperature", "recipe_hash", "time"),
 )
-NEW = {"top_p": 1.0, "noise": "posterior", "sample_seed": 0, "conditional": None, "matched": None, "settings": None}
 TRACKED = {"results/grid": "5cc8ac9c87d05182"}
 """Rows of the repository, as they were before rows said how samples were drawn."""
 
@@ -242,7 +239,7 @@ def test_half_of_an_odd_number_of_trajectories() -> None:
     one, two = (_row("kl_half", model, samples=samples) for samples in (19, 20))
     assert one.n == two.n
     assert one.key != two.key
-    assert (two.settings, one.settings) == (None, with_what(metrics["kl_half"], 19))
+    assert (two.settings, one.settings) == (None, digest({"samples": 19}))
 
 
 def test_what_does_not_matter_to_a_metric_makes_no_second_row(home: Path, tmp_path: Path) -> None:
@@ -344,46 +341,18 @@ def test_recorded_rows_are_whole_and_say_what_they_said(place: str) -> None:
     assert len(read(ROOT / place / "results.jsonl")) == len(lines)
 
 
-@pytest.mark.parametrize("place", TRACKED)
-def test_a_row_of_the_old_form_reads_as_what_it_became(place: str, tmp_path: Path) -> None:
-    folder = ROOT / place
-    lines = [{name: line[name] for name in OLD} for line in read_lines(folder / "results.jsonl")]
-    (tmp_path / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    if (folder / "recipe.json").exists():
-        write_json(tmp_path / "recipe.json", read_json(folder / "recipe.json", "recipe"))
-    assert read(tmp_path / "results.jsonl") == read(folder / "results.jsonl")
-
-
 def test_the_grids_samples_follow_from_the_seeds_of_its_evaluations() -> None:
     rows = read(ROOT / "results/grid/results.jsonl")
     assert {r.sample_seed for r in rows if " at " in r.method} == {1}
     assert {(r.seed, r.sample_seed) for r in rows if " at " not in r.method} == {(0, 0), (1, 0), (2, 0)}
 
 
-def test_old_rows_take_from_the_recipe_what_they_did_not_say() -> None:
-    stage = {"kind": "evaluate", "metrics": ["entropy", "val_ppl", "cond_entropy"], "steps": [2]}
-    stages = {
-        "student-1": {"kind": "train", "seed": 1},
-        "choose": stage | {"models": {"student": "tried"}, "seed": 7},
-        "look": stage | {"models": {"student": "m", "student-1": "m"}, "noise": "keep", "conditional": {"prefix": 9}},
-    }
-    recipe = {"seed": 4, "stages": stages}
-
-    def told(method: str, metric: str, seed: int) -> dict[str, Any]:
-        values = row("single", seed, 1.0, metric=metric, method=method).model_dump()
-        old = {name: values[name] for name in OLD}
-        full = completed(old, recipe)
-        return {name: full[name] for name in NEW if full[name] != NEW[name]}
-
-    after = Conditional(prefix=9).spelled
-    assert told("m", "entropy", 4) == {"noise": "keep", "sample_seed": 4}
-    assert told("m", "entropy", 5) == {"noise": "keep", "sample_seed": 5}  # of the run on seed 5
-    assert told("m", "entropy", 1) == {"noise": "keep", "sample_seed": 4}  # a student of its own seed
-    assert told("m", "val_ppl", 4) == {"sample_seed": 4}
-    assert told("m", "cond_entropy", 4) == {"noise": "keep", "sample_seed": 4, "conditional": after}
-    assert told("tried", "entropy", 4) == {"sample_seed": 7}
-    assert told("unknown", "entropy", 3) == {"sample_seed": 3}
-    assert Conditional.parse(dict(item.split("=") for item in after.split(",")), "") == Conditional(prefix=9)
+def test_a_row_that_does_not_say_how_it_was_drawn_is_refused(tmp_path: Path) -> None:
+    values = row("single", 0, 1.0).plain()
+    del values["sample_seed"]
+    (tmp_path / "results.jsonl").write_text(json.dumps(values) + "\n")
+    with pytest.raises(UserError, match="line 1.*sample_seed"):
+        read(tmp_path / "results.jsonl")
 
 
 # Reports

@@ -19,13 +19,13 @@ from imdm.data import CoupleConfig, languages
 from imdm.errors import UserError
 from imdm.evaluation import metrics
 from imdm.evaluation.judge import Precision
+from imdm.experiments import Recipe, load_recipe, outline, recipe_names
+from imdm.experiments.distilling import METHODS
 from imdm.exporting import Weights
 from imdm.masks.base import masks
 from imdm.objectives import objectives
 from imdm.process import NoisePolicy
-from imdm.recipes import Recipe, load_recipe, outline, recipe_names
 from imdm.registry import Registry
-from imdm.runs.distilling import METHODS
 from imdm.sampling.options import RevealOrder
 from imdm.schedule import schedules
 
@@ -116,10 +116,6 @@ REFUSED = {
     f"couple {SHIPPED} --out out --start nosuch": "unknown start of pairs 'nosuch'; known: perturbed, prior",
     f"distill sdtt {SHIPPED} --data aligned --out out --mask nosuch-1": "unknown mask 'nosuch'; known: ",
     f"distill sdtt {SHIPPED} --data aligned --out out --rounds 0": "Invalid value for '--rounds'",
-    f"distill match {SHIPPED} --data aligned --out out --rounds 2": "rounds = 2: match has no such setting; it is for ",
-    f"distill sdtt {SHIPPED} --data aligned --out out --mask infinite-x": "mask 'infinite-x' is not of the form ",
-    f"distill sdtt {SHIPPED} --data aligned --out out stages.student.objective=nosuch": "unknown objective 'nosuch'",
-    f"distill sdtt {SHIPPED} --data aligned --out out stages.nosuch.seed=1": "unknown stage 'nosuch'; known: student",
     "prepare sample --length 0 --out out": "Invalid value for '--length'",
     f"evaluate {SHIPPED} --data sample --top-p 3": "top_p = 3.0: must be in (0, 1]",
     "show --first nosuch": "model 'nosuch': no such folder",

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from imdm.errors import UserError, is_out_of_memory
+from imdm.experiments.jobs import _share
 from imdm.files import (
     PARTIAL,
     _machine,
@@ -29,7 +30,6 @@ from imdm.files import (
     working_in,
 )
 from imdm.models import load_model
-from imdm.runs.jobs import _share
 from imdm.stopping import CODES, Asked, held_back
 from imdm.training.agreement import Agreement
 from tests.conftest import tiny_model
@@ -173,7 +173,7 @@ def test_a_closed_pipe_ends_quietly() -> None:
 def test_what_nobody_expected_is_one_line_and_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("IMDM_HOME", str(tmp_path))
     (tmp_path / "recipe.json").write_text("{}")
-    monkeypatch.setattr("imdm.runs.status.status", lambda run: 1 / 0)
+    monkeypatch.setattr("imdm.experiments.status.status", lambda run: 1 / 0)
     result = imdm("status", tmp_path)
     assert result.returncode == 1
     assert result.stderr.startswith(
@@ -547,7 +547,7 @@ SHARED = """
 import sys, time
 from dataclasses import dataclass
 from pathlib import Path
-from imdm.runs.jobs import _share
+from imdm.experiments.jobs import _share
 from imdm.stopping import Asked, catch_signals
 
 @dataclass

@@ -21,11 +21,11 @@ from imdm.data import prepare as prepare_text
 from imdm.data.tokenizers import train_bpe
 from imdm.errors import UserError, check_number, check_whole, shown
 from imdm.evaluation import load_embedder, load_judge
+from imdm.experiments import load_recipe, parse_recipe
 from imdm.files import (
     parse_yaml,
 )
 from imdm.models import MaskedDiffusionConfig
-from imdm.recipes import load_recipe, parse_recipe
 from imdm.room import check_room, memory
 from imdm.writer import Writer
 from tests.conftest import tiny_model

@@ -32,6 +32,7 @@ from imdm.evaluation.conditional import Conditional, continued
 from imdm.evaluation.measuring import to_row
 from imdm.evaluation.steps import in_steps, one_by_one, pairs_at_once, pairs_one_by_one
 from imdm.evaluation.text import pooled, shared_grams
+from imdm.experiments import Recipe, Run, load_recipe, parse_recipe
 from imdm.masks import Single
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM, fingerprint, load_model, with_mask
 from imdm.models.readout import Chosen, Compared, reduced
@@ -53,8 +54,6 @@ from imdm.objectives.onpolicy import planned
 from imdm.objectives.sdtt import teacher_rows
 from imdm.process import Process
 from imdm.randomness import Purpose, fold
-from imdm.recipes import Recipe, load_recipe, parse_recipe
-from imdm.runs import Run
 from imdm.sampling import Sampling, sample
 from imdm.schedule import LogLinear
 from imdm.state import Noised, Rows

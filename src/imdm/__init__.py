@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from imdm.adopting import adopt, adopt_into
     from imdm.costing import cost
     from imdm.errors import UserError
+    from imdm.experiments.loading import load_recipe
     from imdm.masks import Finite, Infinite, Single
     from imdm.models import (
         MaskedDiffusionConfig,
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
         to_infinite,
         with_mask,
     )
-    from imdm.recipes import load_recipe
     from imdm.sampling import Generation
     from imdm.state import Noised
     from imdm.writer import Writer, load
@@ -73,7 +73,7 @@ __getattr__ = later(
             "to_infinite",
             "with_mask",
         ),
-        "imdm.recipes": ("load_recipe",),
+        "imdm.experiments.loading": ("load_recipe",),
         "imdm.sampling": ("Generation",),
         "imdm.state": ("Noised",),
         "imdm.writer": ("Writer", "load"),

@@ -46,7 +46,7 @@ def one_of(kind: str, known: Iterable[str]) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-ALWAYS: dict[str, str] = {
+ALWAYS_HASHED: dict[str, str] = {
     "Finite": "count",
     "Infinite": "law dim scale",
     "LogLinear": "floor",
@@ -72,8 +72,8 @@ ALWAYS: dict[str, str] = {
     "Recipe": "seed threads variants quick",
     "Quick": "variants",
 }
-"""Settings that enter hashes even at their default, by class: those of the first version, whose hashes must not change.
-Do not add any."""
+"""Settings that are hashed even at their default, by class. Do not add any: all others enter a hash only where they are
+not at their default, so that a new one changes no hash."""
 
 
 class _Told(ModelMetaclass):
@@ -109,10 +109,10 @@ class Config(BaseModel, metaclass=_Told):
 
     def hashed(self) -> dict[str, Any]:
         """The settings that enter a hash, as plain data: all that are not at their default, `kind`, and those of
-        `ALWAYS`; also in nested configs."""
+        `ALWAYS_HASHED`; also in nested configs."""
         plain, always = self.model_dump(mode="json"), {"kind"}
         for cls in type(self).__mro__:
-            always |= set(ALWAYS.get(cls.__name__, "").split())
+            always |= set(ALWAYS_HASHED.get(cls.__name__, "").split())
         return {
             name: _hashed(getattr(self, name), plain[name])
             for name, field in type(self).model_fields.items()

@@ -23,7 +23,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from imdm.runs.run import Bar
+    from imdm.experiments.run import Bar
     from imdm.writer import Piece
 
 INK = 0.72  # factor on a terminal's colours, which are made for a dark background

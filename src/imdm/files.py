@@ -193,7 +193,8 @@ def check_writable(folder: Path) -> None:
     """Refuse a folder in which nothing can be written, before any work."""
     place = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     if not place.is_dir():
-        raise UserError(f"{place} is a file; {folder} cannot be a folder")
+        instead = "give a folder" if place == folder else f"{folder} cannot be a folder"
+        raise UserError(f"{place} is a file; {instead}")
     if not os.access(place, os.W_OK | os.X_OK):
         raise UserError(f"{place} cannot be written into; choose another folder")
 

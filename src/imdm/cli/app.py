@@ -141,7 +141,7 @@ def wide() -> bool:
 
 def reporter() -> Any:
     from imdm.console import Terminal
-    from imdm.runs.run import Quiet
+    from imdm.experiments.run import Quiet
 
     return Terminal() if is_main() else Quiet()
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from imdm.data import Data, LanguageData, PreparedData, TokenData
     from imdm.data.prepared import Packing
     from imdm.evaluation import Conditional
-    from imdm.models import MaskedDiffusionLM
+    from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
 
 
 @contextmanager
@@ -90,11 +90,10 @@ def parse_match(text: str | None) -> str | float | None:
     return entropy
 
 
-def parse_data(text: str, model: MaskedDiffusionLM) -> LanguageData | TokenData | PreparedData:
-    """`--data`: a language with settings, a file of tokens, or a folder of prepared text."""
+def parse_data(text: str, config: MaskedDiffusionConfig) -> LanguageData | TokenData | PreparedData:
+    """`--data` for a model: a language with settings, a file of tokens, or a folder of prepared text."""
     from imdm.data import LanguageData, PreparedData, TokenData
 
-    config = model.config
     values = data_settings(text, config.vocab_size, config.mask_token_id)
     kinds: dict[str, type[LanguageData] | type[TokenData] | type[PreparedData]] = {
         "language": LanguageData,
@@ -104,7 +103,7 @@ def parse_data(text: str, model: MaskedDiffusionLM) -> LanguageData | TokenData 
     return kinds[values["kind"]].parse(values, "--data")
 
 
-def data_settings(text: str, vocab_size: int = 2, mask_token_id: int | None = None) -> dict[str, Any]:
+def data_settings(text: str, vocab_size: int, mask_token_id: int) -> dict[str, Any]:
     """`--data` as the section of a recipe; those of a file of tokens need the model's vocabulary."""
     check_data(text)
     if Path(text).is_dir():
@@ -126,35 +125,31 @@ def parse_settings(text: str, option: str) -> dict[str, Any]:
         ) from None
 
 
-def parse_held_out(text: str, model: MaskedDiffusionLM, path: str, reporter: Any) -> tuple[Data, bool]:
+def parse_held_out(text: str, config: MaskedDiffusionConfig, path: str, reporter: Any) -> tuple[Data, bool]:
     """`--data` of an evaluation, which may also be raw text, prepared with the model's tokenizer; and whether it
     was."""
     check_held_out(text)
     if not is_text(text):
-        return parse_data(text, model), False
+        return parse_data(text, config), False
     from imdm.data import prepared_for
 
     _check_tokenizer(text, path)
     with reporter.bar(f"{text}: documents", 0) as bar:
-        return prepared_for(text, path, model.config.length, bar, _packing(model)), True
+        return prepared_for(text, path, config.length, bar, _packing(config)), True
 
 
-def training_settings(text: str, path: str, model: MaskedDiffusionLM | None = None) -> dict[str, Any]:
+def training_settings(text: str, path: str, config: MaskedDiffusionConfig) -> dict[str, Any]:
     """`--data` of a training as the section of a recipe. It may also be raw text, which the run prepares with the
-    model's tokenizer. Without the model, which takes long to load: what is needed to check the rest of the recipe."""
-    check_held_out(text)
+    model's tokenizer."""
     if not is_text(text):
-        return data_settings(text) if model is None else parse_data(text, model).model_dump(mode="json")
+        return parse_data(text, config).model_dump(mode="json")
     _check_tokenizer(text, path)
-    section = {"kind": "text", "path": text, "tokenizer": path}
-    if model is None:
-        return section
-    return section | {"length": model.length, "packing": _packing(model)}
+    return {"kind": "text", "path": text, "tokenizer": path, "length": config.length, "packing": _packing(config)}
 
 
-def _packing(model: MaskedDiffusionLM) -> Packing:
+def _packing(config: MaskedDiffusionConfig) -> Packing:
     """How text is packed into rows for a model."""
-    return "wrapped" if model.config.ending is None else "whole"
+    return "wrapped" if config.ending is None else "whole"
 
 
 def is_text(text: str) -> bool:

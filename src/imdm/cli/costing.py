@@ -28,7 +28,7 @@ def cost(
 ) -> None:
     """Estimate the cost of a recipe: tokens, FLOPs, memory, communication and hours of every stage; nothing is run."""
     check_known("GPU", [gpu.lower()], (*GPUS, CPU))
-    from imdm.recipes import load_recipe
+    from imdm.experiments.loading import load_recipe
 
     chosen = load_recipe(recipe, overrides or ())
     from imdm.costing import cost as reckon

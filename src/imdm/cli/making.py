@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,6 +28,7 @@ from imdm.cli.arguments import as_options, naming_options, parse_data, parse_par
 from imdm.cli.early import (
     DISTILLATIONS,
     check_data,
+    check_held_out,
     check_known,
     known_mask,
     known_precision,
@@ -40,13 +40,13 @@ from imdm.files import check_holds
 
 if TYPE_CHECKING:
     from imdm.data import Corpus, PrepareConfig
-    from imdm.runs.run import Bar
+    from imdm.experiments.run import Bar
 
 
 @app.command()
 def recipes(name: Annotated[str | None, typer.Argument(help="Show all settings of this recipe.")] = None) -> None:
     """List the recipes, or show one."""
-    from imdm.recipes import load_recipe, summaries
+    from imdm.experiments.loading import load_recipe, summaries
 
     if name is not None:
         import yaml
@@ -69,17 +69,18 @@ def train(
     ] = None,
 ) -> None:
     """Train one stage of a recipe, and those it builds on. Run it again to resume after a stop."""
-    from imdm.recipes import load_recipe, trained_by
+    from imdm.experiments.loading import parse_recipe, recipe_settings, trained_by
 
-    trainable = trained_by(recipe)
+    settings = recipe_settings(recipe)
+    trainable = trained_by(settings)
     if not trainable:
         raise UserError(f"recipe {recipe!r} has no training stage")
     if stage is not None and stage not in trainable:
         raise UserError(
             f"--stage {stage}: recipe {recipe!r} trains {', '.join(trainable)}; 'imdm reproduce --stage' runs others"
         )
-    chosen = load_recipe(recipe, overrides or (), to_run=True)
-    from imdm.runs import Run
+    chosen = parse_recipe(settings, overrides or (), to_run=True)
+    from imdm.experiments.run import Run
 
     run = Run(chosen, out or Path("runs") / chosen.name, reporter())
     run.run([stage or trainable[0]])
@@ -138,7 +139,7 @@ def prepare(
     """Tokenise and pack text into rows. Run it again to resume after a stop."""
     from imdm.data.corpora import Corpus
     from imdm.data.tokenizers import check_choice, tokenizer_place
-    from imdm.recipes.outline import check_config
+    from imdm.experiments.outline import check_config
 
     share = parse_part(part) if part is not None else None
     corpus = Corpus(source, split or "train", field, skip_broken, join=join, join_by=join_by)
@@ -227,36 +228,19 @@ def couple(
     if data is not None:
         check_data(data)
     from imdm.data import CoupleConfig
-    from imdm.data import couple as make
     from imdm.data.tokenizers import check_same
-    from imdm.devices import processes, working_together
+    from imdm.experiments.pairs import make_pairs
     from imdm.models import load_model
 
-    teacher = load_model(model)
     settings = {"pairs": pairs, "steps": steps, "noise": noise, "start": start, "batch_size": batch_size}
     with as_options(*settings, section="couple"):
         config = CoupleConfig.parse(settings | {"precision": precision, "compile": compile}, "couple")
-    section = parse_data(data, teacher) if data is not None else None
+    teacher = load_model(model)
+    section = parse_data(data, teacher.config) if data is not None else None
     if section is not None:
         check_same(Path(model), section.tokenizer_folder())
     source = section.source(seed) if section is not None else None
-    state = processes()
-    if compile and state.device.type == "cpu":
-        say("--compile: nothing is compiled on a CPU")
-    with working_together(out):
-        pass  # refused here if it cannot be; each makes its shards by itself
-    with reporter().bar("pairs", pairs) as bar:
-        make(
-            teacher.to(state.device),
-            source,
-            config,
-            out,
-            seed=seed,
-            rank=state.process_index,
-            world=state.num_processes,
-            on_progress=bar,
-        )
-    state.wait_for_everyone()
+    make_pairs(teacher, source, config, out, seed=seed, reporter=reporter())
     say(f"coupling: {out}")
 
 
@@ -317,13 +301,18 @@ def distill(
 ) -> None:
     """Distil a model, with the paper's settings where there are any. Run it again to resume after a stop."""
     check_known("distillation", [method], DISTILLATIONS)
-    from imdm.recipes import check_recipe, parse_recipe
-    from imdm.runs.distilling import distillation
+    check_held_out(data)
+    from imdm.experiments.distilling import distillation
+    from imdm.experiments.loading import parse_recipe
+    from imdm.experiments.run import Run
+    from imdm.models import check_precision, load_config
 
-    made_by = partial(
-        distillation,
+    precision = precision or ("bf16" if device().type == "cuda" else "float32")
+    check_precision(precision, device(), "--precision")
+    settings = distillation(
         method,
         model,
+        training_settings(data, model, load_config(model)),
         start=start,
         mask=mask,
         mixture=mixture,
@@ -331,23 +320,15 @@ def distill(
         iterations=iterations,
         batch=batch,
         pairs=pairs,
+        precision=precision,
         seed=seed,
     )
-    check_recipe(made_by(training_settings(data, model)), overrides or ())
-    from imdm.models import check_precision, load_model
-    from imdm.runs import Run
-
-    precision = precision or ("bf16" if device().type == "cuda" else "float32")
-    check_precision(precision, device(), "--precision")
-    section = training_settings(data, model, load_model(model))
-    chosen = parse_recipe(made_by(section, precision=precision), overrides or ())
-    run = Run(chosen, out, reporter())
-    options = {"stages.student.training.steps =": "--iterations", "mixture: true": "--mixture"}
-    with naming_options(options):
-        run.check(list(chosen.stages))
+    chosen = parse_recipe(settings, overrides or ())
     for name, stage in chosen.stages.items():
         say(f"{name}: {_extent(stage)}")
-    run.all()
+    run = Run(chosen, out, reporter())
+    with naming_options({"stages.student.training.steps =": "--iterations", "mixture: true": "--mixture"}):
+        run.all()
     say(f"model: {run.folder / list(chosen.stages)[-1] / 'model'}")
 
 
@@ -378,12 +359,13 @@ def reproduce(
     ] = None,
 ) -> None:
     """Run a whole recipe and write its report. Finished stages are skipped, stopped ones resume."""
-    from imdm.recipes import load_recipe, recipe_names, stages_of
+    from imdm.experiments.loading import parse_recipe, recipe_names, recipe_settings, stages_of
 
-    check_known("stage", stage or (), stages_of(recipe))
-    chosen = load_recipe(recipe, overrides or (), to_run=True)
+    settings = recipe_settings(recipe)
+    check_known("stage", stage or (), stages_of(settings))
+    chosen = parse_recipe(settings, overrides or (), to_run=True)
+    from imdm.experiments.jobs import plan, run_jobs, workers_for
     from imdm.report import build_report
-    from imdm.runs import plan, run_jobs, workers_for
 
     folder = out or Path("runs") / chosen.name
     jobs = plan(chosen, folder, seeds, quick, stage or ())
@@ -421,8 +403,8 @@ def reproduce(
 def status(run: Annotated[Path, typer.Argument(help="Folder of a run.")]) -> None:
     """Show the status of a run: stages, rounds, losses, early signals, time taken and left."""
     check_holds(run, "recipe.json")
-    from imdm.runs.status import explained, in_words
-    from imdm.runs.status import status as read_status
+    from imdm.experiments.status import explained, in_words
+    from imdm.experiments.status import status as read_status
     from imdm.training.history import LAST, loss_in_words
 
     runs = read_status(run)

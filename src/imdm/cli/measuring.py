@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
 
@@ -25,6 +24,7 @@ from imdm.cli.app import (
     show_whole,
 )
 from imdm.cli.arguments import (
+    as_options,
     naming_options,
     parse_conditional,
     parse_counts,
@@ -49,10 +49,6 @@ from imdm.errors import UserError, reason_of
 from imdm.files import check_holds
 from imdm.sampling.options import Sampling
 from imdm.shipped import FETCHABLE
-
-if TYPE_CHECKING:
-    from imdm.evaluation import Judge
-    from imdm.evaluation.judge import Precision
 
 
 @app.command()
@@ -141,90 +137,57 @@ def evaluate(
     asked = check_evaluation(metrics, data, judge, pairs)
     counts, temperatures, wanted = parse_counts(steps), parse_temperatures(temperature), parse_match(match)
     Sampling.of({"top_p": top_p})
-    from imdm.data import Coupling, check_fits
-    from imdm.data.tokenizers import check_same, load_tokenizer
-    from imdm.evaluation import Parts, Subject, append, load_embedder, load_judge, load_readers, read
-    from imdm.evaluation import evaluate as rows_of
-    from imdm.evaluation import metrics as known
-    from imdm.evaluation.judge import DEFAULT, load_judge_or_other
-    from imdm.evaluation.mauve import NO_LIBRARY, has_mauve
-    from imdm.models import check_precision, fingerprint, in_precision, load_model
+    if out is not None and out.is_dir():
+        raise UserError(f"--out {out} is a folder; give a file for the result rows")
+    if match is not None and temperatures != [1.0]:
+        raise UserError("--match finds the temperature; leave --temperature out")
+    from imdm.evaluation import read
+    from imdm.experiments.evaluating import OwnData, evaluate_model
+    from imdm.experiments.schema import EvaluateStage
+    from imdm.models import check_precision, load_config
     from imdm.report import all_results
 
     check_precision(precision, device(), "--precision")
-    if out is not None and out.is_dir():
-        raise UserError(f"--out {out} is a folder; give a file for the result rows")
-    if out is not None:
-        read(out)  # fails now if rows could not be appended
-    if any(known[name].embedder for name in asked) and not has_mauve():
-        raise UserError(NO_LIBRARY)
-    if match is not None and temperatures != [1.0]:
-        raise UserError("--match finds the temperature; leave --temperature out")
-    protocol = parse_conditional(conditional)
-    measured = in_precision(load_model(model).to(device()), precision)
-    how = Sampling.of({**measured.policies(noise, order), "top_p": top_p})
-    before = [(text, *parse_held_out(text, measured, model, reporter())) for text in data]
-    paths = {path for path in (reference, wanted) if isinstance(path, str)}
-    others = {path: in_precision(load_model(path).to(device()), precision) for path in sorted(paths)}
-    couplings = Coupling(pairs) if pairs is not None else None
-    if couplings is not None:
-        check_fits(couplings, measured.config)
-    for _, section, _ in before:
-        check_same(Path(model), section.tokenizer_folder())
-        for path, other in others.items():
-            check_fits(section.source(seed), other.config)
-            check_same(Path(path), section.tokenizer_folder())
     if out is None:
         STOPPED.append("stopped; with --out FILE the same command would resume")
-    length = measured.config.length if measured.device.type == "cuda" else None
-    parts = Parts(out.with_name(out.name + ".parts") if out is not None else None, length)
-
-    def judge_here() -> Judge:
-        reading = cast("Precision", judge_precision)
-        if judge is not None:  # named explicitly, so no fallback
-            return load_judge(judge, reading, device())
-        home = before[0][1].tokenizer_folder()
-        tokenizer = load_tokenizer(home) if home is not None else None
-        return load_judge_or_other(DEFAULT, reading, device(), tokenizer=tokenizer, say=say)
-
-    reader, vectors, missing = load_readers(asked, judge_here, embedder, device())
-    for reason in missing.values():
-        raise UserError(reason)
-    if embedder is not None and vectors is None:
-        load_embedder(embedder, device())  # not needed by these metrics, but a wrong one is an error
-    labels: dict[str, Any] = {
-        "method": method or called(model),
-        "seed": student_seed,
-        "recipe_hash": fingerprint(measured),
+    else:
+        read(out)  # fails now if rows could not be appended
+    config, own = load_config(model), dict[str, OwnData]()
+    for text in data:
+        section, foreign = parse_held_out(text, config, model, reporter())
+        own[text] = OwnData(section, foreign, asked or _usual(text, foreign))
+    settings = {
+        "models": {model: method or called(model)},
+        "metrics": list(dict.fromkeys(name for one in own.values() for name in one.metrics)),
+        "steps": counts,
+        "samples": samples,
+        "draws": draws,
+        "precision": precision,
+        "judge_precision": judge_precision,
+        "embedder": embedder,
+        "temperatures": temperatures,
+        "conditional": parse_conditional(conditional),
+        "top_p": top_p,
+        "first": first,
     }
-    rows = []
-    for text, section, foreign in before:
-        subject = Subject.before(
-            measured,
-            section,
-            how=how,
-            seed=seed,
-            samples=samples,
-            draws=draws,
-            judge=reader,
-            embedder=vectors,
-            reference=others[reference] if reference is not None else None,
-            conditional=protocol,
-            first=first,
-            pairs=couplings,
-            parts=parts,
-        )
-        subject = replace(subject, train=None) if foreign else subject
-        equal = others[wanted] if isinstance(wanted, str) else wanted
-        named = labels | {"experiment": text, "alone": True}
-        named |= {"match": equal, "match_how": {"noise": noise, "order": order}}
-        found = rows_of(subject, asked or _usual(text, foreign), counts, temperatures, **named)
-        rows += [row for some in found for row in some]
+    with as_options(*settings, section="evaluate"):
+        stage = EvaluateStage.parse({"kind": "evaluate", **settings}, "evaluate")
+    rows = evaluate_model(
+        model,
+        stage,
+        own,
+        seed=seed,
+        student_seed=student_seed,
+        results=out,
+        reporter=reporter(),
+        judge=judge,
+        reference=reference,
+        pairs=pairs,
+        match=wanted,
+        policies={"noise": noise, "order": order},
+    )
     if is_main():
         show(all_results(rows).rich())
-        if out is not None:
-            append(out, rows)
-    parts.forget()
 
 
 def _usual(data: str, foreign: bool) -> list[str]:

@@ -15,8 +15,9 @@ from imdm.costing.memory import GIB, Memory
 from imdm.costing.networks import Networks
 from imdm.costing.stages import stage_costs
 from imdm.errors import UserError, check_is, check_whole
+from imdm.experiments.loading import load_recipe, variants
+from imdm.experiments.schema import CoupleStage, EvaluateStage, Recipe, TrainStage
 from imdm.models.configuration import LARGEST_VOCABULARY
-from imdm.recipes import CoupleStage, EvaluateStage, Recipe, TrainStage, load_recipe, variants
 
 MOST_GPUS = 1 << 16
 

@@ -13,9 +13,9 @@ import torch
 
 from imdm.data import TextData
 from imdm.errors import UserError
+from imdm.experiments.schema import AdoptStage, Recipe, TrainStage
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM, load_config
 from imdm.models.backbones.base import DEFAULT
-from imdm.recipes import AdoptStage, Recipe, TrainStage
 from imdm.sharding import blocks_of
 from imdm.shipped import find
 

@@ -16,7 +16,7 @@ from imdm.evaluation import metrics
 from imdm.evaluation.measuring import Occasion, occasions
 from imdm.evaluation.parts import at_once, part_size
 from imdm.evaluation.speed import ALONE, COUNTED, TOGETHER, UNCOUNTED
-from imdm.recipes import CoupleStage, EvaluateStage
+from imdm.experiments.schema import CoupleStage, EvaluateStage
 from imdm.shipped import listed
 
 TOKENISED = 4e-6  # seconds of the CPU for each token that a judge reads: decoding, and its tokenizer

@@ -13,9 +13,9 @@ from imdm.costing.sampled import coupled, evaluated
 from imdm.costing.steps import Plan, Setting, built, gathered_to_look, is_known, least_state, looks, plan, saved
 from imdm.costing.work import Work
 from imdm.errors import UserError
+from imdm.experiments.schema import CoupleStage, EvaluateStage, TrainStage
 from imdm.models.backbones.base import DEFAULT
 from imdm.objectives import Match
-from imdm.recipes import CoupleStage, EvaluateStage, TrainStage
 from imdm.training.config import usable
 
 SURE = 1.1  # times a GPU's memory: beyond it nothing fits, whatever the error of the estimate

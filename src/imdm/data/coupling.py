@@ -167,8 +167,8 @@ def _place(manifest: Manifest, index: int) -> dict[str, str]:
 
 def _belongs(folder: Path, index: int, manifest: Manifest) -> bool:
     """Whether a shard was made under this manifest, with this index."""
-    told = read_metadata(shard_path(folder, index), "coupling")
-    return {"shard": str(index)} | told | _place(manifest, index) == {"shard": str(index)} | told
+    metadata = read_metadata(shard_path(folder, index), "coupling")
+    return _place(manifest, index).items() <= metadata.items()
 
 
 def _made_for(folder: Path, index: int, manifest: Manifest) -> bool:

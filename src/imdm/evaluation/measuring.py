@@ -12,13 +12,11 @@ from typing import Any
 
 import torch
 
-from imdm.config import digest
 from imdm.errors import UserError
 from imdm.evaluation.base import Evaluation, Measurement, Metric, Subject, TooShortError, metrics
-from imdm.evaluation.conditional import Conditional
 from imdm.evaluation.judge import Judge
 from imdm.evaluation.mauve import NO_LIBRARY, Embedder, has_mauve, load_embedder
-from imdm.evaluation.results import Row
+from imdm.evaluation.results import Row, row_settings
 from imdm.evaluation.text import sample_entropy
 from imdm.masks import Mask
 from imdm.models import MaskedDiffusionLM
@@ -189,71 +187,37 @@ def to_row(
     evaluations = found.evaluations if found.evaluations is not None else evaluation.evaluations(metric.samples)
     return Row(
         experiment=experiment,
-        method=method,
         model=family(model.mask),
         mask=model.mask.name + ("+mixture" if model.config.mixture else ""),
-        steps=subject.how.steps,
         evaluations=round(evaluations, 4),
-        metric=metric.name,
         value=found.value,
         stderr=found.stderr if isfinite(found.stderr) else None,
         n=found.n,
-        seed=seed,
         split=found.split,
         judge=found.judge,
-        precision=str(model.dtype).removeprefix("torch."),
         length=model.config.length,
-        **drawn(metric, subject.how, subject.conditional, subject.first),
-        sample_seed=subject.seed,
-        matched=equal if metric.samples else None,
-        settings=with_what(
-            metric,
-            subject.samples,
-            inputs_of(metric, evaluation) if alone else None,
-            subject.first,
-            compiled=subject.compiled,
-        ),
         recipe_hash=recipe_hash,
         time=datetime.now(UTC).isoformat(timespec="seconds"),
+        **row_settings(
+            metric,
+            subject.how,
+            method=method,
+            seed=seed,
+            sample_seed=subject.seed,
+            samples=subject.samples,
+            precision=str(model.dtype).removeprefix("torch."),
+            conditional=subject.conditional,
+            first=subject.first,
+            compiled=subject.compiled,
+            matched=equal,
+            inputs=inputs_of(metric, evaluation) if alone else None,
+        ),
     )
 
 
 def family(mask: Mask) -> str:
     """The model's name in tables, by its mask."""
     return {"single": "mdlm", "infinite": "imdm"}.get(mask.kind, mask.kind)
-
-
-def drawn(metric: Metric, how: Sampling, conditional: Conditional | None, first: int | None = None) -> dict[str, Any]:
-    """Sampling options and cut in a row of this metric: those that do not matter to the metric have their defaults."""
-    usual = how if metric.samples else Sampling()
-    return {
-        "temperature": round(usual.temperature, 6),
-        "top_p": usual.top_p,
-        "noise": usual.noise,
-        "order": usual.order,
-        "conditional": (conditional or Conditional()).spelled if metric.prompts else None,
-        "first": first if metric.cut else None,
-    }
-
-
-def with_what(
-    metric: Metric,
-    samples: int,
-    inputs: Mapping[str, str] | None = None,
-    first: int | None = None,
-    *,
-    compiled: bool = False,
-) -> str | None:
-    """A digest of the settings that are in no other field of a row; None without any. inputs: the hashes of what the
-    metric read, without a recipe; first: n is then the number of texts that are long enough."""
-    told: dict[str, Any] = dict(inputs or {})
-    if metric.cut and first is not None:
-        told["samples"] = samples
-    if metric.counted is not None and metric.counted(samples) == metric.counted(samples + 1):  # n does not determine it
-        told["samples"] = samples
-    if compiled:
-        told["compile"] = True
-    return digest(told) if told else None
 
 
 def inputs_of(metric: Metric, evaluation: Evaluation) -> dict[str, str]:

@@ -7,15 +7,25 @@ from math import inf, isfinite, isnan
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
-from imdm.config import Config
-from imdm.errors import UserError, check_is
-from imdm.evaluation.base import metrics
+from imdm.config import Config, digest
+from imdm.errors import check_is
+from imdm.evaluation.base import Metric
 from imdm.evaluation.conditional import Conditional
-from imdm.files import append_lines, as_path, read_json, read_lines
+from imdm.files import append_lines, as_path, read_lines
 from imdm.process import NoisePolicy
+from imdm.sampling import Sampling
 from imdm.sampling.options import RevealOrder
+
+FIGURE = ("value", "stderr", "time")
+"""Fields of a row that are measured; all others are its identity."""
+MODEL = ("experiment", "recipe_hash", "method", "mask", "seed", "precision", "length")
+"""Those that say which model it is about,"""
+SAMPLES = ("steps", "sample_seed", "temperature", "top_p", "noise", "order", "matched", "first")
+"""and those that say which of its samples."""
+OPTIONS = ("noise", "order", "top_p", "conditional", "first")
+"""Options that are in the names of reports where rows differ in them."""
 
 
 class Row(Config):
@@ -53,20 +63,13 @@ class Row(Config):
     top_p: float = 1.0
     noise: NoisePolicy = "posterior"
     order: RevealOrder = "random"
-    sample_seed: int | None = None
+    sample_seed: int | None
     conditional: str | None = None
     first: int | None = None
     matched: str | None = None
     settings: str | None = None
     recipe_hash: str
     time: str
-
-    @model_validator(mode="before")
-    @classmethod
-    def _samples_of_the_students_seed(cls, values: Any) -> Any:
-        """Rows of versions that had one seed for both."""
-        known = not isinstance(values, dict) or "sample_seed" in values
-        return values if known else values | {"sample_seed": values.get("seed")}
 
     @field_validator("value", mode="before")
     @classmethod
@@ -76,14 +79,24 @@ class Row(Config):
         return inf if value is None else value
 
     def plain(self) -> dict[str, Any]:
-        """As stored in a file: `first` only where texts were cut, `order` only where it is not random, so that rows of
-        earlier versions are unchanged."""
+        """As stored in a file: `first` only where texts were cut, `order` only where it is not random."""
         usual = {name for name in ("first", "order") if getattr(self, name) == type(self).model_fields[name].default}
         return self.model_dump(exclude=usual) | {"value": self.value if isfinite(self.value) else None}
 
     @property
     def key(self) -> tuple[Any, ...]:
-        return tuple(v for k, v in self.model_dump().items() if k not in ("value", "stderr", "time"))
+        """The identity of a row: all that is not its figure. Of rows with one key the last counts."""
+        return tuple(v for k, v in self.model_dump().items() if k not in FIGURE)
+
+    @property
+    def samples_key(self) -> tuple[Any, ...]:
+        """The identity of the samples that a row is about, except their number."""
+        return tuple(getattr(self, name) for name in (*MODEL, *SAMPLES))
+
+    @property
+    def seeds(self) -> tuple[int | None, int | None]:
+        """The student's and that of the samples."""
+        return self.seed, self.sample_seed
 
 
 def append(path: Path, rows: Sequence[Row]) -> None:
@@ -103,64 +116,57 @@ def append(path: Path, rows: Sequence[Row]) -> None:
 def read(path: str | Path, *, infinite: bool = False) -> list[Row]:
     """The last row of each key, in the order in which the keys first appeared; infinite ones only on request."""
     latest: dict[tuple[Any, ...], Row] = {}
-    recipe: dict[str, Any] | None = None
-    known = set[str]()
-    place = as_path(path, "results")
-    for number, values in enumerate(read_lines(place), 1):
-        if "sample_seed" not in values:
-            if recipe is None:
-                recipe = _recipe_of(place)
-                known = _hashes(recipe) if recipe else set()
-            try:
-                values = completed(values, recipe if values.get("recipe_hash") in known else {})
-            except (AttributeError, KeyError, TypeError):
-                raise UserError(f"results: {place.with_name('recipe.json')} is damaged or not ours") from None
+    for number, values in enumerate(read_lines(as_path(path, "results")), 1):
         row = Row.parse(values, f"{path}: line {number}")
         latest[row.key] = row
     return [row for row in latest.values() if infinite or isfinite(row.value)]
 
 
-def _recipe_of(results: Path) -> dict[str, Any]:
-    """The recipe beside a file of results, as plain data; empty where there is none."""
-    file = results.with_name("recipe.json")
-    found = read_json(file, "results") if file.exists() else {}
-    return found if isinstance(found, dict) else {}
+def row_settings(
+    metric: Metric,
+    how: Sampling,
+    *,
+    method: str,
+    seed: int | None,
+    sample_seed: int,
+    samples: int,
+    precision: str,
+    conditional: Conditional | None = None,
+    first: int | None = None,
+    compiled: bool = False,
+    matched: str | None = None,
+    inputs: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """The fields of a row that are known before anything is measured: by these a finished evaluation is found again.
+    What does not matter to the metric has its default. inputs: the hashes of what the metric reads, where there is no
+    recipe."""
+    usual = how if metric.samples else Sampling()
+    return {
+        "method": method,
+        "metric": metric.name,
+        "steps": how.steps,
+        "seed": seed,
+        "sample_seed": sample_seed,
+        "precision": precision,
+        "temperature": round(usual.temperature, 6),
+        "top_p": usual.top_p,
+        "noise": usual.noise,
+        "order": usual.order,
+        "conditional": (conditional or Conditional()).spelled if metric.prompts else None,
+        "first": first if metric.cut else None,
+        "matched": matched if metric.samples else None,
+        "settings": _settings(metric, samples, first, compiled, inputs or {}),
+    }
 
 
-def _hashes(recipe: Mapping[str, Any]) -> set[str]:
-    """The hashes that rows of a recipe and of its variants carry."""
-    from imdm.recipes import Recipe, variants
-
-    try:
-        whole = Recipe.parse(dict(recipe))
-        return {whole.digest(), *(member.digest() for member in variants(whole).values())}
-    except UserError:  # a recipe of an earlier version
-        return set()
-
-
-def completed(values: dict[str, Any], recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of an earlier version, which did not hold the sampling options, completed from its recipe: noise policy,
-    seed of the samples and conditional settings. Without the recipe: the defaults, and samples of the student's
-    seed."""
-    metric, seed, sample_seed = values.get("metric", ""), values.get("seed"), values.get("seed")
-    known = metrics.get(metric)
-    asked = [
-        stage
-        for stage in recipe.get("stages", {}).values()
-        if stage.get("kind") == "evaluate"
-        and values.get("method") in stage["models"].values()
-        and metric in stage["metrics"]
-        and values.get("steps") in stage["steps"]
-    ]
-    how: dict[str, Any] = {"noise": "posterior", "conditional": None}
-    if asked:
-        stage = asked[-1]  # the last to write the row
-        measured = [name for name, method in stage["models"].items() if method == values["method"]]
-        students = [recipe["stages"].get(name, {}).get("seed") for name in measured]
-        own = recipe.get("seed", 0) if seed in students else seed  # students of their own seeds share the recipe's
-        sample_seed = own if stage.get("seed") is None else stage["seed"]
-        how["noise"] = stage.get("noise", "posterior") if known is None or known.samples else "posterior"
-        if known is not None and known.prompts:
-            how["conditional"] = Conditional.parse(stage.get("conditional", {}), "recipe.json").spelled
-    usual = {"top_p": 1.0, **how, "sample_seed": sample_seed, "matched": None, "settings": None}
-    return usual | values
+def _settings(metric: Metric, samples: int, first: int | None, compiled: bool, inputs: Mapping[str, str]) -> str | None:
+    """A digest of the settings that are in no other field of a row; None without any. The number of samples is one
+    where `n` does not tell it: with `first`, n is the number of texts that are long enough."""
+    settings: dict[str, Any] = dict(inputs)
+    if metric.cut and first is not None:
+        settings["samples"] = samples
+    if metric.counted is not None and metric.counted(samples) == metric.counted(samples + 1):
+        settings["samples"] = samples
+    if compiled:
+        settings["compile"] = True
+    return digest(settings) if settings else None

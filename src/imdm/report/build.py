@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from imdm.evaluation import Row, read
+from imdm.experiments.loading import read_recipe
 from imdm.files import check_holds
-from imdm.recipes import read_recipe
 from imdm.registry import Registry
 from imdm.report.page import Report, Section
 from imdm.report.shown import shown_section

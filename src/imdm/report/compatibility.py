@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from imdm.evaluation import Row
-from imdm.recipes import read_recipe
+from imdm.experiments.loading import read_recipe
 from imdm.report import paper
 from imdm.report.build import pages
 from imdm.report.page import Report, Section

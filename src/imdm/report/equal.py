@@ -151,10 +151,10 @@ def compared(rows: Sequence[Row], metric: str) -> list[Compared]:
     entropies: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         if row.metric == "entropy":
-            entropies.setdefault(_samples(row), []).append(row)
-    figures = [row for row in rows if row.metric == metric and _samples(row) in entropies]
+            entropies.setdefault(row.samples_key, []).append(row)
+    figures = [row for row in rows if row.metric == metric and row.samples_key in entropies]
     return [
-        Compared(row, _beside(row, entropies[_samples(row)]))
+        Compared(row, _beside(row, entropies[row.samples_key]))
         for row in figures
         if isfinite(row.value) and (row.value > 0 or metric not in LOGARITHMIC)
     ]
@@ -163,12 +163,6 @@ def compared(rows: Sequence[Row], metric: str) -> list[Compared]:
 def _beside(row: Row, entropies: Sequence[Row]) -> Row:
     """The entropy over as many samples, or else over the most."""
     return max(entropies, key=lambda entropy: (entropy.n == row.n, entropy.n))
-
-
-def _samples(row: Row) -> tuple[Any, ...]:
-    """The fields in which rows of the same samples agree, except their number."""
-    model = row.experiment, row.recipe_hash, row.method, row.mask, row.seed, row.precision, row.length
-    return *model, row.steps, row.sample_seed, row.temperature, row.top_p, row.noise, row.order, row.matched, row.first
 
 
 def _first(row: Row) -> int | Literal["all"]:

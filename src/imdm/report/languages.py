@@ -8,7 +8,7 @@ from statistics import fmean
 
 from imdm.data import Language
 from imdm.evaluation import Row
-from imdm.recipes import read_recipe, variants
+from imdm.experiments.loading import read_recipe, variants
 from imdm.report import plots
 from imdm.report.build import pages
 from imdm.report.names import mask_in_words, method_in_words, model_in_words

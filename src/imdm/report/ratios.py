@@ -60,7 +60,7 @@ Seeds = tuple[int | None, int | None]
 
 
 def _place(row: Row, told: Callable[[Row], str]) -> tuple[str, str, str | None, int, Seeds]:
-    return row.method + told(row), row.mask, row.judge, row.steps, (row.seed, row.sample_seed)
+    return row.method + told(row), row.mask, row.judge, row.steps, row.seeds
 
 
 def _ratio(

@@ -11,6 +11,7 @@ from math import inf
 from rich.table import Table as RichTable
 
 from imdm.evaluation import Row, metrics
+from imdm.evaluation.results import OPTIONS
 from imdm.report.names import model_in_words
 
 PAGE, TELEPHONE = 114, 44  # characters that fit into a row of a table, counting three between columns
@@ -154,7 +155,7 @@ def told_apart(rows: Sequence[Row]) -> Callable[[Row], str]:
     """The suffix of a row's name if rows of one metric differ in sampling options: `, noise keep`."""
     found: dict[tuple[str, str], set[object]] = {}
     for row in rows:
-        for name in ("noise", "order", "top_p", "conditional", "first"):
+        for name in OPTIONS:
             found.setdefault((row.metric, name), set()).add(getattr(row, name))
     differing = dict.fromkeys(name for (_, name), values in found.items() if len(values) > 1)
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from imdm.evaluation import Row, metrics
+from imdm.experiments.schema import Recipe
 from imdm.files import read_json
-from imdm.recipes import Recipe
 from imdm.report import paper, plots
 from imdm.report.equal import (
     LEAST,

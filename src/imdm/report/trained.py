@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from imdm.evaluation import Row
-from imdm.recipes import CoupleStage, Recipe, TrainStage
+from imdm.experiments.schema import CoupleStage, Recipe, TrainStage
+from imdm.experiments.status import DONE, in_words, read_done, shown_signals
 from imdm.report.names import mask_in_words, method_in_words
 from imdm.report.page import Section
 from imdm.report.tables import Table
-from imdm.runs.status import DONE, in_words, read_done, shown_signals
 from imdm.training.history import LOSS, last_loss, loss_in_words, read_history
 
 NOTE = (

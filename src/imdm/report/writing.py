@@ -12,7 +12,7 @@ from imdm.data import PreparedData, TextData
 from imdm.data.tokenizers import special_ids
 from imdm.devices import own_device
 from imdm.errors import UserError
-from imdm.recipes import Recipe
+from imdm.experiments.schema import Recipe
 from imdm.report.names import model_in_words
 from imdm.report.page import Beside, Part, Section, Strip, Written
 from imdm.report.tables import steps_in_words

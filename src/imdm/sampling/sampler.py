@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,14 +26,14 @@ from torch import Tensor
 
 from imdm.devices import sent
 from imdm.ending import Ending, Ends
-from imdm.errors import UserError, check_function, check_whole
+from imdm.errors import UserError, check_function, check_is, check_whole
 from imdm.kernels import kernels
 from imdm.masks import NoisePath
 from imdm.process import Split
 from imdm.randomness import Purpose, uniform
 from imdm.sampling.categorical import draw, inverted, probabilities
 from imdm.sampling.generation import Generation, Revealed, Trace
-from imdm.sampling.options import Sampling, as_sampling
+from imdm.sampling.options import Sampling
 from imdm.sampling.planning import plan, time_grid  # noqa: F401
 from imdm.sampling.table import Table
 from imdm.sampling.turn import Turn, turns
@@ -342,13 +342,12 @@ def sample(
     *,
     keys: Tensor,
     noise_keys: Tensor | NoisePath | None = None,
-    how: Sampling | None = None,
+    how: Sampling,
     t: Tensor | None = None,
     trace: bool = False,
     batch_size: int | None = None,
     on_progress: Callable[[int], None] | None = None,
     on_step: Callable[[Revealed], None] | None = None,
-    **before: Any,
 ) -> Generation:
     """Reveal every mask of `tokens` (B, L) in `how.steps` reverse steps from time t (B,), 1 unless given.
 
@@ -357,9 +356,8 @@ def sample(
     batch_size   the most sequences in one network evaluation
     on_progress  called with the number of tokens generated so far; a GPU may be some turns behind
     on_step      called after each network evaluation with what it revealed; nothing is made for it when it is not given
-    before       arguments of 0.1, instead of `how`: steps, policy, temperature, top_p
     """
-    how = as_sampling(how, before)
+    check_is("how", how, Sampling, "a Sampling")
     check_function("on_progress", on_progress)
     check_function("on_step", on_step)
     if batch_size is not None:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from imdm.config import digest
 from imdm.costing.networks import Networks
 from imdm.data import Coupling, Data, Source, TextData
 from imdm.evaluation import about
+from imdm.experiments.schema import AdoptStage, Recipe, TrainStage
+from imdm.experiments.status import read_done
 from imdm.files import digest_file
 from imdm.masks import Mask, parse_mask
 from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM, fingerprint, load_config, load_model
-from imdm.recipes import AdoptStage, Recipe, TrainStage
-from imdm.runs.status import read_done
 from imdm.shipped import find
 
+T = TypeVar("T")
 Files = tuple[tuple[str, int, int, int], ...]
 """Names, inodes, sizes and times of files."""
 
@@ -29,20 +31,16 @@ class Inputs:
     recipe: Recipe
     folder: Path
     data: Data
-    _about: dict[int, dict[str, Any]] = field(default_factory=dict, repr=False)
-    _configs: dict[tuple[str, Files], MaskedDiffusionConfig] = field(default_factory=dict, repr=False)
-    _couplings: dict[tuple[str, Files], Coupling] = field(default_factory=dict, repr=False)
-    _hashes: dict[tuple[str, Files], str] = field(default_factory=dict, repr=False)
-    _loaded: dict[tuple[str, Files], MaskedDiffusionLM] = field(default_factory=dict, repr=False)
+    _kept: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False)
+    """What was read or computed, by kind, name and the state of the files it is of."""
 
     def is_stage(self, name: str) -> bool:
         return name in self.recipe.stages
 
     def about(self, seed: int) -> dict[str, Any]:
         """The fields of a `Subject` that come from the data."""
-        if seed not in self._about:
-            self._about[seed] = about(self.data, seed, self.source if seed == self.recipe.seed else None)
-        return self._about[seed]
+        train = self.source if seed == self.recipe.seed else None
+        return self._once(("about", seed), lambda: about(self.data, seed, train))
 
     @cached_property
     def source(self) -> Source:
@@ -62,17 +60,17 @@ class Inputs:
 
     def coupling(self, name: str) -> Coupling:
         """The pairs of a stage or folder; only the last are kept in memory."""
-        now = name, self._files(name)
-        if now not in self._couplings:
-            self._couplings = {now: Coupling(self.folder / name if self.is_stage(name) else name)}
-        return self._couplings[now]
+        key = ("pairs", name, self._files(name))
+        if key not in self._kept:
+            self._drop("pairs")
+        return self._once(key, lambda: Coupling(self.folder / name if self.is_stage(name) else name))
 
     def is_coupling(self, name: str) -> bool:
         return (Path(name) / "manifest.json").exists()
 
     def model(self, name: str) -> MaskedDiffusionLM:
         """The model of a stage or folder. The caller may train or move it."""
-        return self._loaded.pop((name, self._files(name)), None) or self._load(name)
+        return self._kept.pop(("model", name, self._files(name)), None) or self._load(name)
 
     def _load(self, name: str) -> MaskedDiffusionLM:
         return load_model(self.folder / name / "model" if self.is_stage(name) else name)
@@ -81,23 +79,32 @@ class Inputs:
         """The hash of a stage's output, or of a model or coupling elsewhere."""
         if self.is_stage(name):
             return read_done(self.folder / name)["output"]
-        now = name, self._files(name)  # a folder elsewhere may be replaced while this runs
-        if now not in self._hashes and self.is_coupling(name):
-            self._hashes[now] = self.coupling(name).fingerprint
-        elif now not in self._hashes:
-            self._loaded = {now: self._load(name)}  # for the next call
-            self._hashes[now] = fingerprint(self._loaded[now])
-        return self._hashes[now]
+        files = self._files(name)  # a folder elsewhere may be replaced while this runs
+
+        def compute() -> str:
+            if self.is_coupling(name):
+                return self.coupling(name).fingerprint
+            self._drop("model")
+            return fingerprint(self._once(("model", name, files), lambda: self._load(name)))  # kept for the next call
+
+        return self._once(("hash", name, files), compute)
 
     def source_hash(self, source: str) -> str:
         """The hash of the files of a model that a stage adopts."""
         from imdm.adopting import source_files
 
         files = source_files(source)
-        now = source, _states(files)
-        if now not in self._hashes:
-            self._hashes[now] = digest([[file.name, digest_file(file)] for file in files])
-        return self._hashes[now]
+        return self._once(
+            ("hash", source, _states(files)), lambda: digest([[file.name, digest_file(file)] for file in files])
+        )
+
+    def _once(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
+
+    def _drop(self, *kinds: str) -> None:
+        self._kept = {key: value for key, value in self._kept.items() if key[0] not in kinds}
 
     def _files(self, name: str) -> Files:
         """Metadata that changes if the folder changes."""
@@ -106,14 +113,11 @@ class Inputs:
 
     def forget(self) -> None:
         """Free models and couplings, which are large; their hashes are kept."""
-        self._loaded, self._couplings = {}, {}
+        self._drop("model", "pairs")
 
     def config(self, name: str) -> MaskedDiffusionConfig:
         """The configuration of a model elsewhere; its weights are not read."""
-        now = name, self._files(name)
-        if now not in self._configs:
-            self._configs[now] = load_config(name)
-        return self._configs[now]
+        return self._once(("config", name, self._files(name)), lambda: load_config(name))
 
     def origin(self, name: str) -> MaskedDiffusionConfig:
         """The configuration of the first ancestor of a stage's model: vocabulary, length and schedule are the same."""

@@ -17,10 +17,11 @@ from typing import NamedTuple
 
 from imdm.devices import processes, working_together
 from imdm.errors import UserError, check_whole
+from imdm.experiments.loading import variants
+from imdm.experiments.run import Reporter, Run
+from imdm.experiments.schema import Recipe
 from imdm.files import kept_if_refused, write_json
-from imdm.recipes import Recipe, variants
 from imdm.room import cores
-from imdm.runs.run import Reporter, Run
 from imdm.stopping import held_back, let_through
 
 MOST_SEEDS = 10_000
@@ -80,29 +81,30 @@ def run_jobs(recipe: Recipe, jobs: list[Job], out: Path, workers: int, reporter:
     if workers > 1 and state.num_processes > 1:
         raise UserError(f"workers = {workers}: a run that is itself spread over processes (torchrun) has no workers")
     runs = {job.name: job.opened(reporter) for job in jobs}
-    for job in jobs:
-        runs[job.name].check(list(job.stages))
-        runs[job.name].inputs.forget()
-    with working_together(out):
+    with working_together(out), ExitStack() as stack:
+        for job in jobs:
+            runs[job.name].check(list(job.stages))
+            runs[job.name].inputs.forget()
         folders = {job.out: job for job in jobs}
-        with ExitStack() as stack:
-            for place in {out, *folders} if state.is_main_process else ():
-                stack.enter_context(kept_if_refused(place / "recipe.json"))
-            for place, job in folders.items():
-                runs[job.name].prepare(list(job.stages))
-                runs[job.name].inputs.forget()
-                if state.is_main_process:
-                    made = runs[job.name].recipe.model_copy(update={"seed": recipe.seed})
-                    write_json(place / "recipe.json", made.resolved())
-            if state.is_main_process and out not in folders:
-                write_json(out / "recipe.json", recipe.resolved())
-            if workers == 1 or len(jobs) == 1:
-                for job in jobs:
-                    reporter.say(job.name)
-                    runs.pop(job.name).run(list(job.stages))
-            else:
-                runs.clear()  # each worker has its own
-                _share(jobs, workers, reporter)
+        for place in {out, *folders} if state.is_main_process else ():
+            stack.enter_context(kept_if_refused(place / "recipe.json"))
+        for place, job in folders.items():
+            runs[job.name].prepare(list(job.stages))
+            runs[job.name].inputs.forget()
+            if state.is_main_process:
+                made = runs[job.name].recipe.model_copy(update={"seed": recipe.seed})
+                write_json(place / "recipe.json", made.resolved())
+        if state.is_main_process and out not in folders:
+            write_json(out / "recipe.json", recipe.resolved())
+        if workers > 1 and len(jobs) > 1:
+            runs.clear()  # each worker has its own
+            _share(jobs, workers, reporter)
+            return
+        for job in jobs:
+            reporter.say(job.name)
+            run = runs.pop(job.name)
+            run.prepare(list(job.stages))  # the text of other seeds is there
+            run.make(list(job.stages))
 
 
 class Running(NamedTuple):

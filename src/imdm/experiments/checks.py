@@ -14,12 +14,12 @@ from imdm.devices import processes, processes_here
 from imdm.errors import UserError, shown
 from imdm.evaluation import Conditional, metrics
 from imdm.evaluation.conditional import documents_of
+from imdm.experiments.inputs import Inputs
+from imdm.experiments.schema import AdoptStage, CoupleStage, EvaluateStage, TrainStage
 from imdm.models import MaskedDiffusionConfig, check_precision
 from imdm.objectives import Objective, ReDi
 from imdm.objectives.rounds import Rounds
-from imdm.recipes import AdoptStage, CoupleStage, EvaluateStage, TrainStage
 from imdm.room import check_room, memory
-from imdm.runs.inputs import Inputs
 from imdm.shipped import find
 from imdm.training.lora import check_backbone
 

@@ -32,7 +32,7 @@ class UnreadableError(Exception):
 
 def check_settings(values: Mapping[str, Any]) -> None:
     """Refuse settings that no recipe can have, in the words of `Recipe.parse`."""
-    check_config("imdm.recipes.schema", "Recipe", values, "")
+    check_config("imdm.experiments.schema", "Recipe", values, "")
 
 
 def check_config(module: str, name: str, values: Mapping[str, Any], where: str) -> None:

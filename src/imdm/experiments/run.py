@@ -22,13 +22,13 @@ from imdm.config import digest, first_difference
 from imdm.data import Coupling
 from imdm.devices import processes, together, working_together
 from imdm.errors import UserError, unknown
+from imdm.experiments.checks import check_size, check_stage, check_state
+from imdm.experiments.inputs import Inputs
+from imdm.experiments.schema import AdoptStage, EvaluateStage, Recipe, TrainStage
+from imdm.experiments.stages import is_measured_in, make_stage
+from imdm.experiments.status import DONE, as_made, read_done
 from imdm.files import check_once, check_writable, kept_if_refused, write_json, write_recorded
 from imdm.models import fingerprint
-from imdm.recipes import AdoptStage, EvaluateStage, Recipe, TrainStage
-from imdm.runs.checks import check_size, check_stage, check_state
-from imdm.runs.inputs import Inputs
-from imdm.runs.stages import is_measured, make_stage
-from imdm.runs.status import DONE, as_made, read_done
 
 
 class Bar(Protocol):
@@ -94,45 +94,48 @@ class Run:
         self.run(list(self.recipe.stages))
 
     def run(self, names: list[str]) -> None:
-        """The named stages, each after those it builds on. Everything is checked before any work."""
-        self.check(names)
+        """The named stages, each after those it builds on. Everything is checked before any work, in a folder that is
+        locked."""
         first = self.alone and processes().is_main_process
         with working_together(self.out) if self.alone else nullcontext():
+            self.check(names)
             self.prepare(names)
-            whole = kept_if_refused(self.out / "recipe.json") if first else nullcontext()
-            with whole, _threads(self.recipe.threads):
+            with kept_if_refused(self.out / "recipe.json") if first else nullcontext():
                 if first:
                     write_json(self.out / "recipe.json", self.recipe.resolved())
-                for name in self._wanted(names):
-                    if self._is_done(name):
-                        self.reporter.say(f"{name}: already there")
-                    else:
-                        self._make(name)
+                self.make(names)
 
     def check(self, names: list[str]) -> None:
         """Refuse wrong settings and inputs before any work."""
         with together():
-            if self.out.exists() and not self.out.is_dir():
-                raise UserError(f"{self.out}, where the run is to be, is a file; give a folder")
             if (recipe := as_made(self.recipe, self.folder)) != self.recipe:
                 self.recipe, self.inputs = recipe, Inputs(recipe, self.folder, self.inputs.data)
             self.recipe.data.check()
-            if processes().is_main_process:
+            if processes().is_main_process and not self.alone:  # else it was checked when it was locked
                 check_writable(self.out)
             self._check(self._wanted(names))
 
     def prepare(self, names: list[str]) -> None:
-        """Text is tokenised and packed into OUT/data, once for all seeds. Then everything is checked again, now that
-        the folder is locked."""
-        if not self.inputs.data.is_ready:
-            state = processes()
-            if state.is_main_process:
-                with self.reporter.bar("data: tokenise and pack", 0) as bar:
-                    self.recipe.data.ready(self.out / "data", bar)
-            state.wait_for_everyone()
-            self.inputs = Inputs(self.recipe, self.folder, self.recipe.data.ready(self.out / "data"))
+        """Text is tokenised and packed into OUT/data, once for all seeds, and what depends on its rows is checked."""
+        if self.inputs.data.is_ready:
+            return
+        state = processes()
+        if state.is_main_process:
+            with self.reporter.bar("data: tokenise and pack", 0) as bar:
+                self.recipe.data.ready(self.out / "data", bar)
+        state.wait_for_everyone()
+        self.inputs = Inputs(self.recipe, self.folder, self.recipe.data.ready(self.out / "data"))
         with together():
             self._check(self._wanted(names))
+
+    def make(self, names: list[str]) -> None:
+        """The stages, checked and with their data prepared; those that are finished are skipped."""
+        with _threads(self.recipe.threads):
+            for name in self._wanted(names):
+                if self._is_done(name):
+                    self.reporter.say(f"{name}: already there")
+                else:
+                    self._make(name)
 
     def _wanted(self, names: list[str]) -> list[str]:
         closure = self._closure(names)
@@ -167,7 +170,7 @@ class Run:
         stage = self.recipe.stages[name]
         if not (self.folder / name / DONE).exists():
             return False
-        return is_measured(self, name, stage) if isinstance(stage, EvaluateStage) else True
+        return is_measured_in(self, name, stage) if isinstance(stage, EvaluateStage) else True
 
     def _is_done(self, name: str) -> bool:
         """Whether a stage's output exists; refused if it was made from other settings or inputs."""
@@ -186,7 +189,7 @@ class Run:
             )
         stage = self.recipe.stages[name]
         if isinstance(stage, EvaluateStage):
-            return is_measured(self, name, stage)
+            return is_measured_in(self, name, stage)
         self._check_output(name, done["output"])
         return True
 

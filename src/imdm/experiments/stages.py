@@ -4,47 +4,33 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
-from itertools import product
+from dataclasses import replace
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from imdm.config import digest
-from imdm.data import CoupleConfig, Coupling, Source, check_fits, couple
+from imdm.data import CoupleConfig, Coupling, Source, check_fits
 from imdm.data.tokenizers import check_same, copy_tokenizer
 from imdm.devices import processes
-from imdm.evaluation import (
-    Evaluation,
-    Metric,
-    Parts,
-    Row,
-    Subject,
-    append,
-    evaluate,
-    load_readers,
-    measure,
-    metrics,
-    occasions,
-    read,
-)
+from imdm.evaluation import Subject, measure, metrics
 from imdm.evaluation.judge import Judge, load_judge_or_other
-from imdm.evaluation.mauve import has_mauve
-from imdm.evaluation.measuring import drawn, with_what
-from imdm.evaluation.texts import first_texts
-from imdm.files import write_lines
-from imdm.models import MaskedDiffusionLM, fingerprint, in_precision, load_model, with_mask
+from imdm.experiments.checks import check_pairs
+from imdm.experiments.evaluating import Case, evaluate_cases, in_place, is_measured, parts_in
+from imdm.experiments.pairs import make_pairs
+from imdm.experiments.schema import AdoptStage, CoupleStage, EvaluateStage, TrainStage
+from imdm.experiments.status import DONE
+from imdm.models import MaskedDiffusionLM, fingerprint, load_model, with_mask
 from imdm.randomness import Purpose, as_key, fold, seeded
-from imdm.recipes import AdoptStage, CoupleStage, EvaluateStage, TrainStage
-from imdm.runs.checks import check_pairs
-from imdm.runs.status import DONE
 from imdm.sampling import Sampling
-from imdm.shipped import FETCHABLE, fetched, find
+from imdm.shipped import find
 from imdm.training import Progress, Trainer
 from imdm.training.checkpoint import steps_present
 from imdm.training.history import LAST, last_loss, loss_in_words, read_history
 
 if TYPE_CHECKING:
-    from imdm.runs.run import Run
+    from imdm.experiments.run import Run
 
 
 def make_stage(run: Run, name: str) -> str:
@@ -163,89 +149,52 @@ def _watch(run: Run, stage: TrainStage) -> Callable[[MaskedDiffusionLM], Mapping
 
 
 def _couple(run: Run, name: str, stage: CoupleStage) -> str:
-    config = CoupleConfig(**stage.model_dump(exclude={"kind", "teacher"}))
-    state = processes()
-    with run.reporter.bar(f"{name}: {config.steps}-step teacher", config.pairs) as bar:
-        manifest = couple(
-            run.inputs.model(stage.teacher).to(state.device),
-            run.inputs.source if config.start == "perturbed" else None,
-            config,
-            run.folder / name,
-            seed=run.recipe.seed,
-            rank=state.process_index,
-            world=state.num_processes,
-            on_progress=bar,
-        )
-    state.wait_for_everyone()
+    manifest = make_pairs(
+        run.inputs.model(stage.teacher),
+        run.inputs.source if stage.start == "perturbed" else None,
+        CoupleConfig(**stage.model_dump(exclude={"kind", "teacher"})),
+        run.folder / name,
+        seed=run.recipe.seed,
+        reporter=run.reporter,
+        title=name,
+    )
     return manifest.digest()
 
 
 def _evaluate(run: Run, name: str, stage: EvaluateStage) -> str:
-    """Every process computes its share of the parts; the first writes the rows as soon as they are known. (A stage that
-    was stopped writes them again: the last row of a key counts.)"""
     recipe, inputs, seed = run.recipe, run.inputs, run.recipe.seed_of(name)
-    parts = Parts(run.folder / name / "parts", inputs.length if processes().device.type == "cuda" else None)
-    judge, embedder, missing = load_readers(
-        stage.metrics, lambda: _judge(run, name, stage), stage.embedder, processes().device
+    folder, about = run.folder / name, inputs.about(seed)
+    compared = any(metrics[metric].reference for metric in stage.metrics)
+
+    def case(model: str, method: str) -> Case:
+        subject = Subject(in_place(inputs.model(model), stage), pairs=_pairs_of(run, model), **about)
+        if compared:
+            subject = replace(subject, reference=in_place(inputs.model(inputs.first(model)), stage))
+        labels = {"experiment": recipe.experiment, "method": method, "recipe_hash": recipe.digest()}
+        chosen = [
+            metric for metric in stage.metrics if "pairs" not in metrics[metric].reads or subject.pairs is not None
+        ]
+        return Case(subject, labels | {"seed": recipe.seed_of(model)}, chosen)
+
+    rows = evaluate_cases(
+        stage,
+        {model: partial(case, model, method) for model, method in stage.models.items()},
+        seed=seed,
+        parts=parts_in(folder / "parts", inputs.length),
+        results=run.results_file,
+        load_judge=lambda: _judge(run, name, stage),
+        reporter=run.reporter,
+        title=name,
+        texts=folder / "texts.jsonl" if stage.keep else None,
     )
-    for reason in dict.fromkeys(missing.values()):
-        run.reporter.say(f"{name}: {', '.join(m for m in missing if missing[m] == reason)} left out: {reason}")
-    names = [metric for metric in stage.metrics if metric not in missing]
-    compared = any(metrics[metric].reference for metric in names)
-    about = inputs.about(seed)
-    if about["data"] is about["train"] and about["tokenizer"] is not None:
-        run.reporter.say(f"{name}: no validation split, so training rows are used; make DIR/train and DIR/valid")
-    rows, texts, done = list[Row](), list[dict[str, Any]](), 0
-    total = len(stage.models) * len(stage.steps) * len(stage.temperatures)
-    read(run.results_file)  # fails now if rows could not be appended
-    with run.reporter.bar(f"{name}: {stage.samples:,} sample{'s' * (stage.samples > 1)}", total) as bar:
-        for model_name, method in stage.models.items():
-            subject = Subject(
-                _ready(run, model_name, stage),
-                how=Sampling(noise=stage.noise, top_p=stage.top_p, order=stage.order),
-                seed=seed,
-                samples=stage.samples,
-                draws=stage.draws,
-                pairs=_pairs_of(run, model_name),
-                judge=judge,
-                embedder=embedder,
-                conditional=stage.conditional,
-                first=stage.first,
-                compiled=stage.compile,
-                reference=_ready(run, inputs.first(model_name), stage) if compared else None,
-                parts=parts,
-                **about,
-            )
-            labels: dict[str, Any] = {"experiment": recipe.experiment, "method": method, "recipe_hash": recipe.digest()}
-            chosen = [m for m in names if "pairs" not in metrics[m].reads or subject.pairs is not None]
-
-            def keep(measured: Evaluation, model_name: str = model_name) -> None:
-                texts.extend({"model": model_name} | text for text in first_texts(measured, stage.keep))
-
-            for found in evaluate(
-                subject,
-                chosen,
-                stage.steps,
-                stage.temperatures,
-                on_measured=keep if stage.keep else None,
-                seed=recipe.seed_of(model_name),
-                **labels,
-            ):
-                rows += found
-                done += 1
-                if processes().is_main_process:
-                    append(run.results_file, found)
-                    if stage.keep:  # all anew: a stage that was stopped begins with the first again
-                        write_lines(run.folder / name / "texts.jsonl", texts)
-                bar(done, model_name)
-    if not missing:  # else the texts are there for whoever adds what was missing
-        parts.forget()
     return digest([{k: v for k, v in row.hashed().items() if k != "time"} for row in rows])
 
 
-def _ready(run: Run, name: str, stage: EvaluateStage) -> MaskedDiffusionLM:
-    model = run.inputs.model(name).to(processes().device)
-    return in_precision(model, stage.precision, compile=stage.compile and not model.causal)
+def is_measured_in(run: Run, name: str, stage: EvaluateStage) -> bool:
+    """Whether all rows of a stage exist that can be computed."""
+    recipe = run.recipe
+    seeds = {model: recipe.seed_of(model) for model in stage.models}
+    return is_measured(stage, run.results_file, recipe.digest(), recipe.seed_of(name), seeds)
 
 
 def _judge(run: Run, name: str, stage: EvaluateStage) -> Judge:
@@ -261,52 +210,6 @@ def _judge(run: Run, name: str, stage: EvaluateStage) -> Judge:
         taken=[other.judge_stage or other.judge for other in run.recipe.evaluations().values()],
         name=place,
     )
-
-
-ASKED = (
-    *("method", "metric", "steps", "seed", "sample_seed", "temperature", "top_p", "noise", "conditional", "matched"),
-    *("order", "first", "settings", "precision", "judge", "n"),
-)
-"""What a stage determines of its rows: the judge unless an embedder is used, n if it is the number of samples."""
-
-
-def _asked(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    metric = metrics[row["metric"]]
-    unsaid = {"judge": not metric.named, "n": metric.counted is None or row["first"] is not None}
-    return tuple(None if unsaid.get(name) else row[name] for name in ASKED)
-
-
-def is_measured(run: Run, name: str, stage: EvaluateStage) -> bool:
-    """Whether all rows of a stage exist that can be computed. If a judge, or the extra for MAUVE, has been added since,
-    the stage is run again."""
-    rows = [row for row in read(run.results_file, infinite=True) if row.recipe_hash == run.recipe.digest()]
-    known = [row for row in rows if row.metric in metrics]
-    found = [row for row in known if isfinite(row.value) or metrics[row.metric].infinite or row.first is not None]
-    there = {_asked(vars(row)) for row in found}
-    precision = {"float32": "float32", "bf16": "bfloat16"}[stage.precision]
-    asked = [metric for metric in stage.metrics if _can_be_had(metrics[metric], stage)]
-    how = {"noise": stage.noise, "top_p": stage.top_p, "order": stage.order}
-    for occasion in occasions(asked, stage.steps, stage.temperatures, **how):
-        for metric, (model, method) in product(occasion.metrics, stage.models.items()):
-            told = drawn(metric, occasion.how, stage.conditional, stage.first)
-            told |= {"method": method, "metric": metric.name, "steps": occasion.how.steps, "matched": None}
-            told |= {"seed": run.recipe.seed_of(model), "sample_seed": run.recipe.seed_of(name)}
-            told |= {"precision": precision, "judge": stage.judge_label}
-            told |= {"settings": with_what(metric, stage.samples, first=stage.first, compiled=stage.compile)}
-            told |= {"n": metric.counted(stage.samples) if metric.counted is not None else None}
-            if _asked(told) not in there:
-                return False
-    return True
-
-
-def _can_be_had(metric: Metric, stage: EvaluateStage) -> bool:
-    """Whether a metric can certainly be computed with what is available."""
-    if metric.embedder and (stage.embedder is not None or not has_mauve()):
-        return False
-    if "pairs" in metric.reads:
-        return False
-    here = fetched(stage.judge) if stage.judge in FETCHABLE else Path(stage.judge)
-    return not metric.judge or stage.judge_stage is not None or here.exists()
 
 
 def _pairs_of(run: Run, name: str) -> Coupling | None:

@@ -1,4 +1,4 @@
-"""Recipes: found by name in this folder or by path, one level of `extends`, `key=value` overrides.
+"""Loading recipes: found by name in `recipes/` or by path, one level of `extends`, `key=value` overrides.
 
 Finding and reading one needs no torch, and most of what can be wrong in it is refused before torch is imported
 (`outline.py`).
@@ -7,40 +7,19 @@ Finding and reading one needs no torch, and most of what can be wrong in it is r
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from imdm.errors import UserError, check_is, shown, unknown
 from imdm.files import as_path, parse_yaml, read_json, read_text
-from imdm.later import later
 
 if TYPE_CHECKING:
-    from imdm.recipes.schema import AdoptStage, CoupleStage, EvaluateStage, Recipe, TrainStage
-else:
-    _NAMES = ("AdoptStage", "CoupleStage", "EvaluateStage", "Recipe", "TrainStage")
-    __getattr__ = later(__name__, {"imdm.recipes.schema": _NAMES})
+    from imdm.experiments.schema import Recipe
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parent / "recipes"
 WITH_PATH = ("text", "prepared", "tokens")
 """Kinds of data that are files."""
-
-__all__ = [
-    "AdoptStage",
-    "CoupleStage",
-    "EvaluateStage",
-    "Recipe",
-    "TrainStage",
-    "check_files",
-    "check_recipe",
-    "load_recipe",
-    "parse_recipe",
-    "read_recipe",
-    "recipe_names",
-    "stages_of",
-    "summaries",
-    "trained_by",
-    "variants",
-]
 
 
 def recipe_names() -> list[str]:
@@ -50,19 +29,13 @@ def recipe_names() -> list[str]:
 
 def summaries() -> dict[str, str]:
     """A one-line summary of each, by name."""
-    return {name: str(_settings(name)["summary"]) for name in recipe_names()}
+    return {name: str(recipe_settings(name)["summary"]) for name in recipe_names()}
 
 
 def load_recipe(name: str | Path, overrides: tuple[str, ...] | list[str] = (), *, to_run: bool = False) -> Recipe:
     """A recipe by name or path, with overrides such as `stages.teacher.training.steps=100`. to_run: also refuse
     missing data."""
-    values = _settings(name)
-    if to_run:
-        values, overrides = check_recipe(values, overrides), ()
-        several = values.get("variants")
-        for changes in several.values() if isinstance(several, dict) and several else [{}]:
-            check_files(_merge(values, changes).get("data") if isinstance(changes, dict) else None)
-    return parse_recipe(values, overrides)
+    return parse_recipe(recipe_settings(name), overrides, to_run=to_run)
 
 
 def check_files(data: Any) -> None:
@@ -79,23 +52,20 @@ def check_files(data: Any) -> None:
             Corpus(corpus, split).check()
 
 
-def stages_of(name: str | Path) -> dict[str, Any]:
-    """The stages of a recipe, read from its file without parsing it."""
-    stages = _settings(name).get("stages")
+def stages_of(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The stages in a recipe's settings that are not parsed yet."""
+    stages = settings.get("stages")
     return stages if isinstance(stages, dict) else {}
 
 
-def trained_by(name: str | Path) -> list[str]:
+def trained_by(settings: Mapping[str, Any]) -> list[str]:
     """Those that train a model."""
-    return [stage for stage, settings in stages_of(name).items() if _is_training(settings)]
+    stages = stages_of(settings).items()
+    return [name for name, stage in stages if isinstance(stage, dict) and stage.get("kind") == "train"]
 
 
-def _is_training(stage: Any) -> bool:
-    return isinstance(stage, dict) and stage.get("kind") == "train"
-
-
-def _settings(name: str | Path) -> dict[str, Any]:
-    """The settings in a recipe's file, merged with the file that it extends."""
+def recipe_settings(name: str | Path) -> dict[str, Any]:
+    """The settings in a recipe's file, found by name or path and merged with the file that it extends."""
     values = _read(name)
     base = values.pop("extends", None)
     if base is not None:
@@ -108,27 +78,27 @@ def _settings(name: str | Path) -> dict[str, Any]:
     return values
 
 
-def parse_recipe(values: dict[str, Any], overrides: tuple[str, ...] | list[str] = ()) -> Recipe:
-    """A recipe from plain settings, which are not modified."""
-    values = check_recipe(values, overrides)
-    from imdm.recipes.schema import Recipe
+def parse_recipe(
+    values: dict[str, Any], overrides: tuple[str, ...] | list[str] = (), *, to_run: bool = False
+) -> Recipe:
+    """A recipe from plain settings, which are not modified. to_run: also refuse missing data."""
+    check_is("overrides", overrides, (list, tuple), "a list of settings such as 'seed=1'")
+    settings: dict[str, Any] = _unshared(values)
+    for override in map(str, overrides):
+        _override(settings, override)
+    if "torch" not in sys.modules:  # where it is, parsing is quick, and objectives of others may be registered
+        from imdm.experiments.outline import check_settings
 
-    recipe = Recipe.parse(values, "")
+        check_settings(settings)
+    if to_run:
+        several = settings.get("variants")
+        for changes in several.values() if isinstance(several, dict) and several else [{}]:
+            check_files(_merge(settings, changes).get("data") if isinstance(changes, dict) else None)
+    from imdm.experiments.schema import Recipe
+
+    recipe = Recipe.parse(settings, "")
     variants(recipe)  # they must parse too
     return recipe
-
-
-def check_recipe(values: dict[str, Any], overrides: tuple[str, ...] | list[str] = ()) -> dict[str, Any]:
-    """The settings of a recipe with overrides. Refuses what can be refused without importing torch."""
-    check_is("overrides", overrides, (list, tuple), "a list of settings such as 'seed=1'")
-    values = _unshared(values)
-    for override in map(str, overrides):
-        _override(values, override)
-    if "torch" not in sys.modules:  # where it is, parsing is quick, and objectives of others may be registered
-        from imdm.recipes.outline import check_settings
-
-        check_settings(values)
-    return values
 
 
 def read_recipe(run: Path) -> Recipe | None:
@@ -136,14 +106,14 @@ def read_recipe(run: Path) -> Recipe | None:
     file = run / "recipe.json"
     if not file.exists():
         return None
-    from imdm.recipes.schema import Recipe
+    from imdm.experiments.schema import Recipe
 
     return Recipe.parse(read_json(file, "recipe"), str(file))
 
 
 def variants(recipe: Recipe) -> dict[str, Recipe]:
     """The recipe of each variant by name; of a recipe without variants, itself under the name ''."""
-    from imdm.recipes.schema import Recipe
+    from imdm.experiments.schema import Recipe
 
     alone: dict[str, Any] = {"variants": {}, "quick": None}
     made = {
