@@ -1,30 +1,45 @@
-# make setup     a virtual environment in .venv with the `imdm` command
-# make run       the paper's synthetic experiment, end to end, and a story by the models that ship: a report in runs/synthetic
-# make test      tests, linter, formatter, types: about six minutes
-# make test-all  the same, and the tests that take longer
-# make docs      the documentation site: docs/_build/html/index.html
-# make dist      the wheel and the source archive, in dist/
+# make setup       a virtual environment in .venv with the `imdm` command, without extras
+# make run         the paper's synthetic experiment, end to end, and a story by the models that ship: a report in runs/synthetic
+# make setup-test  every extra, and the tools of tests, docs and types
+# make test        tests, linter, formatter, types: about six minutes
+# make test-all    the same, and the tests that take longer
+# make docs        the documentation site: docs/_build/html/index.html
+# make dist        the wheel and the source archive, in dist/
 PYTHON ?= python3
 BIN := .venv/bin
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup run test test-all docs dist clean
+.PHONY: setup setup-test run test test-all docs dist clean
 
 setup: .venv/ready
+setup-test: .venv/ready-test
 
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "imdm needs Python 3.11 or newer; set PYTHON=…")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,text,judge,mauve,tensorboard,lora,serve,lm-eval,docs]'
+	$(INSTALL) torch
+	$(INSTALL) -e .
+	@touch $@
+
+.venv/ready-test: .venv/ready
+	$(INSTALL) -e '.[all,dev,docs]'
+	@touch $@
+
+.venv/ready-docs: .venv/ready
+	$(INSTALL) -e '.[docs]'
+	@touch $@
+
+.venv/ready-dist: .venv/ready
+	$(INSTALL) build
 	@touch $@
 
 run: setup
 	$(BIN)/imdm reproduce synthetic
 	$(BIN)/imdm show --into runs/synthetic
 	$(BIN)/imdm generate --film --prompt "Once upon a time, there was a small robot"
-	@echo 'to see it write, and for programs: $(BIN)/imdm serve'
+	@echo "to see it write, and for programs: $(BIN)/pip install -e '.[serve]' && $(BIN)/imdm serve"
 
-test: setup
+test: setup-test
 	$(BIN)/pytest -n auto --dist loadfile -m "not slow"
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -33,11 +48,11 @@ test: setup
 test-all: test
 	$(BIN)/pytest -n auto --dist loadfile -m slow -rs
 
-docs: setup
+docs: .venv/ready-docs
 	$(BIN)/sphinx-build -q -W --keep-going docs docs/_build/html
 	@echo 'open docs/_build/html/index.html'
 
-dist: setup
+dist: .venv/ready-dist
 	rm -rf build dist
 	$(BIN)/python -m build --no-isolation
 

@@ -484,8 +484,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from imdm.devices import leave
+from imdm.sharding import Sharding
 from imdm.training import Network, TrainConfig
 from imdm.training.network import still
 
@@ -494,32 +494,20 @@ rank, world, mesh = dist.get_rank(), dist.get_world_size(), init_device_mesh("cp
 config = TrainConfig(steps=9, lr=1e-2, warmup=1)
 
 
-class Wrapped:
+class Alone:  # leaves modules as they are, whatever the number of processes
     device = torch.device("cpu")
 
-    def __init__(self, optimizer=None):
-        self.optimizer = optimizer
-
-    def __getattr__(self, name):
-        return getattr(self.optimizer, name)
-
-    def prepare(self, module, optimizer):
-        if sharded:
-            fully_shard(module, mesh=mesh)
-            optimizer = torch.optim.AdamW(module.parameters(), weight_decay=0.0)
-        return module, Wrapped(optimizer)
-
-    def unwrap_model(self, module):
+    def prepare(self, module):
         return module
 
-    def clip_grad_norm_(self, weights, most):
-        nn.utils.clip_grad_norm_(list(weights), most)
+    unwrap_model = prepare
 
 
 def trained():
     torch.manual_seed(0)
     made = [nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)) for _ in range(2)]
-    a, b = (Network(name, module, config, Wrapped()) for name, module in zip("ab", made))
+    sharding = Sharding(mesh) if sharded else None
+    a, b = (Network(name, module, config, Alone(), sharding=sharding) for name, module in zip("ab", made))
     for step in range(9):
         moved, others = [([a], [b]), ([b], [a]), ([a, b], [])][step % 3]
         with still(others):

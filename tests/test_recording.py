@@ -229,7 +229,7 @@ def test_structures_are_gone_through() -> None:
     rows = Rows(torch.arange(2), torch.arange(2) + 5)
     value = {"a": (Part(torch.zeros(3), "x"), [1, None]), "rows": rows}
     assert [path for path, _ in leaves(value)][:4] == [".a.0.values", ".a.0.name", ".a.1.0", ".a.1.1"]
-    assert len(tensors_in(value)) == 3
+    assert len(list(tensors_in(value))) == 3
     other = mapped(value, lambda path, leaf: leaf + 1 if isinstance(leaf, Tensor) else leaf)
     assert other["a"][0].values.tolist() == [1, 1, 1]
     assert other["a"][0].name == "x"

@@ -377,7 +377,7 @@ def test_average_is_the_recursion_with_warm_up() -> None:
     for n in range(1, 30):
         with torch.no_grad():
             model.weight.fill_(float(n))
-        ema.update(model)
+        ema.update()
         decay = min(0.9, (1 + n) / (10 + n))
         expected = decay * expected + (1 - decay) * n
     assert float(ema.weights["weight"]) == pytest.approx(expected, rel=1e-5)

@@ -13,6 +13,7 @@ so two numbers coincide only if key, purpose, a, b and block all do.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
@@ -32,6 +33,8 @@ W = TypeVar("W", Tensor, np.ndarray, int)
 _WORD = 0xFFFFFFFF
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
+_M0_LONG, _M1_LONG = np.uint64(_M0), np.uint64(_M1)
+_W0_WORD, _W1_WORD = np.uint32(_W0), np.uint32(_W1)
 FEW = 16  # keys that are folded one by one sooner than together
 
 
@@ -117,9 +120,9 @@ def _signed(seed: int) -> int:
 
 def bits(key: Tensor, purpose: Purpose, a: Tensor | int = 0, b: Tensor | int = 0, blocks: int = 1) -> Tensor:
     """Random 32-bit words for every (key, a, b), which broadcast: (..., 4·blocks), int64."""
-    device, plain = key.device, type(key) is Tensor
-    if device.type == "cpu" and plain:  # of a hundred small operations, NumPy's are the quicker
-        return torch.from_numpy(np.stack(_words(key, purpose, a, b, blocks), axis=-1)).flatten(-2)
+    if _in_arrays(key):
+        return torch.from_numpy(_words(key, purpose, a, b, blocks).astype(np.int64))
+    device = key.device
     every = (as_key(value, device) for value in (key, a, b))
     key, first, second = (value.unsqueeze(-1) for value in torch.broadcast_tensors(*every))
     block = torch.arange(blocks, dtype=torch.int64, device=device)
@@ -128,22 +131,40 @@ def bits(key: Tensor, purpose: Purpose, a: Tensor | int = 0, b: Tensor | int = 0
     return torch.stack(torch.broadcast_tensors(*philox(counter, halves)), dim=-1).flatten(-2)
 
 
-def _words(key: Tensor, purpose: Purpose, a: Tensor | int, b: Tensor | int, blocks: int = 1) -> tuple[np.ndarray, ...]:
-    """The four words of each block, (..., blocks) each, on a CPU. Each word depends on all that is given, and so has
-    the shape that these have together."""
-    whole, first, second = (
-        value.to("cpu", torch.int64).numpy()[..., None] if isinstance(value, Tensor) else np.array([_signed(value)])
-        for value in (key, a, b)
-    )
-    counter = (np.arange(blocks), first & _WORD, second & _WORD, np.array([int(purpose)]))
-    return philox(counter, (whole & _WORD, (whole >> 32) & _WORD))
+def _in_arrays(key: Tensor) -> bool:
+    """Whether words are computed in NumPy: on a CPU, where of a hundred small operations its are the quicker."""
+    return key.device.type == "cpu" and type(key) is Tensor
+
+
+def _words(key: Tensor, purpose: Purpose, a: Tensor | int, b: Tensor | int, blocks: int = 1) -> np.ndarray:
+    """The words of every (key, a, b) on a CPU: (..., 4·blocks), uint32.
+
+    The same as `philox`, but each word has 32 bits, so that sums wrap around by themselves, and both halves of a
+    product are views of its 64 bits."""
+    (k0, k1), (c1, _), (c2, _) = (_halves(value) for value in (key, a, b))
+    c0, c3 = np.arange(blocks, dtype=np.uint32), np.array([int(purpose)], dtype=np.uint32)
+    for _ in range(10):
+        (l0, h0), (l1, h1) = _halves_of(c0 * _M0_LONG), _halves_of(c2 * _M1_LONG)
+        c0, c1, c2, c3 = h1 ^ c1 ^ k0, l1, h0 ^ c3 ^ k1, l0
+        k0, k1 = k0 + _W0_WORD, k1 + _W1_WORD
+    return np.stack((c0, c1, c2, c3), axis=-1).reshape(*c0.shape[:-1], 4 * blocks)
+
+
+def _halves(value: Tensor | int) -> tuple[np.ndarray, np.ndarray]:
+    """The low and the high words of 64-bit numbers (...): (..., 1) each."""
+    if not isinstance(value, Tensor):
+        return _halves_of(np.array([_signed(value)]))
+    return _halves_of(value.to("cpu", torch.int64).numpy()[..., None])
+
+
+def _halves_of(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    words = np.ascontiguousarray(values).view(np.uint32)
+    low, high = words[..., 0::2], words[..., 1::2]
+    return (low, high) if sys.byteorder == "little" else (high, low)
 
 
 def _pair(key: Tensor, purpose: Purpose, a: Tensor | int, b: Tensor | int) -> tuple[Tensor, Tensor]:
     """The first two words for every (key, a, b)."""
-    if key.device.type == "cpu" and type(key) is Tensor:
-        high, low, _, _ = _words(key, purpose, a, b)
-        return torch.from_numpy(high[..., 0]), torch.from_numpy(low[..., 0])
     words = bits(key, purpose, a, b)
     return words[..., 0], words[..., 1]
 
@@ -164,8 +185,9 @@ def unit(high: Tensor, low: Tensor) -> Tensor:
 
 
 def centred(word: Tensor) -> Tensor:
-    """A word as a float32 in (−1, 1): an odd multiple of 2⁻²⁴, exact, so never ±1 and never 0."""
-    return (2 * (word >> 8) + 1 - (1 << 24)).to(torch.float32) * 2.0**-24
+    """A word as a float32 in (−1, 1): an odd multiple of 2⁻²⁴, exact, so never ±1 and never 0. It may be in 32 bits,
+    of which the first then counts as a sign."""
+    return ((word >> 8) & 0xFFFFFF).to(torch.float32) * 2.0**-23 + (2.0**-24 - 1)
 
 
 def uniform(key: Tensor, purpose: Purpose, a: Tensor | int = 0, b: Tensor | int = 0) -> Tensor:
@@ -179,7 +201,12 @@ def symmetric(key: Tensor, purpose: Purpose, a: Tensor | int, b: Tensor | int, d
     """Unif(−1, 1) in float32: (..., dim)."""
     if key.is_cuda and (fast := kernels("numbers")):
         return fast.symmetric(key, int(purpose), a, b, dim)
-    return centred(bits(key, purpose, a, b, blocks=math.ceil(dim / 4))[..., :dim])
+    blocks = math.ceil(dim / 4)
+    if _in_arrays(key):
+        words = torch.from_numpy(_words(key, purpose, a, b, blocks).view(np.int32))
+    else:
+        words = bits(key, purpose, a, b, blocks)
+    return centred(words[..., :dim])
 
 
 def normal(key: Tensor, purpose: Purpose, a: Tensor | int, b: Tensor | int, dim: int) -> Tensor:

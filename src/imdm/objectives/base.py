@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
@@ -55,6 +56,10 @@ class Step:
 
     def keys(self) -> Tensor:
         """One key a sequence: (b,); different in each update of a step."""
+        return self._keys
+
+    @cached_property
+    def _keys(self) -> Tensor:
         key = fold(as_key(self.seed, self.slots.device), Purpose.STEP, self.index)
         if self.update:
             key = fold(key, Purpose.UPDATE, self.update)

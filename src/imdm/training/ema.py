@@ -19,15 +19,15 @@ class EMA:
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay, self.updates = decay, 0
-        self.weights = {n: p.detach().clone().float() for n, p in weights_of(model).items() if p.requires_grad}
+        self.followed = {name: weight for name, weight in weights_of(model).items() if weight.requires_grad}
+        self.weights = {name: weight.detach().clone().float() for name, weight in self.followed.items()}
 
     @torch.no_grad()
-    def update(self, model: nn.Module) -> None:
+    def update(self) -> None:
         self.updates += 1
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
-        current = weights_of(model)
         averages = [own(average) for average in self.weights.values()]
-        torch._foreach_lerp_(averages, [own(current[name].detach()).float() for name in self.weights], 1 - decay)
+        torch._foreach_lerp_(averages, [own(weight).float() for weight in self.followed.values()], 1 - decay)
 
     def load(self, weights: Mapping[str, Tensor], updates: int) -> None:
         if set(weights) != set(self.weights):

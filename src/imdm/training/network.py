@@ -51,14 +51,12 @@ class Network:
         sharding: Sharding | None = None,
     ) -> None:
         """recorded: whether `step` is captured as a CUDA graph; sharding: how it is sharded, if it is."""
-        self.name, self.config, self.accelerator, self.sharding = name, config, accelerator, sharding
+        self.name, self.config, self.sharding = name, config, sharding
         self.lr = torch.zeros((), device=accelerator.device) if recorded else None
-        if sharding is None:
-            self.model, self.optimizer = accelerator.prepare(module, make_optimizer(module, config, recorded))
-        else:  # Accelerate would silently use DDP on a CPU
-            self.model = shard(module, sharding)
-            self.optimizer = accelerator.prepare(make_optimizer(module, config, recorded))
+        # Accelerate would silently use DDP on a CPU for a sharded one
+        self.model: Any = accelerator.prepare(module) if sharding is None else shard(module, sharding)
         self.bare: Any = accelerator.unwrap_model(self.model)
+        self.optimizer = make_optimizer(self.bare, config, recorded)  # not Accelerate's, which looks for packages a step
         self.ema = EMA(self.bare, config.ema)
         self.weights = [weight for weight in self.bare.parameters() if weight.requires_grad]
         self.losses: list[Tensor] = []
@@ -75,7 +73,7 @@ class Network:
         """One optimiser step with the current gradients, then the EMA."""
         self.set_rate()
         self.step()
-        self.ema.update(self.bare)
+        self.ema.update()
 
     def set_rate(self) -> None:
         """Set the learning rate of the next step; with CUDA graphs, in the tensor that the graph reads."""
@@ -87,7 +85,7 @@ class Network:
 
     def step(self) -> None:
         """One optimiser step with the current gradients."""
-        self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        nn.utils.clip_grad_norm_(self.weights, self.config.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -103,7 +101,7 @@ class Network:
         model: Any = get_model_state_dict(self.model, options=TRAINED if small else HOME)
         moments: dict[str, Tensor] = {}
         if self.optimizer.state:
-            found: Any = get_optimizer_state_dict(self.model, self.optimizer.optimizer, options=HOME)
+            found: Any = get_optimizer_state_dict(self.model, self.optimizer, options=HOME)
             whole = found.get("state", {})  # empty, except on the first process
             moments = {f"{kind}.{name}": v for name, state in whole.items() for kind, v in state.items()}
         config = self.bare.config if isinstance(self.bare, PreTrainedModel) and not small else None
@@ -119,7 +117,7 @@ class Network:
         self._plain_rate()
         self._set_weights(dict(point.model))
         self.ema.load(point.ema, point.ema_updates)
-        optimizer = self.optimizer.optimizer
+        optimizer = self.optimizer
         if not point.optimizer:
             optimizer.state.clear()
             return
@@ -156,7 +154,8 @@ def still(networks: Iterable[Network]) -> Iterator[None]:
 
 def _train_weights(networks: Iterable[Network], whether: bool) -> None:
     for network in networks:
-        reshard(network.bare)  # else gathered weights that no backward pass freed would be stale
+        if network.sharding is not None:
+            reshard(network.bare)  # else gathered weights that no backward pass freed would be stale
         for weight in network.weights:
             weight.requires_grad_(whether)
 

@@ -154,5 +154,6 @@ def leaves(value: Any) -> list[tuple[str, Any]]:
     return found
 
 
-def tensors_in(value: Any) -> list[Tensor]:
-    return [leaf for _, leaf in leaves(value) if isinstance(leaf, Tensor)]
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Found as they are asked for."""
+    yield from (leaf for _, leaf in leaves(value) if isinstance(leaf, Tensor))

@@ -299,7 +299,7 @@ class Trainer:
             network.set_rate()
         total = recorder((number, names), (batch, step.slots, index, step.start), run)
         for network in moved:
-            network.ema.update(network.bare)
+            network.ema.update()
         return total
 
     def _by_name(self, given: Tensor | Mapping[str, Tensor], names: Sequence[str]) -> list[Tensor]:
