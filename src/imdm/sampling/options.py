@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
@@ -11,7 +10,6 @@ from imdm.errors import (
     MOST_STEPS,
     TEMPERATURES,
     UserError,
-    check_is,
     check_number,
     check_whole,
     is_temperature,
@@ -78,26 +76,3 @@ class Sampling:
     def as_it_is(self) -> bool:
         """Whether tokens are drawn from the model's own distribution."""
         return self.temperature == 1 and self.top_p == 1
-
-
-def as_sampling(how: Sampling | None, before: Mapping[str, Any]) -> Sampling:
-    """`how`; or, for one more version, the arguments of 0.1 (`before`): steps, policy (now `noise`), temperature and
-    top_p.
-
-    >>> as_sampling(Sampling(steps=2), {})
-    Sampling(steps=2, noise='posterior', temperature=1.0, top_p=1.0, order='random')
-    """
-    if not before:
-        check_is("how", how, Sampling, "a Sampling")
-        return how if how is not None else Sampling()
-    if how is not None:
-        raise UserError(f"{next(iter(before))}: not together with 'how', which includes it; see imdm.sampling.Sampling")
-    options = {"noise" if name == "policy" else name: value for name, value in before.items()}
-    asked = Sampling.of(options)
-    warnings.warn(
-        f"sample({', '.join(f'{name}=…' for name in before)}) is sample(how=Sampling("
-        f"{', '.join(f'{name}=…' for name in options)})) now; the old arguments go with the next version",
-        DeprecationWarning,
-        stacklevel=4,  # the caller of `sample`, which is decorated
-    )
-    return asked
