@@ -8,13 +8,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from imdm.data import aligned
 from imdm.errors import UserError
 from imdm.masks import NoisePath
 from imdm.models import fingerprint, load_model
 from imdm.randomness import Purpose, fold
-from imdm.sampling import Remaining, Revealed, Sampling, draw, probabilities, reveal_steps, sample, time_grid, turns
+from imdm.sampling import Plan, Revealed, Sampling, Turn, draw, probabilities, reveal_steps, sample, time_grid, turns
 from imdm.theory import ExactMarginals
 from tests.conftest import tiny_model
 from tests.reference.enumeration import TableDenoiser, all_masked, chain_law, sequence_law
@@ -229,21 +230,29 @@ def test_temperature_and_nucleus() -> None:
     assert_law(torch.bincount(draw(p.log().expand(100_000, 4), u, top_p=0.7), minlength=4), kept)
 
 
+def turns_of(revealed_at: Tensor, steps: int, size: int | None) -> tuple[Tensor, list[Turn]]:
+    """The turns that reveal each position at this step, −1: never. Times are −k, α is k + 1 before step k."""
+    alpha = torch.arange(1.0, steps + 2, dtype=torch.float64).expand(len(revealed_at), -1)
+    return turns(Plan(1 - alpha, alpha, revealed_at.clamp(min=0)), revealed_at >= 0, batch_size=size)
+
+
 @given(st.integers(0, 10**6), st.integers(1, 9), st.integers(1, 7), st.integers(1, 12), st.none() | st.integers(1, 10))
 @settings(max_examples=60, deadline=None)
 def test_turns_visit_every_reveal_once_and_in_order(seed: int, B: int, L: int, steps: int, size: int | None) -> None:
     """Whatever is revealed when: each sequence's steps in order, in turns that follow one another, none too large."""
     revealed_at = torch.randint(-1, steps, (B, L), generator=torch.Generator().manual_seed(seed))
-    evaluations, found = turns(revealed_at, steps, batch_size=size)
+    evaluations, found = turns_of(revealed_at, steps, size)
     assert evaluations.tolist() == [len(set(row) - {-1}) for row in revealed_at.tolist()]
     seen, last_turn, last_step = torch.full((B, L), -1), dict[int, int](), dict[int, int]()
     for number, turn in enumerate(found):
         assert 1 <= len(turn.active) <= (size or B)
         assert len(set(turn.active.tolist())) == len(turn.active)
+        assert torch.equal(-turn.t, turn.now.double())
+        assert torch.equal(turn.split.alpha_s - 1, turn.now.double())
         for place, (sequence, step, before) in enumerate(
-            zip(turn.active.tolist(), turn.now.tolist(), turn.before.tolist(), strict=True)
+            zip(turn.active.tolist(), turn.now.tolist(), turn.split.alpha_t.tolist(), strict=True)
         ):
-            assert before == last_step.get(sequence, 0)
+            assert before - 1 == last_step.get(sequence, 0)
             assert last_turn.get(sequence, number - 1) == number - 1
             last_turn[sequence], last_step[sequence] = number, step
             mine = turn.rows.sequence == place
@@ -258,37 +267,21 @@ def test_turns_visit_every_reveal_once_and_in_order(seed: int, B: int, L: int, s
 
 @given(st.integers(0, 10**6), st.integers(1, 9), st.integers(1, 7), st.integers(1, 12))
 @settings(max_examples=60, deadline=None)
-def test_turns_planned_one_by_one_are_those_planned_at_once(seed: int, B: int, L: int, steps: int) -> None:
-    """Also if sequences that are done leave, and if others join before the second turn."""
-    revealed_at = torch.randint(-1, steps, (2 * B, L), generator=torch.Generator().manual_seed(seed))
-    wanted = [turns(part, steps)[1] for part in (revealed_at[:B], revealed_at[B:])]
-    remaining, names, number = Remaining.of(revealed_at[:B]), torch.arange(B), 0
-    while number < 2 or not all(remaining.done):
-        if number == 1:
-            remaining, names = (
-                remaining.joined(Remaining.of(revealed_at[B:])),
-                torch.cat((names, torch.arange(B, 2 * B))),
-            )
-        found = remaining.turn()
-        remaining.revealed(found)
-        for first, those in (
-            (0, wanted[0][number : number + 1]),
-            (B, wanted[1][number - 1 : number] if number else []),
-        ):
-            mine = (names[found.active] >= first) & (names[found.active] < first + B)
-            assert bool(those) == bool(mine.any())
-            rows = mine[found.rows.sequence]
-            for turn in those:
-                assert torch.equal(names[found.active[mine]] - first, turn.active)
-                assert torch.equal(found.now[mine], turn.now)
-                assert torch.equal(found.before[mine], turn.before)
-                assert torch.equal(found.rows.position[rows], turn.rows.position)
-                assert torch.equal(found.rows.slot[rows], turn.rows.slot)
-                place = mine.cumsum(0)[found.rows.sequence[rows]] - 1
-                assert torch.equal(place, turn.rows.sequence)
-        left = [i for i, done in enumerate(remaining.done) if not done]
-        remaining, names, number = remaining.kept(left), names[left], number + 1
-    assert number >= max(map(len, wanted))
+def test_a_turn_without_some_positions_is_that_planned_without_them(seed: int, B: int, L: int, steps: int) -> None:
+    made = torch.Generator().manual_seed(seed)
+    revealed_at = torch.randint(-1, steps, (B, L), generator=made)
+    masked = torch.rand(B, L, generator=made) < 0.5
+    revealed_at[0, 0] = 0
+    _, (turn, *_) = turns_of(revealed_at, steps, None)
+    first = torch.where(revealed_at < 0, steps, revealed_at).amin(1, keepdim=True)
+    _, wanted = turns_of(torch.where(masked & (revealed_at == first), revealed_at, -1), steps, None)
+    found = turn.only(masked)
+    assert len(wanted) == bool(len(found.active))
+    for one in wanted:
+        for name in ("active", "now", "t"):
+            assert torch.equal(getattr(found, name), getattr(one, name))
+        assert found.rows.most == one.rows.most
+        assert all(torch.equal(a, b) for a, b in zip(found.rows.tensors(), one.rows.tensors(), strict=True))
 
 
 @pytest.mark.parametrize(("schedule", "t"), [("cosine", 1e-9), ("log-linear", 1e-17)])
@@ -307,7 +300,7 @@ def test_turns_are_full_to_the_end() -> None:
     revealed_at = torch.full((100, 10), -1)
     for row in range(100):
         revealed_at[row, : row % 10 + 1] = torch.arange(row % 10 + 1)
-    evaluations, found = turns(revealed_at, 10, batch_size=7)
+    evaluations, found = turns_of(revealed_at, 10, 7)
     assert len(found) == -(-int(evaluations.sum()) // 7)
 
 

@@ -137,7 +137,7 @@ def test_loss_is_the_mean_over_masked_positions_of_the_global_batch(monkeypatch:
     whole = share(torch.arange(32))
     assert sum(share(torch.arange(first, 32, 4)) for first in range(4)) / 4 == pytest.approx(whole, rel=1e-5)
     monkeypatch.setattr("imdm.models.readout.AT_ONCE", 7)
-    monkeypatch.setattr("imdm.sampling.sampler.AT_ONCE", 7)
+    monkeypatch.setattr("imdm.sampling.categorical.AT_ONCE", 7)
     assert share(torch.arange(32)) == pytest.approx(whole, rel=1e-5)
 
 

@@ -38,11 +38,11 @@ from imdm.listening import listen
 from imdm.serving import Engine, Settings
 from imdm.serving.api import Completion, Growing, Infill, Order
 from imdm.serving.app import Gone, while_connected
-from imdm.serving.engine import responsive
 from imdm.serving.guard import LOCAL, Guard, is_local
 from imdm.serving.jobs import Frame
 from imdm.serving.metrics import Metrics
 from imdm.serving.play import Author
+from imdm.serving.ready import responsive
 from imdm.serving.server import Server, address, connections, in_background, patient
 from imdm.serving.server import serve as run_service
 from imdm.shipped import DEFAULT, TEACHER
@@ -571,7 +571,7 @@ def test_who_hangs_up_is_forgotten(gated: Any, stream: bool, size: int) -> None:
     connection.sendall(head.encode() + b"\r\n\r\n" + body)
     assert gate.asked.acquire(timeout=60)
     connection.close()
-    until(lambda: all(ticket.dropped for group in engine._groups.values() for ticket in group.tickets))
+    until(lambda: all(ticket.dropped for group in engine._batches.values() for ticket in group.tickets))
     gate.open()
     until(lambda: not engine.running)
     assert (engine.counts.dropped, engine.counts.sequences, engine.counts.turns) == (1, 0, 1)
@@ -819,7 +819,7 @@ def test_a_header_has_a_limit(gated: Any) -> None:
 def test_a_service_does_not_stop_to_collect_what_was_there_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Full collections skip the models and libraries, and include them again afterwards. Threads take turns sooner. Of
     two services, the first to stop changes nothing for the other."""
-    monkeypatch.setattr("imdm.serving.engine._intervals", [])  # other tests' services may be running
+    monkeypatch.setattr("imdm.serving.ready._intervals", [])  # other tests' services may be running
     here = sys.getswitchinterval()
     sys.setswitchinterval(0.004)
     try:
@@ -916,10 +916,15 @@ def test_the_benchmark_asks_all_and_measures_what_it_says(
 ) -> None:
     """With clients in a process of their own; the texts are those that `Writer` writes."""
     monkeypatch.setattr(bench, "CLIENTS", (1, 4))
+    for name, value in {"MIXED": 4, "LONG": 16, "RUNS": 1}.items():
+        monkeypatch.setattr(bench, name, value)
     monkeypatch.setitem(bench.SIZES, "tiny", {"preset": None, "length": 24, "requests": 8})
     monkeypatch.setattr(bench, "_writer", lambda preset, length: writer)
-    rows = list(bench.serving("tiny"))
+    *rows, mixed = bench.serving("tiny")
     assert [row.settings["clients"] for row in rows] == [1, 4]
+    assert mixed.settings["long"] == 16
+    assert mixed.figures["p50"] <= mixed.figures["p95"] <= mixed.ours.ms / 1e3
+    assert mixed.figures["p95_without"] <= mixed.also["without the others"].ms / 1e3
     for row in rows:
         assert row.figures["p50"] <= row.figures["p95"] <= row.ours.ms / 1e3
         assert row.figures["p95_in_sequence"] <= row.plain.ms / 1e3

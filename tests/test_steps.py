@@ -17,8 +17,7 @@ from imdm.evaluation.steps import in_steps, one_by_one, pairs_at_once, pairs_one
 from imdm.masks import Infinite
 from imdm.models import with_mask
 from imdm.randomness import Purpose, as_key, fold
-from imdm.sampling import Sampling
-from imdm.sampling.sampler import time_grid
+from imdm.sampling import Sampling, time_grid
 from imdm.schedule import LogLinear
 from imdm.theory import ExactMarginals, PartitionOracle, pair_bound, step_total_correlation
 from tests.conftest import tiny_model

@@ -64,8 +64,7 @@ def coupled(teacher: MaskedDiffusionLM, given: dict[str, Any], work: str, *, bes
         rows = Coupling(Path(folder) / "pairs").rows(torch.arange(pairs))
     peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else None
     masked = rows["noised"] == V - 1
-    reveal = plan(teacher.process, rows["seed"], rows["t"], steps, L).reveal
-    evaluations, _ = turns(torch.where(masked, reveal, -1), steps)
+    evaluations, _ = turns(plan(teacher.process, rows["seed"], rows["t"], steps, L), masked)
     tokens, read = int(evaluations.sum()) * L, int(masked.sum())
     note, bare = f"{ASKED_FOR:,} pairs: {took / 6e4 * ASKED_FOR / pairs:.1f} min", None
     if beside_plain:

@@ -8,7 +8,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -27,12 +28,14 @@ from imdm.models import faster
 from imdm.serving.apart import Apart
 from imdm.serving.api import Completion, Order
 from imdm.serving.engine import Engine
+from imdm.serving.ready import warm
 from imdm.serving.settings import Settings
 from imdm.shipped import DEFAULT
 from imdm.writer import Writer
 
 CLIENTS = (1, 8, 32, 64)
-STEPS = 8
+MIXED = 32  # clients of the mixed load
+STEPS, LONG = 8, 64
 RUNS, SHORT = 5, 2.0  # runs of a number of clients, if one takes less than so many seconds
 CORES = 4  # of the machine, for each process of clients: else these would be what is measured
 Timed = TypeVar("Timed", bound=tuple[Any, ...])
@@ -45,6 +48,7 @@ PROMPTS = ("It was a dark", "The old man", "She looked at the sea and", "When th
 
 @benchmarks.register("serving")
 def serving(size: Size) -> Iterator[Row]:
+    """On a GPU twice: with the engine in this process, as `imdm serve` has it, and in one of its own."""
     try:
         from imdm.serving.server import in_background
     except ModuleNotFoundError as error:
@@ -55,59 +59,124 @@ def serving(size: Size) -> Iterator[Row]:
         {"prompt": PROMPTS[i % len(PROMPTS)], "seed": i, "steps": STEPS, "model": "it"}
         for i in range(given["requests"])
     ]
-    sequence, processor = alone(writer, requests)
+    sequence = alone(writer, requests)
     limits = Settings(queue=4096, seconds=3600)
-    if device().type == "cuda":  # as `imdm serve` does
-        engine: Engine = Apart(partial(_writers, given["preset"], given["length"]), limits)
-    else:
-        engine = Engine({"it": writer}, limits)
+    engines = {"": lambda: Engine({"it": writer}, limits)}
+    if device().type == "cuda":
+        engines[", engine apart"] = lambda: Apart(partial(_writers, given["preset"], given["length"]), limits)
+    for where, make in engines.items():
+        engine = make()
+        with in_background(engine) as server:
+            warm(engine)
+            for many in CLIENTS:
+                yield loaded(engine, server.port, many, requests, sequence, given, where)
+            yield mixed(engine, server.port, requests, given, where)
+
+
+def loaded(
+    engine: Engine,
+    port: int,
+    many: int,
+    requests: list[dict[str, Any]],
+    alone: tuple[list[float], float],
+    given: Mapping[str, Any],
+    where: str,
+) -> Row:
+    """All requests, by so many clients at a time, beside the same one after another."""
+    load(port, many, requests[: 2 * many])  # warm-up of new batch sizes
+    sequence, processor = alone
+
+    def over_http() -> tuple[float, float, list[float], int, float]:
+        worked, before = engine.processor(), replace(engine.counts)
+        found, after = load(port, many, requests), engine.counts
+        turns, waited = after.turns - before.turns, after.waited - before.waited
+        return found["seconds"], engine.processor() - worked, found["took"], turns, waited
+
+    def without_http() -> tuple[float, list[str]]:
+        return asyncio.run(directly(engine, many, requests))
+
+    seconds, worked, took, turns, waited = middle(over_http)
+    inside, _ = middle(without_http)
+    p50, p95 = np.quantile(took, [0.5, 0.95])
+    before50, before95 = np.quantile(in_turn(sequence, many), [0.5, 0.95])
+    share, gpu = max(0.0, 1 - inside / seconds), device().type == "cuda"
+    return Row(
+        work=f"serve, {many} client{'s' if many > 1 else ''}{where}",
+        ours=Took(seconds * 1e3, None),
+        plain=Took(sum(sequence) * 1e3, None),
+        **_size(engine, requests, given),
+        settings=_settings(engine, given, many),
+        per=f"{len(requests)} requests",
+        also={"without HTTP": Took(inside * 1e3, None)},
+        note=f"p50 {p50:.3f} s, p95 {p95:.3f} s (in sequence {before50:.3f}, {before95:.3f}); "
+        f"HTTP {share:.0%}; processor time {processor / worked:.2f}× less; {turns} evaluations"
+        + (f", {waited / seconds:.0%} of the time spent waiting for the GPU" if gpu else ""),
+        figures={
+            "p50": float(p50),
+            "p95": float(p95),
+            "p50_in_sequence": float(before50),
+            "p95_in_sequence": float(before95),
+            "http_share": share,
+            "turns": turns,
+            "waited_share": waited / seconds,  # near 0: the GPU waits for Python, not the reverse
+            "cpu_seconds": worked,  # nearly independent of other load
+            "cpu_seconds_in_sequence": processor,
+        },
+    )
+
+
+def mixed(engine: Engine, port: int, requests: list[dict[str, Any]], given: Mapping[str, Any], where: str) -> Row:
+    """Requests of few steps by three quarters of the clients while the others ask for many: their latency beside that
+    without the others."""
+    others = MIXED // 4
+    short = requests[: len(requests) * 3 // 4]
+    each = 1 + len(short) * STEPS // ((MIXED - others) * LONG)  # requests of each of the others, which end last
+    long = [{**requests[i % len(requests)], "steps": LONG} for i in range(others * each)]
+    for some, many in ((short, MIXED - others), (long, others)):
+        load(port, many, some[: 2 * many])
+
+    def both() -> tuple[float, list[float], list[float]]:
+        with ThreadPoolExecutor(2) as pool:
+            far, near = pool.submit(load, port, others, long), pool.submit(load, port, MIXED - others, short)
+            return near.result()["seconds"], near.result()["took"], far.result()["took"]
+
+    def without() -> tuple[float, list[float]]:
+        found = load(port, MIXED - others, short)
+        return found["seconds"], found["took"]
+
+    seconds, took, took_long = middle(both)
+    bare, took_bare = middle(without)
+    p50, p95 = np.quantile(took, [0.5, 0.95])
+    bare50, bare95 = np.quantile(took_bare, [0.5, 0.95])
+    return Row(
+        work=f"serve, {MIXED} clients, every fourth in {LONG} steps{where}",
+        ours=Took(seconds * 1e3, None),
+        plain=None,
+        **_size(engine, short, given),
+        settings=_settings(engine, given, MIXED) | {"long": LONG, "requests": len(short)},
+        per=f"{len(short)} requests of {STEPS} steps",
+        also={"without the others": Took(bare * 1e3, None)},
+        note=f"p50 {p50:.3f} s, p95 {p95:.3f} s (without the others {bare50:.3f}, {bare95:.3f}: "
+        f"{p95 / bare95:.2f}×); those of {LONG} steps p95 {np.quantile(took_long, 0.95):.3f} s",
+        figures={
+            "p50": float(p50),
+            "p95": float(p95),
+            "p50_without": float(bare50),
+            "p95_without": float(bare95),
+            "p95_long": float(np.quantile(took_long, 0.95)),
+        },
+    )
+
+
+def _size(engine: Engine, requests: list[dict[str, Any]], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The tokens and FLOPs of requests, for a row."""
     tokens = sum(row.count(None) for row in (Order.of(_asked(one), engine).jobs[0].ids for one in requests))
-    flops = writing_flops(writer.model.config, tokens, given["length"], STEPS)
-    with in_background(engine) as server:
-        port = server.port
-        for many in CLIENTS:
-            load(port, many, requests[: 2 * many])  # warm-up of new batch sizes
+    config = engine.writers["it"].model.config
+    return {"tokens": tokens, "flops": writing_flops(config, tokens, given["length"], STEPS)}
 
-            def over_http(many: int = many) -> tuple[float, float, list[float], int, float]:
-                worked, before = engine.processor(), replace(engine.counts)
-                found, after = load(port, many, requests), engine.counts
-                turns, waited = after.turns - before.turns, after.waited - before.waited
-                return found["seconds"], engine.processor() - worked, found["took"], turns, waited
 
-            def without_http(many: int = many) -> tuple[float, list[str]]:
-                return asyncio.run(directly(engine, many, requests))
-
-            seconds, worked, took, turns, waited = middle(over_http)
-            inside, _ = middle(without_http)
-            p50, p95 = np.quantile(took, [0.5, 0.95])
-            before50, before95 = np.quantile(in_turn(sequence, many), [0.5, 0.95])
-            share = max(0.0, 1 - inside / seconds)
-            yield Row(
-                work=f"serve, {many} client{'s' if many > 1 else ''}",
-                ours=Took(seconds * 1e3, None),
-                plain=Took(sum(sequence) * 1e3, None),
-                tokens=tokens,
-                flops=flops,
-                settings={**given, "clients": many, "steps": STEPS, "mask": writer.model.mask.name},
-                per=f"{len(requests)} requests",
-                also={"without HTTP": Took(inside * 1e3, None)},
-                note=f"p50 {p50:.3f} s, p95 {p95:.3f} s (in sequence {before50:.3f}, {before95:.3f}); "
-                f"HTTP {share:.0%}; processor time {processor / worked:.2f}× less; {turns} evaluations"
-                + (
-                    f", {waited / seconds:.0%} of the time spent waiting for the GPU" if device().type == "cuda" else ""
-                ),
-                figures={
-                    "p50": float(p50),
-                    "p95": float(p95),
-                    "p50_in_sequence": float(before50),
-                    "p95_in_sequence": float(before95),
-                    "http_share": share,
-                    "turns": turns,
-                    "waited_share": waited / seconds,  # near 0: the GPU waits for Python, not the reverse
-                    "cpu_seconds": worked,  # nearly independent of other load
-                    "cpu_seconds_in_sequence": processor,
-                },
-            )
+def _settings(engine: Engine, given: Mapping[str, Any], clients: int) -> dict[str, Any]:
+    return {**given, "clients": clients, "steps": STEPS, "mask": engine.writers["it"].model.mask.name}
 
 
 def _writer(preset: str, length: int) -> Writer:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -85,7 +84,7 @@ def serve(
     limits = {"batch": batch, "queue": queue, "seconds": seconds, "grace": grace, "clients": clients, "body": body}
     limits |= {"prompt": prompt, "tokens": tokens, "steps": steps}
     listening = listen(host, port)
-    from imdm.serving import Apart, Engine, Settings
+    from imdm.serving import Engine, Settings
     from imdm.serving.guard import LOCAL, is_local, name_of
     from imdm.serving.server import address, serve
 
@@ -105,10 +104,11 @@ def serve(
         say("anyone who can reach this machine can use the service; --api-key (or IMDM_API_KEY) sets a key")
     if here.type == "cuda":
         say("getting ready, which takes a minute or so on a GPU")
-        engine: Engine = Apart(partial(_loaded, chosen, here), settings)
-    else:
-        engine = Engine(_loaded(chosen, here), settings)
-    serve(engine, listening, lambda: say(f"{', '.join(chosen)} on {address(listening)} (Ctrl-C ends it)"))
+    serve(
+        Engine(_loaded(chosen, here), settings),
+        listening,
+        lambda: say(f"{', '.join(chosen)} on {address(listening)} (Ctrl-C ends it)"),
+    )
 
 
 def _loaded(chosen: dict[str, str], device: torch.device) -> dict[str, Writer]:

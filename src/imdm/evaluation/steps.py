@@ -40,7 +40,7 @@ from imdm.models import Denoiser, MaskedDiffusionLM
 from imdm.process import Process
 from imdm.randomness import Purpose, as_key, fold, uniform
 from imdm.sampling import plan
-from imdm.sampling.sampler import AT_ONCE
+from imdm.sampling.categorical import AT_ONCE
 from imdm.state import Noised
 
 ROWS = 256  # held-out rows at most

@@ -10,19 +10,18 @@ from typing import TYPE_CHECKING
 from imdm.later import later
 
 if TYPE_CHECKING:
-    from imdm.sampling.categorical import draw, probabilities
+    from imdm.sampling.categorical import Drawn, draw, draw_tokens, probabilities
     from imdm.sampling.generation import Generation, Revealed, Trace
     from imdm.sampling.options import Sampling
-    from imdm.sampling.planning import plan, reveal_steps, time_grid
-    from imdm.sampling.sampler import Canvas, Drawn, Keys, draw_tokens, sample
-    from imdm.sampling.turn import Remaining, Turn, turns
+    from imdm.sampling.planning import Plan, Turn, plan, reveal_steps, time_grid, turns
+    from imdm.sampling.sampler import Canvas, Keys, reverse_step, sample
 
 __all__ = [
     "Canvas",
     "Drawn",
     "Generation",
     "Keys",
-    "Remaining",
+    "Plan",
     "Revealed",
     "Sampling",
     "Trace",
@@ -32,6 +31,7 @@ __all__ = [
     "plan",
     "probabilities",
     "reveal_steps",
+    "reverse_step",
     "sample",
     "time_grid",
     "turns",
@@ -40,11 +40,10 @@ __all__ = [
 __getattr__ = later(
     __name__,
     {
-        "imdm.sampling.categorical": ("draw", "probabilities"),
+        "imdm.sampling.categorical": ("Drawn", "draw", "draw_tokens", "probabilities"),
         "imdm.sampling.generation": ("Generation", "Revealed", "Trace"),
         "imdm.sampling.options": ("Sampling",),
-        "imdm.sampling.planning": ("plan", "reveal_steps", "time_grid"),
-        "imdm.sampling.sampler": ("Canvas", "Drawn", "Keys", "draw_tokens", "sample"),
-        "imdm.sampling.turn": ("Remaining", "Turn", "turns"),
+        "imdm.sampling.planning": ("Plan", "Turn", "plan", "reveal_steps", "time_grid", "turns"),
+        "imdm.sampling.sampler": ("Canvas", "Keys", "reverse_step", "sample"),
     },
 )

@@ -12,8 +12,9 @@ from torch import Tensor
 from imdm.ending import Ending
 from imdm.errors import UserError
 from imdm.randomness import Purpose, uniform
+from imdm.sampling.categorical import draw_tokens
+from imdm.sampling.generation import Generation
 from imdm.sampling.options import Sampling
-from imdm.sampling.sampler import Generation, draw_tokens
 
 LOOK = 16  # positions after which a GPU is asked whether all texts have ended
 

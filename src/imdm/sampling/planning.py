@@ -1,15 +1,23 @@
-"""What is known of a sample before the network runs: its times, and the step at which each position is revealed."""
+"""What is known of a sample before the network runs: times, the step that reveals each position, and all evaluations.
+
+Whether a position is revealed at a step does not depend on the network (Eq. 13). So all reveals are planned first, and
+the network runs only for sequences that reveal something (`turns`).
+"""
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from imdm.devices import sent
 from imdm.process import Process, Split
 from imdm.randomness import Purpose, uniform
 from imdm.sampling.options import RevealOrder
+from imdm.state import Rows
 
 END = 1e-5  # the time grid ends here; the last step reveals whatever is left
 
@@ -57,6 +65,10 @@ class Plan:
     alpha: Tensor
     reveal: Tensor
 
+    def split(self, sequence: Tensor, before: Tensor, now: Tensor) -> Split:
+        """Eq. 13 for masks of these sequences between their steps `before` and `now`, (A,) each."""
+        return Split(self.alpha[sequence, before], self.alpha[sequence, now])
+
 
 def plan(process: Process, keys: Tensor, t: Tensor, steps: int, length: int, order: RevealOrder = "random") -> Plan:
     """The plan of each key's sequence, from time t (B,) on. In either order each position, by itself, is revealed at a
@@ -69,3 +81,95 @@ def plan(process: Process, keys: Tensor, t: Tensor, steps: int, length: int, ord
     else:
         u = uniform(keys[:, None], Purpose.REVEAL, torch.arange(length, device=keys.device))
     return Plan(grid, alpha, reveal_steps(survival, u))
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One network evaluation. Sequences at different steps share it, since time is no input of the network.
+
+    active (A,)  the sequences, as rows of the canvas
+    now    (A,)  the step of each, 0 … N − 1
+    t      (A,)  its time
+    split        Eq. 13 from the last evaluation of each to this one, over all steps between, which reveal nothing of it
+    rows         the positions that it reveals; `rows.sequence` counts within these A
+    """
+
+    active: Tensor
+    now: Tensor
+    t: Tensor
+    split: Split
+    rows: Rows
+
+    def only(self, masked: Tensor) -> Turn:
+        """The same without positions that are no longer masked (B, L), and without sequences that have none left."""
+        rows = self.rows
+        left = masked[self.active[rows.sequence], rows.position]
+        sequence, position = rows.sequence[left], rows.position[left]
+        count = torch.bincount(sequence, minlength=len(self.active))
+        some = count > 0
+        place, many = some.cumsum(0) - 1, count[some]
+        first = many.cumsum(0) - many  # rows are grouped by sequence
+        slot = torch.arange(len(position), device=position.device) - first[place[sequence]]
+        rows = Rows(place[sequence], position, slot, int(many.max()) if len(many) else 0)
+        split = Split(self.split.alpha_t[some], self.split.alpha_s[some])
+        return Turn(self.active[some], self.now[some], self.t[some], split, rows)
+
+
+def turns(planned: Plan, masked: Tensor, *, batch_size: int | None = None) -> tuple[Tensor, list[Turn]]:
+    """Number of evaluations of each sequence (B,), and all turns, which reveal the positions `masked` (B, L).
+
+    A sequence is evaluated once for each of its distinct steps, in order and in consecutive turns. At most `batch_size`
+    share a turn; those with most evaluations begin first, so that the last turns are full too. A GPU is waited for
+    once.
+    """
+    (B, L), N, device = masked.shape, planned.grid.shape[1] - 1, masked.device
+    step_of, place = torch.where(masked, planned.reveal, -1).flatten(), torch.arange(B * L, device=device)
+    if device.type == "cpu":  # elsewhere their number would be waited for
+        place = place[step_of >= 0]
+        step_of = step_of[place]
+    wanted = torch.where(step_of >= 0, place // L * N + step_of, B * N)  # (sequence, step), or none
+    here = torch.zeros(B * N + 1, dtype=torch.int64, device=device)
+    here.scatter_add_(0, wanted, torch.ones_like(wanted))
+
+    # On the CPU: which sequences are evaluated at which steps, the turn of each such visit, and its index in it.
+    positions = here.cpu().numpy()[:-1]
+    visits = np.flatnonzero(positions)
+    sequence, step = visits // N, visits % N
+    count = np.bincount(sequence, minlength=B)
+    before = np.where(_within(count) > 0, np.roll(step, 1), 0)
+    turn = np.repeat(_starts(count, batch_size), count) + _within(count)
+    order, sizes = np.argsort(turn, kind="stable"), np.bincount(turn)  # visits in the order of the turns
+    revealed = positions[visits][order]
+    first = np.concatenate(([0], np.cumsum(sizes)[:-1]))[: len(sizes)]
+    most, totals = (f.reduceat(revealed, first) if len(sizes) else revealed for f in (np.maximum, np.add))
+    local = np.repeat(_within(sizes), revealed)
+
+    # On the device: the positions in the order of the turns, the times of all visits, and all of it split into turns.
+    parts = [count, visits[order], sequence[order], step[order], before[order], local, _within(revealed)]
+    there = sent(torch.from_numpy(np.concatenate(parts)), device).split([len(part) for part in parts])
+    evaluations, sorted_visits, active, now = there[:4]
+    rank = torch.full((B * N + 1,), len(visits), device=device)
+    rank[sorted_visits] = torch.arange(len(visits), device=device)
+    column = place[rank[wanted].argsort(stable=True)[: len(local)]] % L
+    rows = map(Rows, *(x.split(totals.tolist()) for x in (there[5], column, there[6])), most.tolist())
+    split = planned.split(active, there[4], now)
+    each = [x.split(sizes.tolist()) for x in (active, now, planned.grid[active, now], split.alpha_t, split.alpha_s)]
+    return evaluations, list(map(Turn, *each[:3], map(Split, *each[3:]), rows))
+
+
+def _starts(count: np.ndarray, batch_size: int | None) -> np.ndarray:
+    """The turn in which each sequence is first evaluated."""
+    starts = np.zeros(len(count), dtype=np.int64)
+    if batch_size is None or batch_size >= len(count):
+        return starts
+    free = [0] * batch_size  # the turn in which each slot of the batch becomes free
+    for index in np.argsort(-count, kind="stable"):
+        starts[index] = heapq.heappop(free)
+        heapq.heappush(free, int(starts[index] + count[index]))
+    return starts
+
+
+def _within(count: np.ndarray) -> np.ndarray:
+    """0, 1, …, count − 1 for each count, one after another."""
+    ends = np.cumsum(count)
+    return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - count, count)

@@ -31,8 +31,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from imdm.errors import UserError, is_out_of_memory, reason_of
-from imdm.serving.engine import Counts, Engine, responsive, warm
+from imdm.serving.engine import Counts, Engine
 from imdm.serving.jobs import Frame, Job, Stopped, Ticket, ends, tell, unfinished
+from imdm.serving.ready import responsive, warm
 from imdm.serving.settings import Settings
 from imdm.stopping import held_back
 

@@ -16,23 +16,22 @@ depends on the last, and it does; also where a text on a path between two noises
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
-import sys
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager, suppress
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
-from imdm.errors import UserError, check_number, check_seed, check_whole, is_out_of_memory, unknown
-from imdm.sampling import Canvas, Remaining, Sampling
-from imdm.sampling.table import FetchedTable
+from imdm.devices import Fetched
+from imdm.errors import UserError, is_out_of_memory, unknown
+from imdm.sampling import Sampling
+from imdm.serving.batch import Batch, Group, fields_of
 from imdm.serving.jobs import (
     Busy,
     Failed,
@@ -42,9 +41,6 @@ from imdm.serving.jobs import (
     Ticket,
     TooLong,
     ends,
-    fields_of,
-    rows_of,
-    started,
     tell,
     unfinished,
 )
@@ -58,22 +54,13 @@ AHEAD = 1  # turns that are launched before the results of one are awaited
 T = TypeVar("T")
 
 
-class _Group(NamedTuple):
-    """Sequences that share evaluations, which of these are to come, and their jobs."""
-
-    canvas: Canvas
-    remaining: Remaining
-    tickets: list[Ticket]
-
-
 class _Pending(NamedTuple):
-    """A turn whose results are not read yet: the jobs it ends, those that want a frame of it, the rows of these, and
-    their evaluations."""
+    """An evaluation whose results are not read yet: the jobs it ends; those that want a frame of it, each with its step
+    and evaluations so far; the rows of these."""
 
     ended: list[Ticket]
-    told: list[Ticket]
-    rows: FetchedTable
-    evaluated: list[tuple[int, int]]
+    told: list[tuple[Ticket, int, int]]
+    rows: Fetched
 
 
 @dataclass
@@ -112,8 +99,8 @@ class Engine:
             writer.model.eval()
         self.counts = Counts()
         self._coming: deque[Ticket] = deque()
-        self._groups: dict[tuple[str, int], _Group] = {}
-        self._credit: dict[tuple[str, int], int] = {}  # of each group: the largest has the next turn
+        self._batches: dict[Group, Batch] = {}
+        self._credit: dict[Group, int] = {}  # of each batch: the largest has the next turn
         self._pending: deque[_Pending] = deque()
         self._open_tickets: set[Ticket] = set()  # those that wait to be told an end
         self._telling = threading.Lock()  # guards these; taken after `_changed` where both are
@@ -244,32 +231,10 @@ class Engine:
         return self.settings.seconds if seconds is None else seconds
 
     def check(self, job: Job) -> Sampling:
-        """Refuse an invalid job."""
+        """Refuse an invalid job; else its options."""
         if job.model not in self.writers:
             raise unknown("model", job.model, self.writers)
-        model = self.writers[job.model].model
-        how = job.how(model)
-        check_whole("steps", job.steps, 1, self.settings.steps)
-        for name in ("seed", "draws_seed", "noise_seed"):
-            value = getattr(job, name)
-            if value is not None:
-                check_seed(value, name)
-        check_whole("number", job.number, 0, (1 << 31) - 1)
-        if job.noise_between is not None:
-            first, second, s = job.noise_between
-            check_seed(first, "noise_between")
-            check_seed(second, "noise_between")
-            check_number("noise_between", s)
-            if not 0 <= s <= 1:
-                raise UserError(f"noise_between = {s}: a place between two noises is in [0, 1]")
-        if not 1 <= len(job.ids) <= model.length:
-            raise UserError(f"the row has {len(job.ids)} tokens, the model takes 1 to {model.length}")
-        most = model.vocab_size
-        given = [token for token in job.ids if token is not None]
-        if not all(type(token) is int for token in given) or (given and not 0 <= min(given) <= max(given) < most):
-            for token in given:
-                check_whole("ids", token, 0, most - 1)
-        return how
+        return job.checked(self.writers[job.model].model, self.settings)
 
     def _submit(self, tickets: list[Ticket]) -> None:
         with self._changed:
@@ -324,9 +289,9 @@ class Engine:
                     started = time.monotonic()
                     self._take_up()
                     self._leave()
-                    if self._groups:
+                    if self._batches:
                         self._turn()
-                    self._report(AHEAD if self._groups else 0)
+                    self._report(AHEAD if self._batches else 0)
                     self.counts.busy += time.monotonic() - started
         except Exception:
             LOG.exception("the engine ended by a fault")
@@ -339,102 +304,91 @@ class Engine:
     def _wait(self) -> bool:
         """Wait for work; False: stop."""
         with self._changed:
-            while not (self._coming or self._groups or self._aborted):
+            while not (self._coming or self._batches or self._aborted):
                 if not self._open:
                     return False
                 self._changed.wait()
             return not self._aborted
 
     def _take_up(self) -> None:
-        """Move waiting jobs, in order, into groups with room."""
-        fresh: dict[tuple[str, int], list[Ticket]] = {}
+        """Move waiting jobs, in order, into batches with room."""
+        fresh: dict[Group, list[Ticket]] = {}
         with self._changed:
             left: deque[Ticket] = deque()
             for ticket in self._coming:
                 if ticket.dropped:
                     self.counts.dropped += 1
                     continue
-                key = ticket.job.model, len(ticket.job.ids)
-                there = len(self._groups[key].tickets) if key in self._groups else 0
-                if there + len(fresh.get(key, ())) < self.settings.batch:
-                    fresh.setdefault(key, []).append(ticket)
+                group = Group.of(ticket)
+                there = len(self._batches.get(group, ())) + len(fresh.get(group, ()))
+                if there < self.settings.batch:
+                    fresh.setdefault(group, []).append(ticket)
                 else:
                     left.append(ticket)
             self._coming = left
             self._running += sum(map(len, fresh.values()))
-        for key, tickets in fresh.items():
-            self._safely(tickets, partial(self._enter, key, tickets))
+        for group, tickets in fresh.items():
+            self._safely(tickets, partial(self._enter, group, tickets))
 
-    def _enter(self, key: tuple[str, int], tickets: list[Ticket]) -> None:
-        now, model = time.monotonic(), self.writers[key[0]].model
-        groups = [self._groups[key]] if key in self._groups else []
-        for how in dict.fromkeys(ticket.how for ticket in tickets):
-            some = [ticket for ticket in tickets if ticket.how == how]
-            planned = started([ticket.job for ticket in some], how, model)
-            groups.append(_Group(planned.to(model.device), Remaining.of(planned.revealed_at), some))
+    def _enter(self, group: Group, tickets: list[Ticket]) -> None:
+        now = time.monotonic()
         for ticket in tickets:
             ticket.began = now
-        canvases, remaining, order = zip(*groups, strict=True)
-        if len(groups) == 1:
-            self._groups[key] = groups[0]
-        else:
-            together = [ticket for some in order for ticket in some]
-            self._groups[key] = _Group(canvases[0].joined(*canvases[1:]), remaining[0].joined(*remaining[1:]), together)
+        batch = self._batches.get(group) or Batch(self.writers[group.model].model, tickets[0].how)
+        batch.join(tickets)
+        self._batches[group] = batch
 
     def _leave(self) -> None:
         """Drop jobs whose clients are gone."""
-        for key, group in list(self._groups.items()):
-            gone = sum(ticket.dropped for ticket in group.tickets)
-            if gone:
-                self.counts.dropped += gone
-                stay = [i for i, ticket in enumerate(group.tickets) if not ticket.dropped]
-                if not self._safely(group.tickets, partial(self._keep, key, group, stay)):
-                    self._groups.pop(key, None)
+        for group, batch in list(self._batches.items()):
+            gone = [text.ticket.dropped for text in batch.texts]
+            if any(gone):
+                self.counts.dropped += sum(gone)
+                if not self._safely(batch.tickets, partial(self._remove, group, gone)):
+                    self._batches.pop(group, None)
 
-    def _keep(self, key: tuple[str, int], group: _Group, index: list[int]) -> None:
-        """Keep only some sequences of a group."""
-        if index:
-            left = [group.tickets[i] for i in index]
-            self._groups[key] = _Group(group.canvas.kept(index), group.remaining.kept(index), left)
+    def _remove(self, group: Group, gone: list[bool]) -> None:
+        """Remove some texts of a batch."""
+        if all(gone):
+            del self._batches[group]
         else:
-            self._groups.pop(key, None)
+            self._batches[group].keep([i for i, one in enumerate(gone) if not one])
         with self._changed:
-            self._running -= len(group.tickets) - len(index)
+            self._running -= sum(gone)
 
     def _turn(self) -> None:
-        """One evaluation of the group whose turn it is: groups get turns in proportion to their sequences."""
-        sizes = {key: len(group.tickets) for key, group in self._groups.items()}
-        self._credit = {key: self._credit.get(key, 0) + size for key, size in sizes.items()}
-        key = max(self._credit, key=self._credit.__getitem__)
-        self._credit[key] -= sum(sizes.values())
-        group = self._groups[key]
-        if not self._safely(group.tickets, partial(self._advance, key, group)):
-            self._groups.pop(key, None)
+        """One evaluation of the batch whose turn it is: batches get turns in proportion to their texts."""
+        sizes = {group: len(batch) for group, batch in self._batches.items()}
+        self._credit = {group: self._credit.get(group, 0) + size for group, size in sizes.items()}
+        group = max(self._credit, key=self._credit.__getitem__)
+        self._credit[group] -= sum(sizes.values())
+        if not self._safely(self._batches[group].tickets, partial(self._advance, group)):
+            self._batches.pop(group, None)
 
-    def _advance(self, key: tuple[str, int], group: _Group) -> None:
-        self._evaluate(group)
-        done, tickets = group.remaining.done, group.tickets
-        told = [i for i, ticket in enumerate(tickets) if (done[i] or ticket.job.frames) and not ticket.dropped]
-        ended = [ticket for ticket, one in zip(tickets, done, strict=True) if one]
-        rows, evaluated = rows_of(group.canvas, told), group.remaining.so_far(told)
-        pending = _Pending(ended, [tickets[i] for i in told], rows, evaluated)
+    def _advance(self, group: Group) -> None:
+        """Launch the next evaluation of a batch. What it ends leaves."""
+        batch = self._batches[group]
+        texts, tokens = batch.evaluate()
+        if not batch.model.process.is_planned:
+            batch.only(self._waited_for(batch.masked))
+        self.counts.turns += bool(texts)
+        self.counts.evaluated += texts
+        self.counts.tokens += tokens
+        done = batch.done()
+        ended = [text.ticket for text, one in zip(batch.texts, done, strict=True) if one]
+        told = [
+            i
+            for i, (text, one) in enumerate(zip(batch.texts, done, strict=True))
+            if (one or text.ticket.job.frames) and not text.ticket.dropped
+        ]
+        heard = [
+            (text.ticket, text.last + 1 if text.evaluations else 0, text.evaluations)
+            for text in map(batch.texts.__getitem__, told)
+        ]
+        pending = _Pending(ended, heard, batch.rows(told))
         if ended:
-            self._keep(key, group, [i for i, one in enumerate(done) if not one])
+            self._remove(group, done)
         self._pending.append(pending)
-
-    def _evaluate(self, group: _Group) -> None:
-        """Launch the group's next turn."""
-        canvas, remaining = group.canvas, group.remaining
-        planned = remaining.turn()
-        if len(planned.active):
-            turn = planned.to(canvas.tokens.device)
-            drawn = canvas.evaluate(turn)
-            remaining.revealed(planned)
-            if not canvas.denoiser.process.is_planned:
-                remaining.only(self._waited_for(canvas.masked.cpu))
-            self.counts.turns += 1
-            self.counts.evaluated += len(turn.active)
-            self.counts.tokens += len(drawn.tokens)
 
     def _waited_for(self, result: Callable[[], T]) -> T:
         """A result of the GPU, its time counted."""
@@ -453,7 +407,7 @@ class Engine:
                 said = self._frames(turn)
             except Exception as error:
                 self._pending.popleft()
-                self._fail(turn.ended, error, [ticket for ticket in turn.told if ticket not in turn.ended])
+                self._fail(turn.ended, error, [ticket for ticket, *_ in turn.told if ticket not in turn.ended])
             else:
                 self._pending.popleft()
                 self._tell(said)
@@ -464,11 +418,9 @@ class Engine:
         for ticket in turn.ended:
             self.counts.sequences += 1
             self.counts.lately.append(now - ticket.came)
-        if not turn.told:
-            return []
         return [
-            (ticket, Frame(**frame, done=ticket in turn.ended, seconds=now - ticket.began))
-            for ticket, frame in zip(turn.told, fields_of(rows, turn.evaluated), strict=True)
+            (ticket, Frame(step, *fields, done=ticket in turn.ended, evaluations=many, seconds=now - ticket.began))
+            for (ticket, step, many), fields in zip(turn.told, fields_of(rows), strict=True)
         ]
 
     def _safely(self, tickets: list[Ticket], work: Callable[[], None]) -> bool:
@@ -501,7 +453,7 @@ class Engine:
         with self._changed:
             self._open = False
             self._coming.clear()
-            self._groups.clear()
+            self._batches.clear()
             self._running = 0
         self._tell_unfinished()
 
@@ -516,47 +468,3 @@ async def _within(seconds: float, heard: asyncio.Queue[T]) -> T:
         raise TimeoutError
     async with asyncio.timeout(seconds):
         return await heard.get()
-
-
-def warm(engine: Engine) -> None:
-    """On a GPU the first evaluations are slow: compilation, and CUDA-graph capture of each batch size. So each model
-    generates with all sizes of up to 64 sequences before the first request."""
-
-    async def write(name: str, many: int) -> None:
-        length = engine.writers[name].model.length
-        jobs = [Job(name, [None] * length, steps=4, seed=i) for i in range(many)]
-        await engine.finish(jobs, seconds=3600)
-
-    from imdm.models.backbones.base import size_filled
-
-    most = min(64, engine.settings.batch, engine.settings.queue)
-    for name, writer in engine.writers.items():
-        if writer.model.device.type == "cuda":
-            for many in sorted({min(most, size_filled(many)) for many in range(1, most + 1)}):
-                asyncio.run(write(name, many))
-
-
-SWITCH = 0.0005  # seconds; Python's own is 0.005
-_switching = threading.Lock()
-_intervals: list[float] = []  # before each of the blocks that are in progress
-
-
-@contextmanager
-def responsive() -> Iterator[None]:
-    """Settings of the interpreter for short latencies. What exists now is exempt from garbage collection: models and
-    libraries are hundreds of thousands of objects, and a full collection among requests would stop all threads for a
-    fifth of a second. And threads take turns every half millisecond: those that pass on jobs and frames need little
-    time, but soon. Of several such blocks at a time, the last one to end restores what was before the first."""
-    gc.collect()
-    gc.freeze()
-    with _switching:
-        _intervals.append(sys.getswitchinterval())
-        sys.setswitchinterval(SWITCH)
-    try:
-        yield
-    finally:
-        with _switching:
-            interval = _intervals.pop()
-            if not _intervals:
-                sys.setswitchinterval(interval)
-                gc.unfreeze()

@@ -6,18 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-import torch
-from torch import Tensor
-
-from imdm.devices import sent
-from imdm.errors import UserError
-from imdm.masks import NoisePath
+from imdm.errors import UserError, check_number, check_seed, check_whole
 from imdm.process import NoisePolicy
-from imdm.randomness import Purpose, folded
-from imdm.sampling import Canvas, Keys, Sampling
-from imdm.sampling.options import RevealOrder
-from imdm.sampling.table import FetchedTable, Table
+from imdm.sampling.options import RevealOrder, Sampling
+from imdm.serving.settings import Settings
 
 if TYPE_CHECKING:
     from imdm.models import MaskedDiffusionLM
@@ -75,6 +67,31 @@ class Job:
         """Its options; where `noise` or `order` is None, the model's own."""
         policies = model.policies(self.noise, self.order)
         return Sampling(self.steps, temperature=self.temperature, top_p=self.top_p, **policies)
+
+    def checked(self, model: MaskedDiffusionLM, settings: Settings) -> Sampling:
+        """Refuse what this model cannot write, or what is beyond the limits; else its options."""
+        how = self.how(model)
+        check_whole("steps", self.steps, 1, settings.steps)
+        for name in ("seed", "draws_seed", "noise_seed"):
+            if getattr(self, name) is not None:
+                check_seed(getattr(self, name), name)
+        check_whole("number", self.number, 0, (1 << 31) - 1)
+        if self.noise_between is not None:
+            first, second, s = self.noise_between
+            check_seed(first, "noise_between")
+            check_seed(second, "noise_between")
+            check_number("noise_between", s)
+            if not 0 <= s <= 1:
+                raise UserError(f"noise_between = {s}: a place between two noises is in [0, 1]")
+        if not 1 <= len(self.ids) <= model.length:
+            raise UserError(f"the row has {len(self.ids)} tokens, the model takes 1 to {model.length}")
+        given = [token for token in self.ids if token is not None]
+        if not all(type(token) is int for token in given) or (
+            given and not 0 <= min(given) <= max(given) < model.vocab_size
+        ):
+            for token in given:
+                check_whole("ids", token, 0, model.vocab_size - 1)
+        return how
 
 
 @dataclass(frozen=True)
@@ -146,61 +163,3 @@ def tell(said: Sequence[tuple[Ticket, Frame | UserError]]) -> None:
 def _hear(said: Sequence[tuple[Ticket, Frame | UserError]]) -> None:
     for ticket, one in said:
         ticket.hear(one)
-
-
-def started(jobs: Sequence[Job], how: Sampling, model: Any) -> Canvas:
-    """The canvas of jobs with the same options and rows of one length. It is on the CPU: its random numbers have the
-    same bits there, and a GPU would finish what it is doing first."""
-    hole = model.process.mask_id
-    rows = [[hole if token is None else token for token in job.ids] for job in jobs]
-    tokens = torch.from_numpy(np.array(rows, dtype=np.int64))
-    numbers = [job.number for job in jobs]
-
-    def keys(seeds: Sequence[int]) -> Tensor:
-        return folded(seeds, Purpose.SAMPLE, numbers)
-
-    def seeds(name: str) -> list[int]:
-        return [job.seed if getattr(job, name) is None else getattr(job, name) for job in jobs]
-
-    order = keys([job.seed for job in jobs])
-    start = torch.ones(len(jobs))
-    if all(job.draws_seed is job.noise_seed is job.noise_between is None for job in jobs):
-        return Canvas.start(model, tokens, Keys.one(order), how, start)
-    noise: Tensor | NoisePath = keys(seeds("noise_seed"))
-    ways = [job.noise_between or (seed, seed, 0.0) for job, seed in zip(jobs, seeds("noise_seed"), strict=True)]
-    if any(s > 0 for _, _, s in ways) or any(job.noise_between for job in jobs):
-        first, second, s = zip(*ways, strict=True)
-        noise = NoisePath(keys(first), keys(second), torch.tensor(s, dtype=torch.float64))
-    return Canvas.start(model, tokens, Keys(order, keys(seeds("draws_seed")), noise), how, start)
-
-
-def rows_of(canvas: Canvas, index: list[int]) -> FetchedTable:
-    """What frames say of some sequences of a canvas. It is not waited for."""
-    if not index:
-        return FetchedTable(Table(canvas.table.data[:0], canvas.table.layout))
-    return FetchedTable(canvas.table.at(sent(torch.tensor(index), canvas.tokens.device)))
-
-
-def fields_of(rows: Table, evaluated: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
-    """The fields of frames from the rows of their sequences and from what is known of their evaluations (`so_far`), but
-    for `done` and `seconds`."""
-    of = {name: column.numpy() for name, column in rows.columns().items()}
-    masked, given = of["masked"], of["revealed_at"] < 0
-    probability = np.where(given, 1.0, np.exp(of["log_probs"].astype(np.float64)))
-    columns = zip(
-        np.where(masked, -1, of["tokens"]).tolist(),
-        np.where(masked | given, 0, of["revealed_at"] + 1).tolist(),
-        np.where(masked, 0.0, probability).tolist(),
-        evaluated,
-        strict=True,
-    )
-    return [
-        {
-            "step": last + 1 if evaluations else 0,
-            "ids": [None if token < 0 else token for token in tokens],
-            "revealed": revealed,
-            "probability": probable,
-            "evaluations": evaluations,
-        }
-        for tokens, revealed, probable, (last, evaluations) in columns
-    ]

@@ -18,8 +18,9 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from imdm.errors import UserError
 from imdm.listening import listen
 from imdm.serving.app import make_app
-from imdm.serving.engine import Engine, responsive, warm
+from imdm.serving.engine import Engine
 from imdm.serving.guard import PATIENCE
+from imdm.serving.ready import responsive, warm
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

@@ -1,0 +1,220 @@
+"""Texts of several requests that are written together: one batch for each model, length and way to draw.
+
+Time is no input of the network, and every random number depends on a text's own keys. So texts at different steps, of
+different numbers of steps, share an evaluation, and none depends on the others. Those that come join at the next one.
+
+Which positions a step reveals is planned when a text comes, on the CPU: its random numbers have the same bits there,
+and the next evaluation is known without asking a GPU, which would finish what it is doing first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from imdm.devices import Fetched, sent
+from imdm.masks import NoisePath
+from imdm.process import NoisePolicy, Split
+from imdm.randomness import Purpose, folded
+from imdm.sampling import Canvas, Keys, Sampling, Turn, plan, reverse_step
+from imdm.serving.jobs import Job, Ticket
+from imdm.state import Rows
+
+if TYPE_CHECKING:
+    from imdm.models import MaskedDiffusionLM
+
+
+class Group(NamedTuple):
+    """What the texts of a batch have in common."""
+
+    model: str
+    length: int
+    noise: NoisePolicy
+    temperature: float
+    top_p: float
+
+    @classmethod
+    def of(cls, ticket: Ticket) -> Group:
+        how = ticket.how
+        return cls(ticket.job.model, len(ticket.job.ids), how.noise, how.temperature, how.top_p)
+
+
+class JobKeys(NamedTuple):
+    """The random keys of a text, as `Keys`. Its noise is at the place `s` from the first's to the second's."""
+
+    order: int
+    tokens: int
+    first: int
+    second: int
+    s: float
+
+
+@dataclass(eq=False)
+class Text:
+    """A text in progress. visits: the evaluations to come, each a step and the positions that it reveals; grid, alpha:
+    times and α after each step; last: the step of the last evaluation."""
+
+    ticket: Ticket
+    keys: JobKeys
+    visits: deque[tuple[int, np.ndarray]]
+    grid: list[float]
+    alpha: list[float]
+    last: int = 0
+    evaluations: int = 0
+
+
+class Batch:
+    """Texts that share evaluations, and their canvas, a row for each. how: their options but for steps and order, of
+    which each has its own."""
+
+    def __init__(self, model: MaskedDiffusionLM, how: Sampling) -> None:
+        self.model, self.how = model, how
+        self.texts: list[Text] = []
+        self.canvas: Canvas | None = None
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    @property
+    def tickets(self) -> list[Ticket]:
+        return [text.ticket for text in self.texts]
+
+    def join(self, tickets: Sequence[Ticket]) -> None:
+        """Plan the texts of these jobs, and add them."""
+        texts, canvases = list(self.texts), [] if self.canvas is None else [self.canvas]
+        for how in dict.fromkeys(ticket.how for ticket in tickets):
+            some = [ticket for ticket in tickets if ticket.how == how]
+            tokens, revealed_at, planned = self._planned(some, how)
+            columns = sent(torch.stack((tokens, revealed_at)), self.model.device)
+            canvases.append(Canvas.start(*columns.unbind()))
+            texts += planned
+        together = canvases[0] if len(canvases) == 1 else Canvas(*map(torch.cat, zip(*canvases, strict=True)))
+        self.texts, self.canvas = texts, together
+
+    def _planned(self, tickets: Sequence[Ticket], how: Sampling) -> tuple[Tensor, Tensor, list[Text]]:
+        """Texts of the same number of steps and order: tokens and reveal steps (B, L), and their evaluations."""
+        process, keys = self.model.process, job_keys([ticket.job for ticket in tickets])
+        hole = process.mask_id
+        ids = [[hole if token is None else token for token in ticket.job.ids] for ticket in tickets]
+        order, draws = (torch.tensor([getattr(one, name) for one in keys]) for name in ("order", "tokens"))
+        tokens = process.begun(torch.from_numpy(np.array(ids, dtype=np.int64)), draws)
+        planned = plan(process, order, torch.ones(len(tickets)), how.steps, tokens.shape[1], how.order)
+        revealed_at = torch.where(tokens == hole, planned.reveal, -1)
+        parts = zip(
+            tickets, keys, map(visits, revealed_at.numpy()), planned.grid.tolist(), planned.alpha.tolist(), strict=True
+        )
+        return tokens, revealed_at, [Text(*one) for one in parts]
+
+    def keep(self, index: Sequence[int]) -> None:
+        """Keep only these texts."""
+        at = sent(torch.tensor(index, dtype=torch.int64), self.model.device)
+        self.texts = [self.texts[i] for i in index]
+        self.canvas = Canvas(*(field[at] for field in self._canvas))
+
+    @property
+    def _canvas(self) -> Canvas:
+        assert self.canvas is not None
+        return self.canvas
+
+    def evaluate(self) -> tuple[int, int]:
+        """Launch the next evaluation: how many texts, and how many tokens."""
+        active = [i for i, text in enumerate(self.texts) if text.visits]
+        if not active:
+            return 0, 0
+        turn, keys = self._turn(active)
+        drawn = reverse_step(self.model, self._canvas, turn, keys, self.how)
+        return len(active), len(drawn.tokens)
+
+    def _turn(self, active: Sequence[int]) -> tuple[Turn, Keys]:
+        """The next evaluation of these texts, in one copy to the device that is not waited for."""
+        texts = [self.texts[i] for i in active]
+        steps, positions = zip(*(text.visits.popleft() for text in texts), strict=True)
+        times = [(one.grid[k], one.alpha[one.last], one.alpha[k]) for one, k in zip(texts, steps, strict=True)]
+        for text, step in zip(texts, steps, strict=True):
+            text.last, text.evaluations = step, text.evaluations + 1
+        *whole, s = zip(*(text.keys for text in texts), strict=True)
+        sizes = np.array([len(each) for each in positions])
+        sequence, position = np.repeat(np.arange(len(texts)), sizes), np.concatenate(positions)
+        slot = np.arange(len(position)) - np.repeat(sizes.cumsum() - sizes, sizes)
+
+        parts = [
+            np.array((active, steps, *whole)),
+            np.array((*zip(*times, strict=True), s)).view(np.int64),
+            sequence,
+            position,
+            slot,
+        ]
+        there = sent(torch.from_numpy(np.concatenate([part.ravel() for part in parts])), self.model.device)
+        ints, floats, *rows = there.split([part.size for part in parts])
+        places, now, order, tokens, first, second = ints.view(-1, len(texts))
+        t, alpha_t, alpha_s, way = floats.view(torch.float64).view(-1, len(texts))
+        noise = NoisePath(first, second, way) if any(s) else first
+        turn = Turn(places, now, t, Split(alpha_t, alpha_s), Rows(*rows, int(sizes.max())))
+        return turn, Keys(order, tokens, noise)
+
+    def masked(self) -> Tensor:
+        """Which positions are masked, (B, L). On a GPU it is waited for."""
+        return (self._canvas.tokens == self.model.process.mask_id).cpu()
+
+    def only(self, masked: Tensor) -> None:
+        """Forget evaluations of positions that are no longer masked (B, L), since the network drew an end."""
+        for text, left in zip(self.texts, masked.numpy(), strict=True):
+            while text.visits:
+                step, positions = text.visits[0]
+                if left[positions].any():
+                    text.visits[0] = step, positions[left[positions]]
+                    break
+                text.visits.popleft()
+
+    def done(self) -> list[bool]:
+        """Which texts are finished."""
+        return [not text.visits for text in self.texts]
+
+    def rows(self, index: Sequence[int]) -> Fetched:
+        """What frames say of some texts: tokens, −1 where masked, reveal steps and log-probabilities, (3, B, L). It is
+        not waited for."""
+        at, canvas = sent(torch.tensor(index, dtype=torch.int64), self.model.device), self._canvas
+        tokens = canvas.tokens[at]
+        tokens = tokens.masked_fill(tokens == self.model.process.mask_id, -1)
+        return Fetched(torch.stack((tokens.double(), canvas.revealed_at[at].double(), canvas.log_probs[at].double())))
+
+
+def fields_of(rows: Tensor) -> Iterator[tuple[list[int | None], list[int], list[float]]]:
+    """The fields ids, revealed and probability of frames, from `Batch.rows`."""
+    tokens, revealed_at, log_probs = rows.numpy()
+    masked, given = tokens < 0, revealed_at < 0
+    revealed = np.where(masked | given, 0, revealed_at + 1).astype(np.int64).tolist()
+    probability = np.where(masked, 0.0, np.where(given, 1.0, np.exp(log_probs))).tolist()
+    ids = [[None if token < 0 else token for token in row] for row in tokens.astype(np.int64).tolist()]
+    return zip(ids, revealed, probability, strict=True)
+
+
+def job_keys(jobs: Sequence[Job]) -> list[JobKeys]:
+    """The random keys of jobs: those of `Writer.write`, unless they have others for draws or noise."""
+
+    def keys(seeds: Sequence[int]) -> list[int]:
+        found: list[int] = folded(seeds, Purpose.SAMPLE, [job.number for job in jobs]).tolist()
+        return found
+
+    own = [job.seed for job in jobs]
+    draws = [job.seed if job.draws_seed is None else job.draws_seed for job in jobs]
+    noise = [job.seed if job.noise_seed is None else job.noise_seed for job in jobs]
+    ways = [job.noise_between or (seed, seed, 0.0) for job, seed in zip(jobs, noise, strict=True)]
+    first, second, s = zip(*ways, strict=True)
+    order = keys(own)
+    columns = (order if seeds == own else keys(seeds) for seeds in (draws, list(first), list(second)))
+    return [JobKeys(*one) for one in zip(order, *columns, map(float, s), strict=True)]
+
+
+def visits(revealed_at: np.ndarray) -> deque[tuple[int, np.ndarray]]:
+    """The evaluations of a text, by the step (L,) of each position, −1 where there is nothing to reveal."""
+    position = revealed_at.argsort(kind="stable")
+    steps, first = np.unique(revealed_at[position], return_index=True)
+    parts = zip(steps.tolist(), np.split(position, first[1:]), strict=True)
+    return deque((step, part) for step, part in parts if step >= 0)
