@@ -52,7 +52,7 @@ def folder(
 def lightning(file: Path, weights: dict[str, Tensor], average: bool = True, **more: Any) -> Path:
     """A checkpoint as Lightning writes it, the averaged weights in a list."""
     state = OrderedDict((f"backbone.{name}", weight) for name, weight in weights.items())
-    shadow = [weight + 1 for name, weight in weights.items() if not name.endswith("inv_freq")]
+    shadow = [weight + 0.1 for name, weight in weights.items() if not name.endswith("inv_freq")]
     content = {"state_dict": state, "epoch": 3, "optimizer_states": [{"state": {0: torch.ones(4)}}]} | more
     torch.save(
         content | ({"ema": {"decay": 0.9999, "num_updates": 5, "shadow_params": shadow}} if average else {}), file
@@ -120,7 +120,7 @@ def test_a_lightning_checkpoint_gives_its_average_unless_told(tmp_path: Path, av
     weights = made(**SIZE)
     file = lightning(tmp_path / "mdlm.ckpt", weights)
     model = imdm.adopt(file, length=6, averaged=averaged)
-    wanted = weights | {k: v + 1 for k, v in weights.items() if averaged and not k.endswith("inv_freq")}
+    wanted = weights | {k: v + 0.1 for k, v in weights.items() if averaged and not k.endswith("inv_freq")}
     torch.testing.assert_close(model(model.noised(TOKENS), TOKENS == 10), expected(wanted), atol=1e-5, rtol=1e-5)
     plain = imdm.adopt(lightning(tmp_path / "plain.ckpt", weights, average=False), length=6)
     torch.testing.assert_close(plain(plain.noised(TOKENS), TOKENS == 10), expected(weights), atol=1e-5, rtol=1e-5)
@@ -341,11 +341,11 @@ def test_a_checkpoint_says_itself_what_it_is(
 @pytest.mark.parametrize("averaged", [True, False])
 def test_radds_own_checkpoint(tmp_path: Path, averaged: bool) -> None:
     weights = made(**SIZE | {"condition": 0})
-    shadow = [weight + 1 for name, weight in weights.items() if not name.endswith("inv_freq")]
+    shadow = [weight + 0.1 for name, weight in weights.items() if not name.endswith("inv_freq")]
     content = {"optimizer": {}, "model": weights, "ema": {"shadow_params": shadow}, "step": 3}
     torch.save(content, tmp_path / "checkpoint.pth")
     model = imdm.adopt(tmp_path / "checkpoint.pth", length=6, averaged=averaged)
-    wanted = {name: weight + averaged * (not name.endswith("inv_freq")) for name, weight in weights.items()}
+    wanted = {name: weight + 0.1 * averaged * (not name.endswith("inv_freq")) for name, weight in weights.items()}
     assert torch.allclose(model.log_probs(model.noised(TOKENS), TOKENS == 10), expected(wanted), atol=1e-4)
 
 

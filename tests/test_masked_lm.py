@@ -52,7 +52,7 @@ def test_logits_are_those_of_the_state(mask: str, kind: str) -> None:
     keys = model.sample_keys(2, 5)
     noise = model.mask.draw(keys, torch.zeros_like(IDS), HOLES)
     state = Noised(IDS, HOLES, noise, torch.ones(2), model.process.latents(keys))
-    assert torch.equal(found.logits.log_softmax(-1)[HOLES].exp(), model(state, HOLES).exp())
+    assert same(found.logits.log_softmax(-1)[HOLES].exp(), model(state, HOLES).exp())
     assert (found.logits[..., 4] == torch.finfo(torch.float32).min).all()
     assert found.loss is None
     assert found.hidden_states is None
