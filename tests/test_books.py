@@ -105,7 +105,7 @@ def test_rows_are_there_as_soon_as_they_are_known(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("imdm.experiments.stages.evaluate", stopped)
+        patched.setattr("imdm.experiments.evaluating.evaluate", stopped)
         assert imdm(*about).returncode == 130
     first = read(run / "results.jsonl")
     assert {row.temperature for row in first if row.metric == "entropy"} == {0.8}

@@ -569,7 +569,7 @@ def test_evaluate_without_a_judges_name_has_one(
     assert not out.exists()
     done = command(*asked, "--out", out)
     assert done.returncode == 0, done.stderr
-    assert "is not available; using sentences-judge, which ships, instead" in " ".join(done.stdout.split())
+    assert "is not available; using sentences-judge, which ships, instead" in " ".join(done.stderr.split())
     assert [row.judge for row in read(out)] == ["sentences-judge"]
 
 

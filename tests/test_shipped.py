@@ -32,6 +32,7 @@ RESULT = {
     **dict.fromkeys(("steps", "evaluations", "value", "n", "length", "temperature"), 1),
     **dict.fromkeys(("stderr", "split", "judge")),
     "seed": 0,
+    "sample_seed": 0,
 }
 
 
