@@ -16,7 +16,7 @@ the text neither end nor padding is drawn. A model with `lengths` draws the end 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -161,11 +161,12 @@ def sample(
     tokens = process.begun(tokens, keys).clone()
     masked = tokens == process.mask_id
     planned = plan(process, keys, t, how.steps, L, how.order)
-    evaluations, coming = turns(planned, masked, batch_size=batch_size)
+    evaluations, upcoming = turns(planned, masked, batch_size=batch_size)
+    coming: Iterable[Turn] = upcoming
     canvas = Canvas.start(tokens, torch.where(masked, planned.reveal, -1))
     if not process.is_planned:
         evaluations = torch.zeros_like(evaluations)
-        coming = _still_masked(process, canvas, planned, coming, evaluations)
+        coming = _still_masked(process, canvas, planned, upcoming, evaluations)
 
     # 2. Evaluate each sequence at its own reveal steps.
     written = 0

@@ -151,12 +151,12 @@ class Batch:
             slot,
         ]
         there = sent(torch.from_numpy(np.concatenate([part.ravel() for part in parts])), self.model.device)
-        ints, floats, *rows = there.split([part.size for part in parts])
+        ints, floats, *where = there.split([part.size for part in parts])
         places, now, order, tokens, first, second = ints.view(-1, len(texts))
         t, alpha_t, alpha_s, way = floats.view(torch.float64).view(-1, len(texts))
         noise = NoisePath(first, second, way) if any(s) else first
-        turn = Turn(places, now, t, Split(alpha_t, alpha_s), Rows(*rows, int(sizes.max())))
-        return turn, Keys(order, tokens, noise)
+        rows = Rows(where[0], where[1], where[2], int(sizes.max()))
+        return Turn(places, now, t, Split(alpha_t, alpha_s), rows), Keys(order, tokens, noise)
 
     def masked(self) -> Tensor:
         """Which positions are masked, (B, L). On a GPU it is waited for."""

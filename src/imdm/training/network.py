@@ -56,7 +56,7 @@ class Network:
         # Accelerate would silently use DDP on a CPU for a sharded one
         self.model: Any = accelerator.prepare(module) if sharding is None else shard(module, sharding)
         self.bare: Any = accelerator.unwrap_model(self.model)
-        self.optimizer = make_optimizer(self.bare, config, recorded)  # not Accelerate's, which looks for packages a step
+        self.optimizer = make_optimizer(self.bare, config, recorded)  # Accelerate's looks for packages each step
         self.ema = EMA(self.bare, config.ema)
         self.weights = [weight for weight in self.bare.parameters() if weight.requires_grad]
         self.losses: list[Tensor] = []
