@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,7 +24,6 @@ from imdm.benchmarks.sampling import fresh, writing_flops
 from imdm.data.tokenizers import load_tokenizer, special_ids
 from imdm.errors import UserError
 from imdm.models import faster
-from imdm.serving.apart import Apart
 from imdm.serving.api import Completion, Order
 from imdm.serving.engine import Engine
 from imdm.serving.ready import warm
@@ -48,7 +46,6 @@ PROMPTS = ("It was a dark", "The old man", "She looked at the sea and", "When th
 
 @benchmarks.register("serving")
 def serving(size: Size) -> Iterator[Row]:
-    """On a GPU twice: with the engine in this process, as `imdm serve` has it, and in one of its own."""
     try:
         from imdm.serving.server import in_background
     except ModuleNotFoundError as error:
@@ -61,16 +58,12 @@ def serving(size: Size) -> Iterator[Row]:
     ]
     sequence = alone(writer, requests)
     limits = Settings(queue=4096, seconds=3600)
-    engines = {"": lambda: Engine({"it": writer}, limits)}
-    if device().type == "cuda":
-        engines[", engine apart"] = lambda: Apart(partial(_writers, given["preset"], given["length"]), limits)
-    for where, make in engines.items():
-        engine = make()
-        with in_background(engine) as server:
-            warm(engine)
-            for many in CLIENTS:
-                yield loaded(engine, server.port, many, requests, sequence, given, where)
-            yield mixed(engine, server.port, requests, given, where)
+    engine = Engine({"it": writer}, limits)
+    with in_background(engine) as server:
+        warm(engine)
+        for many in CLIENTS:
+            yield loaded(engine, server.port, many, requests, sequence, given)
+        yield mixed(engine, server.port, requests, given)
 
 
 def loaded(
@@ -80,17 +73,16 @@ def loaded(
     requests: list[dict[str, Any]],
     alone: tuple[list[float], float],
     given: Mapping[str, Any],
-    where: str,
 ) -> Row:
     """All requests, by so many clients at a time, beside the same one after another."""
     load(port, many, requests[: 2 * many])  # warm-up of new batch sizes
     sequence, processor = alone
 
     def over_http() -> tuple[float, float, list[float], int, float]:
-        worked, before = engine.processor(), replace(engine.counts)
+        worked, before = time.process_time(), replace(engine.counts)
         found, after = load(port, many, requests), engine.counts
         turns, waited = after.turns - before.turns, after.waited - before.waited
-        return found["seconds"], engine.processor() - worked, found["took"], turns, waited
+        return found["seconds"], time.process_time() - worked, found["took"], turns, waited
 
     def without_http() -> tuple[float, list[str]]:
         return asyncio.run(directly(engine, many, requests))
@@ -101,7 +93,7 @@ def loaded(
     before50, before95 = np.quantile(in_turn(sequence, many), [0.5, 0.95])
     share, gpu = max(0.0, 1 - inside / seconds), device().type == "cuda"
     return Row(
-        work=f"serve, {many} client{'s' if many > 1 else ''}{where}",
+        work=f"serve, {many} client{'s' if many > 1 else ''}",
         ours=Took(seconds * 1e3, None),
         plain=Took(sum(sequence) * 1e3, None),
         **_size(engine, requests, given),
@@ -125,7 +117,7 @@ def loaded(
     )
 
 
-def mixed(engine: Engine, port: int, requests: list[dict[str, Any]], given: Mapping[str, Any], where: str) -> Row:
+def mixed(engine: Engine, port: int, requests: list[dict[str, Any]], given: Mapping[str, Any]) -> Row:
     """Requests of few steps by three quarters of the clients while the others ask for many: their latency beside that
     without the others."""
     others = MIXED // 4
@@ -149,7 +141,7 @@ def mixed(engine: Engine, port: int, requests: list[dict[str, Any]], given: Mapp
     p50, p95 = np.quantile(took, [0.5, 0.95])
     bare50, bare95 = np.quantile(took_bare, [0.5, 0.95])
     return Row(
-        work=f"serve, {MIXED} clients, every fourth in {LONG} steps{where}",
+        work=f"serve, {MIXED} clients, every fourth in {LONG} steps",
         ours=Took(seconds * 1e3, None),
         plain=None,
         **_size(engine, short, given),
@@ -185,10 +177,6 @@ def _writer(preset: str, length: int) -> Writer:
     ids = {"vocab_size": len(tokenizer), "mask_token_id": special_ids(tokenizer).mask}
     made = fresh(preset, "infinite-uniform-768-1.0", length=length, **ids)
     return Writer(faster(made.eval()), tokenizer)
-
-
-def _writers(preset: str, length: int) -> dict[str, Writer]:
-    return {"it": _writer(preset, length)}
 
 
 def _asked(request: dict[str, Any]) -> Completion:

@@ -157,10 +157,6 @@ class Engine:
         """Whether it takes jobs."""
         return self._open and self._thread is not None and self._thread.is_alive()
 
-    def processor(self) -> float:
-        """CPU seconds so far: its process', and those of the one it serves."""
-        return time.process_time()
-
     async def run(self, job: Job) -> AsyncGenerator[Frame, None]:
         """The frames of a job in order, the last one `done`. If the caller stops iterating, the work is dropped at the
         next turn; use `contextlib.aclosing` in a function that continues afterwards."""
@@ -240,17 +236,13 @@ class Engine:
         with self._changed:
             if not self.alive or self._aborted:
                 raise Stopped("the service is stopping; try again when it has restarted")
-            self._check_room(len(self._coming) + self._running, len(tickets))
+            there, most = len(self._coming) + self._running, self.settings.queue
+            if there + len(tickets) > most:
+                raise Busy(f"{there} texts are running or waiting, of {most} at most; try again later", self._after())
             with self._telling:
                 self._open_tickets.update(tickets)
             self._coming.extend(tickets)
             self._changed.notify_all()
-
-    def _check_room(self, many: int, more: int) -> None:
-        """Refuse so many more jobs if, with those there, they are too many."""
-        if many + more > self.settings.queue:
-            said = f"{many} texts are running or waiting, of {self.settings.queue} at most; try again later"
-            raise Busy(said, self._after())
 
     def _drop(self, tickets: Sequence[Ticket]) -> None:
         """Nobody hears these any more; finished ones may be among them."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from asyncio import AbstractEventLoop
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from imdm.errors import UserError, check_number, check_seed, check_whole
 from imdm.process import NoisePolicy
@@ -117,25 +118,17 @@ class Frame:
     seconds: float
 
 
-class Loop(Protocol):
-    """What is used of an event loop."""
-
-    def call_soon_threadsafe(self, callback: Callable[..., Any], /, *args: Any) -> object: ...
-
-
 @dataclass(eq=False)
 class Ticket:
-    """A job in progress: `hear` is called in its event loop with each frame, or with an error. number: its name between
-    two processes (`Apart`)."""
+    """A job in progress: `hear` is called in its event loop with each frame, or with an error."""
 
     job: Job
     how: Sampling
-    loop: Loop
+    loop: AbstractEventLoop
     hear: Callable[[Frame | UserError], None]
     came: float
     began: float = 0.0
     dropped: bool = False
-    number: int = -1
 
 
 def ends(said: Frame | UserError) -> bool:
