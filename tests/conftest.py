@@ -15,7 +15,8 @@ import torch
 import transformers
 
 from imdm.masks import Mask, parse_mask
-from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
+from imdm.models.configuration import MaskedDiffusionConfig
+from imdm.models.denoiser import MaskedDiffusionLM
 
 transformers.utils.logging.disable_progress_bar()
 torch.set_num_threads(1)

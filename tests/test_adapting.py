@@ -17,16 +17,18 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import imdm
 from imdm.adopting import adopted_config, write_published
-from imdm.data import LanguageSource, TokenSource, aligned
+from imdm.data.source import LanguageSource, TokenSource
+from imdm.data.synthetic import aligned
 from imdm.data.tokenizers import load_tokenizer, special_ids, train_bpe
 from imdm.ending import Ending
 from imdm.errors import UserError
 from imdm.evaluation import Subject, measure, read
 from imdm.experiments import Recipe, Run, load_recipe, parse_recipe
 from imdm.experiments.status import status
-from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM, load_model
-from imdm.models.denoiser import around
+from imdm.models.configuration import MaskedDiffusionConfig
+from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.models.fast import Steps, _Step
+from imdm.models.loading import load_model
 from imdm.models.pretrained import built, plain_config
 from imdm.objectives import Autoregressive, Nelbo, next_log_probs
 from imdm.randomness import Purpose, fold
@@ -265,7 +267,9 @@ def test_rounding_is_no_reason_to_refuse_an_autoregressive_model(kind: str) -> N
     with torch.no_grad():
         lm.base_model.norm.weight.fill_(30.0)
     backbone = {"kind": "hf", "config": plain_config(lm.config.to_dict()), "shift": False}
-    around(MaskedDiffusionConfig(vocab_size=12, length=6, width=512, dropout=0.0, causal=True, backbone=backbone), lm)
+    MaskedDiffusionLM.around(
+        MaskedDiffusionConfig(vocab_size=12, length=6, width=512, dropout=0.0, causal=True, backbone=backbone), lm
+    )
 
 
 @pytest.mark.parametrize(

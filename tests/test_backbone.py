@@ -16,21 +16,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from imdm.data import CoupleConfig, Coupling, LanguageSource, aligned, couple
+from imdm.data.coupling import CoupleConfig, Coupling, couple
+from imdm.data.source import LanguageSource
+from imdm.data.synthetic import aligned
 from imdm.errors import UserError
 from imdm.experiments.schema import ModelSettings
 from imdm.exporting import export
 from imdm.masks import Finite
-from imdm.models import (
-    MaskedDiffusionConfig,
-    MaskedDiffusionLM,
-    faster,
-    fingerprint,
-    fold_conditioning,
-    load_model,
-    with_mask,
-)
 from imdm.models.backbones import backbones
+from imdm.models.configuration import MaskedDiffusionConfig
+from imdm.models.denoiser import MaskedDiffusionLM
+from imdm.models.fast import faster
+from imdm.models.identity import fingerprint
+from imdm.models.loading import load_model
+from imdm.models.variants import fold_conditioning, with_mask
 from imdm.objectives import Step, parse_objective
 from imdm.randomness import Purpose, fold
 from imdm.sampling import Sampling, sample

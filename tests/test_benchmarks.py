@@ -35,7 +35,8 @@ from imdm.benchmarks.measure import Took, machine, paced, timed
 from imdm.benchmarks.table import table
 from imdm.cli.app import app
 from imdm.costing.work import head_flops, network_flops
-from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
+from imdm.models.configuration import MaskedDiffusionConfig
+from imdm.models.denoiser import MaskedDiffusionLM
 
 SMALL = {"preset": "tiny", "length": 16, "vocab_size": 512}
 PAPER = Machine("a machine of paper", "2.x", tflops=1.0, terabytes=1.0)

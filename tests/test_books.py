@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from imdm.data import PreparedSource
+from imdm.data.prepared import PreparedSource
 from imdm.data.tokenizers import train_bpe
 from imdm.evaluation import read
 from imdm.evaluation.measuring import evaluate

@@ -12,7 +12,7 @@ import torch
 
 from imdm.errors import UserError
 from imdm.evaluation.bound import Asked, Bound, bounds, drawn, greedy
-from imdm.models import MaskedDiffusionLM
+from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.state import Noised
 from tests.conftest import tiny_model
 from tests.reference.statistics import assert_law

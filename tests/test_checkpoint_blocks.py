@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from imdm.data import LanguageSource, aligned
+from imdm.data.source import LanguageSource
+from imdm.data.synthetic import aligned
 from imdm.errors import UserError
-from imdm.models import MaskedDiffusionLM, load_model
 from imdm.models.backbones import Backbone, backbones
+from imdm.models.denoiser import MaskedDiffusionLM
+from imdm.models.loading import load_model
 from imdm.objectives import Step, parse_objective
 from imdm.training import TrainConfig, Trainer
 from tests.conftest import tiny_model

@@ -25,13 +25,15 @@ from typer.main import get_command
 from imdm import console as terminal
 from imdm.cli import main
 from imdm.cli.app import app
-from imdm.data import Coupling
+from imdm.data.coupling import Coupling
 from imdm.errors import UserError
 from imdm.evaluation import read
 from imdm.experiments import Recipe, loading
 from imdm.experiments.status import MEANINGS, SIGNALS, explained, read_done
 from imdm.files import working_in
-from imdm.models import MaskedDiffusionLM, fingerprint, load_model
+from imdm.models.denoiser import MaskedDiffusionLM
+from imdm.models.identity import fingerprint
+from imdm.models.loading import load_model
 from tests.conftest import tiny_model
 
 ROOT = Path(__file__).parents[1]

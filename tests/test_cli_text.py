@@ -12,11 +12,11 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from imdm.data import PreparedData
+from imdm.data.text import PreparedData
 from imdm.data.tokenizers import has_tokenizer
 from imdm.evaluation import read
 from imdm.files import append_line, read_metadata, write_tensors
-from imdm.models import load_model
+from imdm.models.loading import load_model
 from imdm.sampling import Generation, sample
 from tests.test_cli import imdm, refused
 from tests.test_corpora import SENTENCES

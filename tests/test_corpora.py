@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from imdm.data import Corpus, PrepareConfig, PreparedData, PreparedSource, TextData, prepare
-from imdm.data.corpora import PRESETS, unspace, unspace_wikitext
+from imdm.data.corpora import PRESETS, Corpus, unspace, unspace_wikitext
 from imdm.data.encoding import Encoded
-from imdm.data.packing import Packer
-from imdm.data.prepared import Prepared
+from imdm.data.packing import Packer, PrepareConfig, prepare
+from imdm.data.prepared import Prepared, PreparedSource
+from imdm.data.text import PreparedData, TextData
 from imdm.data.tokenizers import load_tokenizer, special_ids, tokenizer_hash, train_bpe
 from imdm.errors import UserError
 

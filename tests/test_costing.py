@@ -27,12 +27,13 @@ from imdm.costing.sampled import JUDGES
 from imdm.costing.stages import check_memory, communication
 from imdm.costing.steps import Setting, gathered_to_look, least_state, looked, masked_by, plan
 from imdm.costing.work import MOST, PRODUCTS, Work, completions, evaluated, evaluations, written
-from imdm.data import TokenSource
+from imdm.data.source import TokenSource
 from imdm.errors import UserError
 from imdm.experiments import Run, checks, load_recipe, parse_recipe, recipe_names
 from imdm.experiments.inputs import Inputs
 from imdm.files import read_json
-from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
+from imdm.models.configuration import MaskedDiffusionConfig
+from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.objectives import SDTT, Match, Nelbo, Objective, ReDi, Step
 from imdm.training import TrainConfig, Trainer
 from imdm.training.config import usable

@@ -11,11 +11,13 @@ from safetensors.torch import save_file
 
 import imdm
 from imdm.config import digest
-from imdm.data import CoupleConfig, Coupling, LanguageSource, aligned, couple
-from imdm.data.coupling import shard_path
+from imdm.data.coupling import CoupleConfig, Coupling, couple, shard_path
+from imdm.data.source import LanguageSource
+from imdm.data.synthetic import aligned
 from imdm.errors import UserError
 from imdm.files import read_tensors
-from imdm.models import MaskedDiffusionLM, fingerprint
+from imdm.models.denoiser import MaskedDiffusionLM
+from imdm.models.identity import fingerprint
 from imdm.objectives import EARLIEST
 from tests.conftest import tiny_model
 from tests.reference.statistics import assert_mean

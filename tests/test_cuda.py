@@ -13,11 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from imdm.benchmarks.training import Pairs
-from imdm.data import CoupleConfig, Coupling, LanguageSource, TokenSource, aligned, couple
+from imdm.data.coupling import CoupleConfig, Coupling, couple
+from imdm.data.source import LanguageSource, TokenSource
+from imdm.data.synthetic import aligned
 from imdm.ending import Ends
 from imdm.masks import Mask, NoisePath
-from imdm.models import MaskedDiffusionLM, faster, load_model
+from imdm.models.denoiser import MaskedDiffusionLM
+from imdm.models.fast import faster
 from imdm.models.layers import attend, capped_attention, gelu_of, rotary, turned_back
+from imdm.models.loading import load_model
 from imdm.models.readout import Gradient, Head, matched
 from imdm.objectives import SDTT, Autoregressive, Match, Nelbo, Objective, ReDi, Step
 from imdm.objectives.onpolicy import Auxiliary
@@ -191,7 +195,7 @@ def test_train_couple_distil_and_write(tmp_path: Path, precision: str) -> None:
     model = tiny_model(trained=False, vocab_size=3, length=2, width=64, heads=4)
     teacher = load_model(Trainer(model, Nelbo(), source, config, tmp_path / "teacher").train()).cuda()
     couple(teacher, source, CoupleConfig(pairs=512, steps=64), tmp_path / "pairs")
-    from imdm.models import to_infinite
+    from imdm.models.variants import to_infinite
 
     student = to_infinite(teacher, dim=256)
     config = config.model_copy(update={"steps": 600, "lr": 1e-3})
@@ -217,7 +221,8 @@ def test_resume_on_the_gpu(tmp_path: Path) -> None:
 
 def test_a_small_model_writes_long_text() -> None:
     """GPT-2 Small's size, length 1,024, IMDM, bf16 trunk: it runs and reveals everything."""
-    from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
+    from imdm.models.configuration import MaskedDiffusionConfig
+    from imdm.models.denoiser import MaskedDiffusionLM
 
     config = MaskedDiffusionConfig.preset("small", vocab_size=50_258, length=1024, mask="infinite-uniform-768-1.0")
     model = MaskedDiffusionLM(config).cuda().eval()

@@ -13,8 +13,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from imdm.data import Corpus, CoupleConfig, Coupling, LanguageSource, PrepareConfig, PreparedSource, aligned, couple
-from imdm.data import prepare as prepare_text
+from imdm.data.corpora import Corpus
+from imdm.data.coupling import CoupleConfig, Coupling, couple
+from imdm.data.packing import PrepareConfig
+from imdm.data.packing import prepare as prepare_text
+from imdm.data.prepared import PreparedSource
+from imdm.data.source import LanguageSource
+from imdm.data.synthetic import aligned
 from imdm.errors import UserError
 from imdm.experiments.status import status
 from imdm.files import (
@@ -26,7 +31,7 @@ from imdm.files import (
     write_recorded,
     write_tensors,
 )
-from imdm.models import load_model
+from imdm.models.loading import load_model
 from imdm.report import build_report
 from tests.conftest import tiny_model
 from tests.reference.hostile import refusal

@@ -10,11 +10,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from imdm.data import LanguageSource, aligned
+from imdm.data.source import LanguageSource
+from imdm.data.synthetic import aligned
 from imdm.errors import UserError
 from imdm.evaluation import Evaluation, Subject, measure
 from imdm.masks import parse_mask
-from imdm.models import MaskedDiffusionLM, fold_conditioning, with_mask
+from imdm.models.denoiser import MaskedDiffusionLM
+from imdm.models.variants import fold_conditioning, with_mask
 from imdm.objectives import Di4C, Step, parse_objective
 from imdm.objectives.di4c import Ahead, kl, look_ahead, mixture_log
 from imdm.objectives.rounds import Teacher

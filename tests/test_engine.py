@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from imdm.devices import Fetched
 from imdm.errors import UserError
 from imdm.masks import NoisePath
-from imdm.models import MaskedDiffusionLM, faster
+from imdm.models.denoiser import MaskedDiffusionLM
+from imdm.models.fast import faster
 from imdm.process import NoisePolicy
 from imdm.sampling import Sampling
 from imdm.serving import Busy, Engine, Frame, Job, Settings, Stopped, TooLong

@@ -18,15 +18,15 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from imdm import models
 from imdm.cli.app import app
-from imdm.data import LanguageData
-from imdm.data.source import TokenSource
+from imdm.data.source import LanguageData, TokenSource
 from imdm.data.synthetic import aligned
 from imdm.errors import UserError
 from imdm.evaluation import Evaluation, Subject, append, evaluate, measure, metrics, read
 from imdm.experiments import Run, parse_recipe
-from imdm.models import MaskedDiffusionLM
+from imdm.models.denoiser import MaskedDiffusionLM
+from imdm.models.identity import fingerprint
+from imdm.models.loading import load_config
 from imdm.sampling import Sampling
 from tests.conftest import tiny_model
 
@@ -166,7 +166,7 @@ def test_inputs_are_read_and_hashed_once_a_run(tmp_path: Path, monkeypatch: pyte
     tiny_model(vocab_size=3, length=2).save_pretrained(tmp_path / "teacher")
     save_file({"tokens": torch.randint(0, 2, (64, 2))}, tmp_path / "train.safetensors")
     counts: Counter[str] = Counter()
-    read_tokens, load, hashed = TokenSource.__init__, MaskedDiffusionLM.from_pretrained.__func__, models.fingerprint
+    read_tokens, load, hashed = TokenSource.__init__, MaskedDiffusionLM.from_pretrained.__func__, fingerprint
 
     def loaded(cls: type, path: Path, **options: Any) -> MaskedDiffusionLM:
         counts["model loads"] += Path(path).name == "teacher"
@@ -217,16 +217,16 @@ def test_what_lies_elsewhere_may_be_made_anew(tmp_path: Path) -> None:
     stages = {"teacher": {"kind": "train", "start": place, "training": {"steps": 1}}}
     inputs = Run(parse_recipe(RECIPE | {"stages": stages}), tmp_path / "run").inputs
     before = inputs.hash(place)
-    assert models.fingerprint(inputs.model(place)) == before
+    assert fingerprint(inputs.model(place)) == before
     inputs.hash(place)
     torch.manual_seed(1)
     changed = tiny_model(vocab_size=3, length=2)
     with torch.no_grad():
         changed.output.weight.normal_()
     changed.save_pretrained(place)
-    assert inputs.hash(place) == models.fingerprint(inputs.model(place)) != before
+    assert inputs.hash(place) == fingerprint(inputs.model(place)) != before
     inputs.forget()
-    assert inputs.hash(place) == models.fingerprint(changed)
+    assert inputs.hash(place) == fingerprint(changed)
 
 
 @pytest.mark.parametrize("broken", [{"dtype": "zzz"}, {"id2label": 5}, {"width": "x"}])
@@ -235,7 +235,7 @@ def test_a_configuration_that_cannot_be_read_is_one_sentence(tmp_path: Path, bro
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | broken))
     with pytest.raises(UserError):
-        models.load_config(tmp_path)
+        load_config(tmp_path)
 
 
 def test_a_row_without_a_figure_is_asked_for_again(tmp_path: Path) -> None:

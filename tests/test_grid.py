@@ -30,7 +30,8 @@ from imdm.experiments import (
 from imdm.experiments.schema import Quick, Recipe
 from imdm.experiments.status import read_done, status
 from imdm.files import append_line, write_json, write_recorded
-from imdm.models import fingerprint, load_model
+from imdm.models.identity import fingerprint
+from imdm.models.loading import load_model
 from imdm.report import build_report
 from imdm.report.languages import Figures, below_the_bound, margins
 from imdm.theory import total_correlation

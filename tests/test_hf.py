@@ -14,22 +14,20 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
-from imdm.data import CoupleConfig, Coupling, LanguageSource, aligned, couple
+from imdm.data.coupling import CoupleConfig, Coupling, couple
+from imdm.data.source import LanguageSource
+from imdm.data.synthetic import aligned
 from imdm.errors import UserError
 from imdm.experiments.schema import ModelSettings
 from imdm.exporting import export
-from imdm.models import (
-    MaskedDiffusionConfig,
-    MaskedDiffusionLM,
-    faster,
-    fingerprint,
-    load_model,
-    to_infinite,
-    with_mask,
-)
-from imdm.models.denoiser import around
+from imdm.models.configuration import MaskedDiffusionConfig
+from imdm.models.denoiser import MaskedDiffusionLM
+from imdm.models.fast import faster
+from imdm.models.identity import fingerprint
+from imdm.models.loading import load_model
 from imdm.models.pretrained import WholeHead, built, facts, parse_config, plain_config
 from imdm.models.readout import Chosen, Head, reduced
+from imdm.models.variants import to_infinite, with_mask
 from imdm.objectives import Step, parse_objective
 from imdm.randomness import Purpose, fold
 from imdm.sampling import Sampling, sample
@@ -463,7 +461,7 @@ def in_half(fields: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> None
     """Such weights around which a model is made."""
     backbone = {"kind": "hf", "config": fields}
     config = MaskedDiffusionConfig(vocab_size=12, length=6, width=facts(fields).width, dropout=0.0, backbone=backbone)
-    around(config, built(fields).to(dtype))
+    MaskedDiffusionLM.around(config, built(fields).to(dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

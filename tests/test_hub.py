@@ -25,7 +25,8 @@ from imdm.data.tokenizers import load_tokenizer, train_bpe
 from imdm.errors import UserError
 from imdm.exporting import HUB, HUB_FILES, export, export_published, export_transformers
 from imdm.exporting.hub import modeling_imdm
-from imdm.models import MaskedDiffusionLM, load_model
+from imdm.models.denoiser import MaskedDiffusionLM
+from imdm.models.loading import load_model
 from imdm.writer import load
 from tests.conftest import tiny_model
 from tests.reference.enumeration import all_masked, chain_law, sequence_law, shut

@@ -21,7 +21,10 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import imdm.shipped
-from imdm.data import Corpus, PrepareConfig, PreparedSource, TokenSource, prepare
+from imdm.data.corpora import Corpus
+from imdm.data.packing import PrepareConfig, prepare
+from imdm.data.prepared import PreparedSource
+from imdm.data.source import TokenSource
 from imdm.data.tokenizers import load_tokenizer, train_bpe
 from imdm.errors import UserError
 from imdm.evaluation import Conditional, Evaluation, Judge, Subject, load_judge, measure, metrics, read, to_row

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from imdm.data import aligned
+from imdm.data.synthetic import aligned
 from imdm.evaluation import Evaluation, Subject, measure
 from imdm.evaluation.factorization import joint_under
 from imdm.evaluation.law import last_laws, output_law

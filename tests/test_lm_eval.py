@@ -22,13 +22,15 @@ from lm_eval.api.registry import get_model
 from lm_eval.tasks import TaskManager
 
 from imdm.cli.app import app
-from imdm.data import Corpus, PrepareConfig, PreparedSource, prepare
+from imdm.data.corpora import Corpus
+from imdm.data.packing import PrepareConfig, prepare
+from imdm.data.prepared import PreparedSource
 from imdm.data.tokenizers import train_bpe
 from imdm.errors import UserError
 from imdm.evaluation.bound import bounds
 from imdm.lm_eval import DiffusionLM, Tasks, figures
 from imdm.lm_eval.model import TAIL
-from imdm.models import load_model
+from imdm.models.loading import load_model
 from imdm.objectives import Nelbo
 from imdm.shipped import TEACHER
 from imdm.training import TrainConfig, Trainer

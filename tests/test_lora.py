@@ -11,9 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from imdm.data import CoupleConfig, Coupling, LanguageSource, aligned, couple
+from imdm.data.coupling import CoupleConfig, Coupling, couple
+from imdm.data.source import LanguageSource
+from imdm.data.synthetic import aligned
 from imdm.errors import UserError
-from imdm.models import MaskedDiffusionLM, fingerprint, load_model, with_mask
+from imdm.models.denoiser import MaskedDiffusionLM
+from imdm.models.identity import fingerprint
+from imdm.models.loading import load_model
+from imdm.models.variants import with_mask
 from imdm.objectives import Autoregressive, Objective, parse_objective
 from imdm.training import TrainConfig, Trainer
 from imdm.training.checkpoint import checkpoint_path

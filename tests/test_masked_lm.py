@@ -16,7 +16,9 @@ from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, Trainer, T
 
 from imdm.data.tokenizers import train_bpe
 from imdm.errors import UserError
-from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM, load_model
+from imdm.models.configuration import MaskedDiffusionConfig
+from imdm.models.denoiser import MaskedDiffusionLM, register
+from imdm.models.loading import load_model
 from imdm.state import Noised
 from tests.conftest import tiny_model
 from tests.reference.known_failures import KNOWN
@@ -258,26 +260,31 @@ def test_prompts_of_unequal_length_are_continued(mask: list[list[int]]) -> None:
             model.generate(ids, attention_mask=wrong)
 
 
-@pytest.mark.parametrize(
-    "order",
-    ["import imdm; from transformers import", pytest.param("from transformers import", marks=pytest.mark.slow)],
-)
-def test_auto_classes_know_our_models(tmp_path: Path, order: str) -> None:
-    """In a process of its own: whichever is imported first, and `import imdm` alone loads no torch."""
+def test_auto_classes_know_our_models_once_one_is_loaded(tmp_path: Path) -> None:
+    """In a process of its own: `import imdm` alone changes nothing elsewhere."""
     tiny_model().save_pretrained(tmp_path)
     code = f"""import sys
-{order} AutoConfig, AutoModelForMaskedLM
 import imdm
+assert "torch" not in sys.modules
+from transformers import AutoConfig, AutoModelForMaskedLM
+assert not any("imdm" in type(finder).__module__ for finder in sys.meta_path)
+try:
+    AutoConfig.from_pretrained({str(tmp_path)!r})
+except ValueError as error:
+    assert "imdm" in str(error)
+else:
+    raise AssertionError("known already")
+imdm.load_model({str(tmp_path)!r})
 assert type(AutoConfig.from_pretrained({str(tmp_path)!r})) is imdm.MaskedDiffusionConfig
 assert type(AutoModelForMaskedLM.from_pretrained({str(tmp_path)!r})) is imdm.MaskedDiffusionLM
 """
-    if order.startswith("import imdm"):
-        code = "import imdm, sys\nassert 'torch' not in sys.modules\n" + code
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
 def test_auto_classes_load_them(tmp_path: Path) -> None:
+    register()
+    register()  # as every function that loads does
     model = tiny_model(mask="finite-7")
     model.save_pretrained(tmp_path)
     for auto in (AutoModel, AutoModelForMaskedLM):
@@ -299,6 +306,7 @@ def test_common_names_answer() -> None:
     assert not {"hidden_size", "num_hidden_layers", "auto_map"} & set(config.to_dict())
     theirs = made(FAMILIES["electra"]).config
     assert (theirs.width, theirs.hidden_size, theirs.num_hidden_layers, theirs.num_attention_heads) == (8, 16, 2, 2)
+    register()
     assert AutoConfig.for_model("imdm", vocab_size=9).vocab_size == 9
     assert MaskedDiffusionLM.main_input_name == "input_ids"
     assert list(inspect.signature(MaskedDiffusionLM.forward).parameters)[1:4] == [

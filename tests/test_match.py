@@ -21,14 +21,18 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from imdm.data import LanguageSource, TokenSource, aligned
+from imdm.data.source import LanguageSource, TokenSource
+from imdm.data.synthetic import aligned
 from imdm.errors import UserError
 from imdm.experiments import TrainStage
 from imdm.experiments.stages import _waiting
 from imdm.files import read_lines
 from imdm.masks import Mask, parse_mask
-from imdm.models import MaskedDiffusionLM, load_model, readout, with_mask
+from imdm.models import readout
+from imdm.models.denoiser import MaskedDiffusionLM
+from imdm.models.loading import load_model
 from imdm.models.readout import Chosen, Gradient, Head, Said, match_rows, matched
+from imdm.models.variants import with_mask
 from imdm.objectives import EARLIEST, Match, Nelbo, Step, match, parse_objective
 from imdm.objectives.match import AUXILIARY, DATA, OWN, PRIOR, Starts
 from imdm.objectives.onpolicy import Auxiliary, Planned, Pursued, masked_again, planned

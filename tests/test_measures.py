@@ -13,7 +13,7 @@ import torch
 from scipy.optimize import minimize
 from torch import Tensor
 
-from imdm.data import TokenSource
+from imdm.data.source import TokenSource
 from imdm.errors import UserError
 from imdm.evaluation import Evaluation, Measurement, Subject, evaluate, measure
 from imdm.evaluation.classifier import BUCKETS, PENALTY, Texts, accuracy

@@ -10,11 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from imdm.data import CoupleConfig, Coupling, LanguageSource, TokenSource, aligned, couple
+from imdm.data.coupling import CoupleConfig, Coupling, couple
+from imdm.data.source import LanguageSource, TokenSource
+from imdm.data.synthetic import aligned
 from imdm.files import read_lines
 from imdm.masks import Mask, masks, parse_mask
 from imdm.masks.finite import ZeroEmbedding
-from imdm.models import MaskedDiffusionLM, with_mask
+from imdm.models.denoiser import MaskedDiffusionLM
+from imdm.models.variants import with_mask
 from imdm.objectives import SDTT, Di4C, Nelbo, Objective, ReDi
 from imdm.randomness import Purpose, integers
 from imdm.training import TrainConfig, Trainer

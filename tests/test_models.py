@@ -25,10 +25,13 @@ from imdm.data.corpora import _stream
 from imdm.data.tokenizers import load_tokenizer
 from imdm.errors import UserError
 from imdm.evaluation import load_embedder, load_judge
-from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM, faster, fingerprint, load_model
 from imdm.models.backbones import dit
-from imdm.models.fast import Replay, _Recorded
+from imdm.models.configuration import MaskedDiffusionConfig
+from imdm.models.denoiser import MaskedDiffusionLM
+from imdm.models.fast import Replay, _Recorded, faster
+from imdm.models.identity import fingerprint
 from imdm.models.layers import Heads, attend, capped_attention, in_heads, rotary, rotate, soft_cap_score
+from imdm.models.loading import load_model
 from imdm.objectives import Autoregressive, Nelbo, Objective, Step
 from imdm.state import Rows
 from tests.conftest import tiny_config, tiny_model

@@ -18,12 +18,15 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from imdm.config import digest
-from imdm.data import LanguageSource, aligned
+from imdm.data.source import LanguageSource
+from imdm.data.synthetic import aligned
 from imdm.errors import UserError
 from imdm.experiments import Run, parse_recipe
 from imdm.experiments.status import status
 from imdm.files import read_lines, write_recorded
-from imdm.models import MaskedDiffusionLM, fingerprint, load_model
+from imdm.models.denoiser import MaskedDiffusionLM
+from imdm.models.identity import fingerprint
+from imdm.models.loading import load_model
 from imdm.objectives import Nelbo, Objective, Step, Trained, objectives, parse_objective
 from imdm.training import TrainConfig, Trainer
 from tests.conftest import kill_at, tiny_model
@@ -426,9 +429,11 @@ def test_a_recipe_takes_it_by_name(tmp_path: Path) -> None:
 WORKER = """
 import importlib, sys
 import torch
-from imdm.data import LanguageSource, aligned
+from imdm.data.source import LanguageSource
+from imdm.data.synthetic import aligned
 from imdm.devices import leave
-from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
+from imdm.models.configuration import MaskedDiffusionConfig
+from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.objectives import parse_objective
 from imdm.training import TrainConfig, Trainer
 importlib.import_module("pursuit")

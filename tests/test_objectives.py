@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from imdm.data import CoupleConfig, LanguageSource, aligned, couple
+from imdm.data.coupling import CoupleConfig, couple
+from imdm.data.source import LanguageSource
+from imdm.data.synthetic import aligned
 from imdm.errors import UserError
 from imdm.evaluation import Subject, measure
-from imdm.models import load_model
+from imdm.models.loading import load_model
 from imdm.objectives import (
     EARLIEST,
     Autoregressive,

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from imdm.data import Language, aligned, markov
+from imdm.data.synthetic import Language, aligned, markov
 from imdm.errors import UserError
 from imdm.exporting import export, export_transformers
-from imdm.models import fingerprint, load_model
+from imdm.models.identity import fingerprint
+from imdm.models.loading import load_model
 from imdm.process import Process, Split
 from imdm.randomness import Purpose, fold
 from imdm.sampling import Sampling, plan, sample, time_grid

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from imdm.data import LanguageSource
+from imdm.data.source import LanguageSource
 from imdm.data.synthetic import languages
 from imdm.errors import UserError
 from imdm.evaluation import Evaluation, Parts, Subject, measure

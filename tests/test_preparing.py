@@ -18,10 +18,11 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from imdm.data import Corpus, PrepareConfig, PreparedSource, prepare, prepare_part
+from imdm.data.corpora import Corpus
 from imdm.data.encoding import Chunk, Encoded, chunks, encoded
+from imdm.data.packing import PrepareConfig, prepare, prepare_part
 from imdm.data.parts import missing, part_folder
-from imdm.data.prepared import Counts
+from imdm.data.prepared import Counts, PreparedSource
 from imdm.data.tokenizers import load_tokenizer, special_ids, train_bpe
 from imdm.errors import UserError
 from tests.test_cli import imdm, refused
@@ -418,7 +419,9 @@ def test_the_command_makes_parts_of_held_out_text(home: Path, tmp_path: Path) ->
 LIMITED = """
 import json, re, resource, sys
 from pathlib import Path
-from imdm.data import Corpus, PrepareConfig, packing, prepare
+from imdm.data import packing
+from imdm.data.corpora import Corpus
+from imdm.data.packing import PrepareConfig, prepare
 from imdm.data.tokenizers import load_tokenizer
 
 if __name__ == "__main__":

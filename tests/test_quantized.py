@@ -21,9 +21,12 @@ from imdm.cli.app import app
 from imdm.errors import UserError
 from imdm.exporting import export
 from imdm.files import read_metadata
-from imdm.models import MaskedDiffusionLM, fingerprint, fold_conditioning, load_model
+from imdm.models.denoiser import MaskedDiffusionLM
+from imdm.models.identity import fingerprint
+from imdm.models.loading import load_model
 from imdm.models.quantized import LEAST, MOST, Packed, pack, rounded, save, unpack
 from imdm.models.rounding import WITHIN, allotted, eight_bits, fewest_bits, matrices
+from imdm.models.variants import fold_conditioning
 from imdm.sampling import draw
 from imdm.state import Noised
 from tests.conftest import tiny_model

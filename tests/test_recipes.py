@@ -11,7 +11,7 @@ import yaml
 
 from imdm.errors import UserError
 from imdm.experiments import TrainStage, load_recipe, recipe_names, summaries
-from imdm.models import MaskedDiffusionLM
+from imdm.models.denoiser import MaskedDiffusionLM
 
 
 @pytest.mark.parametrize("name", recipe_names())

@@ -15,7 +15,8 @@ import imdm
 from imdm.evaluation import Row, read
 from imdm.experiments import Recipe, load_recipe
 from imdm.files import read_json, read_lines
-from imdm.models import fingerprint, load_model
+from imdm.models.identity import fingerprint
+from imdm.models.loading import load_model
 from imdm.report.equal import Multiple, equal_entropy
 from imdm.shipped import HERE
 from tests.test_results import DOCUMENT, INFINITE, table

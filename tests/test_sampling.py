@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from imdm.data import aligned
+from imdm.data.synthetic import aligned
 from imdm.errors import UserError
 from imdm.masks import NoisePath
-from imdm.models import fingerprint, load_model
+from imdm.models.identity import fingerprint
+from imdm.models.loading import load_model
 from imdm.randomness import Purpose, fold
 from imdm.sampling import Plan, Revealed, Sampling, Turn, draw, probabilities, reveal_steps, sample, time_grid, turns
 from imdm.theory import ExactMarginals

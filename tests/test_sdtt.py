@@ -10,9 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from imdm.data import LanguageSource, aligned
+from imdm.data.source import LanguageSource
+from imdm.data.synthetic import aligned
 from imdm.errors import UserError
-from imdm.models import MaskedDiffusionLM, fingerprint
+from imdm.models.denoiser import MaskedDiffusionLM
+from imdm.models.identity import fingerprint
 from imdm.models.readout import divergence
 from imdm.objectives import SDTT, Step, parse_objective
 from imdm.objectives.rounds import Teacher

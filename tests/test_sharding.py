@@ -22,10 +22,13 @@ from imdm.costing.memory import How
 from imdm.costing.networks import measured
 from imdm.costing.stages import communication
 from imdm.costing.steps import Setting, gathered_to_look, plan
-from imdm.data import CoupleConfig, LanguageSource, aligned, couple
+from imdm.data.coupling import CoupleConfig, couple
+from imdm.data.source import LanguageSource
+from imdm.data.synthetic import aligned
 from imdm.errors import AgreedError, UserError
 from imdm.files import marked
-from imdm.models import MaskedDiffusionConfig, load_model
+from imdm.models.configuration import MaskedDiffusionConfig
+from imdm.models.loading import load_model
 from imdm.objectives import parse_objective
 from imdm.training import TrainConfig
 from imdm.training.history import read_history

@@ -21,7 +21,9 @@ from imdm.errors import UserError
 from imdm.evaluation import load_judge
 from imdm.exporting import export
 from imdm.files import append_line
-from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM, load_model
+from imdm.models.configuration import MaskedDiffusionConfig
+from imdm.models.denoiser import MaskedDiffusionLM
+from imdm.models.loading import load_model
 from imdm.shipped import find, listed, meant, names, recorded
 from imdm.showing import kept
 from tests.test_corpora import SENTENCES

@@ -1,4 +1,5 @@
-"""What a command can answer without torch, whose import takes seconds, it answers before torch is imported."""
+"""Help and unknown commands do not wait for torch, whose import takes a second, nor refusals for the models of
+`transformers`, which take two more."""
 
 from __future__ import annotations
 
@@ -14,20 +15,17 @@ import yaml
 
 from imdm.benchmarks import benchmarks
 from imdm.cli import early
-from imdm.config import Config
-from imdm.data import CoupleConfig, languages
-from imdm.errors import UserError
+from imdm.costing import GPUS
+from imdm.data.coupling import CoupleConfig
+from imdm.data.synthetic import languages
 from imdm.evaluation import metrics
 from imdm.evaluation.judge import Precision
-from imdm.experiments import Recipe, load_recipe, outline, recipe_names
+from imdm.experiments import load_recipe
 from imdm.experiments.distilling import METHODS
 from imdm.exporting import Weights
 from imdm.masks.base import masks
-from imdm.objectives import objectives
 from imdm.process import NoisePolicy
-from imdm.registry import Registry
 from imdm.sampling.options import RevealOrder
-from imdm.schedule import schedules
 
 SHIPPED = "stories-teacher"
 LISTED = {
@@ -168,7 +166,7 @@ for line in json.load(sys.stdin):
             main()
         except SystemExit as stop:
             code = int(stop.code or 0)
-    loaded = [name for name in ("torch", "transformers", "accelerate") if name in sys.modules]
+    loaded = [name for name in ("torch", "transformers.modeling_utils", "accelerate") if name in sys.modules]
     answers.append({"code": code, "said": said.getvalue(), "loaded": loaded})
 print(json.dumps(answers))
 """
@@ -179,15 +177,17 @@ def python(*arguments: str, cwd: Path, **settings: Any) -> subprocess.CompletedP
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=cwd, env=wide, **settings)
 
 
-def test_lists_and_refusals_do_not_wait_for_torch(tmp_path: Path) -> None:
-    """One after another in one process, in which nothing heavy is ever loaded."""
+def test_refusals_do_not_wait_for_models(tmp_path: Path) -> None:
+    """One after another in one process."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken.yaml").write_text("name: [")
     for name, data in (
         ("tokens", "kind: tokens, path: nosuch.safetensors, vocab_size: 3"),
         ("rows", "kind: prepared, path: nosuch"),
     ):
-        whole = yaml.safe_dump({**load_recipe("synthetic").resolved(), "data": yaml.safe_load(f"{{{data}}}")})
+        whole = yaml.safe_dump(
+            {**load_recipe("synthetic").resolved(), "data": yaml.safe_load(f"{{{data}}}")}, sort_keys=False
+        )
         (tmp_path / f"{name}.yaml").write_text(whole)
     for name, file in (("bert", "config.json"), ("rows", "manifest.json")):
         (tmp_path / name).mkdir()
@@ -200,14 +200,14 @@ def test_lists_and_refusals_do_not_wait_for_torch(tmp_path: Path) -> None:
     done = python("-c", ONE_PROCESS, cwd=tmp_path, input=json.dumps(lines))
     assert done.returncode == 0, done.stderr
     for line, answer in zip(lines, json.loads(done.stdout), strict=True):
-        assert answer["loaded"] == [], f"imdm {line}"
+        assert set(answer["loaded"]) <= {"torch"}, f"imdm {line}"
         assert answer["code"] == (2 if line in REFUSED else 0), (line, answer["said"])
         assert (LISTED | REFUSED)[line] in answer["said"], line
     assert sorted(tmp_path.iterdir()) == before
 
 
-@pytest.mark.parametrize("line", ["--help", "recipes", "generate nosuch", "generate --steps 0"])
-def test_a_process_of_its_own_does_not_either(line: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("line", ["--help", "--version", "models", "train --help", "nosuch"])
+def test_help_does_not_wait_for_torch(line: str, tmp_path: Path) -> None:
     done = python("-X", "importtime", "-m", "imdm", *line.split(), cwd=tmp_path)
     assert done.returncode == (2 if line in REFUSED else 0)
     imported = {row.split("|")[-1].strip() for row in done.stderr.splitlines() if row.startswith("import time:")}
@@ -215,14 +215,13 @@ def test_a_process_of_its_own_does_not_either(line: str, tmp_path: Path) -> None
     assert "torch" not in imported
 
 
-QUICK = {"--help": 0.5, "generate nosuch": 1.0, "generate --steps 0": 1.0, "train nosuch.yaml": 1.0}
-QUICK |= {"train synthetic seed=x": 1.0}
-"""Seconds of a processor that a command may take on the machine it was measured on; the test allows four times that."""
+QUICK = {"--help": 0.5, "nosuch": 0.5, "generate --steps 0": 3.0, "train synthetic seed=x": 3.0}
+"""Seconds that a command may take on the machine it was measured on; the test allows twice that of a processor."""
 
 
 @pytest.mark.parametrize("line", QUICK)
-def test_what_needs_no_torch_is_quick(line: str, tmp_path: Path) -> None:
-    """Seconds of a processor, which a busy machine does not change much; the best of three."""
+def test_answers_are_quick(line: str, tmp_path: Path) -> None:
+    """Seconds of a processor, which a busy machine does not change much; the better of two."""
 
     def took() -> float:
         before = os.times()
@@ -230,7 +229,7 @@ def test_what_needs_no_torch_is_quick(line: str, tmp_path: Path) -> None:
         after = os.times()
         return after.children_user + after.children_system - before.children_user - before.children_system
 
-    assert min(took() for _ in range(3)) < 4 * QUICK[line]
+    assert min(took() for _ in range(2)) < 2 * QUICK[line]
 
 
 def test_names_that_are_known_early_are_the_registered_ones() -> None:
@@ -245,101 +244,7 @@ def test_names_that_are_known_early_are_the_registered_ones() -> None:
     assert set(early.ORDERS) == set(get_args(RevealOrder))
     assert set(early.PRECISIONS) == set(get_args(Precision))
     assert set(early.WEIGHTS) == set(get_args(Weights))
-
-
-def test_settings_that_are_known_early_are_those_of_recipes() -> None:
-    """What is read from the source files has the fields, types and limits of the classes. Of what may be one of several
-    kinds, such as objectives, each kind is compared."""
-    kinds: list[Registry[Any]] = [masks, objectives, schedules]
-    real: list[type[Config]] = [Recipe, *(each for registry in kinds for _, each in registry.items())]
-    for cls in real:
-        read = outline.defined(cls.__module__, cls.__name__)
-        assert read is not cls
-        assert fields_of(read) == fields_of(cls), cls
-
-
-def fields_of(cls: type[Config]) -> Any:
-    """The JSON schema of a config, without docstrings and defaults; backbones are not read."""
-
-    def bare(node: Any) -> Any:
-        if isinstance(node, list):
-            return [bare(item) for item in node]
-        if not isinstance(node, dict):
-            return node
-        return {key: bare(item) for key, item in node.items() if key not in ("backbone", "default", "description")}
-
-    schema = bare(cls.model_json_schema())
-    schema.get("$defs", {}).pop("BackboneSettings", None)
-    return schema
-
-
-FIELDS = """
-import math
-from typing import ClassVar
-from pydantic import Field
-import torch
-from imdm.config import Config
-
-class Other(Config):
-    MOST: ClassVar[float] = 2.0
-
-class Some(Config):
-    keyword: int = Field(default=3, ge=1)
-    asked: int = Field(..., ge=1)
-    too: int = Field(default=..., ge=1)
-    made: list[int] = Field(default_factory=list, min_length=1)
-    dtype: torch.dtype | None = None
-    limit: float = Field(1.0, le=math.pi)
-    other: float = Field(1.0, le=Other.MOST)
-"""
-
-
-def test_fields_are_read_however_they_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What cannot be told without the module is left to it."""
-    (tmp_path / "written.py").write_text(FIELDS)
-    monkeypatch.setattr(outline, "ROOT", tmp_path)
-    read = outline.defined("written", "Some")
-    read.parse({"asked": 1, "too": 1, "dtype": "any", "limit": 4.0, "other": 3.0}, "")
-    for name in ("keyword", "asked", "too"):
-        with pytest.raises(UserError, match=f"'{name}' = 0: input should be greater than or equal to 1"):
-            read.parse({"asked": 1, "too": 1} | {name: 0}, "")
-    with pytest.raises(UserError, match="'made'"):
-        read.parse({"asked": 1, "too": 1, "made": []}, "")
-    for name in ("asked", "too"):
-        with pytest.raises(UserError, match=f"'{name}'"):
-            read.parse({other: 1 for other in ("asked", "too") if other != name}, "")
-
-
-@pytest.mark.parametrize("recipe", recipe_names())
-def test_recipes_are_not_refused_early(recipe: str) -> None:
-    outline.check_settings(load_recipe(recipe).resolved())
-
-
-WRONG: list[dict[str, Any]] = [
-    {"sed": 1},
-    {"seed": "x", "threads": 0},
-    {"stages": {}},
-    {"model": 3},
-    {"model": {"mask": {"kind": "infinite", "dim": 0}}},
-    {"model": {"mask": "single-3"}},
-    {
-        "stages": {
-            "a": {"kind": "train", "training": {"steps": "many"}, "objective": {"kind": "match", "phases": [{}, 1]}}
-        }
-    },
-    {"stages": {"a": {"kind": "evaluate", "models": {"b": ""}, "metrics": ["law-kl", "nosuch"], "temperatures": [-1]}}},
-    {"stages": {"a": {"kind": "couple", "noise": "some"}}},
-]
-
-
-@pytest.mark.parametrize("wrong", WRONG)
-def test_settings_are_refused_early_in_the_same_words(wrong: dict[str, Any]) -> None:
-    values = load_recipe("synthetic").resolved() | wrong
-    with pytest.raises(UserError) as late:
-        Recipe.parse(values, "")
-    with pytest.raises(UserError) as soon:
-        outline.check_settings(values)
-    assert str(soon.value) == str(late.value)
+    assert tuple(GPUS) == early.GPUS
 
 
 def test_standard_output_that_is_closed_is_a_sentence(tmp_path: Path) -> None:

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from imdm.data import LanguageSource
+from imdm.data.source import LanguageSource
 from imdm.data.synthetic import Language, languages
 from imdm.errors import UserError
 from imdm.evaluation import Subject, measure
 from imdm.evaluation.steps import in_steps, one_by_one, pairs_at_once, pairs_one_by_one
 from imdm.masks import Infinite
-from imdm.models import with_mask
+from imdm.models.variants import with_mask
 from imdm.randomness import Purpose, as_key, fold
 from imdm.sampling import Sampling, time_grid
 from imdm.schedule import LogLinear

@@ -29,7 +29,7 @@ from imdm.files import (
     read_lines,
     working_in,
 )
-from imdm.models import load_model
+from imdm.models.loading import load_model
 from imdm.stopping import CODES, Asked, held_back
 from imdm.training.agreement import Agreement
 from tests.conftest import tiny_model

@@ -23,7 +23,11 @@ from typer.testing import CliRunner
 import imdm
 import imdm.cli
 from imdm.cli.app import app
-from imdm.data import Corpus, PrepareConfig, PreparedSource, TextData, TokenSource, prepare
+from imdm.data.corpora import Corpus
+from imdm.data.packing import PrepareConfig, prepare
+from imdm.data.prepared import PreparedSource
+from imdm.data.source import TokenSource
+from imdm.data.text import TextData
 from imdm.data.tokenizers import load_tokenizer, train_bpe
 from imdm.errors import UserError
 from imdm.evaluation import Conditional, Evaluation, Judge, Subject, load_embedder, load_judge, matched, measure
@@ -31,7 +35,8 @@ from imdm.evaluation.conditional import continued
 from imdm.evaluation.fetching import fetch
 from imdm.evaluation.text import found_in, read_before, sample_entropy
 from imdm.exporting import export
-from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
+from imdm.models.configuration import MaskedDiffusionConfig
+from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.objectives import next_log_probs
 from imdm.sampling import Revealed, Sampling
 from imdm.writer import Writer, load

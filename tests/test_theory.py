@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from imdm.data import Language, aligned
+from imdm.data.synthetic import Language, aligned
 from imdm.evaluation import single_step_error
 from imdm.masks import Finite, Infinite, Single
 from imdm.process import Process

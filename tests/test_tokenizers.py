@@ -14,7 +14,7 @@ from imdm.adopting import adopt_into
 from imdm.data.tokenizers import check_same, copy_tokenizer, load_tokenizer, special_ids, train_bpe
 from imdm.errors import UserError
 from imdm.exporting import export_transformers
-from imdm.models import load_model
+from imdm.models.loading import load_model
 from imdm.writer import load
 from tests.conftest import tiny_model
 

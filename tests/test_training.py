@@ -19,11 +19,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from imdm.data import CoupleConfig, Coupling, LanguageSource, Order, TokenSource, aligned, couple
+from imdm.data.coupling import CoupleConfig, Coupling, couple
+from imdm.data.source import LanguageSource, Order, TokenSource
+from imdm.data.synthetic import aligned
 from imdm.errors import UserError
 from imdm.files import read_lines
-from imdm.models import MaskedDiffusionLM, load_model
+from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.models.layers import Dropout
+from imdm.models.loading import load_model
 from imdm.objectives import Nelbo, Objective, ReDi
 from imdm.training import EMA, TrainConfig, Trainer
 from tests.conftest import kill_at, tiny_model
@@ -403,9 +406,11 @@ def test_token_rows() -> None:
 WORKER = """
 import json, sys, torch
 from pathlib import Path
-from imdm.data import LanguageSource, aligned
+from imdm.data.source import LanguageSource
+from imdm.data.synthetic import aligned
 from imdm.devices import leave
-from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
+from imdm.models.configuration import MaskedDiffusionConfig
+from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.objectives import Nelbo
 from imdm.training import TrainConfig, Trainer
 torch.manual_seed(0)

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from imdm import files
 from imdm.config import check_name
-from imdm.data import Corpus, PrepareConfig
-from imdm.data import prepare as prepare_text
+from imdm.data.corpora import Corpus
+from imdm.data.packing import PrepareConfig
+from imdm.data.packing import prepare as prepare_text
 from imdm.data.tokenizers import train_bpe
 from imdm.errors import UserError, check_number, check_whole, shown
 from imdm.evaluation import load_embedder, load_judge
@@ -25,7 +26,7 @@ from imdm.experiments import load_recipe, parse_recipe
 from imdm.files import (
     parse_yaml,
 )
-from imdm.models import MaskedDiffusionConfig
+from imdm.models.configuration import MaskedDiffusionConfig
 from imdm.room import check_room, memory
 from imdm.writer import Writer
 from tests.conftest import tiny_model

@@ -18,11 +18,12 @@ import scipy.stats
 import torch
 from torch import Tensor
 
-from imdm.data import CoupleConfig, Coupling, Language, TokenSource, check_fits, couple
+from imdm.data.coupling import CoupleConfig, Coupling, couple
 from imdm.data.encoding import Encoded
 from imdm.data.packing import Packer
 from imdm.data.prepared import Prepared
-from imdm.data.source import check_teaches
+from imdm.data.source import TokenSource, check_fits, check_teaches
+from imdm.data.synthetic import Language
 from imdm.data.tokenizers import special_ids, train_bpe
 from imdm.ending import Ending, lengths
 from imdm.errors import UserError
@@ -34,8 +35,12 @@ from imdm.evaluation.steps import in_steps, one_by_one, pairs_at_once, pairs_one
 from imdm.evaluation.text import pooled, shared_grams
 from imdm.experiments import Recipe, Run, load_recipe, parse_recipe
 from imdm.masks import Single
-from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM, fingerprint, load_model, with_mask
+from imdm.models.configuration import MaskedDiffusionConfig
+from imdm.models.denoiser import MaskedDiffusionLM
+from imdm.models.identity import fingerprint
+from imdm.models.loading import load_model
 from imdm.models.readout import Chosen, Compared, reduced
+from imdm.models.variants import with_mask
 from imdm.objectives import (
     SDTT,
     Autoregressive,

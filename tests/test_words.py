@@ -12,7 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from imdm.data import Corpus, PrepareConfig, PreparedSource, TokenSource, prepare
+from imdm.data.corpora import Corpus
+from imdm.data.packing import PrepareConfig, prepare
+from imdm.data.prepared import PreparedSource
+from imdm.data.source import TokenSource
 from imdm.data.tokenizers import train_bpe
 from imdm.ending import Ending
 from imdm.errors import UserError

@@ -7,82 +7,43 @@
 torch.Size([4, 2])
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from imdm.auto import watch
-from imdm.later import later
-
-if TYPE_CHECKING:
-    from imdm.adopting import adopt, adopt_into
-    from imdm.costing import cost
-    from imdm.errors import UserError
-    from imdm.experiments.loading import load_recipe
-    from imdm.masks import Finite, Infinite, Single
-    from imdm.models import (
-        MaskedDiffusionConfig,
-        MaskedDiffusionLM,
-        faster,
-        fold_conditioning,
-        load_model,
-        to_infinite,
-        with_mask,
-    )
-    from imdm.sampling import Generation
-    from imdm.state import Noised
-    from imdm.writer import Writer, load
+from importlib import import_module
+from typing import Any
 
 __version__ = "0.2.0"
 
-__all__ = [
-    "Finite",
-    "Generation",
-    "Infinite",
-    "MaskedDiffusionConfig",
-    "MaskedDiffusionLM",
-    "Noised",
-    "Single",
-    "UserError",
-    "Writer",
-    "adopt",
-    "adopt_into",
-    "cost",
-    "faster",
-    "fold_conditioning",
-    "load",
-    "load_model",
-    "load_recipe",
-    "to_infinite",
-    "with_mask",
-]
+HOMES = {
+    "Finite": "imdm.masks",
+    "Generation": "imdm.sampling",
+    "Infinite": "imdm.masks",
+    "MaskedDiffusionConfig": "imdm.models.configuration",
+    "MaskedDiffusionLM": "imdm.models.denoiser",
+    "Noised": "imdm.state",
+    "Single": "imdm.masks",
+    "UserError": "imdm.errors",
+    "Writer": "imdm.writer",
+    "adopt": "imdm.adopting",
+    "adopt_into": "imdm.adopting",
+    "cost": "imdm.costing",
+    "faster": "imdm.models.fast",
+    "fold_conditioning": "imdm.models.variants",
+    "load": "imdm.writer",
+    "load_model": "imdm.models.loading",
+    "load_recipe": "imdm.experiments",
+    "register": "imdm.models.denoiser",
+    "to_infinite": "imdm.models.variants",
+    "with_mask": "imdm.models.variants",
+}
+"""The public names, and the modules they are imported from when first used: `imdm --help` does not wait for torch."""
 
-__getattr__ = later(
-    __name__,
-    {
-        "imdm.adopting": ("adopt", "adopt_into"),
-        "imdm.costing": ("cost",),
-        "imdm.errors": ("UserError",),
-        "imdm.masks": ("Finite", "Infinite", "Single"),
-        "imdm.models": (
-            "MaskedDiffusionConfig",
-            "MaskedDiffusionLM",
-            "faster",
-            "fold_conditioning",
-            "load_model",
-            "to_infinite",
-            "with_mask",
-        ),
-        "imdm.experiments.loading": ("load_recipe",),
-        "imdm.sampling": ("Generation",),
-        "imdm.state": ("Noised",),
-        "imdm.writer": ("Writer", "load"),
-    },
-)
-"""`imdm --help` does not wait for torch."""
+__all__ = [*HOMES]
 
-watch()
+
+def __getattr__(name: str) -> Any:
+    if name not in HOMES:
+        raise AttributeError(f"module 'imdm' has no attribute {name!r}")
+    return getattr(import_module(HOMES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__"]
+    return [*HOMES, "__version__"]

@@ -21,7 +21,7 @@ from imdm.shipped import find
 from imdm.writer import Writer, load
 
 if TYPE_CHECKING:
-    from imdm.models import MaskedDiffusionLM
+    from imdm.models.denoiser import MaskedDiffusionLM
 
 CONFIGURED = {*signature(Shape.__init__).parameters} - {"self", "kwargs", "backbone"}
 BESIDE = {"architectures", "dtype", "model_type", "transformers_version"}

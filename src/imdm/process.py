@@ -4,19 +4,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from imdm.ending import Ending, Ends
+from imdm.errors import unknown
 from imdm.masks import Mask, NoisePath
 from imdm.masks.path import between_uniforms, with_ends
 from imdm.randomness import Purpose, uniform
-from imdm.sampling.options import NoisePolicy, check_policy
 from imdm.schedule import Schedule
 from imdm.state import Noised, Rows
 
-__all__ = ["NoisePolicy", "Process", "Split", "check_policy"]
+NoisePolicy = Literal["posterior", "keep"]
+"""The noise of a position that stays masked: `posterior` redraws it by Eq. 13, `keep` keeps it."""
+
+
+def check_policy(policy: str) -> None:
+    """Refuse an unknown noise policy."""
+    if policy not in get_args(NoisePolicy):
+        raise unknown("noise policy", policy, get_args(NoisePolicy))
 
 
 @dataclass(frozen=True)

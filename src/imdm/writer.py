@@ -15,12 +15,13 @@ from imdm.data.tokenizers import Special, check_ids, has_tokenizer, load_tokeniz
 from imdm.devices import checked_device
 from imdm.ending import Ending
 from imdm.errors import UserError, check_blanks, check_seed, check_whole, shorter, shown
+from imdm.models.fast import faster
 from imdm.room import check_room
 from imdm.sampling import Generation, Revealed
 from imdm.shipped import find
 
 if TYPE_CHECKING:
-    from imdm.models import MaskedDiffusionLM
+    from imdm.models.denoiser import MaskedDiffusionLM
 
 BLANK = "___"
 
@@ -342,7 +343,7 @@ def load(
     """A writer from a model folder, the name of a model that ships (`imdm models`) or a hub id, with the tokenizer
     beside the weights. fast: prepared by `faster`, which pays off for many texts on a GPU; precision: of the weights,
     `bf16` for large models."""
-    from imdm.models import faster, load_model
+    from imdm.models.loading import load_model
 
     name, device = find(name), checked_device(device)
     model = load_model(name, precision)

@@ -22,9 +22,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.distributed.tensor import DTensor
 
 from imdm import devices, sharding
-from imdm.data import Coupling, LanguageSource, TokenSource, aligned
+from imdm.data.coupling import Coupling
+from imdm.data.source import LanguageSource, TokenSource
+from imdm.data.synthetic import aligned
 from imdm.errors import AgreedError, UserError
-from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
+from imdm.models.configuration import MaskedDiffusionConfig
+from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.objectives import parse_objective
 from imdm.randomness import as_key, seeded
 from imdm.sharding import whole_on_first

@@ -15,7 +15,8 @@ from imdm.data.tokenizers import check_ids, copy_tokenizer, has_tokenizer, load_
 from imdm.errors import UserError, check_is, check_whole, reason_of, shown
 from imdm.files import as_path, check_new, read_json, write_json, write_tensors, written_aside
 from imdm.masks import parse_mask
-from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
+from imdm.models.configuration import MaskedDiffusionConfig
+from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.shipped import find
 from imdm.sources import check_archive, check_source
 

@@ -17,14 +17,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from imdm.errors import UserError
-from imdm.models import MaskedDiffusionLM
 from imdm.models.layers import TimeCondition, rotary_frequencies
+
+if TYPE_CHECKING:
+    from imdm.models.denoiser import MaskedDiffusionLM
 
 PREFIXES = ("backbone.", "_orig_mod.", "module.", "model.")
 ONCE = {

@@ -22,9 +22,10 @@ from imdm.adopting.checkpoints import Weights
 from imdm.data.tokenizers import special_ids
 from imdm.errors import UserError, check_whole, reason_of
 from imdm.masks import parse_mask
-from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM, with_mask
-from imdm.models.denoiser import around
+from imdm.models.configuration import MaskedDiffusionConfig
+from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.models.pretrained import attention_of, class_of, facts, is_masked, parse_config, plain_config
+from imdm.models.variants import with_mask
 
 DIFFUGPT = "denoise_model."
 DIFFUGPT_MASKS = {50_257: 10_541, 50_258: 50_257}  # by how many ids it embeds
@@ -212,7 +213,7 @@ def adopted(
     lm = _loaded(family, _renamed(weights.tensors, family), how.dtype, where)
     if vocabulary_of(family, told.get("mask_token_id"), words, how.extends, where).fresh:
         _add_row(lm, config)
-    model = around(config, lm)
+    model = MaskedDiffusionLM.around(config, lm)
     return with_mask(model, told["mask"]) if "mask" in told and parse_mask(told["mask"]) != model.mask else model
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,10 +16,13 @@ from imdm.benchmarks import plain
 from imdm.benchmarks.measure import Row, Size, Took, benchmarks, device, timed
 from imdm.benchmarks.sampling import fresh
 from imdm.costing.work import head_flops, network_flops
-from imdm.data import CoupleConfig, Coupling, TokenSource, couple
+from imdm.data.coupling import CoupleConfig, Coupling, couple
+from imdm.data.source import TokenSource
 from imdm.errors import UserError
-from imdm.models import MaskedDiffusionLM
 from imdm.sampling import plan, turns
+
+if TYPE_CHECKING:
+    from imdm.models.denoiser import MaskedDiffusionLM
 
 SIZES: dict[Size, dict[str, Any]] = {
     "full": {"preset": "small", "length": 128, "vocab_size": 30_522, "pairs": 4096, "batch": 256, "steps": 1024},

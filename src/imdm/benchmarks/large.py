@@ -14,7 +14,7 @@ from imdm.benchmarks.couplings import coupled
 from imdm.benchmarks.measure import Row, Size, benchmarks, timed
 from imdm.benchmarks.sampling import fresh, sampled
 from imdm.benchmarks.training import trained
-from imdm.models import faster
+from imdm.models.fast import faster
 from imdm.objectives import SDTT, Nelbo, ReDi
 
 SIZES: dict[Size, dict[str, Any]] = {

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from imdm.benchmarks.measure import Row, Size, benchmarks, device, timed
 from imdm.costing.work import head_flops
-from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
+from imdm.models.configuration import MaskedDiffusionConfig
+from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.models.pretrained import layers_of
 
 LLAMA = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 32}

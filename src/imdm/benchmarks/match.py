@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import tempfile
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,10 +14,13 @@ from imdm.benchmarks.measure import Row, Size, Took, benchmarks, device, paced
 from imdm.benchmarks.sampling import fresh
 from imdm.benchmarks.training import NOISY
 from imdm.costing.work import head_flops, network_flops
-from imdm.data import TokenSource
-from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
+from imdm.data.source import TokenSource
 from imdm.objectives import Match, Step
 from imdm.training import TrainConfig, Trainer
+
+if TYPE_CHECKING:
+    from imdm.models.configuration import MaskedDiffusionConfig
+    from imdm.models.denoiser import MaskedDiffusionLM
 
 SIZES: dict[Size, tuple[dict[str, Any], ...]] = {
     "full": (

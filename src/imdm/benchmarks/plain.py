@@ -6,16 +6,18 @@ import copy
 import itertools
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from imdm.models import MaskedDiffusionLM
 from imdm.objectives import Step
 from imdm.process import Process
 from imdm.sampling import time_grid
 from imdm.state import Noised
+
+if TYPE_CHECKING:
+    from imdm.models.denoiser import MaskedDiffusionLM
 
 
 @torch.no_grad()

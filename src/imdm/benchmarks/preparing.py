@@ -33,8 +33,9 @@ def repeated(text: Path, megabytes: int, out: Path) -> None:
 
 def measured(source: Path, tokenizer: str, out: Path) -> dict[str, float]:
     """Both ways in this process: all lines through `encode_batch` in the same batches, then `prepare`."""
-    from imdm.data import Corpus, PrepareConfig, prepare
+    from imdm.data.corpora import Corpus
     from imdm.data.encoding import AT_ONCE
+    from imdm.data.packing import PrepareConfig, prepare
     from imdm.data.tokenizers import load_tokenizer
 
     backend = load_tokenizer(tokenizer).backend_tokenizer

@@ -11,7 +11,9 @@ import torch
 from imdm.benchmarks import plain
 from imdm.benchmarks.measure import Row, Size, Took, benchmarks, device, timed
 from imdm.costing.work import writing_flops
-from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM, faster
+from imdm.models.configuration import MaskedDiffusionConfig
+from imdm.models.denoiser import MaskedDiffusionLM
+from imdm.models.fast import faster
 
 SIZES: dict[Size, dict[str, Any]] = {
     "full": {"preset": "small", "length": 1024, "vocab_size": 50_258, "batch": 32, "steps": (1, 8, 64)},

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from imdm.benchmarks.measure import Row, Size, benchmarks, timed
 from imdm.benchmarks.sampling import fresh
 from imdm.costing.work import writing_flops
-from imdm.models import MaskedDiffusionLM, faster
+from imdm.models.fast import faster
+
+if TYPE_CHECKING:
+    from imdm.models.denoiser import MaskedDiffusionLM
 
 BASE: dict[Size, dict[str, Any]] = {
     "full": {"preset": "small", "length": 256, "vocab_size": 32_768, "batch": 32, "steps": 4},

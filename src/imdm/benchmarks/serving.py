@@ -23,7 +23,7 @@ from imdm.benchmarks.measure import Row, Size, Took, benchmarks, device
 from imdm.benchmarks.sampling import fresh, writing_flops
 from imdm.data.tokenizers import load_tokenizer, special_ids
 from imdm.errors import UserError
-from imdm.models import faster
+from imdm.models.fast import faster
 from imdm.serving.api import Completion, Order
 from imdm.serving.engine import Engine
 from imdm.serving.ready import warm

@@ -14,8 +14,8 @@ from imdm.benchmarks import plain
 from imdm.benchmarks.measure import Row, Size, Took, benchmarks, device, paced
 from imdm.benchmarks.sampling import fresh
 from imdm.costing.work import head_flops, network_flops
-from imdm.data import TokenSource
-from imdm.models import MaskedDiffusionLM
+from imdm.data.source import TokenSource
+from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.objectives import SDTT, Nelbo, Objective, ReDi, Step
 from imdm.randomness import Purpose, as_key, fold, uniform
 from imdm.training import TrainConfig, Trainer

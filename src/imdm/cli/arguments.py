@@ -16,10 +16,12 @@ from imdm.files import parse_yaml, read_text
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from imdm.data import Data, LanguageData, PreparedData, TokenData
     from imdm.data.prepared import Packing
+    from imdm.data.source import Data, LanguageData, TokenData
+    from imdm.data.text import PreparedData
     from imdm.evaluation import Conditional
-    from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
+    from imdm.models.configuration import MaskedDiffusionConfig
+    from imdm.models.denoiser import MaskedDiffusionLM
 
 
 @contextmanager
@@ -92,7 +94,8 @@ def parse_match(text: str | None) -> str | float | None:
 
 def parse_data(text: str, config: MaskedDiffusionConfig) -> LanguageData | TokenData | PreparedData:
     """`--data` for a model: a language with settings, a file of tokens, or a folder of prepared text."""
-    from imdm.data import LanguageData, PreparedData, TokenData
+    from imdm.data.source import LanguageData, TokenData
+    from imdm.data.text import PreparedData
 
     values = data_settings(text, config.vocab_size, config.mask_token_id)
     kinds: dict[str, type[LanguageData] | type[TokenData] | type[PreparedData]] = {
@@ -131,7 +134,7 @@ def parse_held_out(text: str, config: MaskedDiffusionConfig, path: str, reporter
     check_held_out(text)
     if not is_text(text):
         return parse_data(text, config), False
-    from imdm.data import prepared_for
+    from imdm.data.text import prepared_for
 
     _check_tokenizer(text, path)
     with reporter.bar(f"{text}: documents", 0) as bar:

@@ -9,8 +9,7 @@ import typer
 
 from imdm.cli.app import Overrides, app, say, show_whole
 from imdm.cli.arguments import as_options
-from imdm.cli.early import check_known
-from imdm.costing.machines import CPU, GPUS
+from imdm.cli.early import GPUS, check_known
 
 
 @app.command()
@@ -27,7 +26,7 @@ def cost(
     json: Annotated[bool, typer.Option("--json", help="As JSON, with a breakdown of memory.")] = False,
 ) -> None:
     """Estimate the cost of a recipe: tokens, FLOPs, memory, communication and hours of every stage; nothing is run."""
-    check_known("GPU", [gpu.lower()], (*GPUS, CPU))
+    check_known("GPU", [gpu.lower()], (*GPUS, "cpu"))
     from imdm.experiments.loading import load_recipe
 
     chosen = load_recipe(recipe, overrides or ())

@@ -42,6 +42,7 @@ ORDERS = ("random", "spread")
 STARTS = ("perturbed", "prior")
 PRECISIONS = ("float32", "bf16")
 WEIGHTS = ("bf16", "float32", "int8", "mixed")
+GPUS = ("h200", "h100", "b200", "a100", "a100-40", "l40s", "rtx4090")
 LAYOUTS = ("imdm", "mdlm", "transformers")
 
 

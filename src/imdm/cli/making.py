@@ -39,7 +39,8 @@ from imdm.errors import UserError
 from imdm.files import check_holds
 
 if TYPE_CHECKING:
-    from imdm.data import Corpus, PrepareConfig
+    from imdm.data.corpora import Corpus
+    from imdm.data.packing import PrepareConfig
     from imdm.experiments.run import Bar
 
 
@@ -138,8 +139,8 @@ def prepare(
 ) -> None:
     """Tokenise and pack text into rows. Run it again to resume after a stop."""
     from imdm.data.corpora import Corpus
+    from imdm.data.packing import PrepareConfig, made_tokenizer
     from imdm.data.tokenizers import check_choice, tokenizer_place
-    from imdm.experiments.outline import check_config
 
     share = parse_part(part) if part is not None else None
     corpus = Corpus(source, split or "train", field, skip_broken, join=join, join_by=join_by)
@@ -153,12 +154,8 @@ def prepare(
         tokenizer_place(tokenizer)
     values = {"length": length, "tokenizer": tokenizer, "train_bpe": train_bpe, "packing": packing, "limit": limit}
     with as_options(*values, section="prepare"):
-        check_config("imdm.data.packing", "PrepareConfig", values, "prepare")
+        config = PrepareConfig.parse(values, "prepare")
         check_choice(tokenizer, train_bpe)
-    from imdm.data import PrepareConfig
-    from imdm.data.packing import made_tokenizer
-
-    config = PrepareConfig.parse(values, "prepare")
     splits = [("", corpus)]
     if hold_out is not None:
         splits = [(name, replace(corpus, split=name, hold_out=hold_out)) for name in ("train", "valid")]
@@ -177,7 +174,7 @@ def prepare(
 
 def _prepared(corpus: Corpus, config: PrepareConfig, out: Path, bar: Bar, how: dict[str, Any]) -> str:
     """Make rows; returns a summary."""
-    from imdm.data import prepare
+    from imdm.data.packing import prepare
 
     counts = prepare(corpus, config, out, on_progress=lambda c: bar(c.documents, f"{c.rows:,} rows"), **how).counts
     broken = f", {counts.broken:,} broken skipped" if counts.broken else ""
@@ -189,7 +186,7 @@ def _prepared_part(
     corpus: Corpus, config: PrepareConfig, out: Path, share: tuple[int, int], bar: Bar, how: dict[str, Any]
 ) -> str:
     """The same for one part; the summary lists the missing parts."""
-    from imdm.data import prepare_part
+    from imdm.data.packing import prepare_part
     from imdm.data.parts import missing
 
     how |= {"on_progress": lambda c: bar(c.documents, f"{c.tokens:,} tokens")}
@@ -227,10 +224,10 @@ def couple(
     """Make (z_t, t, seed) → x̂ pairs with a teacher. Run it again to resume after a stop."""
     if data is not None:
         check_data(data)
-    from imdm.data import CoupleConfig
+    from imdm.data.coupling import CoupleConfig
     from imdm.data.tokenizers import check_same
     from imdm.experiments.pairs import make_pairs
-    from imdm.models import load_model
+    from imdm.models.loading import load_model
 
     settings = {"pairs": pairs, "steps": steps, "noise": noise, "start": start, "batch_size": batch_size}
     with as_options(*settings, section="couple"):
@@ -302,10 +299,11 @@ def distill(
     """Distil a model, with the paper's settings where there are any. Run it again to resume after a stop."""
     check_known("distillation", [method], DISTILLATIONS)
     check_held_out(data)
+    from imdm.devices import check_precision
     from imdm.experiments.distilling import distillation
     from imdm.experiments.loading import parse_recipe
     from imdm.experiments.run import Run
-    from imdm.models import check_precision, load_config
+    from imdm.models.loading import load_config
 
     precision = precision or ("bf16" if device().type == "cuda" else "float32")
     check_precision(precision, device(), "--precision")

@@ -47,7 +47,6 @@ from imdm.cli.early import (
 )
 from imdm.errors import UserError, reason_of
 from imdm.files import check_holds
-from imdm.sampling.options import Sampling
 from imdm.shipped import FETCHABLE
 
 
@@ -136,15 +135,18 @@ def evaluate(
     """Evaluate a model: a table in the terminal, result rows in a file."""
     asked = check_evaluation(metrics, data, judge, pairs)
     counts, temperatures, wanted = parse_counts(steps), parse_temperatures(temperature), parse_match(match)
+    from imdm.sampling import Sampling
+
     Sampling.of({"top_p": top_p})
     if out is not None and out.is_dir():
         raise UserError(f"--out {out} is a folder; give a file for the result rows")
     if match is not None and temperatures != [1.0]:
         raise UserError("--match finds the temperature; leave --temperature out")
+    from imdm.devices import check_precision
     from imdm.evaluation import read
     from imdm.experiments.evaluating import OwnData, evaluate_model
     from imdm.experiments.schema import EvaluateStage
-    from imdm.models import check_precision, load_config
+    from imdm.models.loading import load_config
     from imdm.report import all_results
 
     check_precision(precision, device(), "--precision")

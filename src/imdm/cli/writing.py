@@ -18,7 +18,6 @@ from imdm.cli.early import check_length, known_precision
 from imdm.console import appearing, coloured, legend, side_by_side
 from imdm.errors import UserError, check_blanks, check_whole
 from imdm.files import check_holds, write_text
-from imdm.sampling.options import Sampling
 from imdm.shipped import DEFAULT, PROMPT, TEACHER, folder_of, listed
 
 
@@ -71,6 +70,8 @@ def generate(
     given = read_prompts(prompts) if prompts is not None else prompt
     options: dict[str, Any] = {"steps": steps, "temperature": temperature, "top_p": top_p}
     options |= {name: value for name, value in (("noise", noise), ("order", order)) if value is not None}
+    from imdm.sampling import Sampling
+
     Sampling.of(options)
     check_whole("num", num)
     check_length(length, model)
@@ -89,7 +90,7 @@ def generate(
     options |= {"num": num, "seed": seed}
     ids_only = Path(model).is_dir() and not has_tokenizer(Path(model))
     if canvas or (ids_only and given is None and infill is None):
-        from imdm.models import load_model
+        from imdm.models.loading import load_model
 
         writer = load_model(model, precision).to(device())
         start = parse_canvas(canvas, writer, length) if canvas else None

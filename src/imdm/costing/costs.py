@@ -17,7 +17,7 @@ from imdm.costing.stages import stage_costs
 from imdm.errors import UserError, check_is, check_whole
 from imdm.experiments.loading import load_recipe, variants
 from imdm.experiments.schema import CoupleStage, EvaluateStage, Recipe, TrainStage
-from imdm.models.configuration import LARGEST_VOCABULARY
+from imdm.models.shape import LARGEST_VOCABULARY
 
 MOST_GPUS = 1 << 16
 

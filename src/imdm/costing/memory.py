@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from imdm.errors import UserError
 
 if TYPE_CHECKING:
-    from imdm.models import MaskedDiffusionConfig
+    from imdm.models.configuration import MaskedDiffusionConfig
     from imdm.training import TrainConfig
 
 GIB = 1 << 30

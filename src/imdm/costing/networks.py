@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from imdm.data import TextData
+from imdm.data.text import TextData
 from imdm.errors import UserError
 from imdm.experiments.schema import AdoptStage, Recipe, TrainStage
-from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM, load_config
+from imdm.models import Network
 from imdm.models.backbones.base import DEFAULT
+from imdm.models.configuration import MaskedDiffusionConfig
+from imdm.models.loading import load_config
 from imdm.sharding import blocks_of
 from imdm.shipped import find
 
@@ -86,7 +88,7 @@ class Networks:
             config = self.config(stage.start)
         mask = config.mask if stage.mask is None else stage.mask
         mixture = config.mixture or stage.mixture
-        return MaskedDiffusionConfig.from_dict(config.to_dict() | {"mask": mask, "mixture": mixture})
+        return config.changed(mask=mask, mixture=mixture)
 
     def _published(self, name: str, stage: AdoptStage) -> MaskedDiffusionConfig:
         """Of a published model that is here, or whose size is known."""
@@ -133,7 +135,7 @@ def measured(settings: str) -> Size:
     """Built on the device `meta` and counted. Another backbone counts as blocks of ours with as many weights."""
     config = MaskedDiffusionConfig.from_dict(json.loads(settings))
     with torch.device("meta"):
-        model = MaskedDiffusionLM(config)
+        model = Network(config)
     parameters = sum(weight.numel() for weight in model.parameters())
     blocks = [sum(weight.numel() for weight in block.parameters()) for block in blocks_of(model)]
     if config.backbone["kind"] != DEFAULT:

@@ -9,7 +9,7 @@ from imdm.costing.machines import GPU
 from imdm.models.backbones.base import DEFAULT
 
 if TYPE_CHECKING:
-    from imdm.models import MaskedDiffusionConfig
+    from imdm.models.configuration import MaskedDiffusionConfig
 
 # Utilisation relative to a large matmul, fitted to the measured steps in tests/test_costing.py.
 PRODUCTS = 0.75  # the blocks' matrices, at width 768

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from pydantic import Field
@@ -30,13 +30,19 @@ from imdm.files import (
     write_tensors,
 )
 from imdm.masks import parse_mask
-from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM, check_tokens, fingerprint, in_precision
+from imdm.models import Network, check_tokens
+from imdm.models.fast import in_precision
+from imdm.models.identity import fingerprint
 from imdm.objectives import EARLIEST
 from imdm.process import NoisePolicy
 from imdm.randomness import GENERATOR, Purpose, as_key, fold, uniform
 from imdm.room import check_room
 from imdm.sampling import Sampling, sample
 from imdm.schedule import parse_schedule
+
+if TYPE_CHECKING:
+    from imdm.models.configuration import MaskedDiffusionConfig
+    from imdm.models.denoiser import MaskedDiffusionLM
 
 
 class CoupleConfig(Config):
@@ -203,7 +209,7 @@ def couple(
     `source` is the data to perturb; None with `start: prior`.
     """
     folder = as_path(out, "out")
-    check_is("teacher", teacher, MaskedDiffusionLM, "a model")
+    check_is("teacher", teacher, Network, "a model")
     check_is("config", config, CoupleConfig, "a CoupleConfig")
     check_seed(seed)
     check_whole("world", world)

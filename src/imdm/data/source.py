@@ -6,7 +6,7 @@ import hashlib
 from abc import abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, runtime_checkable
 
 import torch
 from pydantic import Field
@@ -17,8 +17,11 @@ from imdm.data.synthetic import Language, languages
 from imdm.ending import Ending
 from imdm.errors import UserError
 from imdm.files import read_tensors
-from imdm.models import LARGEST_VOCABULARY, MaskedDiffusionConfig, check_tokens
+from imdm.models import LARGEST_VOCABULARY, check_tokens
 from imdm.randomness import Purpose, as_key, permutation, uniform
+
+if TYPE_CHECKING:
+    from imdm.models.configuration import MaskedDiffusionConfig
 
 LOOKED_AT = 1024  # rows
 Progress = Callable[[int, str], None]

@@ -57,6 +57,9 @@ def load_tokenizer(name: str | Path) -> Any:
     from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
     from transformers import GPT2TokenizerFast as ByteLevelBPE  # type: ignore[attr-defined]
 
+    from imdm.models.denoiser import register
+
+    register()
     folder = Path(name)
     kind, own = _said(folder, "config.json", "model_type"), _said(folder, "tokenizer_config.json", "tokenizer_class")
     try:

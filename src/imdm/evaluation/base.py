@@ -19,7 +19,8 @@ from imdm.data.tokenizers import load_tokenizer, special_ids
 from imdm.ending import lengths
 from imdm.errors import UserError, check_is, check_seed, check_whole
 from imdm.evaluation.parts import Parts
-from imdm.models import MaskedDiffusionLM, fingerprint
+from imdm.models import Network
+from imdm.models.identity import fingerprint
 from imdm.randomness import Purpose, as_key, uniform
 from imdm.registry import Registry
 from imdm.room import check_room
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from imdm.evaluation.conditional import Conditional
     from imdm.evaluation.judge import Judge
     from imdm.evaluation.mauve import Embedder
+    from imdm.models.denoiser import MaskedDiffusionLM
 
 T = TypeVar("T")
 Measure = Callable[["Evaluation"], "Measurement"]
@@ -169,7 +171,7 @@ class Subject:
     compiled: bool = False
 
     def __post_init__(self) -> None:
-        check_is("model", self.model, MaskedDiffusionLM, "one of our models")
+        check_is("model", self.model, Network, "one of our models")
         if self.how is None:
             object.__setattr__(self, "how", Sampling(steps=1, **self.model.policies()))
         check_is("how", self.how, Sampling, "a Sampling")

@@ -14,16 +14,19 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from imdm.errors import check_whole
-from imdm.models import MaskedDiffusionLM
 from imdm.models.readout import Chosen
 from imdm.process import Process
 from imdm.randomness import Purpose, as_key, fold, uniform
 from imdm.state import Noised, Rows
+
+if TYPE_CHECKING:
+    from imdm.models.denoiser import MaskedDiffusionLM
 
 ENUMERATED = 3, 16
 """Subsets of up to so many positions are always enumerated, of more than so many never."""

@@ -7,20 +7,24 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from imdm.data.tokenizers import has_tokenizer, load_tokenizer, special_ids, tokenizer_hash
-from imdm.devices import checked_device
+from imdm.devices import check_precision, checked_device
 from imdm.errors import UserError, is_out_of_memory, reason_of
 from imdm.evaluation.base import Evaluation, Measurement, bootstrap_weights, metric, spread
 from imdm.files import read_json
 from imdm.hub import hub_for
-from imdm.models import MaskedDiffusionLM, check_precision, is_ours, load_model
+from imdm.models.identity import is_ours
+from imdm.models.loading import load_model
 from imdm.shipped import FETCHABLE, fetched, find, meant, names
 from imdm.state import Noised
+
+if TYPE_CHECKING:
+    from imdm.models.denoiser import MaskedDiffusionLM
 
 CONTEXT = 1024
 DEFAULT = "gpt2-large"
@@ -195,6 +199,9 @@ def load_judge(
     rows."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from imdm.models.denoiser import register
+
+    register()
     check_precision(precision, name="precision")
     name, place, device = name or place, str(find(place)), checked_device(device)
     if is_ours(Path(place)):

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from imdm.evaluation.base import Evaluation, Measurement, mean, metric, ratio
-from imdm.models import MaskedDiffusionLM
 from imdm.objectives import Step, nelbo_terms
 from imdm.objectives.autoregressive import next_log_probs
+
+if TYPE_CHECKING:
+    from imdm.models.denoiser import MaskedDiffusionLM
 
 
 @metric("nelbo", reads=("data",), samples=False, steps=False, cut=False)

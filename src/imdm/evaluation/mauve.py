@@ -79,6 +79,9 @@ def load_embedder(name: str, device: str | torch.device = "cpu") -> Embedder:
     """A sentence embedder by its folder or hub id."""
     from transformers import AutoModel, AutoTokenizer
 
+    from imdm.models.denoiser import register
+
+    register()
     try:
         with hub_for(name):
             tokenizer: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)

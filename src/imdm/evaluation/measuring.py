@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import product
 from math import inf, isfinite
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,8 +19,10 @@ from imdm.evaluation.mauve import NO_LIBRARY, Embedder, has_mauve, load_embedder
 from imdm.evaluation.results import Row, row_settings
 from imdm.evaluation.text import sample_entropy
 from imdm.masks import Mask
-from imdm.models import MaskedDiffusionLM
 from imdm.sampling import Sampling
+
+if TYPE_CHECKING:
+    from imdm.models.denoiser import MaskedDiffusionLM
 
 
 def measure(names: Sequence[str], subject: Subject | Evaluation, *, finite: bool = True) -> dict[str, Measurement]:

@@ -29,19 +29,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from imdm.errors import UserError
 from imdm.evaluation.base import Evaluation, Measurement, mean, metric
-from imdm.models import Denoiser, MaskedDiffusionLM
+from imdm.models import Denoiser
 from imdm.process import Process
 from imdm.randomness import Purpose, as_key, fold, uniform
 from imdm.sampling import plan
 from imdm.sampling.categorical import AT_ONCE
 from imdm.state import Noised
+
+if TYPE_CHECKING:
+    from imdm.models.denoiser import MaskedDiffusionLM
 
 ROWS = 256  # held-out rows at most
 DRAWS = 64  # of a model's noise

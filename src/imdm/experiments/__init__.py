@@ -1,68 +1,20 @@
-"""Experiments: recipes, loaded and checked; runs of them, stage after stage; distillations; the status of a run.
+"""Experiments: recipes, loaded and checked; runs of them, stage after stage; distillations; the status of a run."""
 
-Names are imported when first used: what cannot be is refused before torch is imported.
-"""
-
-from typing import TYPE_CHECKING
-
-from imdm.later import later
-
-if TYPE_CHECKING:
-    from imdm.experiments.distilling import distillation
-    from imdm.experiments.jobs import Job, plan, run_jobs, workers_for
-    from imdm.experiments.loading import (
-        check_files,
-        load_recipe,
-        parse_recipe,
-        read_recipe,
-        recipe_names,
-        recipe_settings,
-        stages_of,
-        summaries,
-        trained_by,
-        variants,
-    )
-    from imdm.experiments.run import Bar, Quiet, Reporter, Run, first_difference
-    from imdm.experiments.schema import AdoptStage, CoupleStage, EvaluateStage, Recipe, TrainStage
-else:
-    __getattr__ = later(
-        __name__,
-        {
-            "imdm.experiments.distilling": ("distillation",),
-            "imdm.experiments.jobs": (
-                "Job",
-                "plan",
-                "run_jobs",
-                "workers_for",
-            ),
-            "imdm.experiments.loading": (
-                "check_files",
-                "load_recipe",
-                "parse_recipe",
-                "read_recipe",
-                "recipe_names",
-                "recipe_settings",
-                "stages_of",
-                "summaries",
-                "trained_by",
-                "variants",
-            ),
-            "imdm.experiments.run": (
-                "Bar",
-                "Quiet",
-                "Reporter",
-                "Run",
-                "first_difference",
-            ),
-            "imdm.experiments.schema": (
-                "AdoptStage",
-                "CoupleStage",
-                "EvaluateStage",
-                "Recipe",
-                "TrainStage",
-            ),
-        },
-    )
+from imdm.experiments.distilling import distillation
+from imdm.experiments.jobs import Job, plan, run_jobs, workers_for
+from imdm.experiments.loading import (
+    load_recipe,
+    parse_recipe,
+    read_recipe,
+    recipe_names,
+    recipe_settings,
+    stages_of,
+    summaries,
+    trained_by,
+    variants,
+)
+from imdm.experiments.run import Bar, Quiet, Reporter, Run, first_difference
+from imdm.experiments.schema import AdoptStage, CoupleStage, EvaluateStage, Recipe, TrainStage
 
 __all__ = [
     "AdoptStage",
@@ -75,7 +27,6 @@ __all__ = [
     "Reporter",
     "Run",
     "TrainStage",
-    "check_files",
     "distillation",
     "first_difference",
     "load_recipe",

@@ -5,23 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from imdm.costing.stages import check_memory
-from imdm.data import Coupling, TextData, check_fits
-from imdm.data.source import check_teaches
+from imdm.data.coupling import Coupling
+from imdm.data.source import check_fits, check_teaches
+from imdm.data.text import TextData
 from imdm.data.tokenizers import check_same
-from imdm.devices import processes, processes_here
+from imdm.devices import check_precision, processes, processes_here
 from imdm.errors import UserError, shown
 from imdm.evaluation import Conditional, metrics
 from imdm.evaluation.conditional import documents_of
 from imdm.experiments.inputs import Inputs
 from imdm.experiments.schema import AdoptStage, CoupleStage, EvaluateStage, TrainStage
-from imdm.models import MaskedDiffusionConfig, check_precision
 from imdm.objectives import Objective, ReDi
 from imdm.objectives.rounds import Rounds
 from imdm.room import check_room, memory
 from imdm.shipped import find
 from imdm.training.lora import check_backbone
+
+if TYPE_CHECKING:
+    from imdm.models.configuration import MaskedDiffusionConfig
 
 TOGETHER = {
     "a vocabulary of": "vocab_size",
@@ -76,6 +79,8 @@ def check_stage(inputs: Inputs, name: str, made: bool = False) -> None:
 def check_state(inputs: Inputs, name: str) -> None:
     """Refuse a training stage whose state surely does not fit into memory; for stages that `check_stage` has let pass.
     Not before a tokenizer is trained, which may be smaller than asked for."""
+    from imdm.costing.stages import check_memory
+
     if not inputs.data.is_ready and isinstance(inputs.data, TextData) and inputs.data.tokenizer is None:
         return
     state = processes()
@@ -130,7 +135,7 @@ def _check_training(inputs: Inputs, name: str, stage: TrainStage) -> None:
     if stage.start in outside and stage.data in outside:  # else the pairs' teacher is not trained yet
         start = inputs.config(str(stage.start))
         mask = start.mask if stage.mask is None else stage.mask
-        student = MaskedDiffusionConfig.from_dict(start.to_dict() | {"mask": mask})
+        student = start.changed(mask=mask)
         check_pairs(inputs.coupling(str(stage.data)), stage, student, inputs.hash(str(stage.start)))
 
 

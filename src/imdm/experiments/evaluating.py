@@ -10,7 +10,8 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from imdm.data import Coupling, Data, check_fits
+from imdm.data.coupling import Coupling
+from imdm.data.source import Data, check_fits
 from imdm.data.tokenizers import check_same, load_tokenizer
 from imdm.devices import processes
 from imdm.errors import UserError
@@ -34,12 +35,15 @@ from imdm.evaluation.results import row_settings
 from imdm.evaluation.texts import first_texts
 from imdm.experiments.schema import EvaluateStage
 from imdm.files import write_lines
-from imdm.models import MaskedDiffusionLM, fingerprint, in_precision, load_model
+from imdm.models.fast import in_precision
+from imdm.models.identity import fingerprint
+from imdm.models.loading import load_model
 from imdm.sampling import Sampling
 from imdm.shipped import FETCHABLE, fetched
 
 if TYPE_CHECKING:
     from imdm.experiments.run import Reporter
+    from imdm.models.denoiser import MaskedDiffusionLM
 
 
 @dataclass(frozen=True)

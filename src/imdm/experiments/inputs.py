@@ -6,18 +6,25 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from imdm.config import digest
-from imdm.costing.networks import Networks
-from imdm.data import Coupling, Data, Source, TextData
+from imdm.data.coupling import Coupling
+from imdm.data.source import Data, Source
+from imdm.data.text import TextData
 from imdm.evaluation import about
 from imdm.experiments.schema import AdoptStage, Recipe, TrainStage
 from imdm.experiments.status import read_done
 from imdm.files import digest_file
 from imdm.masks import Mask, parse_mask
-from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM, fingerprint, load_config, load_model
+from imdm.models.identity import fingerprint
+from imdm.models.loading import load_config, load_model
 from imdm.shipped import find
+
+if TYPE_CHECKING:
+    from imdm.costing.networks import Networks
+    from imdm.models.configuration import MaskedDiffusionConfig
+    from imdm.models.denoiser import MaskedDiffusionLM
 
 T = TypeVar("T")
 Files = tuple[tuple[str, int, int, int], ...]
@@ -139,6 +146,8 @@ class Inputs:
     @cached_property
     def networks(self) -> Networks:
         """Their sizes, without weights."""
+        from imdm.costing.networks import Networks
+
         return Networks(self.recipe, self.vocabulary[0], self.length, self.adopted)
 
     @property

@@ -1,21 +1,16 @@
-"""Loading recipes: found by name in `recipes/` or by path, one level of `extends`, `key=value` overrides.
-
-Finding and reading one needs no torch, and most of what can be wrong in it is refused before torch is imported
-(`outline.py`).
-"""
+"""Loading recipes: found by name in `recipes/` or by path, one level of `extends`, `key=value` overrides."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from imdm.data.corpora import Corpus
+from imdm.data.source import Data
 from imdm.errors import UserError, check_is, shown, unknown
+from imdm.experiments.schema import Recipe
 from imdm.files import as_path, parse_yaml, read_json, read_text
-
-if TYPE_CHECKING:
-    from imdm.experiments.schema import Recipe
 
 HERE = Path(__file__).parent / "recipes"
 WITH_PATH = ("text", "prepared", "tokens")
@@ -38,17 +33,14 @@ def load_recipe(name: str | Path, overrides: tuple[str, ...] | list[str] = (), *
     return parse_recipe(recipe_settings(name), overrides, to_run=to_run)
 
 
-def check_files(data: Any) -> None:
-    """Refuse missing files of a recipe's data; neither torch nor the rest of the recipe is needed."""
-    from imdm.data.corpora import Corpus
-
-    given = data if isinstance(data, dict) else {}
-    kind, path, valid = (given.get(name) for name in ("kind", "path", "valid"))
-    if kind in ("prepared", "tokens") and isinstance(path, str) and not as_path(path, "data.path").exists():
+def _check_files(data: Data) -> None:
+    """Refuse missing files of a recipe's data."""
+    kind, path, valid = (getattr(data, name, None) for name in ("kind", "path", "valid"))
+    if kind in ("prepared", "tokens") and not as_path(str(path), "data.path").exists():
         what = "file" if kind == "tokens" else "folder; make it with 'imdm prepare'"
         raise UserError(f"data: {path}: no such {what}")
     for corpus, split in ((path, "train"), (valid, "valid")) if kind == "text" else ():
-        if isinstance(corpus, str):
+        if corpus is not None:
             Corpus(corpus, split).check()
 
 
@@ -86,18 +78,10 @@ def parse_recipe(
     settings: dict[str, Any] = _unshared(values)
     for override in map(str, overrides):
         _override(settings, override)
-    if "torch" not in sys.modules:  # where it is, parsing is quick, and objectives of others may be registered
-        from imdm.experiments.outline import check_settings
-
-        check_settings(settings)
-    if to_run:
-        several = settings.get("variants")
-        for changes in several.values() if isinstance(several, dict) and several else [{}]:
-            check_files(_merge(settings, changes).get("data") if isinstance(changes, dict) else None)
-    from imdm.experiments.schema import Recipe
-
     recipe = Recipe.parse(settings, "")
-    variants(recipe)  # they must parse too
+    for one in variants(recipe).values():  # they must parse too
+        if to_run:
+            _check_files(one.data)
     return recipe
 
 
@@ -106,15 +90,11 @@ def read_recipe(run: Path) -> Recipe | None:
     file = run / "recipe.json"
     if not file.exists():
         return None
-    from imdm.experiments.schema import Recipe
-
     return Recipe.parse(read_json(file, "recipe"), str(file))
 
 
 def variants(recipe: Recipe) -> dict[str, Recipe]:
     """The recipe of each variant by name; of a recipe without variants, itself under the name ''."""
-    from imdm.experiments.schema import Recipe
-
     alone: dict[str, Any] = {"variants": {}, "quick": None}
     made = {
         name: Recipe.parse(_merge(recipe.resolved(), changes) | alone, f"variants.{name}")

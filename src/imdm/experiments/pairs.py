@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from imdm.data import CoupleConfig, Source, couple
-from imdm.data.coupling import Manifest
+from imdm.data.coupling import CoupleConfig, Manifest, couple
+from imdm.data.source import Source
 from imdm.devices import processes, working_together
-from imdm.models import MaskedDiffusionLM
 
 if TYPE_CHECKING:
     from imdm.experiments.run import Reporter
+    from imdm.models.denoiser import MaskedDiffusionLM
 
 
 def make_pairs(

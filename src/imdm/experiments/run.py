@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from imdm.config import digest, first_difference
-from imdm.data import Coupling
+from imdm.data.coupling import Coupling
 from imdm.devices import processes, together, working_together
 from imdm.errors import UserError, unknown
 from imdm.experiments.checks import check_size, check_stage, check_state
@@ -28,7 +28,7 @@ from imdm.experiments.schema import AdoptStage, EvaluateStage, Recipe, TrainStag
 from imdm.experiments.stages import is_measured_in, make_stage
 from imdm.experiments.status import DONE, as_made, read_done
 from imdm.files import check_once, check_writable, kept_if_refused, write_json, write_recorded
-from imdm.models import fingerprint
+from imdm.models.identity import fingerprint
 
 
 class Bar(Protocol):

@@ -8,14 +8,16 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, model_validator
 
 from imdm.config import Config, Name, Seed, digest, one_of
-from imdm.data import CoupleConfig, DataConfig
+from imdm.data.coupling import CoupleConfig
+from imdm.data.text import DataConfig
 from imdm.ending import Ending
 from imdm.errors import MOST_STEPS, TEMPERATURES, is_temperature, unknown
 from imdm.evaluation import Conditional, metrics
 from imdm.evaluation.judge import labelled
 from imdm.masks import Mask, parse_mask
-from imdm.models import PRESETS, BackboneSettings, MaskedDiffusionConfig
+from imdm.models import PRESETS, BackboneSettings
 from imdm.models.backbones.base import is_default, parse_backbone
+from imdm.models.configuration import MaskedDiffusionConfig
 from imdm.objectives import Objective, parse_objective
 from imdm.process import NoisePolicy
 from imdm.sampling.options import RevealOrder

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from imdm.config import digest
-from imdm.data import CoupleConfig, Coupling, Source, check_fits
+from imdm.data.coupling import CoupleConfig, Coupling
+from imdm.data.source import Source, check_fits
 from imdm.data.tokenizers import check_same, copy_tokenizer
 from imdm.devices import processes
 from imdm.evaluation import Subject, measure, metrics
@@ -21,7 +22,9 @@ from imdm.experiments.evaluating import Case, evaluate_cases, in_place, is_measu
 from imdm.experiments.pairs import make_pairs
 from imdm.experiments.schema import AdoptStage, CoupleStage, EvaluateStage, TrainStage
 from imdm.experiments.status import DONE
-from imdm.models import MaskedDiffusionLM, fingerprint, load_model, with_mask
+from imdm.models.identity import fingerprint
+from imdm.models.loading import load_model
+from imdm.models.variants import with_mask
 from imdm.randomness import Purpose, as_key, fold, seeded
 from imdm.sampling import Sampling
 from imdm.shipped import find
@@ -31,6 +34,7 @@ from imdm.training.history import LAST, last_loss, loss_in_words, read_history
 
 if TYPE_CHECKING:
     from imdm.experiments.run import Run
+    from imdm.models.denoiser import MaskedDiffusionLM
 
 
 def make_stage(run: Run, name: str) -> str:
@@ -63,6 +67,8 @@ def _train(run: Run, name: str, stage: TrainStage) -> str:
     recipe, inputs, seed = run.recipe, run.inputs, run.recipe.seed_of(name)
     source: Source = inputs.source if stage.data is None else inputs.coupling(stage.data)
     if stage.start is None:
+        from imdm.models.denoiser import MaskedDiffusionLM  # takes seconds
+
         with seeded(fold(as_key(seed), Purpose.INIT)):
             causal, ending = stage.objective.causal, inputs.data.ending()
             config = recipe.model.build(*inputs.vocabulary, source.length, causal=causal, ending=ending)

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
@@ -16,12 +16,16 @@ from imdm.devices import processes
 from imdm.errors import UserError, check_is, unknown
 from imdm.exporting.card import hub_card
 from imdm.files import check_new, read_json, write_json, written_aside
-from imdm.models import MaskedDiffusionLM, fold_conditioning, load_model
+from imdm.models.loading import load_model
 from imdm.models.quantized import FILE, save
 from imdm.models.rounding import WITHIN, Move, Rounding, eight_bits, fewest_bits
 from imdm.models.saving import save_whole
+from imdm.models.variants import fold_conditioning
 from imdm.sampling.options import RevealOrder, check_order
 from imdm.shipped import find
+
+if TYPE_CHECKING:
+    from imdm.models.denoiser import MaskedDiffusionLM
 
 CARD = "README.md"
 MASKS = ("<|mask|>", "<mask>", "[MASK]")  # names for a mask token

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from imdm.data.tokenizers import special_ids
-from imdm.models import MaskedDiffusionLM
+
+if TYPE_CHECKING:
+    from imdm.models.denoiser import MaskedDiffusionLM
 
 HEAD = """---
 library_name: transformers

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from transformers import PreTrainedConfig
 
 from imdm.models.backbones import backbones
-from imdm.models.shape import LARGEST_VOCABULARY, PRESETS, Shape
-from imdm.sampling.options import NoisePolicy, RevealOrder
-
-__all__ = ["LARGEST_VOCABULARY", "PRESETS", "MaskedDiffusionConfig"]
+from imdm.models.shape import Shape
+from imdm.process import NoisePolicy
+from imdm.sampling.options import RevealOrder
 
 
 class MaskedDiffusionConfig(Shape, PreTrainedConfig):
@@ -30,6 +29,9 @@ class MaskedDiffusionConfig(Shape, PreTrainedConfig):
     order: RevealOrder | None = None
 
     __init__ = Shape.__init__  # else `transformers` would generate one
+
+    def changed(self, **changes: Any) -> Self:
+        return type(self).from_dict(self.to_dict() | changes)
 
     def _of_backbone(self, name: str, own: str) -> Any:
         """A size by its name in `transformers`: from the backbone's configuration for `hf`, else our own."""

@@ -1,30 +1,25 @@
-"""The denoiser x_θ as a model of `transformers`, and functions that turn one model into another."""
+"""The denoiser x_θ as a model of `transformers`."""
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, PreTrainedModel
 
-from imdm.auto import register
-from imdm.errors import UserError, check_is, check_seed, is_out_of_memory
+from imdm.errors import UserError, is_out_of_memory
 from imdm.hub import hub_for
-from imdm.masks import Infinite, parse_mask
 from imdm.models.backbones import parse_backbone
 from imdm.models.backbones.base import WRAPPERS
 from imdm.models.configuration import MaskedDiffusionConfig
-from imdm.models.layers import MixtureToken, Norm
+from imdm.models.layers import Norm
 from imdm.models.masked_lm import masked_lm
 from imdm.models.network import Network
 from imdm.models.quantized import opened
 from imdm.models.readout import Reduce
 from imdm.models.saving import check_saved, save_whole
-from imdm.randomness import Purpose, as_key, fold, seeded
 from imdm.state import Noised, Rows
 
 AS_SAVED = {"dtype", "torch_dtype", "device_map", "low_cpu_mem_usage", "attn_implementation"}
@@ -72,6 +67,7 @@ class MaskedDiffusionLM(Network, PreTrainedModel):
         new_mask, tells = "mask" in kwargs, kwargs.pop("output_loading_info", False)
         as_saved = folder.is_dir() and not kwargs.keys() - AS_SAVED
         kwargs |= {"use_safetensors": True, "output_loading_info": True}
+        register()
         try:
             with hub_for(folder):
                 source, kwargs = opened(cls.config_class, pretrained_model_name_or_path, kwargs)
@@ -213,76 +209,15 @@ class MaskedDiffusionLM(Network, PreTrainedModel):
         return found if (config.return_dict if return_dict is None else return_dict) else found.to_tuple()
 
 
+def register() -> None:
+    """Let `AutoConfig`, `AutoModel` and `AutoModelForMaskedLM` of `transformers` know our models. Functions of ours
+    that load a model or a tokenizer call it; it may be called repeatedly."""
+    AutoConfig.register(MaskedDiffusionConfig.model_type, MaskedDiffusionConfig, exist_ok=True)
+    for auto in (AutoModel, AutoModelForMaskedLM):
+        auto.register(MaskedDiffusionConfig, MaskedDiffusionLM, exist_ok=True)
+
+
 def _check_absent(why: str, **arguments: Any) -> None:
     for name, value in arguments.items():
         if value is not None:
             raise UserError(f"{name}: {why}; leave it out")
-
-
-def with_mask(model: MaskedDiffusionLM, mask: Any = None, seed: int = 0, *, mixture: bool = False) -> MaskedDiffusionLM:
-    """A copy of `model` with another mask (None: the same), whose new layer is initialised from `seed`. A new mask adds
-    zero until trained: an MDM's copy has identical log-probabilities. The old mask's noise embedding and noise policy
-    are dropped. With `mixture`, the copy also reads a latent λ; its extra token changes the log-probabilities at
-    once."""
-    check_is("model", model, MaskedDiffusionLM, "one of our models")
-    check_seed(seed)
-    mask = model.mask if mask is None else parse_mask(mask)
-    weights = model.state_dict()
-    if mask != model.mask:
-        weights = {name: w for name, w in weights.items() if not name.startswith("mask_embedding.")}
-    noise = model.config.noise if mask == model.mask else None
-    other = _like(model, seed, mask=mask.model_dump(), mixture=mixture or model.config.mixture, noise=noise)
-    missing, unexpected = other.load_state_dict(weights, strict=False)
-    if unexpected or any(not name.startswith(("mask_embedding.", "mixture.")) for name in missing):
-        raise UserError(f"the model's weights do not fit its own config: {(missing + unexpected)[0]!r}")
-    return other.train(model.training)
-
-
-def to_infinite(
-    model: MaskedDiffusionLM, dim: int = 768, law: str = "uniform", scale: float = 1.0, seed: int = 0
-) -> MaskedDiffusionLM:
-    """Turn a trained MDM into an IMDM whose log-probabilities are identical until trained (Eq. 15)."""
-    return with_mask(model, Infinite.parse({"law": law, "dim": dim, "scale": scale}, "mask"), seed)
-
-
-@torch.no_grad()
-def fold_conditioning(model: MaskedDiffusionLM) -> MaskedDiffusionLM:
-    """A copy without adaLN: as time is no input, shift, scale and gate are constants, and move into the norms and the
-    output layers. Same function, fewer parameters, fewer operations. A backbone without anything to fold is copied."""
-    check_is("model", model, MaskedDiffusionLM, "one of our models")
-    found = model.backbone.folded(model.state_dict())
-    if found is None:
-        return with_mask(model, model.mask)
-    folded = _like(model, 0, **found.changes)
-    folded.load_state_dict(found.weights)
-    return folded.train(model.training)
-
-
-def _like(model: MaskedDiffusionLM, seed: int, **changes: Any) -> MaskedDiffusionLM:
-    """A new model with another config, on the device and in the dtype and mode of the old one."""
-    config = MaskedDiffusionConfig.from_dict(model.config.to_dict() | changes)
-    if model.backbone.whole:
-        fresh = around(config, copy.deepcopy(model.backbone.get_network()).requires_grad_(True), seed)
-    else:
-        with seeded(fold(as_key(seed), Purpose.INIT)):
-            fresh = MaskedDiffusionLM(config)
-    nn.Module.to(fresh, device=model.device, dtype=model.dtype)
-    return fresh
-
-
-def around(config: MaskedDiffusionConfig, network: nn.Module, seed: int = 0) -> MaskedDiffusionLM:
-    """A model around an existing network, so that a large one is not built twice. Its other layers are initialised from
-    `seed`."""
-    with torch.device("meta"):
-        model = MaskedDiffusionLM(config)
-    with seeded(fold(as_key(seed), Purpose.INIT)):
-        model.mask_embedding = model.mask.embedding(config.width)
-        model.mixture = MixtureToken(config.width) if config.mixture else None
-        for part in (model.mask_embedding, model.mixture):
-            for module in () if part is None else part.modules():
-                model._init_weights(module)
-    model.backbone.set_network(network)
-    return model
-
-
-register()

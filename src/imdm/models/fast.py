@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from imdm.devices import check_precision
 from imdm.errors import UserError
-from imdm.models.denoiser import MaskedDiffusionLM, fold_conditioning
+from imdm.models.network import Network
+from imdm.models.variants import Model, fold_conditioning
 from imdm.state import Noised
 
 LAUNCH_BOUND = 4e12
@@ -23,12 +24,12 @@ from Python takes some 10 ms, in which an H200 does as many in bf16."""
 
 
 def faster(
-    model: MaskedDiffusionLM,
+    model: Model,
     *,
     dtype: torch.dtype | None = None,
     compile: bool | None = None,
     graphs: bool | None = None,
-) -> MaskedDiffusionLM:
+) -> Model:
     """A copy of `model` that samples faster: adaLN folded away; on a GPU in bf16, its blocks compiled, and small
     batches captured as CUDA graphs, as is each step of an autoregressive model. Draws stay exact: logits are
     accumulated in float32, tokens drawn in float64.
@@ -38,7 +39,7 @@ def faster(
     graphs   capture forward passes of small batches, or autoregressive steps, as CUDA graphs and replay them, only on a
              GPU (None: on a GPU)
     """
-    if not isinstance(model, MaskedDiffusionLM):
+    if not isinstance(model, Network):
         raise UserError(f"faster() takes a model, not {model!r}; load one with imdm.load_model")
     cuda = model.device.type == "cuda"
     fast = fold_conditioning(model).eval().requires_grad_(False)
@@ -54,7 +55,7 @@ def faster(
     return fast
 
 
-def in_precision(model: MaskedDiffusionLM, precision: str, *, compile: bool = False) -> MaskedDiffusionLM:
+def in_precision(model: Model, precision: str, *, compile: bool = False) -> Model:
     """The model in the precision of a stage: unchanged for float32, prepared for sampling for bf16 (GPU only)."""
     check_precision(precision, model.device)
     if precision == "float32" and not compile:
@@ -187,7 +188,7 @@ class Steps:
         return Steps, ()
 
     @contextmanager
-    def reading(self, model: MaskedDiffusionLM, many: int, length: int) -> Iterator[_Step | None]:
+    def reading(self, model: Network, many: int, length: int) -> Iterator[_Step | None]:
         """A function of tokens (many, T) that follow those it read before, from the first on: the hidden state (many,
         D) of the last one, overwritten by the next call. None: this model, or this thread now, has to do without."""
         if torch.is_grad_enabled() or model.training or not self.lock.acquire(blocking=False):
@@ -201,7 +202,7 @@ class Steps:
         finally:
             self.lock.release()
 
-    def _begun(self, model: MaskedDiffusionLM, many: int, length: int) -> _Step | None:
+    def _begun(self, model: Network, many: int, length: int) -> _Step | None:
         if model.device.type == "cuda":
             self.last = _follow(self.last, model.device)
         shape = (_mixed(), many, length)
@@ -219,7 +220,7 @@ class _Step:
 
     LEAST = 4  # positions: those of the runs before the capture
 
-    def __init__(self, model: MaskedDiffusionLM, past: Any, many: int) -> None:
+    def __init__(self, model: Network, past: Any, many: int) -> None:
         self.embedding, self.backbone, self.past = model.get_input_embeddings(), model.backbone, past
         self.tokens = torch.zeros(many, 1, dtype=torch.int64, device=model.device)
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -229,7 +230,7 @@ class _Step:
                 self.graph, self.hidden = _capture(lambda: self.read(self.tokens))
 
     @classmethod
-    def of(cls, model: MaskedDiffusionLM, many: int, length: int) -> _Step | None:
+    def of(cls, model: Network, many: int, length: int) -> _Step | None:
         """None if the model has no such cache, or cannot be captured."""
         with torch.inference_mode(False), torch.no_grad():  # its tensors serve later calls in any mode
             past = model.backbone.fixed_cache(length) if length >= cls.LEAST else None

@@ -1,46 +1,28 @@
-"""Loading models from disk or hub, and the hash that identifies a model."""
+"""Loading models from disk or hub."""
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from imdm.devices import check_precision
-from imdm.errors import UserError, check_is, reason_of
-from imdm.files import no_progress_bars, read_json
+from imdm.errors import UserError, reason_of
+from imdm.files import no_progress_bars
 from imdm.hub import hub_for
 from imdm.models.configuration import MaskedDiffusionConfig
-from imdm.models.denoiser import MaskedDiffusionLM
-from imdm.models.saving import law_text
-from imdm.sharding import whole
 from imdm.shipped import folder_of
 
-
-def fingerprint(model: MaskedDiffusionLM) -> str:
-    """A hash of every weight (by name) and of masks, schedule and vocabulary. It depends on the values, not on layout
-    and dtype on disk."""
-    check_is("model", model, MaskedDiffusionLM, "one of our models")
-    config = model.config
-    total = hashlib.sha256()
-    total.update(law_text(config).encode())
-    for name, weight in sorted(model.state_dict().items()):
-        total.update(name.encode())
-        total.update(whole(weight.detach()).to("cpu", torch.float32).contiguous().numpy().tobytes())
-    return total.hexdigest()[:16]
-
-
-def is_ours(folder: Path) -> bool:
-    """Whether a folder holds one of our models, of whatever kind."""
-    file = folder / "config.json"
-    config = read_json(file, str(file)) if file.exists() else None
-    return isinstance(config, dict) and config.get("model_type") == MaskedDiffusionLM.config_class.model_type
+if TYPE_CHECKING:
+    from imdm.models.denoiser import MaskedDiffusionLM
 
 
 def load_model(path: str | Path, precision: str = "float32") -> MaskedDiffusionLM:
     """A model by folder, by the name of one that ships, or by hub id. In float32, however it is stored: half precision
     is slow on a CPU, and `faster` is for GPUs. precision: `bf16` for a model too large for float32."""
+    from imdm.models.denoiser import MaskedDiffusionLM  # takes seconds
+
     check_precision(precision)
     kind = torch.bfloat16 if precision == "bf16" else torch.float32
     with no_progress_bars():

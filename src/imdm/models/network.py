@@ -19,15 +19,15 @@ from imdm.errors import UserError, check_is, check_seed, check_whole, shown
 from imdm.masks import Mask, NoisePath, parse_mask
 from imdm.models.backbones import Backbone, backbones, parse_backbone
 from imdm.models.backbones.base import WRAPPERS, size_filled
-from imdm.models.layers import MixtureToken, TokenEmbedding, ZeroLinear
+from imdm.models.layers import MixtureToken, Norm, TokenEmbedding, ZeroLinear
 from imdm.models.masked_lm import unpadded
 from imdm.models.readout import Head, Reduce, reduced
 from imdm.models.shape import Shape
-from imdm.process import Process
-from imdm.randomness import Purpose, as_key, fold
+from imdm.process import NoisePolicy, Process
+from imdm.randomness import Purpose, as_key, fold, seeded
 from imdm.room import check_room
 from imdm.sampling import Generation, Revealed, Sampling, sample
-from imdm.sampling.options import NoisePolicy, RevealOrder
+from imdm.sampling.options import RevealOrder
 from imdm.schedule import parse_schedule
 from imdm.state import Noised, Rows
 
@@ -72,6 +72,35 @@ class Network(nn.Module):
         """With a tied embedding, let the head read its weights. (`transformers` does it for `MaskedDiffusionLM`.)"""
         if self.config.tie_word_embeddings and not self.backbone.whole:
             self.output.weight = self.embedding.weight
+
+    @classmethod
+    def around(cls, config: Shape, network: nn.Module, seed: int = 0) -> Self:
+        """A model around an existing network, so that a large one is not built twice. Its other layers are initialised
+        from `seed`."""
+        with torch.device("meta"):
+            model = cls(config)
+        with seeded(fold(as_key(seed), Purpose.INIT)):
+            model.mask_embedding = model.mask.embedding(config.width)
+            model.mixture = MixtureToken(config.width) if config.mixture else None
+            for part in (model.mask_embedding, model.mixture):
+                for module in () if part is None else part.modules():
+                    if isinstance(module, nn.Linear | nn.Embedding | Norm):
+                        module.reset_parameters()
+        model.backbone.set_network(network)
+        return model
+
+    def like(self, seed: int, **changes: Any) -> Self:
+        """A new model with some settings changed, on the same device and in the same dtype. Its weights are initialised
+        from `seed`, except that a backbone which is a whole language model is copied."""
+        config = self.config.changed(**changes)
+        if self.backbone.whole:
+            network = copy.deepcopy(self.backbone.get_network()).requires_grad_(True)
+            fresh = type(self).around(config, network, seed)
+        else:
+            with seeded(fold(as_key(seed), Purpose.INIT)):
+                fresh = type(self)(config)
+        nn.Module.to(fresh, device=self.device, dtype=self.dtype)
+        return fresh
 
     def know_lengths(self, lengths: Sequence[float]) -> None:
         """From now on draw the end of a text before its tokens: `lengths` as in the configuration."""

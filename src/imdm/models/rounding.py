@@ -9,17 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from imdm.errors import UserError
-from imdm.models.denoiser import MaskedDiffusionLM, with_mask
 from imdm.models.quantized import LEAST, MOST, rounded
+from imdm.models.variants import with_mask
 from imdm.randomness import Purpose, as_key, fold, integers, uniform
 from imdm.sampling import draw
 from imdm.state import Noised, Rows
+
+if TYPE_CHECKING:
+    from imdm.models.denoiser import MaskedDiffusionLM
 
 WITHIN = 2e-3  # nats a token
 PROBE = 7  # bits at which the effect of each matrix is measured

@@ -13,7 +13,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from imdm.errors import UserError
-from imdm.files import PARTIAL, aside_in, check_tensors, no_progress_bars, read_metadata, read_tensors, write_tensors
+from imdm.files import (
+    PARTIAL,
+    aside_in,
+    check_tensors,
+    no_progress_bars,
+    read_metadata,
+    read_tensors,
+    write_tensors,
+)
 from imdm.models.shape import Shape
 
 LAW = "law"  # metadata key: the configuration that the weights belong to

@@ -10,7 +10,8 @@ from imdm.errors import UserError, check_number, check_whole, shown, unknown
 from imdm.masks import parse_mask
 from imdm.models.backbones import backbones, parse_backbone
 from imdm.models.backbones.base import DEFAULT, is_default
-from imdm.sampling.options import NoisePolicy, RevealOrder, check_order, check_policy
+from imdm.process import NoisePolicy, check_policy
+from imdm.sampling.options import RevealOrder, check_order
 from imdm.schedule import parse_schedule
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -183,6 +184,10 @@ class Shape:
         law += [] if self.lengths is None else ["lengths", *self.lengths]
         backbone = parse_backbone(self.backbone)
         return law if is_default(backbone) else [*law, backbone.hashed()]
+
+    def changed(self, **changes: Any) -> Self:
+        """The same settings but for some."""
+        return type(self)(**(vars(self) | changes))
 
     @property
     def parameters(self) -> int:

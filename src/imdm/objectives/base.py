@@ -21,7 +21,7 @@ from imdm.state import Noised, Rows
 
 if TYPE_CHECKING:
     from imdm.data.source import Source
-    from imdm.models import MaskedDiffusionLM
+    from imdm.models.denoiser import MaskedDiffusionLM
 
 objectives: Registry[type[Objective]] = Registry("objective")
 

@@ -39,7 +39,7 @@ from imdm.sampling import draw_tokens
 from imdm.state import Noised, Rows
 
 if TYPE_CHECKING:
-    from imdm.models import MaskedDiffusionLM
+    from imdm.models.denoiser import MaskedDiffusionLM
 
 NEVER = -1e9  # in place of log 0, for which logsumexp has no gradient
 

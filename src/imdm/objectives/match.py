@@ -36,7 +36,6 @@ from torch import Tensor, nn
 
 from imdm.config import Config
 from imdm.errors import UserError
-from imdm.models import MaskedDiffusionLM
 from imdm.models.readout import Chosen, Gradient, reduced
 from imdm.objectives.base import EARLIEST, STUDENT, Objective, Step, Trained, objectives
 from imdm.objectives.onpolicy import (
@@ -61,6 +60,7 @@ from imdm.sharding import weights_of
 
 if TYPE_CHECKING:
     from imdm.data.source import Source
+    from imdm.models.denoiser import MaskedDiffusionLM
 
 AUXILIARY = "auxiliary"
 AT_ONCE = 256  # texts that are sampled at once in an evaluation

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from imdm.errors import UserError
-from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
+from imdm.models import Network, Shape
 from imdm.models.readout import Chosen, Gradient, Head, Whole, match_rows, reduced
 from imdm.objectives.base import Step
 from imdm.objectives.rounds import fixed
@@ -21,6 +21,9 @@ from imdm.randomness import Purpose, fold, uniform
 from imdm.sampling import draw_tokens
 from imdm.sharding import duplicate, shared_like, weights_of
 from imdm.state import Noised, Rows, filled_places, size_of_rows
+
+if TYPE_CHECKING:
+    from imdm.models.denoiser import MaskedDiffusionLM
 
 PRIOR, OWN, DATA = range(3)
 
@@ -211,11 +214,11 @@ class Compare(Whole):
         return match_rows(self.how.gradient, self.student, self.teacher, head, self.said, self.how.clip)
 
 
-class Auxiliary(MaskedDiffusionLM):
+class Auxiliary(Network):
     """A copy of the teacher with an additional input: which tokens the student generated, now or earlier, as embeddings
     that start at zero."""
 
-    def __init__(self, config: MaskedDiffusionConfig) -> None:
+    def __init__(self, config: Shape) -> None:
         super().__init__(config)
         self.generated = nn.Parameter(torch.zeros(2, config.width))
 
@@ -223,7 +226,7 @@ class Auxiliary(MaskedDiffusionLM):
     def of(cls, teacher: MaskedDiffusionLM, lengths: Sequence[float] | None = None) -> Auxiliary:
         """lengths: the student's, if it has them."""
         changed = {"dropout": 0.0} | ({} if lengths is None else {"lengths": list(lengths)})
-        made = cls(MaskedDiffusionConfig.from_dict(teacher.config.to_dict() | changed))
+        made = cls(teacher.config.changed(**changed))
         missing, unknown = made.load_state_dict(teacher.state_dict(), strict=False)
         if unknown or missing != ["generated"]:
             odd = (unknown + [name for name in missing if name != "generated"])[0]

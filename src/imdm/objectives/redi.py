@@ -17,7 +17,7 @@ from imdm.state import Noised, Rows
 
 if TYPE_CHECKING:
     from imdm.data.source import Source
-    from imdm.models import MaskedDiffusionLM
+    from imdm.models.denoiser import MaskedDiffusionLM
 
 LOOKED_AT, AT_ONCE = 256, 32  # pairs that `signals` measures, and how many of them in one batch
 FITTED = 0.9  # the fraction of fitted tokens below which a student has not learned its pairs

@@ -10,11 +10,12 @@ from pydantic import Field
 from torch import Tensor
 
 from imdm.errors import UserError
+from imdm.models.identity import fingerprint
 from imdm.objectives.base import Objective
 from imdm.sharding import duplicate, shard, sharding_of, shared_like, weights_of
 
 if TYPE_CHECKING:
-    from imdm.models import MaskedDiffusionLM
+    from imdm.models.denoiser import MaskedDiffusionLM
 
 
 class Teacher:
@@ -43,8 +44,6 @@ class Teacher:
         return {name: weight for name, weight in weights_of(self.model).items() if id(weight) not in students}
 
     def values(self) -> dict[str, Any]:
-        from imdm.models import fingerprint
-
         return {"round": self.round, "teacher": fingerprint(self.model)}
 
     def load(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:

@@ -20,7 +20,7 @@ from imdm.state import Rows
 
 if TYPE_CHECKING:
     from imdm.data.source import Source
-    from imdm.models import MaskedDiffusionLM
+    from imdm.models.denoiser import MaskedDiffusionLM
 
 READINGS = 4  # Monte Carlo samples of the NELBO for each text, with other positions masked each time
 AT_ONCE = 256  # texts in one network evaluation

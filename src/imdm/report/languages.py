@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from imdm.data import Language
+from imdm.data.synthetic import Language
 from imdm.evaluation import Row
 from imdm.experiments.loading import read_recipe, variants
 from imdm.report import plots

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from imdm.evaluation import Row
-from imdm.models import MaskedDiffusionLM, load_model
+from imdm.models.loading import load_model
 from imdm.report import paper, plots
 from imdm.report.build import pages
 from imdm.report.page import Beside, Picture, Report, Section
 from imdm.report.tables import EVERYTHING, Table, all_results, figure, seeds_of
 from imdm.training.history import read_history
+
+if TYPE_CHECKING:
+    from imdm.models.denoiser import MaskedDiffusionLM
 
 MODELS = {"mdm": "MDM", "imdm": "IMDM"}  # stages of the recipe, as the paper names them
 WORDS = {"mdm": "single mask (MDM)", "imdm": "infinite masks (IMDM)"}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from imdm.data import PreparedData, TextData
+from imdm.data.text import PreparedData, TextData
 from imdm.data.tokenizers import special_ids
 from imdm.devices import own_device
 from imdm.errors import UserError

@@ -15,17 +15,10 @@ from imdm.errors import (
     is_temperature,
     unknown,
 )
+from imdm.process import NoisePolicy, check_policy
 
-NoisePolicy = Literal["posterior", "keep"]
-"""The noise of a position that stays masked: `posterior` redraws it by Eq. 13, `keep` keeps it."""
 RevealOrder = Literal["random", "spread"]
 """Which positions a step reveals: each independently of the others (`random`, Eq. 13), or far from one another."""
-
-
-def check_policy(policy: str) -> None:
-    """Refuse an unknown noise policy."""
-    if policy not in get_args(NoisePolicy):
-        raise unknown("noise policy", policy, get_args(NoisePolicy))
 
 
 def check_order(order: str) -> None:

@@ -27,7 +27,7 @@ from imdm.serving.jobs import Job, Ticket
 from imdm.state import Rows
 
 if TYPE_CHECKING:
-    from imdm.models import MaskedDiffusionLM
+    from imdm.models.denoiser import MaskedDiffusionLM
 
 
 class Group(NamedTuple):

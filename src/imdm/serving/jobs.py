@@ -13,7 +13,7 @@ from imdm.sampling.options import RevealOrder, Sampling
 from imdm.serving.settings import Settings
 
 if TYPE_CHECKING:
-    from imdm.models import MaskedDiffusionLM
+    from imdm.models.denoiser import MaskedDiffusionLM
 
 
 class Busy(UserError):  # noqa: N818

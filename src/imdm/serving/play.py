@@ -23,7 +23,8 @@ from imdm.errors import UserError, unknown
 from imdm.evaluation.judge import Judge, judge_at_hand, load_judge
 from imdm.evaluation.text import sample_entropy
 from imdm.models.network import check_tokens
-from imdm.sampling.options import NoisePolicy, RevealOrder
+from imdm.process import NoisePolicy
+from imdm.sampling.options import RevealOrder
 from imdm.serving.api import check_text, continued
 from imdm.serving.app import while_connected
 from imdm.serving.engine import Engine

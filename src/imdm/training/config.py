@@ -9,8 +9,8 @@ import torch
 from pydantic import Field
 
 from imdm.config import Config
+from imdm.devices import check_precision
 from imdm.errors import UserError
-from imdm.models import check_precision
 from imdm.sharding import Shard
 from imdm.training.lora import Lora, check_lora
 

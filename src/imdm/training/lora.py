@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from pydantic import Field
@@ -17,10 +17,13 @@ from torch import Tensor, nn
 
 from imdm.config import Config
 from imdm.errors import UserError
-from imdm.models import MaskedDiffusionLM
+from imdm.models import Network
 from imdm.models.backbones import backbones
 from imdm.models.pretrained import linear_layers
 from imdm.randomness import Purpose, as_key, fold, seeded
+
+if TYPE_CHECKING:
+    from imdm.models.denoiser import MaskedDiffusionLM
 
 NAME = "default"  # peft's own
 
@@ -63,7 +66,7 @@ class MaskRow(nn.Module):
         return self.base
 
 
-def add_adapters(model: MaskedDiffusionLM, lora: Lora, seed: int) -> None:
+def add_adapters(model: Network, lora: Lora, seed: int) -> None:
     """Add adapters to the model, initialised from `seed`; from here on only these and small parts are trained."""
     peft = _peft()
     check_backbone(model.backbone.settings.kind)
@@ -128,7 +131,7 @@ def _plain(weight: Tensor) -> Tensor:
 
 
 def has_adapters(model: nn.Module) -> bool:
-    return isinstance(model, MaskedDiffusionLM) and isinstance(model.get_input_embeddings(), MaskRow)
+    return isinstance(model, Network) and isinstance(model.get_input_embeddings(), MaskRow)
 
 
 def check_lora(lora: Lora | None, precision: str) -> None:

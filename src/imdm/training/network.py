@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -16,12 +15,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from transformers import PreTrainedModel
 
+from imdm import models
 from imdm.config import check_name
 from imdm.errors import UserError, check_is
 from imdm.files import digest_of
-from imdm.models import MaskedDiffusionLM
 from imdm.objectives import STUDENT, Objective, Trained
 from imdm.randomness import Purpose, as_key, fold, seeded
 from imdm.sharding import Sharding, reshard, shard, whole_on_first
@@ -30,6 +28,11 @@ from imdm.training.config import TrainConfig
 from imdm.training.ema import EMA
 from imdm.training.lora import has_adapters
 from imdm.training.optimizers import make_optimizer
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from imdm.models.denoiser import MaskedDiffusionLM
 
 WHOLE = StateDictOptions(full_state_dict=True)  # every process sees all of it
 SOME = StateDictOptions(full_state_dict=True, strict=False)  # a weight that never had a gradient has no moments
@@ -61,7 +64,7 @@ class Network:
         self.weights = [weight for weight in self.bare.parameters() if weight.requires_grad]
         self.losses: list[Tensor] = []
         self.pace = 1.0
-        if config.compile and accelerator.device.type == "cuda" and isinstance(self.bare, MaskedDiffusionLM):
+        if config.compile and accelerator.device.type == "cuda" and isinstance(self.bare, models.Network):
             self.bare.compile_trunk(training=True)
 
     def rate(self) -> float:
@@ -104,7 +107,7 @@ class Network:
             found: Any = get_optimizer_state_dict(self.model, self.optimizer, options=HOME)
             whole = found.get("state", {})  # empty, except on the first process
             moments = {f"{kind}.{name}": v for name, state in whole.items() for kind, v in state.items()}
-        config = self.bare.config if isinstance(self.bare, PreTrainedModel) and not small else None
+        config = self.bare.config if isinstance(self.bare, models.Network) and not small else None
         average = self.ema.weights if self.sharding is None else whole_on_first(self.ema.weights)
         return NetworkState(model, average, moments, self.ema.updates, config)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from imdm.errors import UserError
-from imdm.models import MaskedDiffusionLM
+from imdm.models import Network
 from imdm.sharding import shared_like, whole
 from imdm.training.config import TrainConfig
 
@@ -36,7 +36,7 @@ def make_optimizer(module: nn.Module, config: TrainConfig, recorded: bool) -> to
     trained = [weight for weight in module.parameters() if weight.requires_grad]
     if config.optimizer == "adamw":
         return torch.optim.AdamW(trained, **settings)
-    if not isinstance(module, MaskedDiffusionLM) or not (parts := module.backbone.matrices()):
+    if not isinstance(module, Network) or not (parts := module.backbone.matrices()):
         raise UserError("training.optimizer = 'muon': this network has no matrices of blocks; use adamw")
     groups: dict[int, list[Tensor]] = {}
     for weight in trained:

@@ -10,18 +10,18 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import DistributedType
 from torch import Tensor
 
+from imdm import models
 from imdm.config import digest
 from imdm.data.source import Order, Source, check_teaches
 from imdm.devices import Beside, accelerator, of_all, sent, together, working_together
 from imdm.errors import UserError, check_function, check_is, check_seed, check_whole
 from imdm.files import append_line, as_path, write_text, written_aside
-from imdm.models import MaskedDiffusionLM, fingerprint
+from imdm.models.identity import fingerprint
 from imdm.objectives import STUDENT, Objective, Step
 from imdm.randomness import Purpose, as_key, fold
 from imdm.sharding import Sharding, gathered, reshard, whole_model, whole_on_first
@@ -34,6 +34,9 @@ from imdm.training.history import read_history
 from imdm.training.lora import add_adapters, has_adapters, merged
 from imdm.training.network import Network, other_networks, settings_of, still
 from imdm.training.recording import Recorder, tensors_in
+
+if TYPE_CHECKING:
+    from imdm.models.denoiser import MaskedDiffusionLM
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class Progress:
 TELL = 2.0  # seconds after which progress is told again between two lines of the history
 
 
-Watch = Callable[[MaskedDiffusionLM], Mapping[str, float]]
+Watch = Callable[["MaskedDiffusionLM"], Mapping[str, float]]
 
 
 class Trainer:
@@ -113,9 +116,9 @@ class Trainer:
             [settings, objective.hashed(), identity, source.fingerprint, seed, *settings_of(others), *looks]
         )
         for module, how in [(model, config), *((one.module, configs[name]) for name, one in others.items())]:
-            if how.lora is not None and isinstance(module, MaskedDiffusionLM):
+            if how.lora is not None and isinstance(module, models.Network):
                 add_adapters(module, how.lora, seed)
-            if how.checkpoint_blocks and isinstance(module, MaskedDiffusionLM):
+            if how.checkpoint_blocks and isinstance(module, models.Network):
                 module.backbone.checkpoint_blocks()
         self.process = model.process
         self.order = Order(seed, len(source))
@@ -159,7 +162,7 @@ class Trainer:
 
     def _recorder(self) -> Recorder | None:
         """For steps as CUDA graphs, if they are requested and possible."""
-        alone = self.accelerator.distributed_type == DistributedType.NO and self.accumulation == 1
+        alone = self.accelerator.distributed_type == "NO" and self.accumulation == 1
         if not (self.config.graphs and self.objective.recordable and alone):
             return None
         graphs = recording.graphs_on(self.accelerator.device)
@@ -228,7 +231,7 @@ class Trainer:
 
     def _held(self) -> list[Any]:
         """What captured steps read beside weights and rows: cached tables that might be evicted."""
-        known = [model for model in self._models() if isinstance(model, MaskedDiffusionLM)]
+        known = [model for model in self._models() if isinstance(model, models.Network)]
         device = self.accelerator.device
         return [model.backbone.beside(self.source.length + model.config.mixture, device) for model in known]
 
