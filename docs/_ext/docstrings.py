@@ -49,7 +49,7 @@ def process(app: Sphinx, what: str, name: str, thing: object, options: object, l
 
 
 def found(app: Sphinx) -> None:
-    """The public names are imported when first used, and autodoc looks for them in the module's `dict`: use them once."""
+    """Public names are imported when first used, and autodoc looks for them in the module: use them once."""
     imdm = import_module("imdm")
     for name in imdm.__all__:
         setattr(imdm, name, getattr(imdm, name))
