@@ -138,11 +138,11 @@ def test_texts_of_all_steps_in_one_batch_have_their_own_laws(policy: NoisePolicy
 @given(st.integers(0, 10**6), st.integers(1, 9), st.integers(1, 12))
 @settings(max_examples=60, deadline=None)
 def test_visits_reveal_each_position_once_and_in_order(seed: int, length: int, steps: int) -> None:
-    revealed_at = torch.randint(-1, steps, (length,), generator=torch.Generator().manual_seed(seed))
-    found = visits(revealed_at.numpy())
-    assert [step for step, _ in found] == sorted(set(revealed_at.tolist()) - {-1})
-    for step, positions in found:
-        assert positions.tolist() == (revealed_at == step).nonzero()[:, 0].tolist()
+    revealed_at = torch.randint(-1, steps, (3, length), generator=torch.Generator().manual_seed(seed))
+    for row, found in zip(revealed_at, visits(revealed_at.numpy()), strict=True):
+        assert [step for step, _ in found] == sorted(set(row.tolist()) - {-1})
+        for step, positions in found:
+            assert positions.tolist() == (row == step).nonzero()[:, 0].tolist()
 
 
 @pytest.mark.parametrize("many", [1, 2])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -251,15 +252,8 @@ class Writer:
         ending = self.model.process.ending
         if ending is not None:
             return self._decoded(tokens[: ending.length_of(tokens)])
-        end, documents = self._special.end, list[list[int]]([[]])
-        if end not in tokens:
-            return self._decoded(tokens)
-        for token in tokens:
-            if token == end:
-                documents.append([])
-            else:
-                documents[-1].append(token)
-        texts = [self._decoded(ids) for ids in documents if ids]
+        documents = groupby(tokens, self._special.end.__eq__)
+        texts = [self._decoded(list(ids)) for is_end, ids in documents if not is_end]
         return "\n".join(text for text in texts if text)
 
     def _decoded(self, ids: list[int]) -> str:

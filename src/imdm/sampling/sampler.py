@@ -183,7 +183,7 @@ def sample(
             on_progress(written)
 
     # 3. What was it?
-    last = canvas.revealed_at.amax(1).clamp(min=0) if how.noise == "posterior" else 0
+    last = canvas.revealed_at.amax(1).clamp(min=0) if process.mixture and how.noise == "posterior" else 0
     latents = process.latents(keys if noise_keys is None else noise_keys, last)
     story = _trace(process, canvas, how.steps) if trace else None
     return Generation(canvas.tokens, canvas.revealed_at, evaluations, canvas.draws, latents, story)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,6 +20,10 @@ from imdm.writer import BLANK
 
 if TYPE_CHECKING:
     from imdm.writer import Writer
+
+DRAWN = random.Random()
+"""Draws ids and seeds, which are no secrets: each draw of `secrets` would ask the system, and lend the interpreter to
+the engine's thread meanwhile."""
 
 
 class Missing(UserError):  # noqa: N818
@@ -160,7 +164,7 @@ class Order:
                 f"the request asks for {wanted:,} tokens in all, of {limits.tokens:,} at most; ask for fewer or "
                 "shorter texts"
             )
-        seed = secrets.randbits(53) if asked.seed is None else asked.seed
+        seed = DRAWN.getrandbits(53) if asked.seed is None else asked.seed
         jobs = [
             Job(
                 name,
@@ -177,7 +181,7 @@ class Order:
             for number, row in enumerate(row for row in rows for _ in range(asked.n))
         ]
         return cls(
-            f"cmpl-{secrets.token_hex(12)}",
+            f"cmpl-{DRAWN.getrandbits(96):024x}",
             name,
             writer,
             jobs,

@@ -15,7 +15,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
-from starlette.routing import request_response
+from starlette.types import Receive, Scope, Send
 
 from imdm import __version__
 from imdm.config import Config, explain
@@ -38,12 +38,16 @@ class Gone(Exception):  # noqa: N818
 
 
 class Plain(APIRoute):
-    """A route that FastAPI describes, and Starlette calls: its function takes the request, and so needs nothing of what
-    FastAPI does for each."""
+    """A route that FastAPI describes and does nothing else for: its function takes the request."""
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **settings: Any) -> None:
         super().__init__(path, endpoint, **settings)
-        self.app = request_response(endpoint)
+
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            response = await endpoint(Request(scope, receive, send))
+            await response(scope, receive, send)
+
+        self.app = answer
 
 
 def make_app(engine: Engine, settings: Settings | None = None) -> FastAPI:

@@ -74,7 +74,7 @@ class Batch:
     which each has its own."""
 
     def __init__(self, model: MaskedDiffusionLM, how: Sampling) -> None:
-        self.model, self.how = model, how
+        self.model, self.how, self.device = model, how, model.device
         self.texts: list[Text] = []
         self.canvas: Canvas | None = None
 
@@ -91,7 +91,7 @@ class Batch:
         for how in dict.fromkeys(ticket.how for ticket in tickets):
             some = [ticket for ticket in tickets if ticket.how == how]
             tokens, revealed_at, planned = self._planned(some, how)
-            columns = sent(torch.stack((tokens, revealed_at)), self.model.device)
+            columns = sent(torch.stack((tokens, revealed_at)), self.device)
             canvases.append(Canvas.start(*columns.unbind()))
             texts += planned
         together = canvases[0] if len(canvases) == 1 else Canvas(*map(torch.cat, zip(*canvases, strict=True)))
@@ -107,13 +107,13 @@ class Batch:
         planned = plan(process, order, torch.ones(len(tickets)), how.steps, tokens.shape[1], how.order)
         revealed_at = torch.where(tokens == hole, planned.reveal, -1)
         parts = zip(
-            tickets, keys, map(visits, revealed_at.numpy()), planned.grid.tolist(), planned.alpha.tolist(), strict=True
+            tickets, keys, visits(revealed_at.numpy()), planned.grid.tolist(), planned.alpha.tolist(), strict=True
         )
         return tokens, revealed_at, [Text(*one) for one in parts]
 
     def keep(self, index: Sequence[int]) -> None:
         """Keep only these texts."""
-        at = sent(torch.tensor(index, dtype=torch.int64), self.model.device)
+        at = sent(torch.tensor(index, dtype=torch.int64), self.device)
         self.texts = [self.texts[i] for i in index]
         self.canvas = Canvas(*(field[at] for field in self._canvas))
 
@@ -150,7 +150,7 @@ class Batch:
             position,
             slot,
         ]
-        there = sent(torch.from_numpy(np.concatenate([part.ravel() for part in parts])), self.model.device)
+        there = sent(torch.from_numpy(np.concatenate([part.ravel() for part in parts])), self.device)
         ints, floats, *where = there.split([part.size for part in parts])
         places, now, order, tokens, first, second = ints.view(-1, len(texts))
         t, alpha_t, alpha_s, way = floats.view(torch.float64).view(-1, len(texts))
@@ -179,7 +179,9 @@ class Batch:
     def rows(self, index: Sequence[int]) -> Fetched:
         """What frames say of some texts: tokens, −1 where masked, reveal steps and log-probabilities, (3, B, L). It is
         not waited for."""
-        at, canvas = sent(torch.tensor(index, dtype=torch.int64), self.model.device), self._canvas
+        if not index:  # as at most turns: it only tells when the evaluation is done
+            return Fetched(self._canvas.log_probs.new_empty(3, 0, 0))
+        at, canvas = sent(torch.tensor(index, dtype=torch.int64), self.device), self._canvas
         tokens = canvas.tokens[at]
         tokens = tokens.masked_fill(tokens == self.model.process.mask_id, -1)
         return Fetched(torch.stack((tokens.double(), canvas.revealed_at[at].double(), canvas.log_probs[at].double())))
@@ -212,9 +214,15 @@ def job_keys(jobs: Sequence[Job]) -> list[JobKeys]:
     return [JobKeys(*one) for one in zip(order, *columns, map(float, s), strict=True)]
 
 
-def visits(revealed_at: np.ndarray) -> deque[tuple[int, np.ndarray]]:
-    """The evaluations of a text, by the step (L,) of each position, −1 where there is nothing to reveal."""
-    position = revealed_at.argsort(kind="stable")
-    steps, first = np.unique(revealed_at[position], return_index=True)
-    parts = zip(steps.tolist(), np.split(position, first[1:]), strict=True)
-    return deque((step, part) for step, part in parts if step >= 0)
+def visits(revealed_at: np.ndarray) -> list[deque[tuple[int, np.ndarray]]]:
+    """The evaluations of texts, by the step (B, L) of each position, −1 where there is nothing to reveal."""
+    position = revealed_at.argsort(1, kind="stable")
+    ranked = np.take_along_axis(revealed_at, position, 1)
+    begins = ranked >= 0
+    begins[:, 1:] &= ranked[:, 1:] != ranked[:, :-1]
+    text, first = np.nonzero(begins)
+    last = np.where(np.diff(text, append=-1), ranked.shape[1], np.roll(first, -1))
+    found: list[deque[tuple[int, np.ndarray]]] = [deque() for _ in revealed_at]
+    for i, step, begin, end in np.stack((text, ranked[text, first], first, last), 1).tolist():
+        found[i].append((step, position[i, begin:end]))
+    return found

@@ -54,12 +54,16 @@ class Guard:
             await self.app(scope, receive, send)
             return
         started, status = time.monotonic(), 499  # the client disconnected
+        connection = scope.get("state", {}).get("imdm.connection")
         deadline, stalled = started + self.settings.seconds + LAST_WORDS, False
 
         async def noted(message: Message) -> None:
             nonlocal status, stalled
             if message["type"] == "http.response.start":
                 status = message["status"]
+            if connection is not None and not connection.flow.write_paused:
+                await send(message)  # which then does not wait
+                return
             try:
                 async with asyncio.timeout(max(LAST_WORDS, deadline - time.monotonic())):
                     await send(message)
