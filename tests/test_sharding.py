@@ -30,7 +30,7 @@ from imdm.objectives import parse_objective
 from imdm.training import TrainConfig
 from imdm.training.history import read_history
 from tests.reference import sharded
-from tests.reference.launching import ENVIRONMENT, launched, torchrun
+from tests.reference.launching import ENVIRONMENT, Program, launched, torchrun
 
 KINDS = tuple(sharded.OBJECTIVES)
 Job = dict[str, Any]
@@ -43,8 +43,8 @@ def launch(jobs: list[Job], world: int, *nodes: list[str], program: str = sharde
     home.mkdir(exist_ok=True, parents=True)
     (home / "jobs.json").write_text(json.dumps(jobs))
     root, words = Path(__file__).parents[1], ["-m", program, str(home / "jobs.json")]
-    several = [[*torchrun(1), *line] for line in nodes] or [torchrun(world)]
-    launched([[*line, *words] for line in several], home, root)
+    several = [[*torchrun(1), *line, *words] for line in nodes]
+    launched(several or [Program(words, world)], home, root)
 
 
 CRASHING = """
