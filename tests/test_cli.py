@@ -33,6 +33,7 @@ from imdm.experiments.status import MEANINGS, SIGNALS, explained, read_done
 from imdm.files import working_in
 from imdm.models import MaskedDiffusionLM, fingerprint, load_model
 from tests.conftest import tiny_model
+from tests.reference.launching import Program, launched
 
 ROOT = Path(__file__).parents[1]
 SMALL = [
@@ -331,15 +332,11 @@ def test_lost_results_are_measured_again(run: Path, tmp_path: Path) -> None:
 
 
 def test_two_processes_share_the_work(tmp_path: Path) -> None:
-    """`torchrun` over the whole recipe: real processes, one run, the same pairs as one process."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "imdm"]
+    """As `torchrun` over the whole recipe: real processes, one run, the same pairs as one process."""
     few = [*SMALL, "stages.pairs.shard=16"]
-    command = [*launcher, "reproduce", "synthetic", *few, "--out", str(tmp_path / "two")]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("Table 1") == 1
+    words = ["-m", "imdm", "reproduce", "synthetic", *few, "--out", str(tmp_path / "two")]
+    (said,) = launched([Program(words, 2)], tmp_path / "two")
+    assert said.count("Table 1") == 1
     assert len(read(tmp_path / "two" / "results.jsonl")) == 9
     assert imdm("train", "synthetic", *few, "--stage", "imdm", "--out", tmp_path / "one").returncode == 0
     pairs = [Coupling(tmp_path / world / "seed-0" / "pairs").rows(torch.arange(64)) for world in ("one", "two")]

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from imdm.models import load_model
 from imdm.stopping import CODES, Asked, held_back
 from imdm.training.agreement import Agreement
 from tests.conftest import tiny_model
+from tests.reference.endings import Ending
 from tests.reference.hostile import few
 from tests.reference.launching import ENVIRONMENT, torchrun
 from tests.test_cli import SMALL, imdm, refused
@@ -435,38 +435,16 @@ class Heard:
         self.lines.append(text)
 
 
-@dataclass
-class Ending:
-    """A job that ends as it is told."""
-
-    name: str
-
-    def run(self, reporter: object) -> None:
-        if self.name == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if self.name == "refused":
-            raise UserError("x" * 200_000)  # more than a pipe holds
-        if self.name == "odd":
-            raise OddError(1, 2)
-        raise ZeroDivisionError("not a matter of input")
-
-
-class OddError(Exception):
-    """One that cannot be read by another process."""
-
-    def __init__(self, one: int, two: int) -> None:
-        super().__init__(f"{one} and {two}")
-
-
 @pytest.mark.parametrize(
     ("name", "kind", "message"),
     [
-        pytest.param("killed", RuntimeError, "killed: its process ended with exit code -9", marks=pytest.mark.slow),
+        ("killed", RuntimeError, "killed: its process ended with exit code -9"),
         ("refused", UserError, "x" * 200_000),
-        pytest.param("odd", RuntimeError, "OddError: 1 and 2", marks=pytest.mark.slow),
+        ("odd", RuntimeError, "OddError: 1 and 2"),
         ("broken", ZeroDivisionError, "not a matter of input"),
     ],
 )
+@pytest.mark.usefixtures("forked")
 def test_what_ended_a_job_is_told_as_it_was(name: str, kind: type[Exception], message: str) -> None:
     """The kind of error decides on the exit code of the command; where it was raised is in a note."""
     heard = Heard()
@@ -545,7 +523,6 @@ def test_a_command_waits_for_its_threads() -> None:
 
 SHARED = """
 import sys, time
-from dataclasses import dataclass
 from pathlib import Path
 from imdm.experiments.jobs import _share
 from imdm.stopping import Asked, catch_signals

@@ -20,7 +20,7 @@ from multiprocessing.context import ForkServerContext
 from multiprocessing.forkserver import ensure_running
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,32 +45,38 @@ def torchrun(world: int) -> list[str]:
     return [sys.executable, *(several if world > 1 else [])]
 
 
-def launched(lines: Sequence[Program | Sequence[str]], home: Path, cwd: Path | None = None) -> None:
-    """Run programs and commands side by side, all of which must succeed.
+class Ended(NamedTuple):
+    said: str
+    failed: bool
+
+
+def launched(lines: Sequence[Program | Sequence[str]], home: Path, cwd: Path | None = None) -> list[str]:
+    """Run programs and commands side by side, all of which must succeed: what each of them said.
 
     Threads of gloo crash a process of torch now and then, with no line of Python at fault: once in some 400 trainings
     of this suite. So after a crash in native code, and after nothing else, they are run once more, with what was in
     `home` before."""
     with tempfile.TemporaryDirectory() as aside:
         before = shutil.copytree(home, Path(aside) / "home") if home.exists() else None
-        failed = _run(lines, cwd)
-        if failed and CRASHED.search(failed):
-            warnings.warn(f"a process crashed in native code, and is tried again: {failed[-2000:]}", stacklevel=2)
+        ended = _run(lines, cwd)
+        failed = [one.said for one in ended if one.failed]
+        if failed and CRASHED.search(failed[0]):
+            warnings.warn(f"a process crashed in native code, and is tried again: {failed[0][-2000:]}", stacklevel=2)
             shutil.rmtree(home, ignore_errors=True)
             if before is not None:
                 shutil.copytree(before, home)
-            failed = _run(lines, cwd)
-    assert not failed, failed
+            ended = _run(lines, cwd)
+    assert not any(one.failed for one in ended), next(one.said for one in ended if one.failed)
+    return [one.said for one in ended]
 
 
-def _run(lines: Sequence[Program | Sequence[str]], cwd: Path | None) -> str:
-    """What the first of them that failed has said."""
+def _run(lines: Sequence[Program | Sequence[str]], cwd: Path | None) -> list[Ended]:
     with tempfile.TemporaryDirectory() as aside:
         begun = [
             _Forked(line, cwd, Path(aside) / str(i)) if isinstance(line, Program) else _Command(line, cwd)
             for i, line in enumerate(lines)
         ]
-        return next(filter(None, [one.failure() for one in begun]), "")
+        return [one.ended() for one in begun]
 
 
 class _Command:
@@ -80,9 +86,9 @@ class _Command:
         how: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         self.process = subprocess.Popen(line, env=os.environ | ENVIRONMENT, cwd=cwd, **how)
 
-    def failure(self) -> str:
+    def ended(self) -> Ended:
         said = self.process.communicate(timeout=PATIENCE)[0]
-        return (said or "failed") if self.process.returncode else ""
+        return Ended(said, self.process.returncode != 0)
 
 
 class _Forked:
@@ -103,21 +109,21 @@ class _Forked:
             self.processes.append(forkserver().Process(target=_work, args=arguments, daemon=True))
             self.processes[-1].start()
 
-    def failure(self) -> str:
+    def ended(self) -> Ended:
         """Once all have ended. When one fails, the others, which may wait for it, are killed."""
         deadline = time.monotonic() + PATIENCE
         while waiting := [one.sentinel for one in self.processes if one.exitcode is None]:
             if not wait(waiting, deadline - time.monotonic()) or any(one.exitcode for one in self.processes):
                 break
-        if not any(one.exitcode != 0 for one in self.processes):
-            return ""
+        if all(one.exitcode == 0 for one in self.processes):
+            return Ended(self.said.read_text(errors="replace"), False)
         for one in self.processes:
             one.join(1)  # one that crashed makes others fail too, and may be told of after them
         codes = [f"process {rank}: exitcode: {one.exitcode}" for rank, one in enumerate(self.processes)]
         for one in self.processes:
             one.kill()
             one.join()
-        return "\n".join([self.said.read_text(errors="replace"), *codes])
+        return Ended("\n".join([self.said.read_text(errors="replace"), *codes]), True)
 
 
 @cache
