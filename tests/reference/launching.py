@@ -58,19 +58,20 @@ def launched(lines: Sequence[Program | Sequence[str]], home: Path, cwd: Path | N
     `home` before."""
     with tempfile.TemporaryDirectory() as aside:
         before = shutil.copytree(home, Path(aside) / "home") if home.exists() else None
-        ended = _run(lines, cwd)
+        ended = run(lines, cwd)
         failed = [one.said for one in ended if one.failed]
         if failed and CRASHED.search(failed[0]):
             warnings.warn(f"a process crashed in native code, and is tried again: {failed[0][-2000:]}", stacklevel=2)
             shutil.rmtree(home, ignore_errors=True)
             if before is not None:
                 shutil.copytree(before, home)
-            ended = _run(lines, cwd)
+            ended = run(lines, cwd)
     assert not any(one.failed for one in ended), next(one.said for one in ended if one.failed)
     return [one.said for one in ended]
 
 
-def _run(lines: Sequence[Program | Sequence[str]], cwd: Path | None) -> list[Ended]:
+def run(lines: Sequence[Program | Sequence[str]], cwd: Path | None = None) -> list[Ended]:
+    """How programs and commands side by side end."""
     with tempfile.TemporaryDirectory() as aside:
         begun = [
             _Forked(line, cwd, Path(aside) / str(i)) if isinstance(line, Program) else _Command(line, cwd)
