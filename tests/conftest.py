@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -22,6 +23,7 @@ from tests.reference.launching import forkserver
 
 transformers.utils.logging.disable_progress_bar()
 torch.set_num_threads(1)
+gc.set_threshold(10_000, 20, 50)  # so much is loaded that to look for garbage takes long
 
 
 def tiny_config(**changes: object) -> MaskedDiffusionConfig:

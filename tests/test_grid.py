@@ -138,6 +138,7 @@ def load_recipe_of(run: Path) -> Recipe:
     return Recipe.parse(json.loads((run / "recipe.json").read_text()))
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_run_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
     lines: list[str] = []
 
