@@ -323,7 +323,8 @@ def test_another_mask_gets_the_plain_report(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("forked")
 def test_the_recipes_seed_is_the_first(tmp_path: Path) -> None:
-    assert imdm("reproduce", "synthetic", *SMALL, "seed=4", "--seeds", "2", "--out", tmp_path).returncode == 0
+    few = [*SMALL, "stages.evaluate.models={teacher: teacher}", "--stage", "evaluate"]
+    assert imdm("reproduce", "synthetic", *few, "seed=4", "--seeds", "2", "--out", tmp_path).returncode == 0
     assert sorted(p.name for p in tmp_path.glob("seed-*")) == ["seed-4", "seed-5"]
     assert {row.seed for row in read(tmp_path / "results.jsonl")} == {4, 5}
 
