@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
 
+from imdm.experiments import jobs
 from imdm.masks import Mask, parse_mask
-from imdm.models.configuration import MaskedDiffusionConfig
-from imdm.models.denoiser import MaskedDiffusionLM
+from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
+from tests.reference.launching import forkserver
 
 transformers.utils.logging.disable_progress_bar()
 torch.set_num_threads(1)
+gc.set_threshold(10_000, 20, 50)  # so much is loaded that to look for garbage takes long
 
 
 def tiny_config(**changes: object) -> MaskedDiffusionConfig:
@@ -58,6 +62,13 @@ def model() -> MaskedDiffusionLM:
 @pytest.fixture(params=["single", "finite-7", "infinite-uniform-8-1.0", "infinite-normal-8-2.0"])
 def mask(request: pytest.FixtureRequest) -> Mask:
     return parse_mask(request.param)
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs that are given processes of their own have forked ones, which need not import torch anew."""
+    context = forkserver()
+    monkeypatch.setattr(jobs, "multiprocessing", SimpleNamespace(get_context=lambda way: context))
 
 
 def chromium(playwright: Any) -> Any:

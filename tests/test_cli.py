@@ -35,6 +35,7 @@ from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.models.identity import fingerprint
 from imdm.models.loading import load_model
 from tests.conftest import tiny_model
+from tests.reference.launching import Program, launched
 
 ROOT = Path(__file__).parents[1]
 SMALL = [
@@ -51,6 +52,8 @@ SMALL = [
     "stages.evaluate.draws=50",
 ]
 
+COMMAND = get_command(app)
+
 
 @dataclass
 class Result:
@@ -60,12 +63,14 @@ class Result:
 
 
 def imdm(*arguments: str | Path) -> Result:
-    """The command in this process: a new one would import torch each time. `test_as_a_process` starts a real one."""
+    """The command in this process: a new one would import torch each time. `test_as_a_process` starts a real one. Its
+    options are read from signatures once, not each time."""
     out, err, code = io.StringIO(), io.StringIO(), 0
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         patch.setattr(sys, "argv", ["imdm", *map(str, arguments)])
         patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         patch.setattr("imdm.cli.app.console", Console(width=200))
+        patch.setattr("typer.main.get_command", lambda _: COMMAND)
         try:
             main()
         except SystemExit as stop:
@@ -109,7 +114,7 @@ def commands(group: Any, before: str = "") -> dict[str, Any]:
     return found
 
 
-COMMANDS = commands(get_command(app))
+COMMANDS = commands(COMMAND)
 
 
 def test_help_shows_every_command_and_the_list_too() -> None:
@@ -318,8 +323,10 @@ def test_another_mask_gets_the_plain_report(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.usefixtures("forked")
 def test_the_recipes_seed_is_the_first(tmp_path: Path) -> None:
-    assert imdm("reproduce", "synthetic", *SMALL, "seed=4", "--seeds", "2", "--out", tmp_path).returncode == 0
+    few = [*SMALL, "stages.evaluate.models={teacher: teacher}", "--stage", "evaluate"]
+    assert imdm("reproduce", "synthetic", *few, "seed=4", "--seeds", "2", "--out", tmp_path).returncode == 0
     assert sorted(p.name for p in tmp_path.glob("seed-*")) == ["seed-4", "seed-5"]
     assert {row.seed for row in read(tmp_path / "results.jsonl")} == {4, 5}
 
@@ -333,15 +340,11 @@ def test_lost_results_are_measured_again(run: Path, tmp_path: Path) -> None:
 
 
 def test_two_processes_share_the_work(tmp_path: Path) -> None:
-    """`torchrun` over the whole recipe: real processes, one run, the same pairs as one process."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "imdm"]
+    """As `torchrun` over the whole recipe: real processes, one run, the same pairs as one process."""
     few = [*SMALL, "stages.pairs.shard=16"]
-    command = [*launcher, "reproduce", "synthetic", *few, "--out", str(tmp_path / "two")]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("Table 1") == 1
+    words = ["-m", "imdm", "reproduce", "synthetic", *few, "--out", str(tmp_path / "two")]
+    (said,) = launched([Program(words, 2)], tmp_path / "two")
+    assert said.count("Table 1") == 1
     assert len(read(tmp_path / "two" / "results.jsonl")) == 9
     assert imdm("train", "synthetic", *few, "--stage", "imdm", "--out", tmp_path / "one").returncode == 0
     pairs = [Coupling(tmp_path / world / "seed-0" / "pairs").rows(torch.arange(64)) for world in ("one", "two")]
@@ -366,7 +369,7 @@ def test_two_processes_share_the_work(tmp_path: Path) -> None:
 
 def test_the_recipe_still_passes_the_floor(tmp_path: Path) -> None:
     """The recipe itself, shortened: one step, MDM on the bound of Theorem 4.1, IMDM well below it."""
-    short = ["stages.teacher.training.steps=200", "stages.mdm.training.steps=50", "stages.imdm.training.steps=400"]
+    short = ["stages.teacher.training.steps=120", "stages.mdm.training.steps=30", "stages.imdm.training.steps=250"]
     result = imdm("reproduce", "synthetic", *short, "--out", tmp_path)
     assert result.returncode == 0, result.stderr
     found = {(r.method, r.model, r.metric): r.value for r in read(tmp_path / "results.jsonl")}

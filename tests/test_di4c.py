@@ -310,6 +310,16 @@ def test_times_have_their_share_below_the_threshold() -> None:
 
 # Training
 
+TAUGHT = TrainConfig(steps=150, batch=64, lr=3e-3, warmup=20, ema=0.9, checkpoint_every=1000)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of {00, 11}."""
+    fresh = tiny_model(trained=False, vocab_size=3, length=2, width=32, heads=4)
+    out = tmp_path_factory.mktemp("teacher")
+    return Trainer(fresh, parse_objective("nelbo"), LanguageSource(aligned(), seed=0), TAUGHT, out).train()
+
 
 @pytest.mark.parametrize(
     "latent",
@@ -319,24 +329,19 @@ def test_times_have_their_share_below_the_threshold() -> None:
         pytest.param({"mask": "infinite-uniform-32-1.0"}, marks=pytest.mark.slow),
     ],
 )
-def test_training_teaches_correlations(latent: dict[str, object], tmp_path: Path) -> None:
+def test_training_teaches_correlations(latent: dict[str, object], teacher: Path, tmp_path: Path) -> None:
     """The teacher knows {00, 11} but writes both tokens independently in one step; the student does not."""
-    valid = taught(tmp_path, latent)
+    valid = taught(teacher, tmp_path, latent)
     assert valid[0] < 0.55
     assert valid[1] > 0.9
 
 
-def taught(tmp_path: Path, latent: dict[str, object]) -> list[float]:
+def taught(teacher: Path, out: Path, latent: dict[str, object]) -> list[float]:
     """The one-step validity of a teacher on {00, 11} and of its student."""
-    truth, config = aligned(), TrainConfig(steps=150, batch=64, lr=3e-3, warmup=20, ema=0.9, checkpoint_every=1000)
-    source = LanguageSource(truth, seed=0)
-    fresh = tiny_model(trained=False, vocab_size=3, length=2, width=32, heads=4)
-    start = MaskedDiffusionLM.from_pretrained(
-        Trainer(fresh, parse_objective("nelbo"), source, config, tmp_path / "teacher").train()
-    )
+    truth, start = aligned(), MaskedDiffusionLM.from_pretrained(teacher)
     model = with_mask(start, latent.get("mask"), mixture=bool(latent.get("mixture", False)))
     objective = Di4C(latents=8, iterations=75, rounds=2, teacher_steps=8, threshold=0.05, data_weight=10.0)
-    folder = Trainer(model, objective, source, config, tmp_path / "student", start=start).train()
+    folder = Trainer(model, objective, LanguageSource(truth, seed=0), TAUGHT, out, start=start).train()
     return [
         measure(["validity"], Subject(m, samples=2000, truth=truth))["validity"].value
         for m in (start, MaskedDiffusionLM.from_pretrained(folder))

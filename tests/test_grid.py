@@ -125,6 +125,7 @@ def test_refusals_come_before_any_work(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.usefixtures("forked")
 def test_seeds_of_one_recipe_run_side_by_side(tmp_path: Path) -> None:
     """Without variants all seeds share a folder, and its recipe.json is the recipe's, not that of some seed."""
     recipe = parse_recipe(SMALL | {"variants": {}, "quick": None})
@@ -138,6 +139,7 @@ def load_recipe_of(run: Path) -> Recipe:
     return Recipe.parse(json.loads((run / "recipe.json").read_text()))
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_run_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
     lines: list[str] = []
 
@@ -347,7 +349,8 @@ def test_compatibility_reports_both_ways(tmp_path: Path) -> None:
 
 
 def test_lines_of_several_processes_stay_whole(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(_write, args=(str(tmp_path / "lines.jsonl"),), nprocs=2)
+    how = {"nprocs": 2, "start_method": "fork"}  # they need nothing but the file
+    torch.multiprocessing.start_processes(_write, args=(str(tmp_path / "lines.jsonl"),), **how)
     lines = [json.loads(line) for line in (tmp_path / "lines.jsonl").open()]
     assert sorted((line["who"], line["i"]) for line in lines) == [(w, i) for w in range(2) for i in range(100)]
 

@@ -42,7 +42,7 @@ from imdm.sampling import Sampling, sample
 from imdm.state import Noised, Rows
 from imdm.training import TrainConfig, Trainer
 from tests.conftest import kill_at, tiny_model
-from tests.reference.launching import ENVIRONMENT, launched, torchrun
+from tests.reference.launching import ENVIRONMENT, Program, launched
 from tests.reference.matching import shown_at
 from tests.reference.statistics import assert_law
 
@@ -633,14 +633,14 @@ leave()
 """
 
 
-def command(folder: Path, world: int = 1, steps: int = 20, micro: int = 16) -> list[str]:
+def program(folder: Path, world: int = 1, steps: int = 20, micro: int = 16) -> Program:
     script = folder.parent / "worker.py"
     script.write_text(WORKER.format(root=str(Path(__file__).parents[1])))
-    return [*torchrun(world), str(script), str(folder), str(world), str(steps), str(micro)]
+    return Program([str(script), str(folder), str(world), str(steps), str(micro)], world)
 
 
 def launch(folder: Path, **how: int) -> None:
-    launched([command(folder, **how)], folder)
+    launched([program(folder, **how)], folder)
 
 
 @pytest.mark.slow
@@ -649,7 +649,9 @@ def test_kill_9_in_between(tmp_path: Path) -> None:
     left alone."""
     for pattern in ("step-00000005", "step-0000001*"):
         process = subprocess.Popen(
-            command(tmp_path / "killed", steps=60), env=os.environ | ENVIRONMENT, stderr=subprocess.DEVNULL
+            [sys.executable, *program(tmp_path / "killed", steps=60).words],
+            env=os.environ | ENVIRONMENT,
+            stderr=subprocess.DEVNULL,
         )
         kill_at(process, tmp_path / "killed", pattern)
     launch(tmp_path / "killed", steps=60)

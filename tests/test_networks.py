@@ -30,7 +30,7 @@ from imdm.models.loading import load_model
 from imdm.objectives import Nelbo, Objective, Step, Trained, objectives, parse_objective
 from imdm.training import TrainConfig, Trainer
 from tests.conftest import kill_at, tiny_model
-from tests.reference.launching import ENVIRONMENT, launched, torchrun
+from tests.reference.launching import ENVIRONMENT, Program, launched
 
 MODULE = '''
 """A student that learns the data and is pushed from what a critic, trained on what it writes, expects of it."""
@@ -451,15 +451,15 @@ leave()
 """
 
 
-def command(home: Path, world: int) -> list[str]:
+def worker(home: Path) -> str:
     (home / "worker.py").write_text(WORKER)
     (home / "pursuit.py").write_text(MODULE)
-    return [*torchrun(world), str(home / "worker.py")]
+    return str(home / "worker.py")
 
 
 def launch(folder: Path, world: int, order: str, steps: int = 8, micro: int = 4) -> None:
-    line = [*command(folder.parent, world), str(folder), str(world), str(steps), order, str(micro)]
-    launched([line], folder)
+    words = [worker(folder.parent), str(folder), str(world), str(steps), order, str(micro)]
+    launched([Program(words, world)], folder)
 
 
 @pytest.mark.parametrize(
@@ -539,16 +539,15 @@ leave()
 def test_sharded_networks_take_turns(tmp_path: Path) -> None:
     """FSDP2 keeps what it gathered for a network that no backward pass went through; it must be gathered anew."""
     (tmp_path / "sharded.py").write_text(SHARDED)
-    launched([[*torchrun(2), "sharded.py"]], tmp_path / "nothing", tmp_path)
+    launched([Program(["sharded.py"], 2)], tmp_path / "nothing", tmp_path)
     assert (tmp_path / "the same").exists()
 
 
 @pytest.mark.slow
 def test_kill_9_in_between(tmp_path: Path) -> None:
     """A real process, really killed; the next one goes on and ends in the bits of an undisturbed run."""
-    line = command(tmp_path, 1)
     process = subprocess.Popen(
-        [*line, str(tmp_path / "killed"), "1", "80", "alternate", "16"],
+        [sys.executable, worker(tmp_path), str(tmp_path / "killed"), "1", "80", "alternate", "16"],
         env=os.environ | ENVIRONMENT,
         stderr=subprocess.DEVNULL,
     )

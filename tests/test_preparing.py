@@ -468,7 +468,7 @@ def under_a_limit(tmp_path: Path, megabytes: int, room: int, processes: int) -> 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts memory on Linux alone")
 def test_text_that_does_not_fit_into_memory(tmp_path: Path) -> None:
-    under_a_limit(tmp_path, 64, 48, 1)
+    under_a_limit(tmp_path, 40, 32, 1)
 
 
 @pytest.mark.slow

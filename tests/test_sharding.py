@@ -33,7 +33,7 @@ from imdm.objectives import parse_objective
 from imdm.training import TrainConfig
 from imdm.training.history import read_history
 from tests.reference import sharded
-from tests.reference.launching import ENVIRONMENT, launched, torchrun
+from tests.reference.launching import CRASHED, ENVIRONMENT, Program, launched, run, torchrun
 
 KINDS = tuple(sharded.OBJECTIVES)
 Job = dict[str, Any]
@@ -46,8 +46,9 @@ def launch(jobs: list[Job], world: int, *nodes: list[str], program: str = sharde
     home.mkdir(exist_ok=True, parents=True)
     (home / "jobs.json").write_text(json.dumps(jobs))
     root, words = Path(__file__).parents[1], ["-m", program, str(home / "jobs.json")]
-    several = [[*torchrun(1), *line] for line in nodes] or [torchrun(world)]
-    launched([[*line, *words] for line in several], home, root)
+    forked = program == sharded.__name__  # another may be particular about what is imported when
+    alone = Program(words, world) if forked else [*torchrun(world), *words]
+    launched([[*torchrun(1), *line, *words] for line in nodes] or [alone], home, root)
 
 
 CRASHING = """
@@ -75,6 +76,17 @@ def test_only_a_crash_in_native_code_is_tried_again(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="exitcode  : 1 "):
         launched([[*line, "  exitcode  : 1 (pid: 814)"]], home)
     assert (tmp_path / "runs").read_text() == "1"
+
+
+def test_a_forked_process_that_crashes_is_known_by_its_signal(tmp_path: Path) -> None:
+    """The other, which would wait for it, is ended."""
+    (tmp_path / "one.py").write_text(
+        "import os, time\nos.kill(os.getpid(), 11) if os.environ['RANK'] == '1' else time.sleep(500)"
+    )
+    (ended,) = run([Program([str(tmp_path / "one.py")], 2)])
+    assert ended.failed
+    assert CRASHED.search(ended.said)
+    assert "process 1: exitcode: -11" in ended.said
 
 
 def job(kind: str, out: Path, shard: str = "none", steps: int = 20, **more: Any) -> Job:

@@ -30,7 +30,7 @@ from imdm.models.loading import load_model
 from imdm.objectives import Nelbo, Objective, ReDi
 from imdm.training import EMA, TrainConfig, Trainer
 from tests.conftest import kill_at, tiny_model
-from tests.reference.launching import launched, torchrun
+from tests.reference.launching import Program, launched
 
 SOURCE = LanguageSource(aligned(length=3, symbols=2), seed=0)
 CONFIG = TrainConfig(steps=20, batch=16, lr=1e-2, warmup=5, ema=0.9, checkpoint_every=5, log_every=5)
@@ -437,7 +437,7 @@ leave()
 def launch(folder: Path, world: int, steps: int = 8) -> None:
     script = folder.parent / "worker.py"
     script.write_text(WORKER)
-    launched([[*torchrun(world), str(script), str(folder), str(world), str(steps)]], folder)
+    launched([Program([str(script), str(folder), str(world), str(steps)], world)], folder)
 
 
 @pytest.mark.slow
