@@ -18,7 +18,8 @@ import transformers
 
 from imdm.experiments import jobs
 from imdm.masks import Mask, parse_mask
-from imdm.models import MaskedDiffusionConfig, MaskedDiffusionLM
+from imdm.models.configuration import MaskedDiffusionConfig
+from imdm.models.denoiser import MaskedDiffusionLM
 from tests.reference.launching import forkserver
 
 transformers.utils.logging.disable_progress_bar()

@@ -30,7 +30,7 @@ from imdm.files import (
     working_in,
 )
 from imdm.light import load_light
-from imdm.models import load_model
+from imdm.models.loading import load_model
 from imdm.stopping import CODES, Asked, held_back
 from imdm.training.agreement import Agreement
 from tests.conftest import tiny_model
