@@ -7,7 +7,7 @@
 # make dist        the wheel and the source archive, in dist/
 PYTHON ?= python3
 BIN := .venv/bin
-INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 
 .PHONY: setup setup-test run test test-all docs dist clean
 
