@@ -1,7 +1,7 @@
 # make setup       a virtual environment in .venv with the `imdm` command, without extras
 # make run         the paper's synthetic experiment, end to end, and a story by the models that ship: a report in runs/synthetic
 # make setup-test  every extra, and the tools of tests, docs and types
-# make test        tests, linter, formatter, types: about six minutes
+# make test        tests, linter, formatter, types: about four minutes
 # make test-all    the same, and the tests that take longer
 # make docs        the documentation site: docs/_build/html/index.html
 # make dist        the wheel and the source archive, in dist/
