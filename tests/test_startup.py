@@ -156,7 +156,12 @@ REFUSED = {
 ONE_PROCESS = """
 import io, json, sys
 from contextlib import redirect_stderr, redirect_stdout
+import typer.main
 from imdm.cli import main
+from imdm.cli.app import app
+
+command = typer.main.get_command(app)  # read from signatures once, not for each line
+typer.main.get_command = lambda app: command
 
 answers = []
 for line in json.load(sys.stdin):
@@ -221,15 +226,12 @@ QUICK = {"--help": 0.5, "nosuch": 0.5, "generate --steps 0": 3.0, "train synthet
 
 @pytest.mark.parametrize("line", QUICK)
 def test_answers_are_quick(line: str, tmp_path: Path) -> None:
-    """Seconds of a processor, which a busy machine does not change much; the better of two."""
-
-    def took() -> float:
-        before = os.times()
-        python("-m", "imdm", *line.split(), cwd=tmp_path)
-        after = os.times()
-        return after.children_user + after.children_system - before.children_user - before.children_system
-
-    assert min(took() for _ in range(2)) < 2 * QUICK[line]
+    """Seconds of a processor, which a busy machine does not change much."""
+    before = os.times()
+    python("-m", "imdm", *line.split(), cwd=tmp_path)
+    after = os.times()
+    took = after.children_user + after.children_system - before.children_user - before.children_system
+    assert took < 2 * QUICK[line]
 
 
 def test_names_that_are_known_early_are_the_registered_ones() -> None:

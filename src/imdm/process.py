@@ -201,7 +201,8 @@ class Process:
         One uniform number a position decides: revealed, kept or redrawn. `step` ≥ 1 numbers the draws of this
         trajectory. The proposal is read only where `reveals` says so. λ is new at every step, unless noise is kept.
         Where rows are whole texts, the first end token of the proposal counts: all masked positions after it become
-        padding.
+        padding. The sampler plans the reveals first, and so evaluates the network less often
+        (`sampling.reverse_step`).
         """
         check_policy(policy)
         split = self.split(state.t, s)

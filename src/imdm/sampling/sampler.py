@@ -71,12 +71,14 @@ class Canvas(NamedTuple):
 
 def reverse_step(denoiser: Denoiser, canvas: Canvas, turn: Turn, keys: Keys, how: Sampling) -> Drawn:
     """One reverse step (Eq. 13) of the sequences of a turn, whose keys these are: the tokens that it reveals, which it
-    also stores in the canvas."""
+    also stores in the canvas. Which positions these are was planned (`planning.plan`). Steps that reveal nothing of a
+    sequence are not made, so the redraw below is that of all steps since its last evaluation. `Process.reverse` is the
+    same law without a plan, one step at a time."""
     process, now, rows = denoiser.process, turn.now, turn.rows
     tokens, draws = canvas.tokens[turn.active], canvas.draws[turn.active]  # (A, L)
     masked = tokens == process.mask_id
 
-    # Masks keep their noise or redraw it, each by itself.
+    # Since the last evaluation masks kept their noise or redrew it, each by itself.
     redraws = how.noise == "posterior"
     if redraws:
         position = torch.arange(tokens.shape[1], device=tokens.device)
