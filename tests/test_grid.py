@@ -118,6 +118,13 @@ def test_a_quick_run_is_a_part_of_the_whole_one(tmp_path: Path) -> None:
     ]
 
 
+def test_the_status_of_a_recipe_trained_without_its_variants(tmp_path: Path) -> None:
+    recipe = parse_recipe(SMALL)
+    Run(recipe, tmp_path, Quiet()).run(["teacher"])
+    (seed,) = status(tmp_path).items()
+    assert (seed[0], [row.state for row in seed[1]]) == ("seed 0", ["done", "waiting", "waiting", "waiting"])
+
+
 def test_refusals_come_before_any_work(tmp_path: Path) -> None:
     recipe = parse_recipe(SMALL | {"variants": {"two": {}, "far": {"stages": {"teacher": {"start": "/no/model"}}}}})
     with pytest.raises(UserError, match="builds on '/no/model': neither a stage"):

@@ -116,8 +116,7 @@ def known_start(name: str) -> str:
 
 def check_length(length: int | None, model: str) -> None:
     """Refuse more tokens than a local model's length."""
-    folder = folder_of(model)
-    if length is None or folder is None:
+    if length is None or (folder := folder_of(model)) is None:
         return
     config = read_json(folder / "config.json", f"model {model!r}")
     most = config.get("length") if isinstance(config, dict) else None

@@ -92,26 +92,26 @@ def generate(
     if canvas or (ids_only and given is None and infill is None):
         from imdm.models.loading import load_model
 
-        writer = load_model(model, precision).to(device())
-        start = parse_canvas(canvas, writer, length) if canvas else None
-        made = writer.generate(start, length=length, trace=trace, **options)
+        network = load_model(model, precision).to(device())
+        start = parse_canvas(canvas, network, length) if canvas else None
+        made = network.generate(start, length=length, trace=trace, **options)
         if film:
             rows = zip(made.tokens.tolist(), made.revealed_at.tolist(), strict=True)
-            _play([_pieces_of_ids(*row) for row in rows], steps_of(writer, steps, made.revealed_at.flatten().tolist()))
+            _play([_pieces_of_ids(*row) for row in rows], steps_of(network, steps, made.revealed_at.flatten().tolist()))
             return
-        _print_ids(made, writer.config.mask_token_id, as_json)
+        _print_ids(made, network.config.mask_token_id, as_json)
         return
-    author = load_light(model, device(), precision)
+    writer = load_light(model, device(), precision)
     options |= {"trace": True} if trace and as_json else {}  # the terminal needs only the tokens' steps
     if infill is not None:
         with as_options("marker"):
             options |= {} if blank is None else {"blank": blank}
-            texts = author.infill(infill, marker=marker, **options)
+            texts = writer.infill(infill, marker=marker, **options)
     else:
-        texts = author.write(given, length=length, **options)
-    steps = steps_of(author.model, steps, [step for text in texts for step in text.revealed_at])
+        texts = writer.write(given, length=length, **options)
+    steps = steps_of(writer.model, steps, [step for text in texts for step in text.revealed_at])
     if film:
-        _play([author.pieces(text) for text in texts], steps)
+        _play([writer.pieces(text) for text in texts], steps)
         return
     if as_json:
         for text in texts:
@@ -120,11 +120,11 @@ def generate(
         return
     if trace and not in_colour():
         for text in texts:
-            print("\n".join(appearing([(piece.text, piece.step) for piece in author.pieces(text)], steps)))
+            print("\n".join(appearing([(piece.text, piece.step) for piece in writer.pieces(text)], steps)))
         return
     if trace:
         show(legend(steps))
-    shown = [coloured(author.pieces(text), steps) if trace else Plain(text.text) for text in texts]
+    shown = [coloured(writer.pieces(text), steps) if trace else Plain(text.text) for text in texts]
     if num > 1 and wide():
         for first in range(0, len(texts), num):
             if texts[first].prompt and infill is None:

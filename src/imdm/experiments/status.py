@@ -63,7 +63,7 @@ def status(run: Path) -> dict[str, list[StageStatus]]:
     recipe = read_recipe(run)
     assert recipe is not None
     found = {}
-    for variant, member in variants(recipe).items():
+    for variant, member in {"": recipe, **variants(recipe)}.items():  # `imdm train` runs the recipe without variants
         for seed in sorted(_seeds(run / variant)):
             folder = run / variant / f"seed-{seed}"
             made = as_made(member, folder)

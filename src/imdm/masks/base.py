@@ -20,8 +20,8 @@ masks: Registry[type[Mask]] = Registry("mask")
 class Mask(Config):
     """A kind of mask: immutable settings, and methods that draw noise and build the layer that embeds it.
 
-    Noise is a function of (sample key, position, draw): position ℓ of a sequence has draw 0 at the start, and another
-    draw number whenever the reverse process redraws it. So the noise of a state need not be stored, only its draws.
+    Noise is a function of (sample key, position, draw): position ℓ of a sequence has draw 0 at the start, and when a
+    reverse step redraws it, the number of that step. So the noise of a state need not be stored, only its draws.
     """
 
     kind: str

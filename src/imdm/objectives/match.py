@@ -281,24 +281,40 @@ class Match(Objective):
         step: Step,
         companion: Pursued | None = None,
     ) -> Tensor | Mapping[str, Tensor]:
-        """The student's: `readout.matched`, which defines its gradient; the auxiliary's: cross-entropy. Both summed
-        over the positions that are masked in z̃, in nats a token of the batch."""
+        """With x̃ ~ p_θ(· | z_t, ε), masked again to z̃, and sums over the positions that are masked in z̃, in nats a
+        token of the batch:
+
+            auxiliary   Σ −log p_ψ(x̃ | z̃)
+            student     Σ Σ_v p_θ(v | z_t, ε) · clip(log p_ψ(v | z̃) − log p_T(v | z̃)), the clipped term without
+                        gradient, for gradient `kl`; `readout.matched` has the others
+
+        One pass of the student gives both: its head is read by `Write`, which samples x̃, masks it again, and runs
+        teacher and auxiliary on z̃.
+        """
         if companion is None:
             raise ValueError("Match.loss needs the companion that Match.companion(model) makes")
         x, phase, pushes = batch["tokens"], self.phases[companion.phase], STUDENT in step.updated
+
+        # 1. z_t: a text with masks, planned; the text is of the data, the student's own, or hidden altogether.
         plan = step.start or self.start(process, batch, replace(step, companion=companion))
         texts = companion.texts(self.texts(step.batch)[1], x.shape[1])
         text = torch.where((plan.origin == OWN)[:, None], texts[plan.recalled], x)
+
+        # 2. x̃, z̃ and both terms of each row: (R̃, 2), or (R̃,) where the auxiliary alone is updated.
         write = Write(plan, text, companion, step.networks[AUXILIARY], phase if pushes else None)
         with torch.set_grad_enabled(pushes and torch.is_grad_enabled()):
-            found = model(plan.state(text, process), rows=plan.rows, reduce=write)  # (R̃, 2), or (R̃,)
-        rows = write.rows
+            found = model(plan.state(text, process), rows=plan.rows, reduce=write)
+        rows = write.rows  # of these fewer count than was planned where x̃ ends, as padding follows
         said = rows.counting(found[:, 1] if pushes else found)
+
+        # 3. What evaluations watch, and the student's new texts, which later steps start from.
         companion.count(said.detach(), rows, plan.origin == PRIOR)
         if step.update == self.auxiliary.updates - 1:
             companion.remember(write.written.tokens, plan.kept)
         if not pushes:
             return said.sum() / x.numel()
+
+        # 4. The student's term counts where it drew the token itself; weight is n/k of `evenly_masked` (`soft`).
         pushed = rows.counting(found[:, 0])
         if write.written.own is not None:
             pushed = torch.where(rows.of(write.written.own), pushed, 0.0)

@@ -3,7 +3,10 @@
 Whether a position is revealed at a step does not depend on the network. So the reveal step of every masked position is
 drawn first (`planning`). Then the network runs only for sequences that reveal something at a step, on their current
 tokens and current noise; the head runs only at the revealed positions; and since time is no input of the network,
-sequences at different steps share a batch. The distribution is that of the plain N-step loop.
+sequences at different steps share a batch. With order `random` and noise `posterior` the distribution is that of the
+paper's loop of N steps: whether a position is revealed depends neither on the network nor on the noise, and who is not
+evaluated is not read. With order `spread` each position is revealed at a step as likely as with `random`, but not
+independently of the others; with noise `keep` masks keep the noise that they have at the start.
 
 Noise enters in three places, each under a sequence's own keys: the plan, the noise of masks, the drawn tokens.
 
@@ -40,7 +43,7 @@ if TYPE_CHECKING:
 class Keys(NamedTuple):
     """The random keys of sequences, (A,) each.
 
-    order   when positions are revealed, and whether masks redraw their noise
+    order   whether masks redraw their noise; when positions are revealed was planned with these keys too
     tokens  which token a revealed position takes
     noise   noise of the masks, ε, and λ: keys, or points on a path from one noise to another
     """

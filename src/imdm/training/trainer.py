@@ -65,9 +65,9 @@ class Trainer:
     objective's early signals, with a warning once they predict a failure. `networks` holds the student and whatever
     else the objective trains, each with its optimiser and average; `model`, `bare`, `optimizer` and `ema` are the
     student's. `on_progress` is called for each logged loss, every few seconds between two of them, and around
-    evaluations, `on_warning` with a sentence for the user. `start` is the model that the student was made from, if it
-    is another; the first teacher of a self-distillation. A stopped run resumes from its newest checkpoint, bit for bit
-    on CPU; a finished one returns at once.
+    evaluations, `on_warning` with a sentence for the user. `start` is the teacher that the objective begins with: the
+    model that the student was made from, unless a stage names another. A stopped run resumes from its newest
+    checkpoint, bit for bit on CPU; a finished one returns at once.
     """
 
     def __init__(
