@@ -17,11 +17,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import imdm
 from imdm.adopting import adopted_config, write_published
+from imdm.core.errors import UserError
 from imdm.data.source import LanguageSource, TokenSource
 from imdm.data.synthetic import aligned
 from imdm.data.tokenizers import load_tokenizer, special_ids, train_bpe
 from imdm.ending import Ending
-from imdm.errors import UserError
 from imdm.evaluation import Subject, measure, read
 from imdm.experiments import Recipe, Run, load_recipe, parse_recipe
 from imdm.experiments.status import status

@@ -20,7 +20,7 @@ from torch import Tensor
 import imdm
 from imdm.adopting import adopt_into, source_files, write_published
 from imdm.adopting.checkpoints import NEEDED, read_pickled, read_weights
-from imdm.errors import UserError
+from imdm.core.errors import UserError
 from imdm.sources import check_source
 from tests.reference.published import logits, made
 from tests.test_cli import imdm as command

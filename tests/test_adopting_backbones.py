@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM,
 
 import imdm
 from imdm.adopting import adopt_into
-from imdm.errors import UserError
+from imdm.core.errors import UserError
 from imdm.models.loading import load_model
 from tests.reference.published import llada_logits
 from tests.test_cli import imdm as command

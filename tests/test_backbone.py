@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from imdm.core.errors import UserError
 from imdm.data.coupling import CoupleConfig, Coupling, couple
 from imdm.data.source import LanguageSource
 from imdm.data.synthetic import aligned
-from imdm.errors import UserError
 from imdm.experiments.schema import ModelSettings
 from imdm.exporting import export
 from imdm.masks import Finite

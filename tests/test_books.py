@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
+from imdm.core.files import read_lines
 from imdm.data.prepared import PreparedSource
 from imdm.data.tokenizers import train_bpe
 from imdm.evaluation import read
 from imdm.evaluation.measuring import evaluate
-from imdm.files import read_lines
 from tests.test_cli import imdm, refused
 from tests.test_corpora import SENTENCES
 

@@ -10,7 +10,7 @@ from itertools import permutations
 import pytest
 import torch
 
-from imdm.errors import UserError
+from imdm.core.errors import UserError
 from imdm.evaluation.bound import Asked, Bound, bounds, drawn, greedy
 from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.state import Noised

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from imdm.core.errors import UserError
 from imdm.data.source import LanguageSource
 from imdm.data.synthetic import aligned
-from imdm.errors import UserError
 from imdm.models.backbones import Backbone, backbones
 from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.models.loading import load_model

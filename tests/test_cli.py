@@ -22,15 +22,15 @@ from rich.console import Console
 from safetensors.torch import save_file
 from typer.main import get_command
 
-from imdm import console as terminal
 from imdm.cli import main
 from imdm.cli.app import app
+from imdm.core import console as terminal
+from imdm.core.errors import UserError
+from imdm.core.files import working_in
 from imdm.data.coupling import Coupling
-from imdm.errors import UserError
 from imdm.evaluation import read
 from imdm.experiments import Recipe, loading
 from imdm.experiments.status import MEANINGS, SIGNALS, explained, read_done
-from imdm.files import working_in
 from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.models.identity import fingerprint
 from imdm.models.loading import load_model

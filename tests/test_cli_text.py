@@ -12,10 +12,10 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
+from imdm.core.files import append_line, read_metadata, write_tensors
 from imdm.data.text import PreparedData
 from imdm.data.tokenizers import has_tokenizer
 from imdm.evaluation import read
-from imdm.files import append_line, read_metadata, write_tensors
 from imdm.models.loading import load_model
 from imdm.sampling import Generation, sample
 from tests.test_cli import imdm, refused

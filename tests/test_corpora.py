@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
+from imdm.core.errors import UserError
 from imdm.data.corpora import PRESETS, Corpus, unspace, unspace_wikitext
 from imdm.data.encoding import Encoded
 from imdm.data.packing import Packer, PrepareConfig, prepare
 from imdm.data.prepared import Prepared, PreparedSource
 from imdm.data.text import PreparedData, TextData
 from imdm.data.tokenizers import load_tokenizer, special_ids, tokenizer_hash, train_bpe
-from imdm.errors import UserError
 
 SENTENCES = [f"The {a} {v} the {b}." for a in ("cat", "dog", "bird") for v in ("saw", "met") for b in ("sea", "moon")]
 

@@ -18,6 +18,8 @@ from typer.testing import CliRunner
 
 import imdm
 from imdm.cli.app import app
+from imdm.core.errors import UserError
+from imdm.core.files import read_json
 from imdm.costing import GPUS, cost, here
 from imdm.costing.costs import short, spelled
 from imdm.costing.machines import REACHED, bandwidth
@@ -28,10 +30,8 @@ from imdm.costing.stages import check_memory, communication
 from imdm.costing.steps import Setting, gathered_to_look, least_state, looked, masked_by, plan
 from imdm.costing.work import MOST, PRODUCTS, Work, completions, evaluated, evaluations, written
 from imdm.data.source import TokenSource
-from imdm.errors import UserError
 from imdm.experiments import Run, checks, load_recipe, parse_recipe, recipe_names
 from imdm.experiments.inputs import Inputs
-from imdm.files import read_json
 from imdm.models.configuration import MaskedDiffusionConfig
 from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.objectives import SDTT, Match, Nelbo, Objective, ReDi, Step

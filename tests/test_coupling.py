@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import save_file
 
 import imdm
-from imdm.config import digest
+from imdm.core.config import digest
+from imdm.core.errors import UserError
+from imdm.core.files import read_tensors
 from imdm.data.coupling import CoupleConfig, Coupling, couple, shard_path
 from imdm.data.source import LanguageSource
 from imdm.data.synthetic import aligned
-from imdm.errors import UserError
-from imdm.files import read_tensors
 from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.models.identity import fingerprint
 from imdm.objectives import EARLIEST

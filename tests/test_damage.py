@@ -13,16 +13,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from imdm.data.corpora import Corpus
-from imdm.data.coupling import CoupleConfig, Coupling, couple
-from imdm.data.packing import PrepareConfig
-from imdm.data.packing import prepare as prepare_text
-from imdm.data.prepared import PreparedSource
-from imdm.data.source import LanguageSource
-from imdm.data.synthetic import aligned
-from imdm.errors import UserError
-from imdm.experiments.status import status
-from imdm.files import (
+from imdm.core.errors import UserError
+from imdm.core.files import (
     parse_json,
     read_lines,
     read_recorded,
@@ -31,6 +23,14 @@ from imdm.files import (
     write_recorded,
     write_tensors,
 )
+from imdm.data.corpora import Corpus
+from imdm.data.coupling import CoupleConfig, Coupling, couple
+from imdm.data.packing import PrepareConfig
+from imdm.data.packing import prepare as prepare_text
+from imdm.data.prepared import PreparedSource
+from imdm.data.source import LanguageSource
+from imdm.data.synthetic import aligned
+from imdm.experiments.status import status
 from imdm.models.loading import load_model
 from imdm.report import build_report
 from tests.conftest import tiny_model

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from imdm.core.errors import UserError
 from imdm.data.source import LanguageSource
 from imdm.data.synthetic import aligned
-from imdm.errors import UserError
 from imdm.evaluation import Evaluation, Subject, measure
 from imdm.masks import parse_mask
 from imdm.models.denoiser import MaskedDiffusionLM

@@ -16,8 +16,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from imdm.devices import Fetched
-from imdm.errors import UserError
+from imdm.core.devices import Fetched
+from imdm.core.errors import UserError
 from imdm.masks import NoisePath
 from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.models.fast import faster

@@ -9,10 +9,10 @@ import pytest
 import torch
 from scipy import stats
 
+from imdm.core.errors import UserError
 from imdm.data.coupling import CoupleConfig, Coupling, couple
 from imdm.data.source import LanguageSource, TokenSource
 from imdm.data.synthetic import aligned
-from imdm.errors import UserError
 from imdm.evaluation import Evaluation, Row, Subject, append, family, measure, metrics, read, to_row
 from imdm.evaluation.factorization import component_laws, factorization_error, joint_under
 from imdm.masks import parse_mask

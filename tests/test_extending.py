@@ -19,9 +19,9 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from imdm.cli.app import app
+from imdm.core.errors import UserError
 from imdm.data.source import LanguageData, TokenSource
 from imdm.data.synthetic import aligned
-from imdm.errors import UserError
 from imdm.evaluation import Evaluation, Subject, append, evaluate, measure, metrics, read
 from imdm.experiments import Run, parse_recipe
 from imdm.models.denoiser import MaskedDiffusionLM

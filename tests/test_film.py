@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from imdm.console import colour, plain_console
+from imdm.core.console import colour, plain_console
 from imdm.data.tokenizers import train_bpe
 from imdm.film import COLUMNS, LINES, SECONDS, picture, play, scene, scenes
 from imdm.shipped import DEFAULT, TEACHER

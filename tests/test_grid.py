@@ -12,7 +12,8 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from imdm.errors import UserError
+from imdm.core.errors import UserError
+from imdm.core.files import append_line, write_json, write_recorded
 from imdm.evaluation import Row, read
 from imdm.experiments import (
     CoupleStage,
@@ -29,7 +30,6 @@ from imdm.experiments import (
 )
 from imdm.experiments.schema import Quick, Recipe
 from imdm.experiments.status import read_done, status
-from imdm.files import append_line, write_json, write_recorded
 from imdm.models.identity import fingerprint
 from imdm.models.loading import load_model
 from imdm.report import build_report

@@ -14,14 +14,14 @@ from pydantic import create_model
 from pydantic.fields import FieldInfo
 
 import imdm.cli  # noqa: F401  (so that every config of the package is there)
-from imdm.config import ALWAYS_HASHED, Config, digest
+from imdm.core.config import ALWAYS_HASHED, Config, digest
+from imdm.core.errors import UserError
+from imdm.core.files import read_json, write_json
 from imdm.data.prepared import Prepared
 from imdm.data.source import LanguageSource
 from imdm.data.synthetic import aligned
-from imdm.errors import UserError
 from imdm.experiments import Quiet, Recipe, Run, checks, load_recipe, parse_recipe, plan, run_jobs
 from imdm.experiments.status import status
-from imdm.files import read_json, write_json
 from imdm.models.identity import fingerprint
 from imdm.objectives import parse_objective
 from imdm.training import TrainConfig, Trainer

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
+from imdm.core.errors import UserError
 from imdm.data.coupling import CoupleConfig, Coupling, couple
 from imdm.data.source import LanguageSource
 from imdm.data.synthetic import aligned
-from imdm.errors import UserError
 from imdm.experiments.schema import ModelSettings
 from imdm.exporting import export
 from imdm.models.configuration import MaskedDiffusionConfig

@@ -21,8 +21,8 @@ from packaging.requirements import Requirement
 from safetensors.torch import load_file
 from torch import Tensor
 
+from imdm.core.errors import UserError
 from imdm.data.tokenizers import load_tokenizer, train_bpe
-from imdm.errors import UserError
 from imdm.exporting import HUB, HUB_FILES, export, export_published, export_transformers
 from imdm.exporting.hub import modeling_imdm
 from imdm.models.denoiser import MaskedDiffusionLM

@@ -21,12 +21,12 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import imdm.shipped
+from imdm.core.errors import UserError
 from imdm.data.corpora import Corpus
 from imdm.data.packing import PrepareConfig, prepare
 from imdm.data.prepared import PreparedSource
 from imdm.data.source import TokenSource
 from imdm.data.tokenizers import load_tokenizer, train_bpe
-from imdm.errors import UserError
 from imdm.evaluation import Conditional, Evaluation, Judge, Subject, load_judge, measure, metrics, read, to_row
 from imdm.evaluation import judge as judging
 from imdm.evaluation.base import unpadded

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
+from imdm.core.errors import UserError
 from imdm.data.source import LanguageData
 from imdm.data.synthetic import Language, aligned, languages, markov, two_topic
-from imdm.errors import UserError
 from imdm.theory import entropy, total_correlation
 from tests.reference.statistics import assert_law, counts_of
 

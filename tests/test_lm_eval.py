@@ -22,11 +22,11 @@ from lm_eval.api.registry import get_model
 from lm_eval.tasks import TaskManager
 
 from imdm.cli.app import app
+from imdm.core.errors import UserError
 from imdm.data.corpora import Corpus
 from imdm.data.packing import PrepareConfig, prepare
 from imdm.data.prepared import PreparedSource
 from imdm.data.tokenizers import train_bpe
-from imdm.errors import UserError
 from imdm.evaluation.bound import bounds
 from imdm.lm_eval import DiffusionLM, Tasks, figures
 from imdm.lm_eval.model import TAIL

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from imdm.core.errors import UserError
 from imdm.data.coupling import CoupleConfig, Coupling, couple
 from imdm.data.source import LanguageSource
 from imdm.data.synthetic import aligned
-from imdm.errors import UserError
 from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.models.identity import fingerprint
 from imdm.models.loading import load_model

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, Trainer, TrainingArguments, pipeline
 
+from imdm.core.errors import UserError
 from imdm.data.tokenizers import train_bpe
-from imdm.errors import UserError
 from imdm.models.configuration import MaskedDiffusionConfig
 from imdm.models.denoiser import MaskedDiffusionLM, register
 from imdm.models.loading import load_model

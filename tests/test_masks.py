@@ -11,7 +11,7 @@ import torch
 from scipy import stats
 
 import imdm
-from imdm.errors import UserError
+from imdm.core.errors import UserError
 from imdm.masks import Finite, Infinite, Mask, NoisePath, Single, masks, parse_mask
 from imdm.randomness import Purpose, fold
 from tests.conftest import tiny_model

@@ -21,12 +21,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from imdm.core.errors import UserError
+from imdm.core.files import read_lines
 from imdm.data.source import LanguageSource, TokenSource
 from imdm.data.synthetic import aligned
-from imdm.errors import UserError
 from imdm.experiments import TrainStage
 from imdm.experiments.stages import _waiting
-from imdm.files import read_lines
 from imdm.masks import Mask, parse_mask
 from imdm.models import readout
 from imdm.models.denoiser import MaskedDiffusionLM
@@ -620,7 +620,7 @@ def test_20_steps_are_9_and_11(tmp_path: Path) -> None:
 WORKER = """
 import sys
 sys.path.insert(0, {root!r})
-from imdm.devices import leave
+from imdm.core.devices import leave
 from imdm.training import Trainer
 from tests.test_match import CONFIG, PHASES, SOURCE, objective, pair
 out, world, steps, micro = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])

@@ -13,8 +13,8 @@ import torch
 from scipy.optimize import minimize
 from torch import Tensor
 
+from imdm.core.errors import UserError
 from imdm.data.source import TokenSource
-from imdm.errors import UserError
 from imdm.evaluation import Evaluation, Measurement, Subject, evaluate, measure
 from imdm.evaluation.classifier import BUCKETS, PENALTY, Texts, accuracy
 from imdm.evaluation.text import pooled_entropy, shared_4grams

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from imdm.core.files import read_lines
 from imdm.data.coupling import CoupleConfig, Coupling, couple
 from imdm.data.source import LanguageSource, TokenSource
 from imdm.data.synthetic import aligned
-from imdm.files import read_lines
 from imdm.masks import Mask, masks, parse_mask
 from imdm.masks.finite import ZeroEmbedding
 from imdm.models.denoiser import MaskedDiffusionLM

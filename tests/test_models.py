@@ -21,9 +21,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import imdm
+from imdm.core.errors import UserError
 from imdm.data.corpora import _stream
 from imdm.data.tokenizers import load_tokenizer
-from imdm.errors import UserError
 from imdm.evaluation import load_embedder, load_judge
 from imdm.models.backbones import dit
 from imdm.models.configuration import MaskedDiffusionConfig

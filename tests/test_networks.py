@@ -17,13 +17,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from imdm.config import digest
+from imdm.core.config import digest
+from imdm.core.errors import UserError
+from imdm.core.files import read_lines, write_recorded
 from imdm.data.source import LanguageSource
 from imdm.data.synthetic import aligned
-from imdm.errors import UserError
 from imdm.experiments import Run, parse_recipe
 from imdm.experiments.status import status
-from imdm.files import read_lines, write_recorded
 from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.models.identity import fingerprint
 from imdm.models.loading import load_model
@@ -431,7 +431,7 @@ import importlib, sys
 import torch
 from imdm.data.source import LanguageSource
 from imdm.data.synthetic import aligned
-from imdm.devices import leave
+from imdm.core.devices import leave
 from imdm.models.configuration import MaskedDiffusionConfig
 from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.objectives import parse_objective
@@ -489,7 +489,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from imdm.devices import leave
+from imdm.core.devices import leave
 from imdm.sharding import Sharding
 from imdm.training import Network, TrainConfig
 from imdm.training.network import still

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from imdm.core.errors import UserError
 from imdm.data.coupling import CoupleConfig, couple
 from imdm.data.source import LanguageSource
 from imdm.data.synthetic import aligned
-from imdm.errors import UserError
 from imdm.evaluation import Subject, measure
 from imdm.models.loading import load_model
 from imdm.objectives import (

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from imdm.errors import UserError
+from imdm.core.errors import UserError
 from imdm.models.backbones.base import Backbone, backbones
 from imdm.training import TrainConfig
 from imdm.training.optimizers import MOMENTUM, Muon, make_optimizer, orthogonal

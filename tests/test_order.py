@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from imdm.core.errors import UserError
 from imdm.data.synthetic import Language, aligned, markov
-from imdm.errors import UserError
 from imdm.exporting import export, export_transformers
 from imdm.models.identity import fingerprint
 from imdm.models.loading import load_model

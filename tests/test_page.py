@@ -15,10 +15,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from imdm.console import Terminal, ink, plain_console
+from imdm.core.console import Terminal, ink, plain_console
+from imdm.core.files import append_line, write_recorded
 from imdm.experiments import Bar, Run, load_recipe
 from imdm.experiments.status import status
-from imdm.files import append_line, write_recorded
 from imdm.report import Picture, Section, Table, build_report
 from imdm.report.names import mask_in_words, metric_in_words, model_in_words, named
 from imdm.report.page import Beside, Report

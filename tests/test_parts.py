@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
+from imdm.core.errors import UserError
+from imdm.core.files import written_aside
 from imdm.data.source import LanguageSource
 from imdm.data.synthetic import languages
-from imdm.errors import UserError
 from imdm.evaluation import Evaluation, Parts, Subject, measure
 from imdm.evaluation.parts import at_once, part_size
-from imdm.files import written_aside
 from imdm.sampling import Sampling
 from tests.conftest import tiny_model
 

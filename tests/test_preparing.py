@@ -18,13 +18,13 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from imdm.core.errors import UserError
 from imdm.data.corpora import Corpus
 from imdm.data.encoding import Chunk, Encoded, chunks, encoded
 from imdm.data.packing import PrepareConfig, prepare, prepare_part
 from imdm.data.parts import missing, part_folder
 from imdm.data.prepared import Counts, PreparedSource
 from imdm.data.tokenizers import load_tokenizer, special_ids, train_bpe
-from imdm.errors import UserError
 from tests.test_cli import imdm, refused
 
 WORDS = ("cat", "dog", "bird", "sea", "moon", "saw", "met", "the", "a", "of", "and", "—")

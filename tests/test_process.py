@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy import stats
 
-from imdm.errors import UserError
+from imdm.core.errors import UserError
 from imdm.masks import Finite, Infinite, Mask, Single
 from imdm.process import Process
 from imdm.randomness import Purpose, fold

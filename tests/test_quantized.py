@@ -18,9 +18,9 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from imdm.cli.app import app
-from imdm.errors import UserError
+from imdm.core.errors import UserError
+from imdm.core.files import read_metadata
 from imdm.exporting import export
-from imdm.files import read_metadata
 from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.models.identity import fingerprint
 from imdm.models.loading import load_model

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from imdm.core.files import write_json
 from imdm.evaluation import Row
 from imdm.experiments import Recipe, load_recipe
-from imdm.files import write_json
 from imdm.report.ratios import interval, ratio_table, ratios
 from imdm.report.text import curves, highlights, quality, set_apart, several_masks, text_page, usual
 from imdm.report.trained import overlap

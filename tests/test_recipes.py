@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 
-from imdm.errors import UserError
+from imdm.core.errors import UserError
 from imdm.experiments import TrainStage, load_recipe, recipe_names, summaries
 from imdm.models.denoiser import MaskedDiffusionLM
 

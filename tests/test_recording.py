@@ -17,8 +17,8 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from imdm.benchmarks.training import Pairs
+from imdm.core.errors import UserError
 from imdm.data.source import TokenSource
-from imdm.errors import UserError
 from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.objectives import SDTT, Autoregressive, Di4C, Match, Nelbo, Objective, ReDi, Step, Trained
 from imdm.objectives.rounds import Teacher

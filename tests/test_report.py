@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from imdm.console import frames
-from imdm.errors import UserError
+from imdm.core.console import frames
+from imdm.core.errors import UserError
+from imdm.core.files import append_line
 from imdm.evaluation import Row
 from imdm.experiments import load_recipe
-from imdm.files import append_line
 from imdm.report import all_results, build_report, combine, plots
 from imdm.report.page import Beside, Strip, Written
 from imdm.report.paper import TABLES

@@ -15,11 +15,11 @@ import pytest
 from safetensors.torch import load_file
 
 import imdm
+from imdm.core.files import read_json, read_lines
 from imdm.data.tokenizers import load_tokenizer
 from imdm.evaluation import Row, Subject, load_judge, measure, read
 from imdm.evaluation.judge import judge_at_hand
 from imdm.experiments import Recipe, load_recipe
-from imdm.files import read_json, read_lines
 from imdm.models.loading import load_model
 from imdm.report.ratios import ratios
 from imdm.report.text import curves, usual

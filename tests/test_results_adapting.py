@@ -8,8 +8,8 @@ from statistics import fmean
 
 import pytest
 
+from imdm.core.files import read_json, read_lines
 from imdm.evaluation import Row, read
-from imdm.files import read_json, read_lines
 from imdm.report.equal import MARKS, Frontier
 from tests.test_results import table
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from imdm.core.files import read_json, read_lines
 from imdm.costing import cost
 from imdm.evaluation import Row, read
-from imdm.files import read_json, read_lines
 from imdm.report.equal import MARKS, Frontier
 from tests.test_results import table
 

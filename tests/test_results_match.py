@@ -10,9 +10,9 @@ from statistics import fmean
 
 import pytest
 
+from imdm.core.files import read_json
 from imdm.evaluation import Row, read
 from imdm.experiments import Recipe, load_recipe
-from imdm.files import read_json
 from imdm.report.equal import Multiple, equal_entropy
 from tests.test_results import BARS, DOCUMENT, INFINITE, METHODS, table
 

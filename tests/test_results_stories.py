@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 import imdm
+from imdm.core.files import read_json, read_lines
 from imdm.evaluation import Row, read
 from imdm.experiments import Recipe, load_recipe
-from imdm.files import read_json, read_lines
 from imdm.models.identity import fingerprint
 from imdm.models.loading import load_model
 from imdm.report.equal import Multiple, equal_entropy

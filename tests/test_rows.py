@@ -17,18 +17,18 @@ from typer.testing import CliRunner
 
 from imdm.cli.app import app
 from imdm.cli.measuring import evaluate
-from imdm.config import digest
+from imdm.core.config import digest
+from imdm.core.errors import UserError
+from imdm.core.files import read_lines
 from imdm.data.corpora import Corpus
 from imdm.data.coupling import CoupleConfig, couple
 from imdm.data.packing import PrepareConfig, prepare
 from imdm.data.prepared import PreparedSource
 from imdm.data.synthetic import aligned
 from imdm.data.tokenizers import train_bpe
-from imdm.errors import UserError
 from imdm.evaluation import Evaluation, Row, Subject, append, measure, metrics, read, to_row
 from imdm.evaluation.mauve import has_mauve
 from imdm.experiments import EvaluateStage, Run, parse_recipe
-from imdm.files import read_lines
 from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.models.loading import load_model
 from imdm.report.ratios import ratios

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from imdm.core.errors import UserError
 from imdm.data.synthetic import aligned
-from imdm.errors import UserError
 from imdm.masks import NoisePath
 from imdm.models.identity import fingerprint
 from imdm.models.loading import load_model

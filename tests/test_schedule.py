@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from imdm.errors import UserError
+from imdm.core.errors import UserError
 from imdm.schedule import LogLinear, parse_schedule, schedules
 
 TIMES = torch.linspace(0.001, 1, 101, dtype=torch.float64)

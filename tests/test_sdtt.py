@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from imdm.core.errors import UserError
 from imdm.data.source import LanguageSource
 from imdm.data.synthetic import aligned
-from imdm.errors import UserError
 from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.models.identity import fingerprint
 from imdm.models.readout import divergence

@@ -31,9 +31,9 @@ from transformers import BertTokenizerFast
 
 from imdm.benchmarks import serving as bench
 from imdm.cli.serving import named, serve
+from imdm.core.errors import UserError
+from imdm.core.files import read_lines
 from imdm.data.tokenizers import special_ids, train_bpe
-from imdm.errors import UserError
-from imdm.files import read_lines
 from imdm.listening import listen
 from imdm.serving import Engine, Settings
 from imdm.serving.api import Completion, Growing, Infill, Order

@@ -15,8 +15,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from imdm import devices
 from imdm.cli import app as cli
+from imdm.core import devices
+from imdm.core.errors import AgreedError, UserError
+from imdm.core.files import marked
 from imdm.costing import GPUS
 from imdm.costing.memory import How
 from imdm.costing.networks import measured
@@ -25,8 +27,6 @@ from imdm.costing.steps import Setting, gathered_to_look, plan
 from imdm.data.coupling import CoupleConfig, couple
 from imdm.data.source import LanguageSource
 from imdm.data.synthetic import aligned
-from imdm.errors import AgreedError, UserError
-from imdm.files import marked
 from imdm.models.configuration import MaskedDiffusionConfig
 from imdm.models.loading import load_model
 from imdm.objectives import parse_objective

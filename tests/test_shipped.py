@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 import imdm
 import imdm.cli
 from imdm.cli.app import app, terminal
+from imdm.core.errors import UserError
+from imdm.core.files import append_line
 from imdm.data.tokenizers import load_tokenizer, train_bpe
-from imdm.errors import UserError
 from imdm.evaluation import load_judge
 from imdm.exporting import export
-from imdm.files import append_line
 from imdm.models.configuration import MaskedDiffusionConfig
 from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.models.loading import load_model

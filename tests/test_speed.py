@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from imdm.errors import UserError
+from imdm.core.errors import UserError
 from imdm.evaluation import Subject, measure, speed
 from imdm.sampling import Sampling, sample
 from tests.conftest import tiny_model

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from imdm.core.errors import UserError
 from imdm.data.source import LanguageSource
 from imdm.data.synthetic import Language, languages
-from imdm.errors import UserError
 from imdm.evaluation import Subject, measure
 from imdm.evaluation.steps import in_steps, one_by_one, pairs_at_once, pairs_one_by_one
 from imdm.masks import Infinite

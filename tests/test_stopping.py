@@ -20,18 +20,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from imdm.errors import UserError, is_out_of_memory
-from imdm.experiments.jobs import _share
-from imdm.files import (
+from imdm.core.errors import UserError, is_out_of_memory
+from imdm.core.files import (
     PARTIAL,
     _machine,
     append_lines,
     read_lines,
     working_in,
 )
+from imdm.core.stopping import CODES, Asked, held_back
+from imdm.experiments.jobs import _share
 from imdm.light import load_light
 from imdm.models.loading import load_model
-from imdm.stopping import CODES, Asked, held_back
 from imdm.training.agreement import Agreement
 from tests.conftest import tiny_model
 from tests.reference.endings import Ending
@@ -46,7 +46,7 @@ from tests.test_serving import until
 HOLD = """
 import sys, time
 from pathlib import Path
-from imdm.files import working_in
+from imdm.core.files import working_in
 with working_in(Path(sys.argv[1])):
     print("in", flush=True)
     time.sleep(60)
@@ -85,8 +85,8 @@ FULL = """
 import resource, signal, sys
 from pathlib import Path
 import torch
-from imdm.errors import UserError
-from imdm.files import append_lines, write_json, write_tensors
+from imdm.core.errors import UserError
+from imdm.core.files import append_lines, write_json, write_tensors
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 home = Path(sys.argv[1])
@@ -474,7 +474,7 @@ def test_what_ended_a_job_is_told_as_it_was(
 LEAVING = """
 import atexit, sys
 import torch.distributed as dist
-from imdm.devices import leave
+from imdm.core.devices import leave
 leave()  # a single process goes on
 dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
 atexit.register(print, "what was registered is done")
@@ -541,7 +541,7 @@ SHARED = """
 import sys, time
 from pathlib import Path
 from imdm.experiments.jobs import _share
-from imdm.stopping import Asked, catch_signals
+from imdm.core.stopping import Asked, catch_signals
 
 @dataclass
 class Task:

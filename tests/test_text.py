@@ -23,13 +23,13 @@ from typer.testing import CliRunner
 import imdm
 import imdm.cli
 from imdm.cli.app import app
+from imdm.core.errors import UserError
 from imdm.data.corpora import Corpus
 from imdm.data.packing import PrepareConfig, prepare
 from imdm.data.prepared import PreparedSource
 from imdm.data.source import TokenSource
 from imdm.data.text import TextData
 from imdm.data.tokenizers import load_tokenizer, train_bpe
-from imdm.errors import UserError
 from imdm.evaluation import Conditional, Evaluation, Judge, Subject, load_embedder, load_judge, matched, measure
 from imdm.evaluation.conditional import continued
 from imdm.evaluation.fetching import fetch

@@ -11,8 +11,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from imdm.adopting import adopt_into
+from imdm.core.errors import UserError
 from imdm.data.tokenizers import check_same, copy_tokenizer, load_tokenizer, special_ids, train_bpe
-from imdm.errors import UserError
 from imdm.exporting import export_transformers
 from imdm.models.loading import load_model
 from imdm.writer import load

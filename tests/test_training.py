@@ -19,11 +19,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from imdm.core.errors import UserError
+from imdm.core.files import read_lines
 from imdm.data.coupling import CoupleConfig, Coupling, couple
 from imdm.data.source import LanguageSource, Order, TokenSource
 from imdm.data.synthetic import aligned
-from imdm.errors import UserError
-from imdm.files import read_lines
 from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.models.layers import Dropout
 from imdm.models.loading import load_model
@@ -408,7 +408,7 @@ import json, sys, torch
 from pathlib import Path
 from imdm.data.source import LanguageSource
 from imdm.data.synthetic import aligned
-from imdm.devices import leave
+from imdm.core.devices import leave
 from imdm.models.configuration import MaskedDiffusionConfig
 from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.objectives import Nelbo

@@ -14,20 +14,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from imdm import files
-from imdm.config import check_name
+from imdm.core import files
+from imdm.core.config import check_name
+from imdm.core.errors import UserError, check_number, check_whole, shown
+from imdm.core.files import (
+    parse_yaml,
+)
+from imdm.core.memory import check_room, memory
 from imdm.data.corpora import Corpus
 from imdm.data.packing import PrepareConfig
 from imdm.data.packing import prepare as prepare_text
 from imdm.data.tokenizers import train_bpe
-from imdm.errors import UserError, check_number, check_whole, shown
 from imdm.evaluation import load_embedder, load_judge
 from imdm.experiments import load_recipe, parse_recipe
-from imdm.files import (
-    parse_yaml,
-)
 from imdm.models.configuration import MaskedDiffusionConfig
-from imdm.room import check_room, memory
 from imdm.writer import Writer
 from tests.conftest import tiny_model
 from tests.reference.hostile import ODD, few, refusal

@@ -18,6 +18,7 @@ import scipy.stats
 import torch
 from torch import Tensor
 
+from imdm.core.errors import UserError
 from imdm.data.coupling import CoupleConfig, Coupling, couple
 from imdm.data.encoding import Encoded
 from imdm.data.packing import Packer
@@ -26,7 +27,6 @@ from imdm.data.source import TokenSource, check_fits, check_teaches
 from imdm.data.synthetic import Language
 from imdm.data.tokenizers import special_ids, train_bpe
 from imdm.ending import Ending, lengths
-from imdm.errors import UserError
 from imdm.evaluation import Evaluation, Subject, measure, metrics, read
 from imdm.evaluation.classifier import accuracy
 from imdm.evaluation.conditional import Conditional, continued

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from imdm.core.errors import UserError
 from imdm.data.corpora import Corpus
 from imdm.data.packing import PrepareConfig, prepare
 from imdm.data.prepared import PreparedSource
 from imdm.data.source import TokenSource
 from imdm.data.tokenizers import train_bpe
 from imdm.ending import Ending
-from imdm.errors import UserError
 from imdm.evaluation import Evaluation, Subject, measure
 from imdm.evaluation import words as known
 from imdm.evaluation.words import words

@@ -20,7 +20,7 @@ HOMES = {
     "MaskedDiffusionLM": "imdm.models.denoiser",
     "Noised": "imdm.state",
     "Single": "imdm.masks",
-    "UserError": "imdm.errors",
+    "UserError": "imdm.core.errors",
     "Writer": "imdm.writer",
     "adopt": "imdm.adopting",
     "adopt_into": "imdm.adopting",

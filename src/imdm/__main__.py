@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from imdm.stopping import catch_signals, end, has_threads, ignore_signals
+from imdm.core.stopping import catch_signals, end, has_threads, ignore_signals
 
 
 def main() -> None:
@@ -16,8 +16,8 @@ def main() -> None:
         run()
     except SystemExit as stop:
         ignore_signals()
-        if "imdm.devices" in sys.modules:  # else it never was one of several processes
-            from imdm.devices import leave
+        if "imdm.core.devices" in sys.modules:  # else it never was one of several processes
+            from imdm.core.devices import leave
 
             leave(stop.code)
         watched = sys.gettrace() is not None or sys.getprofile() is not None

@@ -12,7 +12,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from imdm.console import colour, ink, legend
+from imdm.core.console import colour, ink, legend
 from imdm.writer import Piece
 
 SECONDS = 4.0  # a film takes about so long

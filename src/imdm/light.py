@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from imdm.devices import checked_device
-from imdm.files import read_json, read_metadata, read_tensors
+from imdm.core.devices import checked_device
+from imdm.core.files import read_json, read_metadata, read_tensors
 from imdm.models.network import Network
 from imdm.models.quantized import FILE, QUANTIZED
 from imdm.models.quantized import load as unpacked

@@ -9,8 +9,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from imdm.core.errors import unknown
 from imdm.ending import Ending, Ends
-from imdm.errors import unknown
 from imdm.masks import Mask, NoisePath
 from imdm.masks.path import between_uniforms, with_ends
 from imdm.randomness import Purpose, uniform

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from imdm.errors import check_is
+from imdm.core.errors import check_is
 from imdm.kernels import kernels
 
 GENERATOR = "philox-4x32-10/1"  # named in coupling manifests; changes when any drawn number changes

@@ -9,8 +9,8 @@ from typing import Any
 from pydantic import Field
 from torch import Tensor
 
-from imdm.config import Config, parse_kind
-from imdm.registry import Registry
+from imdm.core.config import Config, parse_kind
+from imdm.core.registry import Registry
 
 schedules: Registry[type[Schedule]] = Registry("schedule")
 

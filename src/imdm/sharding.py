@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from imdm.errors import UserError
+from imdm.core.errors import UserError
 
 M = TypeVar("M", bound=nn.Module)
 Shard = Literal["none", "optimizer", "full"]

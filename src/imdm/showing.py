@@ -9,8 +9,8 @@ from time import perf_counter
 
 from pydantic import TypeAdapter, ValidationError
 
-from imdm.errors import UserError
-from imdm.files import read_json, write_json
+from imdm.core.errors import UserError
+from imdm.core.files import read_json, write_json
 from imdm.shipped import recorded
 from imdm.writer import load
 

@@ -7,8 +7,8 @@ from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 
-from imdm.errors import UserError
-from imdm.files import as_path, read_json
+from imdm.core.errors import UserError
+from imdm.core.files import as_path, read_json
 from imdm.shipped import KIND, check_fetched, find
 
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")

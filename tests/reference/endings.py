@@ -6,7 +6,7 @@ import os
 import signal
 from dataclasses import dataclass
 
-from imdm.errors import UserError
+from imdm.core.errors import UserError
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from imdm.errors import UserError
+from imdm.core.errors import UserError
 
 few = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 HUGE = 10**18

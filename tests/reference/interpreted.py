@@ -17,7 +17,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # before it is imported
 import torch
 from torch import Tensor
 
-from imdm import devices
+from imdm.core import devices
 from imdm.kernels import losses, matching
 from imdm.models import readout
 from tests.reference import sharded

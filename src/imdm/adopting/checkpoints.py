@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from imdm.errors import UserError, reason_of
-from imdm.files import read_tensors, tensor_names
+from imdm.core.errors import UserError, reason_of
+from imdm.core.files import read_tensors, tensor_names
 from imdm.sources import check_archive, weight_files
 
 DTYPES = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from imdm.errors import UserError, check_number
+from imdm.core.errors import UserError, check_number
 
 UNIFORM = ("duo", "udlm", "uniform")  # names of uniform-state models
 BLOCKWISE = ("bd3lm", "block_size", "sdar", "llada2")

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from imdm.errors import UserError
+from imdm.core.errors import UserError
 from imdm.models.layers import TimeCondition, rotary_frequencies
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from imdm.adopting.checkpoints import Weights
+from imdm.core.errors import UserError, check_whole, reason_of
 from imdm.data.tokenizers import special_ids
-from imdm.errors import UserError, check_whole, reason_of
 from imdm.masks import parse_mask
 from imdm.models.configuration import MaskedDiffusionConfig
 from imdm.models.denoiser import MaskedDiffusionLM

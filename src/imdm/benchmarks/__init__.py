@@ -4,7 +4,7 @@ A benchmark is a function from sizes to rows, registered by name, with a file of
 """
 
 from imdm.benchmarks.measure import Machine, Row, Size, benchmarks, machine
-from imdm.registry import import_all
+from imdm.core.registry import import_all
 
 import_all(__name__, __path__)
 

@@ -15,10 +15,10 @@ from torch import nn
 from imdm.benchmarks import plain
 from imdm.benchmarks.measure import Row, Size, Took, benchmarks, device, timed
 from imdm.benchmarks.sampling import fresh
+from imdm.core.errors import UserError
 from imdm.costing.work import head_flops, network_flops
 from imdm.data.coupling import CoupleConfig, Coupling, couple
 from imdm.data.source import TokenSource
-from imdm.errors import UserError
 from imdm.sampling import plan, turns
 
 if TYPE_CHECKING:

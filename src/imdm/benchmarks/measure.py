@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from imdm.registry import Registry
+from imdm.core.registry import Registry
 
 Size = Literal["full", "tiny"]
 """`full`: the paper's small model, for a GPU; `tiny`: seconds on any CPU."""

@@ -21,8 +21,8 @@ import numpy as np
 from imdm.benchmarks import clients as clients_program
 from imdm.benchmarks.measure import Row, Size, Took, benchmarks, device
 from imdm.benchmarks.sampling import fresh, writing_flops
+from imdm.core.errors import UserError
 from imdm.data.tokenizers import load_tokenizer, special_ids
-from imdm.errors import UserError
 from imdm.models.fast import faster
 from imdm.serving.api import Completion, Order
 from imdm.serving.engine import Engine

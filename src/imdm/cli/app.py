@@ -20,11 +20,11 @@ from rich.measure import Measurement
 from rich.text import Text
 
 from imdm.cli.early import known_order, known_policy, known_seed, located
-from imdm.console import plain_console
-from imdm.errors import AgreedError, UserError, is_lost_peer, is_out_of_memory, reason_of, shorter
-from imdm.files import home, write_text
-from imdm.stopping import AGAIN, CODES, GO_ON
-from imdm.stopping import is_first as is_main
+from imdm.core.console import plain_console
+from imdm.core.errors import AgreedError, UserError, is_lost_peer, is_out_of_memory, reason_of, shorter
+from imdm.core.files import home, write_text
+from imdm.core.stopping import AGAIN, CODES, GO_ON
+from imdm.core.stopping import is_first as is_main
 
 app = typer.Typer(
     name="imdm",
@@ -140,14 +140,14 @@ def wide() -> bool:
 
 
 def reporter() -> Any:
-    from imdm.console import Terminal
+    from imdm.core.console import Terminal
     from imdm.experiments.run import Quiet
 
     return Terminal() if is_main() else Quiet()
 
 
 def device() -> Any:
-    from imdm.devices import own_device
+    from imdm.core.devices import own_device
 
     return own_device()
 

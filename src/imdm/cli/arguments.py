@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from imdm.cli.early import check_data, check_held_out, located
-from imdm.errors import MOST_STEPS, TEMPERATURES, UserError, check_whole, is_temperature, shorter, shown
-from imdm.files import parse_yaml, read_text
+from imdm.core.errors import MOST_STEPS, TEMPERATURES, UserError, check_whole, is_temperature, shorter, shown
+from imdm.core.files import parse_yaml, read_text
 
 if TYPE_CHECKING:
     from torch import Tensor

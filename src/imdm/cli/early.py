@@ -13,8 +13,8 @@ from pathlib import Path
 
 import typer
 
-from imdm.errors import UserError, check_seed, check_whole, unknown
-from imdm.files import read_json
+from imdm.core.errors import UserError, check_seed, check_whole, unknown
+from imdm.core.files import read_json
 from imdm.shipped import HERE as SHIPPED
 from imdm.shipped import find, folder_of
 

@@ -35,8 +35,8 @@ from imdm.cli.early import (
     known_start,
     located,
 )
-from imdm.errors import UserError
-from imdm.files import check_holds
+from imdm.core.errors import UserError
+from imdm.core.files import check_holds
 
 if TYPE_CHECKING:
     from imdm.data.corpora import Corpus
@@ -299,7 +299,7 @@ def distill(
     """Distil a model, with the paper's settings where there are any. Run it again to resume after a stop."""
     check_known("distillation", [method], DISTILLATIONS)
     check_held_out(data)
-    from imdm.devices import check_precision
+    from imdm.core.devices import check_precision
     from imdm.experiments.distilling import distillation
     from imdm.experiments.loading import parse_recipe
     from imdm.experiments.run import Run

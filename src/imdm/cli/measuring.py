@@ -45,8 +45,8 @@ from imdm.cli.early import (
     known_precision,
     located,
 )
-from imdm.errors import UserError, reason_of
-from imdm.files import check_holds
+from imdm.core.errors import UserError, reason_of
+from imdm.core.files import check_holds
 from imdm.shipped import FETCHABLE
 
 
@@ -142,7 +142,7 @@ def evaluate(
         raise UserError(f"--out {out} is a folder; give a file for the result rows")
     if match is not None and temperatures != [1.0]:
         raise UserError("--match finds the temperature; leave --temperature out")
-    from imdm.devices import check_precision
+    from imdm.core.devices import check_precision
     from imdm.evaluation import read
     from imdm.experiments.evaluating import OwnData, evaluate_model
     from imdm.experiments.schema import EvaluateStage
@@ -242,11 +242,11 @@ def lm_eval(
         raise UserError(f"lm-eval cannot be used ({reason_of(error)}): pip install 'imdm[lm-eval]'") from None
     from rich.table import Table
 
-    from imdm.files import write_json
+    from imdm.core.files import write_json
 
     known = Tasks(names)
     settings: dict[str, Any] = {"n": n, "steps": steps, "temperature": temperature, "tail": tail, "seed": seed}
-    from imdm.devices import check_precision
+    from imdm.core.devices import check_precision
 
     check_precision(precision, device(), "--precision")
     lm = DiffusionLM(model, **settings, batch_size=batch_size, device=device(), precision=precision)
@@ -318,7 +318,7 @@ def bench(
     from imdm.benchmarks import benchmarks, machine
     from imdm.benchmarks.scaling import figure
     from imdm.benchmarks.table import table
-    from imdm.files import append_line, write_text
+    from imdm.core.files import append_line, write_text
     from imdm.report.plots import svg
 
     chosen = [benchmarks[name] for name in names or benchmarks]

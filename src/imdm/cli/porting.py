@@ -10,8 +10,8 @@ import typer
 from imdm.cli.app import ModelPath, OutFolder, app, reporter, say
 from imdm.cli.arguments import as_options, naming_options
 from imdm.cli.early import LAYOUTS, WEIGHTS, check_known, known_order, known_precision
-from imdm.errors import UserError
-from imdm.files import check_new
+from imdm.core.errors import UserError
+from imdm.core.files import check_new
 from imdm.sources import check_source
 
 if TYPE_CHECKING:

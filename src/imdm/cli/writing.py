@@ -15,9 +15,9 @@ from rich.text import Text as Plain
 from imdm.cli.app import STOPPED, ModelPath, OwnNoise, OwnOrder, Seed, app, device, in_colour, say, show, terminal, wide
 from imdm.cli.arguments import as_options, parse_canvas, parse_counts, parse_rows, read_prompts
 from imdm.cli.early import check_length, known_precision
-from imdm.console import appearing, coloured, legend, side_by_side
-from imdm.errors import UserError, check_blanks, check_whole
-from imdm.files import check_holds, write_text
+from imdm.core.console import appearing, coloured, legend, side_by_side
+from imdm.core.errors import UserError, check_blanks, check_whole
+from imdm.core.files import check_holds, write_text
 from imdm.shipped import DEFAULT, PROMPT, TEACHER, folder_of, listed
 
 
@@ -82,8 +82,8 @@ def generate(
         raise UserError(f"--blank = {blank}: there are no blanks; it belongs to --infill 'Text with ___ to fill.'")
     if canvas is not None:
         parse_rows(canvas)
+    from imdm.core.devices import check_precision
     from imdm.data.tokenizers import has_tokenizer
-    from imdm.devices import check_precision
     from imdm.light import load_light
 
     check_precision(precision, device(), "--precision")

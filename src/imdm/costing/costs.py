@@ -9,12 +9,12 @@ from typing import Any
 
 from rich.table import Table
 
+from imdm.core.errors import UserError, check_is, check_whole
 from imdm.costing.figures import StageCost
 from imdm.costing.machines import GPU, HIDDEN, TOGETHER, bandwidth, find_gpu
 from imdm.costing.memory import GIB, Memory
 from imdm.costing.networks import Networks
 from imdm.costing.stages import stage_costs
-from imdm.errors import UserError, check_is, check_whole
 from imdm.experiments.loading import load_recipe, variants
 from imdm.experiments.schema import CoupleStage, EvaluateStage, Recipe, TrainStage
 from imdm.models.shape import LARGEST_VOCABULARY

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import torch
 
+from imdm.core.memory import memory
 from imdm.costing.machines import COPIED, CPU, GPU, REACHED
 from imdm.costing.memory import GIB
-from imdm.room import memory
 
 SIDE = 1024  # of the matrices that are multiplied
 COPY = 1 << 26  # bytes

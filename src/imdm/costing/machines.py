@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from imdm.errors import unknown
+from imdm.core.errors import unknown
 
 REACHED = 0.78
 """Measured share of the published bf16 peak in a large matmul: 770 of 989 TFLOP/s on the H200."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from imdm.errors import UserError
+from imdm.core.errors import UserError
 
 if TYPE_CHECKING:
     from imdm.models.configuration import MaskedDiffusionConfig

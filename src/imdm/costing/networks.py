@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from imdm.core.errors import UserError
 from imdm.data.text import TextData
-from imdm.errors import UserError
 from imdm.experiments.schema import AdoptStage, Recipe, TrainStage
 from imdm.models import Network
 from imdm.models.backbones.base import DEFAULT

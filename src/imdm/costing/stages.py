@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from imdm.core.errors import UserError
 from imdm.costing.figures import COMPILED, Communication, StageCost, without_cuda
 from imdm.costing.machines import GPU, GPUS, HIDDEN, TOGETHER, bandwidth
 from imdm.costing.memory import CONTEXT, GIB, ROOM, How, Memory
@@ -12,7 +13,6 @@ from imdm.costing.networks import Networks
 from imdm.costing.sampled import coupled, evaluated
 from imdm.costing.steps import Plan, Setting, built, gathered_to_look, is_known, least_state, looks, plan, saved
 from imdm.costing.work import Work
-from imdm.errors import UserError
 from imdm.experiments.schema import CoupleStage, EvaluateStage, TrainStage
 from imdm.models.backbones.base import DEFAULT
 from imdm.objectives import Match

@@ -16,8 +16,8 @@ from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
-from imdm.errors import UserError, reason_of, shorter, unknown
-from imdm.hub import hub_for
+from imdm.core.errors import UserError, reason_of, shorter, unknown
+from imdm.core.hub import hub_for
 
 SAMPLE = Path(__file__).with_name("sample")
 ENDINGS = (".txt", ".jsonl", ".parquet")

@@ -16,10 +16,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from imdm.config import Config
-from imdm.data.source import Order, Source, check_fits
-from imdm.errors import MOST_STEPS, UserError, check_is, check_seed, check_whole, shown
-from imdm.files import (
+from imdm.core.config import Config
+from imdm.core.errors import MOST_STEPS, UserError, check_is, check_seed, check_whole, shown
+from imdm.core.files import (
     as_path,
     check_tensors,
     read_metadata,
@@ -29,6 +28,8 @@ from imdm.files import (
     write_recorded,
     write_tensors,
 )
+from imdm.core.memory import check_room
+from imdm.data.source import Order, Source, check_fits
 from imdm.masks import parse_mask
 from imdm.models import Network, check_tokens
 from imdm.models.fast import in_precision
@@ -36,7 +37,6 @@ from imdm.models.identity import fingerprint
 from imdm.objectives import EARLIEST
 from imdm.process import NoisePolicy
 from imdm.randomness import GENERATOR, Purpose, as_key, fold, uniform
-from imdm.room import check_room
 from imdm.sampling import Sampling, sample
 from imdm.schedule import parse_schedule
 

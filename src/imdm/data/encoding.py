@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from imdm.core.errors import UserError
+from imdm.core.memory import cores
+from imdm.core.stopping import held_back
 from imdm.data.corpora import Corpus
-from imdm.errors import UserError
-from imdm.room import cores
-from imdm.stopping import held_back
 
 AT_ONCE = 2048  # documents
 CHARACTERS = 1 << 20

@@ -25,7 +25,9 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
-from imdm.config import Config
+from imdm.core.config import Config
+from imdm.core.errors import UserError, check_whole
+from imdm.core.files import as_path, digest_file, working_in, write_recorded, written_aside
 from imdm.data import encoding
 from imdm.data.corpora import Corpus
 from imdm.data.encoding import Encoded, chunks, encoded
@@ -61,8 +63,6 @@ from imdm.data.tokenizers import (
     tokenizer_hash,
     train_bpe,
 )
-from imdm.errors import UserError, check_whole
-from imdm.files import as_path, digest_file, working_in, write_recorded, written_aside
 
 SHARD_TOKENS = 1 << 24
 MOST_PROCESSES = 1024

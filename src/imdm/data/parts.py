@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from imdm.config import Config
+from imdm.core.config import Config
+from imdm.core.errors import UserError, check_whole
+from imdm.core.files import read_recorded, read_tensors, working_in, write_recorded, write_tensors
 from imdm.data.corpora import Corpus
 from imdm.data.encoding import Chunk, Encoded, chunks, encoded
 from imdm.data.prepared import Counts, Prepared, check_same_settings, read_prepared, type_of_ids
-from imdm.errors import UserError, check_whole
-from imdm.files import read_recorded, read_tensors, working_in, write_recorded, write_tensors
 
 FILE_TOKENS = 1 << 22
 MOST_PARTS = 10_000

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from imdm.config import Config
+from imdm.core.config import Config
+from imdm.core.errors import UserError, reason_of
+from imdm.core.files import as_path, check_once, digest_file, read_recorded
 from imdm.ending import Ending
-from imdm.errors import UserError, reason_of
-from imdm.files import as_path, check_once, digest_file, read_recorded
 
 Packing = Literal["wrapped", "unwrapped", "whole"]
 ORDER = [

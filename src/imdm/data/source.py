@@ -12,11 +12,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from imdm.config import Config, digest, one_of
+from imdm.core.config import Config, digest, one_of
+from imdm.core.errors import UserError
+from imdm.core.files import read_tensors
 from imdm.data.synthetic import Language, languages
 from imdm.ending import Ending
-from imdm.errors import UserError
-from imdm.files import read_tensors
 from imdm.models import LARGEST_VOCABULARY, check_tokens
 from imdm.randomness import Purpose, as_key, permutation, uniform
 

@@ -10,9 +10,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from imdm.errors import UserError
+from imdm.core.errors import UserError
+from imdm.core.registry import Registry
 from imdm.randomness import Purpose, as_key, normal, uniform
-from imdm.registry import Registry
 
 languages: Registry[Callable[..., Language]] = Registry("language")
 LARGEST = 4096  # sequences

@@ -8,15 +8,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from imdm.config import digest
+from imdm.core.config import digest
+from imdm.core.errors import UserError, WriteError
+from imdm.core.files import home, locked
 from imdm.data.corpora import Corpus
 from imdm.data.packing import PrepareConfig, TooLittleError, prepare
 from imdm.data.prepared import Counts, Packing, PreparedSource
 from imdm.data.source import Data, LanguageData, Progress, Source, TokenData
 from imdm.data.tokenizers import BPE_MASK, load_tokenizer, special_ids, tokenizer_hash
 from imdm.ending import Ending
-from imdm.errors import UserError, WriteError
-from imdm.files import home, locked
 
 EVERY = 50  # of a source without splits, one document in so many is held out
 

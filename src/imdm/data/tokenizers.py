@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from imdm.errors import UserError, reason_of
-from imdm.files import read_json, written_aside
-from imdm.hub import hub_for
+from imdm.core.errors import UserError, reason_of
+from imdm.core.files import read_json, written_aside
+from imdm.core.hub import hub_for
 from imdm.shipped import check_fetched, find, meant
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt", "vocab.txt")

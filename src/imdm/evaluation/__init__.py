@@ -1,5 +1,6 @@
 """Metrics, judges and result rows."""
 
+from imdm.core.registry import import_all
 from imdm.evaluation.base import Evaluation, Measurement, Metric, Subject, about, metric, metrics
 from imdm.evaluation.conditional import Conditional
 from imdm.evaluation.factorization import single_step_error
@@ -8,7 +9,6 @@ from imdm.evaluation.mauve import Embedder, load_embedder
 from imdm.evaluation.measuring import evaluate, family, load_readers, matched, measure, occasions, to_row
 from imdm.evaluation.parts import Parts
 from imdm.evaluation.results import Row, append, read
-from imdm.registry import import_all
 
 import_all(__name__, __path__)
 

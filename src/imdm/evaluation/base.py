@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from imdm.core.errors import UserError, check_is, check_seed, check_whole
+from imdm.core.memory import check_room
+from imdm.core.registry import Registry
 from imdm.data.source import Data, LanguageSource, Source, check_fits
 from imdm.data.synthetic import Language
 from imdm.data.tokenizers import load_tokenizer, special_ids
 from imdm.ending import lengths
-from imdm.errors import UserError, check_is, check_seed, check_whole
 from imdm.evaluation.parts import Parts
 from imdm.models import Network
 from imdm.models.identity import fingerprint
 from imdm.randomness import Purpose, as_key, uniform
-from imdm.registry import Registry
-from imdm.room import check_room
 from imdm.sampling import Generation, Sampling, plan, sample
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from imdm.errors import check_whole
+from imdm.core.errors import check_whole
 from imdm.models.readout import Chosen
 from imdm.process import Process
 from imdm.randomness import Purpose, as_key, fold, uniform

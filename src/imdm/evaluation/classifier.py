@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from imdm.core.errors import UserError
 from imdm.data.source import Source
 from imdm.ending import Ending, lengths
-from imdm.errors import UserError
 from imdm.evaluation.base import Evaluation, Measurement, metric
 from imdm.evaluation.text import grams, inside
 from imdm.randomness import Purpose, as_key, fold, permutation

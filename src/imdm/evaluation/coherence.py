@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from imdm.errors import UserError
+from imdm.core.errors import UserError
 from imdm.evaluation.base import Evaluation, Measurement, mean, metric
 from imdm.evaluation.judge import Judge, Score, in_parts, judge_of
 from imdm.randomness import Purpose, as_key, integers

@@ -15,9 +15,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from imdm.config import Config
+from imdm.core.config import Config
+from imdm.core.errors import UserError
 from imdm.ending import Ending
-from imdm.errors import UserError
 from imdm.evaluation.base import Evaluation, Measurement, average_evaluations, mean, metric
 from imdm.evaluation.judge import perplexity
 from imdm.evaluation.mauve import mauve_of

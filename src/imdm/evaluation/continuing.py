@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from imdm.errors import UserError
+from imdm.core.errors import UserError
 from imdm.evaluation.judge import Judge, LeftToRight, Window
 from imdm.randomness import Purpose, uniform
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from imdm.errors import UserError, unknown
-from imdm.files import written_aside
+from imdm.core.errors import UserError, unknown
+from imdm.core.files import written_aside
 from imdm.shipped import FETCHABLE, fetched
 
 

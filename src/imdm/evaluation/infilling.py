@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from imdm.core.errors import UserError
 from imdm.data.tokenizers import special_ids
-from imdm.errors import UserError
 from imdm.evaluation.base import Evaluation, Measurement, average_evaluations, mean, metric
 from imdm.evaluation.continuing import continued
 from imdm.evaluation.judge import Score, have_ended, in_parts, judge_of, perplexity, perplexity_of

@@ -17,10 +17,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from imdm.errors import UserError, is_out_of_memory, reason_of
+from imdm.core.errors import UserError, is_out_of_memory, reason_of
+from imdm.core.hub import hub_for
 from imdm.evaluation.base import Evaluation, Measurement, metric
 from imdm.evaluation.judge import SAFE, weight_sum
-from imdm.hub import hub_for
 
 SEEDS = 5
 SCALING = 5.0

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from imdm.errors import UserError
+from imdm.core.errors import UserError
 from imdm.evaluation.base import Evaluation, Measurement, Metric, Subject, TooShortError, metrics
 from imdm.evaluation.judge import Judge
 from imdm.evaluation.mauve import NO_LIBRARY, Embedder, has_mauve, load_embedder

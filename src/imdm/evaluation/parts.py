@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from imdm.config import digest
-from imdm.devices import processes, working_together
-from imdm.errors import UserError
-from imdm.files import read_tensors, write_tensors
+from imdm.core.config import digest
+from imdm.core.devices import processes, working_together
+from imdm.core.errors import UserError
+from imdm.core.files import read_tensors, write_tensors
 from imdm.randomness import GENERATOR
 
 Columns = dict[str, Tensor]

@@ -9,11 +9,11 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from imdm.config import Config, digest
-from imdm.errors import check_is
+from imdm.core.config import Config, digest
+from imdm.core.errors import check_is
+from imdm.core.files import append_lines, as_path, read_lines
 from imdm.evaluation.base import Metric
 from imdm.evaluation.conditional import Conditional
-from imdm.files import append_lines, as_path, read_lines
 from imdm.process import NoisePolicy
 from imdm.sampling import Sampling
 from imdm.sampling.options import RevealOrder

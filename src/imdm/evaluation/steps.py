@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from imdm.errors import UserError
+from imdm.core.errors import UserError
 from imdm.evaluation.base import Evaluation, Measurement, mean, metric
 from imdm.models import Denoiser
 from imdm.process import Process

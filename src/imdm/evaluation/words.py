@@ -9,12 +9,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from imdm.config import digest
+from imdm.core.config import digest
+from imdm.core.errors import UserError
+from imdm.core.files import home, locked, read_text, write_text
 from imdm.data.source import Source
 from imdm.data.tokenizers import tokenizer_hash
-from imdm.errors import UserError
 from imdm.evaluation.base import Evaluation, Measurement, metric, ratio
-from imdm.files import home, locked, read_text, write_text
 
 WORD = re.compile(r"[^\W\d_]+(?:'[^\W\d_]+)*")
 AT_ONCE = 4096  # rows

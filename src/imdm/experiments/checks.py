@@ -7,19 +7,19 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from imdm.core.devices import check_precision, processes, processes_here
+from imdm.core.errors import UserError, shown
+from imdm.core.memory import check_room, memory
 from imdm.data.coupling import Coupling
 from imdm.data.source import check_fits, check_teaches
 from imdm.data.text import TextData
 from imdm.data.tokenizers import check_same
-from imdm.devices import check_precision, processes, processes_here
-from imdm.errors import UserError, shown
 from imdm.evaluation import Conditional, metrics
 from imdm.evaluation.conditional import documents_of
 from imdm.experiments.inputs import Inputs
 from imdm.experiments.schema import AdoptStage, CoupleStage, EvaluateStage, TrainStage
 from imdm.objectives import Objective, ReDi
 from imdm.objectives.rounds import Rounds
-from imdm.room import check_room, memory
 from imdm.shipped import find
 from imdm.training.lora import check_backbone
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from imdm.errors import UserError, check_whole, unknown
+from imdm.core.errors import UserError, check_whole, unknown
 
 Settings = dict[str, Any]
 METHODS = ("sdtt", "redi", "di4c", "match")

@@ -10,11 +10,12 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from imdm.core.devices import processes
+from imdm.core.errors import UserError
+from imdm.core.files import write_lines
 from imdm.data.coupling import Coupling
 from imdm.data.source import Data, check_fits
 from imdm.data.tokenizers import check_same, load_tokenizer
-from imdm.devices import processes
-from imdm.errors import UserError
 from imdm.evaluation import (
     Evaluation,
     Metric,
@@ -34,7 +35,6 @@ from imdm.evaluation.mauve import has_mauve
 from imdm.evaluation.results import row_settings
 from imdm.evaluation.texts import first_texts
 from imdm.experiments.schema import EvaluateStage
-from imdm.files import write_lines
 from imdm.models.fast import in_precision
 from imdm.models.identity import fingerprint
 from imdm.models.loading import load_model

@@ -8,14 +8,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from imdm.config import digest
+from imdm.core.config import digest
+from imdm.core.files import digest_file
 from imdm.data.coupling import Coupling
 from imdm.data.source import Data, Source
 from imdm.data.text import TextData
 from imdm.evaluation import about
 from imdm.experiments.schema import AdoptStage, Recipe, TrainStage
 from imdm.experiments.status import read_done
-from imdm.files import digest_file
 from imdm.masks import Mask, parse_mask
 from imdm.models.identity import fingerprint
 from imdm.models.loading import load_config, load_model

@@ -15,14 +15,14 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import NamedTuple
 
-from imdm.devices import processes, working_together
-from imdm.errors import UserError, check_whole
+from imdm.core.devices import processes, working_together
+from imdm.core.errors import UserError, check_whole
+from imdm.core.files import kept_if_refused, write_json
+from imdm.core.memory import cores
+from imdm.core.stopping import held_back, let_through
 from imdm.experiments.loading import variants
 from imdm.experiments.run import Reporter, Run
 from imdm.experiments.schema import Recipe
-from imdm.files import kept_if_refused, write_json
-from imdm.room import cores
-from imdm.stopping import held_back, let_through
 
 MOST_SEEDS = 10_000
 
@@ -172,7 +172,7 @@ def _work(job: Job, threads: int, tell: Connection) -> None:
     import torch
     import transformers
 
-    from imdm.console import Terminal
+    from imdm.core.console import Terminal
 
     torch.set_num_threads(threads)
     transformers.utils.logging.disable_progress_bar()

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from imdm.core.errors import UserError, check_is, shown, unknown
+from imdm.core.files import as_path, parse_yaml, read_json, read_text
 from imdm.data.corpora import Corpus
 from imdm.data.source import Data
-from imdm.errors import UserError, check_is, shown, unknown
 from imdm.experiments.schema import Recipe
-from imdm.files import as_path, parse_yaml, read_json, read_text
 
 HERE = Path(__file__).parent / "recipes"
 WITH_PATH = ("text", "prepared", "tokens")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from imdm.core.devices import processes, working_together
 from imdm.data.coupling import CoupleConfig, Manifest, couple
 from imdm.data.source import Source
-from imdm.devices import processes, working_together
 
 if TYPE_CHECKING:
     from imdm.experiments.run import Reporter

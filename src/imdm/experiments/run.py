@@ -18,16 +18,16 @@ from typing import Any, Protocol
 
 import torch
 
-from imdm.config import digest, first_difference
+from imdm.core.config import digest, first_difference
+from imdm.core.devices import processes, together, working_together
+from imdm.core.errors import UserError, unknown
+from imdm.core.files import check_once, check_writable, kept_if_refused, write_json, write_recorded
 from imdm.data.coupling import Coupling
-from imdm.devices import processes, together, working_together
-from imdm.errors import UserError, unknown
 from imdm.experiments.checks import check_size, check_stage, check_state
 from imdm.experiments.inputs import Inputs
 from imdm.experiments.schema import AdoptStage, EvaluateStage, Recipe, TrainStage
 from imdm.experiments.stages import is_measured_in, make_stage
 from imdm.experiments.status import DONE, as_made, read_done
-from imdm.files import check_once, check_writable, kept_if_refused, write_json, write_recorded
 from imdm.models.identity import fingerprint
 
 

@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, model_validator
 
-from imdm.config import Config, Name, Seed, digest, one_of
+from imdm.core.config import Config, Name, Seed, digest, one_of
+from imdm.core.errors import MOST_STEPS, TEMPERATURES, is_temperature, unknown
 from imdm.data.coupling import CoupleConfig
 from imdm.data.text import DataConfig
 from imdm.ending import Ending
-from imdm.errors import MOST_STEPS, TEMPERATURES, is_temperature, unknown
 from imdm.evaluation import Conditional, metrics
 from imdm.evaluation.judge import labelled
 from imdm.masks import Mask, parse_mask

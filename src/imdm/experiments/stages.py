@@ -10,11 +10,11 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from imdm.config import digest
+from imdm.core.config import digest
+from imdm.core.devices import processes
 from imdm.data.coupling import CoupleConfig, Coupling
 from imdm.data.source import Source, check_fits
 from imdm.data.tokenizers import check_same, copy_tokenizer
-from imdm.devices import processes
 from imdm.evaluation import Subject, measure, metrics
 from imdm.evaluation.judge import Judge, load_judge_or_other
 from imdm.experiments.checks import check_pairs

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from imdm.errors import UserError
+from imdm.core.errors import UserError
+from imdm.core.files import check_holds, read_recorded
 from imdm.experiments.loading import read_recipe, variants
 from imdm.experiments.schema import CoupleStage, Recipe, TrainStage
-from imdm.files import check_holds, read_recorded
 from imdm.training.checkpoint import checkpoint_path, steps_present
 from imdm.training.config import ALIKE
 from imdm.training.history import last_loss, read_history

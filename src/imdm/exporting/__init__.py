@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 
 from imdm.adopting import write_published
+from imdm.core.devices import processes
+from imdm.core.errors import UserError, check_is, unknown
+from imdm.core.files import check_new, read_json, write_json, written_aside
 from imdm.data.tokenizers import copy_tokenizer, has_tokenizer, load_tokenizer, save_tokenizer, special_ids
-from imdm.devices import processes
-from imdm.errors import UserError, check_is, unknown
 from imdm.exporting.card import hub_card
-from imdm.files import check_new, read_json, write_json, written_aside
 from imdm.models.loading import load_model
 from imdm.models.quantized import FILE, save
 from imdm.models.rounding import WITHIN, Move, Rounding, eight_bits, fewest_bits

@@ -14,8 +14,8 @@ from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 from tqdm import tqdm
 
+from imdm.core.errors import UserError, check_seed, check_whole, shown
 from imdm.data.tokenizers import special_ids
-from imdm.errors import UserError, check_seed, check_whole, shown
 from imdm.evaluation.bound import Asked, Bound, bounds, greedy
 from imdm.randomness import Purpose, fold
 from imdm.sampling import Sampling

@@ -13,7 +13,7 @@ from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import handle_non_serializable
 
-from imdm.errors import UserError, reason_of
+from imdm.core.errors import UserError, reason_of
 from imdm.lm_eval.model import DiffusionLM
 
 BOOTSTRAPS = 1000  # for metrics whose standard error has no formula

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from imdm.config import Config, parse_kind
-from imdm.errors import UserError
+from imdm.core.config import Config, parse_kind
+from imdm.core.errors import UserError
+from imdm.core.registry import Registry
 from imdm.masks.path import NoisePath
 from imdm.randomness import Purpose, uniform
-from imdm.registry import Registry
 
 masks: Registry[type[Mask]] = Registry("mask")
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from imdm.devices import sent
-from imdm.errors import UserError
+from imdm.core.devices import sent
+from imdm.core.errors import UserError
 
 
 @dataclass(frozen=True)

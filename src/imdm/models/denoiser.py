@@ -9,8 +9,8 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, PreTrainedModel
 
-from imdm.errors import UserError, is_out_of_memory
-from imdm.hub import hub_for
+from imdm.core.errors import UserError, is_out_of_memory
+from imdm.core.hub import hub_for
 from imdm.models.backbones import parse_backbone
 from imdm.models.backbones.base import WRAPPERS
 from imdm.models.configuration import MaskedDiffusionConfig

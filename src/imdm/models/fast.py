@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from imdm.devices import check_precision
-from imdm.errors import UserError
+from imdm.core.devices import check_precision
+from imdm.core.errors import UserError
 from imdm.models.network import Network
 from imdm.models.variants import Model, fold_conditioning
 from imdm.state import Noised

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from imdm.errors import check_is
-from imdm.files import read_json
+from imdm.core.errors import check_is
+from imdm.core.files import read_json
 from imdm.models.network import Network
 from imdm.models.saving import law_text
 from imdm.sharding import whole

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from imdm.devices import check_precision
-from imdm.errors import UserError, reason_of
-from imdm.files import no_progress_bars
-from imdm.hub import hub_for
+from imdm.core.devices import check_precision
+from imdm.core.errors import UserError, reason_of
+from imdm.core.files import no_progress_bars
+from imdm.core.hub import hub_for
 from imdm.models.configuration import MaskedDiffusionConfig
 from imdm.shipped import folder_of
 

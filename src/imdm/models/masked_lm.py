@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from imdm.errors import UserError, check_is, check_seed, shown
+from imdm.core.errors import UserError, check_is, check_seed, shown
 from imdm.models.backbones import Asked
 from imdm.state import Noised
 

@@ -15,7 +15,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from imdm.errors import UserError, check_is, check_seed, check_whole, shown
+from imdm.core.errors import UserError, check_is, check_seed, check_whole, shown
+from imdm.core.memory import check_room
 from imdm.masks import Mask, NoisePath, parse_mask
 from imdm.models.backbones import Backbone, backbones, parse_backbone
 from imdm.models.backbones.base import WRAPPERS, size_filled
@@ -25,7 +26,6 @@ from imdm.models.readout import Head, Reduce, reduced
 from imdm.models.shape import Shape
 from imdm.process import NoisePolicy, Process
 from imdm.randomness import Purpose, as_key, fold, seeded
-from imdm.room import check_room
 from imdm.sampling import Generation, Revealed, Sampling, sample
 from imdm.sampling.options import RevealOrder
 from imdm.schedule import parse_schedule

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from imdm.errors import UserError, reason_of, shown, unknown
+from imdm.core.errors import UserError, reason_of, shown, unknown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

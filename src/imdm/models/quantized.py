@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from imdm.errors import UserError
-from imdm.files import read_metadata, read_tensors, write_tensors
+from imdm.core.errors import UserError
+from imdm.core.files import read_metadata, read_tensors, write_tensors
 
 FILE = "model.safetensors"
 QUANTIZED = "quantized"  # metadata key of the list of matrices: JSON, name → shape

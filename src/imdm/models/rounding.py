@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from imdm.errors import UserError
+from imdm.core.errors import UserError
 from imdm.models.quantized import LEAST, MOST, rounded
 from imdm.models.variants import with_mask
 from imdm.randomness import Purpose, as_key, fold, integers, uniform

@@ -12,8 +12,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from imdm.errors import UserError
-from imdm.files import (
+from imdm.core.errors import UserError
+from imdm.core.files import (
     PARTIAL,
     aside_in,
     check_tensors,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Self
 
+from imdm.core.errors import UserError, check_number, check_whole, shown, unknown
 from imdm.ending import Ending
-from imdm.errors import UserError, check_number, check_whole, shown, unknown
 from imdm.masks import parse_mask
 from imdm.models.backbones import backbones, parse_backbone
 from imdm.models.backbones.base import DEFAULT, is_default

@@ -1,5 +1,6 @@
 """What a training step minimises: `nelbo`, `redi`, `sdtt`, `di4c`, `match`; and `autoregressive`, for judges."""
 
+from imdm.core.registry import import_all
 from imdm.objectives.autoregressive import Autoregressive, next_log_probs
 from imdm.objectives.base import (
     EARLIEST,
@@ -17,7 +18,6 @@ from imdm.objectives.match import Match
 from imdm.objectives.nelbo import Nelbo
 from imdm.objectives.redi import ReDi
 from imdm.objectives.sdtt import SDTT
-from imdm.registry import import_all
 
 import_all(__name__, __path__)
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from imdm.config import Config, parse_kind
-from imdm.errors import UserError
+from imdm.core.config import Config, parse_kind
+from imdm.core.errors import UserError
+from imdm.core.registry import Registry
 from imdm.models.readout import Chosen
 from imdm.process import Process
 from imdm.randomness import Purpose, as_key, fold, uniform
-from imdm.registry import Registry
 from imdm.state import Noised, Rows
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from imdm.errors import UserError
+from imdm.core.errors import UserError
 from imdm.objectives.base import EARLIEST, Step, objectives
 from imdm.objectives.rounds import Rounds, Teacher
 from imdm.process import Process

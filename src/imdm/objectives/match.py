@@ -34,8 +34,8 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from imdm.config import Config
-from imdm.errors import UserError
+from imdm.core.config import Config
+from imdm.core.errors import UserError
 from imdm.models.readout import Chosen, Gradient, reduced
 from imdm.objectives.base import EARLIEST, STUDENT, Objective, Step, Trained, objectives
 from imdm.objectives.onpolicy import (

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from imdm.errors import UserError
+from imdm.core.errors import UserError
 from imdm.models import Network, Shape
 from imdm.models.readout import Chosen, Gradient, Head, Whole, match_rows, reduced
 from imdm.objectives.base import Step

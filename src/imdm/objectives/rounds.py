@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from imdm.errors import UserError
+from imdm.core.errors import UserError
 from imdm.models.identity import fingerprint
 from imdm.objectives.base import Objective
 from imdm.sharding import duplicate, shard, sharding_of, shared_like, weights_of

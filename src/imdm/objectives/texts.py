@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from imdm.core.errors import UserError
 from imdm.ending import Ending, lengths
-from imdm.errors import UserError
 from imdm.models.readout import Chosen
 from imdm.randomness import Purpose, fold, uniform
 from imdm.sampling import Sampling, sample

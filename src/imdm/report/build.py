@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
+from imdm.core.files import check_holds
+from imdm.core.registry import Registry
 from imdm.evaluation import Row, read
 from imdm.experiments.loading import read_recipe
-from imdm.files import check_holds
-from imdm.registry import Registry
 from imdm.report.page import Report, Section
 from imdm.report.shown import shown_section
 from imdm.report.tables import EVERYTHING, all_results

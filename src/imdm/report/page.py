@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote
 
-from imdm.console import appearing, frames, ink
-from imdm.files import write_text
+from imdm.core.console import appearing, frames, ink
+from imdm.core.files import write_text
 from imdm.report.tables import Table
 
 STYLE = Path(__file__).with_name("page.css")

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from imdm.core.files import read_json
 from imdm.evaluation import Row, metrics
 from imdm.experiments.schema import Recipe
-from imdm.files import read_json
 from imdm.report import paper, plots
 from imdm.report.equal import (
     LEAST,

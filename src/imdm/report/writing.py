@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
+from imdm.core.devices import own_device
+from imdm.core.errors import UserError
 from imdm.data.text import PreparedData, TextData
 from imdm.data.tokenizers import special_ids
-from imdm.devices import own_device
-from imdm.errors import UserError
 from imdm.experiments.schema import Recipe
 from imdm.report.names import model_in_words
 from imdm.report.page import Beside, Part, Section, Strip, Written

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from imdm.core.errors import UserError
 from imdm.ending import Ending
-from imdm.errors import UserError
 from imdm.randomness import Purpose, uniform
 from imdm.sampling.categorical import draw_tokens
 from imdm.sampling.generation import Generation

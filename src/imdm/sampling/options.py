@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from imdm.errors import (
+from imdm.core.errors import (
     MOST_STEPS,
     TEMPERATURES,
     UserError,

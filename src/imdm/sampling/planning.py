@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from imdm.devices import sent
+from imdm.core.devices import sent
 from imdm.process import Process, Split
 from imdm.randomness import Purpose, uniform
 from imdm.sampling.options import RevealOrder

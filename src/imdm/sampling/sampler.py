@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from imdm.errors import UserError, check_function, check_is, check_whole
+from imdm.core.errors import UserError, check_function, check_is, check_whole
 from imdm.masks import NoisePath
 from imdm.process import Process
 from imdm.randomness import Purpose, uniform

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from pydantic import ConfigDict, Field, WrapValidator, model_validator
 
-from imdm.config import Config
-from imdm.errors import UserError, unknown
+from imdm.core.config import Config
+from imdm.core.errors import UserError, unknown
 from imdm.process import NoisePolicy
 from imdm.sampling.options import RevealOrder
 from imdm.serving.engine import Engine

@@ -18,8 +18,8 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from imdm import __version__
-from imdm.config import Config, explain
-from imdm.errors import UserError, shorter
+from imdm.core.config import Config, explain
+from imdm.core.errors import UserError, shorter
 from imdm.serving.api import Completion, Growing, Infill, Missing, Order
 from imdm.serving.engine import Engine
 from imdm.serving.guard import Guard, error, told

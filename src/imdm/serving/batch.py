@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from imdm.devices import Fetched, sent
+from imdm.core.devices import Fetched, sent
 from imdm.masks import NoisePath
 from imdm.process import NoisePolicy, Split
 from imdm.randomness import Purpose, folded

@@ -18,8 +18,8 @@ from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
+from imdm.core.errors import UserError, unknown
 from imdm.data.tokenizers import tokenizer_hash
-from imdm.errors import UserError, unknown
 from imdm.evaluation.judge import Judge, judge_at_hand, load_judge
 from imdm.evaluation.text import sample_entropy
 from imdm.models.network import check_tokens

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from imdm.errors import UserError
+from imdm.core.errors import UserError
 from imdm.listening import listen
 from imdm.serving.app import make_app
 from imdm.serving.engine import Engine

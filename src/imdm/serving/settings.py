@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, SecretStr
 
-from imdm.config import Config
+from imdm.core.config import Config
 
 
 class Settings(Config):

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from safetensors import safe_open
 
-from imdm.errors import UserError
-from imdm.files import as_path, home, read_json
+from imdm.core.errors import UserError
+from imdm.core.files import as_path, home, read_json
 
 HERE = Path(__file__).parent
 KIND = "imdm"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from imdm.devices import Fetched, sent
-from imdm.stopping import Asked
+from imdm.core.devices import Fetched, sent
+from imdm.core.stopping import Asked
 
 
 class Agreement:

@@ -21,9 +21,9 @@ from typing import Any
 
 from torch import Tensor
 
-from imdm.config import first_difference
-from imdm.errors import UserError
-from imdm.files import read_recorded, read_tensors, write_recorded, write_tensors, written_aside
+from imdm.core.config import first_difference
+from imdm.core.errors import UserError
+from imdm.core.files import read_recorded, read_tensors, write_recorded, write_tensors, written_aside
 from imdm.objectives import STUDENT
 from imdm.training.config import ALIKE
 

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field
 
-from imdm.config import Config
-from imdm.devices import check_precision
-from imdm.errors import UserError
+from imdm.core.config import Config
+from imdm.core.devices import check_precision
+from imdm.core.errors import UserError
 from imdm.sharding import Shard
 from imdm.training.lora import Lora, check_lora
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor, nn
 
-from imdm.errors import UserError
+from imdm.core.errors import UserError
 from imdm.sharding import own, shared_like, weights_of
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from imdm.errors import UserError
-from imdm.files import read_lines
+from imdm.core.errors import UserError
+from imdm.core.files import read_lines
 
 FILE = "history.jsonl"
 LARGEST = 1e300

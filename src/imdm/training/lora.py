@@ -15,8 +15,8 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from imdm.config import Config
-from imdm.errors import UserError
+from imdm.core.config import Config
+from imdm.core.errors import UserError
 from imdm.models import Network
 from imdm.models.backbones import backbones
 from imdm.models.pretrained import linear_layers

@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from imdm import models
-from imdm.config import check_name
-from imdm.errors import UserError, check_is
-from imdm.files import digest_of
+from imdm.core.config import check_name
+from imdm.core.errors import UserError, check_is
+from imdm.core.files import digest_of
 from imdm.objectives import STUDENT, Objective, Trained
 from imdm.randomness import Purpose, as_key, fold, seeded
 from imdm.sharding import Sharding, reshard, shard, whole_on_first

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from imdm.errors import UserError
+from imdm.core.errors import UserError
 from imdm.models import Network
 from imdm.sharding import shared_like, whole
 from imdm.training.config import TrainConfig

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from imdm.errors import UserError, is_out_of_memory
+from imdm.core.errors import UserError, is_out_of_memory
 
 Run = Callable[[], Tensor]
 

@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 
 from imdm import models
-from imdm.config import digest
+from imdm.core.config import digest
+from imdm.core.devices import Beside, accelerator, of_all, sent, together, working_together
+from imdm.core.errors import UserError, check_function, check_is, check_seed, check_whole
+from imdm.core.files import append_line, as_path, write_text, written_aside
+from imdm.core.stopping import Asked
 from imdm.data.source import Order, Source, check_teaches
-from imdm.devices import Beside, accelerator, of_all, sent, together, working_together
-from imdm.errors import UserError, check_function, check_is, check_seed, check_whole
-from imdm.files import append_line, as_path, write_text, written_aside
 from imdm.models.identity import fingerprint
 from imdm.objectives import STUDENT, Objective, Step
 from imdm.randomness import Purpose, as_key, fold
 from imdm.sharding import Sharding, gathered, reshard, whole_model, whole_on_first
-from imdm.stopping import Asked
 from imdm.training import checkpoint, history, recording
 from imdm.training.agreement import Agreement
 from imdm.training.config import ALIKE, TrainConfig

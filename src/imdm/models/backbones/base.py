@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from imdm.config import Config
-from imdm.errors import UserError, shown
+from imdm.core.config import Config
+from imdm.core.errors import UserError, shown
+from imdm.core.registry import Registry
 from imdm.models.layers import Dropout
-from imdm.registry import Registry
 from imdm.state import Rows
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from imdm.errors import UserError
+from imdm.core.errors import UserError
 from imdm.kernels import is_plain
 from imdm.models.backbones.base import Asked, Backbone, BackboneSettings, Folded, Looked, backbones, size_filled
 from imdm.models.layers import Block, Look, Norm, Rope, TimeCondition, ZeroLinear, rotary

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from imdm.errors import UserError, reason_of
+from imdm.core.errors import UserError, reason_of
 from imdm.models.backbones.base import Asked, Backbone, BackboneSettings, Looked, backbones
 from imdm.models.pretrained import (
     WholeHead,

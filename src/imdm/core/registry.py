@@ -7,7 +7,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import Generic, TypeVar
 
-from imdm.errors import unknown
+from imdm.core.errors import unknown
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from imdm.errors import UserError
+from imdm.core.errors import UserError
 
 LIMIT = Path("/sys/fs/cgroup/memory.max")  # the memory limit of a container
 

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from imdm.errors import AgreedError, UserError, shown
-from imdm.files import marked, working_in
-from imdm.stopping import end
+from imdm.core.errors import AgreedError, UserError, shown
+from imdm.core.files import marked, working_in
+from imdm.core.stopping import end
 
 if TYPE_CHECKING:
     from accelerate import Accelerator, PartialState

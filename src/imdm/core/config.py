@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, cast, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from imdm.errors import UserError, shown, unknown
-from imdm.registry import Registry
+from imdm.core.errors import UserError, shown, unknown
+from imdm.core.registry import Registry
 
 if TYPE_CHECKING:
     from pydantic._internal._model_construction import ModelMetaclass

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from imdm.errors import UserError, WriteError, shown
+from imdm.core.errors import UserError, WriteError, shown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -343,14 +343,14 @@ def read_object(path: Path, what: str, **fields: type | tuple[type, ...]) -> dic
 
 def write_recorded(path: Path, value: Mapping[str, Any]) -> None:
     """Write a JSON object with a digest, which `read_recorded` checks."""
-    from imdm.config import digest
+    from imdm.core.config import digest
 
     write_json(path, {**value, DIGEST: digest(value)})
 
 
 def read_recorded(path: Path, what: str, **fields: type | tuple[type, ...]) -> dict[str, Any]:
     """Read an object of `write_recorded`; one without a digest, of an earlier version, is not checked."""
-    from imdm.config import digest
+    from imdm.core.config import digest
 
     value = read_object(path, what, **fields)
     wanted = value.pop(DIGEST, None)
