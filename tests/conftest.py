@@ -16,8 +16,8 @@ import pytest
 import torch
 import transformers
 
+from imdm.diffusion.masks import Mask, parse_mask
 from imdm.experiments import jobs
-from imdm.masks import Mask, parse_mask
 from imdm.models.configuration import MaskedDiffusionConfig
 from imdm.models.denoiser import MaskedDiffusionLM
 from tests.reference.launching import forkserver

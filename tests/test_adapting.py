@@ -21,7 +21,8 @@ from imdm.core.errors import UserError
 from imdm.data.source import LanguageSource, TokenSource
 from imdm.data.synthetic import aligned
 from imdm.data.tokenizers import load_tokenizer, special_ids, train_bpe
-from imdm.ending import Ending
+from imdm.diffusion.ending import Ending
+from imdm.diffusion.randomness import Purpose, fold
 from imdm.evaluation import Subject, measure, read
 from imdm.experiments import Recipe, Run, load_recipe, parse_recipe
 from imdm.experiments.status import status
@@ -31,7 +32,6 @@ from imdm.models.fast import Steps, _Step
 from imdm.models.loading import load_model
 from imdm.models.pretrained import built, plain_config
 from imdm.objectives import Autoregressive, Nelbo, next_log_probs
-from imdm.randomness import Purpose, fold
 from imdm.sampling import Sampling, sample
 from imdm.training import TrainConfig, Trainer
 from tests.conftest import tiny_model

@@ -20,9 +20,11 @@ from imdm.core.errors import UserError
 from imdm.data.coupling import CoupleConfig, Coupling, couple
 from imdm.data.source import LanguageSource
 from imdm.data.synthetic import aligned
+from imdm.diffusion.masks import Finite
+from imdm.diffusion.randomness import Purpose, fold
+from imdm.diffusion.state import Noised, Rows
 from imdm.experiments.schema import ModelSettings
 from imdm.exporting import export
-from imdm.masks import Finite
 from imdm.models.backbones import backbones
 from imdm.models.configuration import MaskedDiffusionConfig
 from imdm.models.denoiser import MaskedDiffusionLM
@@ -31,9 +33,7 @@ from imdm.models.identity import fingerprint
 from imdm.models.loading import load_model
 from imdm.models.variants import fold_conditioning, with_mask
 from imdm.objectives import Step, parse_objective
-from imdm.randomness import Purpose, fold
 from imdm.sampling import Sampling, sample
-from imdm.state import Noised, Rows
 from imdm.training import TrainConfig, Trainer
 from tests.conftest import tiny_config, tiny_model
 from tests.reference.enumeration import all_masked, chain_law, sequence_law

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from imdm.core.errors import UserError
+from imdm.diffusion.state import Noised
 from imdm.evaluation.bound import Asked, Bound, bounds, drawn, greedy
 from imdm.models.denoiser import MaskedDiffusionLM
-from imdm.state import Noised
 from tests.conftest import tiny_model
 from tests.reference.statistics import assert_law
 

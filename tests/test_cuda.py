@@ -16,8 +16,9 @@ from imdm.benchmarks.training import Pairs
 from imdm.data.coupling import CoupleConfig, Coupling, couple
 from imdm.data.source import LanguageSource, TokenSource
 from imdm.data.synthetic import aligned
-from imdm.ending import Ends
-from imdm.masks import Mask, NoisePath
+from imdm.diffusion.ending import Ends
+from imdm.diffusion.masks import Mask, NoisePath
+from imdm.diffusion.randomness import Purpose, bits, fold, normal, survivors, symmetric, uniform
 from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.models.fast import faster
 from imdm.models.layers import attend, capped_attention, gelu_of, rotary, turned_back
@@ -25,7 +26,6 @@ from imdm.models.loading import load_model
 from imdm.models.readout import Gradient, Head, matched
 from imdm.objectives import SDTT, Autoregressive, Match, Nelbo, Objective, ReDi, Step
 from imdm.objectives.onpolicy import Auxiliary
-from imdm.randomness import Purpose, bits, fold, normal, survivors, symmetric, uniform
 from imdm.sampling import Sampling, draw_tokens, sample
 from imdm.sampling.categorical import draw
 from imdm.training import TrainConfig, Trainer

@@ -13,18 +13,18 @@ from torch import Tensor
 from imdm.core.errors import UserError
 from imdm.data.source import LanguageSource
 from imdm.data.synthetic import aligned
+from imdm.diffusion.masks import parse_mask
+from imdm.diffusion.process import Process
+from imdm.diffusion.randomness import Purpose, fold
+from imdm.diffusion.schedule import LogLinear
+from imdm.diffusion.state import Noised
 from imdm.evaluation import Evaluation, Subject, measure
-from imdm.masks import parse_mask
 from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.models.variants import fold_conditioning, with_mask
 from imdm.objectives import Di4C, Step, parse_objective
 from imdm.objectives.di4c import Ahead, kl, look_ahead, mixture_log
 from imdm.objectives.rounds import Teacher
-from imdm.process import Process
-from imdm.randomness import Purpose, fold
 from imdm.sampling import Sampling, sample, time_grid
-from imdm.schedule import LogLinear
-from imdm.state import Noised
 from imdm.theory import Tabulated
 from imdm.training import TrainConfig, Trainer
 from tests.conftest import tiny_model

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from imdm.core.devices import Fetched
 from imdm.core.errors import UserError
-from imdm.masks import NoisePath
+from imdm.diffusion.masks import NoisePath
+from imdm.diffusion.process import NoisePolicy
 from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.models.fast import faster
-from imdm.process import NoisePolicy
 from imdm.sampling import Sampling
 from imdm.serving import Busy, Engine, Frame, Job, Settings, Stopped, TooLong
 from imdm.serving.batch import Batch, visits

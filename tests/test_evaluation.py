@@ -13,10 +13,10 @@ from imdm.core.errors import UserError
 from imdm.data.coupling import CoupleConfig, Coupling, couple
 from imdm.data.source import LanguageSource, TokenSource
 from imdm.data.synthetic import aligned
+from imdm.diffusion.masks import parse_mask
+from imdm.diffusion.randomness import Purpose, as_key, fold
 from imdm.evaluation import Evaluation, Row, Subject, append, family, measure, metrics, read, to_row
 from imdm.evaluation.factorization import component_laws, factorization_error, joint_under
-from imdm.masks import parse_mask
-from imdm.randomness import Purpose, as_key, fold
 from tests.conftest import tiny_model
 
 LANGUAGE = aligned()

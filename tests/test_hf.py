@@ -18,6 +18,7 @@ from imdm.core.errors import UserError
 from imdm.data.coupling import CoupleConfig, Coupling, couple
 from imdm.data.source import LanguageSource
 from imdm.data.synthetic import aligned
+from imdm.diffusion.randomness import Purpose, fold
 from imdm.experiments.schema import ModelSettings
 from imdm.exporting import export
 from imdm.models.configuration import MaskedDiffusionConfig
@@ -29,7 +30,6 @@ from imdm.models.pretrained import WholeHead, built, facts, parse_config, plain_
 from imdm.models.readout import Chosen, Head, reduced
 from imdm.models.variants import to_infinite, with_mask
 from imdm.objectives import Step, parse_objective
-from imdm.randomness import Purpose, fold
 from imdm.sampling import Sampling, sample
 from imdm.training import TrainConfig, Trainer
 from tests.reference.enumeration import all_masked, chain_law, sequence_law

@@ -27,6 +27,7 @@ from imdm.data.packing import PrepareConfig, prepare
 from imdm.data.prepared import PreparedSource
 from imdm.data.source import TokenSource
 from imdm.data.tokenizers import load_tokenizer, train_bpe
+from imdm.diffusion.randomness import Purpose, fold
 from imdm.evaluation import Conditional, Evaluation, Judge, Subject, load_judge, measure, metrics, read, to_row
 from imdm.evaluation import judge as judging
 from imdm.evaluation.base import unpadded
@@ -37,7 +38,6 @@ from imdm.evaluation.fetching import _convert, _mend
 from imdm.evaluation.infilling import Gaps, _cut, filled, gaps
 from imdm.evaluation.judge import NotHereError, judge_at_hand, judge_of, load_judge_or_other
 from imdm.evaluation.texts import first_texts
-from imdm.randomness import Purpose, fold
 from imdm.sampling import Sampling
 from tests.conftest import tiny_model
 from tests.reference.statistics import assert_law

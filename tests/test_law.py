@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from imdm.data.synthetic import aligned
+from imdm.diffusion.randomness import Purpose, fold
 from imdm.evaluation import Evaluation, Subject, measure
 from imdm.evaluation.factorization import joint_under
 from imdm.evaluation.law import last_laws, output_law
-from imdm.randomness import Purpose, fold
 from imdm.sampling import Sampling, sample
 from imdm.theory import PartitionOracle
 from tests.conftest import tiny_model

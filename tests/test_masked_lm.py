@@ -16,10 +16,10 @@ from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, Trainer, T
 
 from imdm.core.errors import UserError
 from imdm.data.tokenizers import train_bpe
+from imdm.diffusion.state import Noised
 from imdm.models.configuration import MaskedDiffusionConfig
 from imdm.models.denoiser import MaskedDiffusionLM, register
 from imdm.models.loading import load_model
-from imdm.state import Noised
 from tests.conftest import tiny_model
 from tests.reference.known_failures import KNOWN
 from tests.test_hf import FAMILIES, GROUPED, made

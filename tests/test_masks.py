@@ -12,8 +12,8 @@ from scipy import stats
 
 import imdm
 from imdm.core.errors import UserError
-from imdm.masks import Finite, Infinite, Mask, NoisePath, Single, masks, parse_mask
-from imdm.randomness import Purpose, fold
+from imdm.diffusion.masks import Finite, Infinite, Mask, NoisePath, Single, masks, parse_mask
+from imdm.diffusion.randomness import Purpose, fold
 from tests.conftest import tiny_model
 from tests.reference.statistics import ALARM, assert_law, assert_mean
 

@@ -25,9 +25,11 @@ from imdm.core.errors import UserError
 from imdm.core.files import read_lines
 from imdm.data.source import LanguageSource, TokenSource
 from imdm.data.synthetic import aligned
+from imdm.diffusion.masks import Mask, parse_mask
+from imdm.diffusion.randomness import Purpose, fold, uniform
+from imdm.diffusion.state import Noised, Rows
 from imdm.experiments import TrainStage
 from imdm.experiments.stages import _waiting
-from imdm.masks import Mask, parse_mask
 from imdm.models import readout
 from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.models.loading import load_model
@@ -37,9 +39,7 @@ from imdm.objectives import EARLIEST, Match, Nelbo, Step, match, parse_objective
 from imdm.objectives.match import AUXILIARY, DATA, OWN, PRIOR, Starts
 from imdm.objectives.onpolicy import Auxiliary, Planned, Pursued, masked_again, planned
 from imdm.objectives.texts import TEMPERATURES, Frontier, Standing, score, smoothed, standing
-from imdm.randomness import Purpose, fold, uniform
 from imdm.sampling import Sampling, sample
-from imdm.state import Noised, Rows
 from imdm.training import TrainConfig, Trainer
 from tests.conftest import kill_at, tiny_model
 from tests.reference.launching import ENVIRONMENT, Program, launched

@@ -14,12 +14,12 @@ from imdm.core.files import read_lines
 from imdm.data.coupling import CoupleConfig, Coupling, couple
 from imdm.data.source import LanguageSource, TokenSource
 from imdm.data.synthetic import aligned
-from imdm.masks import Mask, masks, parse_mask
-from imdm.masks.finite import ZeroEmbedding
+from imdm.diffusion.masks import Mask, masks, parse_mask
+from imdm.diffusion.masks.finite import ZeroEmbedding
+from imdm.diffusion.randomness import Purpose, integers
 from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.models.variants import with_mask
 from imdm.objectives import SDTT, Di4C, Nelbo, Objective, ReDi
-from imdm.randomness import Purpose, integers
 from imdm.training import TrainConfig, Trainer
 from tests.conftest import tiny_model
 

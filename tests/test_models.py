@@ -24,6 +24,7 @@ import imdm
 from imdm.core.errors import UserError
 from imdm.data.corpora import _stream
 from imdm.data.tokenizers import load_tokenizer
+from imdm.diffusion.state import Rows
 from imdm.evaluation import load_embedder, load_judge
 from imdm.models.backbones import dit
 from imdm.models.configuration import MaskedDiffusionConfig
@@ -33,7 +34,6 @@ from imdm.models.identity import fingerprint
 from imdm.models.layers import Heads, attend, capped_attention, in_heads, rotary, rotate, soft_cap_score
 from imdm.models.loading import load_model
 from imdm.objectives import Autoregressive, Nelbo, Objective, Step
-from imdm.state import Rows
 from tests.conftest import tiny_config, tiny_model
 
 MASKS = ["single", "finite-7", "infinite-uniform-8-1.0"]

@@ -44,8 +44,8 @@ import torch
 from imdm.models.readout import Chosen
 from imdm.objectives import Objective, Trained, objectives
 from imdm.objectives.base import corrupted
-from imdm.randomness import Purpose, uniform
-from imdm.state import Rows
+from imdm.diffusion.randomness import Purpose, uniform
+from imdm.diffusion.state import Rows
 
 
 @objectives.register("pursuit")

@@ -13,6 +13,8 @@ from imdm.core.errors import UserError
 from imdm.data.coupling import CoupleConfig, couple
 from imdm.data.source import LanguageSource
 from imdm.data.synthetic import aligned
+from imdm.diffusion.randomness import Purpose, fold, uniform
+from imdm.diffusion.schedule import Schedule, parse_schedule
 from imdm.evaluation import Subject, measure
 from imdm.models.loading import load_model
 from imdm.objectives import (
@@ -26,8 +28,6 @@ from imdm.objectives import (
     next_log_probs,
     parse_objective,
 )
-from imdm.randomness import Purpose, fold, uniform
-from imdm.schedule import Schedule, parse_schedule
 from imdm.theory.information import contexts
 from imdm.training import TrainConfig, Trainer
 from tests.conftest import tiny_model

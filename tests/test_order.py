@@ -12,15 +12,15 @@ from torch import Tensor
 
 from imdm.core.errors import UserError
 from imdm.data.synthetic import Language, aligned, markov
+from imdm.diffusion.process import Process, Split
+from imdm.diffusion.randomness import Purpose, fold
+from imdm.diffusion.schedule import Cosine, LogLinear
+from imdm.diffusion.state import Noised
 from imdm.exporting import export, export_transformers
 from imdm.models.identity import fingerprint
 from imdm.models.loading import load_model
-from imdm.process import Process, Split
-from imdm.randomness import Purpose, fold
 from imdm.sampling import Sampling, plan, sample, time_grid
 from imdm.sampling.planning import spread
-from imdm.schedule import Cosine, LogLinear
-from imdm.state import Noised
 from imdm.theory import ExactMarginals
 from tests.conftest import tiny_model
 from tests.reference.enumeration import TableDenoiser, all_masked, chain_law, sequence_law

@@ -7,10 +7,10 @@ import torch
 from scipy import stats
 
 from imdm.core.errors import UserError
-from imdm.masks import Finite, Infinite, Mask, Single
-from imdm.process import Process
-from imdm.randomness import Purpose, fold
-from imdm.schedule import parse_schedule
+from imdm.diffusion.masks import Finite, Infinite, Mask, Single
+from imdm.diffusion.process import Process
+from imdm.diffusion.randomness import Purpose, fold
+from imdm.diffusion.schedule import parse_schedule
 from tests.reference.enumeration import TableDenoiser, all_masked, chain_law, sequence_law
 from tests.reference.loop import plain_sample
 from tests.reference.statistics import assert_law, counts_of

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from imdm.cli.app import app
 from imdm.core.errors import UserError
 from imdm.core.files import read_metadata
+from imdm.diffusion.state import Noised
 from imdm.exporting import export
 from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.models.identity import fingerprint
@@ -28,7 +29,6 @@ from imdm.models.quantized import LEAST, MOST, Packed, pack, rounded, save, unpa
 from imdm.models.rounding import WITHIN, allotted, eight_bits, fewest_bits, matrices
 from imdm.models.variants import fold_conditioning
 from imdm.sampling import draw
-from imdm.state import Noised
 from tests.conftest import tiny_model
 
 ROOT = Path(__file__).parents[1]

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from imdm.randomness import (
+from imdm.diffusion.randomness import (
     FEW,
     Purpose,
     as_key,

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from imdm.benchmarks.training import Pairs
 from imdm.core.errors import UserError
 from imdm.data.source import TokenSource
+from imdm.diffusion.randomness import Purpose, fold
+from imdm.diffusion.state import Rows, filled_places, size_of_rows
 from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.objectives import SDTT, Autoregressive, Di4C, Match, Nelbo, Objective, ReDi, Step, Trained
 from imdm.objectives.rounds import Teacher
 from imdm.objectives.sdtt import teacher_reveals
-from imdm.randomness import Purpose, fold
-from imdm.state import Rows, filled_places, size_of_rows
 from imdm.training import Network, TrainConfig, Trainer, recording
 from imdm.training.recording import Recorder, leaves, mapped, tensors_in
 from tests.conftest import tiny_model

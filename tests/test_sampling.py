@@ -12,10 +12,10 @@ from torch import Tensor
 
 from imdm.core.errors import UserError
 from imdm.data.synthetic import aligned
-from imdm.masks import NoisePath
+from imdm.diffusion.masks import NoisePath
+from imdm.diffusion.randomness import Purpose, fold
 from imdm.models.identity import fingerprint
 from imdm.models.loading import load_model
-from imdm.randomness import Purpose, fold
 from imdm.sampling import Plan, Revealed, Sampling, Turn, draw, probabilities, reveal_steps, sample, time_grid, turns
 from imdm.theory import ExactMarginals
 from tests.conftest import tiny_model

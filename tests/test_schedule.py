@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from imdm.core.errors import UserError
-from imdm.schedule import LogLinear, parse_schedule, schedules
+from imdm.diffusion.schedule import LogLinear, parse_schedule, schedules
 
 TIMES = torch.linspace(0.001, 1, 101, dtype=torch.float64)
 

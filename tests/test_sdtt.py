@@ -13,14 +13,14 @@ from torch import Tensor
 from imdm.core.errors import UserError
 from imdm.data.source import LanguageSource
 from imdm.data.synthetic import aligned
+from imdm.diffusion.randomness import Purpose, fold
+from imdm.diffusion.state import Noised, Rows
 from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.models.identity import fingerprint
 from imdm.models.readout import divergence
 from imdm.objectives import SDTT, Step, parse_objective
 from imdm.objectives.rounds import Teacher
 from imdm.objectives.sdtt import teacher_rows, teacher_times
-from imdm.randomness import Purpose, fold
-from imdm.state import Noised, Rows
 from imdm.training import TrainConfig, Trainer
 from tests.conftest import tiny_model
 from tests.reference.enumeration import TableDenoiser

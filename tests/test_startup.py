@@ -18,13 +18,13 @@ from imdm.cli import early
 from imdm.costing import GPUS
 from imdm.data.coupling import CoupleConfig
 from imdm.data.synthetic import languages
+from imdm.diffusion.masks.base import masks
+from imdm.diffusion.process import NoisePolicy
 from imdm.evaluation import metrics
 from imdm.evaluation.judge import Precision
 from imdm.experiments import load_recipe
 from imdm.experiments.distilling import METHODS
 from imdm.exporting import Weights
-from imdm.masks.base import masks
-from imdm.process import NoisePolicy
 from imdm.sampling.options import RevealOrder
 
 SHIPPED = "stories-teacher"

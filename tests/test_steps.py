@@ -12,13 +12,13 @@ from torch import Tensor
 from imdm.core.errors import UserError
 from imdm.data.source import LanguageSource
 from imdm.data.synthetic import Language, languages
+from imdm.diffusion.masks import Infinite
+from imdm.diffusion.randomness import Purpose, as_key, fold
+from imdm.diffusion.schedule import LogLinear
 from imdm.evaluation import Subject, measure
 from imdm.evaluation.steps import in_steps, one_by_one, pairs_at_once, pairs_one_by_one
-from imdm.masks import Infinite
 from imdm.models.variants import with_mask
-from imdm.randomness import Purpose, as_key, fold
 from imdm.sampling import Sampling, time_grid
-from imdm.schedule import LogLinear
 from imdm.theory import ExactMarginals, PartitionOracle, pair_bound, step_total_correlation
 from tests.conftest import tiny_model
 

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from imdm.data.synthetic import Language, aligned
+from imdm.diffusion.masks import Finite, Infinite, Single
+from imdm.diffusion.process import Process
+from imdm.diffusion.randomness import Purpose, fold
+from imdm.diffusion.schedule import LogLinear
 from imdm.evaluation import single_step_error
-from imdm.masks import Finite, Infinite, Single
-from imdm.process import Process
-from imdm.randomness import Purpose, fold
 from imdm.sampling import Sampling, sample
-from imdm.schedule import LogLinear
 from imdm.theory import (
     ExactMarginals,
     PartitionOracle,

@@ -26,7 +26,12 @@ from imdm.data.prepared import Prepared
 from imdm.data.source import TokenSource, check_fits, check_teaches
 from imdm.data.synthetic import Language
 from imdm.data.tokenizers import special_ids, train_bpe
-from imdm.ending import Ending, lengths
+from imdm.diffusion.ending import Ending, lengths
+from imdm.diffusion.masks import Single
+from imdm.diffusion.process import Process
+from imdm.diffusion.randomness import Purpose, fold
+from imdm.diffusion.schedule import LogLinear
+from imdm.diffusion.state import Noised, Rows
 from imdm.evaluation import Evaluation, Subject, measure, metrics, read
 from imdm.evaluation.classifier import accuracy
 from imdm.evaluation.conditional import Conditional, continued
@@ -34,7 +39,6 @@ from imdm.evaluation.measuring import to_row
 from imdm.evaluation.steps import in_steps, one_by_one, pairs_at_once, pairs_one_by_one
 from imdm.evaluation.text import pooled, shared_grams
 from imdm.experiments import Recipe, Run, load_recipe, parse_recipe
-from imdm.masks import Single
 from imdm.models.configuration import MaskedDiffusionConfig
 from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.models.identity import fingerprint
@@ -57,11 +61,7 @@ from imdm.objectives import (
 from imdm.objectives.base import corrupted
 from imdm.objectives.onpolicy import planned
 from imdm.objectives.sdtt import teacher_rows
-from imdm.process import Process
-from imdm.randomness import Purpose, fold
 from imdm.sampling import Sampling, sample
-from imdm.schedule import LogLinear
-from imdm.state import Noised, Rows
 from imdm.theory import ExactMarginals
 from imdm.training import TrainConfig, Trainer
 from imdm.training.history import read_history

@@ -18,7 +18,7 @@ from imdm.data.packing import PrepareConfig, prepare
 from imdm.data.prepared import PreparedSource
 from imdm.data.source import TokenSource
 from imdm.data.tokenizers import train_bpe
-from imdm.ending import Ending
+from imdm.diffusion.ending import Ending
 from imdm.evaluation import Evaluation, Subject, measure
 from imdm.evaluation import words as known
 from imdm.evaluation.words import words

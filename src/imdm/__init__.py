@@ -13,13 +13,13 @@ from typing import Any
 __version__ = "0.2.0"
 
 HOMES = {
-    "Finite": "imdm.masks",
+    "Finite": "imdm.diffusion.masks",
     "Generation": "imdm.sampling",
-    "Infinite": "imdm.masks",
+    "Infinite": "imdm.diffusion.masks",
     "MaskedDiffusionConfig": "imdm.models.configuration",
     "MaskedDiffusionLM": "imdm.models.denoiser",
-    "Noised": "imdm.state",
-    "Single": "imdm.masks",
+    "Noised": "imdm.diffusion.state",
+    "Single": "imdm.diffusion.masks",
     "UserError": "imdm.core.errors",
     "Writer": "imdm.writer",
     "adopt": "imdm.adopting",

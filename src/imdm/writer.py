@@ -16,7 +16,7 @@ from imdm.core.devices import checked_device
 from imdm.core.errors import UserError, check_blanks, check_seed, check_whole, shorter, shown
 from imdm.core.memory import check_room
 from imdm.data.tokenizers import Special, check_ids, has_tokenizer, load_tokenizer, special_ids
-from imdm.ending import Ending
+from imdm.diffusion.ending import Ending
 from imdm.models.fast import faster
 from imdm.sampling import Generation, Revealed
 from imdm.shipped import find

@@ -8,12 +8,12 @@ import math
 import torch
 from torch import Tensor
 
-from imdm.ending import Ending
-from imdm.masks import Finite, Single
-from imdm.process import Process
+from imdm.diffusion.ending import Ending
+from imdm.diffusion.masks import Finite, Single
+from imdm.diffusion.process import Process
+from imdm.diffusion.schedule import LogLinear
+from imdm.diffusion.state import Noised
 from imdm.sampling import time_grid
-from imdm.schedule import LogLinear
-from imdm.state import Noised
 from imdm.theory import Tabulated
 
 Law = dict[int, float]  # of one position's token

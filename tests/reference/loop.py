@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from imdm.randomness import Purpose, uniform
+from imdm.diffusion.randomness import Purpose, uniform
 from imdm.sampling import draw, time_grid
 
 

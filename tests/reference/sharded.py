@@ -27,10 +27,10 @@ from imdm.core.errors import AgreedError, UserError
 from imdm.data.coupling import Coupling
 from imdm.data.source import LanguageSource, TokenSource
 from imdm.data.synthetic import aligned
+from imdm.diffusion.randomness import as_key, seeded
 from imdm.models.configuration import MaskedDiffusionConfig
 from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.objectives import parse_objective
-from imdm.randomness import as_key, seeded
 from imdm.sharding import whole_on_first
 from imdm.training import Network, TrainConfig, Trainer
 from imdm.training import config as training_config

@@ -14,7 +14,7 @@ from imdm.adopting.configuration import settings_of
 from imdm.core.errors import UserError, check_is, check_whole, reason_of, shown
 from imdm.core.files import as_path, check_new, read_json, write_json, write_tensors, written_aside
 from imdm.data.tokenizers import check_ids, copy_tokenizer, has_tokenizer, load_tokenizer, save_tokenizer
-from imdm.masks import parse_mask
+from imdm.diffusion.masks import parse_mask
 from imdm.models.configuration import MaskedDiffusionConfig
 from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.shipped import find

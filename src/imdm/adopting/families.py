@@ -21,7 +21,7 @@ from torch import Tensor
 from imdm.adopting.checkpoints import Weights
 from imdm.core.errors import UserError, check_whole, reason_of
 from imdm.data.tokenizers import special_ids
-from imdm.masks import parse_mask
+from imdm.diffusion.masks import parse_mask
 from imdm.models.configuration import MaskedDiffusionConfig
 from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.models.pretrained import attention_of, class_of, facts, is_masked, parse_config, plain_config

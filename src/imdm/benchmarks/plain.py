@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from imdm.diffusion.process import Process
+from imdm.diffusion.state import Noised
 from imdm.objectives import Step
-from imdm.process import Process
 from imdm.sampling import time_grid
-from imdm.state import Noised
 
 if TYPE_CHECKING:
     from imdm.models.denoiser import MaskedDiffusionLM

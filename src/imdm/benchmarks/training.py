@@ -15,9 +15,9 @@ from imdm.benchmarks.measure import Row, Size, Took, benchmarks, device, paced
 from imdm.benchmarks.sampling import fresh
 from imdm.costing.work import head_flops, network_flops
 from imdm.data.source import TokenSource
+from imdm.diffusion.randomness import Purpose, as_key, fold, uniform
 from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.objectives import SDTT, Nelbo, Objective, ReDi, Step
-from imdm.randomness import Purpose, as_key, fold, uniform
 from imdm.training import TrainConfig, Trainer
 
 SIZES: dict[Size, tuple[dict[str, Any], ...]] = {

@@ -29,7 +29,7 @@ def registered(files: str, how: str) -> tuple[tuple[str, str], ...]:
 
 
 LANGUAGES = tuple(name for name, _ in registered("data/synthetic.py", "languages.register"))
-MASKS = tuple(name for name, _ in registered("masks/*.py", "masks.register"))
+MASKS = tuple(name for name, _ in registered("diffusion/masks/*.py", "masks.register"))
 BENCHMARKS = tuple(name for name, _ in registered("benchmarks/*.py", "benchmarks.register"))
 _METRICS = registered("evaluation/*.py", "metric")
 METRICS = tuple(name for name, _ in _METRICS)
@@ -100,7 +100,7 @@ def known_precision(option: typer.CallbackParam, name: str | None) -> str | None
 def known_mask(name: str | None) -> str | None:
     """A mask as it was named. Only its kind is checked here, the first part, as in infinite-uniform-768-1.0."""
     if name is not None:
-        check_known("mask", [name.partition("-")[0]], known_of("imdm.masks.base", "masks", MASKS))
+        check_known("mask", [name.partition("-")[0]], known_of("imdm.diffusion.masks.base", "masks", MASKS))
     return name
 
 

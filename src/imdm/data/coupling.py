@@ -30,15 +30,15 @@ from imdm.core.files import (
 )
 from imdm.core.memory import check_room
 from imdm.data.source import Order, Source, check_fits
-from imdm.masks import parse_mask
+from imdm.diffusion.masks import parse_mask
+from imdm.diffusion.process import NoisePolicy
+from imdm.diffusion.randomness import GENERATOR, Purpose, as_key, fold, uniform
+from imdm.diffusion.schedule import parse_schedule
 from imdm.models import Network, check_tokens
 from imdm.models.fast import in_precision
 from imdm.models.identity import fingerprint
 from imdm.objectives import EARLIEST
-from imdm.process import NoisePolicy
-from imdm.randomness import GENERATOR, Purpose, as_key, fold, uniform
 from imdm.sampling import Sampling, sample
-from imdm.schedule import parse_schedule
 
 if TYPE_CHECKING:
     from imdm.models.configuration import MaskedDiffusionConfig

@@ -18,7 +18,7 @@ from torch import Tensor
 from imdm.core.config import Config
 from imdm.core.errors import UserError, reason_of
 from imdm.core.files import as_path, check_once, digest_file, read_recorded
-from imdm.ending import Ending
+from imdm.diffusion.ending import Ending
 
 Packing = Literal["wrapped", "unwrapped", "whole"]
 ORDER = [

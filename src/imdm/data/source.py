@@ -16,9 +16,9 @@ from imdm.core.config import Config, digest, one_of
 from imdm.core.errors import UserError
 from imdm.core.files import read_tensors
 from imdm.data.synthetic import Language, languages
-from imdm.ending import Ending
+from imdm.diffusion.ending import Ending
+from imdm.diffusion.randomness import Purpose, as_key, permutation, uniform
 from imdm.models import LARGEST_VOCABULARY, check_tokens
-from imdm.randomness import Purpose, as_key, permutation, uniform
 
 if TYPE_CHECKING:
     from imdm.models.configuration import MaskedDiffusionConfig

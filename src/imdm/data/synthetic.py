@@ -12,7 +12,7 @@ from torch import Tensor
 
 from imdm.core.errors import UserError
 from imdm.core.registry import Registry
-from imdm.randomness import Purpose, as_key, normal, uniform
+from imdm.diffusion.randomness import Purpose, as_key, normal, uniform
 
 languages: Registry[Callable[..., Language]] = Registry("language")
 LARGEST = 4096  # sequences

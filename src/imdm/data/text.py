@@ -16,7 +16,7 @@ from imdm.data.packing import PrepareConfig, TooLittleError, prepare
 from imdm.data.prepared import Counts, Packing, PreparedSource
 from imdm.data.source import Data, LanguageData, Progress, Source, TokenData
 from imdm.data.tokenizers import BPE_MASK, load_tokenizer, special_ids, tokenizer_hash
-from imdm.ending import Ending
+from imdm.diffusion.ending import Ending
 
 EVERY = 50  # of a source without splits, one document in so many is held out
 

@@ -19,11 +19,11 @@ from imdm.core.registry import Registry
 from imdm.data.source import Data, LanguageSource, Source, check_fits
 from imdm.data.synthetic import Language
 from imdm.data.tokenizers import load_tokenizer, special_ids
-from imdm.ending import lengths
+from imdm.diffusion.ending import lengths
+from imdm.diffusion.randomness import Purpose, as_key, uniform
 from imdm.evaluation.parts import Parts
 from imdm.models import Network
 from imdm.models.identity import fingerprint
-from imdm.randomness import Purpose, as_key, uniform
 from imdm.sampling import Generation, Sampling, plan, sample
 
 if TYPE_CHECKING:

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from imdm.core.errors import check_whole
+from imdm.diffusion.process import Process
+from imdm.diffusion.randomness import Purpose, as_key, fold, uniform
+from imdm.diffusion.state import Noised, Rows
 from imdm.models.readout import Chosen
-from imdm.process import Process
-from imdm.randomness import Purpose, as_key, fold, uniform
-from imdm.state import Noised, Rows
 
 if TYPE_CHECKING:
     from imdm.models.denoiser import MaskedDiffusionLM

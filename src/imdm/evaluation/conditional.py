@@ -17,7 +17,7 @@ from torch import Tensor
 
 from imdm.core.config import Config
 from imdm.core.errors import UserError
-from imdm.ending import Ending
+from imdm.diffusion.ending import Ending
 from imdm.evaluation.base import Evaluation, Measurement, average_evaluations, mean, metric
 from imdm.evaluation.judge import perplexity
 from imdm.evaluation.mauve import mauve_of

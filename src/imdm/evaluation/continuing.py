@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from imdm.core.errors import UserError
+from imdm.diffusion.randomness import Purpose, uniform
 from imdm.evaluation.judge import Judge, LeftToRight, Window
-from imdm.randomness import Purpose, uniform
 
 WIDER = 4  # batch size relative to scoring: a step processes one token of each text
 ReadOn = Callable[[Tensor | None], Tensor]

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from imdm.data.synthetic import Language
+from imdm.diffusion.randomness import Purpose, as_key, fold
 from imdm.evaluation.base import Evaluation, Measurement, bootstrap_weights, metric, spread
 from imdm.models import Denoiser
-from imdm.randomness import Purpose, as_key, fold
 from imdm.theory.information import contexts, keep_and_reveal, marginal, revealed_subsets
 
 

@@ -17,11 +17,11 @@ from imdm.core.errors import UserError, is_out_of_memory, reason_of
 from imdm.core.files import read_json
 from imdm.core.hub import hub_for
 from imdm.data.tokenizers import has_tokenizer, load_tokenizer, special_ids, tokenizer_hash
+from imdm.diffusion.state import Noised
 from imdm.evaluation.base import Evaluation, Measurement, bootstrap_weights, metric, spread
 from imdm.models.identity import is_ours
 from imdm.models.loading import load_model
 from imdm.shipped import FETCHABLE, fetched, find, meant, names
-from imdm.state import Noised
 
 if TYPE_CHECKING:
     from imdm.models.denoiser import MaskedDiffusionLM

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from imdm.data.synthetic import Language
+from imdm.diffusion.state import Noised
 from imdm.evaluation.base import Evaluation, Measurement, bootstrap_weights, metric, spread
 from imdm.evaluation.factorization import divergence, joint_under
 from imdm.models import Denoiser
 from imdm.sampling import Generation, probabilities
-from imdm.state import Noised
 
 AT_ONCE = 1 << 21  # elements of (trajectories, sequences) in memory at a time
 

@@ -17,7 +17,7 @@ from imdm.core.config import digest
 from imdm.core.devices import processes, working_together
 from imdm.core.errors import UserError
 from imdm.core.files import read_tensors, write_tensors
-from imdm.randomness import GENERATOR
+from imdm.diffusion.randomness import GENERATOR
 
 Columns = dict[str, Tensor]
 T = TypeVar("T")

@@ -12,9 +12,9 @@ from pydantic import Field, field_validator
 from imdm.core.config import Config, digest
 from imdm.core.errors import check_is
 from imdm.core.files import append_lines, as_path, read_lines
+from imdm.diffusion.process import NoisePolicy
 from imdm.evaluation.base import Metric
 from imdm.evaluation.conditional import Conditional
-from imdm.process import NoisePolicy
 from imdm.sampling import Sampling
 from imdm.sampling.options import RevealOrder
 

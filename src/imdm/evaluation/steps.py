@@ -35,13 +35,13 @@ import torch
 from torch import Tensor
 
 from imdm.core.errors import UserError
+from imdm.diffusion.process import Process
+from imdm.diffusion.randomness import Purpose, as_key, fold, uniform
+from imdm.diffusion.state import Noised
 from imdm.evaluation.base import Evaluation, Measurement, mean, metric
 from imdm.models import Denoiser
-from imdm.process import Process
-from imdm.randomness import Purpose, as_key, fold, uniform
 from imdm.sampling import plan
 from imdm.sampling.categorical import AT_ONCE
-from imdm.state import Noised
 
 if TYPE_CHECKING:
     from imdm.models.denoiser import MaskedDiffusionLM

@@ -13,10 +13,10 @@ from imdm.core.files import digest_file
 from imdm.data.coupling import Coupling
 from imdm.data.source import Data, Source
 from imdm.data.text import TextData
+from imdm.diffusion.masks import Mask, parse_mask
 from imdm.evaluation import about
 from imdm.experiments.schema import AdoptStage, Recipe, TrainStage
 from imdm.experiments.status import read_done
-from imdm.masks import Mask, parse_mask
 from imdm.models.identity import fingerprint
 from imdm.models.loading import load_config, load_model
 from imdm.shipped import find

@@ -11,17 +11,17 @@ from imdm.core.config import Config, Name, Seed, digest, one_of
 from imdm.core.errors import MOST_STEPS, TEMPERATURES, is_temperature, unknown
 from imdm.data.coupling import CoupleConfig
 from imdm.data.text import DataConfig
-from imdm.ending import Ending
+from imdm.diffusion.ending import Ending
+from imdm.diffusion.masks import Mask, parse_mask
+from imdm.diffusion.process import NoisePolicy
+from imdm.diffusion.schedule import Schedule, parse_schedule
 from imdm.evaluation import Conditional, metrics
 from imdm.evaluation.judge import labelled
-from imdm.masks import Mask, parse_mask
 from imdm.models import PRESETS, BackboneSettings
 from imdm.models.backbones.base import is_default, parse_backbone
 from imdm.models.configuration import MaskedDiffusionConfig
 from imdm.objectives import Objective, parse_objective
-from imdm.process import NoisePolicy
 from imdm.sampling.options import RevealOrder
-from imdm.schedule import Schedule, parse_schedule
 from imdm.training import TrainConfig
 
 MaskField = Annotated[SerializeAsAny[Mask], BeforeValidator(parse_mask)]

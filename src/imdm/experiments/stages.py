@@ -15,6 +15,7 @@ from imdm.core.devices import processes
 from imdm.data.coupling import CoupleConfig, Coupling
 from imdm.data.source import Source, check_fits
 from imdm.data.tokenizers import check_same, copy_tokenizer
+from imdm.diffusion.randomness import Purpose, as_key, fold, seeded
 from imdm.evaluation import Subject, measure, metrics
 from imdm.evaluation.judge import Judge, load_judge_or_other
 from imdm.experiments.checks import check_pairs
@@ -25,7 +26,6 @@ from imdm.experiments.status import DONE
 from imdm.models.identity import fingerprint
 from imdm.models.loading import load_model
 from imdm.models.variants import with_mask
-from imdm.randomness import Purpose, as_key, fold, seeded
 from imdm.sampling import Sampling
 from imdm.shipped import find
 from imdm.training import Progress, Trainer

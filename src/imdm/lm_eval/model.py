@@ -16,8 +16,8 @@ from tqdm import tqdm
 
 from imdm.core.errors import UserError, check_seed, check_whole, shown
 from imdm.data.tokenizers import special_ids
+from imdm.diffusion.randomness import Purpose, fold
 from imdm.evaluation.bound import Asked, Bound, bounds, greedy
-from imdm.randomness import Purpose, fold
 from imdm.sampling import Sampling
 from imdm.writer import Writer, load
 

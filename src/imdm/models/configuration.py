@@ -6,9 +6,9 @@ from typing import Any, ClassVar, Self
 
 from transformers import PreTrainedConfig
 
+from imdm.diffusion.process import NoisePolicy
 from imdm.models.backbones import backbones
 from imdm.models.shape import Shape
-from imdm.process import NoisePolicy
 from imdm.sampling.options import RevealOrder
 
 

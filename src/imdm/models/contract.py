@@ -7,9 +7,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from imdm.diffusion.process import Process
+from imdm.diffusion.state import Noised, Rows
 from imdm.models.readout import Head, Said
-from imdm.process import Process
-from imdm.state import Noised, Rows
 
 
 class Denoiser(Protocol):

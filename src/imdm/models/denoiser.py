@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, PreTrained
 
 from imdm.core.errors import UserError, is_out_of_memory
 from imdm.core.hub import hub_for
+from imdm.diffusion.state import Noised, Rows
 from imdm.models.backbones import parse_backbone
 from imdm.models.backbones.base import WRAPPERS
 from imdm.models.configuration import MaskedDiffusionConfig
@@ -20,7 +21,6 @@ from imdm.models.network import Network
 from imdm.models.quantized import opened
 from imdm.models.readout import Reduce
 from imdm.models.saving import check_saved, save_whole
-from imdm.state import Noised, Rows
 
 AS_SAVED = {"dtype", "torch_dtype", "device_map", "low_cpu_mem_usage", "attn_implementation"}
 """Arguments of `from_pretrained` that do not change the saved configuration."""

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from imdm.core.devices import check_precision
 from imdm.core.errors import UserError
+from imdm.diffusion.state import Noised
 from imdm.models.network import Network
 from imdm.models.variants import Model, fold_conditioning
-from imdm.state import Noised
 
 LAUNCH_BOUND = 4e12
 """Floating-point operations below which a forward pass is bound by kernel launches: launching the blocks of a model

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from imdm.diffusion.randomness import survivors
+from imdm.diffusion.state import Rows
 from imdm.kernels import kernels
-from imdm.randomness import survivors
-from imdm.state import Rows
 
 Rope = tuple[Tensor, Tensor]
 """cos and sin of each position's rotation."""

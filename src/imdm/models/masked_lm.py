@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from imdm.core.errors import UserError, check_is, check_seed, shown
+from imdm.diffusion.state import Noised
 from imdm.models.backbones import Asked
-from imdm.state import Noised
 
 if TYPE_CHECKING:
     from transformers.modeling_outputs import MaskedLMOutput

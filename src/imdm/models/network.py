@@ -17,19 +17,19 @@ from torch import Tensor, nn
 
 from imdm.core.errors import UserError, check_is, check_seed, check_whole, shown
 from imdm.core.memory import check_room
-from imdm.masks import Mask, NoisePath, parse_mask
+from imdm.diffusion.masks import Mask, NoisePath, parse_mask
+from imdm.diffusion.process import NoisePolicy, Process
+from imdm.diffusion.randomness import Purpose, as_key, fold, seeded
+from imdm.diffusion.schedule import parse_schedule
+from imdm.diffusion.state import Noised, Rows
 from imdm.models.backbones import Backbone, backbones, parse_backbone
 from imdm.models.backbones.base import WRAPPERS, size_filled
 from imdm.models.layers import MixtureToken, Norm, TokenEmbedding, ZeroLinear
 from imdm.models.masked_lm import unpadded
 from imdm.models.readout import Head, Reduce, reduced
 from imdm.models.shape import Shape
-from imdm.process import NoisePolicy, Process
-from imdm.randomness import Purpose, as_key, fold, seeded
 from imdm.sampling import Generation, Revealed, Sampling, sample
 from imdm.sampling.options import RevealOrder
-from imdm.schedule import parse_schedule
-from imdm.state import Noised, Rows
 
 
 class Network(nn.Module):

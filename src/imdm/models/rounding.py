@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from imdm.core.errors import UserError
+from imdm.diffusion.randomness import Purpose, as_key, fold, integers, uniform
+from imdm.diffusion.state import Noised, Rows
 from imdm.models.quantized import LEAST, MOST, rounded
 from imdm.models.variants import with_mask
-from imdm.randomness import Purpose, as_key, fold, integers, uniform
 from imdm.sampling import draw
-from imdm.state import Noised, Rows
 
 if TYPE_CHECKING:
     from imdm.models.denoiser import MaskedDiffusionLM

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 from imdm.core.errors import UserError, check_number, check_whole, shown, unknown
-from imdm.ending import Ending
-from imdm.masks import parse_mask
+from imdm.diffusion.ending import Ending
+from imdm.diffusion.masks import parse_mask
+from imdm.diffusion.process import NoisePolicy, check_policy
+from imdm.diffusion.schedule import parse_schedule
 from imdm.models.backbones import backbones, parse_backbone
 from imdm.models.backbones.base import DEFAULT, is_default
-from imdm.process import NoisePolicy, check_policy
 from imdm.sampling.options import RevealOrder, check_order
-from imdm.schedule import parse_schedule
 
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {"width": 128, "blocks": 4, "heads": 4, "condition": 32},

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 
 from imdm.core.errors import UserError, check_is, check_seed
-from imdm.masks import Infinite, parse_mask
+from imdm.diffusion.masks import Infinite, parse_mask
 from imdm.models.network import Network
 
 Model = TypeVar("Model", bound=Network)

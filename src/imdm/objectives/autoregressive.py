@@ -9,10 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from imdm.diffusion.process import Process
+from imdm.diffusion.state import Noised, Rows
 from imdm.models.readout import Chosen
 from imdm.objectives.base import Objective, Step, objectives
-from imdm.process import Process
-from imdm.state import Noised, Rows
 
 
 @objectives.register("autoregressive")

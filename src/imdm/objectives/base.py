@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from imdm.core.config import Config, parse_kind
 from imdm.core.errors import UserError
 from imdm.core.registry import Registry
+from imdm.diffusion.process import Process
+from imdm.diffusion.randomness import Purpose, as_key, fold, uniform
+from imdm.diffusion.state import Noised, Rows
 from imdm.models.readout import Chosen
-from imdm.process import Process
-from imdm.randomness import Purpose, as_key, fold, uniform
-from imdm.state import Noised, Rows
 
 if TYPE_CHECKING:
     from imdm.data.source import Source

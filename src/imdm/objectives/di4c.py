@@ -31,12 +31,12 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from imdm.core.errors import UserError
+from imdm.diffusion.process import Process
+from imdm.diffusion.randomness import Purpose, fold, uniform
+from imdm.diffusion.state import Noised, Rows
 from imdm.objectives.base import EARLIEST, Step, objectives
 from imdm.objectives.rounds import Rounds, Teacher
-from imdm.process import Process
-from imdm.randomness import Purpose, fold, uniform
 from imdm.sampling import draw_tokens
-from imdm.state import Noised, Rows
 
 if TYPE_CHECKING:
     from imdm.models.denoiser import MaskedDiffusionLM

@@ -36,6 +36,8 @@ from torch import Tensor, nn
 
 from imdm.core.config import Config
 from imdm.core.errors import UserError
+from imdm.diffusion.process import NoisePolicy, Process
+from imdm.diffusion.randomness import Purpose, as_key, fold, uniform
 from imdm.models.readout import Chosen, Gradient, reduced
 from imdm.objectives.base import EARLIEST, STUDENT, Objective, Step, Trained, objectives
 from imdm.objectives.onpolicy import (
@@ -52,8 +54,6 @@ from imdm.objectives.onpolicy import (
     planned,
 )
 from imdm.objectives.texts import TEMPERATURES, Frontier, many_steps, mean_log, score, shares_of_lengths, standing
-from imdm.process import NoisePolicy, Process
-from imdm.randomness import Purpose, as_key, fold, uniform
 from imdm.sampling import Sampling, sample
 from imdm.sampling.options import RevealOrder
 from imdm.sharding import weights_of

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
+from imdm.diffusion.process import Process
+from imdm.diffusion.state import Noised, Rows
 from imdm.objectives.base import Objective, Step, corrupted, nelbo_terms, objectives
-from imdm.process import Process
-from imdm.state import Noised, Rows
 
 
 @objectives.register("nelbo")

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from imdm.diffusion.process import NoisePolicy, Process
+from imdm.diffusion.randomness import Purpose, as_key, fold
+from imdm.diffusion.state import Noised, Rows
 from imdm.models.readout import Chosen
 from imdm.objectives.base import Objective, Step, nelbo_terms, objectives
-from imdm.process import NoisePolicy, Process
-from imdm.randomness import Purpose, as_key, fold
-from imdm.state import Noised, Rows
 
 if TYPE_CHECKING:
     from imdm.data.source import Source

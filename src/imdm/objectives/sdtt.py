@@ -10,13 +10,13 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from imdm.diffusion.process import Process
+from imdm.diffusion.randomness import Purpose, uniform
+from imdm.diffusion.state import Noised, Rows, filled_places
 from imdm.models.readout import Chosen, Compared, Divergence, Head, Whole, reduced
 from imdm.objectives.base import Step, corrupted, objectives
 from imdm.objectives.rounds import Rounds, Teacher
-from imdm.process import Process
-from imdm.randomness import Purpose, uniform
 from imdm.sampling import draw_tokens
-from imdm.state import Noised, Rows, filled_places
 
 if TYPE_CHECKING:
     from imdm.models import Denoiser

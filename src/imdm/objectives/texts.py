@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from imdm.core.errors import UserError
-from imdm.ending import Ending, lengths
+from imdm.diffusion.ending import Ending, lengths
+from imdm.diffusion.randomness import Purpose, fold, uniform
+from imdm.diffusion.state import Rows
 from imdm.models.readout import Chosen
-from imdm.randomness import Purpose, fold, uniform
 from imdm.sampling import Sampling, sample
-from imdm.state import Rows
 
 if TYPE_CHECKING:
     from imdm.data.source import Source

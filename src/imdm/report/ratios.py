@@ -8,8 +8,8 @@ from math import exp, log
 
 import torch
 
+from imdm.diffusion.randomness import Purpose, as_key, normal, uniform
 from imdm.evaluation import Row
-from imdm.randomness import Purpose, as_key, normal, uniform
 from imdm.report.names import named
 from imdm.report.tables import Table, steps_in_words, told_apart
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from imdm.ending import Ending, Ends
+from imdm.diffusion.ending import Ending, Ends
 from imdm.kernels import kernels
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from imdm.state import Rows
+from imdm.diffusion.state import Rows
 
 
 @dataclass(frozen=True, repr=False)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from imdm.core.errors import UserError
-from imdm.ending import Ending
-from imdm.randomness import Purpose, uniform
+from imdm.diffusion.ending import Ending
+from imdm.diffusion.randomness import Purpose, uniform
 from imdm.sampling.categorical import draw_tokens
 from imdm.sampling.generation import Generation
 from imdm.sampling.options import Sampling

@@ -15,7 +15,7 @@ from imdm.core.errors import (
     is_temperature,
     unknown,
 )
-from imdm.process import NoisePolicy, check_policy
+from imdm.diffusion.process import NoisePolicy, check_policy
 
 RevealOrder = Literal["random", "spread"]
 """Which positions a step reveals: each independently of the others (`random`, Eq. 13), or far from one another."""

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from imdm.core.devices import sent
-from imdm.process import Process, Split
-from imdm.randomness import Purpose, uniform
+from imdm.diffusion.process import Process, Split
+from imdm.diffusion.randomness import Purpose, uniform
+from imdm.diffusion.state import Rows
 from imdm.sampling.options import RevealOrder
-from imdm.state import Rows
 
 END = 1e-5  # the time grid ends here; the last step reveals whatever is left
 

@@ -27,14 +27,14 @@ import torch
 from torch import Tensor
 
 from imdm.core.errors import UserError, check_function, check_is, check_whole
-from imdm.masks import NoisePath
-from imdm.process import Process
-from imdm.randomness import Purpose, uniform
+from imdm.diffusion.masks import NoisePath
+from imdm.diffusion.process import Process
+from imdm.diffusion.randomness import Purpose, uniform
+from imdm.diffusion.state import Noised
 from imdm.sampling.categorical import Drawn, draw_tokens
 from imdm.sampling.generation import Generation, Revealed, Trace
 from imdm.sampling.options import Sampling
 from imdm.sampling.planning import Plan, Turn, plan, turns
-from imdm.state import Noised
 
 if TYPE_CHECKING:
     from imdm.models.contract import Denoiser

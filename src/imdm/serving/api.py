@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field, WrapValidator, model_validator
 
 from imdm.core.config import Config
 from imdm.core.errors import UserError, unknown
-from imdm.process import NoisePolicy
+from imdm.diffusion.process import NoisePolicy
 from imdm.sampling.options import RevealOrder
 from imdm.serving.engine import Engine
 from imdm.serving.jobs import Frame, Job

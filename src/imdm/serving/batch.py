@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from imdm.core.devices import Fetched, sent
-from imdm.masks import NoisePath
-from imdm.process import NoisePolicy, Split
-from imdm.randomness import Purpose, folded
+from imdm.diffusion.masks import NoisePath
+from imdm.diffusion.process import NoisePolicy, Split
+from imdm.diffusion.randomness import Purpose, folded
+from imdm.diffusion.state import Rows
 from imdm.sampling import Canvas, Keys, Sampling, Turn, plan, reverse_step
 from imdm.serving.jobs import Job, Ticket
-from imdm.state import Rows
 
 if TYPE_CHECKING:
     from imdm.models.denoiser import MaskedDiffusionLM

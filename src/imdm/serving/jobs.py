@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from imdm.core.errors import UserError, check_number, check_seed, check_whole
-from imdm.process import NoisePolicy
+from imdm.diffusion.process import NoisePolicy
 from imdm.sampling.options import RevealOrder, Sampling
 from imdm.serving.settings import Settings
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from imdm.data.synthetic import Language
-from imdm.process import Process
+from imdm.diffusion.process import Process
 
 
 def entropy(p: Tensor) -> Tensor:

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from imdm.data.synthetic import Language
-from imdm.masks import Finite, Infinite, Mask, Single
+from imdm.diffusion.masks import Finite, Infinite, Mask, Single
+from imdm.diffusion.process import Process
+from imdm.diffusion.schedule import LogLinear, Schedule
+from imdm.diffusion.state import Noised, Rows
 from imdm.models.readout import Said
-from imdm.process import Process
-from imdm.schedule import LogLinear, Schedule
-from imdm.state import Noised, Rows
 
 
 class Tabulated(ABC):

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from imdm.core.config import Config
 from imdm.core.errors import UserError
+from imdm.diffusion.randomness import Purpose, as_key, fold, seeded
 from imdm.models import Network
 from imdm.models.backbones import backbones
 from imdm.models.pretrained import linear_layers
-from imdm.randomness import Purpose, as_key, fold, seeded
 
 if TYPE_CHECKING:
     from imdm.models.denoiser import MaskedDiffusionLM

@@ -20,8 +20,8 @@ from imdm import models
 from imdm.core.config import check_name
 from imdm.core.errors import UserError, check_is
 from imdm.core.files import digest_of
+from imdm.diffusion.randomness import Purpose, as_key, fold, seeded
 from imdm.objectives import STUDENT, Objective, Trained
-from imdm.randomness import Purpose, as_key, fold, seeded
 from imdm.sharding import Sharding, reshard, shard, whole_on_first
 from imdm.training.checkpoint import NetworkState
 from imdm.training.config import TrainConfig

@@ -22,9 +22,9 @@ from imdm.core.errors import UserError, check_function, check_is, check_seed, ch
 from imdm.core.files import append_line, as_path, write_text, written_aside
 from imdm.core.stopping import Asked
 from imdm.data.source import Order, Source, check_teaches
+from imdm.diffusion.randomness import Purpose, as_key, fold
 from imdm.models.identity import fingerprint
 from imdm.objectives import STUDENT, Objective, Step
-from imdm.randomness import Purpose, as_key, fold
 from imdm.sharding import Sharding, gathered, reshard, whole_model, whole_on_first
 from imdm.training import checkpoint, history, recording
 from imdm.training.agreement import Agreement

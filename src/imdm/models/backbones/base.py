@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from imdm.core.config import Config
 from imdm.core.errors import UserError, shown
 from imdm.core.registry import Registry
+from imdm.diffusion.state import Rows
 from imdm.models.layers import Dropout
-from imdm.state import Rows
 
 if TYPE_CHECKING:
     from imdm.models.shape import Shape

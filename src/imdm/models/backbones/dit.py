@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from imdm.core.errors import UserError
+from imdm.diffusion.randomness import Purpose, fold
+from imdm.diffusion.state import Rows
 from imdm.kernels import is_plain
 from imdm.models.backbones.base import Asked, Backbone, BackboneSettings, Folded, Looked, backbones, size_filled
 from imdm.models.layers import Block, Look, Norm, Rope, TimeCondition, ZeroLinear, rotary
-from imdm.randomness import Purpose, fold
-from imdm.state import Rows
 
 if TYPE_CHECKING:
     from imdm.models.shape import Shape

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from imdm.core.errors import UserError, reason_of
+from imdm.diffusion.randomness import Purpose, as_key, fold, seeded, uniform
 from imdm.models.backbones.base import Asked, Backbone, BackboneSettings, Looked, backbones
 from imdm.models.pretrained import (
     WholeHead,
@@ -41,7 +42,6 @@ from imdm.models.pretrained import (
     parse_config,
     plain_config,
 )
-from imdm.randomness import Purpose, as_key, fold, seeded, uniform
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from imdm.masks.base import Mask, masks
+from imdm.diffusion.masks.base import Mask, masks
 
 
 @masks.register("single")

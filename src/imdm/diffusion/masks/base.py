@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from imdm.core.config import Config, parse_kind
 from imdm.core.errors import UserError
 from imdm.core.registry import Registry
-from imdm.masks.path import NoisePath
-from imdm.randomness import Purpose, uniform
+from imdm.diffusion.masks.path import NoisePath
+from imdm.diffusion.randomness import Purpose, uniform
 
 masks: Registry[type[Mask]] = Registry("mask")
 

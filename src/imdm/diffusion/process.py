@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from imdm.core.errors import unknown
-from imdm.ending import Ending, Ends
-from imdm.masks import Mask, NoisePath
-from imdm.masks.path import between_uniforms, with_ends
-from imdm.randomness import Purpose, uniform
-from imdm.schedule import Schedule
-from imdm.state import Noised, Rows
+from imdm.diffusion.ending import Ending, Ends
+from imdm.diffusion.masks import Mask, NoisePath
+from imdm.diffusion.masks.path import between_uniforms, with_ends
+from imdm.diffusion.randomness import Purpose, uniform
+from imdm.diffusion.schedule import Schedule
+from imdm.diffusion.state import Noised, Rows
 
 NoisePolicy = Literal["posterior", "keep"]
 """The noise of a position that stays masked: `posterior` redraws it by Eq. 13, `keep` keeps it."""
@@ -68,8 +68,8 @@ class Process:
     padding after a visible end, are certain and never masked. With `lengths`, the shares of texts of 0, 1, 2 … tokens,
     the end of a text is drawn before its tokens (`begun`), not by the network.
 
-    >>> from imdm.masks import Single
-    >>> from imdm.schedule import LogLinear
+    >>> from imdm.diffusion.masks import Single
+    >>> from imdm.diffusion.schedule import LogLinear
     >>> process = Process(LogLinear(floor=0.0), Single(), mask_id=2)
     >>> split = process.split(torch.tensor(1.0), torch.tensor(0.5))
     >>> float(split.reveal), float(split.keep + split.redraw)

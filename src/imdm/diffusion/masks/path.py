@@ -18,7 +18,7 @@ class NoisePath:
     """Noise between two others, used instead of keys: that of keys `first` (B,) at s = 0 and that of keys `second` (B,)
     at s = 1, to the bit. s (B,) in [0, 1], float64.
 
-    >>> from imdm.masks import Infinite
+    >>> from imdm.diffusion.masks import Infinite
     >>> mask, one, other = Infinite(dim=4), torch.tensor([1]), torch.tensor([2])
     >>> draws, masked = torch.zeros(1, 3, dtype=torch.int64), torch.ones(1, 3, dtype=torch.bool)
     >>> end = mask.draw(NoisePath.at(one, other, 1.0), draws, masked)

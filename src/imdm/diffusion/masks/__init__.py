@@ -1,11 +1,11 @@
 """Masks, the network's input at masked positions: `single` (MDM), `finite(K)`, `infinite(law, dim, scale)`."""
 
 from imdm.core.registry import import_all
-from imdm.masks.base import Mask, masks, parse_mask
-from imdm.masks.finite import Finite
-from imdm.masks.infinite import Infinite
-from imdm.masks.path import NoisePath
-from imdm.masks.single import Single
+from imdm.diffusion.masks.base import Mask, masks, parse_mask
+from imdm.diffusion.masks.finite import Finite
+from imdm.diffusion.masks.infinite import Infinite
+from imdm.diffusion.masks.path import NoisePath
+from imdm.diffusion.masks.single import Single
 
 import_all(__name__, __path__)
 

@@ -7,9 +7,9 @@ from typing import Literal
 from pydantic import Field
 from torch import Tensor, nn
 
-from imdm.masks.base import Mask, masks
-from imdm.masks.path import NoisePath, between_normals, between_uniforms
-from imdm.randomness import Purpose, normal, symmetric
+from imdm.diffusion.masks.base import Mask, masks
+from imdm.diffusion.masks.path import NoisePath, between_normals, between_uniforms
+from imdm.diffusion.randomness import Purpose, normal, symmetric
 
 
 class NoiseInput(nn.Linear):

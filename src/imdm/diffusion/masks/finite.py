@@ -6,8 +6,8 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from imdm.masks.base import Mask, masks
-from imdm.randomness import Purpose, integers
+from imdm.diffusion.masks.base import Mask, masks
+from imdm.diffusion.randomness import Purpose, integers
 
 
 class ZeroEmbedding(nn.Embedding):

@@ -1,0 +1,1 @@
+"""The mathematics: schedules, states, the process and its reverse (Eqs. 11 to 13), endings, keyed noise, masks."""
