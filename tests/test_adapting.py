@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import imdm
-from imdm.adopting import adopted_config, write_published
+from imdm.adopting.adopt import adopted_config, write_published
 from imdm.core.errors import UserError
 from imdm.data.source import LanguageSource, TokenSource
 from imdm.data.synthetic import aligned

@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import imdm
-from imdm.adopting import adopt_into, source_files, write_published
+from imdm.adopting.adopt import adopt_into, source_files, write_published
 from imdm.adopting.checkpoints import NEEDED, read_pickled, read_weights
+from imdm.adopting.sources import check_source
 from imdm.core.errors import UserError
-from imdm.sources import check_source
 from tests.reference.published import logits, made
 from tests.test_cli import imdm as command
 from tests.test_cli import refused

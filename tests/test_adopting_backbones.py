@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedTokenizerFast
 
 import imdm
-from imdm.adopting import adopt_into
+from imdm.adopting.adopt import adopt_into
 from imdm.core.errors import UserError
 from imdm.models.loading import load_model
 from tests.reference.published import llada_logits

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from imdm import UserError, load
+from imdm.adopting.sources import check_source
 from imdm.data.tokenizers import load_tokenizer
 from imdm.evaluation import load_judge
 from imdm.experiments import load_recipe
 from imdm.shipped import DEFAULT, FORMER, find, folder_of
-from imdm.sources import check_source
 
 
 @pytest.mark.parametrize("name", FORMER)

@@ -490,7 +490,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from imdm.core.devices import leave
-from imdm.sharding import Sharding
+from imdm.models.sharding import Sharding
 from imdm.training import Network, TrainConfig
 from imdm.training.network import still
 

@@ -34,12 +34,12 @@ from imdm.cli.serving import named, serve
 from imdm.core.errors import UserError
 from imdm.core.files import read_lines
 from imdm.data.tokenizers import special_ids, train_bpe
-from imdm.listening import listen
 from imdm.serving import Engine, Settings
 from imdm.serving.api import Completion, Growing, Infill, Order
 from imdm.serving.app import Gone, while_connected
 from imdm.serving.guard import LOCAL, Guard, is_local
 from imdm.serving.jobs import Frame
+from imdm.serving.listening import listen
 from imdm.serving.metrics import Metrics
 from imdm.serving.play import Author
 from imdm.serving.ready import responsive

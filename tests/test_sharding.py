@@ -446,7 +446,7 @@ def test_compiled_blocks_are_sharded_too(tmp_path: Path) -> None:
 
 
 def test_blocks_are_those_of_any_backbone() -> None:
-    from imdm.sharding import blocks_of
+    from imdm.models.sharding import blocks_of
 
     ours = sharded.model()
     assert list(blocks_of(ours)) == list(ours.backbone.blocks)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from imdm.adopting import adopt_into
+from imdm.adopting.adopt import adopt_into
 from imdm.core.errors import UserError
 from imdm.data.tokenizers import check_same, copy_tokenizer, load_tokenizer, special_ids, train_bpe
 from imdm.exporting import export_transformers

@@ -21,17 +21,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 
-from imdm import sharding
 from imdm.core import devices
 from imdm.core.errors import AgreedError, UserError
 from imdm.data.coupling import Coupling
 from imdm.data.source import LanguageSource, TokenSource
 from imdm.data.synthetic import aligned
 from imdm.diffusion.randomness import as_key, seeded
+from imdm.models import sharding
 from imdm.models.configuration import MaskedDiffusionConfig
 from imdm.models.denoiser import MaskedDiffusionLM
+from imdm.models.sharding import whole_on_first
 from imdm.objectives import parse_objective
-from imdm.sharding import whole_on_first
 from imdm.training import Network, TrainConfig, Trainer
 from imdm.training import config as training_config
 

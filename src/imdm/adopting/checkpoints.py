@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from imdm.adopting.sources import check_archive, weight_files
 from imdm.core.errors import UserError, reason_of
 from imdm.core.files import read_tensors, tensor_names
-from imdm.sources import check_archive, weight_files
 
 DTYPES = {
     "DoubleStorage": torch.float64,

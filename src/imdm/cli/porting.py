@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from imdm.adopting.sources import check_source
 from imdm.cli.app import ModelPath, OutFolder, app, reporter, say
 from imdm.cli.arguments import as_options, naming_options
 from imdm.cli.early import LAYOUTS, WEIGHTS, check_known, known_order, known_precision
 from imdm.core.errors import UserError
 from imdm.core.files import check_new
-from imdm.sources import check_source
 
 if TYPE_CHECKING:
     from imdm.exporting import Weights
@@ -65,7 +65,7 @@ def adopt(
         tokenizer_place(tokenizer)
     import torch
 
-    from imdm.adopting import adopt_into
+    from imdm.adopting.adopt import adopt_into
 
     how: dict[str, Any] = {
         "length": length,

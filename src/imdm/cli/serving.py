@@ -14,7 +14,7 @@ import typer
 from imdm.cli.app import STOPPED, app, device, say
 from imdm.cli.early import called, located
 from imdm.core.errors import UserError
-from imdm.listening import listen
+from imdm.serving.listening import listen
 from imdm.shipped import DEFAULT, TEACHER
 
 if TYPE_CHECKING:

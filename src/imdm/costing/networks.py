@@ -18,7 +18,7 @@ from imdm.models import Network
 from imdm.models.backbones.base import DEFAULT
 from imdm.models.configuration import MaskedDiffusionConfig
 from imdm.models.loading import load_config
-from imdm.sharding import blocks_of
+from imdm.models.sharding import blocks_of
 from imdm.shipped import find
 
 TOKENIZERS = {"gpt2": 50_258, "bert-base-uncased": 30_522, "smollm2": 49_153}
@@ -92,7 +92,8 @@ class Networks:
 
     def _published(self, name: str, stage: AdoptStage) -> MaskedDiffusionConfig:
         """Of a published model that is here, or whose size is known."""
-        from imdm.adopting import adopted_config, families
+        from imdm.adopting import families
+        from imdm.adopting.adopt import adopted_config
 
         told = {"length": self.length, **stage.how()}
         if Path(find(stage.source)).exists():

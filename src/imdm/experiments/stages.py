@@ -50,7 +50,7 @@ def make_stage(run: Run, name: str) -> str:
 
 def _adopt(run: Run, name: str, stage: AdoptStage) -> str:
     """Convert a published model, with the rows' length and ending."""
-    from imdm.adopting import adopt_into
+    from imdm.adopting.adopt import adopt_into
 
     inputs, folder = run.inputs, run.folder / name / "model"
     run.reporter.say(f"{name}: {stage.source} as one of ours")

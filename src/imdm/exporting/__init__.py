@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
-from imdm.adopting import write_published
+from imdm.adopting.adopt import write_published
 from imdm.core.devices import processes
 from imdm.core.errors import UserError, check_is, unknown
 from imdm.core.files import check_new, read_json, write_json, written_aside

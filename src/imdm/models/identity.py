@@ -11,7 +11,7 @@ from imdm.core.errors import check_is
 from imdm.core.files import read_json
 from imdm.models.network import Network
 from imdm.models.saving import law_text
-from imdm.sharding import whole
+from imdm.models.sharding import whole
 from imdm.shipped import KIND
 
 

@@ -39,6 +39,7 @@ from imdm.core.errors import UserError
 from imdm.diffusion.process import NoisePolicy, Process
 from imdm.diffusion.randomness import Purpose, as_key, fold, uniform
 from imdm.models.readout import Chosen, Gradient, reduced
+from imdm.models.sharding import weights_of
 from imdm.objectives.base import EARLIEST, STUDENT, Objective, Step, Trained, objectives
 from imdm.objectives.onpolicy import (
     DATA,
@@ -56,7 +57,6 @@ from imdm.objectives.onpolicy import (
 from imdm.objectives.texts import TEMPERATURES, Frontier, many_steps, mean_log, score, shares_of_lengths, standing
 from imdm.sampling import Sampling, sample
 from imdm.sampling.options import RevealOrder
-from imdm.sharding import weights_of
 
 if TYPE_CHECKING:
     from imdm.data.source import Source

@@ -16,11 +16,11 @@ from imdm.diffusion.randomness import Purpose, fold, uniform
 from imdm.diffusion.state import Noised, Rows, filled_places, size_of_rows
 from imdm.models import Network, Shape
 from imdm.models.readout import Chosen, Gradient, Head, Whole, match_rows, reduced
+from imdm.models.sharding import duplicate, shared_like, weights_of
 from imdm.objectives.base import Step
 from imdm.objectives.rounds import fixed
 from imdm.objectives.texts import Frontier
 from imdm.sampling import draw_tokens
-from imdm.sharding import duplicate, shared_like, weights_of
 
 if TYPE_CHECKING:
     from imdm.models.denoiser import MaskedDiffusionLM

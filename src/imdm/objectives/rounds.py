@@ -11,8 +11,8 @@ from torch import Tensor
 
 from imdm.core.errors import UserError
 from imdm.models.identity import fingerprint
+from imdm.models.sharding import duplicate, shard, sharding_of, shared_like, weights_of
 from imdm.objectives.base import Objective
-from imdm.sharding import duplicate, shard, sharding_of, shared_like, weights_of
 
 if TYPE_CHECKING:
     from imdm.models.denoiser import MaskedDiffusionLM

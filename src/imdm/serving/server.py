@@ -16,10 +16,10 @@ import uvicorn
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from imdm.core.errors import UserError
-from imdm.listening import listen
 from imdm.serving.app import make_app
 from imdm.serving.engine import Engine
 from imdm.serving.guard import PATIENCE
+from imdm.serving.listening import listen
 from imdm.serving.ready import responsive, warm
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from pydantic import Field
 from imdm.core.config import Config
 from imdm.core.devices import check_precision
 from imdm.core.errors import UserError
-from imdm.sharding import Shard
+from imdm.models.sharding import Shard
 from imdm.training.lora import Lora, check_lora
 
 ALIKE = frozenset(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from imdm.core.errors import UserError
-from imdm.sharding import own, shared_like, weights_of
+from imdm.models.sharding import own, shared_like, weights_of
 
 
 class EMA:

@@ -21,8 +21,8 @@ from imdm.core.config import check_name
 from imdm.core.errors import UserError, check_is
 from imdm.core.files import digest_of
 from imdm.diffusion.randomness import Purpose, as_key, fold, seeded
+from imdm.models.sharding import Sharding, reshard, shard, whole_on_first
 from imdm.objectives import STUDENT, Objective, Trained
-from imdm.sharding import Sharding, reshard, shard, whole_on_first
 from imdm.training.checkpoint import NetworkState
 from imdm.training.config import TrainConfig
 from imdm.training.ema import EMA

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from imdm.core.errors import UserError
 from imdm.models import Network
-from imdm.sharding import shared_like, whole
+from imdm.models.sharding import shared_like, whole
 from imdm.training.config import TrainConfig
 
 MOMENTUM = 0.95

@@ -24,8 +24,8 @@ from imdm.core.stopping import Asked
 from imdm.data.source import Order, Source, check_teaches
 from imdm.diffusion.randomness import Purpose, as_key, fold
 from imdm.models.identity import fingerprint
+from imdm.models.sharding import Sharding, gathered, reshard, whole_model, whole_on_first
 from imdm.objectives import STUDENT, Objective, Step
-from imdm.sharding import Sharding, gathered, reshard, whole_model, whole_on_first
 from imdm.training import checkpoint, history, recording
 from imdm.training.agreement import Agreement
 from imdm.training.config import ALIKE, TrainConfig
