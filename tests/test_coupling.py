@@ -16,9 +16,9 @@ from imdm.core.files import read_tensors
 from imdm.data.coupling import CoupleConfig, Coupling, couple, shard_path
 from imdm.data.source import LanguageSource
 from imdm.data.synthetic import aligned
+from imdm.diffusion.schedule import EARLIEST
 from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.models.identity import fingerprint
-from imdm.objectives import EARLIEST
 from tests.conftest import tiny_model
 from tests.reference.statistics import assert_mean
 

@@ -27,6 +27,7 @@ from imdm.data.source import LanguageSource, TokenSource
 from imdm.data.synthetic import aligned
 from imdm.diffusion.masks import Mask, parse_mask
 from imdm.diffusion.randomness import Purpose, fold, uniform
+from imdm.diffusion.schedule import EARLIEST
 from imdm.diffusion.state import Noised, Rows
 from imdm.experiments import TrainStage
 from imdm.experiments.stages import _waiting
@@ -35,7 +36,7 @@ from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.models.loading import load_model
 from imdm.models.readout import Chosen, Gradient, Head, Said, match_rows, matched
 from imdm.models.variants import with_mask
-from imdm.objectives import EARLIEST, Match, Nelbo, Step, match, parse_objective
+from imdm.objectives import Match, Nelbo, Step, match, parse_objective
 from imdm.objectives.match import AUXILIARY, DATA, OWN, PRIOR, Starts
 from imdm.objectives.onpolicy import Auxiliary, Planned, Pursued, masked_again, planned
 from imdm.objectives.texts import TEMPERATURES, Frontier, Standing, score, smoothed, standing

@@ -14,20 +14,10 @@ from imdm.data.coupling import CoupleConfig, couple
 from imdm.data.source import LanguageSource
 from imdm.data.synthetic import aligned
 from imdm.diffusion.randomness import Purpose, fold, uniform
-from imdm.diffusion.schedule import Schedule, parse_schedule
+from imdm.diffusion.schedule import EARLIEST, Schedule, parse_schedule
 from imdm.evaluation import Subject, measure
 from imdm.models.loading import load_model
-from imdm.objectives import (
-    EARLIEST,
-    Autoregressive,
-    Nelbo,
-    Objective,
-    ReDi,
-    Step,
-    nelbo_terms,
-    next_log_probs,
-    parse_objective,
-)
+from imdm.objectives import Autoregressive, Nelbo, Objective, ReDi, Step, nelbo_terms, next_log_probs, parse_objective
 from imdm.theory.information import contexts
 from imdm.training import TrainConfig, Trainer
 from tests.conftest import tiny_model

@@ -32,9 +32,9 @@ from imdm.costing.work import (
     updated,
     written,
 )
+from imdm.diffusion.schedule import EARLIEST
 from imdm.evaluation.parts import part_size
 from imdm.objectives import SDTT, Autoregressive, Di4C, Match, Nelbo, Objective, ReDi
-from imdm.objectives.base import EARLIEST
 from imdm.objectives.match import AT_ONCE as WRITTEN_AT_ONCE
 from imdm.objectives.redi import AT_ONCE as PAIRS
 from imdm.objectives.texts import MANY, READINGS, TEMPERATURES

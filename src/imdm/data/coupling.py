@@ -33,11 +33,10 @@ from imdm.data.source import Order, Source, check_fits
 from imdm.diffusion.masks import parse_mask
 from imdm.diffusion.process import NoisePolicy
 from imdm.diffusion.randomness import GENERATOR, Purpose, as_key, fold, uniform
-from imdm.diffusion.schedule import parse_schedule
+from imdm.diffusion.schedule import EARLIEST, parse_schedule
 from imdm.models import Network, check_tokens
 from imdm.models.fast import in_precision
 from imdm.models.identity import fingerprint
-from imdm.objectives import EARLIEST
 from imdm.sampling import Sampling, sample
 
 if TYPE_CHECKING:

@@ -14,6 +14,9 @@ from imdm.core.registry import Registry
 
 schedules: Registry[type[Schedule]] = Registry("schedule")
 
+EARLIEST = 1e-3
+"""Training times are in [10⁻³, 1]."""
+
 
 class Schedule(Config):
     """A decreasing α: [0, 1] → [0, 1] with α(0) = 1.

@@ -3,7 +3,6 @@
 from imdm.core.registry import import_all
 from imdm.objectives.autoregressive import Autoregressive, next_log_probs
 from imdm.objectives.base import (
-    EARLIEST,
     STUDENT,
     Companion,
     Objective,
@@ -22,7 +21,6 @@ from imdm.objectives.sdtt import SDTT
 import_all(__name__, __path__)
 
 __all__ = [
-    "EARLIEST",
     "SDTT",
     "STUDENT",
     "Autoregressive",

@@ -16,6 +16,7 @@ from imdm.core.errors import UserError
 from imdm.core.registry import Registry
 from imdm.diffusion.process import Process
 from imdm.diffusion.randomness import Purpose, as_key, fold, uniform
+from imdm.diffusion.schedule import EARLIEST
 from imdm.diffusion.state import Noised, Rows
 from imdm.models.readout import Chosen
 
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 
 objectives: Registry[type[Objective]] = Registry("objective")
 
-EARLIEST = 1e-3
-"""Training times are in [10⁻³, 1]."""
 STUDENT = "student"
 """The network that every objective trains, and that a run exports."""
 

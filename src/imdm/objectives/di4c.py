@@ -33,8 +33,9 @@ from torch import Tensor, nn
 from imdm.core.errors import UserError
 from imdm.diffusion.process import Process
 from imdm.diffusion.randomness import Purpose, fold, uniform
+from imdm.diffusion.schedule import EARLIEST
 from imdm.diffusion.state import Noised, Rows
-from imdm.objectives.base import EARLIEST, Step, objectives
+from imdm.objectives.base import Step, objectives
 from imdm.objectives.rounds import Rounds, Teacher
 from imdm.sampling import draw_tokens
 

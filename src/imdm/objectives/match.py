@@ -38,9 +38,10 @@ from imdm.core.config import Config
 from imdm.core.errors import UserError
 from imdm.diffusion.process import NoisePolicy, Process
 from imdm.diffusion.randomness import Purpose, as_key, fold, uniform
+from imdm.diffusion.schedule import EARLIEST
 from imdm.models.readout import Chosen, Gradient, reduced
 from imdm.models.sharding import weights_of
-from imdm.objectives.base import EARLIEST, STUDENT, Objective, Step, Trained, objectives
+from imdm.objectives.base import STUDENT, Objective, Step, Trained, objectives
 from imdm.objectives.onpolicy import (
     DATA,
     OWN,
