@@ -47,7 +47,7 @@ METRIC = '''
 """The share of samples whose first token is the language's most likely first token."""
 
 from imdm.evaluation import Evaluation, Measurement, metric
-from imdm.evaluation.base import mean
+from imdm.data.statistics import mean
 
 
 @metric("first_token", language=True)

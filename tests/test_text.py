@@ -28,12 +28,13 @@ from imdm.data.corpora import Corpus
 from imdm.data.packing import PrepareConfig, prepare
 from imdm.data.prepared import PreparedSource
 from imdm.data.source import TokenSource
+from imdm.data.statistics import sample_entropy
 from imdm.data.text import TextData
 from imdm.data.tokenizers import load_tokenizer, train_bpe
 from imdm.evaluation import Conditional, Evaluation, Judge, Subject, load_embedder, load_judge, matched, measure
 from imdm.evaluation.conditional import continued
 from imdm.evaluation.fetching import fetch
-from imdm.evaluation.text import found_in, read_before, sample_entropy
+from imdm.evaluation.text import found_in, read_before
 from imdm.exporting import export
 from imdm.models.configuration import MaskedDiffusionConfig
 from imdm.models.denoiser import MaskedDiffusionLM

@@ -24,6 +24,7 @@ from imdm.data.encoding import Encoded
 from imdm.data.packing import Packer
 from imdm.data.prepared import Prepared
 from imdm.data.source import TokenSource, check_fits, check_teaches
+from imdm.data.statistics import pooled, shared_grams
 from imdm.data.synthetic import Language
 from imdm.data.tokenizers import special_ids, train_bpe
 from imdm.diffusion.ending import Ending, lengths
@@ -37,7 +38,6 @@ from imdm.evaluation.classifier import accuracy
 from imdm.evaluation.conditional import Conditional, continued
 from imdm.evaluation.measuring import to_row
 from imdm.evaluation.steps import in_steps, one_by_one, pairs_at_once, pairs_one_by_one
-from imdm.evaluation.text import pooled, shared_grams
 from imdm.experiments import Recipe, Run, load_recipe, parse_recipe
 from imdm.models.configuration import MaskedDiffusionConfig
 from imdm.models.denoiser import MaskedDiffusionLM

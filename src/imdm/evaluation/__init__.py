@@ -1,7 +1,8 @@
 """Metrics, judges and result rows."""
 
 from imdm.core.registry import import_all
-from imdm.evaluation.base import Evaluation, Measurement, Metric, Subject, about, metric, metrics
+from imdm.data.statistics import Measurement
+from imdm.evaluation.base import Evaluation, Metric, Subject, about, metric, metrics
 from imdm.evaluation.conditional import Conditional
 from imdm.evaluation.factorization import single_step_error
 from imdm.evaluation.judge import Judge, load_judge

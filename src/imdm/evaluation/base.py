@@ -1,6 +1,5 @@
-"""The parts of an evaluation: a value with its standard error and n (`Measurement`), a metric and what it needs
-(`Metric`), a model with its data and settings (`Subject`), and what metrics share while they are computed
-(`Evaluation`). One file a metric; each registers itself."""
+"""The parts of an evaluation: a metric and what it needs (`Metric`), a model with its data and settings (`Subject`),
+and what metrics share while they are computed (`Evaluation`). One file a metric; each registers itself."""
 
 from __future__ import annotations
 
@@ -17,6 +16,7 @@ from imdm.core.errors import UserError, check_is, check_seed, check_whole
 from imdm.core.memory import check_room
 from imdm.core.registry import Registry
 from imdm.data.source import Data, LanguageSource, Source, check_fits
+from imdm.data.statistics import Measurement
 from imdm.data.synthetic import Language
 from imdm.data.tokenizers import load_tokenizer, special_ids
 from imdm.diffusion.ending import lengths
@@ -41,19 +41,6 @@ LACKING: dict[Reads, str] = {
     "train": "the training text; evaluate on prepared text",
     "pairs": "the couplings that the model was distilled on",
 }
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """judge: the model that scored the samples; split: the data split used; evaluations: network evaluations a sample,
-    if the samples are not the unconditional ones."""
-
-    value: float
-    stderr: float
-    n: int
-    judge: str | None = None
-    split: str | None = None
-    evaluations: float | None = None
 
 
 @dataclass(frozen=True)
@@ -379,22 +366,6 @@ def unpadded(rows: Tensor, tokenizer: Any) -> list[list[int]]:
     place = torch.arange(rows.shape[1], device=rows.device)
     sizes = torch.where(rows != special.pad, place + 1, 0).amax(1) + int(special.pad == special.end)
     return [row[:size] for row, size in zip(rows.tolist(), sizes.tolist(), strict=True)]
-
-
-def ratio(totals: Tensor, counts: Tensor) -> Measurement:
-    """Σ totals / Σ counts over independent samples (n,), such as nats a token; its standard error by the delta
-    method."""
-    totals, counts = totals.double(), counts.double()
-    value = totals.sum() / counts.sum()
-    error = mean((totals - value * counts) / counts.mean()).stderr
-    return Measurement(float(value), error, len(totals))
-
-
-def mean(values: Tensor) -> Measurement:
-    """The mean of independent values with its standard error."""
-    values = values.double()
-    spread = float(values.std(correction=1)) / len(values) ** 0.5 if len(values) > 1 else float("nan")
-    return Measurement(float(values.mean()), spread, len(values))
 
 
 REPLICATES = 200

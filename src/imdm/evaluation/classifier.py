@@ -10,10 +10,10 @@ from torch import Tensor
 
 from imdm.core.errors import UserError
 from imdm.data.source import Source
+from imdm.data.statistics import Measurement, grams, inside
 from imdm.diffusion.ending import Ending, lengths
 from imdm.diffusion.randomness import Purpose, as_key, fold, permutation
-from imdm.evaluation.base import Evaluation, Measurement, metric
-from imdm.evaluation.text import grams, inside
+from imdm.evaluation.base import Evaluation, metric
 
 ORDERS = (1, 2, 3)
 BUCKETS = 1 << 16

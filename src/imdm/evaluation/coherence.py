@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from imdm.core.errors import UserError
+from imdm.data.statistics import Measurement, mean
 from imdm.diffusion.randomness import Purpose, as_key, integers
-from imdm.evaluation.base import Evaluation, Measurement, mean, metric
+from imdm.evaluation.base import Evaluation, metric
 from imdm.evaluation.judge import Judge, Score, in_parts, judge_of
 
 

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from imdm.core.config import Config
 from imdm.core.errors import UserError
+from imdm.data.statistics import Measurement, mean, sample_entropy
 from imdm.diffusion.ending import Ending
-from imdm.evaluation.base import Evaluation, Measurement, average_evaluations, mean, metric
+from imdm.evaluation.base import Evaluation, average_evaluations, metric
 from imdm.evaluation.judge import perplexity
 from imdm.evaluation.mauve import mauve_of
-from imdm.evaluation.text import sample_entropy
 
 
 class Conditional(Config):

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from imdm.data.statistics import Measurement
 from imdm.data.synthetic import Language
 from imdm.diffusion.randomness import Purpose, as_key, fold
-from imdm.evaluation.base import Evaluation, Measurement, bootstrap_weights, metric, spread
+from imdm.evaluation.base import Evaluation, bootstrap_weights, metric, spread
 from imdm.models import Denoiser
 from imdm.theory.information import contexts, keep_and_reveal, marginal, revealed_subsets
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from imdm.core.errors import UserError
+from imdm.data.statistics import Measurement, mean
 from imdm.data.tokenizers import special_ids
 from imdm.diffusion.randomness import Purpose, as_key, fold
-from imdm.evaluation.base import Evaluation, Measurement, average_evaluations, mean, metric
+from imdm.evaluation.base import Evaluation, average_evaluations, metric
 from imdm.evaluation.continuing import continued
 from imdm.evaluation.judge import Score, have_ended, in_parts, judge_of, perplexity, perplexity_of
 from imdm.sampling import Generation

@@ -16,9 +16,10 @@ from imdm.core.devices import check_precision, checked_device
 from imdm.core.errors import UserError, is_out_of_memory, reason_of
 from imdm.core.files import read_json
 from imdm.core.hub import hub_for
+from imdm.data.statistics import Measurement
 from imdm.data.tokenizers import has_tokenizer, load_tokenizer, special_ids, tokenizer_hash
 from imdm.diffusion.state import Noised
-from imdm.evaluation.base import Evaluation, Measurement, bootstrap_weights, metric, spread
+from imdm.evaluation.base import Evaluation, bootstrap_weights, metric, spread
 from imdm.models.identity import is_ours
 from imdm.models.loading import load_model
 from imdm.shipped import FETCHABLE, fetched, find, meant, names

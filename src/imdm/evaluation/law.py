@@ -16,9 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from imdm.data.statistics import Measurement
 from imdm.data.synthetic import Language
 from imdm.diffusion.state import Noised
-from imdm.evaluation.base import Evaluation, Measurement, bootstrap_weights, metric, spread
+from imdm.evaluation.base import Evaluation, bootstrap_weights, metric, spread
 from imdm.evaluation.factorization import divergence, joint_under
 from imdm.models import Denoiser
 from imdm.sampling import Generation, probabilities

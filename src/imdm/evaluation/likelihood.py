@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from imdm.evaluation.base import Evaluation, Measurement, mean, metric, ratio
+from imdm.data.statistics import Measurement, mean, ratio
+from imdm.evaluation.base import Evaluation, metric
 from imdm.objectives import Step, nelbo_terms
 from imdm.objectives.autoregressive import next_log_probs
 

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from imdm.core.errors import UserError, is_out_of_memory, reason_of
 from imdm.core.hub import hub_for
-from imdm.evaluation.base import Evaluation, Measurement, metric
+from imdm.data.statistics import Measurement
+from imdm.evaluation.base import Evaluation, metric
 from imdm.evaluation.judge import SAFE, weight_sum
 
 SEEDS = 5

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from imdm.core.errors import UserError
+from imdm.data.statistics import Measurement, sample_entropy
 from imdm.diffusion.masks import Mask
-from imdm.evaluation.base import Evaluation, Measurement, Metric, Subject, TooShortError, metrics
+from imdm.evaluation.base import Evaluation, Metric, Subject, TooShortError, metrics
 from imdm.evaluation.judge import Judge
 from imdm.evaluation.mauve import NO_LIBRARY, Embedder, has_mauve, load_embedder
 from imdm.evaluation.results import Row, row_settings
-from imdm.evaluation.text import sample_entropy
 from imdm.sampling import Sampling
 
 if TYPE_CHECKING:

@@ -6,7 +6,8 @@ import time
 
 import torch
 
-from imdm.evaluation.base import Evaluation, Measurement, Subject, mean, metric
+from imdm.data.statistics import Measurement, mean
+from imdm.evaluation.base import Evaluation, Subject, metric
 from imdm.sampling import sample
 
 UNCOUNTED = 2  # runs: the first compiles, and a CUDA graph is captured when its shape occurs a second time

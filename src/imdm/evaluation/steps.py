@@ -35,10 +35,11 @@ import torch
 from torch import Tensor
 
 from imdm.core.errors import UserError
+from imdm.data.statistics import Measurement, mean
 from imdm.diffusion.process import Process
 from imdm.diffusion.randomness import Purpose, as_key, fold, uniform
 from imdm.diffusion.state import Noised
-from imdm.evaluation.base import Evaluation, Measurement, mean, metric
+from imdm.evaluation.base import Evaluation, metric
 from imdm.models import Denoiser
 from imdm.sampling import plan
 from imdm.sampling.categorical import AT_ONCE

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from imdm.evaluation.base import Evaluation, Measurement, mean, metric
+from imdm.data.statistics import Measurement, mean
+from imdm.evaluation.base import Evaluation, metric
 
 
 @metric("validity", language=True)

@@ -13,8 +13,9 @@ from imdm.core.config import digest
 from imdm.core.errors import UserError
 from imdm.core.files import home, locked, read_text, write_text
 from imdm.data.source import Source
+from imdm.data.statistics import Measurement, ratio
 from imdm.data.tokenizers import tokenizer_hash
-from imdm.evaluation.base import Evaluation, Measurement, metric, ratio
+from imdm.evaluation.base import Evaluation, metric
 
 WORD = re.compile(r"[^\W\d_]+(?:'[^\W\d_]+)*")
 AT_ONCE = 4096  # rows

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from imdm.core.errors import UserError
+from imdm.data.statistics import pooled, sample_entropy, shared_grams
 from imdm.diffusion.ending import Ending, lengths
 from imdm.diffusion.randomness import Purpose, fold, uniform
 from imdm.diffusion.state import Rows
@@ -54,8 +55,6 @@ class Standing:
 def standing(teacher: MaskedDiffusionLM, texts: Tensor, keys: Tensor) -> Standing:
     """Of texts (n, L), read under keys (n,). The NELBO is the mean over k = 1 … L of the cross-entropy of a masked
     token when k are masked: this form has no large weights."""
-    from imdm.evaluation.text import pooled, sample_entropy, shared_grams
-
     (n, L), process = texts.shape, teacher.process
     found = torch.zeros(n, dtype=torch.float64, device=texts.device)
     for reading in range(READINGS):

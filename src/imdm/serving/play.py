@@ -19,10 +19,10 @@ from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from imdm.core.errors import UserError, unknown
+from imdm.data.statistics import sample_entropy
 from imdm.data.tokenizers import tokenizer_hash
 from imdm.diffusion.process import NoisePolicy
 from imdm.evaluation.judge import Judge, judge_at_hand, load_judge
-from imdm.evaluation.text import sample_entropy
 from imdm.models.network import check_tokens
 from imdm.sampling.options import RevealOrder
 from imdm.serving.api import check_text, continued
