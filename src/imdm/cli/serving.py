@@ -14,7 +14,6 @@ import typer
 from imdm.cli.app import STOPPED, app, device, say
 from imdm.cli.early import called, located
 from imdm.core.errors import UserError
-from imdm.serving.listening import listen
 from imdm.shipped import DEFAULT, TEACHER
 
 if TYPE_CHECKING:
@@ -83,11 +82,12 @@ def serve(
         raise UserError(f"imdm serve needs {' and '.join(needed)}: pip install 'imdm[serve]'")
     limits = {"batch": batch, "queue": queue, "seconds": seconds, "grace": grace, "clients": clients, "body": body}
     limits |= {"prompt": prompt, "tokens": tokens, "steps": steps}
-    listening = listen(host, port)
     from imdm.serving import Engine, Settings
     from imdm.serving.guard import LOCAL, is_local, name_of
+    from imdm.serving.listening import listen
     from imdm.serving.server import address, serve
 
+    listening = listen(host, port)
     for name in allow_host or ():
         if not name or name_of(name) != name.lower():
             raise UserError(f"--allow-host {name}: give a name alone, such as texts.example, without scheme and port")

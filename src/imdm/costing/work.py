@@ -11,7 +11,7 @@ from imdm.models.backbones.base import DEFAULT
 if TYPE_CHECKING:
     from imdm.models.configuration import MaskedDiffusionConfig
 
-# Utilisation relative to a large matmul, fitted to the measured steps in tests/test_costing.py.
+# Utilisation relative to a large matmul, fitted to the measured steps in tests/costing/test_costing.py.
 PRODUCTS = 0.75  # the blocks' matrices, at width 768
 ATTENTION = 0.5  # forward, heads of 64
 ATTENTION_BACK = 0.33  # backward, whose five matmuls are 2.5 times the forward ones

@@ -1,4 +1,4 @@
-"""A listening socket, opened before any slow work; this module imports nothing heavy."""
+"""A listening socket, opened before models are loaded."""
 
 from __future__ import annotations
 
