@@ -1,5 +1,5 @@
-"""The estimated cost of a recipe: tokens, FLOPs, memory, communication, hours. From formulas, with utilisations that
-were measured on one H200; no weights are allocated."""
+"""The estimated cost of a recipe: tokens, FLOPs, memory, hours. From what objectives declare and speeds that were
+measured on one H200; no weights are allocated."""
 
 from imdm.costing.costs import Cost, cost
 from imdm.costing.machines import GPUS, find_gpu

@@ -10,12 +10,11 @@ from typing import Any
 from rich.table import Table
 
 from imdm.core.errors import UserError, check_is, check_whole
-from imdm.costing.figures import StageCost
-from imdm.costing.machines import GPU, HIDDEN, TOGETHER, bandwidth, find_gpu
-from imdm.costing.memory import GIB, Memory
-from imdm.costing.networks import Networks
-from imdm.costing.stages import stage_costs
+from imdm.costing.machines import GPU, find_gpu
+from imdm.costing.stages import StageCost, stage_costs
 from imdm.experiments.loading import load_recipe, variants
+from imdm.experiments.memory import GIB
+from imdm.experiments.networks import Networks
 from imdm.experiments.schema import CoupleStage, EvaluateStage, Recipe, TrainStage
 from imdm.models.shape import LARGEST_VOCABULARY
 
@@ -54,10 +53,8 @@ class Cost:
         said = []
         if any(stage.kind == "evaluate" for stage in self.stages):
             said.append("evaluations: models, judges with their tokenizers, and MAUVE count, nothing else")
-        if any(stage.fits is None for stage in self.stages):
-            said.append(
-                "stages that do not fit are counted as if they did, unless settings that make them fit are named"
-            )
+        if not all(stage.fits for stage in self.stages):
+            said.append("stages that do not fit (!) are counted as if they did")
         if self.gpu.is_cpu:
             said.append(
                 "cpu: the speed of a large matmul and of a copy here and now, with utilisations measured on an H200; "
@@ -66,19 +63,13 @@ class Cost:
         if not self.gpu.measured and not self.gpu.is_cpu:
             said.append(f"{self.gpu.name}: its published speed and memory, with utilisations measured on an H200")
         if self.gpus > 1:
-            speed, where = bandwidth(self.gpu, self.gpus) / 1e9, "of one machine"
-            if self.gpus > TOGETHER:
-                where = f"of machines of {TOGETHER}, with a link to the others for each GPU"
-            said.append(
-                f"links: {speed:,.0f} GB/s from each GPU, {where}; they work during {HIDDEN:.0%} of a step's work"
-            )
+            said.append("communication between GPUs takes no time beside the work")
         return said
 
     def table(self) -> Table:
         made = Table(box=None, pad_edge=False)
         names = ["stage", "kind", "parameters", "tokens", "FLOPs", "a step"]
         names += ["memory" if self.gpu.is_cpu else "memory a GPU"]
-        names += ["sent a step: DDP / full"] if self.gpus > 1 else []
         for name in (*names, "hours", *([] if self.gpu.is_cpu else ["GPU-hours"])):
             made.add_column(name, justify="left" if name in ("stage", "kind") else "right")
         for stage in self.stages:
@@ -91,9 +82,7 @@ class Cost:
 
     def _cells(self, stage: StageCost) -> list[str]:
         step = "" if stage.step is None else _seconds(stage.step)
-        gib = f"{stage.memory.total / GIB:,.1f} GiB" + ("" if stage.fits == {} else " (!)")
-        talk = stage.communication
-        sent = "" if talk is None else f"{talk.ddp / 1e9:,.1f} / {talk.full / 1e9:,.1f} GB"
+        gib = f"{stage.memory.total / GIB:,.1f} GiB" + ("" if stage.fits else " (!)")
         used = f" ({stage.gpus} GPU{'s' * (stage.gpus > 1)})" if stage.gpus < self.gpus else ""
         cells = [
             stage.name,
@@ -104,7 +93,6 @@ class Cost:
             step,
             gib,
         ]
-        cells += [sent] if self.gpus > 1 else []
         cells += [spelled(stage.hours)]
         return cells if self.gpu.is_cpu else [*cells, spelled(stage.gpu_hours) + used]
 
@@ -184,17 +172,8 @@ def _listed(names: list[str]) -> str:
 
 
 def _json(stage: StageCost) -> dict[str, Any]:
-    def held(memory: Memory | None) -> dict[str, float] | None:
-        return None if memory is None else memory.gib()
-
-    found = {name: value for name, value in vars(stage).items() if name not in ("memory", "held", "room")}
-    found |= {"communication": None if stage.communication is None else asdict(stage.communication)}
-    found |= {
-        "memory": held(stage.memory),
-        "held": held(stage.held),
-        "room": stage.room / GIB,
-        "host": stage.host / GIB,
-    }
+    found = {name: value for name, value in vars(stage).items() if name != "room"}
+    found |= {"memory": stage.memory.gib(), "room": stage.room / GIB, "fits": stage.fits}
     return found | {"hours": stage.hours, "gpu_hours": stage.gpu_hours}
 
 

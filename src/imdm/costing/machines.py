@@ -1,85 +1,95 @@
-"""GPUs: their speed, memory and links. An H200's utilisation was measured (docs/performance.md); for all other GPUs the
-same is assumed, and for a CPU, on which it was found to hold; so is everything about links between GPUs."""
+"""How fast machines are. An H200 was measured (docs/performance.md); other GPUs are assumed to reach the same shares of
+their published speeds. Of a CPU the speeds of a matmul and of a copy are measured when it is asked for."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from imdm.core.errors import unknown
+from imdm.core.memory import memory
 
-REACHED = 0.78
-"""Measured share of the published bf16 peak in a large matmul: 770 of 989 TFLOP/s on the H200."""
-COPIED = 0.875
-"""Measured share of the published memory bandwidth in a copy: 4.2 of 4.8 TB/s."""
-
+# The measured numbers, fitted to the steps in tests/costing/test_costing.py. Shares of the published speed in bf16:
+MATMUL = 0.78  # matmuls with the blocks' weights: 770 of 989 TFLOP/s
+ATTENTION = 0.51
+HEAD = 0.435  # the head with its loss, or with its draws, whose kernels store no (rows, V)
+MEMORY = 0.55  # of the published bandwidth: what lies between matmuls
+# Seconds to launch kernels, where that takes longer than they run:
+STEP, BLOCK = 13.3e-3, 0.97e-3  # a training step; a block passed, backward counting twice
+CAPTURED_BLOCK = 0.14e-3  # the gaps between kernels of a CUDA graph
+SAMPLING_BLOCK = 0.16e-3  # a block of a model that is prepared for sampling (`imdm.faster`)
 
 CPU = "cpu"
-"""The name of this machine's CPU, whose speed is measured when it is asked for."""
+"""The name of this machine's CPU."""
+SIDE, COPY, SECONDS = 1024, 1 << 26, 0.25  # of its measurements: the matrices' side, bytes, seconds of each
 
 
 @dataclass(frozen=True)
 class GPU:
-    """Published specifications: TFLOP/s of dense bf16 matmuls and in float32, TB/s and GiB of memory, GB/s to the other
-    GPUs of a machine, and of its own link to other machines, each way. measured: whether the utilisations were measured
-    on it; launches_add: it works itself on what launches kernels, so that this takes additional time."""
+    """Published specifications: TFLOP/s of dense matmuls in bf16 and in float32, TB/s and GiB of memory. measured:
+    whether the shares of these that are reached were measured on it."""
 
     name: str
-    tflops: float
+    bf16: float
     float32: float
     terabytes: float
     gib: float
-    inside: float
-    outside: float
     measured: bool = False
-    launches_add: bool = False
 
     @property
     def is_cpu(self) -> bool:
         return self.name == CPU
 
-    def products(self, precision: str) -> float:
+    def matmul(self, precision: str) -> float:
         """FLOP/s of a large matmul."""
-        return 1e12 * (REACHED * self.tflops if precision == "bf16" else self.float32)
+        return 1e12 * (MATMUL * self.bf16 if precision == "bf16" else self.float32)
 
     @property
-    def copies(self) -> float:
-        """Bytes a second, read or written."""
-        return COPIED * self.terabytes * 1e12
+    def bytes(self) -> float:
+        """Bytes a second, read or written, between matmuls."""
+        return 1e12 * MEMORY * self.terabytes
 
 
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        GPU("h200", 989, 67, 4.8, 139, 450, 50, measured=True),
-        GPU("h100", 989, 67, 3.35, 79, 450, 50),
-        GPU("b200", 2250, 75, 8.0, 178, 900, 50),
-        GPU("a100", 312, 19.5, 2.04, 79, 300, 25),
-        GPU("a100-40", 312, 19.5, 1.56, 39, 300, 25),
-        GPU("l40s", 362, 91.6, 0.864, 44, 32, 25),
-        GPU("rtx4090", 165, 82.6, 1.01, 23.5, 32, 12.5),
+        GPU("h200", 989, 67, 4.8, 139, measured=True),
+        GPU("h100", 989, 67, 3.35, 79),
+        GPU("b200", 2250, 75, 8.0, 178),
+        GPU("a100", 312, 19.5, 2.04, 79),
+        GPU("a100-40", 312, 19.5, 1.56, 39),
+        GPU("l40s", 362, 91.6, 0.864, 44),
+        GPU("rtx4090", 165, 82.6, 1.01, 23.5),
     )
 }
-
-TOGETHER = 8
-"""GPUs of one machine (assumed)."""
-LINK = 0.75
-"""Share of a link's published bandwidth that a collective reaches (assumed)."""
-HIDDEN = 0.5
-"""Share of a step's compute that overlaps with communication: the backward pass without its ends (assumed)."""
 
 
 def find_gpu(name: str) -> GPU:
     """By its name, in any case; `cpu`: this machine's CPU."""
     if name.lower() not in (*GPUS, CPU):
         raise unknown("GPU", name, (*GPUS, CPU))
-    if name.lower() in GPUS:
-        return GPUS[name.lower()]
-    from imdm.costing.here import this_cpu
-
-    return this_cpu()
+    return GPUS[name.lower()] if name.lower() in GPUS else this_cpu()
 
 
-def bandwidth(gpu: GPU, gpus: int) -> float:
-    """Bytes a second that each GPU sends in a ring over all of them. Between machines there is one link a GPU, and as
-    many rings, each over another link."""
-    return LINK * 1e9 * (gpu.inside if gpus <= TOGETHER else min(gpu.inside, TOGETHER * gpu.outside))
+def this_cpu() -> GPU:
+    """With the threads that torch uses, in float32. A GPU's copy reaches 7/8 of the published bandwidth."""
+    a, b = torch.randn(SIDE, SIDE), torch.randn(SIDE, SIDE)
+    source = torch.zeros(COPY // 4)
+    target = torch.empty_like(source)
+    tflops = 2 * SIDE**3 / _least(lambda: torch.mm(a, b)) / 1e12
+    terabytes = 2 * COPY / _least(lambda: target.copy_(source)) / 1e12
+    return GPU(CPU, tflops / MATMUL, tflops, terabytes * 8 / 7, memory() / (1 << 30))
+
+
+def _least(work: Callable[[], object]) -> float:
+    """The least time of a call, of those in `SECONDS`."""
+    work()
+    times: list[float] = []
+    while sum(times) < SECONDS:
+        begun = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - begun)
+    return min(times)

@@ -1,58 +1,31 @@
-"""The work of training and sampling: FLOPs by kind, and memory traffic beside them."""
+"""The work of training and sampling: FLOPs by kind, memory traffic, launches, and the time that they take."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
-from imdm.costing.machines import GPU
-from imdm.models.backbones.base import DEFAULT
+from imdm.costing.machines import ATTENTION, BLOCK, CAPTURED_BLOCK, GPU, HEAD, MATMUL, SAMPLING_BLOCK, STEP
+from imdm.objectives import Pass
 
 if TYPE_CHECKING:
     from imdm.models.configuration import MaskedDiffusionConfig
 
-# Utilisation relative to a large matmul, fitted to the measured steps in tests/costing/test_costing.py.
-PRODUCTS = 0.75  # the blocks' matrices, at width 768
-ATTENTION = 0.5  # forward, heads of 64
-ATTENTION_BACK = 0.33  # backward, whose five matmuls are 2.5 times the forward ones
-HEAD = 0.66  # tiles of the fused losses and draws
-COMPARED = 0.53  # the same for two and three heads
-# On a GPU that of the matrices grows with a power of the width, up to MOST, that of attention with a power of a head's,
-# up to heads of LARGEST (assumed; heads of 96 were measured).
-WIDER, MOST = 0.2, 0.95
-LARGER, LARGEST = 0.5, 128
-
-# Bytes of memory traffic a token and feature in each block beside matmuls: norms, rotary, GELU, dropout, sums.
-POINTWISE = 60.0  # forward; backward twice as many
-GELU = 16.0  # the part of it that sampling in bf16 does without: there the matmul before a GELU applies it
+# Bytes of memory traffic, counted from what the kernels read and write.
+POINTWISE = 60.0  # a token and feature in each block: norms, rotary, GELU, dropout, sums; backward twice as many
 UPDATE = 52.0  # a weight and update: gradient clipped, AdamW's moments, the average
-SCORED = 600.0  # an element of (rows, V) where a loss has no kernel (`di4c`), forward, again and backward
-
-# Time to launch kernels; where it exceeds the time of the kernels, it dominates.
-LAUNCH_STEP = 11.7e-3  # a step: rows, losses, optimiser, average
-LAUNCH_BLOCK = 1.0e-3  # a block passed forward; backward counts twice
-# CUDA graphs are launched at once; what is left are gaps between kernels.
-GAP_STEP = 1.0e-3
-GAP_BLOCK = 0.13e-3
-WRITE_BLOCK = 0.16e-3  # the same as LAUNCH_BLOCK, for a model prepared for sampling (`imdm.faster`)
+LOGIT = 600.0  # an element of (rows, V) where a loss has no kernel: forward, again and backward
 
 
 @dataclass(frozen=True)
 class Work:
-    """flops: necessary FLOPs, without recomputation, as `imdm bench` counts; the others: what is executed, in FLOPs
-    (products: matmuls with weights, attention, attention_back, head, compared), bytes, passes of a block, and steps.
-    eased: FLOPs of a large matmul that take as long as a GPU saves because matrices are wide and heads large; negative
-    if they are narrow and small. fused: the part of `bytes` that a model prepared for sampling does without."""
+    """FLOPs that are computed: matmuls with the blocks' weights, attention, the head; bytes between them; passes of a
+    block and training steps, whose kernels are launched."""
 
-    flops: float = 0.0
     products: float = 0.0
     attention: float = 0.0
-    attention_back: float = 0.0
     head: float = 0.0
-    compared: float = 0.0
-    eased: float = 0.0
     bytes: float = 0.0
-    fused: float = 0.0
     passes: float = 0.0
     steps: float = 0.0
 
@@ -62,31 +35,29 @@ class Work:
     def __mul__(self, times: float) -> Work:
         return Work(*(getattr(self, one.name) * times for one in fields(self)))
 
+    @property
+    def flops(self) -> float:
+        return self.products + self.attention + self.head
+
     def busy(self, gpu: GPU, precision: str = "bf16") -> float:
-        """Seconds of the GPU alone."""
-        blocks = self.products / PRODUCTS + self.attention / ATTENTION + self.attention_back / ATTENTION_BACK
-        blocks -= 0.0 if gpu.is_cpu else self.eased
-        heads = self.head / HEAD + self.compared / COMPARED
-        wide = 1 if precision == "bf16" else 2
-        return (blocks + heads) / gpu.products(precision) + wide * self.bytes / gpu.copies
+        """Seconds that a GPU computes."""
+        products = self.products + self.attention * MATMUL / ATTENTION + self.head * MATMUL / HEAD
+        return products / gpu.matmul(precision) + (1 if precision == "bf16" else 2) * self.bytes / gpu.bytes
 
-    def seconds(self, gpu: GPU, precision: str = "bf16", recorded: bool = False) -> float:
-        """recorded: as a CUDA graph."""
-        if recorded:
-            return self.busy(gpu, precision) + GAP_STEP * self.steps + GAP_BLOCK * self.passes
-        return _with(gpu, self.busy(gpu, precision), LAUNCH_STEP * self.steps + LAUNCH_BLOCK * self.passes)
+    def seconds(self, gpu: GPU, precision: str = "bf16", captured: bool = False) -> float:
+        """Of training. captured: as a CUDA graph."""
+        if captured:
+            return self.busy(gpu, precision) + CAPTURED_BLOCK * self.passes
+        return self._launched(gpu, precision, STEP * self.steps + BLOCK * self.passes)
 
-    def writing(self, gpu: GPU, precision: str = "bf16") -> float:
-        """Seconds of inference; in bf16 with a model prepared by `faster`."""
-        if precision != "bf16":
-            return _with(gpu, self.busy(gpu, precision), self.passes * LAUNCH_BLOCK)
-        faster = replace(self, bytes=self.bytes - self.fused)
-        return _with(gpu, faster.busy(gpu), self.passes * WRITE_BLOCK)
+    def sampling(self, gpu: GPU, precision: str = "bf16") -> float:
+        """Seconds of inference; in bf16 by a model prepared for it."""
+        return self._launched(gpu, precision, self.passes * (SAMPLING_BLOCK if precision == "bf16" else BLOCK))
 
-
-def _with(gpu: GPU, busy: float, launches: float) -> float:
-    """Seconds of work whose kernels take so long to launch."""
-    return busy + launches if gpu.launches_add else max(busy, launches)
+    def _launched(self, gpu: GPU, precision: str, launches: float) -> float:
+        """A GPU computes meanwhile; a CPU launches by itself."""
+        busy = self.busy(gpu, precision)
+        return busy + launches if gpu.is_cpu else max(busy, launches)
 
 
 def network_flops(config: MaskedDiffusionConfig, tokens: float, length: int, read: float, noisy: float) -> float:
@@ -118,69 +89,34 @@ def writing_flops(config: MaskedDiffusionConfig, tokens: float, length: int, ste
     return network + head_flops(config, tokens)
 
 
-def evaluated(config: MaskedDiffusionConfig, tokens: float, length: int, read: float, noisy: float) -> Work:
-    """One forward pass without the head. Noise is drawn and embedded everywhere, though it counts only at masks."""
-    full = tokens * (config.blocks - 1) + read
-    products, attention = products_of(config, tokens, read, tokens), attention_of(config, tokens, length, read)
-    wider, larger = _eased(config)
+def forward(config: MaskedDiffusionConfig, tokens: float, length: int, rows: float, heads: float = 1.0) -> Work:
+    """One pass over so many tokens, read by the head at `rows`. Noise is embedded everywhere, though it counts only at
+    masks."""
     return Work(
-        flops=network_flops(config, tokens, length, read, noisy),
-        products=products,
-        attention=attention,
-        eased=wider * products / PRODUCTS + larger * attention / ATTENTION,
-        bytes=full * POINTWISE * config.width,
+        products=products_of(config, tokens, rows, tokens),
+        attention=attention_of(config, tokens, length, rows),
+        head=heads * head_flops(config, rows),
+        bytes=(tokens * (config.blocks - 1) + rows) * POINTWISE * config.width,
         passes=config.blocks,
     )
 
 
-def trained(
-    config: MaskedDiffusionConfig, tokens: float, length: int, read: float, noisy: float, again: bool = False
-) -> Work:
-    """Forward and backward. again: with gradient checkpointing (`checkpoint_blocks`)."""
-    once = evaluated(config, tokens, length, read, noisy)
-    wider, larger = _eased(config)
-    back = Work(
-        flops=2 * once.flops,
-        products=2 * once.products,
-        attention_back=2.5 * once.attention,
-        eased=wider * 2 * once.products / PRODUCTS + larger * 2.5 * once.attention / ATTENTION_BACK,
-        bytes=2 * once.bytes,
-        passes=2 * once.passes,
-    )
-    more = replace(once, flops=0.0)
-    return once + back + (more if again else Work())
+def passed(config: MaskedDiffusionConfig, one: Pass, tokens: float, length: int, again: bool = False) -> Work:
+    """A pass of a training step over a micro-batch of so many tokens; one of less than these is made in some steps
+    only. again: with gradient checkpointing."""
+    rows = one.rows * tokens
+    work = forward(config, one.tokens * tokens, length, min(one.rows, one.tokens) * tokens, 0.0)
+    work = replace(work, passes=min(1.0, one.tokens) * work.passes)
+    if one.trained:  # attention's backward has five matmuls for two
+        back = Work(2 * work.products, 2.5 * work.attention, bytes=2 * work.bytes, passes=2 * work.passes)
+        work = work + back + (work if again else Work())
+    unfused = 0.0 if one.fused else LOGIT * rows * config.vocab_size
+    return work + Work(head=one.heads * head_flops(config, rows), bytes=unfused)
 
 
-def _eased(config: MaskedDiffusionConfig) -> tuple[float, float]:
-    """The shares of the time at width 768, and with heads of 64, that a GPU saves: in matmuls with weights, and in
-    attention."""
-    wider = min((config.width / 768) ** WIDER, MOST / PRODUCTS)
-    head = min(config.width / config.heads, LARGEST)
-    return 1 - 1 / wider, 1 - (64 / head) ** LARGER
-
-
-def drawn(config: MaskedDiffusionConfig, rows: float) -> Work:
-    """A token for each row; or a loss without its gradient."""
-    return Work(flops=head_flops(config, rows), head=head_flops(config, rows))
-
-
-def scored(config: MaskedDiffusionConfig, rows: float) -> Work:
-    """Cross-entropy with its gradient: forward, recomputation, and the gradients of rows and weights."""
-    once = head_flops(config, rows)
-    return Work(flops=3 * once, head=4 * once)
-
-
-def compared(config: MaskedDiffusionConfig, rows: float, heads: int) -> Work:
-    """Two heads by KL, or three for `match`: sums in one or two passes, recomputation, and the gradients of one head,
-    or of two."""
-    once = head_flops(config, rows)
-    run = {2: 6, 3: 13}[heads]
-    return Work(flops={2: 4, 3: 7}[heads] * once, compared=run * once)
-
-
-def updated(config: MaskedDiffusionConfig, parameters: float, muon: bool = False) -> Work:
+def updated(config: MaskedDiffusionConfig, weights: float, muon: bool = False) -> Work:
     """An update of so many weights. muon: with five iterations of three matmuls for each matrix of the blocks."""
-    return Work(bytes=parameters * UPDATE, products=muon * 5 * 60 * config.width**3 * config.blocks)
+    return Work(bytes=weights * UPDATE, products=muon * 5 * 60 * config.width**3 * config.blocks)
 
 
 def evaluations(length: int, steps: int, masked: float = 1.0) -> float:
@@ -194,12 +130,11 @@ def completions(length: int, steps: int) -> float:
     return steps - steps**2 / (length + 1) * (1 - (1 - 1 / steps) ** (length + 1))
 
 
-def written(
+def sampled(
     config: MaskedDiffusionConfig, texts: float, length: int, runs: float, batch: int, masked: float = 1.0
 ) -> Work:
     """Sampling of texts with `runs` evaluations each, a share `masked` of their tokens generated, at most `batch` of
     them in one evaluation."""
-    tokens, read = texts * length * runs, texts * length * masked
-    once = evaluated(config, tokens, length, read, (tokens * masked + read) / 2) + drawn(config, read)
-    fused = once.bytes * GELU / POINTWISE if config.backbone["kind"] == DEFAULT else 0.0
-    return replace(once, passes=config.blocks * max(runs, texts * runs / batch), fused=fused)
+    once = forward(config, texts * length * runs, length, texts * length * masked)
+    launched = config.blocks * max(runs, texts * runs / batch)
+    return Work(once.products, once.attention, once.head, once.bytes, launched)

@@ -17,6 +17,7 @@ from imdm.data.tokenizers import check_same
 from imdm.evaluation import Conditional, metrics
 from imdm.evaluation.conditional import documents_of
 from imdm.experiments.inputs import Inputs
+from imdm.experiments.memory import check_memory
 from imdm.experiments.schema import AdoptStage, CoupleStage, EvaluateStage, TrainStage
 from imdm.objectives import Objective, ReDi
 from imdm.objectives.rounds import Rounds
@@ -79,8 +80,6 @@ def check_stage(inputs: Inputs, name: str, made: bool = False) -> None:
 def check_state(inputs: Inputs, name: str) -> None:
     """Refuse a training stage whose state surely does not fit into memory; for stages that `check_stage` has let pass.
     Not before a tokenizer is trained, which may be smaller than asked for."""
-    from imdm.costing.stages import check_memory
-
     if not inputs.data.is_ready and isinstance(inputs.data, TextData) and inputs.data.tokenizer is None:
         return
     state = processes()

@@ -15,6 +15,7 @@ from imdm.data.source import Data, Source
 from imdm.data.text import TextData
 from imdm.diffusion.masks import Mask, parse_mask
 from imdm.evaluation import about
+from imdm.experiments.networks import Networks
 from imdm.experiments.schema import AdoptStage, Recipe, TrainStage
 from imdm.experiments.status import read_done
 from imdm.models.identity import fingerprint
@@ -22,7 +23,6 @@ from imdm.models.loading import load_config, load_model
 from imdm.shipped import find
 
 if TYPE_CHECKING:
-    from imdm.costing.networks import Networks
     from imdm.models.configuration import MaskedDiffusionConfig
     from imdm.models.denoiser import MaskedDiffusionLM
 
@@ -146,8 +146,6 @@ class Inputs:
     @cached_property
     def networks(self) -> Networks:
         """Their sizes, without weights."""
-        from imdm.costing.networks import Networks
-
         return Networks(self.recipe, self.vocabulary[0], self.length, self.adopted)
 
     @property

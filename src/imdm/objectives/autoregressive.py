@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from imdm.diffusion.process import Process
 from imdm.diffusion.state import Noised, Rows
 from imdm.models.readout import Chosen
-from imdm.objectives.base import Objective, Step, objectives
+from imdm.objectives.base import Objective, Pass, Step, objectives
 
 
 @objectives.register("autoregressive")
@@ -23,6 +23,9 @@ class Autoregressive(Objective):
     kind: str = "autoregressive"
     causal: ClassVar[bool] = True
     recordable: ClassVar[bool] = True
+
+    def cost(self, steps: int, batch: int, looks: int) -> Sequence[Pass]:
+        return (Pass(rows=1.0),)
 
     def loss(
         self, model: nn.Module, process: Process, batch: Mapping[str, Tensor], step: Step, companion: None = None

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,8 @@ objectives: Registry[type[Objective]] = Registry("objective")
 
 STUDENT = "student"
 """The network that every objective trains, and that a run exports."""
+FROZEN = "teacher"
+"""A teacher, in `Pass`: it is evaluated, not trained."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,26 @@ class Trained:
     def settings(self) -> dict[str, Any]:
         """The settings that are not None."""
         return {name: value for name, value in vars(self).items() if name != "module" and value is not None}
+
+
+class Pass(NamedTuple):
+    """One pass of a network in a training step, from which the time and the memory of a step are estimated
+    (`Objective.cost`). Numbers of tokens and positions are relative to those of the batch.
+
+    network  STUDENT, FROZEN, or the name of another of `Objective.networks`, which counts as large as the teacher
+    trained  whether it is differentiated, and an update of the network follows; else it is a forward pass alone
+    tokens   tokens that it reads
+    rows     positions at which the head reads it
+    heads    products with the head's weights at each of them: 1 to draw a token, 4 for the cross-entropy's gradient
+    fused    whether kernels do without storing all log-probabilities of a position
+    """
+
+    network: str = STUDENT
+    trained: bool = True
+    tokens: float = 1.0
+    rows: float = 0.5
+    heads: float = 4.0
+    fused: bool = True
 
 
 class Companion(Protocol):
@@ -185,6 +207,12 @@ class Objective(Config):
                 f"objective {self.kind!r} trains autoregressive models, and this one is a diffusion model; take a "
                 "causal one, or another objective"
             )
+
+    def cost(self, steps: int, batch: int, looks: int) -> Sequence[Pass]:
+        """The passes of a step, in the mean over a run of so many, in which `signals` looks so often at the student.
+        Unless an objective declares others: one of the student, half of whose positions are read by the cross-entropy.
+        """
+        return (Pass(),)
 
     def turn(self, companion: Any, step: int, average: Mapping[str, Tensor]) -> bool:
         """Called before each step with the student's EMA weights; True: the student gets a new optimiser."""

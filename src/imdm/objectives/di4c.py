@@ -20,7 +20,7 @@ variate): exactly that mean for x̂, and for the data x as far as the teacher's 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import log
@@ -35,7 +35,7 @@ from imdm.diffusion.process import Process
 from imdm.diffusion.randomness import Purpose, fold, uniform
 from imdm.diffusion.schedule import EARLIEST
 from imdm.diffusion.state import Noised, Rows
-from imdm.objectives.base import Step, objectives
+from imdm.objectives.base import FROZEN, Pass, Step, objectives
 from imdm.objectives.rounds import Rounds, Teacher
 from imdm.sampling import draw_tokens
 
@@ -73,6 +73,19 @@ class Di4C(Rounds):
                 "objective 'di4c' needs a latent that the whole sequence shares, and this student has none; "
                 "give it mixture: true, or a mask that carries noise"
             )
+
+    def cost(self, steps: int, batch: int, looks: int) -> Sequence[Pass]:
+        """Every sequence under M latents: the student is trained on all of them, and evaluated once more after the
+        teacher's step. The first round's teacher has no latents. The loss has no kernel."""
+        share = self.distil_share if self.threshold > EARLIEST else 0.0
+        masked = share * self.threshold / 2 + (1 - share) * (1 + self.threshold) / 2
+        first, M = min(1.0, self.iterations / steps), self.latents
+        copies = first + (1 - first) * M
+        return (
+            Pass(tokens=M, rows=masked * M, heads=7.0, fused=False),
+            Pass(trained=False, tokens=M, rows=M, heads=0.0),
+            Pass(FROZEN, trained=False, tokens=copies, rows=masked * copies, heads=2.0),
+        )
 
     def times(self, step: Step) -> Tensor:
         """Low-discrepancy times, a share `distil_share` of them below the threshold: (b,)."""

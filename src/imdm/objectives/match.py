@@ -41,7 +41,7 @@ from imdm.diffusion.randomness import Purpose, as_key, fold, uniform
 from imdm.diffusion.schedule import EARLIEST
 from imdm.models.readout import Chosen, Gradient, reduced
 from imdm.models.sharding import weights_of
-from imdm.objectives.base import STUDENT, Objective, Step, Trained, objectives
+from imdm.objectives.base import FROZEN, STUDENT, Objective, Pass, Step, Trained, objectives
 from imdm.objectives.onpolicy import (
     DATA,
     OWN,
@@ -55,7 +55,17 @@ from imdm.objectives.onpolicy import (
     masked_again,
     planned,
 )
-from imdm.objectives.texts import TEMPERATURES, Frontier, many_steps, mean_log, score, shares_of_lengths, standing
+from imdm.objectives.texts import (
+    MANY,
+    READINGS,
+    TEMPERATURES,
+    Frontier,
+    many_steps,
+    mean_log,
+    score,
+    shares_of_lengths,
+    standing,
+)
 from imdm.sampling import Sampling, sample
 from imdm.sampling.options import RevealOrder
 
@@ -66,6 +76,7 @@ if TYPE_CHECKING:
 AUXILIARY = "auxiliary"
 AT_ONCE = 256  # texts that are sampled at once in an evaluation
 GOLDEN = (5**0.5 - 1) / 2
+TIMES = 256  # diffusion times to average over in `masked`
 Share = Annotated[float, Field(ge=0)]
 
 
@@ -214,6 +225,35 @@ class Match(Objective):
     def updates(self, step: int) -> Sequence[Sequence[str]]:
         last = (AUXILIARY,) if step < self.auxiliary.ahead else (STUDENT, AUXILIARY)
         return ((AUXILIARY,),) * (self.auxiliary.updates - 1) + (last,)
+
+    def cost(self, steps: int, batch: int, looks: int) -> Sequence[Pass]:
+        """Each update draws samples and trains the auxiliary on them; the last trains the student too, and compares the
+        teacher's head with the auxiliary's and its own. `signals` writes and reads texts: once the teacher's, of many
+        steps, then the student's."""
+        first, left = self.masked()
+        drawn = Pass(trained=False, rows=first, heads=1.0), Pass(AUXILIARY, rows=left)
+        last = Pass(rows=first, heads=1.0), Pass(AUXILIARY, rows=left, heads=13.0)
+        teacher = Pass(FROZEN, trained=False, rows=left, heads=0.0)
+        share, reads = self.looks / (steps * batch), READINGS * looks * len(self.steps)
+        read = Pass(FROZEN, False, share * (len(TEMPERATURES) * (MANY + READINGS) + reads), 0.0, 0.0)
+        written = Pass(STUDENT, False, share * looks * sum(self.steps), 0.0, 0.0)
+        return (*drawn * (self.auxiliary.updates - 1), *last, teacher, read, written)
+
+    def masked(self) -> tuple[float, float]:
+        """The mean shares of positions that are masked in z_t, and still in z̃."""
+        total = self.starts.prior + self.starts.own + self.starts.data
+        weights = sum(self.steps.values())
+        shown = self.context / (self.context + 1)  # the mean of u^(1/context)
+
+        def still(t: float) -> float:
+            if self.phases[0].gradient == "soft":
+                return t / 2
+            revealed = sum(weight * min(1.0, 1 / (N * t)) for N, weight in self.steps.items()) / weights
+            return t * (1 - shown * revealed)
+
+        times = [(k + 0.5) / TIMES for k in range(TIMES)]
+        prior = self.starts.prior / total
+        return (1 + prior) / 2, prior * still(1.0) + (1 - prior) * sum(map(still, times)) / TIMES
 
     def waits(self) -> str | None:
         return f"auxiliary.ahead = {self.auxiliary.ahead}"

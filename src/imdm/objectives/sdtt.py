@@ -14,7 +14,7 @@ from imdm.diffusion.process import Process
 from imdm.diffusion.randomness import Purpose, uniform
 from imdm.diffusion.state import Noised, Rows, filled_places
 from imdm.models.readout import Chosen, Compared, Divergence, Head, Whole, reduced
-from imdm.objectives.base import Step, corrupted, objectives
+from imdm.objectives.base import FROZEN, Pass, Step, corrupted, objectives
 from imdm.objectives.rounds import Rounds, Teacher
 from imdm.sampling import draw_tokens
 
@@ -58,6 +58,10 @@ class SDTT(Rounds):
                 "use fewer rounds or a smaller first_dt"
             )
         return self
+
+    def cost(self, steps: int, batch: int, looks: int) -> Sequence[Pass]:
+        """Two heads are compared: both forward, both again, and the gradients of one."""
+        return (Pass(heads=6.0), *[Pass(FROZEN, trained=False, heads=0.0)] * self.teacher_steps)
 
     def dt(self, round: int) -> float:
         return self.first_dt * 2**round
