@@ -460,7 +460,7 @@ MISTAKES = {
     ),
     "rounds of none": (
         ["distill", "match", "MODEL", "--data", "aligned", "--out", "OUT", "--rounds", "2"],
-        "rounds = 2: match has no such setting; it is for sdtt, redi, di4c",
+        "rounds = 2: match has no such setting; it is for di4c, redi, sdtt",
     ),
     "pairs of none": (
         ["distill", "match", "MODEL", "--data", "aligned", "--out", "OUT", "--pairs", "20"],
