@@ -30,10 +30,11 @@ from imdm.core.files import working_in
 from imdm.data.coupling import Coupling
 from imdm.evaluation import read
 from imdm.experiments import Recipe, loading
-from imdm.experiments.status import MEANINGS, SIGNALS, explained, read_done
+from imdm.experiments.status import explained, in_words, read_done, shown_signals
 from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.models.identity import fingerprint
 from imdm.models.loading import load_model
+from imdm.objectives import Match, Nelbo, ReDi
 from tests.conftest import tiny_model
 from tests.reference.launching import Program, launched
 
@@ -460,7 +461,7 @@ MISTAKES = {
     ),
     "rounds of none": (
         ["distill", "match", "MODEL", "--data", "aligned", "--out", "OUT", "--rounds", "2"],
-        "rounds = 2: match has no such setting; it is for sdtt, redi, di4c",
+        "rounds = 2: match has no such setting; it is for di4c, redi, sdtt",
     ),
     "pairs of none": (
         ["distill", "match", "MODEL", "--data", "aligned", "--out", "OUT", "--pairs", "20"],
@@ -562,6 +563,9 @@ def test_ctrl_c_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert "run the same command again to resume" in result.stderr
 
 
+FITTED = "fitted: share of the couplings' masked tokens that the student gives a probability above 1/2"
+
+
 def test_distil_by_sdtt_then_redi_and_look_at_it(run: Path, tmp_path: Path) -> None:
     """The chain teacher → sdtt → couple → redi by commands, and what `status` says of it."""
     teacher = run / "seed-0" / "teacher" / "model"
@@ -591,7 +595,7 @@ def test_distil_by_sdtt_then_redi_and_look_at_it(run: Path, tmp_path: Path) -> N
     assert "pairs-2: 16 pairs, 1,024 steps each\nstudent-2: 3 training steps of 8 sequences\n" in result.stdout
     shown = imdm("status", tmp_path / "redi").stdout
     assert [line.split()[0] for line in shown.splitlines()[2:-1]] == ["pairs-1", "student-1", "pairs-2", "student-2"]
-    assert shown.splitlines()[-1] == MEANINGS["fitted"]
+    assert shown.splitlines()[-1] == FITTED
     assert re.search(
         r"student-2\s+redi\s+done\s+3 of 3\s+\d\.\d+\s+fitted \d+%", shown
     )  # the share of tokens it has fitted
@@ -677,11 +681,22 @@ def test_status_is_as_far_as_the_newest_checkpoint_or_look(
     assert re.search(rf"teacher\s+nelbo\s+stopped or running\s+{newest} of 40", imdm("status", tmp_path).stdout)
 
 
-def test_signals_are_explained() -> None:
-    assert explained(["fitted", "loss"]) == [MEANINGS["fitted"]]
-    assert MEANINGS.keys() == SIGNALS.keys()
-    for name, meaning in MEANINGS.items():
-        assert meaning.startswith(SIGNALS[name].split(" {")[0] + ": ")
+def test_the_signals_of_an_objective_are_shown_and_explained() -> None:
+    """The newest of each; of the score the lowest. What was logged between two evaluations is none."""
+    looks = [{"passes": 1, "phase": 0.0, "score": 0.5}, {"passes": 2, "ratio": 1.624, "phase": 1.0, "score": 0.9}]
+    looks += [{"ratio": 9.0, "score": 0.1}, {"passes": 3, "pooled_lacking": 0.031, "fitted": 0.926, "kl_bound": 2.0}]
+    found = shown_signals(Match(), looks)
+    assert in_words(found) == "ratio 1.62, lacking 0.03, phase 2, best score 0.5"
+    assert in_words(shown_signals(ReDi(), looks)) == "fitted 93%"
+    assert shown_signals(Nelbo(), looks) == shown_signals(Match(), []) == {}
+    assert explained([*found, *found, *ReDi.shows]) == [
+        "ratio: perplexity of the student's samples under the teacher, as a multiple of the teacher's own at the same "
+        "entropy; mean over step counts",
+        "lacking: entropy that the samples together lack, in nats; above 0.1 diversity is lost",
+        "phase: of those of the objective",
+        "best score: the lowest so far of the mean log ratio plus what is lacking beyond 0.1; its weights are exported",
+        FITTED,
+    ]
 
 
 def test_a_bar_without_a_terminal_says_how_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:

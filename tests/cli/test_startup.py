@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from inspect import signature
 from pathlib import Path
 from typing import Any, get_args
 
@@ -23,7 +24,7 @@ from imdm.diffusion.process import NoisePolicy
 from imdm.evaluation import metrics
 from imdm.evaluation.judge import Precision
 from imdm.experiments import load_recipe
-from imdm.experiments.distilling import METHODS
+from imdm.experiments.distilling import presets
 from imdm.exporting import Weights
 from imdm.sampling.options import RevealOrder
 
@@ -34,6 +35,7 @@ LISTED = {
     "recipes": "synthetic",
     "models": SHIPPED,
     "train --help": "--out",
+    "distill --help": "unless given 2 for di4c, 1 for redi, 7 for sdtt.",
 }
 REFUSED = {
     "nosuch": "No such command 'nosuch'",
@@ -211,7 +213,7 @@ def test_refusals_do_not_wait_for_models(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == before
 
 
-@pytest.mark.parametrize("line", ["--help", "--version", "models", "train --help", "nosuch"])
+@pytest.mark.parametrize("line", ["--help", "--version", "models", "train --help", "distill --help", "nosuch"])
 def test_help_does_not_wait_for_torch(line: str, tmp_path: Path) -> None:
     done = python("-X", "importtime", "-m", "imdm", *line.split(), cwd=tmp_path)
     assert done.returncode == (2 if line in REFUSED else 0)
@@ -241,7 +243,8 @@ def test_names_that_are_known_early_are_the_registered_ones() -> None:
     assert set(early.BENCHMARKS) == set(benchmarks)
     assert set(early.MASKS) == set(masks)
     assert set(early.STARTS) == set(get_args(CoupleConfig.model_fields["start"].annotation))
-    assert early.DISTILLATIONS == METHODS
+    declared = {name: list(signature(preset).parameters.values())[1:] for name, preset in presets().items()}
+    assert {name: {one.name: one.default for one in told} for name, told in declared.items()} == early.PRESETS
     assert set(early.POLICIES) == set(get_args(NoisePolicy))
     assert set(early.ORDERS) == set(get_args(RevealOrder))
     assert set(early.PRECISIONS) == set(get_args(Precision))

@@ -15,7 +15,7 @@ from imdm.data.source import LanguageSource, TokenSource
 from imdm.data.synthetic import aligned
 from imdm.diffusion.masks import parse_mask
 from imdm.diffusion.randomness import Purpose, as_key, fold
-from imdm.evaluation import Evaluation, Row, Subject, append, family, measure, metrics, read, to_row
+from imdm.evaluation import Evaluation, Row, Subject, append, measure, metrics, read, to_row
 from imdm.evaluation.factorization import component_laws, factorization_error, joint_under
 from tests.conftest import tiny_model
 
@@ -169,7 +169,7 @@ def test_a_line_cut_short_by_a_crash_is_left_out(tmp_path: Path) -> None:
 
 
 def test_families() -> None:
-    names = {m: family(parse_mask(m)) for m in ("single", "finite-7", "infinite")}
+    names = {m: parse_mask(m).family for m in ("single", "finite-7", "infinite")}
     assert names == {"single": "mdlm", "finite-7": "finite", "infinite": "imdm"}
 
 

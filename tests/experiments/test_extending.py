@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,11 +24,13 @@ from imdm.cli.app import app
 from imdm.core.errors import UserError
 from imdm.data.source import LanguageData, TokenSource
 from imdm.data.synthetic import aligned
+from imdm.diffusion.masks import masks
 from imdm.evaluation import Evaluation, Subject, append, evaluate, measure, metrics, read
 from imdm.experiments import Run, parse_recipe
 from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.models.identity import fingerprint
 from imdm.models.loading import load_config
+from imdm.report.names import model_in_words
 from imdm.sampling import Sampling
 from tests.conftest import tiny_model
 
@@ -85,6 +89,70 @@ RECIPE = {
 }
 
 
+OBJECTIVE = '''
+"""A student that learns the data under its teacher's name, and says how loud it is."""
+
+from imdm.objectives import Objective, Signal, nelbo_terms, objectives
+
+
+@objectives.register("echo-2")
+class Echo(Objective):
+    kind: str = "echo-2"
+    title = "Echoing"
+    shows = (
+        Signal("loudness", "loudness", ".1f", "power of the echo, in decibels"),
+        Signal("delay", "shortest delay", ".0f", "the least so far, in steps", min),
+    )
+    loudness: float = 3.0
+
+    @staticmethod
+    def preset(student, *, rounds=2, batch=4):
+        quiet = {"kind": student["objective"], "loudness": 1.5}
+        return {
+            "quiet": student | {"objective": quiet, "training": {"steps": 3 * rounds, "batch": batch}},
+            "loud": student | {"start": "quiet", "training": {"steps": 3, "batch": batch}},
+        }
+
+    def signals(self, model, source, seed, companion=None, networks=None):
+        return {"loudness": self.loudness, "delay": 7.0, "pitch": 440.0}
+
+    def loss(self, model, process, batch, step, companion=None):
+        state = process.corrupt(batch["tokens"], step.times(), step.keys())
+        return nelbo_terms(model, process, state, batch["tokens"]).mean()
+'''
+
+MASK = '''
+"""Two masks."""
+
+from imdm.diffusion.masks import Finite, masks
+
+
+@masks.register("pair")
+class Pair(Finite):
+    kind: str = "pair"
+    count: int = 2
+
+    @property
+    def name(self):
+        return f"pair-{self.count}"
+
+    def in_words(self, exact=False):
+        return f"a pair of masks{f', {self.count} in all' if exact else ''}"
+'''
+
+COMMANDS = """
+import json, sys
+from contextlib import suppress
+import echoing
+from imdm.cli import main
+
+for line in json.load(sys.stdin):
+    sys.argv = ["imdm", *line]
+    with suppress(SystemExit):
+        main()
+"""
+
+
 @pytest.fixture
 def new_metric(tmp_path: Path) -> Iterator[None]:
     one_file(tmp_path, "a_new_metric", METRIC)
@@ -118,6 +186,55 @@ def test_a_metric_is_one_file(tmp_path: Path) -> None:
     assert "first_token" in done.output
     with pytest.raises(UserError, match="metric 'first_token' needs an enumerated language as data"):
         measure(["first_token"], Subject(tiny_model()))
+
+
+def test_an_objective_is_one_file(tmp_path: Path) -> None:
+    """Its settings for `imdm distill` with the options it has, its signals in `imdm status`, its name in a report."""
+    teacher, run, student = tmp_path / "teacher", tmp_path / "run", tmp_path / "run/seed-0/loud/model"
+    tiny_model(vocab_size=3, length=2).save_pretrained(teacher)
+    (tmp_path / "echoing.py").write_text(OBJECTIVE)
+    on, wide = [str(teacher), "--data", "aligned", "--out", str(run)], os.environ | {"COLUMNS": "200"}
+    measure = ["--metrics", "validity", "--steps", "1", "--samples", "20", "--out", str(run / "results.jsonl")]
+    lines = [
+        ["distill", "echo-2", *on, "--iterations", "3"],
+        ["distill", "match", *on, "--rounds", "3"],
+        ["distill", "nosuch", *on],
+        ["distill", "echo-2", *on, "--rounds", "1"],
+        ["status", str(run)],
+        ["evaluate", str(student), "--data", "aligned", "--method", "echo-2", *measure],
+        ["report", str(run)],
+    ]
+    start = [sys.executable, "-c", COMMANDS]
+    done = subprocess.run(start, input=json.dumps(lines), capture_output=True, text=True, cwd=tmp_path, env=wide)
+    refused = [line for line in done.stderr.splitlines() if line.startswith("error")]
+    assert refused == [
+        "error: iterations = 3: echo-2 has no such setting; it is for di4c, match, redi, sdtt",
+        "error: rounds = 3: match has no such setting; it is for di4c, echo-2, redi, sdtt",
+        "error: unknown distillation 'nosuch'; known: di4c, echo-2, match, redi, sdtt",
+    ], done.stderr
+    told = done.stdout.splitlines()
+    assert told[:2] == ["quiet: 3 training steps of 4 sequences", "loud: 3 training steps of 4 sequences"]
+    assert re.search(r"quiet +echo-2 +done +3 of 3 .* loudness 1.5, shortest delay 7 ", done.stdout)
+    assert re.search(r"loud +echo-2 +done +3 of 3 .* loudness 3.0, shortest delay 7 ", done.stdout)
+    meanings = ["loudness: power of the echo, in decibels", "shortest delay: the least so far, in steps"]
+    assert [line for line in told if line in meanings] == meanings
+    page = (run / "report.html").read_text()
+    assert "student, single mask (Echoing)" in page
+
+
+def test_a_mask_says_its_name_in_rows_and_reports(tmp_path: Path) -> None:
+    one_file(tmp_path, "a_new_mask", MASK)
+    try:
+        model = tiny_model(vocab_size=3, length=2, mask="pair")
+        ((row,),) = evaluate(
+            Subject(model, samples=4), ["entropy"], [1], experiment="e", method="redi", recipe_hash="h"
+        )
+        assert (row.model, row.mask) == ("pair", "pair-2")
+        assert model_in_words("redi", row.mask) == "student, a pair of masks (ReDi)"
+        assert model_in_words("redi", row.mask, exact=True) == "student, a pair of masks, 2 in all (ReDi)"
+    finally:
+        del masks._entries["pair"]
+    assert model_in_words("redi", "pair-2") == "student, mask pair-2 (ReDi)"
 
 
 def test_a_row_generates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

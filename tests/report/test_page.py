@@ -70,6 +70,8 @@ class Tree(HTMLParser):
         ("from scratch", "single", "from scratch, single mask"),
         ("matched", "single", "matched, single mask"),  # only whole words are methods
         ("model", "mine", "model, mask mine"),
+        ("redi", "infinite-mine-3", "student, mask infinite-mine-3 (ReDi)"),  # of a mask that is known no longer
+        ("nelbo", "single", "data (NELBO), single mask"),  # no distillation
     ],
 )
 def test_models_are_named_in_words(method: str, mask: str, words: str) -> None:
@@ -279,6 +281,29 @@ def test_the_page_and_the_terminal_give_one_loss(tmp_path: Path) -> None:
     assert last_loss(read_history(folder / "seed-0" / "teacher")) == 2.5
     assert last_loss([]) is None
     assert [loss_in_words(loss) for loss in (None, 0.00009, -0.5)] == ["", "9.00e-05", "-0.5000"]
+
+
+def test_the_page_explains_the_signals_that_it_shows(tmp_path: Path) -> None:
+    recipe = load_recipe("match-cpu")
+    looks: dict[str, list[dict[str, float]]] = {
+        "teacher": [],
+        "mdlm": [{"passes": 1.0, "phase": 0.0, "score": 0.25}, {"passes": 2.0, "ratio": 1.5, "score": 0.5}],
+    }
+    for name, seen in looks.items():
+        folder = tmp_path / "seed-0" / name
+        folder.mkdir(parents=True)
+        for step, look in enumerate(seen):
+            append_line(folder / "history.jsonl", {"step": step, **look})
+        write_recorded(folder / "done.json", {"inputs": "", "output": "", "seconds": 60.0})
+    (section,) = trained_section(tmp_path, recipe, [])
+    (table,) = section.parts
+    cells = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+    assert [(row["by"], row["signals"]) for row in cells] == [
+        ("data (NELBO)", ""),
+        ("match", "ratio 1.5, phase 1, best score 0.25"),
+    ]
+    assert re.findall(r"(\w[\w ]*): ", table.note) == ["Stage", "Loss", "Ratio", "Phase", "Best score", "Overlap"]
+    assert "Best score: the lowest so far of the mean log ratio" in table.note
 
 
 def test_a_training_ends_on_the_terminal_with_the_loss_of_the_page(

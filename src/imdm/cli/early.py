@@ -1,15 +1,17 @@
 """Checks before torch is imported, which takes seconds: unknown names and missing files.
 
-Names of metrics, languages and benchmarks are read from the source files that register them, since importing those
-imports torch.
+Names of metrics, languages and benchmarks, and the options of distillations, are read from the source files that
+register them, since importing those imports torch.
 """
 
 from __future__ import annotations
 
 import re
 import sys
+from ast import literal_eval
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -28,6 +30,27 @@ def registered(files: str, how: str) -> tuple[tuple[str, str], ...]:
     return tuple(sorted((match[1], match[2]) for text in texts for match in decorator.finditer(text)))
 
 
+def presets() -> dict[str, dict[str, Any]]:
+    """What `imdm distill` runs: the options of each method and their defaults, `{"sdtt": {"rounds": 7, …}, …}`."""
+    declared = re.compile(
+        r'^@objectives\.register\("([\w-]+)"\)(?:(?!^@).)*?^    def preset\(([^)]*)\)', re.MULTILINE | re.DOTALL
+    )
+    texts = [file.read_text(encoding="utf-8") for file in HERE.glob("objectives/*.py")]
+    found = sorted(match.groups() for text in texts for match in declared.finditer(text))
+    option = re.compile(r"(\w+): [\w |]+ = ([^,\s]+)")
+    return {name: {one: literal_eval(value) for one, value in option.findall(options)} for name, options in found}
+
+
+def defaults(option: str) -> str:
+    """The defaults of an option of `imdm distill`: `8,000 for match, 10,000 for sdtt`."""
+    return ", ".join(f"{PRESETS[name][option]:,} for {name}" for name in having(option))
+
+
+def having(option: str) -> list[str]:
+    """The methods of `imdm distill` that have this option."""
+    return [name for name, options in PRESETS.items() if option in options]
+
+
 LANGUAGES = tuple(name for name, _ in registered("data/synthetic.py", "languages.register"))
 MASKS = tuple(name for name, _ in registered("diffusion/masks/*.py", "masks.register"))
 BENCHMARKS = tuple(name for name, _ in registered("benchmarks/*.py", "benchmarks.register"))
@@ -36,7 +59,7 @@ METRICS = tuple(name for name, _ in _METRICS)
 ON_LANGUAGES = tuple(name for name, needs in _METRICS if "language=True" in needs)
 AFTER_PROMPTS = tuple(name for name, needs in _METRICS if "prompts=True" in needs)
 ELSEWHERE = tuple(name for name in METRICS if name not in (*ON_LANGUAGES, *AFTER_PROMPTS))
-DISTILLATIONS = ("sdtt", "redi", "di4c", "match")
+PRESETS = presets()
 POLICIES = ("posterior", "keep")
 ORDERS = ("random", "spread")
 STARTS = ("perturbed", "prior")

@@ -26,10 +26,12 @@ from imdm.cli.app import (
 )
 from imdm.cli.arguments import as_options, naming_options, parse_data, parse_part, training_settings
 from imdm.cli.early import (
-    DISTILLATIONS,
+    PRESETS,
     check_data,
     check_held_out,
     check_known,
+    defaults,
+    having,
     known_mask,
     known_precision,
     known_start,
@@ -243,7 +245,7 @@ def couple(
 
 @app.command()
 def distill(
-    method: Annotated[str, typer.Argument(help="sdtt, redi, di4c or match.")],
+    method: Annotated[str, typer.Argument(help=f"{', '.join(PRESETS)}, or one of your own.")],
     model: Annotated[str, typer.Argument(help="The teacher: a model folder, or one that ships.", callback=located)],
     data: Annotated[
         str,
@@ -257,7 +259,8 @@ def distill(
     start: Annotated[
         str | None,
         typer.Option(
-            help="match: the model that the student starts from, such as one that sdtt made; the teacher unless given.",
+            help=f"{', '.join(having('start'))}: the model that the student starts from, such as one that sdtt made; "
+            "the teacher unless given.",
             callback=located,
         ),
     ] = None,
@@ -273,21 +276,16 @@ def distill(
         bool,
         typer.Option("--mixture", help="Give the student a latent λ, which di4c needs with a single mask."),
     ] = False,
-    rounds: Annotated[
-        int | None, typer.Option(min=1, help="Rounds; 7 for sdtt, 1 for redi, 2 for di4c unless given.")
-    ] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help=f"Rounds; unless given {defaults('rounds')}.")] = None,
     iterations: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Training steps (of each round); unless given the paper's (di4c: 10,000; match: 8,000, of which the "
-            "first 200 train its auxiliary network alone).",
+            help=f"Training steps (of each round); unless given {defaults('iterations')}.",
         ),
     ] = None,
-    batch: Annotated[
-        int | None, typer.Option(min=1, help="Batch size; the paper's (di4c: 32; match: 256) unless given.")
-    ] = None,
-    pairs: Annotated[int | None, typer.Option(min=1, help="redi: pairs a round; 100,000 unless given.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help=f"Batch size; unless given {defaults('batch')}.")] = None,
+    pairs: Annotated[int | None, typer.Option(min=1, help=f"Pairs a round; unless given {defaults('pairs')}.")] = None,
     precision: Annotated[
         str | None,
         typer.Option(
@@ -297,7 +295,6 @@ def distill(
     seed: Seed = 0,
 ) -> None:
     """Distil a model, with the paper's settings where there are any. Run it again to resume after a stop."""
-    check_known("distillation", [method], DISTILLATIONS)
     check_held_out(data)
     from imdm.core.devices import check_precision
     from imdm.experiments.distilling import distillation
@@ -424,5 +421,5 @@ def status(run: Annotated[Path, typer.Argument(help="Folder of a run.")]) -> Non
                 row.name, row.kind, row.state, done, round, loss_in_words(row.loss), in_words(row.signals), time
             )
         show(table)
-    for line in explained(name for stages in runs.values() for row in stages for name in row.signals):
+    for line in explained(signal for stages in runs.values() for row in stages for signal in row.signals):
         say(line)

@@ -19,6 +19,7 @@ from imdm.data.synthetic import Language, languages
 from imdm.diffusion.ending import Ending
 from imdm.diffusion.randomness import Purpose, as_key, permutation, uniform
 from imdm.models import LARGEST_VOCABULARY, check_tokens
+from imdm.models.backbones import backbones
 
 if TYPE_CHECKING:
     from imdm.models.configuration import MaskedDiffusionConfig
@@ -194,7 +195,7 @@ def check_teaches(source: Source, config: MaskedDiffusionConfig) -> None:
     """Refuse rows that a model of a stream would be trained on, padding and all."""
     check_fits(source, config)
     if config.ending is None and getattr(source, "ending", None) is not None:
-        whole = "adopt it with --whole, or " if config.backbone["kind"] == "hf" else ""
+        whole = "adopt it with --whole, or " if backbones[config.backbone["kind"]].whole else ""
         raise UserError(
             "the rows of the data are whole texts, followed by padding (packing: whole), and this model of a stream "
             f"would learn the padding as text; {whole}prepare the text with another packing"

@@ -7,7 +7,7 @@ from imdm.evaluation.conditional import Conditional
 from imdm.evaluation.factorization import single_step_error
 from imdm.evaluation.judge import Judge, load_judge
 from imdm.evaluation.mauve import Embedder, load_embedder
-from imdm.evaluation.measuring import evaluate, family, load_readers, matched, measure, occasions, to_row
+from imdm.evaluation.measuring import evaluate, load_readers, matched, measure, occasions, to_row
 from imdm.evaluation.parts import Parts
 from imdm.evaluation.results import Row, append, read
 
@@ -26,7 +26,6 @@ __all__ = [
     "about",
     "append",
     "evaluate",
-    "family",
     "load_embedder",
     "load_judge",
     "load_readers",

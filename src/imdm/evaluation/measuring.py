@@ -14,7 +14,6 @@ import torch
 
 from imdm.core.errors import UserError
 from imdm.data.statistics import Measurement, sample_entropy
-from imdm.diffusion.masks import Mask
 from imdm.evaluation.base import Evaluation, Metric, Subject, TooShortError, metrics
 from imdm.evaluation.judge import Judge
 from imdm.evaluation.mauve import NO_LIBRARY, Embedder, has_mauve, load_embedder
@@ -189,7 +188,7 @@ def to_row(
     evaluations = found.evaluations if found.evaluations is not None else evaluation.evaluations(metric.samples)
     return Row(
         experiment=experiment,
-        model=family(model.mask),
+        model=model.mask.family,
         mask=model.mask.name + ("+mixture" if model.config.mixture else ""),
         evaluations=round(evaluations, 4),
         value=found.value,
@@ -215,11 +214,6 @@ def to_row(
             inputs=inputs_of(metric, evaluation) if alone else None,
         ),
     )
-
-
-def family(mask: Mask) -> str:
-    """The model's name in tables, by its mask."""
-    return {"single": "mdlm", "infinite": "imdm"}.get(mask.kind, mask.kind)
 
 
 def inputs_of(metric: Metric, evaluation: Evaluation) -> dict[str, str]:

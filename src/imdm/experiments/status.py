@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,37 +12,19 @@ from imdm.core.errors import UserError
 from imdm.core.files import check_holds, read_recorded
 from imdm.experiments.loading import read_recipe, variants
 from imdm.experiments.schema import CoupleStage, Recipe, TrainStage
+from imdm.objectives.base import Objective, Signal
 from imdm.training.checkpoint import checkpoint_path, steps_present
 from imdm.training.config import ALIKE
 from imdm.training.history import last_loss, read_history
 
 DONE = "done.json"
 """The file that marks a finished stage."""
-BEST = "best score"
-SIGNALS = {
-    "fitted": "fitted {:.0%}",
-    "ratio": "ratio {:.3g}",
-    "pooled_lacking": "lacking {:.2f}",
-    "phase": "phase {:.0f}",
-    BEST: "best score {:.3g}",
-}
-"""Early signals that are shown, and their formats."""
-MEANINGS = {
-    "fitted": "fitted: share of the couplings' masked tokens that the student gives a probability above 1/2",
-    "ratio": "ratio: perplexity of the student's samples under the teacher, as a multiple of the teacher's own at "
-    "the same entropy; mean over step counts",
-    "pooled_lacking": "lacking: entropy that the samples together lack, in nats; above 0.1 diversity is lost",
-    "phase": "phase: of those of the objective",
-    BEST: "best score: the lowest so far of the mean log ratio plus what is lacking beyond 0.1; its weights are "
-    "exported",
-}
-"""What they are, in a line each."""
 
 
 @dataclass(frozen=True)
 class StageStatus:
     """state: `done`, `stale` (made with other settings or inputs than are there now), `stopped or running`, `waiting`;
-    done and total count steps, shards or nothing; signals: the newest of the objective's early ones (`shown_signals`);
+    done and total count steps, shards or nothing; signals: those that its objective shows (`shown_signals`);
     took: seconds that a finished stage ran, since its last stop."""
 
     name: str
@@ -52,7 +34,7 @@ class StageStatus:
     total: int = 0
     round: int | None = None
     loss: float | None = None
-    signals: dict[str, float] = field(default_factory=dict)
+    signals: dict[Signal, float] = field(default_factory=dict)
     seconds_left: float | None = None
     took: float | None = None
 
@@ -157,26 +139,22 @@ def _training(folder: Path, stage: TrainStage, name: str, state: str) -> StageSt
     left = (steps - step) * len(speeds) / sum(speeds) if sum(speeds) > 0 and state != "done" else None
     round = point.get("companion", {}).get("round")
     round = round if isinstance(round, int) else None
-    signals = shown_signals(history)
+    signals = shown_signals(stage.objective, history)
     return StageStatus(name, stage.objective.kind, state, step, steps, round, last_loss(rows), signals, left)
 
 
-def shown_signals(history: list[dict[str, Any]]) -> dict[str, float]:
-    """The most informative signals in a history (`SIGNALS`): the last value of each, phases counted from 1; for
-    `score`, the best, which is the lowest."""
+def shown_signals(objective: Objective, history: list[dict[str, Any]]) -> dict[Signal, float]:
+    """The signals that an objective shows (`Objective.shows`), with their values by the evaluations in a history."""
     looks = [row for row in history if "passes" in row]
-    found = {name: row[name] for row in looks for name in SIGNALS if name in row}
-    found |= {"phase": found["phase"] + 1} if "phase" in found else {}
-    scores = [row["score"] for row in looks if "score" in row]
-    return {name: found[name] for name in SIGNALS if name in found} | ({BEST: min(scores)} if scores else {})
+    found = {signal: [row[signal.name] for row in looks if signal.name in row] for signal in objective.shows}
+    return {signal: signal.of(values) for signal, values in found.items() if values}
 
 
-def in_words(signals: dict[str, float]) -> str:
+def in_words(signals: Mapping[Signal, float]) -> str:
     """`fitted 93%`; `ratio 1.62, lacking 0.03, phase 1, best score 0.48`."""
-    return ", ".join(SIGNALS[name].format(value) for name, value in signals.items())
+    return ", ".join(f"{signal.label} {value:{signal.form}}" for signal, value in signals.items())
 
 
-def explained(signals: Iterable[str]) -> list[str]:
-    """A line on each of these signals."""
-    named = set(signals)
-    return [meaning for name, meaning in MEANINGS.items() if name in named]
+def explained(signals: Iterable[Signal]) -> list[str]:
+    """A line on each of these signals: `fitted: share of …`."""
+    return list(dict.fromkeys(f"{signal.label}: {signal.meaning}" for signal in signals))

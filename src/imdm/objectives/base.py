@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 objectives: Registry[type[Objective]] = Registry("objective")
 
+Stages = dict[str, dict[str, Any]]
+"""The stages of a recipe by name, as plain settings."""
 STUDENT = "student"
 """The network that every objective trains, and that a run exports."""
 FROZEN = "teacher"
@@ -131,8 +134,23 @@ class Companion(Protocol):
     def load(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None: ...
 
 
+@dataclass(frozen=True)
+class Signal:
+    """One of the values of `Objective.signals` that `imdm status` and reports show, as `ratio 1.62`.
+
+    name: as `signals` returns it; label: as it is shown; form: the format of its value, such as `.3g`; meaning: what it
+    is, in a line; of: its values so far → the one that is shown, the last unless given.
+    """
+
+    name: str
+    label: str
+    form: str
+    meaning: str
+    of: Callable[[Sequence[float]], float] = itemgetter(-1)
+
+
 class Objective(Config):
-    """One objective: its settings and its loss.
+    """One objective: its settings, its loss, and what others say and show of it.
 
     `needs` names the columns a batch must have. `loss` divides by constants of the global batch only, so that the mean
     over processes is the loss of the whole batch. One that trains more than the student names the others in `networks`,
@@ -147,6 +165,13 @@ class Objective(Config):
     tensors."""
 
     heeds_looks: ClassVar[bool] = False  # whether the results of `signals` affect training
+    title: ClassVar[str] = ""  # its name in words, such as `SDTT`; empty: the name it is registered by
+    shows: ClassVar[tuple[Signal, ...]] = ()  # those of its `signals` that are shown, in order
+    preset: ClassVar[Callable[..., Stages] | None] = None
+    """What `imdm distill` runs, whose models are then called students; None: the objective is no distillation. A static
+    method that returns the stages, given the settings of the student's, whose `start` is the teacher and whose
+    `objective` is this one's name. The options that the method has are keywords with defaults: `rounds`, `iterations`,
+    `batch`, `pairs`, `start`. It may have `precision` too, where that changes other settings."""
 
     @property
     def needs(self) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import log
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -35,8 +35,8 @@ from imdm.diffusion.process import Process
 from imdm.diffusion.randomness import Purpose, fold, uniform
 from imdm.diffusion.schedule import EARLIEST
 from imdm.diffusion.state import Noised, Rows
-from imdm.objectives.base import FROZEN, Pass, Step, objectives
-from imdm.objectives.rounds import Rounds, Teacher
+from imdm.objectives.base import FROZEN, Pass, Stages, Step, objectives
+from imdm.objectives.rounds import Rounds, Teacher, in_rounds
 from imdm.sampling import draw_tokens
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ class Di4C(Rounds):
     """
 
     kind: str = "di4c"
+    title: ClassVar[str] = "Di4C"
     rounds: int = Field(2, ge=1, le=1000)
     latents: int = Field(16, ge=2, le=4096)
     threshold: float = Field(0.02, ge=0, le=1)
@@ -66,6 +67,12 @@ class Di4C(Rounds):
     teacher_steps: int = Field(1024, ge=1, le=1 << 24)
     data_weight: float = Field(0.1, ge=0)
     control_variate: bool = True
+
+    @staticmethod
+    def preset(student: dict[str, Any], *, rounds: int = 2, iterations: int = 10_000, batch: int = 32) -> Stages:
+        """Settings for `imdm distill`: the rate is that of the method's public code; the paper names neither iterations
+        nor batch, these are SDTT's."""
+        return in_rounds(student, rounds, iterations, batch, lr=3e-5)
 
     def check(self, noisy: bool) -> None:
         if not noisy:

@@ -41,7 +41,7 @@ from imdm.diffusion.randomness import Purpose, as_key, fold, uniform
 from imdm.diffusion.schedule import EARLIEST
 from imdm.models.readout import Chosen, Gradient, reduced
 from imdm.models.sharding import weights_of
-from imdm.objectives.base import FROZEN, STUDENT, Objective, Pass, Step, Trained, objectives
+from imdm.objectives.base import FROZEN, STUDENT, Objective, Pass, Signal, Stages, Step, Trained, objectives
 from imdm.objectives.onpolicy import (
     DATA,
     OWN,
@@ -156,6 +156,30 @@ class Match(Objective):
     kind: str = "match"
     recordable: ClassVar[bool] = True
     heeds_looks: ClassVar[bool] = True
+    title: ClassVar[str] = "match"
+    shows: ClassVar[tuple[Signal, ...]] = (
+        Signal(
+            "ratio",
+            "ratio",
+            ".3g",
+            "perplexity of the student's samples under the teacher, as a multiple of the teacher's own at the same "
+            "entropy; mean over step counts",
+        ),
+        Signal(
+            "pooled_lacking",
+            "lacking",
+            ".2f",
+            "entropy that the samples together lack, in nats; above 0.1 diversity is lost",
+        ),
+        Signal("phase", "phase", ".0f", "of those of the objective", lambda values: values[-1] + 1),  # counted from 1
+        Signal(
+            "score",
+            "best score",
+            ".3g",
+            "the lowest so far of the mean log ratio plus what is lacking beyond 0.1; its weights are exported",
+            min,
+        ),
+    )
     starts: Starts = Starts()
     steps: dict[Annotated[int, Field(ge=1, le=1 << 16)], Share] = Field(
         {1: 1.0, 2: 1.0, 4: 1.0, 8: 1.0, 16: 1.0}, min_length=1
@@ -169,6 +193,22 @@ class Match(Objective):
     noise: NoisePolicy = "keep"
     order: RevealOrder = "random"
     smooth: bool = False
+
+    @staticmethod
+    def preset(
+        student: dict[str, Any],
+        *,
+        start: str | None = None,
+        iterations: int = 8000,
+        batch: int = 256,
+        precision: str = "float32",
+    ) -> Stages:
+        """Settings for `imdm distill`: short averages and moments, since the target changes with the student's samples.
+        start: the model that the student is made from, where that is not its teacher."""
+        training = {"steps": iterations, "batch": batch, "lr": 2e-4, "warmup": 100, "betas": (0.9, 0.99), "ema": 0.998}
+        training |= {"dropout": 0.0, "graphs": precision == "bf16"}
+        other = {} if start is None else {"start": start, "teacher": student["start"]}
+        return {"student": student | other | {"training": training, "watch": {"every": 250}}}
 
     @model_validator(mode="after")
     def _ends(self) -> Match:

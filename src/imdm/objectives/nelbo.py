@@ -18,6 +18,7 @@ class Nelbo(Objective):
 
     kind: str = "nelbo"
     recordable: ClassVar[bool] = True
+    title: ClassVar[str] = "data (NELBO)"
 
     def start(self, process: Process, batch: Mapping[str, Tensor], step: Step) -> tuple[Noised, Rows]:
         return corrupted(process, batch, step)

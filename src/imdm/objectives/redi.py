@@ -13,7 +13,7 @@ from imdm.diffusion.process import NoisePolicy, Process
 from imdm.diffusion.randomness import Purpose, as_key, fold
 from imdm.diffusion.state import Noised, Rows
 from imdm.models.readout import Chosen
-from imdm.objectives.base import Objective, Step, nelbo_terms, objectives
+from imdm.objectives.base import Objective, Signal, Stages, Step, nelbo_terms, objectives
 
 if TYPE_CHECKING:
     from imdm.data.source import Source
@@ -34,8 +34,31 @@ class ReDi(Objective):
 
     kind: str = "redi"
     recordable: ClassVar[bool] = True
+    title: ClassVar[str] = "ReDi"
+    shows: ClassVar[tuple[Signal, ...]] = (
+        Signal(
+            "fitted",
+            "fitted",
+            ".0%",
+            "share of the couplings' masked tokens that the student gives a probability above 1/2",
+        ),
+    )
     noise: Literal["coupling", "fresh"] = "coupling"
     policy: NoisePolicy | None = None
+
+    @staticmethod
+    def preset(
+        student: dict[str, Any], *, rounds: int = 1, iterations: int = 50_000, batch: int = 512, pairs: int = 100_000
+    ) -> Stages:
+        """The paper's settings (§5.3, App. B), for `imdm distill`: rounds of couple → train, each from the last
+        student."""
+        stages: Stages = {}
+        for number in range(1, rounds + 1):
+            stages[f"pairs-{number}"] = {"kind": "couple", "teacher": student["start"], "pairs": pairs}
+            training = {"steps": iterations, "batch": batch}
+            stages[f"student-{number}"] = student | {"data": f"pairs-{number}", "training": training}
+            student = student | {"start": f"student-{number}"}
+        return stages
 
     @property
     def needs(self) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from imdm.core.errors import UserError
 from imdm.models.identity import fingerprint
 from imdm.models.sharding import duplicate, shard, sharding_of, shared_like, weights_of
-from imdm.objectives.base import Objective
+from imdm.objectives.base import Objective, Stages
 
 if TYPE_CHECKING:
     from imdm.models.denoiser import MaskedDiffusionLM
@@ -73,6 +73,13 @@ def fixed(model: MaskedDiffusionLM, student: MaskedDiffusionLM) -> MaskedDiffusi
     if student.is_compiled:
         model.compile_trunk(training=False)
     return model.eval().requires_grad_(False)
+
+
+def in_rounds(student: dict[str, Any], rounds: int, iterations: int, batch: int, lr: float) -> Stages:
+    """The stages of a preset (`Objective.preset`) that trains one student in rounds."""
+    objective = {"kind": student["objective"], "rounds": rounds, "iterations": iterations}
+    training = {"steps": rounds * iterations, "batch": batch, "lr": lr, "warmup": 500}
+    return {"student": student | {"objective": objective, "training": training}}
 
 
 class Rounds(Objective):

@@ -14,8 +14,8 @@ from imdm.diffusion.process import Process
 from imdm.diffusion.randomness import Purpose, uniform
 from imdm.diffusion.state import Noised, Rows, filled_places
 from imdm.models.readout import Chosen, Compared, Divergence, Head, Whole, reduced
-from imdm.objectives.base import FROZEN, Pass, Step, corrupted, objectives
-from imdm.objectives.rounds import Rounds, Teacher
+from imdm.objectives.base import FROZEN, Pass, Stages, Step, corrupted, objectives
+from imdm.objectives.rounds import Rounds, Teacher, in_rounds
 from imdm.sampling import draw_tokens
 
 if TYPE_CHECKING:
@@ -45,10 +45,16 @@ class SDTT(Rounds):
 
     kind: str = "sdtt"
     recordable: ClassVar[bool] = True
+    title: ClassVar[str] = "SDTT"
     rounds: int = Field(7, ge=1, le=1000)
     first_dt: float = Field((1 - 1e-3) / 1024, gt=0, le=1)
     teacher_steps: int = Field(2, ge=1, le=1 << 16)
     divergence: Divergence = "backward-kl"
+
+    @staticmethod
+    def preset(student: dict[str, Any], *, rounds: int = 7, iterations: int = 10_000, batch: int = 32) -> Stages:
+        """The paper's settings (App. B), for `imdm distill`."""
+        return in_rounds(student, rounds, iterations, batch, lr=6e-5)
 
     @model_validator(mode="after")
     def _steps_fit(self) -> SDTT:

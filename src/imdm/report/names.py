@@ -6,8 +6,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-METHODS = {"sdtt": "SDTT", "redi": "ReDi", "di4c": "Di4C", "match": "match"}
-NOISE = re.compile(r"infinite-([a-z]+)-(\d+)-([\d.]+)")
+from imdm.core.errors import UserError
+from imdm.diffusion.masks import parse_mask
+from imdm.objectives import objectives
+
 METRICS = {
     "gen_ppl": "generative perplexity",
     "real_ppl": "perplexity of real text",
@@ -49,39 +51,36 @@ def metric_in_words(metric: str) -> str:
     return METRICS.get(metric, metric)
 
 
+def objective_in_words(kind: str) -> str:
+    """`SDTT`, `data (NELBO)`; one that declares no other keeps its name."""
+    return objectives[kind].title or kind
+
+
 def method_in_words(method: str) -> str:
     """`sdtt+redi at 0.001` → `SDTT + ReDi at 0.001`; other methods keep their names."""
     stem, rest = _parts(method)
-    return " + ".join(METHODS[one] for one in stem) + rest if stem else method
+    return " + ".join(map(objective_in_words, stem)) + rest
 
 
 def mask_in_words(mask: str, exact: bool = False) -> str:
     """`single mask`, `6,144 masks`, `infinite masks`. exact: with the distribution, dimension and scale of the
     noise."""
     kind, latent, _ = mask.partition("+mixture")
-    noise = NOISE.fullmatch(kind)
-    if kind == "single":
-        words = "single mask"
-    elif re.fullmatch(r"finite-\d+", kind):
-        words = f"{int(kind.removeprefix('finite-')):,} masks"
-    elif noise is not None:
-        law, dim, scale = noise.groups()
-        words = "infinite masks" + (f", {law} noise, d = {int(dim):,}, scale {float(scale):g}" if exact else "")
-    elif kind.startswith("infinite"):
-        other = kind.removeprefix("infinite").lstrip("-")
-        words = "infinite masks" + (f", {other}" if exact and other else "")
-    else:
+    try:
+        words = parse_mask(kind).in_words(exact)
+    except UserError:  # rows outlive the module of a mask
         words = f"mask {kind}"
     return words + (" with a latent" if latent else "")
 
 
 def model_in_words(method: str, mask: str, exact: bool = False) -> str:
-    """`teacher`; `student, infinite masks (SDTT + ReDi)`; of another method `from scratch, single mask`."""
+    """`teacher`; `student, infinite masks (SDTT + ReDi)`; of no distillation `from scratch, single mask`."""
     if method.partition(",")[0] == "teacher" and mask == "single":
         return method
-    if _parts(method)[0]:
+    stem, _ = _parts(method)
+    if stem and all(objectives[one].preset is not None for one in stem):
         return f"student, {mask_in_words(mask, exact)} ({method_in_words(method)})"
-    return f"{method}, {mask_in_words(mask, exact)}"
+    return f"{method_in_words(method)}, {mask_in_words(mask, exact)}"
 
 
 def named(models: Sequence[tuple[str, str]]) -> list[str]:
@@ -94,7 +93,7 @@ def named(models: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def _parts(method: str) -> tuple[list[str], str]:
-    """The distillations that a method's name begins with, and the rest of the name; none if it begins otherwise."""
-    found = re.match(r"[a-z0-9+]+(?=$|[ ,])", method)
+    """The objectives that a method's name begins with, and the rest of the name; none if it begins otherwise."""
+    found = re.match(r"[\w+-]+(?=$|[ ,])", method)
     stem = found.group().split("+") if found else []
-    return (stem, method[found.end() :]) if found and all(one in METHODS for one in stem) else ([], method)
+    return (stem, method[found.end() :]) if found and all(one in objectives for one in stem) else ([], method)

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from imdm.evaluation import Row
 from imdm.experiments.schema import CoupleStage, Recipe, TrainStage
-from imdm.experiments.status import DONE, in_words, read_done, shown_signals
-from imdm.report.names import mask_in_words, method_in_words
+from imdm.experiments.status import DONE, explained, in_words, read_done, shown_signals
+from imdm.objectives.base import Signal
+from imdm.report.names import mask_in_words, objective_in_words
 from imdm.report.page import Section
 from imdm.report.tables import Table
 from imdm.training.history import LOSS, last_loss, loss_in_words, read_history
-
-NOTE = (
-    f"Stage: its folder in the run. {LOSS[0].upper()}{LOSS[1:]}. Signals at the end. Fitted: the share of masked "
-    "tokens of its pairs that a ReDi student gives a probability above ½. match: the perplexity of its samples by the "
-    "teacher, over that of the teacher's own at equal entropy; the pooled entropy that they lack (nats); the score of "
-    "the exported average, the lower the better. Overlap: the share of 6-grams of a student's samples that "
-    "occur in its pairs, at the most steps measured; in brackets that of the pairs' teacher. Minutes since the "
-    "last stop."
-)
 
 
 def trained_section(run: Path, recipe: Recipe, rows: list[Row]) -> list[Section]:
@@ -32,8 +27,22 @@ def trained_section(run: Path, recipe: Recipe, rows: list[Row]) -> list[Section]
     if not found:
         return []
     columns = ("stage", "from", "by", "mask", "rate", "steps × batch", "pairs", "passes", "loss", "signals", "overlap")
-    table = Table("Training", (*columns, "minutes"), [one.cells(recipe, rows) for one in found], NOTE)
+    table = Table("Training", (*columns, "minutes"), [one.cells(recipe, rows) for one in found], _note(found))
     return [Section("How the models were trained", f"Seed {recipe.seed} of the recipe.", [table])]
+
+
+def _note(found: Sequence[_Trained]) -> str:
+    """What the columns are, and each of the signals in them."""
+    lines = (
+        "stage: its folder in the run",
+        LOSS,
+        "signals at the end",
+        *explained(signal for one in found for signal in one.signals),
+        "overlap: the share of 6-grams of a student's samples that occur in its pairs, at the most steps measured; in "
+        "brackets that of the pairs' teacher",
+        "minutes since the last stop",
+    )
+    return " ".join(f"{line[0].upper()}{line[1:]}." for line in lines)
 
 
 @dataclass(frozen=True)
@@ -46,9 +55,16 @@ class _Trained:
     def is_done(self) -> bool:
         return (self.folder / DONE).exists()
 
+    @cached_property
+    def history(self) -> list[dict[str, Any]]:
+        return read_history(self.folder)
+
+    @property
+    def signals(self) -> dict[Signal, float]:
+        return shown_signals(self.stage.objective, self.history)
+
     def cells(self, recipe: Recipe, rows: list[Row]) -> tuple[str, ...]:
         stage, training = self.stage, self.stage.training
-        history = read_history(self.folder)
         seconds = read_done(self.folder)["seconds"]
         couple = recipe.stages.get(stage.data or "")
         pairs = couple.pairs if isinstance(couple, CoupleStage) else None
@@ -57,14 +73,14 @@ class _Trained:
         return (
             self.name,
             (stage.start or "") + taught,
-            "data (NELBO)" if stage.objective.kind == "nelbo" else method_in_words(stage.objective.kind),
+            objective_in_words(stage.objective.kind),
             mask_in_words(mask.name, exact=True) if mask is not None else "",
             f"{training.lr:g}",
             f"{training.steps:,} × {training.batch}",
             "" if pairs is None else f"{pairs:,}",
             "" if pairs is None else f"{training.steps * training.batch / pairs:.0f}",
-            loss_in_words(last_loss(history)),
-            in_words(shown_signals(history)),
+            loss_in_words(last_loss(self.history)),
+            in_words(self.signals),
             overlap(recipe, rows, self.name) if isinstance(couple, CoupleStage) else "",
             f"{seconds / 60:.1f}" if seconds else "",
         )

@@ -36,6 +36,15 @@ class Mask(Config):
     def name(self) -> str:
         """The name in result rows, e.g. `infinite-uniform-768-1.0`."""
 
+    @property
+    def family(self) -> str:
+        """What models with such masks are called in result rows, e.g. `imdm`."""
+        return self.kind
+
+    def in_words(self, exact: bool = False) -> str:
+        """The name in reports, e.g. `infinite masks`; exact: with its settings, where two would be called the same."""
+        return f"mask {self.name}"
+
     @abstractmethod
     def noise(self, keys: Tensor, position: Tensor, draw: Tensor) -> Tensor | None:
         """The noise of positions (R,), (R, d) or (R,); None when the mask carries none."""

@@ -28,6 +28,9 @@ class Finite(Mask):
     def name(self) -> str:
         return f"finite-{self.count}"
 
+    def in_words(self, exact: bool = False) -> str:
+        return f"{self.count:,} masks"
+
     def noise(self, keys: Tensor, position: Tensor, draw: Tensor) -> Tensor:
         return integers(keys, Purpose.NOISE, position, draw, self.count)
 

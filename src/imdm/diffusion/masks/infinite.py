@@ -50,6 +50,14 @@ class Infinite(Mask):
     def name(self) -> str:
         return f"infinite-{self.law}-{self.dim}-{self.scale}"
 
+    @property
+    def family(self) -> str:
+        return "imdm"
+
+    def in_words(self, exact: bool = False) -> str:
+        settings = f", {self.law} noise, d = {self.dim:,}, scale {self.scale:g}"
+        return f"infinite masks{settings if exact else ''}"
+
     def noise(self, keys: Tensor, position: Tensor, draw: Tensor) -> Tensor:
         return self._scaled(self._unscaled(keys, position, draw))
 

@@ -21,6 +21,13 @@ class Single(Mask):
     def name(self) -> str:
         return "single"
 
+    @property
+    def family(self) -> str:
+        return "mdlm"
+
+    def in_words(self, exact: bool = False) -> str:
+        return "single mask"
+
     def noise(self, keys: Tensor, position: Tensor, draw: Tensor) -> None:
         return None
 
