@@ -92,7 +92,7 @@ RECIPE = {
 OBJECTIVE = '''
 """A student that learns the data under its teacher's name, and says how loud it is."""
 
-from imdm.objectives import Objective, Signal, nelbo_terms, objectives
+from imdm.objectives import Objective, Pass, Signal, nelbo_terms, objectives
 
 
 @objectives.register("echo-2")
@@ -112,6 +112,9 @@ class Echo(Objective):
             "quiet": student | {"objective": quiet, "training": {"steps": 3 * rounds, "batch": batch}},
             "loud": student | {"start": "quiet", "training": {"steps": 3, "batch": batch}},
         }
+
+    def cost(self, steps, batch, looks):
+        return [Pass(rows=1.0), Pass("teacher", trained=False)]
 
     def signals(self, model, source, seed, companion=None, networks=None):
         return {"loudness": self.loudness, "delay": 7.0, "pitch": 440.0}
@@ -189,7 +192,8 @@ def test_a_metric_is_one_file(tmp_path: Path) -> None:
 
 
 def test_an_objective_is_one_file(tmp_path: Path) -> None:
-    """Its settings for `imdm distill` with the options it has, its signals in `imdm status`, its name in a report."""
+    """Its settings for `imdm distill` with the options it has, its signals in `imdm status`, its passes in `imdm cost`,
+    its name in a report."""
     teacher, run, student = tmp_path / "teacher", tmp_path / "run", tmp_path / "run/seed-0/loud/model"
     tiny_model(vocab_size=3, length=2).save_pretrained(teacher)
     (tmp_path / "echoing.py").write_text(OBJECTIVE)
@@ -201,6 +205,7 @@ def test_an_objective_is_one_file(tmp_path: Path) -> None:
         ["distill", "nosuch", *on],
         ["distill", "echo-2", *on, "--rounds", "1"],
         ["status", str(run)],
+        ["cost", "synthetic", "stages.teacher.objective=echo-2"],
         ["evaluate", str(student), "--data", "aligned", "--method", "echo-2", *measure],
         ["report", str(run)],
     ]
@@ -216,6 +221,7 @@ def test_an_objective_is_one_file(tmp_path: Path) -> None:
     assert told[:2] == ["quiet: 3 training steps of 4 sequences", "loud: 3 training steps of 4 sequences"]
     assert re.search(r"quiet +echo-2 +done +3 of 3 .* loudness 1.5, shortest delay 7 ", done.stdout)
     assert re.search(r"loud +echo-2 +done +3 of 3 .* loudness 3.0, shortest delay 7 ", done.stdout)
+    assert re.search(r"teacher +echo-2 +[\d.]+k +\S+ +[\d.e+]+ +[\d.]+ ms", done.stdout)  # what a step takes
     meanings = ["loudness: power of the echo, in decibels", "shortest delay: the least so far, in steps"]
     assert [line for line in told if line in meanings] == meanings
     page = (run / "report.html").read_text()
