@@ -29,20 +29,26 @@ def row(mask: str, seed: int, value: float, steps: int = 2, metric: str = "gen_p
 
 
 ROWS = [
-    row("single", 0, 100.0), row("infinite-a", 0, 50.0), row("single", 1, 80.0), row("infinite-a", 1, 60.0),
-    row("single", 0, 4.0, metric="entropy"), row("infinite-a", 0, 4.1, metric="entropy"),
-    row("infinite-a", 2, 1.0),  # nothing to compare with
-    row("infinite-a", 0, 1.0, temperature=0.5), row("infinite-b", 0, 200.0),
+    row("single", 0, 100.0), row("infinite-uniform-2-1.0", 0, 50.0), row("single", 1, 80.0),
+   row("infinite-uniform-2-1.0", 1, 60.0),
+    row("single", 0, 4.0, metric="entropy"), row("infinite-uniform-2-1.0", 0, 4.1, metric="entropy"),
+    row("infinite-uniform-2-1.0", 2, 1.0),  # nothing to compare with
+    row("infinite-uniform-2-1.0", 0, 1.0, temperature=0.5), row("infinite-uniform-4-1.0", 0, 200.0),
 ]  # fmt: skip
 
 
 def test_a_ratio_is_the_geometric_mean_over_seeds() -> None:
     first, second = ratios(ROWS)
-    assert (first.mask, first.seeds, first.steps, first.judge) == ("infinite-a", 2, 2, "j")
+    assert (first.mask, first.seeds, first.steps, first.judge) == ("infinite-uniform-2-1.0", 2, 2, "j")
     assert first.value == pytest.approx(exp((log(0.5) + log(0.75)) / 2))
     assert first.entropy == pytest.approx(0.1)
     assert 0.5 - 1e-9 <= first.low < first.value < first.high <= 0.75 + 1e-9
-    assert (second.mask, second.seeds, second.value, second.entropy) == ("infinite-b", 1, pytest.approx(2.0), None)
+    assert (second.mask, second.seeds, second.value, second.entropy) == (
+        "infinite-uniform-4-1.0",
+        1,
+        pytest.approx(2.0),
+        None,
+    )
     assert second.low == pytest.approx(2.0) == second.high
 
 
@@ -59,12 +65,15 @@ def test_intervals_grow_with_errors_and_shrink_with_seeds() -> None:
 def test_the_table_and_the_page_tell_masks_and_judges_apart() -> None:
     table = ratio_table(ROWS)
     assert table is not None
-    assert [cells[0] for cells in table.rows] == ["infinite masks, a", "infinite masks, b"]  # one method: masks alone
+    assert [cells[0] for cells in table.rows] == [
+        "infinite masks, uniform noise, d = 2, scale 1",
+        "infinite masks, uniform noise, d = 4, scale 1",
+    ]  # one method: masks alone
     assert table.rows[0][1].startswith("0.612 (0.5")
     assert table.rows[0][1].endswith("[+0.10]")
     assert ratio_table(ROWS[:1]) is None
-    assert set(curves(ROWS, "gen_ppl")) == {"redi mdlm", "redi infinite-a", "redi infinite-b"}
-    other = [row("single", 0, 7.0, judge="k"), row("infinite-a", 0, 7.7, judge="k")]
+    assert set(curves(ROWS, "gen_ppl")) == {"redi mdlm", "redi infinite-uniform-2-1.0", "redi infinite-uniform-4-1.0"}
+    other = [row("single", 0, 7.0, judge="k"), row("infinite-uniform-2-1.0", 0, 7.7, judge="k")]
     (first, masks), (second,) = (quality(ROWS + other, judge, number, {"j"}) for number, judge in enumerate("jk"))
     assert first.title == "Quality over steps"
     assert first.text.endswith("Judge: j, a model that this run trained on the same text.")
@@ -76,9 +85,14 @@ def test_the_table_and_the_page_tell_masks_and_judges_apart() -> None:
 
 
 def test_of_several_masks_the_one_of_most_students_stands_for_its_kind() -> None:
-    masks = [row("single", 0, 9.0), row("infinite-b", 0, 5.0), row("infinite-a", 0, 4.0), row("infinite-a", 1, 4.0)]
-    assert {one.mask for one in usual(masks)} == {"single", "infinite-a"}
-    assert {one.mask for one in usual(masks[:3])} == {"single", "infinite-b"}  # as many of each: the first
+    masks = [
+        row("single", 0, 9.0),
+        row("infinite-uniform-4-1.0", 0, 5.0),
+        row("infinite-uniform-2-1.0", 0, 4.0),
+        row("infinite-uniform-2-1.0", 1, 4.0),
+    ]
+    assert {one.mask for one in usual(masks)} == {"single", "infinite-uniform-2-1.0"}
+    assert {one.mask for one in usual(masks[:3])} == {"single", "infinite-uniform-4-1.0"}  # as many of each: the first
     assert curves(usual(masks), "gen_ppl").keys() == {"redi mdlm", "redi imdm"}
     assert several_masks(masks) == {"redi": masks}
     assert several_masks(usual(masks)) == {}
@@ -99,7 +113,9 @@ def test_headlines_say_how_sure_they_are() -> None:
     assert first[0] == "0.61"
     assert first[1].startswith("(0.5")
     assert first[1].endswith("of the single mask's perplexity with infinite masks, ReDi, 2 steps")
-    more = [row(mask, 0, value, method="sdtt+redi") for mask, value in (("single", 2.0), ("infinite-a", 1.0))]
+    more = [
+        row(mask, 0, value, method="sdtt+redi") for mask, value in (("single", 2.0), ("infinite-uniform-2-1.0", 1.0))
+    ]
     assert [words for _, words in highlights([*more, *ROWS])] == [words for _, words in highlights(ROWS)]
 
 
