@@ -30,7 +30,7 @@ def row(mask: str, seed: int, value: float, steps: int = 2, metric: str = "gen_p
 
 ROWS = [
     row("single", 0, 100.0), row("infinite-uniform-2-1.0", 0, 50.0), row("single", 1, 80.0),
-   row("infinite-uniform-2-1.0", 1, 60.0),
+    row("infinite-uniform-2-1.0", 1, 60.0),
     row("single", 0, 4.0, metric="entropy"), row("infinite-uniform-2-1.0", 0, 4.1, metric="entropy"),
     row("infinite-uniform-2-1.0", 2, 1.0),  # nothing to compare with
     row("infinite-uniform-2-1.0", 0, 1.0, temperature=0.5), row("infinite-uniform-4-1.0", 0, 200.0),
