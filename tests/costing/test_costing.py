@@ -28,7 +28,7 @@ from imdm.costing.work import completions, evaluations, sampled
 from imdm.data.source import TokenSource
 from imdm.experiments import Run, checks, load_recipe, parse_recipe, recipe_names
 from imdm.experiments.inputs import Inputs
-from imdm.experiments.memory import CONTEXT, GIB, Load, check_memory, sampling_memory
+from imdm.experiments.memory import CONTEXT, GIB, Workload, check_memory, sampling_memory
 from imdm.experiments.networks import Networks, Size, measured
 from imdm.models.configuration import MaskedDiffusionConfig
 from imdm.models.denoiser import MaskedDiffusionLM
@@ -60,12 +60,12 @@ def size_of(mask: str = "single", preset: str | None = None, **settings: Any) ->
 
 def load_of(
     objective: Objective, given: dict[str, Any], batch: int, mask: str = "single", graphs: bool = False, **more: Any
-) -> Load:
+) -> Workload:
     training = TrainConfig(steps=1000, batch=batch, precision="bf16", compile=True, graphs=graphs, **more)
-    return Load(objective, size_of(mask, **given), size_of(**given), training, given["length"])
+    return Workload(objective, size_of(mask, **given), size_of(**given), training, given["length"])
 
 
-def ms_of(load: Load) -> float:
+def ms_of(load: Workload) -> float:
     return 1e3 * step_work(load).seconds(H200, "bf16", captured(load))
 
 
@@ -317,7 +317,7 @@ def test_the_least_that_is_held_is_held_by_a_trainer(name: str, tmp_path: Path) 
     if trainer.companion is not None:
         held += sum(weight.nbytes for weight in trainer.companion.model.parameters())
     size = measured(json.dumps(config.to_dict(), default=str))
-    least = Load(objective, size, size, training, 8).held
+    least = Workload(objective, size, size, training, 8).held
     assert 0.95 * held < least <= held
     assert name in ("muon", "match") or least == held
 
@@ -666,7 +666,7 @@ def test_an_evaluation_holds_whole_networks_of_those_that_are_sharded() -> None:
         (Nelbo(), False, 0),
     ):
         training = TrainConfig(steps=9, shard="full", precision="bf16", batch=64, checkpoint_blocks=True)
-        load = Load(objective, size, size, training, 1024, 64, evaluates=watched)
+        load = Workload(objective, size, size, training, 1024, 64, evaluates=watched)
         assert len(load.gathers) == many
         assert load.memory.whole == max(load.whole, many * one)
         assert not replace(load, training=training.model_copy(update={"shard": "none"})).gathers

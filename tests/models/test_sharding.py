@@ -22,7 +22,7 @@ from imdm.core.files import marked
 from imdm.data.coupling import CoupleConfig, couple
 from imdm.data.source import LanguageSource
 from imdm.data.synthetic import aligned
-from imdm.experiments.memory import Load
+from imdm.experiments.memory import Workload
 from imdm.experiments.networks import measured
 from imdm.models.configuration import MaskedDiffusionConfig
 from imdm.models.loading import load_model
@@ -250,7 +250,7 @@ def test_costs_are_the_bytes_of_two_processes(two: Path, name: str) -> None:
     kind, given = COUNTED[name]
     training = TrainConfig(steps=4, batch=8, **given)
     size = measured(json.dumps(MaskedDiffusionConfig(**sharded.EVEN).to_dict(), default=str))
-    load = Load(parse_objective(sharded.OBJECTIVES[kind]), size, size, training, 4, 2, evaluates=True)
+    load = Workload(parse_objective(sharded.OBJECTIVES[kind]), size, size, training, 4, 2, evaluates=True)
     expected = {
         "blocks": 4 * size.inside if training.shard == "optimizer" else 0,
         "frozen": 0 if kind == "nelbo" else 4 * size.parameters / 2,
@@ -269,7 +269,7 @@ def test_costs_are_the_bytes_of_two_processes(two: Path, name: str) -> None:
     assert load.whole > 0
 
 
-def sent(load: Load) -> float:
+def sent(load: Workload) -> float:
     """Bytes that each of two processes sends in a step, half of all: gradients, reduced in every micro-batch; weights
     of blocks for every pass (`full`), or once for forward and backward and for all passes of a network that is not
     trained (`optimizer`); other weights once for these too. Momentum for Muon."""

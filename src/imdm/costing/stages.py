@@ -13,7 +13,7 @@ from imdm.evaluation import metrics
 from imdm.evaluation.measuring import Occasion, occasions
 from imdm.evaluation.parts import at_once, part_size
 from imdm.evaluation.speed import ALONE, COUNTED, TOGETHER, UNCOUNTED
-from imdm.experiments.memory import CONTEXT, GIB, USABLE, Load, Memory, remedy, sampling_memory
+from imdm.experiments.memory import CONTEXT, GIB, USABLE, Memory, Workload, remedy, sampling_memory
 from imdm.experiments.networks import Networks, Size
 from imdm.experiments.schema import CoupleStage, EvaluateStage, TrainStage
 from imdm.shipped import listed
@@ -71,7 +71,7 @@ def stage_costs(networks: Networks, gpu: GPU, gpus: int) -> Iterator[StageCost]:
 
 def trained(networks: Networks, name: str, stage: TrainStage, gpu: GPU, gpus: int) -> StageCost:
     training, used = stage.training, usable(stage.training.batch, gpus)
-    load = Load.of(networks, name, stage, used)
+    load = Workload.of(networks, name, stage, used)
     work = step_work(load)
     step = work.seconds(gpu, training.precision, captured(load))
     memory, room = _on(load.memory, gpu), USABLE * gpu.gib * GIB
@@ -91,7 +91,7 @@ def trained(networks: Networks, name: str, stage: TrainStage, gpu: GPU, gpus: in
     )
 
 
-def step_work(load: Load) -> Work:
+def step_work(load: Workload) -> Work:
     """What one of several processes does in a step: the passes of each micro-batch, and the updates."""
     training, tokens = load.training, load.micro * load.length
     times = training.batch // (load.processes * load.micro)
@@ -105,17 +105,17 @@ def step_work(load: Load) -> Work:
     return work
 
 
-def captured(load: Load) -> bool:
+def captured(load: Workload) -> bool:
     """Whether steps are CUDA graphs."""
     return load.training.graphs and can_be_captured(load)
 
 
-def can_be_captured(load: Load) -> bool:
+def can_be_captured(load: Workload) -> bool:
     alone = load.processes == 1 and load.micro == load.training.batch
     return load.objective.recordable and alone and not load.training.opening
 
 
-def _notes(name: str, load: Load, work: Work, memory: Memory, gpu: GPU, gpus: int) -> Iterator[str]:
+def _notes(name: str, load: Workload, work: Work, memory: Memory, gpu: GPU, gpus: int) -> Iterator[str]:
     training, room = load.training, USABLE * gpu.gib * GIB
     if load.processes < gpus:
         yield (

@@ -60,7 +60,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Load:
+class Workload:
     """A training stage on one of several processes.
 
     looks      how often `Objective.signals` looks at the student during training
@@ -77,7 +77,7 @@ class Load:
     evaluates: bool = False
 
     @classmethod
-    def of(cls, networks: Networks, name: str, stage: TrainStage, processes: int) -> Load:
+    def of(cls, networks: Networks, name: str, stage: TrainStage, processes: int) -> Workload:
         student, teacher = networks.size(name), stage.teacher or stage.start
         size = student if teacher is None else networks.size(teacher)
         watched = bool(stage.watch.metrics)
@@ -215,7 +215,7 @@ def check_memory(
     stage = networks.recipe.stages[name]
     if not isinstance(stage, TrainStage) or stage.training.batch % processes:
         return
-    load = Load.of(networks, name, stage, processes)
+    load = Workload.of(networks, name, stage, processes)
     sizes = (load.student, load.teacher)
     measured = cuda and load.training.precision == "bf16" and load.training.lora is None
     ours = all(size.config.backbone["kind"] == DEFAULT for size in sizes)
@@ -232,7 +232,7 @@ def check_memory(
     )
 
 
-def remedy(load: Load, name: str, room: float) -> str:
+def remedy(load: Workload, name: str, room: float) -> str:
     """What to change so that a stage fits that takes more than so many bytes."""
     where = f"stages.{name}.training"
     if load.held <= room and (changes := _fitting(load, room)):
@@ -244,7 +244,7 @@ def remedy(load: Load, name: str, room: float) -> str:
     return f"use a smaller model, more memory, or more processes (torchrun) with {where}.shard=full"
 
 
-def _fitting(load: Load, room: float) -> dict[str, str]:
+def _fitting(load: Workload, room: float) -> dict[str, str]:
     """The largest micro-batch that fits, with gradient checkpointing if none does without; none if none does."""
     for again in dict.fromkeys((load.training.checkpoint_blocks, True)):
         for micro in (size for size in range(load.micro, 0, -1) if load.micro % size == 0):
@@ -255,7 +255,7 @@ def _fitting(load: Load, room: float) -> dict[str, str]:
     return {}
 
 
-def _check_built(load: Load, name: str, host: int | None) -> None:
+def _check_built(load: Workload, name: str, host: int | None) -> None:
     """Refuse networks that cannot even be built, on the CPU, before they are sharded."""
     if host is None or load.training.lora is not None or load.built <= host:
         return
