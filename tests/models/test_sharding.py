@@ -26,7 +26,7 @@ from imdm.experiments.memory import Workload
 from imdm.experiments.networks import measured
 from imdm.models.configuration import MaskedDiffusionConfig
 from imdm.models.loading import load_model
-from imdm.objectives import parse_objective
+from imdm.objectives import Extent, parse_objective
 from imdm.training import TrainConfig
 from imdm.training.history import read_history
 from tests.reference import sharded
@@ -274,7 +274,7 @@ def sent(load: Workload) -> float:
     of blocks for every pass (`full`), or once for forward and backward and for all passes of a network that is not
     trained (`optimizer`); other weights once for these too. Momentum for Muon."""
     times, both, passes, uses, once = load.training.batch // (2 * load.micro), 0.0, 0.0, 0.0, 0.0
-    whole = [one for one in load.objective.cost(10**9, 8, 0) if one.tokens >= 1]  # without evaluations
+    whole = [one for one in load.objective.cost(Extent(10**9, 8, 4)) if one.tokens >= 1]  # without evaluations
     for one in whole:
         size = load.size(one.network)
         both += times * one.trained * (size.parameters + size.ends)

@@ -25,7 +25,7 @@ def cost(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="As JSON, with a breakdown of memory.")] = False,
 ) -> None:
-    """Estimate the cost of a recipe: tokens, FLOPs, memory, communication and hours of every stage; nothing is run."""
+    """Estimate the cost of a recipe: tokens, FLOPs, memory and hours of every stage; nothing is run."""
     check_known("GPU", [gpu.lower()], (*GPUS, "cpu"))
     from imdm.experiments.loading import load_recipe
 

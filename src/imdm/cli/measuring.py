@@ -58,7 +58,7 @@ def evaluate(
         typer.Option(
             help="A language (aligned:length=2,symbols=2), prepared text, a file of tokens; or raw text, for "
             "zero-shot perplexity: a file, a folder, ptb, wikitext, lm1b, lambada, ag-news, arxiv, "
-            "pubmed. May be repeated."
+            "pubmed, sample (of the package). May be repeated."
         ),
     ],
     metrics: Annotated[

@@ -53,7 +53,11 @@ def generate(
     top_p: Annotated[float, typer.Option(help="Nucleus sampling; 1.0 samples the model's distribution.")] = 1.0,
     seed: Seed = 0,
     as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object a line, with the step of each token.")
+        bool,
+        typer.Option(
+            "--json",
+            help="One JSON object a line, with the step of each token, from 0; with --trace its log-probability too.",
+        ),
     ] = False,
     precision: Annotated[
         str, typer.Option(help="float32, or bf16 on a GPU, for large models.", callback=known_precision)

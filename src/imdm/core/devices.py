@@ -10,6 +10,7 @@ import os
 import platform
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from accelerate import Accelerator, PartialState
 
 T = TypeVar("T")
+PATIENCE = timedelta(days=1)
+"""How long processes wait for one another: the first prepares text alone, which can take hours."""
 
 
 def checked_device(name: str | torch.device) -> torch.device:
@@ -57,7 +60,7 @@ def check_precision(precision: str, device: torch.device | None = None, name: st
 def processes() -> PartialState:
     from accelerate import PartialState
 
-    return PartialState(cpu=not torch.cuda.is_available())
+    return PartialState(cpu=not torch.cuda.is_available(), timeout=PATIENCE)
 
 
 def processes_here() -> int:

@@ -12,8 +12,8 @@ import torch
 from imdm.core.errors import unknown
 from imdm.core.memory import memory
 
-# The measured numbers, fitted to the steps in tests/costing/test_costing.py. Shares of the published speed in bf16:
-MATMUL = 0.78  # matmuls with the blocks' weights: 770 of 989 TFLOP/s
+# Eight numbers, fitted to the measured steps in tests/costing/test_costing.py. Shares of the published speed:
+MATMUL = 0.78  # matmuls with the blocks' weights: 770 of 989 TFLOP/s, which a large matmul reaches
 ATTENTION = 0.51
 HEAD = 0.435  # the head with its loss, or with its draws, whose kernels store no (rows, V)
 MEMORY = 0.55  # of the published bandwidth: what lies between matmuls
@@ -45,7 +45,7 @@ class GPU:
 
     def matmul(self, precision: str) -> float:
         """FLOP/s of a large matmul."""
-        return 1e12 * (MATMUL * self.bf16 if precision == "bf16" else self.float32)
+        return 1e12 * MATMUL * (self.bf16 if precision == "bf16" else self.float32)
 
     @property
     def bytes(self) -> float:
@@ -81,7 +81,7 @@ def this_cpu() -> GPU:
     target = torch.empty_like(source)
     tflops = 2 * SIDE**3 / _least(lambda: torch.mm(a, b)) / 1e12
     terabytes = 2 * COPY / _least(lambda: target.copy_(source)) / 1e12
-    return GPU(CPU, tflops / MATMUL, tflops, terabytes * 8 / 7, memory() / (1 << 30))
+    return GPU(CPU, tflops / MATMUL, tflops / MATMUL, terabytes * 8 / 7, memory() / (1 << 30))
 
 
 def _least(work: Callable[[], object]) -> float:

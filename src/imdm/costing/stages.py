@@ -130,7 +130,7 @@ def _notes(name: str, load: Workload, work: Work, memory: Memory, gpu: GPU, gpus
             f"{training.micro_batch}, which is refused; counted with stages.{name}.training.micro_batch={load.micro}"
         )
     if memory.total > room:
-        yield f"{_needs(memory, gpu)}; {remedy(load, name, room - memory.context)}"
+        yield f"{_needs(memory, gpu)}; {remedy(load, name, room - memory.context, not gpu.is_cpu)}"
     busy, seconds = work.busy(gpu, training.precision), work.seconds(gpu, training.precision)
     if not gpu.is_cpu and not captured(load) and seconds > busy:
         helps = can_be_captured(load) and work.seconds(gpu, training.precision, captured=True) < seconds
@@ -148,9 +148,9 @@ def coupled(networks: Networks, name: str, stage: CoupleStage, gpu: GPU, gpus: i
     share = -(-shards // used) / shards  # of the busiest process
     seconds = (work * share).sampling(gpu, stage.precision) + COMPILED * stage.compile
     tokens, notes = float(stage.pairs) * length * masked, []
-    if used < gpus:
+    if shards % gpus:
         of = f"{shards} shard{'s' * (shards != 1)} of {stage.shard:,} pairs"
-        notes.append(f"{of}: {used} of {gpus} GPUs work (stages.{name}.shard)")
+        notes.append(f"{of} (stages.{name}.shard) do not divide among {gpus} GPUs: some of them wait at the end")
     memory = _on(sampling_memory(size, stage.batch_size * length, stage.precision), gpu)
     if memory.total > USABLE * gpu.gib * GIB:
         notes.append(f"{_needs(memory, gpu)}; lower stages.{name}.batch_size, or use a smaller model")
@@ -190,7 +190,7 @@ def evaluated(networks: Networks, name: str, stage: EvaluateStage, gpu: GPU, gpu
     if used < gpus:
         notes.append(f"{parts} part{'s' * (parts != 1)}: {used} of {gpus} GPUs work")
     if stage.precision == "float32" and not gpu.is_cpu:
-        notes.append("in float32, whose speed was not measured; precision=bf16 is quicker")
+        notes.append(f"in float32, whose speed was not measured; stages.{name}.precision=bf16 is quicker")
     if memory.total > USABLE * gpu.gib * GIB:
         notes.append(f"{_needs(memory, gpu)}; lower stages.{name}.samples, or use a smaller model")
     return StageCost(

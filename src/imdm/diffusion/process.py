@@ -196,13 +196,13 @@ class Process:
     def reverse(
         self, state: Noised, s: Tensor, proposal: Tensor, keys: Tensor, step: int, policy: NoisePolicy = "posterior"
     ) -> Noised:
-        """z_t → z_s (Eq. 13) when every masked position's token, were it revealed now, is `proposal` (B, L).
+        """z_t → z_s (Eq. 13) when every masked position's token, were it revealed now, is `proposal` (B, L). The
+        sampler has a step of its own, with the reveals planned: `sampling.reverse_step`.
 
         One uniform number a position decides: revealed, kept or redrawn. `step` ≥ 1 numbers the draws of this
         trajectory. The proposal is read only where `reveals` says so. λ is new at every step, unless noise is kept.
         Where rows are whole texts, the first end token of the proposal counts: all masked positions after it become
-        padding. The sampler plans the reveals first, and so evaluates the network less often
-        (`sampling.reverse_step`).
+        padding.
         """
         check_policy(policy)
         split = self.split(state.t, s)

@@ -59,6 +59,7 @@ class Metric:
     infinite   may be infinite, where too few samples do not cover the language's support
     counted    n as a function of the number of samples; None where n does not count samples
     cut        can be limited to the `first` tokens of texts
+    title      its name in words, with its unit, in tables and plots; the name unless given
     """
 
     name: str
@@ -74,6 +75,7 @@ class Metric:
     infinite: bool = False
     counted: Callable[[int], int] | None = int
     cut: bool = True
+    title: str = ""
 
     @property
     def named(self) -> bool:
@@ -104,7 +106,7 @@ metrics: Registry[Metric] = Registry("metric")
 
 
 def metric(name: str, **needs: Any) -> Callable[[Measure], Measure]:
-    """Register a function as a metric, with what it needs (`Metric`): `@metric("kl", language=True)`."""
+    """Register a function as a metric, with what it needs (`Metric`): `@metric("kl", title="KL", language=True)`."""
     if not needs.get("samples", True) or needs.get("prompts") or needs.get("embedder"):
         needs.setdefault("counted", None)
     if needs.get("language") or needs.get("reference") or needs.get("prompts"):

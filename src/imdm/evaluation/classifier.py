@@ -21,7 +21,7 @@ PENALTY = 0.1  # L2 penalty on |w|² / 2, added to the sum of losses over texts;
 ITERATIONS = 200
 
 
-@metric("told_apart", reads=("data",), counted=None)
+@metric("told_apart", title="told apart from real text (accuracy)", reads=("data",), counted=None)
 def told_apart(evaluation: Evaluation) -> Measurement:
     """The accuracy of a classifier of real text against samples, on texts that it was not trained on: 0.5 where they
     cannot be told apart, 1 where they always can (`accuracy`). n: texts of each kind, the number of samples, or all the
@@ -34,7 +34,9 @@ def told_apart(evaluation: Evaluation) -> Measurement:
     return replace(found, split=evaluation.subject.split)
 
 
-@metric("real_told_apart", reads=("data", "train"), samples=False, steps=False)
+@metric(
+    "real_told_apart", title="training text told apart (accuracy)", reads=("data", "train"), samples=False, steps=False
+)
 def real_told_apart(evaluation: Evaluation) -> Measurement:
     """The same with training text instead of samples: the score of a perfect model of the training text. Where nothing
     is held out, both are training text, and it is 0.5."""

@@ -143,21 +143,21 @@ def _told(evaluation: Evaluation, found: Measurement) -> Measurement:
     return replace(found, split=split, evaluations=continued(evaluation).evaluations)
 
 
-@metric("cond_gen_ppl", prompts=True, judge=True, reads=("documents",))
+@metric("cond_gen_ppl", title="generative perplexity after prompts", prompts=True, judge=True, reads=("documents",))
 def conditional_perplexity(evaluation: Evaluation) -> Measurement:
     """The judge's perplexity of the window given the prompt, whose own tokens do not count."""
     made = continued(evaluation)
     return _told(evaluation, perplexity(evaluation, made.written, made.prompts, made.ended))
 
 
-@metric("cond_entropy", prompts=True, reads=("documents",))
+@metric("cond_entropy", title="entropy after prompts (nats)", prompts=True, reads=("documents",))
 def conditional_entropy(evaluation: Evaluation) -> Measurement:
     """The unigram entropy of each window, averaged."""
     made = continued(evaluation)
     return _told(evaluation, mean(sample_entropy(made.tokens, made.lengths)))
 
 
-@metric("cond_mauve", prompts=True, judge=True, embedder=True, reads=("documents",))
+@metric("cond_mauve", title="MAUVE after prompts", prompts=True, judge=True, embedder=True, reads=("documents",))
 def conditional_mauve(evaluation: Evaluation) -> Measurement:
     """MAUVE of the continuations' windows against the documents' own, over five clustering seeds."""
     made = continued(evaluation)

@@ -81,7 +81,7 @@ def single_step_error(
     return total
 
 
-@metric("factorization_error", language=True, samples=False, steps=False)
+@metric("factorization_error", title="factorization error (nats)", language=True, samples=False, steps=False)
 def factorization_error(evaluation: Evaluation) -> Measurement:
     """Eq. 6 at full masking, Σ_x p(x) ln[p(x)/p̂(x)], standard error by bootstrap over the noise draws."""
     subject, language = evaluation.subject, evaluation.language

@@ -341,14 +341,14 @@ def perplexity_of(evaluation: Evaluation, score: Score) -> Measurement:
     return Measurement(score.perplexity(), spread(list(replicates)), len(score.nll), judge=judge.label)
 
 
-@metric("gen_ppl", judge=True)
+@metric("gen_ppl", title="generative perplexity", judge=True)
 def generative_perplexity(evaluation: Evaluation) -> Measurement:
     """The judge's perplexity of the samples, decoded with special tokens kept; of whole texts up to their end, which
     counts. Standard error over samples."""
     return perplexity(evaluation, evaluation.texts(), ended=have_ended(evaluation, evaluation.written()[0]))
 
 
-@metric("real_ppl", judge=True, reads=("data",), samples=False, steps=False)
+@metric("real_ppl", title="perplexity of real text", judge=True, reads=("data",), samples=False, steps=False)
 def real_perplexity(evaluation: Evaluation) -> Measurement:
     """The same judge on as many rows of real held-out text: the score of a perfect model."""
     rows = evaluation.held_out()

@@ -91,14 +91,20 @@ def kl(evaluation: Evaluation) -> Measurement:
     return Measurement(float(divergence(truth, law.whole)), error, law.n)
 
 
-@metric("kl_half", language=True, infinite=True, counted=lambda samples: samples - samples // 2)
+@metric(
+    "kl_half",
+    title="KL, half the samples (nats)",
+    language=True,
+    infinite=True,
+    counted=lambda samples: samples - samples // 2,
+)
 def kl_half(evaluation: Evaluation) -> Measurement:
     """The same from half of the trajectories: if it is clearly larger, n is too small for `kl` to be trusted."""
     truth, law = evaluation.language.joint.flatten(), _law(evaluation)
     return Measurement(float(divergence(truth, law.half)), float("nan"), law.n - law.n // 2)
 
 
-@metric("tv", language=True)
+@metric("tv", title="total variation", language=True)
 def tv(evaluation: Evaluation) -> Measurement:
     """Total variation ½ Σ |truth − p̂|, standard error by bootstrap over trajectories."""
     truth, law = evaluation.language.joint.flatten(), _law(evaluation)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from imdm.models.denoiser import MaskedDiffusionLM
 
 
-@metric("nelbo", reads=("data",), samples=False, steps=False, cut=False)
+@metric("nelbo", title="NELBO (nats a token)", reads=("data",), samples=False, steps=False, cut=False)
 def nelbo_of_rows(evaluation: Evaluation) -> Measurement:
     """Monte Carlo over rows, times and masks: the first `samples` rows, one low-discrepancy time a row. On an
     enumerated language rows are exact draws; a token file should be held out. For whole texts: nats a token of the
@@ -27,7 +27,7 @@ def nelbo_of_rows(evaluation: Evaluation) -> Measurement:
     return replace(_bound(evaluation), split=evaluation.subject.split)
 
 
-@metric("val_ppl", reads=("data",), samples=False, steps=False, cut=False)
+@metric("val_ppl", title="validation perplexity (bound)", reads=("data",), samples=False, steps=False, cut=False)
 def validation_perplexity(evaluation: Evaluation) -> Measurement:
     """exp(NELBO): a bound on the perplexity a token of the held-out rows, special tokens included; its standard error
     by the delta method."""

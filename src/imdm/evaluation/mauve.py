@@ -159,7 +159,7 @@ def _library() -> Any:
     return compute_mauve
 
 
-@metric("mauve", judge=True, embedder=True, reads=("data",))
+@metric("mauve", title="MAUVE", judge=True, embedder=True, reads=("data",))
 def mauve(evaluation: Evaluation) -> Measurement:
     """The samples against as many held-out rows, or all of them."""
     _reader(evaluation), _library()  # before anything is generated

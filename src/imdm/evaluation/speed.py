@@ -16,7 +16,7 @@ TOGETHER = 256  # sequences in a batch, at most
 ALONE = 8  # texts, at most, each in a batch of its own
 
 
-@metric("tokens_per_second", cut=False)
+@metric("tokens_per_second", title="tokens of text a second", cut=False)
 def tokens_per_second(evaluation: Evaluation) -> Measurement:
     """Tokens of text that the model writes a second: all samples of the evaluation, at most 256 in a batch, three times
     after two runs that are not counted. The mean and its standard error over the three; n counts the samples. Where
@@ -40,7 +40,7 @@ def tokens_per_second(evaluation: Evaluation) -> Measurement:
     return Measurement(value.value, value.stderr, subject.samples)
 
 
-@metric("latency", cut=False, counted=lambda samples: min(samples, ALONE))
+@metric("latency", title="milliseconds for one text alone", cut=False, counted=lambda samples: min(samples, ALONE))
 def latency(evaluation: Evaluation) -> Measurement:
     """Milliseconds that the model takes to write one text alone: the mean over the first eight samples and its standard
     error; the first one is written twice more before, which is not counted."""

@@ -212,33 +212,33 @@ def _pair_cost(evaluation: Evaluation, model: MaskedDiffusionLM) -> Measurement:
     return replace(mean(joint - written), split=evaluation.subject.split)
 
 
-@metric("step_error", **COST)
+@metric("step_error", title="error of steps, all positions (nats)", **COST)
 def step_error(evaluation: Evaluation) -> Measurement:
     """TC_θ (Eq. 6) summed over the steps: the model's loss against the reference's joint; with noise, an upper
     bound."""
     return _step_cost(evaluation, evaluation.subject.model)
 
 
-@metric("step_error_half", **COST)
+@metric("step_error_half", title="error of steps, half the draws (nats)", **COST)
 def step_error_half(evaluation: Evaluation) -> Measurement:
     """The same from half of the draws: if it is clearly larger, `step_error` is a loose bound."""
     return _step_cost(evaluation, evaluation.subject.model, DRAWS // 2)
 
 
-@metric("step_correlation", **COST)
+@metric("step_correlation", title="total correlation of steps (nats)", **COST)
 def step_correlation(evaluation: Evaluation) -> Measurement:
     """The data's total correlation of positions revealed in one step, summed over the steps: the least loss of one
     factorized distribution a step."""
     return _step_cost(evaluation, _reference(evaluation))
 
 
-@metric("pair_error", **COST)
+@metric("pair_error", title="error of steps, neighbours (nats)", **COST)
 def pair_error(evaluation: Evaluation) -> Measurement:
     """The model's loss on pairs of neighbours, weighted by the probability that a step reveals both."""
     return _pair_cost(evaluation, evaluation.subject.model)
 
 
-@metric("pair_bound", **COST)
+@metric("pair_bound", title="bound of Theorem 4.1, neighbours (nats)", **COST)
 def pair_bound(evaluation: Evaluation) -> Measurement:
     """Theorem 4.1's bound from pairs of neighbours: the least loss of one factorized distribution a step on them."""
     return _pair_cost(evaluation, _reference(evaluation))

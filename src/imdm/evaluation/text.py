@@ -19,20 +19,20 @@ REMEMBERED = 1 << 27  # tokens of a source whose n-grams are kept in memory, a g
 _known: dict[tuple[str, int], np.ndarray] = {}  # all n-grams of the last few sources, sorted
 
 
-@metric("entropy")
+@metric("entropy", title="entropy (nats)")
 def entropy(evaluation: Evaluation) -> Measurement:
     """The unigram entropy in nats of each sample's token counts, averaged over samples (data: 4.31 LM1B, 5.44 OWT)."""
     return mean(sample_entropy(*evaluation.written()))
 
 
-@metric("real_entropy", reads=("data",), samples=False, steps=False)
+@metric("real_entropy", title="entropy of real text (nats)", reads=("data",), samples=False, steps=False)
 def real_entropy(evaluation: Evaluation) -> Measurement:
     """The same for as many rows of held-out text."""
     return replace(mean(sample_entropy(*evaluation.sized(evaluation.held_out()))), split=evaluation.subject.split)
 
 
-@metric("token_entropy")  # as Table 1 calls it
-@metric("pooled_entropy")
+@metric("token_entropy", title="token entropy (nats)")  # as Table 1 calls it
+@metric("pooled_entropy", title="entropy of all samples together (nats)")
 def pooled_entropy(evaluation: Evaluation) -> Measurement:
     """The entropy in nats of the token counts of all samples together: it falls if a model stops using rare words or
     has a single topic, even if each sample is as varied as before. Standard error over samples by the delta method (the
@@ -51,29 +51,29 @@ def _distinct(evaluation: Evaluation, n: int) -> Measurement:
     return mean(torch.tensor([len(np.unique(row)) / len(row) if len(row) else 1.0 for row in rows]))
 
 
-@metric("distinct_1")
+@metric("distinct_1", title="different tokens (share)")
 def distinct_1(evaluation: Evaluation) -> Measurement:
     return _distinct(evaluation, 1)
 
 
-@metric("distinct_2")
+@metric("distinct_2", title="different pairs of tokens (share)")
 def distinct_2(evaluation: Evaluation) -> Measurement:
     return _distinct(evaluation, 2)
 
 
-@metric("distinct_3")
+@metric("distinct_3", title="different triples of tokens (share)")
 def distinct_3(evaluation: Evaluation) -> Measurement:
     return _distinct(evaluation, 3)
 
 
-@metric("repetition")
+@metric("repetition", title="4-grams repeated in a sample (share)")
 def repetition(evaluation: Evaluation) -> Measurement:
     """The share of a sample's 4-grams that occurred earlier in it, averaged over samples."""
     fresh = _distinct(evaluation, 4)
     return Measurement(1 - fresh.value, fresh.stderr, fresh.n)
 
 
-@metric("shared_4grams")
+@metric("shared_4grams", title="4-grams shared with other samples (share)")
 def shared_4grams(evaluation: Evaluation) -> Measurement:
     """The share of a sample's 4-grams that occur in another sample, averaged over samples: how similar samples are.
     Standard error by the jackknife, since shared 4-grams make samples dependent.
@@ -134,7 +134,7 @@ def wasserstein(mine: Tensor, theirs: Tensor, some: Tensor, others: Tensor) -> T
     return counts.cumsum(0).abs().sum()
 
 
-@metric("novelty", reads=("train",))
+@metric("novelty", title="6-grams not in the training text (share)", reads=("train",))
 def novelty(evaluation: Evaluation) -> Measurement:
     """The share of a sample's 6-grams that the training text does not have."""
     tokens, lengths = evaluation.written()
@@ -149,7 +149,7 @@ def real_novelty(evaluation: Evaluation) -> Measurement:
     return replace(found, split=evaluation.subject.split)
 
 
-@metric("pair_overlap", reads=("pairs",))
+@metric("pair_overlap", title="6-grams that the pairs have (share)", reads=("pairs",))
 def pair_overlap(evaluation: Evaluation) -> Measurement:
     """The share of a sample's 6-grams that occur in the couplings the model was distilled on: whether it copies
     them."""

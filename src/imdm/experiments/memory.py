@@ -6,6 +6,7 @@ constants that were measured on one H200.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -15,7 +16,7 @@ from imdm.experiments.networks import Networks, Size
 from imdm.experiments.schema import TrainStage
 from imdm.models.backbones.base import DEFAULT
 from imdm.models.configuration import MaskedDiffusionConfig
-from imdm.objectives import STUDENT, Objective, Pass
+from imdm.objectives import STUDENT, Extent, Objective, Pass
 from imdm.training import TrainConfig
 
 GIB = 1 << 30
@@ -86,7 +87,8 @@ class Workload:
 
     @cached_property
     def passes(self) -> Sequence[Pass]:
-        return self.objective.cost(self.training.steps, self.training.batch, self.looks)
+        share = max(1, self.training.batch // self.processes)
+        return self.objective.cost(Extent(self.training.steps, share, self.length, self.looks))
 
     def size(self, network: str) -> Size:
         return self.student if network == STUDENT else self.teacher
@@ -132,8 +134,8 @@ class Workload:
     @property
     def built(self) -> float:
         """Bytes of CPU memory in which a process builds its networks, before they are moved to a GPU or sharded."""
-        others = [self.size(name) for name in (*self.trained, *self.frozen) if name != STUDENT]
-        return 4.0 * (self.student.parameters + sum(one.parameters for one in others if one is not self.student))
+        copied = [name for name in self.frozen if self.size(name) is self.student]  # a teacher like the student
+        return 4.0 * sum(self.size(name).parameters for name in (*self.trained, *self.frozen) if name not in copied)
 
     @property
     def memory(self) -> Memory:
@@ -144,14 +146,17 @@ class Workload:
         state = self.held if self.training.lora is not None else state
         frozen = (4.0 + half) * sum(self.size(name).parameters for name in self.frozen)
         gathered = sum(self.gathered(self.size(name)) for name in self.gathers)
-        whole = max(self.whole, gathered)
-        return Memory(state / self.shards, frozen / self.shards, whole, self.activations, self.head)
+        whole, activations = max(self.whole, gathered), self.activations
+        if self.processes == 1 and self.micro == self.training.batch and self.training.lora is None:
+            # Gradients take the place of the activations that the backward pass frees.
+            state -= min(activations, 4.0 * sum(size.parameters for size in sizes))
+        return Memory(state / self.shards, frozen / self.shards, whole, activations, self.head)
 
     @property
     def whole(self) -> float:
         """Bytes of gradient buckets; or of weights that are gathered from shards and gradients that are not yet
         reduced: those of two blocks, one of which is being gathered, and of all that is in no block."""
-        if self.processes == 1:
+        if self.processes == 1 or self.training.lora is not None:
             return 0.0
         if self.shards == 1:
             return 4.0 * sum(self.size(name).parameters for name in self.trained)
@@ -184,7 +189,7 @@ class Workload:
     @property
     def head(self) -> float:
         """Bytes of the largest head: its rows, its weights with their gradients, and what is held of (rows, V)."""
-        return max(self._head(self.size(one.network).config, one) for one in self.passes if one.trained)
+        return max((self._head(self.size(one.network).config, one) for one in self.passes if one.trained), default=0.0)
 
     def _head(self, config: MaskedDiffusionConfig, one: Pass) -> float:
         rows = self.micro * self.length * one.rows
@@ -228,30 +233,33 @@ def check_memory(
     what = "a step or an evaluation" if load.gathers else "a step"
     raise UserError(
         f"stages.{name}: {what} would take {_gib(need)} of {where} or more, and there are {_gib(room)}; "
-        f"{remedy(load, name, room)} (imdm cost says more)"
+        f"{remedy(load, name, room, cuda)} (imdm cost says more)"
     )
 
 
-def remedy(load: Workload, name: str, room: float) -> str:
-    """What to change so that a stage fits that takes more than so many bytes."""
+def remedy(load: Workload, name: str, room: float, cuda: bool = True) -> str:
+    """What to change so that a stage fits that takes more than so many bytes; cuda: of a GPU."""
     where = f"stages.{name}.training"
-    if load.held <= room and (changes := _fitting(load, room)):
+    if changes := _fitting(load, room):
         return "set " + ", ".join(f"{where}.{setting}={value}" for setting, value in changes.items())
-    if load.training.lora is not None:
+    if load.training.lora is not None or load.training.batch <= load.processes:
         return "use a smaller model, or more memory"
-    if load.shards < load.processes:
-        return f"set {where}.shard=full, or use a smaller model"
-    return f"use a smaller model, more memory, or more processes (torchrun) with {where}.shard=full"
+    more = "GPUs" if cuda else "machines"
+    return f"use a smaller model, more memory, or more {more} (torchrun) with {where}.shard=full"
 
 
 def _fitting(load: Workload, room: float) -> dict[str, str]:
-    """The largest micro-batch that fits, with gradient checkpointing if none does without; none if none does."""
-    for again in dict.fromkeys((load.training.checkpoint_blocks, True)):
+    """The settings that make it fit: the largest micro-batch, with gradient checkpointing if none fits without, sharded
+    if none fits else; none if nothing does."""
+    now = load.training
+    shards = (now.shard, "full") if load.processes > 1 and now.lora is None else (now.shard,)
+    for shard, again in itertools.product(dict.fromkeys(shards), dict.fromkeys((now.checkpoint_blocks, True))):
         for micro in (size for size in range(load.micro, 0, -1) if load.micro % size == 0):
-            how = load.training.model_copy(update={"micro_batch": micro, "checkpoint_blocks": again})
-            if replace(load, training=how).memory.total <= room:
-                more = {} if again == load.training.checkpoint_blocks else {"checkpoint_blocks": "true"}
-                return ({} if micro == load.micro else {"micro_batch": str(micro)}) | more
+            how = {"micro_batch": micro, "checkpoint_blocks": again, "shard": shard}
+            other = replace(load, training=now.model_copy(update=how))
+            if max(other.memory.total, other.held) <= room:
+                before = {"micro_batch": load.micro, "checkpoint_blocks": now.checkpoint_blocks, "shard": now.shard}
+                return {setting: str(value).lower() for setting, value in how.items() if value != before[setting]}
     return {}
 
 

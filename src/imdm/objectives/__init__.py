@@ -5,6 +5,7 @@ from imdm.objectives.autoregressive import Autoregressive, next_log_probs
 from imdm.objectives.base import (
     STUDENT,
     Companion,
+    Extent,
     Objective,
     Pass,
     Signal,
@@ -28,6 +29,7 @@ __all__ = [
     "Autoregressive",
     "Companion",
     "Di4C",
+    "Extent",
     "Match",
     "Nelbo",
     "Objective",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from imdm.diffusion.process import Process
 from imdm.diffusion.state import Noised, Rows
 from imdm.models.readout import Chosen
-from imdm.objectives.base import Objective, Pass, Step, objectives
+from imdm.objectives.base import Extent, Objective, Pass, Step, objectives
 
 
 @objectives.register("autoregressive")
@@ -24,7 +24,7 @@ class Autoregressive(Objective):
     causal: ClassVar[bool] = True
     recordable: ClassVar[bool] = True
 
-    def cost(self, steps: int, batch: int, looks: int) -> Sequence[Pass]:
+    def cost(self, run: Extent) -> Sequence[Pass]:
         return (Pass(rows=1.0),)
 
     def loss(

@@ -123,6 +123,16 @@ class Pass(NamedTuple):
     fused: bool = True
 
 
+class Extent(NamedTuple):
+    """How much a run trains: steps, sequences of a step in each process, tokens of a sequence, and how often `signals`
+    looks at the student."""
+
+    steps: int
+    batch: int
+    length: int
+    looks: int = 0
+
+
 class Companion(Protocol):
     """State that an objective keeps beside the student during training, such as a teacher. Every checkpoint holds it,
     as the first process has it."""
@@ -233,10 +243,9 @@ class Objective(Config):
                 "causal one, or another objective"
             )
 
-    def cost(self, steps: int, batch: int, looks: int) -> Sequence[Pass]:
-        """The passes of a step, in the mean over a run of so many, in which `signals` looks so often at the student.
-        Unless an objective declares others: one of the student, half of whose positions are read by the cross-entropy.
-        """
+    def cost(self, run: Extent) -> Sequence[Pass]:
+        """The passes of a step, in the mean over a run. Unless an objective declares others: one of the student, by the
+        cross-entropy at half of the positions."""
         return (Pass(),)
 
     def turn(self, companion: Any, step: int, average: Mapping[str, Tensor]) -> bool:

@@ -35,7 +35,7 @@ from imdm.diffusion.process import Process
 from imdm.diffusion.randomness import Purpose, fold, uniform
 from imdm.diffusion.schedule import EARLIEST
 from imdm.diffusion.state import Noised, Rows
-from imdm.objectives.base import FROZEN, Pass, Stages, Step, objectives
+from imdm.objectives.base import FROZEN, Extent, Pass, Stages, Step, objectives
 from imdm.objectives.rounds import Rounds, Teacher, in_rounds
 from imdm.sampling import draw_tokens
 
@@ -81,12 +81,12 @@ class Di4C(Rounds):
                 "give it mixture: true, or a mask that carries noise"
             )
 
-    def cost(self, steps: int, batch: int, looks: int) -> Sequence[Pass]:
+    def cost(self, run: Extent) -> Sequence[Pass]:
         """Every sequence under M latents: the student is trained on all of them, and evaluated once more after the
-        teacher's step. The first round's teacher has no latents. The loss has no kernel."""
+        teacher's step. The first round's teacher is taken to have no latents. The loss has no kernel."""
         share = self.distil_share if self.threshold > EARLIEST else 0.0
         masked = share * self.threshold / 2 + (1 - share) * (1 + self.threshold) / 2
-        first, M = min(1.0, self.iterations / steps), self.latents
+        first, M = min(1.0, self.iterations / run.steps), self.latents
         copies = first + (1 - first) * M
         return (
             Pass(tokens=M, rows=masked * M, heads=7.0, fused=False),

@@ -41,7 +41,7 @@ from imdm.diffusion.randomness import Purpose, as_key, fold, uniform
 from imdm.diffusion.schedule import EARLIEST
 from imdm.models.readout import Chosen, Gradient, reduced
 from imdm.models.sharding import weights_of
-from imdm.objectives.base import FROZEN, STUDENT, Objective, Pass, Signal, Stages, Step, Trained, objectives
+from imdm.objectives.base import FROZEN, STUDENT, Extent, Objective, Pass, Signal, Stages, Step, Trained, objectives
 from imdm.objectives.onpolicy import (
     DATA,
     OWN,
@@ -56,7 +56,6 @@ from imdm.objectives.onpolicy import (
     planned,
 )
 from imdm.objectives.texts import (
-    MANY,
     READINGS,
     TEMPERATURES,
     Frontier,
@@ -266,7 +265,7 @@ class Match(Objective):
         last = (AUXILIARY,) if step < self.auxiliary.ahead else (STUDENT, AUXILIARY)
         return ((AUXILIARY,),) * (self.auxiliary.updates - 1) + (last,)
 
-    def cost(self, steps: int, batch: int, looks: int) -> Sequence[Pass]:
+    def cost(self, run: Extent) -> Sequence[Pass]:
         """Each update draws samples and trains the auxiliary on them; the last trains the student too, and compares the
         teacher's head with the auxiliary's and its own. `signals` writes and reads texts: once the teacher's, of many
         steps, then the student's."""
@@ -274,9 +273,10 @@ class Match(Objective):
         drawn = Pass(trained=False, rows=first, heads=1.0), Pass(AUXILIARY, rows=left)
         last = Pass(rows=first, heads=1.0), Pass(AUXILIARY, rows=left, heads=13.0)
         teacher = Pass(FROZEN, trained=False, rows=left, heads=0.0)
-        share, reads = self.looks / (steps * batch), READINGS * looks * len(self.steps)
-        read = Pass(FROZEN, False, share * (len(TEMPERATURES) * (MANY + READINGS) + reads), 0.0, 0.0)
-        written = Pass(STUDENT, False, share * looks * sum(self.steps), 0.0, 0.0)
+        share, many = self.looks / (run.steps * run.batch), min(many_steps(run.length), run.length)
+        reads = READINGS * (len(TEMPERATURES) + run.looks * len(self.steps))
+        read = Pass(FROZEN, False, share * (len(TEMPERATURES) * many + reads), 0.0, 0.0)
+        written = Pass(STUDENT, False, share * run.looks * sum(min(N, run.length) for N in self.steps), 0.0, 0.0)
         return (*drawn * (self.auxiliary.updates - 1), *last, teacher, read, written)
 
     def masked(self) -> tuple[float, float]:

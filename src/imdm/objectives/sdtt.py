@@ -14,7 +14,7 @@ from imdm.diffusion.process import Process
 from imdm.diffusion.randomness import Purpose, uniform
 from imdm.diffusion.state import Noised, Rows, filled_places
 from imdm.models.readout import Chosen, Compared, Divergence, Head, Whole, reduced
-from imdm.objectives.base import FROZEN, Pass, Stages, Step, corrupted, objectives
+from imdm.objectives.base import FROZEN, Extent, Pass, Stages, Step, corrupted, objectives
 from imdm.objectives.rounds import Rounds, Teacher, in_rounds
 from imdm.sampling import draw_tokens
 
@@ -65,7 +65,7 @@ class SDTT(Rounds):
             )
         return self
 
-    def cost(self, steps: int, batch: int, looks: int) -> Sequence[Pass]:
+    def cost(self, run: Extent) -> Sequence[Pass]:
         """Two heads are compared: both forward, both again, and the gradients of one."""
         return (Pass(heads=6.0), *[Pass(FROZEN, trained=False, heads=0.0)] * self.teacher_steps)
 

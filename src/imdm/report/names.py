@@ -8,47 +8,13 @@ from collections.abc import Sequence
 
 from imdm.core.errors import UserError
 from imdm.diffusion.masks import parse_mask
+from imdm.evaluation import metrics
 from imdm.objectives import objectives
-
-METRICS = {
-    "gen_ppl": "generative perplexity",
-    "real_ppl": "perplexity of real text",
-    "entropy": "entropy (nats)",
-    "real_entropy": "entropy of real text (nats)",
-    "pooled_entropy": "entropy of all samples together (nats)",
-    "token_entropy": "token entropy (nats)",
-    "mauve": "MAUVE",
-    "distinct_1": "different tokens (share)",
-    "distinct_2": "different pairs of tokens (share)",
-    "distinct_3": "different triples of tokens (share)",
-    "repetition": "4-grams repeated in a sample (share)",
-    "shared_4grams": "4-grams shared with other samples (share)",
-    "novelty": "6-grams not in the training text (share)",
-    "pair_overlap": "6-grams that the pairs have (share)",
-    "told_apart": "told apart from real text (accuracy)",
-    "real_told_apart": "training text told apart (accuracy)",
-    "nelbo": "NELBO (nats a token)",
-    "val_ppl": "validation perplexity (bound)",
-    "kl": "KL (nats)",
-    "kl_half": "KL, half the samples (nats)",
-    "tv": "total variation",
-    "factorization_error": "factorization error (nats)",
-    "step_error": "error of steps, all positions (nats)",
-    "step_error_half": "error of steps, half the draws (nats)",
-    "step_correlation": "total correlation of steps (nats)",
-    "pair_error": "error of steps, neighbours (nats)",
-    "pair_bound": "bound of Theorem 4.1, neighbours (nats)",
-    "tokens_per_second": "tokens of text a second",
-    "latency": "milliseconds for one text alone",
-    "cond_gen_ppl": "generative perplexity after prompts",
-    "cond_entropy": "entropy after prompts (nats)",
-    "cond_mauve": "MAUVE after prompts",
-}
 
 
 def metric_in_words(metric: str) -> str:
-    """With its unit; an unknown one keeps its name."""
-    return METRICS.get(metric, metric)
+    """With its unit; one that declares no title, or is not known here, keeps its name."""
+    return (metrics[metric].title if metric in metrics else "") or metric
 
 
 def objective_in_words(kind: str) -> str:

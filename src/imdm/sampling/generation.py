@@ -44,10 +44,16 @@ class Revealed:
 
 @dataclass(frozen=True, repr=False)
 class Generation:
-    """tokens (B, L); revealed_at (B, L): the step of each token (−1: given, or, as the end, drawn first, or implied by
-    these); evaluations (B,): network evaluations of each sequence; draws (B, L): the index of the noise draw under
-    which each position was revealed; latents (B,): the λ of each sequence's last evaluation, for a model with
-    `mixture`; trace: on request."""
+    """Generated sequences, and when each of their tokens was revealed.
+
+    tokens       (B, L)
+    revealed_at  (B, L): the step of each token, 0 … N − 1, planned before the network runs; −1: given, or, as the end,
+                 drawn first, or implied by these
+    evaluations  (B,): network evaluations of each sequence
+    draws        (B, L): the index of the noise draw under which each position was revealed
+    latents      (B,): the λ of each sequence's last evaluation, for a model with `mixture`
+    trace        on request
+    """
 
     tokens: Tensor
     revealed_at: Tensor
