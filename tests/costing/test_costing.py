@@ -334,7 +334,7 @@ def test_state_that_no_memory_holds_is_refused_in_any_precision() -> None:
         ) as no:
             check_memory(networks, "teacher", 1, need - 1, cuda)
         assert ("GPU" in str(no.value)) == cuda
-    with pytest.raises(UserError, match=r"memory in each process .* set stages\.teacher\.training\.shard=full"):
+    with pytest.raises(UserError, match=r"memory in each process .* stages\.teacher\.training\.shard=full"):
         check_memory(networks, "teacher", 4, need // 2, False)
     shared = ["stages.teacher.training.precision=float32", "stages.teacher.training.shard=full"]
     check_memory(Networks(load_recipe("lm1b-mdlm", shared)), "teacher", 4, need // 4, False)

@@ -39,7 +39,7 @@ def cost(
         return
     place = f"{gpus} {gpu.upper()}{'s' if gpus > 1 else ''}"
     if found.gpu.is_cpu:
-        place = f"this machine's CPU ({1e3 * found.gpu.float32:,.0f} GFLOP/s in float32)"
+        place = f"this machine's CPU ({found.gpu.matmul('float32') / 1e9:,.0f} GFLOP/s in float32)"
     say(f"{found.recipe} on {place}")
     show_whole(found.table())
     for line in found.notes():
