@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from imdm.core.errors import UserError
-from imdm.core.files import as_path, read_json
+from imdm.core.files import as_path, listed_files, read_json
 from imdm.shipped import KIND, check_fetched, find
 
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -71,11 +71,7 @@ def _meant(path: Path) -> str:
 def weight_files(folder: Path) -> list[Path]:
     """The files that a folder's weights are in."""
     if there := [folder / name for name in INDEXES if (folder / name).exists()]:
-        index = read_json(there[0], str(there[0]))
-        parts = index.get("weight_map") if isinstance(index, dict) else None
-        if not isinstance(parts, dict) or not all(isinstance(part, str) for part in parts.values()):
-            raise UserError(f"{there[0]} does not list the file of each tensor")
-        return [folder / Path(part).name for part in dict.fromkeys(parts.values())]
+        return listed_files(there[0], f"model {str(folder)!r}")
     names = ("model.safetensors", "pytorch_model.bin")
     files = [folder / name for name in names if (folder / name).exists()][:1]
     found = sorted(file for file in folder.iterdir() if file.suffix in ENDINGS) if not files else []
