@@ -284,6 +284,25 @@ def test_models_that_are_none_of_ours_are_refused(tmp_path: Path, config: dict[s
         imdm.adopt(folder(tmp_path, made(**SIZE), config))
 
 
+@pytest.mark.parametrize(
+    ("config", "told", "words"),
+    [
+        ({"vocab_size": 12}, {}, "vocab_size = 11, not 12"),
+        ({"hidden_dim": 32}, {}, "width = 16, not 32"),
+        ({"n_blocks": 3}, {}, "blocks = 2, not 3"),
+        ({"n_heads": 4}, {}, "heads = 2, not 4"),
+        ({"cond_dim": 128}, {}, "condition = 6, not 128"),
+        ({"model": {"hidden_size": 32}}, {}, "width = 16, not 32"),
+        ({}, {"heads": 4}, "heads = 2, not 4"),
+    ],
+)
+def test_a_configuration_that_its_tensors_contradict_is_refused(
+    tmp_path: Path, config: dict[str, Any], told: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UserError, match=words):
+        imdm.adopt(folder(tmp_path, made(**SIZE), MDLM | config), **told)
+
+
 SDTT: dict[str, Any] = {
     "mode": "train", "time_conditioning": False, "T": 1024, "parameterization": {"name": "multi-round-sdtt"},
     "noise": {"type": "loglinear"}, "data_preprocess": {"legacy_start_end_bos": True},

@@ -49,10 +49,10 @@ def odd_values(number: int, chosen: int = 0) -> list[Any]:
 
 
 WORDS = (
-    ["", " ", "-", "--", ".", "..", "/", "../x", "/proc/x", "/dev/null", "/dev/zero", "nowhere", "nowhere.txt", "a/b/c"]
-    + ["nan", "inf", "-inf", "1e400", "-1", "0", "1.5", str(HUGE), "9" * 5000, "0x10", "１", "True", "null", "None"]
-    + ["[" * 5000, "[" * 700 + "]" * 700, "{a: " * 300, "x" * 300, "x/" * 3000, "a=b", "=", "a=", ",", "1,2,x", "1,,2"]
-    + ["\0", "a\0b", "a\0.txt", "\udcff", "\x1b[31m", "\n", "~", "$HOME", "%s", "{x}", "[/x]", "é" * 200, "*"]
+    *("", " ", "-", "--", ".", "..", "/", "../x", "/proc/x", "/dev/null", "/dev/zero", "nowhere", "nowhere.txt", "a/b"),
+    *("nan", "inf", "-inf", "1e400", "-1", "0", "1.5", str(HUGE), "9" * 5000, "0x10", "１", "True", "null", "None"),
+    *("[" * 5000, "[" * 700 + "]" * 700, "{a: " * 300, "x" * 300, "x/" * 3000, "a=b", "=", "a=", ",", "1,2,x", "1,,2"),
+    *("\0", "a\0b", "a\0.txt", "\udcff", "\x1b[31m", "\n", "~", "$HOME", "%s", "{x}", "[/x]", "é" * 200, "*"),
 )
 """Words that a command should not be given: as values of options and as arguments."""
 

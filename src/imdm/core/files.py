@@ -371,12 +371,10 @@ def read_object(path: Path, what: str, **fields: type | tuple[type, ...]) -> dic
 def listed_files(index: Path, what: str) -> list[Path]:
     """The files of weights that an index of shards (`model.safetensors.index.json`) lists, all beside it."""
     parts = read_object(index, what).get("weight_map")
-    plain = isinstance(parts, dict) and all(
-        isinstance(part, str) and Path(part).name == part for part in parts.values()
-    )
-    if not isinstance(parts, dict) or not parts or not plain:
+    names = list(parts.values()) if isinstance(parts, dict) else []
+    if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
         raise UserError(f"{what}: {index} does not list the file of each tensor, beside it; it is damaged or not ours")
-    return [index.parent / part for part in dict.fromkeys(parts.values())]
+    return [index.parent / name for name in dict.fromkeys(names)]
 
 
 def write_recorded(path: Path, value: Mapping[str, Any]) -> None:
