@@ -262,6 +262,20 @@ def test_a_tensor_that_reaches_beyond_its_numbers(tmp_path: Path) -> None:
         read_weights(file)
 
 
+def test_an_archive_whose_end_is_damaged_is_refused(tmp_path: Path) -> None:
+    """Where it says that it goes on in another file, `zipfile` does not answer whether it is one, but fails."""
+    file = tmp_path / "a.ckpt"
+    torch.save({"state_dict": {"a": torch.arange(4.0)}}, file)
+    content = bytearray(file.read_bytes())
+    other_end = content.rfind(b"PK\x06\x07")  # of an archive of 64 bits
+    end = bytes(20) if other_end < 0 else content[other_end : other_end + 20]
+    end = b"PK\x06\x07" + bytes([1, 0, 0, 0]) + end[8:16] + bytes([2, 0, 0, 0])
+    last = content.rfind(b"PK\x05\x06")
+    file.write_bytes(content[: last if other_end < 0 else other_end] + end + content[last:])
+    with pytest.raises(UserError, match="no checkpoint"):
+        check_source(file)
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
