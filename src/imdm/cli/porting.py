@@ -130,8 +130,6 @@ def export(
     check_known("layout", [layout], LAYOUTS)
     if weights is not None:
         check_known("kind of weights", [weights], WEIGHTS)
-    if card is not None and not card.is_file():
-        raise UserError(f"--card {card}: no such file")
     if within is not None and (weights != "mixed" or layout != "imdm"):
         raise UserError("--within is for --weights mixed in layout imdm; leave it out")
     if within is not None and not within > 0:
