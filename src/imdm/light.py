@@ -15,7 +15,7 @@ from imdm.core.files import read_json, read_metadata, read_tensors
 from imdm.models.network import Network
 from imdm.models.quantized import FILE, QUANTIZED
 from imdm.models.quantized import load as unpacked
-from imdm.models.saving import check_saved
+from imdm.models.saving import ADAPTER, check_saved
 from imdm.models.shape import Shape
 from imdm.shipped import find
 from imdm.writer import Writer, load
@@ -48,7 +48,7 @@ def light_model(folder: Path) -> Network | None:
     """The model of a folder, in float32, if it is of the simplest kind: our own transformer, weights in one file, a
     configuration with known settings only. None otherwise."""
     what = f"model {str(folder)!r}"
-    if not (folder / "config.json").is_file() or not (folder / FILE).is_file():
+    if not (folder / "config.json").is_file() or not (folder / FILE).is_file() or (folder / ADAPTER).exists():
         return None
     fields = read_json(folder / "config.json", what)
     if not isinstance(fields, dict) or fields.pop("model_type", None) != "imdm":

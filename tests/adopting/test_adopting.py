@@ -262,6 +262,20 @@ def test_a_tensor_that_reaches_beyond_its_numbers(tmp_path: Path) -> None:
         read_weights(file)
 
 
+def test_an_archive_whose_end_is_damaged_is_refused(tmp_path: Path) -> None:
+    """Where it says that it goes on in another file, `zipfile` does not answer whether it is one, but fails."""
+    file = tmp_path / "a.ckpt"
+    torch.save({"state_dict": {"a": torch.arange(4.0)}}, file)
+    content = bytearray(file.read_bytes())
+    other_end = content.rfind(b"PK\x06\x07")  # of an archive of 64 bits
+    end = bytes(20) if other_end < 0 else content[other_end : other_end + 20]
+    end = b"PK\x06\x07" + bytes([1, 0, 0, 0]) + end[8:16] + bytes([2, 0, 0, 0])
+    last = content.rfind(b"PK\x05\x06")
+    file.write_bytes(content[: last if other_end < 0 else other_end] + end + content[last:])
+    with pytest.raises(UserError, match="no checkpoint"):
+        check_source(file)
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
@@ -282,6 +296,25 @@ def test_a_tensor_that_reaches_beyond_its_numbers(tmp_path: Path) -> None:
 def test_models_that_are_none_of_ours_are_refused(tmp_path: Path, config: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         imdm.adopt(folder(tmp_path, made(**SIZE), config))
+
+
+@pytest.mark.parametrize(
+    ("config", "told", "words"),
+    [
+        ({"vocab_size": 12}, {}, "vocab_size = 11, not 12"),
+        ({"hidden_dim": 32}, {}, "width = 16, not 32"),
+        ({"n_blocks": 3}, {}, "blocks = 2, not 3"),
+        ({"n_heads": 4}, {}, "heads = 2, not 4"),
+        ({"cond_dim": 128}, {}, "condition = 6, not 128"),
+        ({"model": {"hidden_size": 32}}, {}, "width = 16, not 32"),
+        ({}, {"heads": 4}, "heads = 2, not 4"),
+    ],
+)
+def test_a_configuration_that_its_tensors_contradict_is_refused(
+    tmp_path: Path, config: dict[str, Any], told: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UserError, match=words):
+        imdm.adopt(folder(tmp_path, made(**SIZE), MDLM | config), **told)
 
 
 SDTT: dict[str, Any] = {

@@ -475,3 +475,17 @@ def test_the_command(tmp_path: Path) -> None:
     said = command("adopt", tmp_path / "gpt2", *how, "--out", tmp_path / "second").stdout
     assert "mask infinite-uniform-4-1.0" in said
     assert not load_model(tmp_path / "second").config.backbone["shift"]
+
+
+def test_heads_that_a_rotary_buffer_contradicts_are_refused(tmp_path: Path) -> None:
+    """The shapes of a Llama's matrices do not depend on the number of heads; older files hold half a head's width."""
+    kind = AutoConfig.for_model("llama", vocab_size=11, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                                num_attention_heads=2, max_position_embeddings=6)  # fmt: skip
+    AutoModelForCausalLM.from_config(kind).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    buffer = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    save_file(weights | {buffer: torch.ones(4)}, tmp_path / "model.safetensors", {"format": "pt"})
+    assert imdm.adopt(tmp_path, adapt=True, mask_token_id=10).config.heads == 2
+    save_file(weights | {buffer: torch.ones(2)}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match="half of another head's width"):
+        imdm.adopt(tmp_path, adapt=True, mask_token_id=10)

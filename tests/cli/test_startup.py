@@ -146,7 +146,7 @@ REFUSED = {
     "prepare sample --tokenizer /no/such --out out": "tokenizer '/no/such': no such folder",
     "export nosuch --out out": "model 'nosuch': no such folder",
     f"export {SHIPPED} --out out --weights nosuch": "unknown kind of weights 'nosuch'; known: ",
-    f"export {SHIPPED} --out out --card nosuch.md": "--card nosuch.md: no such file",
+    f"export {SHIPPED} --out out --card nosuch.md": "--card: nosuch.md is missing",
     "report nosuch": "nosuch: no such folder",
     "status nosuch": "nosuch: no such folder",
     "judge nosuch": "No such command 'nosuch'",

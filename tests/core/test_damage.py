@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from imdm.core.errors import UserError
 from imdm.core.files import (
@@ -20,6 +22,7 @@ from imdm.core.files import (
     read_recorded,
     read_tensors,
     working_in,
+    write_json,
     write_recorded,
     write_tensors,
 )
@@ -28,7 +31,7 @@ from imdm.data.coupling import CoupleConfig, Coupling, couple
 from imdm.data.packing import PrepareConfig
 from imdm.data.packing import prepare as prepare_text
 from imdm.data.prepared import PreparedSource
-from imdm.data.source import LanguageSource
+from imdm.data.source import LanguageSource, TokenData
 from imdm.data.synthetic import aligned
 from imdm.experiments.status import status
 from imdm.models.loading import load_model
@@ -116,6 +119,53 @@ def test_ids_in_another_order_of_bytes_are_noticed(made: dict[str, tuple[Path, R
     shard.write_bytes(content.replace(b"'<u2'", b"'>u2'"))
     with pytest.raises(UserError, match=r"tokens-00000.npy does not hold \d+ rows of 16 ids"):
         text_bits(copied)
+
+
+def with_settings(folder: Path, **settings: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | settings))
+
+
+def in_parts(folder: Path, index: str) -> None:
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    (folder / "model.safetensors.index.json").write_text(index)
+
+
+BESIDE: list[tuple[Callable[[Path], None], str]] = [
+    (lambda folder: in_parts(folder, "{"), "index.json is not valid JSON"),
+    (lambda folder: in_parts(folder, "[]"), "index.json holds no JSON object"),
+    (lambda folder: in_parts(folder, '{"weight_map": 3}'), "does not list the file of each tensor"),
+    (lambda folder: in_parts(folder, '{"weight_map": {"a": "../x"}}'), "does not list the file of each tensor"),
+    (lambda folder: write_json(folder / "adapter_config.json", {}), "an adapter is beside it"),
+    (lambda folder: with_settings(folder, quantization_config={"quant_method": "gptq"}), "quantization_config"),
+    (lambda folder: with_settings(folder, attn_implementation="flash_attention_2"), "attn_implementation ="),
+    (lambda folder: with_settings(folder, _attn_implementation=3), "_attn_implementation = 3"),
+]
+
+
+@pytest.mark.parametrize(("add", "message"), BESIDE)
+def test_what_a_library_would_load_beside_a_model_is_refused(
+    made: dict[str, tuple[Path, Read]], tmp_path: Path, add: Callable[[Path], None], message: str
+) -> None:
+    folder = shutil.copytree(made["model"][0], tmp_path / "model")
+    add(folder)
+    with pytest.raises(UserError, match=message):
+        load_model(folder)
+    assert message in refused(imdm("generate", folder))
+
+
+def test_complex_numbers_are_no_tokens(tmp_path: Path) -> None:
+    file = tmp_path / "tokens.safetensors"
+    save_file({"tokens": torch.zeros(4, 6, dtype=torch.complex64)}, file)
+    with pytest.raises(UserError, match="holds complex numbers"):
+        TokenData(path=file, vocab_size=5).source(0)
+
+
+def test_a_card_that_is_no_text_is_refused(made: dict[str, tuple[Path, Read]], tmp_path: Path) -> None:
+    (tmp_path / "card.md").write_bytes(bytes(range(256)))
+    words = "export", made["model"][0], "--card", tmp_path / "card.md", "--out", tmp_path / "out"
+    assert "card.md is not UTF-8 text" in refused(imdm(*words))
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from functools import cache
@@ -17,9 +18,7 @@ from hypothesis import strategies as st
 from imdm.core import files
 from imdm.core.config import check_name
 from imdm.core.errors import UserError, check_number, check_whole, shown
-from imdm.core.files import (
-    parse_yaml,
-)
+from imdm.core.files import check_writable, parse_json, parse_yaml
 from imdm.core.memory import check_room, memory
 from imdm.data.corpora import Corpus
 from imdm.data.packing import PrepareConfig
@@ -28,6 +27,7 @@ from imdm.data.tokenizers import train_bpe
 from imdm.evaluation import load_embedder, load_judge
 from imdm.experiments import load_recipe, parse_recipe
 from imdm.models.configuration import MaskedDiffusionConfig
+from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.writer import Writer
 from tests.cli.test_cli import SMALL, imdm, refused
 from tests.conftest import tiny_model
@@ -178,6 +178,101 @@ def test_room_says_what_would_fit() -> None:
             check_number("x", value)
 
 
+@pytest.mark.parametrize("key", ["variants.a", "stages.teacher.training"])
+def test_an_override_may_not_go_deeper_than_settings_do(key: str, tmp_path: Path) -> None:
+    override = ".".join([key, *["a"] * 900]) + "=1"
+    assert "nested too deeply" in refused(imdm("reproduce", "synthetic", override, "--out", tmp_path / "run"))
+
+
+def test_json_and_arguments_that_are_nested_too_deeply_are_refused() -> None:
+    """Also where Python can still read them: what works on them later cannot."""
+    parse_json("[" * 40 + "]" * 40)
+    for text in ("[" * 200 + "]" * 200, '{"a":' * 200 + "1" + "}" * 200):
+        with pytest.raises(ValueError, match="nested too deeply"):
+            parse_json(text)
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
+    assert refusal(lambda: check_whole("n", deep))
+
+
+# Paths, and what is no file
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["couple", "MODEL", "--data", "aligned:length=" + "[" * 5000, "--out", "out"],
+        ["evaluate", "MODEL", "--data", "a\0b.txt"],
+        ["prepare", "a\0b.txt", "--train-bpe", "300", "--out", "out"],
+        ["prepare", "x" * 300 + ".txt", "--train-bpe", "300", "--out", "out"],
+        ["couple", "MODEL", "--data", "x\0y.safetensors", "--out", "out"],
+    ],
+)
+def test_what_can_be_no_path_is_refused_as_such(words: list[str], tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path / "model")
+    given = [str(tmp_path / word.lower()) if word in ("MODEL", "out") else word for word in words]
+    assert "that cannot be a path" in refused(imdm(*given))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_to_write_that_can_be_no_path_is_refused() -> None:
+    told = imdm("reproduce", "synthetic", "--out", "a\0b")
+    assert told.returncode == 2
+    assert "Invalid value for '--out'" in told.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("a.txt", ["prepare", "PIPE", "--train-bpe", "300", "--out", "out"]),
+        ("a.parquet", ["prepare", "PIPE", "--train-bpe", "300", "--out", "out"]),
+        ("a.txt", ["generate", "--prompts", "PIPE"]),
+        ("recipe.json", ["status", "FOLDER"]),
+        ("config.json", ["generate", "FOLDER"]),
+        ("tokenizer.json", ["prepare", "sample", "--tokenizer", "FOLDER", "--out", "out"]),
+    ],
+)
+def test_nothing_is_read_from_a_pipe(name: str, words: list[str], tmp_path: Path) -> None:
+    """It would wait for ever."""
+    folder = tmp_path / "given"
+    folder.mkdir()
+    os.mkfifo(folder / name)
+    places = {"PIPE": folder / name, "FOLDER": folder, "out": tmp_path / "out"}
+    told = refused(imdm(*[places.get(word, word) for word in words]))
+    assert f"{folder / name} is a pipe or a device" in told
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_place_where_nothing_can_be_made_is_told_as_it_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in /proc, where permissions do not say so."""
+
+    def fails(**given: Any) -> str:
+        raise FileNotFoundError(2, "No such file or directory", "/proc/.partial-1")
+
+    monkeypatch.setattr("imdm.core.files.tempfile.mkdtemp", fails)
+    wanted = tmp_path / "a" / "b"
+    told = refusal(lambda: check_writable(wanted)) or ""
+    assert told.startswith(f"{wanted} cannot be written into (nothing can be made in {tmp_path}:")
+    monkeypatch.undo()
+    check_writable(wanted)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_refusal_on_the_way_leaves_no_manifest(tmp_path: Path) -> None:
+    tiny_model(vocab_size=3, length=2, causal=True).save_pretrained(tmp_path / "model")
+    told = refused(imdm("couple", tmp_path / "model", "--data", "aligned:length=2", "--out", tmp_path / "out"))
+    assert "autoregressive" in told
+    (tmp_path / "few.txt").write_text("\n".join(SENTENCES * 4))
+    made = imdm("prepare", tmp_path / "few.txt", "--train-bpe", "300", "--length", "16", "--hold-out", "100000",
+                "--out", tmp_path / "out")  # fmt: skip
+    assert made.returncode == 2
+    assert "--hold-out 100000: too little is held out" in made.stderr
+    assert not (tmp_path / "out").exists()
+
+
 # Other people's models, and the Python API
 
 
@@ -205,6 +300,27 @@ def test_pickles_and_remote_code_are_never_loaded(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="embedder .* cannot be loaded"):
             load_embedder(str(tmp_path / folder))
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"dtype": "float33"},
+        {"dtype": torch.int32},
+        {"dtype": 3},
+        {"torch_dtype": torch.complex64},
+        {"device_map": "nowhere"},
+        {"device_map": {"": "cuda:99"}},
+        {"device_map": 99},
+        {"attn_implementation": "flash_attention_2"},
+    ],
+)
+def test_a_model_is_loaded_as_asked_or_refused(given: dict[str, Any], tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path)
+    told = refusal(lambda: MaskedDiffusionLM.from_pretrained(tmp_path, **given)) or ""
+    assert next(iter(given)).removesuffix("_map") in told
+    asked = MaskedDiffusionLM.from_pretrained(tmp_path, dtype="bfloat16", device_map="cpu", attn_implementation="sdpa")
+    assert (asked.dtype, asked.device.type) == (torch.bfloat16, "cpu")
 
 
 @few

@@ -10,7 +10,7 @@ import torch
 
 from imdm.adopting import dit, families
 from imdm.adopting.checkpoints import Weights, names_in, read_folder, read_weights
-from imdm.adopting.configuration import settings_of
+from imdm.adopting.configuration import check_agrees, settings_of
 from imdm.adopting.sources import check_archive, check_source
 from imdm.core.errors import UserError, check_is, check_whole, reason_of, shown
 from imdm.core.files import as_path, check_new, read_json, write_json, write_tensors, written_aside
@@ -249,6 +249,8 @@ def _raw(folder: Path) -> dict[str, Any]:
 
 def _config(weights: Weights, settings: dict[str, Any], told: dict[str, Any], where: str) -> MaskedDiffusionConfig:
     size = dit.size_of(weights.tensors, where)
+    for stated in (settings, told):
+        check_agrees(stated, {name: value for name, value in size.items() if name != "mask" and value}, where)
     if "mask" in settings and "mask" in size:
         told = {"mask": settings["mask"]} | told
     settings = {name: value for name, value in settings.items() if name != "mask"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from imdm.core.errors import UserError, check_number
+from imdm.core.errors import UserError, check_number, shown
 
 UNIFORM = ("duo", "udlm", "uniform")  # names of uniform-state models
 BLOCKWISE = ("bd3lm", "block_size", "sdar", "llada2")
@@ -17,6 +17,11 @@ THEIRS = {
     "dropout": "dropout",
     "mask_index": "mask_token_id",
     "softcap": "softcap",
+    "vocab_size": "vocab_size",
+    "hidden_dim": "width",
+    "hidden_size": "width",
+    "n_blocks": "blocks",
+    "cond_dim": "condition",
 }
 
 
@@ -45,6 +50,16 @@ def settings_of(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     if isinstance(raw.get("mask"), Mapping):  # as `write_published` has it
         found["mask"] = raw["mask"]
     return found
+
+
+def check_agrees(stated: Mapping[str, Any], found: Mapping[str, Any], where: str) -> None:
+    """Refuse a configuration, or an argument, that says something else than the tensors, of what both say."""
+    for name, value in found.items():
+        if stated.get(name, value) != value:
+            raise UserError(
+                f"{where}: its tensors are those of a model with {name} = {value}, not {shown(stated[name])} as its "
+                "configuration (or the argument) says; they do not belong together"
+            )
 
 
 def _in_blocks(flat: Mapping[str, Any]) -> bool:

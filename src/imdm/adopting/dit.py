@@ -122,6 +122,10 @@ def size_of(weights: Mapping[str, Tensor], source: str) -> dict[str, Any]:
     }
     if (frequencies := bare.get(ROTARY)) is not None:
         _check_rotary(frequencies, source)
+        if width % (2 * len(frequencies)):
+            raise UserError(
+                f"{source}: {ROTARY!r} has {len(frequencies)} frequencies, which do not divide width {width}"
+            )
         found["heads"] = width // (2 * len(frequencies))
     if (noise := bare.get("vocab_embed.imdm_mlp.0.weight")) is not None and noise.ndim == 2:
         found["mask"] = {"kind": "infinite", "law": "uniform", "dim": noise.shape[1], "scale": 1.0}

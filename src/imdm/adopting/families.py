@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from imdm.adopting.checkpoints import Weights
+from imdm.adopting.configuration import check_agrees
 from imdm.core.errors import UserError, check_whole, reason_of
 from imdm.data.tokenizers import special_ids
 from imdm.diffusion.masks import parse_mask
@@ -99,6 +100,9 @@ def diffugpt(tensors: Mapping[str, Tensor], raw: Mapping[str, Any], heads: int |
     head, given = bare.get("lm_head.weight"), raw.get("n_head") if raw.get("model_type") == "gpt2" else None
     tied = head is None or (head.shape == (rows, width) and torch.equal(head, bare["transformer.wte.weight"]))
     fields = {"model_type": "gpt2", "vocab_size": rows, "n_embd": width, "n_layer": len(layers)}
+    base = raw if raw.get("model_type") == "gpt2" else {}
+    told = {name: base[name] for name in ("n_embd", "n_layer", "n_positions") if base.get(name) is not None}
+    check_agrees(told, fields | {"n_positions": positions}, where)
     fields |= {"n_head": heads or given or max(1, width // 64), "n_positions": positions, "tie_word_embeddings": tied}
     return Family("diffugpt", fields, True, raw.get("mask_token_id", DIFFUGPT_MASKS.get(rows)))
 
@@ -289,6 +293,13 @@ def _loaded(family: Family, tensors: dict[str, Tensor], dtype: torch.dtype | Non
         raise UserError(f"{where}: its weights do not have the shapes of its config.json") from error
     except (OSError, TypeError, KeyError, AttributeError, ValueError) as error:
         raise UserError(f"{where} cannot be loaded: {reason_of(error)}") from error
+    rotary = {len(one) for name, one in lm.named_buffers() if name.endswith("inv_freq")}
+    for name, tensor in tensors.items():
+        if rotary and name.endswith("inv_freq") and (tensor.ndim != 1 or len(tensor) not in rotary):
+            raise UserError(
+                f"{where}: {name!r} has shape {tuple(tensor.shape)}, which is half of another head's width than its "
+                f"config.json gives ({2 * min(rotary)})"
+            )
     missing = sorted(info["missing_keys"])
     strange = sorted(name for name in info["unexpected_keys"] if not NOT_NEEDED.search(name))
     if missing or strange:

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from imdm.core.errors import UserError
-from imdm.core.files import as_path, read_json
+from imdm.core.files import as_path, listed_files, read_json
 from imdm.shipped import KIND, check_fetched, find
 
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -41,7 +41,7 @@ def check_source(source: str | Path, revision: str | None = None, file: str | Pa
         if path.is_absolute() or len(path.parts) != 2 or path.suffix in ENDINGS:
             raise UserError(f"model {str(source)!r}: no such file or folder, nor a hub id (owner/name){_meant(path)}")
         return
-    if path.is_file() and path.suffix not in ENDINGS and not zipfile.is_zipfile(path):
+    if path.is_file() and path.suffix not in ENDINGS and not _is_archive(path):
         raise UserError(f"model {str(source)!r}: weights are in files of {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}")
     if (path / "manifest.json").exists() and not (path / "config.json").exists():
         raise UserError(f"model {str(source)!r} is a folder of prepared text or pairs, not of a model; give it as data")
@@ -71,11 +71,7 @@ def _meant(path: Path) -> str:
 def weight_files(folder: Path) -> list[Path]:
     """The files that a folder's weights are in."""
     if there := [folder / name for name in INDEXES if (folder / name).exists()]:
-        index = read_json(there[0], str(there[0]))
-        parts = index.get("weight_map") if isinstance(index, dict) else None
-        if not isinstance(parts, dict) or not all(isinstance(part, str) for part in parts.values()):
-            raise UserError(f"{there[0]} does not list the file of each tensor")
-        return [folder / Path(part).name for part in dict.fromkeys(parts.values())]
+        return listed_files(there[0], f"model {str(folder)!r}")
     names = ("model.safetensors", "pytorch_model.bin")
     files = [folder / name for name in names if (folder / name).exists()][:1]
     found = sorted(file for file in folder.iterdir() if file.suffix in ENDINGS) if not files else []
@@ -88,11 +84,18 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
+def _is_archive(file: Path) -> bool:
+    try:
+        return zipfile.is_zipfile(file)
+    except zipfile.BadZipFile:  # it looks for more at the end of the file, and says so of some that are damaged
+        return False
+
+
 def check_archive(file: Path) -> None:
     """Refuse a missing file, and one of PyTorch's that cannot be read without running code in it."""
     if not file.is_file():
         raise UserError(f"{file}: no such file")
-    if file.suffix != ".safetensors" and not zipfile.is_zipfile(file):
+    if file.suffix != ".safetensors" and not _is_archive(file):
         raise UserError(
             f"{file} is no checkpoint that can be read without running code in it: it is not a zip archive, as PyTorch "
             "has written since 1.6; load it where you trust it and save it again, or as safetensors"

@@ -22,7 +22,7 @@ from rich.text import Text
 from imdm.cli.early import known_order, known_policy, known_seed, located
 from imdm.core.console import plain_console
 from imdm.core.errors import AgreedError, UserError, is_lost_peer, is_out_of_memory, reason_of, shorter
-from imdm.core.files import home, write_text
+from imdm.core.files import as_path, home, write_text
 from imdm.core.stopping import AGAIN, CODES, GO_ON
 from imdm.core.stopping import is_first as is_main
 
@@ -46,7 +46,7 @@ def given_path(text: str) -> Path:
     """A given path; an empty one, which would be the current folder, is refused."""
     if not text:
         raise UserError("a path is empty; give a file or a folder")
-    return Path(text)
+    return as_path(text, "path")
 
 
 OutRun = Annotated[

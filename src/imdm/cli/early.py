@@ -16,7 +16,7 @@ from typing import Any
 import typer
 
 from imdm.core.errors import UserError, check_seed, check_whole, unknown
-from imdm.core.files import read_json
+from imdm.core.files import as_path, read_json
 from imdm.shipped import HERE as SHIPPED
 from imdm.shipped import find, folder_of
 
@@ -211,3 +211,4 @@ def check_held_out(text: str) -> None:
 def _check_given(text: str) -> None:
     if not text:  # as a path it would be the current folder
         raise UserError("--data is empty; give a language, a file or a folder")
+    as_path(text, "--data")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -161,10 +164,15 @@ def prepare(
     splits = [("", corpus)]
     if hold_out is not None:
         splits = [(name, replace(corpus, split=name, hold_out=hold_out)) for name in ("train", "valid")]
+    new = not (out / "train").exists()
     for name, text in splits:
         known = made_tokenizer(out / "train") if name == "valid" else None
         title = f"{source}{name and ', '}{name}: documents"
-        with as_options("part", *values), reporter().bar(title, limit or 0) as bar:
+        with (
+            _without_train(out, hold_out, new and name == "valid"),
+            as_options("part", *values),
+            reporter().bar(title, limit or 0) as bar,
+        ):
             how = {"tokenizer": known, "processes": processes, "on_note": reporter().say}
             done = (
                 _prepared(text, config, out / name, bar, how)
@@ -172,6 +180,24 @@ def prepare(
                 else _prepared_part(text, config, out / name, share, bar, how)
             )
         say(f"{done}: {out / name}")
+
+
+@contextmanager
+def _without_train(out: Path, hold_out: int | None, new: bool) -> Iterator[None]:
+    """Where too little is held out for a row, the training rows go too, if they are new: another share has others."""
+    from imdm.data.packing import TooLittleError
+
+    try:
+        yield
+    except TooLittleError as error:
+        if not new:
+            raise
+        shutil.rmtree(out / "train")
+        with suppress(OSError):
+            out.rmdir()  # if there is nothing else
+        raise UserError(
+            f"--hold-out {hold_out}: too little is held out ({error}); hold out one document in fewer"
+        ) from None
 
 
 def _prepared(corpus: Corpus, config: PrepareConfig, out: Path, bar: Bar, how: dict[str, Any]) -> str:

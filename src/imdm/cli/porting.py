@@ -12,7 +12,7 @@ from imdm.cli.app import ModelPath, OutFolder, app, reporter, say
 from imdm.cli.arguments import as_options, naming_options
 from imdm.cli.early import LAYOUTS, WEIGHTS, check_known, known_order, known_precision
 from imdm.core.errors import UserError
-from imdm.core.files import check_new
+from imdm.core.files import check_new, read_text
 
 if TYPE_CHECKING:
     from imdm.exporting import Weights
@@ -130,8 +130,6 @@ def export(
     check_known("layout", [layout], LAYOUTS)
     if weights is not None:
         check_known("kind of weights", [weights], WEIGHTS)
-    if card is not None and not card.is_file():
-        raise UserError(f"--card {card}: no such file")
     if within is not None and (weights != "mixed" or layout != "imdm"):
         raise UserError("--within is for --weights mixed in layout imdm; leave it out")
     if within is not None and not within > 0:
@@ -141,7 +139,7 @@ def export(
     if layout == "mdlm" and order is not None:
         raise UserError("--layout mdlm has no place for an order; leave out --order")
     check_new(out)
-    text = card.read_text(encoding="utf-8") if card is not None else None
+    text = read_text(card, "--card") if card is not None else None
     from imdm.exporting import WITHIN, export_published, export_transformers
     from imdm.exporting import export as write
 

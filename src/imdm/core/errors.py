@@ -63,6 +63,8 @@ def shown(value: object) -> str:
         text = repr(value)
     except ValueError:  # a number of thousands of digits
         text = "a number of thousands of digits"
+    except RecursionError:
+        text = "a value nested too deeply"
     return shorter(text, 80)
 
 

@@ -12,6 +12,7 @@ import os
 import platform
 import re
 import shutil
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -47,8 +48,21 @@ def as_path(value: Any, what: str) -> Path:
         raise UserError(f"{what} = {shown(value)}: expected a path")
     text = os.fspath(value)
     if not text or "\0" in text or any(len(os.fsencode(part)) > 255 for part in Path(text).parts) or len(text) > 4000:
-        raise UserError(f"{what} = {shown(value)}: that cannot be a path")
+        raise UserError(f"{what} = {shown(text)}: that cannot be a path")
     return Path(text)
+
+
+def check_file(path: Path, what: str) -> None:
+    """Refuse to read from a pipe or a device, which may wait for ever. What is missing, or a folder, is refused by who
+    reads it."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise UserError(f"{what}: {path} is a pipe or a device; give a file")
+
+
+def check_folder(folder: Path, what: str) -> None:
+    """The same for every file of a folder, which a library will read."""
+    for file in folder.iterdir() if folder.is_dir() else ():
+        check_file(file, what)
 
 
 @contextmanager
@@ -195,8 +209,12 @@ def check_writable(folder: Path) -> None:
     if not place.is_dir():
         instead = "give a folder" if place == folder else f"{folder} cannot be a folder"
         raise UserError(f"{place} is a file; {instead}")
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise UserError(f"{place} cannot be written into; choose another folder")
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=PARTIAL, dir=place))
+    except OSError as error:
+        inside = "" if place == folder else f"nothing can be made in {place}: "
+        reason = error.strerror or str(error)
+        raise UserError(f"{folder} cannot be written into ({inside}{reason}); choose another folder") from None
 
 
 def _new_folders(folder: Path) -> list[Path]:
@@ -263,6 +281,7 @@ def _dumped(value: Any, indent: int | None = None) -> str:
 
 def read_text(path: Path, what: str) -> str:
     """Read a text file; errors are UserErrors."""
+    check_file(path, what)
     try:
         if path.stat().st_size > LARGEST_JSON:
             raise UserError(f"{what}: {path} has {path.stat().st_size:,} bytes; it is damaged or not ours")
@@ -279,9 +298,17 @@ def parse_json(text: str, *, constants: bool = False) -> Any:
     """JSON, or a ValueError: also where it is nested too deeply, or a number has thousands of digits. constants: NaN
     and Infinity are null, not an error."""
     try:
-        return json.loads(text, parse_constant=(lambda name: None) if constants else _no_constant)
+        value = json.loads(text, parse_constant=(lambda name: None) if constants else _no_constant)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+    if text.count("[") + text.count("{") > DEEPEST and _deeper(value, DEEPEST):
+        raise ValueError("nested too deeply")
+    return value
+
+
+def _deeper(value: Any, levels: int) -> bool:
+    inside = value if isinstance(value, list) else value.values() if isinstance(value, dict) else ()
+    return isinstance(value, dict | list) and (not levels or any(_deeper(one, levels - 1) for one in inside))
 
 
 def _no_constant(name: str) -> Any:
@@ -339,6 +366,15 @@ def read_object(path: Path, what: str, **fields: type | tuple[type, ...]) -> dic
         if not isinstance(value.get(name), kind) or isinstance(value[name], bool) != (kind is bool):
             raise UserError(f"{what}: {path} has no proper {name!r}; it is damaged or not ours")
     return value
+
+
+def listed_files(index: Path, what: str) -> list[Path]:
+    """The files of weights that an index of shards (`model.safetensors.index.json`) lists, all beside it."""
+    parts = read_object(index, what).get("weight_map")
+    names = list(parts.values()) if isinstance(parts, dict) else []
+    if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
+        raise UserError(f"{what}: {index} does not list the file of each tensor, beside it; it is damaged or not ours")
+    return [index.parent / name for name in dict.fromkeys(names)]
 
 
 def write_recorded(path: Path, value: Mapping[str, Any]) -> None:
@@ -413,6 +449,9 @@ def read_tensors(path: Path, what: str) -> dict[str, Tensor]:
 
     with _safetensors(path, what):
         tensors = load_file(path)
+    for name, tensor in tensors.items():
+        if tensor.is_complex():
+            raise UserError(f"{what}: {path} holds complex numbers ({name!r}), which nothing here has; it is not ours")
     wanted = read_metadata(path, what).get(DIGEST)
     if wanted is not None and digest_of(tensors) != wanted:
         raise UserError(f"{what}: {path} is damaged: its contents are not what was written")
@@ -460,6 +499,7 @@ def check_tensors(path: Path, what: str) -> None:
 def _safetensors(path: Path, what: str) -> Iterator[None]:
     from safetensors import SafetensorError
 
+    check_file(path, what)
     try:
         yield
     except FileNotFoundError:
@@ -564,6 +604,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     earlier versions wrote, are null."""
     if not path.exists():
         return []
+    check_file(path, "rows")
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:

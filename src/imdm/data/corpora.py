@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from imdm.core.errors import UserError, reason_of, shorter, unknown
+from imdm.core.files import as_path, check_file
 from imdm.core.hub import hub_for
 
 SAMPLE = Path(__file__).with_name("sample")
@@ -139,7 +140,7 @@ class Corpus:
         return self.source != "-" and self.source not in PRESETS and not self._is_hub()
 
     def _is_hub(self) -> bool:
-        path = Path(self.source)
+        path = as_path(self.source, "corpus")
         return not path.exists() and not path.is_absolute() and len(path.parts) == 2 and path.suffix not in ENDINGS
 
     def files(self) -> list[Path]:
@@ -159,7 +160,10 @@ class Corpus:
         if not path.exists():
             known = ", ".join(("sample", *sorted(PRESETS)))
             raise UserError(f"corpus {self.source!r}: no such file or folder; by name there are {known}")
-        return sorted(p for p in path.rglob("*") if p.suffix in ENDINGS) if path.is_dir() else [path]
+        found = sorted(p for p in path.rglob("*") if p.suffix in ENDINGS) if path.is_dir() else [path]
+        for file in found:
+            check_file(file, f"corpus {self.source!r}")
+        return found
 
     def _split_of(self, file: Path) -> str | None:
         """The split named by the file, or by a folder it is in."""

@@ -217,6 +217,8 @@ def couple(
         raise UserError(f"source = {shown(source)}: expected rows of data")
     if (source is None) != (config.start == "prior"):
         raise UserError("couplings that start from data (start: perturbed) need data, those from the prior take none")
+    if teacher.config.causal:
+        raise UserError("the teacher is autoregressive: it completes no z_t in steps; pairs need a diffusion model")
     length = teacher.config.length if source is None else source.length
     check_room("pairs", config.pairs, 8 * length + 12, on=folder)
     manifest = Manifest(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from imdm.core.config import Config
 from imdm.core.errors import UserError, reason_of
-from imdm.core.files import as_path, check_once, digest_file, read_recorded
+from imdm.core.files import as_path, check_file, check_once, digest_file, read_recorded
 from imdm.diffusion.ending import Ending
 
 Packing = Literal["wrapped", "unwrapped", "whole"]
@@ -148,6 +148,7 @@ class PreparedSource:
 
     def _open(self, index: int, rows: int, digest: str) -> np.ndarray:
         path, again = shard_file(self.folder, index), "delete the folder and prepare again"
+        check_file(path, "prepared text")
         try:
             tokens = np.load(path, mmap_mode="r", allow_pickle=False)
         except Exception as error:  # numpy parses the header as Python, which can fail in many ways

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from imdm.core.errors import UserError, reason_of
-from imdm.core.files import read_json, written_aside
+from imdm.core.files import check_folder, read_json, written_aside
 from imdm.core.hub import hub_for
 from imdm.shipped import check_fetched, find, meant
 
@@ -42,6 +42,7 @@ def tokenizer_place(name: str | Path) -> str | Path:
     check_fetched(name, "tokenizer")
     name = find(name)
     folder = Path(name)
+    check_folder(folder, f"tokenizer {str(name)!r}")
     if folder.is_dir() and not has_tokenizer(folder):
         raise UserError(f"tokenizer {str(name)!r}: no tokenizer files in that folder")
     if hint := meant(name):

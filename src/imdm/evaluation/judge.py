@@ -14,7 +14,7 @@ from torch import Tensor
 
 from imdm.core.devices import check_precision, checked_device
 from imdm.core.errors import UserError, is_out_of_memory, reason_of
-from imdm.core.files import read_json
+from imdm.core.files import check_folder, read_json
 from imdm.core.hub import hub_for
 from imdm.data.statistics import Measurement
 from imdm.data.tokenizers import has_tokenizer, load_tokenizer, special_ids, tokenizer_hash
@@ -216,6 +216,7 @@ def load_judge(
         (str(Path(place).parent), {"gguf_file": Path(place).name}) if place.endswith(".gguf") else (place, {})
     )
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    check_folder(Path(folder), f"judge {name!r}")
     try:
         with hub_for(folder):
             tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **extra)

@@ -12,12 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from imdm.core.errors import UserError, is_out_of_memory, reason_of
+from imdm.core.files import check_folder
 from imdm.core.hub import hub_for
 from imdm.data.statistics import Measurement
 from imdm.evaluation.base import Evaluation, metric
@@ -83,6 +85,7 @@ def load_embedder(name: str, device: str | torch.device = "cpu") -> Embedder:
     from imdm.models.denoiser import register
 
     register()
+    check_folder(Path(name), f"embedder {name!r}")
     try:
         with hub_for(name):
             tokenizer: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)

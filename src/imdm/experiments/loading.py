@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from imdm.core.errors import UserError, check_is, shown, unknown
-from imdm.core.files import as_path, parse_yaml, read_json, read_text
+from imdm.core.files import DEEPEST, as_path, parse_yaml, read_json, read_text
 from imdm.data.corpora import Corpus
 from imdm.data.source import Data
 from imdm.experiments.schema import Recipe
@@ -142,6 +142,8 @@ def _override(values: dict[str, Any], override: str) -> None:
     if not equals or not key:
         raise UserError(f"override {override!r}: write key=value, such as stages.teacher.training.steps=100")
     *parents, last = key.split(".")
+    if len(parents) > DEEPEST:
+        raise UserError(f"override {shown(override)}: nested too deeply")
     place = values
     for depth, parent in enumerate(parents):
         if parents[:depth] == ["stages"] and parent not in place:

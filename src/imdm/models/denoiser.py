@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, PreTrainedModel
 
-from imdm.core.errors import UserError, is_out_of_memory
+from imdm.core.devices import checked_device
+from imdm.core.errors import UserError, is_out_of_memory, reason_of, shown
 from imdm.core.hub import hub_for
 from imdm.diffusion.state import Noised, Rows
 from imdm.models.backbones import parse_backbone
@@ -20,10 +22,11 @@ from imdm.models.masked_lm import masked_lm
 from imdm.models.network import Network
 from imdm.models.quantized import opened
 from imdm.models.readout import Reduce
-from imdm.models.saving import check_saved, save_whole
+from imdm.models.saving import ATTENTION, check_plain, check_saved, save_whole
 
 AS_SAVED = {"dtype", "torch_dtype", "device_map", "low_cpu_mem_usage", "attn_implementation"}
 """Arguments of `from_pretrained` that do not change the saved configuration."""
+SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")  # maps of devices that Accelerate makes
 
 
 class MaskedDiffusionLM(Network, PreTrainedModel):
@@ -68,6 +71,9 @@ class MaskedDiffusionLM(Network, PreTrainedModel):
         as_saved = folder.is_dir() and not kwargs.keys() - AS_SAVED
         kwargs |= {"use_safetensors": True, "output_loading_info": True}
         register()
+        _check_given(kwargs)
+        if folder.is_dir():
+            check_plain(folder / (kwargs.get("subfolder") or ""), where)
         try:
             with hub_for(folder):
                 source, kwargs = opened(cls.config_class, pretrained_model_name_or_path, kwargs)
@@ -76,9 +82,10 @@ class MaskedDiffusionLM(Network, PreTrainedModel):
             if is_out_of_memory(error) or "meta device" in str(error):
                 raise
             raise UserError(f"{where}: its weights do not have the shapes of its config.json") from error
-        except (OSError, SafetensorError, TypeError, KeyError, AttributeError) as error:
-            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            raise UserError(f"{where} cannot be loaded: {reason}") from error
+        except UserError:
+            raise
+        except (OSError, SafetensorError, TypeError, KeyError, AttributeError, ValueError, ImportError) as error:
+            raise UserError(f"{where} cannot be loaded: {reason_of(error)}") from error
         model, info = loaded
         missing = {name for name in info["missing_keys"] if not (new_mask and name.startswith("mask_embedding."))}
         ignored = {name for name in info["unexpected_keys"] if not (new_mask and name.startswith("mask_embedding."))}
@@ -215,6 +222,24 @@ def register() -> None:
     AutoConfig.register(MaskedDiffusionConfig.model_type, MaskedDiffusionConfig, exist_ok=True)
     for auto in (AutoModel, AutoModelForMaskedLM):
         auto.register(MaskedDiffusionConfig, MaskedDiffusionLM, exist_ok=True)
+
+
+def _check_given(arguments: dict[str, Any]) -> None:
+    """Refuse arguments of `from_pretrained` that `transformers` would answer in words of its own, or after a while."""
+    for name in ("dtype", "torch_dtype"):
+        dtype = arguments.get(name)
+        kind = getattr(torch, dtype, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
+        if kind not in (None, "auto") and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
+            raise UserError(
+                f"{name} = {shown(dtype)}: expected a floating-point type, such as torch.bfloat16, or 'auto'"
+            )
+    places = arguments.get("device_map")
+    for place in places.values() if isinstance(places, dict) else [] if places in (None, *SPREAD) else [places]:
+        if place != "disk":
+            checked_device(place)
+    if arguments.get("attn_implementation") not in (None, *ATTENTION):
+        named = shown(arguments["attn_implementation"])
+        raise UserError(f"attn_implementation = {named}: {' or '.join(ATTENTION)}; our models have their own attention")
 
 
 def _check_absent(why: str, **arguments: Any) -> None:

@@ -12,19 +12,26 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from imdm.core.errors import UserError
+from imdm.core.errors import UserError, shown
 from imdm.core.files import (
     PARTIAL,
     aside_in,
+    check_folder,
     check_tensors,
+    listed_files,
     no_progress_bars,
     read_metadata,
+    read_object,
     read_tensors,
     write_tensors,
 )
 from imdm.models.shape import Shape
 
 LAW = "law"  # metadata key: the configuration that the weights belong to
+FILE, INDEX = "model.safetensors", "model.safetensors.index.json"  # one of them
+ADAPTER = "adapter_config.json"
+ATTENTION = ("sdpa", "eager")
+"""What `transformers` may call the attention of our models, which is their own."""
 
 
 def save_whole(save: Callable[[Path], None], folder: Path, config: Shape) -> None:
@@ -46,6 +53,24 @@ def save_whole(save: Callable[[Path], None], folder: Path, config: Shape) -> Non
 
 def law_text(config: Shape) -> str:
     return json.dumps(config.law, sort_keys=True)
+
+
+def check_plain(folder: Path, what: str) -> None:
+    """Refuse a folder in which `transformers` would find more than one of our models: an adapter, weights that another
+    library quantised, another attention, an index that lists no files. It would load them, or fail in its own words."""
+    check_folder(folder, what)
+    config = read_object(folder / "config.json", what) if (folder / "config.json").exists() else {}
+    if (folder / ADAPTER).exists():
+        raise UserError(f"{what}: an adapter is beside it ({ADAPTER}); merge it into the weights, or move it elsewhere")
+    if config.get("quantization_config") is not None:
+        raise UserError(
+            f"{what}: its config.json has quantization_config; our models are quantised by 'imdm export --weights'"
+        )
+    for name in ("attn_implementation", "_attn_implementation"):
+        if config.get(name) not in (None, *ATTENTION):
+            raise UserError(f"{what}: its config.json has {name} = {shown(config[name])}: {' or '.join(ATTENTION)}")
+    if (folder / INDEX).exists() and not (folder / FILE).exists():
+        listed_files(folder / INDEX, what)
 
 
 def check_saved(folder: Path, config: Shape, what: str) -> None:
