@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'imdm[lm-eval]'")
 
+import lm_eval
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 from lm_eval.tasks import TaskManager
 
-import lm_eval
 from imdm.cli.app import app
 from imdm.core.errors import UserError
 from imdm.data.corpora import Corpus

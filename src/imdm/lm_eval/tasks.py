@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import handle_non_serializable
 
 from imdm.core.errors import UserError, reason_of
 from imdm.lm_eval.model import DiffusionLM
-from lm_eval import simple_evaluate
 
 BOOTSTRAPS = 1000  # for metrics whose standard error has no formula
 
