@@ -539,6 +539,7 @@ def test_a_command_waits_for_its_threads() -> None:
 
 SHARED = """
 import sys, time
+from dataclasses import dataclass
 from pathlib import Path
 from imdm.experiments.jobs import _share
 from imdm.core.stopping import Asked, catch_signals
