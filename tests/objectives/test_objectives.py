@@ -185,7 +185,7 @@ def test_objectives_refuse_models_that_read_the_other_way(
 def test_a_causal_model_makes_no_pairs_and_has_no_noise(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="give at least the first token"):
         tiny_model(causal=True).generate()
-    with pytest.raises(UserError, match="one token after another, and has no steps"):
+    with pytest.raises(UserError, match="autoregressive"):
         couple(tiny_model(causal=True), None, CoupleConfig(pairs=2, steps=2, start="prior"), tmp_path)
     with pytest.raises(UserError, match="single mask, no mixture and no softcap"):
         tiny_model(causal=True, mask="infinite")
