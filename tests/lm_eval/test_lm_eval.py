@@ -273,8 +273,8 @@ def learnt(stream: Writer, folder: Path) -> Writer:
 
 
 def test_minimal_pairs_with_a_model_that_has_learnt(tasks: Callable[..., str], stream: Writer, tmp_path: Path) -> None:
-    """Words in order against the same tokens in another order: by 2.5 nats at least, with five seeds on three instruction
-    sets. The texts are as they were trained, without lm-eval's space before them, of which the model knows nothing."""
+    """Words in order against the same tokens in another order: by 2.5 nats at least, with five seeds on three
+    instruction sets. Texts are as they were trained on, without lm-eval's space, of which the model knows nothing."""
     rows = [{"good": text, "bad": re.sub(r" (\w+) (\w+) the", r" \2 \1 the", text)} for text in SENTENCES[::3]]
     lm = lm_of(learnt(stream, tmp_path), n=32)
     found = Tasks([tasks("pairs", rows, PAIRS)]).run(lm)
