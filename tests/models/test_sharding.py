@@ -320,8 +320,8 @@ def test_two_processes_refuse_once(tmp_path: Path, setting: str, sentence: str) 
 def test_two_processes_refuse_once_what_only_the_first_tries(tmp_path: Path) -> None:
     """It makes the folder, and locks it."""
     train = ["-m", "imdm", "train", "synthetic", "--out", "/proc/nowhere"]
-    told = refusals([[*torchrun(2), *train]], [tmp_path])
-    assert told == ["error: /proc/nowhere cannot be written: No such file or directory"]
+    (told,) = refusals([[*torchrun(2), *train]], [tmp_path])
+    assert told.startswith("error: /proc/nowhere cannot be written")
 
 
 @pytest.mark.slow
