@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,14 +15,20 @@ from torch import Tensor
 from imdm.core.devices import checked_device
 from imdm.core.errors import UserError, check_blanks, check_seed, check_whole, shorter, shown
 from imdm.core.memory import check_room
-from imdm.data.tokenizers import Special, check_ids, has_tokenizer, load_tokenizer, special_ids
+from imdm.data.tokenizers import (
+    Special,
+    check_ids,
+    has_tokenizer,
+    load_plain_tokenizer,
+    load_tokenizer,
+    special_ids,
+)
 from imdm.diffusion.ending import Ending
 from imdm.models.fast import faster
+from imdm.models.loading import load_model, load_network
+from imdm.models.network import Network
 from imdm.sampling import Generation, Revealed
 from imdm.shipped import find
-
-if TYPE_CHECKING:
-    from imdm.models.denoiser import MaskedDiffusionLM
 
 BLANK = "___"
 
@@ -72,7 +78,7 @@ class Writer:
     True
     """
 
-    model: MaskedDiffusionLM
+    model: Network
     tokenizer: Any
 
     def __post_init__(self) -> None:
@@ -332,15 +338,23 @@ def _texts(values: Any, name: str) -> list[str]:
 
 
 def load(
-    name: str | Path, device: str | torch.device = "cpu", *, fast: bool = False, precision: str = "float32"
+    name: str | Path,
+    device: str | torch.device = "cpu",
+    *,
+    fast: bool = False,
+    precision: str = "float32",
+    transformers: bool = True,
 ) -> Writer:
     """A writer from a model folder, the name of a model that ships (`imdm models`) or a hub id, with the tokenizer
-    beside the weights. fast: prepared by `faster`, which pays off for many texts on a GPU; precision: of the weights,
-    `bf16` for large models."""
-    from imdm.models.loading import load_model
+    beside the weights.
 
+    fast           prepared by `faster`, which pays off for many texts on a GPU
+    precision      of the weights: `bf16` for large models
+    transformers   False: model and tokenizer are not those of `transformers` where nothing of it is needed, so that the
+                   first text comes seconds sooner. It is the same text
+    """
     name, device = find(name), checked_device(device)
-    model = load_model(name, precision)
+    model = load_model(name, precision) if transformers else load_network(name, precision)
     folder = Path(name)
     if folder.is_dir() and not has_tokenizer(folder):
         raise UserError(
@@ -348,4 +362,5 @@ def load(
             "--tokenizer' gives one to a model that is converted"
         )
     torch.nn.Module.to(model.eval(), device)
-    return Writer(faster(model) if fast else model, load_tokenizer(name))
+    tokenizer = None if transformers else load_plain_tokenizer(folder)
+    return Writer(faster(model) if fast else model, tokenizer or load_tokenizer(name))

@@ -19,7 +19,6 @@ LEAVES = ("costing", "serving", "lm_eval", "exporting", "benchmarks")
 """Used by `cli` and the public names alone; `benchmarks` may use the others."""
 TOP = {
     "writer": "writer",
-    "light": "writer",
     "film": "writer",
     "showing": "writer",
     "__main__": "cli",

@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from imdm import writer
 from imdm.core.errors import UserError, is_out_of_memory
 from imdm.core.files import (
     PARTIAL,
@@ -30,7 +31,6 @@ from imdm.core.files import (
 )
 from imdm.core.stopping import CODES, Asked, held_back
 from imdm.experiments.jobs import _share
-from imdm.light import load_light
 from imdm.models.loading import load_model
 from imdm.training.agreement import Agreement
 from tests.cli.test_cli import SMALL, imdm, refused
@@ -129,7 +129,7 @@ def test_a_line_cut_short_is_dropped(tmp_path: Path) -> None:
 # The terminal
 
 
-LOADED = cache(load_light)
+LOADED = cache(writer.load)
 
 
 @few
@@ -143,7 +143,7 @@ def test_any_text_can_be_a_path_or_a_name(text: str) -> None:
         ["generate", "--steps", "1", "--length", "32", "--prompt", text],
     ):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("imdm.light.load_light", LOADED)
+            patch.setattr("imdm.writer.load", LOADED)
             result = imdm(*arguments) if not text.startswith("-") else imdm(*arguments[:-1], "--", text)
         assert result.returncode in (0, 2), result.stderr
         assert "Traceback" not in result.stderr

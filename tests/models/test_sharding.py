@@ -249,7 +249,7 @@ def test_costs_are_the_bytes_of_two_processes(two: Path, name: str) -> None:
     blocks are Muon's."""
     kind, given = COUNTED[name]
     training = TrainConfig(steps=4, batch=8, **given)
-    size = measured(json.dumps(MaskedDiffusionConfig(**sharded.EVEN).to_dict(), default=str))
+    size = measured(json.dumps(MaskedDiffusionConfig(**sharded.EVEN).settings()))
     load = Workload(parse_objective(sharded.OBJECTIVES[kind]), size, size, training, 4, 2, evaluates=True)
     expected = {
         "blocks": 4 * size.inside if training.shard == "optimizer" else 0,

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from imdm.data.source import Data, LanguageData, TokenData
     from imdm.data.text import PreparedData
     from imdm.evaluation import Conditional
-    from imdm.models.configuration import MaskedDiffusionConfig
     from imdm.models.denoiser import MaskedDiffusionLM
+    from imdm.models.shape import Shape
 
 
 @contextmanager
@@ -92,7 +92,7 @@ def parse_match(text: str | None) -> str | float | None:
     return entropy
 
 
-def parse_data(text: str, config: MaskedDiffusionConfig) -> LanguageData | TokenData | PreparedData:
+def parse_data(text: str, config: Shape) -> LanguageData | TokenData | PreparedData:
     """`--data` for a model: a language with settings, a file of tokens, or a folder of prepared text."""
     from imdm.data.source import LanguageData, TokenData
     from imdm.data.text import PreparedData
@@ -128,7 +128,7 @@ def parse_settings(text: str, option: str) -> dict[str, Any]:
         ) from None
 
 
-def parse_held_out(text: str, config: MaskedDiffusionConfig, path: str, reporter: Any) -> tuple[Data, bool]:
+def parse_held_out(text: str, config: Shape, path: str, reporter: Any) -> tuple[Data, bool]:
     """`--data` of an evaluation, which may also be raw text, prepared with the model's tokenizer; and whether it
     was."""
     check_held_out(text)
@@ -141,7 +141,7 @@ def parse_held_out(text: str, config: MaskedDiffusionConfig, path: str, reporter
         return prepared_for(text, path, config.length, bar, _packing(config)), True
 
 
-def training_settings(text: str, path: str, config: MaskedDiffusionConfig) -> dict[str, Any]:
+def training_settings(text: str, path: str, config: Shape) -> dict[str, Any]:
     """`--data` of a training as the section of a recipe. It may also be raw text, which the run prepares with the
     model's tokenizer."""
     if not is_text(text):
@@ -150,7 +150,7 @@ def training_settings(text: str, path: str, config: MaskedDiffusionConfig) -> di
     return {"kind": "text", "path": text, "tokenizer": path, "length": config.length, "packing": _packing(config)}
 
 
-def _packing(config: MaskedDiffusionConfig) -> Packing:
+def _packing(config: Shape) -> Packing:
     """How text is packed into rows for a model."""
     return "wrapped" if config.ending is None else "whole"
 

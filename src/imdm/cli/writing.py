@@ -88,7 +88,7 @@ def generate(
         parse_rows(canvas)
     from imdm.core.devices import check_precision
     from imdm.data.tokenizers import has_tokenizer
-    from imdm.light import load_light
+    from imdm.writer import load
 
     check_precision(precision, device(), "--precision")
     options |= {"num": num, "seed": seed}
@@ -105,7 +105,7 @@ def generate(
             return
         _print_ids(made, network.config.mask_token_id, as_json)
         return
-    writer = load_light(model, device(), precision)
+    writer = load(model, device(), precision=precision, transformers=False)
     options |= {"trace": True} if trace and as_json else {}  # the terminal needs only the tokens' steps
     if infill is not None:
         with as_options("marker"):

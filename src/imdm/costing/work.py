@@ -9,7 +9,7 @@ from imdm.costing.machines import ATTENTION, BLOCK, CAPTURED_BLOCK, GPU, HEAD, M
 from imdm.objectives import Pass
 
 if TYPE_CHECKING:
-    from imdm.models.configuration import MaskedDiffusionConfig
+    from imdm.models.shape import Shape
 
 # Bytes of memory traffic, counted from what kernels read and write, but for the last, measured of a chunked KL.
 POINTWISE = 60.0  # a token and feature in each block: norms, rotary, GELU, dropout, sums; backward twice as many
@@ -60,12 +60,12 @@ class Work:
         return busy + launches if gpu.is_cpu else max(busy, launches)
 
 
-def network_flops(config: MaskedDiffusionConfig, tokens: float, length: int, read: float, noisy: float) -> float:
+def network_flops(config: Shape, tokens: float, length: int, read: float, noisy: float) -> float:
     """Of passing so many tokens through the blocks, of which `read` are read at the end and `noisy` carry noise."""
     return products_of(config, tokens, read, noisy) + attention_of(config, tokens, length, read)
 
 
-def products_of(config: MaskedDiffusionConfig, tokens: float, read: float, noisy: float) -> float:
+def products_of(config: Shape, tokens: float, read: float, noisy: float) -> float:
     """The part of `network_flops` in matmuls with weights."""
     D = config.width
     keys, others = 2 * 2 * D**2, 2 * 10 * D**2
@@ -74,22 +74,22 @@ def products_of(config: MaskedDiffusionConfig, tokens: float, read: float, noisy
     return whole + noisy * 2 * 4 * D * (dim + D) * bool(dim)
 
 
-def attention_of(config: MaskedDiffusionConfig, tokens: float, length: int, read: float) -> float:
+def attention_of(config: Shape, tokens: float, length: int, read: float) -> float:
     """The part of `network_flops` in attention."""
     return (tokens * (config.blocks - 1) + read) * 4 * length * config.width
 
 
-def head_flops(config: MaskedDiffusionConfig, rows: float) -> float:
+def head_flops(config: Shape, rows: float) -> float:
     return 2.0 * rows * config.width * config.vocab_size
 
 
-def writing_flops(config: MaskedDiffusionConfig, tokens: float, length: int, steps: int) -> float:
+def writing_flops(config: Shape, tokens: float, length: int, steps: int) -> float:
     """The head runs once a token; at step k of N a share 1 − k/N is still masked, and its noise is embedded."""
     network = network_flops(config, steps * tokens, length, tokens, tokens * (steps + 1) / 2)
     return network + head_flops(config, tokens)
 
 
-def forward(config: MaskedDiffusionConfig, tokens: float, length: int, rows: float, heads: float = 1.0) -> Work:
+def forward(config: Shape, tokens: float, length: int, rows: float, heads: float = 1.0) -> Work:
     """One pass over so many tokens, read by the head at `rows`. Noise is embedded everywhere, though it counts only at
     masks."""
     return Work(
@@ -101,7 +101,7 @@ def forward(config: MaskedDiffusionConfig, tokens: float, length: int, rows: flo
     )
 
 
-def passed(config: MaskedDiffusionConfig, one: Pass, tokens: float, length: int, again: bool = False) -> Work:
+def passed(config: Shape, one: Pass, tokens: float, length: int, again: bool = False) -> Work:
     """A pass of a training step over a micro-batch of so many tokens; one of less than these is made in some steps
     only. again: with gradient checkpointing."""
     rows = one.rows * tokens
@@ -114,7 +114,7 @@ def passed(config: MaskedDiffusionConfig, one: Pass, tokens: float, length: int,
     return work + Work(head=one.heads * head_flops(config, rows), bytes=unfused)
 
 
-def updated(config: MaskedDiffusionConfig, weights: float, muon: bool = False) -> Work:
+def updated(config: Shape, weights: float, muon: bool = False) -> Work:
     """An update of so many weights. muon: with five iterations of three matmuls for each matrix of the blocks."""
     return Work(bytes=weights * UPDATE, products=muon * 5 * 60 * config.width**3 * config.blocks)
 
@@ -130,9 +130,7 @@ def completions(length: int, steps: int) -> float:
     return steps - steps**2 / (length + 1) * (1 - (1 - 1 / steps) ** (length + 1))
 
 
-def sampled(
-    config: MaskedDiffusionConfig, texts: float, length: int, runs: float, batch: int, masked: float = 1.0
-) -> Work:
+def sampled(config: Shape, texts: float, length: int, runs: float, batch: int, masked: float = 1.0) -> Work:
     """Sampling of texts with `runs` evaluations each, a share `masked` of their tokens generated, at most `batch` of
     them in one evaluation."""
     once = forward(config, texts * length * runs, length, texts * length * masked)

@@ -40,8 +40,8 @@ from imdm.models.identity import fingerprint
 from imdm.sampling import Sampling, sample
 
 if TYPE_CHECKING:
-    from imdm.models.configuration import MaskedDiffusionConfig
     from imdm.models.denoiser import MaskedDiffusionLM
+    from imdm.models.shape import Shape
 
 
 class CoupleConfig(Config):
@@ -138,9 +138,7 @@ class Coupling:
             name: c[index].long() if name in ("tokens", "noised") else c[index] for name, c in self._columns.items()
         }
 
-    def check(
-        self, student: MaskedDiffusionConfig, teacher: str, uses_seed: bool, policy: NoisePolicy | None = None
-    ) -> None:
+    def check(self, student: Shape, teacher: str, uses_seed: bool, policy: NoisePolicy | None = None) -> None:
         """Refuse a student that these pairs were not made for; `policy`: the noise policy they should have."""
         m, where, mask = self.manifest, f"coupling {str(self.folder)!r}", parse_mask(student.mask).name
         if m.teacher != teacher:

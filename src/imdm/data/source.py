@@ -22,7 +22,7 @@ from imdm.models import LARGEST_VOCABULARY, check_tokens
 from imdm.models.backbones import backbones
 
 if TYPE_CHECKING:
-    from imdm.models.configuration import MaskedDiffusionConfig
+    from imdm.models.shape import Shape
 
 LOOKED_AT = 1024  # rows
 Progress = Callable[[int, str], None]
@@ -175,7 +175,7 @@ class TokenData(Data):
         return TokenSource(tokens, vocab_size, mask_id)
 
 
-def check_fits(source: Source, config: MaskedDiffusionConfig) -> None:
+def check_fits(source: Source, config: Shape) -> None:
     """Refuse a model that cannot read this data."""
     if (source.vocab_size, source.mask_id) != (config.vocab_size, config.mask_token_id):
         raise UserError(
@@ -191,7 +191,7 @@ def check_fits(source: Source, config: MaskedDiffusionConfig) -> None:
         )
 
 
-def check_teaches(source: Source, config: MaskedDiffusionConfig) -> None:
+def check_teaches(source: Source, config: Shape) -> None:
     """Refuse rows that a model of a stream would be trained on, padding and all."""
     check_fits(source, config)
     if config.ending is None and getattr(source, "ending", None) is not None:

@@ -18,6 +18,8 @@ from imdm.shipped import check_fetched, find, meant
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt", "vocab.txt")
 ALSO = ("added_tokens.json", "chat_template.jinja")  # beside these
+PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")  # those that only call the library tokenizers
+SPECIAL_TOKENS = ("bos_token", "eos_token", "mask_token", "pad_token", "cls_token", "sep_token", "unk_token")
 QWENS = ("qwen", "dream")  # Dream's tokenizer is Qwen's
 
 BPE_SPECIAL = ("<bos>", "<eos>", "<pad>", "<mask>")
@@ -83,6 +85,62 @@ def load_tokenizer(name: str | Path) -> Any:
     tokenizer.backend_tokenizer.no_truncation()  # a tokenizer.json may hold truncation settings
     tokenizer.backend_tokenizer.no_padding()
     return tokenizer
+
+
+class PlainTokenizer:
+    """A tokenizer.json read by the library `tokenizers` alone: what a `Writer` uses of a tokenizer of `transformers`,
+    with the same results. backend: the library's object; names: its special tokens by their names in
+    tokenizer_config.json."""
+
+    is_fast = True
+
+    def __init__(self, backend: Any, names: dict[str, str]) -> None:
+        self.backend_tokenizer = backend
+        ids = {name: backend.token_to_id(names[name]) if name in names else None for name in SPECIAL_TOKENS}
+        self.bos_token_id, self.eos_token_id = ids["bos_token"], ids["eos_token"]
+        self.cls_token_id, self.sep_token_id = ids["cls_token"], ids["sep_token"]
+        self.mask_token_id, self.pad_token_id = ids["mask_token"], ids["pad_token"]
+        self.unk_token_id = ids["unk_token"]
+
+    def __len__(self) -> int:
+        return int(self.backend_tokenizer.get_vocab_size())
+
+    def __call__(self, text: str, add_special_tokens: bool, split_special_tokens: bool) -> dict[str, list[int]]:
+        self.backend_tokenizer.encode_special_tokens = split_special_tokens
+        return {"input_ids": self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids}
+
+    def decode(self, ids: list[int], skip_special_tokens: bool, clean_up_tokenization_spaces: bool = False) -> str:
+        """Spaces are never cleaned up: tokenizers that do so are not read here."""
+        return str(self.backend_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    def convert_ids_to_tokens(self, token: int) -> str:
+        return str(self.backend_tokenizer.id_to_token(token))
+
+
+def load_plain_tokenizer(folder: Path) -> PlainTokenizer | None:
+    """The tokenizer of a folder, if it is a tokenizer.json with a configuration of special tokens only; None
+    otherwise."""
+    from tokenizers import Tokenizer
+
+    files = {file.name for file in folder.glob("*token*.json")}
+    if files != {"tokenizer.json", "tokenizer_config.json"}:
+        return None
+    fields = read_json(folder / "tokenizer_config.json", f"tokenizer {str(folder)!r}")
+    if not isinstance(fields, dict) or fields.get("tokenizer_class") not in PLAIN_CLASSES:
+        return None
+    names = {name: value for name, value in fields.items() if name in SPECIAL_TOKENS}
+    if fields.keys() - {*names, "tokenizer_class", "backend", "model_max_length"}:
+        return None
+    try:
+        backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception:  # the library has no error class; `load_tokenizer` reports the error
+        return None
+    special = [token.content for token in backend.get_added_tokens_decoder().values() if token.special]
+    if not all(name in special for name in names.values()):
+        return None
+    backend.no_truncation()
+    backend.no_padding()
+    return PlainTokenizer(backend, names)
 
 
 def _said(folder: Path, name: str, field: str) -> str:

@@ -26,7 +26,7 @@ from imdm.diffusion.state import Noised, Rows
 from imdm.models.readout import Chosen
 
 if TYPE_CHECKING:
-    from imdm.models.denoiser import MaskedDiffusionLM
+    from imdm.models.network import Network
 
 ENUMERATED = 3, 16
 """Subsets of up to so many positions are always enumerated, of more than so many never."""
@@ -106,7 +106,7 @@ def drawn(asked: Asked, n: int, seed: int, noisy: bool) -> _Draws:
 
 @torch.no_grad()
 def bounds(
-    model: MaskedDiffusionLM, asked: Sequence[Asked], n: int = 128, seed: int = 0, batch_size: int = 64
+    model: Network, asked: Sequence[Asked], n: int = 128, seed: int = 0, batch_size: int = 64
 ) -> Iterator[tuple[int, Bound]]:
     """The number and the bound of each, in another order: rows of one length are evaluated together, at most
     `batch_size` at once. The results do not depend on other requests in the batch, up to rounding."""
@@ -147,7 +147,7 @@ def _masked(asked: Asked, masked: Tensor, mask_id: int) -> Tensor:
     return rows
 
 
-def _sums(model: MaskedDiffusionLM, tokens: Tensor, whole: Tensor, keys: Tensor) -> Tensor:
+def _sums(model: Network, tokens: Tensor, whole: Tensor, keys: Tensor) -> Tensor:
     """Σ log x_θ of the tokens of `whole` (B, L) that are masked in `tokens` (B, L): (B,), in float64 and on the CPU."""
     state = _state(model.process, tokens, keys)
     rows = Rows.where(state.masked & (whole != model.process.mask_id))
@@ -161,9 +161,7 @@ def _state(process: Process, tokens: Tensor, keys: Tensor) -> Noised:
 
 
 @torch.no_grad()
-def greedy(
-    model: MaskedDiffusionLM, asked: Sequence[Asked], seed: int = 0, batch_size: int = 64
-) -> Iterator[tuple[int, bool]]:
+def greedy(model: Network, asked: Sequence[Asked], seed: int = 0, batch_size: int = 64) -> Iterator[tuple[int, bool]]:
     """Whether greedy unmasking gives the wanted tokens, by index: one position an evaluation, the one with the highest
     probability, until a token differs or all are revealed. Noise depends on the row, and is kept while a position is
     masked."""
@@ -190,7 +188,7 @@ def _ends(asked: Sequence[Asked], some: list[int]) -> tuple[list[int], list[int]
     return [asked[i].first for i in some], [asked[i].last for i in some]
 
 
-def _one_more(model: MaskedDiffusionLM, state: Noised, open_: Tensor) -> Tensor:
+def _one_more(model: Network, state: Noised, open_: Tensor) -> Tensor:
     """The tokens (B, L) with one more of the open positions revealed: the most confident. No end token is placed before
     other text."""
     rows, bars, ending = Rows.where(open_), model.process.barred(state), model.process.ending

@@ -25,7 +25,7 @@ from imdm.shipped import find
 from imdm.training.lora import check_backbone
 
 if TYPE_CHECKING:
-    from imdm.models.configuration import MaskedDiffusionConfig
+    from imdm.models.shape import Shape
 
 TOGETHER = {
     "a vocabulary of": "vocab_size",
@@ -163,7 +163,7 @@ def _check_teacher(inputs: Inputs, name: str, stage: TrainStage) -> None:
             )
 
 
-def check_pairs(pairs: Coupling, stage: TrainStage, student: MaskedDiffusionConfig, teacher: str) -> None:
+def check_pairs(pairs: Coupling, stage: TrainStage, student: Shape, teacher: str) -> None:
     """Refuse pairs that were not made for this student; teacher: the hash of the model it starts from."""
     objective = stage.objective if isinstance(stage.objective, ReDi) else ReDi()
     pairs.check(student, teacher, objective.noise == "coupling", objective.policy)

@@ -23,8 +23,8 @@ from imdm.models.loading import load_config, load_model
 from imdm.shipped import find
 
 if TYPE_CHECKING:
-    from imdm.models.configuration import MaskedDiffusionConfig
     from imdm.models.denoiser import MaskedDiffusionLM
+    from imdm.models.shape import Shape
 
 T = TypeVar("T")
 Files = tuple[tuple[str, int, int, int], ...]
@@ -122,11 +122,11 @@ class Inputs:
         """Free models and couplings, which are large; their hashes are kept."""
         self._drop("model", "pairs")
 
-    def config(self, name: str) -> MaskedDiffusionConfig:
+    def config(self, name: str) -> Shape:
         """The configuration of a model elsewhere; its weights are not read."""
         return self._once(("config", name, self._files(name)), lambda: load_config(name))
 
-    def origin(self, name: str) -> MaskedDiffusionConfig:
+    def origin(self, name: str) -> Shape:
         """The configuration of the first ancestor of a stage's model: vocabulary, length and schedule are the same."""
         first = self.first(name)
         stage = self.recipe.stages.get(first)
@@ -137,7 +137,7 @@ class Inputs:
         ending = self.data.ending() if self.data.is_ready else None
         return self.recipe.model.build(*self.vocabulary, self.length, causal=stage.objective.causal, ending=ending)
 
-    def adopted(self, stage: AdoptStage) -> MaskedDiffusionConfig:
+    def adopted(self, stage: AdoptStage) -> Shape:
         """The configuration that a stage's model will have; no weights are read."""
         from imdm.adopting.adopt import adopted_config
 

@@ -15,7 +15,7 @@ from imdm.core.errors import UserError
 from imdm.experiments.networks import Networks, Size
 from imdm.experiments.schema import TrainStage
 from imdm.models.backbones.base import DEFAULT
-from imdm.models.configuration import MaskedDiffusionConfig
+from imdm.models.shape import Shape
 from imdm.objectives import STUDENT, Extent, Objective, Pass
 from imdm.training import TrainConfig
 
@@ -179,7 +179,7 @@ class Workload:
             for name in self.trained
         )
 
-    def _kept(self, config: MaskedDiffusionConfig, one: Pass) -> float:
+    def _kept(self, config: Shape, one: Pass) -> float:
         wide = 1.0 if self.training.precision == "bf16" else 2.0
         tokens, full = self.micro * self.length, ACTIVATION * wide * config.width
         if self.training.checkpoint_blocks:
@@ -191,7 +191,7 @@ class Workload:
         """Bytes of the largest head: its rows, its weights with their gradients, and what is held of (rows, V)."""
         return max((self._head(self.size(one.network).config, one) for one in self.passes if one.trained), default=0.0)
 
-    def _head(self, config: MaskedDiffusionConfig, one: Pass) -> float:
+    def _head(self, config: Shape, one: Pass) -> float:
         rows = self.micro * self.length * one.rows
         logits = min(LOGITS, 2.0 * rows * config.vocab_size) if one.fused else UNFUSED
         return logits + 4.0 * rows * config.width + 6.0 * config.vocab_size * config.width

@@ -16,8 +16,8 @@ from imdm.data.text import TextData
 from imdm.experiments.schema import AdoptStage, Recipe, TrainStage
 from imdm.models import Network
 from imdm.models.backbones.base import DEFAULT
-from imdm.models.configuration import MaskedDiffusionConfig
 from imdm.models.loading import load_config
+from imdm.models.shape import Shape
 from imdm.models.sharding import blocks_of
 from imdm.shipped import find
 
@@ -42,7 +42,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 class Size(NamedTuple):
     """A network. parameters: all of them; block: those of one block; ends: those in no block, as embedding and head."""
 
-    config: MaskedDiffusionConfig
+    config: Shape
     parameters: int
     block: float
     ends: int
@@ -62,18 +62,18 @@ class Networks:
         recipe: Recipe,
         vocab_size: int | None = None,
         length: int | None = None,
-        adopt: Callable[[AdoptStage], MaskedDiffusionConfig] | None = None,
+        adopt: Callable[[AdoptStage], Shape] | None = None,
     ) -> None:
         self.recipe, self.data = recipe, recipe.data
         self._vocab_size, self._length, self._adopt = vocab_size, length, adopt
-        self._adopted: dict[str, MaskedDiffusionConfig] = {}
+        self._adopted: dict[str, Shape] = {}
 
     def size(self, name: str) -> Size:
         """Of the model that a stage makes, or a folder holds."""
         config = self.config(name)
-        return measured(json.dumps(config.to_dict(), sort_keys=True, default=str))
+        return measured(json.dumps(config.settings(), sort_keys=True))
 
-    def config(self, name: str) -> MaskedDiffusionConfig:
+    def config(self, name: str) -> Shape:
         stage = self.recipe.stages.get(name)
         if isinstance(stage, AdoptStage):
             if name not in self._adopted:
@@ -83,14 +83,14 @@ class Networks:
             return load_config(name)
         if stage.start is None:
             vocab_size, length = self.vocab_size, self.length
-            config = self.recipe.model.build(vocab_size, vocab_size - 1, length, causal=stage.objective.causal)
+            config: Shape = self.recipe.model.build(vocab_size, vocab_size - 1, length, causal=stage.objective.causal)
         else:
             config = self.config(stage.start)
         mask = config.mask if stage.mask is None else stage.mask
         mixture = config.mixture or stage.mixture
         return config.changed(mask=mask, mixture=mixture)
 
-    def _published(self, name: str, stage: AdoptStage) -> MaskedDiffusionConfig:
+    def _published(self, name: str, stage: AdoptStage) -> Shape:
         """Of a published model that is here, or whose size is known."""
         from imdm.adopting import families
         from imdm.adopting.adopt import adopted_config
@@ -134,7 +134,7 @@ class Networks:
 @lru_cache(maxsize=256)
 def measured(settings: str) -> Size:
     """Built on the device `meta` and counted. Another backbone counts as blocks of ours with as many weights."""
-    config = MaskedDiffusionConfig.from_dict(json.loads(settings))
+    config = Shape(**json.loads(settings))
     with torch.device("meta"):
         model = Network(config)
     parameters = sum(weight.numel() for weight in model.parameters())

@@ -22,7 +22,7 @@ from imdm.models.masked_lm import masked_lm
 from imdm.models.network import Network
 from imdm.models.quantized import opened
 from imdm.models.readout import Reduce
-from imdm.models.saving import ATTENTION, check_plain, check_saved, save_whole
+from imdm.models.saving import ATTENTION, check_fit, check_plain, check_saved, save_whole
 
 AS_SAVED = {"dtype", "torch_dtype", "device_map", "low_cpu_mem_usage", "attn_implementation"}
 """Arguments of `from_pretrained` that do not change the saved configuration."""
@@ -89,9 +89,8 @@ class MaskedDiffusionLM(Network, PreTrainedModel):
         model, info = loaded
         missing = {name for name in info["missing_keys"] if not (new_mask and name.startswith("mask_embedding."))}
         ignored = {name for name in info["unexpected_keys"] if not (new_mask and name.startswith("mask_embedding."))}
-        if (missing or ignored) and not tells:
-            problem = f"lacks {sorted(missing)[0]!r}" if missing else f"has the unknown {sorted(ignored)[0]!r}"
-            raise UserError(f"{where} does not fit its config.json: it {problem}; it is damaged or not ours")
+        if not tells:
+            check_fit(where, missing, ignored)
         if as_saved:
             check_saved(folder, model.config, where)
         if new_mask and "mask_embedding" in "".join(info["missing_keys"] | info["unexpected_keys"]):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from imdm.core.errors import UserError, shown
@@ -71,6 +71,13 @@ def check_plain(folder: Path, what: str) -> None:
             raise UserError(f"{what}: its config.json has {name} = {shown(config[name])}: {' or '.join(ATTENTION)}")
     if (folder / INDEX).exists() and not (folder / FILE).exists():
         listed_files(folder / INDEX, what)
+
+
+def check_fit(what: str, missing: Collection[str], unknown: Collection[str]) -> None:
+    """Refuse weights that are not those of the configuration: names that are missing, names it does not have."""
+    if missing or unknown:
+        problem = f"lacks {min(missing)!r}" if missing else f"has the unknown {min(unknown)!r}"
+        raise UserError(f"{what} does not fit its config.json: it {problem}; it is damaged or not ours")
 
 
 def check_saved(folder: Path, config: Shape, what: str) -> None:

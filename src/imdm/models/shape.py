@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from inspect import signature
 from typing import Any, Self
 
 from imdm.core.errors import UserError, check_number, check_whole, shown, unknown
@@ -87,39 +88,18 @@ class Shape:
         width, blocks = kwargs.pop("hidden_size", width), kwargs.pop("num_hidden_layers", blocks)
         heads, length = kwargs.pop("num_attention_heads", heads), kwargs.pop("max_position_embeddings", length)
         kwargs.pop("auto_map", None)  # set in folders for plain `transformers`, with files that are not saved here
-        sizes = {"vocab_size": (vocab_size, 2, LARGEST_VOCABULARY), "length": (length, 1, 1 << 20)}
-        sizes |= {"width": (width, 1, 1 << 16), "blocks": (blocks, 1, 1 << 12), "heads": (heads, 1, 1 << 12)}
-        sizes |= {"condition": (condition, 0, 1 << 16)}
-        for field, (value, least, most) in sizes.items():
-            check_whole(f"model.{field}", value, least, most)
-        check_number("model.dropout", dropout)
-        if not 0 <= dropout < 1:
-            raise UserError(f"model.dropout = {dropout!r}: must be in [0, 1)")
-        if softcap is not None:
-            check_number("model.softcap", softcap)
-            if softcap <= 0:
-                raise UserError(f"model.softcap = {softcap!r}: must be positive, or null for none")
-        for name, switch in (("mixture", mixture), ("causal", causal), ("tie_word_embeddings", tie_word_embeddings)):
-            if not isinstance(switch, bool):
-                raise UserError(f"model.{name} = {shown(switch)}: must be true or false")
+        _check_sizes(vocab_size, length, width, blocks, heads, condition)
+        _check_switches(mixture=mixture, causal=causal, tie_word_embeddings=tie_word_embeddings)
+        _check_rates(dropout, softcap)
         if causal and (softcap is not None or mixture or parse_mask(mask).noisy):
             raise UserError("model.causal = true: such a model has a single mask, no mixture and no softcap")
         mask_token_id = vocab_size - 1 if mask_token_id is None else mask_token_id
-        check_whole("model.mask_token_id", mask_token_id, 0, vocab_size - 1)
-        special = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
-        if len({token is None for token in special.values()}) > 1:
-            raise UserError(f"model: {', '.join(special)}: give all of them, for rows that are whole texts, or none")
-        for field, token in special.items():
-            if token is None:
-                continue
-            check_whole(f"model.{field}", token, 0, vocab_size - 1)
-            if token == mask_token_id:
-                raise UserError(f"model.{field} = {token}: that is the mask; a text ends with another token")
+        _check_tokens(vocab_size, mask_token_id, bos_token_id, eos_token_id, pad_token_id)
         self.vocab_size, self.length = vocab_size, length
         self.width, self.blocks, self.heads, self.condition = width, blocks, heads, condition
         self.dropout, self.softcap = float(dropout), softcap
-        self.mask, self.mixture, self.schedule = mask, bool(mixture), schedule
-        self.mask_token_id, self.causal = mask_token_id, bool(causal)
+        self.mask, self.mixture, self.schedule = mask, mixture, schedule
+        self.mask_token_id, self.causal = mask_token_id, causal
         self.tie_word_embeddings = tie_word_embeddings
         self.backbone = backbone
         parsed = parse_backbone(self.backbone)
@@ -185,9 +165,13 @@ class Shape:
         backbone = parse_backbone(self.backbone)
         return law if is_default(backbone) else [*law, backbone.hashed()]
 
+    def settings(self) -> dict[str, Any]:
+        """All settings by name, as plain data."""
+        return {name: getattr(self, name) for name in SETTINGS}
+
     def changed(self, **changes: Any) -> Self:
         """The same settings but for some."""
-        return type(self)(**(vars(self) | changes))
+        return type(self)(**(self.settings() | changes))
 
     @property
     def parameters(self) -> int:
@@ -203,3 +187,45 @@ class Shape:
         if not isinstance(name, str) or name not in PRESETS:
             raise unknown("model preset", name, PRESETS)
         return cls(**(PRESETS[name] | settings))
+
+
+SETTINGS = tuple(name for name in signature(Shape.__init__).parameters if name not in ("self", "kwargs"))
+"""The names of a model's settings."""
+
+
+def _check_sizes(vocab_size: int, length: int, width: int, blocks: int, heads: int, condition: int) -> None:
+    check_whole("model.vocab_size", vocab_size, 2, LARGEST_VOCABULARY)
+    check_whole("model.length", length, 1, 1 << 20)
+    check_whole("model.width", width, 1, 1 << 16)
+    check_whole("model.blocks", blocks, 1, 1 << 12)
+    check_whole("model.heads", heads, 1, 1 << 12)
+    check_whole("model.condition", condition, 0, 1 << 16)
+
+
+def _check_switches(**switches: bool) -> None:
+    for name, switch in switches.items():
+        if not isinstance(switch, bool):
+            raise UserError(f"model.{name} = {shown(switch)}: must be true or false")
+
+
+def _check_rates(dropout: float, softcap: float | None) -> None:
+    check_number("model.dropout", dropout)
+    if not 0 <= dropout < 1:
+        raise UserError(f"model.dropout = {dropout!r}: must be in [0, 1)")
+    if softcap is not None:
+        check_number("model.softcap", softcap)
+        if softcap <= 0:
+            raise UserError(f"model.softcap = {softcap!r}: must be positive, or null for none")
+
+
+def _check_tokens(vocab_size: int, mask: int, begin: int | None, end: int | None, pad: int | None) -> None:
+    """Ids inside the vocabulary; those of whole texts all given or none, and none of them the mask's."""
+    check_whole("model.mask_token_id", mask, 0, vocab_size - 1)
+    special = {"bos_token_id": begin, "eos_token_id": end, "pad_token_id": pad}
+    given = {field: token for field, token in special.items() if token is not None}
+    if len(given) not in (0, len(special)):
+        raise UserError(f"model: {', '.join(special)}: give all of them, for rows that are whole texts, or none")
+    for field, token in given.items():
+        check_whole(f"model.{field}", token, 0, vocab_size - 1)
+        if token == mask:
+            raise UserError(f"model.{field} = {token}: that is the mask; a text ends with another token")

@@ -27,7 +27,7 @@ from imdm.sampling import Canvas, Keys, Sampling, Turn, plan, reverse_step
 from imdm.serving.jobs import Job, Ticket
 
 if TYPE_CHECKING:
-    from imdm.models.denoiser import MaskedDiffusionLM
+    from imdm.models.network import Network
 
 
 class Group(NamedTuple):
@@ -73,7 +73,7 @@ class Batch:
     """Texts that share evaluations, and their canvas, a row for each. how: their options but for steps and order, of
     which each has its own."""
 
-    def __init__(self, model: MaskedDiffusionLM, how: Sampling) -> None:
+    def __init__(self, model: Network, how: Sampling) -> None:
         self.model, self.how, self.device = model, how, model.device
         self.texts: list[Text] = []
         self.canvas: Canvas | None = None

@@ -13,7 +13,7 @@ from imdm.sampling.options import RevealOrder, Sampling
 from imdm.serving.settings import Settings
 
 if TYPE_CHECKING:
-    from imdm.models.denoiser import MaskedDiffusionLM
+    from imdm.models.network import Network
 
 
 class Busy(UserError):  # noqa: N818
@@ -64,12 +64,12 @@ class Job:
     noise_between: tuple[int, int, float] | None = None
     frames: bool = False
 
-    def how(self, model: MaskedDiffusionLM) -> Sampling:
+    def how(self, model: Network) -> Sampling:
         """Its options; where `noise` or `order` is None, the model's own."""
         policies = model.policies(self.noise, self.order)
         return Sampling(self.steps, temperature=self.temperature, top_p=self.top_p, **policies)
 
-    def checked(self, model: MaskedDiffusionLM, settings: Settings) -> Sampling:
+    def checked(self, model: Network, settings: Settings) -> Sampling:
         """Refuse what this model cannot write, or what is beyond the limits; else its options."""
         how = self.how(model)
         check_whole("steps", self.steps, 1, settings.steps)

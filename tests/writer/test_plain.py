@@ -1,4 +1,4 @@
-"""Writers that are made without `transformers` write what the others write, and leave to them what they do not know."""
+"""Models and tokenizers that are loaded without `transformers` write what the others write."""
 
 from __future__ import annotations
 
@@ -13,53 +13,55 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from imdm import MaskedDiffusionLM, UserError, shipped
-from imdm.light import LightTokenizer, light_model, light_tokenizer, load_light
+from imdm.data.tokenizers import PlainTokenizer, load_plain_tokenizer
 from imdm.models import Network
+from imdm.models.loading import load_model, load_network
 from imdm.writer import Writer, load
+from tests.models.test_hf import FAMILIES, made
 
 TEXTS = ["Once upon a time", "It 's the “night” <mask> of <eos>, naïve 🦉  !", " said he . \n\nAnd"]
 
 
 @pytest.fixture(scope="module")
 def pair() -> tuple[Writer, Writer]:
-    return load_light(shipped.DEFAULT), load(shipped.DEFAULT)
+    return load(shipped.DEFAULT, transformers=False), load(shipped.DEFAULT)
 
 
 def test_the_same_texts(pair: tuple[Writer, Writer]) -> None:
-    light, full = pair
-    assert type(light.model) is Network
+    plain, full = pair
+    assert type(plain.model) is Network
     assert type(full.model) is MaskedDiffusionLM
-    assert isinstance(light.tokenizer, LightTokenizer)
+    assert isinstance(plain.tokenizer, PlainTokenizer)
     for options in ({"noise": "posterior"}, {"temperature": 0.7, "length": 60}, {"top_p": 0.9, "trace": True}):
         how = {"length": 40, "seed": 3, "steps": 2} | options
-        assert light.write(TEXTS, **how) == full.write(TEXTS, **how)
-    assert light.write(num=2, steps=1) == full.write(num=2, steps=1)
-    assert light.infill("The ___ sat on ___ .", steps=2) == full.infill("The ___ sat on ___ .", steps=2)
+        assert plain.write(TEXTS, **how) == full.write(TEXTS, **how)
+    assert plain.write(num=2, steps=1) == full.write(num=2, steps=1)
+    assert plain.infill("The ___ sat on ___ .", steps=2) == full.infill("The ___ sat on ___ .", steps=2)
 
 
 def test_a_tied_embedding_is_one_tensor(pair: tuple[Writer, Writer]) -> None:
-    light, full = (writer.model for writer in pair)
-    assert light.config.tie_word_embeddings
-    assert light.output.weight is light.embedding.weight
-    assert light.policies() == full.policies()
-    assert sum(p.numel() for p in light.parameters()) == sum(p.numel() for p in full.parameters())
+    plain, full = (writer.model for writer in pair)
+    assert plain.config.tie_word_embeddings
+    assert plain.output.weight is plain.embedding.weight
+    assert plain.policies() == full.policies()
+    assert sum(p.numel() for p in plain.parameters()) == sum(p.numel() for p in full.parameters())
 
 
 def test_the_same_weights_and_law(pair: tuple[Writer, Writer]) -> None:
-    light, full = (writer.model for writer in pair)
-    assert light.config.law == full.config.law
-    mine, theirs = light.state_dict(), full.state_dict()
+    plain, full = (writer.model for writer in pair)
+    assert plain.config.law == full.config.law
+    mine, theirs = plain.state_dict(), full.state_dict()
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
-    assert not light.training
+    assert not plain.training
 
 
 @pytest.mark.parametrize("name", shipped.names())
 def test_every_model_that_ships_is_read_so(name: str) -> None:
     """Those that read from left to right too, with a tied embedding or two, of whole texts or of a stream."""
-    light = load_light(name)
-    assert type(light.model) is Network
-    assert light.write("Once", steps=2, length=20) == load(name).write("Once", steps=2, length=20)
+    plain = load(name, transformers=False)
+    assert type(plain.model) is Network
+    assert plain.write("Once", steps=2, length=20) == load(name).write("Once", steps=2, length=20)
 
 
 @pytest.fixture
@@ -72,38 +74,56 @@ def changed(file: Path, **fields: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"tie_word_embeddings": False}, {"model_type": "bert"}, {"nosuch": 1}, {"backbone": {"kind": "dit"}}]
+    ("fields", "problem"),
+    [
+        ({"tie_word_embeddings": False}, "it lacks 'output.weight'"),
+        ({"model_type": "bert"}, "is of type 'bert', not 'imdm'"),
+        ({"blocks": 1}, "it has the unknown 'blocks.1"),
+        ({"width": 28}, "its weights do not have the shapes of its config.json"),
+        ({"quantization_config": {}}, "its config.json has quantization_config"),
+    ],
 )
-def test_what_is_not_plain_is_left_to_others(folder: Path, fields: dict[str, object]) -> None:
+def test_refusals_are_those_of_load_model(folder: Path, fields: dict[str, object], problem: str) -> None:
     changed(folder / "config.json", **fields)
-    assert light_model(folder) is None
+    for loaded in (load_model, load_network):
+        with pytest.raises(UserError, match=problem):
+            loaded(folder)
 
 
-def test_weights_of_another_shape_are_left_to_others(folder: Path) -> None:
-    changed(folder / "config.json", blocks=1)
-    assert light_model(folder) is None
+def test_settings_of_transformers_are_left_out(folder: Path) -> None:
+    changed(folder / "config.json", nosuch=1, backbone={"kind": "dit"})
+    assert type(load_network(folder)) is Network
 
 
-def test_no_folder_is_left_to_others(tmp_path: Path) -> None:
-    assert light_model(tmp_path / "owner" / "name") is None
-    assert light_model(tmp_path) is None
+def test_weights_in_several_files_and_in_half_precision(folder: Path, tmp_path: Path) -> None:
+    load_model(folder).save_pretrained(tmp_path / "parts", max_shard_size="4MB")
+    assert len(list((tmp_path / "parts").glob("*.safetensors"))) > 1
+    whole, parts = (load_network(place).state_dict() for place in (folder, tmp_path / "parts"))
+    assert all(torch.equal(parts[name], whole[name]) for name in whole)
+    half = load_network(folder, "bf16").state_dict()
+    assert all(torch.equal(half[name], whole[name].bfloat16()) for name in whole)
+
+
+def test_another_backbone_is_that_of_transformers(tmp_path: Path) -> None:
+    made(FAMILIES["gpt2"]).save_pretrained(tmp_path)
+    assert type(load_network(tmp_path)) is MaskedDiffusionLM
 
 
 @pytest.mark.parametrize(
     "fields", [{"clean_up_tokenization_spaces": True}, {"tokenizer_class": "BertTokenizer"}, {"eos_token": "the"}]
 )
-def test_a_tokenizer_that_is_not_plain_is_left_to_others(folder: Path, fields: dict[str, object]) -> None:
+def test_a_tokenizer_that_is_not_plain_is_left_to_transformers(folder: Path, fields: dict[str, object]) -> None:
     changed(folder / "tokenizer_config.json", **fields)
-    assert light_tokenizer(folder) is None
+    assert load_plain_tokenizer(folder) is None
     (folder / "tokenizer_config.json").unlink()
-    assert light_tokenizer(folder) is None
+    assert load_plain_tokenizer(folder) is None
 
 
-def test_a_damaged_tokenizer_is_left_to_others(folder: Path) -> None:
+def test_a_damaged_tokenizer_is_left_to_transformers(folder: Path) -> None:
     (folder / "tokenizer.json").write_text("{")
-    assert light_tokenizer(folder) is None
+    assert load_plain_tokenizer(folder) is None
     with pytest.raises(UserError, match="cannot be loaded"):
-        load_light(folder)
+        load(folder, transformers=False)
 
 
 def test_damaged_weights_are_refused(folder: Path) -> None:
@@ -112,25 +132,23 @@ def test_damaged_weights_are_refused(folder: Path) -> None:
     content[-100] ^= 1
     file.write_bytes(content)
     with pytest.raises(UserError, match="is damaged: its contents are not what was written"):
-        load_light(folder)
+        load(folder, transformers=False)
 
 
 def test_weights_that_are_no_numbers_are_refused(folder: Path) -> None:
-    model = light_model(folder)
-    assert model is not None
-    weights = model.state_dict()
+    weights = load_network(folder).state_dict()
     weights["embedding.weight"][0, 0] = float("nan")
     del weights["output.weight"]  # tied
     save_file(weights, folder / "model.safetensors")
     assert load_file(folder / "model.safetensors").keys() == weights.keys()
     with pytest.raises(UserError, match="'embedding.weight' has weights that are NaN or infinite"):
-        load_light(folder)
+        load(folder, transformers=False)
 
 
 def test_a_configuration_that_was_changed_is_refused(folder: Path) -> None:
     changed(folder / "config.json", heads=2)
     with pytest.raises(UserError, match="is not the one that model.safetensors was saved with"):
-        load_light(folder)
+        load(folder, transformers=False)
 
 
 def test_the_command_writes_without_transformers(tmp_path: Path) -> None:
