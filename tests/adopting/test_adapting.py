@@ -524,7 +524,7 @@ def test_an_adopted_stage_is_what_adopt_makes(tmp_path: Path) -> None:
     for how in ({"adapt": True}, {"causal": True, "whole": True}):
         model = imdm.adopt(source, length=16, **how)
         found = adopted_config(source, length=16, **how)
-        assert found.to_dict() == model.config.to_dict()
+        assert found.settings() == model.config.settings()
 
 
 def test_a_stage_is_made_from_what_its_source_holds(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ ONE_UPDATE = Match.model_validate({"auxiliary": {"updates": 1}})
 def size_of(mask: str = "single", preset: str | None = None, **settings: Any) -> Size:
     make = MaskedDiffusionConfig.preset if preset is not None else lambda _, **given: MaskedDiffusionConfig(**given)
     config = make(preset or "", mask=mask, **settings)
-    return measured(json.dumps(config.to_dict(), sort_keys=True, default=str))
+    return measured(json.dumps(config.settings(), sort_keys=True))
 
 
 def load_of(
@@ -316,7 +316,7 @@ def test_the_least_that_is_held_is_held_by_a_trainer(name: str, tmp_path: Path) 
         held += sum(average.nbytes for average in network.ema.weights.values())
     if trainer.companion is not None:
         held += sum(weight.nbytes for weight in trainer.companion.model.parameters())
-    size = measured(json.dumps(config.to_dict(), default=str))
+    size = measured(json.dumps(config.settings()))
     least = Workload(objective, size, size, training, 8).held
     assert 0.95 * held < least <= held
     assert name in ("muon", "match") or least == held

@@ -352,7 +352,7 @@ def test_what_lies_elsewhere_may_be_made_anew(tmp_path: Path) -> None:
     assert inputs.hash(place) == fingerprint(changed)
 
 
-@pytest.mark.parametrize("broken", [{"dtype": "zzz"}, {"id2label": 5}, {"width": "x"}])
+@pytest.mark.parametrize("broken", [{"width": "x"}, {"mask": 5}, {"vocab_size": None}, {"lengths": "x"}])
 def test_a_configuration_that_cannot_be_read_is_one_sentence(tmp_path: Path, broken: dict[str, Any]) -> None:
     tiny_model(vocab_size=3, length=2).save_pretrained(tmp_path)
     file = tmp_path / "config.json"

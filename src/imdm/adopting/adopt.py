@@ -16,8 +16,8 @@ from imdm.core.errors import UserError, check_is, check_whole, reason_of, shown
 from imdm.core.files import as_path, check_new, read_json, write_json, write_tensors, written_aside
 from imdm.data.tokenizers import check_ids, copy_tokenizer, has_tokenizer, load_tokenizer, save_tokenizer
 from imdm.diffusion.masks import parse_mask
-from imdm.models.configuration import MaskedDiffusionConfig
 from imdm.models.denoiser import MaskedDiffusionLM
+from imdm.models.shape import Shape
 from imdm.shipped import find
 
 __all__ = ["Adopted", "adopt", "adopt_into", "adopted_config", "source_files", "write_published"]
@@ -92,7 +92,7 @@ def adopted_config(
     shift: bool | None = None,
     mask_token_id: int | None = None,
     **how: Any,
-) -> MaskedDiffusionConfig:
+) -> Shape:
     """The configuration that `adopt` gives a model of `transformers`; its weights are not read. Models that `adopt`
     recognises only by their weights, in the layouts of MDLM and DiffuGPT, are refused."""
     there, where = _place(source), f"model {str(source)!r}"
@@ -247,7 +247,7 @@ def _raw(folder: Path) -> dict[str, Any]:
     return raw
 
 
-def _config(weights: Weights, settings: dict[str, Any], told: dict[str, Any], where: str) -> MaskedDiffusionConfig:
+def _config(weights: Weights, settings: dict[str, Any], told: dict[str, Any], where: str) -> Shape:
     size = dit.size_of(weights.tensors, where)
     for stated in (settings, told):
         check_agrees(stated, {name: value for name, value in size.items() if name != "mask" and value}, where)
@@ -267,7 +267,7 @@ def _config(weights: Weights, settings: dict[str, Any], told: dict[str, Any], wh
         if name not in found:
             raise UserError(f"{where}: no configuration gives {what}; give it ({name})")
     check_whole("heads", found["heads"], 1)
-    return MaskedDiffusionConfig(**found)
+    return Shape(**found)
 
 
 def write_published(model: MaskedDiffusionLM, folder: Path) -> None:

@@ -23,9 +23,9 @@ from imdm.adopting.configuration import check_agrees
 from imdm.core.errors import UserError, check_whole, reason_of
 from imdm.data.tokenizers import special_ids
 from imdm.diffusion.masks import parse_mask
-from imdm.models.configuration import MaskedDiffusionConfig
 from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.models.pretrained import attention_of, class_of, facts, is_masked, parse_config, plain_config
+from imdm.models.shape import Shape
 from imdm.models.variants import with_mask
 
 DIFFUGPT = "denoise_model."
@@ -221,7 +221,7 @@ def adopted(
     return with_mask(model, told["mask"]) if "mask" in told and parse_mask(told["mask"]) != model.mask else model
 
 
-def config_of(family: Family, words: Any, told: dict[str, Any], how: How, where: str) -> MaskedDiffusionConfig:
+def config_of(family: Family, words: Any, told: dict[str, Any], how: How, where: str) -> Shape:
     """The configuration of the converted model, with a single mask."""
     for name in ("softcap", "heads"):
         if name in told:
@@ -235,7 +235,7 @@ def config_of(family: Family, words: Any, told: dict[str, Any], how: How, where:
     theirs, fields = parse_config(family.fields), dict(family.fields)
     if vocabulary.fresh:
         fields["vocab_size"] = max(known.rows, vocabulary.size)
-    return MaskedDiffusionConfig(
+    return Shape(
         vocab_size=vocabulary.size,
         mask_token_id=vocabulary.mask,
         length=length,
@@ -315,7 +315,7 @@ def _loaded(family: Family, tensors: dict[str, Tensor], dtype: torch.dtype | Non
 
 
 @torch.no_grad()
-def _add_row(lm: Any, config: MaskedDiffusionConfig) -> None:
+def _add_row(lm: Any, config: Shape) -> None:
     """A row for the mask, the mean of all others, after the last or in the padding."""
     mask, embedded = config.mask_token_id, lm.get_input_embeddings().weight
     mean = embedded[: min(len(embedded), mask)].float().mean(0)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from imdm.benchmarks.measure import Row, Size, benchmarks, device, timed
 from imdm.costing.work import head_flops
-from imdm.models.configuration import MaskedDiffusionConfig
 from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.models.pretrained import layers_of
+from imdm.models.shape import Shape
 
 LLAMA = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 32}
 LLAMA |= {"num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 126_464, "rms_norm_eps": 1e-5}
@@ -32,7 +32,7 @@ REPEATS = 3
 def fresh(fields: dict[str, Any], mask: int, length: int, dtype: torch.dtype) -> MaskedDiffusionLM:
     """The model, built on the device and in the dtype of the measurement, so that memory holds it once."""
     with device(), _by_default(dtype):
-        config = MaskedDiffusionConfig(
+        config = Shape(
             vocab_size=fields["vocab_size"],
             mask_token_id=mask,
             length=length,

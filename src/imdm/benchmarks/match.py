@@ -19,8 +19,8 @@ from imdm.objectives import Match, Step
 from imdm.training import TrainConfig, Trainer
 
 if TYPE_CHECKING:
-    from imdm.models.configuration import MaskedDiffusionConfig
     from imdm.models.denoiser import MaskedDiffusionLM
+    from imdm.models.shape import Shape
 
 SIZES: dict[Size, tuple[dict[str, Any], ...]] = {
     "full": (
@@ -76,7 +76,7 @@ def _trained(
         return paced(trainer.train_step, STEPS, WARM)
 
 
-def _flops(student: MaskedDiffusionLM, teacher: MaskedDiffusionConfig, batch: int, length: int) -> float:
+def _flops(student: MaskedDiffusionLM, teacher: Shape, batch: int, length: int) -> float:
     """Of the steps that are timed, on average. Each of a step's updates samples from the student and trains the
     auxiliary, at three times a forward pass; the last trains the student too, and evaluates the teacher. Positions are
     those masked in z_t and in z̃."""

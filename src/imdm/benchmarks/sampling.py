@@ -11,9 +11,9 @@ import torch
 from imdm.benchmarks import plain
 from imdm.benchmarks.measure import Row, Size, Took, benchmarks, device, timed
 from imdm.costing.work import writing_flops
-from imdm.models.configuration import MaskedDiffusionConfig
 from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.models.fast import faster
+from imdm.models.shape import Shape
 
 SIZES: dict[Size, dict[str, Any]] = {
     "full": {"preset": "small", "length": 1024, "vocab_size": 50_258, "batch": 32, "steps": (1, 8, 64)},
@@ -25,7 +25,7 @@ REPEATS = 20
 def fresh(preset: str, mask: str, **settings: Any) -> MaskedDiffusionLM:
     """A model with random weights, which do not matter for speed."""
     with device():
-        return MaskedDiffusionLM(MaskedDiffusionConfig.preset(preset, mask=mask, **settings))
+        return MaskedDiffusionLM(Shape.preset(preset, mask=mask, **settings))
 
 
 @benchmarks.register("sampling")

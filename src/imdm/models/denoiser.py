@@ -23,6 +23,7 @@ from imdm.models.network import Network
 from imdm.models.quantized import opened
 from imdm.models.readout import Reduce
 from imdm.models.saving import ATTENTION, check_fit, check_plain, check_saved, save_whole
+from imdm.models.shape import Shape
 
 AS_SAVED = {"dtype", "torch_dtype", "device_map", "low_cpu_mem_usage", "attn_implementation"}
 """Arguments of `from_pretrained` that do not change the saved configuration."""
@@ -46,9 +47,10 @@ class MaskedDiffusionLM(Network, PreTrainedModel):
     supports_gradient_checkpointing = True
     _tied_weights_keys = {"output.weight": "embedding.weight"}  # noqa: RUF012  (transformers' own convention)
 
-    def __init__(self, config: MaskedDiffusionConfig) -> None:
-        PreTrainedModel.__init__(self, config)
-        self._build(config)
+    def __init__(self, config: Shape) -> None:
+        known = config if isinstance(config, MaskedDiffusionConfig) else MaskedDiffusionConfig(**config.settings())
+        PreTrainedModel.__init__(self, known)
+        self._build(known)
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
