@@ -278,7 +278,7 @@ def test_one_cell_of_the_grid_passes_its_bars(tmp_path: Path) -> None:
     run = cell(tmp_path)
     rows = read(run / "results.jsonl")
     figures = Figures.of(rows)
-    found = margins(figures, ["{00,11}"])
+    found = margins(figures, ["{00,11}"], ["redi"])
     assert [(m.method, m.steps) for m in found] == [("redi", 1), ("redi", 2)]
     assert all(m.errors > 4 for m in found)
     truth = variants(load_recipe("languages"))["aligned-2x2"].data.language()
@@ -320,7 +320,7 @@ def row(model: str, steps: int, value: float, stderr: float, method: str = "redi
 
 def test_margins_by_hand() -> None:
     figures = Figures.of([row("mdlm", 1, 1.0, 0.3), row("imdm", 1, 0.5, 0.4), row("imdm", 2, 0.5, 0.4)])
-    (found,) = margins(figures, ["x"])
+    (found,) = margins(figures, ["x"], ["redi"])
     assert found.difference == 0.5
     assert found.errors == pytest.approx(1.0)
 

@@ -1,25 +1,25 @@
-"""The page of the language grid: every distillation with every mask, against the enumerated truth."""
+"""Sections about enumerated languages: every distillation with every mask, against the truth."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import product
 from statistics import fmean
 
 from imdm.data.synthetic import Language
 from imdm.evaluation import Row
-from imdm.experiments.loading import read_recipe, variants
+from imdm.experiments.loading import variants
+from imdm.experiments.schema import Recipe, TrainStage
 from imdm.report import plots
-from imdm.report.build import pages
 from imdm.report.names import mask_in_words, method_in_words, model_in_words
-from imdm.report.page import Beside, Picture, Report, Section
+from imdm.report.page import Beside, Picture, Section
+from imdm.report.sections import Results, sections
 from imdm.report.tables import Table, figure, steps_in_words
 from imdm.theory import total_correlation
 
-METHODS = ("sdtt", "redi", "sdtt+redi", "di4c", "match")
-MODELS = ("mdlm", "finite", "imdm")
 BAR = 4.0  # standard errors by which IMDM must be ahead
-BAR_METHODS, BAR_STEPS = ("redi", "sdtt+redi"), (1, 2)
+BAR_STEPS = (1, 2)
 Key = tuple[str, str, str, int, str]
 
 
@@ -64,19 +64,18 @@ class Margin:
     errors: float
 
 
-def margins(figures: Figures, languages: list[str]) -> list[Margin]:
+def margins(figures: Figures, languages: Iterable[str], methods: Iterable[str]) -> list[Margin]:
     """KL(mdlm) − KL(imdm) over √(se² + se²), for every language, method, step count and seed that was measured."""
     found = []
-    for language in languages:
-        for method in BAR_METHODS:
-            for steps in BAR_STEPS:
-                single = figures.seeds(language, method, "mdlm", steps, "kl")
-                infinite = figures.seeds(language, method, "imdm", steps, "kl")
-                for seed in sorted(single.keys() & infinite.keys()):
-                    a, b = single[seed], infinite[seed]
-                    error = ((a.stderr or 0) ** 2 + (b.stderr or 0) ** 2) ** 0.5
-                    difference = a.value - b.value
-                    found.append(Margin(language, method, steps, seed, difference, difference / max(error, 1e-12)))
+    for language, method in product(languages, methods):
+        for steps in BAR_STEPS:
+            single = figures.seeds(language, method, "mdlm", steps, "kl")
+            infinite = figures.seeds(language, method, "imdm", steps, "kl")
+            for seed in sorted(single.keys() & infinite.keys()):
+                a, b = single[seed], infinite[seed]
+                error = ((a.stderr or 0) ** 2 + (b.stderr or 0) ** 2) ** 0.5
+                difference = a.value - b.value
+                found.append(Margin(language, method, steps, seed, difference, difference / max(error, 1e-12)))
     return found
 
 
@@ -92,41 +91,53 @@ def below_the_bound(figures: Figures, bounds: dict[str, float]) -> list[Row]:
     ]
 
 
-@pages.register("languages")
-def languages_page(run: Path, rows: list[Row], facts: dict[str, str]) -> Report | None:
-    recipe = read_recipe(run)
-    members = variants(recipe) if recipe is not None else {}
-    truths = {member.experiment: member.data.language() for member in members.values()}
-    measured = {row.experiment for row in rows}
-    languages = {name: truth for name, truth in truths.items() if truth is not None and name in measured}
-    figures = Figures.of(rows)
-    ahead = margins(figures, list(languages))
+def languages_of(results: Results) -> dict[str, Language]:
+    """The enumerated languages of a recipe and its variants that were measured, by experiment."""
+    members = variants(results.recipe).values() if results.recipe is not None else ()
+    truths = {member.experiment: member.data.language() for member in members}
+    measured = {row.experiment for row in results.reported}
+    return {name: truth for name, truth in truths.items() if truth is not None and name in measured}
+
+
+def methods_of(recipe: Recipe | None, on_pairs: bool = False) -> list[str]:
+    """The methods that a recipe measures, in its order; on_pairs: those that end with training on pairs."""
+    if recipe is None:
+        return []
+    trained = {name: stage for name, stage in recipe.stages.items() if isinstance(stage, TrainStage)}
+    pairs = {name for name, stage in trained.items() if stage.data is not None}
+    measured = [one for stage in recipe.reporting() for one in stage.models.items()]
+    return list(dict.fromkeys(method for name, method in measured if name in pairs or not on_pairs))
+
+
+@sections.register("margins")
+def margins_section(results: Results) -> list[Section]:
+    """How far the infinite mask is ahead where both masks learn from pairs."""
+    figures, languages = Figures.of(results.reported), languages_of(results)
+    ahead = margins(figures, languages, methods_of(results.recipe, on_pairs=True))
     if not ahead:
-        return None
-    bounds = {name: float(total_correlation(truth.joint)) for name, truth in languages.items()}
+        return []
     won = [m for m in ahead if m.errors > BAR]
+    bounds = {name: float(total_correlation(truth.joint)) for name, truth in languages.items()}
     under = below_the_bound(figures, bounds)
-    tested = sum(row.mask == "single" and row.steps == 1 and row.metric == "kl" for row in rows)
+    tested = sum(row.mask == "single" and row.steps == 1 and row.metric == "kl" for row in results.reported)
     highlights = [
         (f"{len(won)} of {len(ahead)}", "comparisons at 1 and 2 steps that the infinite mask wins by over 4 errors"),
         (f"{len(under)} of {tested}", "one-step figures of a single mask below the bound of Theorem 4.1"),
         (f"{min(m.errors for m in ahead):.0f}", "standard errors: the smallest lead of the infinite mask"),
     ]
-    sections = [
-        Section(
-            "What is ahead, and by how much",
-            "KL(single) − KL(infinite) under the same distillation, worst seed, in nats and in standard errors "
-            f"√(se² + se²); the bar is {BAR:.0f}.",
-            [margin_table(ahead)],
-        ),
-        *(language_section(name, truth, figures, bounds[name]) for name, truth in languages.items()),
-    ]
-    lead = (
-        "Small languages whose every sequence has a known probability. The distribution of k-step samples is "
-        "estimated from 20,000 trajectories and compared with the truth: KL(truth ‖ sampler), in nats. A single mask "
-        "cannot be closer in one step than the language's total correlation; a mask with noise can."
+    text = (
+        "KL(single) − KL(infinite) under the same distillation, worst seed, in nats and in standard errors "
+        f"√(se² + se²); the bar is {BAR:.0f}."
     )
-    return Report("Every distillation, every mask", lead, highlights, sections, facts)
+    parts = [margin_table(ahead)]
+    return [Section("What is ahead, and by how much", text, parts, printed=True, highlights=highlights)]
+
+
+@sections.register("languages")
+def languages_sections(results: Results) -> list[Section]:
+    """The KL to each language over steps, by method and mask."""
+    figures, methods = Figures.of(results.reported), methods_of(results.recipe)
+    return [language_section(name, truth, figures, methods) for name, truth in languages_of(results).items()]
 
 
 def margin_table(ahead: list[Margin]) -> Table:
@@ -142,25 +153,24 @@ def margin_table(ahead: list[Margin]) -> Table:
     return table
 
 
-def language_section(name: str, truth: Language, figures: Figures, bound: float) -> Section:
-    steps = sorted({key[3] for key in figures.rows if key[0] == name and key[4] == "kl"})
-    kls = (f"KL (nats), {steps_in_words(k)}" for k in steps)
-    columns = ("model", *kls)
+def language_section(name: str, truth: Language, figures: Figures, methods: Sequence[str]) -> Section:
+    """A table with a row a model, and a picture for each method with several masks."""
+    bound = float(total_correlation(truth.joint))
+    measured = {key: rows for key, rows in figures.rows.items() if key[0] == name and key[4] == "kl"}
+    steps = sorted({key[3] for key in measured})
     note = "Mean over seeds ± the farthest seed; one seed: ± its standard error. TV, validity and more: results.jsonl."
-    table = Table(name, columns, note=note)
+    table = Table(name, ("model", *(f"KL (nats), {steps_in_words(k)}" for k in steps)), note=note)
     panels: dict[str, plots.Bands] = {}
-    for method in ("teacher", *METHODS):
-        for model in ("mdlm",) if method == "teacher" else MODELS:
+    for method in methods:
+        for model in dict.fromkeys(key[2] for key in measured if key[1] == method):
             by_step = {k: figures.seeds(name, method, model, k, "kl") for k in steps}
-            if not any(by_step.values()):
-                continue
-            kl = [figures.shown(name, method, model, k, "kl") for k in steps]
             mask = next(row.mask for found in by_step.values() for row in found.values())
-            table.rows.append((model_in_words(method, mask), *kl))
-            if method != "teacher":
-                points = {k: [row.value for row in found.values()] for k, found in by_step.items() if found}
-                kind = mask_in_words(mask.removesuffix("+mixture"))
-                panels.setdefault(method_in_words(method), {})[kind] = points
+            table.rows.append(
+                (model_in_words(method, mask), *(figures.shown(name, method, model, k, "kl") for k in steps))
+            )
+            points = {k: [row.value for row in found.values()] for k, found in by_step.items() if found}
+            panels.setdefault(method_in_words(method), {})[mask_in_words(mask.removesuffix("+mixture"))] = points
+    panels = {method: masks for method, masks in panels.items() if len(masks) > 1}
     text = (
         f"{truth.length} tokens over {truth.symbols} symbols, {int((truth.joint > 0).sum()):,} possible sequences; "
         f"total correlation {bound:.4f} nats."
