@@ -32,6 +32,7 @@ from imdm.experiments.schema import Quick, Recipe
 from imdm.experiments.status import read_done, status
 from imdm.models.identity import fingerprint
 from imdm.models.loading import load_model
+from imdm.objectives import PairNeeds, ReDi, objectives
 from imdm.report import build_report
 from imdm.report.languages import Figures, below_the_bound, margins
 from imdm.theory import total_correlation
@@ -426,6 +427,33 @@ def test_in_bf16_a_distillation_is_compiled_as_a_whole(method: str) -> None:
         made = stage if isinstance(stage, CoupleStage) else stage.training
         assert (made.precision, made.compile) == ("bf16", True)
         assert getattr(made, "graphs", False) == (method == "match")
+
+
+def test_an_objective_says_what_it_asks_of_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One in a file of its own, with noise that is never read from seeds: pairs of another mask will do."""
+    monkeypatch.setattr(objectives, "_entries", dict(objectives.items()))
+
+    @objectives.register("fresh-noise")
+    class FreshNoise(ReDi):
+        kind: str = "fresh-noise"
+
+        @property
+        def pair_needs(self) -> PairNeeds:
+            return PairNeeds(seeded=False, policy=self.policy)
+
+    noisy, other = "infinite-uniform-8-1.0", "infinite-uniform-4-1.0"
+    teacher, pairs = SMALL["stages"]["teacher"] | {"mask": noisy}, PAIRS | {"pairs": 4}
+
+    def run(mask: str = other, **objective: str) -> Run:
+        student = {"kind": "train", "start": "teacher", "data": "pairs", "mask": mask, "training": TRAINING}
+        stages = {"teacher": teacher, "pairs": pairs, "student": student | {"objective": objective}}
+        return Run(parse_recipe(SMALL | {"variants": {}, "quick": None, "stages": stages}), tmp_path)
+
+    with pytest.raises(UserError, match=f"has mask {other}, but its pairs 'pairs' are made under {noisy}"):
+        run(kind="redi").all()
+    with pytest.raises(UserError, match="wants pairs made under noise policy 'keep', but 'pairs' makes"):
+        run(kind="fresh-noise", policy="keep").all()
+    run(kind="fresh-noise").check(["student"])
 
 
 TAUGHT = {"kind": "train", "start": "student", "teacher": "teacher", "training": TRAINING}
