@@ -15,7 +15,7 @@ import torch
 from imdm.evaluation import Row
 from imdm.report.names import distinct_names, metric_in_words, option_suffix
 from imdm.report.ratios import interval
-from imdm.report.tables import Table, steps_in_words
+from imdm.report.tables import Table, steps_in_words, table_by_steps
 
 LEAST = 4  # the fewest temperatures for a frontier
 LOGARITHMIC = ("gen_ppl", "shared_4grams")  # compared by their ratio, all others by their difference
@@ -344,13 +344,12 @@ def _order(column: str) -> tuple[int, int]:
 
 
 def _table(title: str, found: Sequence[Multiple], digits: str = "", note: str = "") -> Table:
-    steps = sorted({one.steps for one in found})
-    table = Table(title, ("model", *map(steps_in_words, steps)), note=note)
     places = list(dict.fromkeys((one.method, one.mask) for one in found))
-    for (method, mask), name in zip(places, distinct_names(places), strict=True):
-        mine = {one.steps: one for one in found if (one.method, one.mask) == (method, mask)}
-        table.rows.append((name, *(_cell(mine[k], digits) if k in mine else "" for k in steps)))
-    return table
+    cells = {
+        name: {one.steps: _cell(one, digits) for one in found if (one.method, one.mask) == place}
+        for place, name in zip(places, distinct_names(places), strict=True)
+    }
+    return table_by_steps(title, cells, note)
 
 
 def _cell(one: Multiple, digits: str) -> str:

@@ -11,7 +11,7 @@ import torch
 from imdm.diffusion.randomness import Purpose, as_key, normal, uniform
 from imdm.evaluation import Row
 from imdm.report.names import distinct_names, option_suffix
-from imdm.report.tables import Table, steps_in_words
+from imdm.report.tables import Table, table_by_steps
 
 REPLICATES = 4000
 INTERVAL = 0.95
@@ -93,19 +93,18 @@ def ratio_table(rows: Sequence[Row]) -> Table | None:
     found = ratios(rows)
     if not found:
         return None
-    steps = sorted({ratio.steps for ratio in found})
     seeds = sorted({ratio.seeds for ratio in found})
     note = (
         f"exp of the mean difference of log perplexities over {' or '.join(map(str, seeds))} student seed"
         f"{'s' if seeds != [1] else ''}, with a 95% bootstrap interval; in square brackets the difference of entropies "
         "(nats), where it is not 0.00."
     )
-    table = Table("Perplexity, as a share of the single mask's", ("model", *map(steps_in_words, steps)), note=note)
     places = list(dict.fromkeys((ratio.method, ratio.mask) for ratio in found))
-    for (method, mask), name in zip(places, distinct_names(places), strict=True):
-        mine = {ratio.steps: ratio for ratio in found if (ratio.method, ratio.mask) == (method, mask)}
-        table.rows.append((name, *(_cell(mine[k]) if k in mine else "" for k in steps)))
-    return table
+    cells = {
+        name: {ratio.steps: _cell(ratio) for ratio in found if (ratio.method, ratio.mask) == place}
+        for place, name in zip(places, distinct_names(places), strict=True)
+    }
+    return table_by_steps("Perplexity, as a share of the single mask's", cells, note)
 
 
 def _cell(ratio: Ratio) -> str:

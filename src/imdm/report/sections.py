@@ -34,26 +34,29 @@ class Results:
         return cls(run, read_recipe(run), read(run / "results.jsonl"))
 
     @cached_property
-    def tried(self) -> list[Row]:
-        """Rows on which settings were chosen: those of samples with an evaluation's own seed, which no run in the
-        folder has."""
+    def _parted(self) -> tuple[list[Row], list[Row]]:
         if self.recipe is None:
-            return []
+            return self.rows, []
         theirs = {stage.seed for stage in self.recipe.evaluations().values()} - {None}
         methods = {method for stage in self.recipe.reporting() for method in stage.models.values()}
         folders = [*self.folder.glob("seed-*"), *self.folder.glob("*/seed-*")]
         own = {str(self.recipe.seed), *(place.name.removeprefix("seed-") for place in folders)}
-        return [
-            row
-            for row in self.rows
-            if row.sample_seed in theirs and (str(row.sample_seed) not in own or row.method not in methods)
-        ]
+        parted: tuple[list[Row], list[Row]] = [], []
+        for row in self.rows:
+            is_tried = row.sample_seed in theirs and (str(row.sample_seed) not in own or row.method not in methods)
+            parted[is_tried].append(row)
+        return parted
 
-    @cached_property
+    @property
     def reported(self) -> list[Row]:
-        """All others."""
-        tried = {id(row) for row in self.tried}
-        return [row for row in self.rows if id(row) not in tried]
+        """Rows without those on which settings were chosen."""
+        return self._parted[0]
+
+    @property
+    def tried(self) -> list[Row]:
+        """Rows on which settings were chosen: those of samples with an evaluation's own seed, which no run in the
+        folder has."""
+        return self._parted[1]
 
     @cached_property
     def plain(self) -> list[Row]:

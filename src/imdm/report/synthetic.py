@@ -22,8 +22,7 @@ from imdm.training.history import read_history
 if TYPE_CHECKING:
     from imdm.models.denoiser import MaskedDiffusionLM
 
-PAPER_NAMES = {"mdm": "MDM", "imdm": "IMDM"}  # by stage of the recipe
-FAMILY = {"mdm": "mdlm", "imdm": "imdm"}  # and as result rows name them
+STAGES = {"mdlm": "mdm", "imdm": "imdm"}  # of the recipe, by model in result rows; the paper has them in capitals
 CAPTIONS = (
     "Validity during training: the share of one-step samples that are 00 or 11. Higher is better.",
     "Factorization error in one step during training. Lower is better.",
@@ -34,24 +33,23 @@ REACH = 1.6  # extent of the plotted plane of noise, in units of the two draws t
 
 def students(results: Results) -> dict[tuple[str, str, int], Row]:
     """One-step rows of both students, by stage, metric and seed; empty unless all are there."""
-    stages = {family: stage for stage, family in FAMILY.items()}
     rows = {
-        (stages[row.model], row.metric, row.seed): row
+        (STAGES[row.model], row.metric, row.seed): row
         for row in results.reported
-        if (row.steps, row.method) == (1, "redi") and row.model in stages and row.seed is not None
+        if (row.steps, row.method) == (1, "redi") and row.model in STAGES and row.seed is not None
     }
-    needed = {(stage, metric, seed) for stage in FAMILY for metric in METRICS for seed in results.seeds}
+    needed = {(stage, metric, seed) for stage in STAGES.values() for metric in METRICS for seed in results.seeds}
     return rows if results.seeds and needed <= rows.keys() else {}
 
 
 def model_name(stage: str, mask: str) -> str:
     """A student's mask, with the name that the paper gives it."""
-    return f"{mask_in_words(mask)} ({PAPER_NAMES[stage]})"
+    return f"{mask_in_words(mask)} ({stage.upper()})"
 
 
 def load_models(results: Results) -> dict[str, MaskedDiffusionLM]:
     """The students of the first seed; empty where a folder has results alone."""
-    folders = {stage: results.folder / f"seed-{results.seeds[0]}" / stage / "model" for stage in FAMILY}
+    folders = {stage: results.folder / f"seed-{results.seeds[0]}" / stage / "model" for stage in STAGES.values()}
     if not all(folder.is_dir() for folder in folders.values()):
         return {}
     return {stage: load_model(folder) for stage, folder in folders.items()}
@@ -64,8 +62,8 @@ def tables_section(results: Results) -> list[Section]:
     if not rows:
         return []
     seed, models = results.seeds[0], load_models(results)
-    valid = {stage: rows[stage, "validity", seed].value for stage in FAMILY}
-    error = {stage: rows[stage, "factorization_error", seed].value for stage in FAMILY}
+    valid = {stage: rows[stage, "validity", seed].value for stage in STAGES.values()}
+    error = {stage: rows[stage, "factorization_error", seed].value for stage in STAGES.values()}
     highlights = [
         (
             f"{valid['imdm']:.1%}",
@@ -93,7 +91,7 @@ def training_section(results: Results) -> list[Section]:
     if not rows:
         return []
     seed = results.seeds[0]
-    names = {stage: model_name(stage, rows[stage, "validity", seed].mask) for stage in PAPER_NAMES}
+    names = {stage: model_name(stage, rows[stage, "validity", seed].mask) for stage in STAGES.values()}
     pictures = curves(results.folder / f"seed-{seed}", names)
     text = (
         f"Seed {seed}, averaged weights, the same 2,000 samples and noise draws at every point. However "
@@ -123,7 +121,7 @@ def table_1(rows: Mapping[tuple[str, str, int], Row], seeds: Sequence[int]) -> T
     theirs = {row[0]: row[1:] for row in paper.TABLE_1.rows}
     columns = ("model", "metric", "paper", *(f"ours, seed {seed}" for seed in seeds))
     table = Table(f"Table 1. {paper.TABLE_1.caption}", columns, note=paper.ERROR_NOTE)
-    for stage, name in PAPER_NAMES.items():
+    for stage in STAGES.values():
         for place, metric in enumerate(METRICS):
             mine = (rows[stage, metric, seed] for seed in seeds)
             ours = (figure(row.value, row.stderr, percent=metric == "validity") for row in mine)
@@ -131,7 +129,7 @@ def table_1(rows: Mapping[tuple[str, str, int], Row], seeds: Sequence[int]) -> T
                 (
                     model_name(stage, rows[stage, metric, seeds[0]].mask),
                     paper.TABLE_1.columns[place + 1],
-                    theirs[name][place],
+                    theirs[stage.upper()][place],
                     *ours,
                 )
             )
@@ -149,14 +147,13 @@ def table_2(models: Mapping[str, MaskedDiffusionLM], candidates: int = 1000) -> 
         f"both tokens lean the same way under {agree:.1%} of the draws."
     )
     table = Table(f"Table 2. {paper.TABLE_2.caption}", ("model", "noise", "paper", "ours"), note=note)
-    stages = {name: stage for stage, name in PAPER_NAMES.items()}
     for name, noise, *theirs in paper.TABLE_2.rows:
         if name == "IMDM":
             ours = law[picks[noise].nonzero()[0, 0]] if picks[noise].any() else None
         else:
             ours = zero_probability(models["mdm"], _masked(1))[0]
         shown = "none found" if ours is None else " / ".join(f"{p:.1%}" for p in ours.tolist())
-        table.rows.append((model_name(stages[name], models[stages[name]].mask.name), noise, " / ".join(theirs), shown))
+        table.rows.append((model_name(name, models[name.lower()].mask.name), noise, " / ".join(theirs), shown))
     return table
 
 
@@ -192,7 +189,7 @@ def partition(models: Mapping[str, MaskedDiffusionLM], resolution: int = 81) -> 
     axis = torch.linspace(-REACH, REACH, resolution)
     b, a = torch.meshgrid(axis, axis, indexing="ij")
     planes = {}
-    for stage in PAPER_NAMES:
+    for stage in STAGES.values():
         model = models[stage].eval()
         state = model.noised(_masked(2))
         noise = None

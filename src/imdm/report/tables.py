@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from math import inf
@@ -148,6 +148,13 @@ def all_results(rows: list[Row]) -> Table:
     told = [name for name in same if name != "settings" and cells[0][name] != USUAL.get(name)]
     note = "In all rows: " + ", ".join(f"{name} {cells[0][name] or '–'}" for name in told) if told else ""
     return Table("All figures", shown, [tuple(row[name] for name in shown) for row in cells], note)
+
+
+def table_by_steps(title: str, cells: Mapping[str, Mapping[int, str]], note: str = "", missing: str = "") -> Table:
+    """A row a model, a column a step count."""
+    steps = sorted({k for points in cells.values() for k in points})
+    rows = [(name, *(points.get(k, missing) for k in steps)) for name, points in cells.items()]
+    return Table(title, ("model", *map(steps_in_words, steps)), rows, note)
 
 
 def paper_tables() -> list[Table]:
