@@ -55,6 +55,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "Conditional": {},
     "Watch": {},
     "Quick": {"stages": ["a"]},
+    "PageSettings": {"sections": ["quality"]},
     "Manifest": {
         **{"teacher": "t", "mask": "single", "schedule": {"kind": "log-linear", "floor": 0.001}, "generator": "g"},
         **{"noise": "keep", "steps": 4, "start": "prior", "pairs": 5, "shard": 4, "seed": 7, "data": "", "length": 3},

@@ -36,15 +36,15 @@ METHODS = {"redi": "ReDi", "sdtt+redi": "SDTT+ReDi", "sdtt": "SDTT, one seed"}  
 STEPS = (1, 2, 4, 8, 16, 32, 128, 1024)
 NAMES = {
     "teacher": "teacher",
-    "SDTT, single": "sdtt mdlm",
-    "SDTT, infinite": "sdtt imdm",
-    "ReDi, single (3)": "redi mdlm",
-    "ReDi, infinite (3)": "redi imdm",
-    "ReDi, single, 32,768 pairs": "redi, 4 × pairs mdlm",
-    "SDTT+ReDi, single (3)": "sdtt+redi mdlm",
-    "SDTT+ReDi, infinite (3)": "sdtt+redi imdm",
-    "SDTT+ReDi, 6,144 masks": "sdtt+redi finite",
-    "Di4C, 2 rounds after SDTT": "di4c mdlm",
+    "SDTT, single": "student, single mask (SDTT)",
+    "SDTT, infinite": "student, infinite masks (SDTT)",
+    "ReDi, single (3)": "student, single mask (ReDi)",
+    "ReDi, infinite (3)": "student, infinite masks (ReDi)",
+    "ReDi, single, 32,768 pairs": "student, single mask (ReDi, 4 × pairs)",
+    "SDTT+ReDi, single (3)": "student, single mask (SDTT + ReDi)",
+    "SDTT+ReDi, infinite (3)": "student, infinite masks (SDTT + ReDi)",
+    "SDTT+ReDi, 6,144 masks": "student, 6,144 masks (SDTT + ReDi)",
+    "Di4C, 2 rounds after SDTT": "student, single mask with a latent (Di4C)",
 }
 MASKS = {
     "uniform, 8": ("infinite-uniform-8-1.0", "noise-dim-8"),

@@ -14,10 +14,9 @@ from typer.testing import CliRunner
 
 from imdm.cli.app import app
 from imdm.evaluation import Row
-from imdm.report import Frontier, Point, build_report, equal_entropy
+from imdm.report import Frontier, Point, equal_entropy
 from imdm.report.equal import compared, equal_entropy_tables, variety_table, without_truncated
-from imdm.report.text import text_page
-from tests.evaluation.test_ratios import row
+from tests.evaluation.test_ratios import page_of, row
 from tests.reference.statistics import ALARM
 
 WARMTH = (0.7, 0.8, 0.9, 1.0)
@@ -267,8 +266,7 @@ def test_the_table_stands_in_the_report_where_there_is_a_frontier(tmp_path: Path
         ("teacher", "7.39 (7.39–7.39) ↑"),
     ]
     assert "4 points in 64 steps, entropies 4.00 to 4.40 (temperature 0.7, 0.8, 0.9, 1)" in table.note
-    (tmp_path / "results.jsonl").write_text("".join(one.model_dump_json() + "\n" for one in rows))
-    page = build_report(tmp_path)
+    page = page_of(tmp_path, rows)
     (section,) = (section for section in page.sections if section.title == "At equal entropy")
     assert [part.title for part in section.parts] == [
         table.title,
@@ -284,7 +282,6 @@ def test_the_table_stands_in_the_report_where_there_is_a_frontier(tmp_path: Path
     shown = "".join(part.markdown() for part in page.sections[0].parts)
     assert "top_p" not in shown  # other tables leave out what is there for the envelope alone
     assert without_truncated(rows) == [*teacher(), *students]
-    few = text_page(tmp_path, students, {})
-    assert few is not None
+    few = page_of(tmp_path, students)
     assert "At equal entropy" not in [section.title for section in few.sections]
     assert without_truncated([*truncated(), *students]) == [*truncated(), *students]

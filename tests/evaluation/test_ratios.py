@@ -12,8 +12,9 @@ import torch
 from imdm.core.files import write_json
 from imdm.evaluation import Row
 from imdm.experiments import Recipe, load_recipe
+from imdm.report import Report, Results, build_report
 from imdm.report.ratios import interval, ratio_table, ratios
-from imdm.report.text import curves, highlights, quality, set_apart, several_masks, text_page, usual
+from imdm.report.text import curves, highlights, quality_by, several_masks, usual
 from imdm.report.trained import overlap
 
 
@@ -28,6 +29,7 @@ def row(mask: str, seed: int, value: float, steps: int = 2, metric: str = "gen_p
     return Row.parse(values | changes, "row")
 
 
+SINGLE = "student, single mask (ReDi)"
 ROWS = [
     row("single", 0, 100.0), row("infinite-uniform-2-1.0", 0, 50.0), row("single", 1, 80.0),
     row("infinite-uniform-2-1.0", 1, 60.0),
@@ -72,9 +74,13 @@ def test_the_table_and_the_page_tell_masks_and_judges_apart() -> None:
     assert table.rows[0][1].startswith("0.612 (0.5")
     assert table.rows[0][1].endswith("[+0.10]")
     assert ratio_table(ROWS[:1]) is None
-    assert set(curves(ROWS, "gen_ppl")) == {"redi mdlm", "redi infinite-uniform-2-1.0", "redi infinite-uniform-4-1.0"}
+    assert set(curves(ROWS, "gen_ppl")) == {
+        "single mask",
+        "infinite masks, uniform noise, d = 2, scale 1",
+        "infinite masks, uniform noise, d = 4, scale 1",
+    }
     other = [row("single", 0, 7.0, judge="k"), row("infinite-uniform-2-1.0", 0, 7.7, judge="k")]
-    (first, masks), (second,) = (quality(ROWS + other, judge, number, {"j"}) for number, judge in enumerate("jk"))
+    (first, masks), (second,) = (quality_by(ROWS + other, judge, number, {"j"}) for number, judge in enumerate("jk"))
     assert first.title == "Quality over steps"
     assert first.text.endswith("Judge: j, a model that this run trained on the same text.")
     assert masks.title == "ReDi: masks compared"
@@ -93,7 +99,7 @@ def test_of_several_masks_the_one_of_most_students_stands_for_its_kind() -> None
     ]
     assert {one.mask for one in usual(masks)} == {"single", "infinite-uniform-2-1.0"}
     assert {one.mask for one in usual(masks[:3])} == {"single", "infinite-uniform-4-1.0"}  # as many of each: the first
-    assert curves(usual(masks), "gen_ppl").keys() == {"redi mdlm", "redi imdm"}
+    assert curves(usual(masks), "gen_ppl").keys() == {SINGLE, "student, infinite masks (ReDi)"}
     assert several_masks(masks) == {"redi": masks}
     assert several_masks(usual(masks)) == {}
     assert usual([]) == []
@@ -101,11 +107,11 @@ def test_of_several_masks_the_one_of_most_students_stands_for_its_kind() -> None
 
 def test_means_over_seeds_have_the_larger_error_and_real_text_its_own() -> None:
     same = [row("single", seed, 50.0, metric="real_ppl", stderr=2.0) for seed in (0, 1)]
-    assert curves(same, "real_ppl") == {"redi mdlm": {2: (50.0, 2.0)}}
+    assert curves(same, "real_ppl") == {SINGLE: {2: (50.0, 2.0)}}
     near = [row("single", seed, 50.0 + seed, stderr=3.0) for seed in (0, 1)]
-    assert curves(near, "gen_ppl")["redi mdlm"][2] == pytest.approx((50.5, (2 * 9.0) ** 0.5 / 2))
+    assert curves(near, "gen_ppl")[SINGLE][2] == pytest.approx((50.5, (2 * 9.0) ** 0.5 / 2))
     far = [row("single", seed, 50.0 + 20 * seed, stderr=3.0) for seed in (0, 1)]
-    assert curves(far, "gen_ppl")["redi mdlm"][2] == pytest.approx((60.0, 10.0))
+    assert curves(far, "gen_ppl")[SINGLE][2] == pytest.approx((60.0, 10.0))
 
 
 def test_headlines_say_how_sure_they_are() -> None:
@@ -138,6 +144,12 @@ def test_the_overlap_with_the_pairs_stands_beside_that_of_their_maker() -> None:
     assert overlap(recipe, rows, "mdlm-redi-more") == "7.00%"  # the teacher was measured on other pairs
 
 
+def page_of(run: Path, rows: list[Row]) -> Report:
+    """The page of these rows, with the recipe in the folder if there is one."""
+    (run / "results.jsonl").write_text("".join(one.model_dump_json() + "\n" for one in rows))
+    return build_report(run)
+
+
 def test_what_settings_were_chosen_on_is_shown_apart(tmp_path: Path) -> None:
     """By the seed of its samples: the methods are called the same."""
     tried = {"models": {"mdlm-redi": "redi", "imdm-redi": "redi"}, "metrics": ["gen_ppl"], "seed": 1}
@@ -145,18 +157,18 @@ def test_what_settings_were_chosen_on_is_shown_apart(tmp_path: Path) -> None:
     infinite = "infinite-uniform-768-1.0"
     mine = [row("single", 0, 100.0), row(infinite, 0, 50.0)]
     rows = [*mine, *(one.model_copy(update={"sample_seed": 1, "value": one.value + 7}) for one in mine)]
-    page = text_page(tmp_path, rows, {})
-    assert page is not None
+    page = page_of(tmp_path, rows)
     assert [value for value, _ in page.highlights] == ["0.50"]
     said = {section.title: "".join(part.markdown() for part in section.parts) for section in page.sections}
     assert "100.0" in said["Quality over steps"]
     assert "107.0" not in said["Quality over steps"]
     assert "107.0" in said["What settings were chosen on"]
     (tmp_path / "seed-1").mkdir()  # a run on that seed reports it, unless it is only ever chosen on
-    assert set_apart(tmp_path, _with_choice(tried), rows) == (rows, [])
+    assert Results(tmp_path, _with_choice(tried), rows).tried == []
     alone = _with_choice(tried | {"models": {"mdlm-redi": "tried"}})
     named = [one.model_copy(update={"method": "tried"}) for one in rows]
-    assert set_apart(tmp_path, alone, named) == (named[:2], named[2:])
+    results = Results(tmp_path, alone, named)
+    assert (results.reported, results.tried) == (named[:2], named[2:])
 
 
 def _with_choice(choice: dict[str, Any]) -> Recipe:

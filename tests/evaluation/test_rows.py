@@ -364,14 +364,14 @@ def test_a_row_that_does_not_say_how_it_was_drawn_is_refused(tmp_path: Path) -> 
 
 
 def test_reports_do_not_average_what_was_drawn_in_different_ways() -> None:
-    rows = [row("single", 0, 100.0), row("infinite-a", 0, 50.0)]
+    rows = [row("single", 0, 100.0), row("infinite-uniform-2-1.0", 0, 50.0)]
     kept = [r.model_copy(update={"noise": "keep", "value": r.value / 2}) for r in rows[1:]]
     found = curves([*rows, *kept], "gen_ppl")
     assert {name: points[2][0] for name, points in found.items()} == {
-        "redi mdlm, noise posterior": 100.0,
-        "redi imdm, noise posterior": 50.0,
-        "redi imdm, noise keep": 25.0,
+        "student, single mask (ReDi, noise posterior)": 100.0,
+        "student, infinite masks (ReDi, noise posterior)": 50.0,
+        "student, infinite masks (ReDi, noise keep)": 25.0,
     }
     (ratio,) = ratios([*rows, *kept])
     assert (ratio.method, ratio.value, ratio.seeds) == ("redi, noise posterior", pytest.approx(0.5), 1)
-    assert set(curves(rows, "gen_ppl")) == {"redi mdlm", "redi imdm"}
+    assert set(curves(rows, "gen_ppl")) == {"student, single mask (ReDi)", "student, infinite masks (ReDi)"}

@@ -32,8 +32,9 @@ from imdm.experiments.schema import Quick, Recipe
 from imdm.experiments.status import read_done, status
 from imdm.models.identity import fingerprint
 from imdm.models.loading import load_model
+from imdm.objectives import PairNeeds, ReDi, objectives
 from imdm.report import build_report
-from imdm.report.languages import Figures, below_the_bound, margins
+from imdm.report.languages import below_the_bound, margins
 from imdm.theory import total_correlation
 from tests.conftest import tiny_model
 
@@ -277,12 +278,11 @@ def cell(tmp_path: Path) -> Path:
 def test_one_cell_of_the_grid_passes_its_bars(tmp_path: Path) -> None:
     run = cell(tmp_path)
     rows = read(run / "results.jsonl")
-    figures = Figures.of(rows)
-    found = margins(figures, ["{00,11}"])
+    found = margins(rows, ["{00,11}"], ["redi"])
     assert [(m.method, m.steps) for m in found] == [("redi", 1), ("redi", 2)]
     assert all(m.errors > 4 for m in found)
     truth = variants(load_recipe("languages"))["aligned-2x2"].data.language()
-    assert not below_the_bound(figures, {"{00,11}": float(total_correlation(truth.joint))})
+    assert not below_the_bound(rows, {"{00,11}": float(total_correlation(truth.joint))})
     history = [json.loads(line) for line in (run / "aligned-2x2/seed-0/imdm-redi/history.jsonl").open()]
     last = [row for row in history if "fitted" in row][-1]
     assert last["passes"] == 128.0
@@ -319,8 +319,8 @@ def row(model: str, steps: int, value: float, stderr: float, method: str = "redi
 
 
 def test_margins_by_hand() -> None:
-    figures = Figures.of([row("mdlm", 1, 1.0, 0.3), row("imdm", 1, 0.5, 0.4), row("imdm", 2, 0.5, 0.4)])
-    (found,) = margins(figures, ["x"])
+    rows = [row("mdlm", 1, 1.0, 0.3), row("imdm", 1, 0.5, 0.4), row("imdm", 2, 0.5, 0.4)]
+    (found,) = margins(rows, ["x"], ["redi"])
     assert found.difference == 0.5
     assert found.errors == pytest.approx(1.0)
 
@@ -332,8 +332,8 @@ def test_the_bound_is_a_single_masks_at_one_step() -> None:
         row("imdm", 1, 0.5, 0.01, mask="infinite-uniform-8-1.0"),
         row("mdlm", 1, 0.5, 0.01, "di4c", mask="single+mixture"),
     ]
-    assert below_the_bound(Figures.of(low), {"x": 0.53}) == []  # within four errors
-    assert below_the_bound(Figures.of(low), {"x": 0.6}) == low[:1]
+    assert below_the_bound(low, {"x": 0.53}) == []  # within four errors
+    assert below_the_bound(low, {"x": 0.6}) == low[:1]
 
 
 def test_compatibility_reports_both_ways(tmp_path: Path) -> None:
@@ -426,6 +426,33 @@ def test_in_bf16_a_distillation_is_compiled_as_a_whole(method: str) -> None:
         made = stage if isinstance(stage, CoupleStage) else stage.training
         assert (made.precision, made.compile) == ("bf16", True)
         assert getattr(made, "graphs", False) == (method == "match")
+
+
+def test_an_objective_says_what_it_asks_of_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One in a file of its own, with noise that is never read from seeds: pairs of another mask will do."""
+    monkeypatch.setattr(objectives, "_entries", dict(objectives.items()))
+
+    @objectives.register("fresh-noise")
+    class FreshNoise(ReDi):
+        kind: str = "fresh-noise"
+
+        @property
+        def pair_needs(self) -> PairNeeds:
+            return PairNeeds(seeded=False, policy=self.policy)
+
+    noisy, other = "infinite-uniform-8-1.0", "infinite-uniform-4-1.0"
+    teacher, pairs = SMALL["stages"]["teacher"] | {"mask": noisy}, PAIRS | {"pairs": 4}
+
+    def run(mask: str = other, **objective: str) -> Run:
+        student = {"kind": "train", "start": "teacher", "data": "pairs", "mask": mask, "training": TRAINING}
+        stages = {"teacher": teacher, "pairs": pairs, "student": student | {"objective": objective}}
+        return Run(parse_recipe(SMALL | {"variants": {}, "quick": None, "stages": stages}), tmp_path)
+
+    with pytest.raises(UserError, match=f"has mask {other}, but its pairs 'pairs' are made under {noisy}"):
+        run(kind="redi").all()
+    with pytest.raises(UserError, match="wants pairs made under noise policy 'keep', but 'pairs' makes"):
+        run(kind="fresh-noise", policy="keep").all()
+    run(kind="fresh-noise").check(["student"])
 
 
 TAUGHT = {"kind": "train", "start": "student", "teacher": "teacher", "training": TRAINING}

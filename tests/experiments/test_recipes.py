@@ -178,7 +178,7 @@ def test_the_resolved_recipe_is_itself_a_recipe(tmp_path: Path) -> None:
         (["stages.imd.training.steps=7"], "unknown stage 'imd'; known: evaluate, imdm, mdm, pairs, teacher"),
         (
             ["colour=red"],
-            r"unknown key 'colour' \(known: data, experiment, model, name, quick, seed, stages, summary, threads",
+            r"unknown key 'colour' \(known: data, experiment, model, name, quick, report, seed, stages, summary",
         ),
         (
             ["stages.imdm.training.steps=many"],

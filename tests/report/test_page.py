@@ -19,14 +19,14 @@ from imdm.core.console import Terminal, ink, plain_console
 from imdm.core.files import append_line, write_recorded
 from imdm.experiments import Bar, Run, load_recipe
 from imdm.experiments.status import status
-from imdm.report import Picture, Section, Table, build_report
-from imdm.report.names import mask_in_words, metric_in_words, model_in_words, named
+from imdm.report import Picture, Results, Section, Table, build_report
+from imdm.report.names import distinct_names, mask_in_words, metric_in_words, model_in_words, row_names
 from imdm.report.page import Beside, Report
 from imdm.report.plots import STYLE as DRAWN
 from imdm.report.plots import error_over_steps, frontier, looks, over_steps, spread, svg, training_curve
 from imdm.report.tables import figure
-from imdm.report.text import other_figures, plain_names
-from imdm.report.trained import trained_section
+from imdm.report.text import other_figures
+from imdm.report.trained import training
 from imdm.training.history import last_loss, loss_in_words, read_history
 from tests.experiments.test_grid import row
 from tests.report.test_report import text_run
@@ -81,16 +81,16 @@ def test_models_are_named_in_words(method: str, mask: str, words: str) -> None:
 def test_models_of_one_name_say_their_masks_settings() -> None:
     one, two = "infinite-normal-768-1.0", "infinite-uniform-1536-0.5"
     assert mask_in_words(two, exact=True) == "infinite masks, uniform noise, d = 1,536, scale 0.5"
-    assert named([("redi", "single"), ("redi", one)]) == [
+    assert distinct_names([("redi", "single"), ("redi", one)]) == [
         "student, single mask (ReDi)",
         "student, infinite masks (ReDi)",
     ]
-    assert named([("redi", "single"), ("redi", one), ("redi", two)]) == [
+    assert distinct_names([("redi", "single"), ("redi", one), ("redi", two)]) == [
         "single mask",
         "infinite masks, normal noise, d = 768, scale 1",
         "infinite masks, uniform noise, d = 1,536, scale 0.5",
     ]
-    mixed = named([("teacher", "single"), ("redi", one), ("redi", two)])
+    mixed = distinct_names([("teacher", "single"), ("redi", one), ("redi", two)])
     assert mixed[:2] == ["teacher", "student, infinite masks, normal noise, d = 768, scale 1 (ReDi)"]
     assert metric_in_words("novelty") == "6-grams not in the training text (share)"
     assert metric_in_words("mine") == "mine"
@@ -101,7 +101,7 @@ def test_samples_drawn_in_two_ways_have_two_names() -> None:
         row("mdlm", 1, 1.0, 0.1).model_copy(update={"metric": "entropy", "noise": noise})
         for noise in ("keep", "posterior")
     ]
-    name = plain_names(rows)
+    name = row_names(rows)
     assert list(map(name, rows)) == [
         "student, single mask (ReDi, noise keep)",
         "student, single mask (ReDi, noise posterior)",
@@ -272,7 +272,7 @@ def trained(folder: Path) -> Path:
 
 def test_the_page_and_the_terminal_give_one_loss(tmp_path: Path) -> None:
     folder = trained(tmp_path / "run")
-    (section,) = trained_section(folder, load_recipe("sentences-cpu"), [])
+    (section,) = training(Results(folder, load_recipe("sentences-cpu"), []))
     (table,) = section.parts
     cells = dict(zip(table.columns, table.rows[0], strict=True))
     (stage,) = (one for one in status(folder)["seed 0"] if one.name == "teacher")
@@ -295,7 +295,7 @@ def test_the_page_explains_the_signals_that_it_shows(tmp_path: Path) -> None:
         for step, look in enumerate(seen):
             append_line(folder / "history.jsonl", {"step": step, **look})
         write_recorded(folder / "done.json", {"inputs": "", "output": "", "seconds": 60.0})
-    (section,) = trained_section(tmp_path, recipe, [])
+    (section,) = training(Results(tmp_path, recipe, []))
     (table,) = section.parts
     cells = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
     assert [(row["by"], row["signals"]) for row in cells] == [
@@ -322,7 +322,7 @@ def test_a_training_ends_on_the_terminal_with_the_loss_of_the_page(
     assert len(losses) == 6
     mean = f"{sum(losses[-4:]) / 4:.4f}"
     assert f"loss {mean} (mean of the last 4 logged)" in capsys.readouterr().out
-    (section,) = trained_section(tmp_path, recipe, [])
+    (section,) = training(Results(tmp_path, recipe, []))
     assert mean in section.parts[0].rows[0]
 
 

@@ -7,13 +7,15 @@ import re
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from imdm.cli.app import app
 from imdm.core.console import frames
 from imdm.core.errors import UserError
 from imdm.core.files import append_line
 from imdm.evaluation import Row
 from imdm.experiments import load_recipe
-from imdm.report import all_results, build_report, combine, plots
+from imdm.report import Results, Section, all_results, build_report, combine, plots, sections
 from imdm.report.page import Beside, Strip, Written
 from imdm.report.paper import TABLES
 from imdm.report.text import cost_of_steps, curves, frontier, other_figures, paper_beside, step_table
@@ -60,30 +62,72 @@ def test_a_page_of_text(tmp_path: Path) -> None:
         ("student, infinite masks (ReDi)", "100.0 (4.20)", "25.0 (4.20)"),
     ]
     page = report.write(tmp_path / "run").read_text()
-    assert page.count("<details>") == page.count("</details>") == 2
+    assert page.count("<details>") == page.count("</details>") == 1
     assert "Judge: j." in page
     assert all(f"Table {number}." in page for number in ROWS)
     assert not re.search(r"(src|href)=\"?http", page)  # no network
     assert "Table 14." not in (tmp_path / "run/report.md").read_text()
 
 
-def test_ours_stands_beside_the_papers(tmp_path: Path) -> None:
+def of(rows: list[Row], experiment: str | None = None) -> Results:
+    """Rows of a folder that holds nothing else, with a recipe if it is of an experiment."""
+    recipe = load_recipe("sentences-cpu").model_copy(update={"experiment": experiment})
+    return Results(Path("nowhere"), recipe if experiment else None, rows)
+
+
+def test_ours_stands_beside_the_papers() -> None:
     rows = [row("imdm", 4, 90.0, 1.0, "sdtt+redi", "infinite-normal-8-1.0").model_copy(update={"metric": "gen_ppl"})]
     rows.append(rows[0].model_copy(update={"metric": "entropy", "value": 4.2}))
-    (first, second) = paper_beside("lm1b", rows)
+    first, second = paper_beside(of(rows, "lm1b"))[0].parts
     assert first.columns[-1] == "ours: student, infinite masks (SDTT + ReDi), generative perplexity"
     assert [cells[-1] for cells in first.rows] == ["–", "90.00", "–", "–"]
     assert second.title.startswith("Table 5.")
-    assert paper_beside("elsewhere", rows) == []
+    assert paper_beside(of(rows, "elsewhere")) == []
     after_prompts = [rows[0].model_copy(update={"metric": metric}) for metric in ("cond_gen_ppl", "cond_mauve")]
-    (third,) = paper_beside("owt", after_prompts)
+    (third,) = paper_beside(of(after_prompts, "owt"))[0].parts
     assert third.title.startswith("Table 7.")
     assert third.columns[-1] == "ours: student, infinite masks (SDTT + ReDi), MAUVE after prompts"
 
 
+def test_a_recipe_chooses_its_sections_and_one_file_adds_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its order, before what every page ends with; what was not measured is named."""
+    monkeypatch.setattr(sections, "_entries", dict(sections.items()))
+
+    @sections.register("count")
+    def count(results: Results) -> list[Section]:
+        return [Section("How many", f"{len(results.rows)} rows.", highlights=[("8", "rows")])]
+
+    chosen = {"title": "Mine", "lead": "Of my own.", "sections": ["count", "margins", "quality"]}
+    report = build_report(text_run(tmp_path / "run", report=chosen))
+    assert [section.title for section in report.sections] == [
+        "How many",
+        "Quality over steps",
+        "Everything measured",
+        "The paper's tables",
+    ]
+    assert report.title == "Mine"
+    assert report.lead.startswith("Of my own. Left out")
+    assert report.lead.endswith(": margins.")
+    assert report.highlights[0] == ("8", "rows")
+
+
+def test_what_a_page_shows_enters_no_hash_and_is_checked_before_any_work(tmp_path: Path) -> None:
+    plain, other = load_recipe("match-cpu"), load_recipe("match-cpu", ["report={sections: [qualities], title: T}"])
+    assert plain.digest() == other.digest()
+    asked = ["reproduce", "match-cpu", "report={sections: [qualities]}", "--out", str(tmp_path / "run")]
+    refused = CliRunner().invoke(app, asked)
+    assert isinstance(refused.exception, UserError)
+    assert "unknown report section 'qualities'" in str(refused.exception)
+    assert not (tmp_path / "run").exists()
+
+
 def test_seeds_are_averaged() -> None:
     rows = [row("imdm", 1, value, 3.0).model_copy(update={"seed": seed}) for seed, value in enumerate((10.0, 20.0))]
-    assert curves(rows, "kl") == {"redi imdm": {1: (15.0, pytest.approx(5.0))}}  # how the seeds differ
+    assert curves(rows, "kl") == {
+        "student, single mask (ReDi)": {1: (15.0, pytest.approx(5.0))}
+    }  # how the seeds differ
 
 
 def test_several_runs_make_one_page(tmp_path: Path) -> None:
@@ -129,15 +173,15 @@ def test_the_frontier_needs_several_temperatures() -> None:
         return row("imdm", 4, value, 1.0).model_copy(update=changes)
 
     rows = [at("gen_ppl", 90.0, 1.0), at("entropy", 4.0, 1.0)]
-    assert frontier(rows) == []
+    assert frontier(of(rows)) == []
     rows += [at("gen_ppl", 60.0, 0.8), at("entropy", 3.8, 0.8)]
-    (section,) = frontier(rows)
+    (section,) = frontier(of(rows))
     assert "star" not in section.text
     assert section.text.endswith("needs the teacher at 4 temperatures or more, in one step count.")
     assert "0.8" in section.parts[0].parts[0].svg
     rows += [at("real_ppl", 50.0, 1.0), at("real_entropy", 4.1, 1.0)]
-    assert "star" in frontier(rows)[0].text
-    assert curves(rows, "gen_ppl") == {"redi imdm": {4: (90.0, 1.0)}}  # the paper's temperature alone
+    assert "star" in frontier(of(rows))[0].text
+    assert curves(rows, "gen_ppl") == {"student, single mask (ReDi)": {4: (90.0, 1.0)}}  # the paper's temperature alone
 
 
 def test_real_text_that_was_cut_stands_beside_texts_that_were_cut_alike(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +202,7 @@ def test_real_text_that_was_cut_stands_beside_texts_that_were_cut_alike(monkeypa
     drawn = {}
     monkeypatch.setattr(plots, "frontier", lambda title, found, goal: drawn.setdefault(title, (found, goal)))
     monkeypatch.setattr(plots, "svg", str)
-    assert [picture.caption for picture in frontier(rows)[0].parts[0].parts] == [
+    assert [picture.caption for picture in frontier(of(rows))[0].parts[0].parts] == [
         "Perplexity over entropy in 4 steps",
         "Perplexity over entropy in 4 steps, first 8 tokens",
     ]
@@ -183,10 +227,10 @@ def test_what_steps_cost_is_drawn_with_the_bound() -> None:
         row("imdm", 4, value, 1.0).model_copy(update={"metric": metric})
         for metric, value in (("step_correlation", 5.0), ("step_error", 3.0), ("pair_error", 0.1), ("pair_bound", 0.2))
     ]
-    (section,) = cost_of_steps(rows)
+    (section,) = cost_of_steps(of(rows))
     assert "total correlation of the text" in section.parts[0].parts[0].svg
     assert "bound of Theorem 4.1" in section.parts[0].parts[1].svg
-    assert cost_of_steps(rows[:1]) == []
+    assert cost_of_steps(of(rows[:1])) == []
 
 
 def test_no_results_is_said(tmp_path: Path) -> None:

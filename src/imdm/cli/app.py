@@ -153,11 +153,10 @@ def device() -> Any:
 
 
 def show_tables(made: Any) -> None:
-    """The tables of a report's first section, and of those that are to be printed."""
+    """The tables of the sections of a report that are to be printed."""
     from imdm.report import Table
 
-    first, *others = made.sections
-    for part in [*first.parts, *(part for section in others if section.printed for part in section.parts)]:
+    for part in (part for section in made.sections if section.printed for part in section.parts):
         if isinstance(part, Table):
             show()
             show_whole(part.rich())

@@ -386,8 +386,9 @@ def reproduce(
     check_known("stage", stage or (), stages_of(settings))
     chosen = parse_recipe(settings, overrides or (), to_run=True)
     from imdm.experiments.jobs import plan, run_jobs, workers_for
-    from imdm.report import build_report
+    from imdm.report import build_report, check_sections
 
+    check_sections(chosen)
     folder = out or Path("runs") / chosen.name
     jobs = plan(chosen, folder, seeds, quick, stage or ())
     many = workers or workers_for(chosen, len(jobs))

@@ -206,37 +206,13 @@ def couple(
     `source` is the data to perturb; None with `start: prior`.
     """
     folder = as_path(out, "out")
-    check_is("teacher", teacher, Network, "a model")
-    check_is("config", config, CoupleConfig, "a CoupleConfig")
+    _check_inputs(teacher, source, config)
     check_seed(seed)
     check_whole("world", world)
     check_whole("rank", rank, 0, world - 1)
-    if source is not None and not hasattr(source, "rows"):
-        raise UserError(f"source = {shown(source)}: expected rows of data")
-    if (source is None) != (config.start == "prior"):
-        raise UserError("couplings that start from data (start: perturbed) need data, those from the prior take none")
-    if teacher.config.causal:
-        raise UserError("the teacher is autoregressive: it completes no z_t in steps; pairs need a diffusion model")
     length = teacher.config.length if source is None else source.length
     check_room("pairs", config.pairs, 8 * length + 12, on=folder)
-    manifest = Manifest(
-        teacher=fingerprint(teacher),
-        mask=teacher.mask.name,
-        schedule=parse_schedule(teacher.config.schedule).hashed(),
-        generator=GENERATOR,
-        noise=config.noise,
-        steps=config.steps,
-        start=config.start,
-        pairs=config.pairs,
-        shard=config.shard,
-        seed=seed,
-        data=source.fingerprint if source else "",
-        length=length,
-        vocab_size=teacher.config.vocab_size,
-        mask_token_id=teacher.config.mask_token_id,
-        precision=config.precision,
-        compiled=config.compile,
-    )
+    manifest = _manifest(teacher, source, config, length, seed)
     writer = config.writer(teacher)
     if source is not None:
         check_fits(source, teacher.config)
@@ -260,6 +236,42 @@ def couple(
             if on_progress is not None:
                 on_progress(done)
     return manifest
+
+
+def _check_inputs(teacher: MaskedDiffusionLM, source: Source | None, config: CoupleConfig) -> None:
+    """Refuse what no pairs can be made from."""
+    check_is("teacher", teacher, Network, "a model")
+    check_is("config", config, CoupleConfig, "a CoupleConfig")
+    if source is not None and not hasattr(source, "rows"):
+        raise UserError(f"source = {shown(source)}: expected rows of data")
+    if (source is None) != (config.start == "prior"):
+        raise UserError("couplings that start from data (start: perturbed) need data, those from the prior take none")
+    if teacher.config.causal:
+        raise UserError("the teacher is autoregressive: it completes no z_t in steps; pairs need a diffusion model")
+
+
+def _manifest(
+    teacher: MaskedDiffusionLM, source: Source | None, config: CoupleConfig, length: int, seed: int
+) -> Manifest:
+    """All that the pairs follow from."""
+    return Manifest(
+        teacher=fingerprint(teacher),
+        mask=teacher.mask.name,
+        schedule=parse_schedule(teacher.config.schedule).hashed(),
+        generator=GENERATOR,
+        noise=config.noise,
+        steps=config.steps,
+        start=config.start,
+        pairs=config.pairs,
+        shard=config.shard,
+        seed=seed,
+        data=source.fingerprint if source else "",
+        length=length,
+        vocab_size=teacher.config.vocab_size,
+        mask_token_id=teacher.config.mask_token_id,
+        precision=config.precision,
+        compiled=config.compile,
+    )
 
 
 def _refuse_other(folder: Path, manifest: Manifest) -> None:

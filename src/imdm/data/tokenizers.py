@@ -60,7 +60,7 @@ def load_tokenizer(name: str | Path) -> Any:
     from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
     from transformers import GPT2TokenizerFast as ByteLevelBPE  # type: ignore[attr-defined]
 
-    from imdm.models.denoiser import register
+    from imdm.models.denoiser import register  # takes seconds, as `transformers` does
 
     register()
     folder = Path(name)

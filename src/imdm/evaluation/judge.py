@@ -200,7 +200,7 @@ def load_judge(
     rows."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from imdm.models.denoiser import register
+    from imdm.models.denoiser import register  # takes seconds, as `transformers` does
 
     register()
     check_precision(precision, name="precision")

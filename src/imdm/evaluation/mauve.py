@@ -82,7 +82,7 @@ def load_embedder(name: str, device: str | torch.device = "cpu") -> Embedder:
     """A sentence embedder by its folder or hub id."""
     from transformers import AutoModel, AutoTokenizer
 
-    from imdm.models.denoiser import register
+    from imdm.models.denoiser import register  # takes seconds, as `transformers` does
 
     register()
     check_folder(Path(name), f"embedder {name!r}")

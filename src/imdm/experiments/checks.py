@@ -19,8 +19,6 @@ from imdm.evaluation.conditional import documents_of
 from imdm.experiments.inputs import Inputs
 from imdm.experiments.memory import check_memory
 from imdm.experiments.schema import AdoptStage, CoupleStage, EvaluateStage, TrainStage
-from imdm.objectives import Objective, ReDi
-from imdm.objectives.rounds import Rounds
 from imdm.shipped import find
 from imdm.training.lora import check_backbone
 
@@ -142,8 +140,7 @@ def _check_teacher(inputs: Inputs, name: str, stage: TrainStage) -> None:
     """Refuse a teacher where the objective has none, or one with other states than the student's."""
     if stage.teacher is None:
         return
-    kind = type(stage.objective)
-    if kind.companion is Objective.companion or isinstance(stage.objective, Rounds):
+    if not stage.objective.takes_teacher:
         raise UserError(
             f"stage {name!r}: objective {stage.objective.kind!r} has no teacher beside the model it starts from; leave "
             "'teacher' out"
@@ -165,8 +162,8 @@ def _check_teacher(inputs: Inputs, name: str, stage: TrainStage) -> None:
 
 def check_pairs(pairs: Coupling, stage: TrainStage, student: Shape, teacher: str) -> None:
     """Refuse pairs that were not made for this student; teacher: the hash of the model it starts from."""
-    objective = stage.objective if isinstance(stage.objective, ReDi) else ReDi()
-    pairs.check(student, teacher, objective.noise == "coupling", objective.policy)
+    wanted = stage.objective.pair_needs
+    pairs.check(student, teacher, wanted.seeded, wanted.policy)
 
 
 def _check_metrics(inputs: Inputs, name: str, names: Sequence[str], top_p: float = 1.0) -> None:
@@ -213,14 +210,14 @@ def _check_couple(inputs: Inputs, name: str, stage: TrainStage) -> None:
             f"stage {name!r} starts from {stage.start!r}, but its pairs {stage.data!r} are made by "
             f"{couple.teacher!r}; make pairs with the model you start from"
         )
-    objective = stage.objective if isinstance(stage.objective, ReDi) else ReDi()
-    if objective.policy not in (None, couple.noise):
+    wanted = stage.objective.pair_needs
+    if wanted.policy not in (None, couple.noise):
         raise UserError(
-            f"stage {name!r} wants pairs made under noise policy {objective.policy!r}, but {stage.data!r} makes "
+            f"stage {name!r} wants pairs made under noise policy {wanted.policy!r}, but {stage.data!r} makes "
             f"them under {couple.noise!r}"
         )
     mask, start = stage.mask, inputs.mask(str(stage.start))
-    if mask is not None and start.noisy and mask != start and objective.noise == "coupling":
+    if mask is not None and start.noisy and mask != start and wanted.seeded:
         raise UserError(
             f"stage {name!r} has mask {mask.name}, but its pairs {stage.data!r} are made under {start.name}; "
             "they must agree"

@@ -30,7 +30,7 @@ from imdm.evaluation import (
     occasions,
     read,
 )
-from imdm.evaluation.judge import DEFAULT, Judge, load_judge, load_judge_or_other
+from imdm.evaluation.judge import DEFAULT, Judge, Precision, load_judge, load_judge_or_other
 from imdm.evaluation.mauve import has_mauve
 from imdm.evaluation.results import row_settings
 from imdm.evaluation.texts import first_texts
@@ -83,29 +83,25 @@ def evaluate_cases(
     if results is not None:
         read(results)  # fails now if rows could not be appended
     judge, embedder, missing = load_readers(settings.metrics, load_judge, settings.embedder, state.device)
-    for reason in dict.fromkeys(missing.values()):
-        if strict:
-            raise UserError(reason)
-        without = ", ".join(name for name in missing if missing[name] == reason)
-        reporter.say(f"{title}: {without} left out: {reason}")
+    if missing and strict:
+        raise UserError(next(iter(missing.values())))
+    _say_left_out(missing, title, reporter)
     rows, lines, done, noted = list[Row](), list[dict[str, Any]](), 0, False
     total = len(cases) * len(settings.steps) * len(settings.temperatures)
     with reporter.bar(f"{title}: {settings.samples:,} sample{'s' * (settings.samples > 1)}", total) as bar:
         for name, case_of in cases.items():
             case = case_of()
-            subject = _under(settings, case.subject, seed)
-            subject = replace(subject, judge=judge, embedder=embedder, parts=parts)
+            subject = _under(settings, case.subject, seed, judge=judge, embedder=embedder, parts=parts)
             if subject.data is subject.train and subject.tokenizer is not None and not noted:
                 noted = True
                 reporter.say(f"{title}: no validation split, so training rows are used; make DIR/train and DIR/valid")
-            names = settings.metrics if case.metrics is None else case.metrics
 
             def keep(evaluation: Evaluation, name: str = name) -> None:
                 lines.extend({"model": name} | text for text in first_texts(evaluation, settings.keep))
 
             for fresh in evaluate(
                 subject,
-                [metric for metric in names if metric not in missing],
+                [metric for metric in case.metrics or settings.metrics if metric not in missing],
                 settings.steps,
                 settings.temperatures,
                 on_measured=keep if texts is not None else None,
@@ -124,8 +120,15 @@ def evaluate_cases(
     return rows
 
 
-def _under(settings: EvaluateStage, subject: Subject, seed: int) -> Subject:
-    """A subject under the settings of an evaluation."""
+def _say_left_out(missing: Mapping[str, str], title: str, reporter: Reporter) -> None:
+    """A line for each reason for which metrics cannot be computed here."""
+    for reason in dict.fromkeys(missing.values()):
+        without = ", ".join(name for name in missing if missing[name] == reason)
+        reporter.say(f"{title}: {without} left out: {reason}")
+
+
+def _under(settings: EvaluateStage, subject: Subject, seed: int, **readers: Any) -> Subject:
+    """A subject under the settings of an evaluation, with what it is read by."""
     return replace(
         subject,
         how=Sampling(noise=settings.noise, top_p=settings.top_p, order=settings.order),
@@ -135,6 +138,7 @@ def _under(settings: EvaluateStage, subject: Subject, seed: int) -> Subject:
         conditional=settings.conditional,
         first=settings.first,
         compiled=settings.compile,
+        **readers,
     )
 
 
@@ -192,14 +196,6 @@ def evaluate_model(
             check_fits(one.data.source(seed), other.config)
             check_same(Path(path), one.data.tokenizer_folder())
 
-    def load_judge_here() -> Judge:
-        if judge is not None:  # named explicitly, so no fallback
-            return load_judge(judge, settings.judge_precision, model.device)
-        home = next(iter(data.values())).data.tokenizer_folder()
-        tokenizer = load_tokenizer(home) if home is not None else None
-        precision = settings.judge_precision
-        return load_judge_or_other(DEFAULT, precision, model.device, tokenizer=tokenizer, say=reporter.say)
-
     def case(name: str, one: OwnData) -> Case:
         subject = Subject.before(model, one.data, seed=seed, pairs=couplings)
         train = None if one.foreign else subject.train
@@ -214,12 +210,22 @@ def evaluate_model(
         seed=seed,
         parts=parts_in(results.with_name(results.name + ".parts") if results is not None else None, model.length),
         results=results,
-        load_judge=load_judge_here,
+        load_judge=partial(_judge, judge, settings.judge_precision, next(iter(data.values())).data, reporter),
         reporter=reporter,
         strict=True,
         match=others[match] if isinstance(match, str) else match,
         match_how=policies,
     )
+
+
+def _judge(name: str | None, precision: Precision, data: Data, reporter: Reporter) -> Judge:
+    """The judge of this name; without one the default, or one that ships and has another tokenizer than the data."""
+    device = processes().device
+    if name is not None:
+        return load_judge(name, precision, device)
+    home = data.tokenizer_folder()
+    tokenizer = load_tokenizer(home) if home is not None else None
+    return load_judge_or_other(DEFAULT, precision, device, tokenizer=tokenizer, say=reporter.say)
 
 
 def is_measured(stage: EvaluateStage, results: Path, recipe_hash: str, seed: int, seeds: Mapping[str, int]) -> bool:

@@ -98,7 +98,7 @@ class Inputs:
 
     def source_hash(self, source: str) -> str:
         """The hash of the files of a model that a stage adopts."""
-        from imdm.adopting.adopt import source_files
+        from imdm.adopting.adopt import source_files  # takes seconds
 
         files = source_files(source)
         return self._once(
@@ -139,7 +139,7 @@ class Inputs:
 
     def adopted(self, stage: AdoptStage) -> Shape:
         """The configuration that a stage's model will have; no weights are read."""
-        from imdm.adopting.adopt import adopted_config
+        from imdm.adopting.adopt import adopted_config  # takes seconds
 
         return adopted_config(stage.source, length=self.length, whole=self.whole, **stage.how())
 

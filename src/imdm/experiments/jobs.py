@@ -15,6 +15,9 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
+from imdm.core.console import Terminal
 from imdm.core.devices import processes, working_together
 from imdm.core.errors import UserError, check_whole
 from imdm.core.files import kept_if_refused, write_json
@@ -169,10 +172,7 @@ def _share(jobs: list[Job], workers: int, reporter: Reporter) -> None:
 
 def _work(job: Job, threads: int, tell: Connection) -> None:
     """In a process of its own, whose output is whole lines."""
-    import torch
-    import transformers
-
-    from imdm.core.console import Terminal
+    import transformers  # takes seconds
 
     torch.set_num_threads(threads)
     transformers.utils.logging.disable_progress_bar()

@@ -92,7 +92,7 @@ class Networks:
 
     def _published(self, name: str, stage: AdoptStage) -> Shape:
         """Of a published model that is here, or whose size is known."""
-        from imdm.adopting import families
+        from imdm.adopting import families  # takes seconds
         from imdm.adopting.adopt import adopted_config
 
         told = {"length": self.length, **stage.how()}

@@ -222,9 +222,18 @@ class Quick(Config):
     stages: tuple[str, ...]
 
 
+class PageSettings(Config):
+    """What the page of a run shows: its `sections` by name, in order; those for models of text unless given. title,
+    lead: in the place of the recipe's name and summary."""
+
+    title: str | None = None
+    lead: str | None = None
+    sections: tuple[str, ...] | None = None
+
+
 class Recipe(Config):
     """An experiment of the paper. threads: CPU threads to use, for work too small for many; variants: settings that are
-    changed to make the same experiment on other data, each in a folder of its own."""
+    changed to make the same experiment on other data, each in a folder of its own; report: its page."""
 
     name: Name
     summary: str
@@ -236,6 +245,7 @@ class Recipe(Config):
     stages: dict[Name, Stage] = Field(min_length=1)
     variants: dict[Name, dict[str, Any]] = Field(default_factory=dict)
     quick: Quick | None = None
+    report: PageSettings = PageSettings()
 
     @model_validator(mode="after")
     def _stages_in_order(self) -> Recipe:
@@ -322,8 +332,8 @@ class Recipe(Config):
         return self.model.mask if stage.start is None else self.mask_of(stage.start)
 
     def digest(self) -> str:
-        """The hash in result rows: of everything but the seed and the choice of what to run."""
-        return digest({k: v for k, v in self.hashed().items() if k not in ("seed", "variants", "quick")})
+        """The hash in result rows: of everything but the seed and the choice of what to run and to show."""
+        return digest({k: v for k, v in self.hashed().items() if k not in ("seed", "variants", "quick", "report")})
 
     def resolved(self) -> dict[str, Any]:
         return self.model_dump(mode="json")

@@ -50,7 +50,7 @@ def make_stage(run: Run, name: str) -> str:
 
 def _adopt(run: Run, name: str, stage: AdoptStage) -> str:
     """Convert a published model, with the rows' length and ending."""
-    from imdm.adopting.adopt import adopt_into
+    from imdm.adopting.adopt import adopt_into  # takes seconds
 
     inputs, folder = run.inputs, run.folder / name / "model"
     run.reporter.say(f"{name}: {stage.source} as one of ours")
@@ -66,21 +66,7 @@ def _adopt(run: Run, name: str, stage: AdoptStage) -> str:
 def _train(run: Run, name: str, stage: TrainStage) -> str:
     recipe, inputs, seed = run.recipe, run.inputs, run.recipe.seed_of(name)
     source: Source = inputs.source if stage.data is None else inputs.coupling(stage.data)
-    if stage.start is None:
-        from imdm.models.denoiser import MaskedDiffusionLM  # takes seconds
-
-        with seeded(fold(as_key(seed), Purpose.INIT)):
-            causal, ending = stage.objective.causal, inputs.data.ending()
-            config = recipe.model.build(*inputs.vocabulary, source.length, causal=causal, ending=ending)
-            model = MaskedDiffusionLM(config)
-    else:
-        model = inputs.model(stage.start)
-    start = model
-    if stage.mask is not None and stage.mask != model.mask:
-        model = with_mask(model, stage.mask, seed)
-        start = model if start.mask.noisy else start  # the teacher must read the student's noise
-    if stage.mixture and not model.config.mixture:
-        model = with_mask(model, seed=seed, mixture=True)
+    model, start = _student(run, stage, seed, source.length)
     if stage.data is not None:
         teacher = fingerprint(start) if stage.start is None else inputs.hash(stage.start)
         check_pairs(inputs.coupling(stage.data), stage, model.config, teacher)
@@ -123,6 +109,26 @@ def _train(run: Run, name: str, stage: TrainStage) -> str:
             bar(trainer.step, f"loss {loss_in_words(end)} (mean of the last {LAST} logged)  {speed}")
     _carry_tokenizer(run, stage, folder)
     return fingerprint(load_model(folder))
+
+
+def _student(run: Run, stage: TrainStage, seed: int, length: int) -> tuple[MaskedDiffusionLM, MaskedDiffusionLM]:
+    """The student before its first step, and the model that it was made from."""
+    inputs = run.inputs
+    if stage.start is None:
+        from imdm.models.denoiser import MaskedDiffusionLM  # takes seconds
+
+        with seeded(fold(as_key(seed), Purpose.INIT)):
+            causal, ending = stage.objective.causal, inputs.data.ending()
+            model = MaskedDiffusionLM(run.recipe.model.build(*inputs.vocabulary, length, causal=causal, ending=ending))
+    else:
+        model = inputs.model(stage.start)
+    start = model
+    if stage.mask is not None and stage.mask != model.mask:
+        model = with_mask(model, stage.mask, seed)
+        start = model if start.mask.noisy else start  # the teacher must read the student's noise
+    if stage.mixture and not model.config.mixture:
+        model = with_mask(model, seed=seed, mixture=True)
+    return model, start
 
 
 def _waiting(stage: TrainStage) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from imdm.core.config import Config, parse_kind
 from imdm.core.errors import UserError
 from imdm.core.registry import Registry
-from imdm.diffusion.process import Process
+from imdm.diffusion.process import NoisePolicy, Process
 from imdm.diffusion.randomness import Purpose, as_key, fold, uniform
 from imdm.diffusion.schedule import EARLIEST
 from imdm.diffusion.state import Noised, Rows
@@ -133,6 +133,17 @@ class Extent(NamedTuple):
     looks: int = 0
 
 
+class PairNeeds(NamedTuple):
+    """What an objective asks of the stored pairs that it trains on.
+
+    seeded  whether it reads the noise of their seeds, which is then that of the student's mask
+    policy  the noise policy under which the teacher completed them; None: any
+    """
+
+    seeded: bool = True
+    policy: NoisePolicy | None = None
+
+
 class Companion(Protocol):
     """State that an objective keeps beside the student during training, such as a teacher. Every checkpoint holds it,
     as the first process has it."""
@@ -186,6 +197,16 @@ class Objective(Config):
     @property
     def needs(self) -> tuple[str, ...]:
         return ("tokens",)
+
+    @property
+    def pair_needs(self) -> PairNeeds:
+        """What it asks of pairs, if it trains on them; others are refused."""
+        return PairNeeds()
+
+    @property
+    def takes_teacher(self) -> bool:
+        """Whether the `teacher` of a stage may be another model than the one it starts from: `companion` gets it."""
+        return type(self).companion is not Objective.companion
 
     def check(self, noisy: bool) -> None:
         """Refuse a student that this objective cannot train; noisy: its states carry noise or λ."""

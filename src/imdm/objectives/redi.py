@@ -13,7 +13,7 @@ from imdm.diffusion.process import NoisePolicy, Process
 from imdm.diffusion.randomness import Purpose, as_key, fold
 from imdm.diffusion.state import Noised, Rows
 from imdm.models.readout import Chosen
-from imdm.objectives.base import Objective, Signal, Stages, Step, nelbo_terms, objectives
+from imdm.objectives.base import Objective, PairNeeds, Signal, Stages, Step, nelbo_terms, objectives
 
 if TYPE_CHECKING:
     from imdm.data.source import Source
@@ -59,6 +59,10 @@ class ReDi(Objective):
             stages[f"student-{number}"] = student | {"data": f"pairs-{number}", "training": training}
             student = student | {"start": f"student-{number}"}
         return stages
+
+    @property
+    def pair_needs(self) -> PairNeeds:
+        return PairNeeds(self.noise == "coupling", self.policy)
 
     @property
     def needs(self) -> tuple[str, ...]:

@@ -94,6 +94,10 @@ class Rounds(Objective):
     promote: Literal["raw", "ema"] = "raw"
     keep_optimizer: bool = True
 
+    @property
+    def takes_teacher(self) -> bool:
+        return False
+
     def companion(self, model: MaskedDiffusionLM, start: MaskedDiffusionLM | None = None) -> Teacher:
         return Teacher(start or model, model)
 

@@ -13,9 +13,9 @@ from typing import Any, Literal
 import torch
 
 from imdm.evaluation import Row
-from imdm.report.names import metric_in_words, named
+from imdm.report.names import distinct_names, metric_in_words, option_suffix
 from imdm.report.ratios import interval
-from imdm.report.tables import Table, steps_in_words, told_apart
+from imdm.report.tables import Table, steps_in_words, table_by_steps
 
 LEAST = 4  # the fewest temperatures for a frontier
 LOGARITHMIC = ("gen_ppl", "shared_4grams")  # compared by their ratio, all others by their difference
@@ -223,7 +223,7 @@ def equal_entropy(
         for one in compared(rows, metric)
         if one.row.temperature == 1.0 and one.row.matched is None and one.row.top_p == 1.0
     ]
-    named = told_apart([one.row for one in rated])
+    suffix = option_suffix([one.row for one in rated])
     frontiers: dict[tuple[Any, ...], Frontier | None] = {}
     found: dict[tuple[str, str, str, str | None, int], list[tuple[Point, Reading]]] = {}
     for one in rated:
@@ -236,7 +236,7 @@ def equal_entropy(
         frontier = frontiers[place]
         if frontier is None or (row.method, row.steps) == (reference, frontier.steps):
             continue
-        who = row.experiment, row.method + named(row), row.mask, row.judge, row.steps
+        who = row.experiment, row.method + suffix(row), row.mask, row.judge, row.steps
         found.setdefault(who, []).append((one.point, frontier.at(one.point.entropy)))
     return [_multiple(*who[1:], each, metric in LOGARITHMIC) for who, each in found.items()]
 
@@ -344,13 +344,12 @@ def _order(column: str) -> tuple[int, int]:
 
 
 def _table(title: str, found: Sequence[Multiple], digits: str = "", note: str = "") -> Table:
-    steps = sorted({one.steps for one in found})
-    table = Table(title, ("model", *map(steps_in_words, steps)), note=note)
     places = list(dict.fromkeys((one.method, one.mask) for one in found))
-    for (method, mask), name in zip(places, named(places), strict=True):
-        mine = {one.steps: one for one in found if (one.method, one.mask) == (method, mask)}
-        table.rows.append((name, *(_cell(mine[k], digits) if k in mine else "" for k in steps)))
-    return table
+    cells = {
+        name: {one.steps: _cell(one, digits) for one in found if (one.method, one.mask) == place}
+        for place, name in zip(places, distinct_names(places), strict=True)
+    }
+    return table_by_steps(title, cells, note)
 
 
 def _cell(one: Multiple, digits: str) -> str:

@@ -1,55 +1,43 @@
-"""The page of the language grid: every distillation with every mask, against the enumerated truth."""
+"""Sections about enumerated languages: every distillation with every mask, against the truth."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import product
 from statistics import fmean
 
 from imdm.data.synthetic import Language
 from imdm.evaluation import Row
-from imdm.experiments.loading import read_recipe, variants
+from imdm.experiments.loading import variants
+from imdm.experiments.schema import Recipe, TrainStage
 from imdm.report import plots
-from imdm.report.build import pages
 from imdm.report.names import mask_in_words, method_in_words, model_in_words
-from imdm.report.page import Beside, Picture, Report, Section
-from imdm.report.tables import Table, figure, steps_in_words
+from imdm.report.page import Beside, Picture, Section
+from imdm.report.sections import Results, sections
+from imdm.report.tables import Table, figure, table_by_steps
 from imdm.theory import total_correlation
 
-METHODS = ("sdtt", "redi", "sdtt+redi", "di4c", "match")
-MODELS = ("mdlm", "finite", "imdm")
 BAR = 4.0  # standard errors by which IMDM must be ahead
-BAR_METHODS, BAR_STEPS = ("redi", "sdtt+redi"), (1, 2)
-Key = tuple[str, str, str, int, str]
+BAR_STEPS = (1, 2)
+Place = tuple[str, str, str, int]  # language, method, model, steps
 
 
-@dataclass(frozen=True)
-class Figures:
-    """The rows of a grid by (language, method, model, steps, metric): one row a seed."""
+def kl_by_seed(rows: Iterable[Row]) -> dict[Place, dict[int, Row]]:
+    """The KL to the language: a row a student's seed."""
+    found: dict[Place, dict[int, Row]] = {}
+    for row in rows:
+        if row.metric == "kl" and row.seed is not None:
+            found.setdefault((row.experiment, row.method, row.model, row.steps), {})[row.seed] = row
+    return found
 
-    rows: dict[Key, dict[int, Row]]
 
-    @classmethod
-    def of(cls, rows: list[Row]) -> Figures:
-        found: dict[Key, dict[int, Row]] = {}
-        for row in rows:
-            key = (row.experiment, row.method, row.model, row.steps, row.metric)
-            if row.seed is not None:
-                found.setdefault(key, {})[row.seed] = row
-        return cls(found)
-
-    def seeds(self, *key: *Key) -> dict[int, Row]:
-        return self.rows.get(key, {})
-
-    def shown(self, *key: *Key) -> str:
-        """The mean over seeds, and how far the seeds are from it; one seed: its standard error."""
-        found = list(self.seeds(*key).values())
-        if not found:
-            return "–"
-        values = [row.value for row in found]
-        if len(found) == 1:
-            return figure(values[0], found[0].stderr)
-        return f"{fmean(values):.3g} ± {max(abs(v - fmean(values)) for v in values):.1g}"
+def mean_in_words(seeds: Mapping[int, Row]) -> str:
+    """The mean over seeds, and how far the seeds are from it; one seed: its standard error."""
+    values = [row.value for row in seeds.values()]
+    if len(values) == 1:
+        return figure(values[0], next(iter(seeds.values())).stderr)
+    return f"{fmean(values):.3g} ± {max(abs(v - fmean(values)) for v in values):.1g}"
 
 
 @dataclass(frozen=True)
@@ -64,69 +52,78 @@ class Margin:
     errors: float
 
 
-def margins(figures: Figures, languages: list[str]) -> list[Margin]:
+def margins(rows: Iterable[Row], languages: Iterable[str], methods: Iterable[str]) -> list[Margin]:
     """KL(mdlm) − KL(imdm) over √(se² + se²), for every language, method, step count and seed that was measured."""
-    found = []
-    for language in languages:
-        for method in BAR_METHODS:
-            for steps in BAR_STEPS:
-                single = figures.seeds(language, method, "mdlm", steps, "kl")
-                infinite = figures.seeds(language, method, "imdm", steps, "kl")
-                for seed in sorted(single.keys() & infinite.keys()):
-                    a, b = single[seed], infinite[seed]
-                    error = ((a.stderr or 0) ** 2 + (b.stderr or 0) ** 2) ** 0.5
-                    difference = a.value - b.value
-                    found.append(Margin(language, method, steps, seed, difference, difference / max(error, 1e-12)))
+    found, measured = [], kl_by_seed(rows)
+    for language, method, steps in product(languages, methods, BAR_STEPS):
+        single, infinite = (measured.get((language, method, model, steps), {}) for model in ("mdlm", "imdm"))
+        for seed in sorted(single.keys() & infinite.keys()):
+            a, b = single[seed], infinite[seed]
+            error = ((a.stderr or 0) ** 2 + (b.stderr or 0) ** 2) ** 0.5
+            difference = a.value - b.value
+            found.append(Margin(language, method, steps, seed, difference, difference / max(error, 1e-12)))
     return found
 
 
-def below_the_bound(figures: Figures, bounds: dict[str, float]) -> list[Row]:
+def below_the_bound(rows: Iterable[Row], bounds: Mapping[str, float]) -> list[Row]:
     """One-step results of a single mask that are more than four standard errors below the data's total correlation. By
     Theorem 4.1 there are none; a mixture is not one factorized distribution and may be."""
-    return [
-        row
-        for (language, _, _, steps, metric), seeds in figures.rows.items()
-        for row in seeds.values()
-        if (row.mask, steps, metric) == ("single", 1, "kl")
-        if row.value < bounds[language] - BAR * (row.stderr or 0) - 1e-9
-    ]
+    return [row for row in one_step(rows) if row.value < bounds[row.experiment] - BAR * (row.stderr or 0) - 1e-9]
 
 
-@pages.register("languages")
-def languages_page(run: Path, rows: list[Row], facts: dict[str, str]) -> Report | None:
-    recipe = read_recipe(run)
-    members = variants(recipe) if recipe is not None else {}
-    truths = {member.experiment: member.data.language() for member in members.values()}
-    measured = {row.experiment for row in rows}
-    languages = {name: truth for name, truth in truths.items() if truth is not None and name in measured}
-    figures = Figures.of(rows)
-    ahead = margins(figures, list(languages))
+def one_step(rows: Iterable[Row]) -> list[Row]:
+    """The KL of single masks in one step."""
+    return [row for row in rows if (row.mask, row.steps, row.metric) == ("single", 1, "kl")]
+
+
+def languages_of(results: Results) -> dict[str, Language]:
+    """The enumerated languages of a recipe and its variants that were measured, by experiment."""
+    members = variants(results.recipe).values() if results.recipe is not None else ()
+    truths = {member.experiment: member.data.language() for member in members}
+    measured = {row.experiment for row in results.reported}
+    return {name: truth for name, truth in truths.items() if truth is not None and name in measured}
+
+
+def methods_of(recipe: Recipe | None, on_pairs: bool = False) -> list[str]:
+    """The methods that a recipe measures, in its order; on_pairs: those that end with training on pairs."""
+    if recipe is None:
+        return []
+    trained = {name: stage for name, stage in recipe.stages.items() if isinstance(stage, TrainStage)}
+    pairs = {name for name, stage in trained.items() if stage.data is not None}
+    measured = [one for stage in recipe.reporting() for one in stage.models.items()]
+    return list(dict.fromkeys(method for name, method in measured if name in pairs or not on_pairs))
+
+
+@sections.register("margins")
+def margins_section(results: Results) -> list[Section]:
+    """How far the infinite mask is ahead where both masks learn from pairs."""
+    rows, languages = results.reported, languages_of(results)
+    ahead = margins(rows, languages, methods_of(results.recipe, on_pairs=True))
     if not ahead:
-        return None
-    bounds = {name: float(total_correlation(truth.joint)) for name, truth in languages.items()}
+        return []
     won = [m for m in ahead if m.errors > BAR]
-    under = below_the_bound(figures, bounds)
-    tested = sum(row.mask == "single" and row.steps == 1 and row.metric == "kl" for row in rows)
+    bounds = {name: float(total_correlation(truth.joint)) for name, truth in languages.items()}
     highlights = [
         (f"{len(won)} of {len(ahead)}", "comparisons at 1 and 2 steps that the infinite mask wins by over 4 errors"),
-        (f"{len(under)} of {tested}", "one-step figures of a single mask below the bound of Theorem 4.1"),
+        (
+            f"{len(below_the_bound(rows, bounds))} of {len(one_step(rows))}",
+            "one-step figures of a single mask below the bound of Theorem 4.1",
+        ),
         (f"{min(m.errors for m in ahead):.0f}", "standard errors: the smallest lead of the infinite mask"),
     ]
-    sections = [
-        Section(
-            "What is ahead, and by how much",
-            "KL(single) − KL(infinite) under the same distillation, worst seed, in nats and in standard errors "
-            f"√(se² + se²); the bar is {BAR:.0f}.",
-            [margin_table(ahead)],
-        ),
-        *(language_section(name, truth, figures, bounds[name]) for name, truth in languages.items()),
-    ]
-    lead = (
-        "Small languages whose every sequence has a known probability. The distribution of k-step samples is "
-        "estimated from 20,000 trajectories and compared with the truth: KL(truth ‖ sampler), in nats. A single mask "
-        "cannot be closer in one step than the language's total correlation; a mask with noise can."
+    text = (
+        "KL(single) − KL(infinite) under the same distillation, worst seed, in nats and in standard errors "
+        f"√(se² + se²); the bar is {BAR:.0f}."
     )
-    return Report("Every distillation, every mask", lead, highlights, sections, facts)
+    parts = [margin_table(ahead)]
+    return [Section("What is ahead, and by how much", text, parts, printed=True, highlights=highlights)]
+
+
+@sections.register("languages")
+def languages_sections(results: Results) -> list[Section]:
+    """The KL to each language over steps, by method and mask."""
+    measured, methods = kl_by_seed(results.reported), methods_of(results.recipe)
+    return [language_section(name, truth, measured, methods) for name, truth in languages_of(results).items()]
 
 
 def margin_table(ahead: list[Margin]) -> Table:
@@ -142,25 +139,25 @@ def margin_table(ahead: list[Margin]) -> Table:
     return table
 
 
-def language_section(name: str, truth: Language, figures: Figures, bound: float) -> Section:
-    steps = sorted({key[3] for key in figures.rows if key[0] == name and key[4] == "kl"})
-    kls = (f"KL (nats), {steps_in_words(k)}" for k in steps)
-    columns = ("model", *kls)
-    note = "Mean over seeds ± the farthest seed; one seed: ± its standard error. TV, validity and more: results.jsonl."
-    table = Table(name, columns, note=note)
+def language_section(
+    name: str, truth: Language, measured: Mapping[Place, Mapping[int, Row]], methods: Sequence[str]
+) -> Section:
+    """A table with a row a model, and a picture for each method with several masks."""
+    bound = float(total_correlation(truth.joint))
+    models: dict[tuple[str, str], dict[int, Mapping[int, Row]]] = {}  # (method, model) → steps → seeds
+    for (language, method, model, steps), seeds in measured.items():
+        if language == name and method in methods:
+            models.setdefault((method, model), {})[steps] = seeds
+    cells: dict[str, dict[int, str]] = {}
     panels: dict[str, plots.Bands] = {}
-    for method in ("teacher", *METHODS):
-        for model in ("mdlm",) if method == "teacher" else MODELS:
-            by_step = {k: figures.seeds(name, method, model, k, "kl") for k in steps}
-            if not any(by_step.values()):
-                continue
-            kl = [figures.shown(name, method, model, k, "kl") for k in steps]
-            mask = next(row.mask for found in by_step.values() for row in found.values())
-            table.rows.append((model_in_words(method, mask), *kl))
-            if method != "teacher":
-                points = {k: [row.value for row in found.values()] for k, found in by_step.items() if found}
-                kind = mask_in_words(mask.removesuffix("+mixture"))
-                panels.setdefault(method_in_words(method), {})[kind] = points
+    for (method, _), points in sorted(models.items(), key=lambda one: methods.index(one[0][0])):
+        mask = next(row.mask for seeds in points.values() for row in seeds.values())
+        cells[model_in_words(method, mask)] = {k: mean_in_words(seeds) for k, seeds in points.items()}
+        curve = {k: [row.value for row in seeds.values()] for k, seeds in points.items()}
+        panels.setdefault(method_in_words(method), {})[mask_in_words(mask.removesuffix("+mixture"))] = curve
+    note = "Mean over seeds ± the farthest seed; one seed: ± its standard error. TV, validity and more: results.jsonl."
+    table = table_by_steps(f"{name}: KL (nats)", cells, note, missing="–")
+    panels = {method: masks for method, masks in panels.items() if len(masks) > 1}
     text = (
         f"{truth.length} tokens over {truth.symbols} symbols, {int((truth.joint > 0).sum()):,} possible sequences; "
         f"total correlation {bound:.4f} nats."

@@ -116,7 +116,7 @@ Part = Table | Picture | Written | Beside | Strip
 @dataclass(frozen=True)
 class Section:
     """folded: collapsed on the page, and left out of Markdown; aside: text for the page only; printed: its tables are
-    shown in the terminal too, as those of the first section always are."""
+    shown in the terminal too; highlights: figures that stand large at the top of the page, with what they are."""
 
     title: str
     text: str = ""
@@ -124,6 +124,7 @@ class Section:
     folded: bool = False
     aside: str = ""
     printed: bool = False
+    highlights: Sequence[tuple[str, str]] = ()
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import torch
 
 from imdm.diffusion.randomness import Purpose, as_key, normal, uniform
 from imdm.evaluation import Row
-from imdm.report.names import named
-from imdm.report.tables import Table, steps_in_words, told_apart
+from imdm.report.names import distinct_names, option_suffix
+from imdm.report.tables import Table, table_by_steps
 
 REPLICATES = 4000
 INTERVAL = 0.95
@@ -36,13 +36,13 @@ class Ratio:
 def ratios(rows: Sequence[Row]) -> list[Ratio]:
     """Of every mask for which there is a single one with the same method, judge, steps, seeds and sampling options, at
     temperature 1."""
-    at_one, told = [row for row in rows if row.temperature == 1.0], told_apart(rows)
-    ppl = {_place(row, told): row for row in at_one if row.metric == "gen_ppl"}
+    at_one, suffix = [row for row in rows if row.temperature == 1.0], option_suffix(rows)
+    ppl = {_place(row, suffix): row for row in at_one if row.metric == "gen_ppl"}
     entropy = {
         (method, mask, steps, seeds): row.value
         for row in at_one
         if row.metric == "entropy"
-        for method, mask, _, steps, seeds in [_place(row, told)]
+        for method, mask, _, steps, seeds in [_place(row, suffix)]
     }
     found: dict[tuple[str, str, str | None, int], list[tuple[float, float, float | None]]] = {}
     for (method, mask, judge, steps, seeds), row in ppl.items():
@@ -59,8 +59,8 @@ def ratios(rows: Sequence[Row]) -> list[Ratio]:
 Seeds = tuple[int | None, int | None]
 
 
-def _place(row: Row, told: Callable[[Row], str]) -> tuple[str, str, str | None, int, Seeds]:
-    return row.method + told(row), row.mask, row.judge, row.steps, row.seeds
+def _place(row: Row, suffix: Callable[[Row], str]) -> tuple[str, str, str | None, int, Seeds]:
+    return row.method + suffix(row), row.mask, row.judge, row.steps, row.seeds
 
 
 def _ratio(
@@ -93,19 +93,18 @@ def ratio_table(rows: Sequence[Row]) -> Table | None:
     found = ratios(rows)
     if not found:
         return None
-    steps = sorted({ratio.steps for ratio in found})
     seeds = sorted({ratio.seeds for ratio in found})
     note = (
         f"exp of the mean difference of log perplexities over {' or '.join(map(str, seeds))} student seed"
         f"{'s' if seeds != [1] else ''}, with a 95% bootstrap interval; in square brackets the difference of entropies "
         "(nats), where it is not 0.00."
     )
-    table = Table("Perplexity, as a share of the single mask's", ("model", *map(steps_in_words, steps)), note=note)
     places = list(dict.fromkeys((ratio.method, ratio.mask) for ratio in found))
-    for (method, mask), name in zip(places, named(places), strict=True):
-        mine = {ratio.steps: ratio for ratio in found if (ratio.method, ratio.mask) == (method, mask)}
-        table.rows.append((name, *(_cell(mine[k]) if k in mine else "" for k in steps)))
-    return table
+    cells = {
+        name: {ratio.steps: _cell(ratio) for ratio in found if (ratio.method, ratio.mask) == place}
+        for place, name in zip(places, distinct_names(places), strict=True)
+    }
+    return table_by_steps("Perplexity, as a share of the single mask's", cells, note)
 
 
 def _cell(ratio: Ratio) -> str:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from math import inf
 
 from rich.table import Table as RichTable
 
-from imdm.evaluation import Row, metrics
-from imdm.evaluation.results import OPTIONS
+from imdm.evaluation import Row
+from imdm.report import paper
 from imdm.report.names import model_in_words
 
 PAGE, TELEPHONE = 114, 44  # characters that fit into a row of a table, counting three between columns
 BROKEN = 24  # characters from which on a cell may be broken
 ASIDE = re.compile(r"([(\[][\d.,–%+−-]+[)\]])")  # (4.45), (0.17–0.18), [+0.01]
-EVERYTHING = "Everything measured"  # the section that holds all rows
 LARGE = 1e6  # from here on numbers are shown in scientific notation
 USUAL = {"top_p": "1", "noise": "posterior", "order": "random"} | dict.fromkeys(("conditional", "matched", "first"), "")
 """What a table does not mention."""
@@ -151,29 +150,16 @@ def all_results(rows: list[Row]) -> Table:
     return Table("All figures", shown, [tuple(row[name] for name in shown) for row in cells], note)
 
 
-def told_apart(rows: Sequence[Row]) -> Callable[[Row], str]:
-    """The suffix of a row's name if rows of one metric differ in sampling options: `, noise keep`."""
-    found: dict[tuple[str, str], set[object]] = {}
-    for row in rows:
-        for name in OPTIONS:
-            found.setdefault((row.metric, name), set()).add(getattr(row, name))
-    differing = dict.fromkeys(name for (_, name), values in found.items() if len(values) > 1)
-
-    def told(row: Row) -> str:
-        said = [name for name in differing if _samples(row.metric) and getattr(row, name) is not None]
-        return "".join(f", {name} {getattr(row, name)}" for name in said)
-
-    return told
+def table_by_steps(title: str, cells: Mapping[str, Mapping[int, str]], note: str = "", missing: str = "") -> Table:
+    """A row a model, a column a step count."""
+    steps = sorted({k for points in cells.values() for k in points})
+    rows = [(name, *(points.get(k, missing) for k in steps)) for name, points in cells.items()]
+    return Table(title, ("model", *map(steps_in_words, steps)), rows, note)
 
 
-def _samples(metric: str) -> bool:
-    """Whether a metric uses samples; assumed for an unknown one."""
-    return metric not in metrics or metrics[metric].samples
-
-
-def seeds_of(rows: list[Row]) -> list[int]:
-    """The students' seeds, where they are known."""
-    return sorted({row.seed for row in rows if row.seed is not None})
+def paper_tables() -> list[Table]:
+    """Tables 1 to 14 of the paper."""
+    return [Table(f"Table {one.number}. {one.caption}", one.columns, list(one.rows)) for one in paper.TABLES]
 
 
 def steps_in_words(count: int) -> str:

@@ -1,14 +1,10 @@
-"""The page of a run on text: results over steps, the paper's beside them, and samples side by side."""
+"""Sections about models of text: results over steps, at equal entropy, and beside the paper's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
-from imdm.core.files import read_json
 from imdm.evaluation import Row, metrics
-from imdm.experiments.schema import Recipe
 from imdm.report import paper, plots
 from imdm.report.equal import (
     LEAST,
@@ -17,14 +13,12 @@ from imdm.report.equal import (
     first_in_words,
     firsts,
     variety_table,
-    without_truncated,
 )
-from imdm.report.names import method_in_words, metric_in_words, named
-from imdm.report.page import Beside, Part, Picture, Report, Section
+from imdm.report.names import method_in_words, metric_in_words, row_names
+from imdm.report.page import Beside, Part, Picture, Section
 from imdm.report.ratios import ratio_table, ratios
-from imdm.report.tables import EVERYTHING, Table, all_results, figure, steps_in_words, told_apart
-from imdm.report.trained import trained_section
-from imdm.report.writing import written_by
+from imdm.report.sections import Results, read_by, sections
+from imdm.report.tables import Table, figure, steps_in_words
 
 CURVES = {"gen_ppl": "generative perplexity", "entropy": "entropy (nats)", "mauve": "MAUVE"}
 READ = {
@@ -45,64 +39,24 @@ COST = {
 }
 
 
-def text_page(run: Path, rows: list[Row], facts: dict[str, str]) -> Report | None:
-    """None for a run that was not measured over steps. Without a recipe, results alone make the page."""
-    has_recipe = (run / "recipe.json").exists()
-    recipe = Recipe.parse(read_json(run / "recipe.json", "report")) if has_recipe else None
-    every, tried = rows, list[Row]()
-    if recipe is not None:
-        rows, tried = set_apart(run, recipe, rows)
-    everywhere, rows = rows, without_truncated(rows)
-    judges: list[str | None] = list(dict.fromkeys(row.judge for row in rows if row.judge)) or [None]
-    own = set(recipe.stages) if recipe is not None else set()
-    sections = [section for number, judge in enumerate(judges) for section in quality(rows, judge, number, own)]
-    if not sections:
-        return None
-    rows = read_by(rows, judges[0])
-    beside = paper_beside(recipe.experiment, rows) if recipe is not None else []
-    if beside:
-        sections.append(Section("The paper's figures, and ours", "", beside))
-    sections += frontier(read_by(everywhere, judges[0])) + at_equal_entropy(everywhere, judges) + cost_of_steps(rows)
-    sections += chosen(tried)
-    sections += [*trained_section(run, recipe, rows), *written_by(run, recipe)] if recipe is not None else []
-    sections.append(Section(EVERYTHING, "", [all_results(every)], folded=True))
-    title, lead = (recipe.name, recipe.summary) if recipe is not None else (run.name, "Results of this folder.")
-    return Report(title, lead, highlights(rows), sections, facts)
+@sections.register("quality")
+def quality(results: Results) -> list[Section]:
+    """Perplexity, entropy and MAUVE over steps, by every judge, and tables of what else was measured."""
+    own = set(results.recipe.stages) if results.recipe is not None else set()
+    found = [
+        section
+        for number, judge in enumerate(results.judges)
+        for section in quality_by(results.plain, judge, number, own)
+    ]
+    return [replace(found[0], highlights=highlights(results.main), printed=True), *found[1:]] if found else []
 
 
-def set_apart(run: Path, recipe: Recipe, rows: list[Row]) -> tuple[list[Row], list[Row]]:
-    """Reported rows, and rows on which settings were chosen: those of samples with an evaluation's own seed, which no
-    run in the folder has."""
-    theirs = {stage.seed for stage in recipe.evaluations().values()} - {None}
-    reported = {method for stage in recipe.reporting() for method in stage.models.values()}
-    folders = [place.name.removeprefix("seed-") for place in (*run.glob("seed-*"), *run.glob("*/seed-*"))]
-    own = {str(recipe.seed), *folders}
-
-    def is_tried(row: Row) -> bool:
-        return row.sample_seed in theirs and (str(row.sample_seed) not in own or row.method not in reported)
-
-    return [row for row in rows if not is_tried(row)], [row for row in rows if is_tried(row)]
-
-
-def chosen(rows: list[Row]) -> list[Section]:
-    """The rows on which settings were chosen, apart from those reported."""
-    words = "Measured on samples of their own, which are in no other figure of this page."
-    return [Section("What settings were chosen on", words, [step_table(rows)])] if rows else []
-
-
-def read_by(rows: list[Row], judge: str | None) -> list[Row]:
-    """Rows of one judge, and those without a judge."""
-    return [row for row in rows if row.judge in (None, judge)]
-
-
-def quality(rows: list[Row], judge: str | None, number: int, own: set[str]) -> list[Section]:
+def quality_by(rows: list[Row], judge: str | None, number: int, own: set[str]) -> list[Section]:
     """Curves and tables under one judge, the `number`-th of the page; rows without a judge come with the first. own:
     the run's stages, one of which the judge may be. Several masks of a kind under one method get a section of their
     own."""
     every, rows = read_by(rows, judge), usual(read_by(rows, judge))
-    panels = {
-        title: curves(rows, metric, words=True) for metric, title in CURVES.items() if not number or metric == "gen_ppl"
-    }
+    panels = {title: curves(rows, metric) for metric, title in CURVES.items() if not number or metric == "gen_ppl"}
     panels = {title: found for title, found in panels.items() if found}
     if not panels:
         return []
@@ -116,7 +70,7 @@ def quality(rows: list[Row], judge: str | None, number: int, own: set[str]) -> l
     sections = [Section(f"Quality over steps{by}", text, [Beside(pictures), *_tables(rows, number)])]
     for place, (method, masks) in enumerate(several_masks(every).items(), 1):
         metric = "gen_ppl" if any(row.metric == "gen_ppl" for row in masks) else "entropy"
-        picture = _picture(f"masks-{place}{nth}", CURVES[metric], curves(masks, metric, words=True))
+        picture = _picture(f"masks-{place}{nth}", CURVES[metric], curves(masks, metric))
         sections.append(
             Section(f"{method_in_words(method)}: masks compared{by}", "", [Beside([picture]), *_tables(masks, number)])
         )
@@ -145,45 +99,21 @@ def usual(rows: list[Row]) -> list[Row]:
 
 def several_masks(rows: list[Row]) -> dict[str, list[Row]]:
     """The rows of each method that was measured with several masks of one kind."""
-    methods = dict.fromkeys(method for method, _ in _several(rows))
-    return {method: [row for row in rows if row.method == method] for method in methods}
-
-
-def curves(rows: list[Row], metric: str, words: bool = False) -> dict[str, dict[int, tuple[float, float]]]:
-    """`method model` → steps → the mean over seeds and its standard error; words: under plain names."""
-    found: dict[str, dict[int, list[Row]]] = {}
-    name = plain_names(rows) if words else _names(rows)
-    for row in rows:
-        if row.metric == metric and row.temperature == 1.0:
-            found.setdefault(name(row), {}).setdefault(row.steps, []).append(row)
-    return {name: {steps: _mean(seeds) for steps, seeds in points.items()} for name, points in found.items()}
-
-
-def _several(rows: list[Row]) -> list[tuple[str, str]]:
-    """Methods and models with several masks, whose names must include the mask."""
     masks: dict[tuple[str, str], set[str]] = {}
     for row in rows:
         masks.setdefault((row.method, row.model), set()).add(row.mask)
-    return [place for place, found in masks.items() if len(found) > 1]
+    methods = dict.fromkeys(method for (method, _), found in masks.items() if len(found) > 1)
+    return {method: [row for row in rows if row.method == method] for method in methods}
 
 
-def plain_names(rows: list[Row]) -> Callable[[Row], str]:
-    """Each row's model in words (`named`), and its sampling options where they differ."""
-    told = told_apart(rows)
-    models = list(dict.fromkeys((row.method + told(row), row.mask) for row in rows))
-    words = dict(zip(models, named(models), strict=True))
-    return lambda row: words[row.method + told(row), row.mask]
-
-
-def _names(rows: list[Row]) -> Callable[[Row], str]:
-    """As `plain_names`, in the rows' own names: `redi imdm`."""
-    several, told = _several(rows), told_apart(rows)
-
-    def name(row: Row) -> str:
-        kind = "" if row.method == "teacher" else f" {row.mask if (row.method, row.model) in several else row.model}"
-        return row.method + kind + told(row)
-
-    return name
+def curves(rows: list[Row], metric: str) -> dict[str, dict[int, tuple[float, float]]]:
+    """Model in words → steps → the mean over seeds and its standard error."""
+    found: dict[str, dict[int, list[Row]]] = {}
+    name_of = row_names(rows)
+    for row in rows:
+        if row.metric == metric and row.temperature == 1.0:
+            found.setdefault(name_of(row), {}).setdefault(row.steps, []).append(row)
+    return {name: {steps: _mean(seeds) for steps, seeds in points.items()} for name, points in found.items()}
 
 
 def _once(rows: list[Row], metric: str) -> dict[int | None, list[Row]]:
@@ -207,7 +137,7 @@ def _mean(rows: list[Row]) -> tuple[float, float]:
 
 def step_table(rows: list[Row]) -> Table:
     """Generative perplexity (entropy), a row a model, a column a step count, as the paper prints them."""
-    ppl, entropy = (curves(rows, metric, words=True) for metric in ("gen_ppl", "entropy"))
+    ppl, entropy = (curves(rows, metric) for metric in ("gen_ppl", "entropy"))
     steps = sorted({k for points in (ppl or entropy).values() for k in points})
     real = _once(rows, "real_ppl")
     kind = "training" if any(row.split == "train" for some in real.values() for row in some) else "held-out"
@@ -216,7 +146,7 @@ def step_table(rows: list[Row]) -> Table:
     )
     note = f"Real {kind} text under the same judge: {said}." if real else ""
     title = "Generative perplexity (entropy in nats)" if ppl else "Entropy (nats)"
-    name_of = plain_names(rows)
+    name_of = row_names(rows)
     seen = {(name_of(row), row.seed, row.sample_seed) for row in rows}
     seeds = {name: sum(name == other for other, *_ in seen) for name in ppl or entropy}
     counted = max(seeds.values(), default=1) > 1
@@ -245,7 +175,7 @@ def other_figures(rows: list[Row]) -> list[Part]:
     shared, apart = list[tuple[str, ...]](), list[tuple[str, ...]]()
     steps = sorted({row.steps for row in rows if row.metric not in metrics or metrics[row.metric].steps})
     for metric, first in dict.fromkeys((row.metric, row.first) for row in rows if row.metric not in WRITTEN):
-        found = curves([row for row in rows if row.first == first], metric, words=True)
+        found = curves([row for row in rows if row.first == first], metric)
         words = metric_in_words(metric) + first_in_words(first)
         values = {tuple((k, round(value, 9)) for k, (value, _) in points.items()) for points in found.values()}
         is_shared = len(found) > 1 and len(values) == 1  # a property of the text, or of a shared teacher
@@ -266,11 +196,13 @@ def other_figures(rows: list[Row]) -> list[Part]:
     return [table for table in (once, over) if table.rows]
 
 
-def at_equal_entropy(rows: list[Row], judges: list[str | None]) -> list[Section]:
+@sections.register("equal-entropy")
+def at_equal_entropy(results: Results) -> list[Section]:
     """Perplexities over those of the teacher in many steps at the same entropy, where it was measured at enough
     temperatures: against its frontier, and against the lower envelope over top-p."""
+    rows = results.reported
     parts: list[Part] = []
-    for number, judge in enumerate(judges):
+    for number, judge in enumerate(results.judges):
         found = [table for envelope in (False, True) for table in equal_entropy_tables(rows, judge, envelope)]
         by = f", by {judge}" if number else ""
         parts += [replace(table, title=table.title + by) for table in found]
@@ -284,9 +216,11 @@ def at_equal_entropy(rows: list[Row], judges: list[str | None]) -> list[Section]
     return [Section("At equal entropy", words, parts, printed=True)] if parts else []
 
 
-def frontier(rows: list[Row]) -> list[Section]:
+@sections.register("frontier")
+def frontier(results: Results) -> list[Section]:
     """Perplexity against entropy over temperatures: a model that is merely less varied moves along its own curve. Only
     if several temperatures were measured."""
+    rows = read_by(results.reported, results.judges[0])
     varied, likely = _once(rows, "real_entropy"), _once(rows, "real_ppl")
     goals = {first: (_mean(varied[first])[0], _mean(likely[first])[0]) for first in varied if first in likely}
     pictures, has_goal = list[Picture](), False
@@ -310,7 +244,7 @@ def frontier(rows: list[Row]) -> list[Section]:
 def _panel(rows: list[Row]) -> dict[str, list[plots.Point]]:
     """Of each model, its points by rising temperature."""
     points: dict[tuple[str, float], dict[str, list[Row]]] = {}
-    name_of = plain_names(rows)
+    name_of = row_names(rows)
     for row in rows:
         if row.metric in WRITTEN:
             points.setdefault((name_of(row), row.temperature), {}).setdefault(row.metric, []).append(row)
@@ -321,11 +255,12 @@ def _panel(rows: list[Row]) -> dict[str, list[plots.Point]]:
     return {name: found for name, found in panel.items() if found}
 
 
-def cost_of_steps(rows: list[Row]) -> list[Section]:
+@sections.register("steps")
+def cost_of_steps(results: Results) -> list[Section]:
     """The factorization error on held-out text, with the lower bound for one factorized distribution a step."""
-    panels = {}
+    panels, rows = {}, results.main
     for title, (error, floor, name) in COST.items():
-        lines, floors = curves(rows, error, words=True), curves(rows, floor, words=True)
+        lines, floors = curves(rows, error), curves(rows, floor)
         if lines:
             same = len({tuple(points.items()) for points in floors.values()}) == 1  # models that share their teacher
             floors = {name: next(iter(floors.values()))} if same else {f"{name}, {m}": p for m, p in floors.items()}
@@ -365,14 +300,15 @@ def highlights(rows: list[Row]) -> list[tuple[str, str]]:
     ]
 
 
-def paper_beside(experiment: str, rows: list[Row]) -> list[Part]:
+@sections.register("paper")
+def paper_beside(results: Results) -> list[Section]:
     """The paper's tables of this experiment with our columns added."""
     parts: list[Part] = []
-    for table, measured in PAPER.get(experiment, ()):
+    for table, measured in PAPER.get(results.recipe.experiment, ()) if results.recipe is not None else ():
         ours = {
             f"{name}, {metric_in_words(metric)}": points
             for metric in measured
-            for name, points in curves(rows, metric, words=True).items()
+            for name, points in curves(results.main, metric).items()
         }
         shown = Table(f"Table {table.number}. {table.caption}", (*table.columns, *(f"ours: {name}" for name in ours)))
         for cells in table.rows:
@@ -380,10 +316,11 @@ def paper_beside(experiment: str, rows: list[Row]) -> list[Part]:
             shown.rows.append((*cells, *mine))
         if ours:
             parts.append(shown)
-    return parts
+    return [Section("The paper's figures, and ours", "", parts)] if parts else []
 
 
-def all_paper_tables() -> Section:
-    """Tables 1 to 14 as they stand in the paper."""
-    tables = [Table(f"Table {t.number}. {t.caption}", t.columns, list(t.rows)) for t in paper.TABLES]
-    return Section("The paper's tables", "As printed in the paper.", tables, folded=True)
+@sections.register("choices")
+def choices(results: Results) -> list[Section]:
+    """The rows on which settings were chosen, apart from those reported."""
+    words = "Measured on samples of their own, which are in no other figure of this page."
+    return [Section("What settings were chosen on", words, [step_table(results.tried)])] if results.tried else []

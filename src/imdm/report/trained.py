@@ -14,20 +14,25 @@ from imdm.experiments.status import DONE, explained, in_words, read_done, shown_
 from imdm.objectives.base import Signal
 from imdm.report.names import mask_in_words, objective_in_words
 from imdm.report.page import Section
+from imdm.report.sections import Results, sections
 from imdm.report.tables import Table
 from imdm.training.history import LOSS, last_loss, loss_in_words, read_history
 
 
-def trained_section(run: Path, recipe: Recipe, rows: list[Row]) -> list[Section]:
-    """Empty if the folder has no training logs, as when it holds results only."""
-    folder = run / f"seed-{recipe.seed}"
+@sections.register("training")
+def training(results: Results) -> list[Section]:
+    """Nothing if the folder has no training logs, as when it holds results only."""
+    recipe = results.recipe
+    if recipe is None:
+        return []
+    folder = results.folder / f"seed-{recipe.seed}"
     stages = {name: stage for name, stage in recipe.stages.items() if isinstance(stage, TrainStage)}
     found = [_Trained(folder / name, name, stage) for name, stage in stages.items()]
     found = [one for one in found if one.is_done]
     if not found:
         return []
     columns = ("stage", "from", "by", "mask", "rate", "steps × batch", "pairs", "passes", "loss", "signals", "overlap")
-    table = Table("Training", (*columns, "minutes"), [one.cells(recipe, rows) for one in found], _note(found))
+    table = Table("Training", (*columns, "minutes"), [one.cells(recipe, results.main) for one in found], _note(found))
     return [Section("How the models were trained", f"Seed {recipe.seed} of the recipe.", [table])]
 
 

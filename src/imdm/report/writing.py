@@ -15,6 +15,7 @@ from imdm.data.tokenizers import special_ids
 from imdm.experiments.schema import Recipe
 from imdm.report.names import model_in_words
 from imdm.report.page import Beside, Part, Section, Strip, Written
+from imdm.report.sections import Results, sections
 from imdm.report.tables import steps_in_words
 from imdm.writer import Text, Writer, load
 
@@ -37,21 +38,23 @@ class Author:
         return Written(f"{self.name}, {label}:", pieces, steps)
 
 
-def written_by(run: Path, recipe: Recipe) -> list[Section]:
-    """Empty if models have no tokenizer beside them."""
-    authors = _authors(run, recipe)
-    if not authors:
+@sections.register("texts")
+def texts(results: Results) -> list[Section]:
+    """Nothing if models have no tokenizer beside them."""
+    run, recipe = results.folder, results.recipe
+    authors = [] if recipe is None else _authors(run, recipe)
+    if recipe is None or not authors:
         return []
-    sections = [Section("Written side by side", FAIR, _from_nothing(authors), aside=COLOURS)]
+    found = [Section("Written side by side", FAIR, _from_nothing(authors), aside=COLOURS)]
     prompt = _prompt(run, recipe, authors[0].writer)
     if prompt is not None:
         few = _few(authors)
         words = f"{CONTINUATIONS} continuations of a held-out beginning in {steps_in_words(few)}, by each."
-        sections.append(Section("The same prompt continued", words, _continued(authors, prompt, few), aside=COLOURS))
+        found.append(Section("The same prompt continued", words, _continued(authors, prompt, few), aside=COLOURS))
     most = max(k for author in authors for k in author.steps)
     one = "One text of the last model above."
-    sections.append(Section("How a text appears", one, [_appearing(authors[-1], most)], aside="Grey is still masked."))
-    return sections
+    found.append(Section("How a text appears", one, [_appearing(authors[-1], most)], aside="Grey is still masked."))
+    return found
 
 
 def _authors(run: Path, recipe: Recipe) -> list[Author]:
