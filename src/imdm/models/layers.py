@@ -203,7 +203,7 @@ def soft_cap_score(softcap: float) -> Callable[..., Tensor]:
 
 
 @dataclass(frozen=True)
-class Look:
+class AttentionOptions:
     """Extra inputs and outputs of attention. seen (B, 1, 1, T) bool: the positions that may be attended to, None: all;
     weights: a list to which each layer appends its attention weights (B, H, T, T)."""
 
@@ -237,14 +237,14 @@ class Attention(nn.Module):
         rope: Rope,
         rows: Rows | None = None,
         queries: Tensor | None = None,
-        look: Look | None = None,
+        options: AttentionOptions | None = None,
     ) -> Tensor:
         """x (B, L, D) → (B, L, D), or (R, D) of some rows only. With `queries` (B, Q), the positions of those rows,
-        only these form queries. `look` needs all rows."""
+        only these form queries. `options` needs all rows."""
         D = x.shape[-1]
-        if look is not None:
+        if options is not None:
             q, k, v = (in_heads(part, self.heads) for part in self.qkv(x).chunk(3, dim=-1))
-            return self.out(joined(look.attend(rotate(q, *rope), rotate(k, *rope), v, self.softcap, self.causal)))
+            return self.out(joined(options.attend(rotate(q, *rope), rotate(k, *rope), v, self.softcap, self.causal)))
         if queries is None or rows is None or rows.slot is None:
             q, k, v = Heads.apply(self.qkv(x), *rope, self.heads)
             mixed = joined(attend(q, k, v, self.softcap, self.causal))
@@ -323,15 +323,15 @@ class Block(nn.Module):
         rows: Rows | None = None,
         queries: Tensor | None = None,
         keys: Tensor | None = None,
-        look: Look | None = None,
+        options: AttentionOptions | None = None,
     ) -> Tensor:
         """x (B, L, D) → (B, L, D), or (R, D) of the given rows only. keys (2, B): for dropout, in training."""
         kept = x if rows is None else rows.of(x)
         first, second = (None, None) if keys is None else keys
         if self.modulation is None:
-            kept = kept + self.dropout(self.attention(self.norm1(x), rope, rows, queries, look), first, rows)
+            kept = kept + self.dropout(self.attention(self.norm1(x), rope, rows, queries, options), first, rows)
             return kept + self.dropout(self.mlp(self.norm2(kept)), second, rows)
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(c).chunk(6, dim=-1)  # (D,) each
-        asked = self.attention(self.norm1(x) * (1 + scale1) + shift1, rope, rows, queries, look)
+        asked = self.attention(self.norm1(x) * (1 + scale1) + shift1, rope, rows, queries, options)
         kept = kept + gate1 * self.dropout(asked, first, rows)
         return kept + gate2 * self.dropout(self.mlp(self.norm2(kept) * (1 + scale2) + shift2), second, rows)

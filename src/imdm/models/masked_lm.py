@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from imdm.core.errors import UserError, check_is, check_seed, shown
 from imdm.diffusion.state import Noised
-from imdm.models.backbones import Asked
+from imdm.models.backbones import BackboneRequest
 
 if TYPE_CHECKING:
     from transformers.modeling_outputs import MaskedLMOutput
@@ -48,14 +48,14 @@ def masked_lm(
     else:
         assert inputs_embeds is not None
         x, shape = _given(model, inputs_embeds, noise), inputs_embeds.shape[:2]
-    asked = Asked(
+    request = BackboneRequest(
         seen=_seen(attention_mask, shape),
         positions=_as_rows("position_ids", position_ids, shape, model.config.length),
         kinds=_as_rows("token_type_ids", token_type_ids, shape),
         states=states,
         attentions=attentions,
     )
-    found = model.backbone.look(x, asked.with_latent() if model.mixture is not None else asked)
+    found = model.backbone.outputs(x, request.with_latent() if model.mixture is not None else request)
     logits = model.head_of(found.hidden[:, : shape[1]]).logits()
     loss = None if labels is None else masked_loss(logits, labels, model.causal)
     hidden = found.states

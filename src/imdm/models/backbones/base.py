@@ -53,7 +53,7 @@ class Folded(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Asked:
+class BackboneRequest:
     """What a caller from `transformers` may request beside the last hidden states. Shapes do not count a mixture's
     latent.
 
@@ -81,7 +81,7 @@ class Asked:
             return self.positions
         return (self.seen.long().cumsum(-1) - 1).clamp(min=0)
 
-    def with_latent(self) -> Asked:
+    def with_latent(self) -> BackboneRequest:
         """The same with one more token at the end, the latent's, which all positions attend to."""
         kinds = None if self.kinds is None else nn.functional.pad(self.kinds, (0, 1))
         if self.seen is None and self.positions is None:
@@ -92,7 +92,7 @@ class Asked:
         return replace(self, seen=seen, positions=torch.cat((places, counted.amax(-1, True) + 1), -1), kinds=kinds)
 
 
-class Looked(NamedTuple):
+class BackboneOutputs(NamedTuple):
     """hidden (B, T, D), for the head; states: after the embedding and after each layer; attentions: of each layer, (B,
     H, T, T); both only if requested."""
 
@@ -157,15 +157,15 @@ class Backbone(nn.Module):
         replaced, so that a CUDA graph can use them. `reset()` empties it. None: it has no such cache."""
         return None
 
-    def look(self, x: Tensor, asked: Asked) -> Looked:
+    def outputs(self, x: Tensor, request: BackboneRequest) -> BackboneOutputs:
         """Hidden states and attentions as `transformers` requests them, of embeddings (B, T, D); refuses what it does
         not support."""
-        if not asked.nothing:
+        if not request.nothing:
             raise UserError(
                 f"backbone {self.settings.kind!r} has no padding, no position ids, no hidden states between its layers "
                 "and no attentions; call it without them"
             )
-        return Looked(self(x))
+        return BackboneOutputs(self(x))
 
     def set_dropout(self, rate: float) -> None:
         """Set the dropout rate; `config.dropout` already holds it."""

@@ -15,8 +15,16 @@ from imdm.core.errors import UserError
 from imdm.diffusion.randomness import Purpose, fold
 from imdm.diffusion.state import Rows
 from imdm.kernels import is_plain
-from imdm.models.backbones.base import Asked, Backbone, BackboneSettings, Folded, Looked, backbones, size_filled
-from imdm.models.layers import Block, Look, Norm, Rope, TimeCondition, ZeroLinear, rotary
+from imdm.models.backbones.base import (
+    Backbone,
+    BackboneOutputs,
+    BackboneRequest,
+    BackboneSettings,
+    Folded,
+    backbones,
+    size_filled,
+)
+from imdm.models.layers import AttentionOptions, Block, Norm, Rope, TimeCondition, ZeroLinear, rotary
 
 if TYPE_CHECKING:
     from imdm.models.shape import Shape
@@ -93,28 +101,30 @@ class DiT(Backbone):
         hidden = out(last, self.norm, self.modulation, x, c, rope, rows, queries, dropped[-1])
         return hidden if rows is not None else hidden[:many]
 
-    def look(self, x: Tensor, asked: Asked) -> Looked:
+    def outputs(self, x: Tensor, request: BackboneRequest) -> BackboneOutputs:
         """Rotary embeddings depend on distances only, so padding before a text changes nothing. It would with a latent
         after the text, so positions then do not count padding. The last of the states is the input of the head, as in
         Llama."""
-        if asked.nothing:
-            return Looked(self(x))
+        if request.nothing:
+            return BackboneOutputs(self(x))
         rope = self.beside(x.shape[1], x.device)
-        if asked.positions is not None:
-            rope = self._at(asked.positions)
-        look = Look(None if asked.seen is None else asked.seen[:, None, None], [] if asked.attentions else None)
+        if request.positions is not None:
+            rope = self._at(request.positions)
+        options = AttentionOptions(
+            None if request.seen is None else request.seen[:, None, None], [] if request.attentions else None
+        )
         c = self.time() if self.time is not None else None
         dropped = self._dropout_keys(None, len(x), x.device)
         blocks = cast("list[Block]", list(self.blocks))
         through, out = self._again(_through), self._again(_out)
         states = [x]
         for block, keys in zip(blocks[:-1], dropped[:-1], strict=True):
-            x = through(block, x, c, rope, keys, look)
+            x = through(block, x, c, rope, keys, options)
             states.append(x)
-        x = out(blocks[-1], self.norm, self.modulation, x, c, rope, None, None, dropped[-1], look)
+        x = out(blocks[-1], self.norm, self.modulation, x, c, rope, None, None, dropped[-1], options)
         states.append(x)
-        attentions = None if look.weights is None else tuple(look.weights)
-        return Looked(x, tuple(states) if asked.states else None, attentions)
+        attentions = None if options.weights is None else tuple(options.weights)
+        return BackboneOutputs(x, tuple(states) if request.states else None, attentions)
 
     def _at(self, positions: Tensor) -> Rope:
         """The rotations of positions (B, T): (B, 1, T, dim) each."""
@@ -202,9 +212,9 @@ class DiT(Backbone):
 
 
 def _through(
-    block: Block, x: Tensor, c: Tensor | None, rope: Rope, keys: Tensor | None, look: Look | None = None
+    block: Block, x: Tensor, c: Tensor | None, rope: Rope, keys: Tensor | None, options: AttentionOptions | None = None
 ) -> Tensor:
-    return block(x, c, rope, keys=keys, look=look)
+    return block(x, c, rope, keys=keys, options=options)
 
 
 def _out(
@@ -217,10 +227,10 @@ def _out(
     rows: Rows | None,
     queries: Tensor | None,
     keys: Tensor | None,
-    look: Look | None = None,
+    options: AttentionOptions | None = None,
 ) -> Tensor:
     """The last block and what follows it."""
-    x = norm(block(x, c, rope, rows, queries, keys, look))
+    x = norm(block(x, c, rope, rows, queries, keys, options))
     if modulation is None:
         return x
     shift, scale = modulation(c).chunk(2, dim=-1)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from imdm.core.errors import UserError, reason_of
 from imdm.diffusion.randomness import Purpose, as_key, fold, seeded, uniform
-from imdm.models.backbones.base import Asked, Backbone, BackboneSettings, Looked, backbones
+from imdm.models.backbones.base import Backbone, BackboneOutputs, BackboneRequest, BackboneSettings, backbones
 from imdm.models.pretrained import (
     WholeHead,
     built,
@@ -186,28 +186,28 @@ class HF(Backbone):
         visible = torch.arange(past.get_max_length(), device=x.device) <= place[:, None]
         return {"position_ids": place[None], "attention_mask": self._mask(visible.expand(x.shape[0], 1, -1, -1), x)}
 
-    def look(self, x: Tensor, asked: Asked) -> Looked:
+    def outputs(self, x: Tensor, request: BackboneRequest) -> BackboneOutputs:
         """Through `transformers`' own arguments. Positions do not count padding."""
-        if asked.nothing and asked.kinds is None:
-            return Looked(self(x))
-        lm = self._showing() if asked.attentions else self.lm
+        if request.nothing and request.kinds is None:
+            return BackboneOutputs(self(x))
+        lm = self._showing() if request.attentions else self.lm
         given: dict[str, Any] = {"inputs_embeds": x} | ({} if is_masked(self.lm.config) else {"use_cache": False})
-        if asked.seen is not None or (self.opens and self._windowed(x.shape[1])):
-            given["attention_mask"] = self._seen(x, asked.seen, eager=asked.attentions)
+        if request.seen is not None or (self.opens and self._windowed(x.shape[1])):
+            given["attention_mask"] = self._seen(x, request.seen, eager=request.attentions)
         takes = inspect.signature(self.lm.base_model.forward).parameters
-        if (places := asked.places()) is not None:
+        if (places := request.places()) is not None:
             if "position_ids" not in takes:
                 raise UserError(f"{self.lm.config.model_type!r} models take no position ids")
             given["position_ids"] = places + first_position(self.lm)
-        if asked.kinds is not None and "token_type_ids" in takes:
-            given["token_type_ids"] = asked.kinds
-        found = lm.base_model(**given, output_hidden_states=asked.states, output_attentions=asked.attentions)
+        if request.kinds is not None and "token_type_ids" in takes:
+            given["token_type_ids"] = request.kinds
+        found = lm.base_model(**given, output_hidden_states=request.states, output_attentions=request.attentions)
         hidden = found.last_hidden_state
         if self.shift:
             before = torch.cat((hidden[:, :1], hidden[:, :-1]), 1)
-            seen = None if asked.seen is None else nn.functional.pad(asked.seen[:, :-1], (1, 0), value=True)
+            seen = None if request.seen is None else nn.functional.pad(request.seen[:, :-1], (1, 0), value=True)
             hidden = before if seen is None else torch.where(seen[..., None], before, hidden)  # absent at first
-        return Looked(hidden, found.hidden_states, found.attentions)
+        return BackboneOutputs(hidden, found.hidden_states, found.attentions)
 
     def _showing(self) -> PreTrainedModel:
         """The same weights with eager attention, which returns its weights; fused attention cannot. A second model, so
