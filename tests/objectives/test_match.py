@@ -34,7 +34,7 @@ from imdm.experiments.stages import _waiting
 from imdm.models import readout
 from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.models.loading import load_model
-from imdm.models.readout import Chosen, Gradient, Head, Said, match_rows, matched
+from imdm.models.readout import Chosen, Gradient, Head, LogProbRows, match_rows, matched
 from imdm.models.variants import with_mask
 from imdm.objectives import Match, Nelbo, Step, match, parse_objective
 from imdm.objectives.match import AUXILIARY, DATA, OWN, PRIOR, Starts
@@ -351,7 +351,7 @@ def test_heads_without_some_tokens(gradient: Gradient, at_once: int, monkeypatch
         logits = (rows @ weight.T + bias).masked_fill(torch.arange(7) == 6, -torch.inf)
         assert torch.allclose(logits.softmax(-1), law.exp(), atol=1e-6)
         assert torch.allclose(
-            Said(head._replace(barred=(), rows=head.rows[:, :-16]).log_probs())
+            LogProbRows(head._replace(barred=(), rows=head.rows[:, :-16]).log_probs())
             .without(barred, (1, 2))
             .log_probs()
             .exp(),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from imdm.diffusion.process import Process
 from imdm.diffusion.state import Noised, Rows
-from imdm.models.readout import Head, Said
+from imdm.models.readout import Head, LogProbRows
 
 
 class Denoiser(Protocol):
@@ -42,5 +42,5 @@ class Denoiser(Protocol):
     def head(self, rows: Tensor) -> Tensor:
         """Log-probabilities (R, V) for rows (R, ·) of the hidden states; −∞ at the mask."""
 
-    def head_of(self, rows: Tensor) -> Head | Said:
+    def head_of(self, rows: Tensor) -> Head | LogProbRows:
         """The rows and the layer that maps them to logits, for kernels that never materialise (R, V)."""

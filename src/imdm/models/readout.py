@@ -88,7 +88,7 @@ class Head(NamedTuple):
         return nn.functional.pad(logits, (0, more), value=-torch.inf) if more > 0 else logits[..., : self.size]
 
 
-class Said(NamedTuple):
+class LogProbRows(NamedTuple):
     """Rows that already are log-probabilities (R, V), as an oracle's; there is no output layer."""
 
     rows: Tensor
@@ -98,7 +98,7 @@ class Said(NamedTuple):
     def log_probs(self, part: slice = slice(None)) -> Tensor:
         return self.rows[part]
 
-    def without(self, where: Tensor, tokens: tuple[int, ...]) -> Said:
+    def without(self, where: Tensor, tokens: tuple[int, ...]) -> LogProbRows:
         """The same, but these tokens have probability 0 in the rows `where` (R,)."""
         rest = self.rows.index_fill(-1, torch.tensor(tokens, device=self.rows.device), -torch.inf).log_softmax(-1)
         return self._replace(rows=torch.where(where[:, None], rest, self.rows))
@@ -197,7 +197,12 @@ def matched(
 
 
 def match_rows(
-    gradient: Gradient, student: Head, teacher: Head | Said, auxiliary: Head, targets: Tensor, clip: float | None = None
+    gradient: Gradient,
+    student: Head,
+    teacher: Head | LogProbRows,
+    auxiliary: Head,
+    targets: Tensor,
+    clip: float | None = None,
 ) -> Tensor:
     """Of three heads over the same rows: what `matched` gives, and the auxiliary's −log p_ψ(target): (R, 2). Gradients
     reach the student through the first and the auxiliary through the second; (R, V) is never materialised."""

@@ -12,7 +12,7 @@ from imdm.diffusion.masks import Finite, Infinite, Mask, Single
 from imdm.diffusion.process import Process
 from imdm.diffusion.schedule import LogLinear, Schedule
 from imdm.diffusion.state import Noised, Rows
-from imdm.models.readout import Said
+from imdm.models.readout import LogProbRows
 
 
 class Tabulated(ABC):
@@ -31,8 +31,8 @@ class Tabulated(ABC):
     def trunk_at(self, state: Noised, rows: Rows) -> Tensor:
         return rows.of(self.trunk(state))
 
-    def head_of(self, rows: Tensor) -> Said:
-        return Said(rows)
+    def head_of(self, rows: Tensor) -> LogProbRows:
+        return LogProbRows(rows)
 
     def head(self, rows: Tensor) -> Tensor:
         return rows
