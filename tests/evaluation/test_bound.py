@@ -12,7 +12,7 @@ import torch
 
 from imdm.core.errors import UserError
 from imdm.diffusion.state import Noised
-from imdm.evaluation.bound import Asked, Bound, bounds, drawn, greedy
+from imdm.evaluation.bound import Bound, LikelihoodRequest, bounds, drawn, greedy
 from imdm.models.denoiser import MaskedDiffusionLM
 from tests.conftest import tiny_model
 from tests.reference.statistics import assert_law
@@ -20,11 +20,11 @@ from tests.reference.statistics import assert_law
 WHOLE = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 MASK = 3  # the last of the tiny models' four ids
 ASKED = [
-    Asked((0, 1, 2, 1), 1, 4),
-    Asked((0, 1, 2, 1), 2, 4),
-    Asked((0, 1, 2, 2, 1, 0), 1, 3),
-    Asked((0, 1, 1, MASK, MASK), 1, 3),
-    Asked((0, 2), 1, 2),
+    LikelihoodRequest((0, 1, 2, 1), 1, 4),
+    LikelihoodRequest((0, 1, 2, 1), 2, 4),
+    LikelihoodRequest((0, 1, 2, 2, 1, 0), 1, 3),
+    LikelihoodRequest((0, 1, 1, MASK, MASK), 1, 3),
+    LikelihoodRequest((0, 2), 1, 2),
 ]
 
 
@@ -32,13 +32,13 @@ def of_tokens(seed: int = 0, **changes: object) -> MaskedDiffusionLM:
     return tiny_model(seed, vocab_size=4, **changes)
 
 
-def found(model: MaskedDiffusionLM, asked: list[Asked], **settings: int) -> list[Bound]:
+def found(model: MaskedDiffusionLM, asked: list[LikelihoodRequest], **settings: int) -> list[Bound]:
     made = dict(bounds(model, asked, **settings))
     return [made[i] for i in range(len(asked))]
 
 
 @torch.no_grad()
-def over_orders(model: MaskedDiffusionLM, asked: Asked) -> float:
+def over_orders(model: MaskedDiffusionLM, asked: LikelihoodRequest) -> float:
     """The mean over all orders of the log-probability of writing the places one after another: a plain chain rule."""
     places, total = range(asked.first, asked.last), 0.0
     for order in permutations(places):
@@ -52,7 +52,7 @@ def over_orders(model: MaskedDiffusionLM, asked: Asked) -> float:
 
 @pytest.mark.parametrize("n", [1, 64])
 @pytest.mark.parametrize("asked", ASKED)
-def test_few_masks_are_enumerated(asked: Asked, n: int) -> None:
+def test_few_masks_are_enumerated(asked: LikelihoodRequest, n: int) -> None:
     """The bound is the mean over orders, however few draws are asked for."""
     [one] = found(of_tokens(), [asked], n=n)
     assert one.value == pytest.approx(over_orders(of_tokens(), asked), abs=1e-4)
@@ -61,7 +61,7 @@ def test_few_masks_are_enumerated(asked: Asked, n: int) -> None:
 
 def test_the_mean_of_the_draws_is_the_enumerated_bound() -> None:
     """Four places have fifteen masks: with so many draws they are enumerated, with fewer drawn."""
-    model, asked = of_tokens(), Asked((0, 1, 2, 1, 2), 1, 5)
+    model, asked = of_tokens(), LikelihoodRequest((0, 1, 2, 1, 2), 1, 5)
     [exact] = found(model, [asked], n=15)
     assert exact.stderr == 0
     assert exact.value == pytest.approx(over_orders(model, asked), abs=1e-4)
@@ -75,7 +75,7 @@ def test_the_mean_of_the_draws_is_the_enumerated_bound() -> None:
 def test_masks_of_a_draw_have_the_law_of_the_bound() -> None:
     """k is uniform on 1…l, as even as draws can be, and then every set of k places alike (false alarm 1e-5)."""
     n = 30_000
-    draws = drawn(Asked((0, 1, 2, 1), 1, 4), n, seed=0, noisy=True)
+    draws = drawn(LikelihoodRequest((0, 1, 2, 1), 1, 4), n, seed=0, noisy=True)
     count = draws.masked.sum(1)
     assert torch.bincount(count).tolist() == [0, n // 3, n // 3, n // 3]
     assert torch.allclose(draws.weight, 3 / count.double() / n)
@@ -87,7 +87,7 @@ def test_masks_of_a_draw_have_the_law_of_the_bound() -> None:
 @torch.no_grad()
 def test_noise_of_masks_is_drawn_anew_for_every_draw() -> None:
     """Two kinds of masks and two places: the mean over masks and noises, enumerated."""
-    model, asked = of_tokens(mask="finite-2"), Asked((0, 1, 2), 1, 3)
+    model, asked = of_tokens(mask="finite-2"), LikelihoodRequest((0, 1, 2), 1, 3)
     exact = 0.0
     for masked in ([1], [2], [1, 2]):
         tokens = torch.tensor([asked.row])
@@ -105,7 +105,12 @@ def test_noise_of_masks_is_drawn_anew_for_every_draw() -> None:
 @pytest.mark.parametrize("mask", ["single", "infinite-uniform-8-1.0"])
 def test_what_is_asked_beside_changes_nothing(mask: str) -> None:
     model = of_tokens(mask=mask, length=8)
-    asked = [*ASKED, Asked((0, 1, 2, 1, 2, 0, 1), 1, 7), Asked((0, 1, 2, 1, 2, 0, 2), 1, 7), Asked((0, 1), 2, 2)]
+    asked = [
+        *ASKED,
+        LikelihoodRequest((0, 1, 2, 1, 2, 0, 1), 1, 7),
+        LikelihoodRequest((0, 1, 2, 1, 2, 0, 2), 1, 7),
+        LikelihoodRequest((0, 1), 2, 2),
+    ]
     asked = [one for one in asked if one.size]
     alone = [found(model, [one], n=9)[0] for one in asked]
     for batch_size in (1, 7, 64):
@@ -121,9 +126,9 @@ def test_what_is_asked_beside_changes_nothing(mask: str) -> None:
 def test_whole_texts_are_bounded_in_the_same_way() -> None:
     """Masks after the continuation stay; a visible end makes what follows certain."""
     model = of_tokens(1, **WHOLE)
-    ask = Asked((0, 1, MASK, MASK, MASK, MASK), 1, 2)
+    ask = LikelihoodRequest((0, 1, MASK, MASK, MASK, MASK), 1, 2)
     assert found(model, [ask])[0].value == pytest.approx(over_orders(model, ask), abs=1e-4)
-    certain = Asked((0, 1, 2, 2), 2, 4)
+    certain = LikelihoodRequest((0, 1, 2, 2), 2, 4)
     assert found(model, [certain])[0].value == 0.0
     assert dict(greedy(model, [certain])) == {0: True}
 
@@ -138,7 +143,7 @@ def test_greedy_unmasking_by_hand(seed: int) -> None:
         best, token = model(model.noised(tokens))[0].max(-1)
         place = int(best.masked_fill(tokens[0] != MASK, -torch.inf).argmax())
         tokens[0, place] = token[place]
-    every = [Asked((0, 1, a, b, c), 2, 5) for a in range(3) for b in range(3) for c in range(3)]
+    every = [LikelihoodRequest((0, 1, a, b, c), 2, 5) for a in range(3) for b in range(3) for c in range(3)]
     same = dict(greedy(model, every, batch_size=5))
     assert [every[i].row for i in range(27) if same[i]] == [tuple(tokens[0].tolist())]
 
@@ -149,14 +154,14 @@ def test_greedy_unmasking_by_hand(seed: int) -> None:
 def test_the_same_on_a_gpu(mask: str) -> None:
     model = of_tokens(mask=mask)
     there = copy.deepcopy(model).cuda()
-    asked = [*ASKED, Asked((0, 1, 2, 1, 2, 0), 1, 6)]
+    asked = [*ASKED, LikelihoodRequest((0, 1, 2, 1, 2, 0), 1, 6)]
     for one, other in zip(found(model, asked, n=9), found(there, asked, n=9), strict=True):
         assert one.value == pytest.approx(other.value, abs=1e-2)
     assert dict(greedy(model, asked)) == dict(greedy(there, asked))
 
 
 def test_one_draw_has_no_error_and_none_is_refused() -> None:
-    model, asked = of_tokens(), Asked((0, 1, 2, 1, 2), 1, 5)
+    model, asked = of_tokens(), LikelihoodRequest((0, 1, 2, 1, 2), 1, 5)
     assert math.isnan(found(model, [asked], n=1)[0].stderr)
     assert replace(asked, last=4).key(0) != asked.key(0) != asked.key(1)
     with pytest.raises(UserError, match="n = 0: must be a whole number of at least 1"):

@@ -33,7 +33,7 @@ ENUMERATED = 3, 16
 
 
 @dataclass(frozen=True)
-class Asked:
+class LikelihoodRequest:
     """A row of tokens, and the positions first … last − 1 of it whose log-probability is wanted. All others are given;
     those that hold the mask stay masked."""
 
@@ -90,7 +90,7 @@ def enumerated(size: int, n: int, noisy: bool) -> bool:
     return not noisy and size <= most and (size <= always or (1 << size) - 1 <= n)
 
 
-def drawn(asked: Asked, n: int, seed: int, noisy: bool) -> _Draws:
+def drawn(asked: LikelihoodRequest, n: int, seed: int, noisy: bool) -> _Draws:
     """n draws, the i-th with k in the i-th of n equal parts of 1…l; or all subsets (`enumerated`)."""
     size, key = asked.size, asked.key(seed)
     if enumerated(size, n, noisy):
@@ -106,7 +106,7 @@ def drawn(asked: Asked, n: int, seed: int, noisy: bool) -> _Draws:
 
 @torch.no_grad()
 def bounds(
-    model: Network, asked: Sequence[Asked], n: int = 128, seed: int = 0, batch_size: int = 64
+    model: Network, asked: Sequence[LikelihoodRequest], n: int = 128, seed: int = 0, batch_size: int = 64
 ) -> Iterator[tuple[int, Bound]]:
     """The number and the bound of each, in another order: rows of one length are evaluated together, at most
     `batch_size` at once. The results do not depend on other requests in the batch, up to rounding."""
@@ -126,7 +126,7 @@ def bounds(
             yield i, d.bound(one)
 
 
-def _alike(asked: Sequence[Asked], cost: Sequence[int], most: int) -> Iterator[list[int]]:
+def _alike(asked: Sequence[LikelihoodRequest], cost: Sequence[int], most: int) -> Iterator[list[int]]:
     """Batches of indices of rows of one length whose costs sum to at most `most`, or of one that costs more; requests
     without positions are skipped."""
     some, spent = list[int](), 0
@@ -140,7 +140,7 @@ def _alike(asked: Sequence[Asked], cost: Sequence[int], most: int) -> Iterator[l
         yield some
 
 
-def _masked(asked: Asked, masked: Tensor, mask_id: int) -> Tensor:
+def _masked(asked: LikelihoodRequest, masked: Tensor, mask_id: int) -> Tensor:
     """The row (L,) with masks where masked (m, l) is True: (m, L)."""
     rows = torch.tensor(asked.row).repeat(len(masked), 1)
     rows[:, asked.first : asked.last] = rows[:, asked.first : asked.last].masked_fill(masked, mask_id)
@@ -161,7 +161,9 @@ def _state(process: Process, tokens: Tensor, keys: Tensor) -> Noised:
 
 
 @torch.no_grad()
-def greedy(model: Network, asked: Sequence[Asked], seed: int = 0, batch_size: int = 64) -> Iterator[tuple[int, bool]]:
+def greedy(
+    model: Network, asked: Sequence[LikelihoodRequest], seed: int = 0, batch_size: int = 64
+) -> Iterator[tuple[int, bool]]:
     """Whether greedy unmasking gives the wanted tokens, by index: one position an evaluation, the one with the highest
     probability, until a token differs or all are revealed. Noise depends on the row, and is kept while a position is
     masked."""
@@ -184,7 +186,7 @@ def greedy(model: Network, asked: Sequence[Asked], seed: int = 0, batch_size: in
         yield from zip(some, right.tolist(), strict=True)
 
 
-def _ends(asked: Sequence[Asked], some: list[int]) -> tuple[list[int], list[int]]:
+def _ends(asked: Sequence[LikelihoodRequest], some: list[int]) -> tuple[list[int], list[int]]:
     return [asked[i].first for i in some], [asked[i].last for i in some]
 
 

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from imdm.core.errors import UserError, check_seed, check_whole, shown
 from imdm.data.tokenizers import special_ids
 from imdm.diffusion.randomness import Purpose, fold
-from imdm.evaluation.bound import Asked, Bound, bounds, greedy
+from imdm.evaluation.bound import Bound, LikelihoodRequest, bounds, greedy
 from imdm.sampling import Sampling
 from imdm.writer import Writer, load
 
@@ -141,14 +141,14 @@ class DiffusionLM(LM):
         ids = self.writer.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
         return ids[1:] if ids[:1] == [self.special.begin] else ids  # rows begin with it anyway
 
-    def _asked(self, context: list[int], continuation: list[int]) -> Iterator[Asked]:
+    def _asked(self, context: list[int], continuation: list[int]) -> Iterator[LikelihoodRequest]:
         """The rows for a continuation: one, unless it is longer than a row."""
         most = self.model.length - 1
         for start in range(0, len(continuation), most):
             part = continuation[start : start + most]
             before = _last(context + continuation[:start], most - len(part))
             row = [self.special.begin, *before, *part]
-            yield Asked((*row, *self._after(self.model.length - len(row))), 1 + len(before), len(row))
+            yield LikelihoodRequest((*row, *self._after(self.model.length - len(row))), 1 + len(before), len(row))
 
     def _after(self, room: int) -> list[int]:
         """The tokens after a continuation with `room` positions left."""
@@ -157,7 +157,7 @@ class DiffusionLM(LM):
         masks = min(self.tail, room - 1)
         return [*[self.special.mask] * masks, self.special.end] if masks > 0 else []
 
-    def _bounds(self, requests: Sequence[Instance], asked: list[list[Asked]]) -> list[float]:
+    def _bounds(self, requests: Sequence[Instance], asked: list[list[LikelihoodRequest]]) -> list[float]:
         """The sum of the bounds of each request's rows; their errors are kept."""
         rows = [row for some in asked for row in some]
         made = self._watched(bounds(self.model, rows, self.n, self.seed, self.batch_size), len(rows), "likelihoods")
@@ -167,7 +167,7 @@ class DiffusionLM(LM):
             self.stderrs[request.task_name or ""].append(sum(one.stderr**2 for one in found) ** 0.5)
         return values
 
-    def _greedy(self, asked: list[list[Asked]]) -> list[bool]:
+    def _greedy(self, asked: list[list[LikelihoodRequest]]) -> list[bool]:
         rows = [row for some in asked for row in some]
         made = self._watched(greedy(self.model, rows, self.seed, self.batch_size), len(rows), "greedy unmasking")
         return [all(same) for same in _apart(dict[int, bool](made), asked)]
@@ -184,7 +184,7 @@ class DiffusionLM(LM):
             context, options = request.args
             row, start = self._canvas(self._ids(context), options.get("max_gen_toks", 256))
             rows[len(row), self._how(options)].append(i)
-            key = Asked(tuple(row), start, len(row)).key(self.seed)
+            key = LikelihoodRequest(tuple(row), start, len(row)).key(self.seed)
             keys.append(fold(key, Purpose.PAIR, seen[said := repr(request.args)]))  # equal requests, different texts
             seen[said] += 1
             canvas.append(row)
@@ -253,7 +253,7 @@ class DiffusionLM(LM):
         )
 
 
-def _apart(values: dict[int, T], asked: list[list[Asked]]) -> list[list[T]]:
+def _apart(values: dict[int, T], asked: list[list[LikelihoodRequest]]) -> list[list[T]]:
     """Results of all rows by index, grouped by request."""
     every = iter(range(len(values)))
     return [[values[next(every)] for _ in some] for some in asked]
