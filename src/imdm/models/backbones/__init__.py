@@ -14,4 +14,13 @@ from imdm.models.backbones.dit import DiT
 
 import_all(__name__, __path__)
 
-__all__ = ["Asked", "Backbone", "BackboneSettings", "DiT", "Folded", "Looked", "backbones", "parse_backbone"]
+__all__ = [
+    "Backbone",
+    "BackboneOutputs",
+    "BackboneRequest",
+    "BackboneSettings",
+    "DiT",
+    "Folded",
+    "backbones",
+    "parse_backbone",
+]
