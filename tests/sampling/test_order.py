@@ -137,7 +137,7 @@ def test_a_model_writes_in_its_own_order(tmp_path: Path) -> None:
     own.save_pretrained(tmp_path / "own")
     assert load_model(tmp_path / "own").policies() == {"noise": "posterior", "order": "spread"}
     assert own.policies("keep", "random") == {"noise": "keep", "order": "random"}
-    own.write_with("keep")
+    own.set_policies("keep")
     assert own.policies() == {"noise": "keep", "order": "random"}
     with pytest.raises(UserError, match="unknown order 'spaced'; known: random, spread"):
         tiny_model(order="spaced")

@@ -146,7 +146,7 @@ def _folded(model: MaskedDiffusionLM, order: RevealOrder | None) -> MaskedDiffus
     folded = fold_conditioning(model)
     if order is not None:
         check_order(order)
-        folded.write_with(folded.config.noise, order)
+        folded.set_policies(folded.config.noise, order)
     return folded
 
 

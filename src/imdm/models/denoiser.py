@@ -96,7 +96,7 @@ class MaskedDiffusionLM(Network, PreTrainedModel):
         if as_saved:
             check_saved(folder, model.config, where)
         if new_mask and "mask_embedding" in "".join(info["missing_keys"] | info["unexpected_keys"]):
-            model.write_with(order=model.config.order)  # the noise policy was that of the old mask
+            model.set_policies(order=model.config.order)  # the noise policy was that of the old mask
         model.check_finite(where)
         return (model, info) if tells else model
 

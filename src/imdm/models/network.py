@@ -102,7 +102,7 @@ class Network(nn.Module):
         nn.Module.to(fresh, device=self.device, dtype=self.dtype)
         return fresh
 
-    def know_lengths(self, lengths: Sequence[float]) -> None:
+    def set_lengths(self, lengths: Sequence[float]) -> None:
         """From now on draw the end of a text before its tokens: `lengths` as in the configuration."""
         self.config.check_lengths(lengths)
         self.config.lengths = list(lengths)
@@ -173,7 +173,7 @@ class Network(nn.Module):
         """`noise` and `order` of `Sampling`: the model's own, unless given."""
         return {"noise": noise or self.config.noise or "posterior", "order": order or self.config.order or "random"}
 
-    def write_with(self, noise: NoisePolicy | None = None, order: RevealOrder | None = None) -> None:
+    def set_policies(self, noise: NoisePolicy | None = None, order: RevealOrder | None = None) -> None:
         """From now on these are its `policies`; None: the defaults. Masks without noise have no policy for it."""
         for name in ("noise", "order"):
             self.config.__dict__.pop(name, None)  # not stored when unset

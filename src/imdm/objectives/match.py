@@ -224,9 +224,9 @@ class Match(Objective):
         """A student of whole texts gets the distribution of their lengths, so that it does not decide where they end:
         under this objective it would prefer short ones, which are easier to generate. It writes with the noise policy
         it is evaluated with, unless another is asked for."""
-        model.write_with(self.noise, self.order if self.order != "random" else None)
+        model.set_policies(self.noise, self.order if self.order != "random" else None)
         if model.config.ending is not None and model.config.lengths is None:
-            model.know_lengths(shares_of_lengths(source, model.config.ending))
+            model.set_lengths(shares_of_lengths(source, model.config.ending))
 
     def companion(self, model: MaskedDiffusionLM, start: MaskedDiffusionLM | None = None) -> Pursued:
         return Pursued(self._teacher(model, start), model)

@@ -103,7 +103,7 @@ class Trainer:
         self.accelerator = accelerator()
         self._check(model)
         identity = fingerprint(model)
-        model.write_with()  # a policy belongs to the objective that chose it
+        model.set_policies()  # a policy belongs to the objective that chose it
         objective.prepare(model, source)
         if config.dropout is not None:
             model.set_dropout(config.dropout)
