@@ -14,7 +14,7 @@ from torch import Tensor
 
 from imdm.core.devices import checked_device
 from imdm.core.errors import UserError, check_blanks, check_seed, check_whole, shorter, shown
-from imdm.core.memory import check_room
+from imdm.core.memory import check_memory
 from imdm.data.tokenizers import (
     Special,
     check_ids,
@@ -219,7 +219,7 @@ class Writer:
             return [self._text(prompts[i // num], made, i) for i in range(len(made.tokens))]
         check_seed(seed)
         check_whole("num", num)
-        check_room("num", num, 8 * len(rows))
+        check_memory("num", num, 8 * len(rows))
         given, noises = options.pop("keys", None), options.pop("noise_keys", None)
         keys = self.model.sample_keys(num * len(rows), seed)
         keys = keys if given is None else self.model.checked_keys(given, len(keys))

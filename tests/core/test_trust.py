@@ -19,7 +19,7 @@ from imdm.core import files
 from imdm.core.config import check_name
 from imdm.core.errors import UserError, check_number, check_whole, shown
 from imdm.core.files import check_writable, parse_json, parse_yaml
-from imdm.core.memory import check_room, memory
+from imdm.core.memory import check_memory, memory
 from imdm.data.corpora import Corpus
 from imdm.data.packing import PrepareConfig
 from imdm.data.packing import prepare as prepare_text
@@ -168,8 +168,8 @@ def test_sizes_that_no_machine_has_are_refused_before_anything_is_made(
 
 def test_room_says_what_would_fit() -> None:
     with pytest.raises(UserError, match=r"pairs = 1,000,000,000,000: that would take 1e\+03 TB, .* at most \d"):
-        check_room("pairs", 10**12, 1000)
-    check_room("pairs", 1, memory())
+        check_memory("pairs", 10**12, 1000)
+    check_memory("pairs", 1, memory())
     for value in (0, -1, 1.5, True, "3", None, 10**30):
         with pytest.raises(UserError, match="n = .*: must be a whole number"):
             check_whole("n", value)

@@ -39,7 +39,7 @@ def disk(folder: Path) -> int:
     return shutil.disk_usage(place).free
 
 
-def check_room(what: str, count: int, each: float, device: Any = "cpu", *, on: Path | None = None) -> None:
+def check_memory(what: str, count: int, each: float, device: Any = "cpu", *, on: Path | None = None) -> None:
     """Refuse `what` = count, of `each` bytes, if they do not fit into memory, or on the disk of the folder `on`."""
     room, where = (memory(device), "of memory") if on is None else (disk(on), "free on the disk")
     if count * each > room:

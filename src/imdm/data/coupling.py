@@ -28,7 +28,7 @@ from imdm.core.files import (
     write_recorded,
     write_tensors,
 )
-from imdm.core.memory import check_room
+from imdm.core.memory import check_memory
 from imdm.data.source import Order, Source, check_fits
 from imdm.diffusion.masks import parse_mask
 from imdm.diffusion.process import NoisePolicy
@@ -211,7 +211,7 @@ def couple(
     check_whole("world", world)
     check_whole("rank", rank, 0, world - 1)
     length = teacher.config.length if source is None else source.length
-    check_room("pairs", config.pairs, 8 * length + 12, on=folder)
+    check_memory("pairs", config.pairs, 8 * length + 12, on=folder)
     manifest = _manifest(teacher, source, config, length, seed)
     writer = config.writer(teacher)
     if source is not None:

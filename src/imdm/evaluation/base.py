@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from imdm.core.errors import UserError, check_is, check_seed, check_whole
-from imdm.core.memory import check_room
+from imdm.core.memory import check_memory
 from imdm.core.registry import Registry
 from imdm.data.source import Data, LanguageSource, Source, check_fits
 from imdm.data.statistics import Measurement
@@ -200,15 +200,15 @@ class Subject:
         """The keys of the generated samples."""
         return self.model.sample_keys(self.samples, self.seed)
 
-    def check_room(self) -> None:
+    def check_memory(self) -> None:
         """Refuse more samples than fit into memory."""
-        check_room("samples", self.samples, 40 * self.model.config.length + 24 * (self.how.steps + 1))
+        check_memory("samples", self.samples, 40 * self.model.config.length + 24 * (self.how.steps + 1))
 
     def evaluations(self) -> float:
         """Mean network evaluations a sample. Reveals do not depend on the network, so it need not run; for whole texts
         it is an upper bound, as padding after the end needs no evaluation (`Evaluation.evaluations`)."""
         process, L = self.model.process, self.model.config.length
-        check_room("samples", self.samples, 40 * L)
+        check_memory("samples", self.samples, 40 * L)
         total = 0
         for some in self.keys.split(self.batch_size):
             start = torch.ones(len(some), device=some.device)
@@ -261,7 +261,7 @@ class Evaluation:
     def generation(self) -> Generation:
         """The model's unconditional samples, on the CPU."""
         subject, config = self.subject, self.subject.model.config
-        subject.check_room()
+        subject.check_memory()
         return self.complete(torch.full((subject.samples, config.length), config.mask_token_id))
 
     def complete(self, canvas: Tensor) -> Generation:

@@ -23,7 +23,7 @@ def tokens_per_second(evaluation: Evaluation) -> Measurement:
     rows are whole texts, padding is not counted. Result rows do not say on which machine it was measured."""
     subject = evaluation.subject
     model = subject.model
-    subject.check_room()
+    subject.check_memory()
     canvas, keys = _canvas(subject, subject.samples), subject.keys
     together, found = min(TOGETHER, subject.batch_size), []
     for run in range(UNCOUNTED + COUNTED):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from imdm.core.devices import check_precision, processes, processes_here
 from imdm.core.errors import UserError, shown
-from imdm.core.memory import check_room, memory
+from imdm.core.memory import check_memory, memory
 from imdm.data.coupling import Coupling
 from imdm.data.source import check_fits, check_teaches
 from imdm.data.text import TextData
@@ -42,7 +42,7 @@ def check_size(inputs: Inputs) -> None:
     if length > config.length:
         raise UserError(f"the data has {length} tokens a row, model.length = {config.length} is shorter")
     if any(isinstance(stage, TrainStage) and stage.start is None for stage in recipe.stages.values()):
-        check_room("the model's parameters", config.parameters, 4)
+        check_memory("the model's parameters", config.parameters, 4)
 
 
 def check_stage(inputs: Inputs, name: str, made: bool = False) -> None:
@@ -63,9 +63,9 @@ def check_stage(inputs: Inputs, name: str, made: bool = False) -> None:
         return
     check_precision(stage.precision, processes().device, f"stages.{name}.precision")
     if isinstance(stage, CoupleStage):
-        check_room(f"stages.{name}.pairs", stage.pairs, 8 * inputs.length + 12)
+        check_memory(f"stages.{name}.pairs", stage.pairs, 8 * inputs.length + 12)
         return
-    check_room(f"stages.{name}.samples", stage.samples, 40 * inputs.length + 24 * max(stage.steps))
+    check_memory(f"stages.{name}.samples", stage.samples, 40 * inputs.length + 24 * max(stage.steps))
     _check_references(inputs, name, stage)
     _check_methods(inputs, name, stage)
     _check_metrics(inputs, name, stage.metrics, stage.top_p)
@@ -109,9 +109,9 @@ def _check_machine(inputs: Inputs, name: str, stage: TrainStage) -> None:
     stage.training.check(state.num_processes, state.device, f"stages.{name}.")
     if stage.watch.metrics:
         each = 40 * inputs.length + 24 * stage.watch.steps
-        check_room(f"stages.{name}.watch.samples", stage.watch.samples, each)
+        check_memory(f"stages.{name}.watch.samples", stage.watch.samples, each)
     batch = stage.training.largest_micro_batch(state.num_processes)
-    check_room(f"stages.{name}.training.batch", batch, 200 * inputs.length, state.device)
+    check_memory(f"stages.{name}.training.batch", batch, 200 * inputs.length, state.device)
 
 
 def _check_training(inputs: Inputs, name: str, stage: TrainStage) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from imdm.core.errors import UserError, check_is, check_seed, check_whole, shown
-from imdm.core.memory import check_room
+from imdm.core.memory import check_memory
 from imdm.diffusion.masks import Mask, NoisePath, parse_mask
 from imdm.diffusion.process import NoisePolicy, Process
 from imdm.diffusion.randomness import Purpose, as_key, fold, seeded
@@ -376,12 +376,12 @@ class Network(nn.Module):
         one, other = (self.checked_keys(each, many) for each in (keys.first, keys.second))
         return NoisePath(one, other, keys.s.to(self.device, torch.float64))
 
-    def _check_room(self, what: str, many: int, tokens: int, steps: int, batch_size: int | None) -> None:
+    def _check_memory(self, what: str, many: int, tokens: int, steps: int, batch_size: int | None) -> None:
         """Refuse more sequences than fit into memory; activations of the network count only where all are evaluated in
         one batch."""
         each = self.dtype.itemsize * (3 * self.config.width + self.config.mask.get("dim", 0))
         at_once = each if batch_size is None else 0
-        check_room(what, many, tokens * (40 + at_once) + 24 * (steps + 1), self.device)
+        check_memory(what, many, tokens * (40 + at_once) + 24 * (steps + 1), self.device)
 
     def _canvas(
         self, input_ids: Tensor | None, length: int | None, num: int, steps: int = 1, batch_size: int | None = None
@@ -390,7 +390,7 @@ class Network(nn.Module):
         if length is not None:
             check_whole("length", length, 1, self.config.length)
         if input_ids is None:
-            self._check_room("num", num, length or self.config.length, steps, batch_size)
+            self._check_memory("num", num, length or self.config.length, steps, batch_size)
             shape = num, self.config.length if length is None else length
             return torch.full(shape, self.config.mask_token_id, device=self.device)
         input_ids = as_ids(input_ids).to(self.device)
@@ -407,7 +407,7 @@ class Network(nn.Module):
         check_tokens(input_ids, self.vocab_size, "input_ids")
         if length is None and not bool((input_ids == self.config.mask_token_id).any()):
             length = self.config.length
-        self._check_room("num", num, len(input_ids) * (length or input_ids.shape[1]), steps, batch_size)
+        self._check_memory("num", num, len(input_ids) * (length or input_ids.shape[1]), steps, batch_size)
         if length is not None:
             holes = self.config.mask_token_id
             input_ids = nn.functional.pad(input_ids, (0, length - input_ids.shape[1]), value=holes)
