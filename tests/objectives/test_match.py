@@ -38,7 +38,7 @@ from imdm.models.readout import Chosen, Gradient, Head, LogProbRows, match_rows,
 from imdm.models.variants import with_mask
 from imdm.objectives import Match, Nelbo, Step, match, parse_objective
 from imdm.objectives.match import AUXILIARY, DATA, OWN, PRIOR, Starts
-from imdm.objectives.onpolicy import Auxiliary, Planned, Pursued, masked_again, planned
+from imdm.objectives.onpolicy import Auxiliary, MatchState, Planned, masked_again, planned
 from imdm.objectives.texts import TEMPERATURES, Frontier, Standing, score, smoothed, standing
 from imdm.sampling import Sampling, sample
 from imdm.training import TrainConfig, Trainer
@@ -80,7 +80,7 @@ def auxiliary_of(teacher: MaskedDiffusionLM) -> Auxiliary:
 class ByHand:
     """One update as the docstring tells it, sequence after sequence, all of (L, V) at once; randomness by its keys."""
 
-    def __init__(self, how: Match, student: MaskedDiffusionLM, companion: Pursued, auxiliary: Auxiliary) -> None:
+    def __init__(self, how: Match, student: MaskedDiffusionLM, companion: MatchState, auxiliary: Auxiliary) -> None:
         self.how, self.student, self.companion, self.auxiliary = how, student, companion, auxiliary
 
     def update(self, x: Tensor, index: int, update: int) -> tuple[dict[str, float], dict[str, Tensor], Tensor]:
@@ -200,7 +200,7 @@ def assert_same(found: list[Tensor | None], wanted: list[Tensor | None]) -> None
         assert float(difference.norm()) < 1e-4 * norm
 
 
-def begun(how: Match, student: MaskedDiffusionLM, teacher: MaskedDiffusionLM, batch: int = 12) -> Pursued:
+def begun(how: Match, student: MaskedDiffusionLM, teacher: MaskedDiffusionLM, batch: int = 12) -> MatchState:
     """A companion whose buffer is full of texts."""
     companion = how.companion(student, teacher)
     held = companion.texts(how.texts(batch)[1], 6)
@@ -213,7 +213,7 @@ def step_of(index: int, batch: int = 12, update: int = 0, **changes: Any) -> Ste
 
 
 def losses_of(
-    how: Match, student: MaskedDiffusionLM, companion: Pursued, auxiliary: nn.Module, step: Step, x: Tensor
+    how: Match, student: MaskedDiffusionLM, companion: MatchState, auxiliary: nn.Module, step: Step, x: Tensor
 ) -> dict[str, Tensor]:
     step = replace(step, networks={AUXILIARY: auxiliary})
     given = how.loss(student, student.process, {"tokens": x}, step, companion)
@@ -773,7 +773,7 @@ def test_phases_follow_one_another(tmp_path: Path, scores: list[float], monkeypa
     averages: dict[int, dict[str, Tensor]] = {}
     begun_with: dict[int, dict[str, Tensor]] = {}
     begun_at: dict[int, dict[str, Tensor]] = {}
-    compare, noted = match_rows, Pursued.look
+    compare, noted = match_rows, MatchState.look
 
     def compared(gradient: Gradient, *rest: Any) -> Tensor:
         if not seen or seen[-1][0] != gradient:
@@ -783,12 +783,12 @@ def test_phases_follow_one_another(tmp_path: Path, scores: list[float], monkeypa
         seen.append((gradient, run.networks["student"].rate(), max(moments, default=0)))
         return compare(gradient, *rest)
 
-    def look(companion: Pursued, value: float, weights: Mapping[str, Tensor]) -> None:
+    def look(companion: MatchState, value: float, weights: Mapping[str, Tensor]) -> None:
         averages[run.step] = {name: weight.detach().clone() for name, weight in weights.items()}
         noted(companion, value, weights)
 
     monkeypatch.setattr("imdm.objectives.onpolicy.match_rows", compared)
-    monkeypatch.setattr(Pursued, "look", look)
+    monkeypatch.setattr(MatchState, "look", look)
     run.train()
     assert not scores
     assert run.step == 16
@@ -839,7 +839,7 @@ def test_looks_before_the_students_first_step_do_not_count(tmp_path: Path, score
 
 
 def test_patience() -> None:
-    companion = Pursued(tiny_model(), tiny_model())
+    companion = MatchState(tiny_model(), tiny_model())
     found = []
     for value in (3.0, 2.0, 2.5, 1.0, 1.5, 1.0, 0.5):
         companion.look(value, {})
@@ -912,7 +912,7 @@ def test_a_bound_of_nothing_is_nothing() -> None:
 
 def test_what_the_auxiliary_missed_is_counted_from_look_to_look() -> None:
     """Rows that only fill up do not count."""
-    companion = Pursued(tiny_model(), tiny_model())
+    companion = MatchState(tiny_model(), tiny_model())
     assert companion.counted() is None
     companion.count(torch.tensor([1.0, 2.0]), Rows(FIRST[:2], FIRST[:2]), ALL)
     companion.count(torch.tensor([6.0, 0.0]), Rows(FIRST[:2], FIRST[:2], counted=torch.tensor([True, False])), ALL)

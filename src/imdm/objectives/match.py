@@ -47,8 +47,8 @@ from imdm.objectives.onpolicy import (
     OWN,
     PRIOR,
     Auxiliary,
+    MatchState,
     Planned,
-    Pursued,
     Write,
     agreed,
     evenly_masked,
@@ -228,8 +228,8 @@ class Match(Objective):
         if model.config.ending is not None and model.config.lengths is None:
             model.set_lengths(shares_of_lengths(source, model.config.ending))
 
-    def companion(self, model: MaskedDiffusionLM, start: MaskedDiffusionLM | None = None) -> Pursued:
-        return Pursued(self._teacher(model, start), model)
+    def companion(self, model: MaskedDiffusionLM, start: MaskedDiffusionLM | None = None) -> MatchState:
+        return MatchState(self._teacher(model, start), model)
 
     def networks(self, model: MaskedDiffusionLM, start: MaskedDiffusionLM | None = None) -> Mapping[str, Trained]:
         given = self.auxiliary.model_dump()
@@ -360,7 +360,7 @@ class Match(Objective):
         process: Process,
         batch: Mapping[str, Tensor],
         step: Step,
-        companion: Pursued | None = None,
+        companion: MatchState | None = None,
     ) -> Tensor | Mapping[str, Tensor]:
         """With x̃ ~ p_θ(· | z_t, ε), masked again to z̃, and sums over the positions that are masked in z̃, in nats a
         token of the batch:
@@ -403,13 +403,13 @@ class Match(Objective):
             pushed = pushed * plan.weight[rows.sequence]
         return {STUDENT: pushed.sum() / x.numel(), AUXILIARY: said.sum() / x.numel()}
 
-    def fixed(self, companion: Pursued) -> int:
+    def fixed(self, companion: MatchState) -> int:
         return companion.phase
 
-    def pace(self, companion: Pursued) -> float:
+    def pace(self, companion: MatchState) -> float:
         return self.phases[companion.phase].rate
 
-    def turn(self, companion: Pursued, step: int, average: Mapping[str, Tensor]) -> bool:
+    def turn(self, companion: MatchState, step: int, average: Mapping[str, Tensor]) -> bool:
         """The next phase begins with the best average so far and a new optimiser."""
         if step == self.auxiliary.ahead:
             companion.scores.clear()  # of a student that was not trained yet
@@ -418,15 +418,15 @@ class Match(Objective):
         companion.enter(companion.phase + 1, step, average)
         return True
 
-    def ended(self, companion: Pursued, step: int) -> bool:
+    def ended(self, companion: MatchState, step: int) -> bool:
         return companion.phase == len(self.phases) - 1 and self._is_over(companion, step)
 
-    def _is_over(self, companion: Pursued, step: int) -> bool:
+    def _is_over(self, companion: MatchState, step: int) -> bool:
         phase = self.phases[companion.phase]
         late = phase.steps is not None and step - companion.since >= phase.steps
         return late or (step > self.auxiliary.ahead and companion.idle(phase.patience))
 
-    def best(self, companion: Pursued) -> Mapping[str, Tensor] | None:
+    def best(self, companion: MatchState) -> Mapping[str, Tensor] | None:
         return companion.best or None
 
     def looking(self, companion: Any, length: int) -> str:
@@ -489,7 +489,7 @@ class Match(Objective):
         return found | {"score": value, "phase": float(companion.phase)}
 
     def _at_one_step(
-        self, model: MaskedDiffusionLM, companion: Pursued, auxiliary: nn.Module, keys: Tensor, length: int
+        self, model: MaskedDiffusionLM, companion: MatchState, auxiliary: nn.Module, keys: Tensor, length: int
     ) -> dict[str, float]:
         teacher_said, said, open_ = [], [], []
         for some in keys.split(64):

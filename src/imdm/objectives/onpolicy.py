@@ -170,7 +170,9 @@ class Write(Whole):
     """From the student's rows: sample x̃, mask it again and compute the auxiliary's cross-entropy, (R̃,); where the
     student is updated, compare with the teacher too, (R̃, 2)."""
 
-    def __init__(self, plan: Planned, text: Tensor, companion: Pursued, auxiliary: nn.Module, how: Push | None) -> None:
+    def __init__(
+        self, plan: Planned, text: Tensor, companion: MatchState, auxiliary: nn.Module, how: Push | None
+    ) -> None:
         self.plan, self.text, self.companion, self.auxiliary, self.how = plan, text, companion, auxiliary, how
         self.written = Written(text, None)
         self.rows = plan.left_rows
@@ -263,7 +265,7 @@ def agreed(value: float, device: torch.device) -> float:
     return float(told)
 
 
-class Pursued:
+class MatchState:
     """The state of `match` beside its networks: the teacher, the student's own samples, the scores of evaluations, the
     best EMA weights.
 
