@@ -190,12 +190,12 @@ class Write(Whole):
         with torch.no_grad():
             wanted = teacher.head_of(teacher.trunk_at(shown, rows))
         process = self.companion.student.process
-        ours, wanted = (going_on(each, shown, rows, process) for each in (ours, wanted))
+        ours, wanted = (without_end_before_text(each, shown, rows, process) for each in (ours, wanted))
         compare = Compare(ours, wanted, said, self.how)
         return self.auxiliary(shown, rows=rows, reduce=compare, generated=plan.generated)
 
 
-def going_on(head: Head, shown: Noised, rows: Rows, process: Process) -> Head:
+def without_end_before_text(head: Head, shown: Noised, rows: Rows, process: Process) -> Head:
     """The head for rows of z̃: before a visible token of the text, end and padding have probability 0, for the student
     too, though it did not see that token. Else teacher and auxiliary would give them two tiny probabilities, whose
     ratio is meaningless but weighted by the student's probability."""
@@ -247,7 +247,7 @@ class Auxiliary(Network):
         for number, mark in enumerate(self.generated.to(x.dtype), 1):
             x = x + (whose == number) * mark
         head = self.head_of(self.backbone.at(x, rows, state.keys))
-        return reduced(going_on(head, state, rows, self.process), reduce)
+        return reduced(without_end_before_text(head, state, rows, self.process), reduce)
 
 
 def _together() -> bool:
