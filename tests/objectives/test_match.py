@@ -39,7 +39,7 @@ from imdm.models.variants import with_mask
 from imdm.objectives import Match, Nelbo, Step, match, parse_objective
 from imdm.objectives.match import AUXILIARY, DATA, OWN, PRIOR, Starts
 from imdm.objectives.onpolicy import Auxiliary, MatchState, Planned, masked_again, planned
-from imdm.objectives.texts import TEMPERATURES, Frontier, Standing, score, smoothed, standing
+from imdm.objectives.texts import TEMPERATURES, Frontier, TextStats, score, smoothed, text_stats
 from imdm.sampling import Sampling, sample
 from imdm.training import TrainConfig, Trainer
 from tests.conftest import kill_at, tiny_model
@@ -744,14 +744,14 @@ def test_the_teacher_stays_and_both_networks_learn(tmp_path: Path) -> None:
 
 
 def frontier() -> Frontier:
-    return Frontier((Standing(2.0, 1.0, 1.2, 0.1),))
+    return Frontier((TextStats(2.0, 1.0, 1.2, 0.1),))
 
 
 @pytest.fixture
 def scores(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """What looks will find, one after another, whatever was written."""
     given: list[float] = []
-    monkeypatch.setattr(match, "standing", lambda *a: Standing(2.0, 1.0, 1.2, 0.1))
+    monkeypatch.setattr(match, "text_stats", lambda *a: TextStats(2.0, 1.0, 1.2, 0.1))
     monkeypatch.setattr(match.Frontier, "of", lambda *a: frontier())
     monkeypatch.setattr(match, "score", lambda *a: given.pop(0))
     return given
@@ -927,11 +927,11 @@ def test_the_teachers_own_texts_have_ratio_one() -> None:
     curve = Frontier.of(teacher, n, 6, keys)
     canvas = torch.full((n, 6), 4)
     many = sample(teacher, canvas, keys=fold(keys, Purpose.PAIR, 9), how=Sampling(steps=48)).tokens
-    found = standing(teacher, many, fold(keys, Purpose.PAIR, 9))
+    found = text_stats(teacher, many, fold(keys, Purpose.PAIR, 9))
     assert curve.ratio(found) == pytest.approx(1, abs=0.1)
     assert curve.shortfall(found) < 0.03
     noise = torch.randint(0, 4, (n, 6), generator=torch.Generator().manual_seed(1))
-    assert curve.ratio(standing(teacher, noise, keys)) > 1.3
+    assert curve.ratio(text_stats(teacher, noise, keys)) > 1.3
     entropies = [point.entropy for point in curve.points]
     assert len(entropies) == 4
     assert entropies == sorted(entropies, reverse=True)
@@ -955,15 +955,15 @@ def enumerated_nelbo(teacher: MaskedDiffusionLM, texts: Tensor) -> float:
 def test_a_standing_is_the_mean_of_its_texts() -> None:
     teacher = tiny_model(seed=1)
     texts, keys = TOKENS[:64], fold(1, Purpose.SAMPLE, torch.arange(64))
-    found = standing(teacher, texts, keys)
+    found = text_stats(teacher, texts, keys)
     many = texts.repeat(200, 1)
-    often = standing(teacher, many, fold(2, Purpose.SAMPLE, torch.arange(len(many))))
+    often = text_stats(teacher, many, fold(2, Purpose.SAMPLE, torch.arange(len(many))))
     assert often.nll == pytest.approx(enumerated_nelbo(teacher, texts), rel=0.01)
     assert found.nll == pytest.approx(often.nll, rel=0.1)
     share = torch.bincount(texts.flatten()).double() / texts.numel()
     assert found.pooled == pytest.approx(float(-(share * share.log()).sum()))
     assert found.entropy < found.pooled
-    same = standing(teacher, texts[:1].expand(64, -1), keys)
+    same = text_stats(teacher, texts[:1].expand(64, -1), keys)
     assert same.shared == 1
     assert same.pooled == pytest.approx(same.entropy)
 
@@ -989,8 +989,8 @@ def test_at_equal_entropy() -> None:
         ]
     )
     assert [curve.at(e).nll for e in (5.0, 4.0, 3.5, 3.0, 2.25, 2.0, 1.0)] == [3, 3, 2.5, 2, 1.25, 1, 1]
-    assert curve.at(3.5) == Standing(2.5, 3.5, 4.25, 0.1)
-    texts = Standing(2.5 + math.log(2), 3.5, 4.0, 0.0)
+    assert curve.at(3.5) == TextStats(2.5, 3.5, 4.25, 0.1)
+    texts = TextStats(2.5 + math.log(2), 3.5, 4.0, 0.0)
     assert curve.ratio(texts) == pytest.approx(2)
     assert curve.shortfall(texts) == pytest.approx(0.25)
     assert curve.shortfall(replace(texts, pooled=9.0)) == 0
@@ -1004,11 +1004,11 @@ def test_at_equal_entropy() -> None:
 def test_smoothing_changes_no_smooth_frontier_and_calms_a_noisy_one() -> None:
     """Entropies of whole stories: 0.03 apart, not much more than the noise of 256 samples. A student whose entropy
     changes by 0.005 is not compared with something else altogether."""
-    there = [Standing(1.4 + 2 * (T - 0.7) ** 2 + T, 3.7 + T / 3, 5.0 + T, 0.1 * T, 170.0, 30.0) for T in TEMPERATURES]
+    there = [TextStats(1.4 + 2 * (T - 0.7) ** 2 + T, 3.7 + T / 3, 5.0 + T, 0.1 * T, 170.0, 30.0) for T in TEMPERATURES]
     for given, kept in zip(there, smoothed(there, TEMPERATURES), strict=True):
         assert asdict(kept) == pytest.approx(asdict(given))
 
-    def jump(points: list[Standing]) -> float:
+    def jump(points: list[TextStats]) -> float:
         """The largest change of the nll compared with, when entropy changes by 0.005."""
         curve = Frontier.from_points([asdict(point) for point in points])
         return float(np.abs(np.diff([curve.at(entropy).nll for entropy in np.arange(3.93, 4.04, 0.005)])).max())
@@ -1026,7 +1026,7 @@ def test_smoothing_changes_no_smooth_frontier_and_calms_a_noisy_one() -> None:
 
 def test_a_frontier_is_smoothed_only_if_asked_and_stays_in_range() -> None:
     """A teacher whose texts get ever shorter as it cools: a parabola would make lengths negative."""
-    short = [Standing(2.0, 3.0, 4.0, 0.0, length, spread) for length, spread in ((170, 30), (20, 2), (2, 0), (2, 0))]
+    short = [TextStats(2.0, 3.0, 4.0, 0.0, length, spread) for length, spread in ((170, 30), (20, 2), (2, 0), (2, 0))]
     curve = Frontier.from_points([asdict(point) for point in smoothed(short, TEMPERATURES)])
     assert all(0 <= point.spread <= 30 and 2 <= point.length <= 170 for point in curve.points)
     assert curve.astray(short[0]) >= 0
@@ -1043,14 +1043,14 @@ def test_a_frontier_is_smoothed_only_if_asked_and_stays_in_range() -> None:
 
 
 def test_lengths_that_stray_count() -> None:
-    curve = Frontier((Standing(4.5, 4.4, 6.5, 0.0, length=20.0, spread=7.0), Standing(3.5, 4.0, 5.9, 0.0, 10.0, 3.0)))
+    curve = Frontier((TextStats(4.5, 4.4, 6.5, 0.0, length=20.0, spread=7.0), TextStats(3.5, 4.0, 5.9, 0.0, 10.0, 3.0)))
     assert curve.at(4.2).length == pytest.approx(15)
-    texts = Standing(4.0, 4.4, 6.5, 0.0, length=20.0, spread=9.0)
+    texts = TextStats(4.0, 4.4, 6.5, 0.0, length=20.0, spread=9.0)
     assert curve.astray(texts) == pytest.approx(0)  # a wider spread is none
     assert curve.astray(replace(texts, length=10.0)) == pytest.approx(math.log(2))
     assert curve.astray(replace(texts, spread=0.0)) == pytest.approx(math.log(8))
-    stream = Frontier((Standing(4.5, 4.4, 6.5, 0.0), Standing(3.5, 4.0, 5.9, 0.0)))
-    assert stream.astray(Standing(4.0, 4.2, 6.2, 0.0)) == 0
+    stream = Frontier((TextStats(4.5, 4.4, 6.5, 0.0), TextStats(3.5, 4.0, 5.9, 0.0)))
+    assert stream.astray(TextStats(4.0, 4.2, 6.2, 0.0)) == 0
 
 
 def looks(scores: list[float], lacking: float = 0.0) -> list[tuple[int, dict[str, float]]]:
@@ -1071,10 +1071,10 @@ def test_collapse_and_drift_are_worried_about() -> None:
 
 def test_texts_below_the_coldest_of_the_teacher_are_not_compared() -> None:
     """There the nearest point stands in, and what is missing counts against them."""
-    curve = Frontier((Standing(4.5, 4.4, 6.5, 0.0), Standing(3.5, 4.0, 5.9, 0.0)))
-    assert curve.shortfall(Standing(1.5, 2.0, 5.9, 0.0)) == pytest.approx(2.0)
-    assert curve.shortfall(Standing(4.0, 4.2, 6.2, 0.0)) == pytest.approx(0.0)
-    assert curve.shortfall(Standing(4.0, 4.2, 6.0, 0.0)) == pytest.approx(0.2)
+    curve = Frontier((TextStats(4.5, 4.4, 6.5, 0.0), TextStats(3.5, 4.0, 5.9, 0.0)))
+    assert curve.shortfall(TextStats(1.5, 2.0, 5.9, 0.0)) == pytest.approx(2.0)
+    assert curve.shortfall(TextStats(4.0, 4.2, 6.2, 0.0)) == pytest.approx(0.0)
+    assert curve.shortfall(TextStats(4.0, 4.2, 6.0, 0.0)) == pytest.approx(0.2)
 
 
 def test_the_order_of_step_counts_is_nothing() -> None:

@@ -63,7 +63,7 @@ from imdm.objectives.texts import (
     mean_log,
     score,
     shares_of_lengths,
-    standing,
+    text_stats,
 )
 from imdm.sampling import Sampling, sample
 from imdm.sampling.options import RevealOrder
@@ -473,7 +473,7 @@ class Match(Objective):
         for N, weight in sorted(self.steps.items()):
             how = Sampling(steps=N, noise=self.noise, order=self.order)
             written = sample(model, canvas, keys=keys, how=how, batch_size=AT_ONCE).tokens
-            texts = standing(teacher, written, keys)
+            texts = text_stats(teacher, written, keys)
             found |= {f"ratio_{N}": frontier.ratio(texts), f"entropy_{N}": texts.entropy, f"pooled_{N}": texts.pooled}
             found |= {f"shared_{N}": texts.shared}
             if model.process.ending is not None:

@@ -36,7 +36,7 @@ def many_steps(length: int) -> int:
 
 
 @dataclass(frozen=True)
-class Standing:
+class TextStats:
     """Of some texts: nll, the teacher's NELBO in nats a token; entropy of a text's token counts, the mean; pooled,
     entropy of the counts of all texts together, which shows a collapse that the first hides; shared, the fraction of a
     text's 4-grams that occur in another text. Where rows are whole texts, padding is ignored, and entropy, which grows
@@ -52,7 +52,7 @@ class Standing:
 
 
 @torch.no_grad()
-def standing(teacher: MaskedDiffusionLM, texts: Tensor, keys: Tensor) -> Standing:
+def text_stats(teacher: MaskedDiffusionLM, texts: Tensor, keys: Tensor) -> TextStats:
     """Of texts (n, L), read under keys (n,). The NELBO is the mean over k = 1 … L of the cross-entropy of a masked
     token when k are masked: this form has no large weights."""
     (n, L), process = texts.shape, teacher.process
@@ -76,12 +76,12 @@ def standing(teacher: MaskedDiffusionLM, texts: Tensor, keys: Tensor) -> Standin
     entropy = sample_entropy(begun) if len(begun) else sample_entropy(home, size)
     tokens = torch.zeros(1) if size is None else size.double()
     length, spread = float(tokens.mean()), float(tokens.std(correction=0))
-    return Standing(
+    return TextStats(
         nll, float(entropy.mean()), pooled(home, size).value, shared_grams(home, size).value, length, spread
     )
 
 
-def smoothed(points: Sequence[Standing], temperatures: Sequence[float]) -> list[Standing]:
+def smoothed(points: Sequence[TextStats], temperatures: Sequence[float]) -> list[TextStats]:
     """The points at these temperatures, each of their fields replaced by its least-squares fit over temperature, a line
     for the entropy, else a parabola, within the range of the field."""
     fitted: list[dict[str, float]] = [{} for _ in points]
@@ -90,14 +90,14 @@ def smoothed(points: Sequence[Standing], temperatures: Sequence[float]) -> list[
         curve = np.polyfit(temperatures, raw, 1 if name == "entropy" else 2)
         for fields, value in zip(fitted, np.polyval(curve, temperatures), strict=True):
             fields[name] = float(np.clip(value, min(raw), max(raw)))
-    return [Standing(**fields) for fields in fitted]
+    return [TextStats(**fields) for fields in fitted]
 
 
 @dataclass(frozen=True)
 class Frontier:
     """The teacher's many-step samples at falling temperatures: points, by falling entropy."""
 
-    points: tuple[Standing, ...]
+    points: tuple[TextStats, ...]
 
     @classmethod
     def of(cls, teacher: MaskedDiffusionLM, many: int, length: int, keys: Tensor, smooth: bool = False) -> Frontier:
@@ -108,33 +108,33 @@ class Frontier:
             key = fold(keys, Purpose.PAIR, number)
             how = Sampling(steps=many_steps(length), temperature=temperature)
             texts = sample(teacher, canvas, keys=key, how=how, batch_size=AT_ONCE).tokens
-            found.append(standing(teacher, texts, key))
+            found.append(text_stats(teacher, texts, key))
         return cls.from_points([asdict(point) for point in (smoothed(found, TEMPERATURES) if smooth else found)])
 
     @classmethod
     def from_points(cls, points: Sequence[dict[str, float]]) -> Frontier:
-        return cls(tuple(sorted((Standing(**point) for point in points), key=lambda point: -point.entropy)))
+        return cls(tuple(sorted((TextStats(**point) for point in points), key=lambda point: -point.entropy)))
 
     def values(self) -> list[dict[str, float]]:
         return [asdict(point) for point in self.points]
 
-    def at(self, entropy: float) -> Standing:
+    def at(self, entropy: float) -> TextStats:
         """Linear interpolation between the points; the nearest point beyond them."""
         rising = [asdict(point) for point in reversed(self.points)]
         known = [point["entropy"] for point in rising]
-        return Standing(**{name: float(np.interp(entropy, known, [p[name] for p in rising])) for name in rising[0]})
+        return TextStats(**{name: float(np.interp(entropy, known, [p[name] for p in rising])) for name in rising[0]})
 
-    def ratio(self, texts: Standing) -> float:
+    def ratio(self, texts: TextStats) -> float:
         """The texts' perplexity under the teacher, divided by that of its own texts at equal entropy."""
         return exp(texts.nll - self.at(texts.entropy).nll)
 
-    def shortfall(self, texts: Standing) -> float:
+    def shortfall(self, texts: TextStats) -> float:
         """How much lower the pooled entropy is than the teacher's at equal entropy, in nats, 0 where it is not; and how
         much lower the entropy is than at the teacher's lowest temperature, below which nothing is compared."""
         below = max(0.0, self.points[-1].entropy - texts.entropy)
         return max(0.0, self.at(texts.entropy).pooled - texts.pooled) + below
 
-    def astray(self, texts: Standing) -> float:
+    def astray(self, texts: TextStats) -> float:
         """How far lengths are from the teacher's at equal entropy, where rows are whole texts: the log ratio of the
         means, and how much narrower they spread, as a log ratio too (a token more on either side, for spreads of 0)."""
         theirs = self.at(texts.entropy)
