@@ -929,7 +929,7 @@ def test_the_teachers_own_texts_have_ratio_one() -> None:
     many = sample(teacher, canvas, keys=fold(keys, Purpose.PAIR, 9), how=Sampling(steps=48)).tokens
     found = text_stats(teacher, many, fold(keys, Purpose.PAIR, 9))
     assert curve.ratio(found) == pytest.approx(1, abs=0.1)
-    assert curve.shortfall(found) < 0.03
+    assert curve.entropy_gap(found) < 0.03
     noise = torch.randint(0, 4, (n, 6), generator=torch.Generator().manual_seed(1))
     assert curve.ratio(text_stats(teacher, noise, keys)) > 1.3
     entropies = [point.entropy for point in curve.points]
@@ -992,8 +992,8 @@ def test_at_equal_entropy() -> None:
     assert curve.at(3.5) == TextStats(2.5, 3.5, 4.25, 0.1)
     texts = TextStats(2.5 + math.log(2), 3.5, 4.0, 0.0)
     assert curve.ratio(texts) == pytest.approx(2)
-    assert curve.shortfall(texts) == pytest.approx(0.25)
-    assert curve.shortfall(replace(texts, pooled=9.0)) == 0
+    assert curve.entropy_gap(texts) == pytest.approx(0.25)
+    assert curve.entropy_gap(replace(texts, pooled=9.0)) == 0
     assert Frontier.from_points(curve.values()) == curve
     mean = (math.log(2) + 3 * math.log(4)) / 4
     assert score([(1.0, 2.0), (3.0, 4.0)], (0.25, 0.0), 0.1) == pytest.approx(mean + 0.15)
@@ -1072,9 +1072,9 @@ def test_collapse_and_drift_are_worried_about() -> None:
 def test_texts_below_the_coldest_of_the_teacher_are_not_compared() -> None:
     """There the nearest point stands in, and what is missing counts against them."""
     curve = Frontier((TextStats(4.5, 4.4, 6.5, 0.0), TextStats(3.5, 4.0, 5.9, 0.0)))
-    assert curve.shortfall(TextStats(1.5, 2.0, 5.9, 0.0)) == pytest.approx(2.0)
-    assert curve.shortfall(TextStats(4.0, 4.2, 6.2, 0.0)) == pytest.approx(0.0)
-    assert curve.shortfall(TextStats(4.0, 4.2, 6.0, 0.0)) == pytest.approx(0.2)
+    assert curve.entropy_gap(TextStats(1.5, 2.0, 5.9, 0.0)) == pytest.approx(2.0)
+    assert curve.entropy_gap(TextStats(4.0, 4.2, 6.2, 0.0)) == pytest.approx(0.0)
+    assert curve.entropy_gap(TextStats(4.0, 4.2, 6.0, 0.0)) == pytest.approx(0.2)
 
 
 def test_the_order_of_step_counts_is_nothing() -> None:

@@ -480,7 +480,7 @@ class Match(Objective):
                 found |= {f"length_{N}": texts.length}
                 astray = max(astray, frontier.astray(texts))
             ratios.append((weight, found[f"ratio_{N}"]))
-            lacking = max(lacking, frontier.shortfall(texts))
+            lacking = max(lacking, frontier.entropy_gap(texts))
         found |= {"ratio": exp(mean_log(ratios)), "pooled_lacking": lacking}
         found |= {} if model.process.ending is None else {"lengths_astray": astray}
         found |= self._at_one_step(model, companion, networks[AUXILIARY], fold(keys, Purpose.COPY, 2), length)

@@ -128,7 +128,7 @@ class Frontier:
         """The texts' perplexity under the teacher, divided by that of its own texts at equal entropy."""
         return exp(texts.nll - self.at(texts.entropy).nll)
 
-    def shortfall(self, texts: TextStats) -> float:
+    def entropy_gap(self, texts: TextStats) -> float:
         """How much lower the pooled entropy is than the teacher's at equal entropy, in nats, 0 where it is not; and how
         much lower the entropy is than at the teacher's lowest temperature, below which nothing is compared."""
         below = max(0.0, self.points[-1].entropy - texts.entropy)
