@@ -25,7 +25,7 @@ from imdm.experiments.status import status
 from imdm.models.identity import fingerprint
 from imdm.objectives import parse_objective
 from imdm.training import TrainConfig, Trainer
-from imdm.training.config import ALIKE
+from imdm.training.config import NEUTRAL_SETTINGS
 from tests.conftest import tiny_model
 from tests.evaluation.test_ratios import row
 
@@ -310,7 +310,7 @@ def test_a_finished_stage_does_not_depend_on_how_it_was_computed(
 ) -> None:
     """Neither it, nor what was measured of it, is made again or refused, in either direction; and it stays finished
     where it could not be made."""
-    assert LIKE.keys() == ALIKE
+    assert LIKE.keys() == NEUTRAL_SETTINGS
     changes = [f"stages.teacher.training.{name}={value}" for name, value in LIKE.items() if name != "tensorboard"]
     plain, other = parse_recipe(RECIPE), parse_recipe(RECIPE, changes)
     for number, (first, second) in enumerate([(plain, other), (other, plain)]):

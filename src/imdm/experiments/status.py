@@ -14,7 +14,7 @@ from imdm.experiments.loading import read_recipe, variants
 from imdm.experiments.schema import CoupleStage, Recipe, TrainStage
 from imdm.objectives.base import Objective, Signal
 from imdm.training.checkpoint import checkpoint_path, steps_present
-from imdm.training.config import ALIKE
+from imdm.training.config import NEUTRAL_SETTINGS
 from imdm.training.history import last_loss, read_history
 
 DONE = "done.json"
@@ -91,14 +91,14 @@ def read_done(folder: Path) -> dict[str, Any]:
 
 
 def as_made(recipe: Recipe, folder: Path) -> Recipe:
-    """The recipe, but those settings of its finished stages that change no number (`ALIKE`) as these were made with.
+    """The recipe, but those settings of its finished stages that change no number (`NEUTRAL_SETTINGS`) as these were made with.
     folder: of the stages. Unreadable records are left to those who need them."""
     changed: dict[str, Any] = {}
     for name, stage in recipe.stages.items():
         then = _trained_with(folder / name) if isinstance(stage, TrainStage) else None
         if isinstance(stage, TrainStage) and then is not None:
             fields = type(stage.training).model_fields
-            alike = {each: then.get(each, fields[each].default) for each in sorted(ALIKE)}
+            alike = {each: then.get(each, fields[each].default) for each in sorted(NEUTRAL_SETTINGS)}
             training = stage.training.changed(f"stages.{name}.training", alike)
             changed[name] = stage.model_copy(update={"training": training})
     return recipe.model_copy(update={"stages": {**recipe.stages, **changed}})

@@ -25,7 +25,7 @@ from imdm.core.config import first_difference
 from imdm.core.errors import UserError
 from imdm.core.files import read_recorded, read_tensors, write_recorded, write_tensors, written_aside
 from imdm.objectives import STUDENT
-from imdm.training.config import ALIKE
+from imdm.training.config import NEUTRAL_SETTINGS
 
 FORMAT = 1
 TENSORS = ("model", "ema", "optimizer")
@@ -133,7 +133,7 @@ def load(
             f"the objective changed; {remedy}"
         )
     if state["run"] != run:
-        other = first_difference(dict(state["recipe"]), dict(recipe or {}), but=ALIKE)
+        other = first_difference(dict(state["recipe"]), dict(recipe or {}), but=NEUTRAL_SETTINGS)
         which = f" (first {other})" if other and recipe else ""
         raise UserError(
             f"{what} belongs to run {state['run']}, not to {run}: the recipe, its start or its data changed{which}; "

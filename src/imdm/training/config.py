@@ -14,7 +14,7 @@ from imdm.core.errors import UserError
 from imdm.models.sharding import Shard
 from imdm.training.lora import Lora, check_lora
 
-ALIKE = frozenset(
+NEUTRAL_SETTINGS = frozenset(
     {
         *("checkpoint_every", "keep_checkpoints", "log_every", "tensorboard"),
         *("graphs", "micro_batch", "checkpoint_blocks", "shard"),

@@ -28,7 +28,7 @@ from imdm.models.sharding import Sharding, gathered, reshard, whole_model, whole
 from imdm.objectives import STUDENT, Objective, Step
 from imdm.training import checkpoint, history, recording
 from imdm.training.agreement import Agreement
-from imdm.training.config import ALIKE, TrainConfig
+from imdm.training.config import NEUTRAL_SETTINGS, TrainConfig
 from imdm.training.ema import applied
 from imdm.training.history import read_history
 from imdm.training.lora import add_adapters, has_adapters, merged
@@ -109,7 +109,9 @@ class Trainer:
             model.set_dropout(config.dropout)
         others = other_networks(objective, model, start, seed)
         configs = {name: config.changed(f"networks.{name}", one.settings()) for name, one in others.items()}
-        free = ALIKE | {"weights"} if config.decay else ALIKE | {"weights", "steps"}  # a decay depends on the steps
+        free = (
+            NEUTRAL_SETTINGS | {"weights"} if config.decay else NEUTRAL_SETTINGS | {"weights", "steps"}
+        )  # a decay depends on the steps
         settings = {name: value for name, value in config.hashed().items() if name not in free}
         looks = [watch_every] if objective.heeds_looks else []
         self.run = digest(
