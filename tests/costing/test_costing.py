@@ -28,7 +28,7 @@ from imdm.costing.work import completions, evaluations, sampled
 from imdm.data.source import TokenSource
 from imdm.experiments import Run, checks, load_recipe, parse_recipe, recipe_names
 from imdm.experiments.inputs import Inputs
-from imdm.experiments.memory import CONTEXT, GIB, SURE, Workload, check_memory, sampling_memory
+from imdm.experiments.memory import CONTEXT, GIB, SURE, Workload, check_stage_memory, sampling_memory
 from imdm.experiments.networks import Networks, Size, measured
 from imdm.models.configuration import MaskedDiffusionConfig
 from imdm.models.denoiser import MaskedDiffusionLM
@@ -328,20 +328,20 @@ def test_state_that_no_memory_holds_is_refused_in_any_precision() -> None:
     networks = Networks(load_recipe("lm1b-mdlm", ["stages.teacher.training.precision=float32"]))
     need = 20 * networks.size("teacher").parameters
     for cuda in (False, True):
-        check_memory(networks, "teacher", 1, need, cuda)
+        check_stage_memory(networks, "teacher", 1, need, cuda)
         with pytest.raises(
             UserError, match=r"stages\.teacher: a step would take 2\.[678] GiB of .*memory or more"
         ) as no:
-            check_memory(networks, "teacher", 1, need - 1, cuda)
+            check_stage_memory(networks, "teacher", 1, need - 1, cuda)
         assert ("GPU" in str(no.value)) == cuda
     with pytest.raises(UserError, match=r"memory in each process .* stages\.teacher\.training\.shard=full"):
-        check_memory(networks, "teacher", 4, need // 2, False)
+        check_stage_memory(networks, "teacher", 4, need // 2, False)
     shared = ["stages.teacher.training.precision=float32", "stages.teacher.training.shard=full"]
-    check_memory(Networks(load_recipe("lm1b-mdlm", shared)), "teacher", 4, need // 4, False)
+    check_stage_memory(Networks(load_recipe("lm1b-mdlm", shared)), "teacher", 4, need // 4, False)
     adapters = ["stages.teacher.training.lora={rank: 4}"]
-    check_memory(Networks(load_recipe("lm1b-mdlm", adapters)), "teacher", 1, need // 5, False)
+    check_stage_memory(Networks(load_recipe("lm1b-mdlm", adapters)), "teacher", 1, need // 5, False)
     muon = ["stages.teacher.training.optimizer=muon"]
-    check_memory(Networks(load_recipe("lm1b-mdlm", muon)), "teacher", 1, int(0.95 * need), False)
+    check_stage_memory(Networks(load_recipe("lm1b-mdlm", muon)), "teacher", 1, int(0.95 * need), False)
 
 
 def test_an_evaluation_that_does_not_fit_is_refused() -> None:
@@ -350,11 +350,11 @@ def test_an_evaluation_that_does_not_fit_is_refused() -> None:
     networks = Networks(load_recipe("owt-860m-imdm", [f"stages.redi.{change}" for change in changes]))
     P = networks.size("redi").parameters
     need = ceil(16 * P / 64 + 4 * P)
-    check_memory(networks, "redi", 64, need, False)
+    check_stage_memory(networks, "redi", 64, need, False)
     with pytest.raises(
         UserError, match=r"stages\.redi: a step or an evaluation would take 3\.\d GiB of memory in each"
     ):
-        check_memory(networks, "redi", 64, need - 1, False)
+        check_stage_memory(networks, "redi", 64, need - 1, False)
 
 
 def test_a_run_asks_the_memory_of_its_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -627,14 +627,14 @@ def test_a_run_that_cannot_fit_is_refused_before_it_begins() -> None:
     """By its memory, with the setting that makes it fit; set so, it may begin, and so may one that only might not."""
     recipe = load_recipe("owt-860m-imdm")
     with pytest.raises(UserError, match=r"stages\.teacher: a step would take \d+ GiB .*set (\S+=\d+) ") as no:
-        check_memory(Networks(recipe), "teacher", 1, 139 * GIB)
+        check_stage_memory(Networks(recipe), "teacher", 1, 139 * GIB)
     assert "there are 139" in str(no.value)
-    check_memory(Networks(load_recipe("owt-860m-imdm", [MICRO])), "teacher", 1, 139 * GIB)
-    check_memory(Networks(recipe), "pairs", 1, 139 * GIB)
+    check_stage_memory(Networks(load_recipe("owt-860m-imdm", [MICRO])), "teacher", 1, 139 * GIB)
+    check_stage_memory(Networks(recipe), "pairs", 1, 139 * GIB)
     asked = cost("lm1b-mdlm").stages[0].memory.total
-    check_memory(Networks(load_recipe("lm1b-mdlm")), "teacher", 1, int(0.99 * asked))
+    check_stage_memory(Networks(load_recipe("lm1b-mdlm")), "teacher", 1, int(0.99 * asked))
     with pytest.raises(UserError, match="use a smaller model"):  # moments, averages and gradients alone
-        check_memory(Networks(load_recipe("owt-860m-imdm", [MICRO.replace("64", "1")])), "teacher", 1, 15 * GIB)
+        check_stage_memory(Networks(load_recipe("owt-860m-imdm", [MICRO.replace("64", "1")])), "teacher", 1, 15 * GIB)
 
 
 @pytest.mark.parametrize("cuda", [True, False])
@@ -643,14 +643,14 @@ def test_a_run_that_fits_if_sharded_is_told_so(cuda: bool) -> None:
     sharded = "stages.teacher.training.shard=full"
     more = "GPUs" if cuda else "machines"
     with pytest.raises(UserError, match=f"more {more} .torchrun. with stages.teacher.training.shard=full"):
-        check_memory(Networks(load_recipe("owt-860m-imdm")), "teacher", 1, 12 * GIB, cuda)
+        check_stage_memory(Networks(load_recipe("owt-860m-imdm")), "teacher", 1, 12 * GIB, cuda)
     with pytest.raises(UserError, match=r"set (stages\.teacher\.\S+=\w+, )*stages\.teacher\.training\.shard=full"):
-        check_memory(Networks(load_recipe("owt-860m-imdm")), "teacher", 2, 12 * GIB, cuda)
+        check_stage_memory(Networks(load_recipe("owt-860m-imdm")), "teacher", 2, 12 * GIB, cuda)
     settings = [sharded, MICRO.replace("64", "2"), "stages.teacher.training.checkpoint_blocks=true"]
-    check_memory(Networks(load_recipe("owt-860m-imdm", settings)), "teacher", 2, 12 * GIB, cuda)
+    check_stage_memory(Networks(load_recipe("owt-860m-imdm", settings)), "teacher", 2, 12 * GIB, cuda)
     adapters = Networks(load_recipe("owt-860m-imdm", ["stages.teacher.training.lora={rank: 4}"]))
     with pytest.raises(UserError, match="use a smaller model, or more memory"):
-        check_memory(adapters, "teacher", 1, GIB, cuda)
+        check_stage_memory(adapters, "teacher", 1, GIB, cuda)
 
 
 def test_an_evaluation_holds_whole_networks_of_those_that_are_sharded() -> None:
@@ -677,11 +677,11 @@ def test_networks_that_cannot_be_built_are_refused() -> None:
     """Before they are sharded each process has them whole, on the CPU: SDTT's student and its teacher."""
     networks = Networks(load_recipe("owt-860m-imdm", ["stages.sdtt.training.shard=full"]))
     both = 4 * (networks.size("sdtt").parameters + networks.size("teacher").parameters)
-    check_memory(networks, "sdtt", 8, 139 * GIB, host=both)
+    check_stage_memory(networks, "sdtt", 8, 139 * GIB, host=both)
     with pytest.raises(
         UserError, match=r"each process would build its networks in 6\.5 GiB of CPU memory.*start fewer"
     ):
-        check_memory(networks, "sdtt", 8, 139 * GIB, host=both - 1)
+        check_stage_memory(networks, "sdtt", 8, 139 * GIB, host=both - 1)
     alone = cost("owt-860m-imdm", ["stages.sdtt.training.shard=full"])
     assert any(line.startswith("sdtt: training.shard=full has no effect on one GPU") for line in alone.notes())
 
@@ -714,9 +714,9 @@ def test_an_objective_counts_as_it_declares() -> None:
     assert (mine.seconds, mine.memory) == (plain.seconds, plain.memory)
     assert judged.memory.state == 2 * plain.memory.state
     assert 1.8 * plain.flops < judged.flops < 2.2 * plain.flops
-    check_memory(Networks(taken(Mine())), "teacher", 1, int(plain.memory.total))
+    check_stage_memory(Networks(taken(Mine())), "teacher", 1, int(plain.memory.total))
     with pytest.raises(UserError, match="use a smaller model"):
-        check_memory(Networks(taken(Judged())), "teacher", 1, 3 * GIB)
+        check_stage_memory(Networks(taken(Judged())), "teacher", 1, 3 * GIB)
 
 
 @pytest.mark.parametrize(("gpu", "gpus"), [("h200", 1), ("a100-40", 8), ("rtx4090", 16)])

@@ -17,7 +17,7 @@ from imdm.data.tokenizers import check_same
 from imdm.evaluation import Conditional, metrics
 from imdm.evaluation.conditional import documents_of
 from imdm.experiments.inputs import Inputs
-from imdm.experiments.memory import check_memory
+from imdm.experiments.memory import check_stage_memory
 from imdm.experiments.schema import AdoptStage, CoupleStage, EvaluateStage, TrainStage
 from imdm.shipped import find
 from imdm.training.lora import check_backbone
@@ -83,7 +83,7 @@ def check_state(inputs: Inputs, name: str) -> None:
     state = processes()
     cuda = state.device.type == "cuda"  # else the processes of a machine share its memory
     room = memory(state.device) if cuda else memory() // processes_here()
-    check_memory(inputs.networks, name, state.num_processes, room, cuda, memory() // processes_here())
+    check_stage_memory(inputs.networks, name, state.num_processes, room, cuda, memory() // processes_here())
 
 
 def _check_inputs(inputs: Inputs, name: str) -> None:

@@ -210,7 +210,7 @@ def sampling_memory(size: Size, tokens: float, precision: str) -> Memory:
     return Memory(frozen=weights, activations=SAMPLED * wide * size.config.width * tokens, context=CONTEXT)
 
 
-def check_memory(
+def check_stage_memory(
     networks: Networks, name: str, processes: int, room: int, cuda: bool = True, host: int | None = None
 ) -> None:
     """Refuse a training stage that memory of so many bytes for each process cannot hold, before its first step.

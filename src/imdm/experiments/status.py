@@ -91,8 +91,8 @@ def read_done(folder: Path) -> dict[str, Any]:
 
 
 def as_made(recipe: Recipe, folder: Path) -> Recipe:
-    """The recipe, but those settings of its finished stages that change no number (`NEUTRAL_SETTINGS`) as these were made with.
-    folder: of the stages. Unreadable records are left to those who need them."""
+    """The recipe, but settings of its finished stages that change no number (`NEUTRAL_SETTINGS`) as these were made
+    with. folder: of the stages. Unreadable records are left to those who need them."""
     changed: dict[str, Any] = {}
     for name, stage in recipe.stages.items():
         then = _trained_with(folder / name) if isinstance(stage, TrainStage) else None

@@ -147,7 +147,7 @@ class Compared(Fused):
         return losses.kl(head.tensors, self.teacher.tensors, head.never, self.kind == "forward-kl")
 
 
-class Whole(ABC):
+class NeedsAllRows(ABC):
     """A reduction that needs all rows at once: it is given the head."""
 
     @abstractmethod
@@ -238,7 +238,7 @@ def _in_parts(chunk: Callable[..., Tensor], rows: tuple[Tensor, ...], size: int)
 
 def reduced(head: Head, reduce: Reduce, group: int = 1) -> Tensor:
     """reduce(log-probabilities of some rows, which), chunk by chunk; each `group` consecutive rows are in one chunk."""
-    if isinstance(reduce, Whole):
+    if isinstance(reduce, NeedsAllRows):
         return reduce.read(head)
     if isinstance(reduce, Fused) and head.is_linear and _in_bf16(head.rows) and (losses := kernels("losses")):
         with torch.autocast("cuda", enabled=False):
