@@ -15,7 +15,7 @@ from imdm.diffusion.process import Process
 from imdm.diffusion.randomness import Purpose, fold, uniform
 from imdm.diffusion.state import Noised, Rows, filled_places, size_of_rows
 from imdm.models import Network, Shape
-from imdm.models.readout import Chosen, Gradient, Head, Whole, match_rows, reduced
+from imdm.models.readout import Chosen, Gradient, Head, NeedsAllRows, match_rows, reduced
 from imdm.models.sharding import duplicate, shared_like, weights_of
 from imdm.objectives.base import Step
 from imdm.objectives.rounds import fixed
@@ -166,7 +166,7 @@ def planned(
     return Planned(keys, origin, t, masked, again, noise, latent, weight, rows, left, left_rows, ended=ended)
 
 
-class Write(Whole):
+class Write(NeedsAllRows):
     """From the student's rows: sample x̃, mask it again and compute the auxiliary's cross-entropy, (R̃,); where the
     student is updated, compare with the teacher too, (R̃, 2)."""
 
@@ -206,7 +206,7 @@ def without_end_before_text(head: Head, shown: Noised, rows: Rows, process: Proc
 
 
 @dataclass(frozen=True)
-class Compare(Whole):
+class Compare(NeedsAllRows):
     student: Head
     teacher: Any
     said: Tensor

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from imdm.diffusion.process import Process
 from imdm.diffusion.randomness import Purpose, uniform
 from imdm.diffusion.state import Noised, Rows, filled_places
-from imdm.models.readout import Chosen, Compared, Divergence, Head, Whole, reduced
+from imdm.models.readout import Chosen, Compared, Divergence, Head, NeedsAllRows, reduced
 from imdm.objectives.base import FROZEN, Extent, Pass, Stages, Step, corrupted, objectives
 from imdm.objectives.rounds import Rounds, Teacher, in_rounds
 from imdm.sampling import draw_tokens
@@ -136,7 +136,7 @@ class Target(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Settled(Whole):
+class _Settled(NeedsAllRows):
     """A divergence, and −log p(padding) where padding is certain: (R,)."""
 
     compare: Compared
