@@ -35,7 +35,7 @@ class MaskedDiffusionConfig(Shape, PreTrainedConfig):
 
     def _of_backbone(self, name: str, own: str) -> Any:
         """A size by its name in `transformers`: from the backbone's configuration for `hf`, else our own."""
-        if not backbones[self.backbone["kind"]].whole:
+        if not backbones[self.backbone["kind"]].owns_embedding:
             return getattr(self, own)
         from transformers import AutoConfig
 

@@ -110,16 +110,16 @@ class MaskedDiffusionLM(Network, PreTrainedModel):
 
     def set_input_embeddings(self, value: nn.Module) -> None:
         self.forget_captured()
-        if self.backbone.whole:
+        if self.backbone.owns_embedding:
             self.backbone.get_network().set_input_embeddings(value)
         else:
             self.embedding = value  # type: ignore[assignment]
 
     def get_output_embeddings(self) -> nn.Module:
-        return self.backbone.get_network().get_output_embeddings() if self.backbone.whole else self.output
+        return self.backbone.get_network().get_output_embeddings() if self.backbone.owns_embedding else self.output
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        if self.backbone.whole:
+        if self.backbone.owns_embedding:
             self.backbone.get_network().set_output_embeddings(new_embeddings)
         else:
             self.output = new_embeddings  # type: ignore[assignment]
@@ -134,7 +134,7 @@ class MaskedDiffusionLM(Network, PreTrainedModel):
         if new_num_tokens is not None and new_num_tokens < least:
             raise UserError(f"new_num_tokens = {new_num_tokens}: at least {least}, as token {least - 1} is special")
         self.forget_captured()
-        if not self.backbone.whole:
+        if not self.backbone.owns_embedding:
             return super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
         found = self.backbone.get_network().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
         if new_num_tokens is not None or pad_to_multiple_of is not None:

@@ -60,17 +60,17 @@ class Network(nn.Module):
         self.process = Process(schedule, self.mask, config.mask_token_id, config.mixture, config.ending, lengths)
         D, settings = config.width, parse_backbone(config.backbone)
         kind = backbones[settings.kind]
-        if not kind.whole:
+        if not kind.owns_embedding:
             self.embedding = TokenEmbedding(config.vocab_size, D)
         self.mask_embedding = self.mask.embedding(D)
         self.mixture = MixtureToken(D) if config.mixture else None
         self._take_in(kind(config, settings))
-        if not kind.whole:
+        if not kind.owns_embedding:
             self.output = ZeroLinear(D, config.vocab_size)
 
     def share_embedding(self) -> None:
         """With a tied embedding, let the head read its weights. (`transformers` does it for `MaskedDiffusionLM`.)"""
-        if self.config.tie_word_embeddings and not self.backbone.whole:
+        if self.config.tie_word_embeddings and not self.backbone.owns_embedding:
             self.output.weight = self.embedding.weight
 
     @classmethod
@@ -93,7 +93,7 @@ class Network(nn.Module):
         """A new model with some settings changed, on the same device and in the same dtype. Its weights are initialised
         from `seed`, except that a backbone which is a whole language model is copied."""
         config = self.config.changed(**changes)
-        if self.backbone.whole:
+        if self.backbone.owns_embedding:
             network = copy.deepcopy(self.backbone.get_network()).requires_grad_(True)
             fresh = type(self).around(config, network, seed)
         else:
@@ -190,7 +190,7 @@ class Network(nn.Module):
     @property
     def _ends(self) -> Any:
         """The object with the embedding and the head: a whole backbone, or this model."""
-        return self.backbone if self.backbone.whole else self
+        return self.backbone if self.backbone.owns_embedding else self
 
     def get_input_embeddings(self) -> nn.Module:
         return self._ends.embedding

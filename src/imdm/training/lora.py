@@ -148,7 +148,7 @@ def check_lora(lora: Lora | None, precision: str) -> None:
 
 def check_backbone(kind: str) -> None:
     """Refuse a model that is not one of `transformers`."""
-    if not backbones[kind].whole:
+    if not backbones[kind].owns_embedding:
         raise UserError(
             f"training.lora: backbone {kind!r} is small and trained in full; LoRA is for models of transformers "
             "(backbone 'hf')"

@@ -112,7 +112,7 @@ class Backbone(nn.Module):
     resets: ClassVar[bool] = False  # whether a new model initialises its layers once more
     drops = False  # whether it has a dropout rate other than `config.dropout`
     opens = False  # whether it is a causal model made bidirectional
-    whole: ClassVar[bool] = False  # whether it is a model with an embedding and a head of its own
+    owns_embedding: ClassVar[bool] = False  # whether it is a model with an embedding and a head of its own
 
     def __init__(self, config: Shape, settings: BackboneSettings) -> None:
         super().__init__()
@@ -214,21 +214,21 @@ class Backbone(nn.Module):
         return None
 
     def get_network(self) -> Any:
-        """Where `whole`: the wrapped model of `transformers`."""
+        """Where `owns_embedding`: the wrapped model of `transformers`."""
         raise NotImplementedError
 
     def set_network(self, network: Any) -> None:
-        """Where `whole`: replace the wrapped model."""
+        """Where `owns_embedding`: replace the wrapped model."""
         raise NotImplementedError
 
     @property
     def embedding(self) -> nn.Module:
-        """Where `whole`: the token embedding."""
+        """Where `owns_embedding`: the token embedding."""
         raise NotImplementedError
 
     @property
     def output(self) -> Any:
-        """Where `whole`: maps rows of hidden states to logits; a linear layer, or a function of rows with
+        """Where `owns_embedding`: maps rows of hidden states to logits; a linear layer, or a function of rows with
         `out_features`."""
         raise NotImplementedError
 

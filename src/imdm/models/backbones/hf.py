@@ -69,7 +69,7 @@ class HF(Backbone):
     """A masked or a causal language model of `transformers`, whole. `config.width` is that of its embeddings."""
 
     Settings: ClassVar[type[BackboneSettings]] = HFSettings
-    whole: ClassVar[bool] = True
+    owns_embedding: ClassVar[bool] = True
     lm: PreTrainedModel
 
     def __init__(self, config: Shape, settings: BackboneSettings) -> None:
