@@ -32,7 +32,7 @@ from imdm.data.statistics import sample_entropy
 from imdm.data.text import TextData
 from imdm.data.tokenizers import load_tokenizer, train_bpe
 from imdm.evaluation import Conditional, Evaluation, Judge, Subject, load_embedder, load_judge, matched, measure
-from imdm.evaluation.conditional import continued
+from imdm.evaluation.conditional import prompt_continuations
 from imdm.evaluation.fetching import fetch
 from imdm.evaluation.text import found_in, read_before
 from imdm.exporting import export
@@ -451,7 +451,7 @@ def test_the_conditional_protocol(folder: Path, tmp_path: Path, judge: Judge, wi
     rows = unwrapped(folder, tmp_path)
     how = Conditional(prompts=6, prefix=5, continuations=2, window=window, tokens=8)
     s = subject(folder, data=rows, judge=judge, conditional=how, split="test")
-    made = continued(Evaluation(s))
+    made = prompt_continuations(Evaluation(s))
     documents = rows.rows(torch.tensor([1, 2, 4, 5, 7, 8]))["tokens"]  # the others are too short, and padded
     first = 6 if window == "generated" else 1
     assert made.real == Evaluation(s).decode(documents[:, first : first + 8])
@@ -477,7 +477,7 @@ def test_spans_are_filled_between_prefix_and_suffix(folder: Path, tmp_path: Path
     canvases: list[torch.Tensor] = []
     complete = s.complete
     s.__dict__["complete"] = lambda canvas: canvases.append(canvas) or complete(canvas)
-    continued(s)
+    prompt_continuations(s)
     holes = (canvases[0] == 3).any(0).nonzero()[:, 0].tolist()
     assert holes == list(range(6, 17))  # after the begin token and 5, before 6 and the end token
     assert measure(["cond_entropy"], s)["cond_entropy"].split == "generated[0:8] after 5 before 6"
@@ -489,9 +489,11 @@ def test_a_tokenizer_that_pads_with_its_end_token(folder: Path, tmp_path: Path) 
     rows.manifest = ends
     rows._shards = [np.where(shard == 2, ends.end, shard) for shard in rows._shards]  # as GPT-2's would be
     s = subject(folder, data=rows, conditional=Conditional(prompts=8, prefix=5, continuations=1, tokens=8))
-    assert len(continued(Evaluation(s)).written) == 8
+    assert len(prompt_continuations(Evaluation(s)).written) == 8
     with pytest.raises(UserError, match="only 8 held-out documents fill a row of 24 tokens"):
-        continued(Evaluation(subject(folder, data=rows, conditional=Conditional(prompts=9, prefix=5, tokens=8))))
+        prompt_continuations(
+            Evaluation(subject(folder, data=rows, conditional=Conditional(prompts=9, prefix=5, tokens=8)))
+        )
 
 
 def test_prompts_begin_documents_where_these_are_prepared(folder: Path, tmp_path: Path) -> None:
@@ -504,7 +506,9 @@ def test_prompts_begin_documents_where_these_are_prepared(folder: Path, tmp_path
     assert s.documents is not None
     rows = s.documents.rows(torch.arange(12))["tokens"]
     assert [row[1:6].tolist() for row in rows] == [ids[:5] for ids in starts["input_ids"]]
-    assert continued(Evaluation(s)).prompts == [p for p in Evaluation(s).decode(rows[:, 1:6]) for _ in range(5)]
+    assert prompt_continuations(Evaluation(s)).prompts == [
+        p for p in Evaluation(s).decode(rows[:, 1:6]) for _ in range(5)
+    ]
 
 
 def test_a_judge_in_bf16_says_so(judge: Judge) -> None:
@@ -534,9 +538,11 @@ def test_prompts_are_read_but_not_counted(judge: Judge) -> None:
 def test_prompts_that_are_not_there(folder: Path, tmp_path: Path, judge: Judge) -> None:
     rows = unwrapped(folder, tmp_path)
     with pytest.raises(UserError, match="conditional.prompts = 20: only 8 held-out documents fill a row"):
-        continued(Evaluation(subject(folder, data=rows, conditional=Conditional(prompts=20, prefix=5, tokens=8))))
+        prompt_continuations(
+            Evaluation(subject(folder, data=rows, conditional=Conditional(prompts=20, prefix=5, tokens=8)))
+        )
     with pytest.raises(UserError, match="rows of 24 tokens are too short for a prompt of 50"):
-        continued(Evaluation(subject(folder, data=rows, conditional=Conditional(prompts=2))))
+        prompt_continuations(Evaluation(subject(folder, data=rows, conditional=Conditional(prompts=2))))
 
 
 # Measures of text

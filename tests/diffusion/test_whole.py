@@ -35,7 +35,7 @@ from imdm.diffusion.schedule import LogLinear
 from imdm.diffusion.state import Noised, Rows
 from imdm.evaluation import Evaluation, Subject, measure, metrics, read
 from imdm.evaluation.classifier import accuracy
-from imdm.evaluation.conditional import Conditional, continued
+from imdm.evaluation.conditional import Conditional, prompt_continuations
 from imdm.evaluation.measuring import to_row
 from imdm.evaluation.steps import in_steps, one_by_one, pairs_at_once, pairs_one_by_one
 from imdm.experiments import Recipe, Run, load_recipe, parse_recipe
@@ -872,7 +872,7 @@ def test_judges_read_texts_without_marks_and_continuations_may_end(tmp_path: Pat
     evaluation = Evaluation(subject)
     assert evaluation.decode(rows) == [text for text, ids in zip(stories(40), inner, strict=True) if len(ids) <= 30]
     assert not any(mark in text for text in evaluation.texts() for mark in ("<bos>", "<eos>", "<pad>"))
-    made = continued(evaluation)
+    made = prompt_continuations(evaluation)
     long = rows[TWO.lengths(rows) > 8][:4].repeat_interleave(3, 0)
     assert made.prompts == writer.tokenizer.batch_decode(long[:, 1:4].tolist())
     canvas = long.masked_fill(torch.arange(32) > 3, 3)  # no end is given
@@ -883,7 +883,7 @@ def test_judges_read_texts_without_marks_and_continuations_may_end(tmp_path: Pat
     texts = [[v for v in row[4 : 4 + n] if v > 2] for row, n in zip(whole.tolist(), sizes, strict=True)]
     assert made.written == writer.tokenizer.batch_decode(texts)
     with pytest.raises(UserError, match="the end of a whole text has no fixed place"):
-        continued(Evaluation(replace(subject, conditional=how.model_copy(update={"suffix": 2}))))
+        prompt_continuations(Evaluation(replace(subject, conditional=how.model_copy(update={"suffix": 2}))))
 
 
 def test_rows_are_decoded_as_numbers_and_as_tensors(tmp_path: Path) -> None:

@@ -32,8 +32,8 @@ from imdm.evaluation import Conditional, Evaluation, Judge, Subject, load_judge,
 from imdm.evaluation import judge as judging
 from imdm.evaluation.base import unpadded
 from imdm.evaluation.coherence import coherence_of, halved
-from imdm.evaluation.conditional import continued as continuations
-from imdm.evaluation.continuing import _anew, _batches, _draw, _remembering, continued
+from imdm.evaluation.conditional import prompt_continuations
+from imdm.evaluation.continuing import _anew, _batches, _draw, _remembering, judge_continuations
 from imdm.evaluation.fetching import _convert, _mend
 from imdm.evaluation.infilling import Gaps, _cut, filled, gaps
 from imdm.evaluation.judge import NotHereError, judge_at_hand, judge_of, load_judge_or_other
@@ -307,16 +307,17 @@ def test_so_many_tokens_are_written_after_each_prompt(judges: dict[str, Judge]) 
     for judge in judges.values():
         keys = fold(1, Purpose.SAMPLE, torch.arange(3))
         prompts, counts = ["The cat", "The dog met", "A"], [4, 1, 6]
-        found = continued(judge, prompts, counts, keys)
-        assert found == continued(replace(judge, batch_size=1), prompts, counts, keys)
+        found = judge_continuations(judge, prompts, counts, keys)
+        assert found == judge_continuations(replace(judge, batch_size=1), prompts, counts, keys)
         again = [
-            continued(judge, [p], [c], keys[i : i + 1])[0] for i, (p, c) in enumerate(zip(prompts, counts, strict=True))
+            judge_continuations(judge, [p], [c], keys[i : i + 1])[0]
+            for i, (p, c) in enumerate(zip(prompts, counts, strict=True))
         ]
         assert found == again
-        (whole,) = continued(judge, prompts[2:], [7], keys[2:])
+        (whole,) = judge_continuations(judge, prompts[2:], [7], keys[2:])
         assert whole.startswith(found[2].rstrip("\ufffd"))
         long = " ".join(SENTENCES * 30)
-        assert continued(judge, [long], [3], keys[:1])[0]  # longer than it reads at once
+        assert judge_continuations(judge, [long], [3], keys[:1])[0]  # longer than it reads at once
 
 
 @pytest.mark.parametrize("name", ["begun", "own"])
@@ -327,16 +328,17 @@ def test_who_is_written_beside_a_text_does_not_matter(judges: dict[str, Judge], 
     prompts, counts = [long, "The cat", long, "A", long], [3, 20, 25, most, 30]
     keys = fold(1, Purpose.SAMPLE, torch.arange(5))
     alone = [
-        continued(judge, [p], [c], keys[i : i + 1])[0] for i, (p, c) in enumerate(zip(prompts, counts, strict=True))
+        judge_continuations(judge, [p], [c], keys[i : i + 1])[0]
+        for i, (p, c) in enumerate(zip(prompts, counts, strict=True))
     ]
-    assert continued(judge, prompts, counts, keys) == alone
+    assert judge_continuations(judge, prompts, counts, keys) == alone
     sizes = [judge.context - 3, 4, judge.context - 25, 1, judge.context - 30]
     together = _batches(judge, sizes, counts)
     assert sorted(sum(together, [])) == list(range(5))
     assert 1 < len(together) < 5
     assert all(max(sizes[i] for i in some) + max(counts[i] for i in some) <= judge.context for some in together)
     with pytest.raises(UserError, match=f"cannot add {most + 1} to a prompt"):
-        continued(judge, prompts[:2], [1, most + 1], keys[:2])
+        judge_continuations(judge, prompts[:2], [1, most + 1], keys[:2])
 
 
 # Infilling
@@ -476,7 +478,7 @@ def test_prompts_of_whole_texts(texts: Path, judges: dict[str, Judge]) -> None:
     canvases: list[Tensor] = []
     complete = evaluation.complete
     evaluation.__dict__["complete"] = lambda canvas: canvases.append(canvas) or complete(canvas)
-    made = continuations(evaluation)
+    made = prompt_continuations(evaluation)
     assert (canvases[0][:, 3:] == 3).all()
     assert (canvases[0][:, 1:3] != 3).all()
     assert made.ended == [bool(((row == 1) | (row == 2)).any()) for row in made.tokens]
@@ -485,7 +487,7 @@ def test_prompts_of_whole_texts(texts: Path, judges: dict[str, Judge]) -> None:
     assert found["cond_gen_ppl"].value == pytest.approx(expected, rel=1e-5)
     assert found["cond_entropy"].value <= log(4)
     with pytest.raises(UserError, match="use 0, or infill_ppl"):
-        continuations(infilling(texts, "whole", conditional=how.model_copy(update={"suffix": 2})))
+        prompt_continuations(infilling(texts, "whole", conditional=how.model_copy(update={"suffix": 2})))
 
 
 @pytest.mark.parametrize("packing", ["wrapped", "whole"])
@@ -495,7 +497,7 @@ def test_texts_that_are_kept_are_those_that_metrics_read(texts: Path, packing: s
     evaluation = infilling(texts, packing, conditional=how, samples=5, seed=7)
     assert first_texts(evaluation, 2) == []
     measure(["cond_entropy"], evaluation)
-    made = continuations(evaluation)
+    made = prompt_continuations(evaluation)
     after = [{"prompt": made.prompts[i], "text": made.written[i]} for i in (0, 3)]
     drawn = {"steps": 2, "temperature": 1.0, "top_p": 1.0, "noise": "posterior", "order": "random", "seed": 7}
     assert first_texts(evaluation, 2) == [drawn | {"number": i} | one for i, one in enumerate(after)]

@@ -195,7 +195,7 @@ def check_teaches(source: Source, config: Shape) -> None:
     """Refuse rows that a model of a stream would be trained on, padding and all."""
     check_fits(source, config)
     if config.ending is None and getattr(source, "ending", None) is not None:
-        whole = "adopt it with --whole, or " if backbones[config.backbone["kind"]].whole else ""
+        whole = "adopt it with --whole, or " if backbones[config.backbone["kind"]].owns_embedding else ""
         raise UserError(
             "the rows of the data are whole texts, followed by padding (packing: whole), and this model of a stream "
             f"would learn the padding as text; {whole}prepare the text with another packing"

@@ -69,7 +69,7 @@ class Continued:
     ended: list[bool] | None = None
 
 
-def continued(evaluation: Evaluation) -> Continued:
+def prompt_continuations(evaluation: Evaluation) -> Continued:
     """Generated once for all metrics."""
     return evaluation.once("continued", lambda: _continue(evaluation))
 
@@ -140,25 +140,25 @@ def _told(evaluation: Evaluation, found: Measurement) -> Measurement:
     subject = evaluation.subject
     label = (subject.conditional or Conditional()).label
     split = label if subject.split is None else f"{subject.split}, {label}"
-    return replace(found, split=split, evaluations=continued(evaluation).evaluations)
+    return replace(found, split=split, evaluations=prompt_continuations(evaluation).evaluations)
 
 
 @metric("cond_gen_ppl", title="generative perplexity after prompts", prompts=True, judge=True, reads=("documents",))
 def conditional_perplexity(evaluation: Evaluation) -> Measurement:
     """The judge's perplexity of the window given the prompt, whose own tokens do not count."""
-    made = continued(evaluation)
+    made = prompt_continuations(evaluation)
     return _told(evaluation, perplexity(evaluation, made.written, made.prompts, made.ended))
 
 
 @metric("cond_entropy", title="entropy after prompts (nats)", prompts=True, reads=("documents",))
 def conditional_entropy(evaluation: Evaluation) -> Measurement:
     """The unigram entropy of each window, averaged."""
-    made = continued(evaluation)
+    made = prompt_continuations(evaluation)
     return _told(evaluation, mean(sample_entropy(made.tokens, made.lengths)))
 
 
 @metric("cond_mauve", title="MAUVE after prompts", prompts=True, judge=True, embedder=True, reads=("documents",))
 def conditional_mauve(evaluation: Evaluation) -> Measurement:
     """MAUVE of the continuations' windows against the documents' own, over five clustering seeds."""
-    made = continued(evaluation)
+    made = prompt_continuations(evaluation)
     return _told(evaluation, mauve_of(evaluation, made.real, made.written))

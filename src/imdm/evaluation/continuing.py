@@ -18,7 +18,7 @@ ReadOn = Callable[[Tensor | None], Tensor]
 
 
 @torch.no_grad()
-def continued(judge: Judge, prompts: list[str], counts: Sequence[int], keys: Tensor) -> list[str]:
+def judge_continuations(judge: Judge, prompts: list[str], counts: Sequence[int], keys: Tensor) -> list[str]:
     """`counts` of the judge's tokens after each prompt, drawn at temperature 1. Special tokens are never drawn, so that
     it does not end early. keys: of each prompt's draws, (n,)."""
     if max(counts, default=0) >= judge.context:

@@ -13,7 +13,7 @@ from imdm.data.statistics import Measurement, mean
 from imdm.data.tokenizers import special_ids
 from imdm.diffusion.randomness import Purpose, as_key, fold
 from imdm.evaluation.base import Evaluation, average_evaluations, metric
-from imdm.evaluation.continuing import continued
+from imdm.evaluation.continuing import judge_continuations
 from imdm.evaluation.judge import Score, have_ended, in_parts, judge_of, perplexity, perplexity_of
 from imdm.sampling import Generation
 
@@ -95,7 +95,7 @@ def continued_perplexity(evaluation: Evaluation) -> Measurement:
         known = [len(ids) for ids in judge.ids(before)]
         both = [len(ids) for ids in judge.ids([a + b for a, b in zip(before, middle, strict=True)])]
         counts = [max(1, all_ - old) for all_, old in zip(both, known, strict=True)]
-        made = continued(judge, before, counts, keys[some])
+        made = judge_continuations(judge, before, counts, keys[some])
         whole = [a + b + c for a, b, c in zip(before, made, end, strict=True)]
         return judge.score(whole, ended=None if ended is None else [ended[i] for i in some])
 

@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 from imdm.evaluation.base import Evaluation, TooShortError
-from imdm.evaluation.conditional import continued
+from imdm.evaluation.conditional import prompt_continuations
 
 
 def first_texts(evaluation: Evaluation, many: int) -> list[dict[str, Any]]:
@@ -20,7 +20,7 @@ def first_texts(evaluation: Evaluation, many: int) -> list[dict[str, Any]]:
         with suppress(TooShortError):  # metrics read none of them
             samples = [{"text": text} for text in evaluation.texts()[:many]]
     if evaluation.has("continued"):
-        made = continued(evaluation)
+        made = prompt_continuations(evaluation)
         pairs = list(zip(made.prompts, made.written, strict=True))[:: len(made.written) // len(made.real)]
         continuations = [{"prompt": prompt, "text": text} for prompt, text in pairs[:many]]
     drawn = {name: getattr(subject.how, name) for name in ("steps", "temperature", "top_p", "noise", "order")}

@@ -20,7 +20,7 @@ LOOK = 16  # positions after which a GPU is asked whether all texts have ended
 
 
 @torch.no_grad()
-def continued(
+def decode_left_to_right(
     denoiser: Any,
     tokens: Tensor,
     keys: Tensor,

@@ -149,13 +149,13 @@ def sample(
     if denoiser.length < L:
         raise UserError(f"the canvas has rows of {L} tokens, the model takes at most {denoiser.length}")
     if denoiser.causal:
-        from imdm.sampling.left_to_right import continued
+        from imdm.sampling.left_to_right import decode_left_to_right
 
         if t is not None or trace or on_step is not None:
             raise UserError("this model is autoregressive: it writes one token after another, and has no steps")
         if noise_keys is not None:
             raise UserError("noise_keys: this model is autoregressive, and has no noisy masks")
-        return continued(denoiser, tokens, keys, how, batch_size, on_progress)
+        return decode_left_to_right(denoiser, tokens, keys, how, batch_size, on_progress)
     process = denoiser.process
     if t is None:
         t = torch.ones(B, device=tokens.device)
