@@ -10,14 +10,17 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from imdm.core.errors import UserError
 from imdm.experiments.networks import Networks, Size
 from imdm.experiments.schema import TrainStage
 from imdm.models.backbones.base import DEFAULT
-from imdm.models.configuration import MaskedDiffusionConfig
 from imdm.objectives import STUDENT, Extent, Objective, Pass
 from imdm.training import TrainConfig
+
+if TYPE_CHECKING:
+    from imdm.models.configuration import MaskedDiffusionConfig
 
 GIB = 1 << 30
 ACTIVATION = 43.0

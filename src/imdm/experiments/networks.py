@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -16,10 +16,12 @@ from imdm.data.text import TextData
 from imdm.experiments.schema import AdoptStage, Recipe, TrainStage
 from imdm.models import Network
 from imdm.models.backbones.base import DEFAULT
-from imdm.models.configuration import MaskedDiffusionConfig
 from imdm.models.loading import load_config
 from imdm.models.sharding import blocks_of
 from imdm.shipped import find
+
+if TYPE_CHECKING:
+    from imdm.models.configuration import MaskedDiffusionConfig
 
 TOKENIZERS = {"gpt2": 50_258, "bert-base-uncased": 30_522, "smollm2": 49_153}
 """Ids of the recipes' tokenizers, the mask included: known without downloading them."""
@@ -134,6 +136,8 @@ class Networks:
 @lru_cache(maxsize=256)
 def measured(settings: str) -> Size:
     """Built on the device `meta` and counted. Another backbone counts as blocks of ours with as many weights."""
+    from imdm.models.configuration import MaskedDiffusionConfig  # takes a second
+
     config = MaskedDiffusionConfig.from_dict(json.loads(settings))
     with torch.device("meta"):
         model = Network(config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, model_validator
 
@@ -19,10 +19,12 @@ from imdm.evaluation import Conditional, metrics
 from imdm.evaluation.judge import labelled
 from imdm.models import PRESETS, BackboneSettings
 from imdm.models.backbones.base import is_default, parse_backbone
-from imdm.models.configuration import MaskedDiffusionConfig
 from imdm.objectives import Objective, parse_objective
 from imdm.sampling.options import RevealOrder
 from imdm.training import TrainConfig
+
+if TYPE_CHECKING:
+    from imdm.models.configuration import MaskedDiffusionConfig
 
 MaskField = Annotated[SerializeAsAny[Mask], BeforeValidator(parse_mask)]
 ObjectiveField = Annotated[SerializeAsAny[Objective], BeforeValidator(parse_objective)]
@@ -80,6 +82,8 @@ class ModelSettings(Config):
         ending: Ending | None = None,
     ) -> MaskedDiffusionConfig:
         """causal: an autoregressive model of the same size; ending: how rows end, where they are whole texts."""
+        from imdm.models.configuration import MaskedDiffusionConfig  # takes a second
+
         given = {k: v for k, v in self.model_dump().items() if v is not None and k != "preset"}
         given = {"length": length, "vocab_size": vocab_size, "mask_token_id": mask_token_id} | given
         if ending is not None:

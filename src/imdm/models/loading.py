@@ -11,10 +11,10 @@ from imdm.core.devices import check_precision
 from imdm.core.errors import UserError, reason_of
 from imdm.core.files import no_progress_bars
 from imdm.core.hub import hub_for
-from imdm.models.configuration import MaskedDiffusionConfig
 from imdm.shipped import folder_of
 
 if TYPE_CHECKING:
+    from imdm.models.configuration import MaskedDiffusionConfig
     from imdm.models.denoiser import MaskedDiffusionLM
 
 
@@ -31,6 +31,8 @@ def load_model(path: str | Path, precision: str = "float32") -> MaskedDiffusionL
 
 def load_config(path: str | Path) -> MaskedDiffusionConfig:
     """The configuration of a model, found as `load_model` finds it; no weights are read."""
+    from imdm.models.configuration import MaskedDiffusionConfig  # takes a second
+
     where = f"model {str(path)!r}"
     place = _found(path)
     try:
