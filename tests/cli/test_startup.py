@@ -173,7 +173,8 @@ for line in json.load(sys.stdin):
             main()
         except SystemExit as stop:
             code = int(stop.code or 0)
-    loaded = [name for name in ("torch", "transformers.modeling_utils", "accelerate") if name in sys.modules]
+    slow = ("torch", "torch.distributed.tensor", "transformers.modeling_utils", "accelerate")
+    loaded = [name for name in slow if name in sys.modules]
     answers.append({"code": code, "said": said.getvalue(), "loaded": loaded})
 print(json.dumps(answers))
 """

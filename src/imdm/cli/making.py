@@ -323,11 +323,12 @@ def distill(
     """Distil a model, with the paper's settings where there are any. Run it again to resume after a stop."""
     check_held_out(data)
     from imdm.core.devices import check_precision
-    from imdm.experiments.distilling import distillation
+    from imdm.experiments.distilling import distillation, presets
     from imdm.experiments.loading import parse_recipe
     from imdm.experiments.run import Run
     from imdm.models.loading import load_config
 
+    check_known("distillation", [method], presets())
     precision = precision or ("bf16" if device().type == "cuda" else "float32")
     check_precision(precision, device(), "--precision")
     settings = distillation(

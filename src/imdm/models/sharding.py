@@ -4,6 +4,8 @@ the average.
 Blocks are gathered one after another while they run. Other weights (embeddings, head, last norm) are gathered for
 `forward`, or for one of `RUN`, whose caller uses the head, and stay gathered until the backward pass, or the step, is
 over.
+
+FSDP takes two seconds to import, so functions that shard import it.
 """
 
 from __future__ import annotations
@@ -14,15 +16,16 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from imdm.core.errors import UserError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
 
 M = TypeVar("M", bound=nn.Module)
 Shard = Literal["none", "optimizer", "full"]
@@ -49,6 +52,8 @@ class Sharding:
         """None without sharding or with a single process."""
         if shard == "none" or world == 1:
             return None
+        from torch.distributed.device_mesh import init_device_mesh
+
         return cls(init_device_mesh(device.type, (world,)), shard == "optimizer", half)
 
 
@@ -63,6 +68,8 @@ class _Sharded:
 
 def shard(model: M, how: Sharding) -> M:
     """Shard the weights of a model, in place. It is moved to its device block by block, never whole."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
     scalar = next((name for name, weight in model.named_parameters() if not weight.ndim), None)
     if scalar is not None:
         raise UserError(f"training.shard: the weight {scalar!r} is a single number, which cannot be sharded")
@@ -82,6 +89,8 @@ def shard(model: M, how: Sharding) -> M:
 def _gather_for_methods(model: nn.Module) -> None:
     """Gather weights for `RUN` too; but not within `forward`, for which they are: FSDP would take the end of the method
     for that of `forward`, and free them before its backward pass."""
+    from torch.distributed.fsdp import register_fsdp_forward_method
+
     names = [name for name in RUN if hasattr(model, name)]
     plain = {name: getattr(model, name) for name in names}
     for name in names:
@@ -136,6 +145,8 @@ def reshard(model: nn.Module) -> None:
 
 
 def _parts(*models: nn.Module) -> list[FSDPModule]:
+    from torch.distributed.fsdp import FSDPModule
+
     return [part for model in models for part in model.modules() if isinstance(part, FSDPModule)]
 
 
@@ -157,14 +168,19 @@ def gathered(models: Iterable[nn.Module]) -> Iterator[None]:
                 part.set_reshard_after_forward(part is not model and not how.stay, recurse=False)
 
 
-def own(tensor: Tensor) -> Tensor:
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether it is a `DTensor`."""
+    return hasattr(tensor, "full_tensor")
+
+
+def own(tensor: Any) -> Tensor:
     """This process' shard, a view; the tensor itself if it is not sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
-def whole(tensor: Tensor) -> Tensor:
+def whole(tensor: Any) -> Tensor:
     """The full tensor. A collective: every process must call it."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def whole_on_first(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -178,10 +194,12 @@ def whole_on_first(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def shared_like(value: Tensor, like: Tensor) -> Tensor:
+def shared_like(value: Tensor, like: Any) -> Tensor:
     """A value that every process has in full, moved to the device of `like` and sharded like it."""
-    if isinstance(value, DTensor) or not isinstance(like, DTensor):
+    if is_sharded(value) or not is_sharded(like):
         return value.to(like.device)
+    from torch.distributed.tensor import distribute_tensor
+
     found = distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
     return found.clone()  # a view would keep the full tensor alive
 

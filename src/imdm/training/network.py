@@ -1,20 +1,17 @@
-"""A network in training: its weights, optimiser, learning rate and average, and its part of a checkpoint."""
+"""A network in training: its weights, optimiser, learning rate and average, and its part of a checkpoint.
+
+What reads and sets weights and moments by name takes a second to import, so functions import it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 
 from imdm import models
 from imdm.core.config import check_name
@@ -33,11 +30,6 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from imdm.models.denoiser import MaskedDiffusionLM
-
-WHOLE = StateDictOptions(full_state_dict=True)  # every process sees all of it
-SOME = StateDictOptions(full_state_dict=True, strict=False)  # a weight that never had a gradient has no moments
-HOME = StateDictOptions(full_state_dict=True, cpu_offload=True)  # only the first process does
-TRAINED = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
 
 
 class Network:
@@ -99,12 +91,15 @@ class Network:
     def state(self) -> NetworkState:
         """All processes gather; the first one gets the result. An optimiser without moments is skipped: reading its
         state would create some."""
+        from torch.distributed.checkpoint import state_dict as by_name
+
         self._plain_rate()
+        first = by_name.StateDictOptions(full_state_dict=True, cpu_offload=True)  # only the first process gets all
         small = has_adapters(self.bare)
-        model: Any = get_model_state_dict(self.model, options=TRAINED if small else HOME)
+        model: Any = by_name.get_model_state_dict(self.model, options=replace(first, ignore_frozen_params=small))
         moments: dict[str, Tensor] = {}
         if self.optimizer.state:
-            found: Any = get_optimizer_state_dict(self.model, self.optimizer, options=HOME)
+            found: Any = by_name.get_optimizer_state_dict(self.model, self.optimizer, options=first)
             whole = found.get("state", {})  # empty, except on the first process
             moments = {f"{kind}.{name}": v for name, state in whole.items() for kind, v in state.items()}
         config = self.bare.config if isinstance(self.bare, models.Network) and not small else None
@@ -117,6 +112,8 @@ class Network:
             group["lr"] = self.rate()
 
     def load(self, point: NetworkState) -> None:
+        from torch.distributed.checkpoint import state_dict as by_name
+
         self._plain_rate()
         self._set_weights(dict(point.model))
         self.ema.load(point.ema, point.ema_updates)
@@ -128,20 +125,28 @@ class Network:
         for key, value in point.optimizer.items():
             kind, name = key.split(".", 1)
             state.setdefault(name, {})[kind] = value
-        current: Any = get_optimizer_state_dict(self.model, optimizer)  # of names and groups; moments stay sharded
+        current: Any = by_name.get_optimizer_state_dict(
+            self.model, optimizer
+        )  # of names and groups; moments stay sharded
         loaded: Any = {"state": state, "param_groups": current["param_groups"]}
-        set_optimizer_state_dict(self.model, optimizer, optim_state_dict=loaded, options=SOME)
+        some = by_name.StateDictOptions(
+            full_state_dict=True, strict=False
+        )  # a weight without a gradient has no moments
+        by_name.set_optimizer_state_dict(self.model, optimizer, optim_state_dict=loaded, options=some)
         weights = dict(self.bare.named_parameters(remove_duplicate=False))
         for name in current["state"].keys() - state.keys():
             optimizer.state.pop(weights[name], None)  # created by reading the state above
 
     def _set_weights(self, weights: dict[str, Any]) -> None:
         """With adapters only the trained weights; all others are those of the start, which the run's hash covers."""
+        from torch.distributed.checkpoint import state_dict as by_name
+
         small = has_adapters(self.bare)
         if small and set(weights) != set(self.ema.weights):
             odd = sorted(set(weights) ^ set(self.ema.weights))[0]
             raise UserError(f"checkpoint: its weights do not match the model ({odd!r}); it is not of this run")
-        set_model_state_dict(self.model, weights, options=SOME if small else WHOLE)
+        options = by_name.StateDictOptions(full_state_dict=True, strict=not small)
+        by_name.set_model_state_dict(self.model, weights, options=options)
 
 
 @contextmanager

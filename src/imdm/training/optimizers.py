@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from imdm.core.errors import UserError
 from imdm.models import Network
-from imdm.models.sharding import shared_like, whole
+from imdm.models.sharding import is_sharded, shared_like, whole
 from imdm.training.config import TrainConfig
 
 MOMENTUM = 0.95
@@ -93,7 +92,7 @@ def _shape(weight: Tensor, group: dict[str, Any]) -> tuple[int, ...]:
 
 def _alone(weight: Tensor) -> int | None:
     """A key that keeps a sharded weight apart from all others."""
-    return id(weight) if isinstance(weight, DTensor) else None
+    return id(weight) if is_sharded(weight) else None
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
