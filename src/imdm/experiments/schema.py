@@ -19,7 +19,7 @@ from imdm.evaluation import Conditional, metrics
 from imdm.evaluation.judge import labelled
 from imdm.models import PRESETS, BackboneSettings
 from imdm.models.backbones.base import is_default, parse_backbone
-from imdm.models.shape import Shape
+from imdm.models.shape import SETTINGS, Shape
 from imdm.objectives import Objective, parse_objective
 from imdm.sampling.options import RevealOrder
 from imdm.training import TrainConfig
@@ -80,7 +80,7 @@ class ModelSettings(Config):
         ending: Ending | None = None,
     ) -> Shape:
         """causal: an autoregressive model of the same size; ending: how rows end, where they are whole texts."""
-        given = {k: v for k, v in self.model_dump().items() if v is not None and k != "preset"}
+        given = {k: v for k, v in self.model_dump().items() if v is not None and k in SETTINGS}
         given = {"length": length, "vocab_size": vocab_size, "mask_token_id": mask_token_id} | given
         if ending is not None:
             given |= {"bos_token_id": ending.begin, "eos_token_id": ending.end, "pad_token_id": ending.pad}
