@@ -17,7 +17,7 @@ pytest.importorskip("playwright", reason="the page is tried with playwright, whi
 from playwright.sync_api import Page, expect, sync_playwright
 
 from imdm.data.tokenizers import train_bpe
-from imdm.serving import Engine
+from imdm.serving.engine import Engine
 from imdm.serving.server import in_background
 from imdm.serving.settings import Settings
 from imdm.shipped import listed

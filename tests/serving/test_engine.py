@@ -23,9 +23,10 @@ from imdm.diffusion.process import NoisePolicy
 from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.models.fast import faster
 from imdm.sampling import Sampling
-from imdm.serving import Busy, Engine, Frame, Job, Settings, Stopped, TooLong
 from imdm.serving.batch import Batch, visits
-from imdm.serving.jobs import Failed, Ticket, tell
+from imdm.serving.engine import Engine
+from imdm.serving.jobs import Busy, Failed, Frame, Job, Stopped, Ticket, TooLong, tell
+from imdm.serving.settings import Settings
 from tests.conftest import tiny_model
 from tests.reference.enumeration import TableDenoiser, all_masked, chain_law, sequence_law
 from tests.reference.statistics import assert_law, counts_of

@@ -18,10 +18,12 @@ pytest.importorskip("fastapi", reason="the service needs imdm[serve]")
 from fastapi.testclient import TestClient
 
 from imdm.data.tokenizers import train_bpe
-from imdm.serving import Busy, Engine, Settings, TooLong
 from imdm.serving.app import make_app
+from imdm.serving.engine import Engine
+from imdm.serving.jobs import Busy, TooLong
 from imdm.serving.pieces import Pieces
 from imdm.serving.play import MOST_JUDGED, PAGE, Author, Judges, ToJudge, refining
+from imdm.serving.settings import Settings
 from imdm.writer import Writer
 from tests.conftest import tiny_model
 from tests.data.test_corpora import SENTENCES

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from imdm.benchmarks.measure import Row, Size, benchmarks, timed
+from imdm.benchmarks.measure import Row, Size, timed
 from imdm.benchmarks.sampling import fresh
 from imdm.costing.work import writing_flops
 from imdm.models.fast import faster
@@ -31,7 +31,6 @@ REPEATS = 10
 MASK = "infinite-uniform-768-1.0"
 
 
-@benchmarks.register("scaling")
 def scaling(size: Size) -> Iterator[Row]:
     """One thing changed at a time."""
     longest = max(ALONG[size]["length"])
