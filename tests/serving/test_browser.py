@@ -168,7 +168,7 @@ def test_a_token_tells_its_step_and_probability_by_mouse_and_by_keyboard(service
     page = ready(opened(service.address))
     page.click("#go")
     played(page, "#write", 8)
-    told = re.compile(r"step \d of 8 · probability [<>]? ?\d\.\d\d")
+    told = re.compile(r"step \d of 0–7 · probability [<>]? ?\d\.\d\d")
     page.locator("#write .text .written", has_text=re.compile("^[a-z]+$")).first.hover()
     expect(page.locator("#tip")).to_have_text(told)
     page.locator("#write .text .token[tabindex='0']").focus()

@@ -38,7 +38,7 @@ from imdm.core.errors import UserError
 from imdm.core.files import read_lines
 from imdm.data.tokenizers import special_ids, train_bpe
 from imdm.serving.api import Completion, Growing, Infill, Order
-from imdm.serving.app import Gone, while_connected
+from imdm.serving.connected import Gone, while_connected
 from imdm.serving.engine import Engine
 from imdm.serving.guard import LOCAL, Guard, is_local
 from imdm.serving.jobs import Frame
