@@ -18,6 +18,7 @@ from imdm.core.memory import check_room
 from imdm.data.tokenizers import Special, check_ids, has_tokenizer, load_tokenizer, special_ids
 from imdm.diffusion.ending import Ending
 from imdm.models.fast import faster
+from imdm.models.loading import load_model
 from imdm.sampling import Generation, Revealed
 from imdm.shipped import find
 
@@ -337,8 +338,6 @@ def load(
     """A writer from a model folder, the name of a model that ships (`imdm models`) or a hub id, with the tokenizer
     beside the weights. fast: prepared by `faster`, which pays off for many texts on a GPU; precision: of the weights,
     `bf16` for large models."""
-    from imdm.models.loading import load_model
-
     name, device = find(name), checked_device(device)
     model = load_model(name, precision)
     folder = Path(name)

@@ -46,7 +46,7 @@ PROMPTS = ("It was a dark", "The old man", "She looked at the sea and", "When th
 
 def serving(size: Size) -> Iterator[Row]:
     try:
-        from imdm.serving.server import in_background
+        from imdm.serving.server import in_background  # needs an extra, which the other benchmarks do not
     except ModuleNotFoundError as error:
         raise UserError(f"the benchmark 'serving' needs {error.name}: pip install 'imdm[serve]'") from None
     given = SIZES[size]
