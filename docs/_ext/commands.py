@@ -11,6 +11,7 @@ from sphinx.util.docutils import SphinxDirective
 from typer.main import get_command
 
 from imdm.cli.app import app as command_line
+from imdm.cli.options import LateHelp
 
 
 def commands(group: Any, words: str = "imdm") -> Iterator[tuple[str, Any]]:
@@ -24,6 +25,8 @@ def commands(group: Any, words: str = "imdm") -> Iterator[tuple[str, Any]]:
 
 def described(words: str, command: Any) -> str:
     """One command in Markdown: what it does, how it is called, and a line for each argument and option."""
+    if isinstance(command, LateHelp):
+        command.fill_in()
     context = command.make_context(words, [], resilient_parsing=True)
     usage = " ".join(command.collect_usage_pieces(context))
     records = [parameter.get_help_record(context) for parameter in command.params]

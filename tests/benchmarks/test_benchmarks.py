@@ -16,11 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from typer.testing import CliRunner
 
-import imdm.benchmarks
 from imdm.benchmarks import (
-    Machine,
-    Row,
-    benchmarks,
+    HOMES,
+    benchmark,
     couplings,
     large,
     llada,
@@ -31,7 +29,7 @@ from imdm.benchmarks import (
     scaling,
     training,
 )
-from imdm.benchmarks.measure import Took, machine, paced, timed
+from imdm.benchmarks.measure import Machine, Row, Took, machine, paced, timed
 from imdm.benchmarks.table import table
 from imdm.cli.app import app
 from imdm.costing.work import head_flops, network_flops
@@ -41,9 +39,7 @@ from imdm.models.denoiser import MaskedDiffusionLM
 SMALL = {"preset": "tiny", "length": 16, "vocab_size": 512}
 PAPER = Machine("a machine of paper", "2.x", tflops=1.0, terabytes=1.0)
 """It does 10⁹ operations a millisecond and nothing else takes time."""
-COUNTED = [
-    name for name in benchmarks if name != "serving"
-]  # which works in another thread: tests/serving/test_serving.py
+COUNTED = [name for name in HOMES if name != "serving"]  # which works in another thread: tests/serving/test_serving.py
 LEAST = {"large": 0.6, "training": 0.8, "sdtt": 0.8, "graphs": 0.8, "scaling": 0.8}
 
 
@@ -70,8 +66,7 @@ def paper() -> Iterator[None]:
         for module in (measure, couplings):
             patch.setattr(module, "time", clock)
         patch.setattr(measure, "gc", SimpleNamespace(collect=int))  # which takes long where so much is loaded
-        for module in (measure, imdm.benchmarks):
-            patch.setattr(module, "machine", lambda: PAPER)
+        patch.setattr(measure, "machine", lambda: PAPER)
         patch.setitem(sampling.SIZES, "tiny", SMALL | {"vocab_size": 8192, "batch": 4, "steps": (8,)})
         patch.setitem(couplings.SIZES, "tiny", SMALL | {"pairs": 96, "batch": 8, "steps": 32})
         patch.setitem(training.SIZES, "tiny", (SMALL | {"batch": 8},))
@@ -98,7 +93,7 @@ def paper() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def rows(paper: None) -> dict[str, list[Row]]:
-    return {name: list(benchmarks[name]("tiny")) for name in COUNTED}
+    return {name: list(benchmark(name)("tiny")) for name in COUNTED}
 
 
 @pytest.mark.parametrize("name", COUNTED)

@@ -238,8 +238,10 @@ def test_generate_fills_holes_and_tells_how(model: Path) -> None:
     assert rows[0]["revealed_at"][0] == -1
     assert rows[0]["evaluations"] == 1
     assert all(len(row["tokens"]) == 2 for row in rows)
+    assert [row["prompt"] for row in rows] == ["1 ?", "1 ?", "?", "?"]
+    assert [row["text"] for row in rows] == [" ".join(map(str, row["tokens"])) for row in rows]
     traced = imdm("generate", model, "--canvas", "1 ?", "--steps", "3", "--trace").stdout.splitlines()
-    assert traced[0].split() == ["0", "1", "?"]
+    assert traced[0].split() == ["0", "1", "░"]
     assert len(traced) == 4
 
 

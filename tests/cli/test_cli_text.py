@@ -148,6 +148,21 @@ def test_writing(run: Path, tmp_path: Path) -> None:
     assert "░" in plain[0]
     assert "░" not in plain[2]
     assert imdm("generate", model, "--canvas", "0 ? ? 1").stdout.startswith("0 ")
+    many = imdm("generate", model, "--prompt", "The cat", "--steps", "9", "--trace").stdout.splitlines()
+    assert [line.split()[0] for line in many] == [str(step) for step in range(10)]
+
+
+def test_json_has_one_shape(run: Path) -> None:
+    model = run / "seed-0/student/model"
+    told = ("--json", "--trace", "--steps", "3")
+    text = json.loads(imdm("generate", model, "--prompt", "The cat", *told).stdout)
+    ids = json.loads(imdm("generate", model, "--canvas", "0 ? ? 1", *told).stdout)
+    assert list(text) == list(ids) == ["prompt", "text", "tokens", "revealed_at", "evaluations", "trace"]
+    assert ids["prompt"] == ids["trace"]["texts"][0] == "0 ? ? 1"
+    assert ids["trace"]["texts"][-1] == ids["text"]
+    for one in (text, ids):
+        assert len(one["trace"]["texts"]) == 4
+        assert len(one["trace"]["log_probs"]) == len(one["revealed_at"]) == len(one["tokens"])
 
 
 def test_prepare_says_what_it_did_and_evaluate_reads_it(run: Path, tmp_path: Path) -> None:

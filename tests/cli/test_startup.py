@@ -7,26 +7,18 @@ import json
 import os
 import subprocess
 import sys
-from inspect import signature
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import yaml
 
-from imdm.benchmarks import benchmarks
-from imdm.cli import early
-from imdm.costing import GPUS
-from imdm.data.coupling import CoupleConfig
-from imdm.data.synthetic import languages
-from imdm.diffusion.masks.base import masks
-from imdm.diffusion.process import NoisePolicy
+from imdm.benchmarks import HOMES, benchmark
+from imdm.cli import options, porting
 from imdm.evaluation import metrics
 from imdm.evaluation.judge import Precision
 from imdm.experiments import load_recipe
-from imdm.experiments.distilling import presets
 from imdm.exporting import Weights
-from imdm.sampling.options import RevealOrder
 
 SHIPPED = "stories-teacher"
 LISTED = {
@@ -36,6 +28,10 @@ LISTED = {
     "models": SHIPPED,
     "train --help": "--out",
     "distill --help": "unless given 2 for di4c, 1 for redi, 7 for sdtt.",
+    "evaluate --help": "On languages: factorization_error, kl, ",
+    "cost --help": "Which: h200, h100, ",
+    "bench --help": "couplings, graphs, ",
+    "serve --help": "Sequences running or waiting, at most; then 429. [default: 256]",
 }
 REFUSED = {
     "nosuch": "No such command 'nosuch'",
@@ -113,7 +109,7 @@ REFUSED = {
     f"export {SHIPPED} --out empty": "'empty' is there already; choose another folder",
     "adopt nosuch.ckpt --out out": "model 'nosuch.ckpt': no such file or folder, nor a hub id",
     f"couple {SHIPPED} --out out --pairs 0": "Invalid value for '--pairs'",
-    f"couple {SHIPPED} --out out --start nosuch": "unknown start of pairs 'nosuch'; known: perturbed, prior",
+    f"couple {SHIPPED} --out out --start nosuch": "--start = 'nosuch': input should be 'perturbed' or 'prior'",
     f"distill sdtt {SHIPPED} --data aligned --out out --mask nosuch-1": "unknown mask 'nosuch'; known: ",
     f"distill sdtt {SHIPPED} --data aligned --out out --rounds 0": "Invalid value for '--rounds'",
     "prepare sample --length 0 --out out": "Invalid value for '--length'",
@@ -214,7 +210,7 @@ def test_refusals_do_not_wait_for_models(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == before
 
 
-@pytest.mark.parametrize("line", ["--help", "--version", "models", "train --help", "distill --help", "nosuch"])
+@pytest.mark.parametrize("line", ["--help", "--version", "models", "train --help", "serve --help", "bench nosuch"])
 def test_help_does_not_wait_for_torch(line: str, tmp_path: Path) -> None:
     done = python("-X", "importtime", "-m", "imdm", *line.split(), cwd=tmp_path)
     assert done.returncode == (2 if line in REFUSED else 0)
@@ -223,7 +219,8 @@ def test_help_does_not_wait_for_torch(line: str, tmp_path: Path) -> None:
     assert "torch" not in imported
 
 
-QUICK = {"--help": 0.5, "nosuch": 0.5, "generate --steps 0": 3.0, "train synthetic seed=x": 3.0}
+QUICK = {"--help": 0.5, "nosuch": 0.5, "distill --help": 3.0, "evaluate --help": 3.0}
+QUICK |= {"generate --steps 0": 3.0, "train synthetic seed=x": 3.0}
 """Seconds that a command may take on the machine it was measured on; the test allows twice that of a processor."""
 
 
@@ -237,20 +234,15 @@ def test_answers_are_quick(line: str, tmp_path: Path) -> None:
     assert took < 2 * QUICK[line]
 
 
-def test_names_that_are_known_early_are_the_registered_ones() -> None:
-    assert set(early.LANGUAGES) == set(languages)
-    assert set(early.METRICS) == set(metrics)
-    assert len(early.METRICS) == len(set(early.METRICS))
-    assert set(early.BENCHMARKS) == set(benchmarks)
-    assert set(early.MASKS) == set(masks)
-    assert set(early.STARTS) == set(get_args(CoupleConfig.model_fields["start"].annotation))
-    declared = {name: list(signature(preset).parameters.values())[1:] for name, preset in presets().items()}
-    assert {name: {one.name: one.default for one in told} for name, told in declared.items()} == early.PRESETS
-    assert set(early.POLICIES) == set(get_args(NoisePolicy))
-    assert set(early.ORDERS) == set(get_args(RevealOrder))
-    assert set(early.PRECISIONS) == set(get_args(Precision))
-    assert set(early.WEIGHTS) == set(get_args(Weights))
-    assert tuple(GPUS) == early.GPUS
+def test_names_that_a_command_has_of_its_own_are_those_of_the_package() -> None:
+    assert all(callable(benchmark(name)) for name in HOMES)
+    assert set(options.PRECISIONS) == set(get_args(Precision))
+    assert set(porting.WEIGHTS) == set(get_args(Weights))
+
+
+def test_help_names_what_is_registered(tmp_path: Path) -> None:
+    told = python("-m", "imdm", "evaluate", "--help", cwd=tmp_path).stdout
+    assert all(name in told for name in metrics)
 
 
 def test_standard_output_that_is_closed_is_a_sentence(tmp_path: Path) -> None:

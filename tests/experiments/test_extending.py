@@ -375,7 +375,7 @@ def test_a_row_without_a_figure_is_asked_for_again(tmp_path: Path) -> None:
 
 
 def test_a_language_of_ones_own_module_is_known_to_the_command() -> None:
-    from imdm.cli.early import check_data
+    from imdm.cli.arguments import check_data
     from imdm.data.synthetic import languages
 
     with pytest.raises(UserError, match="neither a language"):

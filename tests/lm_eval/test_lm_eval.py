@@ -357,7 +357,7 @@ def test_refusals_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "is a folder" in refused(model, "--tasks", file, "--out", str(tmp_path))
     tiny_model().save_pretrained(tmp_path / "ids")
     assert "has no tokenizer beside it" in refused(str(tmp_path / "ids"), "--tasks", file)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("imdm.cli.measuring.find_spec", lambda name: None)
     assert refused(model, "--tasks", file) == "lm-eval is not installed: pip install 'imdm[lm-eval]'"
 
 

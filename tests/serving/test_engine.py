@@ -23,9 +23,10 @@ from imdm.diffusion.process import NoisePolicy
 from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.models.fast import faster
 from imdm.sampling import Sampling
-from imdm.serving import Busy, Engine, Frame, Job, Settings, Stopped, TooLong
 from imdm.serving.batch import Batch, visits
-from imdm.serving.jobs import Failed, Ticket, tell
+from imdm.serving.engine import Engine
+from imdm.serving.jobs import Busy, Failed, Frame, Job, Stopped, Ticket, TooLong, tell
+from imdm.serving.settings import Settings
 from tests.conftest import tiny_model
 from tests.reference.enumeration import TableDenoiser, all_masked, chain_law, sequence_law
 from tests.reference.statistics import assert_law, counts_of
@@ -178,8 +179,8 @@ def test_frames_tell_the_story_that_a_trace_tells() -> None:
     for frame in frames:
         canvas = told.trace.canvases[0, frame.step].tolist()
         assert frame.ids == [None if token == hole else token for token in canvas]
-        assert frame.revealed == [
-            0 if token is None else int(step) + 1 for token, step in zip(frame.ids, told.revealed_at[0], strict=True)
+        assert frame.revealed_at == [
+            -1 if token is None else int(step) for token, step in zip(frame.ids, told.revealed_at[0], strict=True)
         ]
     assert [frame.done for frame in frames] == [False] * (len(frames) - 1) + [True]
     assert [frame.step for frame in frames] == sorted({int(step) + 1 for step in told.revealed_at[0]} - {0})
@@ -407,7 +408,7 @@ def test_draws_and_noise_have_seeds_of_their_own() -> None:
     assert found[1].ids == by_keys(NoisePath.at(key(7), key(9), 0.4))
     assert found[2].ids == found[0].ids
     assert found[3].ids == by_keys(None)
-    assert found[4].revealed == found[3].revealed != found[5].revealed  # the order is the seed's
+    assert found[4].revealed_at == found[3].revealed_at != found[5].revealed_at  # the order is the seed's
 
 
 def test_a_full_row_comes_back_without_any_evaluation() -> None:
@@ -517,7 +518,7 @@ def test_the_last_frames_alone_are_the_same() -> None:
         for frame, job in zip(found, jobs, strict=True):
             alone = await last(engine, job)
             assert frame.done
-            assert (frame.step, frame.ids, frame.revealed) == (alone.step, alone.ids, alone.revealed)
+            assert (frame.step, frame.ids, frame.revealed_at) == (alone.step, alone.ids, alone.revealed_at)
         assert await engine.finish([]) == []
         with pytest.raises(UserError, match="unknown model 'b'"):
             await engine.finish([*jobs, Job("b", HOLES)])

@@ -18,10 +18,12 @@ pytest.importorskip("fastapi", reason="the service needs imdm[serve]")
 from fastapi.testclient import TestClient
 
 from imdm.data.tokenizers import train_bpe
-from imdm.serving import Busy, Engine, Settings, TooLong
 from imdm.serving.app import make_app
+from imdm.serving.engine import Engine
+from imdm.serving.jobs import Busy, TooLong
 from imdm.serving.pieces import Pieces
 from imdm.serving.play import MOST_JUDGED, PAGE, Author, Judges, ToJudge, refining
+from imdm.serving.settings import Settings
 from imdm.writer import Writer
 from tests.conftest import tiny_model
 from tests.data.test_corpora import SENTENCES
@@ -74,13 +76,13 @@ def test_frames_end_in_the_text_that_a_writer_writes(served: Any, model: str) ->
     assert [frame["done"] for frame in frames] == [False] * (len(frames) - 1) + [True]
     for frame in frames:
         for token, piece, step, probability in zip(
-            frame["ids"], frame["pieces"], frame["revealed"], frame["probability"], strict=True
+            frame["ids"], frame["pieces"], frame["revealed_at"], frame["probability"], strict=True
         ):
             assert (token is None) == (piece is None)
-            assert step <= frame["step"]
+            assert step < frame["step"]
             assert 0 <= probability <= 1
     given = len(ids_of(models[model], "The cat")) + 1
-    assert last["revealed"][:given] == [0] * given
+    assert last["revealed_at"][:given] == [-1] * given
     assert 0 < last["entropy"] < 4
 
 
@@ -91,7 +93,7 @@ def test_a_row_is_filled_in_and_kept_elsewhere(served: Any) -> None:
     holes = [2, 3, 6]
     ids = [None if i in holes else token for i, token in enumerate(row["ids"])]
     last = told(client, "/play/write", model="noisy", row=ids, steps=4)[-1]
-    assert [i for i, step in enumerate(last["revealed"]) if step] == holes
+    assert [i for i, step in enumerate(last["revealed_at"]) if step >= 0] == holes
     assert all(last["ids"][i] == token for i, token in enumerate(ids) if token is not None)
 
 
@@ -102,7 +104,7 @@ def test_noise_and_draws_change_apart(served: Any) -> None:
         base, noise, draws = (
             told(client, "/play/write", **asked, **change)[-1] for change in ({}, {"noise_seed": 9}, {"draws_seed": 9})
         )
-        assert base["revealed"] == noise["revealed"] == draws["revealed"]
+        assert base["revealed_at"] == noise["revealed_at"] == draws["revealed_at"]
         assert (base["ids"] != noise["ids"]) == moved
         assert base["ids"] != draws["ids"]
 

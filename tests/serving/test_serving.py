@@ -18,25 +18,28 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import fields, replace
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_type_hints
+from typing import Any
 
 import openai
 import pytest
 import torch
 import uvicorn
 from transformers import BertTokenizerFast
+from typer.testing import CliRunner
 
 from imdm.benchmarks import serving as bench
+from imdm.cli.app import app
 from imdm.cli.serving import named, serve
 from imdm.core.errors import UserError
 from imdm.core.files import read_lines
 from imdm.data.tokenizers import special_ids, train_bpe
-from imdm.serving import Engine, Settings
 from imdm.serving.api import Completion, Growing, Infill, Order
-from imdm.serving.app import Gone, while_connected
+from imdm.serving.connected import Gone, while_connected
+from imdm.serving.engine import Engine
 from imdm.serving.guard import LOCAL, Guard, is_local
 from imdm.serving.jobs import Frame
 from imdm.serving.listening import listen
@@ -45,6 +48,7 @@ from imdm.serving.play import Author
 from imdm.serving.ready import responsive
 from imdm.serving.server import Server, address, connections, in_background, patient
 from imdm.serving.server import serve as run_service
+from imdm.serving.settings import Settings
 from imdm.shipped import DEFAULT, TEACHER
 from imdm.writer import Writer
 from tests.conftest import tiny_model
@@ -1016,17 +1020,16 @@ def test_the_examples_of_the_document_run(writer: Writer, capsys: pytest.Capture
 def test_the_document_tells_the_limits() -> None:
     page = (Path(__file__).parents[2] / "docs/serving.md").read_text(encoding="utf-8")
     told = {name: float(value.replace(",", "")) for name, value in re.findall(r"\| `--(\w+)` \| ([\d,]+) \|", page)}
-    assert told == {name: field.default for name, field in Settings.model_fields.items() if field.default is not None}
+    assert told == {field.name: field.default for field in fields(Settings) if "help" in field.metadata}
 
 
 def test_the_command_has_an_option_for_each_limit() -> None:
-    limits = {name: field.default for name, field in Settings.model_fields.items() if field.default is not None}
-    options = {
-        name: hint.__metadata__[0]
-        for name, hint in get_type_hints(serve, include_extras=True).items()
-        if name in limits
-    }
-    assert {name: float(option.show_default) for name, option in options.items()} == limits
+    limits = {field.name: field.default for field in fields(Settings) if "help" in field.metadata}
+    options = signature(serve).parameters
+    assert {name: options[name].default for name in limits} == limits
+    for refused in ("--batch=0", "--seconds=nan", "--grace=-1", "--body=5"):
+        done = CliRunner().invoke(app, ["serve", "stories-imdm", "--port=0", refused])
+        assert str(done.exception).startswith(f"{refused.partition('=')[0]} = ")
 
 
 @pytest.mark.parametrize("key", ["", "  ", "a\nb", "schlüssel", " key", "key "])

@@ -83,7 +83,7 @@ def test_the_command_plays_prompts_blanks_and_ids(tmp_path: Path) -> None:
         assert "░" not in lines[-1]
     tiny_model().save_pretrained(tmp_path / "model")
     lines = imdm("generate", str(tmp_path / "model"), "--canvas", "1 ? 2", "--film", "--steps", "1").stdout.splitlines()
-    assert lines[0] == "step 0 of 1  1 ░░2"
+    assert lines[0] == "step 0 of 1  1 ░ 2"
     assert len(lines) == 2
 
 

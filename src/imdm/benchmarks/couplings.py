@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from imdm.benchmarks import plain
-from imdm.benchmarks.measure import Row, Size, Took, benchmarks, device, timed
+from imdm.benchmarks.measure import Row, Size, Took, device, timed
 from imdm.benchmarks.sampling import fresh
 from imdm.core.errors import UserError
 from imdm.costing.work import head_flops, network_flops
@@ -32,7 +32,6 @@ LOOKED_AT = 8  # steps of the plain loop that are run; its others cost the same
 ASKED_FOR = 100_000
 
 
-@benchmarks.register("couplings")
 def couplings(size: Size) -> Iterator[Row]:
     given = dict(SIZES[size])
     teacher = fresh(mask="single", **{name: given[name] for name in ("preset", "length", "vocab_size")}).eval()

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from imdm.benchmarks.couplings import coupled
-from imdm.benchmarks.measure import Row, Size, benchmarks, timed
+from imdm.benchmarks.measure import Row, Size, timed
 from imdm.benchmarks.sampling import fresh, sampled
 from imdm.benchmarks.training import trained
 from imdm.models.fast import faster
@@ -31,7 +31,6 @@ MASK = "infinite-uniform-2048-1.0"
 STEPS = 8
 
 
-@benchmarks.register("large")
 def large(size: Size) -> Iterator[Row]:
     given, called = SIZES[size], "large" if size == "full" else "tiny"
     train = partial(trained, given | {"batch": BATCH[size]}, steps=STEPS)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from imdm.benchmarks.measure import Row, Size, benchmarks, device, timed
+from imdm.benchmarks.measure import Row, Size, device, timed
 from imdm.costing.work import head_flops
 from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.models.pretrained import layers_of
@@ -91,7 +91,6 @@ def writing_flops(model: MaskedDiffusionLM, tokens: int, length: int, steps: int
     return steps * tokens * (2.0 * weights + attention) + head_flops(model.config, tokens)
 
 
-@benchmarks.register("llada")
 def llada(size: Size) -> Iterator[Row]:
     """Ours compiled and not compiled; theirs not compiled."""
     given = SIZES[size]

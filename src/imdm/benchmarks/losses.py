@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from imdm.benchmarks.measure import Row, Size, Took, benchmarks, device, timed
+from imdm.benchmarks.measure import Row, Size, Took, device, timed
 from imdm.models.readout import Chosen, Compared, Divergence, Head, divergence, reduced
 
 SIZES: dict[Size, tuple[tuple[int, int, int], ...]] = {  # rows, width, vocabulary
@@ -26,7 +26,6 @@ KL: Divergence = "backward-kl"
 REPEATS = 20
 
 
-@benchmarks.register("losses")
 def losses(size: Size) -> Iterator[Row]:
     for shape in SIZES[size]:
         yield from _compared(*shape)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from imdm.benchmarks import plain
-from imdm.benchmarks.measure import Row, Size, Took, benchmarks, device, paced
+from imdm.benchmarks.measure import Row, Size, Took, device, paced
 from imdm.benchmarks.sampling import fresh
 from imdm.benchmarks.training import NOISY
 from imdm.costing.work import head_flops, network_flops
@@ -33,7 +33,6 @@ STEPS, WARM, PLAIN_STEPS = 16, 10, 3
 OBJECTIVE = Match(auxiliary={"ahead": 0})
 
 
-@benchmarks.register("match")
 def match(size: Size) -> Iterator[Row]:
     for given in SIZES[size]:
         yield _row(dict(given))

@@ -6,7 +6,7 @@ import gc
 import itertools
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from statistics import median
@@ -14,13 +14,8 @@ from typing import Any, Literal
 
 import torch
 
-from imdm.core.registry import Registry
-
 Size = Literal["full", "tiny"]
 """`full`: the paper's small model, for a GPU; `tiny`: seconds on any CPU."""
-
-Benchmark = Callable[[Size], Iterator["Row"]]
-benchmarks: Registry[Benchmark] = Registry("benchmark")
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,11 @@ import tempfile
 import time
 from pathlib import Path
 
+from imdm.data.corpora import Corpus
+from imdm.data.encoding import AT_ONCE
+from imdm.data.packing import PrepareConfig, prepare
+from imdm.data.tokenizers import load_tokenizer
+
 
 def repeated(text: Path, megabytes: int, out: Path) -> None:
     lines = text.read_text(encoding="utf-8").splitlines()
@@ -33,11 +38,6 @@ def repeated(text: Path, megabytes: int, out: Path) -> None:
 
 def measured(source: Path, tokenizer: str, out: Path) -> dict[str, float]:
     """Both ways in this process: all lines through `encode_batch` in the same batches, then `prepare`."""
-    from imdm.data.corpora import Corpus
-    from imdm.data.encoding import AT_ONCE
-    from imdm.data.packing import PrepareConfig, prepare
-    from imdm.data.tokenizers import load_tokenizer
-
     backend = load_tokenizer(tokenizer).backend_tokenizer
     started, batch = time.perf_counter(), list[str]()
     for line in Corpus(str(source)).documents():

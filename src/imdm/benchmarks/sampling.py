@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from imdm.benchmarks import plain
-from imdm.benchmarks.measure import Row, Size, Took, benchmarks, device, timed
+from imdm.benchmarks.measure import Row, Size, Took, device, timed
 from imdm.costing.work import writing_flops
 from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.models.fast import faster
@@ -28,7 +28,6 @@ def fresh(preset: str, mask: str, **settings: Any) -> MaskedDiffusionLM:
         return MaskedDiffusionLM(Shape.preset(preset, mask=mask, **settings))
 
 
-@benchmarks.register("sampling")
 def sampling(size: Size) -> Iterator[Row]:
     given = dict(SIZES[size])
     batch, counts, length = given.pop("batch"), given.pop("steps"), given["length"]

@@ -6,10 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from imdm.benchmarks.measure import Row, Size, benchmarks, timed
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
+from imdm.benchmarks.measure import Row, Size, timed
 from imdm.benchmarks.sampling import fresh
 from imdm.costing.work import writing_flops
 from imdm.models.fast import faster
+from imdm.report.plots import STYLE
 
 if TYPE_CHECKING:
     from imdm.models.denoiser import MaskedDiffusionLM
@@ -31,7 +35,6 @@ REPEATS = 10
 MASK = "infinite-uniform-768-1.0"
 
 
-@benchmarks.register("scaling")
 def scaling(size: Size) -> Iterator[Row]:
     """One thing changed at a time."""
     longest = max(ALONG[size]["length"])
@@ -56,11 +59,6 @@ def scaling(size: Size) -> Iterator[Row]:
 
 def figure(rows: Sequence[Mapping[str, Any]]) -> Any:
     """Plot rows of this benchmark, from JSON: microseconds and memory a generated token along each axis."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    from imdm.report.plots import STYLE
-
     names = list(dict.fromkeys(row["settings"]["along"] for row in rows))
     with rc_context(STYLE):
         made = Figure(figsize=(3.3 * len(names), 5.0), layout="constrained")

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from imdm.benchmarks import clients as clients_program
-from imdm.benchmarks.measure import Row, Size, Took, benchmarks, device
+from imdm.benchmarks.measure import Row, Size, Took, device
 from imdm.benchmarks.sampling import fresh, writing_flops
 from imdm.core.errors import UserError
 from imdm.data.tokenizers import load_tokenizer, special_ids
@@ -44,10 +44,9 @@ SIZES: dict[Size, dict[str, Any]] = {
 PROMPTS = ("It was a dark", "The old man", "She looked at the sea and", "When they came home,", "")
 
 
-@benchmarks.register("serving")
 def serving(size: Size) -> Iterator[Row]:
     try:
-        from imdm.serving.server import in_background
+        from imdm.serving.server import in_background  # needs an extra, which the other benchmarks do not
     except ModuleNotFoundError as error:
         raise UserError(f"the benchmark 'serving' needs {error.name}: pip install 'imdm[serve]'") from None
     given = SIZES[size]

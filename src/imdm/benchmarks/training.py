@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from imdm.benchmarks import plain
-from imdm.benchmarks.measure import Row, Size, Took, benchmarks, device, paced
+from imdm.benchmarks.measure import Row, Size, Took, device, paced
 from imdm.benchmarks.sampling import fresh
 from imdm.costing.work import head_flops, network_flops
 from imdm.data.source import TokenSource
@@ -45,19 +45,16 @@ class Pairs(TokenSource):
         return {"tokens": x, "noised": x.masked_fill(masked, self.mask_id), "t": t, "seed": keys}
 
 
-@benchmarks.register("training")
 def training(size: Size) -> Iterator[Row]:
     for given in SIZES[size]:
         yield trained(given, "train MDLM", "single", Nelbo(), _nelbo)
         yield trained(given, "train IM-ReDi", NOISY, ReDi(), _redi)
 
 
-@benchmarks.register("sdtt")
 def sdtt(size: Size) -> Iterator[Row]:
     yield trained(SIZES[size][0], "train IM-SDTT", NOISY, SDTT(), _sdtt)
 
 
-@benchmarks.register("graphs")
 def graphs(size: Size) -> Iterator[Row]:
     """A small model's step as a CUDA graph (`training.graphs`), beside the same one launched kernel by kernel."""
     given = dict(RECORDED[size])

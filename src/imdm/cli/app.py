@@ -1,4 +1,4 @@
-"""Common to all commands: the app, shared options, output, errors and exit codes."""
+"""Common to all commands: the app, output, errors and exit codes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import tempfile
 import time
 import traceback
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -19,10 +18,9 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.text import Text
 
-from imdm.cli.early import known_order, known_policy, known_seed, located
 from imdm.core.console import plain_console
 from imdm.core.errors import AgreedError, UserError, is_lost_peer, is_out_of_memory, reason_of, shorter
-from imdm.core.files import as_path, home, write_text
+from imdm.core.files import home, write_text
 from imdm.core.stopping import AGAIN, CODES, GO_ON
 from imdm.core.stopping import is_first as is_main
 
@@ -36,58 +34,6 @@ app = typer.Typer(
 judges = typer.Typer(no_args_is_help=True, help="Language models that score generated text.")
 app.add_typer(judges, name="judge")
 console = plain_console()
-
-Overrides = Annotated[
-    list[str] | None, typer.Argument(help="Settings to change, such as stages.teacher.training.steps=100.")
-]
-
-
-def given_path(text: str) -> Path:
-    """A given path; an empty one, which would be the current folder, is refused."""
-    if not text:
-        raise UserError("a path is empty; give a file or a folder")
-    return as_path(text, "path")
-
-
-OutRun = Annotated[
-    Path | None,
-    typer.Option("--out", parser=given_path, metavar="PATH", help="Folder of the run; runs/RECIPE unless given."),
-]
-OutFolder = partial(typer.Option, parser=given_path, metavar="PATH")
-
-
-ModelPath = Annotated[
-    str, typer.Argument(help="Model folder, the name of one that ships (imdm models), or hub id.", callback=located)
-]
-Data = Annotated[
-    str,
-    typer.Option("--data", help="Prepared text (a folder), a file of tokens, or a language: aligned:length=2"),
-]
-Seed = Annotated[int, typer.Option(help="Seed of all randomness, a 64-bit integer.", callback=known_seed)]
-Noise = Annotated[
-    str,
-    typer.Option(
-        help="Noise of positions that stay masked: posterior (redrawn, the paper) or keep.", callback=known_policy
-    ),
-]
-OwnNoise = Annotated[
-    str | None,
-    typer.Option(
-        help="Noise of positions that stay masked: posterior (redrawn, the paper) or keep. The model's own unless "
-        "given.",
-        callback=known_policy,
-    ),
-]
-
-
-OwnOrder = Annotated[
-    str | None,
-    typer.Option(
-        help="Positions that a step reveals: random (the paper), or spread (far from one another, so that fewer tokens "
-        "clash). The model's own unless given.",
-        callback=known_order,
-    ),
-]
 
 STOPPED = [GO_ON]
 """Messages after Ctrl-C or SIGTERM; a command that cannot resume adds its own."""

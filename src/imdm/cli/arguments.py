@@ -1,17 +1,28 @@
-"""Parsing of command-line values: step counts, data, canvases."""
+"""Values of the command line, parsed and checked before any work: step counts, data, canvases, names."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from imdm.cli.early import check_data, check_held_out, located
-from imdm.core.errors import MOST_STEPS, TEMPERATURES, UserError, check_whole, is_temperature, shorter, shown
-from imdm.core.files import parse_yaml, read_text
+from imdm.cli.options import located
+from imdm.core.errors import (
+    MOST_STEPS,
+    TEMPERATURES,
+    UserError,
+    check_whole,
+    is_temperature,
+    shorter,
+    shown,
+    unknown,
+)
+from imdm.core.files import as_path, parse_yaml, read_json, read_text
+from imdm.shipped import HERE as SHIPPED
+from imdm.shipped import find, folder_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -215,3 +226,106 @@ def read_prompts(path: Path) -> list[str]:
     if not prompts:
         raise UserError(f"--prompts {path} holds no prompt")
     return prompts
+
+
+def check_known(kind: str, names: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse unknown names."""
+    for name in names:
+        if name not in known:
+            raise unknown(kind, name, known)
+
+
+def called(model: str, parts: int = 1) -> str:
+    """A short name for a given model: the name of a shipped one or of a hub id; else its folder's, or the parent's if
+    the folder is called `model`. parts: how much of the path, from its end."""
+    folder = Path(find(model)).resolve()
+    if folder.parent == SHIPPED or not folder.is_dir():
+        return folder.name if folder.parent == SHIPPED else model
+    path = folder.parts[1:-1] if folder.name == "model" else folder.parts[1:]
+    return "/".join(path[-parts:]) or folder.name
+
+
+def check_length(length: int | None, model: str) -> None:
+    """Refuse more tokens than a local model's length."""
+    if length is None or (folder := folder_of(model)) is None:
+        return
+    config = read_json(folder / "config.json", f"model {model!r}")
+    most = config.get("length") if isinstance(config, dict) else None
+    check_whole("length", length, 1, most if isinstance(most, int) else length)
+
+
+def check_places(data: Iterable[str], judge: str | None, pairs: Path | None) -> None:
+    """Refuse missing data, judges given by path, and pairs."""
+    for text in data:
+        check_held_out(text)
+    place = Path(find(judge)) if judge is not None else None
+    if place is not None and (place.is_absolute() or place.suffix == ".gguf") and not place.exists():
+        raise UserError(f"judge {judge!r}: no such file or folder")
+    if pairs is not None and not pairs.is_dir():
+        raise UserError(f"coupling {str(pairs)!r}: no such folder; make one with 'imdm couple'")
+
+
+def check_file(out: Path | None, what: str) -> None:
+    """Refuse a folder as `--out` of a file."""
+    if out is not None and out.is_dir():
+        raise UserError(f"--out {out} is a folder; give a file for {what}")
+
+
+def check_tasks(names: Iterable[str]) -> None:
+    """Refuse empty names of lm-eval tasks and missing files."""
+    for name in names:
+        if not name:
+            raise UserError(
+                "--tasks: a name is empty; give names of lm-eval's tasks or YAML files, separated by commas"
+            )
+        if name.endswith((".yaml", ".yml")) and not Path(name).is_file():
+            raise UserError(f"--tasks {name}: no such file; paths are taken from the folder you run in, {Path.cwd()}")
+
+
+def check_data(text: str) -> None:
+    """Refuse missing or unknown data: `--data` as `parse_data` reads it."""
+    _check_given(text)
+    place = Path(text)
+    if place.is_dir():
+        return
+    if text.endswith(".safetensors"):
+        if not place.is_file():
+            raise UserError(f"--data {text} is missing; paths are taken from the folder you run in, {Path.cwd()}")
+        return
+    if text.partition(":")[0] not in (known := _languages()):
+        raise UserError(
+            f"--data {text!r}: neither a language ({', '.join(known)}), a .safetensors file nor a folder "
+            "of prepared text; make one with 'imdm prepare TEXT --tokenizer MODEL --out FOLDER'"
+        )
+
+
+def check_held_out(text: str) -> None:
+    """Refuse missing or unknown data: `--data` as `parse_held_out` reads it, which may be raw text."""
+    from imdm.data.corpora import ENDINGS, PRESETS, Corpus
+
+    _check_given(text)
+    place = Path(text)
+    if place.is_dir() or text == "sample" or text in PRESETS:
+        return
+    if text.endswith(".safetensors"):
+        check_data(text)
+    elif place.suffix in ENDINGS:
+        Corpus(text).check()
+    elif text.partition(":")[0] not in (known := _languages()):
+        named = ", ".join(("sample", *sorted(PRESETS)))
+        raise UserError(
+            f"--data {text!r}: neither a language ({', '.join(known)}), a .safetensors file, prepared "
+            f"text, a text ({', '.join(ENDINGS)}, a folder of these) nor one of {named}"
+        )
+
+
+def _check_given(text: str) -> None:
+    if not text:  # as a path it would be the current folder
+        raise UserError("--data is empty; give a language, a file or a folder")
+    as_path(text, "--data")
+
+
+def _languages() -> list[str]:
+    from imdm.data.synthetic import languages
+
+    return sorted(languages)

@@ -7,18 +7,28 @@ from typing import Annotated
 
 import typer
 
-from imdm.cli.app import Overrides, app, say, show_whole
-from imdm.cli.arguments import as_options
-from imdm.cli.early import GPUS, check_known
+from imdm.cli.app import app, say, show_whole
+from imdm.cli.arguments import as_options, check_known
+from imdm.cli.options import LateHelp, Overrides, RecipeName
 
 
-@app.command()
+class CostHelp(LateHelp):
+    """Names the GPUs."""
+
+    @staticmethod
+    def names() -> dict[str, str]:
+        from imdm.costing import GPUS
+
+        return {"gpus": ", ".join(GPUS)}
+
+
+@app.command(cls=CostHelp)
 def cost(
-    recipe: Annotated[str, typer.Argument(help="A recipe's name or YAML file.")],
+    recipe: RecipeName,
     overrides: Overrides = None,
     gpus: Annotated[int, typer.Option(min=1, max=1 << 16, help="How many GPUs.")] = 1,
     gpu: Annotated[
-        str, typer.Option(help=f"Which: {', '.join(GPUS)}, of which h200 was measured; or cpu: this machine's.")
+        str, typer.Option(help="Which: {gpus}, of which h200 was measured; or cpu: this machine's.")
     ] = "h200",
     vocab_size: Annotated[
         int | None, typer.Option(min=2, help="Ids, the mask included, if the recipe's tokenizer is not available.")
@@ -26,12 +36,12 @@ def cost(
     json: Annotated[bool, typer.Option("--json", help="As JSON, with a breakdown of memory.")] = False,
 ) -> None:
     """Estimate the cost of a recipe: tokens, FLOPs, memory and hours of every stage; nothing is run."""
-    check_known("GPU", [gpu.lower()], (*GPUS, "cpu"))
+    from imdm.costing import GPUS
+    from imdm.costing import cost as reckon
     from imdm.experiments.loading import load_recipe
 
+    check_known("GPU", [gpu.lower()], (*GPUS, "cpu"))
     chosen = load_recipe(recipe, overrides or ())
-    from imdm.costing import cost as reckon
-
     with as_options("vocab_size", "gpus"):
         found = reckon(chosen, gpus=gpus, gpu=gpu, vocab_size=vocab_size)
     if json:

@@ -6,38 +6,34 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table as RichTable
 
-from imdm.cli.app import (
+from imdm.cli.app import app, device, is_main, reporter, say, show, show_tables
+from imdm.cli.arguments import (
+    as_options,
+    check_data,
+    check_held_out,
+    check_known,
+    naming_options,
+    parse_data,
+    parse_part,
+    training_settings,
+)
+from imdm.cli.options import (
+    LateHelp,
     ModelPath,
     Noise,
     OutFolder,
     OutRun,
     Overrides,
+    RecipeName,
     Seed,
-    app,
-    device,
-    is_main,
-    reporter,
-    say,
-    show,
-    show_tables,
-)
-from imdm.cli.arguments import as_options, naming_options, parse_data, parse_part, training_settings
-from imdm.cli.early import (
-    PRESETS,
-    check_data,
-    check_held_out,
-    check_known,
-    defaults,
-    having,
-    known_mask,
     known_precision,
-    known_start,
     located,
 )
 from imdm.core.errors import UserError
@@ -47,6 +43,75 @@ if TYPE_CHECKING:
     from imdm.data.corpora import Corpus
     from imdm.data.packing import PrepareConfig
     from imdm.experiments.run import Bar
+    from imdm.experiments.schema import Recipe
+
+
+TextSource = Annotated[
+    str,
+    typer.Argument(
+        help="A .txt (a document a line), .jsonl or .parquet file, a folder of these, - for standard input (lines of "
+        "text or of JSON), sample, lm1b, openwebtext, ptb, wikitext, lambada, ag-news, arxiv, pubmed, or a hub dataset "
+        "(owner/name)."
+    ),
+]
+PackingName = Annotated[
+    str,
+    typer.Option(
+        help="wrapped: documents joined and cut; unwrapped: a document a row, cut or padded; whole: a document a row, "
+        "those that do not fit left out."
+    ),
+]
+Split = Annotated[
+    str | None,
+    typer.Option(help="Of a preset, a hub dataset, or a folder with files named after splits; train unless given."),
+]
+HoldOut = Annotated[
+    int | None,
+    typer.Option(min=2, help="Hold out one document in so many: OUT/train and OUT/valid. For text without splits."),
+]
+Join = Annotated[
+    int | None,
+    typer.Option(min=1, help="Join rows, such as paragraphs, into documents of at least so many characters."),
+]
+JoinBy = Annotated[
+    str | None, typer.Option(help="With --join: a field, such as a title; a new value begins a new document.")
+]
+PartOf = Annotated[
+    str | None,
+    typer.Option(
+        metavar="I/N",
+        help="Make only part I of N, on one of N machines. When all are made, the same without --part merges them: "
+        "the rows are the same.",
+    ),
+]
+TrainingText = Annotated[
+    str,
+    typer.Option(
+        "--data",
+        help="Prepared text, or any text that 'imdm prepare' takes (files, openwebtext, …); or tokens, a language.",
+    ),
+]
+Start = Annotated[
+    str | None,
+    typer.Option(
+        help="{with_start}: the model that the student starts from, such as one that sdtt made; the teacher unless "
+        "given.",
+        callback=located,
+    ),
+]
+StudentMask = Annotated[
+    str | None,
+    typer.Option(
+        help="The student's mask, such as infinite-uniform-768-1.0 (infinite means this one); that of its start unless "
+        "given."
+    ),
+]
+OwnPrecision = Annotated[
+    str | None,
+    typer.Option(
+        help="float32, or bf16 on a GPU, compiled; bf16 by default if there is a GPU.", callback=known_precision
+    ),
+]
 
 
 @app.command()
@@ -67,7 +132,7 @@ def recipes(name: Annotated[str | None, typer.Argument(help="Show all settings o
 
 @app.command()
 def train(
-    recipe: Annotated[str, typer.Argument(help="A recipe's name or YAML file.")],
+    recipe: RecipeName,
     overrides: Overrides = None,
     out: OutRun = None,
     stage: Annotated[
@@ -95,52 +160,21 @@ def train(
 
 @app.command()
 def prepare(
-    source: Annotated[
-        str,
-        typer.Argument(
-            help="A .txt (a document a line), .jsonl or .parquet file, a folder of these, - for standard input (lines "
-            "of text or of JSON), sample, lm1b, openwebtext, ptb, wikitext, lambada, ag-news, arxiv, pubmed, or a hub "
-            "dataset (owner/name)."
-        ),
-    ],
+    source: TextSource,
     out: Annotated[Path, OutFolder(help="Folder for the rows.")],
     tokenizer: Annotated[str | None, typer.Option(help="A tokenizer's folder or hub id.")] = None,
     train_bpe: Annotated[int | None, typer.Option(help="Train a byte-pair encoding of this size instead.")] = None,
     length: Annotated[int, typer.Option(min=4, help="Tokens a row.")] = 128,
-    packing: Annotated[
-        str,
-        typer.Option(
-            help="wrapped: documents joined and cut; unwrapped: a document a row, cut or padded; whole: a document a "
-            "row, those that do not fit left out."
-        ),
-    ] = "wrapped",
-    split: Annotated[
-        str | None,
-        typer.Option(help="Of a preset, a hub dataset, or a folder with files named after splits; train unless given."),
-    ] = None,
-    hold_out: Annotated[
-        int | None,
-        typer.Option(min=2, help="Hold out one document in so many: OUT/train and OUT/valid. For text without splits."),
-    ] = None,
+    packing: PackingName = "wrapped",
+    split: Split = None,
+    hold_out: HoldOut = None,
     field: Annotated[str, typer.Option(help="Name of the text field in JSON lines and parquet.")] = "text",
-    join: Annotated[
-        int | None,
-        typer.Option(min=1, help="Join rows, such as paragraphs, into documents of at least so many characters."),
-    ] = None,
-    join_by: Annotated[
-        str | None, typer.Option(help="With --join: a field, such as a title; a new value begins a new document.")
-    ] = None,
+    join: Join = None,
+    join_by: JoinBy = None,
     limit: Annotated[int | None, typer.Option(help="At most so many documents.")] = None,
     skip_broken: Annotated[bool, typer.Option("--skip-broken", help="Skip broken rows and count them.")] = False,
     processes: Annotated[int, typer.Option(help="Processes that tokenise; the rows do not depend on it.")] = 1,
-    part: Annotated[
-        str | None,
-        typer.Option(
-            metavar="I/N",
-            help="Make only part I of N, on one of N machines. When all are made, the same without --part merges "
-            "them: the rows are the same.",
-        ),
-    ] = None,
+    part: PartOf = None,
 ) -> None:
     """Tokenise and pack text into rows. Run it again to resume after a stop."""
     from imdm.data.corpora import Corpus
@@ -149,12 +183,7 @@ def prepare(
 
     share = parse_part(part) if part is not None else None
     corpus = Corpus(source, split or "train", field, skip_broken, join=join, join_by=join_by)
-    if split is not None and corpus.is_local and not corpus.has_splits():
-        raise UserError(f"--split {split}: {source!r} has no splits; leave it out, or hold some out with --hold-out 50")
-    if hold_out is not None and (split is not None or source == "-" or corpus.has_splits()):
-        raise UserError("--hold-out is for files and folders without splits of their own")
-    with as_options("join", "join_by"):
-        (corpus if hold_out is None else replace(corpus, hold_out=hold_out)).check()
+    _check_splits(corpus, split, hold_out)
     if tokenizer is not None:
         tokenizer_place(tokenizer)
     values = {"length": length, "tokenizer": tokenizer, "train_bpe": train_bpe, "packing": packing, "limit": limit}
@@ -167,19 +196,29 @@ def prepare(
     new = not (out / "train").exists()
     for name, text in splits:
         known = made_tokenizer(out / "train") if name == "valid" else None
-        title = f"{source}{name and ', '}{name}: documents"
+        how = {"tokenizer": known, "processes": processes, "on_note": reporter().say}
         with (
             _without_train(out, hold_out, new and name == "valid"),
             as_options("part", *values),
-            reporter().bar(title, limit or 0) as bar,
+            reporter().bar(f"{source}{name and ', '}{name}: documents", limit or 0) as bar,
         ):
-            how = {"tokenizer": known, "processes": processes, "on_note": reporter().say}
-            done = (
-                _prepared(text, config, out / name, bar, how)
-                if share is None
-                else _prepared_part(text, config, out / name, share, bar, how)
-            )
+            if share is None:
+                done = _prepared(text, config, out / name, bar, how)
+            else:
+                done = _prepared_part(text, config, out / name, share, bar, how)
         say(f"{done}: {out / name}")
+
+
+def _check_splits(corpus: Corpus, split: str | None, hold_out: int | None) -> None:
+    """Refuse text that is missing, and a split or a hold-out that does not belong to it."""
+    if split is not None and corpus.is_local and not corpus.has_splits():
+        raise UserError(
+            f"--split {split}: {corpus.source!r} has no splits; leave it out, or hold some out with --hold-out 50"
+        )
+    if hold_out is not None and (split is not None or corpus.source == "-" or corpus.has_splits()):
+        raise UserError("--hold-out is for files and folders without splits of their own")
+    with as_options("join", "join_by"):
+        (corpus if hold_out is None else replace(corpus, hold_out=hold_out)).check()
 
 
 @contextmanager
@@ -237,10 +276,7 @@ def couple(
     steps: Annotated[int, typer.Option(min=1, help="Reverse steps of the teacher.")] = 1024,
     noise: Noise = "posterior",
     start: Annotated[
-        str,
-        typer.Option(
-            help="perturbed: data corrupted to a random time; prior: everything masked.", callback=known_start
-        ),
+        str, typer.Option(help="perturbed: data corrupted to a random time; prior: everything masked.")
     ] = "perturbed",
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences in one network evaluation.")] = 256,
     precision: Annotated[str, typer.Option(help="float32, or bf16 on a GPU.", callback=known_precision)] = "float32",
@@ -269,59 +305,47 @@ def couple(
     say(f"coupling: {out}")
 
 
-@app.command()
+class DistillHelp(LateHelp):
+    """Names the methods, and the defaults of each."""
+
+    @staticmethod
+    def names() -> dict[str, str]:
+        from imdm.experiments.distilling import presets
+
+        options = {name: signature(preset).parameters for name, preset in presets().items()}
+
+        def having(option: str) -> list[str]:
+            return [name for name in options if option in options[name]]
+
+        told = {
+            option: ", ".join(f"{options[name][option].default:,} for {name}" for name in having(option))
+            for option in ("rounds", "iterations", "batch", "pairs")
+        }
+        return told | {"methods": ", ".join(options), "with_start": ", ".join(having("start"))}
+
+
+@app.command(cls=DistillHelp)
 def distill(
-    method: Annotated[str, typer.Argument(help=f"{', '.join(PRESETS)}, or one of your own.")],
+    method: Annotated[str, typer.Argument(help="{methods}, or one of your own.")],
     model: Annotated[str, typer.Argument(help="The teacher: a model folder, or one that ships.", callback=located)],
-    data: Annotated[
-        str,
-        typer.Option(
-            "--data",
-            help="Prepared text, or any text that 'imdm prepare' takes (files, openwebtext, …); or tokens, a language.",
-        ),
-    ],
+    data: TrainingText,
     out: Annotated[Path, OutFolder(help="Folder of the run.")],
     overrides: Overrides = None,
-    start: Annotated[
-        str | None,
-        typer.Option(
-            help=f"{', '.join(having('start'))}: the model that the student starts from, such as one that sdtt made; "
-            "the teacher unless given.",
-            callback=located,
-        ),
-    ] = None,
-    mask: Annotated[
-        str | None,
-        typer.Option(
-            help="The student's mask, such as infinite-uniform-768-1.0 (infinite means this one); that of its start "
-            "unless given.",
-            callback=known_mask,
-        ),
-    ] = None,
+    start: Start = None,
+    mask: StudentMask = None,
     mixture: Annotated[
-        bool,
-        typer.Option("--mixture", help="Give the student a latent λ, which di4c needs with a single mask."),
+        bool, typer.Option("--mixture", help="Give the student a latent λ, which di4c needs with a single mask.")
     ] = False,
-    rounds: Annotated[int | None, typer.Option(min=1, help=f"Rounds; unless given {defaults('rounds')}.")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds; unless given {rounds}.")] = None,
     iterations: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help=f"Training steps (of each round); unless given {defaults('iterations')}.",
-        ),
+        int | None, typer.Option(min=1, help="Training steps (of each round); unless given {iterations}.")
     ] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help=f"Batch size; unless given {defaults('batch')}.")] = None,
-    pairs: Annotated[int | None, typer.Option(min=1, help=f"Pairs a round; unless given {defaults('pairs')}.")] = None,
-    precision: Annotated[
-        str | None,
-        typer.Option(
-            help="float32, or bf16 on a GPU, compiled; bf16 by default if there is a GPU.", callback=known_precision
-        ),
-    ] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Batch size; unless given {batch}.")] = None,
+    pairs: Annotated[int | None, typer.Option(min=1, help="Pairs a round; unless given {pairs}.")] = None,
+    precision: OwnPrecision = None,
     seed: Seed = 0,
 ) -> None:
     """Distil a model, with the paper's settings where there are any. Run it again to resume after a stop."""
-    check_held_out(data)
     from imdm.core.devices import check_precision
     from imdm.experiments.distilling import distillation, presets
     from imdm.experiments.loading import parse_recipe
@@ -329,23 +353,13 @@ def distill(
     from imdm.models.loading import load_config
 
     check_known("distillation", [method], presets())
+    check_held_out(data)
     precision = precision or ("bf16" if device().type == "cuda" else "float32")
     check_precision(precision, device(), "--precision")
-    settings = distillation(
-        method,
-        model,
-        training_settings(data, model, load_config(model)),
-        start=start,
-        mask=mask,
-        mixture=mixture,
-        rounds=rounds,
-        iterations=iterations,
-        batch=batch,
-        pairs=pairs,
-        precision=precision,
-        seed=seed,
-    )
-    chosen = parse_recipe(settings, overrides or ())
+    chosen_data = training_settings(data, model, load_config(model))
+    how: dict[str, Any] = {"start": start, "mask": mask, "mixture": mixture, "rounds": rounds, "batch": batch}
+    how |= {"iterations": iterations, "pairs": pairs, "precision": precision, "seed": seed}
+    chosen = parse_recipe(distillation(method, model, chosen_data, **how), overrides or ())
     for name, stage in chosen.stages.items():
         say(f"{name}: {_extent(stage)}")
     run = Run(chosen, out, reporter())
@@ -364,7 +378,7 @@ def _extent(stage: Any) -> str:
 
 @app.command()
 def reproduce(
-    recipe: Annotated[str, typer.Argument(help="A recipe's name or YAML file.")],
+    recipe: RecipeName,
     overrides: Overrides = None,
     out: OutRun = None,
     seeds: Annotated[int, typer.Option(min=1, help="How many seeds, from the recipe's (0) on.")] = 1,
@@ -387,39 +401,41 @@ def reproduce(
     check_known("stage", stage or (), stages_of(settings))
     chosen = parse_recipe(settings, overrides or (), to_run=True)
     from imdm.experiments.jobs import plan, run_jobs, workers_for
-    from imdm.report import build_report, check_sections
+    from imdm.report import check_sections
 
     check_sections(chosen)
     folder = out or Path("runs") / chosen.name
     jobs = plan(chosen, folder, seeds, quick, stage or ())
     many = workers or workers_for(chosen, len(jobs))
     say(chosen.name + (f": {len(jobs)} runs, {many} at a time" if len(jobs) > 1 else ""))
-    small = f"{chosen.name}-cpu"
-    if small in recipe_names():
+    hint = f", in every stage ('imdm cost {recipe} --gpu cpu': how long that takes; 'imdm recipes': those for a CPU)"
+    if (small := f"{chosen.name}-cpu") in recipe_names():
         hint = f"; 'imdm reproduce {small}' is a small one for a CPU"
-    else:
-        hint = (
-            f", in every stage ('imdm cost {recipe} --gpu cpu': how long that takes; 'imdm recipes': those for a CPU)"
-        )
     with naming_options({"use float32 on a CPU": f"use float32 on a CPU{hint}"}):
         run_jobs(chosen, jobs, folder, many, reporter())
     if not is_main():
         return
+    has_results = (folder / "results.jsonl").exists()
     if stage:
         measured = f"; 'imdm report {folder}' writes a report of what is there"
-        say(f"done: {', '.join(stage)} in {folder}" + measured * (folder / "results.jsonl").exists())
-        return
-    if not (folder / "results.jsonl").exists():
+        say(f"done: {', '.join(stage)} in {folder}" + measured * has_results)
+    elif not has_results:
         say(f"done: {folder} (the recipe evaluates nothing, so there is no report)")
-        return
+    else:
+        _report(chosen, folder, jobs[0].opened(reporter()).folder)
+
+
+def _report(recipe: Recipe, folder: Path, first: Path) -> None:
+    """Write the report of a recipe's runs, the first of which is in `first`, and print its tables."""
+    from imdm.report import build_report
+
     report = build_report(folder)
     page = report.write(folder)
     show_tables(report)
     say(f"results: {folder / 'results.jsonl'}   report: {page}")
-    trained = [name for name, stage in chosen.stages.items() if stage.kind == "train"]
+    trained = [name for name, stage in recipe.stages.items() if stage.kind == "train"]
     if trained:
-        place = jobs[0].opened(reporter()).folder
-        say(f"models: {place}/STAGE/model, STAGE being {' or '.join(trained)}; 'imdm generate' writes with one")
+        say(f"models: {first}/STAGE/model, STAGE being {' or '.join(trained)}; 'imdm generate' writes with one")
 
 
 @app.command()

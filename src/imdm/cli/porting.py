@@ -8,14 +8,57 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from imdm.adopting.sources import check_source
-from imdm.cli.app import ModelPath, OutFolder, app, reporter, say
-from imdm.cli.arguments import as_options, naming_options
-from imdm.cli.early import LAYOUTS, WEIGHTS, check_known, known_order, known_precision
+from imdm.cli.app import app, reporter, say
+from imdm.cli.arguments import as_options, check_known, naming_options
+from imdm.cli.options import ModelPath, OutFolder, known_order, known_precision
 from imdm.core.errors import UserError
 from imdm.core.files import check_new, read_text
 
 if TYPE_CHECKING:
     from imdm.exporting import Weights
+
+WEIGHTS = ("bf16", "float32", "int8", "mixed")
+LAYOUTS = ("imdm", "mdlm", "transformers")
+NewMask = Annotated[
+    str | None,
+    typer.Option(help="Noise distribution and scale of an infinite mask, not in the weights; a backbone's new mask."),
+]
+SoftCap = Annotated[
+    float | None, typer.Option(help="Soft cap of attention logits, which is not stored in checkpoints.")
+]
+Shift = Annotated[
+    bool | None,
+    typer.Option(help="Of a causal model trained as a diffusion model: the previous position predicts each token."),
+]
+StoredWeights = Annotated[
+    str | None,
+    typer.Option(
+        help="bf16 (half the size; default of layout imdm), float32 (of the others), int8 (a quarter; whole numbers, "
+        "one scale a row), or mixed (as many bits as each matrix needs)."
+    ),
+]
+Within = Annotated[
+    float | None,
+    typer.Option(
+        help="With --weights mixed: the distribution changes by less than so many nats a token (KL). 0.002 unless "
+        "given; the larger, the smaller the file."
+    ),
+]
+NewOrder = Annotated[
+    str | None,
+    typer.Option(
+        help="Order of revealing that the exported model writes with unless told otherwise: random or spread. The "
+        "model's own unless given.",
+        callback=known_order,
+    ),
+]
+Layout = Annotated[
+    str,
+    typer.Option(
+        help="imdm; mdlm: names and configuration of MDLM's own class, in float32, nothing folded; transformers: with "
+        "the code it needs, for AutoModelForMaskedLM where imdm is not installed."
+    ),
+]
 
 
 @app.command()
@@ -24,22 +67,12 @@ def adopt(
     out: Annotated[Path, OutFolder(help="Folder to write, which must not be there yet.")],
     tokenizer: Annotated[str | None, typer.Option(help="Folder or hub id; unless given, the one beside it.")] = None,
     length: Annotated[int | None, typer.Option(help="The longest sequence, if no configuration gives it.")] = None,
-    mask: Annotated[
-        str | None,
-        typer.Option(
-            help="Noise distribution and scale of an infinite mask, not in the weights; a backbone's new mask."
-        ),
-    ] = None,
-    softcap: Annotated[
-        float | None, typer.Option(help="Soft cap of attention logits, which is not stored in checkpoints.")
-    ] = None,
+    mask: NewMask = None,
+    softcap: SoftCap = None,
     mask_token_id: Annotated[int | None, typer.Option(help="The mask's id; the last, or BERT's, unless given.")] = None,
     heads: Annotated[int | None, typer.Option(help="Attention heads, if no configuration gives them.")] = None,
     last: Annotated[bool, typer.Option("--last", help="Use the last weights, not the averaged ones.")] = False,
-    shift: Annotated[
-        bool | None,
-        typer.Option(help="Of a causal model trained as a diffusion model: the previous position predicts each token."),
-    ] = None,
+    shift: Shift = None,
     adapt: Annotated[
         bool, typer.Option("--adapt", help="Convert a causal language model, to be trained into a diffusion model.")
     ] = False,
@@ -67,14 +100,8 @@ def adopt(
 
     from imdm.adopting.adopt import adopt_into
 
-    how: dict[str, Any] = {
-        "length": length,
-        "mask": mask,
-        "softcap": softcap,
-        "mask_token_id": mask_token_id,
-        "heads": heads,
-    }
-    how |= {"shift": shift, "adapt": adapt, "causal": causal, "whole": whole}
+    how: dict[str, Any] = {"length": length, "mask": mask, "softcap": softcap, "mask_token_id": mask_token_id}
+    how |= {"heads": heads, "shift": shift, "adapt": adapt, "causal": causal, "whole": whole}
     kind = {None: None, "float32": torch.float32, "bf16": torch.bfloat16}[weights]
     how |= {"revision": revision, "file": file, "averaged": not last, "dtype": kind}
     named = "adapt", "shift", "length", "heads", "mask_token_id", "softcap", "revision", "file"
@@ -95,38 +122,49 @@ def adopt(
 def export(
     model: ModelPath,
     out: Annotated[Path, OutFolder(help="Folder to write, which must not be there yet.")],
-    weights: Annotated[
-        str | None,
-        typer.Option(
-            help="bf16 (half the size; default of layout imdm), float32 (of the others), int8 (a quarter; whole "
-            "numbers, one scale a row), or mixed (as many bits as each matrix needs)."
-        ),
-    ] = None,
-    within: Annotated[
-        float | None,
-        typer.Option(
-            help="With --weights mixed: the distribution changes by less than so many nats a token (KL). 0.002 unless "
-            "given; the larger, the smaller the file."
-        ),
-    ] = None,
-    order: Annotated[
-        str | None,
-        typer.Option(
-            help="Order of revealing that the exported model writes with unless told otherwise: random or spread. The "
-            "model's own unless given.",
-            callback=known_order,
-        ),
-    ] = None,
+    weights: StoredWeights = None,
+    within: Within = None,
+    order: NewOrder = None,
     card: Annotated[Path | None, typer.Option(help="A Markdown file to put beside the weights as README.md.")] = None,
-    layout: Annotated[
-        str,
-        typer.Option(
-            help="imdm; mdlm: names and configuration of MDLM's own class, in float32, nothing folded; transformers: "
-            "with the code it needs, for AutoModelForMaskedLM where imdm is not installed."
-        ),
-    ] = "imdm",
+    layout: Layout = "imdm",
 ) -> None:
     """Export a model: adaLN folded away, fewer bits a weight, tokenizer and card beside it."""
+    _check_export(layout, weights, within, order)
+    check_new(out)
+    text = read_text(card, "--card") if card is not None else None
+    from imdm.exporting import WITHIN, export_published, export_transformers
+    from imdm.exporting import export as write
+
+    own_order = cast("Any", order)
+    if layout == "mdlm":
+        folder = export_published(model, out, card=text)
+        say(f"model: {folder} (layout mdlm)")
+        return
+    if layout == "transformers":
+        stored = cast("Any", weights or "float32")
+        folder = export_transformers(model, out, weights=stored, card=text, order=own_order)
+        say(f"model: {folder} (layout transformers)")
+        return
+    with reporter().bar("effect of each matrix", 0) as bar:
+        kind, least = cast("Weights", weights or "bf16"), within or WITHIN
+        made = write(
+            model,
+            out,
+            weights=kind,
+            card=text,
+            within=least,
+            order=own_order,
+            on_progress=lambda done, of: bar(done, f"of {of}"),
+        )
+    size = sum(file.stat().st_size for file in made.folder.iterdir())
+    moves = f", changes the distribution by {made.moved} nats a token" if made.moved is not None else ""
+    say(f"model: {made.folder} ({size / 1e6:.1f} MB{moves})")
+    if made.moved is not None and within is None and not made.moved.mean < WITHIN:
+        say(f"that is more than {WITHIN:g}: --weights mixed gives each matrix the bits it needs to stay below")
+
+
+def _check_export(layout: str, weights: str | None, within: float | None, order: str | None) -> None:
+    """Refuse options that do not go together."""
     check_known("layout", [layout], LAYOUTS)
     if weights is not None:
         check_known("kind of weights", [weights], WEIGHTS)
@@ -138,34 +176,3 @@ def export(
         raise UserError(f"--layout mdlm is written in float32; leave out --weights {weights}")
     if layout == "mdlm" and order is not None:
         raise UserError("--layout mdlm has no place for an order; leave out --order")
-    check_new(out)
-    text = read_text(card, "--card") if card is not None else None
-    from imdm.exporting import WITHIN, export_published, export_transformers
-    from imdm.exporting import export as write
-
-    if layout == "mdlm":
-        folder = export_published(model, out, card=text)
-        say(f"model: {folder} (layout mdlm)")
-        return
-    if layout == "transformers":
-        folder = export_transformers(
-            model, out, weights=cast("Any", weights or "float32"), card=text, order=cast("Any", order)
-        )
-        say(f"model: {folder} (layout transformers)")
-        return
-    with reporter().bar("effect of each matrix", 0) as bar:
-        kind = cast("Weights", weights or "bf16")
-        made = write(
-            model,
-            out,
-            weights=kind,
-            card=text,
-            within=within or WITHIN,
-            order=cast("Any", order),
-            on_progress=lambda done, of: bar(done, f"of {of}"),
-        )
-    size = sum(file.stat().st_size for file in made.folder.iterdir())
-    moves = f", changes the distribution by {made.moved} nats a token" if made.moved is not None else ""
-    say(f"model: {made.folder} ({size / 1e6:.1f} MB{moves})")
-    if made.moved is not None and within is None and not made.moved.mean < WITHIN:
-        say(f"that is more than {WITHIN:g}: --weights mixed gives each matrix the bits it needs to stay below")

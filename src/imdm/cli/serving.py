@@ -7,13 +7,15 @@ import sys
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from imdm.cli.app import STOPPED, app, device, say
-from imdm.cli.early import called, located
+from imdm.cli.arguments import as_options, called
+from imdm.cli.options import located, options_of
 from imdm.core.errors import UserError
+from imdm.serving.settings import Settings
 from imdm.shipped import DEFAULT, TEACHER
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 
 @app.command()
+@options_of(Settings)
 def serve(
     models: Annotated[
         list[str] | None,
@@ -44,63 +47,25 @@ def serve(
         list[str] | None,
         typer.Option(metavar="NAME", help="A further host name, such as a proxy's; may be repeated."),
     ] = None,
-    batch: Annotated[
-        int | None, typer.Option(show_default="64", help="Sequences in one network evaluation, at most.")
-    ] = None,
-    queue: Annotated[
-        int | None, typer.Option(show_default="256", help="Sequences running or waiting, at most; then 429.")
-    ] = None,
-    seconds: Annotated[
-        float | None, typer.Option(show_default="120", help="Time limit of a request; then 504.")
-    ] = None,
-    grace: Annotated[
-        float | None, typer.Option(show_default="10", help="Seconds to finish requests when stopped.")
-    ] = None,
-    clients: Annotated[
-        int | None, typer.Option(show_default="128", help="Requests at a time, at most; then 429.")
-    ] = None,
-    body: Annotated[
-        int | None, typer.Option(show_default="1048576", help="Bytes of a request, at most; then 413.")
-    ] = None,
-    prompt: Annotated[int | None, typer.Option(show_default="32768", help="Characters of a prompt, at most.")] = None,
-    tokens: Annotated[
-        int | None, typer.Option(show_default="65536", help="Tokens of a request, at most: prompts × n × max_tokens.")
-    ] = None,
-    steps: Annotated[int | None, typer.Option(show_default="1000", help="Steps of a request, at most.")] = None,
+    **limits: Any,
 ) -> None:
     """Serve models: a web page, and OpenAI's completions API. Ctrl-C ends it."""
-    if api_key is None and "IMDM_API_KEY" in os.environ:
-        api_key = os.environ["IMDM_API_KEY"]  # an empty key is an error, not the choice of none
-    if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""):
-        raise UserError("the API key is empty or has characters that no header can hold, such as a space at its end")
-    if api_key is not None:
-        sys.argv = [word.replace(api_key, "…") for word in sys.argv]  # it would be in a traceback's file
+    api_key = _checked_key(api_key)
     STOPPED.append("stopped")
     chosen = named(models or (DEFAULT, TEACHER))
     needed = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
     if needed:
         raise UserError(f"imdm serve needs {' and '.join(needed)}: pip install 'imdm[serve]'")
-    limits = {"batch": batch, "queue": queue, "seconds": seconds, "grace": grace, "clients": clients, "body": body}
-    limits |= {"prompt": prompt, "tokens": tokens, "steps": steps}
-    from imdm.serving import Engine, Settings
-    from imdm.serving.guard import LOCAL, is_local, name_of
+    from imdm.serving.engine import Engine
+    from imdm.serving.guard import hosts_of, is_local
     from imdm.serving.listening import listen
     from imdm.serving.server import address, serve
 
     listening = listen(host, port)
-    for name in allow_host or ():
-        if not name or name_of(name) != name.lower():
-            raise UserError(f"--allow-host {name}: give a name alone, such as texts.example, without scheme and port")
-    bound = listening.getsockname()[0]
-    local = is_local(bound)
-    settings = Settings(
-        **{name: value for name, value in limits.items() if value is not None},
-        api_key=api_key,
-        hosts=tuple(dict.fromkeys((*LOCAL, host.lower(), bound))) if local else None,
-        allowed=tuple(name.lower() for name in allow_host) if allow_host else None,
-    )
-    here = device()
-    if not local and api_key is None:
+    bound, here = listening.getsockname()[0], device()
+    with as_options(*limits):
+        settings = Settings(**limits, api_key=api_key, **hosts_of(host, bound, allow_host))
+    if not is_local(bound) and api_key is None:
         say("anyone who can reach this machine can use the service; --api-key (or IMDM_API_KEY) sets a key")
     if here.type == "cuda":
         say("getting ready, which takes a minute or so on a GPU")
@@ -109,6 +74,17 @@ def serve(
         listening,
         lambda: say(f"{', '.join(chosen)} on {address(listening)} (Ctrl-C ends it)"),
     )
+
+
+def _checked_key(api_key: str | None) -> str | None:
+    """The key of requests. It leaves the command line, which a traceback's file would have."""
+    if api_key is None and "IMDM_API_KEY" in os.environ:
+        api_key = os.environ["IMDM_API_KEY"]  # an empty key is an error, not the choice of none
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""):
+        raise UserError("the API key is empty or has characters that no header can hold, such as a space at its end")
+    if api_key is not None:
+        sys.argv = [word.replace(api_key, "…") for word in sys.argv]
+    return api_key
 
 
 def _loaded(chosen: dict[str, str], device: torch.device) -> dict[str, Writer]:

@@ -2,67 +2,80 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Column, Table
 from rich.text import Text as Plain
 
-from imdm.cli.app import STOPPED, ModelPath, OwnNoise, OwnOrder, Seed, app, device, in_colour, say, show, terminal, wide
-from imdm.cli.arguments import as_options, parse_canvas, parse_counts, parse_rows, read_prompts
-from imdm.cli.early import check_length, known_precision
-from imdm.core.console import appearing, coloured, legend, side_by_side
+from imdm.cli.app import STOPPED, app, device, in_colour, say, show, terminal, wide
+from imdm.cli.arguments import as_options, check_length, parse_canvas, parse_counts, parse_rows, read_prompts
+from imdm.cli.options import ModelPath, OwnNoise, OwnOrder, Seed, known_precision
+from imdm.core.console import coloured, legend, side_by_side
 from imdm.core.errors import UserError, check_blanks, check_whole
 from imdm.core.files import check_holds, write_text
 from imdm.shipped import DEFAULT, PROMPT, TEACHER, folder_of, listed
+
+if TYPE_CHECKING:
+    from imdm.writer import Piece, Text
+
+Prompts = Annotated[list[str] | None, typer.Option(help="Text to continue; may be repeated.")]
+WithBlanks = Annotated[
+    str | None, typer.Option(help="Text with blanks to fill: 'Tom lost his red ball. ___ He was happy again.'")
+]
+BlankSize = Annotated[
+    int | None, typer.Option(min=1, help="Tokens that each blank of --infill becomes; 4 unless given.")
+]
+Marker = Annotated[str, typer.Option(help="Marker of a blank of --infill, if ___ is ordinary text: --marker '[?]'.")]
+Canvas = Annotated[
+    list[str] | None, typer.Option(help="Token ids with holes to fill, such as '0 ? ? 1'; may be repeated.")
+]
+Steps = Annotated[
+    int,
+    typer.Option(help="Reverse steps: at most so many network evaluations a text. A causal model has one a token."),
+]
+Temperature = Annotated[float, typer.Option(help="1.0 samples the model's distribution, 0 takes the likeliest tokens.")]
+TopP = Annotated[float, typer.Option(help="Nucleus sampling; 1.0 samples the model's distribution.")]
+AsJson = Annotated[
+    bool,
+    typer.Option(
+        "--json",
+        help="One JSON object a line: prompt, text, tokens, revealed_at (the step of each token; 0 is the first, -1 "
+        "given) and evaluations. With --trace also trace: the texts "
+        "after each step, and log_probs.",
+    ),
+]
+ModelPrecision = Annotated[
+    str, typer.Option(help="float32, or bf16 on a GPU, for large models.", callback=known_precision)
+]
+Trace = Annotated[bool, typer.Option(help="Show when each token appeared: in colour, or the text after each step.")]
 
 
 @app.command()
 def generate(
     model: ModelPath = DEFAULT,
-    prompt: Annotated[list[str] | None, typer.Option(help="Text to continue; may be repeated.")] = None,
+    prompt: Prompts = None,
     prompts: Annotated[Path | None, typer.Option(help="A file of prompts, one a line.")] = None,
-    infill: Annotated[
-        str | None,
-        typer.Option(help="Text with blanks to fill: 'Tom lost his red ball. ___ He was happy again.'"),
-    ] = None,
-    blank: Annotated[
-        int | None, typer.Option(min=1, help="Tokens that each blank of --infill becomes; 4 unless given.")
-    ] = None,
-    marker: Annotated[
-        str, typer.Option(help="Marker of a blank of --infill, if ___ is ordinary text: --marker '[?]'.")
-    ] = "___",
-    canvas: Annotated[
-        list[str] | None, typer.Option(help="Token ids with holes to fill, such as '0 ? ? 1'; may be repeated.")
-    ] = None,
+    infill: WithBlanks = None,
+    blank: BlankSize = None,
+    marker: Marker = "___",
+    canvas: Canvas = None,
     num: Annotated[int, typer.Option(help="How many texts (of each prompt).")] = 1,
-    steps: Annotated[
-        int,
-        typer.Option(help="Reverse steps: at most so many network evaluations a text. A causal model has one a token."),
-    ] = 8,
+    steps: Steps = 8,
     length: Annotated[int | None, typer.Option(help="Tokens a text; the model's length unless given.")] = None,
     noise: OwnNoise = None,
     order: OwnOrder = None,
-    temperature: Annotated[
-        float, typer.Option(help="1.0 samples the model's distribution, 0 takes the likeliest tokens.")
-    ] = 1.0,
-    top_p: Annotated[float, typer.Option(help="Nucleus sampling; 1.0 samples the model's distribution.")] = 1.0,
+    temperature: Temperature = 1.0,
+    top_p: TopP = 1.0,
     seed: Seed = 0,
-    as_json: Annotated[
-        bool,
-        typer.Option(
-            "--json",
-            help="One JSON object a line, with the step of each token, from 0; with --trace its log-probability too.",
-        ),
-    ] = False,
-    precision: Annotated[
-        str, typer.Option(help="float32, or bf16 on a GPU, for large models.", callback=known_precision)
-    ] = "float32",
-    trace: Annotated[bool, typer.Option(help="Show when each token appeared: in colour, or canvas by canvas.")] = False,
+    as_json: AsJson = False,
+    precision: ModelPrecision = "float32",
+    trace: Trace = False,
     film: Annotated[bool, typer.Option(help="Play how the text appeared, step by step.")] = False,
 ) -> None:
     """Generate text: unconditional, after a prompt, or in blanks. A model without a tokenizer writes token ids."""
@@ -74,11 +87,40 @@ def generate(
     given = read_prompts(prompts) if prompts is not None else prompt
     options: dict[str, Any] = {"steps": steps, "temperature": temperature, "top_p": top_p}
     options |= {name: value for name, value in (("noise", noise), ("order", order)) if value is not None}
+    from imdm.core.devices import check_precision
+    from imdm.data.tokenizers import has_tokenizer
     from imdm.sampling import Sampling
 
     Sampling.of(options)
     check_whole("num", num)
     check_length(length, model)
+    _check_given(infill, blank, marker, canvas)
+    check_precision(precision, device(), "--precision")
+    options |= {"num": num, "seed": seed, "length": length, "trace": trace and as_json}  # else pieces are enough
+    ids_only = Path(model).is_dir() and not has_tokenizer(Path(model))
+    as_ids = bool(canvas) or (ids_only and given is None and infill is None)
+    if as_ids:
+        texts, pieces_of, causal = _ids(model, precision, canvas, options)
+    else:
+        filling = None if infill is None else {"text": infill, "blank": blank, "marker": marker}
+        texts, pieces_of, causal = _texts(model, precision, given, filling, options)
+    if causal:  # one step a token, whatever was asked for
+        steps = max((step for text in texts for step in text.revealed_at), default=-1) + 1
+    pieces = [pieces_of(text) for text in texts] if film or trace else []
+    if film:
+        from imdm.film import play
+
+        play(pieces, steps, terminal())
+    elif as_json:
+        for text in texts:
+            line = {name: value for name, value in asdict(text).items() if value is not None}
+            print(json.dumps(line, ensure_ascii=False))
+    else:
+        _print(texts, pieces, steps, 1 if as_ids else num, titled=infill is None)
+
+
+def _check_given(infill: str | None, blank: int | None, marker: str, canvas: list[str] | None) -> None:
+    """Refuse blanks that are not there, and a canvas that cannot be read."""
     if infill is not None:
         with as_options("marker"):
             check_blanks(infill, marker)
@@ -86,92 +128,75 @@ def generate(
         raise UserError(f"--blank = {blank}: there are no blanks; it belongs to --infill 'Text with ___ to fill.'")
     if canvas is not None:
         parse_rows(canvas)
-    from imdm.core.devices import check_precision
-    from imdm.data.tokenizers import has_tokenizer
+
+
+def _ids(
+    model: str, precision: str, canvas: list[str] | None, options: dict[str, Any]
+) -> tuple[list[Text], Callable[[Text], list[Piece]], bool]:
+    """Rows of token ids as texts, their pieces, and whether the model is causal."""
+    from imdm.models.loading import load_model
+    from imdm.writer import Piece, Story, Text
+
+    network = load_model(model, precision).to(device())
+    hole = network.config.mask_token_id
+    made = network.generate(parse_canvas(canvas, network, options["length"]) if canvas else None, **options)
+
+    def in_words(ids: list[int]) -> str:
+        return " ".join("?" if token == hole else str(token) for token in ids)
+
+    def text(row: int, tokens: list[int]) -> Text:
+        prompt = canvas[row // options["num"]] if canvas else ""
+        revealed_at, evaluations, story = made.revealed_at[row].tolist(), int(made.evaluations[row]), None
+        if made.trace is not None:
+            states = [in_words(state) for state in made.trace.canvases[row].tolist()]
+            story = Story(states, made.trace.log_probs[row].tolist())
+        return Text(prompt, in_words(tokens), tokens, revealed_at, evaluations, story)
+
+    def pieces(text: Text) -> list[Piece]:
+        ids = zip(text.tokens, text.revealed_at, strict=True)
+        return [piece for token, step in ids for piece in (Piece(str(token), step), Piece(" ", -1))]
+
+    return [text(row, tokens) for row, tokens in enumerate(made.tokens.tolist())], pieces, network.causal
+
+
+def _texts(
+    model: str, precision: str, prompts: list[str] | None, filling: dict[str, Any] | None, options: dict[str, Any]
+) -> tuple[list[Text], Callable[[Text], list[Piece]], bool]:
+    """Texts, their pieces, and whether the model is causal. filling: the text with blanks, and what they are."""
     from imdm.writer import load
 
-    check_precision(precision, device(), "--precision")
-    options |= {"num": num, "seed": seed}
-    ids_only = Path(model).is_dir() and not has_tokenizer(Path(model))
-    if canvas or (ids_only and given is None and infill is None):
-        from imdm.models.loading import load_model
-
-        network = load_model(model, precision).to(device())
-        start = parse_canvas(canvas, network, length) if canvas else None
-        made = network.generate(start, length=length, trace=trace, **options)
-        if film:
-            rows = zip(made.tokens.tolist(), made.revealed_at.tolist(), strict=True)
-            _play([_pieces_of_ids(*row) for row in rows], steps_of(network, steps, made.revealed_at.flatten().tolist()))
-            return
-        _print_ids(made, network.config.mask_token_id, as_json)
-        return
     writer = load(model, device(), precision=precision, transformers=False)
-    options |= {"trace": True} if trace and as_json else {}  # the terminal needs only the tokens' steps
-    if infill is not None:
-        with as_options("marker"):
-            options |= {} if blank is None else {"blank": blank}
-            texts = writer.infill(infill, marker=marker, **options)
-    else:
-        texts = writer.write(given, length=length, **options)
-    steps = steps_of(writer.model, steps, [step for text in texts for step in text.revealed_at])
-    if film:
-        _play([writer.pieces(text) for text in texts], steps)
+    if filling is None:
+        return writer.write(prompts, **options), writer.pieces, writer.model.causal
+    how = {name: value for name, value in (filling | options).items() if name != "length" and value is not None}
+    with as_options("marker", "blank"):
+        return writer.infill(**how), writer.pieces, writer.model.causal
+
+
+def _print(texts: Sequence[Text], pieces: Sequence[list[Piece]], steps: int, columns: int, titled: bool) -> None:
+    """Print texts, coloured if there are pieces; without colours after each step. columns: how many of one prompt,
+    side by side where there is room; titled: under their prompt."""
+    if pieces and not in_colour():
+        from imdm.film import scene
+
+        for parts in pieces:
+            for after in range(steps + 1):
+                print(f"{after:>5}  {' '.join(scene(parts, after, steps).plain.split())}")
         return
-    if as_json:
-        for text in texts:
-            line = {name: value for name, value in dataclasses.asdict(text).items() if value is not None}
-            print(json.dumps(line, ensure_ascii=False))
-        return
-    if trace and not in_colour():
-        for text in texts:
-            print("\n".join(appearing([(piece.text, piece.step) for piece in writer.pieces(text)], steps)))
-        return
-    if trace:
+    if pieces:
         show(legend(steps))
-    shown = [coloured(writer.pieces(text), steps) if trace else Plain(text.text) for text in texts]
-    if num > 1 and wide():
-        for first in range(0, len(texts), num):
-            if texts[first].prompt and infill is None:
+    shown = [coloured(one, steps) for one in pieces] or [Plain(text.text) for text in texts]
+    if columns > 1 and wide():
+        for first in range(0, len(texts), columns):
+            if texts[first].prompt and titled:
                 show(Plain(texts[first].prompt, "bold"))
-            show(side_by_side(shown[first : first + num]))
+            show(side_by_side(shown[first : first + columns]))
         return
-    apart = trace or any("\n" in one.plain for one in shown)
+    apart = bool(pieces) or any("\n" in one.plain for one in shown)
     for number, one in enumerate(shown):
         if number and apart:
             print()
         show(one, soft_wrap=True)
-
-
-def steps_of(model: Any, steps: int, revealed_at: list[int]) -> int:
-    """The number of steps: an autoregressive model takes one a token, whatever `steps`."""
-    return max(revealed_at, default=-1) + 1 if model.causal else steps
-
-
-def _play(texts: list[Any], steps: int) -> None:
-    from imdm.film import play
-
-    play(texts, steps, terminal())
-
-
-def _pieces_of_ids(tokens: list[int], revealed_at: list[int]) -> list[Any]:
-    from imdm.writer import Piece
-
-    return [Piece(f"{token} ", step) for token, step in zip(tokens, revealed_at, strict=True)]
-
-
-def _print_ids(made: Any, hole: int, as_json: bool) -> None:
-    for row, tokens in enumerate(made.tokens.tolist()):
-        if as_json:
-            line: dict[str, Any] = {"tokens": tokens, "revealed_at": made.revealed_at[row].tolist()}
-            line["evaluations"] = int(made.evaluations[row])
-            if made.trace is not None:
-                line["log_probs"] = [round(v, 6) for v in made.trace.log_probs[row].tolist()]
-            print(json.dumps(line))
-        elif made.trace is not None:
-            for step, shown in enumerate(made.trace.canvases[row].tolist()):
-                print(f"{step:>4}  " + " ".join("?" if token == hole else str(token) for token in shown))
-        else:
-            print(" ".join(map(str, tokens)))
 
 
 @app.command()

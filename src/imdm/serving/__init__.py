@@ -1,10 +1,5 @@
-"""Serving: an engine with continuous batching, an HTTP service around it, and a page.
+"""Serving: an engine with continuous batching (`engine.py`, which needs only the package itself); an HTTP service
+around it, and a page, which need the extra `imdm[serve]`.
 
-`engine.py` needs only the package itself; the service needs the extra `imdm[serve]`.
+Nothing is imported here, so that the limits (`settings.py`) are options of the command without waiting for torch.
 """
-
-from imdm.serving.engine import Engine
-from imdm.serving.jobs import Busy, Frame, Job, Stopped, TooLong
-from imdm.serving.settings import Settings
-
-__all__ = ["Busy", "Engine", "Frame", "Job", "Settings", "Stopped", "TooLong"]

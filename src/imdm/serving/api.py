@@ -225,7 +225,7 @@ class Order:
         ending = self.writer.model.process.ending
         tokens = [token or 0 for token in frame.ids]
         size = len(tokens) if ending is None else ending.length_of(tokens)
-        return size - frame.revealed[:size].count(0)
+        return size - frame.revealed_at[:size].count(-1)
 
     def usage(self, frames: Sequence[Frame]) -> dict[str, int]:
         written = sum(self.written(frame) for frame in frames)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable
 from html import escape
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -20,7 +17,9 @@ from starlette.types import Receive, Scope, Send
 from imdm import __version__
 from imdm.core.config import Config, explain
 from imdm.core.errors import UserError, shorter
+from imdm.serving import play
 from imdm.serving.api import Completion, Growing, Infill, Missing, Order
+from imdm.serving.connected import Gone, while_connected
 from imdm.serving.engine import Engine
 from imdm.serving.guard import Guard, error, told
 from imdm.serving.jobs import Frame
@@ -29,12 +28,7 @@ from imdm.serving.settings import Settings
 
 MISSING = "there is no such page; GET /docs lists what there is"
 CHAT = "these models continue a text and do not chat: POST /v1/completions takes a prompt"
-T = TypeVar("T")
 C = TypeVar("C", bound=Config)
-
-
-class Gone(Exception):  # noqa: N818
-    """The client has disconnected."""
 
 
 class Plain(APIRoute):
@@ -66,6 +60,15 @@ def make_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
     app.add_middleware(Guard, settings=settings, metrics=metrics)
     _tell_errors(app)
 
+    _add_writing(app, engine)
+    _add_state(app, engine, metrics)
+    app.include_router(play.router(engine, settings))
+    return app
+
+
+def _add_writing(app: FastAPI, engine: Engine) -> None:
+    """The routes that write text."""
+
     async def write(request: Request, kind: type[Completion | Infill]) -> Response:
         asked = await read(request, kind)
         order = Order.of(asked, engine)
@@ -91,6 +94,10 @@ def make_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
             response_class=JSONResponse,
             route_class_override=Plain,
         )
+
+
+def _add_state(app: FastAPI, engine: Engine, metrics: Metrics) -> None:
+    """The routes that tell what there is and how it goes."""
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -119,10 +126,6 @@ def make_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
     async def docs() -> HTMLResponse:
         return HTMLResponse(docs_page(app.openapi()))
 
-    if find_spec("imdm.serving.play") is not None:
-        app.include_router(import_module("imdm.serving.play").router(engine, settings))
-    return app
-
 
 async def read(request: Request, kind: type[C]) -> C:
     """Parse the JSON of a request."""
@@ -137,51 +140,6 @@ async def read(request: Request, kind: type[C]) -> C:
     if not isinstance(values, dict):
         raise UserError('the request must be a JSON object, such as {"prompt": "It was"}')
     return kind.parse(values)
-
-
-async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`; cancelled if the client disconnects first."""
-    working, ended, left = asyncio.current_task(), False, False
-    assert working is not None
-
-    def stop(*_: object) -> None:
-        nonlocal left
-        if not ended:
-            left = True
-            working.cancel()
-
-    forget = _when_left(request, stop)
-    try:
-        return await work
-    except asyncio.CancelledError:
-        if left and working.cancelling() == 1:  # by `stop` alone
-            raise Gone from None
-        raise
-    finally:
-        ended = True
-        forget()
-        if left:
-            working.uncancel()
-
-
-def _when_left(request: Request, stop: Callable[..., None]) -> Callable[[], object]:
-    """Have `stop` called when the client disconnects, until the result is called. Our server's connections tell it
-    themselves (`patient`), which is cheaper than a task that waits for it."""
-    connection = request.scope.get("state", {}).get("imdm.connection")
-    if connection is None:
-        leaving = asyncio.create_task(_left(request))
-        leaving.add_done_callback(stop)
-        return leaving.cancel
-    connection.leaving.add(stop)
-    connection.flow.resume_reading()  # else, after a large body, nobody would notice
-    if connection.lost:
-        asyncio.get_running_loop().call_soon(stop)
-    return lambda: connection.leaving.discard(stop)
-
-
-async def _left(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 async def streamed(request: Request, engine: Engine, order: Order) -> Response:

@@ -7,6 +7,7 @@ import hmac
 import ipaddress
 import re
 import time
+from collections.abc import Iterable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -14,6 +15,9 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from imdm.core.errors import UserError
+from imdm.serving.api import Missing
+from imdm.serving.jobs import Busy, Failed, Stopped, TooLong
 from imdm.serving.metrics import Metrics
 from imdm.serving.settings import Settings
 
@@ -109,8 +113,7 @@ class Guard:
             return error(403, "pages of another origin may not use this service", "origin")
         if settings.api_key is not None and scope["path"].startswith(WITH_KEY):
             kind, _, given = headers.get("authorization", "").partition(" ")
-            wanted = settings.api_key.get_secret_value()
-            same = hmac.compare_digest(given.encode("utf-8", "replace"), wanted.encode())
+            same = hmac.compare_digest(given.encode("utf-8", "replace"), settings.api_key.encode())
             if not same or kind.lower() != "bearer":
                 sentence = "the API key is wrong or missing; send the header 'Authorization: Bearer KEY'"
                 return error(401, sentence, "invalid_api_key", www_authenticate="Bearer")
@@ -178,11 +181,19 @@ def is_local(address: str) -> bool:
     return (getattr(found, "ipv4_mapped", None) or found).is_loopback
 
 
+def hosts_of(host: str, bound: str, allowed: Iterable[str] | None) -> dict[str, Any]:
+    """`hosts` and `allowed` of the settings, for a service that listens on `host`, the address `bound`."""
+    for name in allowed or ():
+        if not name or name_of(name) != name.lower():
+            raise UserError(f"--allow-host {name}: give a name alone, such as texts.example, without scheme and port")
+    return {
+        "hosts": tuple(dict.fromkeys((*LOCAL, host.lower(), bound))) if is_local(bound) else None,
+        "allowed": tuple(name.lower() for name in allowed) if allowed else None,
+    }
+
+
 def status_of(said: BaseException) -> tuple[int, str | None, dict[str, str]]:
     """Status, code and headers for an error of the engine or the API."""
-    from imdm.serving.api import Missing
-    from imdm.serving.jobs import Busy, Failed, Stopped, TooLong
-
     if isinstance(said, Busy):
         return 429, "queue_full", {"retry_after": str(said.after)}
     known: dict[type[BaseException], tuple[int, str]] = {

@@ -99,9 +99,11 @@ class Job:
 class Frame:
     """A sequence after one of its steps.
 
-    step         1 … steps; a step that reveals nothing has no frame; 0 where nothing was to be written
+    step         how many steps are done, 1 … steps; a step that reveals nothing has no frame; 0 where nothing was to be
+                 written
     ids          None where still masked
-    revealed     the step that revealed each position; 0 where given, or, as the end, drawn first, or still masked
+    revealed_at  the step that revealed each position, 0 the first; −1 where given, or, as the end, drawn first, or
+                 still masked
     probability  the model's probability of each token when it was drawn; 1 where no step revealed it, 0 where still
                  masked
     done         whether this is the last
@@ -111,7 +113,7 @@ class Frame:
 
     step: int
     ids: list[int | None]
-    revealed: list[int]
+    revealed_at: list[int]
     probability: list[float]
     done: bool
     evaluations: int

@@ -26,7 +26,7 @@ from imdm.evaluation.judge import Judge, judge_at_hand, load_judge
 from imdm.models.network import check_tokens
 from imdm.sampling.options import RevealOrder
 from imdm.serving.api import check_text, continued
-from imdm.serving.app import while_connected
+from imdm.serving.connected import while_connected
 from imdm.serving.engine import Engine
 from imdm.serving.jobs import Busy, Frame, Job, TooLong
 from imdm.serving.pieces import Pieces
@@ -141,7 +141,7 @@ class Author:
             "step": frame.step,
             "ids": frame.ids,
             "pieces": self.pieces.of(frame.ids),
-            "revealed": frame.revealed,
+            "revealed_at": frame.revealed_at,
             "probability": [round(p, 4) for p in frame.probability],
             "done": frame.done,
             "evaluations": frame.evaluations,

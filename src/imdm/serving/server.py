@@ -31,74 +31,78 @@ QUEUED = 1024  # connections that the system holds until they are accepted
 HEADER = 1 << 16  # bytes of a request's header; then its connection is closed
 
 
-def patient(seconds: float, most: int) -> type[asyncio.Protocol]:
-    """A protocol with limits: a connection whose header is incomplete, or whose client stops reading, is closed after
-    so many seconds, and one whose header is too long at once. Beyond `most` connections, a new one replaces the one
-    that has been idle, or sending its request, longest."""
+class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    """A connection with limits: one whose header is incomplete, or whose client stops reading, is closed after so many
+    `seconds`, and one whose header is too long at once. Beyond `most` connections, a new one replaces the one that has
+    been idle, or sending its request, longest."""
 
-    class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-        idle_since = 0.0
-        header: asyncio.TimerHandle | None = None  # set while waiting for a header
-        received = 0  # bytes of an incomplete header
-        reading: asyncio.TimerHandle | None = None  # set while waiting for the client to read
-        lost = False
-        app_state: dict[str, Any]  # in the scope of its requests
+    seconds = PATIENCE
+    most = 128
+    idle_since = 0.0
+    header: asyncio.TimerHandle | None = None  # set while waiting for a header
+    received = 0  # bytes of an incomplete header
+    reading: asyncio.TimerHandle | None = None  # set while waiting for the client to read
+    lost = False
+    app_state: dict[str, Any]  # in the scope of its requests
 
-        @property
-        def idle(self) -> bool:
-            return self.cycle is None or bool(self.cycle.response_complete)
+    @property
+    def idle(self) -> bool:
+        return self.cycle is None or bool(self.cycle.response_complete)
 
-        @property
-        def sending(self) -> bool:
-            return not self.idle and bool(self.cycle.more_body)
+    @property
+    def sending(self) -> bool:
+        return not self.idle and bool(self.cycle.more_body)
 
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self.leaving = set[Callable[[], None]]()  # called when the client disconnects
-            self.app_state = self.app_state | {"imdm.connection": self}
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.leaving = set[Callable[[], None]]()  # called when the client disconnects
+        self.app_state = self.app_state | {"imdm.connection": self}
+        self._expect()
+        there = [one for one in self.connections if not one.transport.is_closing()]
+        if len(there) > self.most:
+            others = [one for one in there if (one.idle or one.sending) and one is not self]
+            min(others, key=lambda one: one.idle_since, default=self).transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self.received = self.received + len(data) if self.idle else 0
+        if self.received > HEADER:
+            self.transport.abort()
+        elif self.idle and self.header is None:
             self._expect()
-            there = [one for one in self.connections if not one.transport.is_closing()]
-            if len(there) > most:
-                others = [one for one in there if (one.idle or one.sending) and one is not self]
-                min(others, key=lambda one: one.idle_since, default=self).transport.abort()
-
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            self.received = self.received + len(data) if self.idle else 0
-            if self.received > HEADER:
-                self.transport.abort()
-            elif self.idle and self.header is None:
-                self._expect()
-            elif not self.idle:
-                self._cancel("header")
-
-        def connection_lost(self, exc: Exception | None) -> None:
+        elif not self.idle:
             self._cancel("header")
-            self._cancel("reading")
-            super().connection_lost(exc)
-            self.lost, self.app_state = True, {}
-            for stop in tuple(self.leaving):
-                stop()
 
-        def pause_writing(self) -> None:
-            super().pause_writing()
-            self.reading = self.loop.call_later(seconds, self.transport.abort)
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._cancel("header")
+        self._cancel("reading")
+        super().connection_lost(exc)
+        self.lost, self.app_state = True, {}
+        for stop in tuple(self.leaving):
+            stop()
 
-        def resume_writing(self) -> None:
-            self._cancel("reading")
-            super().resume_writing()
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.reading = self.loop.call_later(self.seconds, self.transport.abort)
 
-        def _expect(self) -> None:
-            self.idle_since = time.monotonic()
-            self.header = self.loop.call_later(seconds, self.transport.abort)
+    def resume_writing(self) -> None:
+        self._cancel("reading")
+        super().resume_writing()
 
-        def _cancel(self, name: str) -> None:
-            timer = getattr(self, name)
-            if timer is not None:
-                timer.cancel()
-                setattr(self, name, None)
+    def _expect(self) -> None:
+        self.idle_since = time.monotonic()
+        self.header = self.loop.call_later(self.seconds, self.transport.abort)
 
-    return Connection
+    def _cancel(self, name: str) -> None:
+        timer = getattr(self, name)
+        if timer is not None:
+            timer.cancel()
+            setattr(self, name, None)
+
+
+def patient(seconds: float, most: int) -> type[Connection]:
+    """A `Connection` with these limits."""
+    return type("Connection", (Connection,), {"seconds": seconds, "most": most})
 
 
 def connections(clients: int) -> int:

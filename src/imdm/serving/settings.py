@@ -2,37 +2,47 @@
 
 from __future__ import annotations
 
-from pydantic import Field, SecretStr
+from dataclasses import dataclass, field, fields
+from typing import Any
 
-from imdm.core.config import Config
+from imdm.core.errors import UserError, check_number, check_whole
 
 
-class Settings(Config):
-    """Limits of the service.
+def limit(default: float, least: float, most: float, told: str) -> Any:
+    """A setting that is an option of `imdm serve`: its default, what is allowed, and what the help says."""
+    return field(default=default, metadata={"least": least, "most": most, "help": told})
 
-    batch    sequences in one network evaluation, at most
-    queue    sequences running or waiting, at most; beyond that a request is refused (429)
-    seconds  time limit of a request, waiting included; then its work is dropped (504)
-    grace seconds for running requests to finish when the service is stopped
-    clients  requests at a time, at most (429)
-    body     bytes of a request (413)
-    prompt   characters of a prompt, or of a text with blanks
-    tokens   of a request, at most: prompts × n × max_tokens
-    steps of a request, at most
+
+@dataclass(frozen=True)
+class Settings:
+    """Limits of the service: those with a help are options of `imdm serve`.
+
     api_key  key that requests must send; none: no key is needed
     hosts    allowed Host names; none: any. Protects against DNS rebinding
     allowed  further Host names, such as a proxy's, whose pages may use the service too
     """
 
-    batch: int = Field(64, ge=1, le=4096)
-    queue: int = Field(256, ge=1, le=1 << 20)
-    seconds: float = Field(120.0, gt=0, le=86_400)
-    grace: float = Field(10.0, ge=0, le=3600)
-    clients: int = Field(128, ge=1, le=1 << 16)
-    body: int = Field(1 << 20, ge=1024, le=1 << 30)
-    prompt: int = Field(32_768, ge=1, le=1 << 24)
-    tokens: int = Field(65_536, ge=1, le=1 << 30)
-    steps: int = Field(1000, ge=1, le=100_000)
-    api_key: SecretStr | None = None
+    batch: int = limit(64, 1, 4096, "Sequences in one network evaluation, at most.")
+    queue: int = limit(256, 1, 1 << 20, "Sequences running or waiting, at most; then 429.")
+    seconds: float = limit(120.0, 0.001, 86_400, "Time limit of a request, waiting included; then 504.")
+    grace: float = limit(10.0, 0, 3600, "Seconds to finish requests when stopped.")
+    clients: int = limit(128, 1, 1 << 16, "Requests at a time, at most; then 429.")
+    body: int = limit(1 << 20, 1024, 1 << 30, "Bytes of a request, at most; then 413.")
+    prompt: int = limit(32_768, 1, 1 << 24, "Characters of a prompt, or of a text with blanks, at most.")
+    tokens: int = limit(65_536, 1, 1 << 30, "Tokens of a request, at most: prompts × n × max_tokens.")
+    steps: int = limit(1000, 1, 100_000, "Steps of a request, at most.")
+    api_key: str | None = field(default=None, repr=False)
     hosts: tuple[str, ...] | None = None
     allowed: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            if "help" not in one.metadata:
+                continue
+            value, least, most = getattr(self, one.name), one.metadata["least"], one.metadata["most"]
+            if isinstance(one.default, int):
+                check_whole(one.name, value, least, most)
+                continue
+            check_number(one.name, value)
+            if not least <= value <= most:
+                raise UserError(f"{one.name} = {value:g}: must be a number from {least:g} to {most:,}")

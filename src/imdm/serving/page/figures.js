@@ -25,7 +25,7 @@ export class Figures {
 
   show(frame) {
     this.root.hidden = false;
-    const written = frame.ids.filter((_, i) => frame.revealed[i] > 0 && frame.pieces[i]).length;
+    const written = frame.ids.filter((_, i) => frame.revealed_at[i] >= 0 && frame.pieces[i]).length;
     this.values.evaluations.textContent = frame.evaluations;
     this.values.ms.textContent = short(1000 * frame.seconds);
     this.values.speed.textContent = short(written / frame.seconds);
@@ -52,7 +52,7 @@ export class Figures {
   // The judge reads what was written after what was given at the beginning
   async #read(model, frame, more, signal) {
     if (this.values.perplexity.textContent === "–") this.values.perplexity.textContent = "…";
-    const first = frame.ids.findIndex((id, i) => id === null || frame.revealed[i] > 0);
+    const first = frame.ids.findIndex((id, i) => id === null || frame.revealed_at[i] >= 0);
     const row = frame.ids.filter((id) => id !== null);
     const found = await json("/play/judge", { model, row, given: Math.max(0, first) }, signal);
     this.values.perplexity.textContent = short(found.perplexity) + more;

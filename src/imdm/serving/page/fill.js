@@ -73,7 +73,7 @@ export function fill(root, app) {
     async read(signal, text = app.settings().own) {
       const { model } = app.settings();
       const found = await json("/play/tokens", { model, text }, signal);
-      take({ ...found, revealed: found.ids.map(() => 0), probability: found.ids.map(() => 1) }, model);
+      take({ ...found, revealed_at: found.ids.map(() => -1), probability: found.ids.map(() => 1) }, model);
       app.say("The text is ready: select words.");
     },
     // Whether there is a text in the tokens of the chosen model; another may have other ones

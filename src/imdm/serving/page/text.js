@@ -7,8 +7,8 @@ const UNKNOWN = ["░░", "░░░░", "░░░", "░░░░░", "░�
 
 const UNPRINTABLE = /[\x00-\x08\x0b-\x1f\x7f]/g; // what a model may write byte by byte and nobody can see
 
-export const band = (step, steps) => (steps <= 1 ? 2 : Math.min(BANDS - 1, Math.floor((BANDS * (step - 1)) / steps)));
-const share = (step, steps) => (steps <= 1 ? 0 : (step - 1) / (steps - 1));
+export const band = (step, steps) => (steps <= 1 ? 2 : Math.min(BANDS - 1, Math.floor((BANDS * step) / steps)));
+const share = (step, steps) => (steps <= 1 ? 0 : step / (steps - 1));
 
 export class TextView {
   // choose: called with the numbers of tokens that were clicked or selected; without it the text is for reading
@@ -55,9 +55,9 @@ export class TextView {
 
   #cell(i, frame, { steps, after, changed, chosen, hole }) {
     const { space, span } = this.cells[i];
-    const [piece, step] = [frame.pieces[i], frame.revealed[i]];
-    const given = piece !== null && step === 0;
-    const masked = piece === null || (!given && step > after);
+    const [piece, step] = [frame.pieces[i], frame.revealed_at[i]];
+    const given = piece !== null && step < 0; // steps count from 0
+    const masked = piece === null || (!given && step >= after);
     const text = piece?.replace(UNPRINTABLE, "\ufffd") ?? ` ${UNKNOWN[(i * 7) % UNKNOWN.length]}`;
     const lead = text.match(/^\s*/)[0];
     const inner = lead.length < text.length ? text.slice(lead.length) : text;
@@ -68,14 +68,14 @@ export class TextView {
     const written = !given && !masked;
     span.className = [
       "token", given && "given", masked && "masked", written && `written band-${band(step, steps)}`,
-      written && step === after && after < steps && "new", changed?.has(i) && !masked && "changed",
+      written && step === after - 1 && after < steps && "new", changed?.has(i) && !masked && "changed",
       picked && "chosen", picked && hole && "hole",
     ].filter(Boolean).join(" ");
     if (written) {
       span.style.setProperty("--late-share", share(step, steps));
       span.dataset.step = step;
     }
-    span.told = masked ? "masked" : given ? "given" : `step ${step} of ${steps} · probability ${told(frame.probability[i])}`;
+    span.told = masked ? "masked" : given ? "given" : `step ${step} of 0–${steps - 1} · probability ${told(frame.probability[i])}`;
     span.setAttribute("aria-label", `${masked ? "" : inner.trim() || "space"} ${span.told}`.trim());
     if (this.choose) span.setAttribute("aria-checked", String(picked));
   }
@@ -177,20 +177,20 @@ export function legend(steps, where) {
     return el("li", {}, token);
   };
   const few = steps <= BANDS;
-  const edges = Array.from({ length: BANDS }, (_, k) => Math.ceil((k * steps) / BANDS) + 1);
-  const spans = edges.map((first, k) => [first, (edges[k + 1] ?? steps + 1) - 1]).filter(([first, last]) => first <= last);
+  const edges = Array.from({ length: BANDS }, (_, k) => Math.ceil((k * steps) / BANDS));
+  const spans = edges.map((first, k) => [first, (edges[k + 1] ?? steps) - 1]).filter(([first, last]) => first <= last);
   const items = few
-    ? Array.from({ length: steps }, (_, k) => item(`step ${k + 1}`, k + 1, k + 1))
+    ? Array.from({ length: steps }, (_, k) => item(`step ${k}`, k, k))
     : spans.map(([first, last]) => item(first === last ? `step ${first}` : `steps ${first}–${last}`, first, last));
   const box = el("input", { type: "checkbox", checked: where.classList.contains("numbered") });
   box.addEventListener("change", () => where.classList.toggle("numbered", box.checked));
   const given = el("li", {}, el("span", { class: "token given" }, "given"));
-  return el("ul", { class: "legend", "aria-label": "Legend" }, given, ...items, el("li", {}, el("label", {}, box, "step numbers")));
+  return el("ul", { class: "legend", "aria-label": "Legend" }, given, ...items, el("li", {}, el("label", {}, box, "step numbers, from 0")));
 }
 
 // Which tokens of two frames differ, and which share of those that were written
 export function compared(one, other) {
-  const counted = one.ids.map((_, i) => i).filter((i) => (one.revealed[i] > 0 || other.revealed[i] > 0) && (one.pieces[i] || other.pieces[i]));
+  const counted = one.ids.map((_, i) => i).filter((i) => (one.revealed_at[i] >= 0 || other.revealed_at[i] >= 0) && (one.pieces[i] || other.pieces[i]));
   const changed = new Set(counted.filter((i) => one.ids[i] !== other.ids[i]));
   return { changed, share: counted.length ? changed.size / counted.length : 0 };
 }
