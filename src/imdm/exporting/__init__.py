@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from imdm.core.errors import UserError, check_is, unknown
 from imdm.core.files import check_new, read_json, write_json, written_aside
 from imdm.data.tokenizers import copy_tokenizer, has_tokenizer, load_tokenizer, save_tokenizer, special_ids
 from imdm.exporting.card import hub_card
+from imdm.exporting.copying import copies
 from imdm.models.loading import load_model
 from imdm.models.quantized import FILE, save
 from imdm.models.rounding import WITHIN, Move, Rounding, eight_bits, fewest_bits
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 CARD = "README.md"
 MASKS = ("<|mask|>", "<mask>", "[MASK]")  # names for a mask token
-HUB = Path(__file__).parent / "hub"
-HUB_FILES = ("configuration_imdm.py", "modeling_imdm.py")
+CODE = {f"imdm.exporting.hub.{name}": name for name in ("configuration_imdm", "modeling_imdm")}
+"""The code of a folder for plain `transformers`: where it begins, and what these files are called there."""
 AUTO_MAP = {"AutoConfig": "configuration_imdm.MaskedDiffusionConfig"}
 AUTO_MAP |= dict.fromkeys(("AutoModel", "AutoModelForMaskedLM"), "modeling_imdm.MaskedDiffusionLM")
 KNOWN = {"mask": ("single", "finite", "infinite"), "schedule": ("log-linear", "cosine"), "backbone": ("dit", "hf")}
@@ -118,8 +118,8 @@ def export_transformers(
         folded.save_pretrained(aside)
         config = read_json(aside / "config.json", "config.json")
         write_json(aside / "config.json", config | {"auto_map": AUTO_MAP})
-        for file in HUB_FILES:
-            shutil.copyfile(HUB / file, aside / file)
+        for name, text in copies(CODE).items():
+            (aside / name).write_text(text, encoding="utf-8")
         _finish(aside, model, tokenizer, card, hub_card(folded, folder.name, tokenizer))
         if tokenizer is not None and None in (tokenizer.mask_token, tokenizer.pad_token):
             save_tokenizer(_named(tokenizer, folded.config), aside)

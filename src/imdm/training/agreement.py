@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from imdm.core.devices import Fetched, sent
+from imdm.core.streams import Fetched, sent
 from imdm.core.stopping import Asked
 
 
