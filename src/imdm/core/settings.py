@@ -14,13 +14,13 @@ from imdm.core.errors import UserError, check_is, check_number, check_whole, sho
 LIMITS = {"least": ("at least", ge), "most": ("at most", le), "above": ("more than", gt), "below": ("less than", lt)}
 
 
-def setting(default: Any, **limits: float) -> Any:
+def setting(*, default: Any, **limits: float) -> Any:
     """A number in a range: `least` and `most` are in it, `above` and `below` are not."""
     return field(default=default, metadata=limits)
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field, setting))
-class Settings(ABC):
+class Settings(ABC):  # noqa: B024  (subclasses have abstract methods)
     """Typed settings; a subclass is a frozen dataclass. Unknown keys and values of other types are refused."""
 
     HASHED: ClassVar[tuple[str, ...]] = ()  # beside `kind`: settings that enter a hash even at their default
@@ -79,6 +79,6 @@ def _value(name: str, value: Any, kind: Any, limits: Mapping[str, float]) -> Any
             words, holds = LIMITS[limit]
             if not holds(value, bound):
                 raise UserError(f"{name} = {shown(value)}: must be {words} {bound:,}")
-    elif isinstance(kind := get_origin(kind) or kind, type):
+    elif (kind := get_origin(kind) or kind) in (bool, str, dict):
         check_is(name, value, kind, f"a value of type {kind.__name__}")
     return value

@@ -47,7 +47,7 @@ class LogLinear(Schedule):
     """α_t = 1 − (1 − floor)·t, so that α_1 = floor."""
 
     kind: str = "log-linear"
-    floor: float = setting(1e-3, least=0, below=1)
+    floor: float = setting(default=1e-3, least=0, below=1)
     HASHED = ("floor",)
 
     def alpha(self, t: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ class Cosine(Schedule):
     """α_t = 1 − (1 − floor)·(1 − cos(πt/2)): slow masking at first."""
 
     kind: str = "cosine"
-    floor: float = setting(1e-3, least=0, below=1)
+    floor: float = setting(default=1e-3, least=0, below=1)
     HASHED = ("floor",)
 
     def alpha(self, t: Tensor) -> Tensor:

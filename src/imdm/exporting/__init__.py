@@ -33,9 +33,6 @@ CODE = {f"imdm.exporting.hub.{name}": name for name in ("configuration_imdm", "m
 """The code of a folder for plain `transformers`: where it begins, and what these files are called there."""
 AUTO_MAP = {"AutoConfig": "configuration_imdm.MaskedDiffusionConfig"}
 AUTO_MAP |= dict.fromkeys(("AutoModel", "AutoModelForMaskedLM"), "modeling_imdm.MaskedDiffusionLM")
-KNOWN = {"mask": ("single", "finite", "infinite"), "schedule": ("log-linear", "cosine"), "backbone": ("dit", "hf")}
-"""The masks and schedules that the code for plain `transformers` supports."""
-
 Weights = Literal["bf16", "float32", "int8", "mixed"]
 """How weights are stored: as floats of 16 or 32 bits; or matrices quantised with one scale a row, to 8 bits, or to as
 many as each matrix needs."""
@@ -105,8 +102,8 @@ def export_transformers(
     order: RevealOrder | None = None,
 ) -> Path:
     """Write `model` as a folder that plain `transformers` loads, `AutoModelForMaskedLM.from_pretrained(out,
-    trust_remote_code=True)`: its weights with adaLN folded in, its tokenizer, a card, and the code it needs
-    (`exporting/hub`). It is still one of our folders too. order: as in `export`."""
+    trust_remote_code=True)`: its weights with adaLN folded in, its tokenizer, a card, and the code it needs, copied
+    from this package (`copying`). It is still one of our folders too. order: as in `export`."""
     if weights not in ("bf16", "float32"):
         raise UserError(f"layout transformers: weights are bf16 or float32, not {weights!r}")
     model, folder, tokenizer = _checked(model, out, card)
@@ -165,14 +162,12 @@ def _finish(aside: Path, model: str | Path, tokenizer: Any, card: str | None, fa
 
 
 def _check_known(model: MaskedDiffusionLM) -> None:
-    """Refuse what the code of the folder does not support."""
-    config = model.config
-    if config.causal:
+    """Refuse what the code of the folder does not have."""
+    if model.config.causal:
         raise UserError("layout transformers: its code is for diffusion models, and this model is autoregressive")
-    kinds = {"mask": config.mask["kind"], "schedule": config.schedule["kind"], "backbone": config.backbone["kind"]}
-    for name, kind in kinds.items():
-        if kind not in KNOWN[name]:
-            raise UserError(f"layout transformers: its code has no {name} {kind!r}, only {', '.join(KNOWN[name])}")
+    for name, part in {"mask": model.mask, "schedule": model.process.schedule, "backbone": model.backbone}.items():
+        if type(part).__module__.split(".")[0] != "imdm":
+            raise UserError(f"layout transformers: {name} {type(part).__name__} is no part of imdm, and not copied")
 
 
 def _save_rounded(model: MaskedDiffusionLM, folder: Path, rounding: Rounding) -> None:

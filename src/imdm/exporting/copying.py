@@ -11,6 +11,8 @@ import ast
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from imdm import __version__
+
 ROOT = Path(__file__).parents[2]
 """Where the package lies."""
 
@@ -38,7 +40,8 @@ def copies(entries: Mapping[str, str], root: Path = ROOT, package: str = "imdm")
                 edits.append((statement, f"from .{names[imported[0]]} import {_words(statement)}"))
             elif imported:
                 edits.append((statement, "\n".join(f"from .{names[other]} import __name__ as _" for other in imported)))
-        texts[f"{names[module]}.py"] = _edited(source, edits)
+        head = f"# {file.relative_to(root).as_posix()} of {package} {__version__}; only its imports differ\n"
+        texts[f"{names[module]}.py"] = head + _edited(source, edits)
     if len(texts) < len(names):
         raise ValueError(f"two modules would become one file: {sorted(names)}")
     return dict(sorted(texts.items()))
@@ -79,7 +82,9 @@ def _imported(statement: ast.stmt, module: str, package: str, file: Path, root: 
         return []
     for one in statement.names:
         if _file(f"{place}.{one.name}", root).exists():
-            raise ValueError(f"{module}: imports the module {place}.{one.name}: write 'from {place}.{one.name} import …'")
+            raise ValueError(
+                f"{module}: imports the module {place}.{one.name}: write 'from {place}.{one.name} import …'"
+            )
     return [place]
 
 

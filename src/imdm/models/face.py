@@ -19,7 +19,7 @@ from imdm.models.readout import Reduce
 
 
 class MaskedLM(Network, PreTrainedModel):
-    """`Network` as a `PreTrainedModel`: what `transformers` calls of a masked language model. It travels with an export, so
+    """`Network` as a `PreTrainedModel`: what `transformers` calls of a masked language model. It is part of exports:
     it reads and writes no files."""
 
     config_class = MaskedDiffusionConfig

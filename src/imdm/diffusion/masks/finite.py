@@ -22,7 +22,7 @@ class Finite(Mask):
     """`count` masks, drawn uniformly; mask k is embedded as E(mask) + table[k]."""
 
     kind: str = "finite"
-    count: int = setting(6144, least=1, most=1 << 24)
+    count: int = setting(default=6144, least=1, most=1 << 24)
     HASHED = ("count",)
 
     @property

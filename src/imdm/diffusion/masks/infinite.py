@@ -43,8 +43,8 @@ class Infinite(Mask):
 
     kind: str = "infinite"
     law: Literal["uniform", "normal"] = "uniform"
-    dim: int = setting(768, least=1, most=1 << 16)
-    scale: float = setting(1.0, above=0)
+    dim: int = setting(default=768, least=1, most=1 << 16)
+    scale: float = setting(default=1.0, above=0)
     HASHED = ("law", "dim", "scale")
 
     @property

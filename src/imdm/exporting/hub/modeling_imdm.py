@@ -1,8 +1,8 @@
 """A masked diffusion language model for plain `transformers`: logits of all positions, and text in a few steps.
 
-    model = AutoModelForMaskedLM.from_pretrained(folder, trust_remote_code=True)
-    model(**tokenizer("…", return_tensors="pt")).logits
-    model.generate(num=4, steps=8)
+model = AutoModelForMaskedLM.from_pretrained(folder, trust_remote_code=True)
+model(**tokenizer("…", return_tensors="pt")).logits
+model.generate(num=4, steps=8)
 """
 
 from __future__ import annotations
