@@ -26,6 +26,7 @@ from torch import Tensor
 
 from imdm.core.errors import UserError
 from imdm.data.tokenizers import load_tokenizer, train_bpe
+from imdm.diffusion.masks import Single, masks
 from imdm.exporting import CODE, export, export_published, export_transformers
 from imdm.exporting.copying import copies
 from imdm.models.denoiser import MaskedDiffusionLM
@@ -222,11 +223,15 @@ def test_the_folder_is_still_ours(tmp_path: Path) -> None:
         assert load_tokenizer(tmp_path / f"bare-{number}").get_vocab() == tokenizer.get_vocab()
 
 
-def test_what_its_code_does_not_know_is_refused(tmp_path: Path) -> None:
+def test_what_its_code_does_not_know_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_model(causal=True).save_pretrained(tmp_path / "judge")
     with pytest.raises(UserError, match="is autoregressive"):
         export_transformers(tmp_path / "judge", tmp_path / "out")
+    monkeypatch.setitem(masks._entries, "single", type("Mine", (Single,), {"__module__": "mine"}))
     tiny_model().save_pretrained(tmp_path / "model")
+    with pytest.raises(UserError, match="mask Mine is no part of imdm"):
+        export_transformers(tmp_path / "model", tmp_path / "out")
+    monkeypatch.undo()
     with pytest.raises(UserError, match="bf16 or float32, not 'int8'"):
         export_transformers(tmp_path / "model", tmp_path / "out", weights="int8")  # type: ignore[arg-type]
     assert not (tmp_path / "out").exists()
@@ -242,6 +247,7 @@ def test_its_code_needs_torch_transformers_and_numpy_alone() -> None:
             found += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
             tops = {each.split(".")[0] for each in found} - set(sys.stdlib_module_names)
             assert tops <= {"torch", "transformers", "numpy"}, name
+    assert importlib.import_module("copied.kernels").kernels("draw") is None  # with Triton too
 
 
 ALONE = """
