@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Mapping
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import MISSING, dataclass, field, fields
 from operator import ge, gt, le, lt
@@ -35,17 +36,13 @@ class Settings(ABC):  # noqa: B024  (subclasses have abstract methods)
     @classmethod
     def parse(cls, values: Any, where: str = "") -> Self:
         """From plain data; an error names the setting, its value and what would be right."""
-        if isinstance(values, cls):
-            return values
         check_is(where or cls.__name__, values, dict, "a mapping of settings")
         known = {one.name: one for one in fields(cls)}  # type: ignore[arg-type]
         place = f"{where}." if where else ""
-        for name in values:
-            if name not in known:
-                raise UserError(f"unknown key {place + str(name)!r} (known: {', '.join(sorted(known))})")
-        for name, one in known.items():
-            if one.default is MISSING and one.default_factory is MISSING and name not in values:
-                raise UserError(f"{place + name!r} is required")
+        if strange := [str(name) for name in values if name not in known]:
+            raise UserError(f"unknown key {place + strange[0]!r} (known: {', '.join(sorted(known))})")
+        if missing := [name for name in known if known[name].default is MISSING and name not in values]:
+            raise UserError(f"{place + missing[0]!r} is required")
         return cls(**_checked(cls, values, place))
 
     def model_dump(self) -> dict[str, Any]:
@@ -69,10 +66,8 @@ def _value(name: str, value: Any, kind: Any, limits: Mapping[str, float]) -> Any
         if value not in get_args(kind):
             raise UserError(f"{name} = {shown(value)}: must be one of {', '.join(map(repr, get_args(kind)))}")
     elif kind in (int, float):
-        try:
-            value = kind(value) if isinstance(value, str) else value  # from a name, such as `finite-6144`
-        except ValueError:
-            raise UserError(f"{name} = {shown(value)}: must be a number") from None
+        with suppress(ValueError):  # of a name, such as `finite-6144`
+            value = kind(value) if isinstance(value, str) else value
         check_whole(name, value, -(1 << 63)) if kind is int else check_number(name, value)
         value = kind(value)
         for limit, bound in limits.items():
