@@ -403,7 +403,10 @@ MISTAKES = {
         ["train", "synthetic", "model.length=1"],
         "the data has 2 tokens a row, model.length = 1 is shorter",
     ),
-    "bad floor": (["train", "synthetic", "model.schedule={kind: log-linear, floor: 1.0}"], "'schedule.floor' = 1.0"),
+    "bad floor": (
+        ["train", "synthetic", "model.schedule={kind: log-linear, floor: 1.0}"],
+        "schedule.floor = 1.0: must be less than 1",
+    ),
     "out is a file": (["reproduce", "synthetic", "--out", "MODEL/config.json"], "is a file; give a folder"),
     "rows in a folder": (["evaluate", "MODEL", "--data", "aligned", "--out", "MODEL"], "is a folder; give a file"),
     "huge id": (["generate", "MODEL", "--canvas", "99999999999999999999"], "write token ids and ? for holes"),

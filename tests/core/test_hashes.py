@@ -17,6 +17,7 @@ import imdm.cli  # noqa: F401  (so that every config of the package is there)
 from imdm.core.config import ALWAYS_HASHED, Config, digest
 from imdm.core.errors import UserError
 from imdm.core.files import read_json, write_json
+from imdm.core.settings import Settings
 from imdm.data.prepared import Prepared
 from imdm.data.source import LanguageSource
 from imdm.data.synthetic import aligned
@@ -122,7 +123,7 @@ KNOWN = {
 """Their hashes as they were when every setting entered them, default or not; the same in every process."""
 
 
-def walk(base: type[Config] = Config) -> Iterator[type[Config]]:
+def walk(base: type[Any] = Config) -> Iterator[type[Any]]:
     """Those of runs: what the service is asked has no hash."""
     for cls in base.__subclasses__():
         if cls.__module__.startswith("imdm.") and not cls.__module__.startswith("imdm.serving."):
@@ -130,7 +131,11 @@ def walk(base: type[Config] = Config) -> Iterator[type[Config]]:
         yield from walk(cls)
 
 
-CLASSES = {cls.__name__: cls for cls in walk() if not getattr(cls, "__abstractmethods__", None)}
+CLASSES = {cls.__name__: cls for cls in (*walk(), *walk(Settings)) if not getattr(cls, "__abstractmethods__", None)}
+
+
+def hash_of(settings: Config | Settings) -> str:
+    return settings.digest() if isinstance(settings, Config) else digest(settings.hashed())
 
 
 def test_every_config_has_an_example() -> None:
@@ -141,7 +146,7 @@ def test_every_config_has_an_example() -> None:
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_hashes_are_what_they_were(name: str) -> None:
-    assert CLASSES[name].parse(EXAMPLES[name]).digest() == KNOWN[name]
+    assert hash_of(CLASSES[name].parse(EXAMPLES[name])) == KNOWN[name]
 
 
 def test_the_grid_and_prepared_text_are_still_known() -> None:
@@ -161,16 +166,23 @@ def test_the_languages_are_still_known() -> None:
     assert whole.model_copy(update={"stages": before}).digest() == "c6fdee99888e4f96"
 
 
+def grown(cls: Any, kind: Any) -> Any:
+    """A class of settings with one more."""
+    if issubclass(cls, Config):
+        return create_model(cls.__name__, __base__=cls, added=(kind, 0))
+    return type(cls.__name__, (cls,), {"__annotations__": {"added": kind}, "added": 0})
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_new_setting_changes_no_hash_until_it_is_used(name: str) -> None:
-    grown: type[Config] = create_model(name, __base__=CLASSES[name], added=(dict[str, int] | int, 0))
-    before = CLASSES[name].parse(EXAMPLES[name]).digest()
-    assert grown(**EXAMPLES[name]).digest() == before
-    used = [grown(**EXAMPLES[name], added=added).digest() for added in (1, 2, {"a": 1}, {"a": 2})]
+    more = grown(CLASSES[name], dict[str, int] | int)
+    before = hash_of(CLASSES[name].parse(EXAMPLES[name]))
+    assert hash_of(more(**EXAMPLES[name])) == before
+    used = [hash_of(more(**EXAMPLES[name], added=added)) for added in (1, 2, {"a": 1}, {"a": 2})]
     assert len({before, *used}) == 5
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if issubclass(CLASSES[name], Config)])
 def test_the_order_of_settings_does_not_matter(name: str) -> None:
     fields = {field: (info.annotation, info) for field, info in reversed(CLASSES[name].model_fields.items())}
     values = {k: v for k, v in vars(CLASSES[name].parse(EXAMPLES[name])).items() if k in EXAMPLES[name]}
@@ -189,9 +201,9 @@ def test_the_order_of_settings_does_not_matter(name: str) -> None:
 def test_a_new_setting_inside_another_is_left_out_too(field: str) -> None:
     stage = CLASSES["TrainStage"].parse(EXAMPLES["TrainStage"])
     inner = getattr(stage, field)
-    grown: Any = create_model(type(inner).__name__, __base__=type(inner), added=(int, 0))
+    more = grown(type(inner), int)
     for added, same in ((0, True), (1, False)):
-        other = stage.model_copy(update={field: grown(**vars(inner), added=added)})
+        other = stage.model_copy(update={field: more(**vars(inner), added=added)})
         assert (other.digest() == stage.digest()) == same
 
 

@@ -107,7 +107,7 @@ def test_contributing_lists_the_rooms_from_below() -> None:
 
 
 def test_what_is_found() -> None:
-    """Late imports, relative ones, and those of several names count; those that only types need do not."""
+    """Late imports, and those of several names, count; those that only types need do not."""
     here = PACKAGE / "exporting" / "hub" / "modeling_imdm.py"
     assert "imdm.exporting.hub.configuration_imdm" in set(imports(here))
     assert "imdm.experiments.run" in set(imports(PACKAGE / "cli" / "making.py"))  # inside a function

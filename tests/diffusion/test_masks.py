@@ -116,9 +116,12 @@ def test_noise_moves_only_masked_positions() -> None:
     ("value", "message"),
     [
         ("triple", "unknown mask 'triple'; known: finite, infinite, single"),
-        ("finite-0", "'mask.count' = '0': input should be greater than or equal to 1"),
+        ("finite-0", "mask.count = 0: must be at least 1"),
         ("infinite-uniform-8-1.0-9", "'infinite' takes 3 settings"),
-        ("infinite-cauchy", "not of the form infinite-LAW-DIM-SCALE: 'mask.law' = 'cauchy'"),
+        (
+            "infinite-cauchy",
+            "not of the form infinite-LAW-DIM-SCALE: mask.law = 'cauchy': must be one of 'uniform'",
+        ),
         ({"kind": "infinite", "depth": 3}, r"unknown key 'mask.depth' \(known: dim, kind, law, scale\)"),
         ({"dim": 3}, "expected a name or settings with 'kind'"),
         (7, "expected a name or settings"),

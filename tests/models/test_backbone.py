@@ -40,14 +40,14 @@ from tests.reference.enumeration import all_masked, chain_law, sequence_law
 from tests.reference.statistics import assert_law, counts_of
 
 GRU = '''
-from pydantic import Field
 from torch import nn
 
+from imdm.core.settings import setting
 from imdm.models.backbones import Backbone, BackboneSettings, backbones
 
 
 class Settings(BackboneSettings):
-    layers: int = Field(2, ge=1)
+    layers: int = setting(default=2, least=1)
 
 
 @backbones.register("gru")
@@ -209,7 +209,7 @@ def test_its_settings_are_in_the_law_and_ours_are_nowhere(tmp_path: Path) -> Non
     [
         ({"backbone": "mamba"}, "unknown backbone 'mamba'; known: dit, gru, hf"),
         ({"backbone": {"kind": "gru", "depth": 2}}, r"unknown key 'backbone.depth' \(known: kind, layers\)"),
-        ({"backbone": {"kind": "gru", "layers": 0}}, "'backbone.layers' = 0"),
+        ({"backbone": {"kind": "gru", "layers": 0}}, "backbone.layers = 0: must be at least 1"),
         ({"backbone": 3}, "backbone: expected a name or settings with 'kind'"),
         ({"backbone": "gru", "softcap": 5.0}, "model.softcap: backbone 'gru' has no such setting"),
         ({"backbone": "gru", "causal": True}, "model.causal: backbone 'gru' has no such setting"),

@@ -16,8 +16,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from imdm.core.devices import Fetched
 from imdm.core.errors import UserError
+from imdm.core.streams import Fetched
 from imdm.diffusion.masks import NoisePath
 from imdm.diffusion.process import NoisePolicy
 from imdm.models.denoiser import MaskedDiffusionLM

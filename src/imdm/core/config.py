@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, cast, get_args
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from imdm.core.errors import UserError, shown, unknown
-from imdm.core.registry import Registry
+from imdm.core.settings import Settings
 
 if TYPE_CHECKING:
     from pydantic._internal._model_construction import ModelMetaclass
@@ -47,10 +47,6 @@ def one_of(kind: str, known: Iterable[str]) -> BeforeValidator:
 
 
 ALWAYS_HASHED: dict[str, str] = {
-    "Finite": "count",
-    "Infinite": "law dim scale",
-    "LogLinear": "floor",
-    "Cosine": "floor",
     "LanguageData": "name settings",
     "TokenData": "mask_token_id",
     "TextData": "valid field tokenizer train_bpe length packing with_documents limit skip_broken",
@@ -124,8 +120,8 @@ class Config(BaseModel, metaclass=_Told):
 
 
 def _hashed(value: Any, plain: Any) -> Any:
-    """The same for a value of a config, which may be or contain configs."""
-    if isinstance(value, Config):
+    """The same for a value of a config, which may be or contain configs and settings."""
+    if isinstance(value, Config | Settings):
         return value.hashed()
     if isinstance(value, dict):
         return {key: _hashed(value[inside], plain[key]) for inside, key in zip(value, plain, strict=True)}
@@ -154,15 +150,6 @@ class Unset(dict[str, Any]):
 
 
 UNSET = Unset()
-
-
-def parse_kind(kinds: Registry[type[C]], value: Any) -> C:
-    """One of several kinds of config by its name or its settings: `"redi"`, `{"kind": "redi", "noise": "fresh"}`."""
-    settings = {"kind": value} if isinstance(value, str) else value
-    if not isinstance(settings, dict) or "kind" not in settings:
-        known = ", ".join(kinds)
-        raise UserError(f"{kinds.kind}: expected a name or settings with 'kind' ({known}), got {shown(value)}")
-    return kinds[settings["kind"]].parse(settings, kinds.kind)
 
 
 def explain(error: ValidationError, cls: type[BaseModel], values: Any, where: str) -> str:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from imdm.core.errors import AgreedError, UserError, shown
 from imdm.core.files import marked, working_in
@@ -147,57 +146,3 @@ def leave(code: int | str | None = None) -> None:
     if code in (None, 0):
         torch.distributed.destroy_process_group()
     end(code)
-
-
-class Beside:
-    """A side stream on a GPU: work inside the block does not wait for earlier work. Its results must be handed over
-    before other streams use them. No effect on other devices."""
-
-    def __init__(self, device: torch.device) -> None:
-        # high priority: its work is small, and is waited for
-        self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
-        self.block: Any = None
-
-    def __enter__(self) -> None:
-        if self.stream is not None:
-            self.block = torch.cuda.stream(self.stream)
-            self.block.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        if self.stream is not None:
-            self.block.__exit__(*error)
-
-    def hand_over(self, tensors: Iterable[Tensor]) -> None:
-        """The current stream waits for this one; memory of the tensors is not reused before that stream is done."""
-        if self.stream is None:
-            return
-        current = torch.cuda.current_stream(self.stream.device)
-        current.wait_stream(self.stream)
-        for tensor in tensors:
-            tensor.record_stream(current)
-
-
-def sent(values: Tensor, device: torch.device) -> Tensor:
-    """Copy to a device without waiting for it."""
-    if device.type != "cuda" or values.device.type != "cpu":
-        return values.to(device)
-    return values.pin_memory().to(device, non_blocking=True)
-
-
-class Fetched:
-    """Copies values to the CPU without waiting for them."""
-
-    def __init__(self, values: Tensor) -> None:
-        self._here, self._copied = values, None
-        if values.is_cuda:
-            self._here = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
-            self._copied = torch.cuda.current_stream(values.device).record_event()
-
-    @property
-    def ready(self) -> bool:
-        return self._copied is None or self._copied.query()
-
-    def wait(self) -> Tensor:
-        if self._copied is not None:
-            self._copied.synchronize()
-        return self._here

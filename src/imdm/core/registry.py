@@ -5,11 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import Generic, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
-from imdm.core.errors import unknown
+from imdm.core.errors import UserError, shown, unknown
 
 T = TypeVar("T")
+
+
+class Parsed(Protocol):
+    """A class of settings."""
+
+    @classmethod
+    def parse(cls, values: Any, where: str = "") -> Self: ...
+
+
+P = TypeVar("P", bound=Parsed)
 
 
 class Registry(Generic[T]):
@@ -53,6 +63,15 @@ class Registry(Generic[T]):
 
     def items(self) -> list[tuple[str, T]]:
         return list(self._entries.items())
+
+
+def parse_kind(kinds: Registry[type[P]], value: Any) -> P:
+    """One of several kinds of settings by its name or its settings: `"redi"`, `{"kind": "redi", "noise": "fresh"}`."""
+    settings = {"kind": value} if isinstance(value, str) else value
+    if not isinstance(settings, dict) or "kind" not in settings:
+        known = ", ".join(kinds)
+        raise UserError(f"{kinds.kind}: expected a name or settings with 'kind' ({known}), got {shown(value)}")
+    return kinds[settings["kind"]].parse(settings, kinds.kind)
 
 
 def import_all(package: str, path: Iterable[str]) -> None:

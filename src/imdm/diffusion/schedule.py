@@ -6,11 +6,10 @@ import math
 from abc import abstractmethod
 from typing import Any
 
-from pydantic import Field
 from torch import Tensor
 
-from imdm.core.config import Config, parse_kind
-from imdm.core.registry import Registry
+from imdm.core.registry import Registry, parse_kind
+from imdm.core.settings import Settings, setting
 
 schedules: Registry[type[Schedule]] = Registry("schedule")
 
@@ -18,7 +17,7 @@ EARLIEST = 1e-3
 """Training times are in [10⁻³, 1]."""
 
 
-class Schedule(Config):
+class Schedule(Settings):
     """A decreasing α: [0, 1] → [0, 1] with α(0) = 1.
 
     A new schedule is one class with `alpha`, `slope` (the derivative α') and `inverse`, registered under its `kind`.
@@ -48,7 +47,8 @@ class LogLinear(Schedule):
     """α_t = 1 − (1 − floor)·t, so that α_1 = floor."""
 
     kind: str = "log-linear"
-    floor: float = Field(1e-3, ge=0, lt=1)
+    floor: float = setting(default=1e-3, least=0, below=1)
+    HASHED = ("floor",)
 
     def alpha(self, t: Tensor) -> Tensor:
         return 1 - (1 - self.floor) * t
@@ -65,7 +65,8 @@ class Cosine(Schedule):
     """α_t = 1 − (1 − floor)·(1 − cos(πt/2)): slow masking at first."""
 
     kind: str = "cosine"
-    floor: float = Field(1e-3, ge=0, lt=1)
+    floor: float = setting(default=1e-3, least=0, below=1)
+    HASHED = ("floor",)
 
     def alpha(self, t: Tensor) -> Tensor:
         return 1 - (1 - self.floor) * (1 - (t * (math.pi / 2)).cos())

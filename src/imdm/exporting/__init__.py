@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from imdm.core.errors import UserError, check_is, unknown
 from imdm.core.files import check_new, read_json, write_json, written_aside
 from imdm.data.tokenizers import copy_tokenizer, has_tokenizer, load_tokenizer, save_tokenizer, special_ids
 from imdm.exporting.card import hub_card
+from imdm.exporting.copying import copies
 from imdm.models.loading import load_model
 from imdm.models.quantized import FILE, save
 from imdm.models.rounding import WITHIN, Move, Rounding, eight_bits, fewest_bits
@@ -29,13 +29,10 @@ if TYPE_CHECKING:
 
 CARD = "README.md"
 MASKS = ("<|mask|>", "<mask>", "[MASK]")  # names for a mask token
-HUB = Path(__file__).parent / "hub"
-HUB_FILES = ("configuration_imdm.py", "modeling_imdm.py")
+CODE = {f"imdm.exporting.hub.{name}": name for name in ("configuration_imdm", "modeling_imdm")}
+"""The code of a folder for plain `transformers`: where it begins, and what these files are called there."""
 AUTO_MAP = {"AutoConfig": "configuration_imdm.MaskedDiffusionConfig"}
 AUTO_MAP |= dict.fromkeys(("AutoModel", "AutoModelForMaskedLM"), "modeling_imdm.MaskedDiffusionLM")
-KNOWN = {"mask": ("single", "finite", "infinite"), "schedule": ("log-linear", "cosine"), "backbone": ("dit", "hf")}
-"""The masks and schedules that the code for plain `transformers` supports."""
-
 Weights = Literal["bf16", "float32", "int8", "mixed"]
 """How weights are stored: as floats of 16 or 32 bits; or matrices quantised with one scale a row, to 8 bits, or to as
 many as each matrix needs."""
@@ -105,8 +102,8 @@ def export_transformers(
     order: RevealOrder | None = None,
 ) -> Path:
     """Write `model` as a folder that plain `transformers` loads, `AutoModelForMaskedLM.from_pretrained(out,
-    trust_remote_code=True)`: its weights with adaLN folded in, its tokenizer, a card, and the code it needs
-    (`exporting/hub`). It is still one of our folders too. order: as in `export`."""
+    trust_remote_code=True)`: its weights with adaLN folded in, its tokenizer, a card, and the code it needs, copied
+    from this package (`copying`). It is still one of our folders too. order: as in `export`."""
     if weights not in ("bf16", "float32"):
         raise UserError(f"layout transformers: weights are bf16 or float32, not {weights!r}")
     model, folder, tokenizer = _checked(model, out, card)
@@ -118,8 +115,8 @@ def export_transformers(
         folded.save_pretrained(aside)
         config = read_json(aside / "config.json", "config.json")
         write_json(aside / "config.json", config | {"auto_map": AUTO_MAP})
-        for file in HUB_FILES:
-            shutil.copyfile(HUB / file, aside / file)
+        for name, text in copies(CODE).items():
+            (aside / name).write_text(text, encoding="utf-8")
         _finish(aside, model, tokenizer, card, hub_card(folded, folder.name, tokenizer))
         if tokenizer is not None and None in (tokenizer.mask_token, tokenizer.pad_token):
             save_tokenizer(_named(tokenizer, folded.config), aside)
@@ -165,14 +162,12 @@ def _finish(aside: Path, model: str | Path, tokenizer: Any, card: str | None, fa
 
 
 def _check_known(model: MaskedDiffusionLM) -> None:
-    """Refuse what the code of the folder does not support."""
-    config = model.config
-    if config.causal:
+    """Refuse what the code of the folder does not have."""
+    if model.config.causal:
         raise UserError("layout transformers: its code is for diffusion models, and this model is autoregressive")
-    kinds = {"mask": config.mask["kind"], "schedule": config.schedule["kind"], "backbone": config.backbone["kind"]}
-    for name, kind in kinds.items():
-        if kind not in KNOWN[name]:
-            raise UserError(f"layout transformers: its code has no {name} {kind!r}, only {', '.join(KNOWN[name])}")
+    for name, part in {"mask": model.mask, "schedule": model.process.schedule, "backbone": model.backbone}.items():
+        if type(part).__module__.split(".")[0] != "imdm":
+            raise UserError(f"layout transformers: {name} {type(part).__name__} is no part of imdm, and not copied")
 
 
 def _save_rounded(model: MaskedDiffusionLM, folder: Path, rounding: Rounding) -> None:

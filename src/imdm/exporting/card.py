@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from imdm import __version__
 from imdm.data.tokenizers import special_ids
 
 if TYPE_CHECKING:
@@ -31,13 +32,15 @@ network evaluations.
 - {model.backbone.about}; mask {model.mask.name}; sequences of up to {config.length} tokens{whole}
 - vocabulary of {config.vocab_size:,} ids; the mask is {config.mask_token_id}
 
-It needs `torch` and `transformers` 5.17 or newer. The code beside the weights, `modeling_imdm.py`, is run: read it.
+It needs `torch` and `transformers` 5.17 or newer. The code beside the weights is run: it is that of `imdm`
+{__version__}, but for its imports.
 
 ```python
 {_calls(tokenizer)}
 ```
 
-`model.generate` takes `steps`, `temperature`, `top_p`, `noise` ("posterior" or "keep") and `seed`. A row with holes,
+`model.generate` takes `steps`, `temperature`, `top_p`, `noise` ("posterior" or "keep") and `seed`, with which it writes
+what `imdm` does. A row with holes,
 token {config.mask_token_id}, is filled in. `model(input_ids=…, attention_mask=…, labels=…)` gives `loss` and `logits`.
 With `imdm` installed, `imdm.{load}("{name}")` loads the same folder.
 """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from functools import lru_cache
 from typing import Any
 
@@ -12,10 +11,11 @@ from torch import nn
 
 @lru_cache
 def kernels(name: str) -> Any:
-    """A module of this package, None without Triton."""
-    if importlib.util.find_spec("triton") is None:
+    """A module of this package; None without Triton, or in an export, which has none of them."""
+    try:
+        return importlib.import_module(f"{__name__}.{name}")
+    except ModuleNotFoundError:
         return None
-    return importlib.import_module(f"imdm.kernels.{name}")
 
 
 def is_plain(layer: nn.Module) -> bool:

@@ -20,11 +20,11 @@ from imdm.models.backbones import BackboneRequest
 if TYPE_CHECKING:
     from transformers.modeling_outputs import MaskedLMOutput
 
-    from imdm.models.denoiser import MaskedDiffusionLM
+    from imdm.models.face import MaskedLM
 
 
 def masked_lm(
-    model: MaskedDiffusionLM,
+    model: MaskedLM,
     input_ids: Tensor | None,
     attention_mask: Tensor | None = None,
     labels: Tensor | None = None,
@@ -73,7 +73,7 @@ def masked_loss(logits: Tensor, labels: Tensor, causal: bool = False) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, -2).float(), labels.to(logits.device).flatten().long())
 
 
-def noised(model: MaskedDiffusionLM, tokens: Tensor, noise: Tensor | int | None) -> Noised:
+def noised(model: MaskedLM, tokens: Tensor, noise: Tensor | int | None) -> Noised:
     """The state of tokens, masked where they hold the mask id. noise: the noise itself, or a seed; None: drawn from
     torch's generator."""
     from imdm.models.network import check_tokens
@@ -107,7 +107,7 @@ def unpadded(tokens: Tensor, attention_mask: Tensor, hole: int) -> tuple[Tensor,
     return tokens.gather(1, order).masked_fill(~real.gather(1, order), hole), not bool(real.all())
 
 
-def _given(model: MaskedDiffusionLM, x: Tensor, noise: Any) -> Tensor:
+def _given(model: MaskedLM, x: Tensor, noise: Any) -> Tensor:
     """Check given embeddings, which include masks and their noise; a mixture's latent is drawn."""
     if noise is not None:
         raise UserError("noise: inputs_embeds already contain their masks' noise; leave it out")

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from imdm.core.config import Config, parse_kind
+from imdm.core.config import Config
 from imdm.core.errors import UserError
-from imdm.core.registry import Registry
+from imdm.core.registry import Registry, parse_kind
 from imdm.diffusion.process import NoisePolicy, Process
 from imdm.diffusion.randomness import Purpose, as_key, fold, uniform
 from imdm.diffusion.schedule import EARLIEST

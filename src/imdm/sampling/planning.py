@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from imdm.core.devices import sent
+from imdm.core.streams import sent
 from imdm.diffusion.process import Process, Split
 from imdm.diffusion.randomness import Purpose, uniform
 from imdm.diffusion.state import Rows

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from imdm.core.devices import Fetched, sent
+from imdm.core.streams import Fetched, sent
 from imdm.diffusion.masks import NoisePath
 from imdm.diffusion.process import NoisePolicy, Split
 from imdm.diffusion.randomness import Purpose, folded

@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
-from imdm.core.devices import Fetched
 from imdm.core.errors import UserError, is_out_of_memory, unknown
+from imdm.core.streams import Fetched
 from imdm.sampling import Sampling
 from imdm.serving.batch import Batch, Group, fields_of
 from imdm.serving.jobs import (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from imdm.core.devices import Fetched, sent
 from imdm.core.stopping import Asked
+from imdm.core.streams import Fetched, sent
 
 
 class Agreement:

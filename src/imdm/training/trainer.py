@@ -17,10 +17,11 @@ from torch import Tensor
 
 from imdm import models
 from imdm.core.config import digest
-from imdm.core.devices import Beside, accelerator, of_all, sent, together, working_together
+from imdm.core.devices import accelerator, of_all, together, working_together
 from imdm.core.errors import UserError, check_function, check_is, check_seed, check_whole
 from imdm.core.files import append_line, as_path, write_text, written_aside
 from imdm.core.stopping import Asked
+from imdm.core.streams import Beside, sent
 from imdm.data.source import Order, Source, check_teaches
 from imdm.diffusion.randomness import Purpose, as_key, fold
 from imdm.models.identity import fingerprint

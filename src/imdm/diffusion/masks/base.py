@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 from abc import abstractmethod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from imdm.core.config import Config, parse_kind
 from imdm.core.errors import UserError
-from imdm.core.registry import Registry
+from imdm.core.registry import Registry, parse_kind
+from imdm.core.settings import Settings
 from imdm.diffusion.masks.path import NoisePath
 from imdm.diffusion.randomness import Purpose, uniform
 
 masks: Registry[type[Mask]] = Registry("mask")
 
 
-class Mask(Config):
+class Mask(Settings):
     """A kind of mask: immutable settings, and methods that draw noise and build the layer that embeds it.
 
     Noise is a function of (sample key, position, draw): position ℓ of a sequence has draw 0 at the start, and when a
@@ -97,7 +98,7 @@ def parse_mask(value: Any) -> Mask:
         return value
     if isinstance(value, str):
         kind, *parts = value.split("-")
-        fields = [name for name in masks[kind].model_fields if name != "kind"]
+        fields = [one.name for one in dataclasses.fields(masks[kind]) if one.name != "kind"]
         if len(parts) > len(fields):
             raise UserError(f"mask {value!r}: {kind!r} takes {len(fields)} settings ({', '.join(fields) or 'none'})")
         try:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
+from imdm.core.settings import setting
 from imdm.diffusion.masks.base import Mask, masks
 from imdm.diffusion.randomness import Purpose, integers
 
@@ -22,7 +22,8 @@ class Finite(Mask):
     """`count` masks, drawn uniformly; mask k is embedded as E(mask) + table[k]."""
 
     kind: str = "finite"
-    count: int = Field(6144, ge=1, le=1 << 24)
+    count: int = setting(default=6144, least=1, most=1 << 24)
+    HASHED = ("count",)
 
     @property
     def name(self) -> str:

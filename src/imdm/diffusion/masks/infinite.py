@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
 from torch import Tensor, nn
 
+from imdm.core.settings import setting
 from imdm.diffusion.masks.base import Mask, masks
 from imdm.diffusion.masks.path import NoisePath, between_normals, between_uniforms
 from imdm.diffusion.randomness import Purpose, normal, symmetric
@@ -43,8 +43,9 @@ class Infinite(Mask):
 
     kind: str = "infinite"
     law: Literal["uniform", "normal"] = "uniform"
-    dim: int = Field(768, ge=1, le=1 << 16)
-    scale: float = Field(1.0, gt=0)
+    dim: int = setting(default=768, least=1, most=1 << 16)
+    scale: float = setting(default=1.0, above=0)
+    HASHED = ("law", "dim", "scale")
 
     @property
     def name(self) -> str:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from imdm.core.devices import sent
 from imdm.core.errors import UserError
+from imdm.core.streams import sent
 
 
 @dataclass(frozen=True)

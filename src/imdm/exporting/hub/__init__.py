@@ -1,2 +1,2 @@
-"""What a model needs to run without `imdm`: two files that import torch and transformers alone, copied beside its
-weights by `imdm export --layout transformers`. Tests compare them with our own classes."""
+"""Where the code of a folder for plain `transformers` begins: `exporting.copying` copies these modules, and all that
+they import, beside the weights."""

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from imdm.core.config import Config
 from imdm.core.errors import UserError, shown
 from imdm.core.registry import Registry
+from imdm.core.settings import Settings
 from imdm.diffusion.state import Rows
 from imdm.models.layers import Dropout
 
@@ -37,7 +37,7 @@ WRAPPERS = ("embedding", "mask_embedding", "mixture", "output")
 """Layers of `MaskedDiffusionLM` that are not the backbone's, though both share one table of submodules."""
 
 
-class BackboneSettings(Config):
+class BackboneSettings(Settings):
     """Settings of a backbone beside width, dropout and the like. A backbone with its own derives them from this class
     and names it in `Backbone.Settings`."""
 
