@@ -133,7 +133,7 @@ class Corpus:
 
     def has_splits(self) -> bool:
         """Whether the source has its own splits."""
-        return not self.is_local or any(self._split_of(file) == "valid" for file in self._found())
+        return not self.is_local or any(self._split_of(file) == "valid" for file in self._local_files())
 
     @property
     def is_local(self) -> bool:
@@ -145,25 +145,25 @@ class Corpus:
 
     def files(self) -> list[Path]:
         """The local files of the split, in order."""
-        found, split = self._found(), "train" if self.hold_out else self.split
-        if any(self._split_of(file) for file in found):
-            found = [file for file in found if (self._split_of(file) or "train") == split]
-        if not found:
+        files, split = self._local_files(), "train" if self.hold_out else self.split
+        if any(self._split_of(file) for file in files):
+            files = [file for file in files if (self._split_of(file) or "train") == split]
+        if not files:
             raise UserError(f"corpus {self.source!r}: no {', '.join(ENDINGS)} file for {self.split!r} in that folder")
-        if found[0].suffix not in ENDINGS:
-            ending = found[0].suffix or "a file without ending"
+        if files[0].suffix not in ENDINGS:
+            ending = files[0].suffix or "a file without ending"
             raise UserError(f"corpus {self.source!r}: {ending} is not known; known: {', '.join(ENDINGS)}")
-        return found
+        return files
 
-    def _found(self) -> list[Path]:
+    def _local_files(self) -> list[Path]:
         path = SAMPLE if self.source == "sample" else Path(self.source)
         if not path.exists():
             known = ", ".join(("sample", *sorted(PRESETS)))
             raise UserError(f"corpus {self.source!r}: no such file or folder; by name there are {known}")
-        found = sorted(p for p in path.rglob("*") if p.suffix in ENDINGS) if path.is_dir() else [path]
-        for file in found:
+        files = sorted(p for p in path.rglob("*") if p.suffix in ENDINGS) if path.is_dir() else [path]
+        for file in files:
             check_file(file, f"corpus {self.source!r}")
-        return found
+        return files
 
     def _split_of(self, file: Path) -> str | None:
         """The split named by the file, or by a folder it is in."""

@@ -92,8 +92,8 @@ def encoded(parts: Iterable[Chunk], backend: Any, processes: int = 1) -> Generat
 
 
 def _encode(chunk: Chunk, backend: Any) -> Encoded:
-    found = backend.encode_batch_fast(chunk.texts, add_special_tokens=False)
-    return Encoded.of([each.ids for each in found], chunk.first)
+    encodings = backend.encode_batch_fast(chunk.texts, add_special_tokens=False)
+    return Encoded.of([each.ids for each in encodings], chunk.first)
 
 
 class _DiedError(Exception):
@@ -118,10 +118,10 @@ class _Worker:
     def encoded(self) -> Encoded:
         """The ids of the oldest chunk that it was sent and that was not returned yet."""
         with _linked():
-            found = self.link.recv()
-        if isinstance(found, BaseException):
-            raise found
-        return found
+            reply = self.link.recv()
+        if isinstance(reply, BaseException):
+            raise reply
+        return reply
 
 
 @contextmanager

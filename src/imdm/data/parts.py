@@ -65,20 +65,20 @@ def _read(folder: Path) -> Part:
 def part_folders(folder: Path) -> dict[tuple[int, int], Path]:
     """The folders of parts, by (number, number of parts)."""
     named = [(re.fullmatch(r"part-([0-9]+)-of-([0-9]+)", place.name), place) for place in folder.glob("part-*-of-*")]
-    found = {(int(name[1]), int(name[2])): place for name, place in named if name is not None}
-    return {key: found[key] for key in sorted(found) if (found[key] / "manifest.json").exists()}
+    folders = {(int(name[1]), int(name[2])): place for name, place in named if name is not None}
+    return {key: folders[key] for key in sorted(folders) if (folders[key] / "manifest.json").exists()}
 
 
 def parts_there(folder: Path, of: int | None = None) -> list[Part]:
     """The parts that were started in a folder. Refused if they disagree on the number of parts, or it is not `of`."""
-    found = part_folders(folder)
-    numbers = sorted({many for _, many in found} | ({of} if of is not None else set()))
+    folders = part_folders(folder)
+    numbers = sorted({many for _, many in folders} | ({of} if of is not None else set()))
     if len(numbers) > 1:
         raise UserError(
             f"prepared text {str(folder)!r}: parts of {numbers[0]} and of {numbers[1]} do not go together; use one "
             "number of parts, or delete the folders of the others"
         )
-    return [_read(place) for place in found.values()]
+    return [_read(place) for place in folders.values()]
 
 
 def missing(folder: Path, of: int) -> list[int]:

@@ -83,11 +83,11 @@ def grams(tokens: np.ndarray, n: int) -> np.ndarray:
     return total
 
 
-def inside(found: np.ndarray, n: int, lengths: Tensor | None) -> np.ndarray:
+def inside(hashes: np.ndarray, n: int, lengths: Tensor | None) -> np.ndarray:
     """Which of the n-grams (rows, W) that `grams` found lie within the first `lengths` (rows,) tokens: (rows, W)."""
     if lengths is None:
-        return np.ones(found.shape, bool)
-    return np.arange(found.shape[1]) <= lengths.numpy()[:, None] - n
+        return np.ones(hashes.shape, bool)
+    return np.arange(hashes.shape[1]) <= lengths.numpy()[:, None] - n
 
 
 def shares(which: np.ndarray, within: np.ndarray) -> Tensor:

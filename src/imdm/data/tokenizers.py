@@ -77,8 +77,8 @@ def load_tokenizer(name: str | Path) -> Any:
             with hub_for(folder):
                 tokenizer = AutoTokenizer.from_pretrained(str(name), trust_remote_code=False)
     except Exception as error:  # of many kinds: missing, damaged, no network
-        found = "" if folder.exists() else "is no folder here, and as a hub id it "
-        raise UserError(f"tokenizer {str(name)!r} {found}cannot be loaded: {reason_of(error)}") from None
+        where = "" if folder.exists() else "is no folder here, and as a hub id it "
+        raise UserError(f"tokenizer {str(name)!r} {where}cannot be loaded: {reason_of(error)}") from None
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(f"tokenizer {str(name)!r} has no fast version; use one with a tokenizer.json")
     tokenizer.model_max_length = 1 << 40  # truncation is done here

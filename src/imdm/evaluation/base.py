@@ -182,9 +182,9 @@ class Subject:
     @classmethod
     def before(cls, model: MaskedDiffusionLM, data: Data, *, seed: int, **settings: Any) -> Subject:
         """A model with its data: held-out rows if there are some, and the tokenizer of text."""
-        found = about(data, seed)
-        check_fits(found["train"], model.config)
-        return cls(model, seed=seed, **found, **settings)
+        fields = about(data, seed)
+        check_fits(fields["train"], model.config)
+        return cls(model, seed=seed, **fields, **settings)
 
     def drawn(self, **changes: Any) -> Subject:
         """The same with other sampling options: `subject.drawn(steps=4, temperature=0.9)`."""
@@ -192,8 +192,8 @@ class Subject:
 
     def source(self, kind: Reads) -> Source | None:
         """The data of a kind that metrics read; None without any."""
-        found = {"data": self.data, "documents": self.documents or self.data, "train": self.train, "pairs": self.pairs}
-        return found[kind]
+        rows = {"data": self.data, "documents": self.documents or self.data, "train": self.train, "pairs": self.pairs}
+        return rows[kind]
 
     @property
     def keys(self) -> Tensor:
@@ -308,10 +308,10 @@ class Evaluation:
 
     def source(self, kind: Reads) -> Source:
         """The data that a metric declared."""
-        found = self.subject.source(kind)
-        if found is None:
+        source = self.subject.source(kind)
+        if source is None:
             raise UserError(f"a metric needs {kind!r}, and there is none")
-        return found
+        return source
 
     def held_out(self) -> Tensor:
         """As many rows of held-out data as there are samples, or all of them; `cut`."""

@@ -151,8 +151,8 @@ def _sums(model: Network, tokens: Tensor, whole: Tensor, keys: Tensor) -> Tensor
     """Σ log x_θ of the tokens of `whole` (B, L) that are masked in `tokens` (B, L): (B,), in float64 and on the CPU."""
     state = _state(model.process, tokens, keys)
     rows = Rows.where(state.masked & (whole != model.process.mask_id))
-    found = model(state, rows=rows, reduce=Chosen(rows.of(whole)))
-    return torch.zeros(len(tokens), dtype=torch.float64).index_add(0, rows.sequence.cpu(), found.double().cpu())
+    log_p = model(state, rows=rows, reduce=Chosen(rows.of(whole)))
+    return torch.zeros(len(tokens), dtype=torch.float64).index_add(0, rows.sequence.cpu(), log_p.double().cpu())
 
 
 def _state(process: Process, tokens: Tensor, keys: Tensor) -> Noised:
@@ -202,10 +202,10 @@ def _one_more(model: Network, state: Noised, open_: Tensor) -> Tensor:
         value, token = log_probs.double().max(-1)
         return torch.stack((value, token.double()), 1)
 
-    found = model(state, rows=rows, reduce=likeliest)
+    best = model(state, rows=rows, reduce=likeliest)
     sure = torch.full(open_.shape, -torch.inf, dtype=torch.float64, device=open_.device)
     token = torch.zeros_like(state.tokens)
-    sure[rows.sequence, rows.position] = found[:, 0]
-    token[rows.sequence, rows.position] = found[:, 1].long()
+    sure[rows.sequence, rows.position] = best[:, 0]
+    token[rows.sequence, rows.position] = best[:, 1].long()
     at = sure.argmax(1, keepdim=True)
     return state.tokens.scatter(1, at, token.gather(1, at))

@@ -30,8 +30,8 @@ def told_apart(evaluation: Evaluation) -> Measurement:
     Held-out text may be of other books than the training text; then no model of the training text reaches 0.5, and
     `real_told_apart` is the best it could reach. More texts train a better classifier: compare only at equal n."""
     ending = evaluation.subject.model.config.ending
-    found = accuracy(evaluation.held_out(), evaluation.written()[0], evaluation.subject.seed, ending)
-    return replace(found, split=evaluation.subject.split)
+    measurement = accuracy(evaluation.held_out(), evaluation.written()[0], evaluation.subject.seed, ending)
+    return replace(measurement, split=evaluation.subject.split)
 
 
 @metric(
@@ -89,12 +89,12 @@ class Texts:
         every = torch.cat([texts for texts, _ in kinds])
         tokens, size = every.numpy(), lengths(every, ending)
         rows = np.arange(len(tokens))[:, None]
-        found = []
+        places = []
         for n in ORDERS:
             if n <= tokens.shape[1]:
                 hashed = grams(tokens, n) >> np.uint64(48)  # the upper 16 bits
-                found.append((rows * BUCKETS + hashed.astype(np.int64))[inside(hashed, n, size)])
-        place, count = np.unique(np.concatenate(found), return_counts=True)
+                places.append((rows * BUCKETS + hashed.astype(np.int64))[inside(hashed, n, size)])
+        place, count = np.unique(np.concatenate(places), return_counts=True)
         text, bucket = (torch.from_numpy(part) for part in np.divmod(place, BUCKETS))
         value = torch.from_numpy(count).double().log1p()
         length = torch.bincount(text, weights=value**2, minlength=len(tokens)).sqrt()

@@ -22,8 +22,8 @@ def coherence(evaluation: Evaluation) -> Measurement:
 @metric("real_coherence", judge=True, reads=("data",), samples=False, steps=False)
 def real_coherence(evaluation: Evaluation) -> Measurement:
     """The same for as many rows of held-out text."""
-    found = coherence_of(evaluation, evaluation.decode(evaluation.held_out()))
-    return replace(found, split=evaluation.subject.split)
+    measurement = coherence_of(evaluation, evaluation.decode(evaluation.held_out()))
+    return replace(measurement, split=evaluation.subject.split)
 
 
 def coherence_of(evaluation: Evaluation, texts: list[str]) -> Measurement:

@@ -113,7 +113,7 @@ def _continue(evaluation: Evaluation) -> Continued:
 
 def documents_of(source: Any, how: Conditional, ending: Ending | None) -> Tensor:
     """The first rows that hold no padding, or of whole texts those whose window holds none: (prompts, L)."""
-    manifest, found = getattr(source, "manifest", None), list[Tensor]()
+    manifest, parts = getattr(source, "manifest", None), list[Tensor]()
     for part in torch.arange(len(source)).split(1024):
         rows = source.rows(part)["tokens"]
         if ending is not None:
@@ -121,10 +121,10 @@ def documents_of(source: Any, how: Conditional, ending: Ending | None) -> Tensor
         elif manifest is not None and manifest.packing == "unwrapped":
             last = rows[:, -2]  # of a document that fills its row; the end token may also be the padding
             rows = rows[(last != manifest.end) & (last != manifest.pad)]
-        found.append(rows)
-        if sum(map(len, found)) >= how.prompts:
+        parts.append(rows)
+        if sum(map(len, parts)) >= how.prompts:
             break
-    rows = torch.cat(found)[: how.prompts]
+    rows = torch.cat(parts)[: how.prompts]
     if len(rows) < how.prompts:
         whole = manifest is not None and manifest.packing == "unwrapped"
         what = f"held-out documents fill a row of {source.length} tokens" if whole else "held-out rows can be used"
@@ -135,12 +135,12 @@ def documents_of(source: Any, how: Conditional, ending: Ending | None) -> Tensor
     return rows
 
 
-def _told(evaluation: Evaluation, found: Measurement) -> Measurement:
+def _told(evaluation: Evaluation, measurement: Measurement) -> Measurement:
     """A measurement with its split, its window, and the continuations' network evaluations."""
     subject = evaluation.subject
     label = (subject.conditional or Conditional()).label
     split = label if subject.split is None else f"{subject.split}, {label}"
-    return replace(found, split=split, evaluations=prompt_continuations(evaluation).evaluations)
+    return replace(measurement, split=split, evaluations=prompt_continuations(evaluation).evaluations)
 
 
 @metric("cond_gen_ppl", title="generative perplexity after prompts", prompts=True, judge=True, reads=("documents",))

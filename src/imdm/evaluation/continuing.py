@@ -92,9 +92,9 @@ def _remembering(judge: Judge, texts: list[list[int]]) -> ReadOn:
             real = torch.cat([real, torch.ones_like(ids)], 1)
         position = (real.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         where = {"position_ids": position} if placed else {}
-        found = judge.model(input_ids=ids, attention_mask=real, past_key_values=cache, use_cache=True, **where)
-        cache = found.past_key_values
-        last: Tensor = found.logits[:, -1]
+        output = judge.model(input_ids=ids, attention_mask=real, past_key_values=cache, use_cache=True, **where)
+        cache = output.past_key_values
+        last: Tensor = output.logits[:, -1]
         return last
 
     return read_on

@@ -113,8 +113,8 @@ def given_tokens_kept(evaluation: Evaluation) -> Measurement:
 
 
 def _read(evaluation: Evaluation, rows: Tensor) -> Measurement:
-    found = perplexity(evaluation, evaluation.decode(rows), ended=have_ended(evaluation, rows))
-    return replace(found, split=evaluation.subject.split)
+    measurement = perplexity(evaluation, evaluation.decode(rows), ended=have_ended(evaluation, rows))
+    return replace(measurement, split=evaluation.subject.split)
 
 
 def _cut(evaluation: Evaluation, here: Gaps, i: int) -> tuple[str, str, str]:

@@ -305,10 +305,10 @@ def judge_of(evaluation: Evaluation) -> Judge:
 def in_parts(evaluation: Evaluation, what: list[Any], n: int, score: Callable[[list[int]], Score]) -> Score:
     """The judge's score of texts 0…n − 1, in parts; `what` identifies all that it depends on beside the judge."""
     judge = judge_of(evaluation)
-    found = evaluation.subject.parts.collect(
+    columns = evaluation.subject.parts.collect(
         n, lambda: ["score", judge.identity, *what], lambda part: vars(score(part.tolist()))
     )
-    return Score(**found)
+    return Score(**columns)
 
 
 def have_ended(evaluation: Evaluation, rows: Tensor) -> list[bool] | None:
@@ -353,5 +353,5 @@ def generative_perplexity(evaluation: Evaluation) -> Measurement:
 def real_perplexity(evaluation: Evaluation) -> Measurement:
     """The same judge on as many rows of real held-out text: the score of a perfect model."""
     rows = evaluation.held_out()
-    found = perplexity(evaluation, evaluation.decode(rows), ended=have_ended(evaluation, rows))
-    return replace(found, split=evaluation.subject.split)
+    measurement = perplexity(evaluation, evaluation.decode(rows), ended=have_ended(evaluation, rows))
+    return replace(measurement, split=evaluation.subject.split)

@@ -51,10 +51,10 @@ def _bound(evaluation: Evaluation) -> Measurement:
 def _read(model: MaskedDiffusionLM, x: Tensor) -> Tensor:
     """−log p of each row under an autoregressive model, in nats a position: (b,). Exact, no bound; the first token is
     given."""
-    found = next_log_probs(model, x)
+    log_p = next_log_probs(model, x)
     if model.process.ending is not None:
-        found = found.masked_fill(model.process.ending.ended(x)[:, 1:], 0.0)
-    return -found.sum(1) / x.shape[1]
+        log_p = log_p.masked_fill(model.process.ending.ended(x)[:, 1:], 0.0)
+    return -log_p.sum(1) / x.shape[1]
 
 
 def _measure(evaluation: Evaluation) -> Tensor:

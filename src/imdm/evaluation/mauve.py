@@ -113,7 +113,7 @@ def mauve_of(evaluation: Evaluation, real: list[str], written: list[str]) -> Mea
     """The mean over five clustering seeds and their spread."""
     compute = _library()
     p, q = features(evaluation, real), features(evaluation, written)
-    found = []
+    scores = []
     for seed in range(1, SEEDS + 1):
         with _hushed():
             done = compute(
@@ -123,8 +123,8 @@ def mauve_of(evaluation: Evaluation, real: list[str], written: list[str]) -> Mea
                 verbose=False,
                 mauve_scaling_factor=SCALING,
             )
-        found.append(float(done.mauve))
-    values = torch.tensor(found, dtype=torch.float64)
+        scores.append(float(done.mauve))
+    values = torch.tensor(scores, dtype=torch.float64)
     reader, error = _reader(evaluation).label, float(values.std(correction=1))
     return Measurement(float(values.mean()), error, len(written), judge=reader, split=evaluation.subject.split)
 

@@ -34,13 +34,13 @@ def measure(names: Sequence[str], subject: Subject | Evaluation, *, finite: bool
         metric.check(evaluation.subject)
     evaluation.subject.model.eval()
     with torch.no_grad():
-        found = {metric.name: _measured(metric, evaluation) for metric in chosen}
+        measurements = {metric.name: _measured(metric, evaluation) for metric in chosen}
     for metric in chosen:
-        value = found[metric.name].value
+        value = measurements[metric.name].value
         may_be = metric.infinite or (metric.cut and evaluation.subject.first is not None)
         if finite and not isfinite(value) and not (may_be and value == inf):
             raise UserError(f"metric {metric.name!r} gives {value}, which is not finite: check weights, data and top_p")
-    return found
+    return measurements
 
 
 def _measured(metric: Metric, evaluation: Evaluation) -> Measurement:
@@ -130,10 +130,10 @@ def evaluate(
         if match is not None:
             here, equal = _matched_to(here, match, match_how or {}, hashes)
         evaluation = Evaluation(here, hashes)
-        found = measure([metric.name for metric in occasion.metrics], evaluation)
+        measurements = measure([metric.name for metric in occasion.metrics], evaluation)
         if on_measured is not None:
             on_measured(evaluation)
-        yield [to_row(metrics[name], value, evaluation, equal=equal, **labels) for name, value in found.items()]
+        yield [to_row(metrics[name], value, evaluation, equal=equal, **labels) for name, value in measurements.items()]
 
 
 def _matched_to(
@@ -159,10 +159,10 @@ def matched(
     low, high, reached = 0.1, 4.0, dict[float, float]()
     for _ in range(tries):
         temperature = (low * high) ** 0.5
-        found = subject.drawn(temperature=temperature)
-        reached[temperature] = here = float(sample_entropy(*Evaluation(found, hashes).written()).mean())
+        candidate = subject.drawn(temperature=temperature)
+        reached[temperature] = here = float(sample_entropy(*Evaluation(candidate, hashes).written()).mean())
         if abs(here - wanted) <= within:
-            return found
+            return candidate
         low, high = (temperature, high) if here < wanted else (low, temperature)
     best = min(reached, key=lambda temperature: abs(reached[temperature] - wanted))
     nearest = f"{reached[best]:.3f} at {best:.3f}"
@@ -171,7 +171,7 @@ def matched(
 
 def to_row(
     metric: Metric,
-    found: Measurement,
+    measurement: Measurement,
     evaluation: Evaluation,
     *,
     experiment: str,
@@ -185,17 +185,19 @@ def to_row(
     what the entropy was matched to; alone: there is no recipe that specifies data, reference and pairs."""
     subject = evaluation.subject
     model = subject.model
-    evaluations = found.evaluations if found.evaluations is not None else evaluation.evaluations(metric.samples)
+    evaluations = (
+        measurement.evaluations if measurement.evaluations is not None else evaluation.evaluations(metric.samples)
+    )
     return Row(
         experiment=experiment,
         model=model.mask.family,
         mask=model.mask.name + ("+mixture" if model.config.mixture else ""),
         evaluations=round(evaluations, 4),
-        value=found.value,
-        stderr=found.stderr if isfinite(found.stderr) else None,
-        n=found.n,
-        split=found.split,
-        judge=found.judge,
+        value=measurement.value,
+        stderr=measurement.stderr if isfinite(measurement.stderr) else None,
+        n=measurement.n,
+        split=measurement.split,
+        judge=measurement.judge,
         length=model.config.length,
         recipe_hash=recipe_hash,
         time=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -219,8 +221,8 @@ def to_row(
 def inputs_of(metric: Metric, evaluation: Evaluation) -> dict[str, str]:
     """The hashes of the data that a metric reads, of its reference and of its pairs. An enumerated language is
     identified by its name."""
-    subject, found = evaluation.subject, dict[str, str]()
+    subject, hashes = evaluation.subject, dict[str, str]()
     for kind in metric.reads:
         if (source := subject.source(kind)) is not None:
-            found["data" if kind == "documents" else kind] = source.fingerprint
-    return found | ({"reference": evaluation.hash_of(subject.reference or subject.model)} if metric.reference else {})
+            hashes["data" if kind == "documents" else kind] = source.fingerprint
+    return hashes | ({"reference": evaluation.hash_of(subject.reference or subject.model)} if metric.reference else {})

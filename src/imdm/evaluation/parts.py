@@ -64,10 +64,10 @@ class Parts:
                 for place, number in enumerate(some):
                     write_tensors(files[number], {name: pieces[place].clone() for name, pieces in cut.items()})
             state.wait_for_everyone()
-            found = _joined([read_tensors(file, "evaluation") for file in files])
-        if any(len(column) != n for column in found.values()):
+            columns = _joined([read_tensors(file, "evaluation") for file in files])
+        if any(len(column) != n for column in columns.values()):
             raise UserError(f"evaluation: the parts in {folder} are not of {n} samples; delete that folder")
-        return found
+        return columns
 
     def forget(self) -> None:
         """Remove these parts once the results are written; unfinished work of others stays."""

@@ -126,11 +126,11 @@ def _at_once(
     draws = draws if denoiser.process.noisy else 1
     own = fold(keys[:, None], Purpose.COMPONENT, torch.arange(draws, device=x.device), step).flatten()  # (n · draws,)
     row = torch.arange(len(x), device=x.device).repeat_interleave(draws)
-    found = []
+    log_p = []
     for part in torch.arange(len(row), device=x.device).split(max(1, TOKENS // x.shape[1])):
         r = row[part]
-        found.append(_log_p(denoiser, _shown(denoiser, x[r], shown[r], own[part]), x[r], where[r]))
-    return torch.cat(found).view(len(x), draws).logsumexp(1) - math.log(draws)
+        log_p.append(_log_p(denoiser, _shown(denoiser, x[r], shown[r], own[part]), x[r], where[r]))
+    return torch.cat(log_p).view(len(x), draws).logsumexp(1) - math.log(draws)
 
 
 def _shown(denoiser: Denoiser, x: Tensor, shown: Tensor, keys: Tensor) -> Noised:
@@ -187,11 +187,11 @@ def _over_rows(evaluation: Evaluation, model: MaskedDiffusionLM, what: list[Any]
     subject, data = evaluation.subject, evaluation.source("data")
 
     def make(part: Tensor) -> dict[str, Tensor]:
-        found = []
+        values = []
         for some in part.split(max(1, TOKENS // data.length)):
             x = data.rows(some)["tokens"].to(model.device)
-            found.append(work(model.eval(), x, fold(as_key(subject.seed), Purpose.HELD_OUT, some).to(model.device)))
-        return {"log_p": torch.cat(found)}
+            values.append(work(model.eval(), x, fold(as_key(subject.seed), Purpose.HELD_OUT, some).to(model.device)))
+        return {"log_p": torch.cat(values)}
 
     n = min(subject.samples, len(data), ROWS)
     identity = [*what, subject.seed, data.fingerprint]

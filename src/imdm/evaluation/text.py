@@ -46,8 +46,8 @@ def pooled_entropy(evaluation: Evaluation) -> Measurement:
 def _distinct(evaluation: Evaluation, n: int) -> Measurement:
     """The share of different n-grams among all n-grams of a sample, averaged over samples; 1 where it has none."""
     tokens, lengths = evaluation.written()
-    found = grams(tokens.numpy(), n)
-    rows = [row[here] for row, here in zip(found, inside(found, n, lengths), strict=True)]
+    hashes = grams(tokens.numpy(), n)
+    rows = [row[here] for row, here in zip(hashes, inside(hashes, n, lengths), strict=True)]
     return mean(torch.tensor([len(np.unique(row)) / len(row) if len(row) else 1.0 for row in rows]))
 
 
@@ -122,9 +122,9 @@ def length_distance(evaluation: Evaluation) -> Measurement:
     mine, theirs = sizes(evaluation, evaluation.generation.tokens), real_sizes(evaluation)
     seed = evaluation.subject.seed
     again = zip(bootstrap_weights(len(mine), seed), bootstrap_weights(len(theirs), seed ^ 1), strict=True)
-    found = [wasserstein(mine, theirs, some, others) for some, others in again]
+    replicates = [wasserstein(mine, theirs, some, others) for some, others in again]
     value = wasserstein(mine, theirs, torch.ones_like(mine) / len(mine), torch.ones_like(theirs) / len(theirs))
-    return Measurement(float(value), spread(found), len(mine), split=evaluation.subject.split)
+    return Measurement(float(value), spread(replicates), len(mine), split=evaluation.subject.split)
 
 
 def wasserstein(mine: Tensor, theirs: Tensor, some: Tensor, others: Tensor) -> Tensor:
@@ -145,8 +145,8 @@ def novelty(evaluation: Evaluation) -> Measurement:
 def real_novelty(evaluation: Evaluation) -> Measurement:
     """The same for as many rows of held-out text: the novelty of a perfect model."""
     tokens, lengths = evaluation.sized(evaluation.held_out())
-    found = mean(1 - read_before(tokens, evaluation.source("train"), lengths=lengths))
-    return replace(found, split=evaluation.subject.split)
+    measurement = mean(1 - read_before(tokens, evaluation.source("train"), lengths=lengths))
+    return replace(measurement, split=evaluation.subject.split)
 
 
 @metric("pair_overlap", title="6-grams that the pairs have (share)", reads=("pairs",))

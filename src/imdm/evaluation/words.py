@@ -31,8 +31,8 @@ def known_words(evaluation: Evaluation) -> Measurement:
 @metric("real_known_words", reads=("data", "train"), samples=False, steps=False)
 def real_known_words(evaluation: Evaluation) -> Measurement:
     """The same for as many rows of held-out text, which has names and rare words too."""
-    found = share_known(evaluation, evaluation.held_out, is_wrapped(evaluation.source("data")))
-    return replace(found, split=evaluation.subject.split)
+    measurement = share_known(evaluation, evaluation.held_out, is_wrapped(evaluation.source("data")))
+    return replace(measurement, split=evaluation.subject.split)
 
 
 def words(text: str) -> list[str]:
@@ -57,9 +57,9 @@ def share_known(evaluation: Evaluation, rows: Callable[[], Tensor], wrapped: boo
     if evaluation.subject.tokenizer is None:
         raise UserError("known words are counted in text, but the model has no tokenizer; evaluate a model of text")
     known = known_to(evaluation, evaluation.source("train"))
-    found = _words_of_each(evaluation, rows(), wrapped)
-    hits = torch.tensor([sum(word in known for word in some) for some in found])
-    count = torch.tensor([len(some) for some in found])
+    texts = _words_of_each(evaluation, rows(), wrapped)
+    hits = torch.tensor([sum(word in known for word in some) for some in texts])
+    count = torch.tensor([len(some) for some in texts])
     if not int(count.sum()):
         raise UserError("known words: the texts have no words; this metric is for text in letters")
     return ratio(hits, count)
@@ -81,16 +81,16 @@ def known_to(evaluation: Evaluation, source: Source) -> frozenset[str]:
 
 
 def _words_of(evaluation: Evaluation, source: Source) -> set[str]:
-    found: set[str] = set()
+    vocabulary: set[str] = set()
     for part in torch.arange(len(source)).split(AT_ONCE):
-        found.update(*_words_of_each(evaluation, source.rows(part)["tokens"], is_wrapped(source)))
-    return found
+        vocabulary.update(*_words_of_each(evaluation, source.rows(part)["tokens"], is_wrapped(source)))
+    return vocabulary
 
 
 def _words_of_each(evaluation: Evaluation, rows: Tensor, wrapped: bool) -> list[list[str]]:
     """The words of each row; of wrapped ones those between the first and the last."""
-    found = [words(text) for text in _texts(evaluation, rows)]
-    return [some[1:-1] for some in found] if wrapped else found
+    texts = [words(text) for text in _texts(evaluation, rows)]
+    return [some[1:-1] for some in texts] if wrapped else texts
 
 
 def _texts(evaluation: Evaluation, rows: Tensor) -> list[str]:

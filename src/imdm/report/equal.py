@@ -94,18 +94,18 @@ class Frontier:
         """The reference's frontier in `steps`, or in the most steps with `least` temperatures; None without these. With
         the envelope, points of every top_p, else those of 1. first: of so many tokens of each text, of `all`, or of
         `any` number, which all points then share."""
-        found: dict[tuple[int, float], dict[tuple[float, float], dict[Any, Compared]]] = {}
+        groups: dict[tuple[int, float], dict[tuple[float, float], dict[Any, Compared]]] = {}
         for one in compared(rows, metric):
             row = one.row
             is_wanted = steps in (None, row.steps) and first in ("any", _first(row))
             if row.method == reference and row.judge == judge and row.matched is None and is_wanted:
                 cut = inf if row.first is None else row.first
-                settings = found.setdefault((row.steps, cut), {}).setdefault((row.temperature, row.top_p), {})
+                settings = groups.setdefault((row.steps, cut), {}).setdefault((row.temperature, row.top_p), {})
                 who = row.mask, row.seed, row.sample_seed, row.noise, row.order
                 if who not in settings or settings[who].row.n <= row.n:
                     settings[who] = one
-        for count, cut in sorted(found, reverse=True):
-            points = [_point(list(each.values())) for each in found[count, cut].values()]
+        for count, cut in sorted(groups, reverse=True):
+            points = [_point(list(each.values())) for each in groups[count, cut].values()]
             warm = [point for point in points if point.top_p == 1]
             if len({point.entropy for point in warm}) >= max(2, least):
                 return cls.below(points, count) if envelope else cls.through(warm, count)
@@ -225,7 +225,7 @@ def equal_entropy(
     ]
     suffix = option_suffix([one.row for one in rated])
     frontiers: dict[tuple[Any, ...], Frontier | None] = {}
-    found: dict[tuple[str, str, str, str | None, int], list[tuple[Point, Reading]]] = {}
+    readings: dict[tuple[str, str, str, str | None, int], list[tuple[Point, Reading]]] = {}
     for one in rated:
         row, place = one.row, (one.row.experiment, one.row.judge, one.row.first)
         if place not in frontiers:
@@ -237,8 +237,8 @@ def equal_entropy(
         if frontier is None or (row.method, row.steps) == (reference, frontier.steps):
             continue
         who = row.experiment, row.method + suffix(row), row.mask, row.judge, row.steps
-        found.setdefault(who, []).append((one.point, frontier.at(one.point.entropy)))
-    return [_multiple(*who[1:], each, metric in LOGARITHMIC) for who, each in found.items()]
+        readings.setdefault(who, []).append((one.point, frontier.at(one.point.entropy)))
+    return [_multiple(*who[1:], each, metric in LOGARITHMIC) for who, each in readings.items()]
 
 
 def _multiple(
@@ -259,8 +259,8 @@ def without_truncated(rows: list[Row], reference: str = "teacher") -> list[Row]:
     """Rows without those that only serve the lower envelope: the reference's of top_p below 1, in the steps of its
     frontier."""
     judges = dict.fromkeys(row.judge for row in rows)
-    found = [Frontier.of(rows, judge=judge, reference=reference) for judge in judges]
-    steps = {frontier.steps for frontier in found if frontier is not None}
+    frontiers = [Frontier.of(rows, judge=judge, reference=reference) for judge in judges]
+    steps = {frontier.steps for frontier in frontiers if frontier is not None}
     return [row for row in rows if not (row.method == reference and row.steps in steps and row.top_p < 1)]
 
 
@@ -279,16 +279,16 @@ def equal_entropy_tables(rows: Sequence[Row], judge: str | None, envelope: bool 
     With the envelope only if there are points of top_p below 1; else it adds nothing."""
     rows = [row for row in rows if row.judge in (None, judge)]
     every = [([row for row in rows if row.first == first], first) for first in firsts(rows)]
-    found = [_equal_entropy_table(some, first, judge, envelope, **how) for some, first in every]
-    return [table for table in found if table is not None]
+    tables = [_equal_entropy_table(some, first, judge, envelope, **how) for some, first in every]
+    return [table for table in tables if table is not None]
 
 
 def _equal_entropy_table(
     rows: Sequence[Row], first: int | None, judge: str | None, envelope: bool, **how: Any
 ) -> Table | None:
     frontier = Frontier.of(rows, judge=judge, envelope=envelope, **how)
-    found = [one for one in equal_entropy(rows, envelope=envelope, **how) if one.judge == judge]
-    if not found or frontier is None:
+    multiples = [one for one in equal_entropy(rows, envelope=envelope, **how) if one.judge == judge]
+    if not multiples or frontier is None:
         return None
     if envelope and all(point.top_p == 1 for point in frontier.points):
         return None
@@ -296,9 +296,9 @@ def _equal_entropy_table(
         f"Against {len(frontier.points)} points in {steps_in_words(frontier.steps)}, entropies "
         f"{frontier.points[0].entropy:.2f} to {frontier.points[-1].entropy:.2f}"
     )
-    note += f" ({_settings(frontier)}). 95% intervals over samples, frontier and students.{_beyond(found)}"
+    note += f" ({_settings(frontier)}). 95% intervals over samples, frontier and students.{_beyond(multiples)}"
     title = "Perplexity at equal entropy" + (", against the lower envelope over top-p" if envelope else "")
-    return _table(title + first_in_words(first), found, note=note)
+    return _table(title + first_in_words(first), multiples, note=note)
 
 
 def _settings(frontier: Frontier) -> str:
@@ -311,19 +311,21 @@ def _at(point: Point) -> str:
     return "" if point.temperature == 1 else f" at temperature {point.temperature:g}"
 
 
-def _beyond(found: Sequence[Multiple]) -> str:
-    ends = {one.end for one in found}
+def _beyond(multiples: Sequence[Multiple]) -> str:
+    ends = {one.end for one in multiples}
     said = " ↑: more varied than its last point, whose perplexity is used." if ends & {"above", "both"} else ""
     return said + (" ↓: less varied than its first, likewise." if ends & {"below", "both"} else "")
 
 
 def variety_table(rows: Sequence[Row], **how: Any) -> Table | None:
     """Other metrics of the same samples, relative to the reference's at the same entropy."""
-    found = {metric: equal_entropy(rows, metric=metric, **how) for metric in BESIDE}
-    found = {metric: each for metric, each in found.items() if each}
-    if not found:
+    multiples = {metric: equal_entropy(rows, metric=metric, **how) for metric in BESIDE}
+    multiples = {metric: each for metric, each in multiples.items() if each}
+    if not multiples:
         return None
-    tables = {metric: _table("", each, "" if metric in LOGARITHMIC else "{:+.3f}") for metric, each in found.items()}
+    tables = {
+        metric: _table("", each, "" if metric in LOGARITHMIC else "{:+.3f}") for metric, each in multiples.items()
+    }
     columns = dict.fromkeys(name for table in tables.values() for name in table.columns)
     whole = Table("Variety at equal entropy", ("metric", *sorted(columns, key=_order)), note=_VARIETY)
     for metric, table in tables.items():
@@ -343,10 +345,10 @@ def _order(column: str) -> tuple[int, int]:
     return (0, 0) if column == "model" else (1, int(column.split()[0].replace(",", "")))
 
 
-def _table(title: str, found: Sequence[Multiple], digits: str = "", note: str = "") -> Table:
-    places = list(dict.fromkeys((one.method, one.mask) for one in found))
+def _table(title: str, multiples: Sequence[Multiple], digits: str = "", note: str = "") -> Table:
+    places = list(dict.fromkeys((one.method, one.mask) for one in multiples))
     cells = {
-        name: {one.steps: _cell(one, digits) for one in found if (one.method, one.mask) == place}
+        name: {one.steps: _cell(one, digits) for one in multiples if (one.method, one.mask) == place}
         for place, name in zip(places, distinct_names(places), strict=True)
     }
     return table_by_steps(title, cells, note)

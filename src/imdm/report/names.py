@@ -90,6 +90,6 @@ def _samples(metric: str) -> bool:
 
 def _parts(method: str) -> tuple[list[str], str]:
     """The objectives that a method's name begins with, and the rest of the name; none if it begins otherwise."""
-    found = re.match(r"[\w+-]+(?=$|[ ,])", method)
-    stem = found.group().split("+") if found else []
-    return (stem, method[found.end() :]) if found and all(one in objectives for one in stem) else ([], method)
+    match = re.match(r"[\w+-]+(?=$|[ ,])", method)
+    stem = match.group().split("+") if match else []
+    return (stem, method[match.end() :]) if match and all(one in objectives for one in stem) else ([], method)

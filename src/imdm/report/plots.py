@@ -188,18 +188,18 @@ def _plain_numbers(axis: Axes) -> None:
 
 def looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """The style of each curve: a colour by mask, and its own shade, dash and marker."""
-    found: dict[str, dict[str, Any]] = {}
+    styles: dict[str, dict[str, Any]] = {}
     inks = {name: next((INK[word] for word in INK if word in name), OTHER) for name in names}
     for place, (name, ink) in enumerate(inks.items()):
         same = [other for other in inks if inks[other] == ink]
         light = 0.3 * same.index(name) / max(1, len(same) - 1)
-        found[name] = {
+        styles[name] = {
             "color": tuple((1 - light) * part + light for part in to_rgb(ink)),
             "linestyle": DASHES[place % len(DASHES)],
             "marker": MARKERS[place % len(MARKERS)],
             "markersize": 4.5,
         }
-    return found
+    return styles
 
 
 def noise_planes(planes: Mapping[str, Tensor], reach: float) -> Figure:

@@ -44,7 +44,7 @@ def ratios(rows: Sequence[Row]) -> list[Ratio]:
         if row.metric == "entropy"
         for method, mask, _, steps, seeds in [_place(row, suffix)]
     }
-    found: dict[tuple[str, str, str | None, int], list[tuple[float, float, float | None]]] = {}
+    logs: dict[tuple[str, str, str | None, int], list[tuple[float, float, float | None]]] = {}
     for (method, mask, judge, steps, seeds), row in ppl.items():
         single = ppl.get((method, "single", judge, steps, seeds))
         if mask == "single" or single is None:
@@ -52,8 +52,8 @@ def ratios(rows: Sequence[Row]) -> list[Ratio]:
         error = ((row.stderr or 0.0) / row.value) ** 2 + ((single.stderr or 0.0) / single.value) ** 2
         ours, theirs = (entropy.get((method, name, steps, seeds)) for name in (mask, "single"))
         gap = None if ours is None or theirs is None else ours - theirs
-        found.setdefault((method, mask, judge, steps), []).append((log(row.value / single.value), error**0.5, gap))
-    return [_ratio(*place, each) for place, each in found.items()]
+        logs.setdefault((method, mask, judge, steps), []).append((log(row.value / single.value), error**0.5, gap))
+    return [_ratio(*place, each) for place, each in logs.items()]
 
 
 Seeds = tuple[int | None, int | None]
@@ -90,18 +90,18 @@ def interval(values: torch.Tensor, errors: torch.Tensor, shared: torch.Tensor | 
 
 def ratio_table(rows: Sequence[Row]) -> Table | None:
     """A row a model, a column a step count."""
-    found = ratios(rows)
-    if not found:
+    shares = ratios(rows)
+    if not shares:
         return None
-    seeds = sorted({ratio.seeds for ratio in found})
+    seeds = sorted({ratio.seeds for ratio in shares})
     note = (
         f"exp of the mean difference of log perplexities over {' or '.join(map(str, seeds))} student seed"
         f"{'s' if seeds != [1] else ''}, with a 95% bootstrap interval; in square brackets the difference of entropies "
         "(nats), where it is not 0.00."
     )
-    places = list(dict.fromkeys((ratio.method, ratio.mask) for ratio in found))
+    places = list(dict.fromkeys((ratio.method, ratio.mask) for ratio in shares))
     cells = {
-        name: {ratio.steps: _cell(ratio) for ratio in found if (ratio.method, ratio.mask) == place}
+        name: {ratio.steps: _cell(ratio) for ratio in shares if (ratio.method, ratio.mask) == place}
         for place, name in zip(places, distinct_names(places), strict=True)
     }
     return table_by_steps("Perplexity, as a share of the single mask's", cells, note)

@@ -178,8 +178,8 @@ def curves(folder: Path, names: Mapping[str, str]) -> list[Picture]:
         panels["factorization error (nats)"][name] = [(row["step"], row["factorization_error"]) for row in history]
     bounds = {"factorization error (nats)": (math.log(2), "bound, ln 2")}
     return [
-        Picture(f"training-{number}", plots.svg(plots.training_curve(title, found, bounds.get(title))), caption)
-        for number, ((title, found), caption) in enumerate(zip(panels.items(), CAPTIONS, strict=True), 1)
+        Picture(f"training-{number}", plots.svg(plots.training_curve(title, lines, bounds.get(title))), caption)
+        for number, ((title, lines), caption) in enumerate(zip(panels.items(), CAPTIONS, strict=True), 1)
     ]
 
 

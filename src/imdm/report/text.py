@@ -43,12 +43,12 @@ COST = {
 def quality(results: Results) -> list[Section]:
     """Perplexity, entropy and MAUVE over steps, by every judge, and tables of what else was measured."""
     own = set(results.recipe.stages) if results.recipe is not None else set()
-    found = [
+    parts = [
         section
         for number, judge in enumerate(results.judges)
         for section in quality_by(results.plain, judge, number, own)
     ]
-    return [replace(found[0], highlights=highlights(results.main), printed=True), *found[1:]] if found else []
+    return [replace(parts[0], highlights=highlights(results.main), printed=True), *parts[1:]] if parts else []
 
 
 def quality_by(rows: list[Row], judge: str | None, number: int, own: set[str]) -> list[Section]:
@@ -57,7 +57,7 @@ def quality_by(rows: list[Row], judge: str | None, number: int, own: set[str]) -
     own."""
     every, rows = read_by(rows, judge), usual(read_by(rows, judge))
     panels = {title: curves(rows, metric) for metric, title in CURVES.items() if not number or metric == "gen_ppl"}
-    panels = {title: found for title, found in panels.items() if found}
+    panels = {title: lines for title, lines in panels.items() if lines}
     if not panels:
         return []
     samples = sorted({row.n for row in rows if row.metric in CURVES})
@@ -77,8 +77,8 @@ def quality_by(rows: list[Row], judge: str | None, number: int, own: set[str]) -
     return sections
 
 
-def _picture(name: str, title: str, found: plots.Measured) -> Picture:
-    drawn = plots.over_steps(title, found, log=title == CURVES["gen_ppl"])
+def _picture(name: str, title: str, lines: plots.Measured) -> Picture:
+    drawn = plots.over_steps(title, lines, log=title == CURVES["gen_ppl"])
     return Picture(name, plots.svg(drawn), f"{title[0].upper()}{title[1:]} over the number of steps. {READ[title]}")
 
 
@@ -102,25 +102,25 @@ def several_masks(rows: list[Row]) -> dict[str, list[Row]]:
     masks: dict[tuple[str, str], set[str]] = {}
     for row in rows:
         masks.setdefault((row.method, row.model), set()).add(row.mask)
-    methods = dict.fromkeys(method for (method, _), found in masks.items() if len(found) > 1)
+    methods = dict.fromkeys(method for (method, _), names in masks.items() if len(names) > 1)
     return {method: [row for row in rows if row.method == method] for method in methods}
 
 
 def curves(rows: list[Row], metric: str) -> dict[str, dict[int, tuple[float, float]]]:
     """Model in words → steps → the mean over seeds and its standard error."""
-    found: dict[str, dict[int, list[Row]]] = {}
+    groups: dict[str, dict[int, list[Row]]] = {}
     name_of = row_names(rows)
     for row in rows:
         if row.metric == metric and row.temperature == 1.0:
-            found.setdefault(name_of(row), {}).setdefault(row.steps, []).append(row)
-    return {name: {steps: _mean(seeds) for steps, seeds in points.items()} for name, points in found.items()}
+            groups.setdefault(name_of(row), {}).setdefault(row.steps, []).append(row)
+    return {name: {steps: _mean(seeds) for steps, seeds in points.items()} for name, points in groups.items()}
 
 
 def _once(rows: list[Row], metric: str) -> dict[int | None, list[Row]]:
     """Rows of a metric that is the same for every model: one a seed, for each value of `first` (None: all of a
     text)."""
-    found = list({(row.seed, row.first): row for row in rows if row.metric == metric}.values())
-    return {first: [row for row in found if row.first == first] for first in firsts(found)}
+    one_a_seed = list({(row.seed, row.first): row for row in rows if row.metric == metric}.values())
+    return {first: [row for row in one_a_seed if row.first == first] for first in firsts(one_a_seed)}
 
 
 def _mean(rows: list[Row]) -> tuple[float, float]:
@@ -175,15 +175,15 @@ def other_figures(rows: list[Row]) -> list[Part]:
     shared, apart = list[tuple[str, ...]](), list[tuple[str, ...]]()
     steps = sorted({row.steps for row in rows if row.metric not in metrics or metrics[row.metric].steps})
     for metric, first in dict.fromkeys((row.metric, row.first) for row in rows if row.metric not in WRITTEN):
-        found = curves([row for row in rows if row.first == first], metric)
+        lines = curves([row for row in rows if row.first == first], metric)
         words = metric_in_words(metric) + first_in_words(first)
-        values = {tuple((k, round(value, 9)) for k, (value, _) in points.items()) for points in found.values()}
-        is_shared = len(found) > 1 and len(values) == 1  # a property of the text, or of a shared teacher
-        found = {"all": next(iter(found.values()))} if is_shared else found
+        values = {tuple((k, round(value, 9)) for k, (value, _) in points.items()) for points in lines.values()}
+        is_shared = len(lines) > 1 and len(values) == 1  # a property of the text, or of a shared teacher
+        lines = {"all": next(iter(lines.values()))} if is_shared else lines
         if metric in metrics and not metrics[metric].steps:
-            once.rows.extend((words, name, figure(*next(iter(points.values())))) for name, points in found.items())
+            once.rows.extend((words, name, figure(*next(iter(points.values())))) for name, points in lines.items())
             continue
-        cells = {name: [figure(*points[k]) if k in points else "" for k in steps] for name, points in found.items()}
+        cells = {name: [figure(*points[k]) if k in points else "" for k in steps] for name, points in lines.items()}
         if is_shared:
             shared.append((f"{words}, all", *cells["all"]))
         else:
@@ -203,9 +203,9 @@ def at_equal_entropy(results: Results) -> list[Section]:
     rows = results.reported
     parts: list[Part] = []
     for number, judge in enumerate(results.judges):
-        found = [table for envelope in (False, True) for table in equal_entropy_tables(rows, judge, envelope)]
+        tables = [table for envelope in (False, True) for table in equal_entropy_tables(rows, judge, envelope)]
         by = f", by {judge}" if number else ""
-        parts += [replace(table, title=table.title + by) for table in found]
+        parts += [replace(table, title=table.title + by) for table in tables]
     beside = variety_table(rows)
     parts += [beside] if beside is not None else []
     words = (
@@ -225,10 +225,10 @@ def frontier(results: Results) -> list[Section]:
     goals = {first: (_mean(varied[first])[0], _mean(likely[first])[0]) for first in varied if first in likely}
     pictures, has_goal = list[Picture](), False
     for steps, first in sorted({(row.steps, row.first) for row in rows}, key=lambda place: (place[0], place[1] or 0)):
-        found = _panel([row for row in rows if (row.steps, row.first) == (steps, first)])
-        if any(len(points) > 1 for points in found.values()):
+        panel = _panel([row for row in rows if (row.steps, row.first) == (steps, first)])
+        if any(len(points) > 1 for points in panel.values()):
             title, goal = steps_in_words(steps) + first_in_words(first), goals.get(first)
-            drawn = plots.svg(plots.frontier(title, found, goal))
+            drawn = plots.svg(plots.frontier(title, panel, goal))
             pictures.append(Picture(f"frontier-{len(pictures) + 1}", drawn, f"Perplexity over entropy in {title}"))
             has_goal = has_goal or goal is not None
     if not pictures:
@@ -249,10 +249,10 @@ def _panel(rows: list[Row]) -> dict[str, list[plots.Point]]:
         if row.metric in WRITTEN:
             points.setdefault((name_of(row), row.temperature), {}).setdefault(row.metric, []).append(row)
     panel: dict[str, list[plots.Point]] = {name: [] for name, _ in points}
-    for (name, temperature), found in sorted(points.items(), key=lambda place: place[0][1]):
-        if len(found) == 2:
-            panel[name].append((temperature, _mean(found["entropy"])[0], _mean(found["gen_ppl"])[0]))
-    return {name: found for name, found in panel.items() if found}
+    for (name, temperature), by_metric in sorted(points.items(), key=lambda place: place[0][1]):
+        if len(by_metric) == 2:
+            panel[name].append((temperature, _mean(by_metric["entropy"])[0], _mean(by_metric["gen_ppl"])[0]))
+    return {name: line for name, line in panel.items() if line}
 
 
 @sections.register("steps")
@@ -277,9 +277,9 @@ def cost_of_steps(results: Results) -> list[Section]:
     black = [name for _, _, name in COST.values()]
     pictures = [
         Picture(
-            f"cost-{number}", plots.svg(plots.over_steps(title, found, floors=black)), f"Factorization error, {title}"
+            f"cost-{number}", plots.svg(plots.over_steps(title, panel, floors=black)), f"Factorization error, {title}"
         )
-        for number, (title, found) in enumerate(panels.items(), 1)
+        for number, (title, panel) in enumerate(panels.items(), 1)
     ]
     return [Section("What steps cost", words, [Beside(pictures)])]
 
@@ -289,14 +289,14 @@ def highlights(rows: list[Row]) -> list[tuple[str, str]]:
     every = [ratio for ratio in ratios(usual(rows)) if ratio.mask.startswith("infinite")]
     most = max((ratio.seeds for ratio in every), default=1)  # the last of the methods with the most students
     method = next((ratio.method for ratio in reversed(every) if ratio.seeds == most), "")
-    found = [ratio for ratio in every if ratio.method == method]
+    gains = [ratio for ratio in every if ratio.method == method]
     return [
         (
             f"{ratio.value:.2f}",
             f"({ratio.low:.2f}–{ratio.high:.2f}) of the single mask's perplexity with infinite masks, "
             f"{method_in_words(ratio.method)}, {steps_in_words(ratio.steps)}",
         )
-        for ratio in found[:3]
+        for ratio in gains[:3]
     ]
 
 
