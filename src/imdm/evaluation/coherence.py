@@ -38,13 +38,13 @@ def coherence_of(evaluation: Evaluation, texts: list[str]) -> Measurement:
     shift = 1 + int(integers(as_key(evaluation.subject.seed), Purpose.DATA, 0, 0, n - 1))
 
     def after(first_of: int) -> Score:
-        given = [halves[(i + first_of) % n][0] for i in range(n)]
+        contexts = [halves[(i + first_of) % n][0] for i in range(n)]
         second = [second for _, second in halves]
 
         def score(some: list[int]) -> Score:
-            return judge.score_ids([given[i] for i in some], [second[i] for i in some])
+            return judge.score_ids([contexts[i] for i in some], [second[i] for i in some])
 
-        return in_parts(evaluation, ["halves", given, second], n, score)
+        return in_parts(evaluation, ["halves", contexts, second], n, score)
 
     own, other = after(0), after(shift)
     return replace(mean((other.nll - own.nll) / own.count), judge=judge.label)

@@ -107,8 +107,8 @@ def continued_perplexity(evaluation: Evaluation) -> Measurement:
 def given_tokens_kept(evaluation: Evaluation) -> Measurement:
     """The fraction of given tokens that are unchanged in the filled text: always 1."""
     here = gaps(evaluation)
-    given = ~here.holes
-    kept = ((filled(evaluation) == here.rows) & given).sum(1) / given.sum(1)
+    visible = ~here.holes
+    kept = ((filled(evaluation) == here.rows) & visible).sum(1) / visible.sum(1)
     return replace(mean(kept), split=evaluation.subject.split, evaluations=average_evaluations(filling(evaluation)))
 
 

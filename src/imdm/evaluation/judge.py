@@ -92,18 +92,18 @@ class Judge:
         """Every token that has one before it counts: all of a text where the judge has a `begin`, else from the second
         on. Of end-of-text tokens only the first counts, others are padding. ended: which texts are complete, so that
         the judge's own `end` is appended and counts. Prompts are context and do not count."""
-        given = self.ids(prompts) if prompts is not None else [[] for _ in texts]
+        contexts = self.ids(prompts) if prompts is not None else [[] for _ in texts]
         written = self.ids(texts)
         if ended is not None and self.end is not None:
             written = [[*ids, self.end] if whole else ids for ids, whole in zip(written, ended, strict=True)]
-        return self.score_ids(given, written)
+        return self.score_ids(contexts, written)
 
     @torch.no_grad()
-    def score_ids(self, given: list[list[int]], texts: list[list[int]]) -> Score:
+    def score_ids(self, contexts: list[list[int]], texts: list[list[int]]) -> Score:
         """The same for texts in the judge's tokens, each after its `given` context. Texts longer than `context` are
         scored in windows, whose first token does not count either."""
         windows: list[Window] = []
-        for number, (prompt, text) in enumerate(zip(given, texts, strict=True)):
+        for number, (prompt, text) in enumerate(zip(contexts, texts, strict=True)):
             before = [*self.start([*prompt, *text]), *prompt]
             ids = [*before, *text]
             known = max(1, len(before))
@@ -325,8 +325,8 @@ def perplexity(
     judge = judge_of(evaluation)
 
     def score(some: list[int]) -> Score:
-        given, whole = ([column[i] for i in some] if column is not None else None for column in (prompts, ended))
-        return judge.score([texts[i] for i in some], given, whole)  # type: ignore[arg-type]
+        contexts, whole = ([column[i] for i in some] if column is not None else None for column in (prompts, ended))
+        return judge.score([texts[i] for i in some], contexts, whole)  # type: ignore[arg-type]
 
     what = [texts, prompts, *([] if ended is None else [judge.end, ended])]
     return perplexity_of(evaluation, in_parts(evaluation, what, len(texts), score))

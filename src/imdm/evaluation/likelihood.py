@@ -43,8 +43,8 @@ def _bound(evaluation: Evaluation) -> Measurement:
     _, size = evaluation.sized(data.rows(torch.arange(len(terms)))["tokens"])
     if size is not None:
         return ratio(terms.double() * data.length, size - 1)
-    given = 1 if evaluation.subject.model.causal else 0  # the first token, which nothing precedes
-    return mean(terms.double() * (data.length / max(1, data.length - given)))
+    certain = 1 if evaluation.subject.model.causal else 0  # the first token, which nothing precedes
+    return mean(terms.double() * (data.length / max(1, data.length - certain)))
 
 
 @torch.no_grad()

@@ -57,10 +57,10 @@ class Written:
     steps: int
 
     def markdown(self) -> str:
-        given = " ".join("".join(text for text, step in self.pieces if step < 0).split())
+        prompt = " ".join("".join(text for text, step in self.pieces if step < 0).split())
         text = " ".join("".join(text for text, step in self.pieces).split())
-        if given and text.startswith(given):
-            text = f"*{given}*{text[len(given) :]}"
+        if prompt and text.startswith(prompt):
+            text = f"*{prompt}*{text[len(prompt) :]}"
         return f"> **{self.label}** {text}"
 
     def html(self) -> str:
