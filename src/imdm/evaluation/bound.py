@@ -90,9 +90,9 @@ def enumerated(size: int, n: int, noisy: bool) -> bool:
     return not noisy and size <= most and (size <= always or (1 << size) - 1 <= n)
 
 
-def drawn(asked: LikelihoodRequest, n: int, seed: int, noisy: bool) -> _Draws:
+def drawn(request: LikelihoodRequest, n: int, seed: int, noisy: bool) -> _Draws:
     """n draws, the i-th with k in the i-th of n equal parts of 1…l; or all subsets (`enumerated`)."""
-    size, key = asked.size, asked.key(seed)
+    size, key = request.size, request.key(seed)
     if enumerated(size, n, noisy):
         masked = (torch.arange(1, 1 << size)[:, None] >> torch.arange(size)) % 2 == 1
         weight = torch.tensor([1 / (k * math.comb(size, k)) for k in masked.sum(1).tolist()], dtype=torch.float64)
@@ -106,19 +106,21 @@ def drawn(asked: LikelihoodRequest, n: int, seed: int, noisy: bool) -> _Draws:
 
 @torch.no_grad()
 def bounds(
-    model: Network, asked: Sequence[LikelihoodRequest], n: int = 128, seed: int = 0, batch_size: int = 64
+    model: Network, requests: Sequence[LikelihoodRequest], n: int = 128, seed: int = 0, batch_size: int = 64
 ) -> Iterator[tuple[int, Bound]]:
     """The number and the bound of each, in another order: rows of one length are evaluated together, at most
     `batch_size` at once. The results do not depend on other requests in the batch, up to rounding."""
     check_whole("n", n)
     check_whole("batch_size", batch_size)
     noisy = model.process.noisy
-    many_draws = [(1 << one.size) - 1 if enumerated(one.size, n, noisy) else n for one in asked]
-    for some in _alike(asked, many_draws, batch_size):
-        draws = [drawn(asked[i], n, seed, noisy) for i in some]
-        rows = torch.cat([_masked(asked[i], d.masked, model.process.mask_id) for i, d in zip(some, draws, strict=True)])
+    many_draws = [(1 << one.size) - 1 if enumerated(one.size, n, noisy) else n for one in requests]
+    for some in _alike(requests, many_draws, batch_size):
+        draws = [drawn(requests[i], n, seed, noisy) for i in some]
+        rows = torch.cat(
+            [_masked(requests[i], d.masked, model.process.mask_id) for i, d in zip(some, draws, strict=True)]
+        )
         many = torch.tensor([len(d.keys) for d in draws])
-        whole = torch.tensor([asked[i].row for i in some]).repeat_interleave(many, 0)
+        whole = torch.tensor([requests[i].row for i in some]).repeat_interleave(many, 0)
         keys = torch.cat([d.keys for d in draws])
         parts = zip(*(values.split(batch_size) for values in (rows, whole, keys)), strict=True)
         sums = torch.cat([_sums(model, *(values.to(model.device) for values in part)) for part in parts])
@@ -126,12 +128,12 @@ def bounds(
             yield i, d.bound(one)
 
 
-def _alike(asked: Sequence[LikelihoodRequest], cost: Sequence[int], most: int) -> Iterator[list[int]]:
+def _alike(requests: Sequence[LikelihoodRequest], cost: Sequence[int], most: int) -> Iterator[list[int]]:
     """Batches of indices of rows of one length whose costs sum to at most `most`, or of one that costs more; requests
     without positions are skipped."""
     some, spent = list[int](), 0
-    for i in sorted((i for i, one in enumerate(asked) if one.size), key=lambda i: len(asked[i].row)):
-        if some and (len(asked[i].row) != len(asked[some[0]].row) or spent + cost[i] > most):
+    for i in sorted((i for i, one in enumerate(requests) if one.size), key=lambda i: len(requests[i].row)):
+        if some and (len(requests[i].row) != len(requests[some[0]].row) or spent + cost[i] > most):
             yield some
             some, spent = [], 0
         some.append(i)
@@ -140,10 +142,10 @@ def _alike(asked: Sequence[LikelihoodRequest], cost: Sequence[int], most: int) -
         yield some
 
 
-def _masked(asked: LikelihoodRequest, masked: Tensor, mask_id: int) -> Tensor:
+def _masked(request: LikelihoodRequest, masked: Tensor, mask_id: int) -> Tensor:
     """The row (L,) with masks where masked (m, l) is True: (m, L)."""
-    rows = torch.tensor(asked.row).repeat(len(masked), 1)
-    rows[:, asked.first : asked.last] = rows[:, asked.first : asked.last].masked_fill(masked, mask_id)
+    rows = torch.tensor(request.row).repeat(len(masked), 1)
+    rows[:, request.first : request.last] = rows[:, request.first : request.last].masked_fill(masked, mask_id)
     return rows
 
 
@@ -162,17 +164,17 @@ def _state(process: Process, tokens: Tensor, keys: Tensor) -> Noised:
 
 @torch.no_grad()
 def greedy(
-    model: Network, asked: Sequence[LikelihoodRequest], seed: int = 0, batch_size: int = 64
+    model: Network, requests: Sequence[LikelihoodRequest], seed: int = 0, batch_size: int = 64
 ) -> Iterator[tuple[int, bool]]:
     """Whether greedy unmasking gives the wanted tokens, by index: one position an evaluation, the one with the highest
     probability, until a token differs or all are revealed. Noise depends on the row, and is kept while a position is
     masked."""
-    for some in _alike(asked, [1] * len(asked), batch_size):
-        whole = torch.tensor([asked[i].row for i in some], device=model.device)
+    for some in _alike(requests, [1] * len(requests), batch_size):
+        whole = torch.tensor([requests[i].row for i in some], device=model.device)
         place = torch.arange(whole.shape[1], device=model.device)
-        first, last = (torch.tensor(ends, device=model.device)[:, None] for ends in _ends(asked, some))
+        first, last = (torch.tensor(ends, device=model.device)[:, None] for ends in _ends(requests, some))
         inside = (place >= first) & (place < last)
-        keys = torch.stack([asked[i].key(seed) for i in some]).to(model.device)
+        keys = torch.stack([requests[i].key(seed) for i in some]).to(model.device)
         tokens = whole.masked_fill(inside, model.process.mask_id)
         while True:
             state = _state(model.process, tokens, keys)
@@ -186,8 +188,8 @@ def greedy(
         yield from zip(some, right.tolist(), strict=True)
 
 
-def _ends(asked: Sequence[LikelihoodRequest], some: list[int]) -> tuple[list[int], list[int]]:
-    return [asked[i].first for i in some], [asked[i].last for i in some]
+def _ends(requests: Sequence[LikelihoodRequest], some: list[int]) -> tuple[list[int], list[int]]:
+    return [requests[i].first for i in some], [requests[i].last for i in some]
 
 
 def _one_more(model: Network, state: Noised, open_: Tensor) -> Tensor:
