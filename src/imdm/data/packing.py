@@ -68,7 +68,7 @@ SHARD_TOKENS = 1 << 24
 MOST_PROCESSES = 1024
 LOOKED_AT = 4096  # rows in which unknown words are counted
 MUCH = 0.01  # of the tokens
-Told = Callable[[Counts], None]
+Report = Callable[[Counts], None]
 
 
 class TooLittleError(UserError):
@@ -137,7 +137,7 @@ def prepare(
     *,
     tokenizer: Any = None,
     processes: int = 1,
-    on_progress: Told | None = None,
+    on_progress: Report | None = None,
     on_note: Callable[[str], None] | None = None,
 ) -> Prepared:
     """Tokenise and pack a corpus into `out`. A finished folder made from the same is left as it is. Parts in it
@@ -194,7 +194,7 @@ def prepare_part(
     *,
     tokenizer: Any = None,
     processes: int = 1,
-    on_progress: Told | None = None,
+    on_progress: Report | None = None,
     on_note: Callable[[str], None] | None = None,
 ) -> Part:
     """One of `of` parts of the work of `prepare`, counted from 1; each may be made by another machine. Each reads the
@@ -282,7 +282,7 @@ def _pack(
     folder: Path,
     tokenizer: Any,
     manifest: Prepared,
-    on_progress: Told | None,
+    on_progress: Report | None,
 ) -> Prepared:
     """Make the missing shards of a folder. The tokenizer is written before the manifest that names it."""
     manifest = manifest.model_copy(update={"files": _saved(tokenizer, folder)})

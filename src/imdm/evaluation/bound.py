@@ -47,8 +47,8 @@ class LikelihoodRequest:
 
     def key(self, seed: int) -> Tensor:
         """It depends on seed, row and positions only, not on other requests in the batch."""
-        said = hashlib.sha256(repr((self.row, self.first, self.last)).encode()).digest()
-        return fold(as_key(seed), Purpose.DATA, *(int.from_bytes(said[i : i + 4], "big") for i in (0, 4)))
+        digest = hashlib.sha256(repr((self.row, self.first, self.last)).encode()).digest()
+        return fold(as_key(seed), Purpose.DATA, *(int.from_bytes(digest[i : i + 4], "big") for i in (0, 4)))
 
 
 @dataclass(frozen=True)

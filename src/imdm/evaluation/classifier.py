@@ -67,8 +67,8 @@ def accuracy(real: Tensor, written: Tensor, seed: int, ending: Ending | None = N
         order = permutation(fold(as_key(seed), Purpose.DATA, kind), n)
         for half, part in zip(halves, order.chunk(2), strict=True):
             half.append((texts[part], bool(kind)))
-    told = [Texts.of(half, ending) for half in halves]
-    right = torch.cat([told[1 - side].are_told_by(told[side].learnt()) for side in (0, 1)]).double()
+    folds = [Texts.of(half, ending) for half in halves]
+    right = torch.cat([folds[1 - side].are_told_by(folds[side].learnt()) for side in (0, 1)]).double()
     share = float(right.mean())
     return Measurement(share, (share * (1 - share) / len(right)) ** 0.5, n)
 

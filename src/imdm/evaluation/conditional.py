@@ -135,7 +135,7 @@ def documents_of(source: Any, how: Conditional, ending: Ending | None) -> Tensor
     return rows
 
 
-def _told(evaluation: Evaluation, measurement: Measurement) -> Measurement:
+def _with_window(evaluation: Evaluation, measurement: Measurement) -> Measurement:
     """A measurement with its split, its window, and the continuations' network evaluations."""
     subject = evaluation.subject
     label = (subject.conditional or Conditional()).label
@@ -147,18 +147,18 @@ def _told(evaluation: Evaluation, measurement: Measurement) -> Measurement:
 def conditional_perplexity(evaluation: Evaluation) -> Measurement:
     """The judge's perplexity of the window given the prompt, whose own tokens do not count."""
     made = prompt_continuations(evaluation)
-    return _told(evaluation, perplexity(evaluation, made.written, made.prompts, made.ended))
+    return _with_window(evaluation, perplexity(evaluation, made.written, made.prompts, made.ended))
 
 
 @metric("cond_entropy", title="entropy after prompts (nats)", prompts=True, reads=("documents",))
 def conditional_entropy(evaluation: Evaluation) -> Measurement:
     """The unigram entropy of each window, averaged."""
     made = prompt_continuations(evaluation)
-    return _told(evaluation, mean(sample_entropy(made.tokens, made.lengths)))
+    return _with_window(evaluation, mean(sample_entropy(made.tokens, made.lengths)))
 
 
 @metric("cond_mauve", title="MAUVE after prompts", prompts=True, judge=True, embedder=True, reads=("documents",))
 def conditional_mauve(evaluation: Evaluation) -> Measurement:
     """MAUVE of the continuations' windows against the documents' own, over five clustering seeds."""
     made = prompt_continuations(evaluation)
-    return _told(evaluation, mauve_of(evaluation, made.real, made.written))
+    return _with_window(evaluation, mauve_of(evaluation, made.real, made.written))

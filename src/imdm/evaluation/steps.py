@@ -154,13 +154,13 @@ def _log_p(denoiser: Denoiser, state: Noised, x: Tensor, where: Tensor) -> Tenso
     low, high = torch.zeros_like(total), torch.ones_like(total)  # the interval of v that gives the row
     for part in torch.arange(len(row), device=x.device).split(max(1, AT_ONCE // denoiser.vocab_size)):
         r, c = row[part], column[part]
-        log_p, said = denoiser.head(hidden[r, c]), x[r, c]
+        log_p, tokens = denoiser.head(hidden[r, c]), x[r, c]
         if ending is None or bars is None:
-            total.index_add_(0, r, log_p.gather(-1, said[:, None])[:, 0].double())
+            total.index_add_(0, r, log_p.gather(-1, tokens[:, None])[:, 0].double())
             continue
         log_p = ending.within(log_p, bars[r, c]).double()
-        total.index_add_(0, r, ending.text_within(log_p, said))
-        first, last = ending.slice_of(log_p, said)
+        total.index_add_(0, r, ending.text_within(log_p, tokens))
+        first, last = ending.slice_of(log_p, tokens)
         low.scatter_reduce_(0, r, first, "amax")
         high.scatter_reduce_(0, r, last, "amin")
     return total + (high - low).clamp(min=0).log()

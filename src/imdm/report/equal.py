@@ -313,8 +313,8 @@ def _at(point: Point) -> str:
 
 def _beyond(multiples: Sequence[Multiple]) -> str:
     ends = {one.end for one in multiples}
-    said = " ↑: more varied than its last point, whose perplexity is used." if ends & {"above", "both"} else ""
-    return said + (" ↓: less varied than its first, likewise." if ends & {"below", "both"} else "")
+    note = " ↑: more varied than its last point, whose perplexity is used." if ends & {"above", "both"} else ""
+    return note + (" ↓: less varied than its first, likewise." if ends & {"below", "both"} else "")
 
 
 def variety_table(rows: Sequence[Row], **how: Any) -> Table | None:

@@ -67,8 +67,8 @@ class Written:
         spans = []
         for text, step in self.pieces:
             style = "font-weight:600" if step < 0 else "color:rgb({},{},{})".format(*ink(step, self.steps))
-            told = "given" if step < 0 else f"step {step + 1}"
-            spans.append(f'<span style="{style}" title="{told}">{html.escape(text)}</span>')
+            title = "given" if step < 0 else f"step {step + 1}"
+            spans.append(f'<span style="{style}" title="{title}">{html.escape(text)}</span>')
         return f"<p class=written><b>{html.escape(self.label)}</b> {''.join(spans)}</p>"
 
 

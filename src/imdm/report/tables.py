@@ -145,8 +145,8 @@ def all_results(rows: list[Row]) -> Table:
     always = ("metric", "value", "steps", "n")
     same = [name for name in columns if name not in always and len({row[name] for row in cells}) == 1]
     shown = tuple(name for name in columns if name not in same)
-    told = [name for name in same if name != "settings" and cells[0][name] != USUAL.get(name)]
-    note = "In all rows: " + ", ".join(f"{name} {cells[0][name] or '–'}" for name in told) if told else ""
+    common = [name for name in same if name != "settings" and cells[0][name] != USUAL.get(name)]
+    note = "In all rows: " + ", ".join(f"{name} {cells[0][name] or '–'}" for name in common) if common else ""
     return Table("All figures", shown, [tuple(row[name] for name in shown) for row in cells], note)
 
 

@@ -141,10 +141,10 @@ def step_table(rows: list[Row]) -> Table:
     steps = sorted({k for points in (ppl or entropy).values() for k in points})
     real = _once(rows, "real_ppl")
     kind = "training" if any(row.split == "train" for some in real.values() for row in some) else "held-out"
-    said = "; ".join(
+    figures = "; ".join(
         figure(*_mean(some)) + (first_in_words(first) if len(real) > 1 else "") for first, some in real.items()
     )
-    note = f"Real {kind} text under the same judge: {said}." if real else ""
+    note = f"Real {kind} text under the same judge: {figures}." if real else ""
     title = "Generative perplexity (entropy in nats)" if ppl else "Entropy (nats)"
     name_of = row_names(rows)
     seen = {(name_of(row), row.seed, row.sample_seed) for row in rows}
