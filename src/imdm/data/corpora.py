@@ -158,8 +158,8 @@ class Corpus:
     def _local_files(self) -> list[Path]:
         path = SAMPLE if self.source == "sample" else Path(self.source)
         if not path.exists():
-            known = ", ".join(("sample", *sorted(PRESETS)))
-            raise UserError(f"corpus {self.source!r}: no such file or folder; by name there are {known}")
+            names = ", ".join(("sample", *sorted(PRESETS)))
+            raise UserError(f"corpus {self.source!r}: no such file or folder; by name there are {names}")
         files = sorted(p for p in path.rglob("*") if p.suffix in ENDINGS) if path.is_dir() else [path]
         for file in files:
             check_file(file, f"corpus {self.source!r}")

@@ -117,8 +117,8 @@ class Coupling:
         if not _belongs(self.folder, index, m):
             raise UserError(f"{where} is not the shard of these pairs that its name says; delete and remake it")
         rows = min(m.shard, m.pairs - index * m.shard)
-        wanted = {"tokens": (rows, m.length), "noised": (rows, m.length), "t": (rows,), "seed": (rows,)}
-        if {name: tuple(c.shape) for name, c in columns.items()} != wanted:
+        shapes = {"tokens": (rows, m.length), "noised": (rows, m.length), "t": (rows,), "seed": (rows,)}
+        if {name: tuple(c.shape) for name, c in columns.items()} != shapes:
             raise UserError(f"{where} does not hold {rows} pairs of {m.length} tokens; delete and remake it")
         if any(columns[name].is_floating_point() for name in ("tokens", "noised", "seed")):
             raise UserError(f"{where} holds fractions where ids and seeds belong; delete and remake it")
@@ -303,7 +303,7 @@ def _make(
         noised = torch.full((len(pairs), teacher.config.length), teacher.config.mask_token_id, device=device)
     masks = max(1, int((noised == teacher.config.mask_token_id).sum()))
     report = None if on_progress is None else (lambda written: on_progress(len(pairs) * written // masks))
-    made = sample(
+    generation = sample(
         teacher,
         noised,
         keys=keys,
@@ -312,5 +312,5 @@ def _make(
         batch_size=config.batch_size,
         on_progress=report,
     )
-    columns = {"tokens": made.tokens.int(), "noised": noised.int(), "t": t, "seed": keys}
+    columns = {"tokens": generation.tokens.int(), "noised": noised.int(), "t": t, "seed": keys}
     return {name: column.cpu() for name, column in columns.items()}

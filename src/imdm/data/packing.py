@@ -210,9 +210,9 @@ def prepare_part(
     if _resume(folder, fresh).finished:
         tell("all parts were merged before")
         return part.model_copy(update={"finished": True, "whole": read_prepared(folder)})
-    for known in parts_there(folder, of):
-        check_same_settings(f"part {known.number} of {of} in {str(folder)!r}", known.whole, fresh)
-        part = known if known.number == number else part
+    for one in parts_there(folder, of):
+        check_same_settings(f"part {one.number} of {of} in {str(folder)!r}", one.whole, fresh)
+        part = one if one.number == number else part
     if part.finished:
         tell("finished before")
         return part
@@ -224,13 +224,13 @@ def prepare_part(
 
 
 @contextmanager
-def _nothing_left_of(folder: Path, made: Path) -> Iterator[None]:
+def _nothing_left_of(folder: Path, rows: Path) -> Iterator[None]:
     """An error in this block removes the manifest and tokenizer that it wrote, unless there are rows too."""
     ours = [file for file in (folder / "manifest.json", *map(folder.joinpath, FILES)) if not file.exists()]
     try:
         yield
     except UserError:
-        if not made.exists():
+        if not rows.exists():
             for file in ours:
                 file.unlink(missing_ok=True)
         raise
@@ -263,7 +263,7 @@ def _begin(corpus: Corpus, config: PrepareConfig, folder: Path, tokenizer: Any, 
 
 def _mended(folder: Path, manifest: Prepared, tokenizer: Any) -> Prepared:
     """Write the tokenizer's files again if they are damaged; the given tokenizer is the same."""
-    if all((folder / name).is_file() and digest_file(folder / name) == known for name, known in manifest.files):
+    if all((folder / name).is_file() and digest_file(folder / name) == digest for name, digest in manifest.files):
         return manifest
     with working_in(folder):
         manifest = manifest.model_copy(update={"files": _saved(tokenizer, folder)})
@@ -326,8 +326,8 @@ def _tokenizer(corpus: Corpus, config: PrepareConfig, folder: Path) -> Any:
     check_choice(config.tokenizer, config.train_bpe)
     if config.tokenizer is not None:
         return load_tokenizer(config.tokenizer)
-    if (made := made_tokenizer(folder)) is not None:
-        return made
+    if (own := made_tokenizer(folder)) is not None:
+        return own
     if corpus.source == "-":
         raise UserError("a BPE cannot be trained on standard input, which can be read only once; use a file")
     trained = train_bpe(islice(corpus.documents(), config.bpe_documents), int(config.train_bpe or 0))

@@ -106,10 +106,12 @@ def shared_grams(tokens: Tensor, lengths: Tensor | None = None) -> Measurement:
     if n == 1:
         return Measurement(0.0, float("nan"), 1)
     width = within.sum(1).clip(min=1)
-    known, place = np.unique(mine, return_inverse=True)
-    pairs = np.arange(n)[:, None] * len(known) + place.reshape(mine.shape)
+    distinct, place = np.unique(mine, return_inverse=True)
+    pairs = np.arange(n)[:, None] * len(distinct) + place.reshape(mine.shape)
     own, often = np.unique(pairs[within], return_counts=True)
-    sample, gram = np.divmod(own, len(known))  # each pair of a sample and a 4-gram of its, which it has `often` times
+    sample, gram = np.divmod(
+        own, len(distinct)
+    )  # each pair of a sample and a 4-gram of its, which it has `often` times
     holders, sum_of = np.bincount(gram), np.bincount(gram, weights=sample)
     share = np.bincount(sample, weights=often * (holders[gram] > 1), minlength=n) / width
     # Leaving a sample out, what it shared with only one other is no longer shared.

@@ -270,23 +270,23 @@ class Evaluation:
         keys = model.sample_keys(len(canvas), subject.seed)
 
         def make(part: Tensor) -> dict[str, Tensor]:
-            made = sample(
+            generation = sample(
                 model.eval(),
                 canvas[part].to(model.device),
                 keys=keys[part.to(keys.device)],
                 how=how,
                 batch_size=subject.batch_size,
             )
-            return {name: column for name, column in vars(made).items() if column is not None}
+            return {name: column for name, column in vars(generation).items() if column is not None}
 
         def identity() -> list[Any]:
-            drawn: list[Any] = [how.steps, subject.seed, how.noise, how.temperature]
-            drawn += [how.top_p] if how.top_p < 1 else []
-            drawn += [how.order] if how.order != "random" else []
-            return [self.hash_of(model), *drawn, hashlib.sha256(canvas.numpy().tobytes()).hexdigest()]
+            options: list[Any] = [how.steps, subject.seed, how.noise, how.temperature]
+            options += [how.top_p] if how.top_p < 1 else []
+            options += [how.order] if how.order != "random" else []
+            return [self.hash_of(model), *options, hashlib.sha256(canvas.numpy().tobytes()).hexdigest()]
 
-        made: dict[str, Any] = {**subject.parts.collect(len(canvas), identity, make)}
-        return Generation(**made)
+        columns: dict[str, Any] = {**subject.parts.collect(len(canvas), identity, make)}
+        return Generation(**columns)
 
     def evaluations(self, written: bool = True) -> float:
         """Mean network evaluations of an unconditional sample; an upper bound if none was generated. Generates nothing
@@ -357,9 +357,9 @@ class Evaluation:
         return truth
 
 
-def average_evaluations(made: Generation) -> float:
+def average_evaluations(generation: Generation) -> float:
     """Mean network evaluations a sample."""
-    return float(made.evaluations.double().mean())
+    return float(generation.evaluations.double().mean())
 
 
 def unpadded(rows: Tensor, tokenizer: Any) -> list[list[int]]:

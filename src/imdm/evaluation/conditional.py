@@ -95,18 +95,18 @@ def _continue(evaluation: Evaluation) -> Continued:
         holes &= position < length - 1 - how.suffix  # every row ends with the end token
     canvas = rows.masked_fill(holes, model.config.mask_token_id)
     generation = evaluation.complete(canvas.repeat_interleave(how.continuations, 0))
-    made, evaluations = generation.tokens, average_evaluations(generation)
+    tokens, evaluations = generation.tokens, average_evaluations(generation)
     before = slice(1, how.part().start)
     repeated = rows.repeat_interleave(how.continuations, 0)
     prompts = evaluation.decode(repeated[:, before]) if how.window == "generated" else [""] * len(repeated)
-    window = made[:, how.part()]
+    window = tokens[:, how.part()]
     if ending is None:
         real = evaluation.decode(rows[:, how.part()])
         return Continued(prompts, evaluation.decode(window), real, window, evaluations)
-    size = (ending.lengths(made) - how.part().start).clamp(0, how.tokens)  # (prompts × continuations,)
+    size = (ending.lengths(tokens) - how.part().start).clamp(0, how.tokens)  # (prompts × continuations,)
     texts = [ids[:n] for ids, n in zip(window.tolist(), size.tolist(), strict=True)]
     written = subject.tokenizer.batch_decode(texts, skip_special_tokens=True)
-    ended = ending.finished(made) & (ending.lengths(made) <= how.part().stop)
+    ended = ending.finished(tokens) & (ending.lengths(tokens) <= how.part().stop)
     real = evaluation.decode(rows[:, how.part()])
     return Continued(prompts, written, real, window, evaluations, size, ended.tolist())
 
@@ -146,19 +146,19 @@ def _with_window(evaluation: Evaluation, measurement: Measurement) -> Measuremen
 @metric("cond_gen_ppl", title="generative perplexity after prompts", prompts=True, judge=True, reads=("documents",))
 def conditional_perplexity(evaluation: Evaluation) -> Measurement:
     """The judge's perplexity of the window given the prompt, whose own tokens do not count."""
-    made = prompt_continuations(evaluation)
-    return _with_window(evaluation, perplexity(evaluation, made.written, made.prompts, made.ended))
+    texts = prompt_continuations(evaluation)
+    return _with_window(evaluation, perplexity(evaluation, texts.written, texts.prompts, texts.ended))
 
 
 @metric("cond_entropy", title="entropy after prompts (nats)", prompts=True, reads=("documents",))
 def conditional_entropy(evaluation: Evaluation) -> Measurement:
     """The unigram entropy of each window, averaged."""
-    made = prompt_continuations(evaluation)
-    return _with_window(evaluation, mean(sample_entropy(made.tokens, made.lengths)))
+    texts = prompt_continuations(evaluation)
+    return _with_window(evaluation, mean(sample_entropy(texts.tokens, texts.lengths)))
 
 
 @metric("cond_mauve", title="MAUVE after prompts", prompts=True, judge=True, embedder=True, reads=("documents",))
 def conditional_mauve(evaluation: Evaluation) -> Measurement:
     """MAUVE of the continuations' windows against the documents' own, over five clustering seeds."""
-    made = prompt_continuations(evaluation)
-    return _with_window(evaluation, mauve_of(evaluation, made.real, made.written))
+    texts = prompt_continuations(evaluation)
+    return _with_window(evaluation, mauve_of(evaluation, texts.real, texts.written))

@@ -28,12 +28,12 @@ def judge_continuations(judge: Judge, prompts: list[str], counts: Sequence[int],
         )
     begun = [[*judge.start(ids), *ids] for ids in judge.ids(prompts)]
     begun = [ids[-(judge.context - count) :] for ids, count in zip(begun, counts, strict=True)]
-    made: dict[int, str] = {}
+    texts: dict[int, str] = {}
     for some in _batches(judge, [len(ids) for ids in begun], counts):
-        drawn = _draw(judge, [begun[number] for number in some], max(counts[number] for number in some), keys[some])
-        for number, tokens in zip(some, drawn.tolist(), strict=True):
-            made[number] = _added(judge, begun[number], tokens[: counts[number]])
-    return [made[number] for number in range(len(prompts))]
+        draws = _draw(judge, [begun[number] for number in some], max(counts[number] for number in some), keys[some])
+        for number, tokens in zip(some, draws.tolist(), strict=True):
+            texts[number] = _added(judge, begun[number], tokens[: counts[number]])
+    return [texts[number] for number in range(len(prompts))]
 
 
 def _batches(judge: Judge, sizes: Sequence[int], counts: Sequence[int]) -> list[list[int]]:

@@ -92,11 +92,11 @@ def continued_perplexity(evaluation: Evaluation) -> Measurement:
 
     def score(some: list[int]) -> Score:
         before, middle, end = (list(column) for column in zip(*(pieces[i] for i in some), strict=True))
-        known = [len(ids) for ids in judge.ids(before)]
+        alone = [len(ids) for ids in judge.ids(before)]
         both = [len(ids) for ids in judge.ids([a + b for a, b in zip(before, middle, strict=True)])]
-        counts = [max(1, all_ - old) for all_, old in zip(both, known, strict=True)]
-        made = judge_continuations(judge, before, counts, keys[some])
-        whole = [a + b + c for a, b, c in zip(before, made, end, strict=True)]
+        counts = [max(1, all_ - old) for all_, old in zip(both, alone, strict=True)]
+        middles = judge_continuations(judge, before, counts, keys[some])
+        whole = [a + b + c for a, b, c in zip(before, middles, end, strict=True)]
         return judge.score(whole, ended=None if ended is None else [ended[i] for i in some])
 
     what = ["continued", pieces, subject.seed, judge.end if ended is not None else None]
@@ -108,8 +108,8 @@ def given_tokens_kept(evaluation: Evaluation) -> Measurement:
     """The fraction of given tokens that are unchanged in the filled text: always 1."""
     here = gaps(evaluation)
     visible = ~here.holes
-    kept = ((filled(evaluation) == here.rows) & visible).sum(1) / visible.sum(1)
-    return replace(mean(kept), split=evaluation.subject.split, evaluations=average_evaluations(filling(evaluation)))
+    share = ((filled(evaluation) == here.rows) & visible).sum(1) / visible.sum(1)
+    return replace(mean(share), split=evaluation.subject.split, evaluations=average_evaluations(filling(evaluation)))
 
 
 def _read(evaluation: Evaluation, rows: Tensor) -> Measurement:

@@ -106,9 +106,9 @@ class Judge:
         for number, (prompt, text) in enumerate(zip(contexts, texts, strict=True)):
             before = [*self.start([*prompt, *text]), *prompt]
             ids = [*before, *text]
-            known = max(1, len(before))
+            skip = max(1, len(before))
             windows += [
-                Window(number, ids[i : i + self.context], max(1, known - i))
+                Window(number, ids[i : i + self.context], max(1, skip - i))
                 for i in range(0, len(ids), self.context)
                 if len(ids) - i > 1
             ]
@@ -157,8 +157,8 @@ class Judge:
 
     def _read(self, windows: list[Window]) -> list[tuple[float, int]]:
         end, (ids, real) = self.tokenizer.eos_token_id, self.padded(windows)
-        known = torch.tensor([window.known for window in windows], device=ids.device)
-        counted = (real == 1) & (torch.arange(ids.shape[1], device=ids.device) >= known[:, None])
+        skips = torch.tensor([window.known for window in windows], device=ids.device)
+        counted = (real == 1) & (torch.arange(ids.shape[1], device=ids.device) >= skips[:, None])
         log_p = torch.log_softmax(self.model(input_ids=ids, attention_mask=real).logits[:, :-1].float(), -1)
         loss = -log_p.gather(-1, ids[:, 1:, None])[..., 0].double()  # (B, T − 1)
         if end is not None:

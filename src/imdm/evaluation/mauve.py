@@ -133,13 +133,13 @@ def mauve_of(evaluation: Evaluation, real: list[str], written: list[str]) -> Mea
 def _hushed() -> Iterator[None]:
     """Suppress what the clustering library prints: it warns below 39 texts a cluster, and MAUVE has ten."""
     sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(stderr, 2)
+        os.close(stderr)
         os.close(nowhere)
 
 

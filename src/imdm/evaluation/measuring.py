@@ -85,13 +85,13 @@ class Occasion:
 
 
 def occasions(
-    names: Sequence[str], steps: Sequence[int], temperatures: Sequence[float] = (1.0,), **drawn: Any
+    names: Sequence[str], steps: Sequence[int], temperatures: Sequence[float] = (1.0,), **options: Any
 ) -> list[Occasion]:
     """Every temperature at every step count; metrics that do not depend on one of them, only at its first value. drawn:
     further options of `Sampling`."""
     return [
         Occasion(
-            Sampling(steps=count, temperature=temperature, **drawn),
+            Sampling(steps=count, temperature=temperature, **options),
             tuple(
                 metric
                 for metric in map(metrics.__getitem__, names)
@@ -118,12 +118,12 @@ def evaluate(
     its own unless given. on_measured: called with what each occasion generated and measured. labels: keyword arguments
     of `to_row`."""
     hashes: dict[int, str] = {}
-    drawn: dict[str, Any] = {name: getattr(subject.how, name) for name in ("noise", "top_p", "order")}
+    options: dict[str, Any] = {name: getattr(subject.how, name) for name in ("noise", "top_p", "order")}
     # Matching finds a new temperature for each step count, so every metric is measured at each.
     every = (
-        occasions(names, steps, temperatures, **drawn)
+        occasions(names, steps, temperatures, **options)
         if match is None
-        else [one for count in steps for one in occasions(names, [count], **drawn)]
+        else [one for count in steps for one in occasions(names, [count], **options)]
     )
     for occasion in every:
         here, equal = subject.drawn(**vars(occasion.how)), None
@@ -143,13 +143,13 @@ def _matched_to(
     if isinstance(other, float):
         return matched(subject, other, hashes=hashes), str(other)
     theirs = Evaluation(replace(subject, model=other).drawn(**other.policies(**how)), hashes)
-    wanted = measure(["entropy"], theirs)["entropy"].value
-    return matched(subject, wanted, hashes=hashes), theirs.hash_of(other)
+    entropy = measure(["entropy"], theirs)["entropy"].value
+    return matched(subject, entropy, hashes=hashes), theirs.hash_of(other)
 
 
 def matched(
     subject: Subject,
-    wanted: float,
+    entropy: float,
     within: float = 0.005,
     tries: int = 20,
     hashes: dict[int, str] | None = None,
@@ -161,12 +161,12 @@ def matched(
         temperature = (low * high) ** 0.5
         candidate = subject.drawn(temperature=temperature)
         reached[temperature] = here = float(sample_entropy(*Evaluation(candidate, hashes).written()).mean())
-        if abs(here - wanted) <= within:
+        if abs(here - entropy) <= within:
             return candidate
-        low, high = (temperature, high) if here < wanted else (low, temperature)
-    best = min(reached, key=lambda temperature: abs(reached[temperature] - wanted))
+        low, high = (temperature, high) if here < entropy else (low, temperature)
+    best = min(reached, key=lambda temperature: abs(reached[temperature] - entropy))
     nearest = f"{reached[best]:.3f} at {best:.3f}"
-    raise UserError(f"no temperature gives an entropy of {wanted:.3f} within {within}; the nearest: {nearest}")
+    raise UserError(f"no temperature gives an entropy of {entropy:.3f} within {within}; the nearest: {nearest}")
 
 
 def to_row(

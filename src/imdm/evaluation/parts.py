@@ -59,8 +59,8 @@ class Parts:
             mine = range(state.process_index, len(parts), state.num_processes)
             for some in batched([number for number in mine if not _is_whole(files[number])], many):
                 sizes = [len(parts[number]) for number in some]
-                made = _settled(make(torch.cat([parts[number] for number in some])))
-                cut = {name: column.split(sizes) for name, column in made.items()}
+                batch = _settled(make(torch.cat([parts[number] for number in some])))
+                cut = {name: column.split(sizes) for name, column in batch.items()}
                 for place, number in enumerate(some):
                     write_tensors(files[number], {name: pieces[place].clone() for name, pieces in cut.items()})
             state.wait_for_everyone()

@@ -28,13 +28,13 @@ def tokens_per_second(evaluation: Evaluation) -> Measurement:
     together, rates = min(TOGETHER, subject.batch_size), []
     for run in range(UNCOUNTED + COUNTED):
         started = _now(model.device)
-        made = [
+        tokens = [
             sample(model, some, keys=key, how=subject.how).tokens
             for some, key in zip(canvas.split(together), keys.split(together), strict=True)
         ]
         seconds = _now(model.device) - started
         if run >= UNCOUNTED:
-            rows, size = evaluation.sized(torch.cat(made))
+            rows, size = evaluation.sized(torch.cat(tokens))
             rates.append((rows.numel() if size is None else int(size.sum())) / seconds)
     value = mean(torch.tensor(rates))
     return Measurement(value.value, value.stderr, subject.samples)

@@ -94,8 +94,8 @@ def pairs(process: Process, x: Tensor, keys: Tensor, steps: int) -> Pairs:
     left = (uniform(keys, Purpose.HELD_OUT, 0, step) * (x.shape[1] - 1)).long()[..., None]  # (N, n, 1)
     position = torch.arange(x.shape[1], device=x.device)
     first, second = position == left, position == left + 1
-    shown = (planned.reveal < step[..., None]) & ~first & ~second
-    return Pairs((planned.alpha.diff(dim=1) ** 2).T, shown, first, second)
+    visible = (planned.reveal < step[..., None]) & ~first & ~second
+    return Pairs((planned.alpha.diff(dim=1) ** 2).T, visible, first, second)
 
 
 @torch.no_grad()
@@ -120,7 +120,7 @@ def pairs_at_once(denoiser: Denoiser, x: Tensor, keys: Tensor, steps: int, draws
 
 
 def _at_once(
-    denoiser: Denoiser, x: Tensor, shown: Tensor, where: Tensor, keys: Tensor, step: int, draws: int
+    denoiser: Denoiser, x: Tensor, visible: Tensor, where: Tensor, keys: Tensor, step: int, draws: int
 ) -> Tensor:
     """log of the mean over the model's noise of ∏ p_θ(x^ℓ | z, ε) over the positions `where`: (n,), float64."""
     draws = draws if denoiser.process.noisy else 1
@@ -129,14 +129,14 @@ def _at_once(
     log_p = []
     for part in torch.arange(len(row), device=x.device).split(max(1, TOKENS // x.shape[1])):
         r = row[part]
-        log_p.append(_log_p(denoiser, _shown(denoiser, x[r], shown[r], own[part]), x[r], where[r]))
+        log_p.append(_log_p(denoiser, _shown(denoiser, x[r], visible[r], own[part]), x[r], where[r]))
     return torch.cat(log_p).view(len(x), draws).logsumexp(1) - math.log(draws)
 
 
-def _shown(denoiser: Denoiser, x: Tensor, shown: Tensor, keys: Tensor) -> Noised:
+def _shown(denoiser: Denoiser, x: Tensor, visible: Tensor, keys: Tensor) -> Noised:
     if denoiser.process.lengths is not None and denoiser.process.ending is not None:
-        shown = shown | denoiser.process.ending.marks(x)
-    tokens = torch.where(shown, x, denoiser.process.mask_id)
+        visible = visible | denoiser.process.ending.marks(x)
+    tokens = torch.where(visible, x, denoiser.process.mask_id)
     return denoiser.process.noised(tokens, torch.ones(len(x), device=x.device), keys)
 
 

@@ -169,9 +169,9 @@ def read_before(tokens: Tensor, source: Source, n: int = NOVEL, lengths: Tensor 
         every = np.concatenate([grams(rows, n).ravel() for rows in _rows(source)])
         every.sort()
         _known[source.fingerprint, n] = every
-    known, mine = _known[source.fingerprint, n], grams(tokens.numpy(), n)
-    place = np.searchsorted(known, mine).clip(max=len(known) - 1)
-    return shares(known[place] == mine, inside(mine, n, lengths))
+    theirs, mine = _known[source.fingerprint, n], grams(tokens.numpy(), n)
+    place = np.searchsorted(theirs, mine).clip(max=len(theirs) - 1)
+    return shares(theirs[place] == mine, inside(mine, n, lengths))
 
 
 def found_in(tokens: Tensor, texts: Iterable[np.ndarray], n: int = NOVEL, lengths: Tensor | None = None) -> Tensor:
@@ -179,15 +179,15 @@ def found_in(tokens: Tensor, texts: Iterable[np.ndarray], n: int = NOVEL, length
     in memory; the texts are streamed."""
     n = min(n, tokens.shape[1])
     mine = grams(tokens.numpy(), n)
-    known, place = np.unique(mine, return_inverse=True)
-    seen, likely = np.zeros(len(known), bool), np.zeros(int(LOW) + 1, bool)
-    likely[known & LOW] = True  # a filter on low bits rejects most n-grams of the texts
+    distinct, place = np.unique(mine, return_inverse=True)
+    seen, likely = np.zeros(len(distinct), bool), np.zeros(int(LOW) + 1, bool)
+    likely[distinct & LOW] = True  # a filter on low bits rejects most n-grams of the texts
     for rows in texts:
         if rows.shape[1] >= n:
             there = grams(rows, n).ravel()
             there = there[likely[there & LOW]]
-            index = np.searchsorted(known, there).clip(max=len(known) - 1)
-            seen[index[known[index] == there]] = True
+            index = np.searchsorted(distinct, there).clip(max=len(distinct) - 1)
+            seen[index[distinct[index] == there]] = True
     return shares(seen[place.reshape(mine.shape)], inside(mine, n, lengths))
 
 

@@ -56,9 +56,9 @@ def share_known(evaluation: Evaluation, rows: Callable[[], Tensor], wrapped: boo
     the first and the last word of a row may be parts of words, and do not count."""
     if evaluation.subject.tokenizer is None:
         raise UserError("known words are counted in text, but the model has no tokenizer; evaluate a model of text")
-    known = known_to(evaluation, evaluation.source("train"))
+    vocabulary = known_to(evaluation, evaluation.source("train"))
     texts = _words_of_each(evaluation, rows(), wrapped)
-    hits = torch.tensor([sum(word in known for word in some) for some in texts])
+    hits = torch.tensor([sum(word in vocabulary for word in some) for some in texts])
     count = torch.tensor([len(some) for some in texts])
     if not int(count.sum()):
         raise UserError("known words: the texts have no words; this metric is for text in letters")

@@ -25,10 +25,10 @@ def build_report(run: Path) -> Report:
     recipe, rows = results.recipe, results.rows
     name, summary = (run.name, "Results of this folder.") if recipe is None else (recipe.name, recipe.summary)
     page = PageSettings() if recipe is None else recipe.report
-    made = {one: sections[one](results) for one in (TEXT if page.sections is None else page.sections)}
-    shown = [section for each in made.values() for section in each]
+    parts = {one: sections[one](results) for one in (TEXT if page.sections is None else page.sections)}
+    body = [section for each in parts.values() for section in each]
     lead = page.lead or summary
-    missing = [one for one in page.sections or () if not made[one]]
+    missing = [one for one in page.sections or () if not parts[one]]
     if missing:
         lead += f" Left out, as what they show was not measured with these settings: {', '.join(missing)}."
     facts = {
@@ -38,9 +38,9 @@ def build_report(run: Path) -> Report:
         "precision": _distinct(row.precision for row in rows),
         "page made on": f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
     }
-    highlights = [one for section in shown for one in section.highlights]
-    shown += [*shown_section(run), _all_rows(rows, is_aside=any(s.printed for s in shown)), _paper()]
-    return Report(page.title or name, lead, highlights, shown, facts)
+    highlights = [one for section in body for one in section.highlights]
+    body += [*shown_section(run), _all_rows(rows, is_aside=any(s.printed for s in body)), _paper()]
+    return Report(page.title or name, lead, highlights, body, facts)
 
 
 def _all_rows(rows: list[Row], is_aside: bool) -> Section:

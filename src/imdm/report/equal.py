@@ -71,12 +71,12 @@ class Frontier:
         """The lower envelope: at each entropy the lowest y that a line between two of the points has there, which makes
         it convex. The reference reaches it by mixing texts of two settings: entropy and log perplexity of a mixture are
         the means of the two. As a minimum over noisy points it is biased a little low."""
-        kept: list[Point] = []
+        hull: list[Point] = []
         for point in cls.through(points).points:
-            while len(kept) > 1 and _slope(kept[-2], kept[-1]) >= _slope(kept[-1], point):
-                kept.pop()
-            kept.append(point)
-        return cls(tuple(kept), steps)
+            while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-1], point):
+                hull.pop()
+            hull.append(point)
+        return cls(tuple(hull), steps)
 
     @classmethod
     def of(

@@ -74,7 +74,7 @@ def error_over_steps(method: str, models: Bands, heights: tuple[float, float], b
     drawn there."""
     with rc_context(STYLE):
         figure = Figure(figsize=(4.2, 3.4), layout="constrained")
-        axis, shown = figure.subplots(), looks(models)
+        axis, styles = figure.subplots(), looks(models)
         for model, points in models.items():
             steps = sorted(points)
             middle = [sum(points[k]) / len(points[k]) for k in steps]
@@ -82,7 +82,7 @@ def error_over_steps(method: str, models: Bands, heights: tuple[float, float], b
                 [m - min(points[k]) for k, m in zip(steps, middle, strict=True)],
                 [max(points[k]) - m for k, m in zip(steps, middle, strict=True)],
             ]
-            axis.errorbar(steps, middle, reach, capsize=2, label=model, **shown[model])
+            axis.errorbar(steps, middle, reach, capsize=2, label=model, **styles[model])
         axis.plot([0.85, 1.18], [bound, bound], color="black", linewidth=1.4, label=f"{bound_name}, 1 step")
         ticks = sorted({k for points in models.values() for k in points})
         axis.set(title=method, xlabel="steps", ylabel="KL to the truth (nats)", xscale="log", yscale="log")
@@ -102,13 +102,13 @@ def over_steps(title: str, curves: Measured, log: bool = False, floors: Sequence
     with rc_context(STYLE):
         many = len(curves) > FEW
         figure = Figure(figsize=(4.2, 3.1 + 0.19 * len(curves)), layout="constrained")
-        axis, shown = figure.subplots(), looks(curves)
+        axis, styles = figure.subplots(), looks(curves)
         ends = {}
         for number, (name, points) in enumerate(curves.items(), 1):
             steps = sorted(points)
             values, errors = zip(*(points[k] for k in steps), strict=True)
             floor = name.startswith(tuple(floors))
-            look = shown[name] | ({"color": "black", "linewidth": 1.0} if floor else {})
+            look = styles[name] | ({"color": "black", "linewidth": 1.0} if floor else {})
             axis.errorbar(steps, values, errors, capsize=2, label=f"{number}  {name}" if many else name, **look)
             ends[number] = steps[-1], values[-1]
         ticks = sorted({k for points in curves.values() for k in points})
@@ -127,10 +127,10 @@ def frontier(title: str, models: Mapping[str, Sequence[Point]], goal: tuple[floa
     """Perplexity over entropy, one curve a model, its ends with their temperatures, and real text as a star."""
     with rc_context(STYLE):
         figure = Figure(figsize=(4.2, 3.1 + 0.19 * (len(models) + 1)), layout="constrained")
-        axis, shown = figure.subplots(), looks(models)
+        axis, styles = figure.subplots(), looks(models)
         for name, points in models.items():
             _, entropy, perplexity = zip(*points, strict=True)
-            axis.plot(entropy, perplexity, label=name, **shown[name])
+            axis.plot(entropy, perplexity, label=name, **styles[name])
             for temperature, x, y in dict.fromkeys((points[0], points[-1])):
                 axis.annotate(f"{temperature:g}", (x, y), textcoords="offset points", xytext=(4, 3), fontsize=7)
         if goal is not None:

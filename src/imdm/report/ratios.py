@@ -78,12 +78,12 @@ def interval(values: torch.Tensor, errors: torch.Tensor, shared: torch.Tensor | 
     each value of errors that all have in common."""
     n, again = len(values), torch.arange(REPLICATES)[:, None]
     place = torch.arange(n)
-    drawn = (uniform(as_key(0), Purpose.BOOTSTRAP, place, again) * n).long()  # (r, n)
-    moved = values[drawn] + errors[drawn] * normal(as_key(1), Purpose.BOOTSTRAP, place, again, 1)[..., 0]
+    draws = (uniform(as_key(0), Purpose.BOOTSTRAP, place, again) * n).long()  # (r, n)
+    moved = values[draws] + errors[draws] * normal(as_key(1), Purpose.BOOTSTRAP, place, again, 1)[..., 0]
     means = moved.mean(1)
     if shared is not None:
         common = normal(as_key(2), Purpose.BOOTSTRAP, 0, again[:, 0], shared.shape[1])  # (r, k)
-        means = means + (shared[drawn].mean(1) * common).sum(1)
+        means = means + (shared[draws].mean(1) * common).sum(1)
     low, high = means.quantile(torch.tensor([(1 - INTERVAL) / 2, (1 + INTERVAL) / 2], dtype=torch.float64))
     return float(low), float(high)
 

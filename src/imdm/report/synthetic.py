@@ -152,8 +152,8 @@ def table_2(models: Mapping[str, MaskedDiffusionLM], candidates: int = 1000) -> 
             ours = law[picks[noise].nonzero()[0, 0]] if picks[noise].any() else None
         else:
             ours = zero_probability(models["mdm"], _masked(1))[0]
-        shown = "none found" if ours is None else " / ".join(f"{p:.1%}" for p in ours.tolist())
-        table.rows.append((model_name(name, models[name.lower()].mask.name), noise, " / ".join(theirs), shown))
+        cell = "none found" if ours is None else " / ".join(f"{p:.1%}" for p in ours.tolist())
+        table.rows.append((model_name(name, models[name.lower()].mask.name), noise, " / ".join(theirs), cell))
     return table
 
 

@@ -80,10 +80,10 @@ class Table:
 def _row(cells: Sequence[str]) -> str:
     """The first cell names the row, or, if it is the only one, the rows below. Brackets after a number, and errors, are
     never broken."""
-    shown = [ASIDE.sub(r"<small>\1</small>", escape(cell)).replace("± ", "±&nbsp;") for cell in cells]
+    parts = [ASIDE.sub(r"<small>\1</small>", escape(cell)).replace("± ", "±&nbsp;") for cell in cells]
     if len(cells) > 2 and not any(cells[1:]):
-        return f"<th scope=rowgroup colspan={len(cells)}>{shown[0]}</th>"
-    return f"<th scope=row>{shown[0]}</th>" + "".join(f"<td>{cell}</td>" for cell in shown[1:])
+        return f"<th scope=rowgroup colspan={len(cells)}>{parts[0]}</th>"
+    return f"<th scope=row>{parts[0]}</th>" + "".join(f"<td>{cell}</td>" for cell in parts[1:])
 
 
 def _is_words(cell: str) -> bool:
@@ -144,10 +144,10 @@ def all_results(rows: list[Row]) -> Table:
     columns = [name for name in (cells[0] if cells else {}) if name != "settings" or needed]
     always = ("metric", "value", "steps", "n")
     same = [name for name in columns if name not in always and len({row[name] for row in cells}) == 1]
-    shown = tuple(name for name in columns if name not in same)
+    varying = tuple(name for name in columns if name not in same)
     common = [name for name in same if name != "settings" and cells[0][name] != USUAL.get(name)]
     note = "In all rows: " + ", ".join(f"{name} {cells[0][name] or '–'}" for name in common) if common else ""
-    return Table("All figures", shown, [tuple(row[name] for name in shown) for row in cells], note)
+    return Table("All figures", varying, [tuple(row[name] for name in varying) for row in cells], note)
 
 
 def table_by_steps(title: str, cells: Mapping[str, Mapping[int, str]], note: str = "", missing: str = "") -> Table:

@@ -78,8 +78,8 @@ def quality_by(rows: list[Row], judge: str | None, number: int, own: set[str]) -
 
 
 def _picture(name: str, title: str, lines: plots.Measured) -> Picture:
-    drawn = plots.over_steps(title, lines, log=title == CURVES["gen_ppl"])
-    return Picture(name, plots.svg(drawn), f"{title[0].upper()}{title[1:]} over the number of steps. {READ[title]}")
+    plot = plots.over_steps(title, lines, log=title == CURVES["gen_ppl"])
+    return Picture(name, plots.svg(plot), f"{title[0].upper()}{title[1:]} over the number of steps. {READ[title]}")
 
 
 def _tables(rows: list[Row], number: int) -> list[Part]:
@@ -228,8 +228,8 @@ def frontier(results: Results) -> list[Section]:
         panel = _panel([row for row in rows if (row.steps, row.first) == (steps, first)])
         if any(len(points) > 1 for points in panel.values()):
             title, goal = steps_in_words(steps) + first_in_words(first), goals.get(first)
-            drawn = plots.svg(plots.frontier(title, panel, goal))
-            pictures.append(Picture(f"frontier-{len(pictures) + 1}", drawn, f"Perplexity over entropy in {title}"))
+            plot = plots.svg(plots.frontier(title, panel, goal))
+            pictures.append(Picture(f"frontier-{len(pictures) + 1}", plot, f"Perplexity over entropy in {title}"))
             has_goal = has_goal or goal is not None
     if not pictures:
         return []
@@ -310,12 +310,12 @@ def paper_beside(results: Results) -> list[Section]:
             for metric in measured
             for name, points in curves(results.main, metric).items()
         }
-        shown = Table(f"Table {table.number}. {table.caption}", (*table.columns, *(f"ours: {name}" for name in ours)))
+        beside = Table(f"Table {table.number}. {table.caption}", (*table.columns, *(f"ours: {name}" for name in ours)))
         for cells in table.rows:
             mine = [f"{p[int(cells[0])][0]:.2f}" if int(cells[0]) in p else "–" for p in ours.values()]
-            shown.rows.append((*cells, *mine))
+            beside.rows.append((*cells, *mine))
         if ours:
-            parts.append(shown)
+            parts.append(beside)
     return [Section("The paper's figures, and ours", "", parts)] if parts else []
 
 
