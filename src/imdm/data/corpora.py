@@ -177,7 +177,7 @@ class Corpus:
 
     def identity(self) -> list[Any]:
         """What identifies the corpus, without reading all of it."""
-        names = [[p.name, p.stat().st_size, _ends(p)] for p in self.files()] if self.is_local else []
+        names = [[p.name, p.stat().st_size, _hash_of_ends(p)] for p in self.files()] if self.is_local else []
         joined = [] if self.join is None else [self.join, self.join_by]
         return [self.source if not names else "", self.split, self.field, self.hold_out, names, *joined]
 
@@ -309,17 +309,17 @@ def _parquet_texts(file: Any, column: str, path: Path) -> Iterator[Any]:
         try:
             yield from batch.column(0).to_pylist()
         except UnicodeDecodeError:
-            yield from (_value(value) for value in batch.column(0))
+            yield from (_as_python(value) for value in batch.column(0))
 
 
-def _value(value: Any) -> Any:
+def _as_python(value: Any) -> Any:
     try:
         return value.as_py()
     except UnicodeDecodeError:
         return b""
 
 
-def _ends(path: Path) -> str:
+def _hash_of_ends(path: Path) -> str:
     """A hash of a file's first and last megabyte, which distinguishes most files of one size without reading all."""
     with open(path, "rb") as file:
         first = file.read(END)

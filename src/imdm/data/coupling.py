@@ -163,7 +163,7 @@ def shard_path(folder: Path, index: int) -> Path:
     return folder / f"pairs-{index:05d}.safetensors"
 
 
-def _place(manifest: Manifest, index: int) -> dict[str, str]:
+def _shard_metadata(manifest: Manifest, index: int) -> dict[str, str]:
     """Metadata of a shard: the manifest and index it belongs to."""
     return {"manifest": manifest.digest(), "shard": str(index)}
 
@@ -171,10 +171,10 @@ def _place(manifest: Manifest, index: int) -> dict[str, str]:
 def _belongs(folder: Path, index: int, manifest: Manifest) -> bool:
     """Whether a shard was made under this manifest, with this index."""
     metadata = read_metadata(shard_path(folder, index), "coupling")
-    return _place(manifest, index).items() <= metadata.items()
+    return _shard_metadata(manifest, index).items() <= metadata.items()
 
 
-def _made_for(folder: Path, index: int, manifest: Manifest) -> bool:
+def _has_shard(folder: Path, index: int, manifest: Manifest) -> bool:
     """Whether a shard exists, is whole and belongs here; any other is made again."""
     try:
         check_tensors(shard_path(folder, index), "coupling")
@@ -206,7 +206,7 @@ def couple(
     `source` is the data to perturb; None with `start: prior`.
     """
     folder = as_path(out, "out")
-    _check_inputs(teacher, source, config)
+    _check_can_couple(teacher, source, config)
     check_seed(seed)
     check_whole("world", world)
     check_whole("rank", rank, 0, world - 1)
@@ -226,19 +226,19 @@ def couple(
         for index in range(rank, manifest.shards, world):
             first = index * manifest.shard
             pairs = torch.arange(first, min(first + manifest.shard, manifest.pairs))
-            if not _made_for(folder, index, manifest):
+            if not _has_shard(folder, index, manifest):
                 report = None if on_progress is None else (lambda n, d=done: on_progress(d + n))
                 x = source.rows(order(pairs))["tokens"] if source and order else None
-                columns = _make(writer, x, pairs, config, seed, report)
+                columns = _make_pairs(writer, x, pairs, config, seed, report)
                 tensors = {name: c.contiguous() for name, c in columns.items()}
-                write_tensors(shard_path(folder, index), tensors, _place(manifest, index))
+                write_tensors(shard_path(folder, index), tensors, _shard_metadata(manifest, index))
             done += len(pairs)
             if on_progress is not None:
                 on_progress(done)
     return manifest
 
 
-def _check_inputs(teacher: MaskedDiffusionLM, source: Source | None, config: CoupleConfig) -> None:
+def _check_can_couple(teacher: MaskedDiffusionLM, source: Source | None, config: CoupleConfig) -> None:
     """Refuse what no pairs can be made from."""
     check_is("teacher", teacher, Network, "a model")
     check_is("config", config, CoupleConfig, "a CoupleConfig")
@@ -284,7 +284,7 @@ def _refuse_other(folder: Path, manifest: Manifest) -> None:
             )
 
 
-def _make(
+def _make_pairs(
     teacher: MaskedDiffusionLM,
     x: Tensor | None,
     pairs: Tensor,

@@ -107,7 +107,7 @@ class _Worker:
     def __init__(self, description: str, threads: int) -> None:
         spawned = get_context("spawn")
         self.link, theirs = spawned.Pipe()
-        self.process = spawned.Process(target=_work, args=(description, threads, theirs))
+        self.process = spawned.Process(target=_run_worker, args=(description, threads, theirs))
         self.process.start()
         theirs.close()  # so that the link breaks with the process
 
@@ -160,7 +160,7 @@ def _by_processes(parts: Iterable[Chunk], backend: Any, processes: int) -> Itera
                 worker.process.join()
 
 
-def _work(description: str, threads: int, link: Any) -> None:
+def _run_worker(description: str, threads: int, link: Any) -> None:
     """A worker process. It reads ahead, so that neither it nor the one that sends waits for the other to read."""
     os.environ |= {"RAYON_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "true" if threads > 1 else "false"}
     from tokenizers import Tokenizer
@@ -169,10 +169,10 @@ def _work(description: str, threads: int, link: Any) -> None:
     threading.Thread(target=_receive, args=(link, sent), daemon=True).start()
     with suppress(OSError):  # nobody reads any more
         while True:
-            link.send(_result(sent.get(), backend))
+            link.send(_ids_or_error(sent.get(), backend))
 
 
-def _result(chunk: Chunk, backend: Any) -> Encoded | Exception:
+def _ids_or_error(chunk: Chunk, backend: Any) -> Encoded | Exception:
     try:
         return _encode(chunk, backend)
     except Exception as error:

@@ -154,7 +154,7 @@ def prepare(
         raise UserError(f"prepared text {str(folder)!r} is finished; for other standard input choose another folder")
     tell = on_note or (lambda text: None)
     if manifest.finished:
-        manifest = _mended(folder, manifest, tokenizer)
+        manifest = _mend_tokenizer(folder, manifest, tokenizer)
         PreparedSource(folder)  # refuses damaged rows
         remove_parts(folder)
         tell("finished before")
@@ -219,7 +219,8 @@ def prepare_part(
     with working_in(place), _nothing_left_of(place, chunk_file(place, 0)):
         if part.files:
             tell(f"resuming after {part.whole.counts.documents:,} documents")
-        part = part.model_copy(update={"whole": part.whole.model_copy(update={"files": _saved(tokenizer, place)})})
+        whole = part.whole.model_copy(update={"files": _save_tokenizer(tokenizer, place)})
+        part = part.model_copy(update={"whole": whole})
         return write_part(place, part, corpus, tokenizer.backend_tokenizer, processes, on_progress)
 
 
@@ -242,7 +243,7 @@ def _begin(corpus: Corpus, config: PrepareConfig, folder: Path, tokenizer: Any, 
     if config.tokenizer is not None and folder.resolve() == Path(config.tokenizer).resolve():
         raise UserError(f"{str(folder)!r} is the tokenizer's own folder; choose another one for the rows")
     corpus.check()
-    tokenizer = tokenizer if tokenizer is not None else _tokenizer(corpus, config, folder)
+    tokenizer = tokenizer if tokenizer is not None else _tokenizer_for(corpus, config, folder)
     special = special_ids(tokenizer)
     return tokenizer, Prepared(
         source=corpus.source,
@@ -261,17 +262,17 @@ def _begin(corpus: Corpus, config: PrepareConfig, folder: Path, tokenizer: Any, 
     )
 
 
-def _mended(folder: Path, manifest: Prepared, tokenizer: Any) -> Prepared:
+def _mend_tokenizer(folder: Path, manifest: Prepared, tokenizer: Any) -> Prepared:
     """Write the tokenizer's files again if they are damaged; the given tokenizer is the same."""
     if all((folder / name).is_file() and digest_file(folder / name) == digest for name, digest in manifest.files):
         return manifest
     with working_in(folder):
-        manifest = manifest.model_copy(update={"files": _saved(tokenizer, folder)})
+        manifest = manifest.model_copy(update={"files": _save_tokenizer(tokenizer, folder)})
         write_recorded(folder / "manifest.json", manifest.model_dump(mode="json"))
     return manifest
 
 
-def _saved(tokenizer: Any, folder: Path) -> tuple[tuple[str, str], ...]:
+def _save_tokenizer(tokenizer: Any, folder: Path) -> tuple[tuple[str, str], ...]:
     """The tokenizer's files, written, with their digests."""
     return tuple((file.name, digest_file(file)) for file in save_tokenizer(tokenizer, folder))
 
@@ -285,7 +286,7 @@ def _pack(
     on_progress: Report | None,
 ) -> Prepared:
     """Make the missing shards of a folder. The tokenizer is written before the manifest that names it."""
-    manifest = manifest.model_copy(update={"files": _saved(tokenizer, folder)})
+    manifest = manifest.model_copy(update={"files": _save_tokenizer(tokenizer, folder)})
     write_recorded(folder / "manifest.json", manifest.model_dump(mode="json"))
     packer = Packer(manifest, np.array(manifest.carry, np.int64))
     counts, waiting, tokens = manifest.counts, list[np.ndarray](), 0
@@ -303,9 +304,9 @@ def _pack(
         if on_progress is not None:
             on_progress(counts)
         if _is_shard(tokens, some.end):
-            manifest, waiting, tokens = _write(folder, manifest, waiting, counts, packer), [], 0
+            manifest, waiting, tokens = _write_shard(folder, manifest, waiting, counts, packer), [], 0
     if tokens:
-        manifest = _write(folder, manifest, waiting, counts, packer)
+        manifest = _write_shard(folder, manifest, waiting, counts, packer)
     if not manifest.shards:
         if manifest.packing == "whole":
             raise TooLittleError(f"corpus {manifest.source!r}: no document fits into a row of {manifest.length} tokens")
@@ -322,7 +323,7 @@ def _is_shard(tokens: int, documents: int) -> bool:
     return tokens >= SHARD_TOKENS and (documents % encoding.AT_ONCE == 0 or tokens >= 2 * SHARD_TOKENS)
 
 
-def _tokenizer(corpus: Corpus, config: PrepareConfig, folder: Path) -> Any:
+def _tokenizer_for(corpus: Corpus, config: PrepareConfig, folder: Path) -> Any:
     check_choice(config.tokenizer, config.train_bpe)
     if config.tokenizer is not None:
         return load_tokenizer(config.tokenizer)
@@ -353,7 +354,7 @@ def _resume(folder: Path, fresh: Prepared) -> Prepared:
     return there
 
 
-def _write(folder: Path, manifest: Prepared, rows: list[np.ndarray], counts: Counts, packer: Packer) -> Prepared:
+def _write_shard(folder: Path, manifest: Prepared, rows: list[np.ndarray], counts: Counts, packer: Packer) -> Prepared:
     """Write one more shard, then a manifest that lists it: a crash in between loses only that shard."""
     tokens = np.concatenate(rows)
     index = len(manifest.shards)

@@ -106,15 +106,17 @@ def shared_grams(tokens: Tensor, lengths: Tensor | None = None) -> Measurement:
     if n == 1:
         return Measurement(0.0, float("nan"), 1)
     width = within.sum(1).clip(min=1)
+    # A sparse matrix of samples by distinct 4-grams, one entry for each 4-gram that a sample has at all: its row is
+    # `sample`, its column `gram`, its value `often`. Then whether a 4-gram is shared is a count of its column's entries.
     distinct, place = np.unique(mine, return_inverse=True)
-    pairs = np.arange(n)[:, None] * len(distinct) + place.reshape(mine.shape)
-    own, often = np.unique(pairs[within], return_counts=True)
-    sample, gram = np.divmod(
-        own, len(distinct)
-    )  # each pair of a sample and a 4-gram of its, which it has `often` times
+    entry = np.arange(n)[:, None] * len(distinct) + place.reshape(mine.shape)
+    entries, often = np.unique(entry[within], return_counts=True)
+    sample, gram = np.divmod(entries, len(distinct))
     holders, sum_of = np.bincount(gram), np.bincount(gram, weights=sample)
     share = np.bincount(sample, weights=often * (holders[gram] > 1), minlength=n) / width
-    # Leaving a sample out, what it shared with only one other is no longer shared.
+    # The jackknife leaves each sample out in turn. That changes the share of another sample only by the 4-grams that
+    # these two alone have, so it is enough to book them as lost under the other holder: of two holders, it is the sum of
+    # their numbers less the one at hand.
     two = holders[gram] == 2
     other = (sum_of[gram] - sample)[two].astype(np.int64)
     lost = np.bincount(other, weights=often[two] / width[sample[two]], minlength=n)

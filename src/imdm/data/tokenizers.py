@@ -64,7 +64,8 @@ def load_tokenizer(name: str | Path) -> Any:
 
     register()
     folder = Path(name)
-    kind, own = _said(folder, "config.json", "model_type"), _said(folder, "tokenizer_config.json", "tokenizer_class")
+    kind = _config_field(folder, "config.json", "model_type")
+    own = _config_field(folder, "tokenizer_config.json", "tokenizer_class")
     try:
         if (folder / "tokenizer.json").exists():  # whatever config.json is beside it
             tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(str(name))
@@ -143,7 +144,7 @@ def load_plain_tokenizer(folder: Path) -> PlainTokenizer | None:
     return PlainTokenizer(backend, names)
 
 
-def _said(folder: Path, name: str, field: str) -> str:
+def _config_field(folder: Path, name: str, field: str) -> str:
     """A field of a configuration in a folder; empty if it is not there."""
     try:
         config = read_json(folder / name, name) if (folder / name).is_file() else {}

@@ -240,16 +240,16 @@ class Evaluation:
         check_is("subject", subject, Subject, "a Subject")
         self.subject = subject
         self.hashes = {} if hashes is None else hashes
-        self._made: dict[str, Any] = {}
+        self._cache: dict[str, Any] = {}
 
     def once(self, what: str, make: Callable[[], T]) -> T:
-        if what not in self._made:
-            self._made[what] = make()
-        return self._made[what]
+        if what not in self._cache:
+            self._cache[what] = make()
+        return self._cache[what]
 
     def has(self, what: str) -> bool:
         """Whether `once` has made this."""
-        return what in self._made
+        return what in self._cache
 
     def hash_of(self, model: MaskedDiffusionLM) -> str:
         """A model's fingerprint."""

@@ -90,7 +90,7 @@ def enumerated(size: int, n: int, noisy: bool) -> bool:
     return not noisy and size <= most and (size <= always or (1 << size) - 1 <= n)
 
 
-def drawn(request: LikelihoodRequest, n: int, seed: int, noisy: bool) -> _Draws:
+def mask_draws(request: LikelihoodRequest, n: int, seed: int, noisy: bool) -> _Draws:
     """n draws, the i-th with k in the i-th of n equal parts of 1…l; or all subsets (`enumerated`)."""
     size, key = request.size, request.key(seed)
     if enumerated(size, n, noisy):
@@ -114,21 +114,23 @@ def bounds(
     check_whole("batch_size", batch_size)
     noisy = model.process.noisy
     many_draws = [(1 << one.size) - 1 if enumerated(one.size, n, noisy) else n for one in requests]
-    for some in _alike(requests, many_draws, batch_size):
-        draws = [drawn(requests[i], n, seed, noisy) for i in some]
+    for some in _batches_of_one_length(requests, many_draws, batch_size):
+        draws = [mask_draws(requests[i], n, seed, noisy) for i in some]
         rows = torch.cat(
-            [_masked(requests[i], d.masked, model.process.mask_id) for i, d in zip(some, draws, strict=True)]
+            [_masked_rows(requests[i], d.masked, model.process.mask_id) for i, d in zip(some, draws, strict=True)]
         )
         many = torch.tensor([len(d.keys) for d in draws])
         whole = torch.tensor([requests[i].row for i in some]).repeat_interleave(many, 0)
         keys = torch.cat([d.keys for d in draws])
         parts = zip(*(values.split(batch_size) for values in (rows, whole, keys)), strict=True)
-        sums = torch.cat([_sums(model, *(values.to(model.device) for values in part)) for part in parts])
+        sums = torch.cat([_log_p_sums(model, *(values.to(model.device) for values in part)) for part in parts])
         for i, d, one in zip(some, draws, sums.split(many.tolist()), strict=True):
             yield i, d.bound(one)
 
 
-def _alike(requests: Sequence[LikelihoodRequest], cost: Sequence[int], most: int) -> Iterator[list[int]]:
+def _batches_of_one_length(
+    requests: Sequence[LikelihoodRequest], cost: Sequence[int], most: int
+) -> Iterator[list[int]]:
     """Batches of indices of rows of one length whose costs sum to at most `most`, or of one that costs more; requests
     without positions are skipped."""
     some, spent = list[int](), 0
@@ -142,22 +144,22 @@ def _alike(requests: Sequence[LikelihoodRequest], cost: Sequence[int], most: int
         yield some
 
 
-def _masked(request: LikelihoodRequest, masked: Tensor, mask_id: int) -> Tensor:
+def _masked_rows(request: LikelihoodRequest, masked: Tensor, mask_id: int) -> Tensor:
     """The row (L,) with masks where masked (m, l) is True: (m, L)."""
     rows = torch.tensor(request.row).repeat(len(masked), 1)
     rows[:, request.first : request.last] = rows[:, request.first : request.last].masked_fill(masked, mask_id)
     return rows
 
 
-def _sums(model: Network, tokens: Tensor, whole: Tensor, keys: Tensor) -> Tensor:
+def _log_p_sums(model: Network, tokens: Tensor, whole: Tensor, keys: Tensor) -> Tensor:
     """Σ log x_θ of the tokens of `whole` (B, L) that are masked in `tokens` (B, L): (B,), in float64 and on the CPU."""
-    state = _state(model.process, tokens, keys)
+    state = _noised(model.process, tokens, keys)
     rows = Rows.where(state.masked & (whole != model.process.mask_id))
     log_p = model(state, rows=rows, reduce=Chosen(rows.of(whole)))
     return torch.zeros(len(tokens), dtype=torch.float64).index_add(0, rows.sequence.cpu(), log_p.double().cpu())
 
 
-def _state(process: Process, tokens: Tensor, keys: Tensor) -> Noised:
+def _noised(process: Process, tokens: Tensor, keys: Tensor) -> Noised:
     """The time is arbitrary: it is no input of the network."""
     return process.noised(tokens, torch.ones(len(tokens), device=tokens.device), keys)
 
@@ -169,15 +171,15 @@ def greedy(
     """Whether greedy unmasking gives the wanted tokens, by index: one position an evaluation, the one with the highest
     probability, until a token differs or all are revealed. Noise depends on the row, and is kept while a position is
     masked."""
-    for some in _alike(requests, [1] * len(requests), batch_size):
+    for some in _batches_of_one_length(requests, [1] * len(requests), batch_size):
         whole = torch.tensor([requests[i].row for i in some], device=model.device)
         place = torch.arange(whole.shape[1], device=model.device)
-        first, last = (torch.tensor(ends, device=model.device)[:, None] for ends in _ends(requests, some))
+        first, last = (torch.tensor(ends, device=model.device)[:, None] for ends in _first_and_last(requests, some))
         inside = (place >= first) & (place < last)
         keys = torch.stack([requests[i].key(seed) for i in some]).to(model.device)
         tokens = whole.masked_fill(inside, model.process.mask_id)
         while True:
-            state = _state(model.process, tokens, keys)
+            state = _noised(model.process, tokens, keys)
             tokens = state.tokens
             open_ = state.masked & inside
             right = ((tokens == whole) | open_ | ~inside).all(1)
@@ -188,7 +190,7 @@ def greedy(
         yield from zip(some, right.tolist(), strict=True)
 
 
-def _ends(requests: Sequence[LikelihoodRequest], some: list[int]) -> tuple[list[int], list[int]]:
+def _first_and_last(requests: Sequence[LikelihoodRequest], some: list[int]) -> tuple[list[int], list[int]]:
     return [requests[i].first for i in some], [requests[i].last for i in some]
 
 

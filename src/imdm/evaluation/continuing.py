@@ -30,7 +30,8 @@ def judge_continuations(judge: Judge, prompts: list[str], counts: Sequence[int],
     begun = [ids[-(judge.context - count) :] for ids, count in zip(begun, counts, strict=True)]
     texts: dict[int, str] = {}
     for some in _batches(judge, [len(ids) for ids in begun], counts):
-        draws = _draw(judge, [begun[number] for number in some], max(counts[number] for number in some), keys[some])
+        most = max(counts[number] for number in some)
+        draws = _draw_tokens(judge, [begun[number] for number in some], most, keys[some])
         for number, tokens in zip(some, draws.tolist(), strict=True):
             texts[number] = _added(judge, begun[number], tokens[: counts[number]])
     return [texts[number] for number in range(len(prompts))]
@@ -51,9 +52,9 @@ def _batches(judge: Judge, sizes: Sequence[int], counts: Sequence[int]) -> list[
     return batches
 
 
-def _draw(judge: Judge, texts: list[list[int]], most: int, keys: Tensor) -> Tensor:
+def _draw_tokens(judge: Judge, texts: list[list[int]], most: int, keys: Tensor) -> Tensor:
     """The next tokens of each text: (b, most). Draw k of a text depends on its key and k alone."""
-    read_on = _anew(judge, texts) if isinstance(judge.model, LeftToRight) else _remembering(judge, texts)
+    read_on = _without_cache(judge, texts) if isinstance(judge.model, LeftToRight) else _with_cache(judge, texts)
     tokens: list[Tensor] = []
     for place in range(most):
         logits = read_on(tokens[-1] if tokens else None).double().cpu()
@@ -64,7 +65,7 @@ def _draw(judge: Judge, texts: list[list[int]], most: int, keys: Tensor) -> Tens
     return torch.stack(tokens, 1)
 
 
-def _anew(judge: Judge, texts: list[list[int]]) -> ReadOn:
+def _without_cache(judge: Judge, texts: list[list[int]]) -> ReadOn:
     """Without a cache: the whole text is processed for each token."""
     texts = [list(ids) for ids in texts]
 
@@ -79,7 +80,7 @@ def _anew(judge: Judge, texts: list[list[int]]) -> ReadOn:
     return read_on
 
 
-def _remembering(judge: Judge, texts: list[list[int]]) -> ReadOn:
+def _with_cache(judge: Judge, texts: list[list[int]]) -> ReadOn:
     """With the key-value cache of a model of `transformers`; texts are padded on the left."""
     ids, real = judge.padded([Window(number, ids[::-1], 0) for number, ids in enumerate(texts)])
     ids, real, cache = ids.flip(1), real.flip(1), None

@@ -73,13 +73,14 @@ def filled(evaluation: Evaluation) -> Tensor:
 @metric("infill_ppl", judge=True, reads=("documents",), counted=None, cut=False)
 def infill_perplexity(evaluation: Evaluation) -> Measurement:
     """The judge's perplexity of whole texts whose middle third the model generated. n: texts."""
-    return replace(_read(evaluation, filled(evaluation)), evaluations=average_evaluations(filling(evaluation)))
+    measurement = _judge_perplexity(evaluation, filled(evaluation))
+    return replace(measurement, evaluations=average_evaluations(filling(evaluation)))
 
 
 @metric("infill_real_ppl", judge=True, reads=("documents",), samples=False, steps=False, cut=False)
-def real_perplexity(evaluation: Evaluation) -> Measurement:
+def infill_real_perplexity(evaluation: Evaluation) -> Measurement:
     """The same for the original texts."""
-    return _read(evaluation, gaps(evaluation).rows)
+    return _judge_perplexity(evaluation, gaps(evaluation).rows)
 
 
 @metric("infill_continued_ppl", judge=True, reads=("documents",), samples=False, steps=False, cut=False)
@@ -87,7 +88,8 @@ def continued_perplexity(evaluation: Evaluation) -> Measurement:
     """The same with a middle that the judge itself generated after the beginning, without seeing the end: as many of
     its tokens as the middle had, drawn one by one at temperature 1; then the given end."""
     judge, here, subject = judge_of(evaluation), gaps(evaluation), evaluation.subject
-    ended, pieces = have_ended(evaluation, here.rows), [_cut(evaluation, here, i) for i in range(len(here.rows))]
+    ended = have_ended(evaluation, here.rows)
+    pieces = [_three_pieces(evaluation, here, i) for i in range(len(here.rows))]
     keys = fold(as_key(subject.seed), Purpose.SAMPLE, torch.arange(len(pieces)))
 
     def score(some: list[int]) -> Score:
@@ -112,12 +114,12 @@ def given_tokens_kept(evaluation: Evaluation) -> Measurement:
     return replace(mean(share), split=evaluation.subject.split, evaluations=average_evaluations(filling(evaluation)))
 
 
-def _read(evaluation: Evaluation, rows: Tensor) -> Measurement:
+def _judge_perplexity(evaluation: Evaluation, rows: Tensor) -> Measurement:
     measurement = perplexity(evaluation, evaluation.decode(rows), ended=have_ended(evaluation, rows))
     return replace(measurement, split=evaluation.subject.split)
 
 
-def _cut(evaluation: Evaluation, here: Gaps, i: int) -> tuple[str, str, str]:
+def _three_pieces(evaluation: Evaluation, here: Gaps, i: int) -> tuple[str, str, str]:
     """Beginning, middle and end of a text, which concatenate to the whole: decoded alone, a piece may lose its first
     space. Where a part is decoded differently from the whole (half a character, a space before punctuation), the cut
     moves to the next token where it is not."""

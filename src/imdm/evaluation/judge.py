@@ -116,7 +116,7 @@ class Judge:
         windows.sort(key=lambda window: len(window.ids))  # for little padding
         for first in range(0, len(windows), self.batch_size):
             some = windows[first : first + self.batch_size]
-            for window, (loss, tokens) in zip(some, self._read(some), strict=True):
+            for window, (loss, tokens) in zip(some, self._losses(some), strict=True):
                 nll[window.text] += loss
                 count[window.text] += tokens
         return Score(nll, count)
@@ -155,7 +155,7 @@ class Judge:
             real[row, : len(window.ids)] = 1
         return ids.to(device), real.to(device)
 
-    def _read(self, windows: list[Window]) -> list[tuple[float, int]]:
+    def _losses(self, windows: list[Window]) -> list[tuple[float, int]]:
         end, (ids, real) = self.tokenizer.eos_token_id, self.padded(windows)
         skips = torch.tensor([window.known for window in windows], device=ids.device)
         counted = (real == 1) & (torch.arange(ids.shape[1], device=ids.device) >= skips[:, None])

@@ -38,7 +38,7 @@ def validation_perplexity(evaluation: Evaluation) -> Measurement:
 
 def _bound(evaluation: Evaluation) -> Measurement:
     """The NELBO in nats a token, computed once for both metrics."""
-    terms = evaluation.once("nelbo", lambda: _measure(evaluation))  # (n,), in nats a position of the row
+    terms = evaluation.once("nelbo", lambda: _row_terms(evaluation))  # (n,), in nats a position of the row
     data = evaluation.source("data")
     _, size = evaluation.sized(data.rows(torch.arange(len(terms)))["tokens"])
     if size is not None:
@@ -48,7 +48,7 @@ def _bound(evaluation: Evaluation) -> Measurement:
 
 
 @torch.no_grad()
-def _read(model: MaskedDiffusionLM, x: Tensor) -> Tensor:
+def _exact_losses(model: MaskedDiffusionLM, x: Tensor) -> Tensor:
     """−log p of each row under an autoregressive model, in nats a position: (b,). Exact, no bound; the first token is
     given."""
     log_p = next_log_probs(model, x)
@@ -57,7 +57,7 @@ def _read(model: MaskedDiffusionLM, x: Tensor) -> Tensor:
     return -log_p.sum(1) / x.shape[1]
 
 
-def _measure(evaluation: Evaluation) -> Tensor:
+def _row_terms(evaluation: Evaluation) -> Tensor:
     subject, data = evaluation.subject, evaluation.source("data")
     model = subject.model
     n = min(subject.samples, len(data))  # each row is used once
@@ -67,7 +67,7 @@ def _measure(evaluation: Evaluation) -> Tensor:
         for some in part.split(subject.batch_size):
             x = data.rows(some)["tokens"].to(model.device)
             if model.causal:
-                values.append(_read(model, x))
+                values.append(_exact_losses(model, x))
                 continue
             step = Step(subject.seed, 0, some.to(model.device), n)
             state = model.process.corrupt(x, step.times(), step.keys())

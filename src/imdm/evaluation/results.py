@@ -155,11 +155,13 @@ def row_settings(
         "conditional": (conditional or Conditional()).spelled if metric.prompts else None,
         "first": first if metric.cut else None,
         "matched": matched if metric.samples else None,
-        "settings": _settings(metric, samples, first, compiled, inputs or {}),
+        "settings": _settings_digest(metric, samples, first, compiled, inputs or {}),
     }
 
 
-def _settings(metric: Metric, samples: int, first: int | None, compiled: bool, inputs: Mapping[str, str]) -> str | None:
+def _settings_digest(
+    metric: Metric, samples: int, first: int | None, compiled: bool, inputs: Mapping[str, str]
+) -> str | None:
     """A digest of the settings that are in no other field of a row; None without any. The number of samples is one
     where `n` does not tell it: with `first`, n is the number of texts that are long enough."""
     settings: dict[str, Any] = dict(inputs)

@@ -60,7 +60,7 @@ def one_by_one(denoiser: Denoiser, x: Tensor, keys: Tensor) -> Tensor:
     rank = u.argsort(1, descending=True).argsort(1)  # a sampler reveals large u first
     total = torch.zeros(len(x), dtype=torch.float64, device=x.device)
     for place in range(x.shape[1]):
-        state = _shown(denoiser, x, rank < place, keys)
+        state = _partly_masked(denoiser, x, rank < place, keys)
         total += _log_p(denoiser, state, x, rank == place)
     return total
 
@@ -83,7 +83,7 @@ class Pairs:
     before (N, n, L), and the pair (N, n, L)."""
 
     chance: Tensor
-    shown: Tensor
+    visible: Tensor
     first: Tensor
     second: Tensor
 
@@ -103,8 +103,8 @@ def pairs_one_by_one(denoiser: Denoiser, x: Tensor, keys: Tensor, steps: int) ->
     """Σ over steps of p(e_ij)·log p(x^i, x^j | z_k), by the chain rule, one position after the other: (n,), float64."""
     two, total = pairs(denoiser.process, x, keys, steps), torch.zeros(len(x), dtype=torch.float64, device=x.device)
     for k in range(steps):
-        before = _log_p(denoiser, _shown(denoiser, x, two.shown[k], keys), x, two.first[k])
-        after = _log_p(denoiser, _shown(denoiser, x, two.shown[k] | two.first[k], keys), x, two.second[k])
+        before = _log_p(denoiser, _partly_masked(denoiser, x, two.visible[k], keys), x, two.first[k])
+        after = _log_p(denoiser, _partly_masked(denoiser, x, two.visible[k] | two.first[k], keys), x, two.second[k])
         total += two.chance[k] * (before + after)
     return total
 
@@ -115,7 +115,7 @@ def pairs_at_once(denoiser: Denoiser, x: Tensor, keys: Tensor, steps: int, draws
     two, total = pairs(denoiser.process, x, keys, steps), torch.zeros(len(x), dtype=torch.float64, device=x.device)
     for k in range(steps):
         both = two.first[k] | two.second[k]
-        total += two.chance[k] * _at_once(denoiser, x, two.shown[k], both, keys, k, draws)
+        total += two.chance[k] * _at_once(denoiser, x, two.visible[k], both, keys, k, draws)
     return total
 
 
@@ -129,11 +129,11 @@ def _at_once(
     log_p = []
     for part in torch.arange(len(row), device=x.device).split(max(1, TOKENS // x.shape[1])):
         r = row[part]
-        log_p.append(_log_p(denoiser, _shown(denoiser, x[r], visible[r], own[part]), x[r], where[r]))
+        log_p.append(_log_p(denoiser, _partly_masked(denoiser, x[r], visible[r], own[part]), x[r], where[r]))
     return torch.cat(log_p).view(len(x), draws).logsumexp(1) - math.log(draws)
 
 
-def _shown(denoiser: Denoiser, x: Tensor, visible: Tensor, keys: Tensor) -> Noised:
+def _partly_masked(denoiser: Denoiser, x: Tensor, visible: Tensor, keys: Tensor) -> Noised:
     if denoiser.process.lengths is not None and denoiser.process.ending is not None:
         visible = visible | denoiser.process.ending.marks(x)
     tokens = torch.where(visible, x, denoiser.process.mask_id)

@@ -16,7 +16,7 @@ from imdm.evaluation.base import Evaluation, bootstrap_weights, metric, spread
 LOW = np.uint64((1 << 24) - 1)
 NOVEL = 6  # tokens: so long that a match with the training text means copying
 REMEMBERED = 1 << 27  # tokens of a source whose n-grams are kept in memory, a gigabyte at most
-_known: dict[tuple[str, int], np.ndarray] = {}  # all n-grams of the last few sources, sorted
+_source_grams: dict[tuple[str, int], np.ndarray] = {}  # all n-grams of the last few sources, sorted
 
 
 @metric("entropy", title="entropy (nats)")
@@ -43,7 +43,7 @@ def pooled_entropy(evaluation: Evaluation) -> Measurement:
     return pooled(*evaluation.written())
 
 
-def _distinct(evaluation: Evaluation, n: int) -> Measurement:
+def _distinct_share(evaluation: Evaluation, n: int) -> Measurement:
     """The share of different n-grams among all n-grams of a sample, averaged over samples; 1 where it has none."""
     tokens, lengths = evaluation.written()
     hashes = grams(tokens.numpy(), n)
@@ -53,23 +53,23 @@ def _distinct(evaluation: Evaluation, n: int) -> Measurement:
 
 @metric("distinct_1", title="different tokens (share)")
 def distinct_1(evaluation: Evaluation) -> Measurement:
-    return _distinct(evaluation, 1)
+    return _distinct_share(evaluation, 1)
 
 
 @metric("distinct_2", title="different pairs of tokens (share)")
 def distinct_2(evaluation: Evaluation) -> Measurement:
-    return _distinct(evaluation, 2)
+    return _distinct_share(evaluation, 2)
 
 
 @metric("distinct_3", title="different triples of tokens (share)")
 def distinct_3(evaluation: Evaluation) -> Measurement:
-    return _distinct(evaluation, 3)
+    return _distinct_share(evaluation, 3)
 
 
 @metric("repetition", title="4-grams repeated in a sample (share)")
 def repetition(evaluation: Evaluation) -> Measurement:
     """The share of a sample's 4-grams that occurred earlier in it, averaged over samples."""
-    fresh = _distinct(evaluation, 4)
+    fresh = _distinct_share(evaluation, 4)
     return Measurement(1 - fresh.value, fresh.stderr, fresh.n)
 
 
@@ -163,13 +163,13 @@ def read_before(tokens: Tensor, source: Source, n: int = NOVEL, lengths: Tensor 
     n = min(n, tokens.shape[1])
     if len(source) * source.length > REMEMBERED or source.length < n:
         return found_in(tokens, _rows(source), n, lengths)
-    if (source.fingerprint, n) not in _known:
-        while len(_known) > 3:
-            del _known[next(iter(_known))]
+    if (source.fingerprint, n) not in _source_grams:
+        while len(_source_grams) > 3:
+            del _source_grams[next(iter(_source_grams))]
         every = np.concatenate([grams(rows, n).ravel() for rows in _rows(source)])
         every.sort()
-        _known[source.fingerprint, n] = every
-    theirs, mine = _known[source.fingerprint, n], grams(tokens.numpy(), n)
+        _source_grams[source.fingerprint, n] = every
+    theirs, mine = _source_grams[source.fingerprint, n], grams(tokens.numpy(), n)
     place = np.searchsorted(theirs, mine).clip(max=len(theirs) - 1)
     return shares(theirs[place] == mine, inside(mine, n, lengths))
 

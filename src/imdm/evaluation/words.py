@@ -19,7 +19,7 @@ from imdm.evaluation.base import Evaluation, metric
 
 WORD = re.compile(r"[^\W\d_]+(?:'[^\W\d_]+)*")
 AT_ONCE = 4096  # rows
-_read: dict[str, frozenset[str]] = {}  # the words of the last few sources
+_vocabularies: dict[str, frozenset[str]] = {}  # the words of the last few sources
 
 
 @metric("known_words", reads=("train",))
@@ -69,15 +69,15 @@ def known_to(evaluation: Evaluation, source: Source) -> frozenset[str]:
     """All words of a source. It is read once, some rows at a time; only the words are kept, in memory and in the user's
     cache folder (IMDM_HOME)."""
     name = digest(["whole words", WORD.pattern, source.fingerprint, tokenizer_hash(evaluation.subject.tokenizer)])
-    if name not in _read:
-        while len(_read) > 3:
-            del _read[next(iter(_read))]
+    if name not in _vocabularies:
+        while len(_vocabularies) > 3:
+            del _vocabularies[next(iter(_vocabularies))]
         file = home() / "words" / f"{name}.txt"
         with locked(file):  # other processes may compute the same
             if not file.exists():
                 write_text(file, "\n".join(sorted(_words_of(evaluation, source))))
-            _read[name] = frozenset(read_text(file, "known words").split("\n"))
-    return _read[name]
+            _vocabularies[name] = frozenset(read_text(file, "known words").split("\n"))
+    return _vocabularies[name]
 
 
 def _words_of(evaluation: Evaluation, source: Source) -> set[str]:
@@ -89,11 +89,11 @@ def _words_of(evaluation: Evaluation, source: Source) -> set[str]:
 
 def _words_of_each(evaluation: Evaluation, rows: Tensor, wrapped: bool) -> list[list[str]]:
     """The words of each row; of wrapped ones those between the first and the last."""
-    texts = [words(text) for text in _texts(evaluation, rows)]
+    texts = [words(text) for text in _plain_texts(evaluation, rows)]
     return [some[1:-1] for some in texts] if wrapped else texts
 
 
-def _texts(evaluation: Evaluation, rows: Tensor) -> list[str]:
+def _plain_texts(evaluation: Evaluation, rows: Tensor) -> list[str]:
     """Rows as text without special tokens, which divide words."""
     special = evaluation.subject.tokenizer.all_special_tokens
     divide = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")

@@ -33,9 +33,9 @@ def build_report(run: Path) -> Report:
         lead += f" Left out, as what they show was not measured with these settings: {', '.join(missing)}."
     facts = {
         "recipe": name,
-        "recipe hash": _distinct(row.recipe_hash for row in rows),
-        "seeds": _distinct(row.seed for row in rows),
-        "precision": _distinct(row.precision for row in rows),
+        "recipe hash": _values_in_words(row.recipe_hash for row in rows),
+        "seeds": _values_in_words(row.seed for row in rows),
+        "precision": _values_in_words(row.precision for row in rows),
         "page made on": f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
     }
     highlights = [one for section in body for one in section.highlights]
@@ -54,7 +54,7 @@ def _paper() -> Section:
     return Section("The paper's tables", "As printed in the paper.", paper_tables(), folded=True)
 
 
-def _distinct(values: Iterable[object]) -> str:
+def _values_in_words(values: Iterable[object]) -> str:
     return ", ".join(map(str, sorted(set(values), key=str)))
 
 

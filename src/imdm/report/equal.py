@@ -97,7 +97,7 @@ class Frontier:
         groups: dict[tuple[int, float], dict[tuple[float, float], dict[Any, Compared]]] = {}
         for one in compared(rows, metric):
             row = one.row
-            is_wanted = steps in (None, row.steps) and first in ("any", _first(row))
+            is_wanted = steps in (None, row.steps) and first in ("any", _first_tokens(row))
             if row.method == reference and row.judge == judge and row.matched is None and is_wanted:
                 cut = inf if row.first is None else row.first
                 settings = groups.setdefault((row.steps, cut), {}).setdefault((row.temperature, row.top_p), {})
@@ -154,18 +154,18 @@ def compared(rows: Sequence[Row], metric: str) -> list[Compared]:
             entropies.setdefault(row.samples_key, []).append(row)
     figures = [row for row in rows if row.metric == metric and row.samples_key in entropies]
     return [
-        Compared(row, _beside(row, entropies[row.samples_key]))
+        Compared(row, _entropy_beside(row, entropies[row.samples_key]))
         for row in figures
         if isfinite(row.value) and (row.value > 0 or metric not in LOGARITHMIC)
     ]
 
 
-def _beside(row: Row, entropies: Sequence[Row]) -> Row:
+def _entropy_beside(row: Row, entropies: Sequence[Row]) -> Row:
     """The entropy over as many samples, or else over the most."""
     return max(entropies, key=lambda entropy: (entropy.n == row.n, entropy.n))
 
 
-def _first(row: Row) -> int | Literal["all"]:
+def _first_tokens(row: Row) -> int | Literal["all"]:
     """How many tokens of each text a row is about."""
     return "all" if row.first is None else row.first
 
@@ -231,7 +231,7 @@ def equal_entropy(
         if place not in frontiers:
             theirs = [r for r in rows if r.experiment == row.experiment] if against is None else against
             how: dict[str, Any] = {"reference": reference, "steps": steps, "envelope": envelope, "least": least}
-            how["first"] = _first(row)
+            how["first"] = _first_tokens(row)
             frontiers[place] = Frontier.of(theirs, metric=metric, judge=row.judge, **how)
         frontier = frontiers[place]
         if frontier is None or (row.method, row.steps) == (reference, frontier.steps):
@@ -296,22 +296,23 @@ def _equal_entropy_table(
         f"Against {len(frontier.points)} points in {steps_in_words(frontier.steps)}, entropies "
         f"{frontier.points[0].entropy:.2f} to {frontier.points[-1].entropy:.2f}"
     )
-    note += f" ({_settings(frontier)}). 95% intervals over samples, frontier and students.{_beyond(multiples)}"
+    note += f" ({_settings_in_words(frontier)}). 95% intervals over samples, frontier and students."
+    note += _ends_in_words(multiples)
     title = "Perplexity at equal entropy" + (", against the lower envelope over top-p" if envelope else "")
-    return _table(title + first_in_words(first), multiples, note=note)
+    return _multiples_table(title + first_in_words(first), multiples, note=note)
 
 
-def _settings(frontier: Frontier) -> str:
-    cut = [f"top-p {point.top_p:g}" + _at(point) for point in frontier.points if point.top_p < 1]
+def _settings_in_words(frontier: Frontier) -> str:
+    cut = [f"top-p {point.top_p:g}" + _temperature_in_words(point) for point in frontier.points if point.top_p < 1]
     warm = [f"{point.temperature:g}" for point in frontier.points if point.top_p == 1]
     return "; ".join([*([f"temperature {', '.join(warm)}"] if warm else []), *cut])
 
 
-def _at(point: Point) -> str:
+def _temperature_in_words(point: Point) -> str:
     return "" if point.temperature == 1 else f" at temperature {point.temperature:g}"
 
 
-def _beyond(multiples: Sequence[Multiple]) -> str:
+def _ends_in_words(multiples: Sequence[Multiple]) -> str:
     ends = {one.end for one in multiples}
     note = " ↑: more varied than its last point, whose perplexity is used." if ends & {"above", "both"} else ""
     return note + (" ↓: less varied than its first, likewise." if ends & {"below", "both"} else "")
@@ -324,7 +325,8 @@ def variety_table(rows: Sequence[Row], **how: Any) -> Table | None:
     if not multiples:
         return None
     tables = {
-        metric: _table("", each, "" if metric in LOGARITHMIC else "{:+.3f}") for metric, each in multiples.items()
+        metric: _multiples_table("", each, "" if metric in LOGARITHMIC else "{:+.3f}")
+        for metric, each in multiples.items()
     }
     columns = dict.fromkeys(name for table in tables.values() for name in table.columns)
     whole = Table("Variety at equal entropy", ("metric", *sorted(columns, key=_order)), note=_VARIETY)
@@ -345,16 +347,16 @@ def _order(column: str) -> tuple[int, int]:
     return (0, 0) if column == "model" else (1, int(column.split()[0].replace(",", "")))
 
 
-def _table(title: str, multiples: Sequence[Multiple], digits: str = "", note: str = "") -> Table:
+def _multiples_table(title: str, multiples: Sequence[Multiple], digits: str = "", note: str = "") -> Table:
     places = list(dict.fromkeys((one.method, one.mask) for one in multiples))
     cells = {
-        name: {one.steps: _cell(one, digits) for one in multiples if (one.method, one.mask) == place}
+        name: {one.steps: _multiple_in_words(one, digits) for one in multiples if (one.method, one.mask) == place}
         for place, name in zip(places, distinct_names(places), strict=True)
     }
     return table_by_steps(title, cells, note)
 
 
-def _cell(one: Multiple, digits: str) -> str:
+def _multiple_in_words(one: Multiple, digits: str) -> str:
     """Ratios with digits according to their size."""
     digits = digits or "{:." + str(next((d for d, most in ((2, 10), (1, 100)) if one.value < most), 0)) + "f}"
     value, low, high = (digits.format(x) for x in (one.value, one.low, one.high))

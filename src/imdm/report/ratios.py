@@ -37,12 +37,12 @@ def ratios(rows: Sequence[Row]) -> list[Ratio]:
     """Of every mask for which there is a single one with the same method, judge, steps, seeds and sampling options, at
     temperature 1."""
     at_one, suffix = [row for row in rows if row.temperature == 1.0], option_suffix(rows)
-    ppl = {_place(row, suffix): row for row in at_one if row.metric == "gen_ppl"}
+    ppl = {_pair_key(row, suffix): row for row in at_one if row.metric == "gen_ppl"}
     entropy = {
         (method, mask, steps, seeds): row.value
         for row in at_one
         if row.metric == "entropy"
-        for method, mask, _, steps, seeds in [_place(row, suffix)]
+        for method, mask, _, steps, seeds in [_pair_key(row, suffix)]
     }
     logs: dict[tuple[str, str, str | None, int], list[tuple[float, float, float | None]]] = {}
     for (method, mask, judge, steps, seeds), row in ppl.items():
@@ -59,7 +59,7 @@ def ratios(rows: Sequence[Row]) -> list[Ratio]:
 Seeds = tuple[int | None, int | None]
 
 
-def _place(row: Row, suffix: Callable[[Row], str]) -> tuple[str, str, str | None, int, Seeds]:
+def _pair_key(row: Row, suffix: Callable[[Row], str]) -> tuple[str, str, str | None, int, Seeds]:
     return row.method + suffix(row), row.mask, row.judge, row.steps, row.seeds
 
 
@@ -101,12 +101,12 @@ def ratio_table(rows: Sequence[Row]) -> Table | None:
     )
     places = list(dict.fromkeys((ratio.method, ratio.mask) for ratio in shares))
     cells = {
-        name: {ratio.steps: _cell(ratio) for ratio in shares if (ratio.method, ratio.mask) == place}
+        name: {ratio.steps: _ratio_in_words(ratio) for ratio in shares if (ratio.method, ratio.mask) == place}
         for place, name in zip(places, distinct_names(places), strict=True)
     }
     return table_by_steps("Perplexity, as a share of the single mask's", cells, note)
 
 
-def _cell(ratio: Ratio) -> str:
+def _ratio_in_words(ratio: Ratio) -> str:
     entropy = "" if not round(ratio.entropy or 0.0, 2) else f" [{ratio.entropy:+.2f}]"
     return f"{ratio.value:.3f} ({ratio.low:.3f}–{ratio.high:.3f}){entropy}"

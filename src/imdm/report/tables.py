@@ -38,7 +38,7 @@ class Table:
         """In a frame that scrolls where the window is narrower than the table. On a phone a table that does not fit
         becomes one card a row, with column names from the style's `--c1`, `--c2`, …"""
         head = "".join(f"<th scope=col>{escape(column)}</th>" for column in self.columns)
-        body = "".join(f"<tr>{_row(row)}</tr>" for row in self.rows)
+        body = "".join(f"<tr>{_row_html(row)}</tr>" for row in self.rows)
         note = f"<p class=note>{escape(self.note)}</p>" if self.note else ""
         title = escape(self.title)
         return (
@@ -77,7 +77,7 @@ class Table:
         return table
 
 
-def _row(cells: Sequence[str]) -> str:
+def _row_html(cells: Sequence[str]) -> str:
     """The first cell names the row, or, if it is the only one, the rows below. Brackets after a number, and errors, are
     never broken."""
     parts = [ASIDE.sub(r"<small>\1</small>", escape(cell)).replace("± ", "±&nbsp;") for cell in cells]

@@ -116,7 +116,7 @@ def curves(rows: list[Row], metric: str) -> dict[str, dict[int, tuple[float, flo
     return {name: {steps: _mean(seeds) for steps, seeds in points.items()} for name, points in groups.items()}
 
 
-def _once(rows: list[Row], metric: str) -> dict[int | None, list[Row]]:
+def _one_row_a_seed(rows: list[Row], metric: str) -> dict[int | None, list[Row]]:
     """Rows of a metric that is the same for every model: one a seed, for each value of `first` (None: all of a
     text)."""
     one_a_seed = list({(row.seed, row.first): row for row in rows if row.metric == metric}.values())
@@ -139,7 +139,7 @@ def step_table(rows: list[Row]) -> Table:
     """Generative perplexity (entropy), a row a model, a column a step count, as the paper prints them."""
     ppl, entropy = (curves(rows, metric) for metric in ("gen_ppl", "entropy"))
     steps = sorted({k for points in (ppl or entropy).values() for k in points})
-    real = _once(rows, "real_ppl")
+    real = _one_row_a_seed(rows, "real_ppl")
     kind = "training" if any(row.split == "train" for some in real.values() for row in some) else "held-out"
     figures = "; ".join(
         figure(*_mean(some)) + (first_in_words(first) if len(real) > 1 else "") for first, some in real.items()
@@ -160,12 +160,12 @@ def step_table(rows: list[Row]) -> Table:
             spread = (
                 f"{entropy[name][k][0]:.2f}" if k in entropy.get(name, {}) else "–" if k in ppl.get(name, {}) else ""
             )
-            cells.append(f"{_shown(ppl[name][k][0])} ({spread})" if k in ppl.get(name, {}) else spread)
+            cells.append(f"{_perplexity_in_words(ppl[name][k][0])} ({spread})" if k in ppl.get(name, {}) else spread)
         table.rows.append((name, *((str(seeds[name]),) if counted else ()), *cells))
     return table
 
 
-def _shown(perplexity: float) -> str:
+def _perplexity_in_words(perplexity: float) -> str:
     return f"{perplexity:,.0f}" if perplexity >= 1000 else f"{perplexity:.1f}"
 
 
@@ -221,7 +221,7 @@ def frontier(results: Results) -> list[Section]:
     """Perplexity against entropy over temperatures: a model that is merely less varied moves along its own curve. Only
     if several temperatures were measured."""
     rows = read_by(results.reported, results.judges[0])
-    varied, likely = _once(rows, "real_entropy"), _once(rows, "real_ppl")
+    varied, likely = _one_row_a_seed(rows, "real_entropy"), _one_row_a_seed(rows, "real_ppl")
     goals = {first: (_mean(varied[first])[0], _mean(likely[first])[0]) for first in varied if first in likely}
     pictures, has_goal = list[Picture](), False
     for steps, first in sorted({(row.steps, row.first) for row in rows}, key=lambda place: (place[0], place[1] or 0)):

@@ -48,7 +48,7 @@ def texts(results: Results) -> list[Section]:
     parts = [Section("Written side by side", FAIR, _from_nothing(authors), aside=COLOURS)]
     prompt = _prompt(run, recipe, authors[0].writer)
     if prompt is not None:
-        few = _few(authors)
+        few = _few_steps(authors)
         words = f"{CONTINUATIONS} continuations of a held-out beginning in {steps_in_words(few)}, by each."
         parts.append(Section("The same prompt continued", words, _continued(authors, prompt, few), aside=COLOURS))
     most = max(k for author in authors for k in author.steps)
@@ -78,7 +78,7 @@ def _authors(run: Path, recipe: Recipe) -> list[Author]:
     return list(authors.values())
 
 
-def _few(authors: Sequence[Author]) -> int:
+def _few_steps(authors: Sequence[Author]) -> int:
     """The measured step count nearest to `FEW`."""
     return min((k for author in authors for k in author.steps), key=lambda k: (abs(k - FEW), k))
 
