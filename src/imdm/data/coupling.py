@@ -253,7 +253,7 @@ def _check_can_couple(teacher: MaskedDiffusionLM, source: Source | None, config:
 def _manifest(
     teacher: MaskedDiffusionLM, source: Source | None, config: CoupleConfig, length: int, seed: int
 ) -> Manifest:
-    """All that the pairs follow from."""
+    """The manifest of pairs to make: all settings that they follow from."""
     return Manifest(
         teacher=fingerprint(teacher),
         mask=teacher.mask.name,

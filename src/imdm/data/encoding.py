@@ -57,7 +57,7 @@ class Encoded:
         return cls(first, ids, lengths)
 
     def after(self, documents: int) -> Encoded:
-        """Without the first `documents` of the corpus."""
+        """This chunk without the first `documents` of the corpus."""
         skip = min(max(0, documents - self.first), len(self.lengths))
         return Encoded(self.first + skip, self.ids[int(self.lengths[:skip].sum()) :], self.lengths[skip:])
 

@@ -44,7 +44,7 @@ def mean(values: Tensor) -> Measurement:
 
 
 def sample_entropy(tokens: Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Of each row (n, L), or of its first `lengths` (n,) tokens: (n,), float64."""
+    """The entropy in nats of the tokens of each row (n, L), or of its first `lengths` (n,) tokens: (n,), float64."""
     out = torch.zeros(len(tokens), dtype=torch.float64)
     for row, values in enumerate(tokens.sort(1).values if lengths is None else tokens):
         ordered = values if lengths is None else values[: lengths[row]].sort().values
@@ -106,8 +106,8 @@ def shared_grams(tokens: Tensor, lengths: Tensor | None = None) -> Measurement:
     if n == 1:
         return Measurement(0.0, float("nan"), 1)
     width = within.sum(1).clip(min=1)
-    # A sparse matrix of samples by distinct 4-grams, one entry for each 4-gram that a sample has at all: its row is
-    # `sample`, its column `gram`, its value `often`. Then whether a 4-gram is shared is a count of its column's entries.
+    # A sparse matrix of samples by distinct 4-grams, with an entry for each 4-gram that a sample has at all: its row is
+    # `sample`, its column `gram`, its value `often`. A 4-gram is shared if its column has more than one entry.
     distinct, place = np.unique(mine, return_inverse=True)
     entry = np.arange(n)[:, None] * len(distinct) + place.reshape(mine.shape)
     entries, often = np.unique(entry[within], return_counts=True)
@@ -115,8 +115,8 @@ def shared_grams(tokens: Tensor, lengths: Tensor | None = None) -> Measurement:
     holders, sum_of = np.bincount(gram), np.bincount(gram, weights=sample)
     share = np.bincount(sample, weights=often * (holders[gram] > 1), minlength=n) / width
     # The jackknife leaves each sample out in turn. That changes the share of another sample only by the 4-grams that
-    # these two alone have, so it is enough to book them as lost under the other holder: of two holders, it is the sum of
-    # their numbers less the one at hand.
+    # these two alone have, so each entry of such a column is booked as lost under the other holder, whose number is the
+    # sum of the two less the one at hand.
     two = holders[gram] == 2
     other = (sum_of[gram] - sample)[two].astype(np.int64)
     lost = np.bincount(other, weights=often[two] / width[sample[two]], minlength=n)

@@ -135,7 +135,7 @@ class TextData(Data):
                 ) from None
 
     def vocabulary(self) -> tuple[int, int]:
-        """Of the tokenizer; if it is still to be trained, an upper bound."""
+        """(vocab_size, mask_token_id) of the tokenizer; an upper bound if it is still to be trained."""
         if self.train_bpe is not None:
             return self.train_bpe, BPE_MASK
         special = special_ids(load_tokenizer(self.tokenizer or ""))

@@ -187,7 +187,7 @@ class Subject:
         return cls(model, seed=seed, **fields, **settings)
 
     def drawn(self, **changes: Any) -> Subject:
-        """The same with other sampling options: `subject.drawn(steps=4, temperature=0.9)`."""
+        """This subject with other sampling options: `subject.drawn(steps=4, temperature=0.9)`."""
         return replace(self, how=replace(self.how, **changes))
 
     def source(self, kind: Reads) -> Source | None:
@@ -314,7 +314,7 @@ class Evaluation:
         return source
 
     def held_out(self) -> Tensor:
-        """As many rows of held-out data as there are samples, or all of them; `cut`."""
+        """Held-out rows to compare samples with: as many as there are samples, or all of them; `cut`."""
         data = self.source("data")
         return self.cut(data.rows(torch.arange(min(self.subject.samples, len(data))))["tokens"])
 

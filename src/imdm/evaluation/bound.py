@@ -46,7 +46,7 @@ class LikelihoodRequest:
         return self.last - self.first
 
     def key(self, seed: int) -> Tensor:
-        """It depends on seed, row and positions only, not on other requests in the batch."""
+        """The key of this request's draws. It depends on seed, row and positions only, not on others in the batch."""
         digest = hashlib.sha256(repr((self.row, self.first, self.last)).encode()).digest()
         return fold(as_key(seed), Purpose.DATA, *(int.from_bytes(digest[i : i + 4], "big") for i in (0, 4)))
 
@@ -91,7 +91,8 @@ def enumerated(size: int, n: int, noisy: bool) -> bool:
 
 
 def mask_draws(request: LikelihoodRequest, n: int, seed: int, noisy: bool) -> _Draws:
-    """n draws, the i-th with k in the i-th of n equal parts of 1…l; or all subsets (`enumerated`)."""
+    """Which positions are masked in each of n draws, the i-th with k in the i-th of n equal parts of 1…l; or all
+    subsets (`enumerated`)."""
     size, key = request.size, request.key(seed)
     if enumerated(size, n, noisy):
         masked = (torch.arange(1, 1 << size)[:, None] >> torch.arange(size)) % 2 == 1
@@ -108,8 +109,10 @@ def mask_draws(request: LikelihoodRequest, n: int, seed: int, noisy: bool) -> _D
 def bounds(
     model: Network, requests: Sequence[LikelihoodRequest], n: int = 128, seed: int = 0, batch_size: int = 64
 ) -> Iterator[tuple[int, Bound]]:
-    """The number and the bound of each, in another order: rows of one length are evaluated together, at most
-    `batch_size` at once. The results do not depend on other requests in the batch, up to rounding."""
+    """Bounds on the log-probabilities of requests, as (index of the request, its bound).
+
+    Their order is another: rows of one length are evaluated together, at most `batch_size` at once. A bound does not
+    depend on other requests in the batch, up to rounding."""
     check_whole("n", n)
     check_whole("batch_size", batch_size)
     noisy = model.process.noisy
@@ -160,7 +163,8 @@ def _log_p_sums(model: Network, tokens: Tensor, whole: Tensor, keys: Tensor) -> 
 
 
 def _noised(process: Process, tokens: Tensor, keys: Tensor) -> Noised:
-    """The time is arbitrary: it is no input of the network."""
+    """The state of tokens (B, L), noise for their masks drawn. The time is arbitrary: it is no input of the
+    network."""
     return process.noised(tokens, torch.ones(len(tokens), device=tokens.device), keys)
 
 
@@ -191,6 +195,7 @@ def greedy(
 
 
 def _first_and_last(requests: Sequence[LikelihoodRequest], some: list[int]) -> tuple[list[int], list[int]]:
+    """The first positions of some of the requests, and the ends of theirs."""
     return [requests[i].first for i in some], [requests[i].last for i in some]
 
 

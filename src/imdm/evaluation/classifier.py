@@ -38,8 +38,8 @@ def told_apart(evaluation: Evaluation) -> Measurement:
     "real_told_apart", title="training text told apart (accuracy)", reads=("data", "train"), samples=False, steps=False
 )
 def real_told_apart(evaluation: Evaluation) -> Measurement:
-    """The same with training text instead of samples: the score of a perfect model of the training text. Where nothing
-    is held out, both are training text, and it is 0.5."""
+    """The best that `told_apart` could be: training text against held-out text, as a perfect model of the training text
+    would score. Where nothing is held out, both are training text, and it is 0.5."""
     real = evaluation.held_out()
     many = min(evaluation.subject.samples, len(evaluation.source("data")))
     learnt = evaluation.cut(spread_over(evaluation.source("train"), many))

@@ -21,14 +21,16 @@ def coherence(evaluation: Evaluation) -> Measurement:
 
 @metric("real_coherence", judge=True, reads=("data",), samples=False, steps=False)
 def real_coherence(evaluation: Evaluation) -> Measurement:
-    """The same for as many rows of held-out text."""
+    """The coherence of real text: of as many held-out rows as there are samples."""
     measurement = coherence_of(evaluation, evaluation.decode(evaluation.held_out()))
     return replace(measurement, split=evaluation.subject.split)
 
 
 def coherence_of(evaluation: Evaluation, texts: list[str]) -> Measurement:
-    """Text i gets the first half of text (i + s) mod n, where s ≥ 1 depends on the seed. The standard error treats
-    texts as independent, though each is used twice."""
+    """The coherence of any texts, in nats a token of the second half.
+
+    Text i gets the first half of text (i + s) mod n, where s ≥ 1 depends on the seed. The standard error treats texts
+    as independent, though each is used twice."""
     judge = judge_of(evaluation)
     cut = (halved(judge, ids) for ids in judge.ids(texts))
     halves = [both for both in cut if both is not None]

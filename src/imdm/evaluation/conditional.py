@@ -70,7 +70,7 @@ class Continued:
 
 
 def prompt_continuations(evaluation: Evaluation) -> Continued:
-    """Generated once for all metrics."""
+    """The continuations of all prompts, with their windows; generated once for all metrics."""
     return evaluation.once("continued", lambda: _continue(evaluation))
 
 
@@ -112,7 +112,8 @@ def _continue(evaluation: Evaluation) -> Continued:
 
 
 def documents_of(source: Any, how: Conditional, ending: Ending | None) -> Tensor:
-    """The first rows that hold no padding, or of whole texts those whose window holds none: (prompts, L)."""
+    """The rows that prompts are taken from: the first that hold no padding, or of whole texts those whose window holds
+    none: (prompts, L)."""
     manifest, parts = getattr(source, "manifest", None), list[Tensor]()
     for part in torch.arange(len(source)).split(1024):
         rows = source.rows(part)["tokens"]

@@ -66,7 +66,7 @@ def _draw_tokens(judge: Judge, texts: list[list[int]], most: int, keys: Tensor) 
 
 
 def _without_cache(judge: Judge, texts: list[list[int]]) -> ReadOn:
-    """Without a cache: the whole text is processed for each token."""
+    """Reads on without a cache: the whole text is processed for each token."""
     texts = [list(ids) for ids in texts]
 
     def read_on(tokens: Tensor | None) -> Tensor:
@@ -81,7 +81,7 @@ def _without_cache(judge: Judge, texts: list[list[int]]) -> ReadOn:
 
 
 def _with_cache(judge: Judge, texts: list[list[int]]) -> ReadOn:
-    """With the key-value cache of a model of `transformers`; texts are padded on the left."""
+    """Reads on with the key-value cache of a model of `transformers`; texts are padded on the left."""
     ids, real = judge.padded([Window(number, ids[::-1], 0) for number, ids in enumerate(texts)])
     ids, real, cache = ids.flip(1), real.flip(1), None
     placed = "position_ids" in inspect.signature(judge.model.forward).parameters

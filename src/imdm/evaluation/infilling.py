@@ -34,9 +34,11 @@ class Gaps:
 
 
 def gaps(evaluation: Evaluation) -> Gaps:
-    """As many held-out rows as there are samples, or all there are, each without the middle third of its T tokens: from
-    the T // 3-th to before the 2T // 3-th. The begin token does not count, nor do end and padding after the text: these
-    are given, and so is the length of the text. Texts of fewer than three tokens are left out."""
+    """The texts to infill: as many held-out rows as there are samples, or all, each with a gap in its middle.
+
+    The gap is the middle third of its T tokens: from the T // 3-th to before the 2T // 3-th. The begin token does not
+    count, nor do end and padding after the text: these are given, and so is the length of the text. Texts of fewer than
+    three tokens are left out."""
     return evaluation.once("gaps", lambda: _gaps(evaluation))
 
 
@@ -79,14 +81,16 @@ def infill_perplexity(evaluation: Evaluation) -> Measurement:
 
 @metric("infill_real_ppl", judge=True, reads=("documents",), samples=False, steps=False, cut=False)
 def infill_real_perplexity(evaluation: Evaluation) -> Measurement:
-    """The same for the original texts."""
+    """The judge's perplexity of the original texts, whose middle third `infill_ppl` replaces."""
     return _judge_perplexity(evaluation, gaps(evaluation).rows)
 
 
 @metric("infill_continued_ppl", judge=True, reads=("documents",), samples=False, steps=False, cut=False)
 def continued_perplexity(evaluation: Evaluation) -> Measurement:
-    """The same with a middle that the judge itself generated after the beginning, without seeing the end: as many of
-    its tokens as the middle had, drawn one by one at temperature 1; then the given end."""
+    """The judge's perplexity of texts whose middle it generated itself, without seeing the end: the baseline.
+
+    After the beginning as many of its tokens as the middle had, drawn one by one at temperature 1; then the given
+    end."""
     judge, here, subject = judge_of(evaluation), gaps(evaluation), evaluation.subject
     ended = have_ended(evaluation, here.rows)
     pieces = [_three_pieces(evaluation, here, i) for i in range(len(here.rows))]
@@ -115,6 +119,7 @@ def given_tokens_kept(evaluation: Evaluation) -> Measurement:
 
 
 def _judge_perplexity(evaluation: Evaluation, rows: Tensor) -> Measurement:
+    """The judge's perplexity of held-out rows (n, L), filled or not."""
     measurement = perplexity(evaluation, evaluation.decode(rows), ended=have_ended(evaluation, rows))
     return replace(measurement, split=evaluation.subject.split)
 

@@ -41,7 +41,8 @@ class NotHereError(UserError):
 
 @dataclass(frozen=True)
 class Score:
-    """Of each text: the sum of −log p over the tokens that count, and how many they are: (n,) each, float64."""
+    """A judge's scores of n texts: the sum of −log p over the tokens that count, and how many they are: (n,) each,
+    float64."""
 
     nll: Tensor
     count: Tensor
@@ -89,8 +90,10 @@ class Judge:
         return ["judge", self.label, self.begin, weight_sum(self.model)]
 
     def score(self, texts: list[str], prompts: list[str] | None = None, ended: Sequence[bool] | None = None) -> Score:
-        """Every token that has one before it counts: all of a text where the judge has a `begin`, else from the second
-        on. Of end-of-text tokens only the first counts, others are padding. ended: which texts are complete, so that
+        """The judge's score of each text.
+
+        Every token that has one before it counts: all of a text where the judge has a `begin`, else from the second on.
+        Of end-of-text tokens only the first counts, others are padding. ended: which texts are complete, so that
         the judge's own `end` is appended and counts. Prompts are context and do not count."""
         contexts = self.ids(prompts) if prompts is not None else [[] for _ in texts]
         written = self.ids(texts)
@@ -100,8 +103,8 @@ class Judge:
 
     @torch.no_grad()
     def score_ids(self, contexts: list[list[int]], texts: list[list[int]]) -> Score:
-        """The same for texts in the judge's tokens, each after its `given` context. Texts longer than `context` are
-        scored in windows, whose first token does not count either."""
+        """The judge's score of texts in its own tokens, each after a context, which does not count. Texts longer than
+        `context` are scored in windows, whose first token does not count either."""
         windows: list[Window] = []
         for number, (prompt, text) in enumerate(zip(contexts, texts, strict=True)):
             before = [*self.start([*prompt, *text]), *prompt]
@@ -156,6 +159,7 @@ class Judge:
         return ids.to(device), real.to(device)
 
     def _losses(self, windows: list[Window]) -> list[tuple[float, int]]:
+        """The sum of −log p over each window's tokens that count, and how many they are."""
         end, (ids, real) = self.tokenizer.eos_token_id, self.padded(windows)
         skips = torch.tensor([window.known for window in windows], device=ids.device)
         counted = (real == 1) & (torch.arange(ids.shape[1], device=ids.device) >= skips[:, None])
@@ -351,7 +355,7 @@ def generative_perplexity(evaluation: Evaluation) -> Measurement:
 
 @metric("real_ppl", title="perplexity of real text", judge=True, reads=("data",), samples=False, steps=False)
 def real_perplexity(evaluation: Evaluation) -> Measurement:
-    """The same judge on as many rows of real held-out text: the score of a perfect model."""
+    """The judge's perplexity of as many rows of real held-out text: the score of a perfect model."""
     rows = evaluation.held_out()
     measurement = perplexity(evaluation, evaluation.decode(rows), ended=have_ended(evaluation, rows))
     return replace(measurement, split=evaluation.subject.split)

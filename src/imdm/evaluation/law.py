@@ -31,8 +31,8 @@ AT_ONCE = 1 << 21  # elements of (trajectories, sequences) in memory at a time
 def last_laws(
     denoiser: Denoiser, generation: Generation, keys: Tensor, temperature: float = 1.0, top_p: float = 1.0
 ) -> Tensor:
-    """log p_θ, as it was drawn from, at the positions each trajectory revealed last, one-hot at those it revealed
-    before: (n, L, V)."""
+    """The distribution of each trajectory's last step: log p_θ, as it was drawn from, at the positions revealed last,
+    one-hot at those revealed before: (n, L, V)."""
     last = generation.revealed_at == generation.revealed_at.amax(1, keepdim=True)  # (n, L)
     tokens = generation.tokens.masked_fill(last, denoiser.process.mask_id)
     noise = denoiser.process.mask.draw(keys, generation.draws, last)
@@ -99,7 +99,7 @@ def kl(evaluation: Evaluation) -> Measurement:
     counted=lambda samples: samples - samples // 2,
 )
 def kl_half(evaluation: Evaluation) -> Measurement:
-    """The same from half of the trajectories: if it is clearly larger, n is too small for `kl` to be trusted."""
+    """The KL from half of the trajectories: if it is clearly larger, n is too small for `kl` to be trusted."""
     truth, law = evaluation.language.joint.flatten(), _law(evaluation)
     return Measurement(float(divergence(truth, law.half)), float("nan"), law.n - law.n // 2)
 

@@ -20,10 +20,12 @@ if TYPE_CHECKING:
 
 @metric("nelbo", title="NELBO (nats a token)", reads=("data",), samples=False, steps=False, cut=False)
 def nelbo_of_rows(evaluation: Evaluation) -> Measurement:
-    """Monte Carlo over rows, times and masks: the first `samples` rows, one low-discrepancy time a row. On an
-    enumerated language rows are exact draws; a token file should be held out. For whole texts: nats a token of the
-    text, its end included; the begin token and padding are certain and not counted; an end that is drawn first costs
-    −log p of its length. For an autoregressive model: its exact −log p a token, for all but the first."""
+    """The NELBO of data rows, a bound on −log p, in nats a token.
+
+    Monte Carlo over rows, times and masks: the first `samples` rows, one low-discrepancy time a row. On an enumerated
+    language rows are exact draws; a token file should be held out. For whole texts: nats a token of the text, its end
+    included; the begin token and padding are certain and not counted; an end that is drawn first costs −log p of its
+    length. For an autoregressive model: its exact −log p a token, for all but the first."""
     return replace(_bound(evaluation), split=evaluation.subject.split)
 
 

@@ -110,7 +110,7 @@ def features(evaluation: Evaluation, texts: list[str]) -> Tensor:
 
 
 def mauve_of(evaluation: Evaluation, real: list[str], written: list[str]) -> Measurement:
-    """The mean over five clustering seeds and their spread."""
+    """MAUVE of two sets of texts: the mean over five clustering seeds and their spread."""
     compute = _library()
     p, q = features(evaluation, real), features(evaluation, written)
     scores = []
@@ -164,6 +164,6 @@ def _library() -> Any:
 
 @metric("mauve", title="MAUVE", judge=True, embedder=True, reads=("data",))
 def mauve(evaluation: Evaluation) -> Measurement:
-    """The samples against as many held-out rows, or all of them."""
+    """MAUVE of the samples against as many held-out rows, or all of them."""
     _reader(evaluation), _library()  # before anything is generated
     return mauve_of(evaluation, evaluation.decode(evaluation.held_out()), evaluation.texts())

@@ -87,8 +87,8 @@ class Occasion:
 def occasions(
     names: Sequence[str], steps: Sequence[int], temperatures: Sequence[float] = (1.0,), **options: Any
 ) -> list[Occasion]:
-    """Every temperature at every step count; metrics that do not depend on one of them, only at its first value. drawn:
-    further options of `Sampling`."""
+    """What to measure together: every temperature at every step count; metrics that do not depend on one of them, only
+    at its first value. options: further ones of `Sampling`."""
     return [
         Occasion(
             Sampling(steps=count, temperature=temperature, **options),

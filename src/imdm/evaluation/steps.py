@@ -89,6 +89,7 @@ class Pairs:
 
 
 def pairs(process: Process, x: Tensor, keys: Tensor, steps: int) -> Pairs:
+    """A pair of neighbours for each row (n, L) and each of N steps, drawn from the row's key."""
     planned = plan(process, keys, torch.ones(len(x), device=x.device), steps, x.shape[1])
     step = torch.arange(steps, device=x.device)[:, None]  # (N, 1)
     left = (uniform(keys, Purpose.HELD_OUT, 0, step) * (x.shape[1] - 1)).long()[..., None]  # (N, n, 1)
@@ -111,7 +112,7 @@ def pairs_one_by_one(denoiser: Denoiser, x: Tensor, keys: Tensor, steps: int) ->
 
 @torch.no_grad()
 def pairs_at_once(denoiser: Denoiser, x: Tensor, keys: Tensor, steps: int, draws: int = DRAWS) -> Tensor:
-    """The same with both drawn in one step: (n,), float64."""
+    """Σ over steps of p(e_ij)·log p̂(x^i, x^j | z_k), both positions drawn in one step: (n,), float64."""
     two, total = pairs(denoiser.process, x, keys, steps), torch.zeros(len(x), dtype=torch.float64, device=x.device)
     for k in range(steps):
         both = two.first[k] | two.second[k]
@@ -134,6 +135,8 @@ def _at_once(
 
 
 def _partly_masked(denoiser: Denoiser, x: Tensor, visible: Tensor, keys: Tensor) -> Noised:
+    """Rows x (n, L) with masks wherever they are not `visible` (n, L), noise drawn. Where the end is
+    drawn before any step, end and padding are visible too."""
     if denoiser.process.lengths is not None and denoiser.process.ending is not None:
         visible = visible | denoiser.process.ending.marks(x)
     tokens = torch.where(visible, x, denoiser.process.mask_id)
@@ -221,7 +224,7 @@ def step_error(evaluation: Evaluation) -> Measurement:
 
 @metric("step_error_half", title="error of steps, half the draws (nats)", **COST)
 def step_error_half(evaluation: Evaluation) -> Measurement:
-    """The same from half of the draws: if it is clearly larger, `step_error` is a loose bound."""
+    """The error of steps from half of the draws: if it is clearly larger, `step_error` is a loose bound."""
     return _step_cost(evaluation, evaluation.subject.model, DRAWS // 2)
 
 

@@ -27,7 +27,7 @@ def entropy(evaluation: Evaluation) -> Measurement:
 
 @metric("real_entropy", title="entropy of real text (nats)", reads=("data",), samples=False, steps=False)
 def real_entropy(evaluation: Evaluation) -> Measurement:
-    """The same for as many rows of held-out text."""
+    """The unigram entropy of real text: of as many held-out rows as there are samples."""
     return replace(mean(sample_entropy(*evaluation.sized(evaluation.held_out()))), split=evaluation.subject.split)
 
 
@@ -89,7 +89,7 @@ def sizes(evaluation: Evaluation, rows: Tensor) -> Tensor:
 
 
 def real_sizes(evaluation: Evaluation) -> Tensor:
-    """The same for as many held-out texts as there are samples, or all of them."""
+    """Tokens of each of as many held-out texts as there are samples, or of all: (n,)."""
     data = evaluation.source("data")
     return sizes(evaluation, data.rows(torch.arange(min(evaluation.subject.samples, len(data))))["tokens"])
 
@@ -102,7 +102,7 @@ def length(evaluation: Evaluation) -> Measurement:
 
 @metric("real_length", reads=("data",), samples=False, steps=False, cut=False)
 def real_length(evaluation: Evaluation) -> Measurement:
-    """The same for held-out text."""
+    """Tokens of a held-out text, its begin and its end counted: the mean."""
     return replace(mean(real_sizes(evaluation)), split=evaluation.subject.split)
 
 
@@ -143,7 +143,7 @@ def novelty(evaluation: Evaluation) -> Measurement:
 
 @metric("real_novelty", reads=("data", "train"), samples=False, steps=False)
 def real_novelty(evaluation: Evaluation) -> Measurement:
-    """The same for as many rows of held-out text: the novelty of a perfect model."""
+    """The novelty of real text, of as many held-out rows as there are samples: what a perfect model would have."""
     tokens, lengths = evaluation.sized(evaluation.held_out())
     measurement = mean(1 - read_before(tokens, evaluation.source("train"), lengths=lengths))
     return replace(measurement, split=evaluation.subject.split)

@@ -30,7 +30,7 @@ def known_words(evaluation: Evaluation) -> Measurement:
 
 @metric("real_known_words", reads=("data", "train"), samples=False, steps=False)
 def real_known_words(evaluation: Evaluation) -> Measurement:
-    """The same for as many rows of held-out text, which has names and rare words too."""
+    """The share of known words in as many rows of held-out text, which has names and rare words too."""
     measurement = share_known(evaluation, evaluation.held_out, is_wrapped(evaluation.source("data")))
     return replace(measurement, split=evaluation.subject.split)
 
@@ -81,6 +81,7 @@ def known_to(evaluation: Evaluation, source: Source) -> frozenset[str]:
 
 
 def _words_of(evaluation: Evaluation, source: Source) -> set[str]:
+    """The distinct words of a source."""
     vocabulary: set[str] = set()
     for part in torch.arange(len(source)).split(AT_ONCE):
         vocabulary.update(*_words_of_each(evaluation, source.rows(part)["tokens"], is_wrapped(source)))

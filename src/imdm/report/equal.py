@@ -62,7 +62,7 @@ class Frontier:
 
     @classmethod
     def through(cls, points: Sequence[Point], steps: int = 0) -> Frontier:
-        """All points; of several at one entropy the lowest."""
+        """The frontier through all points; of several at one entropy through the lowest."""
         lowest = {point.entropy: point for point in sorted(points, key=lambda point: -point.y)}
         return cls(tuple(lowest[entropy] for entropy in sorted(lowest)), steps)
 
@@ -112,7 +112,8 @@ class Frontier:
         return None
 
     def at(self, entropy: float) -> Reading:
-        """Not extrapolated: beyond the ends it is the end's y, with the slope of the last segment for the errors."""
+        """The frontier's y and slope at an entropy. It is not extrapolated: beyond the ends it is the end's y, with the
+        slope of the last segment for the errors."""
         first, last = self.points[0].entropy, self.points[-1].entropy
         end: End = "below" if entropy < first else "above" if entropy > last else ""
         reached = min(max(entropy, first), last)
@@ -275,8 +276,10 @@ def first_in_words(first: int | None) -> str:
 
 
 def equal_entropy_tables(rows: Sequence[Row], judge: str | None, envelope: bool = False, **how: Any) -> list[Table]:
-    """A row a model, a column a step count; a table for each number of first tokens, which has a frontier of its own.
-    With the envelope only if there are points of top_p below 1; else it adds nothing."""
+    """Perplexities relative to the reference's at equal entropy: a row a model, a column a step count.
+
+    A table for each number of first tokens, which has a frontier of its own. With the envelope only if there are points
+    of top_p below 1; else it adds nothing."""
     rows = [row for row in rows if row.judge in (None, judge)]
     every = [([row for row in rows if row.first == first], first) for first in firsts(rows)]
     tables = [_equal_entropy_table(some, first, judge, envelope, **how) for some, first in every]

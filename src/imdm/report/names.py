@@ -15,7 +15,7 @@ from imdm.objectives import objectives
 
 
 def metric_in_words(metric: str) -> str:
-    """With its unit; one that declares no title, or is not known here, keeps its name."""
+    """A metric's title, with its unit; one that declares none, or is not known here, keeps its name."""
     return (metrics[metric].title if metric in metrics else "") or metric
 
 

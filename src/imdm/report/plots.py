@@ -142,7 +142,7 @@ def frontier(title: str, models: Mapping[str, Sequence[Point]], goal: tuple[floa
 
 
 def _legend_below(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:
-    """Below the plot, where it hides no curve, with lines long enough to show their dashes."""
+    """Put the legend below the plot, where it hides no curve, with lines long enough to show their dashes."""
     labels = [fill(label, NAME) for label in labels]
     figure.legend(handles, labels, frameon=False, fontsize=8, loc="outside lower center", handlelength=4.5)
 

@@ -34,8 +34,8 @@ class Ratio:
 
 
 def ratios(rows: Sequence[Row]) -> list[Ratio]:
-    """Of every mask for which there is a single one with the same method, judge, steps, seeds and sampling options, at
-    temperature 1."""
+    """Perplexities relative to the single mask's at temperature 1: of every mask that has a single one beside it with
+    the same method, judge, steps, seeds and sampling options."""
     at_one, suffix = [row for row in rows if row.temperature == 1.0], option_suffix(rows)
     ppl = {_pair_key(row, suffix): row for row in at_one if row.metric == "gen_ppl"}
     entropy = {
@@ -60,6 +60,7 @@ Seeds = tuple[int | None, int | None]
 
 
 def _pair_key(row: Row, suffix: Callable[[Row], str]) -> tuple[str, str, str | None, int, Seeds]:
+    """What a figure and the single mask's that it is compared with have in common, and its mask."""
     return row.method + suffix(row), row.mask, row.judge, row.steps, row.seeds
 
 
@@ -89,7 +90,7 @@ def interval(values: torch.Tensor, errors: torch.Tensor, shared: torch.Tensor | 
 
 
 def ratio_table(rows: Sequence[Row]) -> Table | None:
-    """A row a model, a column a step count."""
+    """The ratios of perplexities as a table: a row a model, a column a step count."""
     shares = ratios(rows)
     if not shares:
         return None

@@ -83,13 +83,13 @@ def _picture(name: str, title: str, lines: plots.Measured) -> Picture:
 
 
 def _tables(rows: list[Row], number: int) -> list[Part]:
-    """Perplexities, their ratios, and with the first judge everything else."""
+    """The tables under one judge: perplexities, their ratios, and with the first judge everything else."""
     compared = ratio_table(rows)
     return [step_table(rows), *([compared] if compared else []), *(other_figures(rows) if not number else [])]
 
 
 def usual(rows: list[Row]) -> list[Row]:
-    """Of each method and model the rows of one mask: that of the most students, the first of several such."""
+    """Rows of one mask for each method and model: that of the most students, the first of several such."""
     students: dict[tuple[str, str], dict[str, set[int | None]]] = {}
     for row in rows:
         students.setdefault((row.method, row.model), {}).setdefault(row.mask, set()).add(row.seed)
@@ -242,7 +242,7 @@ def frontier(results: Results) -> list[Section]:
 
 
 def _panel(rows: list[Row]) -> dict[str, list[plots.Point]]:
-    """Of each model, its points by rising temperature."""
+    """Model in words → its points (temperature, entropy, perplexity) by rising temperature."""
     points: dict[tuple[str, float], dict[str, list[Row]]] = {}
     name_of = row_names(rows)
     for row in rows:

@@ -21,7 +21,7 @@ from imdm.training.history import LOSS, last_loss, loss_in_words, read_history
 
 @sections.register("training")
 def training(results: Results) -> list[Section]:
-    """Nothing if the folder has no training logs, as when it holds results only."""
+    """How each model was trained, in a table; nothing without training logs, as in a folder that holds results only."""
     recipe = results.recipe
     if recipe is None:
         return []

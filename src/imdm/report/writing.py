@@ -40,7 +40,7 @@ class Author:
 
 @sections.register("texts")
 def texts(results: Results) -> list[Section]:
-    """Nothing if models have no tokenizer beside them."""
+    """Samples of every model: unconditional, after one prompt, step by step; none without a tokenizer beside it."""
     run, recipe = results.folder, results.recipe
     authors = [] if recipe is None else _authors(run, recipe)
     if recipe is None or not authors:
@@ -58,7 +58,8 @@ def texts(results: Results) -> list[Section]:
 
 
 def _authors(run: Path, recipe: Recipe) -> list[Author]:
-    """Of students that differ only in their seed the first; none that only served to choose a setting."""
+    """The models whose texts are shown: of students that differ only in their seed the first, and none that only served
+    to choose a setting."""
     folder = next(iter(sorted(run.glob("seed-*"))), run)
     authors = dict[str, Author]()
     for stage in recipe.reporting():
@@ -84,7 +85,7 @@ def _few_steps(authors: Sequence[Author]) -> int:
 
 
 def _from_nothing(authors: Sequence[Author]) -> list[Part]:
-    """At each step count, the first text of every model."""
+    """The first text of every model, side by side, at each step count."""
     parts: list[Part] = []
     for steps in sorted({k for author in authors for k in author.steps}):
         label = steps_in_words(steps)
