@@ -223,6 +223,8 @@ def couple(
     with working_in(folder) if rank == 0 else nullcontext():
         if rank == 0 and not (folder / "manifest.json").exists():
             write_recorded(folder / "manifest.json", manifest.model_dump())
+        # Whole shards are all that a stopped run leaves: one that belongs to this manifest is kept, any other made
+        # again. Pair i draws from its own key and reads data row order(i), so it does not matter who makes it, or when.
         for index in range(rank, manifest.shards, world):
             first = index * manifest.shard
             pairs = torch.arange(first, min(first + manifest.shard, manifest.pairs))
@@ -294,6 +296,8 @@ def _make_pairs(
 ) -> dict[str, Tensor]:
     """Pairs (P,): z_t from data rows x (P, L) by the forward process, or all masks; x̂ from z_t by the teacher."""
     device = teacher.device
+    # One key a pair gives its time, its corruption and all draws of the teacher. It is stored as the pair's seed: from
+    # it a student draws again the noise of its masks under which the teacher completed z_t.
     keys = fold(as_key(seed), Purpose.PAIR, pairs).to(device)
     if x is not None:
         t = (EARLIEST + (1 - EARLIEST) * uniform(keys, Purpose.TIME)).float()
@@ -301,6 +305,7 @@ def _make_pairs(
     else:
         t = torch.ones(len(pairs), device=device)
         noised = torch.full((len(pairs), teacher.config.length), teacher.config.mask_token_id, device=device)
+    # The sampler reports masks written, and `couple` progress in pairs.
     masks = max(1, int((noised == teacher.config.mask_token_id).sum()))
     report = None if on_progress is None else (lambda written: on_progress(len(pairs) * written // masks))
     generation = sample(

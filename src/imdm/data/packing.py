@@ -104,6 +104,8 @@ class Packer:
     def _joined(self, documents: Encoded) -> np.ndarray:
         """Documents concatenated, with an end token after each."""
         m, inner, kind = self.manifest, self.manifest.length - 2, type_of_ids(self.manifest.vocab_size)
+        # The stream starts as end tokens only, with what is left of the last chunk in front. Documents then fill all
+        # places but the one after each of them, which stays an end token.
         stream = np.full(len(self.carry) + len(documents.ids) + len(documents.lengths), m.end, kind)
         stream[: len(self.carry)] = self.carry
         is_text = np.ones(len(stream) - len(self.carry), bool)
@@ -120,6 +122,8 @@ class Packer:
         m, inner, ids, lengths = self.manifest, self.manifest.length - 2, documents.ids, documents.lengths
         last = np.cumsum(lengths)
         first = last - lengths
+        # To a model of whole texts an end token within a document would be its end. `ends[i]` counts the end and
+        # padding tokens before place i of all documents' ids, so two look-ups say whether a document has one.
         if m.packing == "whole":
             ends = np.concatenate([[0], np.cumsum((ids == m.end) | (ids == m.pad))])
             fits = (lengths <= inner) & (ends[last] == ends[first])
@@ -159,6 +163,9 @@ def prepare(
         remove_parts(folder)
         tell("finished before")
         return manifest
+    # Either parts of other machines or the corpus itself gives the ids, after the documents of the shards that are
+    # there: the rows are the same, since both come in the order of the corpus and the manifest carries the last,
+    # unfinished row.
     parts, done = all_parts(folder, fresh), manifest.counts.documents
     with working_in(folder), _nothing_left_of(folder, shard_file(folder, 0)):
         if done:
@@ -303,6 +310,8 @@ def _pack(
         )
         if on_progress is not None:
             on_progress(counts)
+        # Only here is a run resumed, so only here does a shard end: what is waiting and the packer's carry belong to
+        # the documents counted so far. Where that is depends on the text alone, not on how many processes encode it.
         if _is_shard(tokens, some.end):
             manifest, waiting, tokens = _write_shard(folder, manifest, waiting, counts, packer), [], 0
     if tokens:

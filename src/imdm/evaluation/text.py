@@ -179,6 +179,8 @@ def found_in(tokens: Tensor, texts: Iterable[np.ndarray], n: int = NOVEL, length
     in memory; the texts are streamed."""
     n = min(n, tokens.shape[1])
     mine = grams(tokens.numpy(), n)
+    # The texts may be much larger than memory, the samples' distinct n-grams are few: so these are marked as they occur
+    # in the stream. A table by the lowest 24 bits goes first, as a look-up in it is far cheaper than a binary search.
     distinct, place = np.unique(mine, return_inverse=True)
     seen, likely = np.zeros(len(distinct), bool), np.zeros(int(LOW) + 1, bool)
     likely[distinct & LOW] = True  # a filter on low bits rejects most n-grams of the texts

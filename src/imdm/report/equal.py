@@ -104,6 +104,8 @@ class Frontier:
                 who = row.mask, row.seed, row.sample_seed, row.noise, row.order
                 if who not in settings or settings[who].row.n <= row.n:
                     settings[who] = one
+        # The most steps first; of these the longest texts. Temperatures are counted by distinct entropies without
+        # top-p: the envelope may then use any point, but has to have this frontier beneath it.
         for count, cut in sorted(groups, reverse=True):
             points = [_point(list(each.values())) for each in groups[count, cut].values()]
             warm = [point for point in points if point.top_p == 1]
@@ -119,6 +121,8 @@ class Frontier:
         reached = min(max(entropy, first), last)
         place = next(i for i, (_, right) in enumerate(pairwise(self.points)) if reached <= right.entropy)
         left, right = self.points[place : place + 2]
+        # y is linear in the y of the two points around, with weights 1 − share and share; a point whose entropy is
+        # larger by δ lowers y by its weight times slope · δ, to first order. All other points do not matter.
         share, slope = (reached - left.entropy) / (right.entropy - left.entropy), _slope(left, right)
         ys, entropies = [0.0] * len(self.points), [0.0] * len(self.points)
         for index, (point, weight) in enumerate(((left, 1 - share), (right, share)), place):
@@ -227,6 +231,8 @@ def equal_entropy(
     suffix = option_suffix([one.row for one in rated])
     frontiers: dict[tuple[Any, ...], Frontier | None] = {}
     readings: dict[tuple[str, str, str, str | None, int], list[tuple[Point, Reading]]] = {}
+    # Values of one experiment, judge and number of first tokens share a frontier. The reference in the frontier's own
+    # steps is left out, as it is compared with itself.
     for one in rated:
         row, place = one.row, (one.row.experiment, one.row.judge, one.row.first)
         if place not in frontiers:
@@ -245,6 +251,10 @@ def equal_entropy(
 def _multiple(
     method: str, mask: str, judge: str | None, steps: int, each: list[tuple[Point, Reading]], is_log: bool
 ) -> Multiple:
+    # Three sources of error. A value's own, with its entropy's through the slope of the frontier where it is read:
+    # these are independent between students. The frontier's points: their errors move all students together, and do not
+    # shrink with their number, so `interval` draws them once for all. The spread of students: it is drawn by the
+    # bootstrap.
     values = torch.tensor([point.y - reading.y for point, reading in each], dtype=torch.float64)
     errors = [(point.y_error**2 + (reading.slope * point.entropy_error) ** 2) ** 0.5 for point, reading in each]
     shared = torch.tensor([reading.loadings for _, reading in each], dtype=torch.float64)
