@@ -40,7 +40,7 @@ class Preset:
 
 
 def unspace(text: str) -> str:
-    """LM1B comes as spaced tokens ("do n't , he said"); this puts words and punctuation back together."""
+    """A text of LM1B with words and punctuation put back together: it comes as spaced tokens ("do n't , he said")."""
     text = re.sub(r" (n't|'s|'re|'ve|'m|'ll|'d)\b", r"\1", text)
     text = re.sub(r" ([.,!?;:%)\]])", r"\1", text)
     text = re.sub(r"([(\[$]) ", r"\1", text)
@@ -48,7 +48,9 @@ def unspace(text: str) -> str:
 
 
 def unspace_wikitext(text: str) -> str:
-    """WikiText also marks hyphens and separators inside words and numbers ("well @-@ known , 1 @,@ 000")."""
+    """A text of WikiText with words and punctuation put back together.
+
+    It also marks hyphens and separators inside words and numbers ("well @-@ known , 1 @,@ 000")."""
     return unspace(re.sub(r" @([-,.])@ ", r"\1", text))
 
 
@@ -348,7 +350,7 @@ def _stream(name: str, config: str | None, split: str) -> Any:
 
 
 def _part(rows: Any, part: str, name: str) -> Any:
-    """`:-100000` or `-100000:` of a stream whose length the dataset states."""
+    """A part of a stream: `:-100000` or `-100000:`, where the dataset states its length."""
     total = rows.info.splits["train"].num_examples if rows.info.splits else None
     if not total:
         raise UserError(f"dataset {name!r} does not state its number of rows; its held-out part cannot be found")

@@ -134,8 +134,8 @@ def _linked() -> Iterator[None]:
 
 
 def _by_processes(parts: Iterable[Chunk], backend: Any, processes: int) -> Iterator[Encoded]:
-    """Workers take turns. Not by `concurrent.futures`, which may hang if a process of its pool dies while a chunk is
-    written to it."""
+    """The ids of each chunk from worker processes in turn. Not by `concurrent.futures`, which may hang if a process of
+    its pool dies while a chunk is written to it."""
     workers, waiting = list[_Worker](), deque[_Worker]()
     try:
         with held_back():  # a signal is for this process alone

@@ -102,7 +102,7 @@ class Packer:
         return self._joined(documents) if self.manifest.packing == "wrapped" else self._apart(documents)
 
     def _joined(self, documents: Encoded) -> np.ndarray:
-        """Documents concatenated, with an end token after each."""
+        """Rows cut from documents concatenated, with an end token after each: the packing `wrapped`."""
         m, inner, kind = self.manifest, self.manifest.length - 2, type_of_ids(self.manifest.vocab_size)
         # The stream starts as end tokens only, with what is left of the last chunk in front. Documents then fill all
         # places but the one after each of them, which stays an end token.
@@ -118,7 +118,8 @@ class Packer:
         return out
 
     def _apart(self, documents: Encoded) -> np.ndarray:
-        """A document a row; where rows are whole texts, without those that do not fit or contain an end token."""
+        """Rows with a document each, the packings `unwrapped` and `whole`; where rows are whole texts, without those
+        that do not fit or contain an end token."""
         m, inner, ids, lengths = self.manifest, self.manifest.length - 2, documents.ids, documents.lengths
         last = np.cumsum(lengths)
         first = last - lengths
@@ -233,7 +234,8 @@ def prepare_part(
 
 @contextmanager
 def _nothing_left_of(folder: Path, rows: Path) -> Iterator[None]:
-    """An error in this block removes the manifest and tokenizer that it wrote, unless there are rows too."""
+    """Leave nothing behind: an error in this block removes the manifest and tokenizer that it wrote, unless there are
+    rows too."""
     ours = [file for file in (folder / "manifest.json", *map(folder.joinpath, FILES)) if not file.exists()]
     try:
         yield
@@ -280,7 +282,7 @@ def _mend_tokenizer(folder: Path, manifest: Prepared, tokenizer: Any) -> Prepare
 
 
 def _save_tokenizer(tokenizer: Any, folder: Path) -> tuple[tuple[str, str], ...]:
-    """The tokenizer's files, written, with their digests."""
+    """Write the tokenizer's files: their names, with their digests."""
     return tuple((file.name, digest_file(file)) for file in save_tokenizer(tokenizer, folder))
 
 

@@ -16,7 +16,9 @@ SHARED = 4  # tokens: long enough that texts on different things have few in com
 
 @dataclass(frozen=True)
 class Measurement:
-    """judge: the model that scored the samples; split: the data split used; evaluations: network evaluations a sample,
+    """A value with its standard error, and what it was measured on.
+
+    judge: the model that scored the samples; split: the data split used; evaluations: network evaluations a sample,
     if the samples are not the unconditional ones."""
 
     value: float

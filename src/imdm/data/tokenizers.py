@@ -29,8 +29,8 @@ BPE_MASK = BPE_SPECIAL.index("<mask>")
 
 @dataclass(frozen=True)
 class Special:
-    """The ids around the text. mask: the tokenizer's own, or one more id after its last; begin and end: [CLS] and
-    [SEP], or end-of-text at both ends; vocab_size counts the mask."""
+    """The special ids of a tokenizer, around the text. mask: the tokenizer's own, or one more id after its last; begin
+    and end: [CLS] and [SEP], or end-of-text at both ends; vocab_size counts the mask."""
 
     mask: int
     begin: int
@@ -111,7 +111,7 @@ class PlainTokenizer:
         return {"input_ids": self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids}
 
     def decode(self, ids: list[int], skip_special_tokens: bool, clean_up_tokenization_spaces: bool = False) -> str:
-        """Spaces are never cleaned up: tokenizers that do so are not read here."""
+        """The text of ids. Spaces are never cleaned up: tokenizers that do so are not read here."""
         return str(self.backend_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def convert_ids_to_tokens(self, token: int) -> str:

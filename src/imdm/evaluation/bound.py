@@ -34,8 +34,8 @@ ENUMERATED = 3, 16
 
 @dataclass(frozen=True)
 class LikelihoodRequest:
-    """A row of tokens, and the positions first … last − 1 of it whose log-probability is wanted. All others are given;
-    those that hold the mask stay masked."""
+    """A request for the log-probability of positions first … last − 1 of a row of tokens, given all others; those that
+    hold the mask stay masked."""
 
     row: tuple[int, ...]
     first: int
@@ -70,7 +70,7 @@ class _Draws:
     exact: bool
 
     def bound(self, sums: Tensor) -> Bound:
-        """sums (m,): Σ log x_θ over the masked positions of each draw.
+        """The bound from `sums` (m,): Σ log x_θ over the masked positions of each draw.
 
         Draws are stratified, and neighbours are of neighbouring strata: half the mean square of their differences is
         the variance of one draw, or a little more."""

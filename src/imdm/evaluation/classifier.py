@@ -22,7 +22,7 @@ ITERATIONS = 200
 
 
 @metric("told_apart", title="told apart from real text (accuracy)", reads=("data",), counted=None)
-def told_apart(evaluation: Evaluation) -> Measurement:
+def real_vs_generated(evaluation: Evaluation) -> Measurement:
     """The accuracy of a classifier of real text against samples, on texts that it was not trained on: 0.5 where they
     cannot be told apart, 1 where they always can (`accuracy`). n: texts of each kind, the number of samples, or all the
     held-out rows where these are fewer.
@@ -37,7 +37,7 @@ def told_apart(evaluation: Evaluation) -> Measurement:
 @metric(
     "real_told_apart", title="training text told apart (accuracy)", reads=("data", "train"), samples=False, steps=False
 )
-def real_told_apart(evaluation: Evaluation) -> Measurement:
+def real_vs_training(evaluation: Evaluation) -> Measurement:
     """The best that `told_apart` could be: training text against held-out text, as a perfect model of the training text
     would score. Where nothing is held out, both are training text, and it is 0.5."""
     real = evaluation.held_out()
@@ -54,7 +54,9 @@ def spread_over(source: Source, n: int) -> Tensor:
 
 
 def accuracy(real: Tensor, written: Tensor, seed: int, ending: Ending | None = None) -> Measurement:
-    """Two-fold cross-validation on as many real texts as samples (n, L): every text is tested once by a classifier that
+    """The share of texts that a classifier of real against written text gets right.
+
+    Two-fold cross-validation on as many real texts as samples (n, L): every text is tested once by a classifier that
     was not trained on it; the seed decides which half a text is in. The standard error is binomial over all tested
     texts. Near 0.5 it is too small, by a factor of √2 at most: chance similarities of the halves affect both
     classifiers alike. ending: of whole texts, whose padding is ignored."""
@@ -68,7 +70,7 @@ def accuracy(real: Tensor, written: Tensor, seed: int, ending: Ending | None = N
         for half, part in zip(halves, order.chunk(2), strict=True):
             half.append((texts[part], bool(kind)))
     folds = [Texts.of(half, ending) for half in halves]
-    right = torch.cat([folds[1 - side].are_told_by(folds[side].learnt()) for side in (0, 1)]).double()
+    right = torch.cat([folds[1 - side].correct_under(folds[side].learnt()) for side in (0, 1)]).double()
     share = float(right.mean())
     return Measurement(share, (share * (1 - share) / len(right)) ** 0.5, n)
 
@@ -85,7 +87,8 @@ class Texts:
 
     @classmethod
     def of(cls, kinds: list[tuple[Tensor, bool]], ending: Ending | None = None) -> Texts:
-        """log(1 + count) of the 1-, 2- and 3-grams of tokens, hashed into buckets, each text normalised."""
+        """The features of texts: log(1 + count) of the 1-, 2- and 3-grams of tokens, hashed into buckets, each text
+        normalised."""
         every = torch.cat([texts for texts, _ in kinds])
         tokens, size = every.numpy(), lengths(every, ending)
         rows = np.arange(len(tokens))[:, None]
@@ -102,15 +105,17 @@ class Texts:
         return cls(text, bucket, value / length[text], is_real)
 
     def scores(self, w: Tensor) -> Tensor:
-        """w · x of each text: (n,)."""
+        """The classifier's score w · x of each text: (n,), positive where it takes it for real."""
         return torch.bincount(self.text, weights=self.value * w[self.bucket], minlength=len(self.is_real))
 
-    def are_told_by(self, w: Tensor) -> Tensor:
+    def correct_under(self, w: Tensor) -> Tensor:
         """Which texts a classifier classifies correctly: (n,)."""
         return (self.scores(w) > 0) == self.is_real
 
     def learnt(self) -> Tensor:
-        """Logistic regression: the w (BUCKETS,) that minimises Σ log(1 + e^{∓ w·x}) + PENALTY · |w|² / 2. It is convex,
+        """The weights of a classifier that learnt these texts.
+
+        Logistic regression: the w (BUCKETS,) that minimises Σ log(1 + e^{∓ w·x}) + PENALTY · |w|² / 2. It is convex,
         so the starting point does not matter."""
         w, y = torch.zeros(BUCKETS, dtype=torch.float64), self.is_real.double()
 

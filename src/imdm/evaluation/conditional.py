@@ -25,9 +25,11 @@ from imdm.evaluation.mauve import mauve_of
 
 
 class Conditional(Config):
-    """prompts × continuations texts, each after the first `prefix` tokens of a row (and, to infill, before its last
-    `suffix`); window: which `tokens` of a text are judged, the first that were `generated` (as in the paper) or the
-    first of the `sequence` (as in the public code)."""
+    """Settings of conditional generation, and which part of a text is judged.
+
+    There are prompts × continuations texts, each after the first `prefix` tokens of a row (and, to infill, before its
+    last `suffix`); window: which `tokens` of a text are judged, the first that were `generated` (as in the paper) or
+    the first of the `sequence` (as in the public code)."""
 
     prompts: int = Field(256, ge=1)
     prefix: int = Field(50, ge=1)
@@ -54,8 +56,10 @@ class Conditional(Config):
 
 
 @dataclass(frozen=True)
-class Continued:
-    """prompts: the text before the window, one a continuation; written and real: windows of the continuations (prompts
+class Continuations:
+    """Continuations of prompts, and the windows of them that are judged.
+
+    prompts: the text before the window, one a continuation; written and real: windows of the continuations (prompts
     × continuations) and of the documents themselves (prompts); tokens: the continuations' windows as ids; lengths: how
     much of these is text, and ended: which contain the end, None where rows are cut from a stream; evaluations: mean
     network evaluations of a continuation."""
@@ -69,12 +73,12 @@ class Continued:
     ended: list[bool] | None = None
 
 
-def prompt_continuations(evaluation: Evaluation) -> Continued:
+def prompt_continuations(evaluation: Evaluation) -> Continuations:
     """The continuations of all prompts, with their windows; generated once for all metrics."""
     return evaluation.once("continued", lambda: _continue(evaluation))
 
 
-def _continue(evaluation: Evaluation) -> Continued:
+def _continue(evaluation: Evaluation) -> Continuations:
     subject = evaluation.subject
     how, model = subject.conditional or Conditional(), subject.model
     source, ending = evaluation.source("documents"), model.config.ending
@@ -102,13 +106,13 @@ def _continue(evaluation: Evaluation) -> Continued:
     window = tokens[:, how.part()]
     if ending is None:
         real = evaluation.decode(rows[:, how.part()])
-        return Continued(prompts, evaluation.decode(window), real, window, evaluations)
+        return Continuations(prompts, evaluation.decode(window), real, window, evaluations)
     size = (ending.lengths(tokens) - how.part().start).clamp(0, how.tokens)  # (prompts × continuations,)
     texts = [ids[:n] for ids, n in zip(window.tolist(), size.tolist(), strict=True)]
     written = subject.tokenizer.batch_decode(texts, skip_special_tokens=True)
     ended = ending.finished(tokens) & (ending.lengths(tokens) <= how.part().stop)
     real = evaluation.decode(rows[:, how.part()])
-    return Continued(prompts, written, real, window, evaluations, size, ended.tolist())
+    return Continuations(prompts, written, real, window, evaluations, size, ended.tolist())
 
 
 def documents_of(source: Any, how: Conditional, ending: Ending | None) -> Tensor:

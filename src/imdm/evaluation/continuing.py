@@ -19,8 +19,8 @@ ReadOn = Callable[[Tensor | None], Tensor]
 
 @torch.no_grad()
 def judge_continuations(judge: Judge, prompts: list[str], counts: Sequence[int], keys: Tensor) -> list[str]:
-    """`counts` of the judge's tokens after each prompt, drawn at temperature 1. Special tokens are never drawn, so that
-    it does not end early. keys: of each prompt's draws, (n,)."""
+    """The texts that a judge writes after prompts: `counts` of its tokens each, drawn at temperature 1. Special tokens
+    are never drawn, so that it does not end early. keys: of each prompt's draws, (n,)."""
     if max(counts, default=0) >= judge.context:
         raise UserError(
             f"judge {judge.name!r} has a context of {judge.context} tokens and cannot add {max(counts)} to a prompt; "

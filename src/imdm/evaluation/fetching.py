@@ -75,7 +75,7 @@ def _mark(tokenizer: Any, config: Any) -> bool:
 
 
 def _mend(folder: Path) -> None:
-    """One that was converted before this was known."""
+    """Mend the tokenizer of a judge that was converted with the wrong special tokens."""
     from transformers import AutoConfig, AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)

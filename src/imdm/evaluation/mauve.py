@@ -42,7 +42,7 @@ class Reader(Protocol):
         """All that its features depend on."""
 
     def features(self, texts: list[str]) -> Tensor:
-        """One vector a text: (n, D)."""
+        """A feature vector of each text: (n, D)."""
 
 
 @dataclass

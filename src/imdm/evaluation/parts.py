@@ -28,18 +28,20 @@ TOKENS = 1 << 17  # computed at a time on a GPU, which would wait for launches o
 
 
 def part_size(n: int) -> int:
-    """Samples a part, of n."""
+    """How many samples a part of n samples has."""
     return max(LEAST, -(-n // MOST))
 
 
 def at_once(n: int, length: int) -> int:
-    """Parts, of n samples, that a GPU computes together. length: of a row."""
+    """How many of the parts of n samples a GPU computes together. length: of a row."""
     return max(1, TOKENS // (length * part_size(n)))
 
 
 @dataclass(frozen=True)
 class Parts:
-    """folder: where finished parts are stored; None stores nothing, and every process does everything. length: of a
+    """Where and how the work of an evaluation is divided.
+
+    folder: where finished parts are stored; None stores nothing, and every process does everything. length: of a
     row, on a GPU, which computes several parts at once."""
 
     folder: Path | None = None
@@ -81,7 +83,7 @@ class Parts:
 
 
 def batched(items: Sequence[T], size: int) -> list[Sequence[T]]:
-    """Items, so many at a time."""
+    """Items in batches of `size`; the last may be smaller."""
     return [items[first : first + size] for first in range(0, len(items), size)]
 
 

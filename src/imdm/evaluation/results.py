@@ -95,7 +95,7 @@ class Row(Config):
 
     @property
     def seeds(self) -> tuple[int | None, int | None]:
-        """The student's and that of the samples."""
+        """The seeds of the student and of its samples."""
         return self.seed, self.sample_seed
 
 

@@ -60,7 +60,7 @@ def _canvas(subject: Subject, many: int) -> torch.Tensor:
 
 
 def _now(device: torch.device) -> float:
-    """Seconds, when all work on the device is done."""
+    """The time in seconds, once all work on the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -20,7 +20,7 @@ OPEN = 40  # the most rows that are not collapsed
 
 
 def build_report(run: Path) -> Report:
-    """Read a run folder; nothing is trained or measured again."""
+    """The report of a run folder, from its files alone: nothing is trained or measured again."""
     results = Results.of(run)
     recipe, rows = results.recipe, results.rows
     name, summary = (run.name, "Results of this folder.") if recipe is None else (recipe.name, recipe.summary)
@@ -44,7 +44,7 @@ def build_report(run: Path) -> Report:
 
 
 def _all_rows(rows: list[Row], is_aside: bool) -> Section:
-    """is_aside: whether the page has other figures, so that many rows need not be open."""
+    """All rows, in a section. is_aside: whether the page has other figures, so that many rows need not be open."""
     folded = is_aside and len(rows) > OPEN
     return Section("Everything measured", "", [all_results(rows)], folded=folded, printed=not is_aside)
 

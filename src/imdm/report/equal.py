@@ -166,7 +166,7 @@ def compared(rows: Sequence[Row], metric: str) -> list[Compared]:
 
 
 def _entropy_beside(row: Row, entropies: Sequence[Row]) -> Row:
-    """The entropy over as many samples, or else over the most."""
+    """The entropy to compare a row with: over as many samples, or else over the most."""
     return max(entropies, key=lambda entropy: (entropy.n == row.n, entropy.n))
 
 
@@ -370,7 +370,7 @@ def _multiples_table(title: str, multiples: Sequence[Multiple], digits: str = ""
 
 
 def _multiple_in_words(one: Multiple, digits: str) -> str:
-    """Ratios with digits according to their size."""
+    """A value with its interval in a table's cell; ratios with digits according to their size."""
     digits = digits or "{:." + str(next((d for d, most in ((2, 10), (1, 100)) if one.value < most), 0)) + "f}"
     value, low, high = (digits.format(x) for x in (one.value, one.low, one.high))
     return f"{value} ({low}–{high}){MARKS[one.end]}"

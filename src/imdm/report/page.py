@@ -115,7 +115,9 @@ Part = Table | Picture | Written | Beside | Strip
 
 @dataclass(frozen=True)
 class Section:
-    """folded: collapsed on the page, and left out of Markdown; aside: text for the page only; printed: its tables are
+    """A section of a page.
+
+    folded: collapsed on the page, and left out of Markdown; aside: text for the page only; printed: its tables are
     shown in the terminal too; highlights: figures that stand large at the top of the page, with what they are."""
 
     title: str

@@ -58,7 +58,7 @@ def training_curve(title: str, curves: Curves, bound: tuple[float, str] | None =
     with rc_context(STYLE):
         figure = Figure(figsize=(4.2, 3.2), layout="constrained")
         axis = figure.subplots()
-        for name, look in looks(curves).items():
+        for name, look in curve_styles(curves).items():
             every = max(1, len(curves[name]) // 8)
             axis.plot(*zip(*curves[name], strict=True), **look, label=name, linewidth=1.8, markevery=every)
         if bound is not None:
@@ -74,7 +74,7 @@ def error_over_steps(method: str, models: Bands, heights: tuple[float, float], b
     drawn there."""
     with rc_context(STYLE):
         figure = Figure(figsize=(4.2, 3.4), layout="constrained")
-        axis, styles = figure.subplots(), looks(models)
+        axis, styles = figure.subplots(), curve_styles(models)
         for model, points in models.items():
             steps = sorted(points)
             middle = [sum(points[k]) / len(points[k]) for k in steps]
@@ -102,7 +102,7 @@ def over_steps(title: str, curves: Measured, log: bool = False, floors: Sequence
     with rc_context(STYLE):
         many = len(curves) > FEW
         figure = Figure(figsize=(4.2, 3.1 + 0.19 * len(curves)), layout="constrained")
-        axis, styles = figure.subplots(), looks(curves)
+        axis, styles = figure.subplots(), curve_styles(curves)
         ends = {}
         for number, (name, points) in enumerate(curves.items(), 1):
             steps = sorted(points)
@@ -127,7 +127,7 @@ def frontier(title: str, models: Mapping[str, Sequence[Point]], goal: tuple[floa
     """Perplexity over entropy, one curve a model, its ends with their temperatures, and real text as a star."""
     with rc_context(STYLE):
         figure = Figure(figsize=(4.2, 3.1 + 0.19 * (len(models) + 1)), layout="constrained")
-        axis, styles = figure.subplots(), looks(models)
+        axis, styles = figure.subplots(), curve_styles(models)
         for name, points in models.items():
             _, entropy, perplexity = zip(*points, strict=True)
             axis.plot(entropy, perplexity, label=name, **styles[name])
@@ -148,7 +148,7 @@ def _legend_below(figure: Figure, handles: Sequence[Any], labels: Sequence[str])
 
 
 def _number(axis: Axes, ends: Mapping[int, tuple[float, float]]) -> None:
-    """Each curve's number beside its end; numbers of curves that end at the same step are moved apart."""
+    """Write each curve's number beside its end; numbers of curves that end at the same step are moved apart."""
     to_axes = axis.transData + axis.transAxes.inverted()
     for step in {end[0] for end in ends.values()}:
         mine = sorted((number for number in ends if ends[number][0] == step), key=lambda number: ends[number][1])
@@ -176,7 +176,7 @@ def spread(heights: Sequence[float], apart: float) -> list[float]:
 
 
 def _plain_numbers(axis: Axes) -> None:
-    """300 and 2,000, not powers of ten; on a long logarithmic scale only the powers of ten."""
+    """Label an axis with 300 and 2,000, not powers of ten; on a long logarithmic scale only the powers of ten."""
     if axis.get_yscale() != "log":
         return
     low, high = axis.get_ylim()
@@ -186,7 +186,7 @@ def _plain_numbers(axis: Axes) -> None:
     axis.yaxis.set_minor_formatter("")
 
 
-def looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+def curve_styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """The style of each curve: a colour by mask, and its own shade, dash and marker."""
     styles: dict[str, dict[str, Any]] = {}
     inks = {name: next((INK[word] for word in INK if word in name), OTHER) for name in names}

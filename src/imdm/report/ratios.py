@@ -19,7 +19,9 @@ INTERVAL = 0.95
 
 @dataclass(frozen=True)
 class Ratio:
-    """exp of the mean over `seeds` of log(perplexity) − log(single mask's), with its interval; entropy: the mean
+    """A perplexity relative to the single mask's.
+
+    value: exp of the mean over `seeds` of log(perplexity) − log(single mask's), with its interval; entropy: the mean
     difference of entropies; the ratio is meaningful only if it is near 0."""
 
     method: str

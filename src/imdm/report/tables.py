@@ -35,8 +35,8 @@ class Table:
         return "\n".join([*lines, "", self.note]).rstrip() + "\n"
 
     def html(self) -> str:
-        """In a frame that scrolls where the window is narrower than the table. On a phone a table that does not fit
-        becomes one card a row, with column names from the style's `--c1`, `--c2`, …"""
+        """The table as HTML, in a frame that scrolls where the window is narrower than the table. On a phone a table
+        that does not fit becomes one card a row, with column names from the style's `--c1`, `--c2`, …"""
         head = "".join(f"<th scope=col>{escape(column)}</th>" for column in self.columns)
         body = "".join(f"<tr>{_row_html(row)}</tr>" for row in self.rows)
         note = f"<p class=note>{escape(self.note)}</p>" if self.note else ""
@@ -78,8 +78,8 @@ class Table:
 
 
 def _row_html(cells: Sequence[str]) -> str:
-    """The first cell names the row, or, if it is the only one, the rows below. Brackets after a number, and errors, are
-    never broken."""
+    """A row as HTML. The first cell names the row, or, if it is the only one, the rows below. Brackets after a number,
+    and errors, are never broken."""
     parts = [ASIDE.sub(r"<small>\1</small>", escape(cell)).replace("± ", "±&nbsp;") for cell in cells]
     if len(cells) > 2 and not any(cells[1:]):
         return f"<th scope=rowgroup colspan={len(cells)}>{parts[0]}</th>"
@@ -96,7 +96,7 @@ def _longest(cell: str) -> int:
 
 
 def _css(name: str) -> str:
-    """Escaped for a quoted CSS string."""
+    """A name escaped for a quoted CSS string."""
     return name.replace("\\", "\\\\").replace("'", "\\'")
 
 
@@ -151,7 +151,7 @@ def all_results(rows: list[Row]) -> Table:
 
 
 def table_by_steps(title: str, cells: Mapping[str, Mapping[int, str]], note: str = "", missing: str = "") -> Table:
-    """A row a model, a column a step count."""
+    """A table with a row a model and a column a step count."""
     steps = sorted({k for points in cells.values() for k in points})
     rows = [(name, *(points.get(k, missing) for k in steps)) for name, points in cells.items()]
     return Table(title, ("model", *map(steps_in_words, steps)), rows, note)

@@ -136,7 +136,7 @@ def _mean(rows: list[Row]) -> tuple[float, float]:
 
 
 def step_table(rows: list[Row]) -> Table:
-    """Generative perplexity (entropy), a row a model, a column a step count, as the paper prints them."""
+    """The table of generative perplexity (entropy): a row a model, a column a step count, as the paper prints them."""
     ppl, entropy = (curves(rows, metric) for metric in ("gen_ppl", "entropy"))
     steps = sorted({k for points in (ppl or entropy).values() for k in points})
     real = _one_row_a_seed(rows, "real_ppl")
