@@ -165,11 +165,11 @@ def _run_worker(description: str, threads: int, link: Any) -> None:
     os.environ |= {"RAYON_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "true" if threads > 1 else "false"}
     from tokenizers import Tokenizer
 
-    backend, sent = Tokenizer.from_str(description), SimpleQueue[Chunk]()
-    threading.Thread(target=_receive, args=(link, sent), daemon=True).start()
+    backend, queue = Tokenizer.from_str(description), SimpleQueue[Chunk]()
+    threading.Thread(target=_receive, args=(link, queue), daemon=True).start()
     with suppress(OSError):  # nobody reads any more
         while True:
-            link.send(_ids_or_error(sent.get(), backend))
+            link.send(_ids_or_error(queue.get(), backend))
 
 
 def _ids_or_error(chunk: Chunk, backend: Any) -> Encoded | Exception:
@@ -179,9 +179,9 @@ def _ids_or_error(chunk: Chunk, backend: Any) -> Encoded | Exception:
         return error
 
 
-def _receive(link: Any, sent: SimpleQueue[Chunk]) -> None:
+def _receive(link: Any, queue: SimpleQueue[Chunk]) -> None:
     try:
         while True:
-            sent.put(link.recv())
+            queue.put(link.recv())
     except (EOFError, OSError):
         os._exit(0)

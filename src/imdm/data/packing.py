@@ -342,9 +342,9 @@ def _tokenizer_for(corpus: Corpus, config: PrepareConfig, folder: Path) -> Any:
         return own
     if corpus.source == "-":
         raise UserError("a BPE cannot be trained on standard input, which can be read only once; use a file")
-    trained = train_bpe(islice(corpus.documents(), config.bpe_documents), int(config.train_bpe or 0))
+    tokenizer = train_bpe(islice(corpus.documents(), config.bpe_documents), int(config.train_bpe or 0))
     with tempfile.TemporaryDirectory() as place:  # a loaded one writes the same files again
-        trained.save_pretrained(place)
+        tokenizer.save_pretrained(place)
         return load_tokenizer(place)
 
 

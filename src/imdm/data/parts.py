@@ -64,8 +64,8 @@ def _read_part(folder: Path) -> Part:
 
 def part_folders(folder: Path) -> dict[tuple[int, int], Path]:
     """The folders of parts, by (number, number of parts)."""
-    named = [(re.fullmatch(r"part-([0-9]+)-of-([0-9]+)", place.name), place) for place in folder.glob("part-*-of-*")]
-    folders = {(int(name[1]), int(name[2])): place for name, place in named if name is not None}
+    matches = [(re.fullmatch(r"part-([0-9]+)-of-([0-9]+)", place.name), place) for place in folder.glob("part-*-of-*")]
+    folders = {(int(name[1]), int(name[2])): place for name, place in matches if name is not None}
     return {key: folders[key] for key in sorted(folders) if (folders[key] / "manifest.json").exists()}
 
 

@@ -157,8 +157,8 @@ def _name_special(tokenizer: Any, like: Any) -> None:
     """Name the special tokens as another tokenizer does. Files of some models (BERT's, GPT-2's) leave that to the class
     of their tokenizer."""
     words = tokenizer.get_vocab()
-    named = {name: word for name, word in like.special_tokens_map.items() if isinstance(word, str) and word in words}
-    tokenizer.add_special_tokens(named)
+    names = {name: word for name, word in like.special_tokens_map.items() if isinstance(word, str) and word in words}
+    tokenizer.add_special_tokens(names)
 
 
 def _ends_of(tokenizer: Any) -> tuple[int | None, int | None]:

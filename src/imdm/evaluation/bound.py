@@ -136,13 +136,13 @@ def _batches_of_one_length(
 ) -> Iterator[list[int]]:
     """Batches of indices of rows of one length whose costs sum to at most `most`, or of one that costs more; requests
     without positions are skipped."""
-    some, spent = list[int](), 0
+    some, total = list[int](), 0
     for i in sorted((i for i, one in enumerate(requests) if one.size), key=lambda i: len(requests[i].row)):
-        if some and (len(requests[i].row) != len(requests[some[0]].row) or spent + cost[i] > most):
+        if some and (len(requests[i].row) != len(requests[some[0]].row) or total + cost[i] > most):
             yield some
-            some, spent = [], 0
+            some, total = [], 0
         some.append(i)
-        spent += cost[i]
+        total += cost[i]
     if some:
         yield some
 

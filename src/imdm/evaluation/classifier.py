@@ -42,9 +42,9 @@ def real_vs_training(evaluation: Evaluation) -> Measurement:
     would score. Where nothing is held out, both are training text, and it is 0.5."""
     real = evaluation.held_out()
     many = min(evaluation.subject.samples, len(evaluation.source("data")))
-    learnt = evaluation.cut(spread_over(evaluation.source("train"), many))
+    training = evaluation.cut(spread_over(evaluation.source("train"), many))
     ending = evaluation.subject.model.config.ending
-    return replace(accuracy(real, learnt, evaluation.subject.seed, ending), split=evaluation.subject.split)
+    return replace(accuracy(real, training, evaluation.subject.seed, ending), split=evaluation.subject.split)
 
 
 def spread_over(source: Source, n: int) -> Tensor:
@@ -95,8 +95,8 @@ class Texts:
         places = []
         for n in ORDERS:
             if n <= tokens.shape[1]:
-                hashed = grams(tokens, n) >> np.uint64(48)  # the upper 16 bits
-                places.append((rows * BUCKETS + hashed.astype(np.int64))[inside(hashed, n, size)])
+                hashes = grams(tokens, n) >> np.uint64(48)  # the upper 16 bits
+                places.append((rows * BUCKETS + hashes.astype(np.int64))[inside(hashes, n, size)])
         place, count = np.unique(np.concatenate(places), return_counts=True)
         text, bucket = (torch.from_numpy(part) for part in np.divmod(place, BUCKETS))
         value = torch.from_numpy(count).double().log1p()

@@ -32,8 +32,8 @@ def coherence_of(evaluation: Evaluation, texts: list[str]) -> Measurement:
     Text i gets the first half of text (i + s) mod n, where s ≥ 1 depends on the seed. The standard error treats texts
     as independent, though each is used twice."""
     judge = judge_of(evaluation)
-    cut = (halved(judge, ids) for ids in judge.ids(texts))
-    halves = [both for both in cut if both is not None]
+    splits = (halved(judge, ids) for ids in judge.ids(texts))
+    halves = [both for both in splits if both is not None]
     n = len(halves)
     if n < 2:
         raise UserError(f"coherence needs at least two texts of two tokens, and has {n}; give more samples or data")

@@ -26,14 +26,14 @@ def judge_continuations(judge: Judge, prompts: list[str], counts: Sequence[int],
             f"judge {judge.name!r} has a context of {judge.context} tokens and cannot add {max(counts)} to a prompt; "
             "use shorter texts, or a judge with a longer context"
         )
-    begun = [[*judge.start(ids), *ids] for ids in judge.ids(prompts)]
-    begun = [ids[-(judge.context - count) :] for ids, count in zip(begun, counts, strict=True)]
+    starts = [[*judge.start(ids), *ids] for ids in judge.ids(prompts)]
+    starts = [ids[-(judge.context - count) :] for ids, count in zip(starts, counts, strict=True)]
     texts: dict[int, str] = {}
-    for some in _batches(judge, [len(ids) for ids in begun], counts):
+    for some in _batches(judge, [len(ids) for ids in starts], counts):
         most = max(counts[number] for number in some)
-        draws = _draw_tokens(judge, [begun[number] for number in some], most, keys[some])
+        draws = _draw_tokens(judge, [starts[number] for number in some], most, keys[some])
         for number, tokens in zip(some, draws.tolist(), strict=True):
-            texts[number] = _added(judge, begun[number], tokens[: counts[number]])
+            texts[number] = _added(judge, starts[number], tokens[: counts[number]])
     return [texts[number] for number in range(len(prompts))]
 
 
@@ -59,9 +59,9 @@ def _draw_tokens(judge: Judge, texts: list[list[int]], most: int, keys: Tensor) 
     for place in range(most):
         logits = read_on(tokens[-1] if tokens else None).double().cpu()
         logits[:, [number for number in judge.tokenizer.all_special_ids if number < logits.shape[1]]] = -torch.inf
-        reached = logits.softmax(-1).cumsum(-1)
-        u = uniform(keys, Purpose.TOKEN, place)[:, None] * reached[:, -1:]
-        tokens.append(torch.searchsorted(reached, u, right=True)[:, 0].clamp(max=logits.shape[1] - 1))
+        cumulative = logits.softmax(-1).cumsum(-1)
+        u = uniform(keys, Purpose.TOKEN, place)[:, None] * cumulative[:, -1:]
+        tokens.append(torch.searchsorted(cumulative, u, right=True)[:, 0].clamp(max=logits.shape[1] - 1))
     return torch.stack(tokens, 1)
 
 
@@ -84,7 +84,7 @@ def _with_cache(judge: Judge, texts: list[list[int]]) -> ReadOn:
     """Reads on with the key-value cache of a model of `transformers`; texts are padded on the left."""
     ids, real = judge.padded([Window(number, ids[::-1], 0) for number, ids in enumerate(texts)])
     ids, real, cache = ids.flip(1), real.flip(1), None
-    placed = "position_ids" in inspect.signature(judge.model.forward).parameters
+    takes_positions = "position_ids" in inspect.signature(judge.model.forward).parameters
 
     def read_on(tokens: Tensor | None) -> Tensor:
         nonlocal ids, real, cache
@@ -92,7 +92,7 @@ def _with_cache(judge: Judge, texts: list[list[int]]) -> ReadOn:
             ids = tokens[:, None].to(real.device)
             real = torch.cat([real, torch.ones_like(ids)], 1)
         position = (real.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        where = {"position_ids": position} if placed else {}
+        where = {"position_ids": position} if takes_positions else {}
         output = judge.model(input_ids=ids, attention_mask=real, past_key_values=cache, use_cache=True, **where)
         cache = output.past_key_values
         last: Tensor = output.logits[:, -1]
@@ -101,7 +101,7 @@ def _with_cache(judge: Judge, texts: list[list[int]]) -> ReadOn:
     return read_on
 
 
-def _added(judge: Judge, begun: list[int], tokens: list[int]) -> str:
+def _added(judge: Judge, start: list[int], tokens: list[int]) -> str:
     """The text of tokens that follow others: some tokenizers decode a token's leading space only there."""
-    before, whole = judge.tokenizer.batch_decode([begun, [*begun, *tokens]], clean_up_tokenization_spaces=False)
+    before, whole = judge.tokenizer.batch_decode([start, [*start, *tokens]], clean_up_tokenization_spaces=False)
     return whole[len(before) :]

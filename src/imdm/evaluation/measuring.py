@@ -156,16 +156,16 @@ def matched(
 ) -> Subject:
     """The subject at the temperature where its samples have this entropy: perplexities are compared at equal entropy,
     since less varied text has a lower one. Bisection over keyed samples, which change little with the temperature."""
-    low, high, reached = 0.1, 4.0, dict[float, float]()
+    low, high, entropies = 0.1, 4.0, dict[float, float]()
     for _ in range(tries):
         temperature = (low * high) ** 0.5
         candidate = subject.drawn(temperature=temperature)
-        reached[temperature] = here = float(sample_entropy(*Evaluation(candidate, hashes).written()).mean())
+        entropies[temperature] = here = float(sample_entropy(*Evaluation(candidate, hashes).written()).mean())
         if abs(here - entropy) <= within:
             return candidate
         low, high = (temperature, high) if here < entropy else (low, temperature)
-    best = min(reached, key=lambda temperature: abs(reached[temperature] - entropy))
-    nearest = f"{reached[best]:.3f} at {best:.3f}"
+    best = min(entropies, key=lambda temperature: abs(entropies[temperature] - entropy))
+    nearest = f"{entropies[best]:.3f} at {best:.3f}"
     raise UserError(f"no temperature gives an entropy of {entropy:.3f} within {within}; the nearest: {nearest}")
 
 

@@ -53,7 +53,7 @@ class Parts:
         identity: all that the result depends on; it names the parts on disk."""
         parts, many = torch.arange(n).split(part_size(n)), 1 if self.length is None else at_once(n, self.length)
         if self.folder is None:
-            return _joined([_on_cpu(make(torch.cat(tuple(some)))) for some in batched(parts, many)])
+            return _joined([_columns_on_cpu(make(torch.cat(tuple(some)))) for some in batched(parts, many)])
         state, folder = processes(), self.folder / digest([identity(), n, GENERATOR])
         self._used.add(folder)
         files = [folder / f"part-{number:02d}.safetensors" for number in range(len(parts))]
@@ -61,10 +61,10 @@ class Parts:
             mine = range(state.process_index, len(parts), state.num_processes)
             for some in batched([number for number in mine if not _is_readable(files[number])], many):
                 sizes = [len(parts[number]) for number in some]
-                batch = _on_cpu(make(torch.cat([parts[number] for number in some])))
-                cut = {name: column.split(sizes) for name, column in batch.items()}
+                batch = _columns_on_cpu(make(torch.cat([parts[number] for number in some])))
+                chunks = {name: column.split(sizes) for name, column in batch.items()}
                 for place, number in enumerate(some):
-                    write_tensors(files[number], {name: pieces[place].clone() for name, pieces in cut.items()})
+                    write_tensors(files[number], {name: pieces[place].clone() for name, pieces in chunks.items()})
             state.wait_for_everyone()
             columns = _joined([read_tensors(file, "evaluation") for file in files])
         if any(len(column) != n for column in columns.values()):
@@ -87,7 +87,7 @@ def batched(items: Sequence[T], size: int) -> list[Sequence[T]]:
     return [items[first : first + size] for first in range(0, len(items), size)]
 
 
-def _on_cpu(columns: Columns) -> Columns:
+def _columns_on_cpu(columns: Columns) -> Columns:
     return {name: column.cpu().contiguous() for name, column in columns.items()}
 
 

@@ -204,15 +204,15 @@ def _over_rows(evaluation: Evaluation, model: MaskedDiffusionLM, what: list[Any]
 def _step_cost(evaluation: Evaluation, model: MaskedDiffusionLM, draws: int = DRAWS) -> Measurement:
     reference, steps = _reference(evaluation), evaluation.subject.how.steps
     joint = evaluation.once("one by one", lambda: _over_rows(evaluation, reference, ["one by one"], one_by_one))
-    written = _over_rows(evaluation, model, ["steps", steps, draws], lambda m, x, k: in_steps(m, x, k, steps, draws))
-    return replace(mean(joint - written), split=evaluation.subject.split)
+    own = _over_rows(evaluation, model, ["steps", steps, draws], lambda m, x, k: in_steps(m, x, k, steps, draws))
+    return replace(mean(joint - own), split=evaluation.subject.split)
 
 
 def _pair_cost(evaluation: Evaluation, model: MaskedDiffusionLM) -> Measurement:
     reference, steps = _reference(evaluation), evaluation.subject.how.steps
     joint = _over_rows(evaluation, reference, ["pairs", steps], lambda m, x, k: pairs_one_by_one(m, x, k, steps))
-    written = _over_rows(evaluation, model, ["pairs at once", steps], lambda m, x, k: pairs_at_once(m, x, k, steps))
-    return replace(mean(joint - written), split=evaluation.subject.split)
+    own = _over_rows(evaluation, model, ["pairs at once", steps], lambda m, x, k: pairs_at_once(m, x, k, steps))
+    return replace(mean(joint - own), split=evaluation.subject.split)
 
 
 @metric("step_error", title="error of steps, all positions (nats)", **COST)

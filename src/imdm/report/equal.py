@@ -118,12 +118,12 @@ class Frontier:
         slope of the last segment for the errors."""
         first, last = self.points[0].entropy, self.points[-1].entropy
         end: End = "below" if entropy < first else "above" if entropy > last else ""
-        reached = min(max(entropy, first), last)
-        place = next(i for i, (_, right) in enumerate(pairwise(self.points)) if reached <= right.entropy)
+        nearest = min(max(entropy, first), last)
+        place = next(i for i, (_, right) in enumerate(pairwise(self.points)) if nearest <= right.entropy)
         left, right = self.points[place : place + 2]
         # y is linear in the y of the two points around, with weights 1 − share and share; a point whose entropy is
         # larger by δ lowers y by its weight times slope · δ, to first order. All other points do not matter.
-        share, slope = (reached - left.entropy) / (right.entropy - left.entropy), _slope(left, right)
+        share, slope = (nearest - left.entropy) / (right.entropy - left.entropy), _slope(left, right)
         ys, entropies = [0.0] * len(self.points), [0.0] * len(self.points)
         for index, (point, weight) in enumerate(((left, 1 - share), (right, share)), place):
             ys[index], entropies[index] = weight * point.y_error, -weight * slope * point.entropy_error
@@ -223,17 +223,17 @@ def equal_entropy(
     the frontier's points, which students share; and a bootstrap over students, if there are several
     (`ratios.interval`). A value and its entropy are treated as independent; since they are positively correlated, the
     interval is conservative."""
-    rated = [
+    candidates = [
         one
         for one in compared(rows, metric)
         if one.row.temperature == 1.0 and one.row.matched is None and one.row.top_p == 1.0
     ]
-    suffix = option_suffix([one.row for one in rated])
+    suffix = option_suffix([one.row for one in candidates])
     frontiers: dict[tuple[Any, ...], Frontier | None] = {}
     readings: dict[tuple[str, str, str, str | None, int], list[tuple[Point, Reading]]] = {}
     # Values of one experiment, judge and number of first tokens share a frontier. The reference in the frontier's own
     # steps is left out, as it is compared with itself.
-    for one in rated:
+    for one in candidates:
         row, place = one.row, (one.row.experiment, one.row.judge, one.row.first)
         if place not in frontiers:
             theirs = [r for r in rows if r.experiment == row.experiment] if against is None else against

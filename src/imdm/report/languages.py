@@ -101,10 +101,10 @@ def margins_section(results: Results) -> list[Section]:
     ahead = margins(rows, languages, methods_of(results.recipe, on_pairs=True))
     if not ahead:
         return []
-    won = [m for m in ahead if m.errors > BAR]
+    wins = [m for m in ahead if m.errors > BAR]
     bounds = {name: float(total_correlation(truth.joint)) for name, truth in languages.items()}
     highlights = [
-        (f"{len(won)} of {len(ahead)}", "comparisons at 1 and 2 steps that the infinite mask wins by over 4 errors"),
+        (f"{len(wins)} of {len(ahead)}", "comparisons at 1 and 2 steps that the infinite mask wins by over 4 errors"),
         (
             f"{len(below_the_bound(rows, bounds))} of {len(one_step(rows))}",
             "one-step figures of a single mask below the bound of Theorem 4.1",

@@ -167,12 +167,12 @@ def _number(axis: Axes, ends: Mapping[int, tuple[float, float]]) -> None:
 
 def spread(heights: Sequence[float], apart: float) -> list[float]:
     """Ascending heights moved up and down until they are this far apart, none to below 0."""
-    moved: list[float] = []
+    places: list[float] = []
     for height in heights:
-        moved.append(max(height, moved[-1] + apart) if moved else height)
-    down = sum(new - old for new, old in zip(moved, heights, strict=True)) / max(1, len(moved))
-    down = min(down, moved[0]) if moved else 0.0
-    return [height - down for height in moved]
+        places.append(max(height, places[-1] + apart) if places else height)
+    down = sum(new - old for new, old in zip(places, heights, strict=True)) / max(1, len(places))
+    down = min(down, places[0]) if places else 0.0
+    return [height - down for height in places]
 
 
 def _plain_numbers(axis: Axes) -> None:

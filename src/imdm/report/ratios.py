@@ -82,8 +82,8 @@ def interval(values: torch.Tensor, errors: torch.Tensor, shared: torch.Tensor | 
     n, again = len(values), torch.arange(REPLICATES)[:, None]
     place = torch.arange(n)
     draws = (uniform(as_key(0), Purpose.BOOTSTRAP, place, again) * n).long()  # (r, n)
-    moved = values[draws] + errors[draws] * normal(as_key(1), Purpose.BOOTSTRAP, place, again, 1)[..., 0]
-    means = moved.mean(1)
+    resamples = values[draws] + errors[draws] * normal(as_key(1), Purpose.BOOTSTRAP, place, again, 1)[..., 0]
+    means = resamples.mean(1)
     if shared is not None:
         common = normal(as_key(2), Purpose.BOOTSTRAP, 0, again[:, 0], shared.shape[1])  # (r, k)
         means = means + (shared[draws].mean(1) * common).sum(1)

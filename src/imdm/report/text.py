@@ -93,8 +93,8 @@ def usual(rows: list[Row]) -> list[Row]:
     students: dict[tuple[str, str], dict[str, set[int | None]]] = {}
     for row in rows:
         students.setdefault((row.method, row.model), {}).setdefault(row.mask, set()).add(row.seed)
-    chosen = {place: max(masks, key=lambda mask: len(masks[mask])) for place, masks in students.items()}
-    return [row for row in rows if row.mask == chosen[row.method, row.model]]
+    mask_of = {place: max(masks, key=lambda mask: len(masks[mask])) for place, masks in students.items()}
+    return [row for row in rows if row.mask == mask_of[row.method, row.model]]
 
 
 def several_masks(rows: list[Row]) -> dict[str, list[Row]]:
@@ -149,10 +149,10 @@ def step_table(rows: list[Row]) -> Table:
     name_of = row_names(rows)
     seen = {(name_of(row), row.seed, row.sample_seed) for row in rows}
     seeds = {name: sum(name == other for other, *_ in seen) for name in ppl or entropy}
-    counted = max(seeds.values(), default=1) > 1
-    if counted:
+    has_several = max(seeds.values(), default=1) > 1
+    if has_several:
         note += " Means over seeds, where there are several."
-    columns = ("model", *(("seeds",) if counted else ()), *map(steps_in_words, steps))
+    columns = ("model", *(("seeds",) if has_several else ()), *map(steps_in_words, steps))
     table = Table(title, columns, note=note.strip())
     for name in ppl or entropy:
         cells = []
@@ -161,7 +161,7 @@ def step_table(rows: list[Row]) -> Table:
                 f"{entropy[name][k][0]:.2f}" if k in entropy.get(name, {}) else "–" if k in ppl.get(name, {}) else ""
             )
             cells.append(f"{_perplexity_in_words(ppl[name][k][0])} ({spread})" if k in ppl.get(name, {}) else spread)
-        table.rows.append((name, *((str(seeds[name]),) if counted else ()), *cells))
+        table.rows.append((name, *((str(seeds[name]),) if has_several else ()), *cells))
     return table
 
 
