@@ -368,7 +368,7 @@ def test_overlap_with_given_pairs(run: Path, tmp_path: Path, monkeypatch: pytest
         assert imdm(*about, "--pairs", pairs).returncode == 0
     columns["tokens"][:4] = made[0].tokens[:4].to(columns["tokens"])
     write_tensors(shard, columns, {name: metadata[name] for name in ("manifest", "shard")})
-    monkeypatch.setattr("imdm.evaluation.text._known", {})  # what pairs of this name had
+    monkeypatch.setattr("imdm.evaluation.text._source_grams", {})  # what pairs of this name had
     assert imdm(*about, "--pairs", pairs, "--out", tmp_path / "out.jsonl").returncode == 0
     (overlap,) = read(tmp_path / "out.jsonl")
     assert 0.5 <= overlap.value < 0.7

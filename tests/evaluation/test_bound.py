@@ -12,7 +12,7 @@ import torch
 
 from imdm.core.errors import UserError
 from imdm.diffusion.state import Noised
-from imdm.evaluation.bound import Bound, LikelihoodRequest, bounds, drawn, greedy
+from imdm.evaluation.bound import Bound, LikelihoodRequest, bounds, greedy, mask_draws
 from imdm.models.denoiser import MaskedDiffusionLM
 from tests.conftest import tiny_model
 from tests.reference.statistics import assert_law
@@ -75,7 +75,7 @@ def test_the_mean_of_the_draws_is_the_enumerated_bound() -> None:
 def test_masks_of_a_draw_have_the_law_of_the_bound() -> None:
     """k is uniform on 1…l, as even as draws can be, and then every set of k places alike (false alarm 1e-5)."""
     n = 30_000
-    draws = drawn(LikelihoodRequest((0, 1, 2, 1), 1, 4), n, seed=0, noisy=True)
+    draws = mask_draws(LikelihoodRequest((0, 1, 2, 1), 1, 4), n, seed=0, noisy=True)
     count = draws.masked.sum(1)
     assert torch.bincount(count).tolist() == [0, n // 3, n // 3, n // 3]
     assert torch.allclose(draws.weight, 3 / count.double() / n)

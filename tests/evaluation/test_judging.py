@@ -33,9 +33,9 @@ from imdm.evaluation import judge as judging
 from imdm.evaluation.base import unpadded
 from imdm.evaluation.coherence import coherence_of, halved
 from imdm.evaluation.conditional import prompt_continuations
-from imdm.evaluation.continuing import _anew, _batches, _draw, _remembering, judge_continuations
+from imdm.evaluation.continuing import _batches, _draw_tokens, _with_cache, _without_cache, judge_continuations
 from imdm.evaluation.fetching import _convert, _mend
-from imdm.evaluation.infilling import Gaps, _cut, filled, gaps
+from imdm.evaluation.infilling import Gaps, _three_pieces, filled, gaps
 from imdm.evaluation.judge import NotHereError, judge_at_hand, judge_of, load_judge_or_other
 from imdm.evaluation.texts import first_texts
 from imdm.sampling import Sampling
@@ -274,7 +274,7 @@ def test_a_judge_that_remembers_reads_the_same(judges: dict[str, Judge]) -> None
         judge = judges[name]
         texts = [[*judge.start(ids), *ids] for ids in judge.ids(prompts)]
         with torch.no_grad():
-            remembering, anew, tokens = _remembering(judge, texts), _anew(judge, texts), None
+            remembering, anew, tokens = _with_cache(judge, texts), _without_cache(judge, texts), None
             for place in range(5):
                 found, expected = remembering(tokens), anew(tokens)
                 assert torch.allclose(found, expected, atol=1e-4), (name, place)
@@ -290,8 +290,8 @@ def test_a_judge_draws_from_its_law(judges: dict[str, Judge], name: str) -> None
     keys = fold(5, Purpose.SAMPLE, torch.arange(n))
     judge = replace(judge, batch_size=n)
     with torch.no_grad():
-        drawn = _draw(judge, [prompt] * n, 2, keys)
-        law = _anew(judge, [prompt])(None)[0].double()
+        drawn = _draw_tokens(judge, [prompt] * n, 2, keys)
+        law = _without_cache(judge, [prompt])(None)[0].double()
         law[judge.tokenizer.all_special_ids] = -torch.inf
         law = law.softmax(0)
     likely = law.sort(descending=True).indices[:20]
@@ -300,7 +300,7 @@ def test_a_judge_draws_from_its_law(judges: dict[str, Judge], name: str) -> None
     assert_law(torch.cat([counts[likely], n - counts[likely].sum()[None]]), torch.cat([law[likely], rest[None]]))
     assert not torch.isin(drawn, torch.tensor(judge.tokenizer.all_special_ids)).any()
     with torch.no_grad():
-        assert torch.equal(_draw(judge, [prompt] * 3, 2, keys[7:10]), drawn[7:10])
+        assert torch.equal(_draw_tokens(judge, [prompt] * 3, 2, keys[7:10]), drawn[7:10])
 
 
 def test_so_many_tokens_are_written_after_each_prompt(judges: dict[str, Judge]) -> None:
@@ -430,7 +430,7 @@ def test_the_parts_of_a_text_are_the_whole(ending: dict[str, int]) -> None:
         (whole,) = evaluation.decode(row)
         for first in range(1 + bool(ending), row.shape[1] - 5):
             here = Gaps(row, torch.tensor([first]), torch.tensor([first + 3]))
-            before, middle, end = _cut(evaluation, here, 0)
+            before, middle, end = _three_pieces(evaluation, here, 0)
             assert before + middle + end == whole
             assert before
             assert middle

@@ -34,7 +34,7 @@ TOKENIZER = train_bpe(LEARNT + WRITTEN, 300)
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """An empty cache, in memory and on disk."""
     monkeypatch.setenv("IMDM_HOME", str(tmp_path))
-    monkeypatch.setattr(known, "_read", {})
+    monkeypatch.setattr(known, "_vocabularies", {})
     return tmp_path
 
 
@@ -98,7 +98,7 @@ def test_the_training_text_is_read_once(cache: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(known, "_words_of", refuse)
     assert measure(["known_words"], evaluation(WRITTEN)) == first
-    monkeypatch.setattr(known, "_read", {})  # another program
+    monkeypatch.setattr(known, "_vocabularies", {})  # another program
     assert measure(["known_words"], evaluation(WRITTEN)) == first
 
 

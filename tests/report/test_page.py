@@ -23,7 +23,7 @@ from imdm.report import Picture, Results, Section, Table, build_report
 from imdm.report.names import distinct_names, mask_in_words, metric_in_words, model_in_words, row_names
 from imdm.report.page import Beside, Report
 from imdm.report.plots import STYLE as DRAWN
-from imdm.report.plots import error_over_steps, frontier, looks, over_steps, spread, svg, training_curve
+from imdm.report.plots import curve_styles, error_over_steps, frontier, over_steps, spread, svg, training_curve
 from imdm.report.tables import figure
 from imdm.report.text import other_figures
 from imdm.report.trained import training
@@ -203,11 +203,11 @@ def test_every_curve_has_a_dash_and_marker_of_its_own() -> None:
         found = drawn(picture.axes[0])
         assert len({found[name] for name in NAMES}) == len(NAMES)
         assert len({found[name][1] for name in NAMES}) == len(NAMES)  # markers alone do
-    assert len({str(look["linestyle"]) for look in looks(NAMES[:8]).values()}) == 8
+    assert len({str(look["linestyle"]) for look in curve_styles(NAMES[:8]).values()}) == 8
 
 
 def test_colours_say_the_mask_and_can_be_seen_on_white() -> None:
-    found = looks(["teacher", *NAMES])
+    found = curve_styles(["teacher", *NAMES])
     kinds = {kind: {found[name]["color"] for name in NAMES if kind in name} for kind in ("single", "64", "infinite")}
     assert not kinds["single"] & kinds["infinite"]
     assert all(contrast(look["color"]) >= 3 for look in found.values())

@@ -40,7 +40,7 @@ class Preset:
 
 
 def unspace(text: str) -> str:
-    """LM1B comes as spaced tokens ("do n't , he said"); this puts words and punctuation back together."""
+    """A text of LM1B with words and punctuation put back together: it comes as spaced tokens ("do n't , he said")."""
     text = re.sub(r" (n't|'s|'re|'ve|'m|'ll|'d)\b", r"\1", text)
     text = re.sub(r" ([.,!?;:%)\]])", r"\1", text)
     text = re.sub(r"([(\[$]) ", r"\1", text)
@@ -48,7 +48,9 @@ def unspace(text: str) -> str:
 
 
 def unspace_wikitext(text: str) -> str:
-    """WikiText also marks hyphens and separators inside words and numbers ("well @-@ known , 1 @,@ 000")."""
+    """A text of WikiText with words and punctuation put back together.
+
+    It also marks hyphens and separators inside words and numbers ("well @-@ known , 1 @,@ 000")."""
     return unspace(re.sub(r" @([-,.])@ ", r"\1", text))
 
 
@@ -133,7 +135,7 @@ class Corpus:
 
     def has_splits(self) -> bool:
         """Whether the source has its own splits."""
-        return not self.is_local or any(self._split_of(file) == "valid" for file in self._found())
+        return not self.is_local or any(self._split_of(file) == "valid" for file in self._local_files())
 
     @property
     def is_local(self) -> bool:
@@ -145,25 +147,25 @@ class Corpus:
 
     def files(self) -> list[Path]:
         """The local files of the split, in order."""
-        found, split = self._found(), "train" if self.hold_out else self.split
-        if any(self._split_of(file) for file in found):
-            found = [file for file in found if (self._split_of(file) or "train") == split]
-        if not found:
+        files, split = self._local_files(), "train" if self.hold_out else self.split
+        if any(self._split_of(file) for file in files):
+            files = [file for file in files if (self._split_of(file) or "train") == split]
+        if not files:
             raise UserError(f"corpus {self.source!r}: no {', '.join(ENDINGS)} file for {self.split!r} in that folder")
-        if found[0].suffix not in ENDINGS:
-            ending = found[0].suffix or "a file without ending"
+        if files[0].suffix not in ENDINGS:
+            ending = files[0].suffix or "a file without ending"
             raise UserError(f"corpus {self.source!r}: {ending} is not known; known: {', '.join(ENDINGS)}")
-        return found
+        return files
 
-    def _found(self) -> list[Path]:
+    def _local_files(self) -> list[Path]:
         path = SAMPLE if self.source == "sample" else Path(self.source)
         if not path.exists():
-            known = ", ".join(("sample", *sorted(PRESETS)))
-            raise UserError(f"corpus {self.source!r}: no such file or folder; by name there are {known}")
-        found = sorted(p for p in path.rglob("*") if p.suffix in ENDINGS) if path.is_dir() else [path]
-        for file in found:
+            names = ", ".join(("sample", *sorted(PRESETS)))
+            raise UserError(f"corpus {self.source!r}: no such file or folder; by name there are {names}")
+        files = sorted(p for p in path.rglob("*") if p.suffix in ENDINGS) if path.is_dir() else [path]
+        for file in files:
             check_file(file, f"corpus {self.source!r}")
-        return found
+        return files
 
     def _split_of(self, file: Path) -> str | None:
         """The split named by the file, or by a folder it is in."""
@@ -177,7 +179,7 @@ class Corpus:
 
     def identity(self) -> list[Any]:
         """What identifies the corpus, without reading all of it."""
-        names = [[p.name, p.stat().st_size, _ends(p)] for p in self.files()] if self.is_local else []
+        names = [[p.name, p.stat().st_size, _hash_of_ends(p)] for p in self.files()] if self.is_local else []
         joined = [] if self.join is None else [self.join, self.join_by]
         return [self.source if not names else "", self.split, self.field, self.hold_out, names, *joined]
 
@@ -309,17 +311,17 @@ def _parquet_texts(file: Any, column: str, path: Path) -> Iterator[Any]:
         try:
             yield from batch.column(0).to_pylist()
         except UnicodeDecodeError:
-            yield from (_value(value) for value in batch.column(0))
+            yield from (_as_python(value) for value in batch.column(0))
 
 
-def _value(value: Any) -> Any:
+def _as_python(value: Any) -> Any:
     try:
         return value.as_py()
     except UnicodeDecodeError:
         return b""
 
 
-def _ends(path: Path) -> str:
+def _hash_of_ends(path: Path) -> str:
     """A hash of a file's first and last megabyte, which distinguishes most files of one size without reading all."""
     with open(path, "rb") as file:
         first = file.read(END)
@@ -348,7 +350,7 @@ def _stream(name: str, config: str | None, split: str) -> Any:
 
 
 def _part(rows: Any, part: str, name: str) -> Any:
-    """`:-100000` or `-100000:` of a stream whose length the dataset states."""
+    """A part of a stream: `:-100000` or `-100000:`, where the dataset states its length."""
     total = rows.info.splits["train"].num_examples if rows.info.splits else None
     if not total:
         raise UserError(f"dataset {name!r} does not state its number of rows; its held-out part cannot be found")

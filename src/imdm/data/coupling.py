@@ -117,8 +117,8 @@ class Coupling:
         if not _belongs(self.folder, index, m):
             raise UserError(f"{where} is not the shard of these pairs that its name says; delete and remake it")
         rows = min(m.shard, m.pairs - index * m.shard)
-        wanted = {"tokens": (rows, m.length), "noised": (rows, m.length), "t": (rows,), "seed": (rows,)}
-        if {name: tuple(c.shape) for name, c in columns.items()} != wanted:
+        shapes = {"tokens": (rows, m.length), "noised": (rows, m.length), "t": (rows,), "seed": (rows,)}
+        if {name: tuple(c.shape) for name, c in columns.items()} != shapes:
             raise UserError(f"{where} does not hold {rows} pairs of {m.length} tokens; delete and remake it")
         if any(columns[name].is_floating_point() for name in ("tokens", "noised", "seed")):
             raise UserError(f"{where} holds fractions where ids and seeds belong; delete and remake it")
@@ -163,7 +163,7 @@ def shard_path(folder: Path, index: int) -> Path:
     return folder / f"pairs-{index:05d}.safetensors"
 
 
-def _place(manifest: Manifest, index: int) -> dict[str, str]:
+def _shard_metadata(manifest: Manifest, index: int) -> dict[str, str]:
     """Metadata of a shard: the manifest and index it belongs to."""
     return {"manifest": manifest.digest(), "shard": str(index)}
 
@@ -171,10 +171,10 @@ def _place(manifest: Manifest, index: int) -> dict[str, str]:
 def _belongs(folder: Path, index: int, manifest: Manifest) -> bool:
     """Whether a shard was made under this manifest, with this index."""
     metadata = read_metadata(shard_path(folder, index), "coupling")
-    return _place(manifest, index).items() <= metadata.items()
+    return _shard_metadata(manifest, index).items() <= metadata.items()
 
 
-def _made_for(folder: Path, index: int, manifest: Manifest) -> bool:
+def _has_shard(folder: Path, index: int, manifest: Manifest) -> bool:
     """Whether a shard exists, is whole and belongs here; any other is made again."""
     try:
         check_tensors(shard_path(folder, index), "coupling")
@@ -206,7 +206,7 @@ def couple(
     `source` is the data to perturb; None with `start: prior`.
     """
     folder = as_path(out, "out")
-    _check_inputs(teacher, source, config)
+    _check_can_couple(teacher, source, config)
     check_seed(seed)
     check_whole("world", world)
     check_whole("rank", rank, 0, world - 1)
@@ -223,22 +223,24 @@ def couple(
     with working_in(folder) if rank == 0 else nullcontext():
         if rank == 0 and not (folder / "manifest.json").exists():
             write_recorded(folder / "manifest.json", manifest.model_dump())
+        # Whole shards are all that a stopped run leaves: one that belongs to this manifest is kept, any other made
+        # again. Pair i draws from its own key and reads data row order(i), so it does not matter who makes it, or when.
         for index in range(rank, manifest.shards, world):
             first = index * manifest.shard
             pairs = torch.arange(first, min(first + manifest.shard, manifest.pairs))
-            if not _made_for(folder, index, manifest):
+            if not _has_shard(folder, index, manifest):
                 report = None if on_progress is None else (lambda n, d=done: on_progress(d + n))
                 x = source.rows(order(pairs))["tokens"] if source and order else None
-                columns = _make(writer, x, pairs, config, seed, report)
+                columns = _make_pairs(writer, x, pairs, config, seed, report)
                 tensors = {name: c.contiguous() for name, c in columns.items()}
-                write_tensors(shard_path(folder, index), tensors, _place(manifest, index))
+                write_tensors(shard_path(folder, index), tensors, _shard_metadata(manifest, index))
             done += len(pairs)
             if on_progress is not None:
                 on_progress(done)
     return manifest
 
 
-def _check_inputs(teacher: MaskedDiffusionLM, source: Source | None, config: CoupleConfig) -> None:
+def _check_can_couple(teacher: MaskedDiffusionLM, source: Source | None, config: CoupleConfig) -> None:
     """Refuse what no pairs can be made from."""
     check_is("teacher", teacher, Network, "a model")
     check_is("config", config, CoupleConfig, "a CoupleConfig")
@@ -253,7 +255,7 @@ def _check_inputs(teacher: MaskedDiffusionLM, source: Source | None, config: Cou
 def _manifest(
     teacher: MaskedDiffusionLM, source: Source | None, config: CoupleConfig, length: int, seed: int
 ) -> Manifest:
-    """All that the pairs follow from."""
+    """The manifest of pairs to make: all settings that they follow from."""
     return Manifest(
         teacher=fingerprint(teacher),
         mask=teacher.mask.name,
@@ -284,7 +286,7 @@ def _refuse_other(folder: Path, manifest: Manifest) -> None:
             )
 
 
-def _make(
+def _make_pairs(
     teacher: MaskedDiffusionLM,
     x: Tensor | None,
     pairs: Tensor,
@@ -294,6 +296,8 @@ def _make(
 ) -> dict[str, Tensor]:
     """Pairs (P,): z_t from data rows x (P, L) by the forward process, or all masks; x̂ from z_t by the teacher."""
     device = teacher.device
+    # One key a pair gives its time, its corruption and all draws of the teacher. It is stored as the pair's seed: from
+    # it a student draws again the noise of its masks under which the teacher completed z_t.
     keys = fold(as_key(seed), Purpose.PAIR, pairs).to(device)
     if x is not None:
         t = (EARLIEST + (1 - EARLIEST) * uniform(keys, Purpose.TIME)).float()
@@ -301,9 +305,10 @@ def _make(
     else:
         t = torch.ones(len(pairs), device=device)
         noised = torch.full((len(pairs), teacher.config.length), teacher.config.mask_token_id, device=device)
+    # The sampler reports masks written, and `couple` progress in pairs.
     masks = max(1, int((noised == teacher.config.mask_token_id).sum()))
     report = None if on_progress is None else (lambda written: on_progress(len(pairs) * written // masks))
-    made = sample(
+    generation = sample(
         teacher,
         noised,
         keys=keys,
@@ -312,5 +317,5 @@ def _make(
         batch_size=config.batch_size,
         on_progress=report,
     )
-    columns = {"tokens": made.tokens.int(), "noised": noised.int(), "t": t, "seed": keys}
+    columns = {"tokens": generation.tokens.int(), "noised": noised.int(), "t": t, "seed": keys}
     return {name: column.cpu() for name, column in columns.items()}

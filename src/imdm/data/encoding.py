@@ -57,7 +57,7 @@ class Encoded:
         return cls(first, ids, lengths)
 
     def after(self, documents: int) -> Encoded:
-        """Without the first `documents` of the corpus."""
+        """This chunk without the first `documents` of the corpus."""
         skip = min(max(0, documents - self.first), len(self.lengths))
         return Encoded(self.first + skip, self.ids[int(self.lengths[:skip].sum()) :], self.lengths[skip:])
 
@@ -92,8 +92,8 @@ def encoded(parts: Iterable[Chunk], backend: Any, processes: int = 1) -> Generat
 
 
 def _encode(chunk: Chunk, backend: Any) -> Encoded:
-    found = backend.encode_batch_fast(chunk.texts, add_special_tokens=False)
-    return Encoded.of([each.ids for each in found], chunk.first)
+    encodings = backend.encode_batch_fast(chunk.texts, add_special_tokens=False)
+    return Encoded.of([each.ids for each in encodings], chunk.first)
 
 
 class _DiedError(Exception):
@@ -107,7 +107,7 @@ class _Worker:
     def __init__(self, description: str, threads: int) -> None:
         spawned = get_context("spawn")
         self.link, theirs = spawned.Pipe()
-        self.process = spawned.Process(target=_work, args=(description, threads, theirs))
+        self.process = spawned.Process(target=_run_worker, args=(description, threads, theirs))
         self.process.start()
         theirs.close()  # so that the link breaks with the process
 
@@ -118,10 +118,10 @@ class _Worker:
     def encoded(self) -> Encoded:
         """The ids of the oldest chunk that it was sent and that was not returned yet."""
         with _linked():
-            found = self.link.recv()
-        if isinstance(found, BaseException):
-            raise found
-        return found
+            reply = self.link.recv()
+        if isinstance(reply, BaseException):
+            raise reply
+        return reply
 
 
 @contextmanager
@@ -134,8 +134,8 @@ def _linked() -> Iterator[None]:
 
 
 def _by_processes(parts: Iterable[Chunk], backend: Any, processes: int) -> Iterator[Encoded]:
-    """Workers take turns. Not by `concurrent.futures`, which may hang if a process of its pool dies while a chunk is
-    written to it."""
+    """The ids of each chunk from worker processes in turn. Not by `concurrent.futures`, which may hang if a process of
+    its pool dies while a chunk is written to it."""
     workers, waiting = list[_Worker](), deque[_Worker]()
     try:
         with held_back():  # a signal is for this process alone
@@ -160,28 +160,28 @@ def _by_processes(parts: Iterable[Chunk], backend: Any, processes: int) -> Itera
                 worker.process.join()
 
 
-def _work(description: str, threads: int, link: Any) -> None:
+def _run_worker(description: str, threads: int, link: Any) -> None:
     """A worker process. It reads ahead, so that neither it nor the one that sends waits for the other to read."""
     os.environ |= {"RAYON_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "true" if threads > 1 else "false"}
     from tokenizers import Tokenizer
 
-    backend, sent = Tokenizer.from_str(description), SimpleQueue[Chunk]()
-    threading.Thread(target=_receive, args=(link, sent), daemon=True).start()
+    backend, queue = Tokenizer.from_str(description), SimpleQueue[Chunk]()
+    threading.Thread(target=_receive, args=(link, queue), daemon=True).start()
     with suppress(OSError):  # nobody reads any more
         while True:
-            link.send(_result(sent.get(), backend))
+            link.send(_ids_or_error(queue.get(), backend))
 
 
-def _result(chunk: Chunk, backend: Any) -> Encoded | Exception:
+def _ids_or_error(chunk: Chunk, backend: Any) -> Encoded | Exception:
     try:
         return _encode(chunk, backend)
     except Exception as error:
         return error
 
 
-def _receive(link: Any, sent: SimpleQueue[Chunk]) -> None:
+def _receive(link: Any, queue: SimpleQueue[Chunk]) -> None:
     try:
         while True:
-            sent.put(link.recv())
+            queue.put(link.recv())
     except (EOFError, OSError):
         os._exit(0)

@@ -68,7 +68,7 @@ SHARD_TOKENS = 1 << 24
 MOST_PROCESSES = 1024
 LOOKED_AT = 4096  # rows in which unknown words are counted
 MUCH = 0.01  # of the tokens
-Told = Callable[[Counts], None]
+Report = Callable[[Counts], None]
 
 
 class TooLittleError(UserError):
@@ -102,8 +102,10 @@ class Packer:
         return self._joined(documents) if self.manifest.packing == "wrapped" else self._apart(documents)
 
     def _joined(self, documents: Encoded) -> np.ndarray:
-        """Documents concatenated, with an end token after each."""
+        """Rows cut from documents concatenated, with an end token after each: the packing `wrapped`."""
         m, inner, kind = self.manifest, self.manifest.length - 2, type_of_ids(self.manifest.vocab_size)
+        # The stream starts as end tokens only, with what is left of the last chunk in front. Documents then fill all
+        # places but the one after each of them, which stays an end token.
         stream = np.full(len(self.carry) + len(documents.ids) + len(documents.lengths), m.end, kind)
         stream[: len(self.carry)] = self.carry
         is_text = np.ones(len(stream) - len(self.carry), bool)
@@ -116,10 +118,13 @@ class Packer:
         return out
 
     def _apart(self, documents: Encoded) -> np.ndarray:
-        """A document a row; where rows are whole texts, without those that do not fit or contain an end token."""
+        """Rows with a document each, the packings `unwrapped` and `whole`; where rows are whole texts, without those
+        that do not fit or contain an end token."""
         m, inner, ids, lengths = self.manifest, self.manifest.length - 2, documents.ids, documents.lengths
         last = np.cumsum(lengths)
         first = last - lengths
+        # To a model of whole texts an end token within a document would be its end. `ends[i]` counts the end and
+        # padding tokens before place i of all documents' ids, so two look-ups say whether a document has one.
         if m.packing == "whole":
             ends = np.concatenate([[0], np.cumsum((ids == m.end) | (ids == m.pad))])
             fits = (lengths <= inner) & (ends[last] == ends[first])
@@ -137,7 +142,7 @@ def prepare(
     *,
     tokenizer: Any = None,
     processes: int = 1,
-    on_progress: Told | None = None,
+    on_progress: Report | None = None,
     on_note: Callable[[str], None] | None = None,
 ) -> Prepared:
     """Tokenise and pack a corpus into `out`. A finished folder made from the same is left as it is. Parts in it
@@ -154,11 +159,14 @@ def prepare(
         raise UserError(f"prepared text {str(folder)!r} is finished; for other standard input choose another folder")
     tell = on_note or (lambda text: None)
     if manifest.finished:
-        manifest = _mended(folder, manifest, tokenizer)
+        manifest = _mend_tokenizer(folder, manifest, tokenizer)
         PreparedSource(folder)  # refuses damaged rows
         remove_parts(folder)
         tell("finished before")
         return manifest
+    # Either parts of other machines or the corpus itself gives the ids, after the documents of the shards that are
+    # there: the rows are the same, since both come in the order of the corpus and the manifest carries the last,
+    # unfinished row.
     parts, done = all_parts(folder, fresh), manifest.counts.documents
     with working_in(folder), _nothing_left_of(folder, shard_file(folder, 0)):
         if done:
@@ -194,7 +202,7 @@ def prepare_part(
     *,
     tokenizer: Any = None,
     processes: int = 1,
-    on_progress: Told | None = None,
+    on_progress: Report | None = None,
     on_note: Callable[[str], None] | None = None,
 ) -> Part:
     """One of `of` parts of the work of `prepare`, counted from 1; each may be made by another machine. Each reads the
@@ -210,27 +218,29 @@ def prepare_part(
     if _resume(folder, fresh).finished:
         tell("all parts were merged before")
         return part.model_copy(update={"finished": True, "whole": read_prepared(folder)})
-    for known in parts_there(folder, of):
-        check_same_settings(f"part {known.number} of {of} in {str(folder)!r}", known.whole, fresh)
-        part = known if known.number == number else part
+    for one in parts_there(folder, of):
+        check_same_settings(f"part {one.number} of {of} in {str(folder)!r}", one.whole, fresh)
+        part = one if one.number == number else part
     if part.finished:
         tell("finished before")
         return part
     with working_in(place), _nothing_left_of(place, chunk_file(place, 0)):
         if part.files:
             tell(f"resuming after {part.whole.counts.documents:,} documents")
-        part = part.model_copy(update={"whole": part.whole.model_copy(update={"files": _saved(tokenizer, place)})})
+        whole = part.whole.model_copy(update={"files": _save_tokenizer(tokenizer, place)})
+        part = part.model_copy(update={"whole": whole})
         return write_part(place, part, corpus, tokenizer.backend_tokenizer, processes, on_progress)
 
 
 @contextmanager
-def _nothing_left_of(folder: Path, made: Path) -> Iterator[None]:
-    """An error in this block removes the manifest and tokenizer that it wrote, unless there are rows too."""
+def _nothing_left_of(folder: Path, rows: Path) -> Iterator[None]:
+    """Leave nothing behind: an error in this block removes the manifest and tokenizer that it wrote, unless there are
+    rows too."""
     ours = [file for file in (folder / "manifest.json", *map(folder.joinpath, FILES)) if not file.exists()]
     try:
         yield
     except UserError:
-        if not made.exists():
+        if not rows.exists():
             for file in ours:
                 file.unlink(missing_ok=True)
         raise
@@ -242,7 +252,7 @@ def _begin(corpus: Corpus, config: PrepareConfig, folder: Path, tokenizer: Any, 
     if config.tokenizer is not None and folder.resolve() == Path(config.tokenizer).resolve():
         raise UserError(f"{str(folder)!r} is the tokenizer's own folder; choose another one for the rows")
     corpus.check()
-    tokenizer = tokenizer if tokenizer is not None else _tokenizer(corpus, config, folder)
+    tokenizer = tokenizer if tokenizer is not None else _tokenizer_for(corpus, config, folder)
     special = special_ids(tokenizer)
     return tokenizer, Prepared(
         source=corpus.source,
@@ -261,18 +271,18 @@ def _begin(corpus: Corpus, config: PrepareConfig, folder: Path, tokenizer: Any, 
     )
 
 
-def _mended(folder: Path, manifest: Prepared, tokenizer: Any) -> Prepared:
+def _mend_tokenizer(folder: Path, manifest: Prepared, tokenizer: Any) -> Prepared:
     """Write the tokenizer's files again if they are damaged; the given tokenizer is the same."""
-    if all((folder / name).is_file() and digest_file(folder / name) == known for name, known in manifest.files):
+    if all((folder / name).is_file() and digest_file(folder / name) == digest for name, digest in manifest.files):
         return manifest
     with working_in(folder):
-        manifest = manifest.model_copy(update={"files": _saved(tokenizer, folder)})
+        manifest = manifest.model_copy(update={"files": _save_tokenizer(tokenizer, folder)})
         write_recorded(folder / "manifest.json", manifest.model_dump(mode="json"))
     return manifest
 
 
-def _saved(tokenizer: Any, folder: Path) -> tuple[tuple[str, str], ...]:
-    """The tokenizer's files, written, with their digests."""
+def _save_tokenizer(tokenizer: Any, folder: Path) -> tuple[tuple[str, str], ...]:
+    """Write the tokenizer's files: their names, with their digests."""
     return tuple((file.name, digest_file(file)) for file in save_tokenizer(tokenizer, folder))
 
 
@@ -282,10 +292,10 @@ def _pack(
     folder: Path,
     tokenizer: Any,
     manifest: Prepared,
-    on_progress: Told | None,
+    on_progress: Report | None,
 ) -> Prepared:
     """Make the missing shards of a folder. The tokenizer is written before the manifest that names it."""
-    manifest = manifest.model_copy(update={"files": _saved(tokenizer, folder)})
+    manifest = manifest.model_copy(update={"files": _save_tokenizer(tokenizer, folder)})
     write_recorded(folder / "manifest.json", manifest.model_dump(mode="json"))
     packer = Packer(manifest, np.array(manifest.carry, np.int64))
     counts, waiting, tokens = manifest.counts, list[np.ndarray](), 0
@@ -302,10 +312,12 @@ def _pack(
         )
         if on_progress is not None:
             on_progress(counts)
+        # Only here is a run resumed, so only here does a shard end: what is waiting and the packer's carry belong to
+        # the documents counted so far. Where that is depends on the text alone, not on how many processes encode it.
         if _is_shard(tokens, some.end):
-            manifest, waiting, tokens = _write(folder, manifest, waiting, counts, packer), [], 0
+            manifest, waiting, tokens = _write_shard(folder, manifest, waiting, counts, packer), [], 0
     if tokens:
-        manifest = _write(folder, manifest, waiting, counts, packer)
+        manifest = _write_shard(folder, manifest, waiting, counts, packer)
     if not manifest.shards:
         if manifest.packing == "whole":
             raise TooLittleError(f"corpus {manifest.source!r}: no document fits into a row of {manifest.length} tokens")
@@ -322,17 +334,17 @@ def _is_shard(tokens: int, documents: int) -> bool:
     return tokens >= SHARD_TOKENS and (documents % encoding.AT_ONCE == 0 or tokens >= 2 * SHARD_TOKENS)
 
 
-def _tokenizer(corpus: Corpus, config: PrepareConfig, folder: Path) -> Any:
+def _tokenizer_for(corpus: Corpus, config: PrepareConfig, folder: Path) -> Any:
     check_choice(config.tokenizer, config.train_bpe)
     if config.tokenizer is not None:
         return load_tokenizer(config.tokenizer)
-    if (made := made_tokenizer(folder)) is not None:
-        return made
+    if (own := made_tokenizer(folder)) is not None:
+        return own
     if corpus.source == "-":
         raise UserError("a BPE cannot be trained on standard input, which can be read only once; use a file")
-    trained = train_bpe(islice(corpus.documents(), config.bpe_documents), int(config.train_bpe or 0))
+    tokenizer = train_bpe(islice(corpus.documents(), config.bpe_documents), int(config.train_bpe or 0))
     with tempfile.TemporaryDirectory() as place:  # a loaded one writes the same files again
-        trained.save_pretrained(place)
+        tokenizer.save_pretrained(place)
         return load_tokenizer(place)
 
 
@@ -353,7 +365,7 @@ def _resume(folder: Path, fresh: Prepared) -> Prepared:
     return there
 
 
-def _write(folder: Path, manifest: Prepared, rows: list[np.ndarray], counts: Counts, packer: Packer) -> Prepared:
+def _write_shard(folder: Path, manifest: Prepared, rows: list[np.ndarray], counts: Counts, packer: Packer) -> Prepared:
     """Write one more shard, then a manifest that lists it: a crash in between loses only that shard."""
     tokens = np.concatenate(rows)
     index = len(manifest.shards)

@@ -57,28 +57,28 @@ def chunk_file(folder: Path, index: int) -> Path:
     return folder / f"chunks-{index:05d}.safetensors"
 
 
-def _read(folder: Path) -> Part:
+def _read_part(folder: Path) -> Part:
     where = f"part of prepared text {str(folder)!r}"
     return Part.parse(read_recorded(folder / "manifest.json", where), where)
 
 
 def part_folders(folder: Path) -> dict[tuple[int, int], Path]:
     """The folders of parts, by (number, number of parts)."""
-    named = [(re.fullmatch(r"part-([0-9]+)-of-([0-9]+)", place.name), place) for place in folder.glob("part-*-of-*")]
-    found = {(int(name[1]), int(name[2])): place for name, place in named if name is not None}
-    return {key: found[key] for key in sorted(found) if (found[key] / "manifest.json").exists()}
+    matches = [(re.fullmatch(r"part-([0-9]+)-of-([0-9]+)", place.name), place) for place in folder.glob("part-*-of-*")]
+    folders = {(int(name[1]), int(name[2])): place for name, place in matches if name is not None}
+    return {key: folders[key] for key in sorted(folders) if (folders[key] / "manifest.json").exists()}
 
 
 def parts_there(folder: Path, of: int | None = None) -> list[Part]:
     """The parts that were started in a folder. Refused if they disagree on the number of parts, or it is not `of`."""
-    found = part_folders(folder)
-    numbers = sorted({many for _, many in found} | ({of} if of is not None else set()))
+    folders = part_folders(folder)
+    numbers = sorted({many for _, many in folders} | ({of} if of is not None else set()))
     if len(numbers) > 1:
         raise UserError(
             f"prepared text {str(folder)!r}: parts of {numbers[0]} and of {numbers[1]} do not go together; use one "
             "number of parts, or delete the folders of the others"
         )
-    return [_read(place) for place in found.values()]
+    return [_read_part(place) for place in folders.values()]
 
 
 def missing(folder: Path, of: int) -> list[int]:
@@ -147,9 +147,9 @@ def write_part(
             if on_progress is not None:
                 on_progress(counts)
             if tokens >= FILE_TOKENS:
-                part, waiting, tokens = _write(folder, part, waiting, counts), [], 0
+                part, waiting, tokens = _write_chunks(folder, part, waiting, counts), [], 0
     if waiting:
-        part = _write(folder, part, waiting, counts)
+        part = _write_chunks(folder, part, waiting, counts)
     counts = counts.model_copy(update={"documents": seen.first + len(seen.texts), "broken": corpus.broken})
     part = _with_counts(part, counts).model_copy(update={"chunks": seen.number + 1, "finished": True})
     write_recorded(folder / "manifest.json", part.model_dump(mode="json"))
@@ -160,7 +160,7 @@ def _with_counts(part: Part, counts: Counts) -> Part:
     return part.model_copy(update={"whole": part.whole.model_copy(update={"counts": counts})})
 
 
-def _write(folder: Path, part: Part, waiting: list[Encoded], counts: Counts) -> Part:
+def _write_chunks(folder: Path, part: Part, waiting: list[Encoded], counts: Counts) -> Part:
     """Write one more file, then a manifest that lists it."""
     tensors = {
         "ids": np.concatenate([some.ids for some in waiting]).astype(type_of_ids(part.whole.vocab_size)),
@@ -176,7 +176,7 @@ def _write(folder: Path, part: Part, waiting: list[Encoded], counts: Counts) -> 
 
 def joined(folder: Path, parts: list[Part], start: int = 0) -> Iterator[Encoded]:
     """The ids of all documents from number `start` on, in order: one chunk of each part in turn."""
-    streams = [_stored(part_folder(folder, part.number, part.of), part) for part in parts]
+    streams = [_stored_chunks(part_folder(folder, part.number, part.of), part) for part in parts]
     expected = 0
     for number in range(parts[0].chunks):
         some = next(streams[number % len(streams)], None)
@@ -190,7 +190,7 @@ def joined(folder: Path, parts: list[Part], start: int = 0) -> Iterator[Encoded]
             yield some.after(start)
 
 
-def _stored(folder: Path, part: Part) -> Iterator[Encoded]:
+def _stored_chunks(folder: Path, part: Part) -> Iterator[Encoded]:
     """The stored chunks of a part; one file at a time is in memory."""
     for index in range(len(part.files)):
         tensors = read_tensors(chunk_file(folder, index), "prepared text")

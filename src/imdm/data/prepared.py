@@ -80,8 +80,8 @@ class Prepared(Config):
 
     def fingerprint(self) -> str:
         """A hash of the settings, independent of the order of fields, and of every shard."""
-        wanted = {name: value for name, value in self.hashed().items() if name in self.settings()}
-        ordered = {name: wanted.pop(name) for name in ORDER if name in wanted} | dict(sorted(wanted.items()))
+        settings = {name: value for name, value in self.hashed().items() if name in self.settings()}
+        ordered = {name: settings.pop(name) for name in ORDER if name in settings} | dict(sorted(settings.items()))
         return hashlib.sha256(repr((ordered, self.shards)).encode()).hexdigest()[:16]
 
 
@@ -97,9 +97,9 @@ def digest_tokens(tokens: np.ndarray) -> str:
     return total.hexdigest()[:16]
 
 
-def _check_file(path: Path, known: str) -> None:
+def _check_file(path: Path, digest: str) -> None:
     def check() -> None:
-        if not path.is_file() or digest_file(path) != known:
+        if not path.is_file() or digest_file(path) != digest:
             raise UserError(
                 f"prepared text: {path} is missing or damaged: it is not what was written; prepare the same again to "
                 "mend it"
@@ -108,9 +108,9 @@ def _check_file(path: Path, known: str) -> None:
     check_once([path], "file", check)
 
 
-def check_same_settings(what: str, there: Prepared, wanted: Prepared) -> None:
+def check_same_settings(what: str, there: Prepared, fresh: Prepared) -> None:
     """Refuse a folder that was made from other text or with other settings."""
-    for name, value in wanted.settings().items():
+    for name, value in fresh.settings().items():
         if there.settings()[name] != value:
             other = {"identity": "of other text", "tokenizer": "with another tokenizer"}
             how = other.get(name, f"with {name} = {there.settings()[name]!r}, not {value!r}")
@@ -141,8 +141,8 @@ class PreparedSource:
         m = self.manifest
         self.length, self.vocab_size, self.mask_id = m.length, m.vocab_size, m.mask_token_id
         self.fingerprint, self.ending = m.fingerprint(), m.ending
-        for name, known in m.files:
-            _check_file(self.folder / name, known)
+        for name, digest in m.files:
+            _check_file(self.folder / name, digest)
         self._shards = [self._open(i, rows, digest) for i, (rows, digest) in enumerate(m.shards)]
         self._first = torch.tensor([0, *(len(s) for s in self._shards)]).cumsum(0)
 

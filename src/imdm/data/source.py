@@ -92,7 +92,7 @@ class Data(Config):
         """Refuse, before any work, data that cannot be prepared; existing rows are checked when they are read."""
 
     def ready(self, folder: Path, progress: Progress | None = None) -> Data:
-        """The same data, ready to give rows; files made for that go into `folder`."""
+        """This data, ready to give rows; files made for that go into `folder`."""
         return self
 
     @property

@@ -16,7 +16,9 @@ SHARED = 4  # tokens: long enough that texts on different things have few in com
 
 @dataclass(frozen=True)
 class Measurement:
-    """judge: the model that scored the samples; split: the data split used; evaluations: network evaluations a sample,
+    """A value with its standard error, and what it was measured on.
+
+    judge: the model that scored the samples; split: the data split used; evaluations: network evaluations a sample,
     if the samples are not the unconditional ones."""
 
     value: float
@@ -44,7 +46,7 @@ def mean(values: Tensor) -> Measurement:
 
 
 def sample_entropy(tokens: Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Of each row (n, L), or of its first `lengths` (n,) tokens: (n,), float64."""
+    """The entropy in nats of the tokens of each row (n, L), or of its first `lengths` (n,) tokens: (n,), float64."""
     out = torch.zeros(len(tokens), dtype=torch.float64)
     for row, values in enumerate(tokens.sort(1).values if lengths is None else tokens):
         ordered = values if lengths is None else values[: lengths[row]].sort().values
@@ -83,11 +85,11 @@ def grams(tokens: np.ndarray, n: int) -> np.ndarray:
     return total
 
 
-def inside(found: np.ndarray, n: int, lengths: Tensor | None) -> np.ndarray:
+def inside(hashes: np.ndarray, n: int, lengths: Tensor | None) -> np.ndarray:
     """Which of the n-grams (rows, W) that `grams` found lie within the first `lengths` (rows,) tokens: (rows, W)."""
     if lengths is None:
-        return np.ones(found.shape, bool)
-    return np.arange(found.shape[1]) <= lengths.numpy()[:, None] - n
+        return np.ones(hashes.shape, bool)
+    return np.arange(hashes.shape[1]) <= lengths.numpy()[:, None] - n
 
 
 def shares(which: np.ndarray, within: np.ndarray) -> Tensor:
@@ -106,13 +108,17 @@ def shared_grams(tokens: Tensor, lengths: Tensor | None = None) -> Measurement:
     if n == 1:
         return Measurement(0.0, float("nan"), 1)
     width = within.sum(1).clip(min=1)
-    known, place = np.unique(mine, return_inverse=True)
-    pairs = np.arange(n)[:, None] * len(known) + place.reshape(mine.shape)
-    own, often = np.unique(pairs[within], return_counts=True)
-    sample, gram = np.divmod(own, len(known))  # each pair of a sample and a 4-gram of its, which it has `often` times
+    # A sparse matrix of samples by distinct 4-grams, with an entry for each 4-gram that a sample has at all: its row is
+    # `sample`, its column `gram`, its value `often`. A 4-gram is shared if its column has more than one entry.
+    distinct, place = np.unique(mine, return_inverse=True)
+    entry = np.arange(n)[:, None] * len(distinct) + place.reshape(mine.shape)
+    entries, often = np.unique(entry[within], return_counts=True)
+    sample, gram = np.divmod(entries, len(distinct))
     holders, sum_of = np.bincount(gram), np.bincount(gram, weights=sample)
     share = np.bincount(sample, weights=often * (holders[gram] > 1), minlength=n) / width
-    # Leaving a sample out, what it shared with only one other is no longer shared.
+    # The jackknife leaves each sample out in turn. That changes the share of another sample only by the 4-grams that
+    # these two alone have, so each entry of such a column is booked as lost under the other holder, whose number is the
+    # sum of the two less the one at hand.
     two = holders[gram] == 2
     other = (sum_of[gram] - sample)[two].astype(np.int64)
     lost = np.bincount(other, weights=often[two] / width[sample[two]], minlength=n)

@@ -116,5 +116,5 @@ def aligned(length: int = 2, symbols: int = 2) -> Language:
 def _check_size(name: str, length: int, symbols: int) -> None:
     whole = isinstance(length, int) and isinstance(symbols, int)
     if not whole or not 1 <= length <= 12 or symbols < 2 or symbols**length > LARGEST:
-        given = f"length={length}, symbols={symbols}"
-        raise UserError(f"language {name}({given}): needs whole numbers, symbols > 1, symbols^length ≤ {LARGEST}")
+        sizes = f"length={length}, symbols={symbols}"
+        raise UserError(f"language {name}({sizes}): needs whole numbers, symbols > 1, symbols^length ≤ {LARGEST}")

@@ -117,7 +117,7 @@ class TextData(Data):
     def _prepare(self, folders: dict[str, str], config: PrepareConfig, folder: Path, progress: Progress | None) -> None:
         for place, split in folders.items():
 
-            def told(counts: Counts, split: str = split) -> None:
+            def report(counts: Counts, split: str = split) -> None:
                 if progress is not None:
                     progress(counts.documents, f"{split}: {counts.rows:,} rows")
 
@@ -125,7 +125,7 @@ class TextData(Data):
             how = config.model_copy(update={"packing": "unwrapped"}) if place == "documents" else config
             corpus = self._corpus(split)
             try:
-                prepare(corpus, how, folder / place, tokenizer=tokenizer, on_progress=told)
+                prepare(corpus, how, folder / place, tokenizer=tokenizer, on_progress=report)
             except TooLittleError as error:
                 if split == "train" or corpus.hold_out is None:
                     raise
@@ -135,7 +135,7 @@ class TextData(Data):
                 ) from None
 
     def vocabulary(self) -> tuple[int, int]:
-        """Of the tokenizer; if it is still to be trained, an upper bound."""
+        """(vocab_size, mask_token_id) of the tokenizer; an upper bound if it is still to be trained."""
         if self.train_bpe is not None:
             return self.train_bpe, BPE_MASK
         special = special_ids(load_tokenizer(self.tokenizer or ""))
@@ -157,13 +157,13 @@ def prepared_for(
     identity = digest([corpus.identity(), files, tokenizer_hash(tokenizer), length, *how])
     config = PrepareConfig(length=length, tokenizer=str(model), packing=packing)
 
-    def told(counts: Counts) -> None:
+    def report(counts: Counts) -> None:
         if progress is not None:
             progress(counts.documents, f"{counts.rows:,} rows")
 
     folder = home() / "prepared" / identity
     with locked(folder):  # another process may make the same
-        prepare(corpus, config, folder, tokenizer=tokenizer, on_progress=told)
+        prepare(corpus, config, folder, tokenizer=tokenizer, on_progress=report)
     return PreparedData(path=folder)
 
 

@@ -29,8 +29,8 @@ BPE_MASK = BPE_SPECIAL.index("<mask>")
 
 @dataclass(frozen=True)
 class Special:
-    """The ids around the text. mask: the tokenizer's own, or one more id after its last; begin and end: [CLS] and
-    [SEP], or end-of-text at both ends; vocab_size counts the mask."""
+    """The special ids of a tokenizer, around the text. mask: the tokenizer's own, or one more id after its last; begin
+    and end: [CLS] and [SEP], or end-of-text at both ends; vocab_size counts the mask."""
 
     mask: int
     begin: int
@@ -64,7 +64,8 @@ def load_tokenizer(name: str | Path) -> Any:
 
     register()
     folder = Path(name)
-    kind, own = _said(folder, "config.json", "model_type"), _said(folder, "tokenizer_config.json", "tokenizer_class")
+    kind = _config_field(folder, "config.json", "model_type")
+    own = _config_field(folder, "tokenizer_config.json", "tokenizer_class")
     try:
         if (folder / "tokenizer.json").exists():  # whatever config.json is beside it
             tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(str(name))
@@ -77,8 +78,8 @@ def load_tokenizer(name: str | Path) -> Any:
             with hub_for(folder):
                 tokenizer = AutoTokenizer.from_pretrained(str(name), trust_remote_code=False)
     except Exception as error:  # of many kinds: missing, damaged, no network
-        found = "" if folder.exists() else "is no folder here, and as a hub id it "
-        raise UserError(f"tokenizer {str(name)!r} {found}cannot be loaded: {reason_of(error)}") from None
+        where = "" if folder.exists() else "is no folder here, and as a hub id it "
+        raise UserError(f"tokenizer {str(name)!r} {where}cannot be loaded: {reason_of(error)}") from None
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(f"tokenizer {str(name)!r} has no fast version; use one with a tokenizer.json")
     tokenizer.model_max_length = 1 << 40  # truncation is done here
@@ -110,7 +111,7 @@ class PlainTokenizer:
         return {"input_ids": self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids}
 
     def decode(self, ids: list[int], skip_special_tokens: bool, clean_up_tokenization_spaces: bool = False) -> str:
-        """Spaces are never cleaned up: tokenizers that do so are not read here."""
+        """The text of ids. Spaces are never cleaned up: tokenizers that do so are not read here."""
         return str(self.backend_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def convert_ids_to_tokens(self, token: int) -> str:
@@ -143,7 +144,7 @@ def load_plain_tokenizer(folder: Path) -> PlainTokenizer | None:
     return PlainTokenizer(backend, names)
 
 
-def _said(folder: Path, name: str, field: str) -> str:
+def _config_field(folder: Path, name: str, field: str) -> str:
     """A field of a configuration in a folder; empty if it is not there."""
     try:
         config = read_json(folder / name, name) if (folder / name).is_file() else {}
@@ -156,8 +157,8 @@ def _name_special(tokenizer: Any, like: Any) -> None:
     """Name the special tokens as another tokenizer does. Files of some models (BERT's, GPT-2's) leave that to the class
     of their tokenizer."""
     words = tokenizer.get_vocab()
-    named = {name: word for name, word in like.special_tokens_map.items() if isinstance(word, str) and word in words}
-    tokenizer.add_special_tokens(named)
+    names = {name: word for name, word in like.special_tokens_map.items() if isinstance(word, str) and word in words}
+    tokenizer.add_special_tokens(names)
 
 
 def _ends_of(tokenizer: Any) -> tuple[int | None, int | None]:

@@ -182,18 +182,18 @@ class Subject:
     @classmethod
     def before(cls, model: MaskedDiffusionLM, data: Data, *, seed: int, **settings: Any) -> Subject:
         """A model with its data: held-out rows if there are some, and the tokenizer of text."""
-        found = about(data, seed)
-        check_fits(found["train"], model.config)
-        return cls(model, seed=seed, **found, **settings)
+        fields = about(data, seed)
+        check_fits(fields["train"], model.config)
+        return cls(model, seed=seed, **fields, **settings)
 
     def drawn(self, **changes: Any) -> Subject:
-        """The same with other sampling options: `subject.drawn(steps=4, temperature=0.9)`."""
+        """This subject with other sampling options: `subject.drawn(steps=4, temperature=0.9)`."""
         return replace(self, how=replace(self.how, **changes))
 
     def source(self, kind: Reads) -> Source | None:
         """The data of a kind that metrics read; None without any."""
-        found = {"data": self.data, "documents": self.documents or self.data, "train": self.train, "pairs": self.pairs}
-        return found[kind]
+        rows = {"data": self.data, "documents": self.documents or self.data, "train": self.train, "pairs": self.pairs}
+        return rows[kind]
 
     @property
     def keys(self) -> Tensor:
@@ -240,16 +240,16 @@ class Evaluation:
         check_is("subject", subject, Subject, "a Subject")
         self.subject = subject
         self.hashes = {} if hashes is None else hashes
-        self._made: dict[str, Any] = {}
+        self._cache: dict[str, Any] = {}
 
     def once(self, what: str, make: Callable[[], T]) -> T:
-        if what not in self._made:
-            self._made[what] = make()
-        return self._made[what]
+        if what not in self._cache:
+            self._cache[what] = make()
+        return self._cache[what]
 
     def has(self, what: str) -> bool:
         """Whether `once` has made this."""
-        return what in self._made
+        return what in self._cache
 
     def hash_of(self, model: MaskedDiffusionLM) -> str:
         """A model's fingerprint."""
@@ -270,23 +270,23 @@ class Evaluation:
         keys = model.sample_keys(len(canvas), subject.seed)
 
         def make(part: Tensor) -> dict[str, Tensor]:
-            made = sample(
+            generation = sample(
                 model.eval(),
                 canvas[part].to(model.device),
                 keys=keys[part.to(keys.device)],
                 how=how,
                 batch_size=subject.batch_size,
             )
-            return {name: column for name, column in vars(made).items() if column is not None}
+            return {name: column for name, column in vars(generation).items() if column is not None}
 
         def identity() -> list[Any]:
-            drawn: list[Any] = [how.steps, subject.seed, how.noise, how.temperature]
-            drawn += [how.top_p] if how.top_p < 1 else []
-            drawn += [how.order] if how.order != "random" else []
-            return [self.hash_of(model), *drawn, hashlib.sha256(canvas.numpy().tobytes()).hexdigest()]
+            options: list[Any] = [how.steps, subject.seed, how.noise, how.temperature]
+            options += [how.top_p] if how.top_p < 1 else []
+            options += [how.order] if how.order != "random" else []
+            return [self.hash_of(model), *options, hashlib.sha256(canvas.numpy().tobytes()).hexdigest()]
 
-        made: dict[str, Any] = {**subject.parts.collect(len(canvas), identity, make)}
-        return Generation(**made)
+        columns: dict[str, Any] = {**subject.parts.collect(len(canvas), identity, make)}
+        return Generation(**columns)
 
     def evaluations(self, written: bool = True) -> float:
         """Mean network evaluations of an unconditional sample; an upper bound if none was generated. Generates nothing
@@ -308,13 +308,13 @@ class Evaluation:
 
     def source(self, kind: Reads) -> Source:
         """The data that a metric declared."""
-        found = self.subject.source(kind)
-        if found is None:
+        source = self.subject.source(kind)
+        if source is None:
             raise UserError(f"a metric needs {kind!r}, and there is none")
-        return found
+        return source
 
     def held_out(self) -> Tensor:
-        """As many rows of held-out data as there are samples, or all of them; `cut`."""
+        """Held-out rows to compare samples with: as many as there are samples, or all of them; `cut`."""
         data = self.source("data")
         return self.cut(data.rows(torch.arange(min(self.subject.samples, len(data))))["tokens"])
 
@@ -357,9 +357,9 @@ class Evaluation:
         return truth
 
 
-def average_evaluations(made: Generation) -> float:
+def average_evaluations(generation: Generation) -> float:
     """Mean network evaluations a sample."""
-    return float(made.evaluations.double().mean())
+    return float(generation.evaluations.double().mean())
 
 
 def unpadded(rows: Tensor, tokenizer: Any) -> list[list[int]]:

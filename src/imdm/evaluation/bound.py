@@ -34,8 +34,8 @@ ENUMERATED = 3, 16
 
 @dataclass(frozen=True)
 class LikelihoodRequest:
-    """A row of tokens, and the positions first … last − 1 of it whose log-probability is wanted. All others are given;
-    those that hold the mask stay masked."""
+    """A request for the log-probability of positions first … last − 1 of a row of tokens, given all others; those that
+    hold the mask stay masked."""
 
     row: tuple[int, ...]
     first: int
@@ -46,9 +46,9 @@ class LikelihoodRequest:
         return self.last - self.first
 
     def key(self, seed: int) -> Tensor:
-        """It depends on seed, row and positions only, not on other requests in the batch."""
-        said = hashlib.sha256(repr((self.row, self.first, self.last)).encode()).digest()
-        return fold(as_key(seed), Purpose.DATA, *(int.from_bytes(said[i : i + 4], "big") for i in (0, 4)))
+        """The key of this request's draws. It depends on seed, row and positions only, not on others in the batch."""
+        digest = hashlib.sha256(repr((self.row, self.first, self.last)).encode()).digest()
+        return fold(as_key(seed), Purpose.DATA, *(int.from_bytes(digest[i : i + 4], "big") for i in (0, 4)))
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class _Draws:
     exact: bool
 
     def bound(self, sums: Tensor) -> Bound:
-        """sums (m,): Σ log x_θ over the masked positions of each draw.
+        """The bound from `sums` (m,): Σ log x_θ over the masked positions of each draw.
 
         Draws are stratified, and neighbours are of neighbouring strata: half the mean square of their differences is
         the variance of one draw, or a little more."""
@@ -90,9 +90,10 @@ def enumerated(size: int, n: int, noisy: bool) -> bool:
     return not noisy and size <= most and (size <= always or (1 << size) - 1 <= n)
 
 
-def drawn(asked: LikelihoodRequest, n: int, seed: int, noisy: bool) -> _Draws:
-    """n draws, the i-th with k in the i-th of n equal parts of 1…l; or all subsets (`enumerated`)."""
-    size, key = asked.size, asked.key(seed)
+def mask_draws(request: LikelihoodRequest, n: int, seed: int, noisy: bool) -> _Draws:
+    """Which positions are masked in each of n draws, the i-th with k in the i-th of n equal parts of 1…l; or all
+    subsets (`enumerated`)."""
+    size, key = request.size, request.key(seed)
     if enumerated(size, n, noisy):
         masked = (torch.arange(1, 1 << size)[:, None] >> torch.arange(size)) % 2 == 1
         weight = torch.tensor([1 / (k * math.comb(size, k)) for k in masked.sum(1).tolist()], dtype=torch.float64)
@@ -106,76 +107,83 @@ def drawn(asked: LikelihoodRequest, n: int, seed: int, noisy: bool) -> _Draws:
 
 @torch.no_grad()
 def bounds(
-    model: Network, asked: Sequence[LikelihoodRequest], n: int = 128, seed: int = 0, batch_size: int = 64
+    model: Network, requests: Sequence[LikelihoodRequest], n: int = 128, seed: int = 0, batch_size: int = 64
 ) -> Iterator[tuple[int, Bound]]:
-    """The number and the bound of each, in another order: rows of one length are evaluated together, at most
-    `batch_size` at once. The results do not depend on other requests in the batch, up to rounding."""
+    """Bounds on the log-probabilities of requests, as (index of the request, its bound).
+
+    Their order is another: rows of one length are evaluated together, at most `batch_size` at once. A bound does not
+    depend on other requests in the batch, up to rounding."""
     check_whole("n", n)
     check_whole("batch_size", batch_size)
     noisy = model.process.noisy
-    many_draws = [(1 << one.size) - 1 if enumerated(one.size, n, noisy) else n for one in asked]
-    for some in _alike(asked, many_draws, batch_size):
-        draws = [drawn(asked[i], n, seed, noisy) for i in some]
-        rows = torch.cat([_masked(asked[i], d.masked, model.process.mask_id) for i, d in zip(some, draws, strict=True)])
+    many_draws = [(1 << one.size) - 1 if enumerated(one.size, n, noisy) else n for one in requests]
+    for some in _batches_of_one_length(requests, many_draws, batch_size):
+        draws = [mask_draws(requests[i], n, seed, noisy) for i in some]
+        rows = torch.cat(
+            [_masked_rows(requests[i], d.masked, model.process.mask_id) for i, d in zip(some, draws, strict=True)]
+        )
         many = torch.tensor([len(d.keys) for d in draws])
-        whole = torch.tensor([asked[i].row for i in some]).repeat_interleave(many, 0)
+        whole = torch.tensor([requests[i].row for i in some]).repeat_interleave(many, 0)
         keys = torch.cat([d.keys for d in draws])
         parts = zip(*(values.split(batch_size) for values in (rows, whole, keys)), strict=True)
-        sums = torch.cat([_sums(model, *(values.to(model.device) for values in part)) for part in parts])
+        sums = torch.cat([_log_p_sums(model, *(values.to(model.device) for values in part)) for part in parts])
         for i, d, one in zip(some, draws, sums.split(many.tolist()), strict=True):
             yield i, d.bound(one)
 
 
-def _alike(asked: Sequence[LikelihoodRequest], cost: Sequence[int], most: int) -> Iterator[list[int]]:
+def _batches_of_one_length(
+    requests: Sequence[LikelihoodRequest], cost: Sequence[int], most: int
+) -> Iterator[list[int]]:
     """Batches of indices of rows of one length whose costs sum to at most `most`, or of one that costs more; requests
     without positions are skipped."""
-    some, spent = list[int](), 0
-    for i in sorted((i for i, one in enumerate(asked) if one.size), key=lambda i: len(asked[i].row)):
-        if some and (len(asked[i].row) != len(asked[some[0]].row) or spent + cost[i] > most):
+    some, total = list[int](), 0
+    for i in sorted((i for i, one in enumerate(requests) if one.size), key=lambda i: len(requests[i].row)):
+        if some and (len(requests[i].row) != len(requests[some[0]].row) or total + cost[i] > most):
             yield some
-            some, spent = [], 0
+            some, total = [], 0
         some.append(i)
-        spent += cost[i]
+        total += cost[i]
     if some:
         yield some
 
 
-def _masked(asked: LikelihoodRequest, masked: Tensor, mask_id: int) -> Tensor:
+def _masked_rows(request: LikelihoodRequest, masked: Tensor, mask_id: int) -> Tensor:
     """The row (L,) with masks where masked (m, l) is True: (m, L)."""
-    rows = torch.tensor(asked.row).repeat(len(masked), 1)
-    rows[:, asked.first : asked.last] = rows[:, asked.first : asked.last].masked_fill(masked, mask_id)
+    rows = torch.tensor(request.row).repeat(len(masked), 1)
+    rows[:, request.first : request.last] = rows[:, request.first : request.last].masked_fill(masked, mask_id)
     return rows
 
 
-def _sums(model: Network, tokens: Tensor, whole: Tensor, keys: Tensor) -> Tensor:
+def _log_p_sums(model: Network, tokens: Tensor, whole: Tensor, keys: Tensor) -> Tensor:
     """Σ log x_θ of the tokens of `whole` (B, L) that are masked in `tokens` (B, L): (B,), in float64 and on the CPU."""
-    state = _state(model.process, tokens, keys)
+    state = _noised(model.process, tokens, keys)
     rows = Rows.where(state.masked & (whole != model.process.mask_id))
-    found = model(state, rows=rows, reduce=Chosen(rows.of(whole)))
-    return torch.zeros(len(tokens), dtype=torch.float64).index_add(0, rows.sequence.cpu(), found.double().cpu())
+    log_p = model(state, rows=rows, reduce=Chosen(rows.of(whole)))
+    return torch.zeros(len(tokens), dtype=torch.float64).index_add(0, rows.sequence.cpu(), log_p.double().cpu())
 
 
-def _state(process: Process, tokens: Tensor, keys: Tensor) -> Noised:
-    """The time is arbitrary: it is no input of the network."""
+def _noised(process: Process, tokens: Tensor, keys: Tensor) -> Noised:
+    """The state of tokens (B, L), noise for their masks drawn. The time is arbitrary: it is no input of the
+    network."""
     return process.noised(tokens, torch.ones(len(tokens), device=tokens.device), keys)
 
 
 @torch.no_grad()
 def greedy(
-    model: Network, asked: Sequence[LikelihoodRequest], seed: int = 0, batch_size: int = 64
+    model: Network, requests: Sequence[LikelihoodRequest], seed: int = 0, batch_size: int = 64
 ) -> Iterator[tuple[int, bool]]:
     """Whether greedy unmasking gives the wanted tokens, by index: one position an evaluation, the one with the highest
     probability, until a token differs or all are revealed. Noise depends on the row, and is kept while a position is
     masked."""
-    for some in _alike(asked, [1] * len(asked), batch_size):
-        whole = torch.tensor([asked[i].row for i in some], device=model.device)
+    for some in _batches_of_one_length(requests, [1] * len(requests), batch_size):
+        whole = torch.tensor([requests[i].row for i in some], device=model.device)
         place = torch.arange(whole.shape[1], device=model.device)
-        first, last = (torch.tensor(ends, device=model.device)[:, None] for ends in _ends(asked, some))
+        first, last = (torch.tensor(ends, device=model.device)[:, None] for ends in _first_and_last(requests, some))
         inside = (place >= first) & (place < last)
-        keys = torch.stack([asked[i].key(seed) for i in some]).to(model.device)
+        keys = torch.stack([requests[i].key(seed) for i in some]).to(model.device)
         tokens = whole.masked_fill(inside, model.process.mask_id)
         while True:
-            state = _state(model.process, tokens, keys)
+            state = _noised(model.process, tokens, keys)
             tokens = state.tokens
             open_ = state.masked & inside
             right = ((tokens == whole) | open_ | ~inside).all(1)
@@ -186,8 +194,9 @@ def greedy(
         yield from zip(some, right.tolist(), strict=True)
 
 
-def _ends(asked: Sequence[LikelihoodRequest], some: list[int]) -> tuple[list[int], list[int]]:
-    return [asked[i].first for i in some], [asked[i].last for i in some]
+def _first_and_last(requests: Sequence[LikelihoodRequest], some: list[int]) -> tuple[list[int], list[int]]:
+    """The first positions of some of the requests, and the ends of theirs."""
+    return [requests[i].first for i in some], [requests[i].last for i in some]
 
 
 def _one_more(model: Network, state: Noised, open_: Tensor) -> Tensor:
@@ -202,10 +211,10 @@ def _one_more(model: Network, state: Noised, open_: Tensor) -> Tensor:
         value, token = log_probs.double().max(-1)
         return torch.stack((value, token.double()), 1)
 
-    found = model(state, rows=rows, reduce=likeliest)
+    best = model(state, rows=rows, reduce=likeliest)
     sure = torch.full(open_.shape, -torch.inf, dtype=torch.float64, device=open_.device)
     token = torch.zeros_like(state.tokens)
-    sure[rows.sequence, rows.position] = found[:, 0]
-    token[rows.sequence, rows.position] = found[:, 1].long()
+    sure[rows.sequence, rows.position] = best[:, 0]
+    token[rows.sequence, rows.position] = best[:, 1].long()
     at = sure.argmax(1, keepdim=True)
     return state.tokens.scatter(1, at, token.gather(1, at))

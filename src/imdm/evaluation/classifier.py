@@ -22,7 +22,7 @@ ITERATIONS = 200
 
 
 @metric("told_apart", title="told apart from real text (accuracy)", reads=("data",), counted=None)
-def told_apart(evaluation: Evaluation) -> Measurement:
+def real_vs_generated(evaluation: Evaluation) -> Measurement:
     """The accuracy of a classifier of real text against samples, on texts that it was not trained on: 0.5 where they
     cannot be told apart, 1 where they always can (`accuracy`). n: texts of each kind, the number of samples, or all the
     held-out rows where these are fewer.
@@ -30,21 +30,21 @@ def told_apart(evaluation: Evaluation) -> Measurement:
     Held-out text may be of other books than the training text; then no model of the training text reaches 0.5, and
     `real_told_apart` is the best it could reach. More texts train a better classifier: compare only at equal n."""
     ending = evaluation.subject.model.config.ending
-    found = accuracy(evaluation.held_out(), evaluation.written()[0], evaluation.subject.seed, ending)
-    return replace(found, split=evaluation.subject.split)
+    measurement = accuracy(evaluation.held_out(), evaluation.written()[0], evaluation.subject.seed, ending)
+    return replace(measurement, split=evaluation.subject.split)
 
 
 @metric(
     "real_told_apart", title="training text told apart (accuracy)", reads=("data", "train"), samples=False, steps=False
 )
-def real_told_apart(evaluation: Evaluation) -> Measurement:
-    """The same with training text instead of samples: the score of a perfect model of the training text. Where nothing
-    is held out, both are training text, and it is 0.5."""
+def real_vs_training(evaluation: Evaluation) -> Measurement:
+    """The best that `told_apart` could be: training text against held-out text, as a perfect model of the training text
+    would score. Where nothing is held out, both are training text, and it is 0.5."""
     real = evaluation.held_out()
     many = min(evaluation.subject.samples, len(evaluation.source("data")))
-    learnt = evaluation.cut(spread_over(evaluation.source("train"), many))
+    training = evaluation.cut(spread_over(evaluation.source("train"), many))
     ending = evaluation.subject.model.config.ending
-    return replace(accuracy(real, learnt, evaluation.subject.seed, ending), split=evaluation.subject.split)
+    return replace(accuracy(real, training, evaluation.subject.seed, ending), split=evaluation.subject.split)
 
 
 def spread_over(source: Source, n: int) -> Tensor:
@@ -54,7 +54,9 @@ def spread_over(source: Source, n: int) -> Tensor:
 
 
 def accuracy(real: Tensor, written: Tensor, seed: int, ending: Ending | None = None) -> Measurement:
-    """Two-fold cross-validation on as many real texts as samples (n, L): every text is tested once by a classifier that
+    """The share of texts that a classifier of real against written text gets right.
+
+    Two-fold cross-validation on as many real texts as samples (n, L): every text is tested once by a classifier that
     was not trained on it; the seed decides which half a text is in. The standard error is binomial over all tested
     texts. Near 0.5 it is too small, by a factor of √2 at most: chance similarities of the halves affect both
     classifiers alike. ending: of whole texts, whose padding is ignored."""
@@ -67,8 +69,8 @@ def accuracy(real: Tensor, written: Tensor, seed: int, ending: Ending | None = N
         order = permutation(fold(as_key(seed), Purpose.DATA, kind), n)
         for half, part in zip(halves, order.chunk(2), strict=True):
             half.append((texts[part], bool(kind)))
-    told = [Texts.of(half, ending) for half in halves]
-    right = torch.cat([told[1 - side].are_told_by(told[side].learnt()) for side in (0, 1)]).double()
+    folds = [Texts.of(half, ending) for half in halves]
+    right = torch.cat([folds[1 - side].correct_under(folds[side].learnt()) for side in (0, 1)]).double()
     share = float(right.mean())
     return Measurement(share, (share * (1 - share) / len(right)) ** 0.5, n)
 
@@ -85,16 +87,17 @@ class Texts:
 
     @classmethod
     def of(cls, kinds: list[tuple[Tensor, bool]], ending: Ending | None = None) -> Texts:
-        """log(1 + count) of the 1-, 2- and 3-grams of tokens, hashed into buckets, each text normalised."""
+        """The features of texts: log(1 + count) of the 1-, 2- and 3-grams of tokens, hashed into buckets, each text
+        normalised."""
         every = torch.cat([texts for texts, _ in kinds])
         tokens, size = every.numpy(), lengths(every, ending)
         rows = np.arange(len(tokens))[:, None]
-        found = []
+        places = []
         for n in ORDERS:
             if n <= tokens.shape[1]:
-                hashed = grams(tokens, n) >> np.uint64(48)  # the upper 16 bits
-                found.append((rows * BUCKETS + hashed.astype(np.int64))[inside(hashed, n, size)])
-        place, count = np.unique(np.concatenate(found), return_counts=True)
+                hashes = grams(tokens, n) >> np.uint64(48)  # the upper 16 bits
+                places.append((rows * BUCKETS + hashes.astype(np.int64))[inside(hashes, n, size)])
+        place, count = np.unique(np.concatenate(places), return_counts=True)
         text, bucket = (torch.from_numpy(part) for part in np.divmod(place, BUCKETS))
         value = torch.from_numpy(count).double().log1p()
         length = torch.bincount(text, weights=value**2, minlength=len(tokens)).sqrt()
@@ -102,15 +105,17 @@ class Texts:
         return cls(text, bucket, value / length[text], is_real)
 
     def scores(self, w: Tensor) -> Tensor:
-        """w · x of each text: (n,)."""
+        """The classifier's score w · x of each text: (n,), positive where it takes it for real."""
         return torch.bincount(self.text, weights=self.value * w[self.bucket], minlength=len(self.is_real))
 
-    def are_told_by(self, w: Tensor) -> Tensor:
+    def correct_under(self, w: Tensor) -> Tensor:
         """Which texts a classifier classifies correctly: (n,)."""
         return (self.scores(w) > 0) == self.is_real
 
     def learnt(self) -> Tensor:
-        """Logistic regression: the w (BUCKETS,) that minimises Σ log(1 + e^{∓ w·x}) + PENALTY · |w|² / 2. It is convex,
+        """The weights of a classifier that learnt these texts.
+
+        Logistic regression: the w (BUCKETS,) that minimises Σ log(1 + e^{∓ w·x}) + PENALTY · |w|² / 2. It is convex,
         so the starting point does not matter."""
         w, y = torch.zeros(BUCKETS, dtype=torch.float64), self.is_real.double()
 

@@ -21,30 +21,32 @@ def coherence(evaluation: Evaluation) -> Measurement:
 
 @metric("real_coherence", judge=True, reads=("data",), samples=False, steps=False)
 def real_coherence(evaluation: Evaluation) -> Measurement:
-    """The same for as many rows of held-out text."""
-    found = coherence_of(evaluation, evaluation.decode(evaluation.held_out()))
-    return replace(found, split=evaluation.subject.split)
+    """The coherence of real text: of as many held-out rows as there are samples."""
+    measurement = coherence_of(evaluation, evaluation.decode(evaluation.held_out()))
+    return replace(measurement, split=evaluation.subject.split)
 
 
 def coherence_of(evaluation: Evaluation, texts: list[str]) -> Measurement:
-    """Text i gets the first half of text (i + s) mod n, where s ≥ 1 depends on the seed. The standard error treats
-    texts as independent, though each is used twice."""
+    """The coherence of any texts, in nats a token of the second half.
+
+    Text i gets the first half of text (i + s) mod n, where s ≥ 1 depends on the seed. The standard error treats texts
+    as independent, though each is used twice."""
     judge = judge_of(evaluation)
-    cut = (halved(judge, ids) for ids in judge.ids(texts))
-    halves = [both for both in cut if both is not None]
+    splits = (halved(judge, ids) for ids in judge.ids(texts))
+    halves = [both for both in splits if both is not None]
     n = len(halves)
     if n < 2:
         raise UserError(f"coherence needs at least two texts of two tokens, and has {n}; give more samples or data")
     shift = 1 + int(integers(as_key(evaluation.subject.seed), Purpose.DATA, 0, 0, n - 1))
 
     def after(first_of: int) -> Score:
-        given = [halves[(i + first_of) % n][0] for i in range(n)]
+        contexts = [halves[(i + first_of) % n][0] for i in range(n)]
         second = [second for _, second in halves]
 
         def score(some: list[int]) -> Score:
-            return judge.score_ids([given[i] for i in some], [second[i] for i in some])
+            return judge.score_ids([contexts[i] for i in some], [second[i] for i in some])
 
-        return in_parts(evaluation, ["halves", given, second], n, score)
+        return in_parts(evaluation, ["halves", contexts, second], n, score)
 
     own, other = after(0), after(shift)
     return replace(mean((other.nll - own.nll) / own.count), judge=judge.label)

@@ -25,9 +25,11 @@ from imdm.evaluation.mauve import mauve_of
 
 
 class Conditional(Config):
-    """prompts × continuations texts, each after the first `prefix` tokens of a row (and, to infill, before its last
-    `suffix`); window: which `tokens` of a text are judged, the first that were `generated` (as in the paper) or the
-    first of the `sequence` (as in the public code)."""
+    """Settings of conditional generation, and which part of a text is judged.
+
+    There are prompts × continuations texts, each after the first `prefix` tokens of a row (and, to infill, before its
+    last `suffix`); window: which `tokens` of a text are judged, the first that were `generated` (as in the paper) or
+    the first of the `sequence` (as in the public code)."""
 
     prompts: int = Field(256, ge=1)
     prefix: int = Field(50, ge=1)
@@ -54,8 +56,10 @@ class Conditional(Config):
 
 
 @dataclass(frozen=True)
-class Continued:
-    """prompts: the text before the window, one a continuation; written and real: windows of the continuations (prompts
+class Continuations:
+    """Continuations of prompts, and the windows of them that are judged.
+
+    prompts: the text before the window, one a continuation; written and real: windows of the continuations (prompts
     × continuations) and of the documents themselves (prompts); tokens: the continuations' windows as ids; lengths: how
     much of these is text, and ended: which contain the end, None where rows are cut from a stream; evaluations: mean
     network evaluations of a continuation."""
@@ -69,12 +73,12 @@ class Continued:
     ended: list[bool] | None = None
 
 
-def prompt_continuations(evaluation: Evaluation) -> Continued:
-    """Generated once for all metrics."""
+def prompt_continuations(evaluation: Evaluation) -> Continuations:
+    """The continuations of all prompts, with their windows; generated once for all metrics."""
     return evaluation.once("continued", lambda: _continue(evaluation))
 
 
-def _continue(evaluation: Evaluation) -> Continued:
+def _continue(evaluation: Evaluation) -> Continuations:
     subject = evaluation.subject
     how, model = subject.conditional or Conditional(), subject.model
     source, ending = evaluation.source("documents"), model.config.ending
@@ -95,25 +99,26 @@ def _continue(evaluation: Evaluation) -> Continued:
         holes &= position < length - 1 - how.suffix  # every row ends with the end token
     canvas = rows.masked_fill(holes, model.config.mask_token_id)
     generation = evaluation.complete(canvas.repeat_interleave(how.continuations, 0))
-    made, evaluations = generation.tokens, average_evaluations(generation)
+    tokens, evaluations = generation.tokens, average_evaluations(generation)
     before = slice(1, how.part().start)
     repeated = rows.repeat_interleave(how.continuations, 0)
     prompts = evaluation.decode(repeated[:, before]) if how.window == "generated" else [""] * len(repeated)
-    window = made[:, how.part()]
+    window = tokens[:, how.part()]
     if ending is None:
         real = evaluation.decode(rows[:, how.part()])
-        return Continued(prompts, evaluation.decode(window), real, window, evaluations)
-    size = (ending.lengths(made) - how.part().start).clamp(0, how.tokens)  # (prompts × continuations,)
+        return Continuations(prompts, evaluation.decode(window), real, window, evaluations)
+    size = (ending.lengths(tokens) - how.part().start).clamp(0, how.tokens)  # (prompts × continuations,)
     texts = [ids[:n] for ids, n in zip(window.tolist(), size.tolist(), strict=True)]
     written = subject.tokenizer.batch_decode(texts, skip_special_tokens=True)
-    ended = ending.finished(made) & (ending.lengths(made) <= how.part().stop)
+    ended = ending.finished(tokens) & (ending.lengths(tokens) <= how.part().stop)
     real = evaluation.decode(rows[:, how.part()])
-    return Continued(prompts, written, real, window, evaluations, size, ended.tolist())
+    return Continuations(prompts, written, real, window, evaluations, size, ended.tolist())
 
 
 def documents_of(source: Any, how: Conditional, ending: Ending | None) -> Tensor:
-    """The first rows that hold no padding, or of whole texts those whose window holds none: (prompts, L)."""
-    manifest, found = getattr(source, "manifest", None), list[Tensor]()
+    """The rows that prompts are taken from: the first that hold no padding, or of whole texts those whose window holds
+    none: (prompts, L)."""
+    manifest, parts = getattr(source, "manifest", None), list[Tensor]()
     for part in torch.arange(len(source)).split(1024):
         rows = source.rows(part)["tokens"]
         if ending is not None:
@@ -121,10 +126,10 @@ def documents_of(source: Any, how: Conditional, ending: Ending | None) -> Tensor
         elif manifest is not None and manifest.packing == "unwrapped":
             last = rows[:, -2]  # of a document that fills its row; the end token may also be the padding
             rows = rows[(last != manifest.end) & (last != manifest.pad)]
-        found.append(rows)
-        if sum(map(len, found)) >= how.prompts:
+        parts.append(rows)
+        if sum(map(len, parts)) >= how.prompts:
             break
-    rows = torch.cat(found)[: how.prompts]
+    rows = torch.cat(parts)[: how.prompts]
     if len(rows) < how.prompts:
         whole = manifest is not None and manifest.packing == "unwrapped"
         what = f"held-out documents fill a row of {source.length} tokens" if whole else "held-out rows can be used"
@@ -135,30 +140,30 @@ def documents_of(source: Any, how: Conditional, ending: Ending | None) -> Tensor
     return rows
 
 
-def _told(evaluation: Evaluation, found: Measurement) -> Measurement:
+def _with_window(evaluation: Evaluation, measurement: Measurement) -> Measurement:
     """A measurement with its split, its window, and the continuations' network evaluations."""
     subject = evaluation.subject
     label = (subject.conditional or Conditional()).label
     split = label if subject.split is None else f"{subject.split}, {label}"
-    return replace(found, split=split, evaluations=prompt_continuations(evaluation).evaluations)
+    return replace(measurement, split=split, evaluations=prompt_continuations(evaluation).evaluations)
 
 
 @metric("cond_gen_ppl", title="generative perplexity after prompts", prompts=True, judge=True, reads=("documents",))
 def conditional_perplexity(evaluation: Evaluation) -> Measurement:
     """The judge's perplexity of the window given the prompt, whose own tokens do not count."""
-    made = prompt_continuations(evaluation)
-    return _told(evaluation, perplexity(evaluation, made.written, made.prompts, made.ended))
+    texts = prompt_continuations(evaluation)
+    return _with_window(evaluation, perplexity(evaluation, texts.written, texts.prompts, texts.ended))
 
 
 @metric("cond_entropy", title="entropy after prompts (nats)", prompts=True, reads=("documents",))
 def conditional_entropy(evaluation: Evaluation) -> Measurement:
     """The unigram entropy of each window, averaged."""
-    made = prompt_continuations(evaluation)
-    return _told(evaluation, mean(sample_entropy(made.tokens, made.lengths)))
+    texts = prompt_continuations(evaluation)
+    return _with_window(evaluation, mean(sample_entropy(texts.tokens, texts.lengths)))
 
 
 @metric("cond_mauve", title="MAUVE after prompts", prompts=True, judge=True, embedder=True, reads=("documents",))
 def conditional_mauve(evaluation: Evaluation) -> Measurement:
     """MAUVE of the continuations' windows against the documents' own, over five clustering seeds."""
-    made = prompt_continuations(evaluation)
-    return _told(evaluation, mauve_of(evaluation, made.real, made.written))
+    texts = prompt_continuations(evaluation)
+    return _with_window(evaluation, mauve_of(evaluation, texts.real, texts.written))

@@ -19,21 +19,22 @@ ReadOn = Callable[[Tensor | None], Tensor]
 
 @torch.no_grad()
 def judge_continuations(judge: Judge, prompts: list[str], counts: Sequence[int], keys: Tensor) -> list[str]:
-    """`counts` of the judge's tokens after each prompt, drawn at temperature 1. Special tokens are never drawn, so that
-    it does not end early. keys: of each prompt's draws, (n,)."""
+    """The texts that a judge writes after prompts: `counts` of its tokens each, drawn at temperature 1. Special tokens
+    are never drawn, so that it does not end early. keys: of each prompt's draws, (n,)."""
     if max(counts, default=0) >= judge.context:
         raise UserError(
             f"judge {judge.name!r} has a context of {judge.context} tokens and cannot add {max(counts)} to a prompt; "
             "use shorter texts, or a judge with a longer context"
         )
-    begun = [[*judge.start(ids), *ids] for ids in judge.ids(prompts)]
-    begun = [ids[-(judge.context - count) :] for ids, count in zip(begun, counts, strict=True)]
-    made: dict[int, str] = {}
-    for some in _batches(judge, [len(ids) for ids in begun], counts):
-        drawn = _draw(judge, [begun[number] for number in some], max(counts[number] for number in some), keys[some])
-        for number, tokens in zip(some, drawn.tolist(), strict=True):
-            made[number] = _added(judge, begun[number], tokens[: counts[number]])
-    return [made[number] for number in range(len(prompts))]
+    starts = [[*judge.start(ids), *ids] for ids in judge.ids(prompts)]
+    starts = [ids[-(judge.context - count) :] for ids, count in zip(starts, counts, strict=True)]
+    texts: dict[int, str] = {}
+    for some in _batches(judge, [len(ids) for ids in starts], counts):
+        most = max(counts[number] for number in some)
+        draws = _draw_tokens(judge, [starts[number] for number in some], most, keys[some])
+        for number, tokens in zip(some, draws.tolist(), strict=True):
+            texts[number] = _added(judge, starts[number], tokens[: counts[number]])
+    return [texts[number] for number in range(len(prompts))]
 
 
 def _batches(judge: Judge, sizes: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
@@ -51,21 +52,21 @@ def _batches(judge: Judge, sizes: Sequence[int], counts: Sequence[int]) -> list[
     return batches
 
 
-def _draw(judge: Judge, texts: list[list[int]], most: int, keys: Tensor) -> Tensor:
+def _draw_tokens(judge: Judge, texts: list[list[int]], most: int, keys: Tensor) -> Tensor:
     """The next tokens of each text: (b, most). Draw k of a text depends on its key and k alone."""
-    read_on = _anew(judge, texts) if isinstance(judge.model, LeftToRight) else _remembering(judge, texts)
+    read_on = _without_cache(judge, texts) if isinstance(judge.model, LeftToRight) else _with_cache(judge, texts)
     tokens: list[Tensor] = []
     for place in range(most):
         logits = read_on(tokens[-1] if tokens else None).double().cpu()
         logits[:, [number for number in judge.tokenizer.all_special_ids if number < logits.shape[1]]] = -torch.inf
-        reached = logits.softmax(-1).cumsum(-1)
-        u = uniform(keys, Purpose.TOKEN, place)[:, None] * reached[:, -1:]
-        tokens.append(torch.searchsorted(reached, u, right=True)[:, 0].clamp(max=logits.shape[1] - 1))
+        cumulative = logits.softmax(-1).cumsum(-1)
+        u = uniform(keys, Purpose.TOKEN, place)[:, None] * cumulative[:, -1:]
+        tokens.append(torch.searchsorted(cumulative, u, right=True)[:, 0].clamp(max=logits.shape[1] - 1))
     return torch.stack(tokens, 1)
 
 
-def _anew(judge: Judge, texts: list[list[int]]) -> ReadOn:
-    """Without a cache: the whole text is processed for each token."""
+def _without_cache(judge: Judge, texts: list[list[int]]) -> ReadOn:
+    """Reads on without a cache: the whole text is processed for each token."""
     texts = [list(ids) for ids in texts]
 
     def read_on(tokens: Tensor | None) -> Tensor:
@@ -79,11 +80,11 @@ def _anew(judge: Judge, texts: list[list[int]]) -> ReadOn:
     return read_on
 
 
-def _remembering(judge: Judge, texts: list[list[int]]) -> ReadOn:
-    """With the key-value cache of a model of `transformers`; texts are padded on the left."""
+def _with_cache(judge: Judge, texts: list[list[int]]) -> ReadOn:
+    """Reads on with the key-value cache of a model of `transformers`; texts are padded on the left."""
     ids, real = judge.padded([Window(number, ids[::-1], 0) for number, ids in enumerate(texts)])
     ids, real, cache = ids.flip(1), real.flip(1), None
-    placed = "position_ids" in inspect.signature(judge.model.forward).parameters
+    takes_positions = "position_ids" in inspect.signature(judge.model.forward).parameters
 
     def read_on(tokens: Tensor | None) -> Tensor:
         nonlocal ids, real, cache
@@ -91,16 +92,16 @@ def _remembering(judge: Judge, texts: list[list[int]]) -> ReadOn:
             ids = tokens[:, None].to(real.device)
             real = torch.cat([real, torch.ones_like(ids)], 1)
         position = (real.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        where = {"position_ids": position} if placed else {}
-        found = judge.model(input_ids=ids, attention_mask=real, past_key_values=cache, use_cache=True, **where)
-        cache = found.past_key_values
-        last: Tensor = found.logits[:, -1]
+        where = {"position_ids": position} if takes_positions else {}
+        output = judge.model(input_ids=ids, attention_mask=real, past_key_values=cache, use_cache=True, **where)
+        cache = output.past_key_values
+        last: Tensor = output.logits[:, -1]
         return last
 
     return read_on
 
 
-def _added(judge: Judge, begun: list[int], tokens: list[int]) -> str:
+def _added(judge: Judge, start: list[int], tokens: list[int]) -> str:
     """The text of tokens that follow others: some tokenizers decode a token's leading space only there."""
-    before, whole = judge.tokenizer.batch_decode([begun, [*begun, *tokens]], clean_up_tokenization_spaces=False)
+    before, whole = judge.tokenizer.batch_decode([start, [*start, *tokens]], clean_up_tokenization_spaces=False)
     return whole[len(before) :]

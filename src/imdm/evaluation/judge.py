@@ -41,7 +41,8 @@ class NotHereError(UserError):
 
 @dataclass(frozen=True)
 class Score:
-    """Of each text: the sum of −log p over the tokens that count, and how many they are: (n,) each, float64."""
+    """A judge's scores of n texts: the sum of −log p over the tokens that count, and how many they are: (n,) each,
+    float64."""
 
     nll: Tensor
     count: Tensor
@@ -89,26 +90,28 @@ class Judge:
         return ["judge", self.label, self.begin, weight_sum(self.model)]
 
     def score(self, texts: list[str], prompts: list[str] | None = None, ended: Sequence[bool] | None = None) -> Score:
-        """Every token that has one before it counts: all of a text where the judge has a `begin`, else from the second
-        on. Of end-of-text tokens only the first counts, others are padding. ended: which texts are complete, so that
+        """The judge's score of each text.
+
+        Every token that has one before it counts: all of a text where the judge has a `begin`, else from the second on.
+        Of end-of-text tokens only the first counts, others are padding. ended: which texts are complete, so that
         the judge's own `end` is appended and counts. Prompts are context and do not count."""
-        given = self.ids(prompts) if prompts is not None else [[] for _ in texts]
+        contexts = self.ids(prompts) if prompts is not None else [[] for _ in texts]
         written = self.ids(texts)
         if ended is not None and self.end is not None:
             written = [[*ids, self.end] if whole else ids for ids, whole in zip(written, ended, strict=True)]
-        return self.score_ids(given, written)
+        return self.score_ids(contexts, written)
 
     @torch.no_grad()
-    def score_ids(self, given: list[list[int]], texts: list[list[int]]) -> Score:
-        """The same for texts in the judge's tokens, each after its `given` context. Texts longer than `context` are
-        scored in windows, whose first token does not count either."""
+    def score_ids(self, contexts: list[list[int]], texts: list[list[int]]) -> Score:
+        """The judge's score of texts in its own tokens, each after a context, which does not count. Texts longer than
+        `context` are scored in windows, whose first token does not count either."""
         windows: list[Window] = []
-        for number, (prompt, text) in enumerate(zip(given, texts, strict=True)):
+        for number, (prompt, text) in enumerate(zip(contexts, texts, strict=True)):
             before = [*self.start([*prompt, *text]), *prompt]
             ids = [*before, *text]
-            known = max(1, len(before))
+            skip = max(1, len(before))
             windows += [
-                Window(number, ids[i : i + self.context], max(1, known - i))
+                Window(number, ids[i : i + self.context], max(1, skip - i))
                 for i in range(0, len(ids), self.context)
                 if len(ids) - i > 1
             ]
@@ -116,7 +119,7 @@ class Judge:
         windows.sort(key=lambda window: len(window.ids))  # for little padding
         for first in range(0, len(windows), self.batch_size):
             some = windows[first : first + self.batch_size]
-            for window, (loss, tokens) in zip(some, self._read(some), strict=True):
+            for window, (loss, tokens) in zip(some, self._losses(some), strict=True):
                 nll[window.text] += loss
                 count[window.text] += tokens
         return Score(nll, count)
@@ -124,8 +127,8 @@ class Judge:
     @torch.no_grad()
     def features(self, texts: list[str]) -> Tensor:
         """The last hidden state at each text's last token: (n, D)."""
-        read = [[*self.start(ids), *ids] for ids in self.ids(texts)]
-        windows = [Window(i, ids[: self.context] or [0], 0) for i, ids in enumerate(read)]
+        rows = [[*self.start(ids), *ids] for ids in self.ids(texts)]
+        windows = [Window(i, ids[: self.context] or [0], 0) for i, ids in enumerate(rows)]
         windows.sort(key=lambda window: len(window.ids))  # for little padding
         out: dict[int, Tensor] = {}
         for first in range(0, len(windows), self.batch_size):
@@ -155,10 +158,11 @@ class Judge:
             real[row, : len(window.ids)] = 1
         return ids.to(device), real.to(device)
 
-    def _read(self, windows: list[Window]) -> list[tuple[float, int]]:
+    def _losses(self, windows: list[Window]) -> list[tuple[float, int]]:
+        """The sum of −log p over each window's tokens that count, and how many they are."""
         end, (ids, real) = self.tokenizer.eos_token_id, self.padded(windows)
-        known = torch.tensor([window.known for window in windows], device=ids.device)
-        counted = (real == 1) & (torch.arange(ids.shape[1], device=ids.device) >= known[:, None])
+        skips = torch.tensor([window.known for window in windows], device=ids.device)
+        counted = (real == 1) & (torch.arange(ids.shape[1], device=ids.device) >= skips[:, None])
         log_p = torch.log_softmax(self.model(input_ids=ids, attention_mask=real).logits[:, :-1].float(), -1)
         loss = -log_p.gather(-1, ids[:, 1:, None])[..., 0].double()  # (B, T − 1)
         if end is not None:
@@ -305,10 +309,10 @@ def judge_of(evaluation: Evaluation) -> Judge:
 def in_parts(evaluation: Evaluation, what: list[Any], n: int, score: Callable[[list[int]], Score]) -> Score:
     """The judge's score of texts 0…n − 1, in parts; `what` identifies all that it depends on beside the judge."""
     judge = judge_of(evaluation)
-    found = evaluation.subject.parts.collect(
+    columns = evaluation.subject.parts.collect(
         n, lambda: ["score", judge.identity, *what], lambda part: vars(score(part.tolist()))
     )
-    return Score(**found)
+    return Score(**columns)
 
 
 def have_ended(evaluation: Evaluation, rows: Tensor) -> list[bool] | None:
@@ -325,8 +329,8 @@ def perplexity(
     judge = judge_of(evaluation)
 
     def score(some: list[int]) -> Score:
-        given, whole = ([column[i] for i in some] if column is not None else None for column in (prompts, ended))
-        return judge.score([texts[i] for i in some], given, whole)  # type: ignore[arg-type]
+        contexts, whole = ([column[i] for i in some] if column is not None else None for column in (prompts, ended))
+        return judge.score([texts[i] for i in some], contexts, whole)  # type: ignore[arg-type]
 
     what = [texts, prompts, *([] if ended is None else [judge.end, ended])]
     return perplexity_of(evaluation, in_parts(evaluation, what, len(texts), score))
@@ -351,7 +355,7 @@ def generative_perplexity(evaluation: Evaluation) -> Measurement:
 
 @metric("real_ppl", title="perplexity of real text", judge=True, reads=("data",), samples=False, steps=False)
 def real_perplexity(evaluation: Evaluation) -> Measurement:
-    """The same judge on as many rows of real held-out text: the score of a perfect model."""
+    """The judge's perplexity of as many rows of real held-out text: the score of a perfect model."""
     rows = evaluation.held_out()
-    found = perplexity(evaluation, evaluation.decode(rows), ended=have_ended(evaluation, rows))
-    return replace(found, split=evaluation.subject.split)
+    measurement = perplexity(evaluation, evaluation.decode(rows), ended=have_ended(evaluation, rows))
+    return replace(measurement, split=evaluation.subject.split)

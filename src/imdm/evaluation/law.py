@@ -29,14 +29,14 @@ AT_ONCE = 1 << 21  # elements of (trajectories, sequences) in memory at a time
 
 @torch.no_grad()
 def last_laws(
-    denoiser: Denoiser, made: Generation, keys: Tensor, temperature: float = 1.0, top_p: float = 1.0
+    denoiser: Denoiser, generation: Generation, keys: Tensor, temperature: float = 1.0, top_p: float = 1.0
 ) -> Tensor:
-    """log p_θ, as it was drawn from, at the positions each trajectory revealed last, one-hot at those it revealed
-    before: (n, L, V)."""
-    last = made.revealed_at == made.revealed_at.amax(1, keepdim=True)  # (n, L)
-    tokens = made.tokens.masked_fill(last, denoiser.process.mask_id)
-    noise = denoiser.process.mask.draw(keys, made.draws, last)
-    state = Noised(tokens, last, noise, torch.ones(len(tokens), device=tokens.device), made.latents)
+    """The distribution of each trajectory's last step: log p_θ, as it was drawn from, at the positions revealed last,
+    one-hot at those revealed before: (n, L, V)."""
+    last = generation.revealed_at == generation.revealed_at.amax(1, keepdim=True)  # (n, L)
+    tokens = generation.tokens.masked_fill(last, denoiser.process.mask_id)
+    noise = denoiser.process.mask.draw(keys, generation.draws, last)
+    state = Noised(tokens, last, noise, torch.ones(len(tokens), device=tokens.device), generation.latents)
     laws = []
     for part in torch.arange(len(tokens), device=tokens.device).split(4096):
         some = state[part]
@@ -44,7 +44,7 @@ def last_laws(
         if not temperature == top_p == 1.0:
             p = probabilities(rows, temperature, top_p)
             rows = (p / p.sum(-1, keepdim=True)).log()
-        sure = torch.full_like(rows, -torch.inf).scatter(-1, made.tokens[part, :, None], 0.0)
+        sure = torch.full_like(rows, -torch.inf).scatter(-1, generation.tokens[part, :, None], 0.0)
         laws.append(torch.where(some.masked[..., None], rows, sure).cpu())
     return torch.cat(laws).double()
 
@@ -99,7 +99,7 @@ def kl(evaluation: Evaluation) -> Measurement:
     counted=lambda samples: samples - samples // 2,
 )
 def kl_half(evaluation: Evaluation) -> Measurement:
-    """The same from half of the trajectories: if it is clearly larger, n is too small for `kl` to be trusted."""
+    """The KL from half of the trajectories: if it is clearly larger, n is too small for `kl` to be trusted."""
     truth, law = evaluation.language.joint.flatten(), _law(evaluation)
     return Measurement(float(divergence(truth, law.half)), float("nan"), law.n - law.n // 2)
 

@@ -42,7 +42,7 @@ class Reader(Protocol):
         """All that its features depend on."""
 
     def features(self, texts: list[str]) -> Tensor:
-        """One vector a text: (n, D)."""
+        """A feature vector of each text: (n, D)."""
 
 
 @dataclass
@@ -70,9 +70,9 @@ class Embedder:
         for first in range(0, len(texts), self.batch_size):
             some = texts[first : first + self.batch_size]
             how = {"padding": True, "truncation": True, "split_special_tokens": not self.special}
-            read = self.tokenizer(some, **how, return_tensors="pt").to(device)
-            hidden = self.model(**read).last_hidden_state  # (b, T, D)
-            real = read["attention_mask"][..., None]
+            batch = self.tokenizer(some, **how, return_tensors="pt").to(device)
+            hidden = self.model(**batch).last_hidden_state  # (b, T, D)
+            real = batch["attention_mask"][..., None]
             average = (hidden * real).sum(1) / real.sum(1).clamp(min=1)
             out.append(torch.nn.functional.normalize(average.float()).cpu())
         return torch.cat(out)
@@ -110,21 +110,21 @@ def features(evaluation: Evaluation, texts: list[str]) -> Tensor:
 
 
 def mauve_of(evaluation: Evaluation, real: list[str], written: list[str]) -> Measurement:
-    """The mean over five clustering seeds and their spread."""
+    """MAUVE of two sets of texts: the mean over five clustering seeds and their spread."""
     compute = _library()
     p, q = features(evaluation, real), features(evaluation, written)
-    found = []
+    scores = []
     for seed in range(1, SEEDS + 1):
         with _hushed():
-            done = compute(
+            result = compute(
                 p_features=p.numpy(),
                 q_features=q.numpy(),
                 seed=seed,
                 verbose=False,
                 mauve_scaling_factor=SCALING,
             )
-        found.append(float(done.mauve))
-    values = torch.tensor(found, dtype=torch.float64)
+        scores.append(float(result.mauve))
+    values = torch.tensor(scores, dtype=torch.float64)
     reader, error = _reader(evaluation).label, float(values.std(correction=1))
     return Measurement(float(values.mean()), error, len(written), judge=reader, split=evaluation.subject.split)
 
@@ -133,13 +133,13 @@ def mauve_of(evaluation: Evaluation, real: list[str], written: list[str]) -> Mea
 def _hushed() -> Iterator[None]:
     """Suppress what the clustering library prints: it warns below 39 texts a cluster, and MAUVE has ten."""
     sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(stderr, 2)
+        os.close(stderr)
         os.close(nowhere)
 
 
@@ -164,6 +164,6 @@ def _library() -> Any:
 
 @metric("mauve", title="MAUVE", judge=True, embedder=True, reads=("data",))
 def mauve(evaluation: Evaluation) -> Measurement:
-    """The samples against as many held-out rows, or all of them."""
+    """MAUVE of the samples against as many held-out rows, or all of them."""
     _reader(evaluation), _library()  # before anything is generated
     return mauve_of(evaluation, evaluation.decode(evaluation.held_out()), evaluation.texts())

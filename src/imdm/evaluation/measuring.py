@@ -34,13 +34,13 @@ def measure(names: Sequence[str], subject: Subject | Evaluation, *, finite: bool
         metric.check(evaluation.subject)
     evaluation.subject.model.eval()
     with torch.no_grad():
-        found = {metric.name: _measured(metric, evaluation) for metric in chosen}
+        measurements = {metric.name: _measured(metric, evaluation) for metric in chosen}
     for metric in chosen:
-        value = found[metric.name].value
+        value = measurements[metric.name].value
         may_be = metric.infinite or (metric.cut and evaluation.subject.first is not None)
         if finite and not isfinite(value) and not (may_be and value == inf):
             raise UserError(f"metric {metric.name!r} gives {value}, which is not finite: check weights, data and top_p")
-    return found
+    return measurements
 
 
 def _measured(metric: Metric, evaluation: Evaluation) -> Measurement:
@@ -85,13 +85,13 @@ class Occasion:
 
 
 def occasions(
-    names: Sequence[str], steps: Sequence[int], temperatures: Sequence[float] = (1.0,), **drawn: Any
+    names: Sequence[str], steps: Sequence[int], temperatures: Sequence[float] = (1.0,), **options: Any
 ) -> list[Occasion]:
-    """Every temperature at every step count; metrics that do not depend on one of them, only at its first value. drawn:
-    further options of `Sampling`."""
+    """What to measure together: every temperature at every step count; metrics that do not depend on one of them, only
+    at its first value. options: further ones of `Sampling`."""
     return [
         Occasion(
-            Sampling(steps=count, temperature=temperature, **drawn),
+            Sampling(steps=count, temperature=temperature, **options),
             tuple(
                 metric
                 for metric in map(metrics.__getitem__, names)
@@ -118,22 +118,22 @@ def evaluate(
     its own unless given. on_measured: called with what each occasion generated and measured. labels: keyword arguments
     of `to_row`."""
     hashes: dict[int, str] = {}
-    drawn: dict[str, Any] = {name: getattr(subject.how, name) for name in ("noise", "top_p", "order")}
+    options: dict[str, Any] = {name: getattr(subject.how, name) for name in ("noise", "top_p", "order")}
     # Matching finds a new temperature for each step count, so every metric is measured at each.
     every = (
-        occasions(names, steps, temperatures, **drawn)
+        occasions(names, steps, temperatures, **options)
         if match is None
-        else [one for count in steps for one in occasions(names, [count], **drawn)]
+        else [one for count in steps for one in occasions(names, [count], **options)]
     )
     for occasion in every:
         here, equal = subject.drawn(**vars(occasion.how)), None
         if match is not None:
             here, equal = _matched_to(here, match, match_how or {}, hashes)
         evaluation = Evaluation(here, hashes)
-        found = measure([metric.name for metric in occasion.metrics], evaluation)
+        measurements = measure([metric.name for metric in occasion.metrics], evaluation)
         if on_measured is not None:
             on_measured(evaluation)
-        yield [to_row(metrics[name], value, evaluation, equal=equal, **labels) for name, value in found.items()]
+        yield [to_row(metrics[name], value, evaluation, equal=equal, **labels) for name, value in measurements.items()]
 
 
 def _matched_to(
@@ -143,35 +143,35 @@ def _matched_to(
     if isinstance(other, float):
         return matched(subject, other, hashes=hashes), str(other)
     theirs = Evaluation(replace(subject, model=other).drawn(**other.policies(**how)), hashes)
-    wanted = measure(["entropy"], theirs)["entropy"].value
-    return matched(subject, wanted, hashes=hashes), theirs.hash_of(other)
+    entropy = measure(["entropy"], theirs)["entropy"].value
+    return matched(subject, entropy, hashes=hashes), theirs.hash_of(other)
 
 
 def matched(
     subject: Subject,
-    wanted: float,
+    entropy: float,
     within: float = 0.005,
     tries: int = 20,
     hashes: dict[int, str] | None = None,
 ) -> Subject:
     """The subject at the temperature where its samples have this entropy: perplexities are compared at equal entropy,
     since less varied text has a lower one. Bisection over keyed samples, which change little with the temperature."""
-    low, high, reached = 0.1, 4.0, dict[float, float]()
+    low, high, entropies = 0.1, 4.0, dict[float, float]()
     for _ in range(tries):
         temperature = (low * high) ** 0.5
-        found = subject.drawn(temperature=temperature)
-        reached[temperature] = here = float(sample_entropy(*Evaluation(found, hashes).written()).mean())
-        if abs(here - wanted) <= within:
-            return found
-        low, high = (temperature, high) if here < wanted else (low, temperature)
-    best = min(reached, key=lambda temperature: abs(reached[temperature] - wanted))
-    nearest = f"{reached[best]:.3f} at {best:.3f}"
-    raise UserError(f"no temperature gives an entropy of {wanted:.3f} within {within}; the nearest: {nearest}")
+        candidate = subject.drawn(temperature=temperature)
+        entropies[temperature] = here = float(sample_entropy(*Evaluation(candidate, hashes).written()).mean())
+        if abs(here - entropy) <= within:
+            return candidate
+        low, high = (temperature, high) if here < entropy else (low, temperature)
+    best = min(entropies, key=lambda temperature: abs(entropies[temperature] - entropy))
+    nearest = f"{entropies[best]:.3f} at {best:.3f}"
+    raise UserError(f"no temperature gives an entropy of {entropy:.3f} within {within}; the nearest: {nearest}")
 
 
 def to_row(
     metric: Metric,
-    found: Measurement,
+    measurement: Measurement,
     evaluation: Evaluation,
     *,
     experiment: str,
@@ -185,17 +185,19 @@ def to_row(
     what the entropy was matched to; alone: there is no recipe that specifies data, reference and pairs."""
     subject = evaluation.subject
     model = subject.model
-    evaluations = found.evaluations if found.evaluations is not None else evaluation.evaluations(metric.samples)
+    evaluations = (
+        measurement.evaluations if measurement.evaluations is not None else evaluation.evaluations(metric.samples)
+    )
     return Row(
         experiment=experiment,
         model=model.mask.family,
         mask=model.mask.name + ("+mixture" if model.config.mixture else ""),
         evaluations=round(evaluations, 4),
-        value=found.value,
-        stderr=found.stderr if isfinite(found.stderr) else None,
-        n=found.n,
-        split=found.split,
-        judge=found.judge,
+        value=measurement.value,
+        stderr=measurement.stderr if isfinite(measurement.stderr) else None,
+        n=measurement.n,
+        split=measurement.split,
+        judge=measurement.judge,
         length=model.config.length,
         recipe_hash=recipe_hash,
         time=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -219,8 +221,8 @@ def to_row(
 def inputs_of(metric: Metric, evaluation: Evaluation) -> dict[str, str]:
     """The hashes of the data that a metric reads, of its reference and of its pairs. An enumerated language is
     identified by its name."""
-    subject, found = evaluation.subject, dict[str, str]()
+    subject, hashes = evaluation.subject, dict[str, str]()
     for kind in metric.reads:
         if (source := subject.source(kind)) is not None:
-            found["data" if kind == "documents" else kind] = source.fingerprint
-    return found | ({"reference": evaluation.hash_of(subject.reference or subject.model)} if metric.reference else {})
+            hashes["data" if kind == "documents" else kind] = source.fingerprint
+    return hashes | ({"reference": evaluation.hash_of(subject.reference or subject.model)} if metric.reference else {})

@@ -28,18 +28,20 @@ TOKENS = 1 << 17  # computed at a time on a GPU, which would wait for launches o
 
 
 def part_size(n: int) -> int:
-    """Samples a part, of n."""
+    """How many samples a part of n samples has."""
     return max(LEAST, -(-n // MOST))
 
 
 def at_once(n: int, length: int) -> int:
-    """Parts, of n samples, that a GPU computes together. length: of a row."""
+    """How many of the parts of n samples a GPU computes together. length: of a row."""
     return max(1, TOKENS // (length * part_size(n)))
 
 
 @dataclass(frozen=True)
 class Parts:
-    """folder: where finished parts are stored; None stores nothing, and every process does everything. length: of a
+    """Where and how the work of an evaluation is divided.
+
+    folder: where finished parts are stored; None stores nothing, and every process does everything. length: of a
     row, on a GPU, which computes several parts at once."""
 
     folder: Path | None = None
@@ -51,23 +53,23 @@ class Parts:
         identity: all that the result depends on; it names the parts on disk."""
         parts, many = torch.arange(n).split(part_size(n)), 1 if self.length is None else at_once(n, self.length)
         if self.folder is None:
-            return _joined([_settled(make(torch.cat(tuple(some)))) for some in batched(parts, many)])
+            return _joined([_columns_on_cpu(make(torch.cat(tuple(some)))) for some in batched(parts, many)])
         state, folder = processes(), self.folder / digest([identity(), n, GENERATOR])
         self._used.add(folder)
         files = [folder / f"part-{number:02d}.safetensors" for number in range(len(parts))]
         with working_together(folder):
             mine = range(state.process_index, len(parts), state.num_processes)
-            for some in batched([number for number in mine if not _is_whole(files[number])], many):
+            for some in batched([number for number in mine if not _is_readable(files[number])], many):
                 sizes = [len(parts[number]) for number in some]
-                made = _settled(make(torch.cat([parts[number] for number in some])))
-                cut = {name: column.split(sizes) for name, column in made.items()}
+                batch = _columns_on_cpu(make(torch.cat([parts[number] for number in some])))
+                chunks = {name: column.split(sizes) for name, column in batch.items()}
                 for place, number in enumerate(some):
-                    write_tensors(files[number], {name: pieces[place].clone() for name, pieces in cut.items()})
+                    write_tensors(files[number], {name: pieces[place].clone() for name, pieces in chunks.items()})
             state.wait_for_everyone()
-            found = _joined([read_tensors(file, "evaluation") for file in files])
-        if any(len(column) != n for column in found.values()):
+            columns = _joined([read_tensors(file, "evaluation") for file in files])
+        if any(len(column) != n for column in columns.values()):
             raise UserError(f"evaluation: the parts in {folder} are not of {n} samples; delete that folder")
-        return found
+        return columns
 
     def forget(self) -> None:
         """Remove these parts once the results are written; unfinished work of others stays."""
@@ -81,11 +83,11 @@ class Parts:
 
 
 def batched(items: Sequence[T], size: int) -> list[Sequence[T]]:
-    """Items, so many at a time."""
+    """Items in batches of `size`; the last may be smaller."""
     return [items[first : first + size] for first in range(0, len(items), size)]
 
 
-def _settled(columns: Columns) -> Columns:
+def _columns_on_cpu(columns: Columns) -> Columns:
     return {name: column.cpu().contiguous() for name, column in columns.items()}
 
 
@@ -93,7 +95,7 @@ def _joined(parts: list[Columns]) -> Columns:
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-def _is_whole(file: Path) -> bool:
+def _is_readable(file: Path) -> bool:
     """Whether a part exists and can be read; one damaged by a full disk is computed again."""
     try:
         return file.exists() and bool(read_tensors(file, "evaluation"))

@@ -21,9 +21,9 @@ from imdm.sampling.options import RevealOrder
 FIGURE = ("value", "stderr", "time")
 """Fields of a row that are measured; all others are its identity."""
 MODEL = ("experiment", "recipe_hash", "method", "mask", "seed", "precision", "length")
-"""Those that say which model it is about,"""
+"""The fields of a row that say which model it is about,"""
 SAMPLES = ("steps", "sample_seed", "temperature", "top_p", "noise", "order", "matched", "first")
-"""and those that say which of its samples."""
+"""and those that say about which of its samples."""
 OPTIONS = ("noise", "order", "top_p", "conditional", "first")
 """Options that are in the names of reports where rows differ in them."""
 
@@ -79,7 +79,7 @@ class Row(Config):
         return inf if value is None else value
 
     def plain(self) -> dict[str, Any]:
-        """As stored in a file: `first` only where texts were cut, `order` only where it is not random."""
+        """The row as stored in a file: `first` only where texts were cut, `order` only where it is not random."""
         usual = {name for name in ("first", "order") if getattr(self, name) == type(self).model_fields[name].default}
         return self.model_dump(exclude=usual) | {"value": self.value if isfinite(self.value) else None}
 
@@ -95,13 +95,13 @@ class Row(Config):
 
     @property
     def seeds(self) -> tuple[int | None, int | None]:
-        """The student's and that of the samples."""
+        """The seeds of the student and of its samples."""
         return self.seed, self.sample_seed
 
 
 def append(path: Path, rows: Sequence[Row]) -> None:
-    """All rows or none. A row equal to the last of its key is not repeated, so that interrupted work may be run
-    again."""
+    """Append rows to a file, all or none. A row equal to the last of its key is not repeated, so that interrupted work
+    may be run again."""
     check_is("rows", rows, Sequence, "a list of rows")
     latest, fresh = {row.key: row for row in read(path, infinite=True)}, []
     for row in rows:
@@ -155,11 +155,13 @@ def row_settings(
         "conditional": (conditional or Conditional()).spelled if metric.prompts else None,
         "first": first if metric.cut else None,
         "matched": matched if metric.samples else None,
-        "settings": _settings(metric, samples, first, compiled, inputs or {}),
+        "settings": _settings_digest(metric, samples, first, compiled, inputs or {}),
     }
 
 
-def _settings(metric: Metric, samples: int, first: int | None, compiled: bool, inputs: Mapping[str, str]) -> str | None:
+def _settings_digest(
+    metric: Metric, samples: int, first: int | None, compiled: bool, inputs: Mapping[str, str]
+) -> str | None:
     """A digest of the settings that are in no other field of a row; None without any. The number of samples is one
     where `n` does not tell it: with `first`, n is the number of texts that are long enough."""
     settings: dict[str, Any] = dict(inputs)

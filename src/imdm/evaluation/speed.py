@@ -25,18 +25,18 @@ def tokens_per_second(evaluation: Evaluation) -> Measurement:
     model = subject.model
     subject.check_memory()
     canvas, keys = _canvas(subject, subject.samples), subject.keys
-    together, found = min(TOGETHER, subject.batch_size), []
+    together, rates = min(TOGETHER, subject.batch_size), []
     for run in range(UNCOUNTED + COUNTED):
         started = _now(model.device)
-        made = [
+        tokens = [
             sample(model, some, keys=key, how=subject.how).tokens
             for some, key in zip(canvas.split(together), keys.split(together), strict=True)
         ]
         seconds = _now(model.device) - started
         if run >= UNCOUNTED:
-            rows, size = evaluation.sized(torch.cat(made))
-            found.append((rows.numel() if size is None else int(size.sum())) / seconds)
-    value = mean(torch.tensor(found))
+            rows, size = evaluation.sized(torch.cat(tokens))
+            rates.append((rows.numel() if size is None else int(size.sum())) / seconds)
+    value = mean(torch.tensor(rates))
     return Measurement(value.value, value.stderr, subject.samples)
 
 
@@ -44,14 +44,14 @@ def tokens_per_second(evaluation: Evaluation) -> Measurement:
 def latency(evaluation: Evaluation) -> Measurement:
     """Milliseconds that the model takes to write one text alone: the mean over the first eight samples and its standard
     error; the first one is written twice more before, which is not counted."""
-    subject, found = evaluation.subject, []
+    subject, times = evaluation.subject, []
     model, many = subject.model, min(subject.samples, ALONE)
     canvas, keys = _canvas(subject, 1), subject.keys[:many]
     for number in [0] * UNCOUNTED + list(range(many)):
         started = _now(model.device)
         sample(model, canvas, keys=keys[number : number + 1], how=subject.how)
-        found.append(1e3 * (_now(model.device) - started))
-    return mean(torch.tensor(found[UNCOUNTED:]))
+        times.append(1e3 * (_now(model.device) - started))
+    return mean(torch.tensor(times[UNCOUNTED:]))
 
 
 def _canvas(subject: Subject, many: int) -> torch.Tensor:
@@ -60,7 +60,7 @@ def _canvas(subject: Subject, many: int) -> torch.Tensor:
 
 
 def _now(device: torch.device) -> float:
-    """Seconds, when all work on the device is done."""
+    """The time in seconds, once all work on the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -60,7 +60,7 @@ def one_by_one(denoiser: Denoiser, x: Tensor, keys: Tensor) -> Tensor:
     rank = u.argsort(1, descending=True).argsort(1)  # a sampler reveals large u first
     total = torch.zeros(len(x), dtype=torch.float64, device=x.device)
     for place in range(x.shape[1]):
-        state = _shown(denoiser, x, rank < place, keys)
+        state = _partly_masked(denoiser, x, rank < place, keys)
         total += _log_p(denoiser, state, x, rank == place)
     return total
 
@@ -83,19 +83,20 @@ class Pairs:
     before (N, n, L), and the pair (N, n, L)."""
 
     chance: Tensor
-    shown: Tensor
+    visible: Tensor
     first: Tensor
     second: Tensor
 
 
 def pairs(process: Process, x: Tensor, keys: Tensor, steps: int) -> Pairs:
+    """A pair of neighbours for each row (n, L) and each of N steps, drawn from the row's key."""
     planned = plan(process, keys, torch.ones(len(x), device=x.device), steps, x.shape[1])
     step = torch.arange(steps, device=x.device)[:, None]  # (N, 1)
     left = (uniform(keys, Purpose.HELD_OUT, 0, step) * (x.shape[1] - 1)).long()[..., None]  # (N, n, 1)
     position = torch.arange(x.shape[1], device=x.device)
     first, second = position == left, position == left + 1
-    shown = (planned.reveal < step[..., None]) & ~first & ~second
-    return Pairs((planned.alpha.diff(dim=1) ** 2).T, shown, first, second)
+    visible = (planned.reveal < step[..., None]) & ~first & ~second
+    return Pairs((planned.alpha.diff(dim=1) ** 2).T, visible, first, second)
 
 
 @torch.no_grad()
@@ -103,40 +104,42 @@ def pairs_one_by_one(denoiser: Denoiser, x: Tensor, keys: Tensor, steps: int) ->
     """Σ over steps of p(e_ij)·log p(x^i, x^j | z_k), by the chain rule, one position after the other: (n,), float64."""
     two, total = pairs(denoiser.process, x, keys, steps), torch.zeros(len(x), dtype=torch.float64, device=x.device)
     for k in range(steps):
-        before = _log_p(denoiser, _shown(denoiser, x, two.shown[k], keys), x, two.first[k])
-        after = _log_p(denoiser, _shown(denoiser, x, two.shown[k] | two.first[k], keys), x, two.second[k])
+        before = _log_p(denoiser, _partly_masked(denoiser, x, two.visible[k], keys), x, two.first[k])
+        after = _log_p(denoiser, _partly_masked(denoiser, x, two.visible[k] | two.first[k], keys), x, two.second[k])
         total += two.chance[k] * (before + after)
     return total
 
 
 @torch.no_grad()
 def pairs_at_once(denoiser: Denoiser, x: Tensor, keys: Tensor, steps: int, draws: int = DRAWS) -> Tensor:
-    """The same with both drawn in one step: (n,), float64."""
+    """Σ over steps of p(e_ij)·log p̂(x^i, x^j | z_k), both positions drawn in one step: (n,), float64."""
     two, total = pairs(denoiser.process, x, keys, steps), torch.zeros(len(x), dtype=torch.float64, device=x.device)
     for k in range(steps):
         both = two.first[k] | two.second[k]
-        total += two.chance[k] * _at_once(denoiser, x, two.shown[k], both, keys, k, draws)
+        total += two.chance[k] * _at_once(denoiser, x, two.visible[k], both, keys, k, draws)
     return total
 
 
 def _at_once(
-    denoiser: Denoiser, x: Tensor, shown: Tensor, where: Tensor, keys: Tensor, step: int, draws: int
+    denoiser: Denoiser, x: Tensor, visible: Tensor, where: Tensor, keys: Tensor, step: int, draws: int
 ) -> Tensor:
     """log of the mean over the model's noise of ∏ p_θ(x^ℓ | z, ε) over the positions `where`: (n,), float64."""
     draws = draws if denoiser.process.noisy else 1
     own = fold(keys[:, None], Purpose.COMPONENT, torch.arange(draws, device=x.device), step).flatten()  # (n · draws,)
     row = torch.arange(len(x), device=x.device).repeat_interleave(draws)
-    found = []
+    log_p = []
     for part in torch.arange(len(row), device=x.device).split(max(1, TOKENS // x.shape[1])):
         r = row[part]
-        found.append(_log_p(denoiser, _shown(denoiser, x[r], shown[r], own[part]), x[r], where[r]))
-    return torch.cat(found).view(len(x), draws).logsumexp(1) - math.log(draws)
+        log_p.append(_log_p(denoiser, _partly_masked(denoiser, x[r], visible[r], own[part]), x[r], where[r]))
+    return torch.cat(log_p).view(len(x), draws).logsumexp(1) - math.log(draws)
 
 
-def _shown(denoiser: Denoiser, x: Tensor, shown: Tensor, keys: Tensor) -> Noised:
+def _partly_masked(denoiser: Denoiser, x: Tensor, visible: Tensor, keys: Tensor) -> Noised:
+    """Rows x (n, L) with masks wherever they are not `visible` (n, L), noise drawn. Where the end is
+    drawn before any step, end and padding are visible too."""
     if denoiser.process.lengths is not None and denoiser.process.ending is not None:
-        shown = shown | denoiser.process.ending.marks(x)
-    tokens = torch.where(shown, x, denoiser.process.mask_id)
+        visible = visible | denoiser.process.ending.marks(x)
+    tokens = torch.where(visible, x, denoiser.process.mask_id)
     return denoiser.process.noised(tokens, torch.ones(len(x), device=x.device), keys)
 
 
@@ -154,13 +157,13 @@ def _log_p(denoiser: Denoiser, state: Noised, x: Tensor, where: Tensor) -> Tenso
     low, high = torch.zeros_like(total), torch.ones_like(total)  # the interval of v that gives the row
     for part in torch.arange(len(row), device=x.device).split(max(1, AT_ONCE // denoiser.vocab_size)):
         r, c = row[part], column[part]
-        given, said = denoiser.head(hidden[r, c]), x[r, c]
+        log_p, tokens = denoiser.head(hidden[r, c]), x[r, c]
         if ending is None or bars is None:
-            total.index_add_(0, r, given.gather(-1, said[:, None])[:, 0].double())
+            total.index_add_(0, r, log_p.gather(-1, tokens[:, None])[:, 0].double())
             continue
-        given = ending.within(given, bars[r, c]).double()
-        total.index_add_(0, r, ending.text_within(given, said))
-        first, last = ending.slice_of(given, said)
+        log_p = ending.within(log_p, bars[r, c]).double()
+        total.index_add_(0, r, ending.text_within(log_p, tokens))
+        first, last = ending.slice_of(log_p, tokens)
         low.scatter_reduce_(0, r, first, "amax")
         high.scatter_reduce_(0, r, last, "amin")
     return total + (high - low).clamp(min=0).log()
@@ -187,11 +190,11 @@ def _over_rows(evaluation: Evaluation, model: MaskedDiffusionLM, what: list[Any]
     subject, data = evaluation.subject, evaluation.source("data")
 
     def make(part: Tensor) -> dict[str, Tensor]:
-        found = []
+        values = []
         for some in part.split(max(1, TOKENS // data.length)):
             x = data.rows(some)["tokens"].to(model.device)
-            found.append(work(model.eval(), x, fold(as_key(subject.seed), Purpose.HELD_OUT, some).to(model.device)))
-        return {"log_p": torch.cat(found)}
+            values.append(work(model.eval(), x, fold(as_key(subject.seed), Purpose.HELD_OUT, some).to(model.device)))
+        return {"log_p": torch.cat(values)}
 
     n = min(subject.samples, len(data), ROWS)
     identity = [*what, subject.seed, data.fingerprint]
@@ -201,15 +204,15 @@ def _over_rows(evaluation: Evaluation, model: MaskedDiffusionLM, what: list[Any]
 def _step_cost(evaluation: Evaluation, model: MaskedDiffusionLM, draws: int = DRAWS) -> Measurement:
     reference, steps = _reference(evaluation), evaluation.subject.how.steps
     joint = evaluation.once("one by one", lambda: _over_rows(evaluation, reference, ["one by one"], one_by_one))
-    written = _over_rows(evaluation, model, ["steps", steps, draws], lambda m, x, k: in_steps(m, x, k, steps, draws))
-    return replace(mean(joint - written), split=evaluation.subject.split)
+    own = _over_rows(evaluation, model, ["steps", steps, draws], lambda m, x, k: in_steps(m, x, k, steps, draws))
+    return replace(mean(joint - own), split=evaluation.subject.split)
 
 
 def _pair_cost(evaluation: Evaluation, model: MaskedDiffusionLM) -> Measurement:
     reference, steps = _reference(evaluation), evaluation.subject.how.steps
     joint = _over_rows(evaluation, reference, ["pairs", steps], lambda m, x, k: pairs_one_by_one(m, x, k, steps))
-    written = _over_rows(evaluation, model, ["pairs at once", steps], lambda m, x, k: pairs_at_once(m, x, k, steps))
-    return replace(mean(joint - written), split=evaluation.subject.split)
+    own = _over_rows(evaluation, model, ["pairs at once", steps], lambda m, x, k: pairs_at_once(m, x, k, steps))
+    return replace(mean(joint - own), split=evaluation.subject.split)
 
 
 @metric("step_error", title="error of steps, all positions (nats)", **COST)
@@ -221,7 +224,7 @@ def step_error(evaluation: Evaluation) -> Measurement:
 
 @metric("step_error_half", title="error of steps, half the draws (nats)", **COST)
 def step_error_half(evaluation: Evaluation) -> Measurement:
-    """The same from half of the draws: if it is clearly larger, `step_error` is a loose bound."""
+    """The error of steps from half of the draws: if it is clearly larger, `step_error` is a loose bound."""
     return _step_cost(evaluation, evaluation.subject.model, DRAWS // 2)
 
 

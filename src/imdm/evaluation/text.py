@@ -16,7 +16,7 @@ from imdm.evaluation.base import Evaluation, bootstrap_weights, metric, spread
 LOW = np.uint64((1 << 24) - 1)
 NOVEL = 6  # tokens: so long that a match with the training text means copying
 REMEMBERED = 1 << 27  # tokens of a source whose n-grams are kept in memory, a gigabyte at most
-_known: dict[tuple[str, int], np.ndarray] = {}  # all n-grams of the last few sources, sorted
+_source_grams: dict[tuple[str, int], np.ndarray] = {}  # all n-grams of the last few sources, sorted
 
 
 @metric("entropy", title="entropy (nats)")
@@ -27,7 +27,7 @@ def entropy(evaluation: Evaluation) -> Measurement:
 
 @metric("real_entropy", title="entropy of real text (nats)", reads=("data",), samples=False, steps=False)
 def real_entropy(evaluation: Evaluation) -> Measurement:
-    """The same for as many rows of held-out text."""
+    """The unigram entropy of real text: of as many held-out rows as there are samples."""
     return replace(mean(sample_entropy(*evaluation.sized(evaluation.held_out()))), split=evaluation.subject.split)
 
 
@@ -43,33 +43,33 @@ def pooled_entropy(evaluation: Evaluation) -> Measurement:
     return pooled(*evaluation.written())
 
 
-def _distinct(evaluation: Evaluation, n: int) -> Measurement:
+def _distinct_share(evaluation: Evaluation, n: int) -> Measurement:
     """The share of different n-grams among all n-grams of a sample, averaged over samples; 1 where it has none."""
     tokens, lengths = evaluation.written()
-    found = grams(tokens.numpy(), n)
-    rows = [row[here] for row, here in zip(found, inside(found, n, lengths), strict=True)]
+    hashes = grams(tokens.numpy(), n)
+    rows = [row[here] for row, here in zip(hashes, inside(hashes, n, lengths), strict=True)]
     return mean(torch.tensor([len(np.unique(row)) / len(row) if len(row) else 1.0 for row in rows]))
 
 
 @metric("distinct_1", title="different tokens (share)")
 def distinct_1(evaluation: Evaluation) -> Measurement:
-    return _distinct(evaluation, 1)
+    return _distinct_share(evaluation, 1)
 
 
 @metric("distinct_2", title="different pairs of tokens (share)")
 def distinct_2(evaluation: Evaluation) -> Measurement:
-    return _distinct(evaluation, 2)
+    return _distinct_share(evaluation, 2)
 
 
 @metric("distinct_3", title="different triples of tokens (share)")
 def distinct_3(evaluation: Evaluation) -> Measurement:
-    return _distinct(evaluation, 3)
+    return _distinct_share(evaluation, 3)
 
 
 @metric("repetition", title="4-grams repeated in a sample (share)")
 def repetition(evaluation: Evaluation) -> Measurement:
     """The share of a sample's 4-grams that occurred earlier in it, averaged over samples."""
-    fresh = _distinct(evaluation, 4)
+    fresh = _distinct_share(evaluation, 4)
     return Measurement(1 - fresh.value, fresh.stderr, fresh.n)
 
 
@@ -89,7 +89,7 @@ def sizes(evaluation: Evaluation, rows: Tensor) -> Tensor:
 
 
 def real_sizes(evaluation: Evaluation) -> Tensor:
-    """The same for as many held-out texts as there are samples, or all of them."""
+    """Tokens of each of as many held-out texts as there are samples, or of all: (n,)."""
     data = evaluation.source("data")
     return sizes(evaluation, data.rows(torch.arange(min(evaluation.subject.samples, len(data))))["tokens"])
 
@@ -102,7 +102,7 @@ def length(evaluation: Evaluation) -> Measurement:
 
 @metric("real_length", reads=("data",), samples=False, steps=False, cut=False)
 def real_length(evaluation: Evaluation) -> Measurement:
-    """The same for held-out text."""
+    """Tokens of a held-out text, its begin and its end counted: the mean."""
     return replace(mean(real_sizes(evaluation)), split=evaluation.subject.split)
 
 
@@ -122,9 +122,9 @@ def length_distance(evaluation: Evaluation) -> Measurement:
     mine, theirs = sizes(evaluation, evaluation.generation.tokens), real_sizes(evaluation)
     seed = evaluation.subject.seed
     again = zip(bootstrap_weights(len(mine), seed), bootstrap_weights(len(theirs), seed ^ 1), strict=True)
-    found = [wasserstein(mine, theirs, some, others) for some, others in again]
+    replicates = [wasserstein(mine, theirs, some, others) for some, others in again]
     value = wasserstein(mine, theirs, torch.ones_like(mine) / len(mine), torch.ones_like(theirs) / len(theirs))
-    return Measurement(float(value), spread(found), len(mine), split=evaluation.subject.split)
+    return Measurement(float(value), spread(replicates), len(mine), split=evaluation.subject.split)
 
 
 def wasserstein(mine: Tensor, theirs: Tensor, some: Tensor, others: Tensor) -> Tensor:
@@ -143,10 +143,10 @@ def novelty(evaluation: Evaluation) -> Measurement:
 
 @metric("real_novelty", reads=("data", "train"), samples=False, steps=False)
 def real_novelty(evaluation: Evaluation) -> Measurement:
-    """The same for as many rows of held-out text: the novelty of a perfect model."""
+    """The novelty of real text, of as many held-out rows as there are samples: what a perfect model would have."""
     tokens, lengths = evaluation.sized(evaluation.held_out())
-    found = mean(1 - read_before(tokens, evaluation.source("train"), lengths=lengths))
-    return replace(found, split=evaluation.subject.split)
+    measurement = mean(1 - read_before(tokens, evaluation.source("train"), lengths=lengths))
+    return replace(measurement, split=evaluation.subject.split)
 
 
 @metric("pair_overlap", title="6-grams that the pairs have (share)", reads=("pairs",))
@@ -163,15 +163,15 @@ def read_before(tokens: Tensor, source: Source, n: int = NOVEL, lengths: Tensor 
     n = min(n, tokens.shape[1])
     if len(source) * source.length > REMEMBERED or source.length < n:
         return found_in(tokens, _rows(source), n, lengths)
-    if (source.fingerprint, n) not in _known:
-        while len(_known) > 3:
-            del _known[next(iter(_known))]
+    if (source.fingerprint, n) not in _source_grams:
+        while len(_source_grams) > 3:
+            del _source_grams[next(iter(_source_grams))]
         every = np.concatenate([grams(rows, n).ravel() for rows in _rows(source)])
         every.sort()
-        _known[source.fingerprint, n] = every
-    known, mine = _known[source.fingerprint, n], grams(tokens.numpy(), n)
-    place = np.searchsorted(known, mine).clip(max=len(known) - 1)
-    return shares(known[place] == mine, inside(mine, n, lengths))
+        _source_grams[source.fingerprint, n] = every
+    theirs, mine = _source_grams[source.fingerprint, n], grams(tokens.numpy(), n)
+    place = np.searchsorted(theirs, mine).clip(max=len(theirs) - 1)
+    return shares(theirs[place] == mine, inside(mine, n, lengths))
 
 
 def found_in(tokens: Tensor, texts: Iterable[np.ndarray], n: int = NOVEL, lengths: Tensor | None = None) -> Tensor:
@@ -179,15 +179,17 @@ def found_in(tokens: Tensor, texts: Iterable[np.ndarray], n: int = NOVEL, length
     in memory; the texts are streamed."""
     n = min(n, tokens.shape[1])
     mine = grams(tokens.numpy(), n)
-    known, place = np.unique(mine, return_inverse=True)
-    seen, likely = np.zeros(len(known), bool), np.zeros(int(LOW) + 1, bool)
-    likely[known & LOW] = True  # a filter on low bits rejects most n-grams of the texts
+    # The texts may be much larger than memory, the samples' distinct n-grams are few: so these are marked as they occur
+    # in the stream. A table by the lowest 24 bits goes first, as a look-up in it is far cheaper than a binary search.
+    distinct, place = np.unique(mine, return_inverse=True)
+    seen, likely = np.zeros(len(distinct), bool), np.zeros(int(LOW) + 1, bool)
+    likely[distinct & LOW] = True  # a filter on low bits rejects most n-grams of the texts
     for rows in texts:
         if rows.shape[1] >= n:
             there = grams(rows, n).ravel()
             there = there[likely[there & LOW]]
-            index = np.searchsorted(known, there).clip(max=len(known) - 1)
-            seen[index[known[index] == there]] = True
+            index = np.searchsorted(distinct, there).clip(max=len(distinct) - 1)
+            seen[index[distinct[index] == there]] = True
     return shares(seen[place.reshape(mine.shape)], inside(mine, n, lengths))
 
 

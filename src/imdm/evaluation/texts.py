@@ -20,9 +20,9 @@ def first_texts(evaluation: Evaluation, many: int) -> list[dict[str, Any]]:
         with suppress(TooShortError):  # metrics read none of them
             samples = [{"text": text} for text in evaluation.texts()[:many]]
     if evaluation.has("continued"):
-        made = prompt_continuations(evaluation)
-        pairs = list(zip(made.prompts, made.written, strict=True))[:: len(made.written) // len(made.real)]
+        texts = prompt_continuations(evaluation)
+        pairs = list(zip(texts.prompts, texts.written, strict=True))[:: len(texts.written) // len(texts.real)]
         continuations = [{"prompt": prompt, "text": text} for prompt, text in pairs[:many]]
-    drawn = {name: getattr(subject.how, name) for name in ("steps", "temperature", "top_p", "noise", "order")}
-    drawn |= {"seed": subject.seed}
-    return [drawn | {"number": i} | one for some in (samples, continuations) for i, one in enumerate(some)]
+    options = {name: getattr(subject.how, name) for name in ("steps", "temperature", "top_p", "noise", "order")}
+    options |= {"seed": subject.seed}
+    return [options | {"number": i} | one for some in (samples, continuations) for i, one in enumerate(some)]

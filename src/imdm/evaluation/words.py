@@ -19,7 +19,7 @@ from imdm.evaluation.base import Evaluation, metric
 
 WORD = re.compile(r"[^\W\d_]+(?:'[^\W\d_]+)*")
 AT_ONCE = 4096  # rows
-_read: dict[str, frozenset[str]] = {}  # the words of the last few sources
+_vocabularies: dict[str, frozenset[str]] = {}  # the words of the last few sources
 
 
 @metric("known_words", reads=("train",))
@@ -30,9 +30,9 @@ def known_words(evaluation: Evaluation) -> Measurement:
 
 @metric("real_known_words", reads=("data", "train"), samples=False, steps=False)
 def real_known_words(evaluation: Evaluation) -> Measurement:
-    """The same for as many rows of held-out text, which has names and rare words too."""
-    found = share_known(evaluation, evaluation.held_out, is_wrapped(evaluation.source("data")))
-    return replace(found, split=evaluation.subject.split)
+    """The share of known words in as many rows of held-out text, which has names and rare words too."""
+    measurement = share_known(evaluation, evaluation.held_out, is_wrapped(evaluation.source("data")))
+    return replace(measurement, split=evaluation.subject.split)
 
 
 def words(text: str) -> list[str]:
@@ -56,10 +56,10 @@ def share_known(evaluation: Evaluation, rows: Callable[[], Tensor], wrapped: boo
     the first and the last word of a row may be parts of words, and do not count."""
     if evaluation.subject.tokenizer is None:
         raise UserError("known words are counted in text, but the model has no tokenizer; evaluate a model of text")
-    known = known_to(evaluation, evaluation.source("train"))
-    found = _words_of_each(evaluation, rows(), wrapped)
-    hits = torch.tensor([sum(word in known for word in some) for some in found])
-    count = torch.tensor([len(some) for some in found])
+    vocabulary = known_to(evaluation, evaluation.source("train"))
+    texts = _words_of_each(evaluation, rows(), wrapped)
+    hits = torch.tensor([sum(word in vocabulary for word in some) for some in texts])
+    count = torch.tensor([len(some) for some in texts])
     if not int(count.sum()):
         raise UserError("known words: the texts have no words; this metric is for text in letters")
     return ratio(hits, count)
@@ -69,31 +69,32 @@ def known_to(evaluation: Evaluation, source: Source) -> frozenset[str]:
     """All words of a source. It is read once, some rows at a time; only the words are kept, in memory and in the user's
     cache folder (IMDM_HOME)."""
     name = digest(["whole words", WORD.pattern, source.fingerprint, tokenizer_hash(evaluation.subject.tokenizer)])
-    if name not in _read:
-        while len(_read) > 3:
-            del _read[next(iter(_read))]
+    if name not in _vocabularies:
+        while len(_vocabularies) > 3:
+            del _vocabularies[next(iter(_vocabularies))]
         file = home() / "words" / f"{name}.txt"
         with locked(file):  # other processes may compute the same
             if not file.exists():
                 write_text(file, "\n".join(sorted(_words_of(evaluation, source))))
-            _read[name] = frozenset(read_text(file, "known words").split("\n"))
-    return _read[name]
+            _vocabularies[name] = frozenset(read_text(file, "known words").split("\n"))
+    return _vocabularies[name]
 
 
 def _words_of(evaluation: Evaluation, source: Source) -> set[str]:
-    found: set[str] = set()
+    """The distinct words of a source."""
+    vocabulary: set[str] = set()
     for part in torch.arange(len(source)).split(AT_ONCE):
-        found.update(*_words_of_each(evaluation, source.rows(part)["tokens"], is_wrapped(source)))
-    return found
+        vocabulary.update(*_words_of_each(evaluation, source.rows(part)["tokens"], is_wrapped(source)))
+    return vocabulary
 
 
 def _words_of_each(evaluation: Evaluation, rows: Tensor, wrapped: bool) -> list[list[str]]:
     """The words of each row; of wrapped ones those between the first and the last."""
-    found = [words(text) for text in _texts(evaluation, rows)]
-    return [some[1:-1] for some in found] if wrapped else found
+    texts = [words(text) for text in _plain_texts(evaluation, rows)]
+    return [some[1:-1] for some in texts] if wrapped else texts
 
 
-def _texts(evaluation: Evaluation, rows: Tensor) -> list[str]:
+def _plain_texts(evaluation: Evaluation, rows: Tensor) -> list[str]:
     """Rows as text without special tokens, which divide words."""
     special = evaluation.subject.tokenizer.all_special_tokens
     divide = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")

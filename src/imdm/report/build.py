@@ -20,31 +20,31 @@ OPEN = 40  # the most rows that are not collapsed
 
 
 def build_report(run: Path) -> Report:
-    """Read a run folder; nothing is trained or measured again."""
+    """The report of a run folder, from its files alone: nothing is trained or measured again."""
     results = Results.of(run)
     recipe, rows = results.recipe, results.rows
     name, summary = (run.name, "Results of this folder.") if recipe is None else (recipe.name, recipe.summary)
     page = PageSettings() if recipe is None else recipe.report
-    made = {one: sections[one](results) for one in (TEXT if page.sections is None else page.sections)}
-    shown = [section for each in made.values() for section in each]
+    parts = {one: sections[one](results) for one in (TEXT if page.sections is None else page.sections)}
+    body = [section for each in parts.values() for section in each]
     lead = page.lead or summary
-    missing = [one for one in page.sections or () if not made[one]]
+    missing = [one for one in page.sections or () if not parts[one]]
     if missing:
         lead += f" Left out, as what they show was not measured with these settings: {', '.join(missing)}."
     facts = {
         "recipe": name,
-        "recipe hash": _distinct(row.recipe_hash for row in rows),
-        "seeds": _distinct(row.seed for row in rows),
-        "precision": _distinct(row.precision for row in rows),
+        "recipe hash": _values_in_words(row.recipe_hash for row in rows),
+        "seeds": _values_in_words(row.seed for row in rows),
+        "precision": _values_in_words(row.precision for row in rows),
         "page made on": f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
     }
-    highlights = [one for section in shown for one in section.highlights]
-    shown += [*shown_section(run), _all_rows(rows, is_aside=any(s.printed for s in shown)), _paper()]
-    return Report(page.title or name, lead, highlights, shown, facts)
+    highlights = [one for section in body for one in section.highlights]
+    body += [*shown_section(run), _all_rows(rows, is_aside=any(s.printed for s in body)), _paper()]
+    return Report(page.title or name, lead, highlights, body, facts)
 
 
 def _all_rows(rows: list[Row], is_aside: bool) -> Section:
-    """is_aside: whether the page has other figures, so that many rows need not be open."""
+    """All rows, in a section. is_aside: whether the page has other figures, so that many rows need not be open."""
     folded = is_aside and len(rows) > OPEN
     return Section("Everything measured", "", [all_results(rows)], folded=folded, printed=not is_aside)
 
@@ -54,7 +54,7 @@ def _paper() -> Section:
     return Section("The paper's tables", "As printed in the paper.", paper_tables(), folded=True)
 
 
-def _distinct(values: Iterable[object]) -> str:
+def _values_in_words(values: Iterable[object]) -> str:
     return ", ".join(map(str, sorted(set(values), key=str)))
 
 

@@ -25,11 +25,11 @@ Place = tuple[str, str, str, int]  # language, method, model, steps
 
 def kl_by_seed(rows: Iterable[Row]) -> dict[Place, dict[int, Row]]:
     """The KL to the language: a row a student's seed."""
-    found: dict[Place, dict[int, Row]] = {}
+    by_place: dict[Place, dict[int, Row]] = {}
     for row in rows:
         if row.metric == "kl" and row.seed is not None:
-            found.setdefault((row.experiment, row.method, row.model, row.steps), {})[row.seed] = row
-    return found
+            by_place.setdefault((row.experiment, row.method, row.model, row.steps), {})[row.seed] = row
+    return by_place
 
 
 def mean_in_words(seeds: Mapping[int, Row]) -> str:
@@ -54,15 +54,15 @@ class Margin:
 
 def margins(rows: Iterable[Row], languages: Iterable[str], methods: Iterable[str]) -> list[Margin]:
     """KL(mdlm) − KL(imdm) over √(se² + se²), for every language, method, step count and seed that was measured."""
-    found, measured = [], kl_by_seed(rows)
+    leads, measured = [], kl_by_seed(rows)
     for language, method, steps in product(languages, methods, BAR_STEPS):
         single, infinite = (measured.get((language, method, model, steps), {}) for model in ("mdlm", "imdm"))
         for seed in sorted(single.keys() & infinite.keys()):
             a, b = single[seed], infinite[seed]
             error = ((a.stderr or 0) ** 2 + (b.stderr or 0) ** 2) ** 0.5
             difference = a.value - b.value
-            found.append(Margin(language, method, steps, seed, difference, difference / max(error, 1e-12)))
-    return found
+            leads.append(Margin(language, method, steps, seed, difference, difference / max(error, 1e-12)))
+    return leads
 
 
 def below_the_bound(rows: Iterable[Row], bounds: Mapping[str, float]) -> list[Row]:
@@ -101,10 +101,10 @@ def margins_section(results: Results) -> list[Section]:
     ahead = margins(rows, languages, methods_of(results.recipe, on_pairs=True))
     if not ahead:
         return []
-    won = [m for m in ahead if m.errors > BAR]
+    wins = [m for m in ahead if m.errors > BAR]
     bounds = {name: float(total_correlation(truth.joint)) for name, truth in languages.items()}
     highlights = [
-        (f"{len(won)} of {len(ahead)}", "comparisons at 1 and 2 steps that the infinite mask wins by over 4 errors"),
+        (f"{len(wins)} of {len(ahead)}", "comparisons at 1 and 2 steps that the infinite mask wins by over 4 errors"),
         (
             f"{len(below_the_bound(rows, bounds))} of {len(one_step(rows))}",
             "one-step figures of a single mask below the bound of Theorem 4.1",

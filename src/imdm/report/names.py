@@ -15,7 +15,7 @@ from imdm.objectives import objectives
 
 
 def metric_in_words(metric: str) -> str:
-    """With its unit; one that declares no title, or is not known here, keeps its name."""
+    """A metric's title, with its unit; one that declares none, or is not known here, keeps its name."""
     return (metrics[metric].title if metric in metrics else "") or metric
 
 
@@ -26,7 +26,7 @@ def objective_in_words(kind: str) -> str:
 
 def method_in_words(method: str) -> str:
     """`sdtt+redi at 0.001` → `SDTT + ReDi at 0.001`; other methods keep their names."""
-    stem, rest = _parts(method)
+    stem, rest = _objectives_and_rest(method)
     return " + ".join(map(objective_in_words, stem)) + rest
 
 
@@ -45,7 +45,7 @@ def model_in_words(method: str, mask: str, exact: bool = False) -> str:
     """`teacher`; `student, infinite masks (SDTT + ReDi)`; of no distillation `from scratch, single mask`."""
     if method.partition(",")[0] == "teacher" and mask == "single":
         return method
-    stem, _ = _parts(method)
+    stem, _ = _objectives_and_rest(method)
     if stem and all(objectives[one].preset is not None for one in stem):
         return f"student, {mask_in_words(mask, exact)} ({method_in_words(method)})"
     return f"{method_in_words(method)}, {mask_in_words(mask, exact)}"
@@ -88,8 +88,8 @@ def _samples(metric: str) -> bool:
     return metric not in metrics or metrics[metric].samples
 
 
-def _parts(method: str) -> tuple[list[str], str]:
+def _objectives_and_rest(method: str) -> tuple[list[str], str]:
     """The objectives that a method's name begins with, and the rest of the name; none if it begins otherwise."""
-    found = re.match(r"[\w+-]+(?=$|[ ,])", method)
-    stem = found.group().split("+") if found else []
-    return (stem, method[found.end() :]) if found and all(one in objectives for one in stem) else ([], method)
+    match = re.match(r"[\w+-]+(?=$|[ ,])", method)
+    stem = match.group().split("+") if match else []
+    return (stem, method[match.end() :]) if match and all(one in objectives for one in stem) else ([], method)

@@ -57,18 +57,18 @@ class Written:
     steps: int
 
     def markdown(self) -> str:
-        given = " ".join("".join(text for text, step in self.pieces if step < 0).split())
+        prompt = " ".join("".join(text for text, step in self.pieces if step < 0).split())
         text = " ".join("".join(text for text, step in self.pieces).split())
-        if given and text.startswith(given):
-            text = f"*{given}*{text[len(given) :]}"
+        if prompt and text.startswith(prompt):
+            text = f"*{prompt}*{text[len(prompt) :]}"
         return f"> **{self.label}** {text}"
 
     def html(self) -> str:
         spans = []
         for text, step in self.pieces:
             style = "font-weight:600" if step < 0 else "color:rgb({},{},{})".format(*ink(step, self.steps))
-            told = "given" if step < 0 else f"step {step + 1}"
-            spans.append(f'<span style="{style}" title="{told}">{html.escape(text)}</span>')
+            title = "given" if step < 0 else f"step {step + 1}"
+            spans.append(f'<span style="{style}" title="{title}">{html.escape(text)}</span>')
         return f"<p class=written><b>{html.escape(self.label)}</b> {''.join(spans)}</p>"
 
 
@@ -115,7 +115,9 @@ Part = Table | Picture | Written | Beside | Strip
 
 @dataclass(frozen=True)
 class Section:
-    """folded: collapsed on the page, and left out of Markdown; aside: text for the page only; printed: its tables are
+    """A section of a page.
+
+    folded: collapsed on the page, and left out of Markdown; aside: text for the page only; printed: its tables are
     shown in the terminal too; highlights: figures that stand large at the top of the page, with what they are."""
 
     title: str

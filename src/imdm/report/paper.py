@@ -14,7 +14,7 @@ class PaperTable:
 
 
 def _table(number: int, caption: str, columns: str, body: str) -> PaperTable:
-    """Columns are divided by commas, cells by spaces; ~ stands for a space in a cell."""
+    """A table of the paper: columns are divided by commas, cells by spaces; ~ stands for a space in a cell."""
     rows = tuple(tuple(cell.replace("~", " ") for cell in line.split()) for line in body.strip().splitlines())
     return PaperTable(number, caption, tuple(name.strip() for name in columns.split(",")), rows)
 

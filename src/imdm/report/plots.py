@@ -58,7 +58,7 @@ def training_curve(title: str, curves: Curves, bound: tuple[float, str] | None =
     with rc_context(STYLE):
         figure = Figure(figsize=(4.2, 3.2), layout="constrained")
         axis = figure.subplots()
-        for name, look in looks(curves).items():
+        for name, look in curve_styles(curves).items():
             every = max(1, len(curves[name]) // 8)
             axis.plot(*zip(*curves[name], strict=True), **look, label=name, linewidth=1.8, markevery=every)
         if bound is not None:
@@ -74,7 +74,7 @@ def error_over_steps(method: str, models: Bands, heights: tuple[float, float], b
     drawn there."""
     with rc_context(STYLE):
         figure = Figure(figsize=(4.2, 3.4), layout="constrained")
-        axis, shown = figure.subplots(), looks(models)
+        axis, styles = figure.subplots(), curve_styles(models)
         for model, points in models.items():
             steps = sorted(points)
             middle = [sum(points[k]) / len(points[k]) for k in steps]
@@ -82,7 +82,7 @@ def error_over_steps(method: str, models: Bands, heights: tuple[float, float], b
                 [m - min(points[k]) for k, m in zip(steps, middle, strict=True)],
                 [max(points[k]) - m for k, m in zip(steps, middle, strict=True)],
             ]
-            axis.errorbar(steps, middle, reach, capsize=2, label=model, **shown[model])
+            axis.errorbar(steps, middle, reach, capsize=2, label=model, **styles[model])
         axis.plot([0.85, 1.18], [bound, bound], color="black", linewidth=1.4, label=f"{bound_name}, 1 step")
         ticks = sorted({k for points in models.values() for k in points})
         axis.set(title=method, xlabel="steps", ylabel="KL to the truth (nats)", xscale="log", yscale="log")
@@ -102,13 +102,13 @@ def over_steps(title: str, curves: Measured, log: bool = False, floors: Sequence
     with rc_context(STYLE):
         many = len(curves) > FEW
         figure = Figure(figsize=(4.2, 3.1 + 0.19 * len(curves)), layout="constrained")
-        axis, shown = figure.subplots(), looks(curves)
+        axis, styles = figure.subplots(), curve_styles(curves)
         ends = {}
         for number, (name, points) in enumerate(curves.items(), 1):
             steps = sorted(points)
             values, errors = zip(*(points[k] for k in steps), strict=True)
             floor = name.startswith(tuple(floors))
-            look = shown[name] | ({"color": "black", "linewidth": 1.0} if floor else {})
+            look = styles[name] | ({"color": "black", "linewidth": 1.0} if floor else {})
             axis.errorbar(steps, values, errors, capsize=2, label=f"{number}  {name}" if many else name, **look)
             ends[number] = steps[-1], values[-1]
         ticks = sorted({k for points in curves.values() for k in points})
@@ -127,10 +127,10 @@ def frontier(title: str, models: Mapping[str, Sequence[Point]], goal: tuple[floa
     """Perplexity over entropy, one curve a model, its ends with their temperatures, and real text as a star."""
     with rc_context(STYLE):
         figure = Figure(figsize=(4.2, 3.1 + 0.19 * (len(models) + 1)), layout="constrained")
-        axis, shown = figure.subplots(), looks(models)
+        axis, styles = figure.subplots(), curve_styles(models)
         for name, points in models.items():
             _, entropy, perplexity = zip(*points, strict=True)
-            axis.plot(entropy, perplexity, label=name, **shown[name])
+            axis.plot(entropy, perplexity, label=name, **styles[name])
             for temperature, x, y in dict.fromkeys((points[0], points[-1])):
                 axis.annotate(f"{temperature:g}", (x, y), textcoords="offset points", xytext=(4, 3), fontsize=7)
         if goal is not None:
@@ -142,13 +142,13 @@ def frontier(title: str, models: Mapping[str, Sequence[Point]], goal: tuple[floa
 
 
 def _legend_below(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:
-    """Below the plot, where it hides no curve, with lines long enough to show their dashes."""
+    """Put the legend below the plot, where it hides no curve, with lines long enough to show their dashes."""
     labels = [fill(label, NAME) for label in labels]
     figure.legend(handles, labels, frameon=False, fontsize=8, loc="outside lower center", handlelength=4.5)
 
 
 def _number(axis: Axes, ends: Mapping[int, tuple[float, float]]) -> None:
-    """Each curve's number beside its end; numbers of curves that end at the same step are moved apart."""
+    """Write each curve's number beside its end; numbers of curves that end at the same step are moved apart."""
     to_axes = axis.transData + axis.transAxes.inverted()
     for step in {end[0] for end in ends.values()}:
         mine = sorted((number for number in ends if ends[number][0] == step), key=lambda number: ends[number][1])
@@ -167,16 +167,16 @@ def _number(axis: Axes, ends: Mapping[int, tuple[float, float]]) -> None:
 
 def spread(heights: Sequence[float], apart: float) -> list[float]:
     """Ascending heights moved up and down until they are this far apart, none to below 0."""
-    moved: list[float] = []
+    places: list[float] = []
     for height in heights:
-        moved.append(max(height, moved[-1] + apart) if moved else height)
-    down = sum(new - old for new, old in zip(moved, heights, strict=True)) / max(1, len(moved))
-    down = min(down, moved[0]) if moved else 0.0
-    return [height - down for height in moved]
+        places.append(max(height, places[-1] + apart) if places else height)
+    down = sum(new - old for new, old in zip(places, heights, strict=True)) / max(1, len(places))
+    down = min(down, places[0]) if places else 0.0
+    return [height - down for height in places]
 
 
 def _plain_numbers(axis: Axes) -> None:
-    """300 and 2,000, not powers of ten; on a long logarithmic scale only the powers of ten."""
+    """Label an axis with 300 and 2,000, not powers of ten; on a long logarithmic scale only the powers of ten."""
     if axis.get_yscale() != "log":
         return
     low, high = axis.get_ylim()
@@ -186,20 +186,20 @@ def _plain_numbers(axis: Axes) -> None:
     axis.yaxis.set_minor_formatter("")
 
 
-def looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+def curve_styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """The style of each curve: a colour by mask, and its own shade, dash and marker."""
-    found: dict[str, dict[str, Any]] = {}
+    styles: dict[str, dict[str, Any]] = {}
     inks = {name: next((INK[word] for word in INK if word in name), OTHER) for name in names}
     for place, (name, ink) in enumerate(inks.items()):
         same = [other for other in inks if inks[other] == ink]
         light = 0.3 * same.index(name) / max(1, len(same) - 1)
-        found[name] = {
+        styles[name] = {
             "color": tuple((1 - light) * part + light for part in to_rgb(ink)),
             "linestyle": DASHES[place % len(DASHES)],
             "marker": MARKERS[place % len(MARKERS)],
             "markersize": 4.5,
         }
-    return found
+    return styles
 
 
 def noise_planes(planes: Mapping[str, Tensor], reach: float) -> Figure:

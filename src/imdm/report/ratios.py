@@ -19,7 +19,9 @@ INTERVAL = 0.95
 
 @dataclass(frozen=True)
 class Ratio:
-    """exp of the mean over `seeds` of log(perplexity) − log(single mask's), with its interval; entropy: the mean
+    """A perplexity relative to the single mask's.
+
+    value: exp of the mean over `seeds` of log(perplexity) − log(single mask's), with its interval; entropy: the mean
     difference of entropies; the ratio is meaningful only if it is near 0."""
 
     method: str
@@ -34,17 +36,17 @@ class Ratio:
 
 
 def ratios(rows: Sequence[Row]) -> list[Ratio]:
-    """Of every mask for which there is a single one with the same method, judge, steps, seeds and sampling options, at
-    temperature 1."""
+    """Perplexities relative to the single mask's at temperature 1: of every mask that has a single one beside it with
+    the same method, judge, steps, seeds and sampling options."""
     at_one, suffix = [row for row in rows if row.temperature == 1.0], option_suffix(rows)
-    ppl = {_place(row, suffix): row for row in at_one if row.metric == "gen_ppl"}
+    ppl = {_pair_key(row, suffix): row for row in at_one if row.metric == "gen_ppl"}
     entropy = {
         (method, mask, steps, seeds): row.value
         for row in at_one
         if row.metric == "entropy"
-        for method, mask, _, steps, seeds in [_place(row, suffix)]
+        for method, mask, _, steps, seeds in [_pair_key(row, suffix)]
     }
-    found: dict[tuple[str, str, str | None, int], list[tuple[float, float, float | None]]] = {}
+    logs: dict[tuple[str, str, str | None, int], list[tuple[float, float, float | None]]] = {}
     for (method, mask, judge, steps, seeds), row in ppl.items():
         single = ppl.get((method, "single", judge, steps, seeds))
         if mask == "single" or single is None:
@@ -52,14 +54,15 @@ def ratios(rows: Sequence[Row]) -> list[Ratio]:
         error = ((row.stderr or 0.0) / row.value) ** 2 + ((single.stderr or 0.0) / single.value) ** 2
         ours, theirs = (entropy.get((method, name, steps, seeds)) for name in (mask, "single"))
         gap = None if ours is None or theirs is None else ours - theirs
-        found.setdefault((method, mask, judge, steps), []).append((log(row.value / single.value), error**0.5, gap))
-    return [_ratio(*place, each) for place, each in found.items()]
+        logs.setdefault((method, mask, judge, steps), []).append((log(row.value / single.value), error**0.5, gap))
+    return [_ratio(*place, each) for place, each in logs.items()]
 
 
 Seeds = tuple[int | None, int | None]
 
 
-def _place(row: Row, suffix: Callable[[Row], str]) -> tuple[str, str, str | None, int, Seeds]:
+def _pair_key(row: Row, suffix: Callable[[Row], str]) -> tuple[str, str, str | None, int, Seeds]:
+    """What a figure and the single mask's that it is compared with have in common, and its mask."""
     return row.method + suffix(row), row.mask, row.judge, row.steps, row.seeds
 
 
@@ -78,35 +81,35 @@ def interval(values: torch.Tensor, errors: torch.Tensor, shared: torch.Tensor | 
     each value of errors that all have in common."""
     n, again = len(values), torch.arange(REPLICATES)[:, None]
     place = torch.arange(n)
-    drawn = (uniform(as_key(0), Purpose.BOOTSTRAP, place, again) * n).long()  # (r, n)
-    moved = values[drawn] + errors[drawn] * normal(as_key(1), Purpose.BOOTSTRAP, place, again, 1)[..., 0]
-    means = moved.mean(1)
+    draws = (uniform(as_key(0), Purpose.BOOTSTRAP, place, again) * n).long()  # (r, n)
+    resamples = values[draws] + errors[draws] * normal(as_key(1), Purpose.BOOTSTRAP, place, again, 1)[..., 0]
+    means = resamples.mean(1)
     if shared is not None:
         common = normal(as_key(2), Purpose.BOOTSTRAP, 0, again[:, 0], shared.shape[1])  # (r, k)
-        means = means + (shared[drawn].mean(1) * common).sum(1)
+        means = means + (shared[draws].mean(1) * common).sum(1)
     low, high = means.quantile(torch.tensor([(1 - INTERVAL) / 2, (1 + INTERVAL) / 2], dtype=torch.float64))
     return float(low), float(high)
 
 
 def ratio_table(rows: Sequence[Row]) -> Table | None:
-    """A row a model, a column a step count."""
-    found = ratios(rows)
-    if not found:
+    """The ratios of perplexities as a table: a row a model, a column a step count."""
+    shares = ratios(rows)
+    if not shares:
         return None
-    seeds = sorted({ratio.seeds for ratio in found})
+    seeds = sorted({ratio.seeds for ratio in shares})
     note = (
         f"exp of the mean difference of log perplexities over {' or '.join(map(str, seeds))} student seed"
         f"{'s' if seeds != [1] else ''}, with a 95% bootstrap interval; in square brackets the difference of entropies "
         "(nats), where it is not 0.00."
     )
-    places = list(dict.fromkeys((ratio.method, ratio.mask) for ratio in found))
+    places = list(dict.fromkeys((ratio.method, ratio.mask) for ratio in shares))
     cells = {
-        name: {ratio.steps: _cell(ratio) for ratio in found if (ratio.method, ratio.mask) == place}
+        name: {ratio.steps: _ratio_in_words(ratio) for ratio in shares if (ratio.method, ratio.mask) == place}
         for place, name in zip(places, distinct_names(places), strict=True)
     }
     return table_by_steps("Perplexity, as a share of the single mask's", cells, note)
 
 
-def _cell(ratio: Ratio) -> str:
+def _ratio_in_words(ratio: Ratio) -> str:
     entropy = "" if not round(ratio.entropy or 0.0, 2) else f" [{ratio.entropy:+.2f}]"
     return f"{ratio.value:.3f} ({ratio.low:.3f}–{ratio.high:.3f}){entropy}"

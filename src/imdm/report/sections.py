@@ -29,7 +29,7 @@ class Results:
 
     @classmethod
     def of(cls, run: Path) -> Results:
-        """Refuses a folder without results."""
+        """The results of a run folder; one without any is refused."""
         check_holds(run, "results.jsonl")
         return cls(run, read_recipe(run), read(run / "results.jsonl"))
 
@@ -60,17 +60,17 @@ class Results:
 
     @cached_property
     def plain(self) -> list[Row]:
-        """The reported ones without those that only the lower envelope over top-p needs."""
+        """The reported rows without those that only the lower envelope over top-p needs."""
         return without_truncated(self.reported)
 
     @cached_property
     def judges(self) -> list[str | None]:
-        """The judges in order; None stands for no judge at all."""
+        """The judges of the results, in order; None stands for no judge at all."""
         return list(dict.fromkeys(row.judge for row in self.plain if row.judge)) or [None]
 
     @cached_property
     def main(self) -> list[Row]:
-        """The plain ones of the first judge, and those that need none."""
+        """The plain rows of the first judge, and those that need none."""
         return read_by(self.plain, self.judges[0])
 
     @property

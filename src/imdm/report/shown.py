@@ -16,7 +16,7 @@ WORDS = f"Written on this machine: one prompt, one seed, nothing chosen. {FIGURE
 
 
 def shown_section(run: Path) -> list[Section]:
-    """Empty without completions in the folder."""
+    """The section of a run's kept completions; empty without any in the folder."""
     by_steps: dict[int, list[Shown]] = {}
     for one in kept(run):
         by_steps.setdefault(one.steps, []).append(one)

@@ -139,7 +139,7 @@ def table_1(rows: Mapping[tuple[str, str, int], Row], seeds: Sequence[int]) -> T
 @torch.no_grad()
 def table_2(models: Mapping[str, MaskedDiffusionLM], candidates: int = 1000) -> Table:
     """Table 2: ε_A is the first noise draw under which both tokens lean to 0, ε_B the first where both lean to 1."""
-    law = zero_probability(models["imdm"], _masked(candidates))  # (n, 2)
+    law = zero_probability(models["imdm"], _all_masked(candidates))  # (n, 2)
     agree = float(((law > 0.5).all(1) | (law < 0.5).all(1)).double().mean())
     picks = {"ε_A": (law > 0.5).all(1), "ε_B": (law < 0.5).all(1)}
     note = (
@@ -151,13 +151,13 @@ def table_2(models: Mapping[str, MaskedDiffusionLM], candidates: int = 1000) -> 
         if name == "IMDM":
             ours = law[picks[noise].nonzero()[0, 0]] if picks[noise].any() else None
         else:
-            ours = zero_probability(models["mdm"], _masked(1))[0]
-        shown = "none found" if ours is None else " / ".join(f"{p:.1%}" for p in ours.tolist())
-        table.rows.append((model_name(name, models[name.lower()].mask.name), noise, " / ".join(theirs), shown))
+            ours = zero_probability(models["mdm"], _all_masked(1))[0]
+        cell = "none found" if ours is None else " / ".join(f"{p:.1%}" for p in ours.tolist())
+        table.rows.append((model_name(name, models[name.lower()].mask.name), noise, " / ".join(theirs), cell))
     return table
 
 
-def _masked(count: int) -> Tensor:
+def _all_masked(count: int) -> Tensor:
     return torch.full((count, 2), 2)
 
 
@@ -178,8 +178,8 @@ def curves(folder: Path, names: Mapping[str, str]) -> list[Picture]:
         panels["factorization error (nats)"][name] = [(row["step"], row["factorization_error"]) for row in history]
     bounds = {"factorization error (nats)": (math.log(2), "bound, ln 2")}
     return [
-        Picture(f"training-{number}", plots.svg(plots.training_curve(title, found, bounds.get(title))), caption)
-        for number, ((title, found), caption) in enumerate(zip(panels.items(), CAPTIONS, strict=True), 1)
+        Picture(f"training-{number}", plots.svg(plots.training_curve(title, lines, bounds.get(title))), caption)
+        for number, ((title, lines), caption) in enumerate(zip(panels.items(), CAPTIONS, strict=True), 1)
     ]
 
 
@@ -191,10 +191,10 @@ def partition(models: Mapping[str, MaskedDiffusionLM], resolution: int = 81) -> 
     planes = {}
     for stage in STAGES.values():
         model = models[stage].eval()
-        state = model.noised(_masked(2))
+        state = model.noised(_all_masked(2))
         noise = None
         if state.noise is not None:
             noise = a.reshape(-1, 1, 1) * state.noise[0] + b.reshape(-1, 1, 1) * state.noise[1]
-        law = zero_probability(model, _masked(resolution**2), noise)
+        law = zero_probability(model, _all_masked(resolution**2), noise)
         planes[model_name(stage, model.mask.name)] = law.T.reshape(2, resolution, resolution)
     return plots.noise_planes(planes, REACH)

@@ -35,10 +35,10 @@ class Table:
         return "\n".join([*lines, "", self.note]).rstrip() + "\n"
 
     def html(self) -> str:
-        """In a frame that scrolls where the window is narrower than the table. On a phone a table that does not fit
-        becomes one card a row, with column names from the style's `--c1`, `--c2`, …"""
+        """The table as HTML, in a frame that scrolls where the window is narrower than the table. On a phone a table
+        that does not fit becomes one card a row, with column names from the style's `--c1`, `--c2`, …"""
         head = "".join(f"<th scope=col>{escape(column)}</th>" for column in self.columns)
-        body = "".join(f"<tr>{_row(row)}</tr>" for row in self.rows)
+        body = "".join(f"<tr>{_row_html(row)}</tr>" for row in self.rows)
         note = f"<p class=note>{escape(self.note)}</p>" if self.note else ""
         title = escape(self.title)
         return (
@@ -77,13 +77,13 @@ class Table:
         return table
 
 
-def _row(cells: Sequence[str]) -> str:
-    """The first cell names the row, or, if it is the only one, the rows below. Brackets after a number, and errors, are
-    never broken."""
-    shown = [ASIDE.sub(r"<small>\1</small>", escape(cell)).replace("± ", "±&nbsp;") for cell in cells]
+def _row_html(cells: Sequence[str]) -> str:
+    """A row as HTML. The first cell names the row, or, if it is the only one, the rows below. Brackets after a number,
+    and errors, are never broken."""
+    parts = [ASIDE.sub(r"<small>\1</small>", escape(cell)).replace("± ", "±&nbsp;") for cell in cells]
     if len(cells) > 2 and not any(cells[1:]):
-        return f"<th scope=rowgroup colspan={len(cells)}>{shown[0]}</th>"
-    return f"<th scope=row>{shown[0]}</th>" + "".join(f"<td>{cell}</td>" for cell in shown[1:])
+        return f"<th scope=rowgroup colspan={len(cells)}>{parts[0]}</th>"
+    return f"<th scope=row>{parts[0]}</th>" + "".join(f"<td>{cell}</td>" for cell in parts[1:])
 
 
 def _is_words(cell: str) -> bool:
@@ -96,7 +96,7 @@ def _longest(cell: str) -> int:
 
 
 def _css(name: str) -> str:
-    """Escaped for a quoted CSS string."""
+    """A name escaped for a quoted CSS string."""
     return name.replace("\\", "\\\\").replace("'", "\\'")
 
 
@@ -144,14 +144,14 @@ def all_results(rows: list[Row]) -> Table:
     columns = [name for name in (cells[0] if cells else {}) if name != "settings" or needed]
     always = ("metric", "value", "steps", "n")
     same = [name for name in columns if name not in always and len({row[name] for row in cells}) == 1]
-    shown = tuple(name for name in columns if name not in same)
-    told = [name for name in same if name != "settings" and cells[0][name] != USUAL.get(name)]
-    note = "In all rows: " + ", ".join(f"{name} {cells[0][name] or '–'}" for name in told) if told else ""
-    return Table("All figures", shown, [tuple(row[name] for name in shown) for row in cells], note)
+    varying = tuple(name for name in columns if name not in same)
+    common = [name for name in same if name != "settings" and cells[0][name] != USUAL.get(name)]
+    note = "In all rows: " + ", ".join(f"{name} {cells[0][name] or '–'}" for name in common) if common else ""
+    return Table("All figures", varying, [tuple(row[name] for name in varying) for row in cells], note)
 
 
 def table_by_steps(title: str, cells: Mapping[str, Mapping[int, str]], note: str = "", missing: str = "") -> Table:
-    """A row a model, a column a step count."""
+    """A table with a row a model and a column a step count."""
     steps = sorted({k for points in cells.values() for k in points})
     rows = [(name, *(points.get(k, missing) for k in steps)) for name, points in cells.items()]
     return Table(title, ("model", *map(steps_in_words, steps)), rows, note)

@@ -43,12 +43,12 @@ COST = {
 def quality(results: Results) -> list[Section]:
     """Perplexity, entropy and MAUVE over steps, by every judge, and tables of what else was measured."""
     own = set(results.recipe.stages) if results.recipe is not None else set()
-    found = [
+    parts = [
         section
         for number, judge in enumerate(results.judges)
         for section in quality_by(results.plain, judge, number, own)
     ]
-    return [replace(found[0], highlights=highlights(results.main), printed=True), *found[1:]] if found else []
+    return [replace(parts[0], highlights=highlights(results.main), printed=True), *parts[1:]] if parts else []
 
 
 def quality_by(rows: list[Row], judge: str | None, number: int, own: set[str]) -> list[Section]:
@@ -57,7 +57,7 @@ def quality_by(rows: list[Row], judge: str | None, number: int, own: set[str]) -
     own."""
     every, rows = read_by(rows, judge), usual(read_by(rows, judge))
     panels = {title: curves(rows, metric) for metric, title in CURVES.items() if not number or metric == "gen_ppl"}
-    panels = {title: found for title, found in panels.items() if found}
+    panels = {title: lines for title, lines in panels.items() if lines}
     if not panels:
         return []
     samples = sorted({row.n for row in rows if row.metric in CURVES})
@@ -77,24 +77,24 @@ def quality_by(rows: list[Row], judge: str | None, number: int, own: set[str]) -
     return sections
 
 
-def _picture(name: str, title: str, found: plots.Measured) -> Picture:
-    drawn = plots.over_steps(title, found, log=title == CURVES["gen_ppl"])
-    return Picture(name, plots.svg(drawn), f"{title[0].upper()}{title[1:]} over the number of steps. {READ[title]}")
+def _picture(name: str, title: str, lines: plots.Measured) -> Picture:
+    plot = plots.over_steps(title, lines, log=title == CURVES["gen_ppl"])
+    return Picture(name, plots.svg(plot), f"{title[0].upper()}{title[1:]} over the number of steps. {READ[title]}")
 
 
 def _tables(rows: list[Row], number: int) -> list[Part]:
-    """Perplexities, their ratios, and with the first judge everything else."""
+    """The tables under one judge: perplexities, their ratios, and with the first judge everything else."""
     compared = ratio_table(rows)
     return [step_table(rows), *([compared] if compared else []), *(other_figures(rows) if not number else [])]
 
 
 def usual(rows: list[Row]) -> list[Row]:
-    """Of each method and model the rows of one mask: that of the most students, the first of several such."""
+    """Rows of one mask for each method and model: that of the most students, the first of several such."""
     students: dict[tuple[str, str], dict[str, set[int | None]]] = {}
     for row in rows:
         students.setdefault((row.method, row.model), {}).setdefault(row.mask, set()).add(row.seed)
-    chosen = {place: max(masks, key=lambda mask: len(masks[mask])) for place, masks in students.items()}
-    return [row for row in rows if row.mask == chosen[row.method, row.model]]
+    mask_of = {place: max(masks, key=lambda mask: len(masks[mask])) for place, masks in students.items()}
+    return [row for row in rows if row.mask == mask_of[row.method, row.model]]
 
 
 def several_masks(rows: list[Row]) -> dict[str, list[Row]]:
@@ -102,25 +102,25 @@ def several_masks(rows: list[Row]) -> dict[str, list[Row]]:
     masks: dict[tuple[str, str], set[str]] = {}
     for row in rows:
         masks.setdefault((row.method, row.model), set()).add(row.mask)
-    methods = dict.fromkeys(method for (method, _), found in masks.items() if len(found) > 1)
+    methods = dict.fromkeys(method for (method, _), names in masks.items() if len(names) > 1)
     return {method: [row for row in rows if row.method == method] for method in methods}
 
 
 def curves(rows: list[Row], metric: str) -> dict[str, dict[int, tuple[float, float]]]:
     """Model in words → steps → the mean over seeds and its standard error."""
-    found: dict[str, dict[int, list[Row]]] = {}
+    groups: dict[str, dict[int, list[Row]]] = {}
     name_of = row_names(rows)
     for row in rows:
         if row.metric == metric and row.temperature == 1.0:
-            found.setdefault(name_of(row), {}).setdefault(row.steps, []).append(row)
-    return {name: {steps: _mean(seeds) for steps, seeds in points.items()} for name, points in found.items()}
+            groups.setdefault(name_of(row), {}).setdefault(row.steps, []).append(row)
+    return {name: {steps: _mean(seeds) for steps, seeds in points.items()} for name, points in groups.items()}
 
 
-def _once(rows: list[Row], metric: str) -> dict[int | None, list[Row]]:
+def _one_row_a_seed(rows: list[Row], metric: str) -> dict[int | None, list[Row]]:
     """Rows of a metric that is the same for every model: one a seed, for each value of `first` (None: all of a
     text)."""
-    found = list({(row.seed, row.first): row for row in rows if row.metric == metric}.values())
-    return {first: [row for row in found if row.first == first] for first in firsts(found)}
+    one_a_seed = list({(row.seed, row.first): row for row in rows if row.metric == metric}.values())
+    return {first: [row for row in one_a_seed if row.first == first] for first in firsts(one_a_seed)}
 
 
 def _mean(rows: list[Row]) -> tuple[float, float]:
@@ -136,23 +136,23 @@ def _mean(rows: list[Row]) -> tuple[float, float]:
 
 
 def step_table(rows: list[Row]) -> Table:
-    """Generative perplexity (entropy), a row a model, a column a step count, as the paper prints them."""
+    """The table of generative perplexity (entropy): a row a model, a column a step count, as the paper prints them."""
     ppl, entropy = (curves(rows, metric) for metric in ("gen_ppl", "entropy"))
     steps = sorted({k for points in (ppl or entropy).values() for k in points})
-    real = _once(rows, "real_ppl")
+    real = _one_row_a_seed(rows, "real_ppl")
     kind = "training" if any(row.split == "train" for some in real.values() for row in some) else "held-out"
-    said = "; ".join(
+    figures = "; ".join(
         figure(*_mean(some)) + (first_in_words(first) if len(real) > 1 else "") for first, some in real.items()
     )
-    note = f"Real {kind} text under the same judge: {said}." if real else ""
+    note = f"Real {kind} text under the same judge: {figures}." if real else ""
     title = "Generative perplexity (entropy in nats)" if ppl else "Entropy (nats)"
     name_of = row_names(rows)
     seen = {(name_of(row), row.seed, row.sample_seed) for row in rows}
     seeds = {name: sum(name == other for other, *_ in seen) for name in ppl or entropy}
-    counted = max(seeds.values(), default=1) > 1
-    if counted:
+    has_several = max(seeds.values(), default=1) > 1
+    if has_several:
         note += " Means over seeds, where there are several."
-    columns = ("model", *(("seeds",) if counted else ()), *map(steps_in_words, steps))
+    columns = ("model", *(("seeds",) if has_several else ()), *map(steps_in_words, steps))
     table = Table(title, columns, note=note.strip())
     for name in ppl or entropy:
         cells = []
@@ -160,12 +160,12 @@ def step_table(rows: list[Row]) -> Table:
             spread = (
                 f"{entropy[name][k][0]:.2f}" if k in entropy.get(name, {}) else "–" if k in ppl.get(name, {}) else ""
             )
-            cells.append(f"{_shown(ppl[name][k][0])} ({spread})" if k in ppl.get(name, {}) else spread)
-        table.rows.append((name, *((str(seeds[name]),) if counted else ()), *cells))
+            cells.append(f"{_perplexity_in_words(ppl[name][k][0])} ({spread})" if k in ppl.get(name, {}) else spread)
+        table.rows.append((name, *((str(seeds[name]),) if has_several else ()), *cells))
     return table
 
 
-def _shown(perplexity: float) -> str:
+def _perplexity_in_words(perplexity: float) -> str:
     return f"{perplexity:,.0f}" if perplexity >= 1000 else f"{perplexity:.1f}"
 
 
@@ -175,15 +175,15 @@ def other_figures(rows: list[Row]) -> list[Part]:
     shared, apart = list[tuple[str, ...]](), list[tuple[str, ...]]()
     steps = sorted({row.steps for row in rows if row.metric not in metrics or metrics[row.metric].steps})
     for metric, first in dict.fromkeys((row.metric, row.first) for row in rows if row.metric not in WRITTEN):
-        found = curves([row for row in rows if row.first == first], metric)
+        lines = curves([row for row in rows if row.first == first], metric)
         words = metric_in_words(metric) + first_in_words(first)
-        values = {tuple((k, round(value, 9)) for k, (value, _) in points.items()) for points in found.values()}
-        is_shared = len(found) > 1 and len(values) == 1  # a property of the text, or of a shared teacher
-        found = {"all": next(iter(found.values()))} if is_shared else found
+        values = {tuple((k, round(value, 9)) for k, (value, _) in points.items()) for points in lines.values()}
+        is_shared = len(lines) > 1 and len(values) == 1  # a property of the text, or of a shared teacher
+        lines = {"all": next(iter(lines.values()))} if is_shared else lines
         if metric in metrics and not metrics[metric].steps:
-            once.rows.extend((words, name, figure(*next(iter(points.values())))) for name, points in found.items())
+            once.rows.extend((words, name, figure(*next(iter(points.values())))) for name, points in lines.items())
             continue
-        cells = {name: [figure(*points[k]) if k in points else "" for k in steps] for name, points in found.items()}
+        cells = {name: [figure(*points[k]) if k in points else "" for k in steps] for name, points in lines.items()}
         if is_shared:
             shared.append((f"{words}, all", *cells["all"]))
         else:
@@ -203,9 +203,9 @@ def at_equal_entropy(results: Results) -> list[Section]:
     rows = results.reported
     parts: list[Part] = []
     for number, judge in enumerate(results.judges):
-        found = [table for envelope in (False, True) for table in equal_entropy_tables(rows, judge, envelope)]
+        tables = [table for envelope in (False, True) for table in equal_entropy_tables(rows, judge, envelope)]
         by = f", by {judge}" if number else ""
-        parts += [replace(table, title=table.title + by) for table in found]
+        parts += [replace(table, title=table.title + by) for table in tables]
     beside = variety_table(rows)
     parts += [beside] if beside is not None else []
     words = (
@@ -221,15 +221,15 @@ def frontier(results: Results) -> list[Section]:
     """Perplexity against entropy over temperatures: a model that is merely less varied moves along its own curve. Only
     if several temperatures were measured."""
     rows = read_by(results.reported, results.judges[0])
-    varied, likely = _once(rows, "real_entropy"), _once(rows, "real_ppl")
+    varied, likely = _one_row_a_seed(rows, "real_entropy"), _one_row_a_seed(rows, "real_ppl")
     goals = {first: (_mean(varied[first])[0], _mean(likely[first])[0]) for first in varied if first in likely}
     pictures, has_goal = list[Picture](), False
     for steps, first in sorted({(row.steps, row.first) for row in rows}, key=lambda place: (place[0], place[1] or 0)):
-        found = _panel([row for row in rows if (row.steps, row.first) == (steps, first)])
-        if any(len(points) > 1 for points in found.values()):
+        panel = _panel([row for row in rows if (row.steps, row.first) == (steps, first)])
+        if any(len(points) > 1 for points in panel.values()):
             title, goal = steps_in_words(steps) + first_in_words(first), goals.get(first)
-            drawn = plots.svg(plots.frontier(title, found, goal))
-            pictures.append(Picture(f"frontier-{len(pictures) + 1}", drawn, f"Perplexity over entropy in {title}"))
+            plot = plots.svg(plots.frontier(title, panel, goal))
+            pictures.append(Picture(f"frontier-{len(pictures) + 1}", plot, f"Perplexity over entropy in {title}"))
             has_goal = has_goal or goal is not None
     if not pictures:
         return []
@@ -242,17 +242,17 @@ def frontier(results: Results) -> list[Section]:
 
 
 def _panel(rows: list[Row]) -> dict[str, list[plots.Point]]:
-    """Of each model, its points by rising temperature."""
+    """Model in words → its points (temperature, entropy, perplexity) by rising temperature."""
     points: dict[tuple[str, float], dict[str, list[Row]]] = {}
     name_of = row_names(rows)
     for row in rows:
         if row.metric in WRITTEN:
             points.setdefault((name_of(row), row.temperature), {}).setdefault(row.metric, []).append(row)
     panel: dict[str, list[plots.Point]] = {name: [] for name, _ in points}
-    for (name, temperature), found in sorted(points.items(), key=lambda place: place[0][1]):
-        if len(found) == 2:
-            panel[name].append((temperature, _mean(found["entropy"])[0], _mean(found["gen_ppl"])[0]))
-    return {name: found for name, found in panel.items() if found}
+    for (name, temperature), by_metric in sorted(points.items(), key=lambda place: place[0][1]):
+        if len(by_metric) == 2:
+            panel[name].append((temperature, _mean(by_metric["entropy"])[0], _mean(by_metric["gen_ppl"])[0]))
+    return {name: line for name, line in panel.items() if line}
 
 
 @sections.register("steps")
@@ -277,9 +277,9 @@ def cost_of_steps(results: Results) -> list[Section]:
     black = [name for _, _, name in COST.values()]
     pictures = [
         Picture(
-            f"cost-{number}", plots.svg(plots.over_steps(title, found, floors=black)), f"Factorization error, {title}"
+            f"cost-{number}", plots.svg(plots.over_steps(title, panel, floors=black)), f"Factorization error, {title}"
         )
-        for number, (title, found) in enumerate(panels.items(), 1)
+        for number, (title, panel) in enumerate(panels.items(), 1)
     ]
     return [Section("What steps cost", words, [Beside(pictures)])]
 
@@ -289,14 +289,14 @@ def highlights(rows: list[Row]) -> list[tuple[str, str]]:
     every = [ratio for ratio in ratios(usual(rows)) if ratio.mask.startswith("infinite")]
     most = max((ratio.seeds for ratio in every), default=1)  # the last of the methods with the most students
     method = next((ratio.method for ratio in reversed(every) if ratio.seeds == most), "")
-    found = [ratio for ratio in every if ratio.method == method]
+    gains = [ratio for ratio in every if ratio.method == method]
     return [
         (
             f"{ratio.value:.2f}",
             f"({ratio.low:.2f}–{ratio.high:.2f}) of the single mask's perplexity with infinite masks, "
             f"{method_in_words(ratio.method)}, {steps_in_words(ratio.steps)}",
         )
-        for ratio in found[:3]
+        for ratio in gains[:3]
     ]
 
 
@@ -310,12 +310,12 @@ def paper_beside(results: Results) -> list[Section]:
             for metric in measured
             for name, points in curves(results.main, metric).items()
         }
-        shown = Table(f"Table {table.number}. {table.caption}", (*table.columns, *(f"ours: {name}" for name in ours)))
+        beside = Table(f"Table {table.number}. {table.caption}", (*table.columns, *(f"ours: {name}" for name in ours)))
         for cells in table.rows:
             mine = [f"{p[int(cells[0])][0]:.2f}" if int(cells[0]) in p else "–" for p in ours.values()]
-            shown.rows.append((*cells, *mine))
+            beside.rows.append((*cells, *mine))
         if ours:
-            parts.append(shown)
+            parts.append(beside)
     return [Section("The paper's figures, and ours", "", parts)] if parts else []
 
 

@@ -21,28 +21,28 @@ from imdm.training.history import LOSS, last_loss, loss_in_words, read_history
 
 @sections.register("training")
 def training(results: Results) -> list[Section]:
-    """Nothing if the folder has no training logs, as when it holds results only."""
+    """How each model was trained, in a table; nothing without training logs, as in a folder that holds results only."""
     recipe = results.recipe
     if recipe is None:
         return []
     folder = results.folder / f"seed-{recipe.seed}"
     stages = {name: stage for name, stage in recipe.stages.items() if isinstance(stage, TrainStage)}
-    found = [_Trained(folder / name, name, stage) for name, stage in stages.items()]
-    found = [one for one in found if one.is_done]
-    if not found:
+    models = [_Trained(folder / name, name, stage) for name, stage in stages.items()]
+    models = [one for one in models if one.is_done]
+    if not models:
         return []
     columns = ("stage", "from", "by", "mask", "rate", "steps × batch", "pairs", "passes", "loss", "signals", "overlap")
-    table = Table("Training", (*columns, "minutes"), [one.cells(recipe, results.main) for one in found], _note(found))
+    table = Table("Training", (*columns, "minutes"), [one.cells(recipe, results.main) for one in models], _note(models))
     return [Section("How the models were trained", f"Seed {recipe.seed} of the recipe.", [table])]
 
 
-def _note(found: Sequence[_Trained]) -> str:
+def _note(models: Sequence[_Trained]) -> str:
     """What the columns are, and each of the signals in them."""
     lines = (
         "stage: its folder in the run",
         LOSS,
         "signals at the end",
-        *explained(signal for one in found for signal in one.signals),
+        *explained(signal for one in models for signal in one.signals),
         "overlap: the share of 6-grams of a student's samples that occur in its pairs, at the most steps measured; in "
         "brackets that of the pairs' teacher",
         "minutes since the last stop",
@@ -109,7 +109,7 @@ def _overlaps(recipe: Recipe, rows: list[Row], name: str) -> dict[int, float]:
     folder and is ambiguous."""
     methods = {stage.models[name] for stage in recipe.evaluations().values() if name in stage.models}
     mask = recipe.mask_of(name)
-    found = [
+    matches = [
         row
         for row in rows
         if row.metric == "pair_overlap"
@@ -118,4 +118,4 @@ def _overlaps(recipe: Recipe, rows: list[Row], name: str) -> dict[int, float]:
         and row.temperature == 1.0
         and (mask is None or row.mask.removesuffix("+mixture") == mask.name)
     ]
-    return {row.steps: row.value for row in found} if len({row.mask for row in found}) == 1 else {}
+    return {row.steps: row.value for row in matches} if len({row.mask for row in matches}) == 1 else {}

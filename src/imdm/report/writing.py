@@ -40,51 +40,52 @@ class Author:
 
 @sections.register("texts")
 def texts(results: Results) -> list[Section]:
-    """Nothing if models have no tokenizer beside them."""
+    """Samples of every model: unconditional, after one prompt, step by step; none without a tokenizer beside it."""
     run, recipe = results.folder, results.recipe
     authors = [] if recipe is None else _authors(run, recipe)
     if recipe is None or not authors:
         return []
-    found = [Section("Written side by side", FAIR, _from_nothing(authors), aside=COLOURS)]
+    parts = [Section("Written side by side", FAIR, _from_nothing(authors), aside=COLOURS)]
     prompt = _prompt(run, recipe, authors[0].writer)
     if prompt is not None:
-        few = _few(authors)
+        few = _few_steps(authors)
         words = f"{CONTINUATIONS} continuations of a held-out beginning in {steps_in_words(few)}, by each."
-        found.append(Section("The same prompt continued", words, _continued(authors, prompt, few), aside=COLOURS))
+        parts.append(Section("The same prompt continued", words, _continued(authors, prompt, few), aside=COLOURS))
     most = max(k for author in authors for k in author.steps)
     one = "One text of the last model above."
-    found.append(Section("How a text appears", one, [_appearing(authors[-1], most)], aside="Grey is still masked."))
-    return found
+    parts.append(Section("How a text appears", one, [_appearing(authors[-1], most)], aside="Grey is still masked."))
+    return parts
 
 
 def _authors(run: Path, recipe: Recipe) -> list[Author]:
-    """Of students that differ only in their seed the first; none that only served to choose a setting."""
+    """The models whose texts are shown: of students that differ only in their seed the first, and none that only served
+    to choose a setting."""
     folder = next(iter(sorted(run.glob("seed-*"))), run)
-    found = dict[str, Author]()
+    authors = dict[str, Author]()
     for stage in recipe.reporting():
         for name, method in stage.models.items():
             if recipe.seed_of(name) != recipe.seed:
                 continue
-            if name in found:
-                steps = {*found[name].steps, *stage.steps}
-                found[name] = replace(found[name], steps=tuple(sorted(steps)))
+            if name in authors:
+                steps = {*authors[name].steps, *stage.steps}
+                authors[name] = replace(authors[name], steps=tuple(sorted(steps)))
                 continue
             try:
                 writer = load(folder / name / "model", own_device())
             except UserError:
                 continue
             words = model_in_words(method, writer.model.mask.name + ("+mixture" if writer.model.config.mixture else ""))
-            found[name] = Author(words, writer, stage.steps)
-    return list(found.values())
+            authors[name] = Author(words, writer, stage.steps)
+    return list(authors.values())
 
 
-def _few(authors: Sequence[Author]) -> int:
+def _few_steps(authors: Sequence[Author]) -> int:
     """The measured step count nearest to `FEW`."""
     return min((k for author in authors for k in author.steps), key=lambda k: (abs(k - FEW), k))
 
 
 def _from_nothing(authors: Sequence[Author]) -> list[Part]:
-    """At each step count, the first text of every model."""
+    """The first text of every model, side by side, at each step count."""
     parts: list[Part] = []
     for steps in sorted({k for author in authors for k in author.steps}):
         label = steps_in_words(steps)
