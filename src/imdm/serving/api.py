@@ -39,7 +39,7 @@ def _one_or_more(value: Any, check: Any) -> Any:
 Texts = Annotated[str | list[str], WrapValidator(_one_or_more)]
 
 
-class Asked(Config):
+class TextRequest(Config):
     """Fields of every request for text."""
 
     model_config = ConfigDict(strict=True)
@@ -79,7 +79,7 @@ class Asked(Config):
 REFUSED = "Not supported: refused unless it has no effect."
 
 
-class Completion(Asked):
+class Completion(TextRequest):
     """POST /v1/completions: continuations of a prompt, or a prompt with its blanks filled."""
 
     prompt: Texts = Field("", description="A text or several; empty: from nothing.")
@@ -99,7 +99,7 @@ class Completion(Asked):
     frequency_penalty: float | None = Field(None, description=REFUSED)
 
 
-class Infill(Asked):
+class Infill(TextRequest):
     """POST /v1/infill: a text, or several, whose blanks are to be filled."""
 
     text: Texts = Field(description="With a marker at each blank.")
@@ -107,7 +107,7 @@ class Infill(Asked):
     marker: str = Field(BLANK, description="What a blank looks like.")
 
 
-class Said(NamedTuple):
+class ChoiceText(NamedTuple):
     """reason: why the text ends, in OpenAI's words."""
 
     text: str
@@ -156,7 +156,7 @@ class Order:
         if infill is not None:
             rows = [writer.blanked(text, infill.blank, infill.marker) for text in texts]
         else:
-            rows = [continued(writer, text, asked.max_tokens) for text in texts]  # type: ignore[union-attr]
+            rows = [prompt_row(writer, text, asked.max_tokens) for text in texts]  # type: ignore[union-attr]
         hole = writer.model.process.mask_id
         wanted = asked.n * sum(row.count(hole) for row in rows)
         if wanted > limits.tokens:
@@ -194,7 +194,7 @@ class Order:
             bool((asked.stream_options or {}).get("include_usage")),
         )
 
-    def said(self, number: int, frame: Frame) -> Said:
+    def said(self, number: int, frame: Frame) -> ChoiceText:
         """The text of choice `number`, as far as it is complete from its beginning; without what a stop may still cut
         off."""
         given, ids = self.jobs[number].ids, frame.ids if frame.done else frame.ids[: frame.ids.index(None)]
@@ -208,10 +208,10 @@ class Order:
         begin = len(head.rstrip("\ufffd")) if self.echo else 0
         cut = _cut(text, begin, self.stops, open_ended=not frame.done)
         if cut is not None:
-            return Said(text[:cut], "stop")
+            return ChoiceText(text[:cut], "stop")
         ending = self.writer.model.process.ending
         ended = ending is not None and ending.has_end(tokens)
-        return Said(text, "stop" if ended or self.infill else "length")
+        return ChoiceText(text, "stop" if ended or self.infill else "length")
 
     def _head(self, number: int, first: int) -> str:
         """The text of a row before its first hole: the same in every frame."""
@@ -328,7 +328,7 @@ def _check_neutral(asked: Completion) -> None:
             raise UserError(f"{name}: it is for blanks, which are only filled with infill; say infill, or leave it out")
 
 
-def continued(writer: Writer, prompt: str, max_tokens: int | None) -> list[int]:
+def prompt_row(writer: Writer, prompt: str, max_tokens: int | None) -> list[int]:
     """A row of the prompt and `max_tokens` holes, with the model's special tokens."""
     length = writer.model.config.length
     if prompt and not prompt.strip():

@@ -25,7 +25,7 @@ from imdm.diffusion.process import NoisePolicy
 from imdm.evaluation.judge import Judge, judge_at_hand, load_judge
 from imdm.models.network import check_tokens
 from imdm.sampling.options import RevealOrder
-from imdm.serving.api import check_text, continued
+from imdm.serving.api import check_text, prompt_row
 from imdm.serving.connected import while_connected
 from imdm.serving.engine import Engine
 from imdm.serving.jobs import Busy, Frame, Job, TooLong
@@ -54,14 +54,14 @@ Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 Events = AsyncGenerator[tuple[str, Mapping[str, Any]]]
 
 
-class Asked(BaseModel):
+class PageRequest(BaseModel):
     """Fields of all requests of the page."""
 
     model_config = ConfigDict(extra="forbid")
     model: str
 
 
-class ToWrite(Asked):
+class ToWrite(PageRequest):
     """A prompt to continue, or a row of ids with null where a token is to be written."""
 
     prompt: str = Field("", max_length=MOST_TEXT)
@@ -82,11 +82,11 @@ class ToGo(ToWrite):
     points: int = Field(17, ge=2, le=MOST_POINTS)
 
 
-class ToRead(Asked):
+class ToRead(PageRequest):
     text: str = Field(min_length=1, max_length=MOST_TEXT)
 
 
-class ToJudge(Asked):
+class ToJudge(PageRequest):
     """A row of ids; the first `given` of them are context and do not count."""
 
     row: list[Annotated[int, Field(ge=0, lt=1 << 31)]] = Field(min_length=1, max_length=MOST_TEXT)
@@ -122,7 +122,7 @@ class Author:
         """The row to fill, with holes."""
         hole = self.writer.model.config.mask_token_id
         if asked.row is None:
-            return [None if token == hole else token for token in continued(self.writer, asked.prompt, None)]
+            return [None if token == hole else token for token in prompt_row(self.writer, asked.prompt, None)]
         if asked.prompt:
             raise UserError("give a prompt or a row, not both")
         if None not in asked.row:
@@ -203,7 +203,7 @@ def router(engine: Engine, settings: Settings) -> APIRouter:
     judges = Judges(settings.seconds)
     routes = APIRouter()
 
-    def author_of(asked: Asked) -> Author:
+    def author_of(asked: PageRequest) -> Author:
         if asked.model not in authors:
             raise unknown("model", asked.model, authors)
         for text in (getattr(asked, "prompt", ""), getattr(asked, "text", "")):
