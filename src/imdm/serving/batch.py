@@ -201,8 +201,8 @@ def job_keys(jobs: Sequence[Job]) -> list[JobKeys]:
     """The random keys of jobs: those of `Writer.write`, unless they have others for draws or noise."""
 
     def keys(seeds: Sequence[int]) -> list[int]:
-        found: list[int] = folded(seeds, Purpose.SAMPLE, [job.number for job in jobs]).tolist()
-        return found
+        column: list[int] = folded(seeds, Purpose.SAMPLE, [job.number for job in jobs]).tolist()
+        return column
 
     own = [job.seed for job in jobs]
     draws = [job.seed if job.draws_seed is None else job.draws_seed for job in jobs]
@@ -222,7 +222,7 @@ def visits(revealed_at: np.ndarray) -> list[deque[tuple[int, np.ndarray]]]:
     begins[:, 1:] &= ranked[:, 1:] != ranked[:, :-1]
     text, first = np.nonzero(begins)
     last = np.where(np.diff(text, append=-1), ranked.shape[1], np.roll(first, -1))
-    found: list[deque[tuple[int, np.ndarray]]] = [deque() for _ in revealed_at]
+    queues: list[deque[tuple[int, np.ndarray]]] = [deque() for _ in revealed_at]
     for i, step, begin, end in np.stack((text, ranked[text, first], first, last), 1).tolist():
-        found[i].append((step, position[i, begin:end]))
-    return found
+        queues[i].append((step, position[i, begin:end]))
+    return queues

@@ -187,7 +187,7 @@ class Engine:
 
     async def finish(self, jobs: Sequence[Job], seconds: float | None = None) -> list[Frame]:
         """Only the last frame of each of several jobs: the same as from `run_all`, for less."""
-        loop, found, left = asyncio.get_running_loop(), dict[int, Frame](), len(jobs)
+        loop, frames, left = asyncio.get_running_loop(), dict[int, Frame](), len(jobs)
         end = loop.create_future()
 
         def hear(number: int, said: Frame | UserError) -> None:
@@ -195,7 +195,7 @@ class Engine:
             if isinstance(said, UserError):
                 fail(said)
             elif said.done:
-                found[number], left = said, left - 1
+                frames[number], left = said, left - 1
                 if not left and not end.done():
                     end.set_result(None)
 
@@ -214,7 +214,7 @@ class Engine:
             raise
         finally:
             timer.cancel()
-        return [found[number] for number in range(len(jobs))]
+        return [frames[number] for number in range(len(jobs))]
 
     def _begin(self, jobs: Sequence[Job], hear: Callable[[int, Frame | UserError], None]) -> list[Ticket]:
         """Submit jobs, all or none; what they are told is heard with the number of the job."""
@@ -384,10 +384,10 @@ class Engine:
 
     def _waited_for(self, result: Callable[[], T]) -> T:
         """A result of the GPU, its time counted."""
-        asked = time.monotonic()
-        found = result()
-        self.counts.waited += time.monotonic() - asked
-        return found
+        start = time.monotonic()
+        value = result()
+        self.counts.waited += time.monotonic() - start
+        return value
 
     def _report(self, most: int) -> None:
         """Report the turns whose results are there; wait for the oldest while more than so many are not."""

@@ -76,11 +76,11 @@ class Guard:
                 raise
 
         try:
-            found = self._refused(scope, Headers(scope=scope)) or await self._body(receive)
-            if isinstance(found, JSONResponse):
-                await found(scope, receive, noted)
-            elif found is not None:  # else the client is gone
-                await self._answer(scope, _replayed(found, receive), noted)
+            outcome = self._refused(scope, Headers(scope=scope)) or await self._body(receive)
+            if isinstance(outcome, JSONResponse):
+                await outcome(scope, receive, noted)
+            elif outcome is not None:  # else the client is gone
+                await self._answer(scope, _replayed(outcome, receive), noted)
         except Exception:
             if not stalled:  # a client that does not read gets no more
                 raise
@@ -177,8 +177,8 @@ def _same(origin: str, host: str) -> bool:
 
 def is_local(address: str) -> bool:
     """Whether only this machine can reach an address on which a socket listens."""
-    found = ipaddress.ip_address(address)
-    return (getattr(found, "ipv4_mapped", None) or found).is_loopback
+    ip = ipaddress.ip_address(address)
+    return (getattr(ip, "ipv4_mapped", None) or ip).is_loopback
 
 
 def hosts_of(host: str, bound: str, allowed: Iterable[str] | None) -> dict[str, Any]:
@@ -202,7 +202,7 @@ def status_of(said: BaseException) -> tuple[int, str | None, dict[str, str]]:
         Failed: (500, "failed"),
         Missing: (404, "model_not_found"),
     }
-    status, code = next((found for kind, found in known.items() if isinstance(said, kind)), (400, None))
+    status, code = next((answer for kind, answer in known.items() if isinstance(said, kind)), (400, None))
     return status, code, {}
 
 

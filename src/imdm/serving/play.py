@@ -283,8 +283,8 @@ async def _points(engine: Engine, author: Author, job: Job, asked: ToGo) -> Even
         some = order[first : first + together]
         ways = [number / (asked.points - 1) for number in some]
         jobs = [replace(job, noise_between=(*asked.between, s), frames=False) for s in ways]
-        async with aclosing(engine.run_all(jobs)) as found:
-            async for i, frame in found:
+        async with aclosing(engine.run_all(jobs)) as frames:
+            async for i, frame in frames:
                 yield "point", {"point": some[i], "s": ways[i], **author.shown(frame)}
 
 
