@@ -133,20 +133,20 @@ class Order:
     heads: dict[int, str] = field(default_factory=dict, init=False, compare=False)  # of each job, once decoded
 
     @classmethod
-    def of(cls, asked: Completion | Infill, engine: Engine) -> Order:
+    def of(cls, request: Completion | Infill, engine: Engine) -> Order:
         """Refuse invalid requests, and those beyond the limits."""
         limits = engine.settings
-        name = asked.model if asked.model is not None else next(iter(engine.writers))
+        name = request.model if request.model is not None else next(iter(engine.writers))
         if name not in engine.writers:
             raise Missing(str(unknown("model", name, engine.writers)))
-        writer, completion = engine.writers[name], asked if isinstance(asked, Completion) else None
-        infill = asked if isinstance(asked, Infill) or asked.infill else None
-        texts = _listed(asked.prompt if isinstance(asked, Completion) else asked.text)
+        writer, completion = engine.writers[name], request if isinstance(request, Completion) else None
+        infill = request if isinstance(request, Infill) or request.infill else None
+        texts = _listed(request.prompt if isinstance(request, Completion) else request.text)
         if not texts:
             raise UserError("the list of prompts is empty; give one text at least")
-        if len(texts) * asked.n > limits.queue:
+        if len(texts) * request.n > limits.queue:
             raise UserError(
-                f"n = {asked.n}: {len(texts) * asked.n} texts in all are more than the service takes at a time, "
+                f"n = {request.n}: {len(texts) * request.n} texts in all are more than the service takes at a time, "
                 f"{limits.queue} (imdm serve --queue); ask for fewer"
             )
         for text in texts:
@@ -156,29 +156,29 @@ class Order:
         if infill is not None:
             rows = [writer.blanked(text, infill.blank, infill.marker) for text in texts]
         else:
-            rows = [prompt_row(writer, text, asked.max_tokens) for text in texts]  # type: ignore[union-attr]
+            rows = [prompt_row(writer, text, request.max_tokens) for text in texts]  # type: ignore[union-attr]
         hole = writer.model.process.mask_id
-        wanted = asked.n * sum(row.count(hole) for row in rows)
-        if wanted > limits.tokens:
+        holes = request.n * sum(row.count(hole) for row in rows)
+        if holes > limits.tokens:
             raise UserError(
-                f"the request asks for {wanted:,} tokens in all, of {limits.tokens:,} at most; ask for fewer or "
+                f"the request asks for {holes:,} tokens in all, of {limits.tokens:,} at most; ask for fewer or "
                 "shorter texts"
             )
-        seed = DRAWN.getrandbits(53) if asked.seed is None else asked.seed
+        seed = DRAWN.getrandbits(53) if request.seed is None else request.seed
         jobs = [
             Job(
                 name,
                 [None if token == hole else token for token in row],
-                asked.steps,
+                request.steps,
                 seed,
                 number,
-                asked.temperature,
-                asked.top_p,
-                asked.noise,
-                asked.order,
-                frames=asked.stream,
+                request.temperature,
+                request.top_p,
+                request.noise,
+                request.order,
+                frames=request.stream,
             )
-            for number, row in enumerate(row for row in rows for _ in range(asked.n))
+            for number, row in enumerate(row for row in rows for _ in range(request.n))
         ]
         return cls(
             f"cmpl-{DRAWN.getrandbits(96):024x}",
@@ -190,8 +190,8 @@ class Order:
             infill is not None,
             infill is not None or (completion is not None and completion.echo),
             _stops(completion.stop if completion is not None else None),
-            asked.stream,
-            bool((asked.stream_options or {}).get("include_usage")),
+            request.stream,
+            bool((request.stream_options or {}).get("include_usage")),
         )
 
     def said(self, number: int, frame: Frame) -> ChoiceText:
@@ -305,26 +305,26 @@ def check_text(text: str, most: int) -> None:
         raise UserError("a prompt is not text that UTF-8 can hold") from None
 
 
-def _check_neutral(asked: Completion) -> None:
+def _check_neutral(request: Completion) -> None:
     """Refuse fields of OpenAI's API that a diffusion model cannot support, unless they have no effect; and those of
     blanks where there are none, and the other way round."""
     changing = {
-        "suffix": bool(asked.suffix),
-        "logprobs": asked.logprobs is not None,  # 0 asks for those of the tokens that were drawn
-        "best_of": asked.best_of not in (None, asked.n),
-        "logit_bias": bool(asked.logit_bias),
-        "presence_penalty": bool(asked.presence_penalty),
-        "frequency_penalty": bool(asked.frequency_penalty),
+        "suffix": bool(request.suffix),
+        "logprobs": request.logprobs is not None,  # 0 asks for those of the tokens that were drawn
+        "best_of": request.best_of not in (None, request.n),
+        "logit_bias": bool(request.logit_bias),
+        "presence_penalty": bool(request.presence_penalty),
+        "frequency_penalty": bool(request.frequency_penalty),
     }
     for name, changes in changing.items():
         if changes:
             instead = f"; write the blank as {BLANK} and say infill" if name == "suffix" else "; leave it out"
             raise UserError(f"{name}: this service does not support it{instead}")
-    given = asked.model_fields_set
-    if asked.infill and "max_tokens" in given:
+    given = request.model_fields_set
+    if request.infill and "max_tokens" in given:
         raise UserError("max_tokens: with infill, blank says how many tokens each blank becomes; leave it out")
     for name in ("blank", "marker"):
-        if name in given and not asked.infill:
+        if name in given and not request.infill:
             raise UserError(f"{name}: it is for blanks, which are only filled with infill; say infill, or leave it out")
 
 

@@ -70,8 +70,8 @@ def _add_writing(app: FastAPI, engine: Engine) -> None:
     """The routes that write text."""
 
     async def write(request: Request, kind: type[Completion | Infill]) -> Response:
-        asked = await read(request, kind)
-        order = Order.of(asked, engine)
+        body = await read(request, kind)
+        order = Order.of(body, engine)
         if order.stream:
             return await streamed(request, engine, order)
         frames = await while_connected(request, engine.finish(order.jobs))

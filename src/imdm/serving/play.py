@@ -118,16 +118,16 @@ class Author:
             "tokenizer": tokenizer_hash(self.writer.tokenizer),
         }
 
-    def row(self, asked: ToWrite) -> list[int | None]:
+    def row(self, body: ToWrite) -> list[int | None]:
         """The row to fill, with holes."""
         hole = self.writer.model.config.mask_token_id
-        if asked.row is None:
-            return [None if token == hole else token for token in prompt_row(self.writer, asked.prompt, None)]
-        if asked.prompt:
+        if body.row is None:
+            return [None if token == hole else token for token in prompt_row(self.writer, body.prompt, None)]
+        if body.prompt:
             raise UserError("give a prompt or a row, not both")
-        if None not in asked.row:
+        if None not in body.row:
             raise UserError("nothing to fill in: select the words that are to be written again")
-        return list(asked.row)
+        return list(body.row)
 
     def read(self, text: str) -> dict[str, Any]:
         """A text as a row that can be infilled."""
@@ -164,24 +164,24 @@ class Judges:
         self._room = threading.Semaphore(MOST_JUDGED)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="imdm-judge")
 
-    async def read(self, author: Author, asked: ToJudge) -> dict[str, Any]:
+    async def read(self, author: Author, body: ToJudge) -> dict[str, Any]:
         """A judge's score of a text. A client that disconnects loses its place in the queue; a running score is
         finished."""
         model = author.writer.model
-        if len(asked.row) > model.length:
-            raise UserError(f"the row has {len(asked.row)} tokens, the model takes 1 to {model.length}")
-        check_tokens(torch.tensor(asked.row), model.vocab_size, "row")
+        if len(body.row) > model.length:
+            raise UserError(f"the row has {len(body.row)} tokens, the model takes 1 to {model.length}")
+        check_tokens(torch.tensor(body.row), model.vocab_size, "row")
         if not self._room.acquire(blocking=False):
             raise Busy(f"{MOST_JUDGED} texts wait for a judge, the limit; try again later", 1)
-        reading = self._thread.submit(self._read, author, asked)
+        reading = self._thread.submit(self._read, author, body)
         reading.add_done_callback(lambda _: self._room.release())
         try:
             return await asyncio.wait_for(asyncio.wrap_future(reading), self.seconds)
         except TimeoutError:
             raise TooLong(f"the judge took longer than {self.seconds:g} seconds; try again later") from None
 
-    def _read(self, author: Author, asked: ToJudge) -> dict[str, Any]:
-        text, before = author.pieces.text(asked.row), author.pieces.text(asked.row[: asked.given])
+    def _read(self, author: Author, body: ToJudge) -> dict[str, Any]:
+        text, before = author.pieces.text(body.row), author.pieces.text(body.row[: body.given])
         prompt = before if text.startswith(before) else ""
         judge = self._of(author)
         score = judge.score([text[len(prompt) :]], [prompt] if prompt else None)
@@ -203,12 +203,12 @@ def router(engine: Engine, settings: Settings) -> APIRouter:
     judges = Judges(settings.seconds)
     routes = APIRouter()
 
-    def author_of(asked: PageRequest) -> Author:
-        if asked.model not in authors:
-            raise unknown("model", asked.model, authors)
-        for text in (getattr(asked, "prompt", ""), getattr(asked, "text", "")):
+    def author_of(body: PageRequest) -> Author:
+        if body.model not in authors:
+            raise unknown("model", body.model, authors)
+        for text in (getattr(body, "prompt", ""), getattr(body, "text", "")):
             check_text(text, settings.prompt)
-        return authors[asked.model]
+        return authors[body.model]
 
     def check_size(job: Job, texts: int) -> None:
         many = texts * sum(token is None for token in job.ids)
@@ -231,41 +231,41 @@ def router(engine: Engine, settings: Settings) -> APIRouter:
         return {"models": described, "steps": min(MOST_STEPS, settings.steps)}
 
     @routes.post("/play/write", include_in_schema=False)
-    async def write(request: Request, asked: ToWrite) -> Response:
-        author = author_of(asked)
-        job = _job(author, asked)
+    async def write(request: Request, body: ToWrite) -> Response:
+        author = author_of(body)
+        job = _job(author, body)
         check_size(job, 1)
         return await _stream(request, _frames(engine, author, job))
 
     @routes.post("/play/path", include_in_schema=False)
-    async def path(request: Request, asked: ToGo) -> Response:
-        author = author_of(asked)
-        job = _job(author, asked)
-        check_size(job, asked.points)
-        return await _stream(request, _points(engine, author, job, asked))
+    async def path(request: Request, body: ToGo) -> Response:
+        author = author_of(body)
+        job = _job(author, body)
+        check_size(job, body.points)
+        return await _stream(request, _points(engine, author, job, body))
 
     @routes.post("/play/tokens", include_in_schema=False)
-    async def tokens(asked: ToRead) -> dict[str, Any]:
-        return author_of(asked).read(asked.text)
+    async def tokens(body: ToRead) -> dict[str, Any]:
+        return author_of(body).read(body.text)
 
     @routes.post("/play/judge", include_in_schema=False)
-    async def judge(request: Request, asked: ToJudge) -> dict[str, Any]:
-        return await while_connected(request, judges.read(author_of(asked), asked))
+    async def judge(request: Request, body: ToJudge) -> dict[str, Any]:
+        return await while_connected(request, judges.read(author_of(body), body))
 
     return routes
 
 
-def _job(author: Author, asked: ToWrite) -> Job:
+def _job(author: Author, body: ToWrite) -> Job:
     return Job(
         author.name,
-        author.row(asked),
-        steps=asked.steps,
-        seed=asked.seed,
-        temperature=asked.temperature,
-        noise=asked.noise,
-        order=asked.order,
-        draws_seed=asked.draws_seed,
-        noise_seed=asked.noise_seed,
+        author.row(body),
+        steps=body.steps,
+        seed=body.seed,
+        temperature=body.temperature,
+        noise=body.noise,
+        order=body.order,
+        draws_seed=body.draws_seed,
+        noise_seed=body.noise_seed,
         frames=True,
     )
 
@@ -276,13 +276,13 @@ async def _frames(engine: Engine, author: Author, job: Job) -> Events:
             yield "frame", author.shown(frame)
 
 
-async def _points(engine: Engine, author: Author, job: Job, asked: ToGo) -> Events:
+async def _points(engine: Engine, author: Author, job: Job, body: ToGo) -> Events:
     """Some points at a time, both ends first and then finer and finer. The time limit is that of each batch."""
-    order, together = refining(asked.points), max(2, min(TOGETHER, EVALUATED // asked.steps))
+    order, together = refining(body.points), max(2, min(TOGETHER, EVALUATED // body.steps))
     for first in range(0, len(order), together):
         some = order[first : first + together]
-        ways = [number / (asked.points - 1) for number in some]
-        jobs = [replace(job, noise_between=(*asked.between, s), frames=False) for s in ways]
+        ways = [number / (body.points - 1) for number in some]
+        jobs = [replace(job, noise_between=(*body.between, s), frames=False) for s in ways]
         async with aclosing(engine.run_all(jobs)) as frames:
             async for i, frame in frames:
                 yield "point", {"point": some[i], "s": ways[i], **author.shown(frame)}
