@@ -186,7 +186,7 @@ class Order:
             writer,
             jobs,
             seed,
-            sum(_given(row, hole, writer) for row in rows),
+            sum(_prompt_tokens(row, hole, writer) for row in rows),
             infill is not None,
             infill is not None or (completion is not None and completion.echo),
             _stops(completion.stop if completion is not None else None),
@@ -197,9 +197,9 @@ class Order:
     def said(self, number: int, frame: Frame) -> ChoiceText:
         """The text of choice `number`, as far as it is complete from its beginning; without what a stop may still cut
         off."""
-        given, ids = self.jobs[number].ids, frame.ids if frame.done else frame.ids[: frame.ids.index(None)]
+        row, ids = self.jobs[number].ids, frame.ids if frame.done else frame.ids[: frame.ids.index(None)]
         tokens = [token for token in ids if token is not None]
-        text, first = self.writer.decode(tokens), given.index(None) if None in given else 0
+        text, first = self.writer.decode(tokens), row.index(None) if None in row else 0
         head = self._head(number, first)
         if not self.echo:
             text = text.removeprefix(head) if text.startswith(head) else self.writer.decode(tokens[first:])
@@ -216,8 +216,8 @@ class Order:
     def _head(self, number: int, first: int) -> str:
         """The text of a row before its first hole: the same in every frame."""
         if number not in self.heads:
-            given = self.jobs[number].ids[:first]
-            self.heads[number] = self.writer.decode([token for token in given if token is not None])
+            row = self.jobs[number].ids[:first]
+            self.heads[number] = self.writer.decode([token for token in row if token is not None])
         return self.heads[number]
 
     def written(self, frame: Frame) -> int:
@@ -320,11 +320,11 @@ def _check_neutral(request: Completion) -> None:
         if changes:
             instead = f"; write the blank as {BLANK} and say infill" if name == "suffix" else "; leave it out"
             raise UserError(f"{name}: this service does not support it{instead}")
-    given = request.model_fields_set
-    if request.infill and "max_tokens" in given:
+    fields = request.model_fields_set
+    if request.infill and "max_tokens" in fields:
         raise UserError("max_tokens: with infill, blank says how many tokens each blank becomes; leave it out")
     for name in ("blank", "marker"):
-        if name in given and not request.infill:
+        if name in fields and not request.infill:
             raise UserError(f"{name}: it is for blanks, which are only filled with infill; say infill, or leave it out")
 
 
@@ -344,7 +344,7 @@ def prompt_row(writer: Writer, prompt: str, max_tokens: int | None) -> list[int]
     return writer.prefixed(prompt, min(length, length - most + max_tokens))
 
 
-def _given(row: list[int], hole: int, writer: Writer) -> int:
+def _prompt_tokens(row: list[int], hole: int, writer: Writer) -> int:
     """Tokens of a row that were given, without padding."""
     ending = writer.model.process.ending
     return len(row) - row.count(hole) - (0 if ending is None else row.count(ending.pad))

@@ -190,9 +190,9 @@ class Batch:
 def fields_of(rows: Tensor) -> Iterator[tuple[list[int | None], list[int], list[float]]]:
     """The fields ids, revealed_at and probability of frames, from `Batch.rows`."""
     tokens, revealed_at, log_probs = rows.numpy()
-    masked, given = tokens < 0, revealed_at < 0
+    masked, fixed = tokens < 0, revealed_at < 0
     steps = np.where(masked, -1, revealed_at).astype(np.int64).tolist()
-    probability = np.where(masked, 0.0, np.where(given, 1.0, np.exp(log_probs))).tolist()
+    probability = np.where(masked, 0.0, np.where(fixed, 1.0, np.exp(log_probs))).tolist()
     ids = [[None if token < 0 else token for token in row] for row in tokens.astype(np.int64).tolist()]
     return zip(ids, steps, probability, strict=True)
 

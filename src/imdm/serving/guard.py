@@ -112,8 +112,8 @@ class Guard:
         if not known and scope["method"] not in ("GET", "HEAD"):
             return error(403, "pages of another origin may not use this service", "origin")
         if settings.api_key is not None and scope["path"].startswith(WITH_KEY):
-            kind, _, given = headers.get("authorization", "").partition(" ")
-            same = hmac.compare_digest(given.encode("utf-8", "replace"), settings.api_key.encode())
+            kind, _, key = headers.get("authorization", "").partition(" ")
+            same = hmac.compare_digest(key.encode("utf-8", "replace"), settings.api_key.encode())
             if not same or kind.lower() != "bearer":
                 sentence = "the API key is wrong or missing; send the header 'Authorization: Bearer KEY'"
                 return error(401, sentence, "invalid_api_key", www_authenticate="Bearer")

@@ -86,11 +86,11 @@ class Job:
                 raise UserError(f"noise_between = {s}: a place between two noises is in [0, 1]")
         if not 1 <= len(self.ids) <= model.length:
             raise UserError(f"the row has {len(self.ids)} tokens, the model takes 1 to {model.length}")
-        given = [token for token in self.ids if token is not None]
-        if not all(type(token) is int for token in given) or (
-            given and not 0 <= min(given) <= max(given) < model.vocab_size
+        tokens = [token for token in self.ids if token is not None]
+        if not all(type(token) is int for token in tokens) or (
+            tokens and not 0 <= min(tokens) <= max(tokens) < model.vocab_size
         ):
-            for token in given:
+            for token in tokens:
                 check_whole("ids", token, 0, model.vocab_size - 1)
         return how
 
