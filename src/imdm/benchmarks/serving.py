@@ -214,7 +214,7 @@ async def directly(engine: Engine, clients: int, requests: list[dict[str, Any]])
         while (i := next(number)) < len(requests):
             order = Order.of(_asked(requests[i]), engine)
             (frame,) = await engine.finish(order.jobs)
-            texts[i] = order.said(0, frame).text
+            texts[i] = order.choice_text(0, frame).text
 
     await asyncio.gather(*(client() for _ in range(clients)))
     return time.perf_counter() - started, texts

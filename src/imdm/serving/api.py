@@ -194,7 +194,7 @@ class Order:
             bool((request.stream_options or {}).get("include_usage")),
         )
 
-    def said(self, number: int, frame: Frame) -> ChoiceText:
+    def choice_text(self, number: int, frame: Frame) -> ChoiceText:
         """The text of choice `number`, as far as it is complete from its beginning; without what a stop may still cut
         off."""
         row, ids = self.jobs[number].ids, frame.ids if frame.done else frame.ids[: frame.ids.index(None)]
@@ -238,8 +238,8 @@ class Order:
 
     def answer(self, frames: Sequence[Frame]) -> dict[str, Any]:
         """All choices, from the last frame of each."""
-        said = [self.said(number, frame) for number, frame in enumerate(frames)]
-        choices = [choice(number, one.text, one.reason) for number, one in enumerate(said)]
+        texts = [self.choice_text(number, frame) for number, frame in enumerate(frames)]
+        choices = [choice(number, one.text, one.reason) for number, one in enumerate(texts)]
         return self.chunk(choices) | {"usage": self.usage(frames)}
 
     def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -263,15 +263,15 @@ class Growing:
     held back."""
 
     def __init__(self, order: Order) -> None:
-        self.order, self.told = order, [""] * len(order.jobs)
+        self.order, self.sent = order, [""] * len(order.jobs)
 
     def more(self, number: int, frame: Frame) -> dict[str, Any] | None:
         """The next piece of a choice; None without one."""
-        said, told = self.order.said(number, frame), self.told[number]
-        if not frame.done and (len(said.text) <= len(told) or not said.text.startswith(told)):
+        new, before = self.order.choice_text(number, frame), self.sent[number]
+        if not frame.done and (len(new.text) <= len(before) or not new.text.startswith(before)):
             return None
-        self.told[number] = said.text
-        return choice(number, said.text[len(told) :], said.reason if frame.done else None)
+        self.sent[number] = new.text
+        return choice(number, new.text[len(before) :], new.reason if frame.done else None)
 
 
 def _listed(texts: str | list[str] | None) -> list[str]:

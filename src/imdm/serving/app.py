@@ -21,7 +21,7 @@ from imdm.serving import play
 from imdm.serving.api import Completion, Growing, Infill, Missing, Order
 from imdm.serving.connected import Gone, while_connected
 from imdm.serving.engine import Engine
-from imdm.serving.guard import Guard, error, told
+from imdm.serving.guard import Guard, error, error_response
 from imdm.serving.jobs import Frame
 from imdm.serving.metrics import TEXT, Metrics
 from imdm.serving.settings import Settings
@@ -159,22 +159,22 @@ async def _events(
 ) -> AsyncGenerator[str, None]:
     growing, done = Growing(order), dict[int, Frame]()
 
-    def said(number: int, frame: Frame) -> str:
+    def new_text(number: int, frame: Frame) -> str:
         if frame.done:
             done[number] = frame
         piece = growing.more(number, frame)
         return "" if piece is None else event(order.chunk([piece]))
 
     try:
-        if text := said(*first):
+        if text := new_text(*first):
             yield text
         async for number, frame in frames:
-            if text := said(number, frame):
+            if text := new_text(number, frame):
                 yield text
         if order.include_usage:
             yield event(order.chunk([]) | {"usage": order.usage([done[i] for i in range(len(done))])})
     except UserError as wrong:
-        yield f"data: {bytes(told(wrong).body).decode()}\n\n"
+        yield f"data: {bytes(error_response(wrong).body).decode()}\n\n"
     finally:
         await frames.aclose()
     yield "data: [DONE]\n\n"
@@ -200,7 +200,7 @@ def _tell_errors(app: FastAPI) -> None:
     """All errors in one format, with one sentence."""
 
     async def user(request: Request, wrong: Exception) -> Response:
-        return told(wrong)
+        return error_response(wrong)
 
     async def http(request: Request, wrong: Exception) -> Response:
         assert isinstance(wrong, HTTPException)

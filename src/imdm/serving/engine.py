@@ -59,7 +59,7 @@ class _Pending(NamedTuple):
     and evaluations so far; the rows of these."""
 
     ended: list[Ticket]
-    told: list[tuple[Ticket, int, int]]
+    listeners: list[tuple[Ticket, int, int]]
     rows: Fetched
 
 
@@ -170,18 +170,18 @@ class Engine:
         """The same for several jobs, accepted together or not at all: (index of the job, frame). seconds: the time
         limit; that of the settings unless given."""
         heard: asyncio.Queue[tuple[int, Frame | UserError]] = asyncio.Queue()
-        tickets, seconds = self._begin(jobs, lambda *said: heard.put_nowait(said)), self._limit(seconds)
+        tickets, seconds = self._begin(jobs, lambda *news: heard.put_nowait(news)), self._limit(seconds)
         left, deadline = len(jobs), time.monotonic() + seconds
         try:
             while left:
                 try:
-                    number, said = await _within(deadline - time.monotonic(), heard)
+                    number, news = await _within(deadline - time.monotonic(), heard)
                 except TimeoutError:
                     raise _too_long(seconds) from None
-                if isinstance(said, UserError):
-                    raise said
-                left -= said.done
-                yield number, said
+                if isinstance(news, UserError):
+                    raise news
+                left -= news.done
+                yield number, news
         finally:
             self._drop(tickets)
 
@@ -190,12 +190,12 @@ class Engine:
         loop, frames, left = asyncio.get_running_loop(), dict[int, Frame](), len(jobs)
         end = loop.create_future()
 
-        def hear(number: int, said: Frame | UserError) -> None:
+        def hear(number: int, news: Frame | UserError) -> None:
             nonlocal left
-            if isinstance(said, UserError):
-                fail(said)
-            elif said.done:
-                frames[number], left = said, left - 1
+            if isinstance(news, UserError):
+                fail(news)
+            elif news.done:
+                frames[number], left = news, left - 1
                 if not left and not end.done():
                     end.set_result(None)
 
@@ -251,12 +251,12 @@ class Engine:
         with self._telling:
             self._open_tickets.difference_update(tickets)
 
-    def _tell(self, said: Sequence[tuple[Ticket, Frame | UserError]]) -> None:
+    def _tell(self, news: Sequence[tuple[Ticket, Frame | UserError]]) -> None:
         """Tell tickets, but none that was told an end or dropped."""
         with self._telling:  # while telling too, or a frame might follow an end
-            said = [(ticket, one) for ticket, one in said if ticket in self._open_tickets]
-            tell(said)
-            self._open_tickets.difference_update(ticket for ticket, one in said if ends(one) or ticket.dropped)
+            news = [(ticket, one) for ticket, one in news if ticket in self._open_tickets]
+            tell(news)
+            self._open_tickets.difference_update(ticket for ticket, one in news if ends(one) or ticket.dropped)
 
     def _tell_unfinished(self) -> None:
         """Tell all that are left that the engine stops, and drop them."""
@@ -368,16 +368,16 @@ class Engine:
         self.counts.tokens += tokens
         done = batch.done()
         ended = [text.ticket for text, one in zip(batch.texts, done, strict=True) if one]
-        told = [
+        index = [
             i
             for i, (text, one) in enumerate(zip(batch.texts, done, strict=True))
             if (one or text.ticket.job.frames) and not text.ticket.dropped
         ]
-        heard = [
+        listeners = [
             (text.ticket, text.last + 1 if text.evaluations else 0, text.evaluations)
-            for text in map(batch.texts.__getitem__, told)
+            for text in map(batch.texts.__getitem__, index)
         ]
-        pending = _Pending(ended, heard, batch.rows(told))
+        pending = _Pending(ended, listeners, batch.rows(index))
         if ended:
             self._remove(group, done)
         self._pending.append(pending)
@@ -396,13 +396,13 @@ class Engine:
             try:
                 if len(self._pending) <= most and not turn.rows.ready:
                     return
-                said = self._frames(turn)
+                frames = self._frames(turn)
             except Exception as error:
                 self._pending.popleft()
-                self._fail(turn.ended, error, [ticket for ticket, *_ in turn.told if ticket not in turn.ended])
+                self._fail(turn.ended, error, [ticket for ticket, *_ in turn.listeners if ticket not in turn.ended])
             else:
                 self._pending.popleft()
-                self._tell(said)
+                self._tell(frames)
 
     def _frames(self, turn: _Pending) -> list[tuple[Ticket, Frame]]:
         """Frames of jobs that want one after every step, and of all that ended, but for clients that are gone."""
@@ -412,7 +412,7 @@ class Engine:
             self.counts.lately.append(now - ticket.came)
         return [
             (ticket, Frame(step, *fields, done=ticket in turn.ended, evaluations=many, seconds=now - ticket.began))
-            for (ticket, step, many), fields in zip(turn.told, fields_of(rows), strict=True)
+            for (ticket, step, many), fields in zip(turn.listeners, fields_of(rows), strict=True)
         ]
 
     def _safely(self, tickets: list[Ticket], work: Callable[[], None]) -> bool:
@@ -432,10 +432,10 @@ class Engine:
         self.counts.failed += len(tickets)
         LOG.error("%d texts could not be written", len(tickets), exc_info=error)
         if is_out_of_memory(error):
-            said: UserError = Stopped("out of memory; ask for fewer or shorter texts, or try again later")
+            failure: UserError = Stopped("out of memory; ask for fewer or shorter texts, or try again later")
         else:
-            said = Failed("generation failed; the reason is in the service's log")
-        self._tell([(ticket, said) for ticket in (*tickets, *running)])
+            failure = Failed("generation failed; the reason is in the service's log")
+        self._tell([(ticket, failure) for ticket in (*tickets, *running)])
         self._drop(running)
         if isinstance(error, torch.AcceleratorError):
             raise error

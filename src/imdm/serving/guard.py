@@ -43,8 +43,8 @@ def error(status: int, sentence: str, code: str | None = None, **headers: str) -
     kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
     field = FIELD.match(sentence) if status in (400, 404) else None
     param = None if field is None else field["name"] or ("model" if field["model"] else "prompt")
-    said = {"message": " ".join(sentence.split()), "type": kind, "param": param, "code": code}
-    return JSONResponse({"error": said}, status, {name.replace("_", "-"): value for name, value in headers.items()})
+    body = {"message": " ".join(sentence.split()), "type": kind, "param": param, "code": code}
+    return JSONResponse({"error": body}, status, {name.replace("_", "-"): value for name, value in headers.items()})
 
 
 class Guard:
@@ -192,21 +192,21 @@ def hosts_of(host: str, bound: str, allowed: Iterable[str] | None) -> dict[str, 
     }
 
 
-def status_of(said: BaseException) -> tuple[int, str | None, dict[str, str]]:
+def status_of(wrong: BaseException) -> tuple[int, str | None, dict[str, str]]:
     """Status, code and headers for an error of the engine or the API."""
-    if isinstance(said, Busy):
-        return 429, "queue_full", {"retry_after": str(said.after)}
+    if isinstance(wrong, Busy):
+        return 429, "queue_full", {"retry_after": str(wrong.after)}
     known: dict[type[BaseException], tuple[int, str]] = {
         TooLong: (504, "timeout"),
         Stopped: (503, "stopped"),
         Failed: (500, "failed"),
         Missing: (404, "model_not_found"),
     }
-    status, code = next((answer for kind, answer in known.items() if isinstance(said, kind)), (400, None))
+    status, code = next((answer for kind, answer in known.items() if isinstance(wrong, kind)), (400, None))
     return status, code, {}
 
 
-def told(said: Any) -> JSONResponse:
+def error_response(wrong: Any) -> JSONResponse:
     """A UserError as a response."""
-    status, code, headers = status_of(said)
-    return error(status, str(said), code, **headers)
+    status, code, headers = status_of(wrong)
+    return error(status, str(wrong), code, **headers)

@@ -133,9 +133,9 @@ class Ticket:
     dropped: bool = False
 
 
-def ends(said: Frame | UserError) -> bool:
+def ends(news: Frame | UserError) -> bool:
     """Whether a job is told nothing after this."""
-    return isinstance(said, UserError) or said.done
+    return isinstance(news, UserError) or news.done
 
 
 def unfinished() -> Stopped:
@@ -143,11 +143,11 @@ def unfinished() -> Stopped:
     return Stopped("the service stopped before the text was finished; try again when it has restarted")
 
 
-def tell(said: Sequence[tuple[Ticket, Frame | UserError]]) -> None:
+def tell(news: Sequence[tuple[Ticket, Frame | UserError]]) -> None:
     """Hand frames or errors to the jobs' event loops, from another thread: one call for each loop, as a call wakes it,
     and it then competes with this thread for the interpreter."""
-    for loop in {ticket.loop for ticket, _ in said}:
-        here = [(ticket, one) for ticket, one in said if ticket.loop is loop]
+    for loop in {ticket.loop for ticket, _ in news}:
+        here = [(ticket, one) for ticket, one in news if ticket.loop is loop]
         try:
             loop.call_soon_threadsafe(_hear, here)
         except RuntimeError:  # the event loop is closed
@@ -155,6 +155,6 @@ def tell(said: Sequence[tuple[Ticket, Frame | UserError]]) -> None:
                 ticket.dropped = True
 
 
-def _hear(said: Sequence[tuple[Ticket, Frame | UserError]]) -> None:
-    for ticket, one in said:
+def _hear(news: Sequence[tuple[Ticket, Frame | UserError]]) -> None:
+    for ticket, one in news:
         ticket.hear(one)
