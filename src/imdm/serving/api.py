@@ -220,7 +220,7 @@ class Order:
             self.heads[number] = self.writer.decode([token for token in row if token is not None])
         return self.heads[number]
 
-    def written(self, frame: Frame) -> int:
+    def tokens_written(self, frame: Frame) -> int:
         """Tokens that evaluations wrote, up to the end of the text: not an end that was drawn first."""
         ending = self.writer.model.process.ending
         tokens = [token or 0 for token in frame.ids]
@@ -228,11 +228,11 @@ class Order:
         return size - frame.revealed_at[:size].count(-1)
 
     def usage(self, frames: Sequence[Frame]) -> dict[str, int]:
-        written = sum(self.written(frame) for frame in frames)
+        tokens = sum(self.tokens_written(frame) for frame in frames)
         return {
             "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": written,
-            "total_tokens": self.prompt_tokens + written,
+            "completion_tokens": tokens,
+            "total_tokens": self.prompt_tokens + tokens,
             "evaluations": sum(frame.evaluations for frame in frames),
         }
 

@@ -129,8 +129,8 @@ def _add_state(app: FastAPI, engine: Engine, metrics: Metrics) -> None:
 
 async def read(request: Request, kind: type[C]) -> C:
     """Parse the JSON of a request."""
-    sent = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if sent != "application/json":
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
         raise HTTPException(415, "send JSON, with the header 'Content-Type: application/json'")
     body = await request.body()
     try:
@@ -157,11 +157,11 @@ async def _next(frames: AsyncGenerator[tuple[int, Frame], None]) -> tuple[int, F
 async def _events(
     order: Order, first: tuple[int, Frame], frames: AsyncGenerator[tuple[int, Frame], None]
 ) -> AsyncGenerator[str, None]:
-    growing, done = Growing(order), dict[int, Frame]()
+    growing, last = Growing(order), dict[int, Frame]()
 
     def new_text(number: int, frame: Frame) -> str:
         if frame.done:
-            done[number] = frame
+            last[number] = frame
         piece = growing.more(number, frame)
         return "" if piece is None else event(order.chunk([piece]))
 
@@ -172,7 +172,7 @@ async def _events(
             if text := new_text(number, frame):
                 yield text
         if order.include_usage:
-            yield event(order.chunk([]) | {"usage": order.usage([done[i] for i in range(len(done))])})
+            yield event(order.chunk([]) | {"usage": order.usage([last[i] for i in range(len(last))])})
     except UserError as wrong:
         yield f"data: {bytes(error_response(wrong).body).decode()}\n\n"
     finally:

@@ -128,8 +128,8 @@ class Batch:
         if not active:
             return 0, 0
         turn, keys = self._turn(active)
-        drawn = reverse_step(self.model, self._canvas, turn, keys, self.how)
-        return len(active), len(drawn.tokens)
+        draws = reverse_step(self.model, self._canvas, turn, keys, self.how)
+        return len(active), len(draws.tokens)
 
     def _turn(self, active: Sequence[int]) -> tuple[Turn, Keys]:
         """The next evaluation of these texts, in one copy to the device that is not waited for."""
@@ -164,11 +164,11 @@ class Batch:
 
     def only(self, masked: Tensor) -> None:
         """Forget evaluations of positions that are no longer masked (B, L), since the network drew an end."""
-        for text, left in zip(self.texts, masked.numpy(), strict=True):
+        for text, row in zip(self.texts, masked.numpy(), strict=True):
             while text.visits:
                 step, positions = text.visits[0]
-                if left[positions].any():
-                    text.visits[0] = step, positions[left[positions]]
+                if row[positions].any():
+                    text.visits[0] = step, positions[row[positions]]
                     break
                 text.visits.popleft()
 

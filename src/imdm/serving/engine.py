@@ -171,32 +171,32 @@ class Engine:
         limit; that of the settings unless given."""
         heard: asyncio.Queue[tuple[int, Frame | UserError]] = asyncio.Queue()
         tickets, seconds = self._begin(jobs, lambda *news: heard.put_nowait(news)), self._limit(seconds)
-        left, deadline = len(jobs), time.monotonic() + seconds
+        remaining, deadline = len(jobs), time.monotonic() + seconds
         try:
-            while left:
+            while remaining:
                 try:
                     number, news = await _within(deadline - time.monotonic(), heard)
                 except TimeoutError:
                     raise _too_long(seconds) from None
                 if isinstance(news, UserError):
                     raise news
-                left -= news.done
+                remaining -= news.done
                 yield number, news
         finally:
             self._drop(tickets)
 
     async def finish(self, jobs: Sequence[Job], seconds: float | None = None) -> list[Frame]:
         """Only the last frame of each of several jobs: the same as from `run_all`, for less."""
-        loop, frames, left = asyncio.get_running_loop(), dict[int, Frame](), len(jobs)
+        loop, frames, remaining = asyncio.get_running_loop(), dict[int, Frame](), len(jobs)
         end = loop.create_future()
 
         def hear(number: int, news: Frame | UserError) -> None:
-            nonlocal left
+            nonlocal remaining
             if isinstance(news, UserError):
                 fail(news)
             elif news.done:
-                frames[number], left = news, left - 1
-                if not left and not end.done():
+                frames[number], remaining = news, remaining - 1
+                if not remaining and not end.done():
                     end.set_result(None)
 
         def fail(error: UserError) -> None:
@@ -261,9 +261,9 @@ class Engine:
     def _tell_unfinished(self) -> None:
         """Tell all that are left that the engine stops, and drop them."""
         with self._telling:
-            left = list(self._open_tickets)
-        self._tell([(ticket, unfinished()) for ticket in left])
-        self._drop(left)
+            tickets = list(self._open_tickets)
+        self._tell([(ticket, unfinished()) for ticket in tickets])
+        self._drop(tickets)
 
     def _after(self) -> int:
         lately = self.counts.lately
@@ -306,7 +306,7 @@ class Engine:
         """Move waiting jobs, in order, into batches with room."""
         fresh: dict[Group, list[Ticket]] = {}
         with self._changed:
-            left: deque[Ticket] = deque()
+            waiting: deque[Ticket] = deque()
             for ticket in self._coming:
                 if ticket.dropped:
                     self.counts.dropped += 1
@@ -316,8 +316,8 @@ class Engine:
                 if there < self.settings.batch:
                     fresh.setdefault(group, []).append(ticket)
                 else:
-                    left.append(ticket)
-            self._coming = left
+                    waiting.append(ticket)
+            self._coming = waiting
             self._running += sum(map(len, fresh.values()))
         for group, tickets in fresh.items():
             self._safely(tickets, partial(self._enter, group, tickets))

@@ -108,8 +108,8 @@ class Guard:
             sentence = "this host name is not allowed; use http://127.0.0.1, or start the service with"
             return error(403, f"{sentence} --allow-host NAME", "host")
         origin = headers.get("origin")
-        known = origin is None or _same(origin, headers.get("host", "")) or name_of(_netloc(origin)) in allowed
-        if not known and scope["method"] not in ("GET", "HEAD"):
+        trusted = origin is None or _same(origin, headers.get("host", "")) or name_of(_netloc(origin)) in allowed
+        if not trusted and scope["method"] not in ("GET", "HEAD"):
             return error(403, "pages of another origin may not use this service", "origin")
         if settings.api_key is not None and scope["path"].startswith(WITH_KEY):
             kind, _, key = headers.get("authorization", "").partition(" ")
@@ -148,10 +148,10 @@ class Guard:
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
     """A body that was read, once more; then what else comes, which is the client's disconnect."""
-    left = [body]
+    bodies = [body]
 
     async def replayed() -> Message:
-        return {"type": "http.request", "body": left.pop(), "more_body": False} if left else await receive()
+        return {"type": "http.request", "body": bodies.pop(), "more_body": False} if bodies else await receive()
 
     return replayed
 
@@ -196,13 +196,13 @@ def status_of(wrong: BaseException) -> tuple[int, str | None, dict[str, str]]:
     """Status, code and headers for an error of the engine or the API."""
     if isinstance(wrong, Busy):
         return 429, "queue_full", {"retry_after": str(wrong.after)}
-    known: dict[type[BaseException], tuple[int, str]] = {
+    kinds: dict[type[BaseException], tuple[int, str]] = {
         TooLong: (504, "timeout"),
         Stopped: (503, "stopped"),
         Failed: (500, "failed"),
         Missing: (404, "model_not_found"),
     }
-    status, code = next((answer for kind, answer in known.items() if isinstance(wrong, kind)), (400, None))
+    status, code = next((answer for kind, answer in kinds.items() if isinstance(wrong, kind)), (400, None))
     return status, code, {}
 
 

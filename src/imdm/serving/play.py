@@ -134,9 +134,9 @@ class Author:
         row = self.writer.framed(text)
         return {"ids": row, "pieces": self.pieces.of(row)}
 
-    def shown(self, frame: Frame) -> dict[str, Any]:
+    def frame_json(self, frame: Frame) -> dict[str, Any]:
         """A frame as JSON for the page."""
-        known = [token for token in frame.ids if token is not None]
+        tokens = [token for token in frame.ids if token is not None]
         return {
             "step": frame.step,
             "ids": frame.ids,
@@ -146,7 +146,7 @@ class Author:
             "done": frame.done,
             "evaluations": frame.evaluations,
             "seconds": round(frame.seconds, 4),
-            "entropy": round(self._entropy(known), 3) if known else 0.0,
+            "entropy": round(self._entropy(tokens), 3) if tokens else 0.0,
         }
 
     def _entropy(self, ids: list[int]) -> float:
@@ -173,26 +173,26 @@ class Judges:
         check_tokens(torch.tensor(body.row), model.vocab_size, "row")
         if not self._room.acquire(blocking=False):
             raise Busy(f"{MOST_JUDGED} texts wait for a judge, the limit; try again later", 1)
-        reading = self._thread.submit(self._read, author, body)
+        reading = self._thread.submit(self._score, author, body)
         reading.add_done_callback(lambda _: self._room.release())
         try:
             return await asyncio.wait_for(asyncio.wrap_future(reading), self.seconds)
         except TimeoutError:
             raise TooLong(f"the judge took longer than {self.seconds:g} seconds; try again later") from None
 
-    def _read(self, author: Author, body: ToJudge) -> dict[str, Any]:
+    def _score(self, author: Author, body: ToJudge) -> dict[str, Any]:
         text, before = author.pieces.text(body.row), author.pieces.text(body.row[: body.given])
         prompt = before if text.startswith(before) else ""
-        judge = self._of(author)
+        judge = self._judge_of(author)
         score = judge.score([text[len(prompt) :]], [prompt] if prompt else None)
-        counted = int(score.count.sum())
-        return {"judge": judge.label, "tokens": counted, "perplexity": score.perplexity() if counted else None}
+        tokens = int(score.count.sum())
+        return {"judge": judge.label, "tokens": tokens, "perplexity": score.perplexity() if tokens else None}
 
-    def _of(self, author: Author) -> Judge:
+    def _judge_of(self, author: Author) -> Judge:
         if author.name not in self._loaded:
             name = judge_at_hand(author.writer.tokenizer)
-            known = {judge.name: judge for judge in self._loaded.values()}
-            self._loaded[author.name] = known.get(name) or load_judge(name)
+            by_name = {judge.name: judge for judge in self._loaded.values()}
+            self._loaded[author.name] = by_name.get(name) or load_judge(name)
         return self._loaded[author.name]
 
 
@@ -273,7 +273,7 @@ def _job(author: Author, body: ToWrite) -> Job:
 async def _frames(engine: Engine, author: Author, job: Job) -> Events:
     async with aclosing(engine.run(job)) as frames:
         async for frame in frames:
-            yield "frame", author.shown(frame)
+            yield "frame", author.frame_json(frame)
 
 
 async def _points(engine: Engine, author: Author, job: Job, body: ToGo) -> Events:
@@ -285,7 +285,7 @@ async def _points(engine: Engine, author: Author, job: Job, body: ToGo) -> Event
         jobs = [replace(job, noise_between=(*body.between, s), frames=False) for s in ways]
         async with aclosing(engine.run_all(jobs)) as frames:
             async for i, frame in frames:
-                yield "point", {"point": some[i], "s": ways[i], **author.shown(frame)}
+                yield "point", {"point": some[i], "s": ways[i], **author.frame_json(frame)}
 
 
 def refining(points: int) -> list[int]:
