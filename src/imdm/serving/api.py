@@ -141,7 +141,7 @@ class Order:
             raise Missing(str(unknown("model", name, engine.writers)))
         writer, completion = engine.writers[name], request if isinstance(request, Completion) else None
         infill = request if isinstance(request, Infill) or request.infill else None
-        texts = _listed(request.prompt if isinstance(request, Completion) else request.text)
+        texts = _as_list(request.prompt if isinstance(request, Completion) else request.text)
         if not texts:
             raise UserError("the list of prompts is empty; give one text at least")
         if len(texts) * request.n > limits.queue:
@@ -206,7 +206,7 @@ class Order:
         if not frame.done:
             text = text.rstrip("\ufffd")  # an incomplete character
         begin = len(head.rstrip("\ufffd")) if self.echo else 0
-        cut = _cut(text, begin, self.stops, open_ended=not frame.done)
+        cut = _stop_position(text, begin, self.stops, open_ended=not frame.done)
         if cut is not None:
             return ChoiceText(text[:cut], "stop")
         ending = self.writer.model.process.ending
@@ -257,7 +257,7 @@ def choice(index: int, text: str, reason: str | None) -> dict[str, Any]:
     return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
 
 
-class Growing:
+class ChoiceStream:
     """New text of each choice, frame by frame. A stream cannot be revised, so a text is sent as far as it is complete
     from its beginning; in one step it is sent in one piece. What may be the beginning of a stop, or of a character, is
     held back."""
@@ -274,18 +274,18 @@ class Growing:
         return choice(number, new.text[len(before) :], new.reason if frame.done else None)
 
 
-def _listed(texts: str | list[str] | None) -> list[str]:
+def _as_list(texts: str | list[str] | None) -> list[str]:
     return [] if texts is None else [texts] if isinstance(texts, str) else texts
 
 
 def _stops(texts: str | list[str] | None) -> list[str]:
-    stops = _listed(texts)
+    stops = _as_list(texts)
     if len(stops) > 16 or not all(stops) or any(len(stop) > 256 for stop in stops):
         raise UserError("stop: at most 16 texts of 1 to 256 characters")
     return stops
 
 
-def _cut(text: str, begin: int, stops: list[str], open_ended: bool) -> int | None:
+def _stop_position(text: str, begin: int, stops: list[str], open_ended: bool) -> int | None:
     """The position of the first stop at or after `begin`. If the text may still grow, also of a possible stop, of which
     only the beginning is there; it counts before a whole one that begins later."""
     places = [text.find(stop, begin) for stop in stops]

@@ -18,7 +18,7 @@ from imdm import __version__
 from imdm.core.config import Config, explain
 from imdm.core.errors import UserError, shorter
 from imdm.serving import play
-from imdm.serving.api import Completion, Growing, Infill, Missing, Order
+from imdm.serving.api import Completion, ChoiceStream, Infill, Missing, Order
 from imdm.serving.connected import Gone, while_connected
 from imdm.serving.engine import Engine
 from imdm.serving.guard import Guard, error, error_response
@@ -102,14 +102,14 @@ def _add_state(app: FastAPI, engine: Engine, metrics: Metrics) -> None:
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         """The models that are served."""
-        return {"object": "list", "data": [_described(engine, name) for name in engine.writers]}
+        return {"object": "list", "data": [_model_info(engine, name) for name in engine.writers]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         """One of them."""
         if name not in engine.writers:
             raise Missing(f"unknown model {shorter(name, 100)!r}; known: {', '.join(sorted(engine.writers))}")
-        return _described(engine, name)
+        return _model_info(engine, name)
 
     @app.head("/healthz", include_in_schema=False)
     @app.get("/healthz")
@@ -145,19 +145,19 @@ async def read(request: Request, kind: type[C]) -> C:
 async def streamed(request: Request, engine: Engine, order: Order) -> Response:
     """Server-sent events. An error before the first frame is a response with its own status; later, an event."""
     frames = engine.run_all(order.jobs)
-    first = await while_connected(request, _next(frames))
+    first = await while_connected(request, _first_frame(frames))
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     return StreamingResponse(_events(order, first, frames), media_type="text/event-stream", headers=headers)
 
 
-async def _next(frames: AsyncGenerator[tuple[int, Frame], None]) -> tuple[int, Frame]:
+async def _first_frame(frames: AsyncGenerator[tuple[int, Frame], None]) -> tuple[int, Frame]:
     return await anext(frames)
 
 
 async def _events(
     order: Order, first: tuple[int, Frame], frames: AsyncGenerator[tuple[int, Frame], None]
 ) -> AsyncGenerator[str, None]:
-    growing, last = Growing(order), dict[int, Frame]()
+    growing, last = ChoiceStream(order), dict[int, Frame]()
 
     def new_text(number: int, frame: Frame) -> str:
         if frame.done:
@@ -184,7 +184,7 @@ def event(values: dict[str, Any]) -> str:
     return f"data: {json.dumps(values, ensure_ascii=False)}\n\n"
 
 
-def _described(engine: Engine, name: str) -> dict[str, Any]:
+def _model_info(engine: Engine, name: str) -> dict[str, Any]:
     model = engine.writers[name].model
     return {
         "id": name,

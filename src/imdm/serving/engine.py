@@ -175,7 +175,7 @@ class Engine:
         try:
             while remaining:
                 try:
-                    number, news = await _within(deadline - time.monotonic(), heard)
+                    number, news = await _next_within(deadline - time.monotonic(), heard)
                 except TimeoutError:
                     raise _too_long(seconds) from None
                 if isinstance(news, UserError):
@@ -454,7 +454,7 @@ def _too_long(seconds: float) -> TooLong:
     return TooLong(f"the request took longer than {seconds:g} seconds; ask for fewer texts, tokens or steps")
 
 
-async def _within(seconds: float, heard: asyncio.Queue[T]) -> T:
+async def _next_within(seconds: float, heard: asyncio.Queue[T]) -> T:
     """The next of a queue; TimeoutError after so many seconds."""
     if seconds <= 0:
         raise TimeoutError

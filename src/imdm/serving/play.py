@@ -217,13 +217,13 @@ def router(engine: Engine, settings: Settings) -> APIRouter:
 
     @routes.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def index() -> Response:
-        return _file(files["index.html"])
+        return _file_response(files["index.html"])
 
     @routes.api_route("/page/{name}", methods=["GET", "HEAD"], include_in_schema=False)
     async def file(name: str) -> Response:
         if name not in files:
             raise HTTPException(404, "the page has no such file")
-        return _file(files[name])
+        return _file_response(files[name])
 
     @routes.get("/play/models", include_in_schema=False)
     async def models() -> dict[str, Any]:
@@ -235,14 +235,14 @@ def router(engine: Engine, settings: Settings) -> APIRouter:
         author = author_of(body)
         job = _job(author, body)
         check_size(job, 1)
-        return await _stream(request, _frames(engine, author, job))
+        return await _event_stream(request, _frames(engine, author, job))
 
     @routes.post("/play/path", include_in_schema=False)
     async def path(request: Request, body: ToGo) -> Response:
         author = author_of(body)
         job = _job(author, body)
         check_size(job, body.points)
-        return await _stream(request, _points(engine, author, job, body))
+        return await _event_stream(request, _points(engine, author, job, body))
 
     @routes.post("/play/tokens", include_in_schema=False)
     async def tokens(body: ToRead) -> dict[str, Any]:
@@ -300,9 +300,9 @@ def refining(points: int) -> list[int]:
     return order
 
 
-async def _stream(request: Request, events: Events) -> Response:
+async def _event_stream(request: Request, events: Events) -> Response:
     """Server-sent events. An error before the first event is a response with a status; later it is an event."""
-    first = await while_connected(request, _next(events))
+    first = await while_connected(request, _first_event(events))
 
     async def lines() -> AsyncGenerator[str]:
         async with aclosing(events):
@@ -316,7 +316,7 @@ async def _stream(request: Request, events: Events) -> Response:
     return StreamingResponse(lines(), media_type="text/event-stream", headers=NOT_KEPT)
 
 
-async def _next(events: Events) -> tuple[str, Mapping[str, Any]]:
+async def _first_event(events: Events) -> tuple[str, Mapping[str, Any]]:
     return await anext(events)
 
 
@@ -324,5 +324,5 @@ def _event(name: str, data: Mapping[str, Any]) -> str:
     return f"event: {name}\ndata: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
-def _file(file: Path) -> Response:
+def _file_response(file: Path) -> Response:
     return Response(file.read_bytes(), media_type=f"{KINDS[file.suffix]}; charset=utf-8", headers=HEADERS)
