@@ -37,7 +37,7 @@ from imdm.cli.serving import named, serve
 from imdm.core.errors import UserError
 from imdm.core.files import read_lines
 from imdm.data.tokenizers import special_ids, train_bpe
-from imdm.serving.api import Completion, ChoiceStream, Infill, Order
+from imdm.serving.api import ChoiceStream, Completion, Infill, Order
 from imdm.serving.connected import Gone, while_connected
 from imdm.serving.engine import Engine
 from imdm.serving.guard import LOCAL, Guard, is_local

@@ -18,7 +18,7 @@ from imdm import __version__
 from imdm.core.config import Config, explain
 from imdm.core.errors import UserError, shorter
 from imdm.serving import play
-from imdm.serving.api import Completion, ChoiceStream, Infill, Missing, Order
+from imdm.serving.api import ChoiceStream, Completion, Infill, Missing, Order
 from imdm.serving.connected import Gone, while_connected
 from imdm.serving.engine import Engine
 from imdm.serving.guard import Guard, error, error_response
