@@ -224,7 +224,7 @@ class Writer:
         keys = self.model.sample_keys(num * len(rows), seed)
         keys = keys if given is None else self.model.checked_keys(given, len(keys))
         noises = None if noises is None else self.model.checked_noise_keys(noises, len(keys))
-        found, written = dict[int, Text](), 0
+        texts, written = dict[int, Text](), 0
         for length in sorted({len(row) for row in rows}):
             some = [i for i, row in enumerate(rows) if len(row) == length]
             place = torch.tensor([num * i + j for i in some for j in range(num)])
@@ -235,9 +235,9 @@ class Writer:
                 noise_keys=None if noises is None else noises[place.to(keys.device)],
                 **options | _within(options, place, written),
             )
-            found |= {at: self._text(prompts[at // num], made, i) for i, at in enumerate(place.tolist())}
+            texts |= {at: self._text(prompts[at // num], made, i) for i, at in enumerate(place.tolist())}
             written += int((made.revealed_at >= 0).sum())
-        return [found[i] for i in range(len(found))]
+        return [texts[i] for i in range(len(texts))]
 
     def _text(self, prompt: str, made: Generation, row: int) -> Text:
         ending, size = self.model.config.ending, made.tokens.shape[1]
@@ -306,16 +306,16 @@ class Writer:
 def _within(options: dict[str, Any], place: Tensor, written: int) -> dict[str, Any]:
     """Callbacks for one of several canvases, with indices and counts over all of them."""
     on_step, on_progress = options.get("on_step"), options.get("on_progress")
-    found: dict[str, Callable[..., None]] = {}
+    callbacks: dict[str, Callable[..., None]] = {}
     if on_step is not None:
 
         def step(made: Revealed) -> None:
             on_step(replace(made, sequences=place.to(made.sequences.device)[made.sequences]))
 
-        found["on_step"] = step
+        callbacks["on_step"] = step
     if on_progress is not None:
-        found["on_progress"] = lambda here: on_progress(written + here)
-    return found
+        callbacks["on_progress"] = lambda here: on_progress(written + here)
+    return callbacks
 
 
 def _text(name: str, value: Any) -> str:

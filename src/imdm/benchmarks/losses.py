@@ -95,8 +95,8 @@ def _others(head: Head, targets: Tensor) -> Iterator[tuple[str, Callable[[], Ten
 
         def liger() -> Tensor:
             half = rows.bfloat16(), layer.weight.bfloat16(), layer.bias.bfloat16()
-            found = Liger.apply(half[0], half[1], targets, half[2], None, -100, 0.0, 0.0, "sum")
-            return found[0] if isinstance(found, tuple) else found
+            loss = Liger.apply(half[0], half[1], targets, half[2], None, -100, 0.0, 0.0, "sum")
+            return loss[0] if isinstance(loss, tuple) else loss
 
         yield "liger-kernel", liger
     if importlib.util.find_spec("cut_cross_entropy") is not None:

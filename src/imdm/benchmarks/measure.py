@@ -85,8 +85,8 @@ class Row:
         return self.flops / self.ours.ms / 1e9 / machine().tflops
 
     def json(self) -> dict[str, Any]:
-        found = {"ratio": self.ratio, "tokens_per_second": self.tokens_per_second, "mfu": self.utilisation}
-        return asdict(self) | found | {"machine": asdict(machine())}
+        rates = {"ratio": self.ratio, "tokens_per_second": self.tokens_per_second, "mfu": self.utilisation}
+        return asdict(self) | rates | {"machine": asdict(machine())}
 
 
 def timed(run: Callable[[], object], repeats: int, warm: int = 2) -> Took:

@@ -79,9 +79,9 @@ def loaded(
 
     def over_http() -> tuple[float, float, list[float], int, float]:
         worked, before = time.process_time(), replace(engine.counts)
-        found, after = load(port, many, requests), engine.counts
+        timing, after = load(port, many, requests), engine.counts
         turns, waited = after.turns - before.turns, after.waited - before.waited
-        return found["seconds"], time.process_time() - worked, found["took"], turns, waited
+        return timing["seconds"], time.process_time() - worked, timing["took"], turns, waited
 
     def without_http() -> tuple[float, list[str]]:
         return asyncio.run(directly(engine, many, requests))
@@ -132,8 +132,8 @@ def mixed(engine: Engine, port: int, requests: list[dict[str, Any]], given: Mapp
             return near.result()["seconds"], near.result()["took"], far.result()["took"]
 
     def without() -> tuple[float, list[float]]:
-        found = load(port, MIXED - others, short)
-        return found["seconds"], found["took"]
+        timing = load(port, MIXED - others, short)
+        return timing["seconds"], timing["took"]
 
     seconds, took, took_long = middle(both)
     bare, took_bare = middle(without)
@@ -222,9 +222,9 @@ async def directly(engine: Engine, clients: int, requests: list[dict[str, Any]])
 
 def middle(run: Callable[[], Timed]) -> Timed:
     """What one run gives, its seconds first; if these are few, the median of several runs."""
-    found = [run()]
-    found += [run() for _ in range(RUNS - 1)] if found[0][0] < SHORT else []
-    return sorted(found, key=lambda one: one[0])[len(found) // 2]
+    runs = [run()]
+    runs += [run() for _ in range(RUNS - 1)] if runs[0][0] < SHORT else []
+    return sorted(runs, key=lambda one: one[0])[len(runs) // 2]
 
 
 def load(port: int, clients: int, requests: list[dict[str, Any]]) -> dict[str, Any]:
@@ -238,11 +238,11 @@ def load(port: int, clients: int, requests: list[dict[str, Any]]) -> dict[str, A
             _line(one)  # that they are connected
         for one in running:
             _tell(one, "go")
-        found = [json.loads(_line(one)) for one in running]
+        results = [json.loads(_line(one)) for one in running]
     texts, took = [""] * len(requests), [0.0] * len(requests)
-    for i, one in enumerate(found):
+    for i, one in enumerate(results):
         texts[i::programs], took[i::programs] = one["texts"], one["took"]
-    seconds = max(one["ended"] for one in found) - min(one["started"] for one in found)
+    seconds = max(one["ended"] for one in results) - min(one["started"] for one in results)
     return {"seconds": seconds, "took": took, "texts": texts}
 
 

@@ -106,14 +106,14 @@ def adopt(
     how |= {"revision": revision, "file": file, "averaged": not last, "dtype": kind}
     named = "adapt", "shift", "length", "heads", "mask_token_id", "softcap", "revision", "file"
     with as_options(*named), naming_options({"averaged = False": "--last"}):
-        found = adopt_into(source, out, tokenizer=tokenizer, **how)
-    model = found.model
+        result = adopt_into(source, out, tokenizer=tokenizer, **how)
+    model = result.model
     ids = f"{model.config.vocab_size:,} ids, the mask is {model.config.mask_token_id}"
     say(f"{model.backbone.about}; {ids}; mask {model.mask.name}; length {model.config.length:,}")
-    say("weights: averaged (EMA)" if found.averaged else "weights: as in the file")
+    say("weights: averaged (EMA)" if result.averaged else "weights: as in the file")
     if adapt:
         say("its attention is bidirectional now: its samples make no sense before it is trained")
-    if tokenizer is None and found.tokenizer is None:
+    if tokenizer is None and result.tokenizer is None:
         say("no tokenizer beside it: it writes ids; --tokenizer gives it one")
     say(f"model: {out}")
 

@@ -70,9 +70,9 @@ def _imported(statement: ast.stmt, module: str, package: str, file: Path, root: 
     if isinstance(statement, ast.Expr):  # each registers what it has
         return [f"{module}.{one.stem}" for one in sorted(file.parent.glob("*.py")) if one.stem != "__init__"]
     if isinstance(statement, ast.Import):
-        found = [one.name for one in statement.names if one.name.split(".")[0] == package]
-        if found:
-            raise ValueError(f"{module}: 'import {found[0]}': write 'from {found[0]} import …'")
+        names = [one.name for one in statement.names if one.name.split(".")[0] == package]
+        if names:
+            raise ValueError(f"{module}: 'import {names[0]}': write 'from {names[0]} import …'")
         return []
     assert isinstance(statement, ast.ImportFrom)
     here = module.split(".") + ["__init__"] * (file.stem == "__init__")

@@ -118,8 +118,8 @@ class DiffusionLM(LM):
         another takes its likeliest token, the most confident first.
         """
         asked = [list(self._asked(*self._encoded(*request.args))) for request in requests]
-        found, written = self._bounds(requests, asked), self._greedy(asked)
-        return [(value, same) for value, same in zip(found, written, strict=True)]
+        totals, written = self._bounds(requests, asked), self._greedy(asked)
+        return [(value, same) for value, same in zip(totals, written, strict=True)]
 
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
         """log p of each text, split into as few rows as possible, each with as much preceding text as fits."""
@@ -162,9 +162,9 @@ class DiffusionLM(LM):
         rows = [row for some in asked for row in some]
         made = self._watched(bounds(self.model, rows, self.n, self.seed, self.batch_size), len(rows), "likelihoods")
         values = []
-        for request, found in zip(requests, _apart(dict[int, Bound](made), asked), strict=True):
-            values.append(sum(one.value for one in found))
-            self.stderrs[request.task_name or ""].append(sum(one.stderr**2 for one in found) ** 0.5)
+        for request, own in zip(requests, _apart(dict[int, Bound](made), asked), strict=True):
+            values.append(sum(one.value for one in own))
+            self.stderrs[request.task_name or ""].append(sum(one.stderr**2 for one in own) ** 0.5)
         return values
 
     def _greedy(self, asked: list[list[LikelihoodRequest]]) -> list[bool]:
