@@ -108,13 +108,13 @@ class Writer:
         does not fit is cut. Text i of the result depends on the i-th key of `seed`, so equal prompts get different
         continuations. Options as in `MaskedDiffusionLM.generate`: steps, noise, temperature, top_p, trace and the
         like."""
-        given = [""] if prompts is None else _texts(prompts, "prompt")
-        if prompts is not None and (not given or not all(prompt.strip() for prompt in given)):
+        texts = [""] if prompts is None else _texts(prompts, "prompt")
+        if prompts is not None and (not texts or not all(prompt.strip() for prompt in texts)):
             raise UserError("the prompt is empty; leave it out to write from nothing")
         most = self.model.config.length
         length = most if length is None else length
         check_whole("length", length, 1, most)
-        return self._filled(given, [self.prefixed(prompt, length) for prompt in given], num, seed, options)
+        return self._filled(texts, [self.prefixed(prompt, length) for prompt in texts], num, seed, options)
 
     def infill(
         self,
@@ -129,10 +129,10 @@ class Writer:
         """Fill every `marker` in the text, or in each of several, with `blank` tokens, `num` times. Seed and options as
         in `write`; texts of one length are written together. For a model of whole texts the text is complete: it ends
         where given."""
-        given, marker = _texts(text, "text"), _text("marker", marker)
-        if not given:
+        texts, marker = _texts(text, "text"), _text("marker", marker)
+        if not texts:
             raise UserError("nothing to fill in: there is no text")
-        return self._filled(given, [self.blanked(one, blank, marker) for one in given], num, seed, options)
+        return self._filled(texts, [self.blanked(one, blank, marker) for one in texts], num, seed, options)
 
     def blanked(self, text: str, blank: int, marker: str) -> list[int]:
         """begin, the text with holes, end; and padding, where rows are whole texts, as in the model's training data."""
@@ -220,9 +220,9 @@ class Writer:
         check_seed(seed)
         check_whole("num", num)
         check_memory("num", num, 8 * len(rows))
-        given, noises = options.pop("keys", None), options.pop("noise_keys", None)
+        own_keys, noises = options.pop("keys", None), options.pop("noise_keys", None)
         keys = self.model.sample_keys(num * len(rows), seed)
-        keys = keys if given is None else self.model.checked_keys(given, len(keys))
+        keys = keys if own_keys is None else self.model.checked_keys(own_keys, len(keys))
         noises = None if noises is None else self.model.checked_noise_keys(noises, len(keys))
         texts, written = dict[int, Text](), 0
         for length in sorted({len(row) for row in rows}):

@@ -93,25 +93,25 @@ def writing_flops(model: MaskedDiffusionLM, tokens: int, length: int, steps: int
 
 def llada(size: Size) -> Iterator[Row]:
     """Ours compiled and not compiled; theirs not compiled."""
-    given = SIZES[size]
-    batch, length, mask, fields = given["batch"], given["length"], given["mask"], fitting(given["fields"])
-    model = fresh(fields, mask, length, given["dtype"])
+    sizes = SIZES[size]
+    batch, length, mask, fields = sizes["batch"], sizes["length"], sizes["mask"], fitting(sizes["fields"])
+    model = fresh(fields, mask, length, sizes["dtype"])
     lm, start = model.backbone.get_network(), torch.full((batch, length), mask, device=device())
-    plain = {n: timed(partial(published, lm, start, mask, n), REPEATS, 1) for n in given["steps"]}
-    ours = {n: timed(partial(model.generate, num=batch, steps=n, seed=1), REPEATS, 1) for n in given["steps"]}
+    plain = {n: timed(partial(published, lm, start, mask, n), REPEATS, 1) for n in sizes["steps"]}
+    ours = {n: timed(partial(model.generate, num=batch, steps=n, seed=1), REPEATS, 1) for n in sizes["steps"]}
     as_is = ours
     if device().type == "cuda":
         model.compile_trunk(training=False)
-        ours = {n: timed(partial(model.generate, num=batch, steps=n, seed=1), REPEATS, 2) for n in given["steps"]}
-    for steps in given["steps"]:
+        ours = {n: timed(partial(model.generate, num=batch, steps=n, seed=1), REPEATS, 2) for n in sizes["steps"]}
+    for steps in sizes["steps"]:
         yield Row(
             work=f"sample, LLaDA's shape, {steps} steps",
             ours=ours[steps],
             plain=plain[steps],
             tokens=batch * length,
             flops=writing_flops(model, batch * length, length, steps),
-            settings={**fields, "batch": batch, "length": length, "steps": steps, "dtype": str(given["dtype"])},
+            settings={**fields, "batch": batch, "length": length, "steps": steps, "dtype": str(sizes["dtype"])},
             per=f"{batch} sequences",
             also={} if as_is is ours else {"not compiled": as_is[steps]},
-            note=None if fields == given["fields"] else f"{fields['num_hidden_layers']} of its layers fit here",
+            note=None if fields == sizes["fields"] else f"{fields['num_hidden_layers']} of its layers fit here",
         )

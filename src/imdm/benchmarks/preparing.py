@@ -61,16 +61,16 @@ def main() -> None:
     arguments.add_argument("--tokenizer", required=True)
     arguments.add_argument("--megabytes", default="32,256")
     arguments.add_argument("--measure", nargs=2, metavar=("SOURCE", "OUT"), help=argparse.SUPPRESS)
-    given = arguments.parse_args()
-    if given.measure:
-        print(json.dumps(measured(Path(given.measure[0]), given.tokenizer, Path(given.measure[1]))))
+    options = arguments.parse_args()
+    if options.measure:
+        print(json.dumps(measured(Path(options.measure[0]), options.tokenizer, Path(options.measure[1]))))
         return
     print(f"{'input':>8} {'encode_batch':>13} {'prepare':>9} {'of its speed':>13} {'tokens/s':>11} {'peak memory':>12}")
-    for size in map(int, given.megabytes.split(",")):
+    for size in map(int, options.megabytes.split(",")):
         with tempfile.TemporaryDirectory() as folder:
             source = Path(folder) / "text.txt"
-            repeated(given.text, size, source)
-            again = [sys.executable, __file__, str(given.text), "--tokenizer", given.tokenizer]
+            repeated(options.text, size, source)
+            again = [sys.executable, __file__, str(options.text), "--tokenizer", options.tokenizer]
             done = subprocess.run(
                 [*again, "--measure", str(source), f"{folder}/rows"], check=True, capture_output=True, text=True
             )

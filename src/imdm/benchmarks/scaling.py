@@ -41,10 +41,10 @@ def scaling(size: Size) -> Iterator[Row]:
     models: dict[int, MaskedDiffusionLM] = {}  # by vocabulary
     for name, values in ALONG[size].items():
         for value in values:
-            given = BASE[size] | {name: value}
-            V, length, batch, steps = (given[key] for key in ("vocab_size", "length", "batch", "steps"))
+            sizes = BASE[size] | {name: value}
+            V, length, batch, steps = (sizes[key] for key in ("vocab_size", "length", "batch", "steps"))
             if V not in models:
-                models = {V: faster(fresh(given["preset"], MASK, vocab_size=V, length=longest))}
+                models = {V: faster(fresh(sizes["preset"], MASK, vocab_size=V, length=longest))}
             model, tokens = models[V], batch * length
             yield Row(
                 work=f"{name} = {value:,}",
@@ -52,7 +52,7 @@ def scaling(size: Size) -> Iterator[Row]:
                 plain=None,
                 tokens=tokens,
                 flops=writing_flops(model.config, tokens, length, steps),
-                settings=given | {"mask": MASK, "along": name},
+                settings=sizes | {"mask": MASK, "along": name},
                 per=f"{batch} sequences",
             )
 

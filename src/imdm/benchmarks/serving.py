@@ -49,11 +49,11 @@ def serving(size: Size) -> Iterator[Row]:
         from imdm.serving.server import in_background  # needs an extra, which the other benchmarks do not
     except ModuleNotFoundError as error:
         raise UserError(f"the benchmark 'serving' needs {error.name}: pip install 'imdm[serve]'") from None
-    given = SIZES[size]
-    writer = _writer(given["preset"], given["length"])
+    sizes = SIZES[size]
+    writer = _writer(sizes["preset"], sizes["length"])
     requests = [
         {"prompt": PROMPTS[i % len(PROMPTS)], "seed": i, "steps": STEPS, "model": "it"}
-        for i in range(given["requests"])
+        for i in range(sizes["requests"])
     ]
     sequence = alone(writer, requests)
     limits = Settings(queue=4096, seconds=3600)
@@ -61,8 +61,8 @@ def serving(size: Size) -> Iterator[Row]:
     with in_background(engine) as server:
         warm(engine)
         for many in CLIENTS:
-            yield loaded(engine, server.port, many, requests, sequence, given)
-        yield mixed(engine, server.port, requests, given)
+            yield loaded(engine, server.port, many, requests, sequence, sizes)
+        yield mixed(engine, server.port, requests, sizes)
 
 
 def loaded(
@@ -71,7 +71,7 @@ def loaded(
     many: int,
     requests: list[dict[str, Any]],
     alone: tuple[list[float], float],
-    given: Mapping[str, Any],
+    sizes: Mapping[str, Any],
 ) -> Row:
     """All requests, by so many clients at a time, beside the same one after another."""
     load(port, many, requests[: 2 * many])  # warm-up of new batch sizes
@@ -95,8 +95,8 @@ def loaded(
         work=f"serve, {many} client{'s' if many > 1 else ''}",
         ours=Took(seconds * 1e3, None),
         plain=Took(sum(sequence) * 1e3, None),
-        **_size(engine, requests, given),
-        settings=_settings(engine, given, many),
+        **_size(engine, requests, sizes),
+        settings=_settings(engine, sizes, many),
         per=f"{len(requests)} requests",
         also={"without HTTP": Took(inside * 1e3, None)},
         note=f"p50 {p50:.3f} s, p95 {p95:.3f} s (in sequence {before50:.3f}, {before95:.3f}); "
@@ -116,7 +116,7 @@ def loaded(
     )
 
 
-def mixed(engine: Engine, port: int, requests: list[dict[str, Any]], given: Mapping[str, Any]) -> Row:
+def mixed(engine: Engine, port: int, requests: list[dict[str, Any]], sizes: Mapping[str, Any]) -> Row:
     """Requests of few steps by three quarters of the clients while the others ask for many: their latency beside that
     without the others."""
     others = MIXED // 4
@@ -143,8 +143,8 @@ def mixed(engine: Engine, port: int, requests: list[dict[str, Any]], given: Mapp
         work=f"serve, {MIXED} clients, every fourth in {LONG} steps",
         ours=Took(seconds * 1e3, None),
         plain=None,
-        **_size(engine, short, given),
-        settings=_settings(engine, given, MIXED) | {"long": LONG, "requests": len(short)},
+        **_size(engine, short, sizes),
+        settings=_settings(engine, sizes, MIXED) | {"long": LONG, "requests": len(short)},
         per=f"{len(short)} requests of {STEPS} steps",
         also={"without the others": Took(bare * 1e3, None)},
         note=f"p50 {p50:.3f} s, p95 {p95:.3f} s (without the others {bare50:.3f}, {bare95:.3f}: "
@@ -159,15 +159,15 @@ def mixed(engine: Engine, port: int, requests: list[dict[str, Any]], given: Mapp
     )
 
 
-def _size(engine: Engine, requests: list[dict[str, Any]], given: Mapping[str, Any]) -> dict[str, Any]:
+def _size(engine: Engine, requests: list[dict[str, Any]], sizes: Mapping[str, Any]) -> dict[str, Any]:
     """The tokens and FLOPs of requests, for a row."""
     tokens = sum(row.count(None) for row in (Order.of(_asked(one), engine).jobs[0].ids for one in requests))
     config = engine.writers["it"].model.config
-    return {"tokens": tokens, "flops": writing_flops(config, tokens, given["length"], STEPS)}
+    return {"tokens": tokens, "flops": writing_flops(config, tokens, sizes["length"], STEPS)}
 
 
-def _settings(engine: Engine, given: Mapping[str, Any], clients: int) -> dict[str, Any]:
-    return {**given, "clients": clients, "steps": STEPS, "mask": engine.writers["it"].model.mask.name}
+def _settings(engine: Engine, sizes: Mapping[str, Any], clients: int) -> dict[str, Any]:
+    return {**sizes, "clients": clients, "steps": STEPS, "mask": engine.writers["it"].model.mask.name}
 
 
 def _writer(preset: str, length: int) -> Writer:

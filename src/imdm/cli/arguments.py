@@ -284,7 +284,7 @@ def check_tasks(names: Iterable[str]) -> None:
 
 def check_data(text: str) -> None:
     """Refuse missing or unknown data: `--data` as `parse_data` reads it."""
-    _check_given(text)
+    _check_data_text(text)
     place = Path(text)
     if place.is_dir():
         return
@@ -303,7 +303,7 @@ def check_held_out(text: str) -> None:
     """Refuse missing or unknown data: `--data` as `parse_held_out` reads it, which may be raw text."""
     from imdm.data.corpora import ENDINGS, PRESETS, Corpus
 
-    _check_given(text)
+    _check_data_text(text)
     place = Path(text)
     if place.is_dir() or text == "sample" or text in PRESETS:
         return
@@ -319,7 +319,7 @@ def check_held_out(text: str) -> None:
         )
 
 
-def _check_given(text: str) -> None:
+def _check_data_text(text: str) -> None:
     if not text:  # as a path it would be the current folder
         raise UserError("--data is empty; give a language, a file or a folder")
     as_path(text, "--data")

@@ -84,7 +84,7 @@ def generate(
         raise UserError("give one of --prompt, --prompts, --infill and --canvas")
     if film and (trace or as_json):
         raise UserError("--film shows when each token appeared; leave out --trace and --json")
-    given = read_prompts(prompts) if prompts is not None else prompt
+    beginnings = read_prompts(prompts) if prompts is not None else prompt
     options: dict[str, Any] = {"steps": steps, "temperature": temperature, "top_p": top_p}
     options |= {name: value for name, value in (("noise", noise), ("order", order)) if value is not None}
     from imdm.core.devices import check_precision
@@ -94,16 +94,16 @@ def generate(
     Sampling.of(options)
     check_whole("num", num)
     check_length(length, model)
-    _check_given(infill, blank, marker, canvas)
+    _check_blanks_and_canvas(infill, blank, marker, canvas)
     check_precision(precision, device(), "--precision")
     options |= {"num": num, "seed": seed, "length": length, "trace": trace and as_json}  # else pieces are enough
     ids_only = Path(model).is_dir() and not has_tokenizer(Path(model))
-    as_ids = bool(canvas) or (ids_only and given is None and infill is None)
+    as_ids = bool(canvas) or (ids_only and beginnings is None and infill is None)
     if as_ids:
         texts, pieces_of, causal = _ids(model, precision, canvas, options)
     else:
         filling = None if infill is None else {"text": infill, "blank": blank, "marker": marker}
-        texts, pieces_of, causal = _texts(model, precision, given, filling, options)
+        texts, pieces_of, causal = _texts(model, precision, beginnings, filling, options)
     if causal:  # one step a token, whatever was asked for
         steps = max((step for text in texts for step in text.revealed_at), default=-1) + 1
     pieces = [pieces_of(text) for text in texts] if film or trace else []
@@ -119,7 +119,7 @@ def generate(
         _print(texts, pieces, steps, 1 if as_ids else num, titled=infill is None)
 
 
-def _check_given(infill: str | None, blank: int | None, marker: str, canvas: list[str] | None) -> None:
+def _check_blanks_and_canvas(infill: str | None, blank: int | None, marker: str, canvas: list[str] | None) -> None:
     """Refuse blanks that are not there, and a canvas that cannot be read."""
     if infill is not None:
         with as_options("marker"):
