@@ -33,11 +33,11 @@ async def run(port: int, clients: int, requests: list[dict[str, Any]]) -> dict[s
     async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while left:
             number, request = left.pop()
-            asked = time.perf_counter()
+            start = time.perf_counter()
             status, answer = await _ask(reader, writer, port, json.dumps(request).encode())
             if status != 200:
                 raise RuntimeError(f"the service answered {status}: {answer}")
-            took[number] = time.perf_counter() - asked
+            took[number] = time.perf_counter() - start
             texts[number] = answer["choices"][0]["text"]
         writer.close()
 

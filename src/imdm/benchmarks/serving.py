@@ -161,7 +161,7 @@ def mixed(engine: Engine, port: int, requests: list[dict[str, Any]], sizes: Mapp
 
 def _size(engine: Engine, requests: list[dict[str, Any]], sizes: Mapping[str, Any]) -> dict[str, Any]:
     """The tokens and FLOPs of requests, for a row."""
-    tokens = sum(row.count(None) for row in (Order.of(_asked(one), engine).jobs[0].ids for one in requests))
+    tokens = sum(row.count(None) for row in (Order.of(_completion(one), engine).jobs[0].ids for one in requests))
     config = engine.writers["it"].model.config
     return {"tokens": tokens, "flops": writing_flops(config, tokens, sizes["length"], STEPS)}
 
@@ -178,7 +178,7 @@ def _writer(preset: str, length: int) -> Writer:
     return Writer(faster(made.eval()), tokenizer)
 
 
-def _asked(request: dict[str, Any]) -> Completion:
+def _completion(request: dict[str, Any]) -> Completion:
     return Completion.parse(request)
 
 
@@ -212,7 +212,7 @@ async def directly(engine: Engine, clients: int, requests: list[dict[str, Any]])
 
     async def client() -> None:
         while (i := next(number)) < len(requests):
-            order = Order.of(_asked(requests[i]), engine)
+            order = Order.of(_completion(requests[i]), engine)
             (frame,) = await engine.finish(order.jobs)
             texts[i] = order.choice_text(0, frame).text
 

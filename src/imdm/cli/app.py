@@ -42,8 +42,8 @@ TRAINING = ("train", "distill", "reproduce")  # commands that train
 PATIENCE = 5.0  # seconds; torchrun ends a process earlier, when the first one has ended
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(flag: bool) -> None:
+    if flag:
         from imdm import __version__
 
         print(f"imdm {__version__}")

@@ -163,15 +163,15 @@ def evaluate(
     from imdm.report import all_results
     from imdm.sampling import Sampling
 
-    asked = [name.strip() for name in metrics.split(",")] if metrics is not None else []
-    check_known("metric", asked, known_metrics)
+    names = [name.strip() for name in metrics.split(",")] if metrics is not None else []
+    check_known("metric", names, known_metrics)
     Sampling.of({"top_p": top_p})
     check_precision(precision, device(), "--precision")
     if out is None:
         STOPPED.append("stopped; with --out FILE the same command would resume")
     else:
         read(out)  # fails now if rows could not be appended
-    own = _own_data(data, asked, model)
+    own = _own_data(data, names, model)
     settings |= {"models": {model: method or called(model)}, "precision": precision, "judge_precision": judge_precision}
     settings |= {"metrics": list(dict.fromkeys(name for one in own.values() for name in one.metrics))}
     settings |= {"embedder": embedder, "temperatures": temperatures, "top_p": top_p, "first": first}

@@ -117,13 +117,15 @@ class DiffusionLM(LM):
         itself where all masks are enumerated. The second: all of the continuation is masked, and one position after
         another takes its likeliest token, the most confident first.
         """
-        asked = [list(self._asked(*self._encoded(*request.args))) for request in requests]
-        totals, written = self._bounds(requests, asked), self._greedy(asked)
+        by_request = [list(self._continuation_rows(*self._encoded(*request.args))) for request in requests]
+        totals, written = self._bounds(requests, by_request), self._greedy(by_request)
         return [(value, same) for value, same in zip(totals, written, strict=True)]
 
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
         """log p of each text, split into as few rows as possible, each with as much preceding text as fits."""
-        return self._bounds(requests, [list(self._asked([], self._ids(request.args[0]))) for request in requests])
+        return self._bounds(
+            requests, [list(self._continuation_rows([], self._ids(request.args[0]))) for request in requests]
+        )
 
     def _encoded(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Trailing space of a context is moved to the continuation, whose first token mostly begins with it."""
@@ -141,7 +143,7 @@ class DiffusionLM(LM):
         ids = self.writer.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
         return ids[1:] if ids[:1] == [self.special.begin] else ids  # rows begin with it anyway
 
-    def _asked(self, context: list[int], continuation: list[int]) -> Iterator[LikelihoodRequest]:
+    def _continuation_rows(self, context: list[int], continuation: list[int]) -> Iterator[LikelihoodRequest]:
         """The rows for a continuation: one, unless it is longer than a row."""
         most = self.model.length - 1
         for start in range(0, len(continuation), most):
@@ -157,20 +159,20 @@ class DiffusionLM(LM):
         masks = min(self.tail, room - 1)
         return [*[self.special.mask] * masks, self.special.end] if masks > 0 else []
 
-    def _bounds(self, requests: Sequence[Instance], asked: list[list[LikelihoodRequest]]) -> list[float]:
+    def _bounds(self, requests: Sequence[Instance], by_request: list[list[LikelihoodRequest]]) -> list[float]:
         """The sum of the bounds of each request's rows; their errors are kept."""
-        rows = [row for some in asked for row in some]
+        rows = [row for some in by_request for row in some]
         made = self._watched(bounds(self.model, rows, self.n, self.seed, self.batch_size), len(rows), "likelihoods")
         values = []
-        for request, own in zip(requests, _apart(dict[int, Bound](made), asked), strict=True):
+        for request, own in zip(requests, _apart(dict[int, Bound](made), by_request), strict=True):
             values.append(sum(one.value for one in own))
             self.stderrs[request.task_name or ""].append(sum(one.stderr**2 for one in own) ** 0.5)
         return values
 
-    def _greedy(self, asked: list[list[LikelihoodRequest]]) -> list[bool]:
-        rows = [row for some in asked for row in some]
+    def _greedy(self, by_request: list[list[LikelihoodRequest]]) -> list[bool]:
+        rows = [row for some in by_request for row in some]
         made = self._watched(greedy(self.model, rows, self.seed, self.batch_size), len(rows), "greedy unmasking")
-        return [all(same) for same in _apart(dict[int, bool](made), asked)]
+        return [all(same) for same in _apart(dict[int, bool](made), by_request)]
 
     # Texts
 
@@ -253,10 +255,10 @@ class DiffusionLM(LM):
         )
 
 
-def _apart(values: dict[int, T], asked: list[list[LikelihoodRequest]]) -> list[list[T]]:
+def _apart(values: dict[int, T], by_request: list[list[LikelihoodRequest]]) -> list[list[T]]:
     """Results of all rows by index, grouped by request."""
     every = iter(range(len(values)))
-    return [[values[next(every)] for _ in some] for some in asked]
+    return [[values[next(every)] for _ in some] for some in by_request]
 
 
 def _last(values: list[int], many: int) -> list[int]:
