@@ -272,6 +272,6 @@ def _line(running: subprocess.Popen[str]) -> str:
     assert running.stderr is not None
     line = running.stdout.readline()
     if not line:
-        said = running.stderr.read().strip().splitlines() or [f"they ended with {running.wait()}"]
-        raise UserError(f"the clients failed: {said[-1]}")
+        lines = running.stderr.read().strip().splitlines() or [f"they ended with {running.wait()}"]
+        raise UserError(f"the clients failed: {lines[-1]}")
     return line

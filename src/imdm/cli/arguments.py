@@ -42,12 +42,12 @@ def as_options(*names: str, section: str = "") -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        said = str(error)
+        message = str(error)
         for name in names:
             option = f"--{name.replace('_', '-')}"
-            said = said.replace(f"'{section}.{name}'", option)
-            said = re.sub(rf"(?<![\w.-]){name}(?= = |\))", option, said)
-        raise type(error)(said) from None
+            message = message.replace(f"'{section}.{name}'", option)
+            message = re.sub(rf"(?<![\w.-]){name}(?= = |\))", option, message)
+        raise type(error)(message) from None
 
 
 @contextmanager
@@ -56,10 +56,10 @@ def naming_options(options: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        said = str(error)
+        message = str(error)
         for setting, option in options.items():
-            said = said.replace(setting, option)
-        raise type(error)(said) from None
+            message = message.replace(setting, option)
+        raise type(error)(message) from None
 
 
 def parse_counts(text: str) -> list[int]:

@@ -317,11 +317,11 @@ class DistillHelp(LateHelp):
         def having(option: str) -> list[str]:
             return [name for name in options if option in options[name]]
 
-        told = {
+        defaults = {
             option: ", ".join(f"{options[name][option].default:,} for {name}" for name in having(option))
             for option in ("rounds", "iterations", "batch", "pairs")
         }
-        return told | {"methods": ", ".join(options), "with_start": ", ".join(having("start"))}
+        return defaults | {"methods": ", ".join(options), "with_start": ", ".join(having("start"))}
 
 
 @app.command(cls=DistillHelp)

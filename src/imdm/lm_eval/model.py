@@ -187,8 +187,8 @@ class DiffusionLM(LM):
             row, start = self._canvas(self._ids(context), options.get("max_gen_toks", 256))
             rows[len(row), self._how(options)].append(i)
             key = LikelihoodRequest(tuple(row), start, len(row)).key(self.seed)
-            keys.append(fold(key, Purpose.PAIR, seen[said := repr(request.args)]))  # equal requests, different texts
-            seen[said] += 1
+            keys.append(fold(key, Purpose.PAIR, seen[label := repr(request.args)]))  # equal requests, different texts
+            seen[label] += 1
             canvas.append(row)
             starts.append(start)
         chunks = [(how, some) for (_, how), every in rows.items() for some in _chunks(every, self.batch_size)]
