@@ -215,8 +215,8 @@ class Writer:
     ) -> list[Text]:
         """Each row completed `num` times; rows of one length share a canvas."""
         if len({len(row) for row in rows}) == 1:
-            made = self.model.generate(torch.tensor(rows), num=num, seed=seed, **options)
-            return [self._text(prompts[i // num], made, i) for i in range(len(made.tokens))]
+            generation = self.model.generate(torch.tensor(rows), num=num, seed=seed, **options)
+            return [self._text(prompts[i // num], generation, i) for i in range(len(generation.tokens))]
         check_seed(seed)
         check_whole("num", num)
         check_memory("num", num, 8 * len(rows))
@@ -228,28 +228,28 @@ class Writer:
         for length in sorted({len(row) for row in rows}):
             some = [i for i, row in enumerate(rows) if len(row) == length]
             place = torch.tensor([num * i + j for i in some for j in range(num)])
-            made = self.model.generate(
+            generation = self.model.generate(
                 torch.tensor([rows[i] for i in some]),
                 num=num,
                 keys=keys[place.to(keys.device)],
                 noise_keys=None if noises is None else noises[place.to(keys.device)],
                 **options | _within(options, place, written),
             )
-            texts |= {at: self._text(prompts[at // num], made, i) for i, at in enumerate(place.tolist())}
-            written += int((made.revealed_at >= 0).sum())
+            texts |= {at: self._text(prompts[at // num], generation, i) for i, at in enumerate(place.tolist())}
+            written += int((generation.revealed_at >= 0).sum())
         return [texts[i] for i in range(len(texts))]
 
-    def _text(self, prompt: str, made: Generation, row: int) -> Text:
-        ending, size = self.model.config.ending, made.tokens.shape[1]
+    def _text(self, prompt: str, generation: Generation, row: int) -> Text:
+        ending, size = self.model.config.ending, generation.tokens.shape[1]
         if ending is not None:
-            size = int(ending.lengths(made.tokens[row]))
-        tokens, revealed_at = made.tokens[row, :size].tolist(), made.revealed_at[row, :size].tolist()
-        text = Text(prompt, self.decode(tokens), tokens, revealed_at, int(made.evaluations[row]))
-        if made.trace is None:
+            size = int(ending.lengths(generation.tokens[row]))
+        tokens, revealed_at = generation.tokens[row, :size].tolist(), generation.revealed_at[row, :size].tolist()
+        text = Text(prompt, self.decode(tokens), tokens, revealed_at, int(generation.evaluations[row]))
+        if generation.trace is None:
             return text
-        pieces, steps = self.pieces(text), made.trace.canvases.shape[1]
+        pieces, steps = self.pieces(text), generation.trace.canvases.shape[1]
         texts = ["".join(p.text if p.step < step else "░" * len(p.text) for p in pieces) for step in range(steps)]
-        return replace(text, trace=Story(texts, made.trace.log_probs[row, :size].tolist()))
+        return replace(text, trace=Story(texts, generation.trace.log_probs[row, :size].tolist()))
 
     def decode(self, tokens: list[int] | Tensor) -> str:
         """Text without special tokens; a new line where one document ends and another begins. For a model of whole
@@ -309,8 +309,8 @@ def _within(options: dict[str, Any], place: Tensor, written: int) -> dict[str, A
     callbacks: dict[str, Callable[..., None]] = {}
     if on_step is not None:
 
-        def step(made: Revealed) -> None:
-            on_step(replace(made, sequences=place.to(made.sequences.device)[made.sequences]))
+        def step(revealed: Revealed) -> None:
+            on_step(replace(revealed, sequences=place.to(revealed.sequences.device)[revealed.sequences]))
 
         callbacks["on_step"] = step
     if on_progress is not None:

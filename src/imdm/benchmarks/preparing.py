@@ -49,10 +49,10 @@ def measured(source: Path, tokenizer: str, out: Path) -> dict[str, float]:
     bare = time.perf_counter() - started
 
     started = time.perf_counter()
-    made = prepare(Corpus(str(source)), PrepareConfig(length=128, tokenizer=tokenizer), out)
+    rows = prepare(Corpus(str(source)), PrepareConfig(length=128, tokenizer=tokenizer), out)
     took = time.perf_counter() - started
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    return {"bare_s": bare, "prepare_s": took, "tokens": made.counts.tokens, "peak_mib": peak}
+    return {"bare_s": bare, "prepare_s": took, "tokens": rows.counts.tokens, "peak_mib": peak}
 
 
 def main() -> None:

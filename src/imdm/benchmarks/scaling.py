@@ -61,8 +61,8 @@ def figure(rows: Sequence[Mapping[str, Any]]) -> Any:
     """Plot rows of this benchmark, from JSON: microseconds and memory a generated token along each axis."""
     names = list(dict.fromkeys(row["settings"]["along"] for row in rows))
     with rc_context(STYLE):
-        made = Figure(figsize=(3.3 * len(names), 5.0), layout="constrained")
-        axes = made.subplots(2, len(names), squeeze=False)
+        plot = Figure(figsize=(3.3 * len(names), 5.0), layout="constrained")
+        axes = plot.subplots(2, len(names), squeeze=False)
         for column, name in enumerate(names):
             some = [row for row in rows if row["settings"]["along"] == name]
             x = [row["settings"][name] for row in some]
@@ -75,4 +75,4 @@ def figure(rows: Sequence[Mapping[str, Any]]) -> Any:
                 axis.set_xlabel(name.replace("vocab_size", "vocabulary"))
         axes[0][0].set_ylabel("µs a generated token")
         axes[1][0].set_ylabel("peak memory, GiB")
-    return made
+    return plot

@@ -174,8 +174,8 @@ def _writer(preset: str, length: int) -> Writer:
     """A model with random weights and the tokenizer of one that ships; prepared by `faster` on a GPU."""
     tokenizer = load_tokenizer(DEFAULT)
     ids = {"vocab_size": len(tokenizer), "mask_token_id": special_ids(tokenizer).mask}
-    made = fresh(preset, "infinite-uniform-768-1.0", length=length, **ids)
-    return Writer(faster(made.eval()), tokenizer)
+    network = fresh(preset, "infinite-uniform-768-1.0", length=length, **ids)
+    return Writer(faster(network.eval()), tokenizer)
 
 
 def _completion(request: dict[str, Any]) -> Completion:

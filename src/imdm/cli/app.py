@@ -98,11 +98,11 @@ def device() -> Any:
     return own_device()
 
 
-def show_tables(made: Any) -> None:
+def show_tables(report: Any) -> None:
     """The tables of the sections of a report that are to be printed."""
     from imdm.report import Table
 
-    for part in (part for section in made.sections if section.printed for part in section.parts):
+    for part in (part for section in report.sections if section.printed for part in section.parts):
         if isinstance(part, Table):
             show()
             show_whole(part.rich())

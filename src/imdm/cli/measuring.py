@@ -288,12 +288,12 @@ def report(
     from imdm.report import build_report, combine
 
     names = [run.resolve().name for run in runs]
-    made = {
+    reports = {
         str(run) if names.count(name) > 1 else name: build_report(run) for name, run in zip(names, runs, strict=True)
     }
-    whole = combine(made) if len(made) > 1 else next(iter(made.values()))
+    whole = combine(reports) if len(reports) > 1 else next(iter(reports.values()))
     page = whole.write(runs[0], html)
-    for one in made.values():
+    for one in reports.values():
         show_tables(one)
     say(f"report: {page}")
 

@@ -147,7 +147,7 @@ def export(
         return
     with reporter().bar("effect of each matrix", 0) as bar:
         kind, least = cast("Weights", weights or "bf16"), within or WITHIN
-        made = write(
+        result = write(
             model,
             out,
             weights=kind,
@@ -156,10 +156,10 @@ def export(
             order=own_order,
             on_progress=lambda done, of: bar(done, f"of {of}"),
         )
-    size = sum(file.stat().st_size for file in made.folder.iterdir())
-    moves = f", changes the distribution by {made.moved} nats a token" if made.moved is not None else ""
-    say(f"model: {made.folder} ({size / 1e6:.1f} MB{moves})")
-    if made.moved is not None and within is None and not made.moved.mean < WITHIN:
+    size = sum(file.stat().st_size for file in result.folder.iterdir())
+    moves = f", changes the distribution by {result.moved} nats a token" if result.moved is not None else ""
+    say(f"model: {result.folder} ({size / 1e6:.1f} MB{moves})")
+    if result.moved is not None and within is None and not result.moved.mean < WITHIN:
         say(f"that is more than {WITHIN:g}: --weights mixed gives each matrix the bits it needs to stay below")
 
 

@@ -139,24 +139,24 @@ def _ids(
 
     network = load_model(model, precision).to(device())
     hole = network.config.mask_token_id
-    made = network.generate(parse_canvas(canvas, network, options["length"]) if canvas else None, **options)
+    generation = network.generate(parse_canvas(canvas, network, options["length"]) if canvas else None, **options)
 
     def in_words(ids: list[int]) -> str:
         return " ".join("?" if token == hole else str(token) for token in ids)
 
     def text(row: int, tokens: list[int]) -> Text:
         prompt = canvas[row // options["num"]] if canvas else ""
-        revealed_at, evaluations, story = made.revealed_at[row].tolist(), int(made.evaluations[row]), None
-        if made.trace is not None:
-            states = [in_words(state) for state in made.trace.canvases[row].tolist()]
-            story = Story(states, made.trace.log_probs[row].tolist())
+        revealed_at, evaluations, story = generation.revealed_at[row].tolist(), int(generation.evaluations[row]), None
+        if generation.trace is not None:
+            states = [in_words(state) for state in generation.trace.canvases[row].tolist()]
+            story = Story(states, generation.trace.log_probs[row].tolist())
         return Text(prompt, in_words(tokens), tokens, revealed_at, evaluations, story)
 
     def pieces(text: Text) -> list[Piece]:
         ids = zip(text.tokens, text.revealed_at, strict=True)
         return [piece for token, step in ids for piece in (Piece(str(token), step), Piece(" ", -1))]
 
-    return [text(row, tokens) for row, tokens in enumerate(made.tokens.tolist())], pieces, network.causal
+    return [text(row, tokens) for row, tokens in enumerate(generation.tokens.tolist())], pieces, network.causal
 
 
 def _texts(

@@ -162,17 +162,17 @@ class DiffusionLM(LM):
     def _bounds(self, requests: Sequence[Instance], by_request: list[list[LikelihoodRequest]]) -> list[float]:
         """The sum of the bounds of each request's rows; their errors are kept."""
         rows = [row for some in by_request for row in some]
-        made = self._watched(bounds(self.model, rows, self.n, self.seed, self.batch_size), len(rows), "likelihoods")
+        results = self._watched(bounds(self.model, rows, self.n, self.seed, self.batch_size), len(rows), "likelihoods")
         values = []
-        for request, own in zip(requests, _apart(dict[int, Bound](made), by_request), strict=True):
+        for request, own in zip(requests, _apart(dict[int, Bound](results), by_request), strict=True):
             values.append(sum(one.value for one in own))
             self.stderrs[request.task_name or ""].append(sum(one.stderr**2 for one in own) ** 0.5)
         return values
 
     def _greedy(self, by_request: list[list[LikelihoodRequest]]) -> list[bool]:
         rows = [row for some in by_request for row in some]
-        made = self._watched(greedy(self.model, rows, self.seed, self.batch_size), len(rows), "greedy unmasking")
-        return [all(same) for same in _apart(dict[int, bool](made), by_request)]
+        results = self._watched(greedy(self.model, rows, self.seed, self.batch_size), len(rows), "greedy unmasking")
+        return [all(same) for same in _apart(dict[int, bool](results), by_request)]
 
     # Texts
 
@@ -195,8 +195,8 @@ class DiffusionLM(LM):
         texts = dict[int, str]()
         for how, some in self._watched(chunks, len(chunks), "texts"):
             filled = torch.tensor([canvas[i] for i in some])
-            made = self.model.generate(filled, keys=torch.stack([keys[i] for i in some]), **vars(how))
-            for i, tokens in zip(some, made.tokens.tolist(), strict=True):
+            generation = self.model.generate(filled, keys=torch.stack([keys[i] for i in some]), **vars(how))
+            for i, tokens in zip(some, generation.tokens.tolist(), strict=True):
                 text = self._text(tokens[1 : starts[i]], tokens[starts[i] :])
                 texts[i] = _until(text, requests[i].args[1].get("until"))
         return [texts[i] for i in range(len(requests))]
