@@ -38,16 +38,16 @@ Word = list[tuple[str, int]]
 def scene(pieces: Sequence[Piece], after: int, steps: int) -> Text:
     """A text after so many steps. Colour says when a token appeared, as in `coloured`; what was given is bold, what has
     just appeared underlined, and ░ is still masked."""
-    shown = Text()
+    rendered = Text()
     for piece in pieces:
         if piece.step >= after:
-            shown.append("░" * len(piece.text), "dim")
+            rendered.append("░" * len(piece.text), "dim")
         elif piece.step < 0:
-            shown.append(piece.text, "bold")
+            rendered.append(piece.text, "bold")
         else:
             new = " underline" if piece.step == after - 1 else ""
-            shown.append(piece.text, "rgb({},{},{})".format(*colour(piece.step, steps)) + new)
-    return shown
+            rendered.append(piece.text, "rgb({},{},{})".format(*colour(piece.step, steps)) + new)
+    return rendered
 
 
 def scenes(texts: Sequence[Sequence[Piece]]) -> list[int]:
@@ -123,17 +123,17 @@ def _shortened(name: str) -> str:
 
 
 def _counter(cut: int, step: int, steps: int, x: float, y: float, last: bool) -> str:
-    shown = f"step {step} of {steps}"
-    return f'<text class="count c{cut}{" last" if last else ""}" x="{x:g}" y="{y:g}" text-anchor="end">{shown}</text>'
+    label = f"step {step} of {steps}"
+    return f'<text class="count c{cut}{" last" if last else ""}" x="{x:g}" y="{y:g}" text-anchor="end">{label}</text>'
 
 
 def _stretch(text: str, cut: int, column: int, y: float) -> str:
     """What a scene reveals of a word, and the bar in its place until then; scene 0 has what was given."""
     x, long = MARGIN + column * ADVANCE, cell_len(text) * ADVANCE
     kind = f"r{cut}" if cut else "given"
-    shown = f'<text class="{kind}" x="{x:.4g}" y="{y:g}" textLength="{long:.4g}">{escape(text)}</text>'
+    word = f'<text class="{kind}" x="{x:.4g}" y="{y:g}" textLength="{long:.4g}">{escape(text)}</text>'
     bar = f'<rect class="mask m{cut}" x="{x + 0.5:.4g}" y="{y - 12:g}" width="{long - 1:.4g}" height="14" rx="2"/>'
-    return f"{bar}{shown}" if cut else shown
+    return f"{bar}{word}" if cut else word
 
 
 def _lines(pieces: Sequence[Piece], most: int) -> list[list[tuple[int, str, int]]]:

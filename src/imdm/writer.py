@@ -224,7 +224,7 @@ class Writer:
         keys = self.model.sample_keys(num * len(rows), seed)
         keys = keys if own_keys is None else self.model.checked_keys(own_keys, len(keys))
         noises = None if noises is None else self.model.checked_noise_keys(noises, len(keys))
-        texts, written = dict[int, Text](), 0
+        texts, count = dict[int, Text](), 0
         for length in sorted({len(row) for row in rows}):
             some = [i for i, row in enumerate(rows) if len(row) == length]
             place = torch.tensor([num * i + j for i in some for j in range(num)])
@@ -233,10 +233,10 @@ class Writer:
                 num=num,
                 keys=keys[place.to(keys.device)],
                 noise_keys=None if noises is None else noises[place.to(keys.device)],
-                **options | _within(options, place, written),
+                **options | _within(options, place, count),
             )
             texts |= {at: self._text(prompts[at // num], generation, i) for i, at in enumerate(place.tolist())}
-            written += int((generation.revealed_at >= 0).sum())
+            count += int((generation.revealed_at >= 0).sum())
         return [texts[i] for i in range(len(texts))]
 
     def _text(self, prompt: str, generation: Generation, row: int) -> Text:
@@ -273,10 +273,10 @@ class Writer:
         """Whether the tokenizer of `transformers` does nothing but call that of the library `tokenizers` inside it,
         which takes a third of the time for a short text."""
         kind = type(self.tokenizer)
-        known = next((base for base in kind.__mro__ if base.__name__ == "TokenizersBackend"), None)
+        fast_class = next((base for base in kind.__mro__ if base.__name__ == "TokenizersBackend"), None)
         methods = ("__call__", "_encode_plus", "_convert_encoding", "decode", "_decode")
-        return known is not None and not any(
-            name in vars(self.tokenizer) or getattr(kind, name) is not getattr(known, name) for name in methods
+        return fast_class is not None and not any(
+            name in vars(self.tokenizer) or getattr(kind, name) is not getattr(fast_class, name) for name in methods
         )
 
     def _backend(self) -> Any:
@@ -290,11 +290,11 @@ class Writer:
             backend.encode_special_tokens = True
         return backend
 
-    def pieces(self, written: Text) -> list[Piece]:
+    def pieces(self, text: Text) -> list[Piece]:
         """Each token's share of the text, in order, with the step at which it appeared."""
         out, before = [], ""
-        for count, step in enumerate(written.revealed_at, 1):
-            now = self.decode(written.tokens[:count])
+        for count, step in enumerate(text.revealed_at, 1):
+            now = self.decode(text.tokens[:count])
             if now.endswith("\ufffd"):
                 continue  # in the middle of a character
             if len(now) > len(before):
@@ -303,7 +303,7 @@ class Writer:
         return out
 
 
-def _within(options: dict[str, Any], place: Tensor, written: int) -> dict[str, Any]:
+def _within(options: dict[str, Any], place: Tensor, before: int) -> dict[str, Any]:
     """Callbacks for one of several canvases, with indices and counts over all of them."""
     on_step, on_progress = options.get("on_step"), options.get("on_progress")
     callbacks: dict[str, Callable[..., None]] = {}
@@ -314,7 +314,7 @@ def _within(options: dict[str, Any], place: Tensor, written: int) -> dict[str, A
 
         callbacks["on_step"] = step
     if on_progress is not None:
-        callbacks["on_progress"] = lambda here: on_progress(written + here)
+        callbacks["on_progress"] = lambda here: on_progress(before + here)
     return callbacks
 
 

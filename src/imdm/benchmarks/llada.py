@@ -71,13 +71,13 @@ def published(lm: Any, tokens: Tensor, mask: int, steps: int) -> Tensor:
         logits = lm(input_ids=tokens).logits  # (B, L, V)
         wide = logits.to(torch.float64)
         noisy = wide.exp() / -torch.log(torch.rand_like(wide))
-        drawn = noisy.argmax(-1)  # (B, L)
-        certain = torch.softmax(wide, dim=-1).gather(-1, drawn[..., None])[..., 0]
+        draws = noisy.argmax(-1)  # (B, L)
+        certain = torch.softmax(wide, dim=-1).gather(-1, draws[..., None])[..., 0]
         masked = tokens == mask
         certain = torch.where(masked, certain, -torch.inf)
         many = share if step < steps - 1 else int(masked.sum(1).max())
         chosen = torch.zeros_like(masked).scatter(1, certain.topk(many, dim=1).indices, True) & masked
-        tokens = torch.where(chosen, drawn, tokens)
+        tokens = torch.where(chosen, draws, tokens)
     return tokens
 
 

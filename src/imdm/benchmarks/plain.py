@@ -111,13 +111,13 @@ class Matching:
         counts = 2 ** torch.randint(0, 5, (len(x),), device=here)
         share = torch.rand(len(x), device=here) ** (1 / 3) * (1 / (counts * t)).clamp(max=1)
         again = state.masked & (torch.rand(x.shape, device=here) >= share[:, None])
-        shown = Noised(written.masked_fill(again, mask_id), again, None, t)
-        expected = self.auxiliary(shown)
+        noised = Noised(written.masked_fill(again, mask_id), again, None, t)
+        expected = self.auxiliary(noised)
         terms = -expected.gather(-1, written[..., None])[..., 0]
         if pushes:
             with torch.no_grad():
-                wanted = self.teacher(shown)
-                c = torch.where(wanted.isfinite() & expected.isfinite(), expected - wanted, 0.0).clamp(-8, 8)
+                target = self.teacher(noised)
+                c = torch.where(target.isfinite() & expected.isfinite(), expected - target, 0.0).clamp(-8, 8)
             terms = terms + (log_probs.exp() * c).sum(-1)
         return torch.where(again, terms, 0.0).mean()
 

@@ -26,13 +26,13 @@ from imdm.data.tokenizers import load_tokenizer
 def repeated(text: Path, megabytes: int, out: Path) -> None:
     lines = text.read_text(encoding="utf-8").splitlines()
     order = random.Random(0)
-    left = megabytes << 20
+    room = megabytes << 20
     with open(out, "w", encoding="utf-8") as file:
-        while left > 0:
+        while room > 0:
             order.shuffle(lines)
             for line in lines:
-                left -= file.write(line + "\n")
-                if left <= 0:
+                room -= file.write(line + "\n")
+                if room <= 0:
                     break
 
 
@@ -71,10 +71,10 @@ def main() -> None:
             source = Path(folder) / "text.txt"
             repeated(options.text, size, source)
             again = [sys.executable, __file__, str(options.text), "--tokenizer", options.tokenizer]
-            done = subprocess.run(
+            process = subprocess.run(
                 [*again, "--measure", str(source), f"{folder}/rows"], check=True, capture_output=True, text=True
             )
-            f = json.loads(done.stdout.splitlines()[-1])
+            f = json.loads(process.stdout.splitlines()[-1])
             print(
                 f"{size:>5} MB {f['bare_s']:>11.1f} s {f['prepare_s']:>7.1f} s {f['bare_s'] / f['prepare_s']:>13.2f} "
                 f"{f['tokens'] / f['prepare_s']:>11,.0f} {f['peak_mib']:>8.0f} MiB"

@@ -228,11 +228,11 @@ def read_prompts(path: Path) -> list[str]:
     return prompts
 
 
-def check_known(kind: str, names: Iterable[str], known: Iterable[str]) -> None:
+def check_known(kind: str, names: Iterable[str], choices: Iterable[str]) -> None:
     """Refuse unknown names."""
     for name in names:
-        if name not in known:
-            raise unknown(kind, name, known)
+        if name not in choices:
+            raise unknown(kind, name, choices)
 
 
 def called(model: str, parts: int = 1) -> str:
@@ -292,9 +292,9 @@ def check_data(text: str) -> None:
         if not place.is_file():
             raise UserError(f"--data {text} is missing; paths are taken from the folder you run in, {Path.cwd()}")
         return
-    if text.partition(":")[0] not in (known := _languages()):
+    if text.partition(":")[0] not in (names := _languages()):
         raise UserError(
-            f"--data {text!r}: neither a language ({', '.join(known)}), a .safetensors file nor a folder "
+            f"--data {text!r}: neither a language ({', '.join(names)}), a .safetensors file nor a folder "
             "of prepared text; make one with 'imdm prepare TEXT --tokenizer MODEL --out FOLDER'"
         )
 
@@ -311,11 +311,11 @@ def check_held_out(text: str) -> None:
         check_data(text)
     elif place.suffix in ENDINGS:
         Corpus(text).check()
-    elif text.partition(":")[0] not in (known := _languages()):
-        named = ", ".join(("sample", *sorted(PRESETS)))
+    elif text.partition(":")[0] not in (names := _languages()):
+        others = ", ".join(("sample", *sorted(PRESETS)))
         raise UserError(
-            f"--data {text!r}: neither a language ({', '.join(known)}), a .safetensors file, prepared "
-            f"text, a text ({', '.join(ENDINGS)}, a folder of these) nor one of {named}"
+            f"--data {text!r}: neither a language ({', '.join(names)}), a .safetensors file, prepared "
+            f"text, a text ({', '.join(ENDINGS)}, a folder of these) nor one of {others}"
         )
 
 

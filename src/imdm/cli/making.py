@@ -195,18 +195,18 @@ def prepare(
         splits = [(name, replace(corpus, split=name, hold_out=hold_out)) for name in ("train", "valid")]
     new = not (out / "train").exists()
     for name, text in splits:
-        known = made_tokenizer(out / "train") if name == "valid" else None
-        how = {"tokenizer": known, "processes": processes, "on_note": reporter().say}
+        own_tokenizer = made_tokenizer(out / "train") if name == "valid" else None
+        how = {"tokenizer": own_tokenizer, "processes": processes, "on_note": reporter().say}
         with (
             _without_train(out, hold_out, new and name == "valid"),
             as_options("part", *values),
             reporter().bar(f"{source}{name and ', '}{name}: documents", limit or 0) as bar,
         ):
             if share is None:
-                done = _prepared(text, config, out / name, bar, how)
+                message = _prepared(text, config, out / name, bar, how)
             else:
-                done = _prepared_part(text, config, out / name, share, bar, how)
-        say(f"{done}: {out / name}")
+                message = _prepared_part(text, config, out / name, share, bar, how)
+        say(f"{message}: {out / name}")
 
 
 def _check_splits(corpus: Corpus, split: str | None, hold_out: int | None) -> None:
@@ -260,8 +260,8 @@ def _prepared_part(
     part = prepare_part(corpus, config, out, share[0], share[1], **how)
     if part.whole.finished:
         return "the rows are finished"
-    left = missing(out, part.of)
-    then = f"missing: {', '.join(map(str, left))}" if left else "none is missing; run the same without --part"
+    numbers = missing(out, part.of)
+    then = f"missing: {', '.join(map(str, numbers))}" if numbers else "none is missing; run the same without --part"
     return f"part {part.number} of {part.of}, {part.whole.counts.tokens:,} tokens; {then}"
 
 

@@ -151,7 +151,7 @@ def evaluate(
     """Evaluate a model: a table in the terminal, result rows in a file."""
     check_places(data, judge, pairs)
     check_file(out, "the result rows")
-    temperatures, wanted = parse_temperatures(temperature), parse_match(match)
+    temperatures, target = parse_temperatures(temperature), parse_match(match)
     if match is not None and temperatures != [1.0]:
         raise UserError("--match finds the temperature; leave --temperature out")
     settings: dict[str, Any] = {"steps": parse_counts(steps), "samples": samples, "draws": draws}
@@ -179,7 +179,7 @@ def evaluate(
     with as_options(*settings, section="evaluate"):
         stage = EvaluateStage.parse({"kind": "evaluate", **settings}, "evaluate")
     how: dict[str, Any] = {"seed": seed, "student_seed": student_seed, "results": out, "judge": judge, "pairs": pairs}
-    how |= {"reference": reference, "match": wanted, "policies": {"noise": noise, "order": order}}
+    how |= {"reference": reference, "match": target, "policies": {"noise": noise, "order": order}}
     rows = evaluate_model(model, stage, own, reporter=reporter(), **how)
     if is_main():
         show(all_results(rows).rich())
@@ -244,12 +244,12 @@ def lm_eval(
         raise UserError(f"lm-eval cannot be used ({reason_of(error)}): pip install 'imdm[lm-eval]'") from None
     from imdm.core.devices import check_precision
 
-    known = Tasks(names)
+    existing = Tasks(names)
     settings: dict[str, Any] = {"n": n, "steps": steps, "temperature": temperature, "tail": tail, "seed": seed}
     check_precision(precision, device(), "--precision")
     lm = DiffusionLM(model, **settings, batch_size=batch_size, device=device(), precision=precision)
     with naming_options({"run without one": "leave out --chat"}):
-        results = known.run(lm, limit, fewshot, chat)
+        results = existing.run(lm, limit, fewshot, chat)
     table = RichTable(box=None, pad_edge=False)
     for name in ("task", "metric", "value", "± questions", "± masks, nats"):
         table.add_column(name, justify="left" if name in ("task", "metric") else "right")

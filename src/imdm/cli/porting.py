@@ -104,8 +104,8 @@ def adopt(
     how |= {"heads": heads, "shift": shift, "adapt": adapt, "causal": causal, "whole": whole}
     kind = {None: None, "float32": torch.float32, "bf16": torch.bfloat16}[weights]
     how |= {"revision": revision, "file": file, "averaged": not last, "dtype": kind}
-    named = "adapt", "shift", "length", "heads", "mask_token_id", "softcap", "revision", "file"
-    with as_options(*named), naming_options({"averaged = False": "--last"}):
+    settings = "adapt", "shift", "length", "heads", "mask_token_id", "softcap", "revision", "file"
+    with as_options(*settings), naming_options({"averaged = False": "--last"}):
         result = adopt_into(source, out, tokenizer=tokenizer, **how)
     model = result.model
     ids = f"{model.config.vocab_size:,} ids, the mask is {model.config.mask_token_id}"

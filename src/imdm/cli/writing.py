@@ -185,15 +185,15 @@ def _print(texts: Sequence[Text], pieces: Sequence[list[Piece]], steps: int, col
         return
     if pieces:
         show(legend(steps))
-    shown = [coloured(one, steps) for one in pieces] or [Plain(text.text) for text in texts]
+    blocks = [coloured(one, steps) for one in pieces] or [Plain(text.text) for text in texts]
     if columns > 1 and wide():
         for first in range(0, len(texts), columns):
             if texts[first].prompt and titled:
                 show(Plain(texts[first].prompt, "bold"))
-            show(side_by_side(shown[first : first + columns]))
+            show(side_by_side(blocks[first : first + columns]))
         return
-    apart = bool(pieces) or any("\n" in one.plain for one in shown)
-    for number, one in enumerate(shown):
+    apart = bool(pieces) or any("\n" in one.plain for one in blocks)
+    for number, one in enumerate(blocks):
         if number and apart:
             print()
         show(one, soft_wrap=True)

@@ -85,11 +85,11 @@ def export(
 def export_published(model: str | Path, out: str | Path, *, card: str | None = None) -> Path:
     """Write `model` as MDLM's own class loads it (`adopting.write_published`), its tokenizer and card beside it."""
     model, folder, tokenizer = _checked(model, out, card)
-    loaded = load_model(model)
+    network = load_model(model)
     with written_aside(folder) as aside:
         aside.mkdir()
-        write_published(loaded, aside)
-        _finish(aside, model, tokenizer, card, _facts(loaded, folder.name, tokenizer is not None, None))
+        write_published(network, aside)
+        _finish(aside, model, tokenizer, card, _facts(network, folder.name, tokenizer is not None, None))
     return folder
 
 
@@ -107,9 +107,9 @@ def export_transformers(
     if weights not in ("bf16", "float32"):
         raise UserError(f"layout transformers: weights are bf16 or float32, not {weights!r}")
     model, folder, tokenizer = _checked(model, out, card)
-    loaded = load_model(model)
-    _check_known(loaded)
-    folded = _folded(loaded, order)
+    network = load_model(model)
+    _check_known(network)
+    folded = _folded(network, order)
     torch.nn.Module.to(folded, torch.bfloat16 if weights == "bf16" else torch.float32)
     with written_aside(folder) as aside:
         folded.save_pretrained(aside)
@@ -184,17 +184,19 @@ def _facts(model: MaskedDiffusionLM, name: str, text: bool, rounding: Rounding |
     use = f'`imdm.load("{name}")` writes with it.' if text else f'`imdm.load_model("{name}")` writes token ids with it.'
     if config.causal:
         use = f"`imdm evaluate MODEL --judge {name}` scores samples of other models with it."
-    kept = ""
+    rounding_line = ""
     if rounding is not None:
         least, most = min(rounding.bits.values()), max(rounding.bits.values())
         width = f"{least}" if least == most else f"{least} to {most}"
-        kept = f"\n- matrices in {width} bits a weight, which changes the distribution by {rounding.moved} nats a token"
+        rounding_line = (
+            f"\n- matrices in {width} bits a weight, which changes the distribution by {rounding.moved} nats a token"
+        )
     return f"""# {name}
 
 {kind} of {count / 1e6:.1f}M parameters.
 
 - {model.backbone.about}; sequences of up to {config.length} tokens
-- vocabulary of {config.vocab_size:,} ids, the mask among them{kept}
+- vocabulary of {config.vocab_size:,} ids, the mask among them{rounding_line}
 
 {use}
 """

@@ -54,10 +54,10 @@ class Tasks:
     ) -> dict[str, Any]:
         """lm-eval's results as plain data; limit: only so many questions of each task; fewshot: examples before
         each; chat: questions in the tokenizer's chat template."""
-        built = [one for name in self.names for one in self._built(name)]
+        tasks = [one for name in self.names for one in self._built(name)]
         results = simple_evaluate(
             model=lm,
-            tasks=built,
+            tasks=tasks,
             task_manager=self.manager,
             num_fewshot=fewshot,
             limit=limit,
@@ -70,11 +70,11 @@ class Tasks:
     def _built(self, name: str) -> list[Any]:
         """A task or group with its data; a tag has several."""
         try:
-            loaded = self.manager.load([name])
+            parts = self.manager.load([name])
         except Exception as error:  # of many kinds: a file that is no task, no network, missing data
             raise UserError(f"task {name!r} cannot be loaded: {reason_of(error)}") from error
-        groups = loaded["groups"]
-        return [groups[name]] if name in groups else list(loaded["tasks"].values())
+        groups = parts["groups"]
+        return [groups[name]] if name in groups else list(parts["tasks"].values())
 
 
 def is_file(name: str) -> bool:
@@ -91,5 +91,5 @@ def figures(results: dict[str, Any]) -> Iterator[Figure]:
                 continue
             stderr = values.get(f"{metric}_stderr,{kind}")
             stderr = float(stderr) if isinstance(stderr, int | float) else None
-            named = metric if kind == "none" else f"{metric} ({kind})"
-            yield Figure(task, named, float(value), stderr, errors.get(task))
+            label = metric if kind == "none" else f"{metric} ({kind})"
+            yield Figure(task, label, float(value), stderr, errors.get(task))
