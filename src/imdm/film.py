@@ -98,7 +98,7 @@ def picture(texts: Sequence[tuple[str, Sequence[Piece]]], steps: int, lines: int
     body += [_counter(cut, step, steps, width - MARGIN, y, step == cuts[-1]) for cut, step in enumerate(cuts)]
     for name, pieces in texts:
         body.append(f'<text class="quiet" x="{MARGIN}" y="{y:g}">{escape(_shortened(name))}</text>')
-        for line in _lines(pieces, lines):
+        for line in _placed_lines(pieces, lines):
             y += LEADING
             body += [_stretch(text, moment.get(step + 1, 0), column, y) for column, text, step in line]
         y += 2 * LEADING
@@ -136,10 +136,10 @@ def _stretch(text: str, cut: int, column: int, y: float) -> str:
     return f"{bar}{word}" if cut else word
 
 
-def _lines(pieces: Sequence[Piece], most: int) -> list[list[tuple[int, str, int]]]:
+def _placed_lines(pieces: Sequence[Piece], most: int) -> list[list[tuple[int, str, int]]]:
     """Column, text and step of each stretch, line by line, of the first `most` lines."""
     lines: list[list[Word]] = [[]]
-    for word in _words(pieces):
+    for word in _word_stretches(pieces):
         if word is None or _wide(lines[-1]) + _wide([word]) > COLUMNS:
             lines += [[]] if lines[-1] else []
         lines[-1] += [word] if word else []
@@ -165,7 +165,7 @@ def _placed(line: Sequence[Word]) -> Iterator[tuple[int, str, int]]:
         column += 1
 
 
-def _words(pieces: Sequence[Piece]) -> Iterator[Word | None]:
+def _word_stretches(pieces: Sequence[Piece]) -> Iterator[Word | None]:
     """The words of a text, none longer than a line; None where a line ends. What cannot be printed is left out."""
     letters = [(letter, piece.step) for piece in pieces for letter in piece.text]
     for kind, group in groupby(letters, lambda one: "\n" if one[0] == "\n" else one[0].isspace()):

@@ -108,7 +108,7 @@ class Writer:
         does not fit is cut. Text i of the result depends on the i-th key of `seed`, so equal prompts get different
         continuations. Options as in `MaskedDiffusionLM.generate`: steps, noise, temperature, top_p, trace and the
         like."""
-        texts = [""] if prompts is None else _texts(prompts, "prompt")
+        texts = [""] if prompts is None else _checked_texts(prompts, "prompt")
         if prompts is not None and (not texts or not all(prompt.strip() for prompt in texts)):
             raise UserError("the prompt is empty; leave it out to write from nothing")
         most = self.model.config.length
@@ -129,7 +129,7 @@ class Writer:
         """Fill every `marker` in the text, or in each of several, with `blank` tokens, `num` times. Seed and options as
         in `write`; texts of one length are written together. For a model of whole texts the text is complete: it ends
         where given."""
-        texts, marker = _texts(text, "text"), _text("marker", marker)
+        texts, marker = _checked_texts(text, "text"), _checked_text("marker", marker)
         if not texts:
             raise UserError("nothing to fill in: there is no text")
         return self._filled(texts, [self.blanked(one, blank, marker) for one in texts], num, seed, options)
@@ -142,12 +142,12 @@ class Writer:
         for number, part in enumerate(parts):
             last = number == len(parts) - 1
             ids += [special.mask] * blank * (number > 0)
-            ids += self._kept(part if last else part.rstrip(" "))  # a blank's first token has its own space
+            ids += self._known_ids(part if last else part.rstrip(" "))  # a blank's first token has its own space
         return self._whole(ids)
 
     def framed(self, text: str) -> list[int]:
         """A text without holes as a row: begin, the text, end; and padding, where rows are whole texts."""
-        return self._whole(self._kept(_text("text", text)))
+        return self._whole(self._known_ids(_checked_text("text", text)))
 
     def _whole(self, ids: list[int]) -> list[int]:
         special = self._special
@@ -177,7 +177,7 @@ class Writer:
             )
         return ids
 
-    def _kept(self, text: str) -> list[int]:
+    def _known_ids(self, text: str) -> list[int]:
         """Token ids of a text that is to be part of another: one that has no token would be missing there."""
         ids, unknown = self.encode(text), self.tokenizer.unk_token_id
         if unknown in ids:
@@ -201,7 +201,7 @@ class Writer:
         """begin, the prompt, holes, end: as in the rows the model was trained on. A model of whole texts generates the
         end itself. If it knows their lengths, the row breaks off after `length` tokens, and so may the text; else
         padding follows, so that the text ends before."""
-        special, ids, whole = self._special, self._kept(prompt), self.model.process.ending is not None
+        special, ids, whole = self._special, self._known_ids(prompt), self.model.process.ending is not None
         holes = length - len(ids) - self._framed
         if holes < 1:
             raise UserError(f"the prompt has {len(ids)} tokens; with {length} in all there is no room to write")
@@ -233,7 +233,7 @@ class Writer:
                 num=num,
                 keys=keys[place.to(keys.device)],
                 noise_keys=None if noises is None else noises[place.to(keys.device)],
-                **options | _within(options, place, count),
+                **options | _shifted_callbacks(options, place, count),
             )
             texts |= {at: self._text(prompts[at // num], generation, i) for i, at in enumerate(place.tolist())}
             count += int((generation.revealed_at >= 0).sum())
@@ -303,7 +303,7 @@ class Writer:
         return out
 
 
-def _within(options: dict[str, Any], place: Tensor, before: int) -> dict[str, Any]:
+def _shifted_callbacks(options: dict[str, Any], place: Tensor, before: int) -> dict[str, Any]:
     """Callbacks for one of several canvases, with indices and counts over all of them."""
     on_step, on_progress = options.get("on_step"), options.get("on_progress")
     callbacks: dict[str, Callable[..., None]] = {}
@@ -318,7 +318,7 @@ def _within(options: dict[str, Any], place: Tensor, before: int) -> dict[str, An
     return callbacks
 
 
-def _text(name: str, value: Any) -> str:
+def _checked_text(name: str, value: Any) -> str:
     """A text that can be encoded."""
     if not isinstance(value, str):
         raise UserError(f"{name} = {shown(value)}: expected text")
@@ -329,12 +329,12 @@ def _text(name: str, value: Any) -> str:
     return value
 
 
-def _texts(values: Any, name: str) -> list[str]:
+def _checked_texts(values: Any, name: str) -> list[str]:
     if isinstance(values, str):
-        return [_text(name, values)]
+        return [_checked_text(name, values)]
     if not isinstance(values, Sequence):
         raise UserError(f"{name}s = {shown(values)}: expected a text or a list of texts")
-    return [_text(name, value) for value in values]
+    return [_checked_text(name, value) for value in values]
 
 
 def load(

@@ -54,7 +54,7 @@ def _compared(R: int, D: int, V: int) -> Iterator[Row]:
         flops=3 * 2.0 * R * D * V,
         settings=settings,
         per=f"{R:,} rows",
-        also={name: measured(loss) for name, loss in _others(head, targets)},
+        also={name: measured(loss) for name, loss in _other_losses(head, targets)},
     )
     against = Compared(KL, teacher)
     yield Row(
@@ -78,7 +78,7 @@ def _chunked(head: Head, read: Any) -> Tensor:
     return reduced(head, lambda log_probs, part: read(log_probs, part))
 
 
-def _others(head: Head, targets: Tensor) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+def _other_losses(head: Head, targets: Tensor) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     """The same cross-entropy by others, which do not exclude the mask."""
     yield "chunked", lambda: _chunked(head, Chosen(targets))
     rows, layer = head.rows, head.layer

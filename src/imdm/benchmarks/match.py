@@ -35,10 +35,10 @@ OBJECTIVE = Match(auxiliary={"ahead": 0})
 
 def match(size: Size) -> Iterator[Row]:
     for sizes in SIZES[size]:
-        yield _row(dict(sizes))
+        yield _match_row(dict(sizes))
 
 
-def _row(sizes: dict[str, Any]) -> Row:
+def _match_row(sizes: dict[str, Any]) -> Row:
     batch, length, V = sizes.pop("batch"), sizes["length"], sizes["vocab_size"]
     tokens = torch.randint(0, V - 1, (8 * batch, length), generator=torch.Generator().manual_seed(0))
     source = TokenSource(tokens, V, V - 1)

@@ -95,8 +95,8 @@ def loaded(
         work=f"serve, {many} client{'s' if many > 1 else ''}",
         ours=Took(seconds * 1e3, None),
         plain=Took(sum(sequence) * 1e3, None),
-        **_size(engine, requests, sizes),
-        settings=_settings(engine, sizes, many),
+        **_tokens_and_flops(engine, requests, sizes),
+        settings=_row_settings(engine, sizes, many),
         per=f"{len(requests)} requests",
         also={"without HTTP": Took(inside * 1e3, None)},
         note=f"p50 {p50:.3f} s, p95 {p95:.3f} s (in sequence {before50:.3f}, {before95:.3f}); "
@@ -143,8 +143,8 @@ def mixed(engine: Engine, port: int, requests: list[dict[str, Any]], sizes: Mapp
         work=f"serve, {MIXED} clients, every fourth in {LONG} steps",
         ours=Took(seconds * 1e3, None),
         plain=None,
-        **_size(engine, short, sizes),
-        settings=_settings(engine, sizes, MIXED) | {"long": LONG, "requests": len(short)},
+        **_tokens_and_flops(engine, short, sizes),
+        settings=_row_settings(engine, sizes, MIXED) | {"long": LONG, "requests": len(short)},
         per=f"{len(short)} requests of {STEPS} steps",
         also={"without the others": Took(bare * 1e3, None)},
         note=f"p50 {p50:.3f} s, p95 {p95:.3f} s (without the others {bare50:.3f}, {bare95:.3f}: "
@@ -159,14 +159,14 @@ def mixed(engine: Engine, port: int, requests: list[dict[str, Any]], sizes: Mapp
     )
 
 
-def _size(engine: Engine, requests: list[dict[str, Any]], sizes: Mapping[str, Any]) -> dict[str, Any]:
+def _tokens_and_flops(engine: Engine, requests: list[dict[str, Any]], sizes: Mapping[str, Any]) -> dict[str, Any]:
     """The tokens and FLOPs of requests, for a row."""
     tokens = sum(row.count(None) for row in (Order.of(_completion(one), engine).jobs[0].ids for one in requests))
     config = engine.writers["it"].model.config
     return {"tokens": tokens, "flops": writing_flops(config, tokens, sizes["length"], STEPS)}
 
 
-def _settings(engine: Engine, sizes: Mapping[str, Any], clients: int) -> dict[str, Any]:
+def _row_settings(engine: Engine, sizes: Mapping[str, Any], clients: int) -> dict[str, Any]:
     return {**sizes, "clients": clients, "steps": STEPS, "mask": engine.writers["it"].model.mask.name}
 
 

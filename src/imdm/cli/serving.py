@@ -70,7 +70,7 @@ def serve(
     if here.type == "cuda":
         say("getting ready, which takes a minute or so on a GPU")
     serve(
-        Engine(_loaded(chosen, here), settings),
+        Engine(_writers(chosen, here), settings),
         listening,
         lambda: say(f"{', '.join(chosen)} on {address(listening)} (Ctrl-C ends it)"),
     )
@@ -87,7 +87,7 @@ def _checked_key(api_key: str | None) -> str | None:
     return api_key
 
 
-def _loaded(chosen: dict[str, str], device: torch.device) -> dict[str, Writer]:
+def _writers(chosen: dict[str, str], device: torch.device) -> dict[str, Writer]:
     """Writers by the names under which they are served."""
     from imdm.writer import load
 

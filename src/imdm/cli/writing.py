@@ -103,7 +103,7 @@ def generate(
         texts, pieces_of, causal = _ids(model, precision, canvas, options)
     else:
         filling = None if infill is None else {"text": infill, "blank": blank, "marker": marker}
-        texts, pieces_of, causal = _texts(model, precision, beginnings, filling, options)
+        texts, pieces_of, causal = _written_texts(model, precision, beginnings, filling, options)
     if causal:  # one step a token, whatever was asked for
         steps = max((step for text in texts for step in text.revealed_at), default=-1) + 1
     pieces = [pieces_of(text) for text in texts] if film or trace else []
@@ -159,7 +159,7 @@ def _ids(
     return [text(row, tokens) for row, tokens in enumerate(generation.tokens.tolist())], pieces, network.causal
 
 
-def _texts(
+def _written_texts(
     model: str, precision: str, prompts: list[str] | None, filling: dict[str, Any] | None, options: dict[str, Any]
 ) -> tuple[list[Text], Callable[[Text], list[Piece]], bool]:
     """Texts, their pieces, and whether the model is causal. filling: the text with blanks, and what they are."""

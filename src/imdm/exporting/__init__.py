@@ -65,7 +65,7 @@ def export(
     """
     if weights not in get_args(Weights):
         raise unknown("kind of weights", weights, get_args(Weights))
-    model, folder, tokenizer = _checked(model, out, card)
+    model, folder, tokenizer = _checked_places(model, out, card)
     folded = _folded(load_model(model), order)
     rounding = None
     if weights in ("int8", "mixed"):
@@ -78,18 +78,18 @@ def export(
             folded.save_pretrained(aside)
         else:
             save_whole(lambda place: _save_rounded(folded, place, rounding), aside, folded.config)
-        _finish(aside, model, tokenizer, card, _facts(folded, folder.name, tokenizer is not None, rounding))
+        _finish(aside, model, tokenizer, card, _facts_card(folded, folder.name, tokenizer is not None, rounding))
     return Exported(folder, None if rounding is None else rounding.moved)
 
 
 def export_published(model: str | Path, out: str | Path, *, card: str | None = None) -> Path:
     """Write `model` as MDLM's own class loads it (`adopting.write_published`), its tokenizer and card beside it."""
-    model, folder, tokenizer = _checked(model, out, card)
+    model, folder, tokenizer = _checked_places(model, out, card)
     network = load_model(model)
     with written_aside(folder) as aside:
         aside.mkdir()
         write_published(network, aside)
-        _finish(aside, model, tokenizer, card, _facts(network, folder.name, tokenizer is not None, None))
+        _finish(aside, model, tokenizer, card, _facts_card(network, folder.name, tokenizer is not None, None))
     return folder
 
 
@@ -106,7 +106,7 @@ def export_transformers(
     from this package (`copying`). It is still one of our folders too. order: as in `export`."""
     if weights not in ("bf16", "float32"):
         raise UserError(f"layout transformers: weights are bf16 or float32, not {weights!r}")
-    model, folder, tokenizer = _checked(model, out, card)
+    model, folder, tokenizer = _checked_places(model, out, card)
     network = load_model(model)
     _check_known(network)
     folded = _folded(network, order)
@@ -119,11 +119,11 @@ def export_transformers(
             (aside / name).write_text(text, encoding="utf-8")
         _finish(aside, model, tokenizer, card, hub_card(folded, folder.name, tokenizer))
         if tokenizer is not None and None in (tokenizer.mask_token, tokenizer.pad_token):
-            save_tokenizer(_named(tokenizer, folded.config), aside)
+            save_tokenizer(_with_mask_token(tokenizer, folded.config), aside)
     return folder
 
 
-def _named(tokenizer: Any, config: Any) -> Any:
+def _with_mask_token(tokenizer: Any, config: Any) -> Any:
     """The tokenizer with a mask token, which for us is an id after its last, and with padding, as users of
     `transformers` expect them."""
     pad, mask = special_ids(tokenizer).pad, config.mask_token_id
@@ -147,7 +147,7 @@ def _folded(model: MaskedDiffusionLM, order: RevealOrder | None) -> MaskedDiffus
     return folded
 
 
-def _checked(model: str | Path, out: str | Path, card: str | None) -> tuple[str | Path, Path, Any]:
+def _checked_places(model: str | Path, out: str | Path, card: str | None) -> tuple[str | Path, Path, Any]:
     """The model's folder, the output folder, which must not exist yet, and the tokenizer, None without one."""
     check_is("card", card, (str, type(None)), "text")
     model, folder = find(model), check_new(out)
@@ -177,7 +177,7 @@ def _save_rounded(model: MaskedDiffusionLM, folder: Path, rounding: Rounding) ->
     save(folder / FILE, dict(model.named_parameters()), rounding.bits)
 
 
-def _facts(model: MaskedDiffusionLM, name: str, text: bool, rounding: Rounding | None) -> str:
+def _facts_card(model: MaskedDiffusionLM, name: str, text: bool, rounding: Rounding | None) -> str:
     config = model.config
     kind = "An autoregressive language model" if config.causal else f"A masked diffusion model, mask {model.mask.name},"
     count = sum(parameter.numel() for parameter in model.parameters())

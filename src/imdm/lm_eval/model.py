@@ -164,7 +164,7 @@ class DiffusionLM(LM):
         rows = [row for some in by_request for row in some]
         results = self._watched(bounds(self.model, rows, self.n, self.seed, self.batch_size), len(rows), "likelihoods")
         values = []
-        for request, own in zip(requests, _apart(dict[int, Bound](results), by_request), strict=True):
+        for request, own in zip(requests, _grouped(dict[int, Bound](results), by_request), strict=True):
             values.append(sum(one.value for one in own))
             self.stderrs[request.task_name or ""].append(sum(one.stderr**2 for one in own) ** 0.5)
         return values
@@ -172,7 +172,7 @@ class DiffusionLM(LM):
     def _greedy(self, by_request: list[list[LikelihoodRequest]]) -> list[bool]:
         rows = [row for some in by_request for row in some]
         results = self._watched(greedy(self.model, rows, self.seed, self.batch_size), len(rows), "greedy unmasking")
-        return [all(same) for same in _apart(dict[int, bool](results), by_request)]
+        return [all(same) for same in _grouped(dict[int, bool](results), by_request)]
 
     # Texts
 
@@ -255,7 +255,7 @@ class DiffusionLM(LM):
         )
 
 
-def _apart(values: dict[int, T], by_request: list[list[LikelihoodRequest]]) -> list[list[T]]:
+def _grouped(values: dict[int, T], by_request: list[list[LikelihoodRequest]]) -> list[list[T]]:
     """Results of all rows by index, grouped by request."""
     every = iter(range(len(values)))
     return [[values[next(every)] for _ in some] for some in by_request]

@@ -37,9 +37,9 @@ class Tasks:
     def __init__(self, names: Sequence[str]) -> None:
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         self.manager = TaskManager(include_defaults=not all(map(is_file, names)))
-        self.names = list(dict.fromkeys(task for name in names for task in self._known(name)))
+        self.names = list(dict.fromkeys(task for name in names for task in self._matching_names(name)))
 
-    def _known(self, name: str) -> list[str]:
+    def _matching_names(self, name: str) -> list[str]:
         if is_file(name):
             return [name]
         names = self.manager.match_tasks([name])
@@ -54,7 +54,7 @@ class Tasks:
     ) -> dict[str, Any]:
         """lm-eval's results as plain data; limit: only so many questions of each task; fewshot: examples before
         each; chat: questions in the tokenizer's chat template."""
-        tasks = [one for name in self.names for one in self._built(name)]
+        tasks = [one for name in self.names for one in self._loaded_tasks(name)]
         results = simple_evaluate(
             model=lm,
             tasks=tasks,
@@ -67,7 +67,7 @@ class Tasks:
         )
         return json.loads(json.dumps(results or {}, default=handle_non_serializable))
 
-    def _built(self, name: str) -> list[Any]:
+    def _loaded_tasks(self, name: str) -> list[Any]:
         """A task or group with its data; a tag has several."""
         try:
             parts = self.manager.load([name])
