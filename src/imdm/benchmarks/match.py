@@ -43,7 +43,7 @@ def _match_row(sizes: dict[str, Any]) -> Row:
     tokens = torch.randint(0, V - 1, (8 * batch, length), generator=torch.Generator().manual_seed(0))
     source = TokenSource(tokens, V, V - 1)
     student, teacher = fresh(mask=NOISY, **sizes), fresh(mask="single", **sizes).eval()
-    took = {graphs: _trained(student, teacher, source, batch, graphs) for graphs in (False, True)}
+    took = {graphs: _match_took(student, teacher, source, batch, graphs) for graphs in (False, True)}
     cuda = device().type == "cuda"
     bare = plain.Matching(student, teacher, torch.bfloat16 if cuda else None)
     x = tokens[:batch].to(device())
@@ -60,7 +60,7 @@ def _match_row(sizes: dict[str, Any]) -> Row:
     )
 
 
-def _trained(
+def _match_took(
     student: MaskedDiffusionLM, teacher: MaskedDiffusionLM, source: TokenSource, batch: int, graphs: bool
 ) -> Took:
     """Consecutive training steps; the first ones, with compilation and CUDA-graph capture, are not counted."""

@@ -62,7 +62,9 @@ def graphs(size: Size) -> Iterator[Row]:
     model, source = fresh(mask="single", **sizes), _source(Nelbo(), batch, length, V)
     half = batch * length / 2
     flops = 3 * (network_flops(model.config, batch * length, length, half, half) + head_flops(model.config, int(half)))
-    took = {graphs: _trained(copy.deepcopy(model), Nelbo(), source, batch, graphs=graphs) for graphs in (False, True)}
+    took = {
+        graphs: _training_took(copy.deepcopy(model), Nelbo(), source, batch, graphs=graphs) for graphs in (False, True)
+    }
     yield Row(
         work=f"train {sizes['preset']} MDLM, recorded, L={length}",
         ours=took[True],
@@ -111,11 +113,11 @@ def trained(
     passes, heads = (5, 4) if isinstance(objective, SDTT) else (3, 3)  # forward passes; backward counts twice
     flops = passes * network_flops(model.config, batch * length, length, half, half)
     flops += heads * head_flops(model.config, int(half))
-    ours = _trained(model, objective, source, batch, steps, checkpoint_blocks=checkpoint_blocks)
+    ours = _training_took(model, objective, source, batch, steps, checkpoint_blocks=checkpoint_blocks)
     del model
     bare = None
     if loss is not None:
-        bare = _plain(fresh(mask=mask, **sizes), source, batch, loss)
+        bare = _plain_took(fresh(mask=mask, **sizes), source, batch, loss)
     settings = {**sizes, "batch": batch, "mask": mask, "dropout": 0.1, "precision": _precision()}
     return Row(
         work=f"{work}, L={length}",
@@ -138,7 +140,7 @@ def _source(objective: Objective, batch: int, length: int, V: int) -> TokenSourc
     return (Pairs if isinstance(objective, ReDi) else TokenSource)(tokens, V, V - 1)
 
 
-def _trained(
+def _training_took(
     model: MaskedDiffusionLM,
     objective: Objective,
     source: TokenSource,
@@ -155,7 +157,7 @@ def _trained(
         return paced(trainer.train_step, steps or STEPS, 10 if config.graphs else 5)
 
 
-def _plain(model: MaskedDiffusionLM, source: TokenSource, batch: int, loss: PlainLoss) -> Took:
+def _plain_took(model: MaskedDiffusionLM, source: TokenSource, batch: int, loss: PlainLoss) -> Took:
     teacher = copy.deepcopy(model).eval()
     rows = {name: column.to(device()) for name, column in source.rows(torch.arange(batch)).items()}
     step = Step(0, 0, torch.arange(batch, device=device()), batch)

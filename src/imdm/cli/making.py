@@ -361,14 +361,14 @@ def distill(
     how |= {"iterations": iterations, "pairs": pairs, "precision": precision, "seed": seed}
     chosen = parse_recipe(distillation(method, model, chosen_data, **how), overrides or ())
     for name, stage in chosen.stages.items():
-        say(f"{name}: {_extent(stage)}")
+        say(f"{name}: {_stage_extent(stage)}")
     run = Run(chosen, out, reporter())
     with naming_options({"stages.student.training.steps =": "--iterations", "mixture: true": "--mixture"}):
         run.all()
     say(f"model: {run.folder / list(chosen.stages)[-1] / 'model'}")
 
 
-def _extent(stage: Any) -> str:
+def _stage_extent(stage: Any) -> str:
     """The amount of work of a stage of a distillation."""
     if stage.kind == "couple":
         return f"{stage.pairs:,} pairs, {stage.steps:,} steps each"

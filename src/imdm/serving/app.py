@@ -70,7 +70,7 @@ def _add_writing(app: FastAPI, engine: Engine) -> None:
     """The routes that write text."""
 
     async def write(request: Request, kind: type[Completion | Infill]) -> Response:
-        body = await read(request, kind)
+        body = await read_json(request, kind)
         order = Order.of(body, engine)
         if order.stream:
             return await streamed(request, engine, order)
@@ -127,7 +127,7 @@ def _add_state(app: FastAPI, engine: Engine, metrics: Metrics) -> None:
         return HTMLResponse(docs_page(app.openapi()))
 
 
-async def read(request: Request, kind: type[C]) -> C:
+async def read_json(request: Request, kind: type[C]) -> C:
     """Parse the JSON of a request."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":

@@ -42,7 +42,7 @@ from imdm.serving.jobs import (
     TooLong,
     ends,
     tell,
-    unfinished,
+    unfinished_error,
 )
 from imdm.serving.settings import Settings
 
@@ -262,7 +262,7 @@ class Engine:
         """Tell all that are left that the engine stops, and drop them."""
         with self._telling:
             tickets = list(self._open_tickets)
-        self._tell([(ticket, unfinished()) for ticket in tickets])
+        self._tell([(ticket, unfinished_error()) for ticket in tickets])
         self._drop(tickets)
 
     def _after(self) -> int:

@@ -138,7 +138,7 @@ def ends(news: Frame | UserError) -> bool:
     return isinstance(news, UserError) or news.done
 
 
-def unfinished() -> Stopped:
+def unfinished_error() -> Stopped:
     """What jobs are told that the engine did not finish before it stopped."""
     return Stopped("the service stopped before the text was finished; try again when it has restarted")
 
