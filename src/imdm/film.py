@@ -117,7 +117,7 @@ def picture(texts: Sequence[tuple[str, Sequence[Piece]]], steps: int, lines: int
 
 
 def _shortened(name: str) -> str:
-    """A name that leaves room for the counter: of a long path the end."""
+    """A name short enough to leave room for the counter: of a long path the end."""
     room = COLUMNS - 20
     return name if len(name) <= room else f"…{name[1 - room :]}"
 

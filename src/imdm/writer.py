@@ -157,7 +157,7 @@ class Writer:
         return self._padded(row)
 
     def _padded(self, row: list[int]) -> list[int]:
-        """For a model of whole texts: padded to the training length."""
+        """A row with padding to the training length, for a model of whole texts; for others as it is."""
         ending, length = self.model.process.ending, self.model.config.length
         return row if ending is None else row + [ending.pad] * (length - len(row))
 
@@ -263,7 +263,8 @@ class Writer:
         return "\n".join(text for text in texts if text)
 
     def _decoded(self, ids: list[int]) -> str:
-        """Spaces are left as they are: cleaned up, the text of some tokens would not begin that of more of them."""
+        """Text of ids, its spaces left as they are: cleaned up, the text of some tokens would not begin that of more of
+        them."""
         if self._direct:
             return str(self.tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=True))
         return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -280,7 +281,8 @@ class Writer:
         )
 
     def _backend(self) -> Any:
-        """That inner tokenizer, with the settings that `encode` needs; other calls may have left others."""
+        """The tokenizer of `tokenizers` inside ours, with the settings that `encode` needs; other calls may have left
+        others."""
         backend = self.tokenizer.backend_tokenizer
         if backend.truncation is not None:
             backend.no_truncation()

@@ -21,8 +21,8 @@ async def _ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, port:
 
 
 async def run(port: int, clients: int, requests: list[dict[str, Any]]) -> dict[str, Any]:
-    """started, ended: on the clock that processes of a machine share; took: seconds of each request; texts: in their
-    order."""
+    """Send requests by so many clients at a time. started, ended: on the clock that processes of a machine share; took:
+    seconds of each request; texts: in their order."""
     queue = list(enumerate(requests))[::-1]
     took, texts = [0.0] * len(requests), [""] * len(requests)
     lines = [await asyncio.open_connection("127.0.0.1", port, limit=1 << 24) for _ in range(clients)]

@@ -49,7 +49,7 @@ def coupled(teacher: MaskedDiffusionLM, sizes: dict[str, Any], work: str, *, bes
     with tempfile.TemporaryDirectory() as folder:
 
         def make(name: str, number: int) -> float:
-            """Milliseconds."""
+            """Make the pairs once; returns the milliseconds it took."""
             config = CoupleConfig(pairs=number, steps=steps, batch_size=batch, **fast)
             started = time.perf_counter()
             couple(teacher, source, config, Path(folder) / name)

@@ -44,7 +44,7 @@ def fresh(fields: dict[str, Any], mask: int, length: int, dtype: torch.dtype) ->
 
 
 def fitting(fields: dict[str, Any]) -> dict[str, Any]:
-    """With as many layers as take half of a GPU's memory in bf16, at most all."""
+    """A config's fields with as many layers as take half of a GPU's memory in bf16, at most all."""
     if device().type == "cpu":
         return fields
     each = 2 * (4 * fields["hidden_size"] ** 2 + 3 * fields["hidden_size"] * fields["intermediate_size"])
@@ -82,7 +82,7 @@ def published(lm: Any, tokens: Tensor, mask: int, steps: int) -> Tensor:
 
 
 def writing_flops(model: MaskedDiffusionLM, tokens: int, length: int, steps: int) -> float:
-    """Every position goes through the layers in every step, and through the head once."""
+    """FLOPs of writing: every position goes through the layers in every step, and through the head once."""
     fields = model.config.backbone["config"]
     lm = model.backbone.get_network()
     weights = sum(weight.numel() for weight in layers_of(lm)[0].parameters() if weight.ndim == 2)
@@ -92,7 +92,7 @@ def writing_flops(model: MaskedDiffusionLM, tokens: int, length: int, steps: int
 
 
 def llada(size: Size) -> Iterator[Row]:
-    """Ours compiled and not compiled; theirs not compiled."""
+    """Rows of each number of steps: our sampler compiled and not compiled, the published one not compiled."""
     sizes = SIZES[size]
     batch, length, mask, fields = sizes["batch"], sizes["length"], sizes["mask"], fitting(sizes["fields"])
     model = fresh(fields, mask, length, sizes["dtype"])

@@ -74,12 +74,12 @@ def _half() -> Any:
 
 
 def _chunked(head: Head, read: Any) -> Tensor:
-    """Ours without its kernels: what runs on any machine."""
+    """Our loss without its kernels: what runs on any machine."""
     return reduced(head, lambda log_probs, part: read(log_probs, part))
 
 
 def _other_losses(head: Head, targets: Tensor) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """The same cross-entropy by others, which do not exclude the mask."""
+    """Cross-entropy by other libraries, as far as they are installed; these do not exclude the mask."""
     yield "chunked", lambda: _chunked(head, Chosen(targets))
     rows, layer = head.rows, head.layer
     if hasattr(nn, "LinearCrossEntropyOptions"):

@@ -76,7 +76,7 @@ def _match_took(
 
 
 def _flops(student: MaskedDiffusionLM, teacher: Shape, batch: int, length: int) -> float:
-    """Of the steps that are timed, on average. Each of a step's updates samples from the student and trains the
+    """FLOPs of a step, the mean of those that are timed. Each of a step's updates samples from the student and trains the
     auxiliary, at three times a forward pass; the last trains the student too, and evaluates the teacher. Positions are
     those masked in z_t and in z̃."""
     total, tokens, last = 0.0, batch * length, OBJECTIVE.auxiliary.updates - 1

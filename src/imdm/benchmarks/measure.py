@@ -90,7 +90,7 @@ class Row:
 
 
 def timed(run: Callable[[], object], repeats: int, warm: int = 2) -> Took:
-    """Latency: each run is synchronised."""
+    """The latency of a run, each of which is synchronised."""
     wait = _start()
     times = []
     for number in range(warm + repeats):
@@ -104,7 +104,7 @@ def timed(run: Callable[[], object], repeats: int, warm: int = 2) -> Took:
 
 
 def paced(step: Callable[[], object], repeats: int, warm: int = 5) -> Took:
-    """Throughput: steps of a loop without synchronisation, as in training; the time between ends of steps."""
+    """The time from one step's end to the next in a loop without synchronisation, as in training."""
     wait = _start()
     for _ in range(warm):
         step()

@@ -41,7 +41,7 @@ def write(model: MaskedDiffusionLM, tokens: Tensor, steps: int, of: int | None =
 
 
 def _drawn_tokens(law: Tensor) -> Tensor:
-    """From probabilities (B, L, V)."""
+    """Tokens (B, L) from probabilities (B, L, V)."""
     return torch.multinomial(law.flatten(0, 1), 1).view(law.shape[:2])
 
 
@@ -97,7 +97,7 @@ class Matching:
         self.both = Training(_Both([student, self.auxiliary]), precision)
 
     def step(self, x: Tensor, updates: int) -> None:
-        """Updates of the auxiliary alone, the last of both."""
+        """Train the auxiliary by so many updates; the last trains the student too."""
         for update in range(updates):
             self.both.step(partial(self.loss, x, update == updates - 1))
 

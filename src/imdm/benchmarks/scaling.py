@@ -36,7 +36,7 @@ MASK = "infinite-uniform-768-1.0"
 
 
 def scaling(size: Size) -> Iterator[Row]:
-    """One thing changed at a time."""
+    """A row for each batch size, vocabulary, length and number of steps, one of them changed at a time."""
     longest = max(ALONG[size]["length"])
     models: dict[int, MaskedDiffusionLM] = {}  # by vocabulary
     for name, values in ALONG[size].items():

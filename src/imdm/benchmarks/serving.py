@@ -73,7 +73,7 @@ def loaded(
     alone: tuple[list[float], float],
     sizes: Mapping[str, Any],
 ) -> Row:
-    """All requests, by so many clients at a time, beside the same one after another."""
+    """The row of all requests, by so many clients at a time, beside the same one after another."""
     load(port, many, requests[: 2 * many])  # warm-up of new batch sizes
     sequence, processor = alone
 
@@ -267,7 +267,7 @@ def _tell(running: subprocess.Popen[str], line: str) -> None:
 
 
 def _line(running: subprocess.Popen[str]) -> str:
-    """What it prints next."""
+    """The next line that a process of clients prints."""
     assert running.stdout is not None
     assert running.stderr is not None
     line = running.stdout.readline()

@@ -157,7 +157,7 @@ def _is_first_here() -> bool:
 
 
 def _let_the_first_speak() -> None:
-    """If it says the same, torchrun ends this process meanwhile."""
+    """Wait, so that of all processes only the first prints an error they share: torchrun ends this one meanwhile."""
     if not _is_first_here():
         time.sleep(PATIENCE)
 
@@ -186,7 +186,7 @@ def _end(sentence: str, code: int) -> NoReturn:
 
 
 def _one_line(text: str) -> str:
-    """Without control characters and line breaks, and cut if long."""
+    """A text without control characters and line breaks, and cut if long."""
     text = text.encode("utf-8", "backslashreplace").decode()
     text = "".join(character if character.isprintable() else " " for character in " ".join(text.split()))
     return shorter(text, LONGEST)

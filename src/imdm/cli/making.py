@@ -252,7 +252,7 @@ def _prepared(corpus: Corpus, config: PrepareConfig, out: Path, bar: Bar, how: d
 def _prepared_part(
     corpus: Corpus, config: PrepareConfig, out: Path, share: tuple[int, int], bar: Bar, how: dict[str, Any]
 ) -> str:
-    """The same for one part; the summary lists the missing parts."""
+    """Make one part of the rows; returns a summary, which lists the missing parts."""
     from imdm.data.packing import prepare_part
     from imdm.data.parts import missing
 

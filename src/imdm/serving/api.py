@@ -108,7 +108,7 @@ class Infill(TextRequest):
 
 
 class ChoiceText(NamedTuple):
-    """reason: why the text ends, in OpenAI's words."""
+    """The text of a choice, as far as it may be sent. reason: why it ends, in OpenAI's words."""
 
     text: str
     reason: str
@@ -134,7 +134,7 @@ class Order:
 
     @classmethod
     def of(cls, request: Completion | Infill, engine: Engine) -> Order:
-        """Refuse invalid requests, and those beyond the limits."""
+        """The work of a request; one that is invalid or beyond the limits is refused."""
         limits = engine.settings
         name = request.model if request.model is not None else next(iter(engine.writers))
         if name not in engine.writers:

@@ -98,7 +98,7 @@ class Batch:
         self.texts, self.canvas = texts, together
 
     def _planned(self, tickets: Sequence[Ticket], how: Sampling) -> tuple[Tensor, Tensor, list[Text]]:
-        """Texts of the same number of steps and order: tokens and reveal steps (B, L), and their evaluations."""
+        """The plan of texts of the same number of steps and order: tokens and reveal steps (B, L), and their evaluations."""
         process, keys = self.model.process, job_keys([ticket.job for ticket in tickets])
         hole = process.mask_id
         ids = [[hole if token is None else token for token in ticket.job.ids] for ticket in tickets]
@@ -173,7 +173,7 @@ class Batch:
                 text.visits.popleft()
 
     def done(self) -> list[bool]:
-        """Which texts are finished."""
+        """Whether each text is finished."""
         return [not text.visits for text in self.texts]
 
     def rows(self, index: Sequence[int]) -> Fetched:

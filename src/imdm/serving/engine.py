@@ -167,8 +167,8 @@ class Engine:
     async def run_all(
         self, jobs: Sequence[Job], seconds: float | None = None
     ) -> AsyncGenerator[tuple[int, Frame], None]:
-        """The same for several jobs, accepted together or not at all: (index of the job, frame). seconds: the time
-        limit; that of the settings unless given."""
+        """The frames of several jobs, accepted together or not at all, as (index of the job, frame); else as `run`.
+        seconds: the time limit; that of the settings unless given."""
         heard: asyncio.Queue[tuple[int, Frame | UserError]] = asyncio.Queue()
         tickets, seconds = self._begin(jobs, lambda *news: heard.put_nowait(news)), self._limit(seconds)
         remaining, deadline = len(jobs), time.monotonic() + seconds
@@ -186,7 +186,7 @@ class Engine:
             self._drop(tickets)
 
     async def finish(self, jobs: Sequence[Job], seconds: float | None = None) -> list[Frame]:
-        """Only the last frame of each of several jobs: the same as from `run_all`, for less."""
+        """The last frame of each of several jobs, as from `run_all`, for less work: only these wake the caller."""
         loop, frames, remaining = asyncio.get_running_loop(), dict[int, Frame](), len(jobs)
         end = loop.create_future()
 
@@ -245,14 +245,14 @@ class Engine:
             self._changed.notify_all()
 
     def _drop(self, tickets: Sequence[Ticket]) -> None:
-        """Nobody hears these any more; finished ones may be among them."""
+        """Mark tickets that nobody hears any more; finished ones may be among them."""
         for ticket in tickets:
             ticket.dropped = True
         with self._telling:
             self._open_tickets.difference_update(tickets)
 
     def _tell(self, news: Sequence[tuple[Ticket, Frame | UserError]]) -> None:
-        """Tell tickets, but none that was told an end or dropped."""
+        """Hand frames and errors to their tickets, but for tickets that have heard their end or were dropped."""
         with self._telling:  # while telling too, or a frame might follow an end
             news = [(ticket, one) for ticket, one in news if ticket in self._open_tickets]
             tell(news)
@@ -303,7 +303,7 @@ class Engine:
             return not self._aborted
 
     def _take_up(self) -> None:
-        """Move waiting jobs, in order, into batches with room."""
+        """Move waiting jobs, in order, into batches with room; those without go on waiting."""
         fresh: dict[Group, list[Ticket]] = {}
         with self._changed:
             waiting: deque[Ticket] = deque()
@@ -455,7 +455,7 @@ def _too_long(seconds: float) -> TooLong:
 
 
 async def _next_within(seconds: float, heard: asyncio.Queue[T]) -> T:
-    """The next of a queue; TimeoutError after so many seconds."""
+    """The next item of a queue; TimeoutError after so many seconds."""
     if seconds <= 0:
         raise TimeoutError
     async with asyncio.timeout(seconds):

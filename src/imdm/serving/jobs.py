@@ -65,12 +65,12 @@ class Job:
     frames: bool = False
 
     def how(self, model: Network) -> Sampling:
-        """Its options; where `noise` or `order` is None, the model's own."""
+        """The job's sampling options; where `noise` or `order` is None, the model's own."""
         policies = model.policies(self.noise, self.order)
         return Sampling(self.steps, temperature=self.temperature, top_p=self.top_p, **policies)
 
     def checked(self, model: Network, settings: Settings) -> Sampling:
-        """Refuse what this model cannot write, or what is beyond the limits; else its options."""
+        """The job's sampling options, once it is something that this model can write, and within the limits."""
         how = self.how(model)
         check_whole("steps", self.steps, 1, settings.steps)
         for name in ("seed", "draws_seed", "noise_seed"):

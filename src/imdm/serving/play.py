@@ -76,7 +76,7 @@ class ToWrite(PageRequest):
 
 
 class ToGo(ToWrite):
-    """The same draws at several points of a path from one noise to another."""
+    """Texts at several points of a path from one noise to another, with the same draws of tokens."""
 
     between: tuple[Seed, Seed]
     points: int = Field(17, ge=2, le=MOST_POINTS)
@@ -150,7 +150,7 @@ class Author:
         }
 
     def _entropy(self, ids: list[int]) -> float:
-        """Of a text's tokens, up to its end."""
+        """The entropy of a text's tokens, up to its end, in nats."""
         row, ending = torch.tensor([ids]), self.writer.model.config.ending
         return float(sample_entropy(row, None if ending is None else ending.lengths(row)))
 
@@ -277,7 +277,8 @@ async def _frames(engine: Engine, author: Author, job: Job) -> Events:
 
 
 async def _points(engine: Engine, author: Author, job: Job, body: ToGo) -> Events:
-    """Some points at a time, both ends first and then finer and finer. The time limit is that of each batch."""
+    """The texts of a path, some points at a time, both ends first and then finer and finer. Each batch has the whole time
+    limit."""
     order, together = refining(body.points), max(2, min(TOGETHER, EVALUATED // body.steps))
     for first in range(0, len(order), together):
         some = order[first : first + together]
