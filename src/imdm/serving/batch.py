@@ -143,6 +143,8 @@ class Batch:
         sequence, position = np.repeat(np.arange(len(texts)), sizes), np.concatenate(positions)
         slot = np.arange(len(position)) - np.repeat(sizes.cumsum() - sizes, sizes)
 
+        # A copy to a GPU has a price of its own, however small it is. So all that this evaluation needs travels in one,
+        # as int64: floats lie in it bit by bit (`view`), and come back by the same on the other side.
         parts = [
             np.array((active, steps, *whole)),
             np.array((*zip(*times, strict=True), s)).view(np.int64),
@@ -165,6 +167,8 @@ class Batch:
     def only(self, masked: Tensor) -> None:
         """Forget evaluations of positions that are no longer masked (B, L), since the network drew an end."""
         for text, row in zip(self.texts, masked.numpy(), strict=True):
+            # Only the next evaluation is cut to what is masked: the others are when it is their turn, and until then
+            # more may be revealed. One that has nothing left is not made at all.
             while text.visits:
                 step, positions = text.visits[0]
                 if row[positions].any():
@@ -216,6 +220,8 @@ def job_keys(jobs: Sequence[Job]) -> list[JobKeys]:
 
 def visits(revealed_at: np.ndarray) -> list[deque[tuple[int, np.ndarray]]]:
     """The evaluations of texts, by the step (B, L) of each position, −1 where there is nothing to reveal."""
+    # Sorted by step, the positions of one evaluation lie side by side, after those that have none (−1). It begins where
+    # the step differs from the one before, and ends where the next of the same text begins, the last at the row's end.
     position = revealed_at.argsort(1, kind="stable")
     ranked = np.take_along_axis(revealed_at, position, 1)
     begins = ranked >= 0
