@@ -76,9 +76,9 @@ def _match_took(
 
 
 def _flops(student: MaskedDiffusionLM, teacher: Shape, batch: int, length: int) -> float:
-    """FLOPs of a step, the mean of those that are timed. Each of a step's updates samples from the student and trains the
-    auxiliary, at three times a forward pass; the last trains the student too, and evaluates the teacher. Positions are
-    those masked in z_t and in z̃."""
+    """FLOPs of a step, the mean of those that are timed. Each of a step's updates samples from the student and trains
+    the auxiliary, at three times a forward pass; the last trains the student too, and evaluates the teacher. Positions
+    are those masked in z_t and in z̃."""
     total, tokens, last = 0.0, batch * length, OBJECTIVE.auxiliary.updates - 1
     blank = {"tokens": torch.zeros(batch, length, dtype=torch.int64)}
     for index in range(WARM, WARM + STEPS):

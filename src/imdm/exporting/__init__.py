@@ -40,7 +40,8 @@ many as each matrix needs."""
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export gives. folder: what was written; moved: the KL in nats a token to the original model, if weights were quantised."""
+    """What an export gives. folder: what was written; moved: the KL in nats a token to the original model, if weights
+    were quantised."""
 
     folder: Path
     moved: Move | None

@@ -128,8 +128,8 @@ class DiffusionLM(LM):
         )
 
     def _encoded(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Token ids of context and continuation. Trailing space of the context is moved to the continuation, whose first
-        token mostly begins with it."""
+        """Token ids of context and continuation. Trailing space of the context is moved to the continuation, whose
+        first token mostly begins with it."""
         stripped = context.rstrip()
         whole, before = self._ids(context + continuation), self._ids(stripped)
         if whole[: len(before)] == before:
@@ -137,8 +137,8 @@ class DiffusionLM(LM):
         return before, self._ids(context[len(stripped) :] + continuation)  # a token spans the boundary
 
     def _ids(self, text: str) -> list[int]:
-        """Token ids of a task's text, in which names of special tokens are ordinary characters, unless a chat template has
-        put them there."""
+        """Token ids of a task's text, in which names of special tokens are ordinary characters, unless a chat template
+        has put them there."""
         if not self._chat:
             return self.writer.encode(text)
         ids = self.writer.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []

@@ -98,7 +98,8 @@ class Batch:
         self.texts, self.canvas = texts, together
 
     def _planned(self, tickets: Sequence[Ticket], how: Sampling) -> tuple[Tensor, Tensor, list[Text]]:
-        """The plan of texts of the same number of steps and order: tokens and reveal steps (B, L), and their evaluations."""
+        """The plan of texts of the same number of steps and order: tokens and reveal steps (B, L), and their
+        evaluations."""
         process, keys = self.model.process, job_keys([ticket.job for ticket in tickets])
         hole = process.mask_id
         ids = [[hole if token is None else token for token in ticket.job.ids] for ticket in tickets]

@@ -278,8 +278,8 @@ class Engine:
                 if writer.model.device.type == "cuda":
                     torch.cuda.set_device(writer.model.device)
             with torch.no_grad():
-                # Results are read after the next evaluation is launched: while Python decodes and tells, a GPU has
-                # work. With no batch left there is nothing to launch, and all results are waited for.
+                # Results are read after the next evaluation is launched: while Python makes frames and tells them, a
+                # GPU has work. With no batch left there is nothing to launch, and all results are waited for.
                 while self._wait():
                     started = time.monotonic()
                     self._take_up()
@@ -353,8 +353,8 @@ class Engine:
 
     def _turn(self) -> None:
         """One evaluation of the batch whose turn it is: batches get turns in proportion to their texts."""
-        # Each batch gains credit by its size, and the one that has its turn pays for all. So credits sum to 0 while the
-        # batches stay the same, turns alternate as evenly as sizes allow, and none waits for ever.
+        # Each batch gains credit by its size, and the one that has its turn pays the sizes of all. So turns alternate
+        # as evenly as sizes allow, and none waits for ever.
         sizes = {group: len(batch) for group, batch in self._batches.items()}
         self._credit = {group: self._credit.get(group, 0) + size for group, size in sizes.items()}
         group = max(self._credit, key=self._credit.__getitem__)
@@ -371,9 +371,9 @@ class Engine:
         self.counts.turns += bool(texts)
         self.counts.evaluated += texts
         self.counts.tokens += tokens
-        # On a GPU the evaluation has only been launched. Its rows are copied after it, in the order of launches, so that
-        # finished texts may leave the batch at once. Steps and counts are noted here: by the time that the rows are
-        # read, the next evaluation has moved them on.
+        # On a GPU the evaluation has only been launched. Its rows are copied after it, in the order of launches, so
+        # that finished texts may leave the batch at once. Steps and counts are noted here: by the time that the rows
+        # are read, the next evaluation has moved them on.
         done = batch.done()
         ended = [text.ticket for text, one in zip(batch.texts, done, strict=True) if one]
         index = [

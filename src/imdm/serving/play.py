@@ -277,8 +277,8 @@ async def _frames(engine: Engine, author: Author, job: Job) -> Events:
 
 
 async def _points(engine: Engine, author: Author, job: Job, body: ToGo) -> Events:
-    """The texts of a path, some points at a time, both ends first and then finer and finer. Each batch has the whole time
-    limit."""
+    """The texts of a path, some points at a time, both ends first and then finer and finer. The time limit is that of
+    each batch."""
     order, together = refining(body.points), max(2, min(TOGETHER, EVALUATED // body.steps))
     for first in range(0, len(order), together):
         some = order[first : first + together]
