@@ -157,7 +157,7 @@ def test_the_judge_that_ships_reads(served: Any) -> None:
 def test_a_judge_has_a_deadline_and_a_queue_that_one_may_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     judges, author, go = Judges(0.1), Author("plain", writers()["plain"]), threading.Event()
     asked = ToJudge(model="plain", row=[5, 6])
-    monkeypatch.setattr(judges, "_read", lambda *_: {"read": go.wait(60)})
+    monkeypatch.setattr(judges, "_score", lambda *_: {"read": go.wait(60)})
 
     async def work() -> None:
         with pytest.raises(TooLong, match=r"the judge took longer than 0\.1 seconds"):
