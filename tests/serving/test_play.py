@@ -305,4 +305,4 @@ def test_stray_bytes_are_read_a_few_at_a_time() -> None:
     pieces = Pieces(writer)
     for row in rows:
         assert "".join(pieces.of(row)) == writer.decode(row)
-    assert max(map(len, pieces._known)) <= 8
+    assert max(map(len, pieces._cache)) <= 8
