@@ -38,16 +38,16 @@ Word = list[tuple[str, int]]
 def scene(pieces: Sequence[Piece], after: int, steps: int) -> Text:
     """A text after so many steps. Colour says when a token appeared, as in `coloured`; what was given is bold, what has
     just appeared underlined, and ░ is still masked."""
-    shown = Text()
+    rendered = Text()
     for piece in pieces:
         if piece.step >= after:
-            shown.append("░" * len(piece.text), "dim")
+            rendered.append("░" * len(piece.text), "dim")
         elif piece.step < 0:
-            shown.append(piece.text, "bold")
+            rendered.append(piece.text, "bold")
         else:
             new = " underline" if piece.step == after - 1 else ""
-            shown.append(piece.text, "rgb({},{},{})".format(*colour(piece.step, steps)) + new)
-    return shown
+            rendered.append(piece.text, "rgb({},{},{})".format(*colour(piece.step, steps)) + new)
+    return rendered
 
 
 def scenes(texts: Sequence[Sequence[Piece]]) -> list[int]:
@@ -98,7 +98,7 @@ def picture(texts: Sequence[tuple[str, Sequence[Piece]]], steps: int, lines: int
     body += [_counter(cut, step, steps, width - MARGIN, y, step == cuts[-1]) for cut, step in enumerate(cuts)]
     for name, pieces in texts:
         body.append(f'<text class="quiet" x="{MARGIN}" y="{y:g}">{escape(_shortened(name))}</text>')
-        for line in _lines(pieces, lines):
+        for line in _placed_lines(pieces, lines):
             y += LEADING
             body += [_stretch(text, moment.get(step + 1, 0), column, y) for column, text, step in line]
         y += 2 * LEADING
@@ -117,29 +117,29 @@ def picture(texts: Sequence[tuple[str, Sequence[Piece]]], steps: int, lines: int
 
 
 def _shortened(name: str) -> str:
-    """A name that leaves room for the counter: of a long path the end."""
+    """A name short enough to leave room for the counter: of a long path the end."""
     room = COLUMNS - 20
     return name if len(name) <= room else f"…{name[1 - room :]}"
 
 
 def _counter(cut: int, step: int, steps: int, x: float, y: float, last: bool) -> str:
-    shown = f"step {step} of {steps}"
-    return f'<text class="count c{cut}{" last" if last else ""}" x="{x:g}" y="{y:g}" text-anchor="end">{shown}</text>'
+    label = f"step {step} of {steps}"
+    return f'<text class="count c{cut}{" last" if last else ""}" x="{x:g}" y="{y:g}" text-anchor="end">{label}</text>'
 
 
 def _stretch(text: str, cut: int, column: int, y: float) -> str:
     """What a scene reveals of a word, and the bar in its place until then; scene 0 has what was given."""
     x, long = MARGIN + column * ADVANCE, cell_len(text) * ADVANCE
     kind = f"r{cut}" if cut else "given"
-    shown = f'<text class="{kind}" x="{x:.4g}" y="{y:g}" textLength="{long:.4g}">{escape(text)}</text>'
+    word = f'<text class="{kind}" x="{x:.4g}" y="{y:g}" textLength="{long:.4g}">{escape(text)}</text>'
     bar = f'<rect class="mask m{cut}" x="{x + 0.5:.4g}" y="{y - 12:g}" width="{long - 1:.4g}" height="14" rx="2"/>'
-    return f"{bar}{shown}" if cut else shown
+    return f"{bar}{word}" if cut else word
 
 
-def _lines(pieces: Sequence[Piece], most: int) -> list[list[tuple[int, str, int]]]:
+def _placed_lines(pieces: Sequence[Piece], most: int) -> list[list[tuple[int, str, int]]]:
     """Column, text and step of each stretch, line by line, of the first `most` lines."""
     lines: list[list[Word]] = [[]]
-    for word in _words(pieces):
+    for word in _word_stretches(pieces):
         if word is None or _wide(lines[-1]) + _wide([word]) > COLUMNS:
             lines += [[]] if lines[-1] else []
         lines[-1] += [word] if word else []
@@ -165,7 +165,7 @@ def _placed(line: Sequence[Word]) -> Iterator[tuple[int, str, int]]:
         column += 1
 
 
-def _words(pieces: Sequence[Piece]) -> Iterator[Word | None]:
+def _word_stretches(pieces: Sequence[Piece]) -> Iterator[Word | None]:
     """The words of a text, none longer than a line; None where a line ends. What cannot be printed is left out."""
     letters = [(letter, piece.step) for piece in pieces for letter in piece.text]
     for kind, group in groupby(letters, lambda one: "\n" if one[0] == "\n" else one[0].isspace()):

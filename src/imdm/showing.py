@@ -51,7 +51,7 @@ SHOWN = TypeAdapter(Shown)
 
 
 def completions(prompt: str, models: Sequence[str], steps: Sequence[int], seed: int = 0) -> Iterator[Shown]:
-    """Step count by step count, each model in turn."""
+    """A prompt's completions, step count by step count, each model in turn."""
     writers = [(name, load(name), recorded(name)) for name in models]
     for count in steps:
         for name, writer, measured in writers:

@@ -108,13 +108,13 @@ class Writer:
         does not fit is cut. Text i of the result depends on the i-th key of `seed`, so equal prompts get different
         continuations. Options as in `MaskedDiffusionLM.generate`: steps, noise, temperature, top_p, trace and the
         like."""
-        given = [""] if prompts is None else _texts(prompts, "prompt")
-        if prompts is not None and (not given or not all(prompt.strip() for prompt in given)):
+        texts = [""] if prompts is None else _checked_texts(prompts, "prompt")
+        if prompts is not None and (not texts or not all(prompt.strip() for prompt in texts)):
             raise UserError("the prompt is empty; leave it out to write from nothing")
         most = self.model.config.length
         length = most if length is None else length
         check_whole("length", length, 1, most)
-        return self._filled(given, [self.prefixed(prompt, length) for prompt in given], num, seed, options)
+        return self._filled(texts, [self.prefixed(prompt, length) for prompt in texts], num, seed, options)
 
     def infill(
         self,
@@ -129,10 +129,10 @@ class Writer:
         """Fill every `marker` in the text, or in each of several, with `blank` tokens, `num` times. Seed and options as
         in `write`; texts of one length are written together. For a model of whole texts the text is complete: it ends
         where given."""
-        given, marker = _texts(text, "text"), _text("marker", marker)
-        if not given:
+        texts, marker = _checked_texts(text, "text"), _checked_text("marker", marker)
+        if not texts:
             raise UserError("nothing to fill in: there is no text")
-        return self._filled(given, [self.blanked(one, blank, marker) for one in given], num, seed, options)
+        return self._filled(texts, [self.blanked(one, blank, marker) for one in texts], num, seed, options)
 
     def blanked(self, text: str, blank: int, marker: str) -> list[int]:
         """begin, the text with holes, end; and padding, where rows are whole texts, as in the model's training data."""
@@ -142,12 +142,12 @@ class Writer:
         for number, part in enumerate(parts):
             last = number == len(parts) - 1
             ids += [special.mask] * blank * (number > 0)
-            ids += self._kept(part if last else part.rstrip(" "))  # a blank's first token has its own space
+            ids += self._known_ids(part if last else part.rstrip(" "))  # a blank's first token has its own space
         return self._whole(ids)
 
     def framed(self, text: str) -> list[int]:
         """A text without holes as a row: begin, the text, end; and padding, where rows are whole texts."""
-        return self._whole(self._kept(_text("text", text)))
+        return self._whole(self._known_ids(_checked_text("text", text)))
 
     def _whole(self, ids: list[int]) -> list[int]:
         special = self._special
@@ -157,7 +157,7 @@ class Writer:
         return self._padded(row)
 
     def _padded(self, row: list[int]) -> list[int]:
-        """For a model of whole texts: padded to the training length."""
+        """A row with padding to the training length, for a model of whole texts; for others as it is."""
         ending, length = self.model.process.ending, self.model.config.length
         return row if ending is None else row + [ending.pad] * (length - len(row))
 
@@ -177,7 +177,7 @@ class Writer:
             )
         return ids
 
-    def _kept(self, text: str) -> list[int]:
+    def _known_ids(self, text: str) -> list[int]:
         """Token ids of a text that is to be part of another: one that has no token would be missing there."""
         ids, unknown = self.encode(text), self.tokenizer.unk_token_id
         if unknown in ids:
@@ -201,7 +201,7 @@ class Writer:
         """begin, the prompt, holes, end: as in the rows the model was trained on. A model of whole texts generates the
         end itself. If it knows their lengths, the row breaks off after `length` tokens, and so may the text; else
         padding follows, so that the text ends before."""
-        special, ids, whole = self._special, self._kept(prompt), self.model.process.ending is not None
+        special, ids, whole = self._special, self._known_ids(prompt), self.model.process.ending is not None
         holes = length - len(ids) - self._framed
         if holes < 1:
             raise UserError(f"the prompt has {len(ids)} tokens; with {length} in all there is no room to write")
@@ -215,41 +215,41 @@ class Writer:
     ) -> list[Text]:
         """Each row completed `num` times; rows of one length share a canvas."""
         if len({len(row) for row in rows}) == 1:
-            made = self.model.generate(torch.tensor(rows), num=num, seed=seed, **options)
-            return [self._text(prompts[i // num], made, i) for i in range(len(made.tokens))]
+            generation = self.model.generate(torch.tensor(rows), num=num, seed=seed, **options)
+            return [self._text(prompts[i // num], generation, i) for i in range(len(generation.tokens))]
         check_seed(seed)
         check_whole("num", num)
         check_memory("num", num, 8 * len(rows))
-        given, noises = options.pop("keys", None), options.pop("noise_keys", None)
+        own_keys, noises = options.pop("keys", None), options.pop("noise_keys", None)
         keys = self.model.sample_keys(num * len(rows), seed)
-        keys = keys if given is None else self.model.checked_keys(given, len(keys))
+        keys = keys if own_keys is None else self.model.checked_keys(own_keys, len(keys))
         noises = None if noises is None else self.model.checked_noise_keys(noises, len(keys))
-        found, written = dict[int, Text](), 0
+        texts, count = dict[int, Text](), 0
         for length in sorted({len(row) for row in rows}):
             some = [i for i, row in enumerate(rows) if len(row) == length]
             place = torch.tensor([num * i + j for i in some for j in range(num)])
-            made = self.model.generate(
+            generation = self.model.generate(
                 torch.tensor([rows[i] for i in some]),
                 num=num,
                 keys=keys[place.to(keys.device)],
                 noise_keys=None if noises is None else noises[place.to(keys.device)],
-                **options | _within(options, place, written),
+                **options | _shifted_callbacks(options, place, count),
             )
-            found |= {at: self._text(prompts[at // num], made, i) for i, at in enumerate(place.tolist())}
-            written += int((made.revealed_at >= 0).sum())
-        return [found[i] for i in range(len(found))]
+            texts |= {at: self._text(prompts[at // num], generation, i) for i, at in enumerate(place.tolist())}
+            count += int((generation.revealed_at >= 0).sum())
+        return [texts[i] for i in range(len(texts))]
 
-    def _text(self, prompt: str, made: Generation, row: int) -> Text:
-        ending, size = self.model.config.ending, made.tokens.shape[1]
+    def _text(self, prompt: str, generation: Generation, row: int) -> Text:
+        ending, size = self.model.config.ending, generation.tokens.shape[1]
         if ending is not None:
-            size = int(ending.lengths(made.tokens[row]))
-        tokens, revealed_at = made.tokens[row, :size].tolist(), made.revealed_at[row, :size].tolist()
-        text = Text(prompt, self.decode(tokens), tokens, revealed_at, int(made.evaluations[row]))
-        if made.trace is None:
+            size = int(ending.lengths(generation.tokens[row]))
+        tokens, revealed_at = generation.tokens[row, :size].tolist(), generation.revealed_at[row, :size].tolist()
+        text = Text(prompt, self.decode(tokens), tokens, revealed_at, int(generation.evaluations[row]))
+        if generation.trace is None:
             return text
-        pieces, steps = self.pieces(text), made.trace.canvases.shape[1]
+        pieces, steps = self.pieces(text), generation.trace.canvases.shape[1]
         texts = ["".join(p.text if p.step < step else "░" * len(p.text) for p in pieces) for step in range(steps)]
-        return replace(text, trace=Story(texts, made.trace.log_probs[row, :size].tolist()))
+        return replace(text, trace=Story(texts, generation.trace.log_probs[row, :size].tolist()))
 
     def decode(self, tokens: list[int] | Tensor) -> str:
         """Text without special tokens; a new line where one document ends and another begins. For a model of whole
@@ -263,7 +263,8 @@ class Writer:
         return "\n".join(text for text in texts if text)
 
     def _decoded(self, ids: list[int]) -> str:
-        """Spaces are left as they are: cleaned up, the text of some tokens would not begin that of more of them."""
+        """Text of ids, its spaces left as they are: cleaned up, the text of some tokens would not begin that of more of
+        them."""
         if self._direct:
             return str(self.tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=True))
         return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -273,14 +274,15 @@ class Writer:
         """Whether the tokenizer of `transformers` does nothing but call that of the library `tokenizers` inside it,
         which takes a third of the time for a short text."""
         kind = type(self.tokenizer)
-        known = next((base for base in kind.__mro__ if base.__name__ == "TokenizersBackend"), None)
+        fast_class = next((base for base in kind.__mro__ if base.__name__ == "TokenizersBackend"), None)
         methods = ("__call__", "_encode_plus", "_convert_encoding", "decode", "_decode")
-        return known is not None and not any(
-            name in vars(self.tokenizer) or getattr(kind, name) is not getattr(known, name) for name in methods
+        return fast_class is not None and not any(
+            name in vars(self.tokenizer) or getattr(kind, name) is not getattr(fast_class, name) for name in methods
         )
 
     def _backend(self) -> Any:
-        """That inner tokenizer, with the settings that `encode` needs; other calls may have left others."""
+        """The tokenizer of `tokenizers` inside ours, with the settings that `encode` needs; other calls may have left
+        others."""
         backend = self.tokenizer.backend_tokenizer
         if backend.truncation is not None:
             backend.no_truncation()
@@ -290,11 +292,11 @@ class Writer:
             backend.encode_special_tokens = True
         return backend
 
-    def pieces(self, written: Text) -> list[Piece]:
+    def pieces(self, text: Text) -> list[Piece]:
         """Each token's share of the text, in order, with the step at which it appeared."""
         out, before = [], ""
-        for count, step in enumerate(written.revealed_at, 1):
-            now = self.decode(written.tokens[:count])
+        for count, step in enumerate(text.revealed_at, 1):
+            now = self.decode(text.tokens[:count])
             if now.endswith("\ufffd"):
                 continue  # in the middle of a character
             if len(now) > len(before):
@@ -303,22 +305,22 @@ class Writer:
         return out
 
 
-def _within(options: dict[str, Any], place: Tensor, written: int) -> dict[str, Any]:
+def _shifted_callbacks(options: dict[str, Any], place: Tensor, before: int) -> dict[str, Any]:
     """Callbacks for one of several canvases, with indices and counts over all of them."""
     on_step, on_progress = options.get("on_step"), options.get("on_progress")
-    found: dict[str, Callable[..., None]] = {}
+    callbacks: dict[str, Callable[..., None]] = {}
     if on_step is not None:
 
-        def step(made: Revealed) -> None:
-            on_step(replace(made, sequences=place.to(made.sequences.device)[made.sequences]))
+        def step(revealed: Revealed) -> None:
+            on_step(replace(revealed, sequences=place.to(revealed.sequences.device)[revealed.sequences]))
 
-        found["on_step"] = step
+        callbacks["on_step"] = step
     if on_progress is not None:
-        found["on_progress"] = lambda here: on_progress(written + here)
-    return found
+        callbacks["on_progress"] = lambda here: on_progress(before + here)
+    return callbacks
 
 
-def _text(name: str, value: Any) -> str:
+def _checked_text(name: str, value: Any) -> str:
     """A text that can be encoded."""
     if not isinstance(value, str):
         raise UserError(f"{name} = {shown(value)}: expected text")
@@ -329,12 +331,12 @@ def _text(name: str, value: Any) -> str:
     return value
 
 
-def _texts(values: Any, name: str) -> list[str]:
+def _checked_texts(values: Any, name: str) -> list[str]:
     if isinstance(values, str):
-        return [_text(name, values)]
+        return [_checked_text(name, values)]
     if not isinstance(values, Sequence):
         raise UserError(f"{name}s = {shown(values)}: expected a text or a list of texts")
-    return [_text(name, value) for value in values]
+    return [_checked_text(name, value) for value in values]
 
 
 def load(

@@ -81,12 +81,12 @@ def test_rows_of_both_kinds_of_models(stream: Writer, whole: Writer) -> None:
     tokens = stream.tokenizer("The cat sat", add_special_tokens=False)["input_ids"]
     context, continuation = tokens[:2], tokens[2:]
     full = 1 + len(tokens)
-    [row] = lm_of(stream)._asked(context, continuation)
+    [row] = lm_of(stream)._continuation_rows(context, continuation)
     assert row.row == (BEGIN, *tokens, *[MASK] * min(TAIL, LENGTH - full - 1), END)
     assert (row.first, row.last) == (3, full)
-    [row] = lm_of(stream, tail=0)._asked(context, continuation)
+    [row] = lm_of(stream, tail=0)._continuation_rows(context, continuation)
     assert row.row == (BEGIN, *tokens)
-    [row] = lm_of(whole)._asked(context, continuation)
+    [row] = lm_of(whole)._continuation_rows(context, continuation)
     assert row.row == (BEGIN, *tokens, *[MASK] * (LENGTH - full))
     assert lm_of(stream)._canvas(context, 5) == ([BEGIN, *context, *[MASK] * 5, END], 3)
     assert lm_of(whole)._canvas(context, 5) == ([BEGIN, *context, *[MASK] * 5, *[PAD] * (LENGTH - 8)], 3)
@@ -120,10 +120,10 @@ def test_what_a_task_asks_is_text_unless_a_chat_template_made_it() -> None:
 def test_long_contexts_are_cut_from_the_left_and_long_texts_divided(stream: Writer, whole: Writer) -> None:
     for lm in (lm_of(stream), lm_of(whole)):
         most = LENGTH - 1
-        [row] = lm._asked(list(range(10, 100)), [5, 6])
+        [row] = lm._continuation_rows(list(range(10, 100)), [5, 6])
         assert row.row == (BEGIN, *range(100 - most + 2, 100), 5, 6)
         text = list(range(10, 10 + 2 * most + 3))
-        rows = list(lm._asked([], text))
+        rows = list(lm._continuation_rows([], text))
         assert [token for row in rows for token in row.row[row.first : row.last]] == text
         assert [row.size for row in rows] == [most, most, 3]
         assert rows[2].row == (BEGIN, *text[-most:])  # the last sees what fits of the text before
@@ -144,7 +144,7 @@ def test_likelihoods_are_those_bounds_whatever_the_order(stream: Writer) -> None
     others = likelihoods(lm_of(stream, n=8, batch_size=3), *pairs[::-1])[::-1]
     assert [value for value, _ in others] == pytest.approx([value for value, _ in values], abs=1e-4)
     assert [same for _, same in others] == [same for _, same in values]
-    [row] = lm._asked(*lm._encoded(*pairs[0]))
+    [row] = lm._continuation_rows(*lm._encoded(*pairs[0]))
     [(_, one)] = bounds(stream.model, [row], 8)
     assert values[0][0] == pytest.approx(one.value, abs=1e-4)
     assert lm.stderrs["some"][0] == pytest.approx(one.stderr, abs=1e-4)
@@ -154,7 +154,7 @@ def test_likelihoods_are_those_bounds_whatever_the_order(stream: Writer) -> None
 def test_a_long_text_is_the_sum_of_its_parts(stream: Writer) -> None:
     lm, text = lm_of(stream), " ".join(SENTENCES)
     [value] = lm.loglikelihood_rolling([asking("loglikelihood_rolling", text)])
-    rows = list(lm._asked([], lm._ids(text)))
+    rows = list(lm._continuation_rows([], lm._ids(text)))
     assert len(rows) > 2
     found = dict(bounds(stream.model, rows, 4))
     assert value == pytest.approx(sum(one.value for one in found.values()), abs=1e-3)
@@ -168,7 +168,7 @@ def test_greedy_is_what_is_certain(stream: Writer) -> None:
     with torch.no_grad():
         best = int(stream.model(stream.model.noised(torch.tensor([[BEGIN, *context, MASK]])))[0, -1].argmax())
     for token in (best, (best + 1) % 300 + 10):
-        [row] = lm._asked(context, [token])
+        [row] = lm._continuation_rows(context, [token])
         assert lm._greedy([[row]]) == [token == best]
 
 

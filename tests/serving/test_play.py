@@ -157,7 +157,7 @@ def test_the_judge_that_ships_reads(served: Any) -> None:
 def test_a_judge_has_a_deadline_and_a_queue_that_one_may_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     judges, author, go = Judges(0.1), Author("plain", writers()["plain"]), threading.Event()
     asked = ToJudge(model="plain", row=[5, 6])
-    monkeypatch.setattr(judges, "_read", lambda *_: {"read": go.wait(60)})
+    monkeypatch.setattr(judges, "_score", lambda *_: {"read": go.wait(60)})
 
     async def work() -> None:
         with pytest.raises(TooLong, match=r"the judge took longer than 0\.1 seconds"):
@@ -305,4 +305,4 @@ def test_stray_bytes_are_read_a_few_at_a_time() -> None:
     pieces = Pieces(writer)
     for row in rows:
         assert "".join(pieces.of(row)) == writer.decode(row)
-    assert max(map(len, pieces._known)) <= 8
+    assert max(map(len, pieces._cache)) <= 8

@@ -37,7 +37,7 @@ from imdm.cli.serving import named, serve
 from imdm.core.errors import UserError
 from imdm.core.files import read_lines
 from imdm.data.tokenizers import special_ids, train_bpe
-from imdm.serving.api import Completion, Growing, Infill, Order
+from imdm.serving.api import ChoiceStream, Completion, Infill, Order
 from imdm.serving.connected import Gone, while_connected
 from imdm.serving.engine import Engine
 from imdm.serving.guard import LOCAL, Guard, is_local
@@ -204,7 +204,7 @@ def test_a_stream_is_the_same_text_where_a_tokenizer_cleans_up_spaces() -> None:
     said = ["cat", "it", "'", "s", ".", "we", "'", "ve", "i", "'", "m", "."]
     row = [vocab[name] for name in ("[CLS]", *said, "[SEP]")]
     assert tokenizer.decode(row, skip_special_tokens=True) == "cat it's. we've i'm."
-    growing, shown = Growing(order), [[*row[:n], *[None] * (13 - n), row[-1]] for n in range(2, 13)] + [row]
+    growing, shown = ChoiceStream(order), [[*row[:n], *[None] * (13 - n), row[-1]] for n in range(2, 13)] + [row]
     frames = [Frame(n, ids, [0] * 14, [], n == len(shown) - 1, n, 0.0) for n, ids in enumerate(shown)]
     pieces = [piece["text"] for frame in frames if (piece := growing.more(0, frame)) is not None]
     (plain,) = order.answer(frames[-1:])["choices"]
@@ -248,7 +248,7 @@ def test_a_stream_waits_for_a_stop_that_began_before_another(writer: Writer) -> 
     for begin, size, inside in itertools.product(range(0, 20, 3), (3, 9, 14), (1, 4, 9)):
         long, short = text[begin : begin + size], text[begin + inside :][:2]
         for stops in ([long, short], [f"{long}!", short], [long], [text + "!"]):
-            growing = Growing(replace(order, stops=stops))
+            growing = ChoiceStream(replace(order, stops=stops))
             shown = [Frame(n, ids, [], [], n == len(frames) - 1, n, 0.0) for n, ids in enumerate(frames)]
             pieces = [growing.more(0, frame) for frame in shown]
             said = "".join(piece["text"] for piece in pieces if piece is not None)
@@ -269,7 +269,7 @@ def test_a_prompt_is_decoded_once_and_a_text_once_a_frame(
         return decode(self, tokens)
 
     monkeypatch.setattr(Writer, "decode", counted)
-    growing = Growing(order)
+    growing = ChoiceStream(order)
 
     async def work() -> list[tuple[int, Frame]]:
         return [told async for told in engine.run_all(order.jobs)]

@@ -21,9 +21,9 @@ async def _ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, port:
 
 
 async def run(port: int, clients: int, requests: list[dict[str, Any]]) -> dict[str, Any]:
-    """started, ended: on the clock that processes of a machine share; took: seconds of each request; texts: in their
-    order."""
-    left = list(enumerate(requests))[::-1]
+    """Send requests by so many clients at a time. started, ended: on the clock that processes of a machine share; took:
+    seconds of each request; texts: in their order."""
+    queue = list(enumerate(requests))[::-1]
     took, texts = [0.0] * len(requests), [""] * len(requests)
     lines = [await asyncio.open_connection("127.0.0.1", port, limit=1 << 24) for _ in range(clients)]
     print("ready", flush=True)
@@ -31,13 +31,13 @@ async def run(port: int, clients: int, requests: list[dict[str, Any]]) -> dict[s
     started = time.monotonic()
 
     async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while left:
-            number, request = left.pop()
-            asked = time.perf_counter()
+        while queue:
+            number, request = queue.pop()
+            start = time.perf_counter()
             status, answer = await _ask(reader, writer, port, json.dumps(request).encode())
             if status != 200:
                 raise RuntimeError(f"the service answered {status}: {answer}")
-            took[number] = time.perf_counter() - asked
+            took[number] = time.perf_counter() - start
             texts[number] = answer["choices"][0]["text"]
         writer.close()
 

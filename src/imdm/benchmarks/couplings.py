@@ -33,23 +33,23 @@ ASKED_FOR = 100_000
 
 
 def couplings(size: Size) -> Iterator[Row]:
-    given = dict(SIZES[size])
-    teacher = fresh(mask="single", **{name: given[name] for name in ("preset", "length", "vocab_size")}).eval()
-    yield coupled(teacher, given, "couplings", beside_plain=True)
+    sizes = dict(SIZES[size])
+    teacher = fresh(mask="single", **{name: sizes[name] for name in ("preset", "length", "vocab_size")}).eval()
+    yield coupled(teacher, sizes, "couplings", beside_plain=True)
 
 
-def coupled(teacher: MaskedDiffusionLM, given: dict[str, Any], work: str, *, beside_plain: bool) -> Row:
+def coupled(teacher: MaskedDiffusionLM, sizes: dict[str, Any], work: str, *, beside_plain: bool) -> Row:
     """Couplings by a teacher, which the plain version leaves in bf16 on a GPU."""
-    given = dict(given)
-    pairs, batch, steps = given.pop("pairs"), given.pop("batch"), given.pop("steps")
-    V, L, cuda = given["vocab_size"], given["length"], device().type == "cuda"
+    sizes = dict(sizes)
+    pairs, batch, steps = sizes.pop("pairs"), sizes.pop("batch"), sizes.pop("steps")
+    V, L, cuda = sizes["vocab_size"], sizes["length"], device().type == "cuda"
     generator = torch.Generator().manual_seed(0)
     source = TokenSource(torch.randint(0, V - 1, (pairs, L), generator=generator), V, V - 1)
     fast = {"precision": "bf16", "compile": True} if cuda else {}
     with tempfile.TemporaryDirectory() as folder:
 
         def make(name: str, number: int) -> float:
-            """Milliseconds."""
+            """Make the pairs once; returns the milliseconds it took."""
             config = CoupleConfig(pairs=number, steps=steps, batch_size=batch, **fast)
             started = time.perf_counter()
             couple(teacher, source, config, Path(folder) / name)
@@ -82,7 +82,7 @@ def coupled(teacher: MaskedDiffusionLM, given: dict[str, Any], work: str, *, bes
         plain=bare,
         tokens=pairs * L,
         flops=network_flops(teacher.config, tokens, L, read, 0) + head_flops(teacher.config, read),
-        settings={**given, "pairs": pairs, "batch": batch, "steps": steps, "evaluated_tokens": tokens},
+        settings={**sizes, "pairs": pairs, "batch": batch, "steps": steps, "evaluated_tokens": tokens},
         per=f"{pairs:,} pairs",
         note=note,
     )

@@ -32,19 +32,19 @@ STEPS = 8
 
 
 def large(size: Size) -> Iterator[Row]:
-    given, called = SIZES[size], "large" if size == "full" else "tiny"
-    train = partial(trained, given | {"batch": BATCH[size]}, steps=STEPS)
+    sizes, called = SIZES[size], "large" if size == "full" else "tiny"
+    train = partial(trained, sizes | {"batch": BATCH[size]}, steps=STEPS)
     kinds = (("MDLM", "single", Nelbo()), ("IM-SDTT", MASK, SDTT()), ("IM-ReDi", MASK, ReDi()))
     for name, mask, objective in kinds:
         yield train(f"train {called} {name}", mask, objective)
-    model = fresh(mask=MASK, **given).eval()
+    model = fresh(mask=MASK, **sizes).eval()
     quick = faster(model)
     for steps in SAMPLING[size]:
         took = timed(partial(quick.generate, num=BATCH[size], steps=steps, seed=1), max(2, 8 // steps), 1)
-        yield sampled(f"sample {called}", model, given, BATCH[size], steps, took)
+        yield sampled(f"sample {called}", model, sizes, BATCH[size], steps, took)
     del model, quick
-    teacher, how = fresh(mask="single", **given).eval(), COUPLING[size]
-    yield coupled(teacher, given | how, f"couplings {called}, {how['steps']} steps", beside_plain=False)
+    teacher, how = fresh(mask="single", **sizes).eval(), COUPLING[size]
+    yield coupled(teacher, sizes | how, f"couplings {called}, {how['steps']} steps", beside_plain=False)
     del teacher
     for name, mask, objective in kinds:
         yield train(f"train {called} {name}, blocks recomputed", mask, objective, checkpoint_blocks=True)

@@ -44,7 +44,7 @@ def fresh(fields: dict[str, Any], mask: int, length: int, dtype: torch.dtype) ->
 
 
 def fitting(fields: dict[str, Any]) -> dict[str, Any]:
-    """With as many layers as take half of a GPU's memory in bf16, at most all."""
+    """A config's fields with as many layers as take half of a GPU's memory in bf16, at most all."""
     if device().type == "cpu":
         return fields
     each = 2 * (4 * fields["hidden_size"] ** 2 + 3 * fields["hidden_size"] * fields["intermediate_size"])
@@ -71,18 +71,18 @@ def published(lm: Any, tokens: Tensor, mask: int, steps: int) -> Tensor:
         logits = lm(input_ids=tokens).logits  # (B, L, V)
         wide = logits.to(torch.float64)
         noisy = wide.exp() / -torch.log(torch.rand_like(wide))
-        drawn = noisy.argmax(-1)  # (B, L)
-        certain = torch.softmax(wide, dim=-1).gather(-1, drawn[..., None])[..., 0]
+        draws = noisy.argmax(-1)  # (B, L)
+        certain = torch.softmax(wide, dim=-1).gather(-1, draws[..., None])[..., 0]
         masked = tokens == mask
         certain = torch.where(masked, certain, -torch.inf)
         many = share if step < steps - 1 else int(masked.sum(1).max())
         chosen = torch.zeros_like(masked).scatter(1, certain.topk(many, dim=1).indices, True) & masked
-        tokens = torch.where(chosen, drawn, tokens)
+        tokens = torch.where(chosen, draws, tokens)
     return tokens
 
 
 def writing_flops(model: MaskedDiffusionLM, tokens: int, length: int, steps: int) -> float:
-    """Every position goes through the layers in every step, and through the head once."""
+    """FLOPs of writing: every position goes through the layers in every step, and through the head once."""
     fields = model.config.backbone["config"]
     lm = model.backbone.get_network()
     weights = sum(weight.numel() for weight in layers_of(lm)[0].parameters() if weight.ndim == 2)
@@ -92,26 +92,26 @@ def writing_flops(model: MaskedDiffusionLM, tokens: int, length: int, steps: int
 
 
 def llada(size: Size) -> Iterator[Row]:
-    """Ours compiled and not compiled; theirs not compiled."""
-    given = SIZES[size]
-    batch, length, mask, fields = given["batch"], given["length"], given["mask"], fitting(given["fields"])
-    model = fresh(fields, mask, length, given["dtype"])
+    """Rows of each number of steps: our sampler compiled and not compiled, the published one not compiled."""
+    sizes = SIZES[size]
+    batch, length, mask, fields = sizes["batch"], sizes["length"], sizes["mask"], fitting(sizes["fields"])
+    model = fresh(fields, mask, length, sizes["dtype"])
     lm, start = model.backbone.get_network(), torch.full((batch, length), mask, device=device())
-    plain = {n: timed(partial(published, lm, start, mask, n), REPEATS, 1) for n in given["steps"]}
-    ours = {n: timed(partial(model.generate, num=batch, steps=n, seed=1), REPEATS, 1) for n in given["steps"]}
+    plain = {n: timed(partial(published, lm, start, mask, n), REPEATS, 1) for n in sizes["steps"]}
+    ours = {n: timed(partial(model.generate, num=batch, steps=n, seed=1), REPEATS, 1) for n in sizes["steps"]}
     as_is = ours
     if device().type == "cuda":
         model.compile_trunk(training=False)
-        ours = {n: timed(partial(model.generate, num=batch, steps=n, seed=1), REPEATS, 2) for n in given["steps"]}
-    for steps in given["steps"]:
+        ours = {n: timed(partial(model.generate, num=batch, steps=n, seed=1), REPEATS, 2) for n in sizes["steps"]}
+    for steps in sizes["steps"]:
         yield Row(
             work=f"sample, LLaDA's shape, {steps} steps",
             ours=ours[steps],
             plain=plain[steps],
             tokens=batch * length,
             flops=writing_flops(model, batch * length, length, steps),
-            settings={**fields, "batch": batch, "length": length, "steps": steps, "dtype": str(given["dtype"])},
+            settings={**fields, "batch": batch, "length": length, "steps": steps, "dtype": str(sizes["dtype"])},
             per=f"{batch} sequences",
             also={} if as_is is ours else {"not compiled": as_is[steps]},
-            note=None if fields == given["fields"] else f"{fields['num_hidden_layers']} of its layers fit here",
+            note=None if fields == sizes["fields"] else f"{fields['num_hidden_layers']} of its layers fit here",
         )

@@ -54,7 +54,7 @@ def _compared(R: int, D: int, V: int) -> Iterator[Row]:
         flops=3 * 2.0 * R * D * V,
         settings=settings,
         per=f"{R:,} rows",
-        also={name: measured(loss) for name, loss in _others(head, targets)},
+        also={name: measured(loss) for name, loss in _other_losses(head, targets)},
     )
     against = Compared(KL, teacher)
     yield Row(
@@ -74,12 +74,12 @@ def _half() -> Any:
 
 
 def _chunked(head: Head, read: Any) -> Tensor:
-    """Ours without its kernels: what runs on any machine."""
+    """Our loss without its kernels: what runs on any machine."""
     return reduced(head, lambda log_probs, part: read(log_probs, part))
 
 
-def _others(head: Head, targets: Tensor) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """The same cross-entropy by others, which do not exclude the mask."""
+def _other_losses(head: Head, targets: Tensor) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """Cross-entropy by other libraries, as far as they are installed; these do not exclude the mask."""
     yield "chunked", lambda: _chunked(head, Chosen(targets))
     rows, layer = head.rows, head.layer
     if hasattr(nn, "LinearCrossEntropyOptions"):
@@ -95,8 +95,8 @@ def _others(head: Head, targets: Tensor) -> Iterator[tuple[str, Callable[[], Ten
 
         def liger() -> Tensor:
             half = rows.bfloat16(), layer.weight.bfloat16(), layer.bias.bfloat16()
-            found = Liger.apply(half[0], half[1], targets, half[2], None, -100, 0.0, 0.0, "sum")
-            return found[0] if isinstance(found, tuple) else found
+            loss = Liger.apply(half[0], half[1], targets, half[2], None, -100, 0.0, 0.0, "sum")
+            return loss[0] if isinstance(loss, tuple) else loss
 
         yield "liger-kernel", liger
     if importlib.util.find_spec("cut_cross_entropy") is not None:

@@ -34,33 +34,33 @@ OBJECTIVE = Match(auxiliary={"ahead": 0})
 
 
 def match(size: Size) -> Iterator[Row]:
-    for given in SIZES[size]:
-        yield _row(dict(given))
+    for sizes in SIZES[size]:
+        yield _match_row(dict(sizes))
 
 
-def _row(given: dict[str, Any]) -> Row:
-    batch, length, V = given.pop("batch"), given["length"], given["vocab_size"]
+def _match_row(sizes: dict[str, Any]) -> Row:
+    batch, length, V = sizes.pop("batch"), sizes["length"], sizes["vocab_size"]
     tokens = torch.randint(0, V - 1, (8 * batch, length), generator=torch.Generator().manual_seed(0))
     source = TokenSource(tokens, V, V - 1)
-    student, teacher = fresh(mask=NOISY, **given), fresh(mask="single", **given).eval()
-    took = {graphs: _trained(student, teacher, source, batch, graphs) for graphs in (False, True)}
+    student, teacher = fresh(mask=NOISY, **sizes), fresh(mask="single", **sizes).eval()
+    took = {graphs: _match_took(student, teacher, source, batch, graphs) for graphs in (False, True)}
     cuda = device().type == "cuda"
     bare = plain.Matching(student, teacher, torch.bfloat16 if cuda else None)
     x = tokens[:batch].to(device())
     return Row(
-        work=f"match {given['preset']}, L={length}, V={V:,}",
+        work=f"match {sizes['preset']}, L={length}, V={V:,}",
         ours=took[True],
         plain=paced(lambda: bare.step(x, OBJECTIVE.auxiliary.updates), PLAIN_STEPS, 2),
         tokens=batch * length,
         flops=_flops(student, teacher.config, batch, length),
-        settings={**given, "batch": batch, "mask": NOISY, "precision": "bf16" if cuda else "float32"},
+        settings={**sizes, "batch": batch, "mask": NOISY, "precision": "bf16" if cuda else "float32"},
         per="step",
         also={"not recorded": took[False]},
         note=f"{OBJECTIVE.auxiliary.updates} updates of the auxiliary a step; CUDA graphs only on a GPU",
     )
 
 
-def _trained(
+def _match_took(
     student: MaskedDiffusionLM, teacher: MaskedDiffusionLM, source: TokenSource, batch: int, graphs: bool
 ) -> Took:
     """Consecutive training steps; the first ones, with compilation and CUDA-graph capture, are not counted."""
@@ -76,9 +76,9 @@ def _trained(
 
 
 def _flops(student: MaskedDiffusionLM, teacher: Shape, batch: int, length: int) -> float:
-    """Of the steps that are timed, on average. Each of a step's updates samples from the student and trains the
-    auxiliary, at three times a forward pass; the last trains the student too, and evaluates the teacher. Positions are
-    those masked in z_t and in z̃."""
+    """FLOPs of a step, the mean of those that are timed. Each of a step's updates samples from the student and trains
+    the auxiliary, at three times a forward pass; the last trains the student too, and evaluates the teacher. Positions
+    are those masked in z_t and in z̃."""
     total, tokens, last = 0.0, batch * length, OBJECTIVE.auxiliary.updates - 1
     blank = {"tokens": torch.zeros(batch, length, dtype=torch.int64)}
     for index in range(WARM, WARM + STEPS):

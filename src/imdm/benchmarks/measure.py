@@ -85,12 +85,12 @@ class Row:
         return self.flops / self.ours.ms / 1e9 / machine().tflops
 
     def json(self) -> dict[str, Any]:
-        found = {"ratio": self.ratio, "tokens_per_second": self.tokens_per_second, "mfu": self.utilisation}
-        return asdict(self) | found | {"machine": asdict(machine())}
+        rates = {"ratio": self.ratio, "tokens_per_second": self.tokens_per_second, "mfu": self.utilisation}
+        return asdict(self) | rates | {"machine": asdict(machine())}
 
 
 def timed(run: Callable[[], object], repeats: int, warm: int = 2) -> Took:
-    """Latency: each run is synchronised."""
+    """The latency of a run, each of which is synchronised."""
     wait = _start()
     times = []
     for number in range(warm + repeats):
@@ -104,7 +104,7 @@ def timed(run: Callable[[], object], repeats: int, warm: int = 2) -> Took:
 
 
 def paced(step: Callable[[], object], repeats: int, warm: int = 5) -> Took:
-    """Throughput: steps of a loop without synchronisation, as in training; the time between ends of steps."""
+    """The time from one step's end to the next in a loop without synchronisation, as in training."""
     wait = _start()
     for _ in range(warm):
         step()

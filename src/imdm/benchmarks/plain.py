@@ -32,7 +32,7 @@ def write(model: MaskedDiffusionLM, tokens: Tensor, steps: int, of: int | None =
         law = model(Noised(tokens, masked, noise, t.expand(batch))).double().exp()  # (B, L, V)
         split = model.process.split(t, s)
         u = torch.rand(tokens.shape, device=tokens.device)
-        tokens = torch.where(masked & (u < split.reveal), _draw(law), tokens)
+        tokens = torch.where(masked & (u < split.reveal), _drawn_tokens(law), tokens)
         if noise is not None:
             redraw = masked & (u >= split.reveal + split.keep)
             fresh = torch.rand_like(noise) * 2 - 1
@@ -40,8 +40,8 @@ def write(model: MaskedDiffusionLM, tokens: Tensor, steps: int, of: int | None =
     return tokens
 
 
-def _draw(law: Tensor) -> Tensor:
-    """From probabilities (B, L, V)."""
+def _drawn_tokens(law: Tensor) -> Tensor:
+    """Tokens (B, L) from probabilities (B, L, V)."""
     return torch.multinomial(law.flatten(0, 1), 1).view(law.shape[:2])
 
 
@@ -58,7 +58,7 @@ def sdtt(student: MaskedDiffusionLM, teacher: MaskedDiffusionLM, x: Tensor, step
         first = teacher(state)  # (B, L, V)
         s = (state.t - dt).clamp(min=0)
         reveal = state.masked & (torch.rand(x.shape, device=x.device) < process.split(state.t, s).reveal[:, None])
-        tokens = torch.where(reveal, _draw(first.double().exp()), state.tokens)
+        tokens = torch.where(reveal, _drawn_tokens(first.double().exp()), state.tokens)
         later = teacher(Noised(tokens, state.masked & ~reveal, state.noise, s))
         target = torch.where(reveal[..., None], first, later)
     log_probs = student(state)
@@ -97,7 +97,7 @@ class Matching:
         self.both = Training(_Both([student, self.auxiliary]), precision)
 
     def step(self, x: Tensor, updates: int) -> None:
-        """Updates of the auxiliary alone, the last of both."""
+        """Train the auxiliary by so many updates; the last trains the student too."""
         for update in range(updates):
             self.both.step(partial(self.loss, x, update == updates - 1))
 
@@ -107,17 +107,17 @@ class Matching:
         state = student.process.corrupt(x, t, student.sample_keys(len(x), 0))
         with torch.set_grad_enabled(pushes):
             log_probs = student(state)  # (B, L, V)
-        written = torch.where(state.masked, _draw(log_probs.detach().double().exp()), x)
+        written = torch.where(state.masked, _drawn_tokens(log_probs.detach().double().exp()), x)
         counts = 2 ** torch.randint(0, 5, (len(x),), device=here)
         share = torch.rand(len(x), device=here) ** (1 / 3) * (1 / (counts * t)).clamp(max=1)
         again = state.masked & (torch.rand(x.shape, device=here) >= share[:, None])
-        shown = Noised(written.masked_fill(again, mask_id), again, None, t)
-        expected = self.auxiliary(shown)
+        noised = Noised(written.masked_fill(again, mask_id), again, None, t)
+        expected = self.auxiliary(noised)
         terms = -expected.gather(-1, written[..., None])[..., 0]
         if pushes:
             with torch.no_grad():
-                wanted = self.teacher(shown)
-                c = torch.where(wanted.isfinite() & expected.isfinite(), expected - wanted, 0.0).clamp(-8, 8)
+                target = self.teacher(noised)
+                c = torch.where(target.isfinite() & expected.isfinite(), expected - target, 0.0).clamp(-8, 8)
             terms = terms + (log_probs.exp() * c).sum(-1)
         return torch.where(again, terms, 0.0).mean()
 

@@ -26,13 +26,13 @@ from imdm.data.tokenizers import load_tokenizer
 def repeated(text: Path, megabytes: int, out: Path) -> None:
     lines = text.read_text(encoding="utf-8").splitlines()
     order = random.Random(0)
-    left = megabytes << 20
+    room = megabytes << 20
     with open(out, "w", encoding="utf-8") as file:
-        while left > 0:
+        while room > 0:
             order.shuffle(lines)
             for line in lines:
-                left -= file.write(line + "\n")
-                if left <= 0:
+                room -= file.write(line + "\n")
+                if room <= 0:
                     break
 
 
@@ -49,10 +49,10 @@ def measured(source: Path, tokenizer: str, out: Path) -> dict[str, float]:
     bare = time.perf_counter() - started
 
     started = time.perf_counter()
-    made = prepare(Corpus(str(source)), PrepareConfig(length=128, tokenizer=tokenizer), out)
+    rows = prepare(Corpus(str(source)), PrepareConfig(length=128, tokenizer=tokenizer), out)
     took = time.perf_counter() - started
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    return {"bare_s": bare, "prepare_s": took, "tokens": made.counts.tokens, "peak_mib": peak}
+    return {"bare_s": bare, "prepare_s": took, "tokens": rows.counts.tokens, "peak_mib": peak}
 
 
 def main() -> None:
@@ -61,20 +61,20 @@ def main() -> None:
     arguments.add_argument("--tokenizer", required=True)
     arguments.add_argument("--megabytes", default="32,256")
     arguments.add_argument("--measure", nargs=2, metavar=("SOURCE", "OUT"), help=argparse.SUPPRESS)
-    given = arguments.parse_args()
-    if given.measure:
-        print(json.dumps(measured(Path(given.measure[0]), given.tokenizer, Path(given.measure[1]))))
+    options = arguments.parse_args()
+    if options.measure:
+        print(json.dumps(measured(Path(options.measure[0]), options.tokenizer, Path(options.measure[1]))))
         return
     print(f"{'input':>8} {'encode_batch':>13} {'prepare':>9} {'of its speed':>13} {'tokens/s':>11} {'peak memory':>12}")
-    for size in map(int, given.megabytes.split(",")):
+    for size in map(int, options.megabytes.split(",")):
         with tempfile.TemporaryDirectory() as folder:
             source = Path(folder) / "text.txt"
-            repeated(given.text, size, source)
-            again = [sys.executable, __file__, str(given.text), "--tokenizer", given.tokenizer]
-            done = subprocess.run(
+            repeated(options.text, size, source)
+            again = [sys.executable, __file__, str(options.text), "--tokenizer", options.tokenizer]
+            process = subprocess.run(
                 [*again, "--measure", str(source), f"{folder}/rows"], check=True, capture_output=True, text=True
             )
-            f = json.loads(done.stdout.splitlines()[-1])
+            f = json.loads(process.stdout.splitlines()[-1])
             print(
                 f"{size:>5} MB {f['bare_s']:>11.1f} s {f['prepare_s']:>7.1f} s {f['bare_s'] / f['prepare_s']:>13.2f} "
                 f"{f['tokens'] / f['prepare_s']:>11,.0f} {f['peak_mib']:>8.0f} MiB"

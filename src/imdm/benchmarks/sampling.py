@@ -29,9 +29,9 @@ def fresh(preset: str, mask: str, **settings: Any) -> MaskedDiffusionLM:
 
 
 def sampling(size: Size) -> Iterator[Row]:
-    given = dict(SIZES[size])
-    batch, counts, length = given.pop("batch"), given.pop("steps"), given["length"]
-    model = fresh(mask="infinite-uniform-768-1.0", **given).eval()
+    sizes = dict(SIZES[size])
+    batch, counts, length = sizes.pop("batch"), sizes.pop("steps"), sizes["length"]
+    model = fresh(mask="infinite-uniform-768-1.0", **sizes).eval()
     quick = faster(model)
     if device().type == "cuda":
         model = model.to(torch.bfloat16)
@@ -39,13 +39,13 @@ def sampling(size: Size) -> Iterator[Row]:
     for steps in counts:
         ours = timed(partial(quick.generate, num=batch, steps=steps, seed=1), REPEATS)
         bare = timed(partial(plain.write, model, start, steps), max(2, REPEATS // steps), 1)
-        yield sampled("sample", model, given, batch, steps, ours, bare)
+        yield sampled("sample", model, sizes, batch, steps, ours, bare)
 
 
 def sampled(
     work: str,
     model: MaskedDiffusionLM,
-    given: Mapping[str, Any],
+    sizes: Mapping[str, Any],
     batch: int,
     steps: int,
     ours: Took,
@@ -59,6 +59,6 @@ def sampled(
         plain=bare,
         tokens=batch * config.length,
         flops=writing_flops(config, batch * config.length, config.length, steps),
-        settings={**given, "batch": batch, "mask": model.mask.name, "steps": steps},
+        settings={**sizes, "batch": batch, "mask": model.mask.name, "steps": steps},
         per=f"{batch} sequences",
     )

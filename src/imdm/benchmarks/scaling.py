@@ -36,15 +36,15 @@ MASK = "infinite-uniform-768-1.0"
 
 
 def scaling(size: Size) -> Iterator[Row]:
-    """One thing changed at a time."""
+    """A row for each batch size, vocabulary, length and number of steps, one of them changed at a time."""
     longest = max(ALONG[size]["length"])
     models: dict[int, MaskedDiffusionLM] = {}  # by vocabulary
     for name, values in ALONG[size].items():
         for value in values:
-            given = BASE[size] | {name: value}
-            V, length, batch, steps = (given[key] for key in ("vocab_size", "length", "batch", "steps"))
+            sizes = BASE[size] | {name: value}
+            V, length, batch, steps = (sizes[key] for key in ("vocab_size", "length", "batch", "steps"))
             if V not in models:
-                models = {V: faster(fresh(given["preset"], MASK, vocab_size=V, length=longest))}
+                models = {V: faster(fresh(sizes["preset"], MASK, vocab_size=V, length=longest))}
             model, tokens = models[V], batch * length
             yield Row(
                 work=f"{name} = {value:,}",
@@ -52,7 +52,7 @@ def scaling(size: Size) -> Iterator[Row]:
                 plain=None,
                 tokens=tokens,
                 flops=writing_flops(model.config, tokens, length, steps),
-                settings=given | {"mask": MASK, "along": name},
+                settings=sizes | {"mask": MASK, "along": name},
                 per=f"{batch} sequences",
             )
 
@@ -61,8 +61,8 @@ def figure(rows: Sequence[Mapping[str, Any]]) -> Any:
     """Plot rows of this benchmark, from JSON: microseconds and memory a generated token along each axis."""
     names = list(dict.fromkeys(row["settings"]["along"] for row in rows))
     with rc_context(STYLE):
-        made = Figure(figsize=(3.3 * len(names), 5.0), layout="constrained")
-        axes = made.subplots(2, len(names), squeeze=False)
+        plot = Figure(figsize=(3.3 * len(names), 5.0), layout="constrained")
+        axes = plot.subplots(2, len(names), squeeze=False)
         for column, name in enumerate(names):
             some = [row for row in rows if row["settings"]["along"] == name]
             x = [row["settings"][name] for row in some]
@@ -75,4 +75,4 @@ def figure(rows: Sequence[Mapping[str, Any]]) -> Any:
                 axis.set_xlabel(name.replace("vocab_size", "vocabulary"))
         axes[0][0].set_ylabel("µs a generated token")
         axes[1][0].set_ylabel("peak memory, GiB")
-    return made
+    return plot

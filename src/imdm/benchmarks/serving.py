@@ -49,11 +49,11 @@ def serving(size: Size) -> Iterator[Row]:
         from imdm.serving.server import in_background  # needs an extra, which the other benchmarks do not
     except ModuleNotFoundError as error:
         raise UserError(f"the benchmark 'serving' needs {error.name}: pip install 'imdm[serve]'") from None
-    given = SIZES[size]
-    writer = _writer(given["preset"], given["length"])
+    sizes = SIZES[size]
+    writer = _writer(sizes["preset"], sizes["length"])
     requests = [
         {"prompt": PROMPTS[i % len(PROMPTS)], "seed": i, "steps": STEPS, "model": "it"}
-        for i in range(given["requests"])
+        for i in range(sizes["requests"])
     ]
     sequence = alone(writer, requests)
     limits = Settings(queue=4096, seconds=3600)
@@ -61,8 +61,8 @@ def serving(size: Size) -> Iterator[Row]:
     with in_background(engine) as server:
         warm(engine)
         for many in CLIENTS:
-            yield loaded(engine, server.port, many, requests, sequence, given)
-        yield mixed(engine, server.port, requests, given)
+            yield loaded(engine, server.port, many, requests, sequence, sizes)
+        yield mixed(engine, server.port, requests, sizes)
 
 
 def loaded(
@@ -71,17 +71,17 @@ def loaded(
     many: int,
     requests: list[dict[str, Any]],
     alone: tuple[list[float], float],
-    given: Mapping[str, Any],
+    sizes: Mapping[str, Any],
 ) -> Row:
-    """All requests, by so many clients at a time, beside the same one after another."""
+    """The row of all requests, by so many clients at a time, beside the same one after another."""
     load(port, many, requests[: 2 * many])  # warm-up of new batch sizes
     sequence, processor = alone
 
     def over_http() -> tuple[float, float, list[float], int, float]:
         worked, before = time.process_time(), replace(engine.counts)
-        found, after = load(port, many, requests), engine.counts
+        timing, after = load(port, many, requests), engine.counts
         turns, waited = after.turns - before.turns, after.waited - before.waited
-        return found["seconds"], time.process_time() - worked, found["took"], turns, waited
+        return timing["seconds"], time.process_time() - worked, timing["took"], turns, waited
 
     def without_http() -> tuple[float, list[str]]:
         return asyncio.run(directly(engine, many, requests))
@@ -95,8 +95,8 @@ def loaded(
         work=f"serve, {many} client{'s' if many > 1 else ''}",
         ours=Took(seconds * 1e3, None),
         plain=Took(sum(sequence) * 1e3, None),
-        **_size(engine, requests, given),
-        settings=_settings(engine, given, many),
+        **_tokens_and_flops(engine, requests, sizes),
+        settings=_row_settings(engine, sizes, many),
         per=f"{len(requests)} requests",
         also={"without HTTP": Took(inside * 1e3, None)},
         note=f"p50 {p50:.3f} s, p95 {p95:.3f} s (in sequence {before50:.3f}, {before95:.3f}); "
@@ -116,7 +116,7 @@ def loaded(
     )
 
 
-def mixed(engine: Engine, port: int, requests: list[dict[str, Any]], given: Mapping[str, Any]) -> Row:
+def mixed(engine: Engine, port: int, requests: list[dict[str, Any]], sizes: Mapping[str, Any]) -> Row:
     """Requests of few steps by three quarters of the clients while the others ask for many: their latency beside that
     without the others."""
     others = MIXED // 4
@@ -132,8 +132,8 @@ def mixed(engine: Engine, port: int, requests: list[dict[str, Any]], given: Mapp
             return near.result()["seconds"], near.result()["took"], far.result()["took"]
 
     def without() -> tuple[float, list[float]]:
-        found = load(port, MIXED - others, short)
-        return found["seconds"], found["took"]
+        timing = load(port, MIXED - others, short)
+        return timing["seconds"], timing["took"]
 
     seconds, took, took_long = middle(both)
     bare, took_bare = middle(without)
@@ -143,8 +143,8 @@ def mixed(engine: Engine, port: int, requests: list[dict[str, Any]], given: Mapp
         work=f"serve, {MIXED} clients, every fourth in {LONG} steps",
         ours=Took(seconds * 1e3, None),
         plain=None,
-        **_size(engine, short, given),
-        settings=_settings(engine, given, MIXED) | {"long": LONG, "requests": len(short)},
+        **_tokens_and_flops(engine, short, sizes),
+        settings=_row_settings(engine, sizes, MIXED) | {"long": LONG, "requests": len(short)},
         per=f"{len(short)} requests of {STEPS} steps",
         also={"without the others": Took(bare * 1e3, None)},
         note=f"p50 {p50:.3f} s, p95 {p95:.3f} s (without the others {bare50:.3f}, {bare95:.3f}: "
@@ -159,26 +159,26 @@ def mixed(engine: Engine, port: int, requests: list[dict[str, Any]], given: Mapp
     )
 
 
-def _size(engine: Engine, requests: list[dict[str, Any]], given: Mapping[str, Any]) -> dict[str, Any]:
+def _tokens_and_flops(engine: Engine, requests: list[dict[str, Any]], sizes: Mapping[str, Any]) -> dict[str, Any]:
     """The tokens and FLOPs of requests, for a row."""
-    tokens = sum(row.count(None) for row in (Order.of(_asked(one), engine).jobs[0].ids for one in requests))
+    tokens = sum(row.count(None) for row in (Order.of(_completion(one), engine).jobs[0].ids for one in requests))
     config = engine.writers["it"].model.config
-    return {"tokens": tokens, "flops": writing_flops(config, tokens, given["length"], STEPS)}
+    return {"tokens": tokens, "flops": writing_flops(config, tokens, sizes["length"], STEPS)}
 
 
-def _settings(engine: Engine, given: Mapping[str, Any], clients: int) -> dict[str, Any]:
-    return {**given, "clients": clients, "steps": STEPS, "mask": engine.writers["it"].model.mask.name}
+def _row_settings(engine: Engine, sizes: Mapping[str, Any], clients: int) -> dict[str, Any]:
+    return {**sizes, "clients": clients, "steps": STEPS, "mask": engine.writers["it"].model.mask.name}
 
 
 def _writer(preset: str, length: int) -> Writer:
     """A model with random weights and the tokenizer of one that ships; prepared by `faster` on a GPU."""
     tokenizer = load_tokenizer(DEFAULT)
     ids = {"vocab_size": len(tokenizer), "mask_token_id": special_ids(tokenizer).mask}
-    made = fresh(preset, "infinite-uniform-768-1.0", length=length, **ids)
-    return Writer(faster(made.eval()), tokenizer)
+    network = fresh(preset, "infinite-uniform-768-1.0", length=length, **ids)
+    return Writer(faster(network.eval()), tokenizer)
 
 
-def _asked(request: dict[str, Any]) -> Completion:
+def _completion(request: dict[str, Any]) -> Completion:
     return Completion.parse(request)
 
 
@@ -212,9 +212,9 @@ async def directly(engine: Engine, clients: int, requests: list[dict[str, Any]])
 
     async def client() -> None:
         while (i := next(number)) < len(requests):
-            order = Order.of(_asked(requests[i]), engine)
+            order = Order.of(_completion(requests[i]), engine)
             (frame,) = await engine.finish(order.jobs)
-            texts[i] = order.said(0, frame).text
+            texts[i] = order.choice_text(0, frame).text
 
     await asyncio.gather(*(client() for _ in range(clients)))
     return time.perf_counter() - started, texts
@@ -222,9 +222,9 @@ async def directly(engine: Engine, clients: int, requests: list[dict[str, Any]])
 
 def middle(run: Callable[[], Timed]) -> Timed:
     """What one run gives, its seconds first; if these are few, the median of several runs."""
-    found = [run()]
-    found += [run() for _ in range(RUNS - 1)] if found[0][0] < SHORT else []
-    return sorted(found, key=lambda one: one[0])[len(found) // 2]
+    runs = [run()]
+    runs += [run() for _ in range(RUNS - 1)] if runs[0][0] < SHORT else []
+    return sorted(runs, key=lambda one: one[0])[len(runs) // 2]
 
 
 def load(port: int, clients: int, requests: list[dict[str, Any]]) -> dict[str, Any]:
@@ -238,11 +238,11 @@ def load(port: int, clients: int, requests: list[dict[str, Any]]) -> dict[str, A
             _line(one)  # that they are connected
         for one in running:
             _tell(one, "go")
-        found = [json.loads(_line(one)) for one in running]
+        results = [json.loads(_line(one)) for one in running]
     texts, took = [""] * len(requests), [0.0] * len(requests)
-    for i, one in enumerate(found):
+    for i, one in enumerate(results):
         texts[i::programs], took[i::programs] = one["texts"], one["took"]
-    seconds = max(one["ended"] for one in found) - min(one["started"] for one in found)
+    seconds = max(one["ended"] for one in results) - min(one["started"] for one in results)
     return {"seconds": seconds, "took": took, "texts": texts}
 
 
@@ -267,11 +267,11 @@ def _tell(running: subprocess.Popen[str], line: str) -> None:
 
 
 def _line(running: subprocess.Popen[str]) -> str:
-    """What it prints next."""
+    """The next line that a process of clients prints."""
     assert running.stdout is not None
     assert running.stderr is not None
     line = running.stdout.readline()
     if not line:
-        said = running.stderr.read().strip().splitlines() or [f"they ended with {running.wait()}"]
-        raise UserError(f"the clients failed: {said[-1]}")
+        lines = running.stderr.read().strip().splitlines() or [f"they ended with {running.wait()}"]
+        raise UserError(f"the clients failed: {lines[-1]}")
     return line

@@ -10,21 +10,21 @@ from imdm.benchmarks.measure import Row, Took
 
 
 def table(rows: Iterable[Row]) -> Table:
-    made = Table(box=None, pad_edge=False)
-    made.add_column("work")
+    grid = Table(box=None, pad_edge=False)
+    grid.add_column("work")
     for name in ("ours", "plain", "ratio", "tokens/s", "memory", "of peak"):
-        made.add_column(name, justify="right")
+        grid.add_column(name, justify="right")
     for row in rows:
         plain = "" if row.plain is None else f"{row.plain.ms:,.1f} ms"
         ratio = "" if row.ratio is None else f"{row.ratio:.1f}×"
         memory = " / ".join(filter(None, (_memory(row.ours), _memory(row.plain))))
         figures = (plain, ratio, f"{row.tokens_per_second:,.0f}", memory, f"{row.utilisation:.0%}")
-        made.add_row(row.work, f"{row.ours.ms:,.1f} ms", *figures)
+        grid.add_row(row.work, f"{row.ours.ms:,.1f} ms", *figures)
         for name, took in row.also.items():
-            made.add_row(f"  {name}", f"{took.ms:,.1f} ms", "", "", "", _memory(took), "")
+            grid.add_row(f"  {name}", f"{took.ms:,.1f} ms", "", "", "", _memory(took), "")
         if row.note:
-            made.add_row(f"  {row.note}")
-    return made
+            grid.add_row(f"  {row.note}")
+    return grid
 
 
 def _memory(took: Took | None) -> str:

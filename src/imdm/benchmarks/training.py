@@ -46,9 +46,9 @@ class Pairs(TokenSource):
 
 
 def training(size: Size) -> Iterator[Row]:
-    for given in SIZES[size]:
-        yield trained(given, "train MDLM", "single", Nelbo(), _nelbo)
-        yield trained(given, "train IM-ReDi", NOISY, ReDi(), _redi)
+    for sizes in SIZES[size]:
+        yield trained(sizes, "train MDLM", "single", Nelbo(), _nelbo)
+        yield trained(sizes, "train IM-ReDi", NOISY, ReDi(), _redi)
 
 
 def sdtt(size: Size) -> Iterator[Row]:
@@ -57,19 +57,21 @@ def sdtt(size: Size) -> Iterator[Row]:
 
 def graphs(size: Size) -> Iterator[Row]:
     """A small model's step as a CUDA graph (`training.graphs`), beside the same one launched kernel by kernel."""
-    given = dict(RECORDED[size])
-    batch, length, V = given.pop("batch"), given["length"], given["vocab_size"]
-    model, source = fresh(mask="single", **given), _source(Nelbo(), batch, length, V)
+    sizes = dict(RECORDED[size])
+    batch, length, V = sizes.pop("batch"), sizes["length"], sizes["vocab_size"]
+    model, source = fresh(mask="single", **sizes), _source(Nelbo(), batch, length, V)
     half = batch * length / 2
     flops = 3 * (network_flops(model.config, batch * length, length, half, half) + head_flops(model.config, int(half)))
-    took = {graphs: _trained(copy.deepcopy(model), Nelbo(), source, batch, graphs=graphs) for graphs in (False, True)}
+    took = {
+        graphs: _training_took(copy.deepcopy(model), Nelbo(), source, batch, graphs=graphs) for graphs in (False, True)
+    }
     yield Row(
-        work=f"train {given['preset']} MDLM, recorded, L={length}",
+        work=f"train {sizes['preset']} MDLM, recorded, L={length}",
         ours=took[True],
         plain=took[False],
         tokens=batch * length,
         flops=flops,
-        settings={**given, "batch": batch, "mask": "single", "dropout": 0.1, "precision": _precision()},
+        settings={**sizes, "batch": batch, "mask": "single", "dropout": 0.1, "precision": _precision()},
         per="step",
         note="plain: the same without CUDA graphs; only on a GPU they differ",
     )
@@ -93,7 +95,7 @@ def _sdtt(model: MaskedDiffusionLM, teacher: MaskedDiffusionLM, batch: dict[str,
 
 
 def trained(
-    given: dict[str, Any],
+    sizes: dict[str, Any],
     work: str,
     mask: str,
     objective: Objective,
@@ -103,20 +105,20 @@ def trained(
 ) -> Row:
     """Training steps by an objective. loss: the same in plain code, to compare with. Only necessary FLOPs count: those
     of a block once, even if it is computed twice."""
-    given = dict(given)
-    batch, length, V = given.pop("batch"), given["length"], given["vocab_size"]
+    sizes = dict(sizes)
+    batch, length, V = sizes.pop("batch"), sizes["length"], sizes["vocab_size"]
     source = _source(objective, batch, length, V)
-    model = fresh(mask=mask, **given)
+    model = fresh(mask=mask, **sizes)
     half = batch * length / 2  # positions that are masked, and read
     passes, heads = (5, 4) if isinstance(objective, SDTT) else (3, 3)  # forward passes; backward counts twice
     flops = passes * network_flops(model.config, batch * length, length, half, half)
     flops += heads * head_flops(model.config, int(half))
-    ours = _trained(model, objective, source, batch, steps, checkpoint_blocks=checkpoint_blocks)
+    ours = _training_took(model, objective, source, batch, steps, checkpoint_blocks=checkpoint_blocks)
     del model
     bare = None
     if loss is not None:
-        bare = _plain(fresh(mask=mask, **given), source, batch, loss)
-    settings = {**given, "batch": batch, "mask": mask, "dropout": 0.1, "precision": _precision()}
+        bare = _plain_took(fresh(mask=mask, **sizes), source, batch, loss)
+    settings = {**sizes, "batch": batch, "mask": mask, "dropout": 0.1, "precision": _precision()}
     return Row(
         work=f"{work}, L={length}",
         ours=ours,
@@ -138,7 +140,7 @@ def _source(objective: Objective, batch: int, length: int, V: int) -> TokenSourc
     return (Pairs if isinstance(objective, ReDi) else TokenSource)(tokens, V, V - 1)
 
 
-def _trained(
+def _training_took(
     model: MaskedDiffusionLM,
     objective: Objective,
     source: TokenSource,
@@ -155,7 +157,7 @@ def _trained(
         return paced(trainer.train_step, steps or STEPS, 10 if config.graphs else 5)
 
 
-def _plain(model: MaskedDiffusionLM, source: TokenSource, batch: int, loss: PlainLoss) -> Took:
+def _plain_took(model: MaskedDiffusionLM, source: TokenSource, batch: int, loss: PlainLoss) -> Took:
     teacher = copy.deepcopy(model).eval()
     rows = {name: column.to(device()) for name, column in source.rows(torch.arange(batch)).items()}
     step = Step(0, 0, torch.arange(batch, device=device()), batch)

@@ -42,8 +42,8 @@ TRAINING = ("train", "distill", "reproduce")  # commands that train
 PATIENCE = 5.0  # seconds; torchrun ends a process earlier, when the first one has ended
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(flag: bool) -> None:
+    if flag:
         from imdm import __version__
 
         print(f"imdm {__version__}")
@@ -98,11 +98,11 @@ def device() -> Any:
     return own_device()
 
 
-def show_tables(made: Any) -> None:
+def show_tables(report: Any) -> None:
     """The tables of the sections of a report that are to be printed."""
     from imdm.report import Table
 
-    for part in (part for section in made.sections if section.printed for part in section.parts):
+    for part in (part for section in report.sections if section.printed for part in section.parts):
         if isinstance(part, Table):
             show()
             show_whole(part.rich())
@@ -157,7 +157,7 @@ def _is_first_here() -> bool:
 
 
 def _let_the_first_speak() -> None:
-    """If it says the same, torchrun ends this process meanwhile."""
+    """Wait, so that of all processes only the first prints an error they share: torchrun ends this one meanwhile."""
     if not _is_first_here():
         time.sleep(PATIENCE)
 
@@ -186,7 +186,7 @@ def _end(sentence: str, code: int) -> NoReturn:
 
 
 def _one_line(text: str) -> str:
-    """Without control characters and line breaks, and cut if long."""
+    """A text without control characters and line breaks, and cut if long."""
     text = text.encode("utf-8", "backslashreplace").decode()
     text = "".join(character if character.isprintable() else " " for character in " ".join(text.split()))
     return shorter(text, LONGEST)

@@ -42,12 +42,12 @@ def as_options(*names: str, section: str = "") -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        said = str(error)
+        message = str(error)
         for name in names:
             option = f"--{name.replace('_', '-')}"
-            said = said.replace(f"'{section}.{name}'", option)
-            said = re.sub(rf"(?<![\w.-]){name}(?= = |\))", option, said)
-        raise type(error)(said) from None
+            message = message.replace(f"'{section}.{name}'", option)
+            message = re.sub(rf"(?<![\w.-]){name}(?= = |\))", option, message)
+        raise type(error)(message) from None
 
 
 @contextmanager
@@ -56,10 +56,10 @@ def naming_options(options: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        said = str(error)
+        message = str(error)
         for setting, option in options.items():
-            said = said.replace(setting, option)
-        raise type(error)(said) from None
+            message = message.replace(setting, option)
+        raise type(error)(message) from None
 
 
 def parse_counts(text: str) -> list[int]:
@@ -228,11 +228,11 @@ def read_prompts(path: Path) -> list[str]:
     return prompts
 
 
-def check_known(kind: str, names: Iterable[str], known: Iterable[str]) -> None:
+def check_known(kind: str, names: Iterable[str], choices: Iterable[str]) -> None:
     """Refuse unknown names."""
     for name in names:
-        if name not in known:
-            raise unknown(kind, name, known)
+        if name not in choices:
+            raise unknown(kind, name, choices)
 
 
 def called(model: str, parts: int = 1) -> str:
@@ -284,7 +284,7 @@ def check_tasks(names: Iterable[str]) -> None:
 
 def check_data(text: str) -> None:
     """Refuse missing or unknown data: `--data` as `parse_data` reads it."""
-    _check_given(text)
+    _check_data_text(text)
     place = Path(text)
     if place.is_dir():
         return
@@ -292,9 +292,9 @@ def check_data(text: str) -> None:
         if not place.is_file():
             raise UserError(f"--data {text} is missing; paths are taken from the folder you run in, {Path.cwd()}")
         return
-    if text.partition(":")[0] not in (known := _languages()):
+    if text.partition(":")[0] not in (names := _languages()):
         raise UserError(
-            f"--data {text!r}: neither a language ({', '.join(known)}), a .safetensors file nor a folder "
+            f"--data {text!r}: neither a language ({', '.join(names)}), a .safetensors file nor a folder "
             "of prepared text; make one with 'imdm prepare TEXT --tokenizer MODEL --out FOLDER'"
         )
 
@@ -303,7 +303,7 @@ def check_held_out(text: str) -> None:
     """Refuse missing or unknown data: `--data` as `parse_held_out` reads it, which may be raw text."""
     from imdm.data.corpora import ENDINGS, PRESETS, Corpus
 
-    _check_given(text)
+    _check_data_text(text)
     place = Path(text)
     if place.is_dir() or text == "sample" or text in PRESETS:
         return
@@ -311,15 +311,15 @@ def check_held_out(text: str) -> None:
         check_data(text)
     elif place.suffix in ENDINGS:
         Corpus(text).check()
-    elif text.partition(":")[0] not in (known := _languages()):
-        named = ", ".join(("sample", *sorted(PRESETS)))
+    elif text.partition(":")[0] not in (names := _languages()):
+        others = ", ".join(("sample", *sorted(PRESETS)))
         raise UserError(
-            f"--data {text!r}: neither a language ({', '.join(known)}), a .safetensors file, prepared "
-            f"text, a text ({', '.join(ENDINGS)}, a folder of these) nor one of {named}"
+            f"--data {text!r}: neither a language ({', '.join(names)}), a .safetensors file, prepared "
+            f"text, a text ({', '.join(ENDINGS)}, a folder of these) nor one of {others}"
         )
 
 
-def _check_given(text: str) -> None:
+def _check_data_text(text: str) -> None:
     if not text:  # as a path it would be the current folder
         raise UserError("--data is empty; give a language, a file or a folder")
     as_path(text, "--data")

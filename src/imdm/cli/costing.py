@@ -43,16 +43,16 @@ def cost(
     check_known("GPU", [gpu.lower()], (*GPUS, "cpu"))
     chosen = load_recipe(recipe, overrides or ())
     with as_options("vocab_size", "gpus"):
-        found = reckon(chosen, gpus=gpus, gpu=gpu, vocab_size=vocab_size)
+        estimate = reckon(chosen, gpus=gpus, gpu=gpu, vocab_size=vocab_size)
     if json:
-        print(to_json.dumps(found.json(), indent=2))
+        print(to_json.dumps(estimate.json(), indent=2))
         return
     place = f"{gpus} {gpu.upper()}{'s' if gpus > 1 else ''}"
-    if found.gpu.is_cpu:
-        place = f"this machine's CPU ({found.gpu.matmul('float32') / 1e9:,.0f} GFLOP/s in float32)"
-    say(f"{found.recipe} on {place}")
-    show_whole(found.table())
-    for line in found.notes():
+    if estimate.gpu.is_cpu:
+        place = f"this machine's CPU ({estimate.gpu.matmul('float32') / 1e9:,.0f} GFLOP/s in float32)"
+    say(f"{estimate.recipe} on {place}")
+    show_whole(estimate.table())
+    for line in estimate.notes():
         say(line)
-    for line in found.assumptions():
+    for line in estimate.assumptions():
         say(f"assumed: {line}")

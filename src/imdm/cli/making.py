@@ -195,18 +195,18 @@ def prepare(
         splits = [(name, replace(corpus, split=name, hold_out=hold_out)) for name in ("train", "valid")]
     new = not (out / "train").exists()
     for name, text in splits:
-        known = made_tokenizer(out / "train") if name == "valid" else None
-        how = {"tokenizer": known, "processes": processes, "on_note": reporter().say}
+        own_tokenizer = made_tokenizer(out / "train") if name == "valid" else None
+        how = {"tokenizer": own_tokenizer, "processes": processes, "on_note": reporter().say}
         with (
             _without_train(out, hold_out, new and name == "valid"),
             as_options("part", *values),
             reporter().bar(f"{source}{name and ', '}{name}: documents", limit or 0) as bar,
         ):
             if share is None:
-                done = _prepared(text, config, out / name, bar, how)
+                message = _prepared(text, config, out / name, bar, how)
             else:
-                done = _prepared_part(text, config, out / name, share, bar, how)
-        say(f"{done}: {out / name}")
+                message = _prepared_part(text, config, out / name, share, bar, how)
+        say(f"{message}: {out / name}")
 
 
 def _check_splits(corpus: Corpus, split: str | None, hold_out: int | None) -> None:
@@ -252,7 +252,7 @@ def _prepared(corpus: Corpus, config: PrepareConfig, out: Path, bar: Bar, how: d
 def _prepared_part(
     corpus: Corpus, config: PrepareConfig, out: Path, share: tuple[int, int], bar: Bar, how: dict[str, Any]
 ) -> str:
-    """The same for one part; the summary lists the missing parts."""
+    """Make one part of the rows; returns a summary, which lists the missing parts."""
     from imdm.data.packing import prepare_part
     from imdm.data.parts import missing
 
@@ -260,8 +260,8 @@ def _prepared_part(
     part = prepare_part(corpus, config, out, share[0], share[1], **how)
     if part.whole.finished:
         return "the rows are finished"
-    left = missing(out, part.of)
-    then = f"missing: {', '.join(map(str, left))}" if left else "none is missing; run the same without --part"
+    numbers = missing(out, part.of)
+    then = f"missing: {', '.join(map(str, numbers))}" if numbers else "none is missing; run the same without --part"
     return f"part {part.number} of {part.of}, {part.whole.counts.tokens:,} tokens; {then}"
 
 
@@ -317,11 +317,11 @@ class DistillHelp(LateHelp):
         def having(option: str) -> list[str]:
             return [name for name in options if option in options[name]]
 
-        told = {
+        defaults = {
             option: ", ".join(f"{options[name][option].default:,} for {name}" for name in having(option))
             for option in ("rounds", "iterations", "batch", "pairs")
         }
-        return told | {"methods": ", ".join(options), "with_start": ", ".join(having("start"))}
+        return defaults | {"methods": ", ".join(options), "with_start": ", ".join(having("start"))}
 
 
 @app.command(cls=DistillHelp)
@@ -361,14 +361,14 @@ def distill(
     how |= {"iterations": iterations, "pairs": pairs, "precision": precision, "seed": seed}
     chosen = parse_recipe(distillation(method, model, chosen_data, **how), overrides or ())
     for name, stage in chosen.stages.items():
-        say(f"{name}: {_extent(stage)}")
+        say(f"{name}: {_stage_extent(stage)}")
     run = Run(chosen, out, reporter())
     with naming_options({"stages.student.training.steps =": "--iterations", "mixture: true": "--mixture"}):
         run.all()
     say(f"model: {run.folder / list(chosen.stages)[-1] / 'model'}")
 
 
-def _extent(stage: Any) -> str:
+def _stage_extent(stage: Any) -> str:
     """The amount of work of a stage of a distillation."""
     if stage.kind == "couple":
         return f"{stage.pairs:,} pairs, {stage.steps:,} steps each"

@@ -151,7 +151,7 @@ def evaluate(
     """Evaluate a model: a table in the terminal, result rows in a file."""
     check_places(data, judge, pairs)
     check_file(out, "the result rows")
-    temperatures, wanted = parse_temperatures(temperature), parse_match(match)
+    temperatures, target = parse_temperatures(temperature), parse_match(match)
     if match is not None and temperatures != [1.0]:
         raise UserError("--match finds the temperature; leave --temperature out")
     settings: dict[str, Any] = {"steps": parse_counts(steps), "samples": samples, "draws": draws}
@@ -163,15 +163,15 @@ def evaluate(
     from imdm.report import all_results
     from imdm.sampling import Sampling
 
-    asked = [name.strip() for name in metrics.split(",")] if metrics is not None else []
-    check_known("metric", asked, known_metrics)
+    names = [name.strip() for name in metrics.split(",")] if metrics is not None else []
+    check_known("metric", names, known_metrics)
     Sampling.of({"top_p": top_p})
     check_precision(precision, device(), "--precision")
     if out is None:
         STOPPED.append("stopped; with --out FILE the same command would resume")
     else:
         read(out)  # fails now if rows could not be appended
-    own = _own_data(data, asked, model)
+    own = _own_data(data, names, model)
     settings |= {"models": {model: method or called(model)}, "precision": precision, "judge_precision": judge_precision}
     settings |= {"metrics": list(dict.fromkeys(name for one in own.values() for name in one.metrics))}
     settings |= {"embedder": embedder, "temperatures": temperatures, "top_p": top_p, "first": first}
@@ -179,7 +179,7 @@ def evaluate(
     with as_options(*settings, section="evaluate"):
         stage = EvaluateStage.parse({"kind": "evaluate", **settings}, "evaluate")
     how: dict[str, Any] = {"seed": seed, "student_seed": student_seed, "results": out, "judge": judge, "pairs": pairs}
-    how |= {"reference": reference, "match": wanted, "policies": {"noise": noise, "order": order}}
+    how |= {"reference": reference, "match": target, "policies": {"noise": noise, "order": order}}
     rows = evaluate_model(model, stage, own, reporter=reporter(), **how)
     if is_main():
         show(all_results(rows).rich())
@@ -244,12 +244,12 @@ def lm_eval(
         raise UserError(f"lm-eval cannot be used ({reason_of(error)}): pip install 'imdm[lm-eval]'") from None
     from imdm.core.devices import check_precision
 
-    known = Tasks(names)
+    existing = Tasks(names)
     settings: dict[str, Any] = {"n": n, "steps": steps, "temperature": temperature, "tail": tail, "seed": seed}
     check_precision(precision, device(), "--precision")
     lm = DiffusionLM(model, **settings, batch_size=batch_size, device=device(), precision=precision)
     with naming_options({"run without one": "leave out --chat"}):
-        results = known.run(lm, limit, fewshot, chat)
+        results = existing.run(lm, limit, fewshot, chat)
     table = RichTable(box=None, pad_edge=False)
     for name in ("task", "metric", "value", "± questions", "± masks, nats"):
         table.add_column(name, justify="left" if name in ("task", "metric") else "right")
@@ -288,12 +288,12 @@ def report(
     from imdm.report import build_report, combine
 
     names = [run.resolve().name for run in runs]
-    made = {
+    reports = {
         str(run) if names.count(name) > 1 else name: build_report(run) for name, run in zip(names, runs, strict=True)
     }
-    whole = combine(made) if len(made) > 1 else next(iter(made.values()))
+    whole = combine(reports) if len(reports) > 1 else next(iter(reports.values()))
     page = whole.write(runs[0], html)
-    for one in made.values():
+    for one in reports.values():
         show_tables(one)
     say(f"report: {page}")
 

@@ -24,7 +24,7 @@ def options_of(settings: type) -> Callable[[F], F]:
     """Gives a command an option for each field of a dataclass that has a `help`, with the field's type and default.
     The command takes their values as `**` keywords."""
     types = get_type_hints(settings)
-    made = [
+    parameters = [
         Parameter(
             field.name,
             Parameter.KEYWORD_ONLY,
@@ -37,7 +37,7 @@ def options_of(settings: type) -> Callable[[F], F]:
 
     def with_options(command: F) -> F:
         own = [one for one in signature(command, eval_str=True).parameters.values() if one.kind != one.VAR_KEYWORD]
-        command.__signature__ = Signature([*own, *made])  # type: ignore[attr-defined]  # what Typer reads
+        command.__signature__ = Signature([*own, *parameters])  # type: ignore[attr-defined]  # what Typer reads
         return command
 
     return with_options

@@ -104,16 +104,16 @@ def adopt(
     how |= {"heads": heads, "shift": shift, "adapt": adapt, "causal": causal, "whole": whole}
     kind = {None: None, "float32": torch.float32, "bf16": torch.bfloat16}[weights]
     how |= {"revision": revision, "file": file, "averaged": not last, "dtype": kind}
-    named = "adapt", "shift", "length", "heads", "mask_token_id", "softcap", "revision", "file"
-    with as_options(*named), naming_options({"averaged = False": "--last"}):
-        found = adopt_into(source, out, tokenizer=tokenizer, **how)
-    model = found.model
+    settings = "adapt", "shift", "length", "heads", "mask_token_id", "softcap", "revision", "file"
+    with as_options(*settings), naming_options({"averaged = False": "--last"}):
+        result = adopt_into(source, out, tokenizer=tokenizer, **how)
+    model = result.model
     ids = f"{model.config.vocab_size:,} ids, the mask is {model.config.mask_token_id}"
     say(f"{model.backbone.about}; {ids}; mask {model.mask.name}; length {model.config.length:,}")
-    say("weights: averaged (EMA)" if found.averaged else "weights: as in the file")
+    say("weights: averaged (EMA)" if result.averaged else "weights: as in the file")
     if adapt:
         say("its attention is bidirectional now: its samples make no sense before it is trained")
-    if tokenizer is None and found.tokenizer is None:
+    if tokenizer is None and result.tokenizer is None:
         say("no tokenizer beside it: it writes ids; --tokenizer gives it one")
     say(f"model: {out}")
 
@@ -147,7 +147,7 @@ def export(
         return
     with reporter().bar("effect of each matrix", 0) as bar:
         kind, least = cast("Weights", weights or "bf16"), within or WITHIN
-        made = write(
+        result = write(
             model,
             out,
             weights=kind,
@@ -156,10 +156,10 @@ def export(
             order=own_order,
             on_progress=lambda done, of: bar(done, f"of {of}"),
         )
-    size = sum(file.stat().st_size for file in made.folder.iterdir())
-    moves = f", changes the distribution by {made.moved} nats a token" if made.moved is not None else ""
-    say(f"model: {made.folder} ({size / 1e6:.1f} MB{moves})")
-    if made.moved is not None and within is None and not made.moved.mean < WITHIN:
+    size = sum(file.stat().st_size for file in result.folder.iterdir())
+    moves = f", changes the distribution by {result.moved} nats a token" if result.moved is not None else ""
+    say(f"model: {result.folder} ({size / 1e6:.1f} MB{moves})")
+    if result.moved is not None and within is None and not result.moved.mean < WITHIN:
         say(f"that is more than {WITHIN:g}: --weights mixed gives each matrix the bits it needs to stay below")
 
 

@@ -70,7 +70,7 @@ def serve(
     if here.type == "cuda":
         say("getting ready, which takes a minute or so on a GPU")
     serve(
-        Engine(_loaded(chosen, here), settings),
+        Engine(_writers(chosen, here), settings),
         listening,
         lambda: say(f"{', '.join(chosen)} on {address(listening)} (Ctrl-C ends it)"),
     )
@@ -87,7 +87,7 @@ def _checked_key(api_key: str | None) -> str | None:
     return api_key
 
 
-def _loaded(chosen: dict[str, str], device: torch.device) -> dict[str, Writer]:
+def _writers(chosen: dict[str, str], device: torch.device) -> dict[str, Writer]:
     """Writers by the names under which they are served."""
     from imdm.writer import load
 
@@ -97,12 +97,12 @@ def _loaded(chosen: dict[str, str], device: torch.device) -> dict[str, Writer]:
 def named(models: Iterable[str]) -> dict[str, str]:
     """Models by the names under which they are served: the NAME of `NAME=MODEL`, or the result of `called`; if names
     clash, with more of each path."""
-    asked = [_split(model) for model in models]
-    places = [located(model) or model for _, model in asked]
-    names, parts = [name or called(model) for name, model in asked], 1
+    pairs = [_split(model) for model in models]
+    places = [located(model) or model for _, model in pairs]
+    names, parts = [name or called(model) for name, model in pairs], 1
     while clashing := {i for i, name in enumerate(names) if names.count(name) > 1}:
         parts += 1
-        longer = {i: called(asked[i][1], parts) for i in clashing if asked[i][0] is None}
+        longer = {i: called(pairs[i][1], parts) for i in clashing if pairs[i][0] is None}
         if all(names[i] == name for i, name in longer.items()):
             twice = names[min(clashing)]
             raise UserError(

@@ -84,7 +84,7 @@ def generate(
         raise UserError("give one of --prompt, --prompts, --infill and --canvas")
     if film and (trace or as_json):
         raise UserError("--film shows when each token appeared; leave out --trace and --json")
-    given = read_prompts(prompts) if prompts is not None else prompt
+    beginnings = read_prompts(prompts) if prompts is not None else prompt
     options: dict[str, Any] = {"steps": steps, "temperature": temperature, "top_p": top_p}
     options |= {name: value for name, value in (("noise", noise), ("order", order)) if value is not None}
     from imdm.core.devices import check_precision
@@ -94,16 +94,16 @@ def generate(
     Sampling.of(options)
     check_whole("num", num)
     check_length(length, model)
-    _check_given(infill, blank, marker, canvas)
+    _check_blanks_and_canvas(infill, blank, marker, canvas)
     check_precision(precision, device(), "--precision")
     options |= {"num": num, "seed": seed, "length": length, "trace": trace and as_json}  # else pieces are enough
     ids_only = Path(model).is_dir() and not has_tokenizer(Path(model))
-    as_ids = bool(canvas) or (ids_only and given is None and infill is None)
+    as_ids = bool(canvas) or (ids_only and beginnings is None and infill is None)
     if as_ids:
         texts, pieces_of, causal = _ids(model, precision, canvas, options)
     else:
         filling = None if infill is None else {"text": infill, "blank": blank, "marker": marker}
-        texts, pieces_of, causal = _texts(model, precision, given, filling, options)
+        texts, pieces_of, causal = _written_texts(model, precision, beginnings, filling, options)
     if causal:  # one step a token, whatever was asked for
         steps = max((step for text in texts for step in text.revealed_at), default=-1) + 1
     pieces = [pieces_of(text) for text in texts] if film or trace else []
@@ -119,7 +119,7 @@ def generate(
         _print(texts, pieces, steps, 1 if as_ids else num, titled=infill is None)
 
 
-def _check_given(infill: str | None, blank: int | None, marker: str, canvas: list[str] | None) -> None:
+def _check_blanks_and_canvas(infill: str | None, blank: int | None, marker: str, canvas: list[str] | None) -> None:
     """Refuse blanks that are not there, and a canvas that cannot be read."""
     if infill is not None:
         with as_options("marker"):
@@ -139,27 +139,27 @@ def _ids(
 
     network = load_model(model, precision).to(device())
     hole = network.config.mask_token_id
-    made = network.generate(parse_canvas(canvas, network, options["length"]) if canvas else None, **options)
+    generation = network.generate(parse_canvas(canvas, network, options["length"]) if canvas else None, **options)
 
     def in_words(ids: list[int]) -> str:
         return " ".join("?" if token == hole else str(token) for token in ids)
 
     def text(row: int, tokens: list[int]) -> Text:
         prompt = canvas[row // options["num"]] if canvas else ""
-        revealed_at, evaluations, story = made.revealed_at[row].tolist(), int(made.evaluations[row]), None
-        if made.trace is not None:
-            states = [in_words(state) for state in made.trace.canvases[row].tolist()]
-            story = Story(states, made.trace.log_probs[row].tolist())
+        revealed_at, evaluations, story = generation.revealed_at[row].tolist(), int(generation.evaluations[row]), None
+        if generation.trace is not None:
+            states = [in_words(state) for state in generation.trace.canvases[row].tolist()]
+            story = Story(states, generation.trace.log_probs[row].tolist())
         return Text(prompt, in_words(tokens), tokens, revealed_at, evaluations, story)
 
     def pieces(text: Text) -> list[Piece]:
         ids = zip(text.tokens, text.revealed_at, strict=True)
         return [piece for token, step in ids for piece in (Piece(str(token), step), Piece(" ", -1))]
 
-    return [text(row, tokens) for row, tokens in enumerate(made.tokens.tolist())], pieces, network.causal
+    return [text(row, tokens) for row, tokens in enumerate(generation.tokens.tolist())], pieces, network.causal
 
 
-def _texts(
+def _written_texts(
     model: str, precision: str, prompts: list[str] | None, filling: dict[str, Any] | None, options: dict[str, Any]
 ) -> tuple[list[Text], Callable[[Text], list[Piece]], bool]:
     """Texts, their pieces, and whether the model is causal. filling: the text with blanks, and what they are."""
@@ -185,15 +185,15 @@ def _print(texts: Sequence[Text], pieces: Sequence[list[Piece]], steps: int, col
         return
     if pieces:
         show(legend(steps))
-    shown = [coloured(one, steps) for one in pieces] or [Plain(text.text) for text in texts]
+    blocks = [coloured(one, steps) for one in pieces] or [Plain(text.text) for text in texts]
     if columns > 1 and wide():
         for first in range(0, len(texts), columns):
             if texts[first].prompt and titled:
                 show(Plain(texts[first].prompt, "bold"))
-            show(side_by_side(shown[first : first + columns]))
+            show(side_by_side(blocks[first : first + columns]))
         return
-    apart = bool(pieces) or any("\n" in one.plain for one in shown)
-    for number, one in enumerate(shown):
+    apart = bool(pieces) or any("\n" in one.plain for one in blocks)
+    for number, one in enumerate(blocks):
         if number and apart:
             print()
         show(one, soft_wrap=True)

@@ -40,7 +40,8 @@ many as each matrix needs."""
 
 @dataclass(frozen=True)
 class Exported:
-    """folder: what was written; moved: the KL in nats a token to the original model, if weights were quantised."""
+    """What an export gives. folder: what was written; moved: the KL in nats a token to the original model, if weights
+    were quantised."""
 
     folder: Path
     moved: Move | None
@@ -65,7 +66,7 @@ def export(
     """
     if weights not in get_args(Weights):
         raise unknown("kind of weights", weights, get_args(Weights))
-    model, folder, tokenizer = _checked(model, out, card)
+    model, folder, tokenizer = _checked_places(model, out, card)
     folded = _folded(load_model(model), order)
     rounding = None
     if weights in ("int8", "mixed"):
@@ -78,18 +79,18 @@ def export(
             folded.save_pretrained(aside)
         else:
             save_whole(lambda place: _save_rounded(folded, place, rounding), aside, folded.config)
-        _finish(aside, model, tokenizer, card, _facts(folded, folder.name, tokenizer is not None, rounding))
+        _finish(aside, model, tokenizer, card, _facts_card(folded, folder.name, tokenizer is not None, rounding))
     return Exported(folder, None if rounding is None else rounding.moved)
 
 
 def export_published(model: str | Path, out: str | Path, *, card: str | None = None) -> Path:
     """Write `model` as MDLM's own class loads it (`adopting.write_published`), its tokenizer and card beside it."""
-    model, folder, tokenizer = _checked(model, out, card)
-    loaded = load_model(model)
+    model, folder, tokenizer = _checked_places(model, out, card)
+    network = load_model(model)
     with written_aside(folder) as aside:
         aside.mkdir()
-        write_published(loaded, aside)
-        _finish(aside, model, tokenizer, card, _facts(loaded, folder.name, tokenizer is not None, None))
+        write_published(network, aside)
+        _finish(aside, model, tokenizer, card, _facts_card(network, folder.name, tokenizer is not None, None))
     return folder
 
 
@@ -106,10 +107,10 @@ def export_transformers(
     from this package (`copying`). It is still one of our folders too. order: as in `export`."""
     if weights not in ("bf16", "float32"):
         raise UserError(f"layout transformers: weights are bf16 or float32, not {weights!r}")
-    model, folder, tokenizer = _checked(model, out, card)
-    loaded = load_model(model)
-    _check_known(loaded)
-    folded = _folded(loaded, order)
+    model, folder, tokenizer = _checked_places(model, out, card)
+    network = load_model(model)
+    _check_known(network)
+    folded = _folded(network, order)
     torch.nn.Module.to(folded, torch.bfloat16 if weights == "bf16" else torch.float32)
     with written_aside(folder) as aside:
         folded.save_pretrained(aside)
@@ -119,11 +120,11 @@ def export_transformers(
             (aside / name).write_text(text, encoding="utf-8")
         _finish(aside, model, tokenizer, card, hub_card(folded, folder.name, tokenizer))
         if tokenizer is not None and None in (tokenizer.mask_token, tokenizer.pad_token):
-            save_tokenizer(_named(tokenizer, folded.config), aside)
+            save_tokenizer(_with_mask_token(tokenizer, folded.config), aside)
     return folder
 
 
-def _named(tokenizer: Any, config: Any) -> Any:
+def _with_mask_token(tokenizer: Any, config: Any) -> Any:
     """The tokenizer with a mask token, which for us is an id after its last, and with padding, as users of
     `transformers` expect them."""
     pad, mask = special_ids(tokenizer).pad, config.mask_token_id
@@ -147,7 +148,7 @@ def _folded(model: MaskedDiffusionLM, order: RevealOrder | None) -> MaskedDiffus
     return folded
 
 
-def _checked(model: str | Path, out: str | Path, card: str | None) -> tuple[str | Path, Path, Any]:
+def _checked_places(model: str | Path, out: str | Path, card: str | None) -> tuple[str | Path, Path, Any]:
     """The model's folder, the output folder, which must not exist yet, and the tokenizer, None without one."""
     check_is("card", card, (str, type(None)), "text")
     model, folder = find(model), check_new(out)
@@ -177,24 +178,26 @@ def _save_rounded(model: MaskedDiffusionLM, folder: Path, rounding: Rounding) ->
     save(folder / FILE, dict(model.named_parameters()), rounding.bits)
 
 
-def _facts(model: MaskedDiffusionLM, name: str, text: bool, rounding: Rounding | None) -> str:
+def _facts_card(model: MaskedDiffusionLM, name: str, text: bool, rounding: Rounding | None) -> str:
     config = model.config
     kind = "An autoregressive language model" if config.causal else f"A masked diffusion model, mask {model.mask.name},"
     count = sum(parameter.numel() for parameter in model.parameters())
     use = f'`imdm.load("{name}")` writes with it.' if text else f'`imdm.load_model("{name}")` writes token ids with it.'
     if config.causal:
         use = f"`imdm evaluate MODEL --judge {name}` scores samples of other models with it."
-    kept = ""
+    rounding_line = ""
     if rounding is not None:
         least, most = min(rounding.bits.values()), max(rounding.bits.values())
         width = f"{least}" if least == most else f"{least} to {most}"
-        kept = f"\n- matrices in {width} bits a weight, which changes the distribution by {rounding.moved} nats a token"
+        rounding_line = (
+            f"\n- matrices in {width} bits a weight, which changes the distribution by {rounding.moved} nats a token"
+        )
     return f"""# {name}
 
 {kind} of {count / 1e6:.1f}M parameters.
 
 - {model.backbone.about}; sequences of up to {config.length} tokens
-- vocabulary of {config.vocab_size:,} ids, the mask among them{kept}
+- vocabulary of {config.vocab_size:,} ids, the mask among them{rounding_line}
 
 {use}
 """

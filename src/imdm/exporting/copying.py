@@ -25,7 +25,7 @@ def copies(entries: Mapping[str, str], root: Path = ROOT, package: str = "imdm")
     names, texts, waiting = dict(entries), {}, list(entries)
     while waiting:
         module = waiting.pop()
-        file = _file(module, root)
+        file = _module_file(module, root)
         source = file.read_text(encoding="utf-8")
         edits: list[tuple[ast.stmt, str]] = []
         for statement, types in _statements(ast.parse(source)):
@@ -37,7 +37,7 @@ def copies(entries: Mapping[str, str], root: Path = ROOT, package: str = "imdm")
             if types and imported:
                 edits.append((statement, "pass"))
             elif isinstance(statement, ast.ImportFrom) and imported:
-                edits.append((statement, f"from .{names[imported[0]]} import {_words(statement)}"))
+                edits.append((statement, f"from .{names[imported[0]]} import {_imported_names(statement)}"))
             elif imported:
                 edits.append((statement, "\n".join(f"from .{names[other]} import __name__ as _" for other in imported)))
         head = f"# {file.relative_to(root).as_posix()} of {package} {__version__}; only its imports differ\n"
@@ -47,7 +47,7 @@ def copies(entries: Mapping[str, str], root: Path = ROOT, package: str = "imdm")
     return dict(sorted(texts.items()))
 
 
-def _file(module: str, root: Path) -> Path:
+def _module_file(module: str, root: Path) -> Path:
     place = root / module.replace(".", "/")
     return place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
 
@@ -70,9 +70,9 @@ def _imported(statement: ast.stmt, module: str, package: str, file: Path, root: 
     if isinstance(statement, ast.Expr):  # each registers what it has
         return [f"{module}.{one.stem}" for one in sorted(file.parent.glob("*.py")) if one.stem != "__init__"]
     if isinstance(statement, ast.Import):
-        found = [one.name for one in statement.names if one.name.split(".")[0] == package]
-        if found:
-            raise ValueError(f"{module}: 'import {found[0]}': write 'from {found[0]} import …'")
+        names = [one.name for one in statement.names if one.name.split(".")[0] == package]
+        if names:
+            raise ValueError(f"{module}: 'import {names[0]}': write 'from {names[0]} import …'")
         return []
     assert isinstance(statement, ast.ImportFrom)
     here = module.split(".") + ["__init__"] * (file.stem == "__init__")
@@ -81,14 +81,14 @@ def _imported(statement: ast.stmt, module: str, package: str, file: Path, root: 
     if place.split(".")[0] != package:
         return []
     for one in statement.names:
-        if _file(f"{place}.{one.name}", root).exists():
+        if _module_file(f"{place}.{one.name}", root).exists():
             raise ValueError(
                 f"{module}: imports the module {place}.{one.name}: write 'from {place}.{one.name} import …'"
             )
     return [place]
 
 
-def _words(statement: ast.ImportFrom) -> str:
+def _imported_names(statement: ast.ImportFrom) -> str:
     words = ", ".join(one.name if one.asname is None else f"{one.name} as {one.asname}" for one in statement.names)
     return f"({words})" if statement.lineno != statement.end_lineno else words
 

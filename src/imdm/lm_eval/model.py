@@ -105,8 +105,8 @@ class DiffusionLM(LM):
         """Information that lm-eval stores with the results."""
         by_task = {task: sum(errors) / len(errors) for task, errors in self.stderrs.items()}
         how = {"n": self.n, "temperature": self.temperature, "seed": self.seed, "tail": self.tail}
-        drawn = {name: getattr(self.sampling, name) for name in ("steps", "noise", "order")}
-        return {**how, **drawn, "monte_carlo_stderr": self.stderr, "monte_carlo_stderr_by_task": by_task}
+        sampling = {name: getattr(self.sampling, name) for name in ("steps", "noise", "order")}
+        return {**how, **sampling, "monte_carlo_stderr": self.stderr, "monte_carlo_stderr_by_task": by_task}
 
     # Likelihoods
 
@@ -117,31 +117,34 @@ class DiffusionLM(LM):
         itself where all masks are enumerated. The second: all of the continuation is masked, and one position after
         another takes its likeliest token, the most confident first.
         """
-        asked = [list(self._asked(*self._encoded(*request.args))) for request in requests]
-        found, written = self._bounds(requests, asked), self._greedy(asked)
-        return [(value, same) for value, same in zip(found, written, strict=True)]
+        by_request = [list(self._continuation_rows(*self._encoded(*request.args))) for request in requests]
+        totals, matches = self._bounds(requests, by_request), self._greedy(by_request)
+        return [(value, same) for value, same in zip(totals, matches, strict=True)]
 
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
         """log p of each text, split into as few rows as possible, each with as much preceding text as fits."""
-        return self._bounds(requests, [list(self._asked([], self._ids(request.args[0]))) for request in requests])
+        return self._bounds(
+            requests, [list(self._continuation_rows([], self._ids(request.args[0]))) for request in requests]
+        )
 
     def _encoded(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Trailing space of a context is moved to the continuation, whose first token mostly begins with it."""
-        kept = context.rstrip()
-        whole, before = self._ids(context + continuation), self._ids(kept)
+        """Token ids of context and continuation. Trailing space of the context is moved to the continuation, whose
+        first token mostly begins with it."""
+        stripped = context.rstrip()
+        whole, before = self._ids(context + continuation), self._ids(stripped)
         if whole[: len(before)] == before:
             return before, whole[len(before) :]
-        return before, self._ids(context[len(kept) :] + continuation)  # a token spans the boundary
+        return before, self._ids(context[len(stripped) :] + continuation)  # a token spans the boundary
 
     def _ids(self, text: str) -> list[int]:
-        """Names of special tokens in a task's text are ordinary characters, unless a chat template has put them
-        there."""
+        """Token ids of a task's text, in which names of special tokens are ordinary characters, unless a chat template
+        has put them there."""
         if not self._chat:
             return self.writer.encode(text)
         ids = self.writer.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
         return ids[1:] if ids[:1] == [self.special.begin] else ids  # rows begin with it anyway
 
-    def _asked(self, context: list[int], continuation: list[int]) -> Iterator[LikelihoodRequest]:
+    def _continuation_rows(self, context: list[int], continuation: list[int]) -> Iterator[LikelihoodRequest]:
         """The rows for a continuation: one, unless it is longer than a row."""
         most = self.model.length - 1
         for start in range(0, len(continuation), most):
@@ -157,20 +160,20 @@ class DiffusionLM(LM):
         masks = min(self.tail, room - 1)
         return [*[self.special.mask] * masks, self.special.end] if masks > 0 else []
 
-    def _bounds(self, requests: Sequence[Instance], asked: list[list[LikelihoodRequest]]) -> list[float]:
+    def _bounds(self, requests: Sequence[Instance], by_request: list[list[LikelihoodRequest]]) -> list[float]:
         """The sum of the bounds of each request's rows; their errors are kept."""
-        rows = [row for some in asked for row in some]
-        made = self._watched(bounds(self.model, rows, self.n, self.seed, self.batch_size), len(rows), "likelihoods")
+        rows = [row for some in by_request for row in some]
+        results = self._watched(bounds(self.model, rows, self.n, self.seed, self.batch_size), len(rows), "likelihoods")
         values = []
-        for request, found in zip(requests, _apart(dict[int, Bound](made), asked), strict=True):
-            values.append(sum(one.value for one in found))
-            self.stderrs[request.task_name or ""].append(sum(one.stderr**2 for one in found) ** 0.5)
+        for request, own in zip(requests, _grouped(dict[int, Bound](results), by_request), strict=True):
+            values.append(sum(one.value for one in own))
+            self.stderrs[request.task_name or ""].append(sum(one.stderr**2 for one in own) ** 0.5)
         return values
 
-    def _greedy(self, asked: list[list[LikelihoodRequest]]) -> list[bool]:
-        rows = [row for some in asked for row in some]
-        made = self._watched(greedy(self.model, rows, self.seed, self.batch_size), len(rows), "greedy unmasking")
-        return [all(same) for same in _apart(dict[int, bool](made), asked)]
+    def _greedy(self, by_request: list[list[LikelihoodRequest]]) -> list[bool]:
+        rows = [row for some in by_request for row in some]
+        results = self._watched(greedy(self.model, rows, self.seed, self.batch_size), len(rows), "greedy unmasking")
+        return [all(same) for same in _grouped(dict[int, bool](results), by_request)]
 
     # Texts
 
@@ -178,24 +181,24 @@ class DiffusionLM(LM):
         """A text after each context, of at most `max_gen_toks` tokens: up to the first stop string or the end token. It
         is generated by our sampler in at most `steps` evaluations. If both do not fit into a row, the text gets at
         least half of it."""
-        rows, seen = defaultdict[tuple[int, Sampling], list[int]](list), Counter[str]()
-        canvas, given, keys = list[list[int]](), list[int](), list[torch.Tensor]()
+        rows, counts = defaultdict[tuple[int, Sampling], list[int]](list), Counter[str]()
+        canvas, starts, keys = list[list[int]](), list[int](), list[torch.Tensor]()
         for i, request in enumerate(requests):
             context, options = request.args
             row, start = self._canvas(self._ids(context), options.get("max_gen_toks", 256))
             rows[len(row), self._how(options)].append(i)
             key = LikelihoodRequest(tuple(row), start, len(row)).key(self.seed)
-            keys.append(fold(key, Purpose.PAIR, seen[said := repr(request.args)]))  # equal requests, different texts
-            seen[said] += 1
+            keys.append(fold(key, Purpose.PAIR, counts[label := repr(request.args)]))  # equal requests, different texts
+            counts[label] += 1
             canvas.append(row)
-            given.append(start)
+            starts.append(start)
         chunks = [(how, some) for (_, how), every in rows.items() for some in _chunks(every, self.batch_size)]
         texts = dict[int, str]()
         for how, some in self._watched(chunks, len(chunks), "texts"):
             filled = torch.tensor([canvas[i] for i in some])
-            made = self.model.generate(filled, keys=torch.stack([keys[i] for i in some]), **vars(how))
-            for i, tokens in zip(some, made.tokens.tolist(), strict=True):
-                text = self._text(tokens[1 : given[i]], tokens[given[i] :])
+            generation = self.model.generate(filled, keys=torch.stack([keys[i] for i in some]), **vars(how))
+            for i, tokens in zip(some, generation.tokens.tolist(), strict=True):
+                text = self._text(tokens[1 : starts[i]], tokens[starts[i] :])
                 texts[i] = _until(text, requests[i].args[1].get("until"))
         return [texts[i] for i in range(len(requests))]
 
@@ -253,10 +256,10 @@ class DiffusionLM(LM):
         )
 
 
-def _apart(values: dict[int, T], asked: list[list[LikelihoodRequest]]) -> list[list[T]]:
+def _grouped(values: dict[int, T], by_request: list[list[LikelihoodRequest]]) -> list[list[T]]:
     """Results of all rows by index, grouped by request."""
     every = iter(range(len(values)))
-    return [[values[next(every)] for _ in some] for some in asked]
+    return [[values[next(every)] for _ in some] for some in by_request]
 
 
 def _last(values: list[int], many: int) -> list[int]:

@@ -37,27 +37,27 @@ class Tasks:
     def __init__(self, names: Sequence[str]) -> None:
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         self.manager = TaskManager(include_defaults=not all(map(is_file, names)))
-        self.names = list(dict.fromkeys(found for name in names for found in self._known(name)))
+        self.names = list(dict.fromkeys(task for name in names for task in self._matching_names(name)))
 
-    def _known(self, name: str) -> list[str]:
+    def _matching_names(self, name: str) -> list[str]:
         if is_file(name):
             return [name]
-        found = self.manager.match_tasks([name])
-        if not found:
+        names = self.manager.match_tasks([name])
+        if not names:
             near = difflib.get_close_matches(name, self.manager.all_tasks, 3)
             hint = f"did you mean {', '.join(near)}?" if near else "'lm-eval ls tasks' lists them"
             raise UserError(f"unknown task {name!r}: neither a YAML file nor one of lm-eval's; {hint}")
-        return found
+        return names
 
     def run(
         self, lm: DiffusionLM, limit: int | None = None, fewshot: int | None = None, chat: bool = False
     ) -> dict[str, Any]:
         """lm-eval's results as plain data; limit: only so many questions of each task; fewshot: examples before
         each; chat: questions in the tokenizer's chat template."""
-        built = [one for name in self.names for one in self._built(name)]
-        found = simple_evaluate(
+        tasks = [one for name in self.names for one in self._loaded_tasks(name)]
+        results = simple_evaluate(
             model=lm,
-            tasks=built,
+            tasks=tasks,
             task_manager=self.manager,
             num_fewshot=fewshot,
             limit=limit,
@@ -65,31 +65,31 @@ class Tasks:
             bootstrap_iters=BOOTSTRAPS,
             apply_chat_template=chat,
         )
-        return json.loads(json.dumps(found or {}, default=handle_non_serializable))
+        return json.loads(json.dumps(results or {}, default=handle_non_serializable))
 
-    def _built(self, name: str) -> list[Any]:
+    def _loaded_tasks(self, name: str) -> list[Any]:
         """A task or group with its data; a tag has several."""
         try:
-            loaded = self.manager.load([name])
+            parts = self.manager.load([name])
         except Exception as error:  # of many kinds: a file that is no task, no network, missing data
             raise UserError(f"task {name!r} cannot be loaded: {reason_of(error)}") from error
-        groups = loaded["groups"]
-        return [groups[name]] if name in groups else list(loaded["tasks"].values())
+        groups = parts["groups"]
+        return [groups[name]] if name in groups else list(parts["tasks"].values())
 
 
 def is_file(name: str) -> bool:
     return name.endswith((".yaml", ".yml"))
 
 
-def figures(found: dict[str, Any]) -> Iterator[Figure]:
+def figures(results: dict[str, Any]) -> Iterator[Figure]:
     """Every result, in lm-eval's order."""
-    errors = found.get("config", {}).get("monte_carlo_stderr_by_task", {})
-    for task, values in found.get("results", {}).items():
+    errors = results.get("config", {}).get("monte_carlo_stderr_by_task", {})
+    for task, values in results.get("results", {}).items():
         for name, value in values.items():
             metric, _, kind = name.partition(",")
             if not kind or metric.endswith("_stderr") or not isinstance(value, int | float):
                 continue
             stderr = values.get(f"{metric}_stderr,{kind}")
             stderr = float(stderr) if isinstance(stderr, int | float) else None
-            named = metric if kind == "none" else f"{metric} ({kind})"
-            yield Figure(task, named, float(value), stderr, errors.get(task))
+            label = metric if kind == "none" else f"{metric} ({kind})"
+            yield Figure(task, label, float(value), stderr, errors.get(task))

@@ -39,7 +39,7 @@ def _one_or_more(value: Any, check: Any) -> Any:
 Texts = Annotated[str | list[str], WrapValidator(_one_or_more)]
 
 
-class Asked(Config):
+class TextRequest(Config):
     """Fields of every request for text."""
 
     model_config = ConfigDict(strict=True)
@@ -79,7 +79,7 @@ class Asked(Config):
 REFUSED = "Not supported: refused unless it has no effect."
 
 
-class Completion(Asked):
+class Completion(TextRequest):
     """POST /v1/completions: continuations of a prompt, or a prompt with its blanks filled."""
 
     prompt: Texts = Field("", description="A text or several; empty: from nothing.")
@@ -99,7 +99,7 @@ class Completion(Asked):
     frequency_penalty: float | None = Field(None, description=REFUSED)
 
 
-class Infill(Asked):
+class Infill(TextRequest):
     """POST /v1/infill: a text, or several, whose blanks are to be filled."""
 
     text: Texts = Field(description="With a marker at each blank.")
@@ -107,8 +107,8 @@ class Infill(Asked):
     marker: str = Field(BLANK, description="What a blank looks like.")
 
 
-class Said(NamedTuple):
-    """reason: why the text ends, in OpenAI's words."""
+class ChoiceText(NamedTuple):
+    """The text of a choice, as far as it may be sent. reason: why it ends, in OpenAI's words."""
 
     text: str
     reason: str
@@ -133,20 +133,20 @@ class Order:
     heads: dict[int, str] = field(default_factory=dict, init=False, compare=False)  # of each job, once decoded
 
     @classmethod
-    def of(cls, asked: Completion | Infill, engine: Engine) -> Order:
-        """Refuse invalid requests, and those beyond the limits."""
+    def of(cls, request: Completion | Infill, engine: Engine) -> Order:
+        """The work of a request; one that is invalid or beyond the limits is refused."""
         limits = engine.settings
-        name = asked.model if asked.model is not None else next(iter(engine.writers))
+        name = request.model if request.model is not None else next(iter(engine.writers))
         if name not in engine.writers:
             raise Missing(str(unknown("model", name, engine.writers)))
-        writer, completion = engine.writers[name], asked if isinstance(asked, Completion) else None
-        infill = asked if isinstance(asked, Infill) or asked.infill else None
-        texts = _listed(asked.prompt if isinstance(asked, Completion) else asked.text)
+        writer, completion = engine.writers[name], request if isinstance(request, Completion) else None
+        infill = request if isinstance(request, Infill) or request.infill else None
+        texts = _as_list(request.prompt if isinstance(request, Completion) else request.text)
         if not texts:
             raise UserError("the list of prompts is empty; give one text at least")
-        if len(texts) * asked.n > limits.queue:
+        if len(texts) * request.n > limits.queue:
             raise UserError(
-                f"n = {asked.n}: {len(texts) * asked.n} texts in all are more than the service takes at a time, "
+                f"n = {request.n}: {len(texts) * request.n} texts in all are more than the service takes at a time, "
                 f"{limits.queue} (imdm serve --queue); ask for fewer"
             )
         for text in texts:
@@ -156,29 +156,29 @@ class Order:
         if infill is not None:
             rows = [writer.blanked(text, infill.blank, infill.marker) for text in texts]
         else:
-            rows = [continued(writer, text, asked.max_tokens) for text in texts]  # type: ignore[union-attr]
+            rows = [prompt_row(writer, text, request.max_tokens) for text in texts]  # type: ignore[union-attr]
         hole = writer.model.process.mask_id
-        wanted = asked.n * sum(row.count(hole) for row in rows)
-        if wanted > limits.tokens:
+        holes = request.n * sum(row.count(hole) for row in rows)
+        if holes > limits.tokens:
             raise UserError(
-                f"the request asks for {wanted:,} tokens in all, of {limits.tokens:,} at most; ask for fewer or "
+                f"the request asks for {holes:,} tokens in all, of {limits.tokens:,} at most; ask for fewer or "
                 "shorter texts"
             )
-        seed = DRAWN.getrandbits(53) if asked.seed is None else asked.seed
+        seed = DRAWN.getrandbits(53) if request.seed is None else request.seed
         jobs = [
             Job(
                 name,
                 [None if token == hole else token for token in row],
-                asked.steps,
+                request.steps,
                 seed,
                 number,
-                asked.temperature,
-                asked.top_p,
-                asked.noise,
-                asked.order,
-                frames=asked.stream,
+                request.temperature,
+                request.top_p,
+                request.noise,
+                request.order,
+                frames=request.stream,
             )
-            for number, row in enumerate(row for row in rows for _ in range(asked.n))
+            for number, row in enumerate(row for row in rows for _ in range(request.n))
         ]
         return cls(
             f"cmpl-{DRAWN.getrandbits(96):024x}",
@@ -186,41 +186,41 @@ class Order:
             writer,
             jobs,
             seed,
-            sum(_given(row, hole, writer) for row in rows),
+            sum(_prompt_tokens(row, hole, writer) for row in rows),
             infill is not None,
             infill is not None or (completion is not None and completion.echo),
             _stops(completion.stop if completion is not None else None),
-            asked.stream,
-            bool((asked.stream_options or {}).get("include_usage")),
+            request.stream,
+            bool((request.stream_options or {}).get("include_usage")),
         )
 
-    def said(self, number: int, frame: Frame) -> Said:
+    def choice_text(self, number: int, frame: Frame) -> ChoiceText:
         """The text of choice `number`, as far as it is complete from its beginning; without what a stop may still cut
         off."""
-        given, ids = self.jobs[number].ids, frame.ids if frame.done else frame.ids[: frame.ids.index(None)]
+        row, ids = self.jobs[number].ids, frame.ids if frame.done else frame.ids[: frame.ids.index(None)]
         tokens = [token for token in ids if token is not None]
-        text, first = self.writer.decode(tokens), given.index(None) if None in given else 0
+        text, first = self.writer.decode(tokens), row.index(None) if None in row else 0
         head = self._head(number, first)
         if not self.echo:
             text = text.removeprefix(head) if text.startswith(head) else self.writer.decode(tokens[first:])
         if not frame.done:
             text = text.rstrip("\ufffd")  # an incomplete character
         begin = len(head.rstrip("\ufffd")) if self.echo else 0
-        cut = _cut(text, begin, self.stops, open_ended=not frame.done)
+        cut = _stop_position(text, begin, self.stops, open_ended=not frame.done)
         if cut is not None:
-            return Said(text[:cut], "stop")
+            return ChoiceText(text[:cut], "stop")
         ending = self.writer.model.process.ending
         ended = ending is not None and ending.has_end(tokens)
-        return Said(text, "stop" if ended or self.infill else "length")
+        return ChoiceText(text, "stop" if ended or self.infill else "length")
 
     def _head(self, number: int, first: int) -> str:
         """The text of a row before its first hole: the same in every frame."""
         if number not in self.heads:
-            given = self.jobs[number].ids[:first]
-            self.heads[number] = self.writer.decode([token for token in given if token is not None])
+            row = self.jobs[number].ids[:first]
+            self.heads[number] = self.writer.decode([token for token in row if token is not None])
         return self.heads[number]
 
-    def written(self, frame: Frame) -> int:
+    def tokens_written(self, frame: Frame) -> int:
         """Tokens that evaluations wrote, up to the end of the text: not an end that was drawn first."""
         ending = self.writer.model.process.ending
         tokens = [token or 0 for token in frame.ids]
@@ -228,18 +228,18 @@ class Order:
         return size - frame.revealed_at[:size].count(-1)
 
     def usage(self, frames: Sequence[Frame]) -> dict[str, int]:
-        written = sum(self.written(frame) for frame in frames)
+        tokens = sum(self.tokens_written(frame) for frame in frames)
         return {
             "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": written,
-            "total_tokens": self.prompt_tokens + written,
+            "completion_tokens": tokens,
+            "total_tokens": self.prompt_tokens + tokens,
             "evaluations": sum(frame.evaluations for frame in frames),
         }
 
     def answer(self, frames: Sequence[Frame]) -> dict[str, Any]:
         """All choices, from the last frame of each."""
-        said = [self.said(number, frame) for number, frame in enumerate(frames)]
-        choices = [choice(number, one.text, one.reason) for number, one in enumerate(said)]
+        texts = [self.choice_text(number, frame) for number, frame in enumerate(frames)]
+        choices = [choice(number, one.text, one.reason) for number, one in enumerate(texts)]
         return self.chunk(choices) | {"usage": self.usage(frames)}
 
     def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -257,35 +257,35 @@ def choice(index: int, text: str, reason: str | None) -> dict[str, Any]:
     return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
 
 
-class Growing:
+class ChoiceStream:
     """New text of each choice, frame by frame. A stream cannot be revised, so a text is sent as far as it is complete
     from its beginning; in one step it is sent in one piece. What may be the beginning of a stop, or of a character, is
     held back."""
 
     def __init__(self, order: Order) -> None:
-        self.order, self.told = order, [""] * len(order.jobs)
+        self.order, self.sent = order, [""] * len(order.jobs)
 
     def more(self, number: int, frame: Frame) -> dict[str, Any] | None:
         """The next piece of a choice; None without one."""
-        said, told = self.order.said(number, frame), self.told[number]
-        if not frame.done and (len(said.text) <= len(told) or not said.text.startswith(told)):
+        new, before = self.order.choice_text(number, frame), self.sent[number]
+        if not frame.done and (len(new.text) <= len(before) or not new.text.startswith(before)):
             return None
-        self.told[number] = said.text
-        return choice(number, said.text[len(told) :], said.reason if frame.done else None)
+        self.sent[number] = new.text
+        return choice(number, new.text[len(before) :], new.reason if frame.done else None)
 
 
-def _listed(texts: str | list[str] | None) -> list[str]:
+def _as_list(texts: str | list[str] | None) -> list[str]:
     return [] if texts is None else [texts] if isinstance(texts, str) else texts
 
 
 def _stops(texts: str | list[str] | None) -> list[str]:
-    stops = _listed(texts)
+    stops = _as_list(texts)
     if len(stops) > 16 or not all(stops) or any(len(stop) > 256 for stop in stops):
         raise UserError("stop: at most 16 texts of 1 to 256 characters")
     return stops
 
 
-def _cut(text: str, begin: int, stops: list[str], open_ended: bool) -> int | None:
+def _stop_position(text: str, begin: int, stops: list[str], open_ended: bool) -> int | None:
     """The position of the first stop at or after `begin`. If the text may still grow, also of a possible stop, of which
     only the beginning is there; it counts before a whole one that begins later."""
     places = [text.find(stop, begin) for stop in stops]
@@ -305,30 +305,30 @@ def check_text(text: str, most: int) -> None:
         raise UserError("a prompt is not text that UTF-8 can hold") from None
 
 
-def _check_neutral(asked: Completion) -> None:
+def _check_neutral(request: Completion) -> None:
     """Refuse fields of OpenAI's API that a diffusion model cannot support, unless they have no effect; and those of
     blanks where there are none, and the other way round."""
     changing = {
-        "suffix": bool(asked.suffix),
-        "logprobs": asked.logprobs is not None,  # 0 asks for those of the tokens that were drawn
-        "best_of": asked.best_of not in (None, asked.n),
-        "logit_bias": bool(asked.logit_bias),
-        "presence_penalty": bool(asked.presence_penalty),
-        "frequency_penalty": bool(asked.frequency_penalty),
+        "suffix": bool(request.suffix),
+        "logprobs": request.logprobs is not None,  # 0 asks for those of the tokens that were drawn
+        "best_of": request.best_of not in (None, request.n),
+        "logit_bias": bool(request.logit_bias),
+        "presence_penalty": bool(request.presence_penalty),
+        "frequency_penalty": bool(request.frequency_penalty),
     }
     for name, changes in changing.items():
         if changes:
             instead = f"; write the blank as {BLANK} and say infill" if name == "suffix" else "; leave it out"
             raise UserError(f"{name}: this service does not support it{instead}")
-    given = asked.model_fields_set
-    if asked.infill and "max_tokens" in given:
+    fields = request.model_fields_set
+    if request.infill and "max_tokens" in fields:
         raise UserError("max_tokens: with infill, blank says how many tokens each blank becomes; leave it out")
     for name in ("blank", "marker"):
-        if name in given and not asked.infill:
+        if name in fields and not request.infill:
             raise UserError(f"{name}: it is for blanks, which are only filled with infill; say infill, or leave it out")
 
 
-def continued(writer: Writer, prompt: str, max_tokens: int | None) -> list[int]:
+def prompt_row(writer: Writer, prompt: str, max_tokens: int | None) -> list[int]:
     """A row of the prompt and `max_tokens` holes, with the model's special tokens."""
     length = writer.model.config.length
     if prompt and not prompt.strip():
@@ -344,7 +344,7 @@ def continued(writer: Writer, prompt: str, max_tokens: int | None) -> list[int]:
     return writer.prefixed(prompt, min(length, length - most + max_tokens))
 
 
-def _given(row: list[int], hole: int, writer: Writer) -> int:
+def _prompt_tokens(row: list[int], hole: int, writer: Writer) -> int:
     """Tokens of a row that were given, without padding."""
     ending = writer.model.process.ending
     return len(row) - row.count(hole) - (0 if ending is None else row.count(ending.pad))

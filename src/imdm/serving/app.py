@@ -18,10 +18,10 @@ from imdm import __version__
 from imdm.core.config import Config, explain
 from imdm.core.errors import UserError, shorter
 from imdm.serving import play
-from imdm.serving.api import Completion, Growing, Infill, Missing, Order
+from imdm.serving.api import ChoiceStream, Completion, Infill, Missing, Order
 from imdm.serving.connected import Gone, while_connected
 from imdm.serving.engine import Engine
-from imdm.serving.guard import Guard, error, told
+from imdm.serving.guard import Guard, error, error_response
 from imdm.serving.jobs import Frame
 from imdm.serving.metrics import TEXT, Metrics
 from imdm.serving.settings import Settings
@@ -70,8 +70,8 @@ def _add_writing(app: FastAPI, engine: Engine) -> None:
     """The routes that write text."""
 
     async def write(request: Request, kind: type[Completion | Infill]) -> Response:
-        asked = await read(request, kind)
-        order = Order.of(asked, engine)
+        body = await read_json(request, kind)
+        order = Order.of(body, engine)
         if order.stream:
             return await streamed(request, engine, order)
         frames = await while_connected(request, engine.finish(order.jobs))
@@ -102,14 +102,14 @@ def _add_state(app: FastAPI, engine: Engine, metrics: Metrics) -> None:
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         """The models that are served."""
-        return {"object": "list", "data": [_described(engine, name) for name in engine.writers]}
+        return {"object": "list", "data": [_model_info(engine, name) for name in engine.writers]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         """One of them."""
         if name not in engine.writers:
             raise Missing(f"unknown model {shorter(name, 100)!r}; known: {', '.join(sorted(engine.writers))}")
-        return _described(engine, name)
+        return _model_info(engine, name)
 
     @app.head("/healthz", include_in_schema=False)
     @app.get("/healthz")
@@ -127,10 +127,10 @@ def _add_state(app: FastAPI, engine: Engine, metrics: Metrics) -> None:
         return HTMLResponse(docs_page(app.openapi()))
 
 
-async def read(request: Request, kind: type[C]) -> C:
+async def read_json(request: Request, kind: type[C]) -> C:
     """Parse the JSON of a request."""
-    sent = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if sent != "application/json":
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
         raise HTTPException(415, "send JSON, with the header 'Content-Type: application/json'")
     body = await request.body()
     try:
@@ -145,36 +145,36 @@ async def read(request: Request, kind: type[C]) -> C:
 async def streamed(request: Request, engine: Engine, order: Order) -> Response:
     """Server-sent events. An error before the first frame is a response with its own status; later, an event."""
     frames = engine.run_all(order.jobs)
-    first = await while_connected(request, _next(frames))
+    first = await while_connected(request, _first_frame(frames))
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     return StreamingResponse(_events(order, first, frames), media_type="text/event-stream", headers=headers)
 
 
-async def _next(frames: AsyncGenerator[tuple[int, Frame], None]) -> tuple[int, Frame]:
+async def _first_frame(frames: AsyncGenerator[tuple[int, Frame], None]) -> tuple[int, Frame]:
     return await anext(frames)
 
 
 async def _events(
     order: Order, first: tuple[int, Frame], frames: AsyncGenerator[tuple[int, Frame], None]
 ) -> AsyncGenerator[str, None]:
-    growing, done = Growing(order), dict[int, Frame]()
+    growing, last = ChoiceStream(order), dict[int, Frame]()
 
-    def said(number: int, frame: Frame) -> str:
+    def new_text(number: int, frame: Frame) -> str:
         if frame.done:
-            done[number] = frame
+            last[number] = frame
         piece = growing.more(number, frame)
         return "" if piece is None else event(order.chunk([piece]))
 
     try:
-        if text := said(*first):
+        if text := new_text(*first):
             yield text
         async for number, frame in frames:
-            if text := said(number, frame):
+            if text := new_text(number, frame):
                 yield text
         if order.include_usage:
-            yield event(order.chunk([]) | {"usage": order.usage([done[i] for i in range(len(done))])})
+            yield event(order.chunk([]) | {"usage": order.usage([last[i] for i in range(len(last))])})
     except UserError as wrong:
-        yield f"data: {bytes(told(wrong).body).decode()}\n\n"
+        yield f"data: {bytes(error_response(wrong).body).decode()}\n\n"
     finally:
         await frames.aclose()
     yield "data: [DONE]\n\n"
@@ -184,7 +184,7 @@ def event(values: dict[str, Any]) -> str:
     return f"data: {json.dumps(values, ensure_ascii=False)}\n\n"
 
 
-def _described(engine: Engine, name: str) -> dict[str, Any]:
+def _model_info(engine: Engine, name: str) -> dict[str, Any]:
     model = engine.writers[name].model
     return {
         "id": name,
@@ -200,7 +200,7 @@ def _tell_errors(app: FastAPI) -> None:
     """All errors in one format, with one sentence."""
 
     async def user(request: Request, wrong: Exception) -> Response:
-        return told(wrong)
+        return error_response(wrong)
 
     async def http(request: Request, wrong: Exception) -> Response:
         assert isinstance(wrong, HTTPException)

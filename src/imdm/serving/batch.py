@@ -98,7 +98,8 @@ class Batch:
         self.texts, self.canvas = texts, together
 
     def _planned(self, tickets: Sequence[Ticket], how: Sampling) -> tuple[Tensor, Tensor, list[Text]]:
-        """Texts of the same number of steps and order: tokens and reveal steps (B, L), and their evaluations."""
+        """The plan of texts of the same number of steps and order: tokens and reveal steps (B, L), and their
+        evaluations."""
         process, keys = self.model.process, job_keys([ticket.job for ticket in tickets])
         hole = process.mask_id
         ids = [[hole if token is None else token for token in ticket.job.ids] for ticket in tickets]
@@ -128,8 +129,8 @@ class Batch:
         if not active:
             return 0, 0
         turn, keys = self._turn(active)
-        drawn = reverse_step(self.model, self._canvas, turn, keys, self.how)
-        return len(active), len(drawn.tokens)
+        draws = reverse_step(self.model, self._canvas, turn, keys, self.how)
+        return len(active), len(draws.tokens)
 
     def _turn(self, active: Sequence[int]) -> tuple[Turn, Keys]:
         """The next evaluation of these texts, in one copy to the device that is not waited for."""
@@ -143,6 +144,8 @@ class Batch:
         sequence, position = np.repeat(np.arange(len(texts)), sizes), np.concatenate(positions)
         slot = np.arange(len(position)) - np.repeat(sizes.cumsum() - sizes, sizes)
 
+        # A copy to a GPU has a price of its own, however small it is. So all that this evaluation needs travels in one,
+        # as int64: floats lie in it bit by bit (`view`), and come back by the same on the other side.
         parts = [
             np.array((active, steps, *whole)),
             np.array((*zip(*times, strict=True), s)).view(np.int64),
@@ -164,16 +167,18 @@ class Batch:
 
     def only(self, masked: Tensor) -> None:
         """Forget evaluations of positions that are no longer masked (B, L), since the network drew an end."""
-        for text, left in zip(self.texts, masked.numpy(), strict=True):
+        for text, row in zip(self.texts, masked.numpy(), strict=True):
+            # Only the next evaluation is cut to what is masked: the others are when it is their turn, and until then
+            # more may be revealed. One that has nothing left is not made at all.
             while text.visits:
                 step, positions = text.visits[0]
-                if left[positions].any():
-                    text.visits[0] = step, positions[left[positions]]
+                if row[positions].any():
+                    text.visits[0] = step, positions[row[positions]]
                     break
                 text.visits.popleft()
 
     def done(self) -> list[bool]:
-        """Which texts are finished."""
+        """Whether each text is finished."""
         return [not text.visits for text in self.texts]
 
     def rows(self, index: Sequence[int]) -> Fetched:
@@ -190,9 +195,9 @@ class Batch:
 def fields_of(rows: Tensor) -> Iterator[tuple[list[int | None], list[int], list[float]]]:
     """The fields ids, revealed_at and probability of frames, from `Batch.rows`."""
     tokens, revealed_at, log_probs = rows.numpy()
-    masked, given = tokens < 0, revealed_at < 0
+    masked, fixed = tokens < 0, revealed_at < 0
     steps = np.where(masked, -1, revealed_at).astype(np.int64).tolist()
-    probability = np.where(masked, 0.0, np.where(given, 1.0, np.exp(log_probs))).tolist()
+    probability = np.where(masked, 0.0, np.where(fixed, 1.0, np.exp(log_probs))).tolist()
     ids = [[None if token < 0 else token for token in row] for row in tokens.astype(np.int64).tolist()]
     return zip(ids, steps, probability, strict=True)
 
@@ -201,8 +206,8 @@ def job_keys(jobs: Sequence[Job]) -> list[JobKeys]:
     """The random keys of jobs: those of `Writer.write`, unless they have others for draws or noise."""
 
     def keys(seeds: Sequence[int]) -> list[int]:
-        found: list[int] = folded(seeds, Purpose.SAMPLE, [job.number for job in jobs]).tolist()
-        return found
+        column: list[int] = folded(seeds, Purpose.SAMPLE, [job.number for job in jobs]).tolist()
+        return column
 
     own = [job.seed for job in jobs]
     draws = [job.seed if job.draws_seed is None else job.draws_seed for job in jobs]
@@ -216,13 +221,15 @@ def job_keys(jobs: Sequence[Job]) -> list[JobKeys]:
 
 def visits(revealed_at: np.ndarray) -> list[deque[tuple[int, np.ndarray]]]:
     """The evaluations of texts, by the step (B, L) of each position, −1 where there is nothing to reveal."""
+    # Sorted by step, the positions of one evaluation lie side by side, after those that have none (−1). It begins where
+    # the step differs from the one before, and ends where the next of the same text begins, the last at the row's end.
     position = revealed_at.argsort(1, kind="stable")
     ranked = np.take_along_axis(revealed_at, position, 1)
     begins = ranked >= 0
     begins[:, 1:] &= ranked[:, 1:] != ranked[:, :-1]
     text, first = np.nonzero(begins)
     last = np.where(np.diff(text, append=-1), ranked.shape[1], np.roll(first, -1))
-    found: list[deque[tuple[int, np.ndarray]]] = [deque() for _ in revealed_at]
+    queues: list[deque[tuple[int, np.ndarray]]] = [deque() for _ in revealed_at]
     for i, step, begin, end in np.stack((text, ranked[text, first], first, last), 1).tolist():
-        found[i].append((step, position[i, begin:end]))
-    return found
+        queues[i].append((step, position[i, begin:end]))
+    return queues

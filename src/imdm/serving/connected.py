@@ -17,26 +17,26 @@ class Gone(Exception):  # noqa: N818
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`; cancelled if the client disconnects first."""
-    working, ended, left = asyncio.current_task(), False, False
+    working, ended, gone = asyncio.current_task(), False, False
     assert working is not None
 
     def stop(*_: object) -> None:
-        nonlocal left
+        nonlocal gone
         if not ended:
-            left = True
+            gone = True
             working.cancel()
 
     forget = _when_left(request, stop)
     try:
         return await work
     except asyncio.CancelledError:
-        if left and working.cancelling() == 1:  # by `stop` alone
+        if gone and working.cancelling() == 1:  # by `stop` alone
             raise Gone from None
         raise
     finally:
         ended = True
         forget()
-        if left:
+        if gone:
             working.uncancel()
 
 
@@ -45,7 +45,7 @@ def _when_left(request: Request, stop: Callable[..., None]) -> Callable[[], obje
     themselves (`patient`), which is cheaper than a task that waits for it."""
     connection = request.scope.get("state", {}).get("imdm.connection")
     if connection is None:
-        leaving = asyncio.create_task(_left(request))
+        leaving = asyncio.create_task(_until_disconnected(request))
         leaving.add_done_callback(stop)
         return leaving.cancel
     connection.leaving.add(stop)
@@ -55,6 +55,6 @@ def _when_left(request: Request, stop: Callable[..., None]) -> Callable[[], obje
     return lambda: connection.leaving.discard(stop)
 
 
-async def _left(request: Request) -> None:
+async def _until_disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass

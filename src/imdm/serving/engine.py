@@ -42,7 +42,7 @@ from imdm.serving.jobs import (
     TooLong,
     ends,
     tell,
-    unfinished,
+    unfinished_error,
 )
 from imdm.serving.settings import Settings
 
@@ -59,7 +59,7 @@ class _Pending(NamedTuple):
     and evaluations so far; the rows of these."""
 
     ended: list[Ticket]
-    told: list[tuple[Ticket, int, int]]
+    listeners: list[tuple[Ticket, int, int]]
     rows: Fetched
 
 
@@ -167,36 +167,37 @@ class Engine:
     async def run_all(
         self, jobs: Sequence[Job], seconds: float | None = None
     ) -> AsyncGenerator[tuple[int, Frame], None]:
-        """The same for several jobs, accepted together or not at all: (index of the job, frame). seconds: the time
-        limit; that of the settings unless given."""
+        """The frames of several jobs, accepted together or not at all, as (index of the job, frame); else as `run`.
+        seconds: the time limit; that of the settings unless given."""
         heard: asyncio.Queue[tuple[int, Frame | UserError]] = asyncio.Queue()
-        tickets, seconds = self._begin(jobs, lambda *said: heard.put_nowait(said)), self._limit(seconds)
-        left, deadline = len(jobs), time.monotonic() + seconds
+        tickets, seconds = self._begin(jobs, lambda *news: heard.put_nowait(news)), self._limit(seconds)
+        remaining, deadline = len(jobs), time.monotonic() + seconds
         try:
-            while left:
+            while remaining:
                 try:
-                    number, said = await _within(deadline - time.monotonic(), heard)
+                    number, news = await _next_within(deadline - time.monotonic(), heard)
                 except TimeoutError:
                     raise _too_long(seconds) from None
-                if isinstance(said, UserError):
-                    raise said
-                left -= said.done
-                yield number, said
+                if isinstance(news, UserError):
+                    raise news
+                remaining -= news.done
+                yield number, news
         finally:
             self._drop(tickets)
 
     async def finish(self, jobs: Sequence[Job], seconds: float | None = None) -> list[Frame]:
-        """Only the last frame of each of several jobs: the same as from `run_all`, for less."""
-        loop, found, left = asyncio.get_running_loop(), dict[int, Frame](), len(jobs)
+        """The last frame of each of several jobs, as from `run_all`, for less work: only these wake the caller."""
+        loop, frames, remaining = asyncio.get_running_loop(), dict[int, Frame](), len(jobs)
         end = loop.create_future()
 
-        def hear(number: int, said: Frame | UserError) -> None:
-            nonlocal left
-            if isinstance(said, UserError):
-                fail(said)
-            elif said.done:
-                found[number], left = said, left - 1
-                if not left and not end.done():
+        # Called in the event loop, as all that reads these: no lock is needed, and one future wakes the caller once.
+        def hear(number: int, news: Frame | UserError) -> None:
+            nonlocal remaining
+            if isinstance(news, UserError):
+                fail(news)
+            elif news.done:
+                frames[number], remaining = news, remaining - 1
+                if not remaining and not end.done():
                     end.set_result(None)
 
         def fail(error: UserError) -> None:
@@ -214,7 +215,7 @@ class Engine:
             raise
         finally:
             timer.cancel()
-        return [found[number] for number in range(len(jobs))]
+        return [frames[number] for number in range(len(jobs))]
 
     def _begin(self, jobs: Sequence[Job], hear: Callable[[int, Frame | UserError], None]) -> list[Ticket]:
         """Submit jobs, all or none; what they are told is heard with the number of the job."""
@@ -245,25 +246,25 @@ class Engine:
             self._changed.notify_all()
 
     def _drop(self, tickets: Sequence[Ticket]) -> None:
-        """Nobody hears these any more; finished ones may be among them."""
+        """Mark tickets that nobody hears any more; finished ones may be among them."""
         for ticket in tickets:
             ticket.dropped = True
         with self._telling:
             self._open_tickets.difference_update(tickets)
 
-    def _tell(self, said: Sequence[tuple[Ticket, Frame | UserError]]) -> None:
-        """Tell tickets, but none that was told an end or dropped."""
+    def _tell(self, news: Sequence[tuple[Ticket, Frame | UserError]]) -> None:
+        """Hand frames and errors to their tickets, but for tickets that have heard their end or were dropped."""
         with self._telling:  # while telling too, or a frame might follow an end
-            said = [(ticket, one) for ticket, one in said if ticket in self._open_tickets]
-            tell(said)
-            self._open_tickets.difference_update(ticket for ticket, one in said if ends(one) or ticket.dropped)
+            news = [(ticket, one) for ticket, one in news if ticket in self._open_tickets]
+            tell(news)
+            self._open_tickets.difference_update(ticket for ticket, one in news if ends(one) or ticket.dropped)
 
     def _tell_unfinished(self) -> None:
         """Tell all that are left that the engine stops, and drop them."""
         with self._telling:
-            left = list(self._open_tickets)
-        self._tell([(ticket, unfinished()) for ticket in left])
-        self._drop(left)
+            tickets = list(self._open_tickets)
+        self._tell([(ticket, unfinished_error()) for ticket in tickets])
+        self._drop(tickets)
 
     def _after(self) -> int:
         lately = self.counts.lately
@@ -277,6 +278,8 @@ class Engine:
                 if writer.model.device.type == "cuda":
                     torch.cuda.set_device(writer.model.device)
             with torch.no_grad():
+                # Results are read after the next evaluation is launched: while Python makes frames and tells them, a
+                # GPU has work. With no batch left there is nothing to launch, and all results are waited for.
                 while self._wait():
                     started = time.monotonic()
                     self._take_up()
@@ -303,10 +306,10 @@ class Engine:
             return not self._aborted
 
     def _take_up(self) -> None:
-        """Move waiting jobs, in order, into batches with room."""
+        """Move waiting jobs, in order, into batches with room; those without go on waiting."""
         fresh: dict[Group, list[Ticket]] = {}
         with self._changed:
-            left: deque[Ticket] = deque()
+            waiting: deque[Ticket] = deque()
             for ticket in self._coming:
                 if ticket.dropped:
                     self.counts.dropped += 1
@@ -316,8 +319,8 @@ class Engine:
                 if there < self.settings.batch:
                     fresh.setdefault(group, []).append(ticket)
                 else:
-                    left.append(ticket)
-            self._coming = left
+                    waiting.append(ticket)
+            self._coming = waiting
             self._running += sum(map(len, fresh.values()))
         for group, tickets in fresh.items():
             self._safely(tickets, partial(self._enter, group, tickets))
@@ -350,6 +353,8 @@ class Engine:
 
     def _turn(self) -> None:
         """One evaluation of the batch whose turn it is: batches get turns in proportion to their texts."""
+        # Each batch gains credit by its size, and the one that has its turn pays the sizes of all. So turns alternate
+        # as evenly as sizes allow, and none waits for ever.
         sizes = {group: len(batch) for group, batch in self._batches.items()}
         self._credit = {group: self._credit.get(group, 0) + size for group, size in sizes.items()}
         group = max(self._credit, key=self._credit.__getitem__)
@@ -366,28 +371,31 @@ class Engine:
         self.counts.turns += bool(texts)
         self.counts.evaluated += texts
         self.counts.tokens += tokens
+        # On a GPU the evaluation has only been launched. Its rows are copied after it, in the order of launches, so
+        # that finished texts may leave the batch at once. Steps and counts are noted here: by the time that the rows
+        # are read, the next evaluation has moved them on.
         done = batch.done()
         ended = [text.ticket for text, one in zip(batch.texts, done, strict=True) if one]
-        told = [
+        index = [
             i
             for i, (text, one) in enumerate(zip(batch.texts, done, strict=True))
             if (one or text.ticket.job.frames) and not text.ticket.dropped
         ]
-        heard = [
+        listeners = [
             (text.ticket, text.last + 1 if text.evaluations else 0, text.evaluations)
-            for text in map(batch.texts.__getitem__, told)
+            for text in map(batch.texts.__getitem__, index)
         ]
-        pending = _Pending(ended, heard, batch.rows(told))
+        pending = _Pending(ended, listeners, batch.rows(index))
         if ended:
             self._remove(group, done)
         self._pending.append(pending)
 
     def _waited_for(self, result: Callable[[], T]) -> T:
         """A result of the GPU, its time counted."""
-        asked = time.monotonic()
-        found = result()
-        self.counts.waited += time.monotonic() - asked
-        return found
+        start = time.monotonic()
+        value = result()
+        self.counts.waited += time.monotonic() - start
+        return value
 
     def _report(self, most: int) -> None:
         """Report the turns whose results are there; wait for the oldest while more than so many are not."""
@@ -396,13 +404,13 @@ class Engine:
             try:
                 if len(self._pending) <= most and not turn.rows.ready:
                     return
-                said = self._frames(turn)
+                frames = self._frames(turn)
             except Exception as error:
                 self._pending.popleft()
-                self._fail(turn.ended, error, [ticket for ticket, *_ in turn.told if ticket not in turn.ended])
+                self._fail(turn.ended, error, [ticket for ticket, *_ in turn.listeners if ticket not in turn.ended])
             else:
                 self._pending.popleft()
-                self._tell(said)
+                self._tell(frames)
 
     def _frames(self, turn: _Pending) -> list[tuple[Ticket, Frame]]:
         """Frames of jobs that want one after every step, and of all that ended, but for clients that are gone."""
@@ -412,7 +420,7 @@ class Engine:
             self.counts.lately.append(now - ticket.came)
         return [
             (ticket, Frame(step, *fields, done=ticket in turn.ended, evaluations=many, seconds=now - ticket.began))
-            for (ticket, step, many), fields in zip(turn.told, fields_of(rows), strict=True)
+            for (ticket, step, many), fields in zip(turn.listeners, fields_of(rows), strict=True)
         ]
 
     def _safely(self, tickets: list[Ticket], work: Callable[[], None]) -> bool:
@@ -432,10 +440,10 @@ class Engine:
         self.counts.failed += len(tickets)
         LOG.error("%d texts could not be written", len(tickets), exc_info=error)
         if is_out_of_memory(error):
-            said: UserError = Stopped("out of memory; ask for fewer or shorter texts, or try again later")
+            failure: UserError = Stopped("out of memory; ask for fewer or shorter texts, or try again later")
         else:
-            said = Failed("generation failed; the reason is in the service's log")
-        self._tell([(ticket, said) for ticket in (*tickets, *running)])
+            failure = Failed("generation failed; the reason is in the service's log")
+        self._tell([(ticket, failure) for ticket in (*tickets, *running)])
         self._drop(running)
         if isinstance(error, torch.AcceleratorError):
             raise error
@@ -454,8 +462,8 @@ def _too_long(seconds: float) -> TooLong:
     return TooLong(f"the request took longer than {seconds:g} seconds; ask for fewer texts, tokens or steps")
 
 
-async def _within(seconds: float, heard: asyncio.Queue[T]) -> T:
-    """The next of a queue; TimeoutError after so many seconds."""
+async def _next_within(seconds: float, heard: asyncio.Queue[T]) -> T:
+    """The next item of a queue; TimeoutError after so many seconds."""
     if seconds <= 0:
         raise TimeoutError
     async with asyncio.timeout(seconds):

@@ -43,8 +43,8 @@ def error(status: int, sentence: str, code: str | None = None, **headers: str) -
     kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
     field = FIELD.match(sentence) if status in (400, 404) else None
     param = None if field is None else field["name"] or ("model" if field["model"] else "prompt")
-    said = {"message": " ".join(sentence.split()), "type": kind, "param": param, "code": code}
-    return JSONResponse({"error": said}, status, {name.replace("_", "-"): value for name, value in headers.items()})
+    body = {"message": " ".join(sentence.split()), "type": kind, "param": param, "code": code}
+    return JSONResponse({"error": body}, status, {name.replace("_", "-"): value for name, value in headers.items()})
 
 
 class Guard:
@@ -76,11 +76,11 @@ class Guard:
                 raise
 
         try:
-            found = self._refused(scope, Headers(scope=scope)) or await self._body(receive)
-            if isinstance(found, JSONResponse):
-                await found(scope, receive, noted)
-            elif found is not None:  # else the client is gone
-                await self._answer(scope, _replayed(found, receive), noted)
+            outcome = self._refused(scope, Headers(scope=scope)) or await self._body(receive)
+            if isinstance(outcome, JSONResponse):
+                await outcome(scope, receive, noted)
+            elif outcome is not None:  # else the client is gone
+                await self._answer(scope, _replayed(outcome, receive), noted)
         except Exception:
             if not stalled:  # a client that does not read gets no more
                 raise
@@ -108,12 +108,12 @@ class Guard:
             sentence = "this host name is not allowed; use http://127.0.0.1, or start the service with"
             return error(403, f"{sentence} --allow-host NAME", "host")
         origin = headers.get("origin")
-        known = origin is None or _same(origin, headers.get("host", "")) or name_of(_netloc(origin)) in allowed
-        if not known and scope["method"] not in ("GET", "HEAD"):
+        trusted = origin is None or _same(origin, headers.get("host", "")) or name_of(_netloc(origin)) in allowed
+        if not trusted and scope["method"] not in ("GET", "HEAD"):
             return error(403, "pages of another origin may not use this service", "origin")
         if settings.api_key is not None and scope["path"].startswith(WITH_KEY):
-            kind, _, given = headers.get("authorization", "").partition(" ")
-            same = hmac.compare_digest(given.encode("utf-8", "replace"), settings.api_key.encode())
+            kind, _, key = headers.get("authorization", "").partition(" ")
+            same = hmac.compare_digest(key.encode("utf-8", "replace"), settings.api_key.encode())
             if not same or kind.lower() != "bearer":
                 sentence = "the API key is wrong or missing; send the header 'Authorization: Bearer KEY'"
                 return error(401, sentence, "invalid_api_key", www_authenticate="Bearer")
@@ -148,10 +148,10 @@ class Guard:
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
     """A body that was read, once more; then what else comes, which is the client's disconnect."""
-    left = [body]
+    bodies = [body]
 
     async def replayed() -> Message:
-        return {"type": "http.request", "body": left.pop(), "more_body": False} if left else await receive()
+        return {"type": "http.request", "body": bodies.pop(), "more_body": False} if bodies else await receive()
 
     return replayed
 
@@ -177,8 +177,8 @@ def _same(origin: str, host: str) -> bool:
 
 def is_local(address: str) -> bool:
     """Whether only this machine can reach an address on which a socket listens."""
-    found = ipaddress.ip_address(address)
-    return (getattr(found, "ipv4_mapped", None) or found).is_loopback
+    ip = ipaddress.ip_address(address)
+    return (getattr(ip, "ipv4_mapped", None) or ip).is_loopback
 
 
 def hosts_of(host: str, bound: str, allowed: Iterable[str] | None) -> dict[str, Any]:
@@ -192,21 +192,21 @@ def hosts_of(host: str, bound: str, allowed: Iterable[str] | None) -> dict[str, 
     }
 
 
-def status_of(said: BaseException) -> tuple[int, str | None, dict[str, str]]:
+def status_of(wrong: BaseException) -> tuple[int, str | None, dict[str, str]]:
     """Status, code and headers for an error of the engine or the API."""
-    if isinstance(said, Busy):
-        return 429, "queue_full", {"retry_after": str(said.after)}
-    known: dict[type[BaseException], tuple[int, str]] = {
+    if isinstance(wrong, Busy):
+        return 429, "queue_full", {"retry_after": str(wrong.after)}
+    kinds: dict[type[BaseException], tuple[int, str]] = {
         TooLong: (504, "timeout"),
         Stopped: (503, "stopped"),
         Failed: (500, "failed"),
         Missing: (404, "model_not_found"),
     }
-    status, code = next((found for kind, found in known.items() if isinstance(said, kind)), (400, None))
+    status, code = next((answer for kind, answer in kinds.items() if isinstance(wrong, kind)), (400, None))
     return status, code, {}
 
 
-def told(said: Any) -> JSONResponse:
+def error_response(wrong: Any) -> JSONResponse:
     """A UserError as a response."""
-    status, code, headers = status_of(said)
-    return error(status, str(said), code, **headers)
+    status, code, headers = status_of(wrong)
+    return error(status, str(wrong), code, **headers)

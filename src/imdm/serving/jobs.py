@@ -65,12 +65,12 @@ class Job:
     frames: bool = False
 
     def how(self, model: Network) -> Sampling:
-        """Its options; where `noise` or `order` is None, the model's own."""
+        """The job's sampling options; where `noise` or `order` is None, the model's own."""
         policies = model.policies(self.noise, self.order)
         return Sampling(self.steps, temperature=self.temperature, top_p=self.top_p, **policies)
 
     def checked(self, model: Network, settings: Settings) -> Sampling:
-        """Refuse what this model cannot write, or what is beyond the limits; else its options."""
+        """The job's sampling options, once it is something that this model can write, and within the limits."""
         how = self.how(model)
         check_whole("steps", self.steps, 1, settings.steps)
         for name in ("seed", "draws_seed", "noise_seed"):
@@ -86,11 +86,11 @@ class Job:
                 raise UserError(f"noise_between = {s}: a place between two noises is in [0, 1]")
         if not 1 <= len(self.ids) <= model.length:
             raise UserError(f"the row has {len(self.ids)} tokens, the model takes 1 to {model.length}")
-        given = [token for token in self.ids if token is not None]
-        if not all(type(token) is int for token in given) or (
-            given and not 0 <= min(given) <= max(given) < model.vocab_size
+        tokens = [token for token in self.ids if token is not None]
+        if not all(type(token) is int for token in tokens) or (
+            tokens and not 0 <= min(tokens) <= max(tokens) < model.vocab_size
         ):
-            for token in given:
+            for token in tokens:
                 check_whole("ids", token, 0, model.vocab_size - 1)
         return how
 
@@ -133,21 +133,21 @@ class Ticket:
     dropped: bool = False
 
 
-def ends(said: Frame | UserError) -> bool:
+def ends(news: Frame | UserError) -> bool:
     """Whether a job is told nothing after this."""
-    return isinstance(said, UserError) or said.done
+    return isinstance(news, UserError) or news.done
 
 
-def unfinished() -> Stopped:
+def unfinished_error() -> Stopped:
     """What jobs are told that the engine did not finish before it stopped."""
     return Stopped("the service stopped before the text was finished; try again when it has restarted")
 
 
-def tell(said: Sequence[tuple[Ticket, Frame | UserError]]) -> None:
+def tell(news: Sequence[tuple[Ticket, Frame | UserError]]) -> None:
     """Hand frames or errors to the jobs' event loops, from another thread: one call for each loop, as a call wakes it,
     and it then competes with this thread for the interpreter."""
-    for loop in {ticket.loop for ticket, _ in said}:
-        here = [(ticket, one) for ticket, one in said if ticket.loop is loop]
+    for loop in {ticket.loop for ticket, _ in news}:
+        here = [(ticket, one) for ticket, one in news if ticket.loop is loop]
         try:
             loop.call_soon_threadsafe(_hear, here)
         except RuntimeError:  # the event loop is closed
@@ -155,6 +155,6 @@ def tell(said: Sequence[tuple[Ticket, Frame | UserError]]) -> None:
                 ticket.dropped = True
 
 
-def _hear(said: Sequence[tuple[Ticket, Frame | UserError]]) -> None:
-    for ticket, one in said:
+def _hear(news: Sequence[tuple[Ticket, Frame | UserError]]) -> None:
+    for ticket, one in news:
         ticket.hear(one)

@@ -31,10 +31,10 @@ class Metrics:
 
     def _lines(self, engine: Engine) -> Iterator[str]:
         total, counts = sum(self.requests.values()), engine.counts
-        yield from _told("requests_total", "counter", "Requests answered, by route and status.")
+        yield from _header_lines("requests_total", "counter", "Requests answered, by route and status.")
         for (route, status), many in sorted(self.requests.items()):
             yield f'imdm_requests_total{{route="{route}",status="{status}"}} {many}'
-        yield from _told("request_seconds", "histogram", "Seconds from a request to the end of its response.")
+        yield from _header_lines("request_seconds", "histogram", "Seconds from a request to the end of its response.")
         for bound in BOUNDS:
             yield f'imdm_request_seconds_bucket{{le="{bound:g}"}} {self.within[bound]}'
         yield f'imdm_request_seconds_bucket{{le="+Inf"}} {total}'
@@ -57,10 +57,10 @@ class Metrics:
             ("evaluated_sequences_total", "counter", "Sequences in these evaluations.", counts.evaluated),
             ("busy_seconds_total", "counter", "Seconds in which the engine worked.", round(counts.busy, 6)),
         ):
-            yield from _told(name, kind, about)
+            yield from _header_lines(name, kind, about)
             yield f"imdm_{name} {value}"
 
 
-def _told(name: str, kind: str, about: str) -> Iterator[str]:
+def _header_lines(name: str, kind: str, about: str) -> Iterator[str]:
     yield f"# HELP imdm_{name} {about}"
     yield f"# TYPE imdm_{name} {kind}"

@@ -25,7 +25,7 @@ from imdm.diffusion.process import NoisePolicy
 from imdm.evaluation.judge import Judge, judge_at_hand, load_judge
 from imdm.models.network import check_tokens
 from imdm.sampling.options import RevealOrder
-from imdm.serving.api import check_text, continued
+from imdm.serving.api import check_text, prompt_row
 from imdm.serving.connected import while_connected
 from imdm.serving.engine import Engine
 from imdm.serving.jobs import Busy, Frame, Job, TooLong
@@ -54,14 +54,14 @@ Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 Events = AsyncGenerator[tuple[str, Mapping[str, Any]]]
 
 
-class Asked(BaseModel):
+class PageRequest(BaseModel):
     """Fields of all requests of the page."""
 
     model_config = ConfigDict(extra="forbid")
     model: str
 
 
-class ToWrite(Asked):
+class ToWrite(PageRequest):
     """A prompt to continue, or a row of ids with null where a token is to be written."""
 
     prompt: str = Field("", max_length=MOST_TEXT)
@@ -76,17 +76,17 @@ class ToWrite(Asked):
 
 
 class ToGo(ToWrite):
-    """The same draws at several points of a path from one noise to another."""
+    """Texts at several points of a path from one noise to another, with the same draws of tokens."""
 
     between: tuple[Seed, Seed]
     points: int = Field(17, ge=2, le=MOST_POINTS)
 
 
-class ToRead(Asked):
+class ToRead(PageRequest):
     text: str = Field(min_length=1, max_length=MOST_TEXT)
 
 
-class ToJudge(Asked):
+class ToJudge(PageRequest):
     """A row of ids; the first `given` of them are context and do not count."""
 
     row: list[Annotated[int, Field(ge=0, lt=1 << 31)]] = Field(min_length=1, max_length=MOST_TEXT)
@@ -118,25 +118,25 @@ class Author:
             "tokenizer": tokenizer_hash(self.writer.tokenizer),
         }
 
-    def row(self, asked: ToWrite) -> list[int | None]:
+    def row(self, body: ToWrite) -> list[int | None]:
         """The row to fill, with holes."""
         hole = self.writer.model.config.mask_token_id
-        if asked.row is None:
-            return [None if token == hole else token for token in continued(self.writer, asked.prompt, None)]
-        if asked.prompt:
+        if body.row is None:
+            return [None if token == hole else token for token in prompt_row(self.writer, body.prompt, None)]
+        if body.prompt:
             raise UserError("give a prompt or a row, not both")
-        if None not in asked.row:
+        if None not in body.row:
             raise UserError("nothing to fill in: select the words that are to be written again")
-        return list(asked.row)
+        return list(body.row)
 
     def read(self, text: str) -> dict[str, Any]:
         """A text as a row that can be infilled."""
         row = self.writer.framed(text)
         return {"ids": row, "pieces": self.pieces.of(row)}
 
-    def shown(self, frame: Frame) -> dict[str, Any]:
+    def frame_json(self, frame: Frame) -> dict[str, Any]:
         """A frame as JSON for the page."""
-        known = [token for token in frame.ids if token is not None]
+        tokens = [token for token in frame.ids if token is not None]
         return {
             "step": frame.step,
             "ids": frame.ids,
@@ -146,11 +146,11 @@ class Author:
             "done": frame.done,
             "evaluations": frame.evaluations,
             "seconds": round(frame.seconds, 4),
-            "entropy": round(self._entropy(known), 3) if known else 0.0,
+            "entropy": round(self._entropy(tokens), 3) if tokens else 0.0,
         }
 
     def _entropy(self, ids: list[int]) -> float:
-        """Of a text's tokens, up to its end."""
+        """The entropy of a text's tokens, up to its end, in nats."""
         row, ending = torch.tensor([ids]), self.writer.model.config.ending
         return float(sample_entropy(row, None if ending is None else ending.lengths(row)))
 
@@ -164,35 +164,35 @@ class Judges:
         self._room = threading.Semaphore(MOST_JUDGED)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="imdm-judge")
 
-    async def read(self, author: Author, asked: ToJudge) -> dict[str, Any]:
+    async def read(self, author: Author, body: ToJudge) -> dict[str, Any]:
         """A judge's score of a text. A client that disconnects loses its place in the queue; a running score is
         finished."""
         model = author.writer.model
-        if len(asked.row) > model.length:
-            raise UserError(f"the row has {len(asked.row)} tokens, the model takes 1 to {model.length}")
-        check_tokens(torch.tensor(asked.row), model.vocab_size, "row")
+        if len(body.row) > model.length:
+            raise UserError(f"the row has {len(body.row)} tokens, the model takes 1 to {model.length}")
+        check_tokens(torch.tensor(body.row), model.vocab_size, "row")
         if not self._room.acquire(blocking=False):
             raise Busy(f"{MOST_JUDGED} texts wait for a judge, the limit; try again later", 1)
-        reading = self._thread.submit(self._read, author, asked)
+        reading = self._thread.submit(self._score, author, body)
         reading.add_done_callback(lambda _: self._room.release())
         try:
             return await asyncio.wait_for(asyncio.wrap_future(reading), self.seconds)
         except TimeoutError:
             raise TooLong(f"the judge took longer than {self.seconds:g} seconds; try again later") from None
 
-    def _read(self, author: Author, asked: ToJudge) -> dict[str, Any]:
-        text, before = author.pieces.text(asked.row), author.pieces.text(asked.row[: asked.given])
+    def _score(self, author: Author, body: ToJudge) -> dict[str, Any]:
+        text, before = author.pieces.text(body.row), author.pieces.text(body.row[: body.given])
         prompt = before if text.startswith(before) else ""
-        judge = self._of(author)
+        judge = self._judge_of(author)
         score = judge.score([text[len(prompt) :]], [prompt] if prompt else None)
-        counted = int(score.count.sum())
-        return {"judge": judge.label, "tokens": counted, "perplexity": score.perplexity() if counted else None}
+        tokens = int(score.count.sum())
+        return {"judge": judge.label, "tokens": tokens, "perplexity": score.perplexity() if tokens else None}
 
-    def _of(self, author: Author) -> Judge:
+    def _judge_of(self, author: Author) -> Judge:
         if author.name not in self._loaded:
             name = judge_at_hand(author.writer.tokenizer)
-            known = {judge.name: judge for judge in self._loaded.values()}
-            self._loaded[author.name] = known.get(name) or load_judge(name)
+            by_name = {judge.name: judge for judge in self._loaded.values()}
+            self._loaded[author.name] = by_name.get(name) or load_judge(name)
         return self._loaded[author.name]
 
 
@@ -203,12 +203,12 @@ def router(engine: Engine, settings: Settings) -> APIRouter:
     judges = Judges(settings.seconds)
     routes = APIRouter()
 
-    def author_of(asked: Asked) -> Author:
-        if asked.model not in authors:
-            raise unknown("model", asked.model, authors)
-        for text in (getattr(asked, "prompt", ""), getattr(asked, "text", "")):
+    def author_of(body: PageRequest) -> Author:
+        if body.model not in authors:
+            raise unknown("model", body.model, authors)
+        for text in (getattr(body, "prompt", ""), getattr(body, "text", "")):
             check_text(text, settings.prompt)
-        return authors[asked.model]
+        return authors[body.model]
 
     def check_size(job: Job, texts: int) -> None:
         many = texts * sum(token is None for token in job.ids)
@@ -217,13 +217,13 @@ def router(engine: Engine, settings: Settings) -> APIRouter:
 
     @routes.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def index() -> Response:
-        return _file(files["index.html"])
+        return _file_response(files["index.html"])
 
     @routes.api_route("/page/{name}", methods=["GET", "HEAD"], include_in_schema=False)
     async def file(name: str) -> Response:
         if name not in files:
             raise HTTPException(404, "the page has no such file")
-        return _file(files[name])
+        return _file_response(files[name])
 
     @routes.get("/play/models", include_in_schema=False)
     async def models() -> dict[str, Any]:
@@ -231,41 +231,41 @@ def router(engine: Engine, settings: Settings) -> APIRouter:
         return {"models": described, "steps": min(MOST_STEPS, settings.steps)}
 
     @routes.post("/play/write", include_in_schema=False)
-    async def write(request: Request, asked: ToWrite) -> Response:
-        author = author_of(asked)
-        job = _job(author, asked)
+    async def write(request: Request, body: ToWrite) -> Response:
+        author = author_of(body)
+        job = _job(author, body)
         check_size(job, 1)
-        return await _stream(request, _frames(engine, author, job))
+        return await _event_stream(request, _frames(engine, author, job))
 
     @routes.post("/play/path", include_in_schema=False)
-    async def path(request: Request, asked: ToGo) -> Response:
-        author = author_of(asked)
-        job = _job(author, asked)
-        check_size(job, asked.points)
-        return await _stream(request, _points(engine, author, job, asked))
+    async def path(request: Request, body: ToGo) -> Response:
+        author = author_of(body)
+        job = _job(author, body)
+        check_size(job, body.points)
+        return await _event_stream(request, _points(engine, author, job, body))
 
     @routes.post("/play/tokens", include_in_schema=False)
-    async def tokens(asked: ToRead) -> dict[str, Any]:
-        return author_of(asked).read(asked.text)
+    async def tokens(body: ToRead) -> dict[str, Any]:
+        return author_of(body).read(body.text)
 
     @routes.post("/play/judge", include_in_schema=False)
-    async def judge(request: Request, asked: ToJudge) -> dict[str, Any]:
-        return await while_connected(request, judges.read(author_of(asked), asked))
+    async def judge(request: Request, body: ToJudge) -> dict[str, Any]:
+        return await while_connected(request, judges.read(author_of(body), body))
 
     return routes
 
 
-def _job(author: Author, asked: ToWrite) -> Job:
+def _job(author: Author, body: ToWrite) -> Job:
     return Job(
         author.name,
-        author.row(asked),
-        steps=asked.steps,
-        seed=asked.seed,
-        temperature=asked.temperature,
-        noise=asked.noise,
-        order=asked.order,
-        draws_seed=asked.draws_seed,
-        noise_seed=asked.noise_seed,
+        author.row(body),
+        steps=body.steps,
+        seed=body.seed,
+        temperature=body.temperature,
+        noise=body.noise,
+        order=body.order,
+        draws_seed=body.draws_seed,
+        noise_seed=body.noise_seed,
         frames=True,
     )
 
@@ -273,19 +273,20 @@ def _job(author: Author, asked: ToWrite) -> Job:
 async def _frames(engine: Engine, author: Author, job: Job) -> Events:
     async with aclosing(engine.run(job)) as frames:
         async for frame in frames:
-            yield "frame", author.shown(frame)
+            yield "frame", author.frame_json(frame)
 
 
-async def _points(engine: Engine, author: Author, job: Job, asked: ToGo) -> Events:
-    """Some points at a time, both ends first and then finer and finer. The time limit is that of each batch."""
-    order, together = refining(asked.points), max(2, min(TOGETHER, EVALUATED // asked.steps))
+async def _points(engine: Engine, author: Author, job: Job, body: ToGo) -> Events:
+    """The texts of a path, some points at a time, both ends first and then finer and finer. The time limit is that of
+    each batch."""
+    order, together = refining(body.points), max(2, min(TOGETHER, EVALUATED // body.steps))
     for first in range(0, len(order), together):
         some = order[first : first + together]
-        ways = [number / (asked.points - 1) for number in some]
-        jobs = [replace(job, noise_between=(*asked.between, s), frames=False) for s in ways]
-        async with aclosing(engine.run_all(jobs)) as found:
-            async for i, frame in found:
-                yield "point", {"point": some[i], "s": ways[i], **author.shown(frame)}
+        ways = [number / (body.points - 1) for number in some]
+        jobs = [replace(job, noise_between=(*body.between, s), frames=False) for s in ways]
+        async with aclosing(engine.run_all(jobs)) as frames:
+            async for i, frame in frames:
+                yield "point", {"point": some[i], "s": ways[i], **author.frame_json(frame)}
 
 
 def refining(points: int) -> list[int]:
@@ -300,9 +301,9 @@ def refining(points: int) -> list[int]:
     return order
 
 
-async def _stream(request: Request, events: Events) -> Response:
+async def _event_stream(request: Request, events: Events) -> Response:
     """Server-sent events. An error before the first event is a response with a status; later it is an event."""
-    first = await while_connected(request, _next(events))
+    first = await while_connected(request, _first_event(events))
 
     async def lines() -> AsyncGenerator[str]:
         async with aclosing(events):
@@ -316,7 +317,7 @@ async def _stream(request: Request, events: Events) -> Response:
     return StreamingResponse(lines(), media_type="text/event-stream", headers=NOT_KEPT)
 
 
-async def _next(events: Events) -> tuple[str, Mapping[str, Any]]:
+async def _first_event(events: Events) -> tuple[str, Mapping[str, Any]]:
     return await anext(events)
 
 
@@ -324,5 +325,5 @@ def _event(name: str, data: Mapping[str, Any]) -> str:
     return f"event: {name}\ndata: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
-def _file(file: Path) -> Response:
+def _file_response(file: Path) -> Response:
     return Response(file.read_bytes(), media_type=f"{KINDS[file.suffix]}; charset=utf-8", headers=HEADERS)

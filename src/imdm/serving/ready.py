@@ -15,8 +15,8 @@ from imdm.serving.jobs import Job
 
 
 def warm(engine: Engine) -> None:
-    """On a GPU the first evaluations are slow: compilation, and CUDA-graph capture of each batch size. So each model
-    generates with all sizes of up to 64 sequences before the first request."""
+    """Have each model generate with all sizes of up to 64 sequences before the first request: on a GPU the first
+    evaluations are slow, by compilation and CUDA-graph capture of each batch size."""
 
     async def write(name: str, many: int) -> None:
         length = engine.writers[name].model.length

@@ -101,7 +101,7 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
 
 
 def patient(seconds: float, most: int) -> type[Connection]:
-    """A `Connection` with these limits."""
+    """A class of `Connection` with these limits, for uvicorn to make connections of."""
     return type("Connection", (Connection,), {"seconds": seconds, "most": most})
 
 
@@ -182,7 +182,7 @@ def in_background(engine: Engine) -> Iterator[Server]:
 
 
 def address(listening: socket.socket) -> str:
-    """Its URL."""
+    """The URL of a listening socket, as a browser on this machine can open it."""
     host, port = listening.getsockname()[:2]
-    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    return f"http://{shown}:{port}"
+    name = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"http://{name}:{port}"

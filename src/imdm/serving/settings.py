@@ -8,9 +8,9 @@ from typing import Any
 from imdm.core.errors import UserError, check_number, check_whole
 
 
-def limit(default: float, least: float, most: float, told: str) -> Any:
+def limit(default: float, least: float, most: float, sentence: str) -> Any:
     """A setting that is an option of `imdm serve`: its default, what is allowed, and what the help says."""
-    return field(default=default, metadata={"least": least, "most": most, "help": told})
+    return field(default=default, metadata={"least": least, "most": most, "help": sentence})
 
 
 @dataclass(frozen=True)

@@ -70,9 +70,9 @@ function parsed(part) {
 async function sentence(response) {
   const plain = `The service answered with status ${response.status}.`;
   try {
-    const said = await response.json();
-    const detail = Array.isArray(said.detail) ? said.detail[0]?.msg : said.detail;
-    const text = said.error?.message ?? detail ?? plain;
+    const reply = await response.json();
+    const detail = Array.isArray(reply.detail) ? reply.detail[0]?.msg : reply.detail;
+    const text = reply.error?.message ?? detail ?? plain;
     return text.charAt(0).toUpperCase() + text.slice(1) + (/[.!?]$/.test(text) ? "" : ".");
   } catch {
     return plain;

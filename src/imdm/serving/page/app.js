@@ -108,9 +108,9 @@ function moveOn() {
 }
 
 async function begin(signal) {
-  const found = await json("/play/models", null, signal);
-  models = found.models;
-  field.steps.max = found.steps;
+  const served = await json("/play/models", null, signal);
+  models = served.models;
+  field.steps.max = served.steps;
   for (const select of [field.model, field.other]) select.replaceChildren(...models.map(({ name }) => el("option", { value: name }, name)));
   field.model.value = models[0].name; // the first that was given to the service
   moveOn();

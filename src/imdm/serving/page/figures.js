@@ -54,8 +54,8 @@ export class Figures {
     if (this.values.perplexity.textContent === "–") this.values.perplexity.textContent = "…";
     const first = frame.ids.findIndex((id, i) => id === null || frame.revealed_at[i] >= 0);
     const row = frame.ids.filter((id) => id !== null);
-    const found = await json("/play/judge", { model, row, given: Math.max(0, first) }, signal);
-    this.values.perplexity.textContent = short(found.perplexity) + more;
-    this.note.textContent = `Entropy of the tokens, in nats; perplexity by ${found.judge}.`;
+    const score = await json("/play/judge", { model, row, given: Math.max(0, first) }, signal);
+    this.values.perplexity.textContent = short(score.perplexity) + more;
+    this.note.textContent = `Entropy of the tokens, in nats; perplexity by ${score.judge}.`;
   }
 }

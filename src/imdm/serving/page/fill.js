@@ -12,18 +12,18 @@ export function fill(root, app) {
   const player = new Player([view]);
   const figures = new Figures();
   const key = el("div", {});
-  const told = el("p", { class: "note" });
+  const notice = el("p", { class: "note" });
   const modes = [["hole", "Rewrite selection"], ["keep", "Keep selection"]].map(([name, words]) =>
     el("button", { type: "button", class: "plain", "data-mode": name, "aria-pressed": String(name === "hole"), onclick: () => into(name) }, words));
   const clear = el("button", { type: "button", class: "plain", onclick: () => { chosen.clear(); draw(); } }, "Select nothing");
   root.append(
     el("p", { class: "lead" }, "Select words with the mouse or a tap, or go there with the arrow keys and press the space bar; Shift and an arrow selects more. What is not to be written again stays as it is."),
     el("div", { class: "row" }, el("div", { class: "row", role: "group", "aria-label": "What a selection means" }, ...modes), clear),
-    told, key, view.root, player.root, figures.root);
+    notice, key, view.root, player.root, figures.root);
   let frame = null;
   let steps = 1;
   let mode = "hole";
-  let asked = "";
+  let request = "";
   let tokenizer = null;
   let own = null; // what "Your text" was when a text was taken
   let writing = false;
@@ -50,16 +50,16 @@ export function fill(root, app) {
     if (!frame) return;
     view.show(frame, { steps, chosen, hole: mode === "hole" });
     const many = holes().length;
-    told.textContent = many ? `${many} of ${writable().length} tokens will be written again.` : mode === "hole" ? "Nothing is selected yet." : "Everything is kept.";
+    notice.textContent = many ? `${many} of ${writable().length} tokens will be written again.` : mode === "hole" ? "Nothing is selected yet." : "Everything is kept.";
   }
 
   // A text in the tokens of a model, written in so many steps
-  function take(found, model, of = 1) {
+  function take(source, model, of = 1) {
     player.stop();
     player.root.hidden = true;
     figures.clear();
     key.replaceChildren();
-    frame = found;
+    frame = source;
     tokenizer = app.model(model).tokenizer;
     own = app.settings().own;
     steps = of;
@@ -72,8 +72,8 @@ export function fill(root, app) {
     take,
     async read(signal, text = app.settings().own) {
       const { model } = app.settings();
-      const found = await json("/play/tokens", { model, text }, signal);
-      take({ ...found, revealed_at: found.ids.map(() => -1), probability: found.ids.map(() => 1) }, model);
+      const source = await json("/play/tokens", { model, text }, signal);
+      take({ ...source, revealed_at: source.ids.map(() => -1), probability: source.ids.map(() => 1) }, model);
       app.say("The text is ready: select words.");
     },
     // Whether there is a text in the tokens of the chosen model; another may have other ones
@@ -82,16 +82,16 @@ export function fill(root, app) {
     async go(signal) {
       if (edited()) { // nothing is selected in it yet
         await panel.read(signal);
-        told.textContent = "This is your text as it is now: select words, then press Refill.";
+        notice.textContent = "This is your text as it is now: select words, then press Refill.";
         return;
       }
       if (!panel.ready) await panel.make(signal);
       const row = [...frame.ids];
       for (const i of holes()) row[i] = null;
       const same = JSON.stringify([row, app.settings()]);
-      if (same === asked) app.reseed(); // the same again would be the same text
+      if (same === request) app.reseed(); // the same again would be the same text
       const { model, steps: many, seed, temperature, order } = app.settings();
-      asked = JSON.stringify([row, app.settings()]);
+      request = JSON.stringify([row, app.settings()]);
       figures.clear();
       player.start(many);
       writing = true;
@@ -99,8 +99,8 @@ export function fill(root, app) {
       writing = false;
       steps = many;
       key.replaceChildren(legend(steps, root));
-      told.textContent = `${holes().length} tokens were written again; press Refill for others.`;
-      app.say(told.textContent);
+      notice.textContent = `${holes().length} tokens were written again; press Refill for others.`;
+      app.say(notice.textContent);
       await figures.judge(model, frame, signal);
     },
     // What is half written is dropped: the text from before is there again

@@ -33,22 +33,22 @@ function policies(app) {
   const views = names.map(([, title]) => new TextView(title, { empty: "Press Run." }));
   const player = new Player(views, { wide: true });
   const key = el("div", {});
-  const said = el("p", { class: "note", id: "policies-said" });
+  const notice = el("p", { class: "note", id: "policies-said" });
   const root = el("section", { class: "part", "aria-labelledby": "policies" },
     el("h2", { id: "policies" }, "Kept or redrawn"),
     el("p", { class: "lead" }, "While a place stays masked, its ε is kept from step to step, or redrawn as the reverse process says."),
-    key, el("div", { class: "pair" }, ...views.map((view, i) => column(el("h3", {}, names[i][1]), view))), player.root, said);
+    key, el("div", { class: "pair" }, ...views.map((view, i) => column(el("h3", {}, names[i][1]), view))), player.root, notice);
   return {
     root,
     async go(signal) {
       const { model, prompt, steps, seed, temperature, order } = app.settings();
       key.replaceChildren(legend(steps, root));
-      said.textContent = "";
+      notice.textContent = "";
       player.start(steps);
-      const asked = { model, prompt, steps, seed, temperature, order };
-      const found = await Promise.all(names.map(([name], i) => written({ ...asked, noise: name }, player, i, null, signal)));
-      const { share } = compared(...found);
-      said.textContent = !app.model(model).noisy ? NONE : steps === 1 ? "In one step nothing is redrawn: the texts are the same." : `${percent(share)} of the written tokens differ.`;
+      const request = { model, prompt, steps, seed, temperature, order };
+      const frames = await Promise.all(names.map(([name], i) => written({ ...request, noise: name }, player, i, null, signal)));
+      const { share } = compared(...frames);
+      notice.textContent = !app.model(model).noisy ? NONE : steps === 1 ? "In one step nothing is redrawn: the texts are the same." : `${percent(share)} of the written tokens differ.`;
     },
     stop: () => player.stop(),
   };
@@ -65,15 +65,15 @@ function deciders(app) {
     el("h2", { id: "deciders" }, "What decides the text?"),
     el("p", { class: "lead" }, "The same text twice more: once with the same draws of tokens and new noise, once with the same noise and new draws. Tokens that changed are marked. The fewer the steps, the more the noise can decide."),
     table, el("div", { class: "pair three" }, ...views.map((view, i) => column(titles[i], view))));
-  let found = new Map();
+  let variants = new Map();
 
   function choose(name) {
-    const [base, ...others] = found.get(name);
-    views[0].show(base, { steps: found.steps });
-    titles[0].replaceChildren("As it was", el("span", {}, `seed ${found.seed}`));
+    const [base, ...others] = variants.get(name);
+    views[0].show(base, { steps: variants.steps });
+    titles[0].replaceChildren("As it was", el("span", {}, `seed ${variants.seed}`));
     others.forEach((frame, i) => {
       const { changed, share } = compared(base, frame);
-      views[i + 1].show(frame, { steps: found.steps, changed });
+      views[i + 1].show(frame, { steps: variants.steps, changed });
       titles[i + 1].replaceChildren(["Same draws, new ε", "Same ε, new draws"][i], el("span", {}, `${percent(share)} changed`));
     });
     for (const button of body.querySelectorAll("button")) button.setAttribute("aria-pressed", String(button.textContent === name));
@@ -83,16 +83,16 @@ function deciders(app) {
     root,
     async go(signal) {
       const { model, prompt, steps, seed, temperature, order } = app.settings();
-      found = new Map();
-      Object.assign(found, { steps, seed });
+      variants = new Map();
+      Object.assign(variants, { steps, seed });
       body.replaceChildren();
       table.hidden = false;
       const names = [model, ...app.models().map(({ name }) => name).filter((name) => name !== model)].slice(0, 6);
       for (const name of names) {
-        const asked = { model: name, prompt, steps, seed, temperature, order, noise: "keep" };
+        const request = { model: name, prompt, steps, seed, temperature, order, noise: "keep" };
         const ways = [{}, { noise_seed: seed + 1 }, { draws_seed: seed + 1 }];
-        found.set(name, await Promise.all(ways.map((change) => ended({ ...asked, ...change }, signal))));
-        const [base, ...others] = found.get(name);
+        variants.set(name, await Promise.all(ways.map((change) => ended({ ...request, ...change }, signal))));
+        const [base, ...others] = variants.get(name);
         const bars = others.map((frame) => bar(compared(base, frame).share));
         const button = el("button", { type: "button", class: "plain", onclick: () => choose(name) }, name);
         body.append(el("tr", {}, el("th", { scope: "row" }, button), ...bars.map((cell) => el("td", {}, cell))));
@@ -108,9 +108,9 @@ function bar(share) {
   return el("div", { class: "bar" }, line, el("span", {}, percent(share)));
 }
 
-async function ended(asked, signal) {
+async function ended(request, signal) {
   let last = null;
-  for await (const [, frame] of events("/play/write", asked, signal)) last = frame;
+  for await (const [, frame] of events("/play/write", request, signal)) last = frame;
   return last;
 }
 
@@ -119,11 +119,11 @@ function way(app) {
   const view = new TextView("The text at this point of the way", { empty: "Press Run." });
   const range = el("input", { type: "range", id: "way", min: "0", max: "0", value: "0", disabled: true, "aria-label": "From ε₁ to ε₂" });
   const flips = el("div", { class: "flips", "aria-hidden": "true" });
-  const said = el("p", { class: "note", id: "way-said" });
+  const notice = el("p", { class: "note", id: "way-said" });
   const root = el("section", { class: "part plainly", "aria-labelledby": "way-title" },
     el("h2", { id: "way-title" }, "From ε₁ to ε₂"),
     el("p", { class: "lead" }, "The noise goes from one to another along a way on which every point has the distribution of the noise: on the sphere for normal noise, through the distribution function for uniform noise. The draws stay the same. Bars show how many tokens flip from one point to the next; at the point where you are, they are marked."),
-    el("div", { class: "way" }, flips, range, el("div", { class: "ends" }, el("span", {}, "ε₁"), el("span", {}, "ε₂")), said), view.root);
+    el("div", { class: "way" }, flips, range, el("div", { class: "ends" }, el("span", {}, "ε₁"), el("span", {}, "ε₂")), notice), view.root);
   let points = []; // with gaps while they come, finer and finer
   let steps = 1;
 
@@ -135,8 +135,8 @@ function way(app) {
     const { changed } = compared(points[here - 1] ?? frame, frame);
     view.show(frame, { steps, changed });
     const [first, last] = [0, 1].map((s) => points.find((point) => point?.s === s));
-    said.textContent = `${like(first)} of the tokens as at ε₁, ${like(last)} as at ε₂; ${changed.size} flip here`;
-    range.setAttribute("aria-valuetext", `${percent(frame.s)} of the way; ${said.textContent}`);
+    notice.textContent = `${like(first)} of the tokens as at ε₁, ${like(last)} as at ε₂; ${changed.size} flip here`;
+    range.setAttribute("aria-valuetext", `${percent(frame.s)} of the way; ${notice.textContent}`);
     [...flips.children].forEach((mark, i) => mark.classList.toggle("here", i === here));
   }
 
@@ -173,12 +173,12 @@ function way(app) {
       view.clear();
       flips.replaceChildren();
       if (!app.model(model).noisy) {
-        said.textContent = NONE;
+        notice.textContent = NONE;
         return;
       }
-      const asked = { model, prompt, steps, seed, temperature, order, noise: "keep", between: [seed, seed + 1], points: points.length };
+      const request = { model, prompt, steps, seed, temperature, order, noise: "keep", between: [seed, seed + 1], points: points.length };
       try {
-        for await (const [, point] of events("/play/path", asked, signal)) {
+        for await (const [, point] of events("/play/path", request, signal)) {
           mine[point.point] = point;
           marks();
           draw();

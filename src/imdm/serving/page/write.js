@@ -9,14 +9,14 @@ import { legend, TextView } from "/page/text.js";
 const JUDGED = 4; // frames from one that the judge is asked about to the next
 
 // Write into a player's text, with figures; gives the last frame
-export async function written(asked, player, number, figures, signal) {
+export async function written(request, player, number, figures, signal) {
   let last = null;
   let count = 0;
-  for await (const [, frame] of events("/play/write", asked, signal)) {
+  for await (const [, frame] of events("/play/write", request, signal)) {
     last = frame;
     player.push(number, frame);
     figures?.show(frame);
-    if (++count % JUDGED === 0 && !frame.done) figures?.soFar(asked.model, frame, signal);
+    if (++count % JUDGED === 0 && !frame.done) figures?.soFar(request.model, frame, signal);
   }
   return last;
 }
@@ -26,9 +26,9 @@ export function panel(root, app) {
   const player = new Player([view]);
   const figures = new Figures();
   const key = el("div", {});
-  const on = el("button", { type: "button", class: "plain", hidden: true, onclick: () => app.fill(last, asked.model, asked.steps) }, "Fill in parts of this text");
+  const on = el("button", { type: "button", class: "plain", hidden: true, onclick: () => app.fill(last, request.model, request.steps) }, "Fill in parts of this text");
   let last = null;
-  let asked = {};
+  let request = {};
   root.append(key, view.root, player.root, figures.root, el("p", { class: "note" }, on));
 
   return {
@@ -40,8 +40,8 @@ export function panel(root, app) {
       figures.clear();
       on.hidden = true;
       player.start(steps);
-      asked = { model, prompt, steps, seed, temperature, order };
-      last = await written(asked, player, 0, figures, signal);
+      request = { model, prompt, steps, seed, temperature, order };
+      last = await written(request, player, 0, figures, signal);
       on.hidden = false;
       app.say(`Written in ${last.evaluations} network evaluations, ${Math.round(1000 * last.seconds)} milliseconds.`);
       await figures.judge(model, last, signal);
