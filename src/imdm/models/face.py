@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from imdm.core.errors import UserError
 from imdm.diffusion.state import Noised, Rows
@@ -31,7 +31,7 @@ class MaskedLM(Network, PreTrainedModel):
     _tied_weights_keys = {"output.weight": "embedding.weight"}  # noqa: RUF012  (transformers' own convention)
 
     def __init__(self, config: Shape) -> None:
-        known = config if isinstance(config, MaskedDiffusionConfig) else MaskedDiffusionConfig(**config.settings())
+        known = config if isinstance(config, PreTrainedConfig) else MaskedDiffusionConfig(**config.settings())
         PreTrainedModel.__init__(self, known)
         self._build(known)
         self.post_init()
