@@ -113,7 +113,7 @@ def let_through() -> Iterator[None]:
         ignore_signals()
 
 
-class Asked:
+class StopRequest:
     """Defers a signal until the current step ends. Signals are handled only in the main thread; elsewhere this has no
     effect."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from imdm.core.stopping import Asked
+from imdm.core.stopping import StopRequest
 from imdm.core.streams import Fetched, sent
 
 
@@ -12,7 +12,7 @@ class Agreement:
     """Whether to stop. Of several processes each tells the others at every step whether a signal has reached it; what
     they told is read one step later, so that none waits for its GPU."""
 
-    def __init__(self, asked: Asked, device: torch.device, alone: bool) -> None:
+    def __init__(self, asked: StopRequest, device: torch.device, alone: bool) -> None:
         self.asked, self.device, self.alone = asked, device, alone
         self._told: Fetched | None = None
 

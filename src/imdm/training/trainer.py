@@ -20,7 +20,7 @@ from imdm.core.config import digest
 from imdm.core.devices import accelerator, of_all, together, working_together
 from imdm.core.errors import UserError, check_function, check_is, check_seed, check_whole
 from imdm.core.files import append_line, as_path, write_text, written_aside
-from imdm.core.stopping import Asked
+from imdm.core.stopping import StopRequest
 from imdm.core.streams import Beside, sent
 from imdm.data.source import Order, Source, check_teaches
 from imdm.diffusion.randomness import Purpose, as_key, fold
@@ -336,7 +336,7 @@ class Trainer:
                 self.on_warning(doubt)
         with working_together(self.out):
             self.resume()
-            asked = Asked()
+            asked = StopRequest()
             agreed = Agreement(asked, self.accelerator.device, alone)
             with asked.listening(hasty=alone):
                 folder = self._train(agreed)
