@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from imdm.models.denoiser import MaskedDiffusionLM
 
 
-class Network:
+class TrainedNetwork:
     """One of the networks of a run. `model` is what Accelerate made of it, `bare` the same unwrapped; `losses` are
     those since the last logged line."""
 
@@ -150,7 +150,7 @@ class Network:
 
 
 @contextmanager
-def still(networks: Iterable[Network]) -> Iterator[None]:
+def still(networks: Iterable[TrainedNetwork]) -> Iterator[None]:
     """Inside this block the weights of these networks get no gradient, though gradients may flow through them."""
     held = list(networks)
     _train_weights(held, False)
@@ -160,7 +160,7 @@ def still(networks: Iterable[Network]) -> Iterator[None]:
         _train_weights(held, True)
 
 
-def _train_weights(networks: Iterable[Network], whether: bool) -> None:
+def _train_weights(networks: Iterable[TrainedNetwork], whether: bool) -> None:
     for network in networks:
         if network.sharding is not None:
             reshard(network.bare)  # else gathered weights that no backward pass freed would be stale

@@ -33,7 +33,7 @@ from imdm.training.config import NEUTRAL_SETTINGS, TrainConfig
 from imdm.training.ema import applied
 from imdm.training.history import read_history
 from imdm.training.lora import add_adapters, has_adapters, merged
-from imdm.training.network import Network, other_networks, settings_of, still
+from imdm.training.network import TrainedNetwork, other_networks, settings_of, still
 from imdm.training.recording import Recorder, tensors_in
 
 if TYPE_CHECKING:
@@ -129,10 +129,12 @@ class Trainer:
         recorded = self.recorder is not None
         world, half = self.accelerator.num_processes, config.precision == "bf16"
         self.sharding = Sharding.of(config.shard, world, self.accelerator.device, half)
-        student = Network(STUDENT, model, config, self.accelerator, recorded, self.sharding)
+        student = TrainedNetwork(STUDENT, model, config, self.accelerator, recorded, self.sharding)
         self.networks = {STUDENT: student}
         for name, one in others.items():
-            self.networks[name] = Network(name, one.module, configs[name], self.accelerator, recorded, self.sharding)
+            self.networks[name] = TrainedNetwork(
+                name, one.module, configs[name], self.accelerator, recorded, self.sharding
+            )
         self.model, self.optimizer, self.ema = student.model, student.optimizer, student.ema
         self.bare: MaskedDiffusionLM = student.bare
         self._updates(0)  # refuse wrong ones now
