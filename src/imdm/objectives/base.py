@@ -273,7 +273,7 @@ class Objective(Config):
         """Called before each step with the student's EMA weights; True: the student gets a new optimiser."""
         return False
 
-    def pace(self, companion: Any) -> float:
+    def lr_factor(self, companion: Any) -> float:
         """The student's learning rate in the next step, as a multiple of the run's."""
         return 1.0
 

@@ -406,7 +406,7 @@ class Match(Objective):
     def fixed(self, companion: MatchState) -> int:
         return companion.phase
 
-    def pace(self, companion: MatchState) -> float:
+    def lr_factor(self, companion: MatchState) -> float:
         return self.phases[companion.phase].rate
 
     def turn(self, companion: MatchState, step: int, average: Mapping[str, Tensor]) -> bool:

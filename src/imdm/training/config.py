@@ -78,7 +78,7 @@ class TrainConfig(Config):
         """A copy with some settings changed, which are checked too."""
         return TrainConfig.parse(self.model_dump() | settings, where)
 
-    def pace(self, step: int) -> float:
+    def lr_factor(self, step: int) -> float:
         """The factor of the learning rate at this step: less than one in the last `decay` steps."""
         left = max(0, self.steps - step)
         return min(1.0, left / (self.decay + 1)) if self.decay else 1.0

@@ -55,14 +55,14 @@ class TrainedNetwork:
         self.ema = EMA(self.bare, config.ema)
         self.weights = [weight for weight in self.bare.parameters() if weight.requires_grad]
         self.losses: list[Tensor] = []
-        self.pace = 1.0
+        self.lr_factor = 1.0
         if config.compile and accelerator.device.type == "cuda" and isinstance(self.bare, models.Network):
             self.bare.compile_trunk(training=True)
 
     def rate(self) -> float:
-        """The learning rate of the next update: constant after a linear warm-up, times `pace`, which the trainer
+        """The learning rate of the next update: constant after a linear warm-up, times `lr_factor`, which the trainer
         sets."""
-        return self.pace * self.config.lr * min(1.0, (self.ema.updates + 1) / max(1, self.config.warmup))
+        return self.lr_factor * self.config.lr * min(1.0, (self.ema.updates + 1) / max(1, self.config.warmup))
 
     def update(self) -> None:
         """One optimiser step with the current gradients, then the EMA."""

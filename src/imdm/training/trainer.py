@@ -207,8 +207,8 @@ class Trainer:
             if self.recorder is not None and (renewed or self.recorder.under != self._fixed()):
                 self.recorder.forget(self._fixed(), self._held())
             for name, network in self.networks.items():
-                own = self.objective.pace(self.companion) if name == STUDENT else 1.0
-                network.pace = own * self.config.pace(self.step)
+                own = self.objective.lr_factor(self.companion) if name == STUDENT else 1.0
+                network.lr_factor = own * self.config.lr_factor(self.step)
             self._open()
             losses: dict[str, Tensor] = {}
             for number, names in enumerate(self._updates(self.step)):
@@ -388,9 +388,9 @@ class Trainer:
                 told = time.perf_counter()
                 started += told - paused
             if self._due(self.config.log_every):
-                pace = steps / (time.perf_counter() - started)  # steps a second
-                speed = self._tokens(pace)
-                figures = {**losses, "tokens_per_second": round(speed), "steps_per_second": round(pace, 3)}
+                rate = steps / (time.perf_counter() - started)  # steps a second
+                speed = self._tokens(rate)
+                figures = {**losses, "tokens_per_second": round(speed), "steps_per_second": round(rate, 3)}
                 self._record({"step": self.step, **figures}, writer)
                 self._tell(loss, speed)
                 started, steps = time.perf_counter(), 0
@@ -410,9 +410,9 @@ class Trainer:
             writer.close()
         return self.out / "model"
 
-    def _tokens(self, pace: float) -> float:
+    def _tokens(self, rate: float) -> float:
         """Tokens a second, from steps a second."""
-        return pace * self.config.batch * self.source.length
+        return rate * self.config.batch * self.source.length
 
     def _tell(self, loss: float | None, speed: float, doing: str = "") -> None:
         if self.on_progress is not None:
