@@ -403,7 +403,7 @@ class Match(Objective):
             pushed = pushed * plan.weight[rows.sequence]
         return {STUDENT: pushed.sum() / x.numel(), AUXILIARY: said.sum() / x.numel()}
 
-    def fixed(self, companion: MatchState) -> int:
+    def graph_key(self, companion: MatchState) -> int:
         return companion.phase
 
     def lr_factor(self, companion: MatchState) -> float:

@@ -204,8 +204,8 @@ class Trainer:
             renewed = self.objective.turn(self.companion, self.step, self.ema.weights)
             if renewed:
                 self.optimizer.state.clear()
-            if self.recorder is not None and (renewed or self.recorder.under != self._fixed()):
-                self.recorder.forget(self._fixed(), self._held())
+            if self.recorder is not None and (renewed or self.recorder.under != self._graph_key()):
+                self.recorder.forget(self._graph_key(), self._held())
             for name, network in self.networks.items():
                 own = self.objective.lr_factor(self.companion) if name == STUDENT else 1.0
                 network.lr_factor = own * self.config.lr_factor(self.step)
@@ -224,10 +224,10 @@ class Trainer:
             key = fold(as_key(self.seed), Purpose.OPENING, self.step)
             self.bare.backbone.open_attention(min(1.0, self.step / self.config.opening), key)
 
-    def _fixed(self) -> Hashable:
+    def _graph_key(self) -> Hashable:
         """What a captured step is valid for."""
         training = tuple(network.bare.training for network in self.networks.values())
-        return training, self.objective.fixed(self.companion)
+        return training, self.objective.graph_key(self.companion)
 
     def _models(self) -> list[torch.nn.Module]:
         """All networks, and the companion's."""
