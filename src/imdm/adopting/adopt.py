@@ -113,8 +113,8 @@ def source_files(source: str | Path) -> list[Path]:
     """The files that `adopt` makes a model from: weights, configuration, tokenizer."""
     place = _place(source).weights
     beside = place if place.is_dir() else place.parent
-    found = {file for kind in FILES for file in beside.glob(kind) if place.is_dir() or kind in ("*.json", "*.txt")}
-    return sorted(file for file in found | {place} if file.is_file())
+    files = {file for kind in FILES for file in beside.glob(kind) if place.is_dir() or kind in ("*.json", "*.txt")}
+    return sorted(file for file in files | {place} if file.is_file())
 
 
 def adopt_into(
@@ -131,18 +131,18 @@ def adopt_into(
     if strange := how.keys() - {*SWITCHES, *TOLD, "dtype"}:
         raise UserError(f"adopt_into has no argument {min(strange)!r}; it has those of adopt, out and tokenizer")
     words = None if tokenizer is None else load_tokenizer(tokenizer)
-    found = _adopted(_place(source, revision, file), f"model {str(source)!r}", how, words)
-    words = words if found.words is None else found.words
+    conversion = _adopted(_place(source, revision, file), f"model {str(source)!r}", how, words)
+    words = words if conversion.words is None else conversion.words
     if words is not None:
-        config = found.model.config
+        config = conversion.model.config
         check_ids(words, config.vocab_size, config.mask_token_id, f"tokenizer {tokenizer or 'beside it'!r}")
     with written_aside(folder) as aside:
-        found.model.save_pretrained(aside)
+        conversion.model.save_pretrained(aside)
         if words is not None:
             save_tokenizer(words, aside)
-        elif found.tokenizer is not None:
-            copy_tokenizer(found.tokenizer, aside)
-    return found
+        elif conversion.tokenizer is not None:
+            copy_tokenizer(conversion.tokenizer, aside)
+    return conversion
 
 
 def _adopted(source: Place, where: str, given: dict[str, Any], words: Any = None) -> Adopted:
@@ -262,12 +262,12 @@ def _config(weights: Weights, settings: dict[str, Any], told: dict[str, Any], wh
             raise UserError(
                 f"{where}: its weights are of mask {parse_mask(has).name}, not {parse_mask(told['mask']).name}"
             )
-    found = dit.guessed(size) | settings | size | told
+    fields = dit.guessed(size) | settings | size | told
     for name, what in (("length", "the length of its sequences"), ("heads", "its number of attention heads")):
-        if name not in found:
+        if name not in fields:
             raise UserError(f"{where}: no configuration gives {what}; give it ({name})")
-    check_whole("heads", found["heads"], 1)
-    return Shape(**found)
+    check_whole("heads", fields["heads"], 1)
+    return Shape(**fields)
 
 
 def write_published(model: MaskedDiffusionLM, folder: Path) -> None:

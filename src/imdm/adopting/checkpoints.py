@@ -172,16 +172,16 @@ def read_pickled(file: Path) -> Any:
     try:
         with zipfile.ZipFile(file) as archive:
             entries = set(archive.namelist())
-            found = [name for name in entries if name.endswith("/data.pkl")]
-            if len(found) != 1:
+            pickles = [name for name in entries if name.endswith("/data.pkl")]
+            if len(pickles) != 1:
                 raise UserError(f"{file} is a zip archive, but no checkpoint of PyTorch's: it has no data.pkl")
-            folder, info = found[0].removesuffix("data.pkl"), archive.getinfo(found[0])
+            folder, info = pickles[0].removesuffix("data.pkl"), archive.getinfo(pickles[0])
             order = f"{folder}byteorder"
             if order in entries and archive.read(order) != b"little":
                 raise UserError(f"{file} was written on a machine with another order of bytes; save it as safetensors")
             if info.file_size > LARGEST_PICKLE or info.compress_type != zipfile.ZIP_STORED:
                 raise UserError(f"{file}: its data.pkl is too large, or compressed, as PyTorch writes none")
-            with archive.open(found[0]) as pickled:
+            with archive.open(pickles[0]) as pickled:
                 return Reader(pickled, file, folder, entries).load()
     except UserError:
         raise
@@ -267,8 +267,8 @@ def _averaged(file: Path, stored: Mapping[str, Stored], shadow: Sequence[Any]) -
             f"{file}: its averaged weights are {len(shadow)} tensors that do not match its {len(names)} parameters one "
             "by one; use the last weights instead (averaged = False)"
         )
-    found = {name: one.read() for name, one in stored.items() if name not in set(names)}
-    return found | {name: one.read() for name, one in zip(names, shadow, strict=True)}
+    buffers = {name: one.read() for name, one in stored.items() if name not in set(names)}
+    return buffers | {name: one.read() for name, one in zip(names, shadow, strict=True)}
 
 
 def read_folder(folder: Path, *, averaged: bool = True) -> Weights:

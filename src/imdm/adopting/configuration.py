@@ -42,19 +42,19 @@ def settings_of(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise UserError(f"{where}: it predicts scores, not token probabilities (SEDD), or is not in MDLM's layout")
     if any(part.get("time_conditioning") is True for part in (raw, model, algo)):
         raise UserError(f"{where}: it is conditioned on time; ours are not")
-    found = {ours: flat[name] for name, ours in THEIRS.items() if _is_said(flat.get(name))}
-    if "softcap" in found:
-        check_number("softcap", found["softcap"])
-        if found["softcap"] <= 0:  # theirs for none
-            del found["softcap"]
+    settings = {ours: flat[name] for name, ours in THEIRS.items() if _is_said(flat.get(name))}
+    if "softcap" in settings:
+        check_number("softcap", settings["softcap"])
+        if settings["softcap"] <= 0:  # theirs for none
+            del settings["softcap"]
     if isinstance(raw.get("mask"), Mapping):  # as `write_published` has it
-        found["mask"] = raw["mask"]
-    return found
+        settings["mask"] = raw["mask"]
+    return settings
 
 
-def check_agrees(stated: Mapping[str, Any], found: Mapping[str, Any], where: str) -> None:
+def check_agrees(stated: Mapping[str, Any], actual: Mapping[str, Any], where: str) -> None:
     """Refuse a configuration, or an argument, that says something else than the tensors, of what both say."""
-    for name, value in found.items():
+    for name, value in actual.items():
         if stated.get(name, value) != value:
             raise UserError(
                 f"{where}: its tensors are those of a model with {name} = {value}, not {shown(stated[name])} as its "

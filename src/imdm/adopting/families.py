@@ -96,7 +96,7 @@ def diffugpt(tensors: Mapping[str, Tensor], raw: Mapping[str, Any], heads: int |
         positions = len(bare["transformer.wpe.weight"])
     except (KeyError, ValueError):
         raise UserError(f"{where}: a DiffuGPT lacks its embedding of tokens or of positions") from None
-    layers = {int(found[1]) for name in bare if (found := re.match(r"transformer\.h\.(\d+)\.", name))}
+    layers = {int(match[1]) for name in bare if (match := re.match(r"transformer\.h\.(\d+)\.", name))}
     head, given = bare.get("lm_head.weight"), raw.get("n_head") if raw.get("model_type") == "gpt2" else None
     tied = head is None or (head.shape == (rows, width) and torch.equal(head, bare["transformer.wte.weight"]))
     fields = {"model_type": "gpt2", "vocab_size": rows, "n_embd": width, "n_layer": len(layers)}
@@ -110,10 +110,10 @@ def diffugpt(tensors: Mapping[str, Tensor], raw: Mapping[str, Any], heads: int |
 def _renamed_diffugpt(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Under GPT-2's names. Embedding and head may be tied."""
     trunk = {n: t for n, t in tensors.items() if n.startswith(DIFFUGPT)}
-    found = {f"transformer.{name.removeprefix(DIFFUGPT)}": tensor for name, tensor in trunk.items()}
-    found |= {n: t for n, t in tensors.items() if n not in trunk and n != "embed_tokens.weight"}
+    renamed = {f"transformer.{name.removeprefix(DIFFUGPT)}": tensor for name, tensor in trunk.items()}
+    renamed |= {n: t for n, t in tensors.items() if n not in trunk and n != "embed_tokens.weight"}
     embedding = tensors.get("embed_tokens.weight", tensors.get("lm_head.weight"))
-    return found if embedding is None else found | {"transformer.wte.weight": embedding}
+    return renamed if embedding is None else renamed | {"transformer.wte.weight": embedding}
 
 
 def _llada(raw: Mapping[str, Any], where: str) -> dict[str, Any]:

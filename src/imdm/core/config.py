@@ -136,8 +136,8 @@ def first_difference(before: Any, now: Any, place: str = "", but: Collection[str
     if isinstance(before, dict) and isinstance(now, dict):
         for name in dict.fromkeys(name for name in (*before, *now) if name not in but):
             inside = name if place in ("", "stage") else f"{place}.{name}"
-            if (found := first_difference(before.get(name, UNSET), now.get(name, UNSET), inside, but)) is not None:
-                return found
+            if (difference := first_difference(before.get(name, UNSET), now.get(name, UNSET), inside, but)) is not None:
+                return difference
         return None
     return None if before == now else f"{place} ({before!r}, now {now!r})"
 

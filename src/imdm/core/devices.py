@@ -88,10 +88,10 @@ def together() -> Iterator[None]:
 def of_all(value: T) -> list[T]:
     """The values of all processes. A collective: every process must call it."""
     state = processes()
-    found: Any = [value] * state.num_processes
+    values: Any = [value] * state.num_processes
     if state.num_processes > 1:
-        torch.distributed.all_gather_object(found, value)
-    return list(found)
+        torch.distributed.all_gather_object(values, value)
+    return list(values)
 
 
 def check_shared(folder: Path) -> None:

@@ -568,17 +568,17 @@ def _whole(file: IO[bytes]) -> int:
     while end:
         start = max(0, end - (1 << 16))
         file.seek(start)
-        found = file.read(end - start).rfind(b"\n")
-        if found >= 0:
-            return start + found + 1
+        newline = file.read(end - start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
         end = start
     return 0
 
 
 def _others(path: Path) -> set[tuple[Path, int]]:
     """The other files of a folder, and when each was last written."""
-    found = [file for file in path.parent.rglob("*") if file.is_file() and file != path]
-    return {(file, file.stat().st_mtime_ns) for file in found}
+    files = [file for file in path.parent.rglob("*") if file.is_file() and file != path]
+    return {(file, file.stat().st_mtime_ns) for file in files}
 
 
 @contextmanager

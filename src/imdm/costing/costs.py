@@ -127,10 +127,10 @@ def cost(
     """The estimated cost of a recipe on so many GPUs, or on this machine's CPU (`gpu="cpu"`). vocab_size: needed if its
     tokenizer is not available.
 
-    >>> found = cost("lm1b-imdm", gpus=8)
-    >>> [stage.name for stage in found.stages]
+    >>> estimate = cost("lm1b-imdm", gpus=8)
+    >>> [stage.name for stage in estimate.stages]
     ['teacher', 'sdtt', 'pairs', 'redi', 'evaluate']
-    >>> cost("lm1b-imdm").hours > found.hours
+    >>> cost("lm1b-imdm").hours > estimate.hours
     True
     """
     check_is("recipe", recipe, (str, Path, Recipe), "a recipe, its name or its file")
@@ -142,13 +142,13 @@ def cost(
     if kind.is_cpu and gpus > 1:
         raise UserError(f"gpus = {gpus}: the CPU of this machine is one; leave it out")
     chosen = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, list(overrides))
-    found = []
+    stages = []
     for variant, member in variants(chosen).items():
         if kind.is_cpu:
             member = _on_cpu(member)
         for stage in stage_costs(Networks(member, vocab_size), kind, gpus):
-            found.append(replace(stage, name=f"{variant}/{stage.name}") if variant else stage)
-    return Cost(chosen.name, kind, gpus, tuple(found))
+            stages.append(replace(stage, name=f"{variant}/{stage.name}") if variant else stage)
+    return Cost(chosen.name, kind, gpus, tuple(stages))
 
 
 def _on_cpu(recipe: Recipe) -> Recipe:
@@ -172,9 +172,9 @@ def _listed(names: list[str]) -> str:
 
 
 def _json(stage: StageCost) -> dict[str, Any]:
-    found = {name: value for name, value in vars(stage).items() if name != "room"}
-    found |= {"memory": stage.memory.gib(), "room": stage.room / GIB, "fits": stage.fits}
-    return found | {"hours": stage.hours, "gpu_hours": stage.gpu_hours}
+    fields = {name: value for name, value in vars(stage).items() if name != "room"}
+    fields |= {"memory": stage.memory.gib(), "room": stage.room / GIB, "fits": stage.fits}
+    return fields | {"hours": stage.hours, "gpu_hours": stage.gpu_hours}
 
 
 def short(number: float) -> str:

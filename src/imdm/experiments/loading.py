@@ -157,8 +157,8 @@ def _override(values: dict[str, Any], override: str) -> None:
         value = parse_yaml(text)
     except ValueError as error:
         raise UserError(f"override {shown(override)}: {shown(text)} is not a valid value ({error})") from None
-    found = place.get(last)
-    section: dict[str, Any] = found if isinstance(found, dict) else {}
+    earlier = place.get(last)
+    section: dict[str, Any] = earlier if isinstance(earlier, dict) else {}
     if isinstance(value, str) and ("path" in section or (key == "data" and section.get("kind") in WITH_PATH)):
         place[last]["path"] = value  # data=PATH: a section that has a path takes another one
     elif key == "data" and section and not isinstance(value, dict):

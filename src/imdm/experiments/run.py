@@ -143,13 +143,13 @@ class Run:
 
     def _closure(self, names: list[str]) -> set[str]:
         """The stages named and all they build on."""
-        found: set[str] = set()
+        closure: set[str] = set()
         for name in names:
             if name not in self.recipe.stages:
                 raise unknown("stage", name, self.recipe.stages)
             needed = [n for n in self.recipe.stages[name].inputs() if n in self.recipe.stages]
-            found |= {name} | self._closure(needed)
-        return found
+            closure |= {name} | self._closure(needed)
+        return closure
 
     def _check(self, names: list[str]) -> None:
         """Bad sizes, missing data or folders, settings this machine cannot run, other runs in the same place."""
@@ -199,10 +199,10 @@ class Run:
 
         def check() -> None:
             try:
-                found = fingerprint(self.inputs.model(name)) if model else Coupling(folder).fingerprint
+                current = fingerprint(self.inputs.model(name)) if model else Coupling(folder).fingerprint
             except UserError as error:
                 raise UserError(f"{error}; delete {folder} to make it again") from None
-            if found != output:
+            if current != output:
                 raise UserError(
                     f"stage {name!r}: its output in {folder} is damaged, or was changed since; delete that "
                     "folder to make it again"

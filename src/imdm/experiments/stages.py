@@ -154,8 +154,8 @@ def _watch(run: Run, stage: TrainStage) -> Callable[[MaskedDiffusionLM], Mapping
 
     def watch(model: MaskedDiffusionLM) -> Mapping[str, float]:
         how = Sampling(steps=watched.steps, **model.policies())
-        found = measure(list(watched.metrics), Subject(model, how=how, **few, **run.inputs.about(seed)), finite=False)
-        return {name: one.value for name, one in found.items() if isfinite(one.value)}
+        results = measure(list(watched.metrics), Subject(model, how=how, **few, **run.inputs.about(seed)), finite=False)
+        return {name: one.value for name, one in results.items() if isfinite(one.value)}
 
     return watch
 

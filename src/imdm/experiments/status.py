@@ -44,16 +44,16 @@ def status(run: Path) -> dict[str, list[StageStatus]]:
     check_holds(run, "recipe.json")
     recipe = read_recipe(run)
     assert recipe is not None
-    found = {}
+    stages = {}
     for variant, member in {"": recipe, **variants(recipe)}.items():  # `imdm train` runs the recipe without variants
         for seed in sorted(_seeds(run / variant)):
             folder = run / variant / f"seed-{seed}"
             made = as_made(member, folder)
             name = f"{variant}, seed {seed}" if variant else f"seed {seed}"
-            found[name] = [
+            stages[name] = [
                 _finished(folder / stage, made, _stage(folder / stage, made, stage)) for stage in member.stages
             ]
-    return found
+    return stages
 
 
 def _seeds(folder: Path) -> Iterator[int]:
@@ -146,8 +146,8 @@ def _training(folder: Path, stage: TrainStage, name: str, state: str) -> StageSt
 def shown_signals(objective: Objective, history: list[dict[str, Any]]) -> dict[Signal, float]:
     """The signals that an objective shows (`Objective.shows`), with their values by the evaluations in a history."""
     looks = [row for row in history if "passes" in row]
-    found = {signal: [row[signal.name] for row in looks if signal.name in row] for signal in objective.shows}
-    return {signal: signal.of(values) for signal, values in found.items() if values}
+    by_signal = {signal: [row[signal.name] for row in looks if signal.name in row] for signal in objective.shows}
+    return {signal: signal.of(values) for signal, values in by_signal.items() if values}
 
 
 def in_words(signals: Mapping[Signal, float]) -> str:

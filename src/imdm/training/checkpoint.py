@@ -60,8 +60,8 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 def steps_present(folder: Path) -> list[int]:
     """The finished checkpoints of a run, oldest first."""
-    found = [path.name.removeprefix("step-") for path in folder.glob("step-*") if path.is_dir()]
-    return sorted(int(step) for step in found if step.isascii() and step.isdigit() and len(step) < 19)
+    numbers = [path.name.removeprefix("step-") for path in folder.glob("step-*") if path.is_dir()]
+    return sorted(int(step) for step in numbers if step.isascii() and step.isdigit() and len(step) < 19)
 
 
 def save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
@@ -123,7 +123,7 @@ def load(
             if not (path / name).is_file() or (path / name).stat().st_size != size:
                 raise UserError(f"{what} is damaged: {name} is missing or cut short")
         if state["run"] == run and set(updates) == set(networks):
-            found = {name: _read(_home(path, name), what, updates[name]) for name in networks}
+            states = {name: _read(_home(path, name), what, updates[name]) for name in networks}
             companion = read_tensors(path / "companion.safetensors", what)
     except UserError as error:
         raise UserError(f"{error}; delete {path} to resume from the one before") from None
@@ -139,7 +139,7 @@ def load(
             f"{what} belongs to run {state['run']}, not to {run}: the recipe, its start or its data changed{which}; "
             f"{remedy}"
         )
-    return Checkpoint(state["step"], run, state["recipe"], state["companion"], companion, found)
+    return Checkpoint(state["step"], run, state["recipe"], state["companion"], companion, states)
 
 
 def _updates(state: Mapping[str, Any], what: str) -> dict[str, int]:

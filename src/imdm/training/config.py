@@ -106,8 +106,8 @@ class TrainConfig(Config):
         def fits(batch: int) -> bool:
             return self.model_copy(update={"batch": batch}).divides(world)
 
-        found = [next(filter(fits, some), None) for some in (below, above)]
-        return " or ".join(str(batch) for batch in found if batch is not None)
+        batches = [next(filter(fits, some), None) for some in (below, above)]
+        return " or ".join(str(batch) for batch in batches if batch is not None)
 
     def check(self, world: int, device: torch.device, where: str = "") -> None:
         """Refuse what this machine cannot run. where: what stands before `training`, as `stages.teacher.`"""

@@ -99,8 +99,8 @@ class TrainedNetwork:
         model: Any = by_name.get_model_state_dict(self.model, options=replace(first, ignore_frozen_params=small))
         moments: dict[str, Tensor] = {}
         if self.optimizer.state:
-            found: Any = by_name.get_optimizer_state_dict(self.model, self.optimizer, options=first)
-            whole = found.get("state", {})  # empty, except on the first process
+            optimizer: Any = by_name.get_optimizer_state_dict(self.model, self.optimizer, options=first)
+            whole = optimizer.get("state", {})  # empty, except on the first process
             moments = {f"{kind}.{name}": v for name, state in whole.items() for kind, v in state.items()}
         config = self.bare.config if isinstance(self.bare, models.Network) and not small else None
         average = self.ema.weights if self.sharding is None else whole_on_first(self.ema.weights)

@@ -78,9 +78,9 @@ class Muon(torch.optim.AdamW):
             state["momentum"].lerp_(weight.grad, 1 - MOMENTUM)
             ahead = weight.grad.lerp(state["momentum"], MOMENTUM)
             updates.append(whole(ahead).unflatten(0, (group["matrices"], -1)))
-        found = orthogonal(torch.stack(updates))
-        scale = LIKE_ADAMW * max(found.shape[-2:]) ** 0.5
-        for (weight, group), update in zip(same, found.flatten(1, 2).to(same[0][0].dtype), strict=True):
+        directions = orthogonal(torch.stack(updates))
+        scale = LIKE_ADAMW * max(directions.shape[-2:]) ** 0.5
+        for (weight, group), update in zip(same, directions.flatten(1, 2).to(same[0][0].dtype), strict=True):
             rate = group["lr"]
             weight.mul_(1 - rate * group["weight_decay"])
             weight.sub_(rate * scale * shared_like(update, weight))

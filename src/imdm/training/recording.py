@@ -57,11 +57,11 @@ class CudaGraphs:
         graph = torch.cuda.CUDAGraph()
         how: Any = {"pool": self.pool, "stream": self.stream, "capture_error_mode": "thread_local"}
         with torch.cuda.graph(graph, **how):  # other threads may work meanwhile
-            found = run()
+            result = run()
 
         def replay() -> Tensor:
             graph.replay()
-            return found
+            return result
 
         return replay
 
@@ -149,9 +149,9 @@ def mapped(value: Any, change: Callable[[str, Any], Any], path: str = "") -> Any
 
 def leaves(value: Any) -> list[tuple[str, Any]]:
     """The leaves of tuples, lists, mappings and dataclasses, with their paths."""
-    found: list[tuple[str, Any]] = []
-    mapped(value, lambda path, leaf: found.append((path, leaf)))
-    return found
+    pairs: list[tuple[str, Any]] = []
+    mapped(value, lambda path, leaf: pairs.append((path, leaf)))
+    return pairs
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

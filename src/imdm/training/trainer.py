@@ -231,8 +231,8 @@ class Trainer:
 
     def _models(self) -> list[torch.nn.Module]:
         """All networks, and the companion's."""
-        found = [network.bare for network in self.networks.values()] + [getattr(self.companion, "model", None)]
-        return [model for model in found if isinstance(model, torch.nn.Module)]
+        networks = [network.bare for network in self.networks.values()] + [getattr(self.companion, "model", None)]
+        return [model for model in networks if isinstance(model, torch.nn.Module)]
 
     def _held(self) -> list[Any]:
         """What captured steps read beside weights and rows: cached tables that might be evicted."""
@@ -268,10 +268,10 @@ class Trainer:
                         total += self._gradients(batch, step)
                 for network in moved:
                     network.update()
-        found = self.accelerator.reduce(total, reduction="mean").unbind()
-        for network, loss in zip(moved, found, strict=True):
+        losses = self.accelerator.reduce(total, reduction="mean").unbind()
+        for network, loss in zip(moved, losses, strict=True):
             network.losses.append(loss)
-        return dict(zip(names, found, strict=True))
+        return dict(zip(names, losses, strict=True))
 
     def _gradients(self, batch: Mapping[str, Tensor], step: Step) -> Tensor:
         """Accumulate the gradients of one micro-batch in the updated networks; returns their losses."""
