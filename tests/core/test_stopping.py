@@ -330,7 +330,7 @@ def test_what_one_process_is_asked_all_do_at_the_same_step(monkeypatch: pytest.M
     assert asked[0].number == signal.SIGTERM
     alone = Agreement(StopRequest(), torch.device("cpu"), alone=True)
     assert not alone()
-    alone.asked.number = signal.SIGTERM
+    alone.request.number = signal.SIGTERM
     assert alone()
     assert alone.at_last()
 

@@ -145,15 +145,18 @@ def adopt_into(
     return conversion
 
 
-def _adopted(source: Place, where: str, given: dict[str, Any], words: Any = None) -> Adopted:
-    """given: arguments of `adopt`."""
-    for name, value in given.items():
+def _adopted(source: Place, where: str, arguments: dict[str, Any], words: Any = None) -> Adopted:
+    """Convert the model at `source`. arguments: those of `adopt`."""
+    for name, value in arguments.items():
         if name in SWITCHES or (name == "shift" and value is not None):
             check_is(name, value, bool, "True or False")
-    if given.get("dtype") is not None and given["dtype"] not in DTYPES:
-        raise UserError(f"dtype = {shown(given['dtype'])}: expected one of {', '.join(map(str, DTYPES))}")
-    how = families.How(**{name: given[name] for name in ("adapt", "causal", "whole", "dtype") if name in given})
-    averaged, told = given.get("averaged", True), {name: given[name] for name in TOLD if given.get(name) is not None}
+    if arguments.get("dtype") is not None and arguments["dtype"] not in DTYPES:
+        raise UserError(f"dtype = {shown(arguments['dtype'])}: expected one of {', '.join(map(str, DTYPES))}")
+    how = families.How(**{name: arguments[name] for name in ("adapt", "causal", "whole", "dtype") if name in arguments})
+    averaged, told = (
+        arguments.get("averaged", True),
+        {name: arguments[name] for name in TOLD if arguments.get(name) is not None},
+    )
     place, folder = source.weights, source.folder
     raw = _raw(folder)
     settings = settings_of(raw, where)

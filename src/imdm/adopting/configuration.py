@@ -30,8 +30,8 @@ def settings_of(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     Models that are no masked diffusion models are refused."""
     model, algo = (raw[name] if isinstance(raw.get(name), Mapping) else {} for name in ("model", "algo"))
     flat = {name: value for name, value in {**raw, **model}.items() if not isinstance(value, Mapping)}
-    given = [flat.get(key) for key in ("model_type", "diffusion", "parameterization", "algo", "name")]
-    names = [str(name).lower() for name in (*given, algo.get("name"), algo.get("parameterization"))]
+    values = [flat.get(key) for key in ("model_type", "diffusion", "parameterization", "algo", "name")]
+    names = [str(name).lower() for name in (*values, algo.get("name"), algo.get("parameterization"))]
     if any(word in name for word in UNIFORM for name in names) or "diffusion_gemma" in names:
         raise UserError(f"{where}: its noise is other tokens, not a mask (a uniform-state model); ours are masked ones")
     if any(word in name for word in BLOCKWISE for name in names) or _in_blocks(flat):

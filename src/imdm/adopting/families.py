@@ -97,13 +97,17 @@ def diffugpt(tensors: Mapping[str, Tensor], raw: Mapping[str, Any], heads: int |
     except (KeyError, ValueError):
         raise UserError(f"{where}: a DiffuGPT lacks its embedding of tokens or of positions") from None
     layers = {int(match[1]) for name in bare if (match := re.match(r"transformer\.h\.(\d+)\.", name))}
-    head, given = bare.get("lm_head.weight"), raw.get("n_head") if raw.get("model_type") == "gpt2" else None
+    head, published_heads = bare.get("lm_head.weight"), raw.get("n_head") if raw.get("model_type") == "gpt2" else None
     tied = head is None or (head.shape == (rows, width) and torch.equal(head, bare["transformer.wte.weight"]))
     fields = {"model_type": "gpt2", "vocab_size": rows, "n_embd": width, "n_layer": len(layers)}
     base = raw if raw.get("model_type") == "gpt2" else {}
     told = {name: base[name] for name in ("n_embd", "n_layer", "n_positions") if base.get(name) is not None}
     check_agrees(told, fields | {"n_positions": positions}, where)
-    fields |= {"n_head": heads or given or max(1, width // 64), "n_positions": positions, "tie_word_embeddings": tied}
+    fields |= {
+        "n_head": heads or published_heads or max(1, width // 64),
+        "n_positions": positions,
+        "tie_word_embeddings": tied,
+    }
     return Family("diffugpt", fields, True, raw.get("mask_token_id", DIFFUGPT_MASKS.get(rows)))
 
 
@@ -166,9 +170,9 @@ def vocabulary_of(family: Family, told: int | None, words: Any, adapt: bool, whe
     """The ids in use: those of the tokenizer, if there is one; the embedding may be padded beyond them."""
     rows = facts(family.fields).rows
     known = rows if words is None else len(words)
-    said = [told, family.mask, None if words is None else words.mask_token_id]
-    said += [BERT[1]] if (family.fields["model_type"], rows) == ("bert", BERT[0]) else []
-    mask = next((one for one in said if one is not None), None)
+    candidates = [told, family.mask, None if words is None else words.mask_token_id]
+    candidates += [BERT[1]] if (family.fields["model_type"], rows) == ("bert", BERT[0]) else []
+    mask = next((one for one in candidates if one is not None), None)
     if mask is None and not adapt:
         if words is None:
             raise UserError(

@@ -170,9 +170,9 @@ def evaluated(networks: Networks, name: str, stage: EvaluateStage, gpu: GPU, gpu
     batch = min(stage.samples, each * together)
     sizes = [networks.size(model) for model in stage.models]
     judge = _judge(networks, stage)
-    asked = occasions(stage.metrics, stage.steps, stage.temperatures, noise=stage.noise, top_p=stage.top_p)
+    all_occasions = occasions(stage.metrics, stage.steps, stage.temperatures, noise=stage.noise, top_p=stage.top_p)
     for size in sizes:
-        for occasion in asked:
+        for occasion in all_occasions:
             work, judged, wrote = _occasion(size, stage, occasion, length, batch)
             total, read, tokens = total + work, read + judged, tokens + wrote
             compared += sum(metric.embedder for metric in occasion.metrics)

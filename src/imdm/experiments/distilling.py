@@ -39,19 +39,19 @@ def distillation(
     known = presets()
     if method not in known:
         raise unknown("distillation", method, known)
-    asked = {"start": start, "rounds": rounds, "pairs": pairs, "iterations": iterations, "batch": batch}
-    given = {name: value for name, value in asked.items() if value is not None}
+    arguments = {"start": start, "rounds": rounds, "pairs": pairs, "iterations": iterations, "batch": batch}
+    settings = {name: value for name, value in arguments.items() if value is not None}
     options = {name: signature(preset).parameters for name, preset in known.items()}
-    for name, value in given.items():
+    for name, value in settings.items():
         if name not in options[method]:
             having = ", ".join(other for other in known if name in options[other])
             raise UserError(f"{name} = {value}: {method} has no such setting; it is for {having}")
     for name in ("rounds", "iterations", "batch", "pairs"):
-        if name in given:
-            check_whole(name, given[name], 1, MOST_ROUNDS if name == "rounds" else 10**9)
+        if name in settings:
+            check_whole(name, settings[name], 1, MOST_ROUNDS if name == "rounds" else 10**9)
     student = {"kind": "train", "start": model, "mask": mask, "mixture": mixture, "objective": method}
     circumstances = {"precision": precision} if "precision" in options[method] else {}
-    stages = known[method](student, **given, **circumstances)
+    stages = known[method](student, **settings, **circumstances)
     speed = {"precision": precision, "compile": precision == "bf16"}
     for stage in stages.values():
         if stage["kind"] == "train":

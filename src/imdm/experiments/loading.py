@@ -104,9 +104,9 @@ def variants(recipe: Recipe) -> dict[str, Recipe]:
 
 
 def _read(name: str | Path) -> dict[str, Any]:
-    given = as_path(str(name), "recipe")
-    by_path = given.suffix in (".yaml", ".yml")
-    path = given if by_path or len(given.parts) != 1 else HERE / f"{name}.yaml"
+    file = as_path(str(name), "recipe")
+    by_path = file.suffix in (".yaml", ".yml")
+    path = file if by_path or len(file.parts) != 1 else HERE / f"{name}.yaml"
     if not path.is_file() or (not by_path and path.parent != HERE):
         if not by_path:
             raise UserError(f"unknown recipe {str(name)!r}; known: {', '.join(recipe_names())}, or any .yaml file")

@@ -80,13 +80,13 @@ class ModelSettings(Config):
         ending: Ending | None = None,
     ) -> Shape:
         """causal: an autoregressive model of the same size; ending: how rows end, where they are whole texts."""
-        given = {k: v for k, v in self.model_dump().items() if v is not None and k in SETTINGS}
-        given = {"length": length, "vocab_size": vocab_size, "mask_token_id": mask_token_id} | given
+        sizes = {k: v for k, v in self.model_dump().items() if v is not None and k in SETTINGS}
+        sizes = {"length": length, "vocab_size": vocab_size, "mask_token_id": mask_token_id} | sizes
         if ending is not None:
-            given |= {"bos_token_id": ending.begin, "eos_token_id": ending.end, "pad_token_id": ending.pad}
+            sizes |= {"bos_token_id": ending.begin, "eos_token_id": ending.end, "pad_token_id": ending.pad}
         if causal:
-            given |= {"causal": True, "mask": "single", "mixture": False, "softcap": None}
-        return Shape.preset(self.preset, **given) if self.preset is not None else Shape(**given)
+            sizes |= {"causal": True, "mask": "single", "mixture": False, "softcap": None}
+        return Shape.preset(self.preset, **sizes) if self.preset is not None else Shape(**sizes)
 
 
 class Watch(Config):

@@ -68,8 +68,8 @@ def _finished(folder: Path, recipe: Recipe, row: StageStatus) -> StageStatus:
     if row.state != "done":
         return row
     done = read_done(folder)
-    asked = recipe.stages[row.name].hashed()
-    other = done.get("settings", {}).get("stage", asked) != asked
+    settings = recipe.stages[row.name].hashed()
+    other = done.get("settings", {}).get("stage", settings) != settings
     again = any(_output(folder.parent / needed) not in (None, made) for needed, made in done.get("made", {}).items())
     return replace(row, took=done.get("seconds"), state="stale" if other or again else row.state)
 

@@ -12,23 +12,23 @@ class Agreement:
     """Whether to stop. Of several processes each tells the others at every step whether a signal has reached it; what
     they told is read one step later, so that none waits for its GPU."""
 
-    def __init__(self, asked: StopRequest, device: torch.device, alone: bool) -> None:
-        self.asked, self.device, self.alone = asked, device, alone
+    def __init__(self, request: StopRequest, device: torch.device, alone: bool) -> None:
+        self.request, self.device, self.alone = request, device, alone
         self._told: Fetched | None = None
 
     def __call__(self) -> bool:
         """Called by all processes after the same steps, with the same result."""
         if self.alone:
-            return bool(self.asked)
+            return bool(self.request)
         before, self._told = self._told, self._tell()
         return before is not None and self._heard(before)
 
     def at_last(self) -> bool:
         """The same when no step follows: what is told now is waited for."""
-        return bool(self.asked) if self.alone else self._heard(self._tell())
+        return bool(self.request) if self.alone else self._heard(self._tell())
 
     def _tell(self) -> Fetched:
-        number = sent(torch.tensor(self.asked.number or 0), self.device)
+        number = sent(torch.tensor(self.request.number or 0), self.device)
         torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX)
         return Fetched(number)
 
@@ -36,5 +36,5 @@ class Agreement:
         """A signal that others got counts as one's own; one that they do not know of yet does not."""
         number = int(told.wait())
         if number:
-            self.asked.number = number
+            self.request.number = number
         return number > 0

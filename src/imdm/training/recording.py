@@ -99,13 +99,13 @@ class Recorder:
         self.seen.clear()
         self.under, self.held = under, held or []
 
-    def __call__(self, what: Hashable, given: Any, run: Callable[[Any], Tensor]) -> Tensor:
-        """run(given), by a graph captured for the same `what` and shapes. The tensors of `given`, and the one returned,
+    def __call__(self, what: Hashable, inputs: Any, run: Callable[[Any], Tensor]) -> Tensor:
+        """run(inputs), by a graph captured for the same `what` and shapes. The tensors of `inputs`, and the one returned,
         are new each time."""
-        shapes = tuple((path, _shape(leaf)) for path, leaf in leaves(given))
+        shapes = tuple((path, _shape(leaf)) for path, leaf in leaves(inputs))
         key = what, shapes
         self.seen[key] += 1
-        mine = mapped(given, self._put)
+        mine = mapped(inputs, self._put)
         if key not in self.recorded:
             if self.seen[key] <= self.WARM or len(self.recorded) >= self.KEPT:
                 return run(mine)

@@ -279,8 +279,8 @@ class Trainer:
         modules = {name: one.model if name in updated else one.bare for name, one in self.networks.items()}
         model = modules.pop(STUDENT)
         with self._precision():
-            given = self.objective.loss(model, self.process, batch, replace(step, networks=modules), self.companion)
-            losses = [loss / self.accumulation for loss in self._by_name(given, updated)]
+            result = self.objective.loss(model, self.process, batch, replace(step, networks=modules), self.companion)
+            losses = [loss / self.accumulation for loss in self._by_name(result, updated)]
         self.accelerator.backward(sum(losses[1:], losses[0]))
         return torch.stack([loss.detach() for loss in losses])
 
@@ -295,8 +295,8 @@ class Trainer:
         index = torch.full((), self.step, device=self.accelerator.device)
         moved = [self.networks[name] for name in names]
 
-        def run(given: Any) -> Tensor:
-            batch, slots, index, start = given
+        def run(inputs: Any) -> Tensor:
+            batch, slots, index, start = inputs
             with self._others_still(names):
                 total = self._gradients(batch, replace(step, slots=slots, index=index, start=start))
             for network in moved:
@@ -310,17 +310,17 @@ class Trainer:
             network.ema.update()
         return total
 
-    def _by_name(self, given: Tensor | Mapping[str, Tensor], names: Sequence[str]) -> list[Tensor]:
+    def _by_name(self, losses: Tensor | Mapping[str, Tensor], names: Sequence[str]) -> list[Tensor]:
         """A loss for each of these networks, in their order."""
-        if isinstance(given, Tensor) and len(names) == 1:
-            return [given]
-        if not isinstance(given, Mapping) or set(given) != set(names):
-            what = f"those of {', '.join(given)}" if isinstance(given, Mapping) else "one for all"
+        if isinstance(losses, Tensor) and len(names) == 1:
+            return [losses]
+        if not isinstance(losses, Mapping) or set(losses) != set(names):
+            what = f"those of {', '.join(losses)}" if isinstance(losses, Mapping) else "one for all"
             raise UserError(
                 f"objective {self.objective.kind!r} returned losses ({what}) that do not match the update; "
                 f"it needs one for each of {', '.join(names)}"
             )
-        return [given[name] for name in names]
+        return [losses[name] for name in names]
 
     def _precision(self) -> AbstractContextManager[Any]:
         """bf16 where it is fast; weights, norms, softmax and optimiser stay in float32. Not Accelerate's own, which is
@@ -338,12 +338,12 @@ class Trainer:
                 self.on_warning(doubt)
         with working_together(self.out):
             self.resume()
-            asked = StopRequest()
-            agreed = Agreement(asked, self.accelerator.device, alone)
-            with asked.listening(hasty=alone):
+            request = StopRequest()
+            agreed = Agreement(request, self.accelerator.device, alone)
+            with request.listening(hasty=alone):
                 folder = self._train(agreed)
                 agreed.at_last()
-        asked.end()
+        request.end()
         return folder
 
     def _doubts(self, alone: bool) -> Iterator[str]:
@@ -404,7 +404,7 @@ class Trainer:
             if stop or self._due(self.config.checkpoint_every):
                 self.save()
             if stop:
-                agreed.asked.end()
+                agreed.request.end()
         self.export()
         if writer is not None:
             writer.close()
