@@ -24,7 +24,8 @@ __all__ = ["Adopted", "adopt", "adopt_into", "adopted_config", "source_files", "
 
 FILES = ("*.json", "*.safetensors", "*.bin", "*.ckpt", "*.txt")
 TOKENIZER_FILES = ("*.json", "*.txt", "*.jinja", "*.model")  # and the configuration
-TOLD = ("length", "mask", "softcap", "mask_token_id", "heads", "shift")  # arguments that a source may make superfluous
+OVERRIDES = ("length", "mask", "softcap", "mask_token_id", "heads", "shift")
+"""Arguments that a source may make superfluous."""
 SWITCHES = {"averaged", "adapt", "causal", "whole"}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -80,9 +81,16 @@ def adopt(
     revision        of a hub id: a branch, a tag or a commit
     file            which file of a folder or of a hub id has the weights, if there are several
     """
-    told = {"length": length, "mask": mask, "softcap": softcap, "mask_token_id": mask_token_id, "heads": heads}
-    told |= {"averaged": averaged, "shift": shift, "adapt": adapt, "causal": causal, "whole": whole, "dtype": dtype}
-    return _adopted(_place(source, revision, file), f"model {str(source)!r}", told).model
+    arguments = {"length": length, "mask": mask, "softcap": softcap, "mask_token_id": mask_token_id, "heads": heads}
+    arguments |= {
+        "averaged": averaged,
+        "shift": shift,
+        "adapt": adapt,
+        "causal": causal,
+        "whole": whole,
+        "dtype": dtype,
+    }
+    return _adopted(_place(source, revision, file), f"model {str(source)!r}", arguments).model
 
 
 def adopted_config(
@@ -104,9 +112,9 @@ def adopted_config(
             "and start from its folder"
         )
     words = load_tokenizer(there.folder) if has_tokenizer(there.folder) else None
-    told = {"length": length, "shift": shift, "mask_token_id": mask_token_id}
-    told = {name: value for name, value in told.items() if value is not None}
-    return families.config_of(family, words, told, families.How(**how), where)
+    overrides = {"length": length, "shift": shift, "mask_token_id": mask_token_id}
+    overrides = {name: value for name, value in overrides.items() if value is not None}
+    return families.config_of(family, words, overrides, families.How(**how), where)
 
 
 def source_files(source: str | Path) -> list[Path]:
@@ -128,7 +136,7 @@ def adopt_into(
 ) -> Adopted:
     """As `adopt`, saved as a model folder with its tokenizer: the one beside the weights, or the one named."""
     folder = check_new(out)
-    if strange := how.keys() - {*SWITCHES, *TOLD, "dtype"}:
+    if strange := how.keys() - {*SWITCHES, *OVERRIDES, "dtype"}:
         raise UserError(f"adopt_into has no argument {min(strange)!r}; it has those of adopt, out and tokenizer")
     words = None if tokenizer is None else load_tokenizer(tokenizer)
     conversion = _adopted(_place(source, revision, file), f"model {str(source)!r}", how, words)
@@ -153,10 +161,8 @@ def _adopted(source: Place, where: str, arguments: dict[str, Any], words: Any = 
     if arguments.get("dtype") is not None and arguments["dtype"] not in DTYPES:
         raise UserError(f"dtype = {shown(arguments['dtype'])}: expected one of {', '.join(map(str, DTYPES))}")
     how = families.How(**{name: arguments[name] for name in ("adapt", "causal", "whole", "dtype") if name in arguments})
-    averaged, told = (
-        arguments.get("averaged", True),
-        {name: arguments[name] for name in TOLD if arguments.get(name) is not None},
-    )
+    averaged = arguments.get("averaged", True)
+    overrides = {name: arguments[name] for name in OVERRIDES if arguments.get(name) is not None}
     place, folder = source.weights, source.folder
     raw = _raw(folder)
     settings = settings_of(raw, where)
@@ -164,7 +170,9 @@ def _adopted(source: Place, where: str, arguments: dict[str, Any], words: Any = 
     weights = read_folder(place, averaged=averaged) if place.is_dir() else read_weights(place, averaged=averaged)
     if not dit.is_published(weights.tensors):
         if families.is_diffugpt(weights.tensors):
-            family: families.Family | None = families.diffugpt(weights.tensors, raw, told.pop("heads", None), where)
+            family: families.Family | None = families.diffugpt(
+                weights.tensors, raw, overrides.pop("heads", None), where
+            )
         else:
             family = families.family_of(raw, where)
         if family is None:
@@ -177,13 +185,13 @@ def _adopted(source: Place, where: str, arguments: dict[str, Any], words: Any = 
             words = load_tokenizer(tokenizer)
         elif words is not None and tokenizer is not None:
             _check_same_words(tokenizer, words, where)
-        model = families.adopted(family, weights, words, told, how, where)
+        model = families.adopted(family, weights, words, overrides, how, where)
         return Adopted(model.eval(), weights.averaged, tokenizer, _with_mask_named(words, model.config.mask_token_id))
-    settings = settings_of(weights.said, where) | settings
-    vain = [name for name in ("adapt", "causal", "whole") if getattr(how, name)] + ["shift"] * ("shift" in told)
+    settings = settings_of(weights.configuration, where) | settings
+    vain = [name for name in ("adapt", "causal", "whole") if getattr(how, name)] + ["shift"] * ("shift" in overrides)
     if vain:
         raise UserError(f"{where} is a masked diffusion model in MDLM's layout: leave out {vain[0]}")
-    model = dit.loaded(MaskedDiffusionLM(_config(weights, settings, told, where)), weights.tensors, where)
+    model = dit.loaded(MaskedDiffusionLM(_config(weights, settings, overrides, where)), weights.tensors, where)
     torch.nn.Module.to(model, how.dtype or model.dtype)
     return Adopted(model.eval(), weights.averaged, tokenizer)
 
@@ -250,22 +258,22 @@ def _raw(folder: Path) -> dict[str, Any]:
     return raw
 
 
-def _config(weights: Weights, settings: dict[str, Any], told: dict[str, Any], where: str) -> Shape:
+def _config(weights: Weights, settings: dict[str, Any], overrides: dict[str, Any], where: str) -> Shape:
     size = dit.size_of(weights.tensors, where)
-    for stated in (settings, told):
+    for stated in (settings, overrides):
         check_agrees(stated, {name: value for name, value in size.items() if name != "mask" and value}, where)
     if "mask" in settings and "mask" in size:
-        told = {"mask": settings["mask"]} | told
+        overrides = {"mask": settings["mask"]} | overrides
     settings = {name: value for name, value in settings.items() if name != "mask"}
-    if "mask" in told:
-        told["mask"] = parse_mask(told["mask"]).model_dump()
-        mine, theirs = (dict(one, law=None, scale=None) for one in (told["mask"], size.get("mask", {"kind": "single"})))
+    if "mask" in overrides:
+        overrides["mask"] = parse_mask(overrides["mask"]).model_dump()
+        has = size.get("mask", {"kind": "single"})
+        mine, theirs = (dict(one, law=None, scale=None) for one in (overrides["mask"], has))
         if mine != theirs:
-            has = size.get("mask", {"kind": "single"})
             raise UserError(
-                f"{where}: its weights are of mask {parse_mask(has).name}, not {parse_mask(told['mask']).name}"
+                f"{where}: its weights are of mask {parse_mask(has).name}, not {parse_mask(overrides['mask']).name}"
             )
-    fields = dit.guessed(size) | settings | size | told
+    fields = dit.guessed(size) | settings | size | overrides
     for name, what in (("length", "the length of its sequences"), ("heads", "its number of attention heads")):
         if name not in fields:
             raise UserError(f"{where}: no configuration gives {what}; give it ({name})")

@@ -191,12 +191,12 @@ def read_pickled(file: Path) -> Any:
 
 @dataclass(frozen=True)
 class Weights:
-    """The tensors of a file by name, in its order; averaged: whether they are an EMA; said: the configuration in the
+    """The tensors of a file by name, in its order; averaged: whether they are an EMA; configuration: that in the
     file, if any."""
 
     tensors: dict[str, Tensor]
     averaged: bool = False
-    said: Mapping[str, Any] = field(default_factory=dict)
+    configuration: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_weights(file: Path, *, averaged: bool = True) -> Weights:
@@ -212,12 +212,12 @@ def read_weights(file: Path, *, averaged: bool = True) -> Weights:
             raise UserError(f"{file}: {name!r} has an unsupported dtype; save it as float32")
     if not stored:
         raise UserError(f"{file} holds no weights: neither tensors by name nor a state_dict of them")
-    said = _configuration(content) if within else {}
+    configuration = _configuration(content) if within else {}
     average = content.get("ema") if averaged and within else None
     shadow = average.get("shadow_params") if isinstance(average, Mapping) else None
     if not isinstance(shadow, Sequence) or not shadow:
-        return Weights({name: one.read() for name, one in stored.items()}, said=said)
-    return Weights(_averaged(file, stored, shadow), averaged=True, said=said)
+        return Weights({name: one.read() for name, one in stored.items()}, configuration=configuration)
+    return Weights(_averaged(file, stored, shadow), averaged=True, configuration=configuration)
 
 
 def _state(content: Any) -> tuple[Mapping[Any, Any], bool]:
@@ -235,8 +235,8 @@ def _configuration(content: Mapping[Any, Any]) -> dict[str, Any]:
     """The model's configuration as Lightning stores it, below `config` or by itself: its settings and those of its
     sections, which may be plain or OmegaConf's."""
     every = _table(content.get("hyper_parameters"))
-    said = _table(every.get("config")) or every
-    return {name: _values(section) if (section := _table(one)) else _value(one) for name, one in said.items()}
+    settings = _table(every.get("config")) or every
+    return {name: _values(section) if (section := _table(one)) else _value(one) for name, one in settings.items()}
 
 
 def _values(section: Mapping[str, Any]) -> dict[str, Any]:
@@ -275,7 +275,7 @@ def read_folder(folder: Path, *, averaged: bool = True) -> Weights:
     """The weights in a folder: model.safetensors, its parts, or PyTorch's file."""
     read = [read_weights(file, averaged=averaged) for file in weight_files(folder)]
     tensors = {name: tensor for one in read for name, tensor in one.tensors.items()}
-    return Weights(tensors, any(one.averaged for one in read), read[0].said)
+    return Weights(tensors, any(one.averaged for one in read), read[0].configuration)
 
 
 def names_in(place: Path) -> list[str]:

@@ -42,7 +42,7 @@ def settings_of(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise UserError(f"{where}: it predicts scores, not token probabilities (SEDD), or is not in MDLM's layout")
     if any(part.get("time_conditioning") is True for part in (raw, model, algo)):
         raise UserError(f"{where}: it is conditioned on time; ours are not")
-    settings = {ours: flat[name] for name, ours in THEIRS.items() if _is_said(flat.get(name))}
+    settings = {ours: flat[name] for name, ours in THEIRS.items() if _is_setting(flat.get(name))}
     if "softcap" in settings:
         check_number("softcap", settings["softcap"])
         if settings["softcap"] <= 0:  # theirs for none
@@ -69,9 +69,9 @@ def _in_blocks(flat: Mapping[str, Any]) -> bool:
 
     size, kind = flat.get("block_size"), str(flat.get("model_type", "")).lower()
     whole = (flat.get("model_length"), flat.get("length"))
-    return _is_said(size) and size not in whole and kind not in CONFIG_MAPPING
+    return _is_setting(size) and size not in whole and kind not in CONFIG_MAPPING
 
 
-def _is_said(value: Any) -> bool:
+def _is_setting(value: Any) -> bool:
     """Whether this is a setting: not a reference to another one (`${data.length}`)."""
     return value is not None and not (isinstance(value, str) and value.startswith("${"))

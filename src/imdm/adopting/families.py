@@ -101,8 +101,8 @@ def diffugpt(tensors: Mapping[str, Tensor], raw: Mapping[str, Any], heads: int |
     tied = head is None or (head.shape == (rows, width) and torch.equal(head, bare["transformer.wte.weight"]))
     fields = {"model_type": "gpt2", "vocab_size": rows, "n_embd": width, "n_layer": len(layers)}
     base = raw if raw.get("model_type") == "gpt2" else {}
-    told = {name: base[name] for name in ("n_embd", "n_layer", "n_positions") if base.get(name) is not None}
-    check_agrees(told, fields | {"n_positions": positions}, where)
+    base_sizes = {name: base[name] for name in ("n_embd", "n_layer", "n_positions") if base.get(name) is not None}
+    check_agrees(base_sizes, fields | {"n_positions": positions}, where)
     fields |= {
         "n_head": heads or published_heads or max(1, width // 64),
         "n_positions": positions,
@@ -166,11 +166,11 @@ class Vocabulary:
     fresh: bool
 
 
-def vocabulary_of(family: Family, told: int | None, words: Any, adapt: bool, where: str) -> Vocabulary:
+def vocabulary_of(family: Family, mask_token_id: int | None, words: Any, adapt: bool, where: str) -> Vocabulary:
     """The ids in use: those of the tokenizer, if there is one; the embedding may be padded beyond them."""
     rows = facts(family.fields).rows
     known = rows if words is None else len(words)
-    candidates = [told, family.mask, None if words is None else words.mask_token_id]
+    candidates = [mask_token_id, family.mask, None if words is None else words.mask_token_id]
     candidates += [BERT[1]] if (family.fields["model_type"], rows) == ("bert", BERT[0]) else []
     mask = next((one for one in candidates if one is not None), None)
     if mask is None and not adapt:
@@ -214,26 +214,30 @@ class How:
 
 
 def adopted(
-    family: Family, weights: Weights, words: Any, told: dict[str, Any], how: How, where: str
+    family: Family, weights: Weights, words: Any, overrides: dict[str, Any], how: How, where: str
 ) -> MaskedDiffusionLM:
     """Convert the folder's model."""
-    config = config_of(family, words, told, how, where)
+    config = config_of(family, words, overrides, how, where)
     lm = _loaded(family, _renamed(weights.tensors, family), how.dtype, where)
-    if vocabulary_of(family, told.get("mask_token_id"), words, how.extends, where).fresh:
+    if vocabulary_of(family, overrides.get("mask_token_id"), words, how.extends, where).fresh:
         _add_row(lm, config)
     model = MaskedDiffusionLM.around(config, lm)
-    return with_mask(model, told["mask"]) if "mask" in told and parse_mask(told["mask"]) != model.mask else model
+    return (
+        with_mask(model, overrides["mask"])
+        if "mask" in overrides and parse_mask(overrides["mask"]) != model.mask
+        else model
+    )
 
 
-def config_of(family: Family, words: Any, told: dict[str, Any], how: How, where: str) -> Shape:
+def config_of(family: Family, words: Any, overrides: dict[str, Any], how: How, where: str) -> Shape:
     """The configuration of the converted model, with a single mask."""
     for name in ("softcap", "heads"):
-        if name in told:
+        if name in overrides:
             raise UserError(f"{name}: {where} has it in its own config.json; leave it out")
-    shift = _shift(family, told.get("shift"), how, where)
-    vocabulary = vocabulary_of(family, told.get("mask_token_id"), words, how.extends, where)
+    shift = _shift(family, overrides.get("shift"), how, where)
+    vocabulary = vocabulary_of(family, overrides.get("mask_token_id"), words, how.extends, where)
     known = facts(family.fields)
-    length = told.get("length", known.positions)
+    length = overrides.get("length", known.positions)
     if length is None:
         raise UserError(f"{where}: its config.json does not give the length of its sequences; give it (length)")
     theirs, fields = parse_config(family.fields), dict(family.fields)
@@ -261,15 +265,15 @@ def _ending(words: Any, where: str) -> dict[str, Any]:
     return {"bos_token_id": special.begin, "eos_token_id": special.end, "pad_token_id": special.pad}
 
 
-def _shift(family: Family, told: bool | None, how: How, where: str) -> bool:
+def _shift(family: Family, shift: bool | None, how: How, where: str) -> bool:
     if how.adapt and how.causal:
         raise UserError(f"{where}: adapt makes its attention bidirectional, causal keeps it causal; give one of them")
     if (how.adapt or how.causal) and family.shift is not None:
         raise UserError(f"{where} is no causal language model ({family.name}): there is nothing to adapt")
-    if how.causal and told is not None:
+    if how.causal and shift is not None:
         raise UserError(f"{where}: a causal model always predicts the next token; leave out shift")
-    if told is not None or how.causal:
-        return bool(told)
+    if shift is not None or how.causal:
+        return bool(shift)
     if family.shift is None and not how.adapt:
         raise UserError(
             f"{where} is a causal language model ({family.name}): adapt it, to be trained into a diffusion model "

@@ -72,8 +72,8 @@ ALWAYS_HASHED: dict[str, str] = {
 not at their default, so that a new one changes no hash."""
 
 
-class _Told(ModelMetaclass):
-    """Constructors raise UserErrors too."""
+class _RaisesUserErrors(ModelMetaclass):
+    """Makes constructors of configs raise UserErrors, as `parse` does."""
 
     def __call__(cls, *args: Any, **values: Any) -> Any:  # noqa: N805  (of a class of classes)
         try:
@@ -82,7 +82,7 @@ class _Told(ModelMetaclass):
             raise UserError(explain(error, cast("type[BaseModel]", cls), values, "")) from None
 
 
-class Config(BaseModel, metaclass=_Told):
+class Config(BaseModel, metaclass=_RaisesUserErrors):
     """A small typed config that sits beside the code it configures.
 
     A setting at its default does not enter a hash, so a new setting makes no finished run stale. For that, the default

@@ -135,17 +135,17 @@ class Terminal:
         how: dict[str, Any] = {"console": self.console, "transient": True, "speed_estimate_period": RECENT}
         how |= {"disable": not self.console.is_terminal}  # it would leave an empty line
         started, last = time.perf_counter(), ""
-        told = started
+        last_line = started
         with Progress(*columns, **how) as progress:
             task = progress.add_task(title, total=total or None, note="")
 
             def update(done: int, note: str = "") -> None:
-                nonlocal last, told
+                nonlocal last, last_line
                 last = note or last
                 progress.update(task, completed=done, note=last)
-                if not self.who and not self.console.is_terminal and time.perf_counter() - told > EVERY:
-                    told = time.perf_counter()
-                    left = timedelta(seconds=round((told - started) / max(done, 1) * (total - done)))
+                if not self.who and not self.console.is_terminal and time.perf_counter() - last_line > EVERY:
+                    last_line = time.perf_counter()
+                    left = timedelta(seconds=round((last_line - started) / max(done, 1) * (total - done)))
                     self.say(f"{title}: {done:,} of {total:,}   {last}" + f"   left {left}" * (0 < done < total))
 
             yield update

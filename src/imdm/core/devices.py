@@ -64,8 +64,8 @@ def processes() -> PartialState:
 
 def processes_here() -> int:
     """How many of them this machine has, as `torchrun` tells."""
-    told = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return max(1, int(told)) if told.isdecimal() else 1
+    count = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return max(1, int(count)) if count.isdecimal() else 1
 
 
 @contextmanager

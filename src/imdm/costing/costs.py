@@ -50,21 +50,21 @@ class Cost:
 
     def assumptions(self) -> list[str]:
         """What of this estimate is assumed, and what is left out."""
-        said = []
+        lines = []
         if any(stage.kind == "evaluate" for stage in self.stages):
-            said.append("evaluations: models, judges with their tokenizers, and MAUVE count, nothing else")
+            lines.append("evaluations: models, judges with their tokenizers, and MAUVE count, nothing else")
         if not all(stage.fits for stage in self.stages):
-            said.append("stages that do not fit (!) are counted as if they did")
+            lines.append("stages that do not fit (!) are counted as if they did")
         if self.gpu.is_cpu:
-            said.append(
+            lines.append(
                 "cpu: the speed of a large matmul and of a copy here and now, with utilisations measured on an H200; "
                 "all in float32, nothing compiled or captured, whatever the recipe says"
             )
         if not self.gpu.measured and not self.gpu.is_cpu:
-            said.append(f"{self.gpu.name}: its published speed and memory, with utilisations measured on an H200")
+            lines.append(f"{self.gpu.name}: its published speed and memory, with utilisations measured on an H200")
         if self.gpus > 1:
-            said.append("communication between GPUs takes no time beside the work")
-        return said
+            lines.append("communication between GPUs takes no time beside the work")
+        return lines
 
     def table(self) -> Table:
         made = Table(box=None, pad_edge=False)

@@ -182,11 +182,11 @@ def _work(job: Job, threads: int, tell: Connection) -> None:
         with let_through():
             job.run(Terminal(who=job.name))
     except BaseException as error:
-        failure = _told(error)
+        failure = _picklable(error)
     tell.send(failure)
 
 
-def _told(error: BaseException) -> BaseException:
+def _picklable(error: BaseException) -> BaseException:
     """An exception that another process can read. Its traceback, which stays behind, is in a note."""
     if not isinstance(error, UserError | KeyboardInterrupt | SystemExit):
         error.add_note(traceback.format_exc())

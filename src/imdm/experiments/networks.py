@@ -95,9 +95,9 @@ class Networks:
         from imdm.adopting import families  # takes seconds
         from imdm.adopting.adopt import adopted_config
 
-        told = {"length": self.length, **stage.how()}
+        overrides = {"length": self.length, **stage.how()}
         if Path(find(stage.source)).exists():
-            return adopted_config(stage.source, **told)
+            return adopted_config(stage.source, **overrides)
         where = f"model {stage.source!r}"
         known = PUBLISHED.get(stage.source)
         family = None if known is None else families.family_of(known, where)
@@ -106,8 +106,8 @@ class Networks:
                 f"stages.{name} adopts the published {where}, whose size is known only once it is downloaded; give the "
                 f"folder that it is in (stages.{name}.source=PATH)"
             )
-        how = families.How(**{way: told.pop(way) for way in ("adapt", "causal")})
-        return families.config_of(family, None, told, how, where)
+        how = families.How(**{way: overrides.pop(way) for way in ("adapt", "causal")})
+        return families.config_of(family, None, overrides, how, where)
 
     @cached_property
     def length(self) -> int:

@@ -73,15 +73,15 @@ def _train(run: Run, name: str, stage: TrainStage) -> str:
     if stage.teacher is not None:
         start = inputs.model(stage.teacher)
     with run.reporter.bar(f"{name}: {stage.objective.kind}", stage.training.steps) as bar:
-        speed, said = "", set()
+        speed, doings = "", set()
 
         def progress(p: Progress) -> None:
             nonlocal speed
             if p.doing:
                 bar(p.step, "evaluating")
-                if p.doing not in said:
+                if p.doing not in doings:
                     run.reporter.say(f"{name}: {p.doing}")
-                said.add(p.doing)
+                doings.add(p.doing)
                 return
             loss = _waiting(stage) if p.loss is None else f"loss {loss_in_words(p.loss)}"
             speed = f"{p.tokens_per_second:,.0f} tok/s"

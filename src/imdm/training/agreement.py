@@ -14,13 +14,13 @@ class Agreement:
 
     def __init__(self, request: StopRequest, device: torch.device, alone: bool) -> None:
         self.request, self.device, self.alone = request, device, alone
-        self._told: Fetched | None = None
+        self._message: Fetched | None = None
 
     def __call__(self) -> bool:
         """Called by all processes after the same steps, with the same result."""
         if self.alone:
             return bool(self.request)
-        before, self._told = self._told, self._tell()
+        before, self._message = self._message, self._tell()
         return before is not None and self._heard(before)
 
     def at_last(self) -> bool:
@@ -32,9 +32,9 @@ class Agreement:
         torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX)
         return Fetched(number)
 
-    def _heard(self, told: Fetched) -> bool:
+    def _heard(self, message: Fetched) -> bool:
         """A signal that others got counts as one's own; one that they do not know of yet does not."""
-        number = int(told.wait())
+        number = int(message.wait())
         if number:
             self.request.number = number
         return number > 0

@@ -100,8 +100,8 @@ class Recorder:
         self.under, self.held = under, held or []
 
     def __call__(self, what: Hashable, inputs: Any, run: Callable[[Any], Tensor]) -> Tensor:
-        """run(inputs), by a graph captured for the same `what` and shapes. The tensors of `inputs`, and the one returned,
-        are new each time."""
+        """run(inputs), by a graph captured for the same `what` and shapes. The tensors of `inputs`, and the one
+        returned, are new each time."""
         shapes = tuple((path, _shape(leaf)) for path, leaf in leaves(inputs))
         key = what, shapes
         self.seen[key] += 1

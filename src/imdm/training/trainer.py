@@ -372,7 +372,7 @@ class Trainer:
             network.losses = []
         started, steps = time.perf_counter(), 0
         loss: float | None = None
-        told, speed = started, 0.0
+        last_report, speed = started, 0.0
         while self.step < self.config.steps and not self.objective.ended(self.companion, self.step):
             self.train_step()
             steps += 1
@@ -385,8 +385,8 @@ class Trainer:
                 self._tell(loss, speed, self._looking())
                 self._look(writer)  # may end the run
                 self._tell(loss, speed)
-                told = time.perf_counter()
-                started += told - paused
+                last_report = time.perf_counter()
+                started += last_report - paused
             if self._due(self.config.log_every):
                 rate = steps / (time.perf_counter() - started)  # steps a second
                 speed = self._tokens(rate)
@@ -394,11 +394,11 @@ class Trainer:
                 self._record({"step": self.step, **figures}, writer)
                 self._tell(loss, speed)
                 started, steps = time.perf_counter(), 0
-                told = started
+                last_report = started
                 for network in self.networks.values():
                     network.losses = []
-            elif self.on_progress is not None and (now := time.perf_counter()) - told > TELL:
-                told, speed = now, self._tokens(steps / (now - started))
+            elif self.on_progress is not None and (now := time.perf_counter()) - last_report > TELL:
+                last_report, speed = now, self._tokens(steps / (now - started))
                 self._tell(loss if loss is not None else self._losses().get("loss"), speed)
             stop = agreed()
             if stop or self._due(self.config.checkpoint_every):
