@@ -90,7 +90,7 @@ def adopt(
         "whole": whole,
         "dtype": dtype,
     }
-    return _adopted(_place(source, revision, file), f"model {str(source)!r}", arguments).model
+    return _adopted(_locate(source, revision, file), f"model {str(source)!r}", arguments).model
 
 
 def adopted_config(
@@ -103,7 +103,7 @@ def adopted_config(
 ) -> Shape:
     """The configuration that `adopt` gives a model of `transformers`; its weights are not read. Models that `adopt`
     recognises only by their weights, in the layouts of MDLM and DiffuGPT, are refused."""
-    there, where = _place(source), f"model {str(source)!r}"
+    there, where = _locate(source), f"model {str(source)!r}"
     names = dict.fromkeys(names_in(there.weights))
     family = None if dit.is_published(names) else families.family_of(_raw(there.folder), where)
     if family is None or families.is_diffugpt(names):
@@ -119,7 +119,7 @@ def adopted_config(
 
 def source_files(source: str | Path) -> list[Path]:
     """The files that `adopt` makes a model from: weights, configuration, tokenizer."""
-    place = _place(source).weights
+    place = _locate(source).weights
     beside = place if place.is_dir() else place.parent
     files = {file for kind in FILES for file in beside.glob(kind) if place.is_dir() or kind in ("*.json", "*.txt")}
     return sorted(file for file in files | {place} if file.is_file())
@@ -139,7 +139,7 @@ def adopt_into(
     if strange := how.keys() - {*SWITCHES, *OVERRIDES, "dtype"}:
         raise UserError(f"adopt_into has no argument {min(strange)!r}; it has those of adopt, out and tokenizer")
     words = None if tokenizer is None else load_tokenizer(tokenizer)
-    conversion = _adopted(_place(source, revision, file), f"model {str(source)!r}", how, words)
+    conversion = _adopted(_locate(source, revision, file), f"model {str(source)!r}", how, words)
     words = words if conversion.words is None else conversion.words
     if words is not None:
         config = conversion.model.config
@@ -227,7 +227,7 @@ class Place:
     folder: Path
 
 
-def _place(source: str | Path, revision: str | None = None, file: str | Path | None = None) -> Place:
+def _locate(source: str | Path, revision: str | None = None, file: str | Path | None = None) -> Place:
     """Where a model is, which is downloaded if it is a hub id."""
     check_source(source, revision, file)
     path = as_path(find(source), "model")

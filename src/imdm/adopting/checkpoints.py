@@ -116,7 +116,7 @@ class Inert(Sealed):
         pass
 
 
-class Table(dict[Any, Any], Sealed):
+class SealedDict(dict[Any, Any], Sealed):
     """A dictionary whose attributes cannot be set."""
 
 
@@ -138,7 +138,7 @@ def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *others: Any) -> 
 
 
 NEEDED = {
-    ("collections", "OrderedDict"): Call(lambda *items: Table()),
+    ("collections", "OrderedDict"): Call(lambda *items: SealedDict()),
     ("torch._utils", "_rebuild_tensor_v2"): Call(_tensor),
     ("torch._utils", "_rebuild_tensor_v3"): Call(lambda *parts: Unreadable()),
     ("torch._utils", "_rebuild_parameter"): Call(lambda data, *others: data),
@@ -205,7 +205,7 @@ def read_weights(file: Path, *, averaged: bool = True) -> Weights:
     if file.suffix == ".safetensors":
         return Weights(read_tensors(file, f"weights {file}"))
     content = read_pickled(file)
-    state, within = _state(content)
+    state, within = _named_tensors(content)
     stored = {str(name): value for name, value in state.items() if isinstance(value, Stored)}
     for name, value in state.items():
         if isinstance(value, Unreadable):
@@ -220,7 +220,7 @@ def read_weights(file: Path, *, averaged: bool = True) -> Weights:
     return Weights(_averaged(file, stored, shadow), averaged=True, configuration=configuration)
 
 
-def _state(content: Any) -> tuple[Mapping[Any, Any], bool]:
+def _named_tensors(content: Any) -> tuple[Mapping[Any, Any], bool]:
     """The tensors by name, and whether they are within a checkpoint that holds more."""
     if not isinstance(content, Mapping):
         return {}, False
@@ -234,23 +234,26 @@ def _state(content: Any) -> tuple[Mapping[Any, Any], bool]:
 def _configuration(content: Mapping[Any, Any]) -> dict[str, Any]:
     """The model's configuration as Lightning stores it, below `config` or by itself: its settings and those of its
     sections, which may be plain or OmegaConf's."""
-    every = _table(content.get("hyper_parameters"))
-    settings = _table(every.get("config")) or every
-    return {name: _values(section) if (section := _table(one)) else _value(one) for name, one in settings.items()}
+    every = _mapping(content.get("hyper_parameters"))
+    settings = _mapping(every.get("config")) or every
+    return {
+        name: _plain_values(section) if (section := _mapping(one)) else _plain_value(one)
+        for name, one in settings.items()
+    }
 
 
-def _values(section: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _value(one) for name, one in section.items()}
+def _plain_values(section: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _plain_value(one) for name, one in section.items()}
 
 
-def _table(value: Any) -> dict[str, Any]:
+def _mapping(value: Any) -> dict[str, Any]:
     """A mapping of names, or what an object of OmegaConf's maps; empty for anything else."""
     if isinstance(value, Inert) and isinstance(value.state, Mapping):
         value = value.state.get("_content")
     return {name: one for name, one in value.items() if isinstance(name, str)} if isinstance(value, Mapping) else {}
 
 
-def _value(value: Any) -> str | int | float | bool | None:
+def _plain_value(value: Any) -> str | int | float | bool | None:
     if isinstance(value, Inert) and isinstance(value.state, Mapping):
         value = value.state.get("_val")
     return value if isinstance(value, str | int | float | bool) else None
@@ -286,4 +289,4 @@ def names_in(place: Path) -> list[str]:
 def _names(file: Path) -> list[str]:
     if file.suffix == ".safetensors":
         return tensor_names(file, f"weights {file}")
-    return [str(name) for name in _state(read_pickled(file))[0]]
+    return [str(name) for name in _named_tensors(read_pickled(file))[0]]

@@ -218,7 +218,7 @@ def adopted(
 ) -> MaskedDiffusionLM:
     """Convert the folder's model."""
     config = config_of(family, words, overrides, how, where)
-    lm = _loaded(family, _renamed(weights.tensors, family), how.dtype, where)
+    lm = _load_transformers(family, _renamed(weights.tensors, family), how.dtype, where)
     if vocabulary_of(family, overrides.get("mask_token_id"), words, how.extends, where).fresh:
         _add_row(lm, config)
     model = MaskedDiffusionLM.around(config, lm)
@@ -288,7 +288,7 @@ def _dropout(config: Any) -> float:
     return next((float(rate) for name in names if isinstance(rate := getattr(config, name, None), float)), 0.0)
 
 
-def _loaded(family: Family, tensors: dict[str, Tensor], dtype: torch.dtype | None, where: str) -> Any:
+def _load_transformers(family: Family, tensors: dict[str, Tensor], dtype: torch.dtype | None, where: str) -> Any:
     """`transformers`' own model with these weights, exactly these, in the dtype of the file."""
     config = parse_config(family.fields)
     kinds = [tensor.dtype for tensor in tensors.values() if tensor.is_floating_point() and tensor.ndim > 1]

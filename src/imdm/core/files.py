@@ -129,7 +129,7 @@ def marked(folder: Path) -> Iterator[str]:
     mark, made = folder / _unfinished(f"mark-{uuid.uuid4().hex}"), list[Path]()
     try:
         with _naming(mark):
-            made = _make(folder)
+            made = _make_folders(folder)
             mark.touch()
         yield mark.name
     finally:
@@ -139,15 +139,15 @@ def marked(folder: Path) -> Iterator[str]:
                 place.rmdir()
 
 
-def _make(folder: Path) -> list[Path]:
+def _make_folders(folder: Path) -> list[Path]:
     """Make a folder, and those above it that are missing; returns them, innermost first."""
     try:
         folder.mkdir()
     except FileExistsError:
         return []
     except FileNotFoundError:
-        above = _make(folder.parent)
-        return [*_make(folder), *above]
+        above = _make_folders(folder.parent)
+        return [*_make_folders(folder), *above]
     return [folder]
 
 
@@ -240,7 +240,7 @@ def no_progress_bars() -> Iterator[None]:
 def locked(path: Path) -> Iterator[None]:
     """A lock on a path, if the system supports locks; other processes wait."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.with_name(path.name + ".lock"), "wb") as file, _alone(file):
+    with open(path.with_name(path.name + ".lock"), "wb") as file, _exclusive(file):
         yield
 
 
@@ -262,10 +262,10 @@ def write_json(path: Path, value: Any) -> None:
 
 def write_lines(path: Path, values: Iterable[Any]) -> None:
     """One JSON object a line."""
-    write_text(path, _lines(values))
+    write_text(path, _json_lines(values))
 
 
-def _lines(values: Iterable[Any]) -> str:
+def _json_lines(values: Iterable[Any]) -> str:
     return "".join(_dumped(value) + "\n" for value in values)
 
 
@@ -324,7 +324,7 @@ def parse_yaml(text: str) -> Any:
         raise ValueError(f"{len(text):,} characters are too many for settings; at most {LARGEST_YAML:,}")
     try:
         value = yaml.safe_load(text)
-        _extent(value, {}, set())
+        _count_values(value, {}, set())
     except RecursionError:
         raise ValueError("nested too deeply") from None
     except yaml.YAMLError as error:
@@ -332,7 +332,7 @@ def parse_yaml(text: str) -> Any:
     return value
 
 
-def _extent(value: Any, known: dict[int, int], above: set[int]) -> int:
+def _count_values(value: Any, known: dict[int, int], above: set[int]) -> int:
     """How many values there are once aliases, which are one object in several places, are written out."""
     if isinstance(value, str):
         value.encode()  # YAML can encode lone surrogates
@@ -342,7 +342,7 @@ def _extent(value: Any, known: dict[int, int], above: set[int]) -> int:
         raise ValueError("an alias refers to what it is part of" if id(value) in above else "nested too deeply")
     if id(value) not in known:
         inside = value if isinstance(value, list) else [*value, *value.values()]
-        known[id(value)] = 1 + sum(_extent(item, known, above | {id(value)}) for item in inside)
+        known[id(value)] = 1 + sum(_count_values(item, known, above | {id(value)}) for item in inside)
     if known[id(value)] > MOST_VALUES:
         raise ValueError(f"with its aliases written out it has more than {MOST_VALUES:,} values")
     return known[id(value)]
@@ -474,7 +474,7 @@ def tensor_names(path: Path, what: str) -> list[str]:
         return list(file.keys())
 
 
-_checked: dict[tuple[str, Path], tuple[int, int, int]] = {}
+_checked_files: dict[tuple[str, Path], tuple[int, int, int]] = {}
 
 
 def check_once(paths: Sequence[Path], kind: str, check: Callable[[], object]) -> None:
@@ -485,9 +485,9 @@ def check_once(paths: Sequence[Path], kind: str, check: Callable[[], object]) ->
         check()
         return
     states = {place: (now.st_ino, now.st_size, now.st_mtime_ns) for place, now in stats.items()}
-    if not states or any(_checked.get(place) != state for place, state in states.items()):
+    if not states or any(_checked_files.get(place) != state for place, state in states.items()):
         check()
-        _checked.update(states)
+        _checked_files.update(states)
 
 
 def check_tensors(path: Path, what: str) -> None:
@@ -509,7 +509,7 @@ def _safetensors(path: Path, what: str) -> Iterator[None]:
 
 
 @contextmanager
-def _alone(file: IO[bytes]) -> Iterator[None]:
+def _exclusive(file: IO[bytes]) -> Iterator[None]:
     """A lock on an open file, if the system supports locks (closing unlocks it)."""
     if fcntl is not None:
         with suppress(OSError):
@@ -547,9 +547,9 @@ def check_holds(folder: Path, file: str) -> None:
 def append_lines(path: Path, values: Iterable[Any]) -> None:
     """One JSON object a line, all or none of them. A last line that a crash cut short is dropped first."""
     with _naming(path):
-        lines = _lines(values).encode()
+        lines = _json_lines(values).encode()
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a+b", buffering=0) as file, _alone(file):
+        with open(path, "a+b", buffering=0) as file, _exclusive(file):
             end = _whole(file)
             try:
                 file.truncate(end)
@@ -575,7 +575,7 @@ def _whole(file: IO[bytes]) -> int:
     return 0
 
 
-def _others(path: Path) -> set[tuple[Path, int]]:
+def _other_files(path: Path) -> set[tuple[Path, int]]:
     """The other files of a folder, and when each was last written."""
     files = [file for file in path.parent.rglob("*") if file.is_file() and file != path]
     return {(file, file.stat().st_mtime_ns) for file in files}
@@ -585,11 +585,11 @@ def _others(path: Path) -> set[tuple[Path, int]]:
 def kept_if_refused(path: Path) -> Iterator[None]:
     """After an error in this block the file is restored, or removed if it is new, unless other files of its folder
     changed."""
-    before, others = path.read_bytes() if path.is_file() else None, _others(path)
+    before, others = path.read_bytes() if path.is_file() else None, _other_files(path)
     try:
         yield
     except UserError:
-        if _others(path) != others:
+        if _other_files(path) != others:
             raise
         if before is None:
             path.unlink(missing_ok=True)

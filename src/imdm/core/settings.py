@@ -30,7 +30,7 @@ class Settings(ABC):  # noqa: B024  (subclasses have abstract methods)
         dataclass(kw_only=True, frozen=True)(cls)
 
     def __post_init__(self) -> None:
-        for name, value in _checked(type(self), vars(self), "").items():
+        for name, value in _valid_values(type(self), vars(self), "").items():
             object.__setattr__(self, name, value)
 
     @classmethod
@@ -43,7 +43,7 @@ class Settings(ABC):  # noqa: B024  (subclasses have abstract methods)
             raise UserError(f"unknown key {place + strange[0]!r} (known: {', '.join(sorted(known))})")
         if missing := [name for name in known if known[name].default is MISSING and name not in values]:
             raise UserError(f"{place + missing[0]!r} is required")
-        return cls(**_checked(cls, values, place))
+        return cls(**_valid_values(cls, values, place))
 
     def model_dump(self) -> dict[str, Any]:
         """As plain data; named as in pydantic."""
@@ -55,13 +55,13 @@ class Settings(ABC):  # noqa: B024  (subclasses have abstract methods)
         return {name: value for name, value in self.model_dump().items() if name in always or value != usual[name]}
 
 
-def _checked(cls: type[Settings], values: Mapping[str, Any], place: str) -> dict[str, Any]:
+def _valid_values(cls: type[Settings], values: Mapping[str, Any], place: str) -> dict[str, Any]:
     """Values of the types that the class declares, and in range."""
     types, limits = get_type_hints(cls), {one.name: one.metadata for one in fields(cls)}  # type: ignore[arg-type]
-    return {name: _value(place + name, value, types[name], limits[name]) for name, value in values.items()}
+    return {name: _valid_value(place + name, value, types[name], limits[name]) for name, value in values.items()}
 
 
-def _value(name: str, value: Any, kind: Any, limits: Mapping[str, float]) -> Any:
+def _valid_value(name: str, value: Any, kind: Any, limits: Mapping[str, float]) -> Any:
     if get_origin(kind) is Literal:
         if value not in get_args(kind):
             raise UserError(f"{name} = {shown(value)}: must be one of {', '.join(map(repr, get_args(kind)))}")

@@ -102,7 +102,7 @@ class Cost:
         for stage in self.stages:
             for note in stage.notes:
                 holds.setdefault(note, []).append(stage.name)
-        return [f"{_listed(names)}: {note}" for note, names in holds.items()]
+        return [f"{_some_names(names)}: {note}" for note, names in holds.items()]
 
     def json(self) -> dict[str, Any]:
         whole = {"tokens": self.tokens, "flops": self.flops, "hours": self.hours, "gpu_hours": self.gpu_hours}
@@ -166,7 +166,7 @@ def _on_cpu(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"stages": changed})
 
 
-def _listed(names: list[str]) -> str:
+def _some_names(names: list[str]) -> str:
     more = f" and {len(names) - 4} others" if len(names) > 5 else ""
     return ", ".join(names[:4] if more else names) + more
 

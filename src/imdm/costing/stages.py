@@ -169,7 +169,7 @@ def evaluated(networks: Networks, name: str, stage: EvaluateStage, gpu: GPU, gpu
     together = 1 if gpu.is_cpu else min(at_once(stage.samples, length), -(-parts // used))
     batch = min(stage.samples, each * together)
     sizes = [networks.size(model) for model in stage.models]
-    judge = _judge(networks, stage)
+    judge = _judge_parameters(networks, stage)
     all_occasions = occasions(stage.metrics, stage.steps, stage.temperatures, noise=stage.noise, top_p=stage.top_p)
     for size in sizes:
         for occasion in all_occasions:
@@ -227,7 +227,7 @@ def _occasion(
     return reduce(add, parts), read, tokens
 
 
-def _judge(networks: Networks, stage: EvaluateStage) -> float:
+def _judge_parameters(networks: Networks, stage: EvaluateStage) -> float:
     """Parameters of the judge, if there is one."""
     if not any(metrics[name].judge for name in stage.metrics):
         return 0.0

@@ -49,7 +49,7 @@ def check_stage(inputs: Inputs, name: str, made: bool = False) -> None:
     """Refuse a stage that cannot be run, as far as is known before its inputs are made. made: whether it is finished,
     so that this machine need not be able to run it."""
     stage = inputs.recipe.stages[name]
-    _check_inputs(inputs, name)
+    _check_outside_inputs(inputs, name)
     if isinstance(stage, AdoptStage):
         inputs.adopted(stage)
         return
@@ -86,7 +86,7 @@ def check_state(inputs: Inputs, name: str) -> None:
     check_stage_memory(inputs.networks, name, state.num_processes, room, cuda, memory() // processes_here())
 
 
-def _check_inputs(inputs: Inputs, name: str) -> None:
+def _check_outside_inputs(inputs: Inputs, name: str) -> None:
     """Inputs outside the run must exist, be whole and fit the data."""
     for needed in inputs.recipe.stages[name].inputs():
         if inputs.is_stage(needed):

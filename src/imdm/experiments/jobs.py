@@ -121,7 +121,7 @@ class Running(NamedTuple):
     def begun(cls, job: Job, threads: int) -> Running:
         context = multiprocessing.get_context("spawn")
         end, tell = context.Pipe(duplex=False)
-        process = context.Process(target=_work, args=(job, threads, tell))
+        process = context.Process(target=_run_in_worker, args=(job, threads, tell))
         process.start()
         tell.close()
         return cls(job, process, end)
@@ -170,7 +170,7 @@ def _share(jobs: list[Job], workers: int, reporter: Reporter) -> None:
         raise failures[0]
 
 
-def _work(job: Job, threads: int, tell: Connection) -> None:
+def _run_in_worker(job: Job, threads: int, tell: Connection) -> None:
     """In a process of its own, whose output is whole lines."""
     import transformers  # takes seconds
 

@@ -58,12 +58,12 @@ def trained_by(settings: Mapping[str, Any]) -> list[str]:
 
 def recipe_settings(name: str | Path) -> dict[str, Any]:
     """The settings in a recipe's file, found by name or path and merged with the file that it extends."""
-    values = _read(name)
+    values = _read_yaml(name)
     base = values.pop("extends", None)
     if base is not None:
         if not isinstance(base, str):
             raise UserError(f"recipe {str(name)!r}: extends = {shown(base)}: expected a recipe's name or YAML file")
-        parent = _read(base)
+        parent = _read_yaml(base)
         if "extends" in parent:
             raise UserError(f"recipe {str(name)!r} extends {base!r}, which itself extends; one level is allowed")
         values = _merge(parent, values)
@@ -103,7 +103,7 @@ def variants(recipe: Recipe) -> dict[str, Recipe]:
     return made or {"": recipe}
 
 
-def _read(name: str | Path) -> dict[str, Any]:
+def _read_yaml(name: str | Path) -> dict[str, Any]:
     file = as_path(str(name), "recipe")
     by_path = file.suffix in (".yaml", ".yml")
     path = file if by_path or len(file.parts) != 1 else HERE / f"{name}.yaml"

@@ -194,7 +194,7 @@ def _evaluate(run: Run, name: str, stage: EvaluateStage) -> str:
         seed=seed,
         parts=parts_in(folder / "parts", inputs.length),
         results=run.results_file,
-        load_judge=lambda: _judge(run, name, stage),
+        load_judge=lambda: _stage_judge(run, name, stage),
         reporter=run.reporter,
         title=name,
         texts=folder / "texts.jsonl" if stage.keep else None,
@@ -209,7 +209,7 @@ def is_measured_in(run: Run, name: str, stage: EvaluateStage) -> bool:
     return is_measured(stage, run.results_file, recipe.digest(), recipe.seed_of(name), seeds)
 
 
-def _judge(run: Run, name: str, stage: EvaluateStage) -> Judge:
+def _stage_judge(run: Run, name: str, stage: EvaluateStage) -> Judge:
     """The judge of a stage. One that ships replaces it if it is not available, unless another stage uses that one."""
     place = stage.judge_stage or stage.judge
     made_here = run.folder / place / "model" if run.inputs.is_stage(place) else None

@@ -113,7 +113,7 @@ def merged(model: MaskedDiffusionLM) -> MaskedDiffusionLM:
     """A copy with its adapters merged into the weights: a plain model, on the CPU and in float32."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    moved = {id(weight): nn.Parameter(_plain(weight), weight.requires_grad) for weight in model.parameters()}
+    moved = {id(weight): nn.Parameter(_cpu_float32(weight), weight.requires_grad) for weight in model.parameters()}
     plain = copy.deepcopy(model, moved)  # its weights are copied already
     lm = plain.backbone.get_network()
     nn.Module.to(plain, "cpu", torch.float32)
@@ -126,7 +126,7 @@ def merged(model: MaskedDiffusionLM) -> MaskedDiffusionLM:
     return plain.requires_grad_(True)
 
 
-def _plain(weight: Tensor) -> Tensor:
+def _cpu_float32(weight: Tensor) -> Tensor:
     return weight.detach().to("cpu", torch.float32, copy=True)
 
 

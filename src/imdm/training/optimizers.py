@@ -53,8 +53,8 @@ class Muon(torch.optim.AdamW):
     def step(self, closure: Any = None) -> Any:
         matrices = [(weight, group) for group in self.param_groups if group["matrices"] for weight in group["params"]]
         moving = [(weight, group) for weight, group in matrices if weight.grad is not None]
-        moving.sort(key=lambda one: _shape(*one))
-        for _, same in groupby(moving, key=lambda one: (_shape(*one), _alone(one[0]))):
+        moving.sort(key=lambda one: _matrix_shape(*one))
+        for _, same in groupby(moving, key=lambda one: (_matrix_shape(*one), _shard_key(one[0]))):
             self._move(list(same))
         held = [(weight, weight.grad) for weight, _ in moving]
         for weight, _ in held:
@@ -86,11 +86,11 @@ class Muon(torch.optim.AdamW):
             weight.sub_(rate * scale * shared_like(update, weight))
 
 
-def _shape(weight: Tensor, group: dict[str, Any]) -> tuple[int, ...]:
+def _matrix_shape(weight: Tensor, group: dict[str, Any]) -> tuple[int, ...]:
     return (group["matrices"], *weight.shape)
 
 
-def _alone(weight: Tensor) -> int | None:
+def _shard_key(weight: Tensor) -> int | None:
     """A key that keeps a sharded weight apart from all others."""
     return id(weight) if is_sharded(weight) else None
 

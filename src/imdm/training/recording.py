@@ -102,7 +102,7 @@ class Recorder:
     def __call__(self, what: Hashable, inputs: Any, run: Callable[[Any], Tensor]) -> Tensor:
         """run(inputs), by a graph captured for the same `what` and shapes. The tensors of `inputs`, and the one
         returned, are new each time."""
-        shapes = tuple((path, _shape(leaf)) for path, leaf in leaves(inputs))
+        shapes = tuple((path, _leaf_key(leaf)) for path, leaf in leaves(inputs))
         key = what, shapes
         self.seen[key] += 1
         mine = mapped(inputs, self._put)
@@ -123,13 +123,13 @@ class Recorder:
         """Copy a tensor into the fixed buffer for its path and shape; graphs of other input shapes share it."""
         if not isinstance(leaf, Tensor):
             return leaf
-        key = path, _shape(leaf)
+        key = path, _leaf_key(leaf)
         if key not in self.places:
             self.places[key] = torch.empty_like(leaf)
         return self.places[key].copy_(leaf)
 
 
-def _shape(leaf: Any) -> tuple[Hashable, ...]:
+def _leaf_key(leaf: Any) -> tuple[Hashable, ...]:
     return (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else (leaf,)
 
 
