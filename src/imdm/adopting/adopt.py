@@ -234,11 +234,11 @@ def _locate(source: str | Path, revision: str | None = None, file: str | Path | 
     if not path.exists():
         from huggingface_hub import snapshot_download
 
-        wanted = [*TOKENIZER_FILES, *(FILES if file is None else [str(file)])]
+        patterns = [*TOKENIZER_FILES, *(FILES if file is None else [str(file)])]
         others = ["*/*"] if file is None or len(Path(file).parts) == 1 else None  # folders hold other versions
         try:
             path = Path(
-                snapshot_download(str(source), revision=revision, allow_patterns=wanted, ignore_patterns=others)
+                snapshot_download(str(source), revision=revision, allow_patterns=patterns, ignore_patterns=others)
             )
         except Exception as error:  # no network, no such repository, no right to it
             raise UserError(f"model {str(source)!r} cannot be downloaded: {reason_of(error)}") from None

@@ -162,8 +162,8 @@ class Reader(pickle._Unpickler):  # the Python version: a few bytes cannot make 
     def persistent_load(self, saved: Any) -> Any:
         kind, dtype, key = saved[:3] if isinstance(saved, tuple) and len(saved) >= 3 else (None, None, None)
         entry = f"{self.folder}data/{key}"
-        known = kind == "storage" and entry in self.entries
-        return Storage(self.file, entry, dtype) if known and isinstance(dtype, torch.dtype) else Inert()
+        in_file = kind == "storage" and entry in self.entries
+        return Storage(self.file, entry, dtype) if in_file and isinstance(dtype, torch.dtype) else Inert()
 
 
 def read_pickled(file: Path) -> Any:

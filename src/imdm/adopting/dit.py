@@ -85,13 +85,13 @@ def names(blocks: int) -> dict[str, str]:
 
 def renamed(weights: Mapping[str, Tensor], blocks: int, source: str) -> dict[str, Tensor]:
     """Weights under our names; unknown ones are refused."""
-    known, tensors = names(blocks), {}
+    our_names, tensors = names(blocks), {}
     for name, weight in stripped(weights).items():
         if name == ROTARY:
             continue
-        if name not in known:
+        if name not in our_names:
             raise UserError(f"{source}: {_stranger(name)}")
-        tensors[known[name]] = weight
+        tensors[our_names[name]] = weight
     return tensors
 
 
@@ -157,8 +157,8 @@ def loaded(model: MaskedDiffusionLM, weights: Mapping[str, Tensor], source: str)
         if name not in theirs:
             raise UserError(f"{source}: the tensor {called[name]!r} is missing")
         if theirs[name].shape != weight.shape:
-            shape, wanted = tuple(theirs[name].shape), tuple(weight.shape)
-            raise UserError(f"{source}: {called[name]!r} has shape {shape}, not {wanted}")
+            shape, own_shape = tuple(theirs[name].shape), tuple(weight.shape)
+            raise UserError(f"{source}: {called[name]!r} has shape {shape}, not {own_shape}")
     if more := sorted(set(theirs) - set(ours)):
         raise UserError(f"{source}: it has {called[more[0]]!r}, which a model like this does not have")
     model.load_state_dict({name: weight.to(torch.float32) for name, weight in theirs.items()})

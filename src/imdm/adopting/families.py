@@ -169,7 +169,7 @@ class Vocabulary:
 def vocabulary_of(family: Family, mask_token_id: int | None, words: Any, adapt: bool, where: str) -> Vocabulary:
     """The ids in use: those of the tokenizer, if there is one; the embedding may be padded beyond them."""
     rows = facts(family.fields).rows
-    known = rows if words is None else len(words)
+    ids = rows if words is None else len(words)
     candidates = [mask_token_id, family.mask, None if words is None else words.mask_token_id]
     candidates += [BERT[1]] if (family.fields["model_type"], rows) == ("bert", BERT[0]) else []
     mask = next((one for one in candidates if one is not None), None)
@@ -180,19 +180,19 @@ def vocabulary_of(family: Family, mask_token_id: int | None, words: Any, adapt: 
                 "(tokenizer), or the id (mask_token_id)"
             )
         raise UserError(
-            f"{where}: neither its config.json nor the tokenizer, of {known} ids, gives the mask's id; give it "
+            f"{where}: neither its config.json nor the tokenizer, of {ids} ids, gives the mask's id; give it "
             "(mask_token_id)"
         )
-    missing, mask = mask is None, known if mask is None else mask
+    missing, mask = mask is None, ids if mask is None else mask
     check_whole("mask_token_id", mask, 0)
     fresh = missing or (adapt and mask >= rows)
-    if mask > known:
+    if mask > ids:
         whose = "embedding" if words is None else "tokenizer"
         raise UserError(
-            f"{where}: mask_token_id = {mask}, but the {whose} has {known} ids; those between would be tokens "
-            f"without a word. Give one of its ids{f', or {known}' if adapt or known < rows else ''}"
+            f"{where}: mask_token_id = {mask}, but the {whose} has {ids} ids; those between would be tokens "
+            f"without a word. Give one of its ids{f', or {ids}' if adapt or ids < rows else ''}"
         )
-    size = max(known, mask + 1)
+    size = max(ids, mask + 1)
     if size > rows and not fresh:
         raise UserError(f"{where}: it embeds {rows} ids, but its tokenizer and mask need {size}; they do not fit")
     return Vocabulary(size, mask, fresh)
@@ -236,13 +236,13 @@ def config_of(family: Family, words: Any, overrides: dict[str, Any], how: How, w
             raise UserError(f"{name}: {where} has it in its own config.json; leave it out")
     shift = _shift(family, overrides.get("shift"), how, where)
     vocabulary = vocabulary_of(family, overrides.get("mask_token_id"), words, how.extends, where)
-    known = facts(family.fields)
-    length = overrides.get("length", known.positions)
+    base = facts(family.fields)
+    length = overrides.get("length", base.positions)
     if length is None:
         raise UserError(f"{where}: its config.json does not give the length of its sequences; give it (length)")
     theirs, fields = parse_config(family.fields), dict(family.fields)
     if vocabulary.fresh:
-        fields["vocab_size"] = max(known.rows, vocabulary.size)
+        fields["vocab_size"] = max(base.rows, vocabulary.size)
     return Shape(
         vocab_size=vocabulary.size,
         mask_token_id=vocabulary.mask,

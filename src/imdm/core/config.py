@@ -195,9 +195,9 @@ def _siblings(cls: type[BaseModel], location: tuple[str, ...], values: Any) -> s
             fields[step].annotation if step in fields else get_args(model)[1] if get_origin(model) is dict else None
         )
         model = _kind_of(inside, values)
-    known = sorted(getattr(model, "model_fields", ()))
-    close = get_close_matches(location[-1], known, n=1)
-    return f" (did you mean {close[0]!r}?)" if close else f" (known: {', '.join(known)})" if known else ""
+    names = sorted(getattr(model, "model_fields", ()))
+    close = get_close_matches(location[-1], names, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else f" (known: {', '.join(names)})" if names else ""
 
 
 def _kind_of(annotation: Any, values: Any) -> Any:

@@ -51,18 +51,18 @@ def ink(step: int, steps: int) -> tuple[int, ...]:
 def coloured(pieces: Sequence[Piece], steps: int) -> Text:
     """Text coloured by the step at which each token was revealed, from first (blue) to last (red); given text is
     bold."""
-    shown = Text()
+    text = Text()
     for piece in pieces:
-        shown.append(piece.text, "bold" if piece.step < 0 else "rgb({},{},{})".format(*colour(piece.step, steps)))
-    return shown
+        text.append(piece.text, "bold" if piece.step < 0 else "rgb({},{},{})".format(*colour(piece.step, steps)))
+    return text
 
 
 def legend(steps: int) -> Text:
     """The legend of `coloured`."""
-    shown = Text("given", "bold")
+    text = Text("given", "bold")
     for step in range(steps) if steps <= 6 else (0, steps // 2, steps - 1):
-        shown.append(f"  step {step + 1}", "rgb({},{},{})".format(*colour(step, steps)))
-    return shown
+        text.append(f"  step {step + 1}", "rgb({},{},{})".format(*colour(step, steps)))
+    return text
 
 
 def frames(steps: int) -> list[int]:
@@ -75,8 +75,8 @@ def appearing(pieces: Sequence[tuple[str, int]], steps: int) -> list[str]:
     """A text during generation, a line a step: revealed tokens, and ░ for masks."""
     lines = []
     for frame in frames(steps):
-        shown = "".join(text if step < frame else "░" * len(text) for text, step in pieces)
-        lines.append(f"{frame:>5}  {' '.join(shown.split())}")
+        line = "".join(text if step < frame else "░" * len(text) for text, step in pieces)
+        lines.append(f"{frame:>5}  {' '.join(line.split())}")
     return lines
 
 
@@ -98,9 +98,9 @@ class Cut(TextColumn):
         super().__init__(text, markup=False, table_column=Column())
 
     def render(self, task: Task) -> Text:
-        shown = super().render(task)
-        shown.no_wrap, shown.overflow = True, "ellipsis"
-        return shown
+        text = super().render(task)
+        text.no_wrap, text.overflow = True, "ellipsis"
+        return text
 
 
 class Left(TimeRemainingColumn):

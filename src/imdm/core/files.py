@@ -126,16 +126,16 @@ def _unfinished(name: str) -> str:
 def marked(folder: Path) -> Iterator[str]:
     """Inside this block the folder holds an empty file of this process, whose name is yielded. Folders that had to be
     made for it are removed again if they are empty."""
-    mark, made = folder / _unfinished(f"mark-{uuid.uuid4().hex}"), list[Path]()
+    mark, folders = folder / _unfinished(f"mark-{uuid.uuid4().hex}"), list[Path]()
     try:
         with _naming(mark):
-            made = _make_folders(folder)
+            folders = _make_folders(folder)
             mark.touch()
         yield mark.name
     finally:
         with suppress(OSError):
             mark.unlink()
-            for place in made:
+            for place in folders:
                 place.rmdir()
 
 
@@ -178,13 +178,13 @@ def working_in(folder: Path) -> Iterator[None]:
     the process, however it ends. Unfinished files of killed processes are removed."""
     check_writable(folder)
     with _naming(folder):
-        made = _new_folders(folder)
+        folders = _new_folders(folder)
         folder.mkdir(parents=True, exist_ok=True)
-    held = os.open(folder, os.O_RDONLY) if fcntl is not None else None
+    lock = os.open(folder, os.O_RDONLY) if fcntl is not None else None
     try:
-        if held is not None:
+        if lock is not None:
             try:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise UserError(
                     f"another process is at work in {folder}; wait until it is done, or choose another folder"
@@ -196,11 +196,11 @@ def working_in(folder: Path) -> Iterator[None]:
                 _remove(left)
         yield
     finally:
-        for place in made:  # restore if nothing was written
+        for place in folders:  # restore if nothing was written
             with suppress(OSError):
                 place.rmdir()
-        if held is not None:
-            os.close(held)
+        if lock is not None:
+            os.close(lock)
 
 
 def check_writable(folder: Path) -> None:
@@ -227,12 +227,12 @@ def no_progress_bars() -> Iterator[None]:
     """Without the bars that `transformers` shows while it loads."""
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    were_on = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if were_on:
             logging.enable_progress_bar()
 
 
@@ -332,7 +332,7 @@ def parse_yaml(text: str) -> Any:
     return value
 
 
-def _count_values(value: Any, known: dict[int, int], above: set[int]) -> int:
+def _count_values(value: Any, counts: dict[int, int], above: set[int]) -> int:
     """How many values there are once aliases, which are one object in several places, are written out."""
     if isinstance(value, str):
         value.encode()  # YAML can encode lone surrogates
@@ -340,12 +340,12 @@ def _count_values(value: Any, known: dict[int, int], above: set[int]) -> int:
         return 1
     if id(value) in above or len(above) > DEEPEST:
         raise ValueError("an alias refers to what it is part of" if id(value) in above else "nested too deeply")
-    if id(value) not in known:
+    if id(value) not in counts:
         inside = value if isinstance(value, list) else [*value, *value.values()]
-        known[id(value)] = 1 + sum(_count_values(item, known, above | {id(value)}) for item in inside)
-    if known[id(value)] > MOST_VALUES:
+        counts[id(value)] = 1 + sum(_count_values(item, counts, above | {id(value)}) for item in inside)
+    if counts[id(value)] > MOST_VALUES:
         raise ValueError(f"with its aliases written out it has more than {MOST_VALUES:,} values")
-    return known[id(value)]
+    return counts[id(value)]
 
 
 def read_json(path: Path, what: str) -> Any:
@@ -389,8 +389,8 @@ def read_recorded(path: Path, what: str, **fields: type | tuple[type, ...]) -> d
     from imdm.core.config import digest
 
     value = read_object(path, what, **fields)
-    wanted = value.pop(DIGEST, None)
-    if wanted is not None and wanted != digest(value):
+    own_digest = value.pop(DIGEST, None)
+    if own_digest is not None and own_digest != digest(value):
         raise UserError(f"{what}: {path} is damaged: its contents are not what was written")
     return value
 
@@ -401,8 +401,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     from safetensors.torch import save_file
 
     with written_aside(path) as aside:
-        held = dict(tensors)
-        save_file(held, aside, metadata={"format": "pt", **(metadata or {}), DIGEST: digest_of(held)})
+        by_name = dict(tensors)
+        save_file(by_name, aside, metadata={"format": "pt", **(metadata or {}), DIGEST: digest_of(by_name)})
         _in_order(aside)
         os.chmod(aside, 0o666 & ~_mask())  # the library makes it private
 
@@ -452,8 +452,8 @@ def read_tensors(path: Path, what: str) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         if tensor.is_complex():
             raise UserError(f"{what}: {path} holds complex numbers ({name!r}), which nothing here has; it is not ours")
-    wanted = read_metadata(path, what).get(DIGEST)
-    if wanted is not None and digest_of(tensors) != wanted:
+    own_digest = read_metadata(path, what).get(DIGEST)
+    if own_digest is not None and digest_of(tensors) != own_digest:
         raise UserError(f"{what}: {path} is damaged: its contents are not what was written")
     return tensors
 

@@ -37,11 +37,11 @@ class Settings(ABC):  # noqa: B024  (subclasses have abstract methods)
     def parse(cls, values: Any, where: str = "") -> Self:
         """From plain data; an error names the setting, its value and what would be right."""
         check_is(where or cls.__name__, values, dict, "a mapping of settings")
-        known = {one.name: one for one in fields(cls)}  # type: ignore[arg-type]
+        options = {one.name: one for one in fields(cls)}  # type: ignore[arg-type]
         place = f"{where}." if where else ""
-        if strange := [str(name) for name in values if name not in known]:
-            raise UserError(f"unknown key {place + strange[0]!r} (known: {', '.join(sorted(known))})")
-        if missing := [name for name in known if known[name].default is MISSING and name not in values]:
+        if strange := [str(name) for name in values if name not in options]:
+            raise UserError(f"unknown key {place + strange[0]!r} (known: {', '.join(sorted(options))})")
+        if missing := [name for name in options if options[name].default is MISSING and name not in values]:
             raise UserError(f"{place + missing[0]!r} is required")
         return cls(**_valid_values(cls, values, place))
 

@@ -77,8 +77,8 @@ def held_back() -> Iterator[None]:
     handler; so for the time of the block handlers only take note."""
     noted: list[int] = []
     here = threading.current_thread() is threading.main_thread()
-    known = {number: signal.getsignal(number) for number in CODES} if here else {}
-    before = {number: handler for number, handler in known.items() if handler is not signal.SIG_IGN}
+    current = {number: signal.getsignal(number) for number in CODES} if here else {}
+    before = {number: handler for number, handler in current.items() if handler is not signal.SIG_IGN}
     for number in before:
         signal.signal(number, lambda got, _: noted.append(got))
     blocks = hasattr(signal, "pthread_sigmask")  # not on Windows

@@ -67,18 +67,18 @@ class Cost:
         return lines
 
     def table(self) -> Table:
-        made = Table(box=None, pad_edge=False)
+        table = Table(box=None, pad_edge=False)
         names = ["stage", "kind", "parameters", "tokens", "FLOPs", "a step"]
         names += ["memory" if self.gpu.is_cpu else "memory a GPU"]
         for name in (*names, "hours", *([] if self.gpu.is_cpu else ["GPU-hours"])):
-            made.add_column(name, justify="left" if name in ("stage", "kind") else "right")
+            table.add_column(name, justify="left" if name in ("stage", "kind") else "right")
         for stage in self.stages:
-            made.add_row(*self._cells(stage))
+            table.add_row(*self._cells(stage))
         blank = [""] * (len(names) - 5)
         sums = [short(self.tokens), f"{self.flops:.2g}", *blank, spelled(self.hours)]
         sums += [] if self.gpu.is_cpu else [spelled(self.gpu_hours)]
-        made.add_row("in all", "", "", *sums)
-        return made
+        table.add_row("in all", "", "", *sums)
+        return table
 
     def _cells(self, stage: StageCost) -> list[str]:
         step = "" if stage.step is None else _seconds(stage.step)

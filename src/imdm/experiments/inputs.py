@@ -155,8 +155,8 @@ class Inputs:
 
     def mask(self, name: str) -> Mask:
         """The mask of the model of a stage or folder."""
-        made = self.recipe.mask_of(name)
-        return parse_mask(self.config(self.first(name)).mask) if made is None else made
+        mask = self.recipe.mask_of(name)
+        return parse_mask(self.config(self.first(name)).mask) if mask is None else mask
 
     def mixture(self, name: str) -> bool:
         """Whether a model reads a latent λ."""

@@ -54,8 +54,8 @@ def plan(recipe: Recipe, out: Path, seeds: int, quick: bool, only: Sequence[str]
         raise UserError(f"recipe {recipe.name!r} has no quick part; run it whole")
     check_whole("seeds", seeds, 1, MOST_SEEDS)
     stages = tuple(only) or (recipe.quick.stages if quick and recipe.quick else tuple(recipe.stages))
-    wanted = recipe.quick.variants if quick and recipe.quick else ()
-    chosen = {name: r for name, r in variants(recipe).items() if not wanted or name in wanted}
+    names = recipe.quick.variants if quick and recipe.quick else ()
+    chosen = {name: r for name, r in variants(recipe).items() if not names or name in names}
     return [
         Job(
             f"{name}, seed {seed}" if name else f"seed {seed}",
@@ -95,8 +95,8 @@ def run_jobs(recipe: Recipe, jobs: list[Job], out: Path, workers: int, reporter:
             runs[job.name].prepare(list(job.stages))
             runs[job.name].inputs.forget()
             if state.is_main_process:
-                made = runs[job.name].recipe.model_copy(update={"seed": recipe.seed})
-                write_json(place / "recipe.json", made.resolved())
+                own_recipe = runs[job.name].recipe.model_copy(update={"seed": recipe.seed})
+                write_json(place / "recipe.json", own_recipe.resolved())
         if state.is_main_process and out not in folders:
             write_json(out / "recipe.json", recipe.resolved())
         if workers > 1 and len(jobs) > 1:

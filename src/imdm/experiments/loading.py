@@ -96,11 +96,11 @@ def read_recipe(run: Path) -> Recipe | None:
 def variants(recipe: Recipe) -> dict[str, Recipe]:
     """The recipe of each variant by name; of a recipe without variants, itself under the name ''."""
     alone: dict[str, Any] = {"variants": {}, "quick": None}
-    made = {
+    members = {
         name: Recipe.parse(_merge(recipe.resolved(), changes) | alone, f"variants.{name}")
         for name, changes in recipe.variants.items()
     }
-    return made or {"": recipe}
+    return members or {"": recipe}
 
 
 def _read_yaml(name: str | Path) -> dict[str, Any]:

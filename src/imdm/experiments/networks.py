@@ -99,8 +99,8 @@ class Networks:
         if Path(find(stage.source)).exists():
             return adopted_config(stage.source, **overrides)
         where = f"model {stage.source!r}"
-        known = PUBLISHED.get(stage.source)
-        family = None if known is None else families.family_of(known, where)
+        raw = PUBLISHED.get(stage.source)
+        family = None if raw is None else families.family_of(raw, where)
         if family is None:
             raise UserError(
                 f"stages.{name} adopts the published {where}, whose size is known only once it is downloaded; give the "

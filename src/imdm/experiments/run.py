@@ -154,11 +154,11 @@ class Run:
     def _check(self, names: list[str]) -> None:
         """Bad sizes, missing data or folders, settings this machine cannot run, other runs in the same place."""
         check_size(self.inputs)
-        made = {name: self._is_made(name) for name in names}
+        finished = {name: self._is_made(name) for name in names}
         for name in names:
-            check_stage(self.inputs, name, made[name])
+            check_stage(self.inputs, name, finished[name])
         for name in names:
-            if not made[name]:
+            if not finished[name]:
                 check_state(self.inputs, name)
         for name in names if self.inputs.data.is_ready else ():
             above = [needed for needed in self.recipe.stages[name].inputs() if needed in self.recipe.stages]
@@ -177,10 +177,10 @@ class Run:
         if not (self.folder / name / DONE).exists():
             return False
         done = read_done(self.folder / name)
-        made = self._made(name)
-        if done["inputs"] != self._hash(name, made):
+        hashes = self._input_hashes(name)
+        if done["inputs"] != self._hash(name, hashes):
             other = first_difference(done["settings"], self._settings(name)) or "settings or inputs"
-            again = [needed for needed, output in done["made"].items() if output != made.get(needed, output)]
+            again = [needed for needed, output in done["made"].items() if output != hashes.get(needed, output)]
             if again:
                 other = f"inputs: {', '.join(map(repr, again))} was made again since"
             raise UserError(
@@ -213,26 +213,32 @@ class Run:
 
     def _make(self, name: str) -> None:
         """Run it, and write inputs and seconds (since the last stop, if it was stopped) into `done.json`."""
-        made, started = self._made(name), time.perf_counter()
-        inputs = self._hash(name, made)
+        hashes, started = self._input_hashes(name), time.perf_counter()
+        inputs = self._hash(name, hashes)
         output = make_stage(self, name)
         state = processes()
         if state.is_main_process:
             took = round(time.perf_counter() - started, 1)
-            done = {"inputs": inputs, "output": output, "settings": self._settings(name), "made": made, "seconds": took}
+            done = {
+                "inputs": inputs,
+                "output": output,
+                "settings": self._settings(name),
+                "made": hashes,
+                "seconds": took,
+            }
             write_recorded(self.folder / name / DONE, done)
         state.wait_for_everyone()
 
-    def _made(self, name: str) -> dict[str, str]:
+    def _input_hashes(self, name: str) -> dict[str, str]:
         """Hashes of the stages that a stage builds on, by name; for an adopted model, of its files."""
         stage = self.recipe.stages[name]
         if isinstance(stage, AdoptStage):
             return {f"files of {stage.source}": self.inputs.source_hash(stage.source)}
         return {needed: self.inputs.hash(needed) for needed in stage.inputs()}
 
-    def _hash(self, name: str, made: Mapping[str, str]) -> str:
+    def _hash(self, name: str, hashes: Mapping[str, str]) -> str:
         settings = self._settings(name)
-        outputs = [made[needed] for needed in self.recipe.stages[name].inputs() or made]
+        outputs = [hashes[needed] for needed in self.recipe.stages[name].inputs() or hashes]
         return digest([settings["stage"], outputs, {k: v for k, v in settings.items() if k != "stage"}])
 
     def _settings(self, name: str) -> dict[str, Any]:

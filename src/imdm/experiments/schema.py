@@ -291,13 +291,13 @@ class Recipe(Config):
 
     @model_validator(mode="after")
     def _quick_is_a_part(self) -> Recipe:
-        for kind, named, known in (
+        for kind, named, names in (
             ("variant", self.quick.variants if self.quick else (), self.variants),
             ("stage", self.quick.stages if self.quick else (), self.stages),
         ):
             for name in named:
-                if name not in known:
-                    raise unknown(kind, name, known)
+                if name not in names:
+                    raise unknown(kind, name, names)
         return self
 
     def evaluations(self) -> dict[str, EvaluateStage]:
@@ -312,8 +312,8 @@ class Recipe(Config):
         stage = self.stages.get(name)
         if isinstance(stage, TrainStage) and stage.data is not None:
             return stage.data
-        made = [place for place, s in self.stages.items() if isinstance(s, CoupleStage) and s.teacher == name]
-        return next(iter(made), None)
+        couples = [place for place, s in self.stages.items() if isinstance(s, CoupleStage) and s.teacher == name]
+        return next(iter(couples), None)
 
     def seed_of(self, name: str) -> int:
         """The seed of a stage: its own, or the recipe's."""

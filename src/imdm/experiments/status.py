@@ -48,10 +48,11 @@ def status(run: Path) -> dict[str, list[StageStatus]]:
     for variant, member in {"": recipe, **variants(recipe)}.items():  # `imdm train` runs the recipe without variants
         for seed in sorted(_seeds(run / variant)):
             folder = run / variant / f"seed-{seed}"
-            made = as_made(member, folder)
+            own_recipe = as_made(member, folder)
             name = f"{variant}, seed {seed}" if variant else f"seed {seed}"
             stages[name] = [
-                _finished(folder / stage, made, _stage(folder / stage, made, stage)) for stage in member.stages
+                _finished(folder / stage, own_recipe, _stage(folder / stage, own_recipe, stage))
+                for stage in member.stages
             ]
     return stages
 
@@ -70,7 +71,9 @@ def _finished(folder: Path, recipe: Recipe, row: StageStatus) -> StageStatus:
     done = read_done(folder)
     settings = recipe.stages[row.name].hashed()
     other = done.get("settings", {}).get("stage", settings) != settings
-    again = any(_output(folder.parent / needed) not in (None, made) for needed, made in done.get("made", {}).items())
+    again = any(
+        _output(folder.parent / needed) not in (None, earlier) for needed, earlier in done.get("made", {}).items()
+    )
     return replace(row, took=done.get("seconds"), state="stale" if other or again else row.state)
 
 

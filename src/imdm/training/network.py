@@ -152,12 +152,12 @@ class TrainedNetwork:
 @contextmanager
 def still(networks: Iterable[TrainedNetwork]) -> Iterator[None]:
     """Inside this block the weights of these networks get no gradient, though gradients may flow through them."""
-    held = list(networks)
-    _train_weights(held, False)
+    members = list(networks)
+    _train_weights(members, False)
     try:
         yield
     finally:
-        _train_weights(held, True)
+        _train_weights(members, True)
 
 
 def _train_weights(networks: Iterable[TrainedNetwork], whether: bool) -> None:
@@ -174,10 +174,10 @@ def other_networks(
     """The networks that an objective trains beside the student; refuses those that cannot be trained or saved
     separately."""
     with seeded(fold(as_key(seed), Purpose.INIT, 1)):
-        made = dict(objective.networks(model, start))
+        networks = dict(objective.networks(model, start))
     owners = {id(weight): "the start" for weight in (start.parameters() if start is not None else ())}
     owners |= {id(weight): "the student" for weight in model.parameters()}
-    for name, one in made.items():
+    for name, one in networks.items():
         what = f"network {name!r} of objective {objective.kind!r}"
         try:
             check_name(name)
@@ -193,7 +193,7 @@ def other_networks(
         if owner is not None:
             raise UserError(f"{what} shares weights with {owner}; give it a copy")
         owners |= {id(weight): repr(name) for weight in weights}
-    return made
+    return networks
 
 
 def settings_of(others: Mapping[str, Trained]) -> list[Any]:

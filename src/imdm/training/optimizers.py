@@ -56,13 +56,13 @@ class Muon(torch.optim.AdamW):
         moving.sort(key=lambda one: _matrix_shape(*one))
         for _, same in groupby(moving, key=lambda one: (_matrix_shape(*one), _shard_key(one[0]))):
             self._move(list(same))
-        held = [(weight, weight.grad) for weight, _ in moving]
-        for weight, _ in held:
+        gradients = [(weight, weight.grad) for weight, _ in moving]
+        for weight, _ in gradients:
             weight.grad = None  # AdamW skips weights without a gradient
         try:
             return super().step(closure)
         finally:
-            for weight, gradient in held:
+            for weight, gradient in gradients:
                 weight.grad = gradient
 
     def _move(self, same: Sequence[tuple[Tensor, dict[str, Any]]]) -> None:

@@ -88,16 +88,16 @@ class Recorder:
         self.seen: Counter[Hashable] = Counter()
         self.recorded: dict[Hashable, Run] = {}
         self.places: dict[Hashable, Tensor] = {}
-        self.held: list[Any] = []
+        self.tables: list[Any] = []
 
-    def forget(self, under: Hashable = None, held: list[Any] | None = None) -> None:
-        """Drop all graphs, as they are stale. under: what graphs captured from now on are valid for; held: tensors they
-        read beside weights and inputs, referenced so that their memory is not freed."""
+    def forget(self, under: Hashable = None, tables: list[Any] | None = None) -> None:
+        """Drop all graphs, as they are stale. under: what graphs captured from now on are valid for; tables: tensors
+        they read beside weights and inputs, referenced so that their memory is not freed."""
         if self.recorded:
             self.graphs.forget()
             self.recorded = {}
         self.seen.clear()
-        self.under, self.held = under, held or []
+        self.under, self.tables = under, tables or []
 
     def __call__(self, what: Hashable, inputs: Any, run: Callable[[Any], Tensor]) -> Tensor:
         """run(inputs), by a graph captured for the same `what` and shapes. The tensors of `inputs`, and the one

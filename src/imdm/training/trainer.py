@@ -205,7 +205,7 @@ class Trainer:
             if renewed:
                 self.optimizer.state.clear()
             if self.recorder is not None and (renewed or self.recorder.under != self._graph_key()):
-                self.recorder.forget(self._graph_key(), self._held())
+                self.recorder.forget(self._graph_key(), self._cached_tables())
             for name, network in self.networks.items():
                 own = self.objective.lr_factor(self.companion) if name == STUDENT else 1.0
                 network.lr_factor = own * self.config.lr_factor(self.step)
@@ -234,11 +234,11 @@ class Trainer:
         networks = [network.bare for network in self.networks.values()] + [getattr(self.companion, "model", None)]
         return [model for model in networks if isinstance(model, torch.nn.Module)]
 
-    def _held(self) -> list[Any]:
+    def _cached_tables(self) -> list[Any]:
         """What captured steps read beside weights and rows: cached tables that might be evicted."""
-        known = [model for model in self._models() if isinstance(model, models.Network)]
+        denoisers = [model for model in self._models() if isinstance(model, models.Network)]
         device = self.accelerator.device
-        return [model.backbone.beside(self.source.length + model.config.mixture, device) for model in known]
+        return [model.backbone.beside(self.source.length + model.config.mixture, device) for model in denoisers]
 
     def _updates(self, step: int) -> list[tuple[str, ...]]:
         """The updates of a step; refuses unknown networks."""
