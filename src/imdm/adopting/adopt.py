@@ -134,7 +134,8 @@ def adopt_into(
     file: str | Path | None = None,
     **how: Any,
 ) -> Adopted:
-    """As `adopt`, saved as a model folder with its tokenizer: the one beside the weights, or the one named."""
+    """Convert a published model (`adopt`) and save it as a model folder with its tokenizer: the one beside the weights,
+    or the one named."""
     folder = check_new(out)
     if strange := how.keys() - {*SWITCHES, *OVERRIDES, "dtype"}:
         raise UserError(f"adopt_into has no argument {min(strange)!r}; it has those of adopt, out and tokenizer")
@@ -213,7 +214,7 @@ def _check_same_words(folder: Path, other: Any, where: str) -> None:
 
 
 def _with_mask_named(words: Any, mask: int) -> Any:
-    """The tokenizer with its mask token set; LLaDA's, for one, has none set."""
+    """A tokenizer with its mask token set; LLaDA's, for one, has none set."""
     if words is not None and words.mask_token_id != mask and mask < len(words):
         words.mask_token = words.convert_ids_to_tokens(mask)
     return words
@@ -221,7 +222,8 @@ def _with_mask_named(words: Any, mask: int) -> Any:
 
 @dataclass(frozen=True)
 class Place:
-    """weights: a file of them, or their folder; folder: that of the configuration and the tokenizer."""
+    """Where a published model is. weights: a file of them, or their folder; folder: that of the configuration and the
+    tokenizer."""
 
     weights: Path
     folder: Path
@@ -282,7 +284,7 @@ def _config(weights: Weights, settings: dict[str, Any], overrides: dict[str, Any
 
 
 def write_published(model: MaskedDiffusionLM, folder: Path) -> None:
-    """`model` as MDLM's own class loads it: its names, its configuration. Other masks as in IMDM."""
+    """Write `model` as MDLM's own class loads it: its names, its configuration. Other masks as in IMDM."""
     config = model.config
     lm = config.backbone.get("config", {}).get("model_type")
     others = {

@@ -54,7 +54,7 @@ class Storage(Sealed):
     dtype: torch.dtype
 
     def read(self, least: int) -> Tensor:
-        """All its elements, if there are at least `least`."""
+        """All elements of the storage, if there are at least `least`."""
         with zipfile.ZipFile(self.file) as archive:
             info = archive.getinfo(self.entry)
             if info.compress_type != zipfile.ZIP_STORED or info.file_size < least * self.dtype.itemsize:
@@ -260,7 +260,7 @@ def _plain_value(value: Any) -> str | int | float | bool | None:
 
 
 def _averaged(file: Path, stored: Mapping[str, Stored], shadow: Sequence[Any]) -> dict[str, Tensor]:
-    """The average is a list in the order of the parameters: the tensors by name without buffers."""
+    """The averaged weights by name: the average is a list in the order of the parameters, without buffers."""
     names = [name for name in stored if not name.endswith("inv_freq")]
     fits = len(names) == len(shadow) and all(
         isinstance(one, Stored) and one.size == stored[name].size for name, one in zip(names, shadow, strict=True)

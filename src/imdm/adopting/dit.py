@@ -57,7 +57,7 @@ CONDITION = 128  # of every published model
 
 
 def stripped(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Names without prefixes of wrappers."""
+    """Tensors by their names without prefixes of wrappers."""
 
     def bare(name: str) -> str:
         while prefix := next((p for p in PREFIXES if name.startswith(p)), None):
@@ -149,7 +149,7 @@ def _check_rotary(frequencies: Tensor, source: str) -> None:
 
 
 def loaded(model: MaskedDiffusionLM, weights: Mapping[str, Tensor], source: str) -> MaskedDiffusionLM:
-    """The model with these weights, all of them and no others."""
+    """A model after loading these weights into it, all of them and no others."""
     blocks = model.config.blocks
     ours, theirs = model.state_dict(), renamed(weights, blocks, source)
     called = {our: their for their, our in names(blocks).items()}
@@ -179,7 +179,8 @@ def as_published(model: MaskedDiffusionLM) -> dict[str, Tensor]:
 
 
 def _unfolded(weights: dict[str, Tensor], width: int, blocks: int) -> dict[str, Tensor]:
-    """adaLN with zero weights: only its bias has an effect, shift, scale and gate of each block."""
+    """Weights with an adaLN added, of zero weights: only its bias has an effect, shift, scale and gate of each
+    block."""
     tensors, zero, one = dict(weights), torch.zeros(width), torch.ones(width)
     for n in range(blocks):
         shift1, shift2 = (tensors.pop(f"blocks.{n}.norm{k}.bias").float().cpu() for k in (1, 2))

@@ -112,7 +112,7 @@ def diffugpt(tensors: Mapping[str, Tensor], raw: Mapping[str, Any], heads: int |
 
 
 def _renamed_diffugpt(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Under GPT-2's names. Embedding and head may be tied."""
+    """DiffuGPT's tensors under GPT-2's names. Embedding and head may be tied."""
     trunk = {n: t for n, t in tensors.items() if n.startswith(DIFFUGPT)}
     renamed = {f"transformer.{name.removeprefix(DIFFUGPT)}": tensor for name, tensor in trunk.items()}
     renamed |= {n: t for n, t in tensors.items() if n not in trunk and n != "embed_tokens.weight"}
@@ -159,7 +159,8 @@ def _renamed(tensors: Mapping[str, Tensor], family: Family) -> dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """size: V, the mask included; mask: its id; fresh: whether the mask is an id that the model has never seen."""
+    """The ids of a converted model. size: V, the mask included; mask: its id; fresh: whether the mask is an id that the
+    model has never seen."""
 
     size: int
     mask: int
@@ -216,7 +217,7 @@ class How:
 def adopted(
     family: Family, weights: Weights, words: Any, overrides: dict[str, Any], how: How, where: str
 ) -> MaskedDiffusionLM:
-    """Convert the folder's model."""
+    """Convert a model of `transformers`, or one that is published as such under another name."""
     config = config_of(family, words, overrides, how, where)
     lm = _load_transformers(family, _renamed(weights.tensors, family), how.dtype, where)
     if vocabulary_of(family, overrides.get("mask_token_id"), words, how.extends, where).fresh:
@@ -324,7 +325,7 @@ def _load_transformers(family: Family, tensors: dict[str, Tensor], dtype: torch.
 
 @torch.no_grad()
 def _add_row(lm: Any, config: Shape) -> None:
-    """A row for the mask, the mean of all others, after the last or in the padding."""
+    """Add a row for the mask to the embedding, the mean of all others, after the last or in the padding."""
     mask, embedded = config.mask_token_id, lm.get_input_embeddings().weight
     mean = embedded[: min(len(embedded), mask)].float().mean(0)
     if config.vocab_size > len(embedded):

@@ -19,7 +19,7 @@ OWNERS = {
     "distilbert": ("distilgpt2", "distilbert-base-uncased", "distilbert-base-cased"),
     "FacebookAI": ("roberta-base", "roberta-large", "xlm-roberta-base", "xlm-roberta-large"),
 }
-"""Of models that `transformers` also knows without an owner."""
+"""Owners of models that `transformers` also knows without one."""
 RARE = (".pt", ".pth")  # mostly optimisers and the like: weights only where no other file has them
 
 

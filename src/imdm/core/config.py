@@ -120,7 +120,7 @@ class Config(BaseModel, metaclass=_RaisesUserErrors):
 
 
 def _hashed(value: Any, plain: Any) -> Any:
-    """The same for a value of a config, which may be or contain configs and settings."""
+    """What of a config's value enters a hash: nested configs and settings without defaults, else the value itself."""
     if isinstance(value, Config | Settings):
         return value.hashed()
     if isinstance(value, dict):

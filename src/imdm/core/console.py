@@ -38,13 +38,13 @@ def plain_console(**settings: Any) -> Console:
 
 
 def colour(step: int, steps: int) -> tuple[int, int, int]:
-    """From blue (revealed first) to red (revealed last)."""
+    """The colour of a step, from blue (revealed first) to red (revealed last)."""
     late = min(1.0, step / max(1, steps - 1))
     return round(60 + 180 * late), 110, round(240 - 180 * late)
 
 
 def ink(step: int, steps: int) -> tuple[int, ...]:
-    """The same, dark enough for a white page."""
+    """The colour of a step, dark enough for a white page."""
     return tuple(round(INK * part) for part in colour(step, steps))
 
 
@@ -104,7 +104,7 @@ class Cut(TextColumn):
 
 
 class Left(TimeRemainingColumn):
-    """`left 0:12:30`; nothing before it is known, nor at the end."""
+    """The time left as `left 0:12:30`; nothing before it is known, nor at the end."""
 
     def render(self, task: Task) -> Text:
         return Text() if task.finished or task.time_remaining is None else Text("left ").append(super().render(task))

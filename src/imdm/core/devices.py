@@ -63,7 +63,7 @@ def processes() -> PartialState:
 
 
 def processes_here() -> int:
-    """How many of them this machine has, as `torchrun` tells."""
+    """How many processes of this run are on this machine, as `torchrun` tells."""
     count = os.environ.get("LOCAL_WORLD_SIZE", "1")
     return max(1, int(count)) if count.isdecimal() else 1
 

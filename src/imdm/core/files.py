@@ -60,7 +60,7 @@ def check_file(path: Path, what: str) -> None:
 
 
 def check_folder(folder: Path, what: str) -> None:
-    """The same for every file of a folder, which a library will read."""
+    """Refuse a folder with a pipe or a device in it (`check_file`), as a library will read its files."""
     for file in folder.iterdir() if folder.is_dir() else ():
         check_file(file, what)
 
@@ -224,7 +224,7 @@ def _new_folders(folder: Path) -> list[Path]:
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """Without the bars that `transformers` shows while it loads."""
+    """Inside this block `transformers` shows no progress bars while it loads."""
     from transformers.utils import logging
 
     were_on = logging.is_progress_bar_enabled()
@@ -261,7 +261,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_lines(path: Path, values: Iterable[Any]) -> None:
-    """One JSON object a line."""
+    """Write a JSON-lines file: one object a line."""
     write_text(path, _json_lines(values))
 
 
@@ -545,7 +545,7 @@ def check_holds(folder: Path, file: str) -> None:
 
 
 def append_lines(path: Path, values: Iterable[Any]) -> None:
-    """One JSON object a line, all or none of them. A last line that a crash cut short is dropped first."""
+    """Append objects to a JSON-lines file, all or none of them. A last line that a crash cut short is dropped first."""
     with _naming(path):
         lines = _json_lines(values).encode()
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -35,7 +35,7 @@ class Settings(ABC):  # noqa: B024  (subclasses have abstract methods)
 
     @classmethod
     def parse(cls, values: Any, where: str = "") -> Self:
-        """From plain data; an error names the setting, its value and what would be right."""
+        """Validate plain data; an error names the setting, its value and what would be right."""
         check_is(where or cls.__name__, values, dict, "a mapping of settings")
         options = {one.name: one for one in fields(cls)}  # type: ignore[arg-type]
         place = f"{where}." if where else ""
@@ -46,7 +46,7 @@ class Settings(ABC):  # noqa: B024  (subclasses have abstract methods)
         return cls(**_valid_values(cls, values, place))
 
     def model_dump(self) -> dict[str, Any]:
-        """As plain data; named as in pydantic."""
+        """The settings as plain data; named as in pydantic."""
         return {one.name: deepcopy(getattr(self, one.name)) for one in fields(self)}  # type: ignore[arg-type]
 
     def hashed(self) -> dict[str, Any]:

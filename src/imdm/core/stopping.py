@@ -125,8 +125,9 @@ class StopRequest:
 
     @contextmanager
     def listening(self, hasty: bool = True) -> Iterator[None]:
-        """hasty: Ctrl-C after a first signal acts at once. A second SIGTERM never does: a launcher may send it to all
-        processes, and those that started others send it on to them; `torchrun` does so with Ctrl-C too."""
+        """Inside this block a signal is only noted. hasty: Ctrl-C after a first signal acts at once. A second SIGTERM
+        never does: a launcher may send it to all processes, and those that started others send it on to them;
+        `torchrun` does so with Ctrl-C too."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

@@ -33,7 +33,7 @@ class Cost:
 
     @property
     def hours(self) -> float:
-        """One stage after another."""
+        """Hours of all stages, one after another."""
         return sum(stage.hours for stage in self.stages)
 
     @property

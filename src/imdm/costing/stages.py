@@ -28,9 +28,9 @@ JUDGES = {"gpt2-large": 774e6, "gpt2": 124e6, "gpt2-medium": 355e6, "gpt2-xl": 1
 
 @dataclass(frozen=True)
 class StageCost:
-    """steps: of training, or network evaluations of a text; tokens: trained on or generated; flops: what is computed;
-    seconds: in all; step: seconds of one step; gpus: how many are used, if not all; memory: of a GPU, of which `room`
-    bytes are usable."""
+    """The cost of a stage. steps: of training, or network evaluations of a text; tokens: trained on or generated;
+    flops: what is computed; seconds: in all; step: seconds of one step; gpus: how many are used, if not all; memory: of
+    a GPU, of which `room` bytes are usable."""
 
     name: str
     kind: str
@@ -59,7 +59,7 @@ class StageCost:
 
 
 def stage_costs(networks: Networks, gpu: GPU, gpus: int) -> Iterator[StageCost]:
-    """Of every stage that uses a GPU; adopting a model costs nothing."""
+    """The cost of every stage that uses a GPU; adopting a model costs nothing."""
     for name, stage in networks.recipe.stages.items():
         if isinstance(stage, TrainStage):
             yield trained(networks, name, stage, gpu, gpus)
@@ -161,7 +161,8 @@ def coupled(networks: Networks, name: str, stage: CoupleStage, gpu: GPU, gpus: i
 
 
 def evaluated(networks: Networks, name: str, stage: EvaluateStage, gpu: GPU, gpus: int) -> StageCost:
-    """Sampling, scoring by the judge, and the NELBO; of the work on CPUs what a judge reads, and MAUVE."""
+    """The cost of an evaluation: sampling, scoring by the judge, and the NELBO; of the work on CPUs what a judge reads,
+    and MAUVE."""
     length, total, read, compared = networks.length, Work(), 0.0, 0
     each = part_size(stage.samples)
     parts = -(-stage.samples // each)
@@ -238,7 +239,7 @@ def _judge_parameters(networks: Networks, stage: EvaluateStage) -> float:
 
 
 def _on(memory: Memory, gpu: GPU) -> Memory:
-    """A CPU holds no CUDA."""
+    """Memory with what CUDA itself takes, of which a CPU holds none."""
     return replace(memory, context=0.0 if gpu.is_cpu else CONTEXT)
 
 

@@ -87,7 +87,7 @@ def check_state(inputs: Inputs, name: str) -> None:
 
 
 def _check_outside_inputs(inputs: Inputs, name: str) -> None:
-    """Inputs outside the run must exist, be whole and fit the data."""
+    """Refuse inputs outside the run that do not exist, are not whole or do not fit the data."""
     for needed in inputs.recipe.stages[name].inputs():
         if inputs.is_stage(needed):
             continue

@@ -78,8 +78,8 @@ def workers_for(recipe: Recipe, jobs: int) -> int:
 
 
 def run_jobs(recipe: Recipe, jobs: list[Job], out: Path, workers: int, reporter: Reporter) -> None:
-    """Everything is checked before any work; finished stages are skipped. A failed run is reported at once and does not
-    stop the others."""
+    """Run these jobs. Everything is checked before any work; finished stages are skipped. A failed run is reported at
+    once and does not stop the others."""
     state = processes()
     if workers > 1 and state.num_processes > 1:
         raise UserError(f"workers = {workers}: a run that is itself spread over processes (torchrun) has no workers")
@@ -127,7 +127,7 @@ class Running(NamedTuple):
         return cls(job, process, end)
 
     def failure(self) -> BaseException | None:
-        """What it told, or that it was killed. Waits for its end."""
+        """Why the job failed: what its process sent, or that it was killed; None if it did not. Waits for its end."""
         try:
             failure: BaseException | None = self.end.recv()
         except EOFError:
@@ -171,7 +171,7 @@ def _share(jobs: list[Job], workers: int, reporter: Reporter) -> None:
 
 
 def _run_in_worker(job: Job, threads: int, tell: Connection) -> None:
-    """In a process of its own, whose output is whole lines."""
+    """Run a job in a process of its own, whose output is whole lines, and send its failure, or None, by `tell`."""
     import transformers  # takes seconds
 
     torch.set_num_threads(threads)

@@ -23,7 +23,7 @@ def recipe_names() -> list[str]:
 
 
 def summaries() -> dict[str, str]:
-    """A one-line summary of each, by name."""
+    """A one-line summary of each recipe that comes with the package, by name."""
     return {name: str(recipe_settings(name)["summary"]) for name in recipe_names()}
 
 
@@ -51,7 +51,7 @@ def stages_of(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def trained_by(settings: Mapping[str, Any]) -> list[str]:
-    """Those that train a model."""
+    """The names of the stages that train a model, in a recipe's settings that are not parsed yet."""
     stages = stages_of(settings).items()
     return [name for name, stage in stages if isinstance(stage, dict) and stage.get("kind") == "train"]
 

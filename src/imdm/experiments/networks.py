@@ -69,7 +69,7 @@ class Networks:
         self._adopted: dict[str, Shape] = {}
 
     def size(self, name: str) -> Size:
-        """Of the model that a stage makes, or a folder holds."""
+        """The size of the model that a stage makes, or a folder holds."""
         config = self.config(name)
         return measured(json.dumps(config.settings(), sort_keys=True))
 
@@ -91,7 +91,7 @@ class Networks:
         return config.changed(mask=mask, mixture=mixture)
 
     def _published(self, name: str, stage: AdoptStage) -> Shape:
-        """Of a published model that is here, or whose size is known."""
+        """The configuration of a published model that is here, or whose size is known."""
         from imdm.adopting import families  # takes seconds
         from imdm.adopting.adopt import adopted_config
 
@@ -133,7 +133,8 @@ class Networks:
 
 @lru_cache(maxsize=256)
 def measured(settings: str) -> Size:
-    """Built on the device `meta` and counted. Another backbone counts as blocks of ours with as many weights."""
+    """The size of a network with these settings, built on the device `meta` and counted. Another backbone counts as
+    blocks of ours with as many weights."""
     config = Shape(**json.loads(settings))
     with torch.device("meta"):
         model = Network(config)

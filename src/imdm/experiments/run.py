@@ -46,7 +46,7 @@ class Reporter(Protocol):
 
 
 class Quiet:
-    """Ignores them."""
+    """A reporter that ignores messages and progress."""
 
     def say(self, text: str) -> None:
         pass
@@ -90,12 +90,12 @@ class Run:
         return self.results or self.out / "results.jsonl"
 
     def all(self) -> None:
-        """Every stage in order."""
+        """Run every stage in order."""
         self.run(list(self.recipe.stages))
 
     def run(self, names: list[str]) -> None:
-        """The named stages, each after those it builds on. Everything is checked before any work, in a folder that is
-        locked."""
+        """Run the named stages, each after those it builds on. Everything is checked before any work, in a folder that
+        is locked."""
         first = self.alone and processes().is_main_process
         with working_together(self.out) if self.alone else nullcontext():
             self.check(names)
@@ -116,7 +116,7 @@ class Run:
             self._check(self._wanted(names))
 
     def prepare(self, names: list[str]) -> None:
-        """Text is tokenised and packed into OUT/data, once for all seeds, and what depends on its rows is checked."""
+        """Tokenise text and pack it into OUT/data, once for all seeds, and check what depends on its rows."""
         if self.inputs.data.is_ready:
             return
         state = processes()
@@ -129,7 +129,7 @@ class Run:
             self._check(self._wanted(names))
 
     def make(self, names: list[str]) -> None:
-        """The stages, checked and with their data prepared; those that are finished are skipped."""
+        """Make these stages, checked and with their data prepared; those that are finished are skipped."""
         with _threads(self.recipe.threads):
             for name in self._wanted(names):
                 if self._is_done(name):
@@ -152,7 +152,7 @@ class Run:
         return closure
 
     def _check(self, names: list[str]) -> None:
-        """Bad sizes, missing data or folders, settings this machine cannot run, other runs in the same place."""
+        """Refuse bad sizes, missing data or folders, settings this machine cannot run, other runs in the same place."""
         check_size(self.inputs)
         finished = {name: self._is_made(name) for name in names}
         for name in names:
@@ -212,7 +212,7 @@ class Run:
         check_once([*files, *(folder / "model").glob("config.json")], f"stage {output}", check)
 
     def _make(self, name: str) -> None:
-        """Run it, and write inputs and seconds (since the last stop, if it was stopped) into `done.json`."""
+        """Run a stage, and write inputs and seconds (since the last stop, if it was stopped) into `done.json`."""
         hashes, started = self._input_hashes(name), time.perf_counter()
         inputs = self._hash(name, hashes)
         output = make_stage(self, name)

@@ -30,7 +30,7 @@ ScheduleField = Annotated[SerializeAsAny[Schedule], BeforeValidator(parse_schedu
 
 
 def _backbone(value: Any) -> BackboneSettings | None:
-    """None for the default one, however it was given."""
+    """The settings of a backbone; None for the default one, however it was given."""
     settings = parse_backbone(value)
     return None if is_default(settings) else settings
 
@@ -138,7 +138,7 @@ class TrainStage(Config):
     teacher: str | None = None
 
     def inputs(self) -> list[str]:
-        """Each once: the teacher may be the model that the student starts from."""
+        """What the stage reads, each once: the teacher may be the model that the student starts from."""
         return list(dict.fromkeys(name for name in (self.start, self.data, self.teacher) if name is not None))
 
 

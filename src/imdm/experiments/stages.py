@@ -132,7 +132,7 @@ def _student(run: Run, stage: TrainStage, seed: int, length: int) -> tuple[Maske
 
 
 def _waiting(stage: TrainStage) -> str:
-    """Shown instead of a loss before the student's first update."""
+    """A text to show instead of a loss before the student's first update."""
     first = stage.objective.first_update(stage.training.steps) or 0
     others = dict.fromkeys(name for names in stage.objective.updates(0) for name in names)
     return f"the student waits for its {' and '.join(others)} until step {first:,}"

@@ -23,9 +23,9 @@ DONE = "done.json"
 
 @dataclass(frozen=True)
 class StageStatus:
-    """state: `done`, `stale` (made with other settings or inputs than are there now), `stopped or running`, `waiting`;
-    done and total count steps, shards or nothing; signals: those that its objective shows (`shown_signals`);
-    took: seconds that a finished stage ran, since its last stop."""
+    """How far a stage is. state: `done`, `stale` (made with other settings or inputs than are there now), `stopped or
+    running`, `waiting`; done and total count steps, shards or nothing; signals: those that its objective shows
+    (`shown_signals`); took: seconds that a finished stage ran, since its last stop."""
 
     name: str
     kind: str

@@ -17,14 +17,14 @@ class Agreement:
         self._message: Fetched | None = None
 
     def __call__(self) -> bool:
-        """Called by all processes after the same steps, with the same result."""
+        """Whether to stop after this step. Called by all processes after the same steps, with the same result."""
         if self.alone:
             return bool(self.request)
         before, self._message = self._message, self._tell()
         return before is not None and self._heard(before)
 
     def at_last(self) -> bool:
-        """The same when no step follows: what is told now is waited for."""
+        """Whether to stop, when no step follows: waits for what the others say now."""
         return bool(self.request) if self.alone else self._heard(self._tell())
 
     def _tell(self) -> Fetched:
@@ -33,7 +33,8 @@ class Agreement:
         return Fetched(number)
 
     def _heard(self, message: Fetched) -> bool:
-        """A signal that others got counts as one's own; one that they do not know of yet does not."""
+        """Whether a process got a signal, which then counts as one's own; one that the others do not know of yet does
+        not."""
         number = int(message.wait())
         if number:
             self.request.number = number

@@ -65,7 +65,7 @@ def steps_present(folder: Path) -> list[int]:
 
 
 def save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
-    """Write to a temporary folder, rename it, then delete all but the newest `keep`."""
+    """Save a checkpoint: write a temporary folder, rename it, then delete all but the newest `keep`."""
     path = checkpoint_path(folder, checkpoint.step)
     others = {name: network for name, network in checkpoint.networks.items() if name != STUDENT}
     with written_aside(path) as aside:
@@ -97,7 +97,7 @@ def _write_network(home: Path, network: NetworkState) -> None:
 
 
 def _untied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """On the CPU, with no shared memory, which tied weights have."""
+    """Tensors as a file can hold them: on the CPU, with no shared memory, which tied weights have."""
     seen: set[int] = set()
     apart = {}
     for name, tensor in tensors.items():

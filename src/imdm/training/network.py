@@ -89,8 +89,8 @@ class TrainedNetwork:
         return float(torch.stack(self.losses).mean()) if self.losses else None
 
     def state(self) -> NetworkState:
-        """All processes gather; the first one gets the result. An optimiser without moments is skipped: reading its
-        state would create some."""
+        """The network's part of a checkpoint. All processes gather; the first one gets the result. An optimiser without
+        moments is skipped: reading its state would create some."""
         from torch.distributed.checkpoint import state_dict as by_name
 
         self._plain_rate()
@@ -107,7 +107,7 @@ class TrainedNetwork:
         return NetworkState(model, average, moments, self.ema.updates, config)
 
     def _plain_rate(self) -> None:
-        """The learning rate as a number, as in every checkpoint."""
+        """Set the learning rate as a number, as in every checkpoint."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate()
 
@@ -138,7 +138,8 @@ class TrainedNetwork:
             optimizer.state.pop(weights[name], None)  # created by reading the state above
 
     def _set_weights(self, weights: dict[str, Any]) -> None:
-        """With adapters only the trained weights; all others are those of the start, which the run's hash covers."""
+        """Load weights by name: with adapters only the trained ones; all others are those of the start, which the run's
+        hash covers."""
         from torch.distributed.checkpoint import state_dict as by_name
 
         small = has_adapters(self.bare)

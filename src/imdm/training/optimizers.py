@@ -66,7 +66,7 @@ class Muon(torch.optim.AdamW):
                 weight.grad = gradient
 
     def _move(self, same: Sequence[tuple[Tensor, dict[str, Any]]]) -> None:
-        """Weights of one shape, all at once."""
+        """Update weights of one shape, all at once."""
         updates = []
         for weight, group in same:
             assert weight.grad is not None

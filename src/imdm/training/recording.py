@@ -23,7 +23,7 @@ Run = Callable[[], Tensor]
 
 
 class Graphs(Protocol):
-    """Captures and replays."""
+    """What captures the work of a step and replays it."""
 
     def aside(self) -> AbstractContextManager[None]:
         """The context in which steps run, captured or not."""
@@ -37,8 +37,8 @@ class Graphs(Protocol):
 
 
 class CudaGraphs:
-    """On a GPU. Steps run on a stream of their own: the default stream cannot be captured, and the gradient
-    accumulators of weights belong to the stream on which they were first used."""
+    """CUDA graphs of one GPU. Steps run on a stream of their own: the default stream cannot be captured, and the
+    gradient accumulators of weights belong to the stream on which they were first used."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.cuda.Stream(device)
@@ -71,7 +71,7 @@ class CudaGraphs:
 
 
 def graphs_on(device: torch.device) -> Graphs | None:
-    """None where there are no CUDA graphs."""
+    """What captures steps on this device; None where there are no CUDA graphs."""
     return CudaGraphs(device) if device.type == "cuda" else None
 
 
@@ -134,7 +134,7 @@ def _leaf_key(leaf: Any) -> tuple[Hashable, ...]:
 
 
 def mapped(value: Any, change: Callable[[str, Any], Any], path: str = "") -> Any:
-    """The same tuples, lists, mappings and dataclasses with other leaves."""
+    """A copy of nested tuples, lists, mappings and dataclasses with each leaf changed: `change(path, leaf)`."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(mapped(v, change, f"{path}.{n}") for n, v in zip(value._fields, value, strict=True)))
     if isinstance(value, tuple | list):
@@ -155,5 +155,5 @@ def leaves(value: Any) -> list[tuple[str, Any]]:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Found as they are asked for."""
+    """The tensors among the leaves of a value, one by one."""
     yield from (leaf for _, leaf in leaves(value) if isinstance(leaf, Tensor))

@@ -166,7 +166,7 @@ class Trainer:
         self.config.check(self.accelerator.num_processes, self.accelerator.device)
 
     def _recorder(self) -> Recorder | None:
-        """For steps as CUDA graphs, if they are requested and possible."""
+        """What captures steps as CUDA graphs, if that is requested and possible."""
         alone = self.accelerator.distributed_type == "NO" and self.accumulation == 1
         if not (self.config.graphs and self.objective.recordable and alone):
             return None
@@ -241,7 +241,7 @@ class Trainer:
         return [model.backbone.beside(self.source.length + model.config.mixture, device) for model in denoisers]
 
     def _updates(self, step: int) -> list[tuple[str, ...]]:
-        """The updates of a step; refuses unknown networks."""
+        """The updates of a step, each the networks that it moves; refuses unknown ones."""
         updates = [tuple(names) for names in self.objective.updates(step)]
         for names in updates or [()]:
             if not names or len(set(names)) < len(names) or not set(names) <= set(self.networks):
@@ -323,8 +323,8 @@ class Trainer:
         return [losses[name] for name in names]
 
     def _precision(self) -> AbstractContextManager[Any]:
-        """bf16 where it is fast; weights, norms, softmax and optimiser stay in float32. Not Accelerate's own, which is
-        global to the process: the stages of a recipe may differ."""
+        """The context of a forward pass: bf16 where it is fast; weights, norms, softmax and optimiser stay in float32.
+        Not Accelerate's own, which is global to the process: the stages of a recipe may differ."""
         if self.config.precision == "float32":
             return nullcontext()
         return torch.autocast(self.accelerator.device.type, torch.bfloat16)
@@ -347,7 +347,7 @@ class Trainer:
         return folder
 
     def _doubts(self, alone: bool) -> Iterator[str]:
-        """Settings that are allowed, but hardly meant."""
+        """Warnings of settings that are allowed, but hardly meant."""
         config, source = self.config, self.source
         if alone and config.shard != "none":
             yield (
@@ -499,7 +499,7 @@ class Trainer:
         return self.out / "checkpoints"
 
     def save(self) -> None:
-        """All processes gather, the first one writes, the others wait for it."""
+        """Write a checkpoint: all processes gather, the first one writes, the others wait for it."""
         networks = {name: network.state() for name, network in self.networks.items()}
         first = self.accelerator.is_main_process
         companion, values = {}, {}
@@ -550,7 +550,7 @@ class Trainer:
             write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
 
     def export(self) -> None:
-        """`raw/` and `model/` (averaged), each whole or not there."""
+        """Write the finished models, `raw/` and `model/` (averaged), each whole or not there."""
         best = self.objective.best(self.companion)
         for name, weights in (("raw", {}), ("model", self.ema.weights if best is None else best)):
             if self.sharding is not None:
