@@ -74,6 +74,9 @@ def written_aside(path: Path) -> Iterator[Path]:
         try:
             _remove(aside)
             yield aside
+            # Contents reach the disk before the name does: after a power cut a rename may be there and the data not.
+            # A folder cannot be renamed onto one with files, so the old one goes first; a crash between the two
+            # leaves neither, as if the work had not been done.
             for file in [aside] if aside.is_file() else [f for f in aside.rglob("*") if f.is_file()]:
                 with open(file, "r+b") as handle:
                     os.fsync(handle.fileno())
@@ -177,6 +180,9 @@ def working_in(folder: Path) -> Iterator[None]:
     """Lock this folder, if the file system supports locks; another process that tries is refused. The lock ends with
     the process, however it ends. Unfinished files of killed processes are removed."""
     check_writable(folder)
+    # The lock is on the folder itself, not on a file in it, so that nothing is left behind, and the system frees it
+    # even when the process is killed. Folders that were made for nothing are removed again at the end, so a refused run
+    # leaves no trace.
     with _naming(folder):
         folders = _new_folders(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -550,6 +556,8 @@ def append_lines(path: Path, values: Iterable[Any]) -> None:
         lines = _json_lines(values).encode()
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "a+b", buffering=0) as file, _exclusive(file):
+            # Under the lock the file ends where the last whole line does. A crash while writing leaves at most a line
+            # that is cut short, which the next writer drops; an error, as a full disk, restores the file here.
             end = _whole(file)
             try:
                 file.truncate(end)

@@ -102,6 +102,9 @@ class Recorder:
     def __call__(self, what: Hashable, inputs: Any, run: Callable[[Any], Tensor]) -> Tensor:
         """run(inputs), by a graph captured for the same `what` and shapes. The tensors of `inputs`, and the one
         returned, are new each time."""
+        # A graph reads the addresses it was captured with. So inputs are copied into buffers that outlive it, also
+        # while steps still run eagerly: the step that is captured then reads the same memory as the warm-up did.
+        # What is no tensor cannot change in a graph, so it is part of the key.
         shapes = tuple((path, _leaf_key(leaf)) for path, leaf in leaves(inputs))
         key = what, shapes
         self.seen[key] += 1
@@ -117,7 +120,7 @@ class Recorder:
                 cause = error.__context__ or error  # the first one; it then made the capture fail
                 reason = next(iter(str(cause).strip().splitlines()), type(cause).__name__)
                 raise UserError(f"training.graphs: this step cannot be captured ({reason}); set it to false") from error
-        return self.recorded[key]().clone()
+        return self.recorded[key]().clone()  # the next replay overwrites the tensor that the graph returns
 
     def _put(self, path: str, leaf: Any) -> Any:
         """Copy a tensor into the fixed buffer for its path and shape; graphs of other input shapes share it."""

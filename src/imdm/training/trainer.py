@@ -201,6 +201,9 @@ class Trainer:
         """One step: all updates of the objective. Returns the student's loss over the global batch; if the student is
         not updated, that of the last network that is."""
         with nullcontext() if self.recorder is None else self.recorder.graphs.aside():
+            # Whatever replaces tensors comes first: a new round's teacher, an optimiser without its moments. Graphs
+            # captured before read memory that is no longer used, so they are dropped here and never within a step.
+            # A rate changes at every step, so graphs read it from a tensor (`TrainedNetwork.set_rate`).
             renewed = self.objective.turn(self.companion, self.step, self.ema.weights)
             if renewed:
                 self.optimizer.state.clear()
@@ -213,6 +216,8 @@ class Trainer:
             losses: dict[str, Tensor] = {}
             for number, names in enumerate(self._updates(self.step)):
                 losses |= self._update(number, names)
+            # A network that only ran forward may still have its weights gathered: they would be stale after the next
+            # update, and take memory meanwhile.
             for each in self._models() if self.sharding is not None else ():
                 reshard(each)
         self.step += 1
@@ -259,6 +264,9 @@ class Trainer:
         else:
             total = torch.zeros(len(names), device=self.accelerator.device)
             with self._others_still(names):
+                # Gradients add up over micro-batches, each divided by their number (`_gradients`), and processes
+                # average them only with the last one. Sharded networks reduce theirs each time: a process may
+                # have no room for a whole gradient.
                 for micro in range(self.accumulation):
                     batch, step = self.batch(micro, number, names)
                     with ExitStack() as waiting:
@@ -303,6 +311,8 @@ class Trainer:
                 network.step()
             return total
 
+        # The rate is set before the replay, in the tensor that the graph reads. The average is updated after it, as
+        # its decay is a number of Python's, which a graph would keep as it was when captured.
         for network in moved:
             network.set_rate()
         total = recorder((number, names), (batch, step.slots, index, step.start), run)
