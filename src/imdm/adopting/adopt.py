@@ -192,7 +192,7 @@ def _adopted(source: Place, where: str, arguments: dict[str, Any], words: Any = 
     vain = [name for name in ("adapt", "causal", "whole") if getattr(how, name)] + ["shift"] * ("shift" in overrides)
     if vain:
         raise UserError(f"{where} is a masked diffusion model in MDLM's layout: leave out {vain[0]}")
-    model = dit.loaded(MaskedDiffusionLM(_config(weights, settings, overrides, where)), weights.tensors, where)
+    model = dit.load_weights(MaskedDiffusionLM(_config(weights, settings, overrides, where)), weights.tensors, where)
     torch.nn.Module.to(model, how.dtype or model.dtype)
     return Adopted(model.eval(), weights.averaged, tokenizer)
 

@@ -148,7 +148,7 @@ def _check_rotary(frequencies: Tensor, source: str) -> None:
         raise UserError(f"{source}: its rotary embedding does not have base 10,000, as ours has")
 
 
-def loaded(model: MaskedDiffusionLM, weights: Mapping[str, Tensor], source: str) -> MaskedDiffusionLM:
+def load_weights(model: MaskedDiffusionLM, weights: Mapping[str, Tensor], source: str) -> MaskedDiffusionLM:
     """A model after loading these weights into it, all of them and no others."""
     blocks = model.config.blocks
     ours, theirs = model.state_dict(), renamed(weights, blocks, source)

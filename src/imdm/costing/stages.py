@@ -62,14 +62,14 @@ def stage_costs(networks: Networks, gpu: GPU, gpus: int) -> Iterator[StageCost]:
     """The cost of every stage that uses a GPU; adopting a model costs nothing."""
     for name, stage in networks.recipe.stages.items():
         if isinstance(stage, TrainStage):
-            yield trained(networks, name, stage, gpu, gpus)
+            yield train_cost(networks, name, stage, gpu, gpus)
         elif isinstance(stage, CoupleStage):
-            yield coupled(networks, name, stage, gpu, gpus)
+            yield couple_cost(networks, name, stage, gpu, gpus)
         elif isinstance(stage, EvaluateStage):
-            yield evaluated(networks, name, stage, gpu, gpus)
+            yield evaluation_cost(networks, name, stage, gpu, gpus)
 
 
-def trained(networks: Networks, name: str, stage: TrainStage, gpu: GPU, gpus: int) -> StageCost:
+def train_cost(networks: Networks, name: str, stage: TrainStage, gpu: GPU, gpus: int) -> StageCost:
     training, used = stage.training, usable(stage.training.batch, gpus)
     load = Workload.of(networks, name, stage, used)
     work = step_work(load)
@@ -138,7 +138,7 @@ def _notes(name: str, load: Workload, work: Work, memory: Memory, gpu: GPU, gpus
         yield f"the GPU waits for launches, {busy / seconds:.0%} busy; {better}"
 
 
-def coupled(networks: Networks, name: str, stage: CoupleStage, gpu: GPU, gpus: int) -> StageCost:
+def couple_cost(networks: Networks, name: str, stage: CoupleStage, gpu: GPU, gpus: int) -> StageCost:
     size, length = networks.size(stage.teacher), networks.length
     shards = -(-stage.pairs // stage.shard)
     used = min(gpus, shards)
@@ -160,7 +160,7 @@ def coupled(networks: Networks, name: str, stage: CoupleStage, gpu: GPU, gpus: i
     )  # fmt: skip
 
 
-def evaluated(networks: Networks, name: str, stage: EvaluateStage, gpu: GPU, gpus: int) -> StageCost:
+def evaluation_cost(networks: Networks, name: str, stage: EvaluateStage, gpu: GPU, gpus: int) -> StageCost:
     """The cost of an evaluation: sampling, scoring by the judge, and the NELBO; of the work on CPUs what a judge reads,
     and MAUVE."""
     length, total, read, compared = networks.length, Work(), 0.0, 0

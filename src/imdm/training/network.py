@@ -197,7 +197,7 @@ def other_networks(
     return networks
 
 
-def settings_of(others: Mapping[str, Trained]) -> list[Any]:
+def network_settings(others: Mapping[str, Trained]) -> list[Any]:
     """What the hash of a run includes of other networks: their settings and initial weights; empty without any."""
     if not others:
         return []

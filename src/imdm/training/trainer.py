@@ -21,7 +21,7 @@ from imdm.core.devices import accelerator, of_all, together, working_together
 from imdm.core.errors import UserError, check_function, check_is, check_seed, check_whole
 from imdm.core.files import append_line, as_path, write_text, written_aside
 from imdm.core.stopping import StopRequest
-from imdm.core.streams import Beside, sent
+from imdm.core.streams import SideStream, sent
 from imdm.data.source import Order, Source, check_teaches
 from imdm.diffusion.randomness import Purpose, as_key, fold
 from imdm.models.identity import fingerprint
@@ -33,7 +33,7 @@ from imdm.training.config import NEUTRAL_SETTINGS, TrainConfig
 from imdm.training.ema import applied
 from imdm.training.history import read_history
 from imdm.training.lora import add_adapters, has_adapters, merged
-from imdm.training.network import TrainedNetwork, other_networks, settings_of, still
+from imdm.training.network import TrainedNetwork, network_settings, other_networks, still
 from imdm.training.recording import Recorder, tensors_in
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class Trainer:
         settings = {name: value for name, value in config.hashed().items() if name not in free}
         looks = [watch_every] if objective.heeds_looks else []
         self.run = digest(
-            [settings, objective.hashed(), identity, source.fingerprint, seed, *settings_of(others), *looks]
+            [settings, objective.hashed(), identity, source.fingerprint, seed, *network_settings(others), *looks]
         )
         for module, how in [(model, config), *((one.module, configs[name]) for name, one in others.items())]:
             if how.lora is not None and isinstance(module, models.Network):
@@ -140,7 +140,7 @@ class Trainer:
         self._updates(0)  # refuse wrong ones now
         objective.check_steps(config.steps)
         self.companion = objective.companion(self.bare, start)
-        self.beside = Beside(self.accelerator.device)
+        self.side_stream = SideStream(self.accelerator.device)
         self.step = 0
 
     def _check(self, model: MaskedDiffusionLM) -> None:
@@ -189,12 +189,12 @@ class Trainer:
         """Rows, and the result of `Objective.start` for them."""
         slots, device = self.slots(micro), self.accelerator.device
         rows = self.source.rows(self.order(self.step * self.config.batch + slots))
-        with self.beside:
+        with self.side_stream:
             batch = {name: sent(column, device) for name, column in rows.items()}
             step = Step(self.seed, self.step, sent(slots, device), self.config.batch, None, update, updated)
             step = replace(step, companion=self.companion, fill=self.recorder is not None)
             step = replace(step, start=self.objective.start(self.process, batch, step))
-        self.beside.hand_over(tensors_in((batch, step.slots, step.start)))
+        self.side_stream.hand_over(tensors_in((batch, step.slots, step.start)))
         return batch, step
 
     def train_step(self) -> Tensor:
