@@ -45,21 +45,21 @@ def check_size(inputs: Inputs) -> None:
         check_memory("the model's parameters", config.parameters, 4)
 
 
-def check_stage(inputs: Inputs, name: str, made: bool = False) -> None:
-    """Refuse a stage that cannot be run, as far as is known before its inputs are made. made: whether it is finished,
-    so that this machine need not be able to run it."""
+def check_stage(inputs: Inputs, name: str, finished: bool = False) -> None:
+    """Refuse a stage that cannot be run, as far as is known before its inputs are made. finished: it is made
+    already, so this machine need not be able to run it."""
     stage = inputs.recipe.stages[name]
     _check_outside_inputs(inputs, name)
     if isinstance(stage, AdoptStage):
         inputs.adopted(stage)
         return
     if isinstance(stage, TrainStage):
-        if not made:
+        if not finished:
             _check_machine(inputs, name, stage)
         _check_training(inputs, name, stage)
         _check_metrics(inputs, name, stage.watch.metrics)
         return
-    if made:
+    if finished:
         return
     check_precision(stage.precision, processes().device, f"stages.{name}.precision")
     if isinstance(stage, CoupleStage):

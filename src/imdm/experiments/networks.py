@@ -54,8 +54,8 @@ class Size(NamedTuple):
 
 
 class Networks:
-    """The networks of one recipe, by stage or folder. vocab_size, length: given if known, or if they cannot be found
-    out; adopt: what tells the configuration of a published model, if it may be downloaded."""
+    """The networks of one recipe, by stage or folder. vocab_size, length: of the data; None: found out from
+    it; adopt: returns the configuration of a published model, if it may be downloaded."""
 
     def __init__(
         self,

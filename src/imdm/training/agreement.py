@@ -9,8 +9,8 @@ from imdm.core.streams import Fetched, sent
 
 
 class Agreement:
-    """Whether to stop. Of several processes each tells the others at every step whether a signal has reached it; what
-    they told is read one step later, so that none waits for its GPU."""
+    """Whether to stop. Of several processes each tells the others at every step whether a signal has reached it; the
+    answer is read one step later, so that none waits for its GPU."""
 
     def __init__(self, request: StopRequest, device: torch.device, alone: bool) -> None:
         self.request, self.device, self.alone = request, device, alone

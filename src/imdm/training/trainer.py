@@ -52,7 +52,7 @@ class Progress:
     doing: str = ""
 
 
-TELL = 2.0  # seconds after which progress is told again between two lines of the history
+TELL = 2.0  # seconds after which progress is shown again between two lines of the history
 
 
 Watch = Callable[["MaskedDiffusionLM"], Mapping[str, float]]
