@@ -255,7 +255,7 @@ def counted(job: Mapping[str, Any]) -> dict[str, Any]:
         patch.setattr(DefaultReduceScatter, "__call__", reduce)
         patch.setattr(made.accelerator, "backward", back)
         made.train_step()
-    made._look(None)
+    made._evaluate_now(None)
     states = [state for network in networks for state in network.optimizer.state.values()]
     return found | {
         "looked": looked[0],

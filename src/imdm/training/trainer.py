@@ -260,10 +260,10 @@ class Trainer:
         """One update of these networks, all others unchanged; returns their losses over the global batch."""
         moved = [self.networks[name] for name in names]
         if self.recorder is not None:
-            total = self._replayed(self.recorder, number, names)
+            total = self._replay(self.recorder, number, names)
         else:
             total = torch.zeros(len(names), device=self.accelerator.device)
-            with self._others_still(names):
+            with self._only_training(names):
                 # Gradients add up over micro-batches, each divided by their number (`_gradients`), and processes
                 # average them only with the last one. Sharded networks reduce theirs each time: a process may
                 # have no room for a whole gradient.
@@ -292,11 +292,11 @@ class Trainer:
         self.accelerator.backward(sum(losses[1:], losses[0]))
         return torch.stack([loss.detach() for loss in losses])
 
-    def _others_still(self, names: Sequence[str]) -> AbstractContextManager[None]:
+    def _only_training(self, names: Sequence[str]) -> AbstractContextManager[None]:
         """Inside this block only these networks get gradients."""
         return still(network for name, network in self.networks.items() if name not in names)
 
-    def _replayed(self, recorder: Recorder, number: int, names: tuple[str, ...]) -> Tensor:
+    def _replay(self, recorder: Recorder, number: int, names: tuple[str, ...]) -> Tensor:
         """One update as a CUDA graph: gradients and optimiser step. The EMA, whose decay changes, is updated after
         it."""
         batch, step = self.batch(0, number, names)
@@ -305,7 +305,7 @@ class Trainer:
 
         def run(inputs: Any) -> Tensor:
             batch, slots, index, start = inputs
-            with self._others_still(names):
+            with self._only_training(names):
                 total = self._gradients(batch, replace(step, slots=slots, index=index, start=start))
             for network in moved:
                 network.step()
@@ -344,8 +344,8 @@ class Trainer:
         processes, one or two more) and writes a checkpoint; a second Ctrl-C stops a single process at once."""
         alone = self.accelerator.num_processes == 1
         if self.on_warning is not None:
-            for doubt in self._doubts(alone):
-                self.on_warning(doubt)
+            for warning in self._warnings(alone):
+                self.on_warning(warning)
         with working_together(self.out):
             self.resume()
             request = StopRequest()
@@ -356,7 +356,7 @@ class Trainer:
         request.end()
         return folder
 
-    def _doubts(self, alone: bool) -> Iterator[str]:
+    def _warnings(self, alone: bool) -> Iterator[str]:
         """Warnings of settings that are allowed, but hardly meant."""
         config, source = self.config, self.source
         if alone and config.shard != "none":
@@ -392,8 +392,8 @@ class Trainer:
             if self._due(self.watch_every):
                 paused = time.perf_counter()
                 speed = speed or self._tokens(steps / (paused - started))
-                self._tell(loss, speed, self._looking())
-                self._look(writer)  # may end the run
+                self._tell(loss, speed, self._eval_note())
+                self._evaluate_now(writer)  # may end the run
                 self._tell(loss, speed)
                 last_report = time.perf_counter()
                 started += last_report - paused
@@ -428,7 +428,7 @@ class Trainer:
         if self.on_progress is not None:
             self.on_progress(Progress(self.step, self.config.steps, loss, speed, doing))
 
-    def _looking(self) -> str:
+    def _eval_note(self) -> str:
         """What the next evaluation does, in words; nothing where it takes no time."""
         words = self.objective.looking(self.companion, self.source.length)
         return f"evaluating: {words}" if words else "evaluating" if self.watch is not None else ""
@@ -447,7 +447,7 @@ class Trainer:
             losses["loss" if name == STUDENT else f"loss_{name}"] = mean
         return losses
 
-    def _look(self, writer: Any) -> None:
+    def _evaluate_now(self, writer: Any) -> None:
         """Log the objective's early signals and the measurements of `watch`, and warn if they predict a failure. Only
         networks that these run are gathered: a model that is sharded need not fit a process."""
         if self.watch is None and not self.objective.has_signals:
