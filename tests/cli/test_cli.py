@@ -527,7 +527,7 @@ def test_a_recipe_is_read_parsed_and_checked_once(
             pass
 
     out = tmp_path / "out"
-    monkeypatch.setattr("imdm.experiments.loading._read", counted("read", loading._read))
+    monkeypatch.setattr("imdm.experiments.loading._read_yaml", counted("read", loading._read_yaml))
     monkeypatch.setattr(Recipe, "parse", counted("parsed", Recipe.parse))
     monkeypatch.setattr("imdm.experiments.run.check_stage", checked)
     done = imdm(command, "synthetic", "--stage", "teacher", "stages.teacher.training.steps=2", "--out", out)

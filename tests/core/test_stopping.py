@@ -29,7 +29,7 @@ from imdm.core.files import (
     read_lines,
     working_in,
 )
-from imdm.core.stopping import CODES, Asked, held_back
+from imdm.core.stopping import CODES, StopRequest, held_back
 from imdm.experiments.jobs import _share
 from imdm.models.loading import load_model
 from imdm.training.agreement import Agreement
@@ -304,7 +304,7 @@ def workers_of(process: int) -> list[str]:
 
 def test_what_one_process_is_asked_all_do_at_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes that take steps together: a signal is known to both one step after it was told."""
-    asked = [Asked(), Asked()]
+    asked = [StopRequest(), StopRequest()]
     agreed = [Agreement(one, torch.device("cpu"), alone=False) for one in asked]
     told: list[torch.Tensor] = []  # in this step
 
@@ -328,9 +328,9 @@ def test_what_one_process_is_asked_all_do_at_the_same_step(monkeypatch: pytest.M
     assert asked[0].number is None
     assert step() == [True, True]
     assert asked[0].number == signal.SIGTERM
-    alone = Agreement(Asked(), torch.device("cpu"), alone=True)
+    alone = Agreement(StopRequest(), torch.device("cpu"), alone=True)
     assert not alone()
-    alone.asked.number = signal.SIGTERM
+    alone.request.number = signal.SIGTERM
     assert alone()
     assert alone.at_last()
 
@@ -391,7 +391,7 @@ def test_a_signal_reaches_the_workers(tmp_path: Path) -> None:
 def test_a_second_ctrl_c_acts_at_once_a_second_sigterm_does_not() -> None:
     """A batch system sends SIGTERM to all processes, and `torchrun` sends it on to those it started: what is being
     saved is saved all the same."""
-    asked = Asked()
+    asked = StopRequest()
     with asked.listening():
         for _ in range(2):
             signal.raise_signal(signal.SIGTERM)
@@ -401,13 +401,13 @@ def test_a_second_ctrl_c_acts_at_once_a_second_sigterm_does_not() -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a job in a shell's background
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
-            again = Asked()
+            again = StopRequest()
             with again.listening():
                 signal.raise_signal(number)
                 assert again
                 with pytest.raises(KeyboardInterrupt):
                     signal.raise_signal(signal.SIGINT)
-            several = Asked()
+            several = StopRequest()
             with several.listening(hasty=False):
                 for _ in range(2):
                     signal.raise_signal(number)
@@ -542,7 +542,7 @@ import sys, time
 from dataclasses import dataclass
 from pathlib import Path
 from imdm.experiments.jobs import _share
-from imdm.core.stopping import Asked, catch_signals
+from imdm.core.stopping import StopRequest, catch_signals
 
 @dataclass
 class Task:
@@ -550,7 +550,7 @@ class Task:
     out: str
 
     def run(self, reporter):
-        asked = Asked()
+        asked = StopRequest()
         with asked.listening():
             Path(self.out, self.name).touch()
             while self.name != "short" and not asked:

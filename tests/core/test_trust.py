@@ -93,8 +93,8 @@ BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for 
 )
 def test_settings_that_explode_are_refused_at_once(text: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Looking at no more values than the text has characters."""
-    extent, looked = files._extent, []
-    monkeypatch.setattr(files, "_extent", lambda *given: (looked.append(0), extent(*given))[1])
+    extent, looked = files._count_values, []
+    monkeypatch.setattr(files, "_count_values", lambda *given: (looked.append(0), extent(*given))[1])
     with pytest.raises(ValueError, match=message):
         parse_yaml(text)
     assert len(looked) <= len(text)

@@ -32,7 +32,7 @@ from imdm.models.configuration import MaskedDiffusionConfig
 from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.models.sharding import whole_on_first
 from imdm.objectives import parse_objective
-from imdm.training import Network, TrainConfig, Trainer
+from imdm.training import TrainConfig, TrainedNetwork, Trainer
 from imdm.training import config as training_config
 
 OBJECTIVES: dict[str, Any] = {
@@ -130,7 +130,7 @@ def seen(made: Trainer) -> dict[str, Any]:
     return found
 
 
-def gathered(network: Network) -> dict[str, Any]:
+def gathered(network: TrainedNetwork) -> dict[str, Any]:
     """How many tensors this process gets of a checkpoint, and of a plain model that is made of the network; copies: how
     many weights of that model are not the gathered tensors themselves."""
     state, given = network.state(), []
@@ -255,7 +255,7 @@ def counted(job: Mapping[str, Any]) -> dict[str, Any]:
         patch.setattr(DefaultReduceScatter, "__call__", reduce)
         patch.setattr(made.accelerator, "backward", back)
         made.train_step()
-    made._look(None)
+    made._evaluate_now(None)
     states = [state for network in networks for state in network.optimizer.state.values()]
     return found | {
         "looked": looked[0],

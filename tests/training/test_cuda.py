@@ -509,7 +509,7 @@ def test_recorded_match_begins_with_the_same_losses(tmp_path: Path, mask: str, c
         assert trainer.recorder is None or trainer.recorder.recorded
         assert trainer.companion is not None
         assert trainer.companion.values()["phase"] == 1
-        trainer._look(None)
+        trainer._evaluate_now(None)
         trainer.save()
         trainer.resume()
         found += [float(trainer.train_step()) for _ in range(4)]

@@ -491,7 +491,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from imdm.core.devices import leave
 from imdm.models.sharding import Sharding
-from imdm.training import Network, TrainConfig
+from imdm.training import TrainedNetwork, TrainConfig
 from imdm.training.network import still
 
 dist.init_process_group("gloo")
@@ -512,7 +512,7 @@ def trained():
     torch.manual_seed(0)
     made = [nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)) for _ in range(2)]
     sharding = Sharding(mesh) if sharded else None
-    a, b = (Network(name, module, config, Alone(), sharding=sharding) for name, module in zip("ab", made))
+    a, b = (TrainedNetwork(name, module, config, Alone(), sharding=sharding) for name, module in zip("ab", made))
     for step in range(9):
         moved, others = [([a], [b]), ([b], [a]), ([a, b], [])][step % 3]
         with still(others):

@@ -25,7 +25,7 @@ from imdm.models.denoiser import MaskedDiffusionLM
 from imdm.objectives import SDTT, Autoregressive, Di4C, Match, Nelbo, Objective, ReDi, Step, Trained
 from imdm.objectives.rounds import Teacher
 from imdm.objectives.sdtt import teacher_reveals
-from imdm.training import Network, TrainConfig, Trainer, recording
+from imdm.training import TrainConfig, TrainedNetwork, Trainer, recording
 from imdm.training.recording import Recorder, leaves, mapped, tensors_in
 from tests.conftest import tiny_model
 
@@ -207,7 +207,7 @@ def test_a_rate_in_a_tensor_is_the_same_rate() -> None:
     networks = []
     for recorded in (False, True):
         torch.manual_seed(0)
-        networks.append(Network("student", nn.Linear(4, 3), CONFIG, Accelerator(cpu=True), recorded))
+        networks.append(TrainedNetwork("student", nn.Linear(4, 3), CONFIG, Accelerator(cpu=True), recorded))
     for step in range(12):
         for network in networks:
             x = torch.linspace(-1, 1, 8).view(2, 4) * (step + 1)

@@ -24,7 +24,8 @@ __all__ = ["Adopted", "adopt", "adopt_into", "adopted_config", "source_files", "
 
 FILES = ("*.json", "*.safetensors", "*.bin", "*.ckpt", "*.txt")
 TOKENIZER_FILES = ("*.json", "*.txt", "*.jinja", "*.model")  # and the configuration
-TOLD = ("length", "mask", "softcap", "mask_token_id", "heads", "shift")  # arguments that a source may make superfluous
+OVERRIDES = ("length", "mask", "softcap", "mask_token_id", "heads", "shift")
+"""Arguments that a source may make superfluous."""
 SWITCHES = {"averaged", "adapt", "causal", "whole"}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -80,9 +81,16 @@ def adopt(
     revision        of a hub id: a branch, a tag or a commit
     file            which file of a folder or of a hub id has the weights, if there are several
     """
-    told = {"length": length, "mask": mask, "softcap": softcap, "mask_token_id": mask_token_id, "heads": heads}
-    told |= {"averaged": averaged, "shift": shift, "adapt": adapt, "causal": causal, "whole": whole, "dtype": dtype}
-    return _adopted(_place(source, revision, file), f"model {str(source)!r}", told).model
+    arguments = {"length": length, "mask": mask, "softcap": softcap, "mask_token_id": mask_token_id, "heads": heads}
+    arguments |= {
+        "averaged": averaged,
+        "shift": shift,
+        "adapt": adapt,
+        "causal": causal,
+        "whole": whole,
+        "dtype": dtype,
+    }
+    return _adopted(_locate(source, revision, file), f"model {str(source)!r}", arguments).model
 
 
 def adopted_config(
@@ -95,7 +103,7 @@ def adopted_config(
 ) -> Shape:
     """The configuration that `adopt` gives a model of `transformers`; its weights are not read. Models that `adopt`
     recognises only by their weights, in the layouts of MDLM and DiffuGPT, are refused."""
-    there, where = _place(source), f"model {str(source)!r}"
+    there, where = _locate(source), f"model {str(source)!r}"
     names = dict.fromkeys(names_in(there.weights))
     family = None if dit.is_published(names) else families.family_of(_raw(there.folder), where)
     if family is None or families.is_diffugpt(names):
@@ -104,17 +112,17 @@ def adopted_config(
             "and start from its folder"
         )
     words = load_tokenizer(there.folder) if has_tokenizer(there.folder) else None
-    told = {"length": length, "shift": shift, "mask_token_id": mask_token_id}
-    told = {name: value for name, value in told.items() if value is not None}
-    return families.config_of(family, words, told, families.How(**how), where)
+    overrides = {"length": length, "shift": shift, "mask_token_id": mask_token_id}
+    overrides = {name: value for name, value in overrides.items() if value is not None}
+    return families.config_of(family, words, overrides, families.How(**how), where)
 
 
 def source_files(source: str | Path) -> list[Path]:
     """The files that `adopt` makes a model from: weights, configuration, tokenizer."""
-    place = _place(source).weights
+    place = _locate(source).weights
     beside = place if place.is_dir() else place.parent
-    found = {file for kind in FILES for file in beside.glob(kind) if place.is_dir() or kind in ("*.json", "*.txt")}
-    return sorted(file for file in found | {place} if file.is_file())
+    files = {file for kind in FILES for file in beside.glob(kind) if place.is_dir() or kind in ("*.json", "*.txt")}
+    return sorted(file for file in files | {place} if file.is_file())
 
 
 def adopt_into(
@@ -126,34 +134,36 @@ def adopt_into(
     file: str | Path | None = None,
     **how: Any,
 ) -> Adopted:
-    """As `adopt`, saved as a model folder with its tokenizer: the one beside the weights, or the one named."""
+    """Convert a published model (`adopt`) and save it as a model folder with its tokenizer: the one beside the weights,
+    or the one named."""
     folder = check_new(out)
-    if strange := how.keys() - {*SWITCHES, *TOLD, "dtype"}:
+    if strange := how.keys() - {*SWITCHES, *OVERRIDES, "dtype"}:
         raise UserError(f"adopt_into has no argument {min(strange)!r}; it has those of adopt, out and tokenizer")
     words = None if tokenizer is None else load_tokenizer(tokenizer)
-    found = _adopted(_place(source, revision, file), f"model {str(source)!r}", how, words)
-    words = words if found.words is None else found.words
+    conversion = _adopted(_locate(source, revision, file), f"model {str(source)!r}", how, words)
+    words = words if conversion.words is None else conversion.words
     if words is not None:
-        config = found.model.config
+        config = conversion.model.config
         check_ids(words, config.vocab_size, config.mask_token_id, f"tokenizer {tokenizer or 'beside it'!r}")
     with written_aside(folder) as aside:
-        found.model.save_pretrained(aside)
+        conversion.model.save_pretrained(aside)
         if words is not None:
             save_tokenizer(words, aside)
-        elif found.tokenizer is not None:
-            copy_tokenizer(found.tokenizer, aside)
-    return found
+        elif conversion.tokenizer is not None:
+            copy_tokenizer(conversion.tokenizer, aside)
+    return conversion
 
 
-def _adopted(source: Place, where: str, given: dict[str, Any], words: Any = None) -> Adopted:
-    """given: arguments of `adopt`."""
-    for name, value in given.items():
+def _adopted(source: Place, where: str, arguments: dict[str, Any], words: Any = None) -> Adopted:
+    """Convert the model at `source`. arguments: those of `adopt`."""
+    for name, value in arguments.items():
         if name in SWITCHES or (name == "shift" and value is not None):
             check_is(name, value, bool, "True or False")
-    if given.get("dtype") is not None and given["dtype"] not in DTYPES:
-        raise UserError(f"dtype = {shown(given['dtype'])}: expected one of {', '.join(map(str, DTYPES))}")
-    how = families.How(**{name: given[name] for name in ("adapt", "causal", "whole", "dtype") if name in given})
-    averaged, told = given.get("averaged", True), {name: given[name] for name in TOLD if given.get(name) is not None}
+    if arguments.get("dtype") is not None and arguments["dtype"] not in DTYPES:
+        raise UserError(f"dtype = {shown(arguments['dtype'])}: expected one of {', '.join(map(str, DTYPES))}")
+    how = families.How(**{name: arguments[name] for name in ("adapt", "causal", "whole", "dtype") if name in arguments})
+    averaged = arguments.get("averaged", True)
+    overrides = {name: arguments[name] for name in OVERRIDES if arguments.get(name) is not None}
     place, folder = source.weights, source.folder
     raw = _raw(folder)
     settings = settings_of(raw, where)
@@ -161,7 +171,9 @@ def _adopted(source: Place, where: str, given: dict[str, Any], words: Any = None
     weights = read_folder(place, averaged=averaged) if place.is_dir() else read_weights(place, averaged=averaged)
     if not dit.is_published(weights.tensors):
         if families.is_diffugpt(weights.tensors):
-            family: families.Family | None = families.diffugpt(weights.tensors, raw, told.pop("heads", None), where)
+            family: families.Family | None = families.diffugpt(
+                weights.tensors, raw, overrides.pop("heads", None), where
+            )
         else:
             family = families.family_of(raw, where)
         if family is None:
@@ -174,13 +186,13 @@ def _adopted(source: Place, where: str, given: dict[str, Any], words: Any = None
             words = load_tokenizer(tokenizer)
         elif words is not None and tokenizer is not None:
             _check_same_words(tokenizer, words, where)
-        model = families.adopted(family, weights, words, told, how, where)
+        model = families.adopted(family, weights, words, overrides, how, where)
         return Adopted(model.eval(), weights.averaged, tokenizer, _with_mask_named(words, model.config.mask_token_id))
-    settings = settings_of(weights.said, where) | settings
-    vain = [name for name in ("adapt", "causal", "whole") if getattr(how, name)] + ["shift"] * ("shift" in told)
+    settings = settings_of(weights.configuration, where) | settings
+    vain = [name for name in ("adapt", "causal", "whole") if getattr(how, name)] + ["shift"] * ("shift" in overrides)
     if vain:
         raise UserError(f"{where} is a masked diffusion model in MDLM's layout: leave out {vain[0]}")
-    model = dit.loaded(MaskedDiffusionLM(_config(weights, settings, told, where)), weights.tensors, where)
+    model = dit.load_weights(MaskedDiffusionLM(_config(weights, settings, overrides, where)), weights.tensors, where)
     torch.nn.Module.to(model, how.dtype or model.dtype)
     return Adopted(model.eval(), weights.averaged, tokenizer)
 
@@ -202,7 +214,7 @@ def _check_same_words(folder: Path, other: Any, where: str) -> None:
 
 
 def _with_mask_named(words: Any, mask: int) -> Any:
-    """The tokenizer with its mask token set; LLaDA's, for one, has none set."""
+    """A tokenizer with its mask token set; LLaDA's, for one, has none set."""
     if words is not None and words.mask_token_id != mask and mask < len(words):
         words.mask_token = words.convert_ids_to_tokens(mask)
     return words
@@ -210,24 +222,25 @@ def _with_mask_named(words: Any, mask: int) -> Any:
 
 @dataclass(frozen=True)
 class Place:
-    """weights: a file of them, or their folder; folder: that of the configuration and the tokenizer."""
+    """Where a published model is. weights: a file of them, or their folder; folder: that of the configuration and the
+    tokenizer."""
 
     weights: Path
     folder: Path
 
 
-def _place(source: str | Path, revision: str | None = None, file: str | Path | None = None) -> Place:
+def _locate(source: str | Path, revision: str | None = None, file: str | Path | None = None) -> Place:
     """Where a model is, which is downloaded if it is a hub id."""
     check_source(source, revision, file)
     path = as_path(find(source), "model")
     if not path.exists():
         from huggingface_hub import snapshot_download
 
-        wanted = [*TOKENIZER_FILES, *(FILES if file is None else [str(file)])]
+        patterns = [*TOKENIZER_FILES, *(FILES if file is None else [str(file)])]
         others = ["*/*"] if file is None or len(Path(file).parts) == 1 else None  # folders hold other versions
         try:
             path = Path(
-                snapshot_download(str(source), revision=revision, allow_patterns=wanted, ignore_patterns=others)
+                snapshot_download(str(source), revision=revision, allow_patterns=patterns, ignore_patterns=others)
             )
         except Exception as error:  # no network, no such repository, no right to it
             raise UserError(f"model {str(source)!r} cannot be downloaded: {reason_of(error)}") from None
@@ -247,31 +260,31 @@ def _raw(folder: Path) -> dict[str, Any]:
     return raw
 
 
-def _config(weights: Weights, settings: dict[str, Any], told: dict[str, Any], where: str) -> Shape:
+def _config(weights: Weights, settings: dict[str, Any], overrides: dict[str, Any], where: str) -> Shape:
     size = dit.size_of(weights.tensors, where)
-    for stated in (settings, told):
+    for stated in (settings, overrides):
         check_agrees(stated, {name: value for name, value in size.items() if name != "mask" and value}, where)
     if "mask" in settings and "mask" in size:
-        told = {"mask": settings["mask"]} | told
+        overrides = {"mask": settings["mask"]} | overrides
     settings = {name: value for name, value in settings.items() if name != "mask"}
-    if "mask" in told:
-        told["mask"] = parse_mask(told["mask"]).model_dump()
-        mine, theirs = (dict(one, law=None, scale=None) for one in (told["mask"], size.get("mask", {"kind": "single"})))
+    if "mask" in overrides:
+        overrides["mask"] = parse_mask(overrides["mask"]).model_dump()
+        has = size.get("mask", {"kind": "single"})
+        mine, theirs = (dict(one, law=None, scale=None) for one in (overrides["mask"], has))
         if mine != theirs:
-            has = size.get("mask", {"kind": "single"})
             raise UserError(
-                f"{where}: its weights are of mask {parse_mask(has).name}, not {parse_mask(told['mask']).name}"
+                f"{where}: its weights are of mask {parse_mask(has).name}, not {parse_mask(overrides['mask']).name}"
             )
-    found = dit.guessed(size) | settings | size | told
+    fields = dit.guessed(size) | settings | size | overrides
     for name, what in (("length", "the length of its sequences"), ("heads", "its number of attention heads")):
-        if name not in found:
+        if name not in fields:
             raise UserError(f"{where}: no configuration gives {what}; give it ({name})")
-    check_whole("heads", found["heads"], 1)
-    return Shape(**found)
+    check_whole("heads", fields["heads"], 1)
+    return Shape(**fields)
 
 
 def write_published(model: MaskedDiffusionLM, folder: Path) -> None:
-    """`model` as MDLM's own class loads it: its names, its configuration. Other masks as in IMDM."""
+    """Write `model` as MDLM's own class loads it: its names, its configuration. Other masks as in IMDM."""
     config = model.config
     lm = config.backbone.get("config", {}).get("model_type")
     others = {

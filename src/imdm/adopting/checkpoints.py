@@ -54,7 +54,7 @@ class Storage(Sealed):
     dtype: torch.dtype
 
     def read(self, least: int) -> Tensor:
-        """All its elements, if there are at least `least`."""
+        """All elements of the storage, if there are at least `least`."""
         with zipfile.ZipFile(self.file) as archive:
             info = archive.getinfo(self.entry)
             if info.compress_type != zipfile.ZIP_STORED or info.file_size < least * self.dtype.itemsize:
@@ -116,7 +116,7 @@ class Inert(Sealed):
         pass
 
 
-class Table(dict[Any, Any], Sealed):
+class SealedDict(dict[Any, Any], Sealed):
     """A dictionary whose attributes cannot be set."""
 
 
@@ -138,7 +138,7 @@ def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *others: Any) -> 
 
 
 NEEDED = {
-    ("collections", "OrderedDict"): Call(lambda *items: Table()),
+    ("collections", "OrderedDict"): Call(lambda *items: SealedDict()),
     ("torch._utils", "_rebuild_tensor_v2"): Call(_tensor),
     ("torch._utils", "_rebuild_tensor_v3"): Call(lambda *parts: Unreadable()),
     ("torch._utils", "_rebuild_parameter"): Call(lambda data, *others: data),
@@ -162,8 +162,8 @@ class Reader(pickle._Unpickler):  # the Python version: a few bytes cannot make 
     def persistent_load(self, saved: Any) -> Any:
         kind, dtype, key = saved[:3] if isinstance(saved, tuple) and len(saved) >= 3 else (None, None, None)
         entry = f"{self.folder}data/{key}"
-        known = kind == "storage" and entry in self.entries
-        return Storage(self.file, entry, dtype) if known and isinstance(dtype, torch.dtype) else Inert()
+        in_file = kind == "storage" and entry in self.entries
+        return Storage(self.file, entry, dtype) if in_file and isinstance(dtype, torch.dtype) else Inert()
 
 
 def read_pickled(file: Path) -> Any:
@@ -172,16 +172,16 @@ def read_pickled(file: Path) -> Any:
     try:
         with zipfile.ZipFile(file) as archive:
             entries = set(archive.namelist())
-            found = [name for name in entries if name.endswith("/data.pkl")]
-            if len(found) != 1:
+            pickles = [name for name in entries if name.endswith("/data.pkl")]
+            if len(pickles) != 1:
                 raise UserError(f"{file} is a zip archive, but no checkpoint of PyTorch's: it has no data.pkl")
-            folder, info = found[0].removesuffix("data.pkl"), archive.getinfo(found[0])
+            folder, info = pickles[0].removesuffix("data.pkl"), archive.getinfo(pickles[0])
             order = f"{folder}byteorder"
             if order in entries and archive.read(order) != b"little":
                 raise UserError(f"{file} was written on a machine with another order of bytes; save it as safetensors")
             if info.file_size > LARGEST_PICKLE or info.compress_type != zipfile.ZIP_STORED:
                 raise UserError(f"{file}: its data.pkl is too large, or compressed, as PyTorch writes none")
-            with archive.open(found[0]) as pickled:
+            with archive.open(pickles[0]) as pickled:
                 return Reader(pickled, file, folder, entries).load()
     except UserError:
         raise
@@ -191,12 +191,12 @@ def read_pickled(file: Path) -> Any:
 
 @dataclass(frozen=True)
 class Weights:
-    """The tensors of a file by name, in its order; averaged: whether they are an EMA; said: the configuration in the
+    """The tensors of a file by name, in its order; averaged: whether they are an EMA; configuration: that in the
     file, if any."""
 
     tensors: dict[str, Tensor]
     averaged: bool = False
-    said: Mapping[str, Any] = field(default_factory=dict)
+    configuration: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_weights(file: Path, *, averaged: bool = True) -> Weights:
@@ -205,22 +205,22 @@ def read_weights(file: Path, *, averaged: bool = True) -> Weights:
     if file.suffix == ".safetensors":
         return Weights(read_tensors(file, f"weights {file}"))
     content = read_pickled(file)
-    state, within = _state(content)
+    state, within = _named_tensors(content)
     stored = {str(name): value for name, value in state.items() if isinstance(value, Stored)}
     for name, value in state.items():
         if isinstance(value, Unreadable):
             raise UserError(f"{file}: {name!r} has an unsupported dtype; save it as float32")
     if not stored:
         raise UserError(f"{file} holds no weights: neither tensors by name nor a state_dict of them")
-    said = _configuration(content) if within else {}
+    configuration = _configuration(content) if within else {}
     average = content.get("ema") if averaged and within else None
     shadow = average.get("shadow_params") if isinstance(average, Mapping) else None
     if not isinstance(shadow, Sequence) or not shadow:
-        return Weights({name: one.read() for name, one in stored.items()}, said=said)
-    return Weights(_averaged(file, stored, shadow), averaged=True, said=said)
+        return Weights({name: one.read() for name, one in stored.items()}, configuration=configuration)
+    return Weights(_averaged(file, stored, shadow), averaged=True, configuration=configuration)
 
 
-def _state(content: Any) -> tuple[Mapping[Any, Any], bool]:
+def _named_tensors(content: Any) -> tuple[Mapping[Any, Any], bool]:
     """The tensors by name, and whether they are within a checkpoint that holds more."""
     if not isinstance(content, Mapping):
         return {}, False
@@ -234,30 +234,33 @@ def _state(content: Any) -> tuple[Mapping[Any, Any], bool]:
 def _configuration(content: Mapping[Any, Any]) -> dict[str, Any]:
     """The model's configuration as Lightning stores it, below `config` or by itself: its settings and those of its
     sections, which may be plain or OmegaConf's."""
-    every = _table(content.get("hyper_parameters"))
-    said = _table(every.get("config")) or every
-    return {name: _values(section) if (section := _table(one)) else _value(one) for name, one in said.items()}
+    every = _mapping(content.get("hyper_parameters"))
+    settings = _mapping(every.get("config")) or every
+    return {
+        name: _plain_values(section) if (section := _mapping(one)) else _plain_value(one)
+        for name, one in settings.items()
+    }
 
 
-def _values(section: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _value(one) for name, one in section.items()}
+def _plain_values(section: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _plain_value(one) for name, one in section.items()}
 
 
-def _table(value: Any) -> dict[str, Any]:
+def _mapping(value: Any) -> dict[str, Any]:
     """A mapping of names, or what an object of OmegaConf's maps; empty for anything else."""
     if isinstance(value, Inert) and isinstance(value.state, Mapping):
         value = value.state.get("_content")
     return {name: one for name, one in value.items() if isinstance(name, str)} if isinstance(value, Mapping) else {}
 
 
-def _value(value: Any) -> str | int | float | bool | None:
+def _plain_value(value: Any) -> str | int | float | bool | None:
     if isinstance(value, Inert) and isinstance(value.state, Mapping):
         value = value.state.get("_val")
     return value if isinstance(value, str | int | float | bool) else None
 
 
 def _averaged(file: Path, stored: Mapping[str, Stored], shadow: Sequence[Any]) -> dict[str, Tensor]:
-    """The average is a list in the order of the parameters: the tensors by name without buffers."""
+    """The averaged weights by name: the average is a list in the order of the parameters, without buffers."""
     names = [name for name in stored if not name.endswith("inv_freq")]
     fits = len(names) == len(shadow) and all(
         isinstance(one, Stored) and one.size == stored[name].size for name, one in zip(names, shadow, strict=True)
@@ -267,15 +270,15 @@ def _averaged(file: Path, stored: Mapping[str, Stored], shadow: Sequence[Any]) -
             f"{file}: its averaged weights are {len(shadow)} tensors that do not match its {len(names)} parameters one "
             "by one; use the last weights instead (averaged = False)"
         )
-    found = {name: one.read() for name, one in stored.items() if name not in set(names)}
-    return found | {name: one.read() for name, one in zip(names, shadow, strict=True)}
+    buffers = {name: one.read() for name, one in stored.items() if name not in set(names)}
+    return buffers | {name: one.read() for name, one in zip(names, shadow, strict=True)}
 
 
 def read_folder(folder: Path, *, averaged: bool = True) -> Weights:
     """The weights in a folder: model.safetensors, its parts, or PyTorch's file."""
     read = [read_weights(file, averaged=averaged) for file in weight_files(folder)]
     tensors = {name: tensor for one in read for name, tensor in one.tensors.items()}
-    return Weights(tensors, any(one.averaged for one in read), read[0].said)
+    return Weights(tensors, any(one.averaged for one in read), read[0].configuration)
 
 
 def names_in(place: Path) -> list[str]:
@@ -286,4 +289,4 @@ def names_in(place: Path) -> list[str]:
 def _names(file: Path) -> list[str]:
     if file.suffix == ".safetensors":
         return tensor_names(file, f"weights {file}")
-    return [str(name) for name in _state(read_pickled(file))[0]]
+    return [str(name) for name in _named_tensors(read_pickled(file))[0]]

@@ -30,8 +30,8 @@ def settings_of(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     Models that are no masked diffusion models are refused."""
     model, algo = (raw[name] if isinstance(raw.get(name), Mapping) else {} for name in ("model", "algo"))
     flat = {name: value for name, value in {**raw, **model}.items() if not isinstance(value, Mapping)}
-    given = [flat.get(key) for key in ("model_type", "diffusion", "parameterization", "algo", "name")]
-    names = [str(name).lower() for name in (*given, algo.get("name"), algo.get("parameterization"))]
+    values = [flat.get(key) for key in ("model_type", "diffusion", "parameterization", "algo", "name")]
+    names = [str(name).lower() for name in (*values, algo.get("name"), algo.get("parameterization"))]
     if any(word in name for word in UNIFORM for name in names) or "diffusion_gemma" in names:
         raise UserError(f"{where}: its noise is other tokens, not a mask (a uniform-state model); ours are masked ones")
     if any(word in name for word in BLOCKWISE for name in names) or _in_blocks(flat):
@@ -42,19 +42,19 @@ def settings_of(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise UserError(f"{where}: it predicts scores, not token probabilities (SEDD), or is not in MDLM's layout")
     if any(part.get("time_conditioning") is True for part in (raw, model, algo)):
         raise UserError(f"{where}: it is conditioned on time; ours are not")
-    found = {ours: flat[name] for name, ours in THEIRS.items() if _is_said(flat.get(name))}
-    if "softcap" in found:
-        check_number("softcap", found["softcap"])
-        if found["softcap"] <= 0:  # theirs for none
-            del found["softcap"]
+    settings = {ours: flat[name] for name, ours in THEIRS.items() if _is_setting(flat.get(name))}
+    if "softcap" in settings:
+        check_number("softcap", settings["softcap"])
+        if settings["softcap"] <= 0:  # theirs for none
+            del settings["softcap"]
     if isinstance(raw.get("mask"), Mapping):  # as `write_published` has it
-        found["mask"] = raw["mask"]
-    return found
+        settings["mask"] = raw["mask"]
+    return settings
 
 
-def check_agrees(stated: Mapping[str, Any], found: Mapping[str, Any], where: str) -> None:
+def check_agrees(stated: Mapping[str, Any], actual: Mapping[str, Any], where: str) -> None:
     """Refuse a configuration, or an argument, that says something else than the tensors, of what both say."""
-    for name, value in found.items():
+    for name, value in actual.items():
         if stated.get(name, value) != value:
             raise UserError(
                 f"{where}: its tensors are those of a model with {name} = {value}, not {shown(stated[name])} as its "
@@ -69,9 +69,9 @@ def _in_blocks(flat: Mapping[str, Any]) -> bool:
 
     size, kind = flat.get("block_size"), str(flat.get("model_type", "")).lower()
     whole = (flat.get("model_length"), flat.get("length"))
-    return _is_said(size) and size not in whole and kind not in CONFIG_MAPPING
+    return _is_setting(size) and size not in whole and kind not in CONFIG_MAPPING
 
 
-def _is_said(value: Any) -> bool:
+def _is_setting(value: Any) -> bool:
     """Whether this is a setting: not a reference to another one (`${data.length}`)."""
     return value is not None and not (isinstance(value, str) and value.startswith("${"))

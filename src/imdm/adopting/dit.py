@@ -57,7 +57,7 @@ CONDITION = 128  # of every published model
 
 
 def stripped(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Names without prefixes of wrappers."""
+    """Tensors by their names without prefixes of wrappers."""
 
     def bare(name: str) -> str:
         while prefix := next((p for p in PREFIXES if name.startswith(p)), None):
@@ -85,14 +85,14 @@ def names(blocks: int) -> dict[str, str]:
 
 def renamed(weights: Mapping[str, Tensor], blocks: int, source: str) -> dict[str, Tensor]:
     """Weights under our names; unknown ones are refused."""
-    known, found = names(blocks), {}
+    our_names, tensors = names(blocks), {}
     for name, weight in stripped(weights).items():
         if name == ROTARY:
             continue
-        if name not in known:
+        if name not in our_names:
             raise UserError(f"{source}: {_stranger(name)}")
-        found[known[name]] = weight
-    return found
+        tensors[our_names[name]] = weight
+    return tensors
 
 
 def _stranger(name: str) -> str:
@@ -114,7 +114,7 @@ def size_of(weights: Mapping[str, Tensor], source: str) -> dict[str, Any]:
     if blocks != set(range(len(blocks))) or not blocks:
         raise UserError(f"{source}: blocks are missing among its weights")
     time = bare.get("sigma_map.mlp.2.weight")
-    found: dict[str, Any] = {
+    size: dict[str, Any] = {
         "vocab_size": vocabulary,
         "width": width,
         "blocks": len(blocks),
@@ -126,19 +126,19 @@ def size_of(weights: Mapping[str, Tensor], source: str) -> dict[str, Any]:
             raise UserError(
                 f"{source}: {ROTARY!r} has {len(frequencies)} frequencies, which do not divide width {width}"
             )
-        found["heads"] = width // (2 * len(frequencies))
+        size["heads"] = width // (2 * len(frequencies))
     if (noise := bare.get("vocab_embed.imdm_mlp.0.weight")) is not None and noise.ndim == 2:
-        found["mask"] = {"kind": "infinite", "law": "uniform", "dim": noise.shape[1], "scale": 1.0}
+        size["mask"] = {"kind": "infinite", "law": "uniform", "dim": noise.shape[1], "scale": 1.0}
     elif (masks := bare.get("vocab_embed.imdm_mlp.weight")) is not None:
-        found["mask"] = {"kind": "finite", "count": len(masks)}
-    return found
+        size["mask"] = {"kind": "finite", "count": len(masks)}
+    return size
 
 
 def guessed(size: Mapping[str, Any]) -> dict[str, Any]:
     """Defaults of the published models, if neither weights nor configuration give them."""
     vocabulary, heads = size["vocab_size"], HEADS.get(size["width"])
-    found = {"mask_token_id": BERT[1] if vocabulary == BERT[0] else vocabulary - 1}
-    return found if heads is None else found | {"heads": heads}
+    defaults = {"mask_token_id": BERT[1] if vocabulary == BERT[0] else vocabulary - 1}
+    return defaults if heads is None else defaults | {"heads": heads}
 
 
 def _check_rotary(frequencies: Tensor, source: str) -> None:
@@ -148,8 +148,8 @@ def _check_rotary(frequencies: Tensor, source: str) -> None:
         raise UserError(f"{source}: its rotary embedding does not have base 10,000, as ours has")
 
 
-def loaded(model: MaskedDiffusionLM, weights: Mapping[str, Tensor], source: str) -> MaskedDiffusionLM:
-    """The model with these weights, all of them and no others."""
+def load_weights(model: MaskedDiffusionLM, weights: Mapping[str, Tensor], source: str) -> MaskedDiffusionLM:
+    """A model after loading these weights into it, all of them and no others."""
     blocks = model.config.blocks
     ours, theirs = model.state_dict(), renamed(weights, blocks, source)
     called = {our: their for their, our in names(blocks).items()}
@@ -157,8 +157,8 @@ def loaded(model: MaskedDiffusionLM, weights: Mapping[str, Tensor], source: str)
         if name not in theirs:
             raise UserError(f"{source}: the tensor {called[name]!r} is missing")
         if theirs[name].shape != weight.shape:
-            shape, wanted = tuple(theirs[name].shape), tuple(weight.shape)
-            raise UserError(f"{source}: {called[name]!r} has shape {shape}, not {wanted}")
+            shape, own_shape = tuple(theirs[name].shape), tuple(weight.shape)
+            raise UserError(f"{source}: {called[name]!r} has shape {shape}, not {own_shape}")
     if more := sorted(set(theirs) - set(ours)):
         raise UserError(f"{source}: it has {called[more[0]]!r}, which a model like this does not have")
     model.load_state_dict({name: weight.to(torch.float32) for name, weight in theirs.items()})
@@ -173,21 +173,22 @@ def as_published(model: MaskedDiffusionLM) -> dict[str, Tensor]:
     if not config.condition:
         weights = _unfolded(weights, config.width, config.blocks)
     called = {our: their for their, our in names(config.blocks).items()}
-    found = {called[name]: weight for name, weight in weights.items()}
-    found[ROTARY] = rotary_frequencies(config.width // config.heads)
-    return {f"backbone.{name}": weight.detach().float().cpu().contiguous() for name, weight in found.items()}
+    tensors = {called[name]: weight for name, weight in weights.items()}
+    tensors[ROTARY] = rotary_frequencies(config.width // config.heads)
+    return {f"backbone.{name}": weight.detach().float().cpu().contiguous() for name, weight in tensors.items()}
 
 
 def _unfolded(weights: dict[str, Tensor], width: int, blocks: int) -> dict[str, Tensor]:
-    """adaLN with zero weights: only its bias has an effect, shift, scale and gate of each block."""
-    found, zero, one = dict(weights), torch.zeros(width), torch.ones(width)
+    """Weights with an adaLN added, of zero weights: only its bias has an effect, shift, scale and gate of each
+    block."""
+    tensors, zero, one = dict(weights), torch.zeros(width), torch.ones(width)
     for n in range(blocks):
-        shift1, shift2 = (found.pop(f"blocks.{n}.norm{k}.bias").float().cpu() for k in (1, 2))
-        found[f"blocks.{n}.modulation.bias"] = torch.cat((shift1, zero, one, shift2, zero, one))
-        found[f"blocks.{n}.modulation.weight"] = torch.zeros(6 * width, CONDITION)
-    found["modulation.bias"] = torch.cat((found.pop("norm.bias").float().cpu(), zero))
-    found["modulation.weight"] = torch.zeros(2 * width, CONDITION)
+        shift1, shift2 = (tensors.pop(f"blocks.{n}.norm{k}.bias").float().cpu() for k in (1, 2))
+        tensors[f"blocks.{n}.modulation.bias"] = torch.cat((shift1, zero, one, shift2, zero, one))
+        tensors[f"blocks.{n}.modulation.weight"] = torch.zeros(6 * width, CONDITION)
+    tensors["modulation.bias"] = torch.cat((tensors.pop("norm.bias").float().cpu(), zero))
+    tensors["modulation.weight"] = torch.zeros(2 * width, CONDITION)
     for layer, size in (("first", TimeCondition.FREQUENCIES), ("second", CONDITION)):
-        found[f"time.{layer}.weight"] = torch.zeros(CONDITION, size)
-        found[f"time.{layer}.bias"] = torch.zeros(CONDITION)
-    return found
+        tensors[f"time.{layer}.weight"] = torch.zeros(CONDITION, size)
+        tensors[f"time.{layer}.bias"] = torch.zeros(CONDITION)
+    return tensors

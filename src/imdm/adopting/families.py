@@ -96,24 +96,28 @@ def diffugpt(tensors: Mapping[str, Tensor], raw: Mapping[str, Any], heads: int |
         positions = len(bare["transformer.wpe.weight"])
     except (KeyError, ValueError):
         raise UserError(f"{where}: a DiffuGPT lacks its embedding of tokens or of positions") from None
-    layers = {int(found[1]) for name in bare if (found := re.match(r"transformer\.h\.(\d+)\.", name))}
-    head, given = bare.get("lm_head.weight"), raw.get("n_head") if raw.get("model_type") == "gpt2" else None
+    layers = {int(match[1]) for name in bare if (match := re.match(r"transformer\.h\.(\d+)\.", name))}
+    head, published_heads = bare.get("lm_head.weight"), raw.get("n_head") if raw.get("model_type") == "gpt2" else None
     tied = head is None or (head.shape == (rows, width) and torch.equal(head, bare["transformer.wte.weight"]))
     fields = {"model_type": "gpt2", "vocab_size": rows, "n_embd": width, "n_layer": len(layers)}
     base = raw if raw.get("model_type") == "gpt2" else {}
-    told = {name: base[name] for name in ("n_embd", "n_layer", "n_positions") if base.get(name) is not None}
-    check_agrees(told, fields | {"n_positions": positions}, where)
-    fields |= {"n_head": heads or given or max(1, width // 64), "n_positions": positions, "tie_word_embeddings": tied}
+    base_sizes = {name: base[name] for name in ("n_embd", "n_layer", "n_positions") if base.get(name) is not None}
+    check_agrees(base_sizes, fields | {"n_positions": positions}, where)
+    fields |= {
+        "n_head": heads or published_heads or max(1, width // 64),
+        "n_positions": positions,
+        "tie_word_embeddings": tied,
+    }
     return Family("diffugpt", fields, True, raw.get("mask_token_id", DIFFUGPT_MASKS.get(rows)))
 
 
 def _renamed_diffugpt(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Under GPT-2's names. Embedding and head may be tied."""
+    """DiffuGPT's tensors under GPT-2's names. Embedding and head may be tied."""
     trunk = {n: t for n, t in tensors.items() if n.startswith(DIFFUGPT)}
-    found = {f"transformer.{name.removeprefix(DIFFUGPT)}": tensor for name, tensor in trunk.items()}
-    found |= {n: t for n, t in tensors.items() if n not in trunk and n != "embed_tokens.weight"}
+    renamed = {f"transformer.{name.removeprefix(DIFFUGPT)}": tensor for name, tensor in trunk.items()}
+    renamed |= {n: t for n, t in tensors.items() if n not in trunk and n != "embed_tokens.weight"}
     embedding = tensors.get("embed_tokens.weight", tensors.get("lm_head.weight"))
-    return found if embedding is None else found | {"transformer.wte.weight": embedding}
+    return renamed if embedding is None else renamed | {"transformer.wte.weight": embedding}
 
 
 def _llada(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -155,20 +159,21 @@ def _renamed(tensors: Mapping[str, Tensor], family: Family) -> dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """size: V, the mask included; mask: its id; fresh: whether the mask is an id that the model has never seen."""
+    """The ids of a converted model. size: V, the mask included; mask: its id; fresh: whether the mask is an id that the
+    model has never seen."""
 
     size: int
     mask: int
     fresh: bool
 
 
-def vocabulary_of(family: Family, told: int | None, words: Any, adapt: bool, where: str) -> Vocabulary:
+def vocabulary_of(family: Family, mask_token_id: int | None, words: Any, adapt: bool, where: str) -> Vocabulary:
     """The ids in use: those of the tokenizer, if there is one; the embedding may be padded beyond them."""
     rows = facts(family.fields).rows
-    known = rows if words is None else len(words)
-    said = [told, family.mask, None if words is None else words.mask_token_id]
-    said += [BERT[1]] if (family.fields["model_type"], rows) == ("bert", BERT[0]) else []
-    mask = next((one for one in said if one is not None), None)
+    ids = rows if words is None else len(words)
+    candidates = [mask_token_id, family.mask, None if words is None else words.mask_token_id]
+    candidates += [BERT[1]] if (family.fields["model_type"], rows) == ("bert", BERT[0]) else []
+    mask = next((one for one in candidates if one is not None), None)
     if mask is None and not adapt:
         if words is None:
             raise UserError(
@@ -176,19 +181,19 @@ def vocabulary_of(family: Family, told: int | None, words: Any, adapt: bool, whe
                 "(tokenizer), or the id (mask_token_id)"
             )
         raise UserError(
-            f"{where}: neither its config.json nor the tokenizer, of {known} ids, gives the mask's id; give it "
+            f"{where}: neither its config.json nor the tokenizer, of {ids} ids, gives the mask's id; give it "
             "(mask_token_id)"
         )
-    missing, mask = mask is None, known if mask is None else mask
+    missing, mask = mask is None, ids if mask is None else mask
     check_whole("mask_token_id", mask, 0)
     fresh = missing or (adapt and mask >= rows)
-    if mask > known:
+    if mask > ids:
         whose = "embedding" if words is None else "tokenizer"
         raise UserError(
-            f"{where}: mask_token_id = {mask}, but the {whose} has {known} ids; those between would be tokens "
-            f"without a word. Give one of its ids{f', or {known}' if adapt or known < rows else ''}"
+            f"{where}: mask_token_id = {mask}, but the {whose} has {ids} ids; those between would be tokens "
+            f"without a word. Give one of its ids{f', or {ids}' if adapt or ids < rows else ''}"
         )
-    size = max(known, mask + 1)
+    size = max(ids, mask + 1)
     if size > rows and not fresh:
         raise UserError(f"{where}: it embeds {rows} ids, but its tokenizer and mask need {size}; they do not fit")
     return Vocabulary(size, mask, fresh)
@@ -210,31 +215,35 @@ class How:
 
 
 def adopted(
-    family: Family, weights: Weights, words: Any, told: dict[str, Any], how: How, where: str
+    family: Family, weights: Weights, words: Any, overrides: dict[str, Any], how: How, where: str
 ) -> MaskedDiffusionLM:
-    """Convert the folder's model."""
-    config = config_of(family, words, told, how, where)
-    lm = _loaded(family, _renamed(weights.tensors, family), how.dtype, where)
-    if vocabulary_of(family, told.get("mask_token_id"), words, how.extends, where).fresh:
+    """Convert a model of `transformers`, or one that is published as such under another name."""
+    config = config_of(family, words, overrides, how, where)
+    lm = _load_transformers(family, _renamed(weights.tensors, family), how.dtype, where)
+    if vocabulary_of(family, overrides.get("mask_token_id"), words, how.extends, where).fresh:
         _add_row(lm, config)
     model = MaskedDiffusionLM.around(config, lm)
-    return with_mask(model, told["mask"]) if "mask" in told and parse_mask(told["mask"]) != model.mask else model
+    return (
+        with_mask(model, overrides["mask"])
+        if "mask" in overrides and parse_mask(overrides["mask"]) != model.mask
+        else model
+    )
 
 
-def config_of(family: Family, words: Any, told: dict[str, Any], how: How, where: str) -> Shape:
+def config_of(family: Family, words: Any, overrides: dict[str, Any], how: How, where: str) -> Shape:
     """The configuration of the converted model, with a single mask."""
     for name in ("softcap", "heads"):
-        if name in told:
+        if name in overrides:
             raise UserError(f"{name}: {where} has it in its own config.json; leave it out")
-    shift = _shift(family, told.get("shift"), how, where)
-    vocabulary = vocabulary_of(family, told.get("mask_token_id"), words, how.extends, where)
-    known = facts(family.fields)
-    length = told.get("length", known.positions)
+    shift = _shift(family, overrides.get("shift"), how, where)
+    vocabulary = vocabulary_of(family, overrides.get("mask_token_id"), words, how.extends, where)
+    base = facts(family.fields)
+    length = overrides.get("length", base.positions)
     if length is None:
         raise UserError(f"{where}: its config.json does not give the length of its sequences; give it (length)")
     theirs, fields = parse_config(family.fields), dict(family.fields)
     if vocabulary.fresh:
-        fields["vocab_size"] = max(known.rows, vocabulary.size)
+        fields["vocab_size"] = max(base.rows, vocabulary.size)
     return Shape(
         vocab_size=vocabulary.size,
         mask_token_id=vocabulary.mask,
@@ -257,15 +266,15 @@ def _ending(words: Any, where: str) -> dict[str, Any]:
     return {"bos_token_id": special.begin, "eos_token_id": special.end, "pad_token_id": special.pad}
 
 
-def _shift(family: Family, told: bool | None, how: How, where: str) -> bool:
+def _shift(family: Family, shift: bool | None, how: How, where: str) -> bool:
     if how.adapt and how.causal:
         raise UserError(f"{where}: adapt makes its attention bidirectional, causal keeps it causal; give one of them")
     if (how.adapt or how.causal) and family.shift is not None:
         raise UserError(f"{where} is no causal language model ({family.name}): there is nothing to adapt")
-    if how.causal and told is not None:
+    if how.causal and shift is not None:
         raise UserError(f"{where}: a causal model always predicts the next token; leave out shift")
-    if told is not None or how.causal:
-        return bool(told)
+    if shift is not None or how.causal:
+        return bool(shift)
     if family.shift is None and not how.adapt:
         raise UserError(
             f"{where} is a causal language model ({family.name}): adapt it, to be trained into a diffusion model "
@@ -280,7 +289,7 @@ def _dropout(config: Any) -> float:
     return next((float(rate) for name in names if isinstance(rate := getattr(config, name, None), float)), 0.0)
 
 
-def _loaded(family: Family, tensors: dict[str, Tensor], dtype: torch.dtype | None, where: str) -> Any:
+def _load_transformers(family: Family, tensors: dict[str, Tensor], dtype: torch.dtype | None, where: str) -> Any:
     """`transformers`' own model with these weights, exactly these, in the dtype of the file."""
     config = parse_config(family.fields)
     kinds = [tensor.dtype for tensor in tensors.values() if tensor.is_floating_point() and tensor.ndim > 1]
@@ -316,7 +325,7 @@ def _loaded(family: Family, tensors: dict[str, Tensor], dtype: torch.dtype | Non
 
 @torch.no_grad()
 def _add_row(lm: Any, config: Shape) -> None:
-    """A row for the mask, the mean of all others, after the last or in the padding."""
+    """Add a row for the mask to the embedding, the mean of all others, after the last or in the padding."""
     mask, embedded = config.mask_token_id, lm.get_input_embeddings().weight
     mean = embedded[: min(len(embedded), mask)].float().mean(0)
     if config.vocab_size > len(embedded):

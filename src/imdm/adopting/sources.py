@@ -19,7 +19,7 @@ OWNERS = {
     "distilbert": ("distilgpt2", "distilbert-base-uncased", "distilbert-base-cased"),
     "FacebookAI": ("roberta-base", "roberta-large", "xlm-roberta-base", "xlm-roberta-large"),
 }
-"""Of models that `transformers` also knows without an owner."""
+"""Owners of models that `transformers` also knows without one."""
 RARE = (".pt", ".pth")  # mostly optimisers and the like: weights only where no other file has them
 
 
@@ -74,8 +74,8 @@ def weight_files(folder: Path) -> list[Path]:
         return listed_files(there[0], f"model {str(folder)!r}")
     names = ("model.safetensors", "pytorch_model.bin")
     files = [folder / name for name in names if (folder / name).exists()][:1]
-    found = sorted(file for file in folder.iterdir() if file.suffix in ENDINGS) if not files else []
-    files = files or [file for file in found if file.suffix not in RARE] or found
+    candidates = sorted(file for file in folder.iterdir() if file.suffix in ENDINGS) if not files else []
+    files = files or [file for file in candidates if file.suffix not in RARE] or candidates
     if not files:
         raise UserError(f"{folder} holds no weights; give a folder or a file that does ({', '.join(ENDINGS)})")
     if len(files) > 1:

@@ -72,8 +72,8 @@ ALWAYS_HASHED: dict[str, str] = {
 not at their default, so that a new one changes no hash."""
 
 
-class _Told(ModelMetaclass):
-    """Constructors raise UserErrors too."""
+class _RaisesUserErrors(ModelMetaclass):
+    """Makes constructors of configs raise UserErrors, as `parse` does."""
 
     def __call__(cls, *args: Any, **values: Any) -> Any:  # noqa: N805  (of a class of classes)
         try:
@@ -82,7 +82,7 @@ class _Told(ModelMetaclass):
             raise UserError(explain(error, cast("type[BaseModel]", cls), values, "")) from None
 
 
-class Config(BaseModel, metaclass=_Told):
+class Config(BaseModel, metaclass=_RaisesUserErrors):
     """A small typed config that sits beside the code it configures.
 
     A setting at its default does not enter a hash, so a new setting makes no finished run stale. For that, the default
@@ -120,7 +120,7 @@ class Config(BaseModel, metaclass=_Told):
 
 
 def _hashed(value: Any, plain: Any) -> Any:
-    """The same for a value of a config, which may be or contain configs and settings."""
+    """What of a config's value enters a hash: nested configs and settings without defaults, else the value itself."""
     if isinstance(value, Config | Settings):
         return value.hashed()
     if isinstance(value, dict):
@@ -136,8 +136,8 @@ def first_difference(before: Any, now: Any, place: str = "", but: Collection[str
     if isinstance(before, dict) and isinstance(now, dict):
         for name in dict.fromkeys(name for name in (*before, *now) if name not in but):
             inside = name if place in ("", "stage") else f"{place}.{name}"
-            if (found := first_difference(before.get(name, UNSET), now.get(name, UNSET), inside, but)) is not None:
-                return found
+            if (difference := first_difference(before.get(name, UNSET), now.get(name, UNSET), inside, but)) is not None:
+                return difference
         return None
     return None if before == now else f"{place} ({before!r}, now {now!r})"
 
@@ -195,9 +195,9 @@ def _siblings(cls: type[BaseModel], location: tuple[str, ...], values: Any) -> s
             fields[step].annotation if step in fields else get_args(model)[1] if get_origin(model) is dict else None
         )
         model = _kind_of(inside, values)
-    known = sorted(getattr(model, "model_fields", ()))
-    close = get_close_matches(location[-1], known, n=1)
-    return f" (did you mean {close[0]!r}?)" if close else f" (known: {', '.join(known)})" if known else ""
+    names = sorted(getattr(model, "model_fields", ()))
+    close = get_close_matches(location[-1], names, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else f" (known: {', '.join(names)})" if names else ""
 
 
 def _kind_of(annotation: Any, values: Any) -> Any:

@@ -38,31 +38,31 @@ def plain_console(**settings: Any) -> Console:
 
 
 def colour(step: int, steps: int) -> tuple[int, int, int]:
-    """From blue (revealed first) to red (revealed last)."""
+    """The colour of a step, from blue (revealed first) to red (revealed last)."""
     late = min(1.0, step / max(1, steps - 1))
     return round(60 + 180 * late), 110, round(240 - 180 * late)
 
 
 def ink(step: int, steps: int) -> tuple[int, ...]:
-    """The same, dark enough for a white page."""
+    """The colour of a step, dark enough for a white page."""
     return tuple(round(INK * part) for part in colour(step, steps))
 
 
 def coloured(pieces: Sequence[Piece], steps: int) -> Text:
     """Text coloured by the step at which each token was revealed, from first (blue) to last (red); given text is
     bold."""
-    shown = Text()
+    text = Text()
     for piece in pieces:
-        shown.append(piece.text, "bold" if piece.step < 0 else "rgb({},{},{})".format(*colour(piece.step, steps)))
-    return shown
+        text.append(piece.text, "bold" if piece.step < 0 else "rgb({},{},{})".format(*colour(piece.step, steps)))
+    return text
 
 
 def legend(steps: int) -> Text:
     """The legend of `coloured`."""
-    shown = Text("given", "bold")
+    text = Text("given", "bold")
     for step in range(steps) if steps <= 6 else (0, steps // 2, steps - 1):
-        shown.append(f"  step {step + 1}", "rgb({},{},{})".format(*colour(step, steps)))
-    return shown
+        text.append(f"  step {step + 1}", "rgb({},{},{})".format(*colour(step, steps)))
+    return text
 
 
 def frames(steps: int) -> list[int]:
@@ -75,8 +75,8 @@ def appearing(pieces: Sequence[tuple[str, int]], steps: int) -> list[str]:
     """A text during generation, a line a step: revealed tokens, and ░ for masks."""
     lines = []
     for frame in frames(steps):
-        shown = "".join(text if step < frame else "░" * len(text) for text, step in pieces)
-        lines.append(f"{frame:>5}  {' '.join(shown.split())}")
+        line = "".join(text if step < frame else "░" * len(text) for text, step in pieces)
+        lines.append(f"{frame:>5}  {' '.join(line.split())}")
     return lines
 
 
@@ -98,13 +98,13 @@ class Cut(TextColumn):
         super().__init__(text, markup=False, table_column=Column())
 
     def render(self, task: Task) -> Text:
-        shown = super().render(task)
-        shown.no_wrap, shown.overflow = True, "ellipsis"
-        return shown
+        text = super().render(task)
+        text.no_wrap, text.overflow = True, "ellipsis"
+        return text
 
 
 class Left(TimeRemainingColumn):
-    """`left 0:12:30`; nothing before it is known, nor at the end."""
+    """The time left as `left 0:12:30`; nothing before it is known, nor at the end."""
 
     def render(self, task: Task) -> Text:
         return Text() if task.finished or task.time_remaining is None else Text("left ").append(super().render(task))
@@ -135,17 +135,17 @@ class Terminal:
         how: dict[str, Any] = {"console": self.console, "transient": True, "speed_estimate_period": RECENT}
         how |= {"disable": not self.console.is_terminal}  # it would leave an empty line
         started, last = time.perf_counter(), ""
-        told = started
+        last_line = started
         with Progress(*columns, **how) as progress:
             task = progress.add_task(title, total=total or None, note="")
 
             def update(done: int, note: str = "") -> None:
-                nonlocal last, told
+                nonlocal last, last_line
                 last = note or last
                 progress.update(task, completed=done, note=last)
-                if not self.who and not self.console.is_terminal and time.perf_counter() - told > EVERY:
-                    told = time.perf_counter()
-                    left = timedelta(seconds=round((told - started) / max(done, 1) * (total - done)))
+                if not self.who and not self.console.is_terminal and time.perf_counter() - last_line > EVERY:
+                    last_line = time.perf_counter()
+                    left = timedelta(seconds=round((last_line - started) / max(done, 1) * (total - done)))
                     self.say(f"{title}: {done:,} of {total:,}   {last}" + f"   left {left}" * (0 < done < total))
 
             yield update

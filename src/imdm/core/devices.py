@@ -63,9 +63,9 @@ def processes() -> PartialState:
 
 
 def processes_here() -> int:
-    """How many of them this machine has, as `torchrun` tells."""
-    told = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return max(1, int(told)) if told.isdecimal() else 1
+    """How many processes of this run are on this machine, as `torchrun` tells."""
+    count = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return max(1, int(count)) if count.isdecimal() else 1
 
 
 @contextmanager
@@ -88,10 +88,10 @@ def together() -> Iterator[None]:
 def of_all(value: T) -> list[T]:
     """The values of all processes. A collective: every process must call it."""
     state = processes()
-    found: Any = [value] * state.num_processes
+    values: Any = [value] * state.num_processes
     if state.num_processes > 1:
-        torch.distributed.all_gather_object(found, value)
-    return list(found)
+        torch.distributed.all_gather_object(values, value)
+    return list(values)
 
 
 def check_shared(folder: Path) -> None:

@@ -75,22 +75,22 @@ def shorter(text: str, most: int = 300) -> str:
 
 def reason_of(error: BaseException) -> str:
     """The first line of a library's error message; the second one if the first only announces it."""
-    said = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
-    first = said[1] if said[0].endswith(":") and len(said) > 1 else said[0]
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+    first = lines[1] if lines[0].endswith(":") and len(lines) > 1 else lines[0]
     return shorter(f"no entry {first}" if isinstance(error, KeyError) else first.rstrip(".: "))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out, on any device: torch has several messages for it."""
-    told = ("can't allocate memory", "not enough memory", "out of memory", "Unable to allocate")
+    messages = ("can't allocate memory", "not enough memory", "out of memory", "Unable to allocate")
     named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    return named or (isinstance(error, RuntimeError | OSError) and any(part in str(error) for part in told))
+    return named or (isinstance(error, RuntimeError | OSError) and any(part in str(error) for part in messages))
 
 
 def is_lost_peer(error: BaseException) -> bool:
     """Whether another process of a distributed run has ended."""
-    told = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
-    return isinstance(error, RuntimeError) and any(part in str(error) for part in told)
+    messages = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
+    return isinstance(error, RuntimeError) and any(part in str(error) for part in messages)
 
 
 class WriteError(UserError):

@@ -60,7 +60,7 @@ def check_file(path: Path, what: str) -> None:
 
 
 def check_folder(folder: Path, what: str) -> None:
-    """The same for every file of a folder, which a library will read."""
+    """Refuse a folder with a pipe or a device in it (`check_file`), as a library will read its files."""
     for file in folder.iterdir() if folder.is_dir() else ():
         check_file(file, what)
 
@@ -74,6 +74,9 @@ def written_aside(path: Path) -> Iterator[Path]:
         try:
             _remove(aside)
             yield aside
+            # Contents reach the disk before the name does: after a power cut a rename may be there and the data not.
+            # A folder cannot be renamed onto one with files, so the old one goes first; a crash between the two
+            # leaves neither, as if the work had not been done.
             for file in [aside] if aside.is_file() else [f for f in aside.rglob("*") if f.is_file()]:
                 with open(file, "r+b") as handle:
                     os.fsync(handle.fileno())
@@ -126,28 +129,28 @@ def _unfinished(name: str) -> str:
 def marked(folder: Path) -> Iterator[str]:
     """Inside this block the folder holds an empty file of this process, whose name is yielded. Folders that had to be
     made for it are removed again if they are empty."""
-    mark, made = folder / _unfinished(f"mark-{uuid.uuid4().hex}"), list[Path]()
+    mark, folders = folder / _unfinished(f"mark-{uuid.uuid4().hex}"), list[Path]()
     try:
         with _naming(mark):
-            made = _make(folder)
+            folders = _make_folders(folder)
             mark.touch()
         yield mark.name
     finally:
         with suppress(OSError):
             mark.unlink()
-            for place in made:
+            for place in folders:
                 place.rmdir()
 
 
-def _make(folder: Path) -> list[Path]:
+def _make_folders(folder: Path) -> list[Path]:
     """Make a folder, and those above it that are missing; returns them, innermost first."""
     try:
         folder.mkdir()
     except FileExistsError:
         return []
     except FileNotFoundError:
-        above = _make(folder.parent)
-        return [*_make(folder), *above]
+        above = _make_folders(folder.parent)
+        return [*_make_folders(folder), *above]
     return [folder]
 
 
@@ -177,14 +180,17 @@ def working_in(folder: Path) -> Iterator[None]:
     """Lock this folder, if the file system supports locks; another process that tries is refused. The lock ends with
     the process, however it ends. Unfinished files of killed processes are removed."""
     check_writable(folder)
+    # The lock is on the folder itself, not on a file in it, so that nothing is left behind, and the system frees it
+    # even when the process is killed. Folders that were made for nothing are removed again at the end, so a refused run
+    # leaves no trace.
     with _naming(folder):
-        made = _new_folders(folder)
+        folders = _new_folders(folder)
         folder.mkdir(parents=True, exist_ok=True)
-    held = os.open(folder, os.O_RDONLY) if fcntl is not None else None
+    lock = os.open(folder, os.O_RDONLY) if fcntl is not None else None
     try:
-        if held is not None:
+        if lock is not None:
             try:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise UserError(
                     f"another process is at work in {folder}; wait until it is done, or choose another folder"
@@ -196,11 +202,11 @@ def working_in(folder: Path) -> Iterator[None]:
                 _remove(left)
         yield
     finally:
-        for place in made:  # restore if nothing was written
+        for place in folders:  # restore if nothing was written
             with suppress(OSError):
                 place.rmdir()
-        if held is not None:
-            os.close(held)
+        if lock is not None:
+            os.close(lock)
 
 
 def check_writable(folder: Path) -> None:
@@ -224,15 +230,15 @@ def _new_folders(folder: Path) -> list[Path]:
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """Without the bars that `transformers` shows while it loads."""
+    """Inside this block `transformers` shows no progress bars while it loads."""
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    were_on = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if were_on:
             logging.enable_progress_bar()
 
 
@@ -240,7 +246,7 @@ def no_progress_bars() -> Iterator[None]:
 def locked(path: Path) -> Iterator[None]:
     """A lock on a path, if the system supports locks; other processes wait."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.with_name(path.name + ".lock"), "wb") as file, _alone(file):
+    with open(path.with_name(path.name + ".lock"), "wb") as file, _exclusive(file):
         yield
 
 
@@ -261,11 +267,11 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_lines(path: Path, values: Iterable[Any]) -> None:
-    """One JSON object a line."""
-    write_text(path, _lines(values))
+    """Write a JSON-lines file: one object a line."""
+    write_text(path, _json_lines(values))
 
 
-def _lines(values: Iterable[Any]) -> str:
+def _json_lines(values: Iterable[Any]) -> str:
     return "".join(_dumped(value) + "\n" for value in values)
 
 
@@ -324,7 +330,7 @@ def parse_yaml(text: str) -> Any:
         raise ValueError(f"{len(text):,} characters are too many for settings; at most {LARGEST_YAML:,}")
     try:
         value = yaml.safe_load(text)
-        _extent(value, {}, set())
+        _count_values(value, {}, set())
     except RecursionError:
         raise ValueError("nested too deeply") from None
     except yaml.YAMLError as error:
@@ -332,7 +338,7 @@ def parse_yaml(text: str) -> Any:
     return value
 
 
-def _extent(value: Any, known: dict[int, int], above: set[int]) -> int:
+def _count_values(value: Any, counts: dict[int, int], above: set[int]) -> int:
     """How many values there are once aliases, which are one object in several places, are written out."""
     if isinstance(value, str):
         value.encode()  # YAML can encode lone surrogates
@@ -340,12 +346,12 @@ def _extent(value: Any, known: dict[int, int], above: set[int]) -> int:
         return 1
     if id(value) in above or len(above) > DEEPEST:
         raise ValueError("an alias refers to what it is part of" if id(value) in above else "nested too deeply")
-    if id(value) not in known:
+    if id(value) not in counts:
         inside = value if isinstance(value, list) else [*value, *value.values()]
-        known[id(value)] = 1 + sum(_extent(item, known, above | {id(value)}) for item in inside)
-    if known[id(value)] > MOST_VALUES:
+        counts[id(value)] = 1 + sum(_count_values(item, counts, above | {id(value)}) for item in inside)
+    if counts[id(value)] > MOST_VALUES:
         raise ValueError(f"with its aliases written out it has more than {MOST_VALUES:,} values")
-    return known[id(value)]
+    return counts[id(value)]
 
 
 def read_json(path: Path, what: str) -> Any:
@@ -389,8 +395,8 @@ def read_recorded(path: Path, what: str, **fields: type | tuple[type, ...]) -> d
     from imdm.core.config import digest
 
     value = read_object(path, what, **fields)
-    wanted = value.pop(DIGEST, None)
-    if wanted is not None and wanted != digest(value):
+    own_digest = value.pop(DIGEST, None)
+    if own_digest is not None and own_digest != digest(value):
         raise UserError(f"{what}: {path} is damaged: its contents are not what was written")
     return value
 
@@ -401,8 +407,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     from safetensors.torch import save_file
 
     with written_aside(path) as aside:
-        held = dict(tensors)
-        save_file(held, aside, metadata={"format": "pt", **(metadata or {}), DIGEST: digest_of(held)})
+        by_name = dict(tensors)
+        save_file(by_name, aside, metadata={"format": "pt", **(metadata or {}), DIGEST: digest_of(by_name)})
         _in_order(aside)
         os.chmod(aside, 0o666 & ~_mask())  # the library makes it private
 
@@ -452,8 +458,8 @@ def read_tensors(path: Path, what: str) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         if tensor.is_complex():
             raise UserError(f"{what}: {path} holds complex numbers ({name!r}), which nothing here has; it is not ours")
-    wanted = read_metadata(path, what).get(DIGEST)
-    if wanted is not None and digest_of(tensors) != wanted:
+    own_digest = read_metadata(path, what).get(DIGEST)
+    if own_digest is not None and digest_of(tensors) != own_digest:
         raise UserError(f"{what}: {path} is damaged: its contents are not what was written")
     return tensors
 
@@ -474,7 +480,7 @@ def tensor_names(path: Path, what: str) -> list[str]:
         return list(file.keys())
 
 
-_checked: dict[tuple[str, Path], tuple[int, int, int]] = {}
+_checked_files: dict[tuple[str, Path], tuple[int, int, int]] = {}
 
 
 def check_once(paths: Sequence[Path], kind: str, check: Callable[[], object]) -> None:
@@ -485,9 +491,9 @@ def check_once(paths: Sequence[Path], kind: str, check: Callable[[], object]) ->
         check()
         return
     states = {place: (now.st_ino, now.st_size, now.st_mtime_ns) for place, now in stats.items()}
-    if not states or any(_checked.get(place) != state for place, state in states.items()):
+    if not states or any(_checked_files.get(place) != state for place, state in states.items()):
         check()
-        _checked.update(states)
+        _checked_files.update(states)
 
 
 def check_tensors(path: Path, what: str) -> None:
@@ -509,7 +515,7 @@ def _safetensors(path: Path, what: str) -> Iterator[None]:
 
 
 @contextmanager
-def _alone(file: IO[bytes]) -> Iterator[None]:
+def _exclusive(file: IO[bytes]) -> Iterator[None]:
     """A lock on an open file, if the system supports locks (closing unlocks it)."""
     if fcntl is not None:
         with suppress(OSError):
@@ -545,11 +551,13 @@ def check_holds(folder: Path, file: str) -> None:
 
 
 def append_lines(path: Path, values: Iterable[Any]) -> None:
-    """One JSON object a line, all or none of them. A last line that a crash cut short is dropped first."""
+    """Append objects to a JSON-lines file, all or none of them. A last line that a crash cut short is dropped first."""
     with _naming(path):
-        lines = _lines(values).encode()
+        lines = _json_lines(values).encode()
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a+b", buffering=0) as file, _alone(file):
+        with open(path, "a+b", buffering=0) as file, _exclusive(file):
+            # Under the lock the file ends where the last whole line does. A crash while writing leaves at most a line
+            # that is cut short, which the next writer drops; an error, as a full disk, restores the file here.
             end = _whole(file)
             try:
                 file.truncate(end)
@@ -568,28 +576,28 @@ def _whole(file: IO[bytes]) -> int:
     while end:
         start = max(0, end - (1 << 16))
         file.seek(start)
-        found = file.read(end - start).rfind(b"\n")
-        if found >= 0:
-            return start + found + 1
+        newline = file.read(end - start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
         end = start
     return 0
 
 
-def _others(path: Path) -> set[tuple[Path, int]]:
+def _other_files(path: Path) -> set[tuple[Path, int]]:
     """The other files of a folder, and when each was last written."""
-    found = [file for file in path.parent.rglob("*") if file.is_file() and file != path]
-    return {(file, file.stat().st_mtime_ns) for file in found}
+    files = [file for file in path.parent.rglob("*") if file.is_file() and file != path]
+    return {(file, file.stat().st_mtime_ns) for file in files}
 
 
 @contextmanager
 def kept_if_refused(path: Path) -> Iterator[None]:
     """After an error in this block the file is restored, or removed if it is new, unless other files of its folder
     changed."""
-    before, others = path.read_bytes() if path.is_file() else None, _others(path)
+    before, others = path.read_bytes() if path.is_file() else None, _other_files(path)
     try:
         yield
     except UserError:
-        if _others(path) != others:
+        if _other_files(path) != others:
             raise
         if before is None:
             path.unlink(missing_ok=True)

@@ -44,12 +44,12 @@ def check_memory(what: str, count: int, each: float, device: Any = "cpu", *, on:
     room, where = (memory(device), "of memory") if on is None else (disk(on), "free on the disk")
     if count * each > room:
         raise UserError(
-            f"{what} = {count:,}: that would take {_size(count * each)}, and there are {_size(room)} {where}; "
-            f"at most {int(room / each):,} would fit"
+            f"{what} = {count:,}: that would take {_size_in_words(count * each)}, and there are "
+            f"{_size_in_words(room)} {where}; at most {int(room / each):,} would fit"
         )
 
 
-def _size(number: float) -> str:
+def _size_in_words(number: float) -> str:
     for unit in ("bytes", "kB", "MB", "GB"):
         if number < 1000:
             return f"{number:.3g} {unit}"

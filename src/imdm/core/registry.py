@@ -69,8 +69,8 @@ def parse_kind(kinds: Registry[type[P]], value: Any) -> P:
     """One of several kinds of settings by its name or its settings: `"redi"`, `{"kind": "redi", "noise": "fresh"}`."""
     settings = {"kind": value} if isinstance(value, str) else value
     if not isinstance(settings, dict) or "kind" not in settings:
-        known = ", ".join(kinds)
-        raise UserError(f"{kinds.kind}: expected a name or settings with 'kind' ({known}), got {shown(value)}")
+        names = ", ".join(kinds)
+        raise UserError(f"{kinds.kind}: expected a name or settings with 'kind' ({names}), got {shown(value)}")
     return kinds[settings["kind"]].parse(settings, kinds.kind)
 
 

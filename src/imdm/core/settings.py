@@ -30,23 +30,23 @@ class Settings(ABC):  # noqa: B024  (subclasses have abstract methods)
         dataclass(kw_only=True, frozen=True)(cls)
 
     def __post_init__(self) -> None:
-        for name, value in _checked(type(self), vars(self), "").items():
+        for name, value in _valid_values(type(self), vars(self), "").items():
             object.__setattr__(self, name, value)
 
     @classmethod
     def parse(cls, values: Any, where: str = "") -> Self:
-        """From plain data; an error names the setting, its value and what would be right."""
+        """Validate plain data; an error names the setting, its value and what would be right."""
         check_is(where or cls.__name__, values, dict, "a mapping of settings")
-        known = {one.name: one for one in fields(cls)}  # type: ignore[arg-type]
+        options = {one.name: one for one in fields(cls)}  # type: ignore[arg-type]
         place = f"{where}." if where else ""
-        if strange := [str(name) for name in values if name not in known]:
-            raise UserError(f"unknown key {place + strange[0]!r} (known: {', '.join(sorted(known))})")
-        if missing := [name for name in known if known[name].default is MISSING and name not in values]:
+        if strange := [str(name) for name in values if name not in options]:
+            raise UserError(f"unknown key {place + strange[0]!r} (known: {', '.join(sorted(options))})")
+        if missing := [name for name in options if options[name].default is MISSING and name not in values]:
             raise UserError(f"{place + missing[0]!r} is required")
-        return cls(**_checked(cls, values, place))
+        return cls(**_valid_values(cls, values, place))
 
     def model_dump(self) -> dict[str, Any]:
-        """As plain data; named as in pydantic."""
+        """The settings as plain data; named as in pydantic."""
         return {one.name: deepcopy(getattr(self, one.name)) for one in fields(self)}  # type: ignore[arg-type]
 
     def hashed(self) -> dict[str, Any]:
@@ -55,13 +55,13 @@ class Settings(ABC):  # noqa: B024  (subclasses have abstract methods)
         return {name: value for name, value in self.model_dump().items() if name in always or value != usual[name]}
 
 
-def _checked(cls: type[Settings], values: Mapping[str, Any], place: str) -> dict[str, Any]:
+def _valid_values(cls: type[Settings], values: Mapping[str, Any], place: str) -> dict[str, Any]:
     """Values of the types that the class declares, and in range."""
     types, limits = get_type_hints(cls), {one.name: one.metadata for one in fields(cls)}  # type: ignore[arg-type]
-    return {name: _value(place + name, value, types[name], limits[name]) for name, value in values.items()}
+    return {name: _valid_value(place + name, value, types[name], limits[name]) for name, value in values.items()}
 
 
-def _value(name: str, value: Any, kind: Any, limits: Mapping[str, float]) -> Any:
+def _valid_value(name: str, value: Any, kind: Any, limits: Mapping[str, float]) -> Any:
     if get_origin(kind) is Literal:
         if value not in get_args(kind):
             raise UserError(f"{name} = {shown(value)}: must be one of {', '.join(map(repr, get_args(kind)))}")

@@ -77,8 +77,8 @@ def held_back() -> Iterator[None]:
     handler; so for the time of the block handlers only take note."""
     noted: list[int] = []
     here = threading.current_thread() is threading.main_thread()
-    known = {number: signal.getsignal(number) for number in CODES} if here else {}
-    before = {number: handler for number, handler in known.items() if handler is not signal.SIG_IGN}
+    current = {number: signal.getsignal(number) for number in CODES} if here else {}
+    before = {number: handler for number, handler in current.items() if handler is not signal.SIG_IGN}
     for number in before:
         signal.signal(number, lambda got, _: noted.append(got))
     blocks = hasattr(signal, "pthread_sigmask")  # not on Windows
@@ -113,7 +113,7 @@ def let_through() -> Iterator[None]:
         ignore_signals()
 
 
-class Asked:
+class StopRequest:
     """Defers a signal until the current step ends. Signals are handled only in the main thread; elsewhere this has no
     effect."""
 
@@ -125,8 +125,9 @@ class Asked:
 
     @contextmanager
     def listening(self, hasty: bool = True) -> Iterator[None]:
-        """hasty: Ctrl-C after a first signal acts at once. A second SIGTERM never does: a launcher may send it to all
-        processes, and those that started others send it on to them; `torchrun` does so with Ctrl-C too."""
+        """Inside this block a signal is only noted. hasty: Ctrl-C after a first signal acts at once. A second SIGTERM
+        never does: a launcher may send it to all processes, and those that started others send it on to them;
+        `torchrun` does so with Ctrl-C too."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

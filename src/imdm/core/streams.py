@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-class Beside:
+class SideStream:
     """A side stream on a GPU: work inside the block does not wait for earlier work. Its results must be handed over
     before other streams use them. No effect on other devices."""
 

@@ -33,7 +33,7 @@ class Cost:
 
     @property
     def hours(self) -> float:
-        """One stage after another."""
+        """Hours of all stages, one after another."""
         return sum(stage.hours for stage in self.stages)
 
     @property
@@ -50,35 +50,35 @@ class Cost:
 
     def assumptions(self) -> list[str]:
         """What of this estimate is assumed, and what is left out."""
-        said = []
+        lines = []
         if any(stage.kind == "evaluate" for stage in self.stages):
-            said.append("evaluations: models, judges with their tokenizers, and MAUVE count, nothing else")
+            lines.append("evaluations: models, judges with their tokenizers, and MAUVE count, nothing else")
         if not all(stage.fits for stage in self.stages):
-            said.append("stages that do not fit (!) are counted as if they did")
+            lines.append("stages that do not fit (!) are counted as if they did")
         if self.gpu.is_cpu:
-            said.append(
+            lines.append(
                 "cpu: the speed of a large matmul and of a copy here and now, with utilisations measured on an H200; "
                 "all in float32, nothing compiled or captured, whatever the recipe says"
             )
         if not self.gpu.measured and not self.gpu.is_cpu:
-            said.append(f"{self.gpu.name}: its published speed and memory, with utilisations measured on an H200")
+            lines.append(f"{self.gpu.name}: its published speed and memory, with utilisations measured on an H200")
         if self.gpus > 1:
-            said.append("communication between GPUs takes no time beside the work")
-        return said
+            lines.append("communication between GPUs takes no time beside the work")
+        return lines
 
     def table(self) -> Table:
-        made = Table(box=None, pad_edge=False)
+        table = Table(box=None, pad_edge=False)
         names = ["stage", "kind", "parameters", "tokens", "FLOPs", "a step"]
         names += ["memory" if self.gpu.is_cpu else "memory a GPU"]
         for name in (*names, "hours", *([] if self.gpu.is_cpu else ["GPU-hours"])):
-            made.add_column(name, justify="left" if name in ("stage", "kind") else "right")
+            table.add_column(name, justify="left" if name in ("stage", "kind") else "right")
         for stage in self.stages:
-            made.add_row(*self._cells(stage))
+            table.add_row(*self._cells(stage))
         blank = [""] * (len(names) - 5)
         sums = [short(self.tokens), f"{self.flops:.2g}", *blank, spelled(self.hours)]
         sums += [] if self.gpu.is_cpu else [spelled(self.gpu_hours)]
-        made.add_row("in all", "", "", *sums)
-        return made
+        table.add_row("in all", "", "", *sums)
+        return table
 
     def _cells(self, stage: StageCost) -> list[str]:
         step = "" if stage.step is None else _seconds(stage.step)
@@ -102,7 +102,7 @@ class Cost:
         for stage in self.stages:
             for note in stage.notes:
                 holds.setdefault(note, []).append(stage.name)
-        return [f"{_listed(names)}: {note}" for note, names in holds.items()]
+        return [f"{_some_names(names)}: {note}" for note, names in holds.items()]
 
     def json(self) -> dict[str, Any]:
         whole = {"tokens": self.tokens, "flops": self.flops, "hours": self.hours, "gpu_hours": self.gpu_hours}
@@ -127,10 +127,10 @@ def cost(
     """The estimated cost of a recipe on so many GPUs, or on this machine's CPU (`gpu="cpu"`). vocab_size: needed if its
     tokenizer is not available.
 
-    >>> found = cost("lm1b-imdm", gpus=8)
-    >>> [stage.name for stage in found.stages]
+    >>> estimate = cost("lm1b-imdm", gpus=8)
+    >>> [stage.name for stage in estimate.stages]
     ['teacher', 'sdtt', 'pairs', 'redi', 'evaluate']
-    >>> cost("lm1b-imdm").hours > found.hours
+    >>> cost("lm1b-imdm").hours > estimate.hours
     True
     """
     check_is("recipe", recipe, (str, Path, Recipe), "a recipe, its name or its file")
@@ -142,13 +142,13 @@ def cost(
     if kind.is_cpu and gpus > 1:
         raise UserError(f"gpus = {gpus}: the CPU of this machine is one; leave it out")
     chosen = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, list(overrides))
-    found = []
+    stages = []
     for variant, member in variants(chosen).items():
         if kind.is_cpu:
             member = _on_cpu(member)
         for stage in stage_costs(Networks(member, vocab_size), kind, gpus):
-            found.append(replace(stage, name=f"{variant}/{stage.name}") if variant else stage)
-    return Cost(chosen.name, kind, gpus, tuple(found))
+            stages.append(replace(stage, name=f"{variant}/{stage.name}") if variant else stage)
+    return Cost(chosen.name, kind, gpus, tuple(stages))
 
 
 def _on_cpu(recipe: Recipe) -> Recipe:
@@ -166,15 +166,15 @@ def _on_cpu(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"stages": changed})
 
 
-def _listed(names: list[str]) -> str:
+def _some_names(names: list[str]) -> str:
     more = f" and {len(names) - 4} others" if len(names) > 5 else ""
     return ", ".join(names[:4] if more else names) + more
 
 
 def _json(stage: StageCost) -> dict[str, Any]:
-    found = {name: value for name, value in vars(stage).items() if name != "room"}
-    found |= {"memory": stage.memory.gib(), "room": stage.room / GIB, "fits": stage.fits}
-    return found | {"hours": stage.hours, "gpu_hours": stage.gpu_hours}
+    fields = {name: value for name, value in vars(stage).items() if name != "room"}
+    fields |= {"memory": stage.memory.gib(), "room": stage.room / GIB, "fits": stage.fits}
+    return fields | {"hours": stage.hours, "gpu_hours": stage.gpu_hours}
 
 
 def short(number: float) -> str:

@@ -68,14 +68,15 @@ GPUS = {
 
 
 def find_gpu(name: str) -> GPU:
-    """By its name, in any case; `cpu`: this machine's CPU."""
+    """A GPU by its name, in any case; `cpu`: this machine's CPU."""
     if name.lower() not in (*GPUS, CPU):
         raise unknown("GPU", name, (*GPUS, CPU))
     return GPUS[name.lower()] if name.lower() in GPUS else this_cpu()
 
 
 def this_cpu() -> GPU:
-    """With the threads that torch uses, in float32. A GPU's copy reaches 7/8 of the published bandwidth."""
+    """The speeds of this machine's CPU, with the threads that torch uses, in float32. A GPU's copy reaches 7/8 of the
+    published bandwidth."""
     a, b = torch.randn(SIDE, SIDE), torch.randn(SIDE, SIDE)
     source = torch.zeros(COPY // 4)
     target = torch.empty_like(source)

@@ -28,9 +28,9 @@ JUDGES = {"gpt2-large": 774e6, "gpt2": 124e6, "gpt2-medium": 355e6, "gpt2-xl": 1
 
 @dataclass(frozen=True)
 class StageCost:
-    """steps: of training, or network evaluations of a text; tokens: trained on or generated; flops: what is computed;
-    seconds: in all; step: seconds of one step; gpus: how many are used, if not all; memory: of a GPU, of which `room`
-    bytes are usable."""
+    """The cost of a stage. steps: of training, or network evaluations of a text; tokens: trained on or generated;
+    flops: what is computed; seconds: in all; step: seconds of one step; gpus: how many are used, if not all; memory: of
+    a GPU, of which `room` bytes are usable."""
 
     name: str
     kind: str
@@ -59,17 +59,17 @@ class StageCost:
 
 
 def stage_costs(networks: Networks, gpu: GPU, gpus: int) -> Iterator[StageCost]:
-    """Of every stage that uses a GPU; adopting a model costs nothing."""
+    """The cost of every stage that uses a GPU; adopting a model costs nothing."""
     for name, stage in networks.recipe.stages.items():
         if isinstance(stage, TrainStage):
-            yield trained(networks, name, stage, gpu, gpus)
+            yield train_cost(networks, name, stage, gpu, gpus)
         elif isinstance(stage, CoupleStage):
-            yield coupled(networks, name, stage, gpu, gpus)
+            yield couple_cost(networks, name, stage, gpu, gpus)
         elif isinstance(stage, EvaluateStage):
-            yield evaluated(networks, name, stage, gpu, gpus)
+            yield evaluation_cost(networks, name, stage, gpu, gpus)
 
 
-def trained(networks: Networks, name: str, stage: TrainStage, gpu: GPU, gpus: int) -> StageCost:
+def train_cost(networks: Networks, name: str, stage: TrainStage, gpu: GPU, gpus: int) -> StageCost:
     training, used = stage.training, usable(stage.training.batch, gpus)
     load = Workload.of(networks, name, stage, used)
     work = step_work(load)
@@ -138,7 +138,7 @@ def _notes(name: str, load: Workload, work: Work, memory: Memory, gpu: GPU, gpus
         yield f"the GPU waits for launches, {busy / seconds:.0%} busy; {better}"
 
 
-def coupled(networks: Networks, name: str, stage: CoupleStage, gpu: GPU, gpus: int) -> StageCost:
+def couple_cost(networks: Networks, name: str, stage: CoupleStage, gpu: GPU, gpus: int) -> StageCost:
     size, length = networks.size(stage.teacher), networks.length
     shards = -(-stage.pairs // stage.shard)
     used = min(gpus, shards)
@@ -160,8 +160,9 @@ def coupled(networks: Networks, name: str, stage: CoupleStage, gpu: GPU, gpus: i
     )  # fmt: skip
 
 
-def evaluated(networks: Networks, name: str, stage: EvaluateStage, gpu: GPU, gpus: int) -> StageCost:
-    """Sampling, scoring by the judge, and the NELBO; of the work on CPUs what a judge reads, and MAUVE."""
+def evaluation_cost(networks: Networks, name: str, stage: EvaluateStage, gpu: GPU, gpus: int) -> StageCost:
+    """The cost of an evaluation: sampling, scoring by the judge, and the NELBO; of the work on CPUs what a judge reads,
+    and MAUVE."""
     length, total, read, compared = networks.length, Work(), 0.0, 0
     each = part_size(stage.samples)
     parts = -(-stage.samples // each)
@@ -169,10 +170,10 @@ def evaluated(networks: Networks, name: str, stage: EvaluateStage, gpu: GPU, gpu
     together = 1 if gpu.is_cpu else min(at_once(stage.samples, length), -(-parts // used))
     batch = min(stage.samples, each * together)
     sizes = [networks.size(model) for model in stage.models]
-    judge = _judge(networks, stage)
-    asked = occasions(stage.metrics, stage.steps, stage.temperatures, noise=stage.noise, top_p=stage.top_p)
+    judge = _judge_parameters(networks, stage)
+    all_occasions = occasions(stage.metrics, stage.steps, stage.temperatures, noise=stage.noise, top_p=stage.top_p)
     for size in sizes:
-        for occasion in asked:
+        for occasion in all_occasions:
             work, judged, wrote = _occasion(size, stage, occasion, length, batch)
             total, read, tokens = total + work, read + judged, tokens + wrote
             compared += sum(metric.embedder for metric in occasion.metrics)
@@ -227,7 +228,7 @@ def _occasion(
     return reduce(add, parts), read, tokens
 
 
-def _judge(networks: Networks, stage: EvaluateStage) -> float:
+def _judge_parameters(networks: Networks, stage: EvaluateStage) -> float:
     """Parameters of the judge, if there is one."""
     if not any(metrics[name].judge for name in stage.metrics):
         return 0.0
@@ -238,7 +239,7 @@ def _judge(networks: Networks, stage: EvaluateStage) -> float:
 
 
 def _on(memory: Memory, gpu: GPU) -> Memory:
-    """A CPU holds no CUDA."""
+    """Memory with what CUDA itself takes, of which a CPU holds none."""
     return replace(memory, context=0.0 if gpu.is_cpu else CONTEXT)
 
 

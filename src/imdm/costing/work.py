@@ -45,7 +45,7 @@ class Work:
         return products / gpu.matmul(precision) + (1 if precision == "bf16" else 2) * self.bytes / gpu.bytes
 
     def seconds(self, gpu: GPU, precision: str = "bf16", captured: bool = False) -> float:
-        """Of training. captured: as a CUDA graph."""
+        """Seconds of training. captured: as a CUDA graph."""
         if captured:
             return self.busy(gpu, precision) + CAPTURED_BLOCK * self.passes
         return self._launched(gpu, precision, STEP * self.steps + BLOCK * self.passes)
@@ -55,13 +55,13 @@ class Work:
         return self._launched(gpu, precision, self.passes * (SAMPLING_BLOCK if precision == "bf16" else BLOCK))
 
     def _launched(self, gpu: GPU, precision: str, launches: float) -> float:
-        """A GPU computes meanwhile; a CPU launches by itself."""
+        """Seconds with launches: a GPU computes meanwhile; a CPU launches by itself."""
         busy = self.busy(gpu, precision)
         return busy + launches if gpu.is_cpu else max(busy, launches)
 
 
 def network_flops(config: Shape, tokens: float, length: int, read: float, noisy: float) -> float:
-    """Of passing so many tokens through the blocks, of which `read` are read at the end and `noisy` carry noise."""
+    """FLOPs of so many tokens in the blocks, of which `read` are read at the end and `noisy` carry noise."""
     return products_of(config, tokens, read, noisy) + attention_of(config, tokens, length, read)
 
 
@@ -84,7 +84,8 @@ def head_flops(config: Shape, rows: float) -> float:
 
 
 def writing_flops(config: Shape, tokens: float, length: int, steps: int) -> float:
-    """The head runs once a token; at step k of N a share 1 − k/N is still masked, and its noise is embedded."""
+    """FLOPs of writing text: the head runs once a token; at step k of N a share 1 − k/N is still masked, and its noise
+    is embedded."""
     network = network_flops(config, steps * tokens, length, tokens, tokens * (steps + 1) / 2)
     return network + head_flops(config, tokens)
 

@@ -45,21 +45,21 @@ def check_size(inputs: Inputs) -> None:
         check_memory("the model's parameters", config.parameters, 4)
 
 
-def check_stage(inputs: Inputs, name: str, made: bool = False) -> None:
-    """Refuse a stage that cannot be run, as far as is known before its inputs are made. made: whether it is finished,
-    so that this machine need not be able to run it."""
+def check_stage(inputs: Inputs, name: str, finished: bool = False) -> None:
+    """Refuse a stage that cannot be run, as far as is known before its inputs are made. finished: it is made
+    already, so this machine need not be able to run it."""
     stage = inputs.recipe.stages[name]
-    _check_inputs(inputs, name)
+    _check_outside_inputs(inputs, name)
     if isinstance(stage, AdoptStage):
         inputs.adopted(stage)
         return
     if isinstance(stage, TrainStage):
-        if not made:
+        if not finished:
             _check_machine(inputs, name, stage)
         _check_training(inputs, name, stage)
         _check_metrics(inputs, name, stage.watch.metrics)
         return
-    if made:
+    if finished:
         return
     check_precision(stage.precision, processes().device, f"stages.{name}.precision")
     if isinstance(stage, CoupleStage):
@@ -86,15 +86,15 @@ def check_state(inputs: Inputs, name: str) -> None:
     check_stage_memory(inputs.networks, name, state.num_processes, room, cuda, memory() // processes_here())
 
 
-def _check_inputs(inputs: Inputs, name: str) -> None:
-    """Inputs outside the run must exist, be whole and fit the data."""
+def _check_outside_inputs(inputs: Inputs, name: str) -> None:
+    """Refuse inputs outside the run that do not exist, are not whole or do not fit the data."""
     for needed in inputs.recipe.stages[name].inputs():
         if inputs.is_stage(needed):
             continue
         place = Path(find(needed))
         if not place.is_dir():
-            known = ", ".join(inputs.recipe.stages)
-            raise UserError(f"stage {name!r} builds on {needed!r}: neither a stage ({known}) nor a folder")
+            names = ", ".join(inputs.recipe.stages)
+            raise UserError(f"stage {name!r} builds on {needed!r}: neither a stage ({names}) nor a folder")
         if inputs.data.is_ready and not inputs.is_coupling(needed):
             stage = inputs.recipe.stages[name]
             trains = isinstance(stage, TrainStage) and stage.data is None and stage.start == needed
@@ -162,8 +162,8 @@ def _check_teacher(inputs: Inputs, name: str, stage: TrainStage) -> None:
 
 def check_pairs(pairs: Coupling, stage: TrainStage, student: Shape, teacher: str) -> None:
     """Refuse pairs that were not made for this student; teacher: the hash of the model it starts from."""
-    wanted = stage.objective.pair_needs
-    pairs.check(student, teacher, wanted.seeded, wanted.policy)
+    needs = stage.objective.pair_needs
+    pairs.check(student, teacher, needs.seeded, needs.policy)
 
 
 def _check_metrics(inputs: Inputs, name: str, names: Sequence[str], top_p: float = 1.0) -> None:
@@ -210,14 +210,14 @@ def _check_couple(inputs: Inputs, name: str, stage: TrainStage) -> None:
             f"stage {name!r} starts from {stage.start!r}, but its pairs {stage.data!r} are made by "
             f"{couple.teacher!r}; make pairs with the model you start from"
         )
-    wanted = stage.objective.pair_needs
-    if wanted.policy not in (None, couple.noise):
+    needs = stage.objective.pair_needs
+    if needs.policy not in (None, couple.noise):
         raise UserError(
-            f"stage {name!r} wants pairs made under noise policy {wanted.policy!r}, but {stage.data!r} makes "
+            f"stage {name!r} wants pairs made under noise policy {needs.policy!r}, but {stage.data!r} makes "
             f"them under {couple.noise!r}"
         )
     mask, start = stage.mask, inputs.mask(str(stage.start))
-    if mask is not None and start.noisy and mask != start and wanted.seeded:
+    if mask is not None and start.noisy and mask != start and needs.seeded:
         raise UserError(
             f"stage {name!r} has mask {mask.name}, but its pairs {stage.data!r} are made under {start.name}; "
             "they must agree"

@@ -36,22 +36,22 @@ def distillation(
 ) -> Settings:
     """The recipe, as plain settings, that distils the model in folder `model` by `method`, compiled where in bf16.
     start: the folder that the student is made from, where that is not the teacher and the method allows it."""
-    known = presets()
-    if method not in known:
-        raise unknown("distillation", method, known)
-    asked = {"start": start, "rounds": rounds, "pairs": pairs, "iterations": iterations, "batch": batch}
-    given = {name: value for name, value in asked.items() if value is not None}
-    options = {name: signature(preset).parameters for name, preset in known.items()}
-    for name, value in given.items():
+    methods = presets()
+    if method not in methods:
+        raise unknown("distillation", method, methods)
+    arguments = {"start": start, "rounds": rounds, "pairs": pairs, "iterations": iterations, "batch": batch}
+    settings = {name: value for name, value in arguments.items() if value is not None}
+    options = {name: signature(preset).parameters for name, preset in methods.items()}
+    for name, value in settings.items():
         if name not in options[method]:
-            having = ", ".join(other for other in known if name in options[other])
+            having = ", ".join(other for other in methods if name in options[other])
             raise UserError(f"{name} = {value}: {method} has no such setting; it is for {having}")
     for name in ("rounds", "iterations", "batch", "pairs"):
-        if name in given:
-            check_whole(name, given[name], 1, MOST_ROUNDS if name == "rounds" else 10**9)
+        if name in settings:
+            check_whole(name, settings[name], 1, MOST_ROUNDS if name == "rounds" else 10**9)
     student = {"kind": "train", "start": model, "mask": mask, "mixture": mixture, "objective": method}
     circumstances = {"precision": precision} if "precision" in options[method] else {}
-    stages = known[method](student, **given, **circumstances)
+    stages = methods[method](student, **settings, **circumstances)
     speed = {"precision": precision, "compile": precision == "bf16"}
     for stage in stages.values():
         if stage["kind"] == "train":

@@ -210,7 +210,7 @@ def evaluate_model(
         seed=seed,
         parts=parts_in(results.with_name(results.name + ".parts") if results is not None else None, model.length),
         results=results,
-        load_judge=partial(_judge, judge, settings.judge_precision, next(iter(data.values())).data, reporter),
+        load_judge=partial(_judge_for, judge, settings.judge_precision, next(iter(data.values())).data, reporter),
         reporter=reporter,
         strict=True,
         match=others[match] if isinstance(match, str) else match,
@@ -218,7 +218,7 @@ def evaluate_model(
     )
 
 
-def _judge(name: str | None, precision: Precision, data: Data, reporter: Reporter) -> Judge:
+def _judge_for(name: str | None, precision: Precision, data: Data, reporter: Reporter) -> Judge:
     """The judge of this name; without one the default, or one that ships and has another tokenizer than the data."""
     device = processes().device
     if name is not None:

@@ -33,7 +33,8 @@ Files = tuple[tuple[str, int, int, int], ...]
 
 @dataclass
 class Inputs:
-    """folder: where the run's stages are. Names are those of stages, or folders elsewhere."""
+    """What the stages of a run read: data, models, pairs. folder: where its stages are. Names are those of stages, or
+    folders elsewhere."""
 
     recipe: Recipe
     folder: Path
@@ -145,7 +146,7 @@ class Inputs:
 
     @cached_property
     def networks(self) -> Networks:
-        """Their sizes, without weights."""
+        """The sizes of the recipe's networks, without weights."""
         return Networks(self.recipe, self.vocabulary[0], self.length, self.adopted)
 
     @property
@@ -155,8 +156,8 @@ class Inputs:
 
     def mask(self, name: str) -> Mask:
         """The mask of the model of a stage or folder."""
-        made = self.recipe.mask_of(name)
-        return parse_mask(self.config(self.first(name)).mask) if made is None else made
+        mask = self.recipe.mask_of(name)
+        return parse_mask(self.config(self.first(name)).mask) if mask is None else mask
 
     def mixture(self, name: str) -> bool:
         """Whether a model reads a latent λ."""
@@ -169,7 +170,7 @@ class Inputs:
         return stage.mixture or before
 
     def noisy(self, name: str) -> bool:
-        """Whether its states carry noise or a latent."""
+        """Whether the states that a model reads carry noise or a latent."""
         return self.mask(name).noisy or self.mixture(name)
 
     def first(self, name: str) -> str:

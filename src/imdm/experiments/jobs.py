@@ -54,8 +54,8 @@ def plan(recipe: Recipe, out: Path, seeds: int, quick: bool, only: Sequence[str]
         raise UserError(f"recipe {recipe.name!r} has no quick part; run it whole")
     check_whole("seeds", seeds, 1, MOST_SEEDS)
     stages = tuple(only) or (recipe.quick.stages if quick and recipe.quick else tuple(recipe.stages))
-    wanted = recipe.quick.variants if quick and recipe.quick else ()
-    chosen = {name: r for name, r in variants(recipe).items() if not wanted or name in wanted}
+    names = recipe.quick.variants if quick and recipe.quick else ()
+    chosen = {name: r for name, r in variants(recipe).items() if not names or name in names}
     return [
         Job(
             f"{name}, seed {seed}" if name else f"seed {seed}",
@@ -78,8 +78,8 @@ def workers_for(recipe: Recipe, jobs: int) -> int:
 
 
 def run_jobs(recipe: Recipe, jobs: list[Job], out: Path, workers: int, reporter: Reporter) -> None:
-    """Everything is checked before any work; finished stages are skipped. A failed run is reported at once and does not
-    stop the others."""
+    """Run these jobs. Everything is checked before any work; finished stages are skipped. A failed run is reported at
+    once and does not stop the others."""
     state = processes()
     if workers > 1 and state.num_processes > 1:
         raise UserError(f"workers = {workers}: a run that is itself spread over processes (torchrun) has no workers")
@@ -95,8 +95,8 @@ def run_jobs(recipe: Recipe, jobs: list[Job], out: Path, workers: int, reporter:
             runs[job.name].prepare(list(job.stages))
             runs[job.name].inputs.forget()
             if state.is_main_process:
-                made = runs[job.name].recipe.model_copy(update={"seed": recipe.seed})
-                write_json(place / "recipe.json", made.resolved())
+                own_recipe = runs[job.name].recipe.model_copy(update={"seed": recipe.seed})
+                write_json(place / "recipe.json", own_recipe.resolved())
         if state.is_main_process and out not in folders:
             write_json(out / "recipe.json", recipe.resolved())
         if workers > 1 and len(jobs) > 1:
@@ -121,13 +121,13 @@ class Running(NamedTuple):
     def begun(cls, job: Job, threads: int) -> Running:
         context = multiprocessing.get_context("spawn")
         end, tell = context.Pipe(duplex=False)
-        process = context.Process(target=_work, args=(job, threads, tell))
+        process = context.Process(target=_run_in_worker, args=(job, threads, tell))
         process.start()
         tell.close()
         return cls(job, process, end)
 
     def failure(self) -> BaseException | None:
-        """What it told, or that it was killed. Waits for its end."""
+        """Why the job failed: what its process sent, or that it was killed; None if it did not. Waits for its end."""
         try:
             failure: BaseException | None = self.end.recv()
         except EOFError:
@@ -170,8 +170,8 @@ def _share(jobs: list[Job], workers: int, reporter: Reporter) -> None:
         raise failures[0]
 
 
-def _work(job: Job, threads: int, tell: Connection) -> None:
-    """In a process of its own, whose output is whole lines."""
+def _run_in_worker(job: Job, threads: int, tell: Connection) -> None:
+    """Run a job in a process of its own, whose output is whole lines, and send its failure, or None, by `tell`."""
     import transformers  # takes seconds
 
     torch.set_num_threads(threads)
@@ -182,11 +182,11 @@ def _work(job: Job, threads: int, tell: Connection) -> None:
         with let_through():
             job.run(Terminal(who=job.name))
     except BaseException as error:
-        failure = _told(error)
+        failure = _picklable(error)
     tell.send(failure)
 
 
-def _told(error: BaseException) -> BaseException:
+def _picklable(error: BaseException) -> BaseException:
     """An exception that another process can read. Its traceback, which stays behind, is in a note."""
     if not isinstance(error, UserError | KeyboardInterrupt | SystemExit):
         error.add_note(traceback.format_exc())

@@ -23,7 +23,7 @@ def recipe_names() -> list[str]:
 
 
 def summaries() -> dict[str, str]:
-    """A one-line summary of each, by name."""
+    """A one-line summary of each recipe that comes with the package, by name."""
     return {name: str(recipe_settings(name)["summary"]) for name in recipe_names()}
 
 
@@ -51,19 +51,19 @@ def stages_of(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def trained_by(settings: Mapping[str, Any]) -> list[str]:
-    """Those that train a model."""
+    """The names of the stages that train a model, in a recipe's settings that are not parsed yet."""
     stages = stages_of(settings).items()
     return [name for name, stage in stages if isinstance(stage, dict) and stage.get("kind") == "train"]
 
 
 def recipe_settings(name: str | Path) -> dict[str, Any]:
     """The settings in a recipe's file, found by name or path and merged with the file that it extends."""
-    values = _read(name)
+    values = _read_yaml(name)
     base = values.pop("extends", None)
     if base is not None:
         if not isinstance(base, str):
             raise UserError(f"recipe {str(name)!r}: extends = {shown(base)}: expected a recipe's name or YAML file")
-        parent = _read(base)
+        parent = _read_yaml(base)
         if "extends" in parent:
             raise UserError(f"recipe {str(name)!r} extends {base!r}, which itself extends; one level is allowed")
         values = _merge(parent, values)
@@ -96,17 +96,17 @@ def read_recipe(run: Path) -> Recipe | None:
 def variants(recipe: Recipe) -> dict[str, Recipe]:
     """The recipe of each variant by name; of a recipe without variants, itself under the name ''."""
     alone: dict[str, Any] = {"variants": {}, "quick": None}
-    made = {
+    members = {
         name: Recipe.parse(_merge(recipe.resolved(), changes) | alone, f"variants.{name}")
         for name, changes in recipe.variants.items()
     }
-    return made or {"": recipe}
+    return members or {"": recipe}
 
 
-def _read(name: str | Path) -> dict[str, Any]:
-    given = as_path(str(name), "recipe")
-    by_path = given.suffix in (".yaml", ".yml")
-    path = given if by_path or len(given.parts) != 1 else HERE / f"{name}.yaml"
+def _read_yaml(name: str | Path) -> dict[str, Any]:
+    file = as_path(str(name), "recipe")
+    by_path = file.suffix in (".yaml", ".yml")
+    path = file if by_path or len(file.parts) != 1 else HERE / f"{name}.yaml"
     if not path.is_file() or (not by_path and path.parent != HERE):
         if not by_path:
             raise UserError(f"unknown recipe {str(name)!r}; known: {', '.join(recipe_names())}, or any .yaml file")
@@ -157,8 +157,8 @@ def _override(values: dict[str, Any], override: str) -> None:
         value = parse_yaml(text)
     except ValueError as error:
         raise UserError(f"override {shown(override)}: {shown(text)} is not a valid value ({error})") from None
-    found = place.get(last)
-    section: dict[str, Any] = found if isinstance(found, dict) else {}
+    earlier = place.get(last)
+    section: dict[str, Any] = earlier if isinstance(earlier, dict) else {}
     if isinstance(value, str) and ("path" in section or (key == "data" and section.get("kind") in WITH_PATH)):
         place[last]["path"] = value  # data=PATH: a section that has a path takes another one
     elif key == "data" and section and not isinstance(value, dict):

@@ -23,7 +23,7 @@ GIB = 1 << 30
 ACTIVATION = 43.0
 """Bytes of activations a token and feature in each block (measured, compiled, bf16)."""
 INPUT = 4.0
-"""The same with gradient checkpointing: a block's input, in float32."""
+"""Bytes of activations a token and feature in each block with gradient checkpointing: its input, in float32."""
 SAMPLED = 25.0
 """Bytes a token and feature in sampling, in bf16 (measured)."""
 LOGITS = 1 << 30  # bytes of a head's gradients (rows, V) that are held at once

@@ -54,8 +54,8 @@ class Size(NamedTuple):
 
 
 class Networks:
-    """The networks of one recipe, by stage or folder. vocab_size, length: given if known, or if they cannot be found
-    out; adopt: what tells the configuration of a published model, if it may be downloaded."""
+    """The networks of one recipe, by stage or folder. vocab_size, length: of the data; None: found out from
+    it; adopt: returns the configuration of a published model, if it may be downloaded."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Networks:
         self._adopted: dict[str, Shape] = {}
 
     def size(self, name: str) -> Size:
-        """Of the model that a stage makes, or a folder holds."""
+        """The size of the model that a stage makes, or a folder holds."""
         config = self.config(name)
         return measured(json.dumps(config.settings(), sort_keys=True))
 
@@ -91,23 +91,23 @@ class Networks:
         return config.changed(mask=mask, mixture=mixture)
 
     def _published(self, name: str, stage: AdoptStage) -> Shape:
-        """Of a published model that is here, or whose size is known."""
+        """The configuration of a published model that is here, or whose size is known."""
         from imdm.adopting import families  # takes seconds
         from imdm.adopting.adopt import adopted_config
 
-        told = {"length": self.length, **stage.how()}
+        overrides = {"length": self.length, **stage.how()}
         if Path(find(stage.source)).exists():
-            return adopted_config(stage.source, **told)
+            return adopted_config(stage.source, **overrides)
         where = f"model {stage.source!r}"
-        known = PUBLISHED.get(stage.source)
-        family = None if known is None else families.family_of(known, where)
+        raw = PUBLISHED.get(stage.source)
+        family = None if raw is None else families.family_of(raw, where)
         if family is None:
             raise UserError(
                 f"stages.{name} adopts the published {where}, whose size is known only once it is downloaded; give the "
                 f"folder that it is in (stages.{name}.source=PATH)"
             )
-        how = families.How(**{way: told.pop(way) for way in ("adapt", "causal")})
-        return families.config_of(family, None, told, how, where)
+        how = families.How(**{way: overrides.pop(way) for way in ("adapt", "causal")})
+        return families.config_of(family, None, overrides, how, where)
 
     @cached_property
     def length(self) -> int:
@@ -133,7 +133,8 @@ class Networks:
 
 @lru_cache(maxsize=256)
 def measured(settings: str) -> Size:
-    """Built on the device `meta` and counted. Another backbone counts as blocks of ours with as many weights."""
+    """The size of a network with these settings, built on the device `meta` and counted. Another backbone counts as
+    blocks of ours with as many weights."""
     config = Shape(**json.loads(settings))
     with torch.device("meta"):
         model = Network(config)

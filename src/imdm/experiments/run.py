@@ -46,7 +46,7 @@ class Reporter(Protocol):
 
 
 class Quiet:
-    """Ignores them."""
+    """A reporter that ignores messages and progress."""
 
     def say(self, text: str) -> None:
         pass
@@ -90,12 +90,12 @@ class Run:
         return self.results or self.out / "results.jsonl"
 
     def all(self) -> None:
-        """Every stage in order."""
+        """Run every stage in order."""
         self.run(list(self.recipe.stages))
 
     def run(self, names: list[str]) -> None:
-        """The named stages, each after those it builds on. Everything is checked before any work, in a folder that is
-        locked."""
+        """Run the named stages, each after those it builds on. Everything is checked before any work, in a folder that
+        is locked."""
         first = self.alone and processes().is_main_process
         with working_together(self.out) if self.alone else nullcontext():
             self.check(names)
@@ -116,7 +116,7 @@ class Run:
             self._check(self._wanted(names))
 
     def prepare(self, names: list[str]) -> None:
-        """Text is tokenised and packed into OUT/data, once for all seeds, and what depends on its rows is checked."""
+        """Tokenise text and pack it into OUT/data, once for all seeds, and check what depends on its rows."""
         if self.inputs.data.is_ready:
             return
         state = processes()
@@ -129,7 +129,7 @@ class Run:
             self._check(self._wanted(names))
 
     def make(self, names: list[str]) -> None:
-        """The stages, checked and with their data prepared; those that are finished are skipped."""
+        """Make these stages, checked and with their data prepared; those that are finished are skipped."""
         with _threads(self.recipe.threads):
             for name in self._wanted(names):
                 if self._is_done(name):
@@ -143,22 +143,22 @@ class Run:
 
     def _closure(self, names: list[str]) -> set[str]:
         """The stages named and all they build on."""
-        found: set[str] = set()
+        closure: set[str] = set()
         for name in names:
             if name not in self.recipe.stages:
                 raise unknown("stage", name, self.recipe.stages)
             needed = [n for n in self.recipe.stages[name].inputs() if n in self.recipe.stages]
-            found |= {name} | self._closure(needed)
-        return found
+            closure |= {name} | self._closure(needed)
+        return closure
 
     def _check(self, names: list[str]) -> None:
-        """Bad sizes, missing data or folders, settings this machine cannot run, other runs in the same place."""
+        """Refuse bad sizes, missing data or folders, settings this machine cannot run, other runs in the same place."""
         check_size(self.inputs)
-        made = {name: self._is_made(name) for name in names}
+        finished = {name: self._is_made(name) for name in names}
         for name in names:
-            check_stage(self.inputs, name, made[name])
+            check_stage(self.inputs, name, finished[name])
         for name in names:
-            if not made[name]:
+            if not finished[name]:
                 check_state(self.inputs, name)
         for name in names if self.inputs.data.is_ready else ():
             above = [needed for needed in self.recipe.stages[name].inputs() if needed in self.recipe.stages]
@@ -177,10 +177,10 @@ class Run:
         if not (self.folder / name / DONE).exists():
             return False
         done = read_done(self.folder / name)
-        made = self._made(name)
-        if done["inputs"] != self._hash(name, made):
+        hashes = self._input_hashes(name)
+        if done["inputs"] != self._hash(name, hashes):
             other = first_difference(done["settings"], self._settings(name)) or "settings or inputs"
-            again = [needed for needed, output in done["made"].items() if output != made.get(needed, output)]
+            again = [needed for needed, output in done["made"].items() if output != hashes.get(needed, output)]
             if again:
                 other = f"inputs: {', '.join(map(repr, again))} was made again since"
             raise UserError(
@@ -199,10 +199,10 @@ class Run:
 
         def check() -> None:
             try:
-                found = fingerprint(self.inputs.model(name)) if model else Coupling(folder).fingerprint
+                current = fingerprint(self.inputs.model(name)) if model else Coupling(folder).fingerprint
             except UserError as error:
                 raise UserError(f"{error}; delete {folder} to make it again") from None
-            if found != output:
+            if current != output:
                 raise UserError(
                     f"stage {name!r}: its output in {folder} is damaged, or was changed since; delete that "
                     "folder to make it again"
@@ -212,27 +212,33 @@ class Run:
         check_once([*files, *(folder / "model").glob("config.json")], f"stage {output}", check)
 
     def _make(self, name: str) -> None:
-        """Run it, and write inputs and seconds (since the last stop, if it was stopped) into `done.json`."""
-        made, started = self._made(name), time.perf_counter()
-        inputs = self._hash(name, made)
+        """Run a stage, and write inputs and seconds (since the last stop, if it was stopped) into `done.json`."""
+        hashes, started = self._input_hashes(name), time.perf_counter()
+        inputs = self._hash(name, hashes)
         output = make_stage(self, name)
         state = processes()
         if state.is_main_process:
             took = round(time.perf_counter() - started, 1)
-            done = {"inputs": inputs, "output": output, "settings": self._settings(name), "made": made, "seconds": took}
+            done = {
+                "inputs": inputs,
+                "output": output,
+                "settings": self._settings(name),
+                "made": hashes,
+                "seconds": took,
+            }
             write_recorded(self.folder / name / DONE, done)
         state.wait_for_everyone()
 
-    def _made(self, name: str) -> dict[str, str]:
+    def _input_hashes(self, name: str) -> dict[str, str]:
         """Hashes of the stages that a stage builds on, by name; for an adopted model, of its files."""
         stage = self.recipe.stages[name]
         if isinstance(stage, AdoptStage):
             return {f"files of {stage.source}": self.inputs.source_hash(stage.source)}
         return {needed: self.inputs.hash(needed) for needed in stage.inputs()}
 
-    def _hash(self, name: str, made: Mapping[str, str]) -> str:
+    def _hash(self, name: str, hashes: Mapping[str, str]) -> str:
         settings = self._settings(name)
-        outputs = [made[needed] for needed in self.recipe.stages[name].inputs() or made]
+        outputs = [hashes[needed] for needed in self.recipe.stages[name].inputs() or hashes]
         return digest([settings["stage"], outputs, {k: v for k, v in settings.items() if k != "stage"}])
 
     def _settings(self, name: str) -> dict[str, Any]:

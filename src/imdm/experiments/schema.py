@@ -30,7 +30,7 @@ ScheduleField = Annotated[SerializeAsAny[Schedule], BeforeValidator(parse_schedu
 
 
 def _backbone(value: Any) -> BackboneSettings | None:
-    """None for the default one, however it was given."""
+    """The settings of a backbone; None for the default one, however it was given."""
     settings = parse_backbone(value)
     return None if is_default(settings) else settings
 
@@ -80,13 +80,13 @@ class ModelSettings(Config):
         ending: Ending | None = None,
     ) -> Shape:
         """causal: an autoregressive model of the same size; ending: how rows end, where they are whole texts."""
-        given = {k: v for k, v in self.model_dump().items() if v is not None and k in SETTINGS}
-        given = {"length": length, "vocab_size": vocab_size, "mask_token_id": mask_token_id} | given
+        sizes = {k: v for k, v in self.model_dump().items() if v is not None and k in SETTINGS}
+        sizes = {"length": length, "vocab_size": vocab_size, "mask_token_id": mask_token_id} | sizes
         if ending is not None:
-            given |= {"bos_token_id": ending.begin, "eos_token_id": ending.end, "pad_token_id": ending.pad}
+            sizes |= {"bos_token_id": ending.begin, "eos_token_id": ending.end, "pad_token_id": ending.pad}
         if causal:
-            given |= {"causal": True, "mask": "single", "mixture": False, "softcap": None}
-        return Shape.preset(self.preset, **given) if self.preset is not None else Shape(**given)
+            sizes |= {"causal": True, "mask": "single", "mixture": False, "softcap": None}
+        return Shape.preset(self.preset, **sizes) if self.preset is not None else Shape(**sizes)
 
 
 class Watch(Config):
@@ -138,7 +138,7 @@ class TrainStage(Config):
     teacher: str | None = None
 
     def inputs(self) -> list[str]:
-        """Each once: the teacher may be the model that the student starts from."""
+        """What the stage reads, each once: the teacher may be the model that the student starts from."""
         return list(dict.fromkeys(name for name in (self.start, self.data, self.teacher) if name is not None))
 
 
@@ -291,13 +291,13 @@ class Recipe(Config):
 
     @model_validator(mode="after")
     def _quick_is_a_part(self) -> Recipe:
-        for kind, named, known in (
+        for kind, named, names in (
             ("variant", self.quick.variants if self.quick else (), self.variants),
             ("stage", self.quick.stages if self.quick else (), self.stages),
         ):
             for name in named:
-                if name not in known:
-                    raise unknown(kind, name, known)
+                if name not in names:
+                    raise unknown(kind, name, names)
         return self
 
     def evaluations(self) -> dict[str, EvaluateStage]:
@@ -312,8 +312,8 @@ class Recipe(Config):
         stage = self.stages.get(name)
         if isinstance(stage, TrainStage) and stage.data is not None:
             return stage.data
-        made = [place for place, s in self.stages.items() if isinstance(s, CoupleStage) and s.teacher == name]
-        return next(iter(made), None)
+        couples = [place for place, s in self.stages.items() if isinstance(s, CoupleStage) and s.teacher == name]
+        return next(iter(couples), None)
 
     def seed_of(self, name: str) -> int:
         """The seed of a stage: its own, or the recipe's."""

@@ -73,15 +73,15 @@ def _train(run: Run, name: str, stage: TrainStage) -> str:
     if stage.teacher is not None:
         start = inputs.model(stage.teacher)
     with run.reporter.bar(f"{name}: {stage.objective.kind}", stage.training.steps) as bar:
-        speed, said = "", set()
+        speed, doings = "", set()
 
         def progress(p: Progress) -> None:
             nonlocal speed
             if p.doing:
                 bar(p.step, "evaluating")
-                if p.doing not in said:
+                if p.doing not in doings:
                     run.reporter.say(f"{name}: {p.doing}")
-                said.add(p.doing)
+                doings.add(p.doing)
                 return
             loss = _waiting(stage) if p.loss is None else f"loss {loss_in_words(p.loss)}"
             speed = f"{p.tokens_per_second:,.0f} tok/s"
@@ -132,7 +132,7 @@ def _student(run: Run, stage: TrainStage, seed: int, length: int) -> tuple[Maske
 
 
 def _waiting(stage: TrainStage) -> str:
-    """Shown instead of a loss before the student's first update."""
+    """A text to show instead of a loss before the student's first update."""
     first = stage.objective.first_update(stage.training.steps) or 0
     others = dict.fromkeys(name for names in stage.objective.updates(0) for name in names)
     return f"the student waits for its {' and '.join(others)} until step {first:,}"
@@ -154,8 +154,8 @@ def _watch(run: Run, stage: TrainStage) -> Callable[[MaskedDiffusionLM], Mapping
 
     def watch(model: MaskedDiffusionLM) -> Mapping[str, float]:
         how = Sampling(steps=watched.steps, **model.policies())
-        found = measure(list(watched.metrics), Subject(model, how=how, **few, **run.inputs.about(seed)), finite=False)
-        return {name: one.value for name, one in found.items() if isfinite(one.value)}
+        results = measure(list(watched.metrics), Subject(model, how=how, **few, **run.inputs.about(seed)), finite=False)
+        return {name: one.value for name, one in results.items() if isfinite(one.value)}
 
     return watch
 
@@ -194,7 +194,7 @@ def _evaluate(run: Run, name: str, stage: EvaluateStage) -> str:
         seed=seed,
         parts=parts_in(folder / "parts", inputs.length),
         results=run.results_file,
-        load_judge=lambda: _judge(run, name, stage),
+        load_judge=lambda: _stage_judge(run, name, stage),
         reporter=run.reporter,
         title=name,
         texts=folder / "texts.jsonl" if stage.keep else None,
@@ -209,7 +209,7 @@ def is_measured_in(run: Run, name: str, stage: EvaluateStage) -> bool:
     return is_measured(stage, run.results_file, recipe.digest(), recipe.seed_of(name), seeds)
 
 
-def _judge(run: Run, name: str, stage: EvaluateStage) -> Judge:
+def _stage_judge(run: Run, name: str, stage: EvaluateStage) -> Judge:
     """The judge of a stage. One that ships replaces it if it is not available, unless another stage uses that one."""
     place = stage.judge_stage or stage.judge
     made_here = run.folder / place / "model" if run.inputs.is_stage(place) else None

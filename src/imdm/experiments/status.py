@@ -23,9 +23,9 @@ DONE = "done.json"
 
 @dataclass(frozen=True)
 class StageStatus:
-    """state: `done`, `stale` (made with other settings or inputs than are there now), `stopped or running`, `waiting`;
-    done and total count steps, shards or nothing; signals: those that its objective shows (`shown_signals`);
-    took: seconds that a finished stage ran, since its last stop."""
+    """How far a stage is. state: `done`, `stale` (made with other settings or inputs than are there now), `stopped or
+    running`, `waiting`; done and total count steps, shards or nothing; signals: those that its objective shows
+    (`shown_signals`); took: seconds that a finished stage ran, since its last stop."""
 
     name: str
     kind: str
@@ -44,16 +44,17 @@ def status(run: Path) -> dict[str, list[StageStatus]]:
     check_holds(run, "recipe.json")
     recipe = read_recipe(run)
     assert recipe is not None
-    found = {}
+    stages = {}
     for variant, member in {"": recipe, **variants(recipe)}.items():  # `imdm train` runs the recipe without variants
         for seed in sorted(_seeds(run / variant)):
             folder = run / variant / f"seed-{seed}"
-            made = as_made(member, folder)
+            own_recipe = as_made(member, folder)
             name = f"{variant}, seed {seed}" if variant else f"seed {seed}"
-            found[name] = [
-                _finished(folder / stage, made, _stage(folder / stage, made, stage)) for stage in member.stages
+            stages[name] = [
+                _finished(folder / stage, own_recipe, _stage(folder / stage, own_recipe, stage))
+                for stage in member.stages
             ]
-    return found
+    return stages
 
 
 def _seeds(folder: Path) -> Iterator[int]:
@@ -68,9 +69,11 @@ def _finished(folder: Path, recipe: Recipe, row: StageStatus) -> StageStatus:
     if row.state != "done":
         return row
     done = read_done(folder)
-    asked = recipe.stages[row.name].hashed()
-    other = done.get("settings", {}).get("stage", asked) != asked
-    again = any(_output(folder.parent / needed) not in (None, made) for needed, made in done.get("made", {}).items())
+    settings = recipe.stages[row.name].hashed()
+    other = done.get("settings", {}).get("stage", settings) != settings
+    again = any(
+        _output(folder.parent / needed) not in (None, earlier) for needed, earlier in done.get("made", {}).items()
+    )
     return replace(row, took=done.get("seconds"), state="stale" if other or again else row.state)
 
 
@@ -146,8 +149,8 @@ def _training(folder: Path, stage: TrainStage, name: str, state: str) -> StageSt
 def shown_signals(objective: Objective, history: list[dict[str, Any]]) -> dict[Signal, float]:
     """The signals that an objective shows (`Objective.shows`), with their values by the evaluations in a history."""
     looks = [row for row in history if "passes" in row]
-    found = {signal: [row[signal.name] for row in looks if signal.name in row] for signal in objective.shows}
-    return {signal: signal.of(values) for signal, values in found.items() if values}
+    by_signal = {signal: [row[signal.name] for row in looks if signal.name in row] for signal in objective.shows}
+    return {signal: signal.of(values) for signal, values in by_signal.items() if values}
 
 
 def in_words(signals: Mapping[Signal, float]) -> str:

@@ -182,7 +182,7 @@ class Objective(Config):
     causal: ClassVar[bool] = False  # whether it trains autoregressive models
     recordable: ClassVar[bool] = False
     """Whether `loss` can be captured as a CUDA graph (`training.graphs`): its operations depend only on the shapes of
-    the batch and of `step.start`, and on `fixed`; it never waits for a value from the GPU, and keeps its state in
+    the batch and of `step.start`, and on `graph_key`; it never waits for a value from the GPU, and keeps its state in
     tensors."""
 
     heeds_looks: ClassVar[bool] = False  # whether the results of `signals` affect training
@@ -273,7 +273,7 @@ class Objective(Config):
         """Called before each step with the student's EMA weights; True: the student gets a new optimiser."""
         return False
 
-    def pace(self, companion: Any) -> float:
+    def lr_factor(self, companion: Any) -> float:
         """The student's learning rate in the next step, as a multiple of the run's."""
         return 1.0
 
@@ -311,7 +311,7 @@ class Objective(Config):
         warning."""
         return None
 
-    def fixed(self, companion: Any) -> Hashable:
+    def graph_key(self, companion: Any) -> Hashable:
         """What `loss` reads of the companion beside the values of its tensors: when it changes, steps are captured
         anew. With rounds it is the round, as each has its own teacher."""
         return getattr(companion, "round", None)

@@ -403,10 +403,10 @@ class Match(Objective):
             pushed = pushed * plan.weight[rows.sequence]
         return {STUDENT: pushed.sum() / x.numel(), AUXILIARY: said.sum() / x.numel()}
 
-    def fixed(self, companion: MatchState) -> int:
+    def graph_key(self, companion: MatchState) -> int:
         return companion.phase
 
-    def pace(self, companion: MatchState) -> float:
+    def lr_factor(self, companion: MatchState) -> float:
         return self.phases[companion.phase].rate
 
     def turn(self, companion: MatchState, step: int, average: Mapping[str, Tensor]) -> bool:

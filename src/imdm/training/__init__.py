@@ -2,7 +2,7 @@
 
 from imdm.training.config import TrainConfig
 from imdm.training.ema import EMA
-from imdm.training.network import Network
+from imdm.training.network import TrainedNetwork
 from imdm.training.trainer import Progress, Trainer
 
-__all__ = ["EMA", "Network", "Progress", "TrainConfig", "Trainer"]
+__all__ = ["EMA", "Progress", "TrainConfig", "TrainedNetwork", "Trainer"]

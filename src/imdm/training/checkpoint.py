@@ -60,18 +60,18 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 def steps_present(folder: Path) -> list[int]:
     """The finished checkpoints of a run, oldest first."""
-    found = [path.name.removeprefix("step-") for path in folder.glob("step-*") if path.is_dir()]
-    return sorted(int(step) for step in found if step.isascii() and step.isdigit() and len(step) < 19)
+    numbers = [path.name.removeprefix("step-") for path in folder.glob("step-*") if path.is_dir()]
+    return sorted(int(step) for step in numbers if step.isascii() and step.isdigit() and len(step) < 19)
 
 
 def save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
-    """Write to a temporary folder, rename it, then delete all but the newest `keep`."""
+    """Save a checkpoint: write a temporary folder, rename it, then delete all but the newest `keep`."""
     path = checkpoint_path(folder, checkpoint.step)
     others = {name: network for name, network in checkpoint.networks.items() if name != STUDENT}
     with written_aside(path) as aside:
         for name, network in checkpoint.networks.items():
-            _write(_home(aside, name), network)
-        write_tensors(aside / "companion.safetensors", _apart(checkpoint.companion))
+            _write_network(_home(aside, name), network)
+        write_tensors(aside / "companion.safetensors", _untied(checkpoint.companion))
         state = {"format": FORMAT, "step": checkpoint.step, "run": checkpoint.run}
         state |= {"ema_updates": checkpoint.networks[STUDENT].ema_updates, "recipe": dict(checkpoint.recipe)}
         state |= {"companion": dict(checkpoint.companion_values)}
@@ -88,16 +88,16 @@ def _home(path: Path, name: str) -> Path:
     return path if name == STUDENT else path / "networks" / name
 
 
-def _write(home: Path, network: NetworkState) -> None:
+def _write_network(home: Path, network: NetworkState) -> None:
     home.mkdir(parents=True)
     for name in TENSORS:
-        write_tensors(home / f"{name}.safetensors", _apart(getattr(network, name)))
+        write_tensors(home / f"{name}.safetensors", _untied(getattr(network, name)))
     if hasattr(network.config, "save_pretrained"):
         network.config.save_pretrained(home)
 
 
-def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """On the CPU, with no shared memory, which tied weights have."""
+def _untied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors as a file can hold them: on the CPU, with no shared memory, which tied weights have."""
     seen: set[int] = set()
     apart = {}
     for name, tensor in tensors.items():
@@ -123,13 +123,13 @@ def load(
             if not (path / name).is_file() or (path / name).stat().st_size != size:
                 raise UserError(f"{what} is damaged: {name} is missing or cut short")
         if state["run"] == run and set(updates) == set(networks):
-            found = {name: _read(_home(path, name), what, updates[name]) for name in networks}
+            states = {name: _read_network(_home(path, name), what, updates[name]) for name in networks}
             companion = read_tensors(path / "companion.safetensors", what)
     except UserError as error:
         raise UserError(f"{error}; delete {path} to resume from the one before") from None
     if set(updates) != set(networks):
         raise UserError(
-            f"{what} is of a run that trains {_listed(updates)}, and this one trains {_listed(networks)}: "
+            f"{what} is of a run that trains {_quoted(updates)}, and this one trains {_quoted(networks)}: "
             f"the objective changed; {remedy}"
         )
     if state["run"] != run:
@@ -139,7 +139,7 @@ def load(
             f"{what} belongs to run {state['run']}, not to {run}: the recipe, its start or its data changed{which}; "
             f"{remedy}"
         )
-    return Checkpoint(state["step"], run, state["recipe"], state["companion"], companion, found)
+    return Checkpoint(state["step"], run, state["recipe"], state["companion"], companion, states)
 
 
 def _updates(state: Mapping[str, Any], what: str) -> dict[str, int]:
@@ -153,11 +153,11 @@ def _updates(state: Mapping[str, Any], what: str) -> dict[str, int]:
     return updates
 
 
-def _read(home: Path, what: str, updates: int) -> NetworkState:
+def _read_network(home: Path, what: str, updates: int) -> NetworkState:
     return NetworkState(
         **{name: read_tensors(home / f"{name}.safetensors", what) for name in TENSORS}, ema_updates=updates
     )
 
 
-def _listed(names: Iterable[str]) -> str:
+def _quoted(names: Iterable[str]) -> str:
     return ", ".join(repr(name) for name in names)

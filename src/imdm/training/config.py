@@ -78,7 +78,7 @@ class TrainConfig(Config):
         """A copy with some settings changed, which are checked too."""
         return TrainConfig.parse(self.model_dump() | settings, where)
 
-    def pace(self, step: int) -> float:
+    def lr_factor(self, step: int) -> float:
         """The factor of the learning rate at this step: less than one in the last `decay` steps."""
         left = max(0, self.steps - step)
         return min(1.0, left / (self.decay + 1)) if self.decay else 1.0
@@ -106,8 +106,8 @@ class TrainConfig(Config):
         def fits(batch: int) -> bool:
             return self.model_copy(update={"batch": batch}).divides(world)
 
-        found = [next(filter(fits, some), None) for some in (below, above)]
-        return " or ".join(str(batch) for batch in found if batch is not None)
+        batches = [next(filter(fits, some), None) for some in (below, above)]
+        return " or ".join(str(batch) for batch in batches if batch is not None)
 
     def check(self, world: int, device: torch.device, where: str = "") -> None:
         """Refuse what this machine cannot run. where: what stands before `training`, as `stages.teacher.`"""

@@ -24,7 +24,7 @@ def last_loss(history: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def loss_in_words(loss: float | None) -> str:
-    """The same digits everywhere; nothing where there is no loss yet."""
+    """A loss as it is shown everywhere, with the same digits; nothing where there is no loss yet."""
     return "" if loss is None else f"{loss:.4f}" if abs(loss) >= 0.01 else f"{loss:.2e}"
 
 

@@ -89,23 +89,23 @@ def add_adapters(model: Network, lora: Lora, seed: int) -> None:
     model.backbone.drops = lora.dropout > 0
 
 
-def targets_in(lm: Any, wanted: Sequence[str] | None) -> list[str]:
-    """The full names of the linear layers in the blocks; with `wanted`, of those whose names end with one of these."""
+def targets_in(lm: Any, endings: Sequence[str] | None) -> list[str]:
+    """The full names of the linear layers in the blocks; with `endings`, of those whose names end with one of these."""
     linear = list(linear_layers(lm))
     if not linear:
         raise UserError(
             f"training.lora: the blocks of {lm.config.model_type!r} have no linear layer, and LoRA adapts no others; "
             "leave it out"
         )
-    if wanted is None:
+    if endings is None:
         return linear
-    for one in wanted:
+    for one in endings:
         if not any(f".{name}".endswith(f".{one}") for name in linear):
-            known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linear))
+            layers = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linear))
             raise UserError(
-                f"training.lora.targets: no linear layer of {lm.config.model_type!r} is called {one!r}; it has {known}"
+                f"training.lora.targets: no linear layer of {lm.config.model_type!r} is called {one!r}; it has {layers}"
             )
-    return [name for name in linear if any(f".{name}".endswith(f".{one}") for one in wanted)]
+    return [name for name in linear if any(f".{name}".endswith(f".{one}") for one in endings)]
 
 
 @torch.no_grad()
@@ -113,7 +113,7 @@ def merged(model: MaskedDiffusionLM) -> MaskedDiffusionLM:
     """A copy with its adapters merged into the weights: a plain model, on the CPU and in float32."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    moved = {id(weight): nn.Parameter(_plain(weight), weight.requires_grad) for weight in model.parameters()}
+    moved = {id(weight): nn.Parameter(_cpu_float32(weight), weight.requires_grad) for weight in model.parameters()}
     plain = copy.deepcopy(model, moved)  # its weights are copied already
     lm = plain.backbone.get_network()
     nn.Module.to(plain, "cpu", torch.float32)
@@ -126,7 +126,7 @@ def merged(model: MaskedDiffusionLM) -> MaskedDiffusionLM:
     return plain.requires_grad_(True)
 
 
-def _plain(weight: Tensor) -> Tensor:
+def _cpu_float32(weight: Tensor) -> Tensor:
     return weight.detach().to("cpu", torch.float32, copy=True)
 
 

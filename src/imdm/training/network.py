@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from imdm.models.denoiser import MaskedDiffusionLM
 
 
-class Network:
+class TrainedNetwork:
     """One of the networks of a run. `model` is what Accelerate made of it, `bare` the same unwrapped; `losses` are
     those since the last logged line."""
 
@@ -55,14 +55,14 @@ class Network:
         self.ema = EMA(self.bare, config.ema)
         self.weights = [weight for weight in self.bare.parameters() if weight.requires_grad]
         self.losses: list[Tensor] = []
-        self.pace = 1.0
+        self.lr_factor = 1.0
         if config.compile and accelerator.device.type == "cuda" and isinstance(self.bare, models.Network):
             self.bare.compile_trunk(training=True)
 
     def rate(self) -> float:
-        """The learning rate of the next update: constant after a linear warm-up, times `pace`, which the trainer
+        """The learning rate of the next update: constant after a linear warm-up, times `lr_factor`, which the trainer
         sets."""
-        return self.pace * self.config.lr * min(1.0, (self.ema.updates + 1) / max(1, self.config.warmup))
+        return self.lr_factor * self.config.lr * min(1.0, (self.ema.updates + 1) / max(1, self.config.warmup))
 
     def update(self) -> None:
         """One optimiser step with the current gradients, then the EMA."""
@@ -89,8 +89,8 @@ class Network:
         return float(torch.stack(self.losses).mean()) if self.losses else None
 
     def state(self) -> NetworkState:
-        """All processes gather; the first one gets the result. An optimiser without moments is skipped: reading its
-        state would create some."""
+        """The network's part of a checkpoint. All processes gather; the first one gets the result. An optimiser without
+        moments is skipped: reading its state would create some."""
         from torch.distributed.checkpoint import state_dict as by_name
 
         self._plain_rate()
@@ -99,15 +99,15 @@ class Network:
         model: Any = by_name.get_model_state_dict(self.model, options=replace(first, ignore_frozen_params=small))
         moments: dict[str, Tensor] = {}
         if self.optimizer.state:
-            found: Any = by_name.get_optimizer_state_dict(self.model, self.optimizer, options=first)
-            whole = found.get("state", {})  # empty, except on the first process
+            optimizer: Any = by_name.get_optimizer_state_dict(self.model, self.optimizer, options=first)
+            whole = optimizer.get("state", {})  # empty, except on the first process
             moments = {f"{kind}.{name}": v for name, state in whole.items() for kind, v in state.items()}
         config = self.bare.config if isinstance(self.bare, models.Network) and not small else None
         average = self.ema.weights if self.sharding is None else whole_on_first(self.ema.weights)
         return NetworkState(model, average, moments, self.ema.updates, config)
 
     def _plain_rate(self) -> None:
-        """The learning rate as a number, as in every checkpoint."""
+        """Set the learning rate as a number, as in every checkpoint."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate()
 
@@ -138,7 +138,8 @@ class Network:
             optimizer.state.pop(weights[name], None)  # created by reading the state above
 
     def _set_weights(self, weights: dict[str, Any]) -> None:
-        """With adapters only the trained weights; all others are those of the start, which the run's hash covers."""
+        """Load weights by name: with adapters only the trained ones; all others are those of the start, which the run's
+        hash covers."""
         from torch.distributed.checkpoint import state_dict as by_name
 
         small = has_adapters(self.bare)
@@ -150,17 +151,17 @@ class Network:
 
 
 @contextmanager
-def still(networks: Iterable[Network]) -> Iterator[None]:
+def still(networks: Iterable[TrainedNetwork]) -> Iterator[None]:
     """Inside this block the weights of these networks get no gradient, though gradients may flow through them."""
-    held = list(networks)
-    _train_weights(held, False)
+    members = list(networks)
+    _train_weights(members, False)
     try:
         yield
     finally:
-        _train_weights(held, True)
+        _train_weights(members, True)
 
 
-def _train_weights(networks: Iterable[Network], whether: bool) -> None:
+def _train_weights(networks: Iterable[TrainedNetwork], whether: bool) -> None:
     for network in networks:
         if network.sharding is not None:
             reshard(network.bare)  # else gathered weights that no backward pass freed would be stale
@@ -174,10 +175,10 @@ def other_networks(
     """The networks that an objective trains beside the student; refuses those that cannot be trained or saved
     separately."""
     with seeded(fold(as_key(seed), Purpose.INIT, 1)):
-        made = dict(objective.networks(model, start))
+        networks = dict(objective.networks(model, start))
     owners = {id(weight): "the start" for weight in (start.parameters() if start is not None else ())}
     owners |= {id(weight): "the student" for weight in model.parameters()}
-    for name, one in made.items():
+    for name, one in networks.items():
         what = f"network {name!r} of objective {objective.kind!r}"
         try:
             check_name(name)
@@ -193,10 +194,10 @@ def other_networks(
         if owner is not None:
             raise UserError(f"{what} shares weights with {owner}; give it a copy")
         owners |= {id(weight): repr(name) for weight in weights}
-    return made
+    return networks
 
 
-def settings_of(others: Mapping[str, Trained]) -> list[Any]:
+def network_settings(others: Mapping[str, Trained]) -> list[Any]:
     """What the hash of a run includes of other networks: their settings and initial weights; empty without any."""
     if not others:
         return []

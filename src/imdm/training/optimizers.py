@@ -53,20 +53,20 @@ class Muon(torch.optim.AdamW):
     def step(self, closure: Any = None) -> Any:
         matrices = [(weight, group) for group in self.param_groups if group["matrices"] for weight in group["params"]]
         moving = [(weight, group) for weight, group in matrices if weight.grad is not None]
-        moving.sort(key=lambda one: _shape(*one))
-        for _, same in groupby(moving, key=lambda one: (_shape(*one), _alone(one[0]))):
+        moving.sort(key=lambda one: _matrix_shape(*one))
+        for _, same in groupby(moving, key=lambda one: (_matrix_shape(*one), _shard_key(one[0]))):
             self._move(list(same))
-        held = [(weight, weight.grad) for weight, _ in moving]
-        for weight, _ in held:
+        gradients = [(weight, weight.grad) for weight, _ in moving]
+        for weight, _ in gradients:
             weight.grad = None  # AdamW skips weights without a gradient
         try:
             return super().step(closure)
         finally:
-            for weight, gradient in held:
+            for weight, gradient in gradients:
                 weight.grad = gradient
 
     def _move(self, same: Sequence[tuple[Tensor, dict[str, Any]]]) -> None:
-        """Weights of one shape, all at once."""
+        """Update weights of one shape, all at once."""
         updates = []
         for weight, group in same:
             assert weight.grad is not None
@@ -78,19 +78,19 @@ class Muon(torch.optim.AdamW):
             state["momentum"].lerp_(weight.grad, 1 - MOMENTUM)
             ahead = weight.grad.lerp(state["momentum"], MOMENTUM)
             updates.append(whole(ahead).unflatten(0, (group["matrices"], -1)))
-        found = orthogonal(torch.stack(updates))
-        scale = LIKE_ADAMW * max(found.shape[-2:]) ** 0.5
-        for (weight, group), update in zip(same, found.flatten(1, 2).to(same[0][0].dtype), strict=True):
+        directions = orthogonal(torch.stack(updates))
+        scale = LIKE_ADAMW * max(directions.shape[-2:]) ** 0.5
+        for (weight, group), update in zip(same, directions.flatten(1, 2).to(same[0][0].dtype), strict=True):
             rate = group["lr"]
             weight.mul_(1 - rate * group["weight_decay"])
             weight.sub_(rate * scale * shared_like(update, weight))
 
 
-def _shape(weight: Tensor, group: dict[str, Any]) -> tuple[int, ...]:
+def _matrix_shape(weight: Tensor, group: dict[str, Any]) -> tuple[int, ...]:
     return (group["matrices"], *weight.shape)
 
 
-def _alone(weight: Tensor) -> int | None:
+def _shard_key(weight: Tensor) -> int | None:
     """A key that keeps a sharded weight apart from all others."""
     return id(weight) if is_sharded(weight) else None
 

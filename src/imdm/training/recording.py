@@ -23,7 +23,7 @@ Run = Callable[[], Tensor]
 
 
 class Graphs(Protocol):
-    """Captures and replays."""
+    """What captures the work of a step and replays it."""
 
     def aside(self) -> AbstractContextManager[None]:
         """The context in which steps run, captured or not."""
@@ -37,8 +37,8 @@ class Graphs(Protocol):
 
 
 class CudaGraphs:
-    """On a GPU. Steps run on a stream of their own: the default stream cannot be captured, and the gradient
-    accumulators of weights belong to the stream on which they were first used."""
+    """CUDA graphs of one GPU. Steps run on a stream of their own: the default stream cannot be captured, and the
+    gradient accumulators of weights belong to the stream on which they were first used."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.cuda.Stream(device)
@@ -57,11 +57,11 @@ class CudaGraphs:
         graph = torch.cuda.CUDAGraph()
         how: Any = {"pool": self.pool, "stream": self.stream, "capture_error_mode": "thread_local"}
         with torch.cuda.graph(graph, **how):  # other threads may work meanwhile
-            found = run()
+            result = run()
 
         def replay() -> Tensor:
             graph.replay()
-            return found
+            return result
 
         return replay
 
@@ -71,7 +71,7 @@ class CudaGraphs:
 
 
 def graphs_on(device: torch.device) -> Graphs | None:
-    """None where there are no CUDA graphs."""
+    """What captures steps on this device; None where there are no CUDA graphs."""
     return CudaGraphs(device) if device.type == "cuda" else None
 
 
@@ -88,24 +88,27 @@ class Recorder:
         self.seen: Counter[Hashable] = Counter()
         self.recorded: dict[Hashable, Run] = {}
         self.places: dict[Hashable, Tensor] = {}
-        self.held: list[Any] = []
+        self.tables: list[Any] = []
 
-    def forget(self, under: Hashable = None, held: list[Any] | None = None) -> None:
-        """Drop all graphs, as they are stale. under: what graphs captured from now on are valid for; held: tensors they
-        read beside weights and inputs, referenced so that their memory is not freed."""
+    def forget(self, under: Hashable = None, tables: list[Any] | None = None) -> None:
+        """Drop all graphs, as they are stale. under: what graphs captured from now on are valid for; tables: tensors
+        they read beside weights and inputs, referenced so that their memory is not freed."""
         if self.recorded:
             self.graphs.forget()
             self.recorded = {}
         self.seen.clear()
-        self.under, self.held = under, held or []
+        self.under, self.tables = under, tables or []
 
-    def __call__(self, what: Hashable, given: Any, run: Callable[[Any], Tensor]) -> Tensor:
-        """run(given), by a graph captured for the same `what` and shapes. The tensors of `given`, and the one returned,
-        are new each time."""
-        shapes = tuple((path, _shape(leaf)) for path, leaf in leaves(given))
+    def __call__(self, what: Hashable, inputs: Any, run: Callable[[Any], Tensor]) -> Tensor:
+        """run(inputs), by a graph captured for the same `what` and shapes. The tensors of `inputs`, and the one
+        returned, are new each time."""
+        # A graph reads the addresses it was captured with. So inputs are copied into buffers that outlive it, also
+        # while steps still run eagerly: the step that is captured then reads the same memory as the warm-up did.
+        # What is no tensor cannot change in a graph, so it is part of the key.
+        shapes = tuple((path, _leaf_key(leaf)) for path, leaf in leaves(inputs))
         key = what, shapes
         self.seen[key] += 1
-        mine = mapped(given, self._put)
+        mine = mapped(inputs, self._put)
         if key not in self.recorded:
             if self.seen[key] <= self.WARM or len(self.recorded) >= self.KEPT:
                 return run(mine)
@@ -117,24 +120,24 @@ class Recorder:
                 cause = error.__context__ or error  # the first one; it then made the capture fail
                 reason = next(iter(str(cause).strip().splitlines()), type(cause).__name__)
                 raise UserError(f"training.graphs: this step cannot be captured ({reason}); set it to false") from error
-        return self.recorded[key]().clone()
+        return self.recorded[key]().clone()  # the next replay overwrites the tensor that the graph returns
 
     def _put(self, path: str, leaf: Any) -> Any:
         """Copy a tensor into the fixed buffer for its path and shape; graphs of other input shapes share it."""
         if not isinstance(leaf, Tensor):
             return leaf
-        key = path, _shape(leaf)
+        key = path, _leaf_key(leaf)
         if key not in self.places:
             self.places[key] = torch.empty_like(leaf)
         return self.places[key].copy_(leaf)
 
 
-def _shape(leaf: Any) -> tuple[Hashable, ...]:
+def _leaf_key(leaf: Any) -> tuple[Hashable, ...]:
     return (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else (leaf,)
 
 
 def mapped(value: Any, change: Callable[[str, Any], Any], path: str = "") -> Any:
-    """The same tuples, lists, mappings and dataclasses with other leaves."""
+    """A copy of nested tuples, lists, mappings and dataclasses with each leaf changed: `change(path, leaf)`."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(mapped(v, change, f"{path}.{n}") for n, v in zip(value._fields, value, strict=True)))
     if isinstance(value, tuple | list):
@@ -149,11 +152,11 @@ def mapped(value: Any, change: Callable[[str, Any], Any], path: str = "") -> Any
 
 def leaves(value: Any) -> list[tuple[str, Any]]:
     """The leaves of tuples, lists, mappings and dataclasses, with their paths."""
-    found: list[tuple[str, Any]] = []
-    mapped(value, lambda path, leaf: found.append((path, leaf)))
-    return found
+    pairs: list[tuple[str, Any]] = []
+    mapped(value, lambda path, leaf: pairs.append((path, leaf)))
+    return pairs
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Found as they are asked for."""
+    """The tensors among the leaves of a value, one by one."""
     yield from (leaf for _, leaf in leaves(value) if isinstance(leaf, Tensor))

@@ -20,8 +20,8 @@ from imdm.core.config import digest
 from imdm.core.devices import accelerator, of_all, together, working_together
 from imdm.core.errors import UserError, check_function, check_is, check_seed, check_whole
 from imdm.core.files import append_line, as_path, write_text, written_aside
-from imdm.core.stopping import Asked
-from imdm.core.streams import Beside, sent
+from imdm.core.stopping import StopRequest
+from imdm.core.streams import SideStream, sent
 from imdm.data.source import Order, Source, check_teaches
 from imdm.diffusion.randomness import Purpose, as_key, fold
 from imdm.models.identity import fingerprint
@@ -33,7 +33,7 @@ from imdm.training.config import NEUTRAL_SETTINGS, TrainConfig
 from imdm.training.ema import applied
 from imdm.training.history import read_history
 from imdm.training.lora import add_adapters, has_adapters, merged
-from imdm.training.network import Network, other_networks, settings_of, still
+from imdm.training.network import TrainedNetwork, network_settings, other_networks, still
 from imdm.training.recording import Recorder, tensors_in
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Progress:
     doing: str = ""
 
 
-TELL = 2.0  # seconds after which progress is told again between two lines of the history
+TELL = 2.0  # seconds after which progress is shown again between two lines of the history
 
 
 Watch = Callable[["MaskedDiffusionLM"], Mapping[str, float]]
@@ -116,7 +116,7 @@ class Trainer:
         settings = {name: value for name, value in config.hashed().items() if name not in free}
         looks = [watch_every] if objective.heeds_looks else []
         self.run = digest(
-            [settings, objective.hashed(), identity, source.fingerprint, seed, *settings_of(others), *looks]
+            [settings, objective.hashed(), identity, source.fingerprint, seed, *network_settings(others), *looks]
         )
         for module, how in [(model, config), *((one.module, configs[name]) for name, one in others.items())]:
             if how.lora is not None and isinstance(module, models.Network):
@@ -129,16 +129,18 @@ class Trainer:
         recorded = self.recorder is not None
         world, half = self.accelerator.num_processes, config.precision == "bf16"
         self.sharding = Sharding.of(config.shard, world, self.accelerator.device, half)
-        student = Network(STUDENT, model, config, self.accelerator, recorded, self.sharding)
+        student = TrainedNetwork(STUDENT, model, config, self.accelerator, recorded, self.sharding)
         self.networks = {STUDENT: student}
         for name, one in others.items():
-            self.networks[name] = Network(name, one.module, configs[name], self.accelerator, recorded, self.sharding)
+            self.networks[name] = TrainedNetwork(
+                name, one.module, configs[name], self.accelerator, recorded, self.sharding
+            )
         self.model, self.optimizer, self.ema = student.model, student.optimizer, student.ema
         self.bare: MaskedDiffusionLM = student.bare
         self._updates(0)  # refuse wrong ones now
         objective.check_steps(config.steps)
         self.companion = objective.companion(self.bare, start)
-        self.beside = Beside(self.accelerator.device)
+        self.side_stream = SideStream(self.accelerator.device)
         self.step = 0
 
     def _check(self, model: MaskedDiffusionLM) -> None:
@@ -164,7 +166,7 @@ class Trainer:
         self.config.check(self.accelerator.num_processes, self.accelerator.device)
 
     def _recorder(self) -> Recorder | None:
-        """For steps as CUDA graphs, if they are requested and possible."""
+        """What captures steps as CUDA graphs, if that is requested and possible."""
         alone = self.accelerator.distributed_type == "NO" and self.accumulation == 1
         if not (self.config.graphs and self.objective.recordable and alone):
             return None
@@ -187,30 +189,35 @@ class Trainer:
         """Rows, and the result of `Objective.start` for them."""
         slots, device = self.slots(micro), self.accelerator.device
         rows = self.source.rows(self.order(self.step * self.config.batch + slots))
-        with self.beside:
+        with self.side_stream:
             batch = {name: sent(column, device) for name, column in rows.items()}
             step = Step(self.seed, self.step, sent(slots, device), self.config.batch, None, update, updated)
             step = replace(step, companion=self.companion, fill=self.recorder is not None)
             step = replace(step, start=self.objective.start(self.process, batch, step))
-        self.beside.hand_over(tensors_in((batch, step.slots, step.start)))
+        self.side_stream.hand_over(tensors_in((batch, step.slots, step.start)))
         return batch, step
 
     def train_step(self) -> Tensor:
         """One step: all updates of the objective. Returns the student's loss over the global batch; if the student is
         not updated, that of the last network that is."""
         with nullcontext() if self.recorder is None else self.recorder.graphs.aside():
+            # Whatever replaces tensors comes first: a new round's teacher, an optimiser without its moments. Graphs
+            # captured before read memory that is no longer used, so they are dropped here and never within a step.
+            # A rate changes at every step, so graphs read it from a tensor (`TrainedNetwork.set_rate`).
             renewed = self.objective.turn(self.companion, self.step, self.ema.weights)
             if renewed:
                 self.optimizer.state.clear()
-            if self.recorder is not None and (renewed or self.recorder.under != self._fixed()):
-                self.recorder.forget(self._fixed(), self._held())
+            if self.recorder is not None and (renewed or self.recorder.under != self._graph_key()):
+                self.recorder.forget(self._graph_key(), self._cached_tables())
             for name, network in self.networks.items():
-                own = self.objective.pace(self.companion) if name == STUDENT else 1.0
-                network.pace = own * self.config.pace(self.step)
+                own = self.objective.lr_factor(self.companion) if name == STUDENT else 1.0
+                network.lr_factor = own * self.config.lr_factor(self.step)
             self._open()
             losses: dict[str, Tensor] = {}
             for number, names in enumerate(self._updates(self.step)):
                 losses |= self._update(number, names)
+            # A network that only ran forward may still have its weights gathered: they would be stale after the next
+            # update, and take memory meanwhile.
             for each in self._models() if self.sharding is not None else ():
                 reshard(each)
         self.step += 1
@@ -222,24 +229,24 @@ class Trainer:
             key = fold(as_key(self.seed), Purpose.OPENING, self.step)
             self.bare.backbone.open_attention(min(1.0, self.step / self.config.opening), key)
 
-    def _fixed(self) -> Hashable:
+    def _graph_key(self) -> Hashable:
         """What a captured step is valid for."""
         training = tuple(network.bare.training for network in self.networks.values())
-        return training, self.objective.fixed(self.companion)
+        return training, self.objective.graph_key(self.companion)
 
     def _models(self) -> list[torch.nn.Module]:
         """All networks, and the companion's."""
-        found = [network.bare for network in self.networks.values()] + [getattr(self.companion, "model", None)]
-        return [model for model in found if isinstance(model, torch.nn.Module)]
+        networks = [network.bare for network in self.networks.values()] + [getattr(self.companion, "model", None)]
+        return [model for model in networks if isinstance(model, torch.nn.Module)]
 
-    def _held(self) -> list[Any]:
+    def _cached_tables(self) -> list[Any]:
         """What captured steps read beside weights and rows: cached tables that might be evicted."""
-        known = [model for model in self._models() if isinstance(model, models.Network)]
+        denoisers = [model for model in self._models() if isinstance(model, models.Network)]
         device = self.accelerator.device
-        return [model.backbone.beside(self.source.length + model.config.mixture, device) for model in known]
+        return [model.backbone.beside(self.source.length + model.config.mixture, device) for model in denoisers]
 
     def _updates(self, step: int) -> list[tuple[str, ...]]:
-        """The updates of a step; refuses unknown networks."""
+        """The updates of a step, each the networks that it moves; refuses unknown ones."""
         updates = [tuple(names) for names in self.objective.updates(step)]
         for names in updates or [()]:
             if not names or len(set(names)) < len(names) or not set(names) <= set(self.networks):
@@ -253,10 +260,13 @@ class Trainer:
         """One update of these networks, all others unchanged; returns their losses over the global batch."""
         moved = [self.networks[name] for name in names]
         if self.recorder is not None:
-            total = self._replayed(self.recorder, number, names)
+            total = self._replay(self.recorder, number, names)
         else:
             total = torch.zeros(len(names), device=self.accelerator.device)
-            with self._others_still(names):
+            with self._only_training(names):
+                # Gradients add up over micro-batches, each divided by their number (`_gradients`), and processes
+                # average them only with the last one. Sharded networks reduce theirs each time: a process may
+                # have no room for a whole gradient.
                 for micro in range(self.accumulation):
                     batch, step = self.batch(micro, number, names)
                     with ExitStack() as waiting:
@@ -266,10 +276,10 @@ class Trainer:
                         total += self._gradients(batch, step)
                 for network in moved:
                     network.update()
-        found = self.accelerator.reduce(total, reduction="mean").unbind()
-        for network, loss in zip(moved, found, strict=True):
+        losses = self.accelerator.reduce(total, reduction="mean").unbind()
+        for network, loss in zip(moved, losses, strict=True):
             network.losses.append(loss)
-        return dict(zip(names, found, strict=True))
+        return dict(zip(names, losses, strict=True))
 
     def _gradients(self, batch: Mapping[str, Tensor], step: Step) -> Tensor:
         """Accumulate the gradients of one micro-batch in the updated networks; returns their losses."""
@@ -277,30 +287,32 @@ class Trainer:
         modules = {name: one.model if name in updated else one.bare for name, one in self.networks.items()}
         model = modules.pop(STUDENT)
         with self._precision():
-            given = self.objective.loss(model, self.process, batch, replace(step, networks=modules), self.companion)
-            losses = [loss / self.accumulation for loss in self._by_name(given, updated)]
+            result = self.objective.loss(model, self.process, batch, replace(step, networks=modules), self.companion)
+            losses = [loss / self.accumulation for loss in self._by_name(result, updated)]
         self.accelerator.backward(sum(losses[1:], losses[0]))
         return torch.stack([loss.detach() for loss in losses])
 
-    def _others_still(self, names: Sequence[str]) -> AbstractContextManager[None]:
+    def _only_training(self, names: Sequence[str]) -> AbstractContextManager[None]:
         """Inside this block only these networks get gradients."""
         return still(network for name, network in self.networks.items() if name not in names)
 
-    def _replayed(self, recorder: Recorder, number: int, names: tuple[str, ...]) -> Tensor:
+    def _replay(self, recorder: Recorder, number: int, names: tuple[str, ...]) -> Tensor:
         """One update as a CUDA graph: gradients and optimiser step. The EMA, whose decay changes, is updated after
         it."""
         batch, step = self.batch(0, number, names)
         index = torch.full((), self.step, device=self.accelerator.device)
         moved = [self.networks[name] for name in names]
 
-        def run(given: Any) -> Tensor:
-            batch, slots, index, start = given
-            with self._others_still(names):
+        def run(inputs: Any) -> Tensor:
+            batch, slots, index, start = inputs
+            with self._only_training(names):
                 total = self._gradients(batch, replace(step, slots=slots, index=index, start=start))
             for network in moved:
                 network.step()
             return total
 
+        # The rate is set before the replay, in the tensor that the graph reads. The average is updated after it, as
+        # its decay is a number of Python's, which a graph would keep as it was when captured.
         for network in moved:
             network.set_rate()
         total = recorder((number, names), (batch, step.slots, index, step.start), run)
@@ -308,21 +320,21 @@ class Trainer:
             network.ema.update()
         return total
 
-    def _by_name(self, given: Tensor | Mapping[str, Tensor], names: Sequence[str]) -> list[Tensor]:
+    def _by_name(self, losses: Tensor | Mapping[str, Tensor], names: Sequence[str]) -> list[Tensor]:
         """A loss for each of these networks, in their order."""
-        if isinstance(given, Tensor) and len(names) == 1:
-            return [given]
-        if not isinstance(given, Mapping) or set(given) != set(names):
-            what = f"those of {', '.join(given)}" if isinstance(given, Mapping) else "one for all"
+        if isinstance(losses, Tensor) and len(names) == 1:
+            return [losses]
+        if not isinstance(losses, Mapping) or set(losses) != set(names):
+            what = f"those of {', '.join(losses)}" if isinstance(losses, Mapping) else "one for all"
             raise UserError(
                 f"objective {self.objective.kind!r} returned losses ({what}) that do not match the update; "
                 f"it needs one for each of {', '.join(names)}"
             )
-        return [given[name] for name in names]
+        return [losses[name] for name in names]
 
     def _precision(self) -> AbstractContextManager[Any]:
-        """bf16 where it is fast; weights, norms, softmax and optimiser stay in float32. Not Accelerate's own, which is
-        global to the process: the stages of a recipe may differ."""
+        """The context of a forward pass: bf16 where it is fast; weights, norms, softmax and optimiser stay in float32.
+        Not Accelerate's own, which is global to the process: the stages of a recipe may differ."""
         if self.config.precision == "float32":
             return nullcontext()
         return torch.autocast(self.accelerator.device.type, torch.bfloat16)
@@ -332,20 +344,20 @@ class Trainer:
         processes, one or two more) and writes a checkpoint; a second Ctrl-C stops a single process at once."""
         alone = self.accelerator.num_processes == 1
         if self.on_warning is not None:
-            for doubt in self._doubts(alone):
-                self.on_warning(doubt)
+            for warning in self._warnings(alone):
+                self.on_warning(warning)
         with working_together(self.out):
             self.resume()
-            asked = Asked()
-            agreed = Agreement(asked, self.accelerator.device, alone)
-            with asked.listening(hasty=alone):
+            request = StopRequest()
+            agreed = Agreement(request, self.accelerator.device, alone)
+            with request.listening(hasty=alone):
                 folder = self._train(agreed)
                 agreed.at_last()
-        asked.end()
+        request.end()
         return folder
 
-    def _doubts(self, alone: bool) -> Iterator[str]:
-        """Settings that are allowed, but hardly meant."""
+    def _warnings(self, alone: bool) -> Iterator[str]:
+        """Warnings of settings that are allowed, but hardly meant."""
         config, source = self.config, self.source
         if alone and config.shard != "none":
             yield (
@@ -370,7 +382,7 @@ class Trainer:
             network.losses = []
         started, steps = time.perf_counter(), 0
         loss: float | None = None
-        told, speed = started, 0.0
+        last_report, speed = started, 0.0
         while self.step < self.config.steps and not self.objective.ended(self.companion, self.step):
             self.train_step()
             steps += 1
@@ -380,43 +392,43 @@ class Trainer:
             if self._due(self.watch_every):
                 paused = time.perf_counter()
                 speed = speed or self._tokens(steps / (paused - started))
-                self._tell(loss, speed, self._looking())
-                self._look(writer)  # may end the run
+                self._tell(loss, speed, self._eval_note())
+                self._evaluate_now(writer)  # may end the run
                 self._tell(loss, speed)
-                told = time.perf_counter()
-                started += told - paused
+                last_report = time.perf_counter()
+                started += last_report - paused
             if self._due(self.config.log_every):
-                pace = steps / (time.perf_counter() - started)  # steps a second
-                speed = self._tokens(pace)
-                figures = {**losses, "tokens_per_second": round(speed), "steps_per_second": round(pace, 3)}
+                rate = steps / (time.perf_counter() - started)  # steps a second
+                speed = self._tokens(rate)
+                figures = {**losses, "tokens_per_second": round(speed), "steps_per_second": round(rate, 3)}
                 self._record({"step": self.step, **figures}, writer)
                 self._tell(loss, speed)
                 started, steps = time.perf_counter(), 0
-                told = started
+                last_report = started
                 for network in self.networks.values():
                     network.losses = []
-            elif self.on_progress is not None and (now := time.perf_counter()) - told > TELL:
-                told, speed = now, self._tokens(steps / (now - started))
+            elif self.on_progress is not None and (now := time.perf_counter()) - last_report > TELL:
+                last_report, speed = now, self._tokens(steps / (now - started))
                 self._tell(loss if loss is not None else self._losses().get("loss"), speed)
             stop = agreed()
             if stop or self._due(self.config.checkpoint_every):
                 self.save()
             if stop:
-                agreed.asked.end()
+                agreed.request.end()
         self.export()
         if writer is not None:
             writer.close()
         return self.out / "model"
 
-    def _tokens(self, pace: float) -> float:
+    def _tokens(self, rate: float) -> float:
         """Tokens a second, from steps a second."""
-        return pace * self.config.batch * self.source.length
+        return rate * self.config.batch * self.source.length
 
     def _tell(self, loss: float | None, speed: float, doing: str = "") -> None:
         if self.on_progress is not None:
             self.on_progress(Progress(self.step, self.config.steps, loss, speed, doing))
 
-    def _looking(self) -> str:
+    def _eval_note(self) -> str:
         """What the next evaluation does, in words; nothing where it takes no time."""
         words = self.objective.looking(self.companion, self.source.length)
         return f"evaluating: {words}" if words else "evaluating" if self.watch is not None else ""
@@ -435,7 +447,7 @@ class Trainer:
             losses["loss" if name == STUDENT else f"loss_{name}"] = mean
         return losses
 
-    def _look(self, writer: Any) -> None:
+    def _evaluate_now(self, writer: Any) -> None:
         """Log the objective's early signals and the measurements of `watch`, and warn if they predict a failure. Only
         networks that these run are gathered: a model that is sharded need not fit a process."""
         if self.watch is None and not self.objective.has_signals:
@@ -497,7 +509,7 @@ class Trainer:
         return self.out / "checkpoints"
 
     def save(self) -> None:
-        """All processes gather, the first one writes, the others wait for it."""
+        """Write a checkpoint: all processes gather, the first one writes, the others wait for it."""
         networks = {name: network.state() for name, network in self.networks.items()}
         first = self.accelerator.is_main_process
         companion, values = {}, {}
@@ -548,7 +560,7 @@ class Trainer:
             write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
 
     def export(self) -> None:
-        """`raw/` and `model/` (averaged), each whole or not there."""
+        """Write the finished models, `raw/` and `model/` (averaged), each whole or not there."""
         best = self.objective.best(self.companion)
         for name, weights in (("raw", {}), ("model", self.ema.weights if best is None else best)):
             if self.sharding is not None:
