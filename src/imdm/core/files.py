@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from imdm.core.config import digest
 from imdm.core.errors import UserError, WriteError, shown
 
 if TYPE_CHECKING:
@@ -385,15 +386,11 @@ def listed_files(index: Path, what: str) -> list[Path]:
 
 def write_recorded(path: Path, value: Mapping[str, Any]) -> None:
     """Write a JSON object with a digest, which `read_recorded` checks."""
-    from imdm.core.config import digest
-
     write_json(path, {**value, DIGEST: digest(value)})
 
 
 def read_recorded(path: Path, what: str, **fields: type | tuple[type, ...]) -> dict[str, Any]:
     """Read an object of `write_recorded`; one without a digest, of an earlier version, is not checked."""
-    from imdm.core.config import digest
-
     value = read_object(path, what, **fields)
     own_digest = value.pop(DIGEST, None)
     if own_digest is not None and own_digest != digest(value):

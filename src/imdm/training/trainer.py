@@ -6,7 +6,7 @@ import copy
 import json
 import math
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -110,19 +110,8 @@ class Trainer:
             model.set_dropout(config.dropout)
         others = other_networks(objective, model, start, seed)
         configs = {name: config.changed(f"networks.{name}", one.settings()) for name, one in others.items()}
-        free = (
-            NEUTRAL_SETTINGS | {"weights"} if config.decay else NEUTRAL_SETTINGS | {"weights", "steps"}
-        )  # a decay depends on the steps
-        settings = {name: value for name, value in config.hashed().items() if name not in free}
-        looks = [watch_every] if objective.heeds_looks else []
-        self.run = digest(
-            [settings, objective.hashed(), identity, source.fingerprint, seed, *network_settings(others), *looks]
-        )
-        for module, how in [(model, config), *((one.module, configs[name]) for name, one in others.items())]:
-            if how.lora is not None and isinstance(module, models.Network):
-                add_adapters(module, how.lora, seed)
-            if how.checkpoint_blocks and isinstance(module, models.Network):
-                module.backbone.checkpoint_blocks()
+        self.run = self._run_hash(identity, [*network_settings(others)])
+        _adapt([(model, config), *((one.module, configs[name]) for name, one in others.items())], seed)
         self.process = model.process
         self.order = Order(seed, len(source))
         self.recorder = self._recorder()
@@ -142,6 +131,16 @@ class Trainer:
         self.companion = objective.companion(self.bare, start)
         self.side_stream = SideStream(self.accelerator.device)
         self.step = 0
+
+    def _run_hash(self, identity: str, networks: list[Any]) -> str:
+        """A hash of what decides every number of a run: the model it begins with, data, objective and settings."""
+        neutral = NEUTRAL_SETTINGS | {"weights"}
+        if not self.config.decay:  # which depends on the number of steps
+            neutral |= {"steps"}
+        settings = {name: value for name, value in self.config.hashed().items() if name not in neutral}
+        looks = [self.watch_every] if self.objective.heeds_looks else []
+        decisive = [settings, self.objective.hashed(), identity, self.source.fingerprint, self.seed, *networks, *looks]
+        return digest(decisive)
 
     def _check(self, model: MaskedDiffusionLM) -> None:
         sample = self.source.rows(torch.zeros(1, dtype=torch.int64))
@@ -580,3 +579,14 @@ class Trainer:
             if self.config.weights != "float32":
                 torch.nn.Module.to(model, torch.bfloat16)
             model.save_pretrained(aside)
+
+
+def _adapt(networks: Iterable[tuple[torch.nn.Module, TrainConfig]], seed: int) -> None:
+    """Give networks the adapters and the gradient checkpointing that their settings name."""
+    for module, settings in networks:
+        if not isinstance(module, models.Network):
+            continue
+        if settings.lora is not None:
+            add_adapters(module, settings.lora, seed)
+        if settings.checkpoint_blocks:
+            module.backbone.checkpoint_blocks()
