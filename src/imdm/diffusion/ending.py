@@ -45,8 +45,8 @@ class Ending:
 
     def marks(self, tokens: Tensor) -> Tensor:
         """Where the end token or padding is, except in the first position: (…, L)."""
-        found = (tokens == self.end) | (tokens == self.pad)
-        return found & (torch.arange(tokens.shape[-1], device=tokens.device) > 0)
+        ends = (tokens == self.end) | (tokens == self.pad)
+        return ends & (torch.arange(tokens.shape[-1], device=tokens.device) > 0)
 
     def ended(self, tokens: Tensor) -> Tensor:
         """The positions after the first end or padding token, (…, L): they count as padding, whatever they hold."""

@@ -109,9 +109,9 @@ def gradients(grads_of: Any, *heads: tuple[Tensor, Tensor]) -> tuple[Tensor, ...
             of_weight[number] += product(grads[number].T, rows[part])
             of_bias[number] += grads[number].sum(0, dtype=torch.float32)
     return tuple(
-        found
+        grad
         for rows, weight, bias in zip(of_rows, of_weight, of_bias, strict=True)
-        for found in (rows, weight[:V], bias[:V])
+        for grad in (rows, weight[:V], bias[:V])
     )
 
 

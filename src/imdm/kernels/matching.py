@@ -119,16 +119,16 @@ class _Matched(torch.autograd.Function):
         if R:
             _values[grid(R, V, SIZE["BM"], TILE)](*read, value, mass, R, V, never, clip, **depths, **SIZE, KIND=kind)
         middle = value.sum(1)
-        found = middle
+        values = middle
         if kind == KINDS["ipf"]:
             whole = mass.sum(1)
             middle = whole.log()
-            found = found / whole - middle
+            values = values / whole - middle
         rows, weight, bias, total = read[8:]
         logit = (rows.float() * weight[targets].float()).sum(-1) + bias[targets].float()
         ctx.save_for_backward(*read, middle, targets)
         ctx.settings = never, kind, clip
-        return found, total - logit
+        return values, total - logit
 
     @staticmethod
     def backward(ctx: Any, s_upstream: Tensor, a_upstream: Tensor) -> Any:
@@ -146,8 +146,8 @@ class _Matched(torch.autograd.Function):
                 **depths, **SIZE, KIND=kind,
             )  # fmt: skip
 
-        found = gradients(grads_of, (read[0], read[1]), (read[8], read[9]))
-        return *found, *[None] * 7
+        grads = gradients(grads_of, (read[0], read[1]), (read[8], read[9]))
+        return *grads, *[None] * 7
 
 
 def _depths(heads: Any) -> dict[str, int]:

@@ -74,12 +74,14 @@ class MaskedLM(Network, PreTrainedModel):
         self.forget_captured()
         if not self.backbone.owns_embedding:
             return super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
-        found = self.backbone.get_network().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+        embedding = self.backbone.get_network().resize_token_embeddings(
+            new_num_tokens, pad_to_multiple_of, mean_resizing
+        )
         if new_num_tokens is not None or pad_to_multiple_of is not None:
-            theirs = config.backbone["config"] | {"vocab_size": found.weight.shape[0]}
+            theirs = config.backbone["config"] | {"vocab_size": embedding.weight.shape[0]}
             config.backbone = config.backbone | {"config": theirs}
-            self.backbone.settings, config.vocab_size = parse_backbone(config.backbone), found.weight.shape[0]
-        return found
+            self.backbone.settings, config.vocab_size = parse_backbone(config.backbone), embedding.weight.shape[0]
+        return embedding
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Positional arguments are those of `forward`, or after a state of the diffusion those of `log_probs`."""
@@ -140,7 +142,7 @@ class MaskedLM(Network, PreTrainedModel):
             return self.log_probs(input_ids, rows, reduce, group)
         _check_absent("ids are read whole; model.noised(ids) makes a state of them", rows=rows, reduce=reduce)
         config = self.config
-        found = masked_lm(
+        output = masked_lm(
             self,
             input_ids,
             attention_mask,
@@ -152,7 +154,7 @@ class MaskedLM(Network, PreTrainedModel):
             states=bool(config.output_hidden_states if output_hidden_states is None else output_hidden_states),
             attentions=bool(config.output_attentions if output_attentions is None else output_attentions),
         )
-        return found if (config.return_dict if return_dict is None else return_dict) else found.to_tuple()
+        return output if (config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 
 
 def _check_absent(why: str, **arguments: Any) -> None:

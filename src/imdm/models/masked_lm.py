@@ -55,14 +55,14 @@ def masked_lm(
         states=states,
         attentions=attentions,
     )
-    found = model.backbone.outputs(x, request.with_latent() if model.mixture is not None else request)
-    logits = model.head_of(found.hidden[:, : shape[1]]).logits()
+    outputs = model.backbone.outputs(x, request.with_latent() if model.mixture is not None else request)
+    logits = model.head_of(outputs.hidden[:, : shape[1]]).logits()
     loss = None if labels is None else masked_loss(logits, labels, model.causal)
-    hidden = found.states
+    hidden = outputs.states
     if hidden is not None and model.mixture is not None:
         hidden = tuple(each[:, : shape[1]] for each in hidden)
     output: Any = MaskedLMOutput  # typed by tensor dtypes
-    return output(loss=loss, logits=logits, hidden_states=hidden, attentions=found.attentions)
+    return output(loss=loss, logits=logits, hidden_states=hidden, attentions=outputs.attentions)
 
 
 def masked_loss(logits: Tensor, labels: Tensor, causal: bool = False) -> Tensor:

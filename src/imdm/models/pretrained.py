@@ -128,8 +128,8 @@ def linear_layers(lm: PreTrainedModel) -> dict[str, nn.Module]:
     """The linear layers of the blocks by name: all in module lists of the trunk (XLM, for one, has a list of attentions
     and another of MLPs). GPT-2's transposed ones are included."""
     inside = {id(one) for each in lm.base_model.modules() if isinstance(each, nn.ModuleList) for one in each.modules()}
-    found = ((name, module) for name, module in lm.named_modules() if id(module) in inside)
-    return {n: module for n, module in found if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"}
+    modules = ((name, module) for name, module in lm.named_modules() if id(module) in inside)
+    return {n: module for n, module in modules if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"}
 
 
 def is_causal(lm: PreTrainedModel) -> bool:

@@ -242,9 +242,9 @@ def reduced(head: Head, reduce: Reduce, group: int = 1) -> Tensor:
         return reduce.read(head)
     if isinstance(reduce, Fused) and head.is_linear and _in_bf16(head.rows) and (losses := kernels("losses")):
         with torch.autocast("cuda", enabled=False):
-            found = reduce.fused(losses, head)
-        if found is not None:
-            return found
+            values = reduce.fused(losses, head)
+        if values is not None:
+            return values
     size = max(1, AT_ONCE // head.layer.out_features // group) * group
 
     def chunk(rows: Tensor, part: slice) -> Tensor:

@@ -143,14 +143,14 @@ class _Compared:
         for name, number in bits.items():
             its[name].copy_(rounded(mine[name], number))
         hidden, size = self.copy.trunk_at(self.state, self.rows), max(1, AT_ONCE // self.model.vocab_size)
-        found = []
+        kls = []
         for first in range(0, len(hidden), size):
             part = slice(first, first + size)
             p, q = self.model.head(self.hidden[part]).double(), self.copy.head(hidden[part]).double()
-            found.append((p.exp() * torch.where(p > -torch.inf, p - q, 0.0)).sum(-1))
+            kls.append((p.exp() * torch.where(p > -torch.inf, p - q, 0.0)).sum(-1))
         for name in bits:
             its[name].copy_(mine[name])
-        kl = torch.cat(found)  # (R,)
+        kl = torch.cat(kls)  # (R,)
         texts = kl.new_zeros(len(self.state.tokens)).index_add(0, self.rows.sequence, kl - kl.mean())
         return Move(float(kl.mean()), float(texts.square().sum().sqrt()) / len(kl))
 

@@ -186,12 +186,12 @@ def whole(tensor: Any) -> Tensor:
 def whole_on_first(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The full tensors on the CPU of the first process, one after another; the others get nothing. A collective: every
     process must call it."""
-    first, found = torch.distributed.get_rank() == 0, {}
+    first, full = torch.distributed.get_rank() == 0, {}
     for name, tensor in tensors.items():
         value = whole(tensor.detach())
         if first:
-            found[name] = value.cpu()
-    return found
+            full[name] = value.cpu()
+    return full
 
 
 def shared_like(value: Tensor, like: Any) -> Tensor:
@@ -200,8 +200,8 @@ def shared_like(value: Tensor, like: Any) -> Tensor:
         return value.to(like.device)
     from torch.distributed.tensor import distribute_tensor
 
-    found = distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
-    return found.clone()  # a view would keep the full tensor alive
+    shards = distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    return shards.clone()  # a view would keep the full tensor alive
 
 
 def duplicate(model: M, shared: Mapping[int, nn.Parameter] | None = None) -> M:
@@ -220,11 +220,11 @@ def whole_model(model: M, weights: Mapping[str, Tensor] | None = None) -> M | No
     """A sharded model, or the same with other weights, as a plain one on the CPU of the first process, which holds each
     weight once; None on the others. A collective: every process must call it."""
     held: _Sharded = vars(model)[HELD]
-    found = whole_on_first({**held.parts, **(weights or {})})
-    if not found:
+    state = whole_on_first({**held.parts, **(weights or {})})
+    if not state:
         return None
     made = cast("M", copy.deepcopy(held.layers))
-    found |= {name: buffer.cpu() for name, buffer in model.named_buffers()}
-    made.load_state_dict(found, strict=False, assign=True)
+    state |= {name: buffer.cpu() for name, buffer in model.named_buffers()}
+    made.load_state_dict(state, strict=False, assign=True)
     getattr(made, "tie_weights", lambda: None)()
     return made.train(model.training)

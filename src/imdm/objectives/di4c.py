@@ -123,16 +123,16 @@ class Di4C(Rounds):
         row, position = (tokens == process.mask_id).nonzero(as_tuple=True)  # (R,): every masked position
         compare = _Compare(companion, ahead, row, position, said, M)
         rows = Rows(compare.copies(M).flatten(), position.repeat_interleave(M))
-        found = model(state, rows=rows, reduce=compare, group=M)  # (R, M·(1 + M) + 3)
+        terms = model(state, rows=rows, reduce=compare, group=M)  # (R, M·(1 + M) + 3)
 
         def summed(values: Tensor) -> Tensor:
             """Over the masked positions of each sequence: (R, …) → (B, …)."""
             return values.new_zeros(len(x), *values.shape[1:]).index_add(0, row, values)
 
-        log_p = found[:, :-3].unflatten(1, (M, M + 1))  # (R, λ, said)
+        log_p = terms[:, :-3].unflatten(1, (M, M + 1))  # (R, λ, said)
         likelihood = mixture_log(summed(log_p))  # (B, said): log mean_λ ∏_ℓ p(said^ℓ | λ)
         correlation = summed(mixture_log(log_p)) - likelihood
-        distilled, to_teacher, to_ahead = summed(found[:, -3:]).unbind(1)  # (B,) each
+        distilled, to_teacher, to_ahead = summed(terms[:, -3:]).unbind(1)  # (B,) each
         weight = self.data_weight * torch.sigmoid(20 * (t - 0.5))
         if self.control_variate:
             data, consistency = weight * correlation[:, 0] + to_teacher, correlation[:, 1:].mean(1) + to_ahead

@@ -384,9 +384,9 @@ class Match(Objective):
         # 2. x̃, z̃ and both terms of each row: (R̃, 2), or (R̃,) where the auxiliary alone is updated.
         write = Write(plan, text, companion, step.networks[AUXILIARY], phase if pushes else None)
         with torch.set_grad_enabled(pushes and torch.is_grad_enabled()):
-            found = model(plan.state(text, process), rows=plan.rows, reduce=write)
+            terms = model(plan.state(text, process), rows=plan.rows, reduce=write)
         rows = write.rows  # of these fewer count than was planned where x̃ ends, as padding follows
-        said = rows.counting(found[:, 1] if pushes else found)
+        said = rows.counting(terms[:, 1] if pushes else terms)
 
         # 3. What evaluations watch, and the student's new texts, which later steps start from.
         companion.count(said.detach(), rows, plan.origin == PRIOR)
@@ -396,7 +396,7 @@ class Match(Objective):
             return said.sum() / x.numel()
 
         # 4. The student's term counts where it drew the token itself; weight is n/k of `evenly_masked` (`soft`).
-        pushed = rows.counting(found[:, 0])
+        pushed = rows.counting(terms[:, 0])
         if write.written.own is not None:
             pushed = torch.where(rows.of(write.written.own), pushed, 0.0)
         if plan.weight is not None:
@@ -468,25 +468,25 @@ class Match(Objective):
         if companion.frontier is None:
             companion.frontier = Frontier.of(teacher, self.looks, length, fold(keys, Purpose.COPY, 1), self.smooth)
         frontier, ratios, lacking, astray = companion.frontier, [], 0.0, 0.0
-        found: dict[str, float] = {}
+        signals: dict[str, float] = {}
         canvas = torch.full((self.looks, length), model.process.mask_id, device=model.device)
         for N, weight in sorted(self.steps.items()):
             how = Sampling(steps=N, noise=self.noise, order=self.order)
             written = sample(model, canvas, keys=keys, how=how, batch_size=AT_ONCE).tokens
             texts = text_stats(teacher, written, keys)
-            found |= {f"ratio_{N}": frontier.ratio(texts), f"entropy_{N}": texts.entropy, f"pooled_{N}": texts.pooled}
-            found |= {f"shared_{N}": texts.shared}
+            signals |= {f"ratio_{N}": frontier.ratio(texts), f"entropy_{N}": texts.entropy, f"pooled_{N}": texts.pooled}
+            signals |= {f"shared_{N}": texts.shared}
             if model.process.ending is not None:
-                found |= {f"length_{N}": texts.length}
+                signals |= {f"length_{N}": texts.length}
                 astray = max(astray, frontier.astray(texts))
-            ratios.append((weight, found[f"ratio_{N}"]))
+            ratios.append((weight, signals[f"ratio_{N}"]))
             lacking = max(lacking, frontier.entropy_gap(texts))
-        found |= {"ratio": exp(mean_log(ratios)), "pooled_lacking": lacking}
-        found |= {} if model.process.ending is None else {"lengths_astray": astray}
-        found |= self._at_one_step(model, companion, networks[AUXILIARY], fold(keys, Purpose.COPY, 2), length)
+        signals |= {"ratio": exp(mean_log(ratios)), "pooled_lacking": lacking}
+        signals |= {} if model.process.ending is None else {"lengths_astray": astray}
+        signals |= self._at_one_step(model, companion, networks[AUXILIARY], fold(keys, Purpose.COPY, 2), length)
         value = agreed(score(ratios, (lacking, astray), LACKING), model.device)
         companion.look(value, weights_of(model))
-        return found | {"score": value, "phase": float(companion.phase)}
+        return signals | {"score": value, "phase": float(companion.phase)}
 
     def _at_one_step(
         self, model: MaskedDiffusionLM, companion: MatchState, auxiliary: nn.Module, keys: Tensor, length: int

@@ -113,7 +113,7 @@ def teacher_reveals(
 ) -> tuple[Tensor, ...]:
     """Which of the rows each step of the teacher but the last reveals, (n,) each; it depends on times and keys alone.
     With `fill`, padded with rows that it does not reveal, so that n has few values: 3, 6, 12, …"""
-    times, found = teacher_times(state.t, dt, steps), []
+    times, reveals = teacher_times(state.t, dt, steps), []
     for step in range(1, steps):
         s = times[:, step]
         revealed = process.reveals(state, s, keys, step)  # (B, L)
@@ -121,10 +121,10 @@ def teacher_reveals(
         now = rows.of(revealed)  # (R,)
         if fill:
             many = min(len(now), 3 << max(0, -(-int(now.sum()) // 3) - 1).bit_length())
-            found.append(filled_places(now, many))
+            reveals.append(filled_places(now, many))
         else:
-            found.append(now.nonzero()[:, 0])
-    return tuple(found)
+            reveals.append(now.nonzero()[:, 0])
+    return tuple(reveals)
 
 
 class Target(NamedTuple):

@@ -56,7 +56,7 @@ def text_stats(teacher: MaskedDiffusionLM, texts: Tensor, keys: Tensor) -> TextS
     """Of texts (n, L), read under keys (n,). The NELBO is the mean over k = 1 … L of the cross-entropy of a masked
     token when k are masked: this form has no large weights."""
     (n, L), process = texts.shape, teacher.process
-    found = torch.zeros(n, dtype=torch.float64, device=texts.device)
+    nlls = torch.zeros(n, dtype=torch.float64, device=texts.device)
     for reading in range(READINGS):
         key = fold(keys, Purpose.COPY, reading)
         place = (torch.arange(n, device=keys.device) + uniform(key, Purpose.TIME)) / n
@@ -68,10 +68,10 @@ def text_stats(teacher: MaskedDiffusionLM, texts: Tensor, keys: Tensor) -> TextS
             state = process.noised(hidden, (many[part] / L).float(), key[part])
             rows = Rows.where(state.masked)
             missed = -teacher(state, rows=rows, reduce=Chosen(rows.of(texts[part]))).double()
-            found[part] += (missed.new_zeros(len(part)).index_add(0, rows.sequence, missed) / many[part]) / READINGS
+            nlls[part] += (missed.new_zeros(len(part)).index_add(0, rows.sequence, missed) / many[part]) / READINGS
     home = texts.cpu()
     size = lengths(home, process.ending)
-    nll = float(found.mean() if size is None else L * found.sum() / (size - 1).sum().clamp(min=1))  # all may be empty
+    nll = float(nlls.mean() if size is None else L * nlls.sum() / (size - 1).sum().clamp(min=1))  # all may be empty
     begun = home if size is None else home[size >= L // QUARTER, : L // QUARTER]
     entropy = sample_entropy(begun) if len(begun) else sample_entropy(home, size)
     tokens = torch.zeros(1) if size is None else size.double()
@@ -103,13 +103,13 @@ class Frontier:
     def of(cls, teacher: MaskedDiffusionLM, many: int, length: int, keys: Tensor, smooth: bool = False) -> Frontier:
         """From `many` texts at each temperature; smooth: `smoothed`."""
         canvas = torch.full((many, length), teacher.process.mask_id, device=teacher.device)
-        found = []
+        points = []
         for number, temperature in enumerate(TEMPERATURES):
             key = fold(keys, Purpose.PAIR, number)
             how = Sampling(steps=many_steps(length), temperature=temperature)
             texts = sample(teacher, canvas, keys=key, how=how, batch_size=AT_ONCE).tokens
-            found.append(text_stats(teacher, texts, key))
-        return cls.from_points([asdict(point) for point in (smoothed(found, TEMPERATURES) if smooth else found)])
+            points.append(text_stats(teacher, texts, key))
+        return cls.from_points([asdict(point) for point in (smoothed(points, TEMPERATURES) if smooth else points)])
 
     @classmethod
     def from_points(cls, points: Sequence[dict[str, float]]) -> Frontier:

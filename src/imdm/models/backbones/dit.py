@@ -159,11 +159,11 @@ class DiT(Backbone):
     def matrices(self) -> dict[Tensor, int]:
         """Of attention (queries, keys and values lie in one weight) and MLP; not those of adaLN, which act as vectors
         where the conditioning is constant."""
-        found: dict[Tensor, int] = {}
+        counts: dict[Tensor, int] = {}
         for block in cast("list[Block]", list(self.blocks)):
-            found |= {block.attention.qkv.weight: 3, block.attention.out.weight: 1}
-            found |= {block.mlp.up.weight: 1, block.mlp.down.weight: 1}
-        return found
+            counts |= {block.attention.qkv.weight: 3, block.attention.out.weight: 1}
+            counts |= {block.mlp.up.weight: 1, block.mlp.down.weight: 1}
+        return counts
 
     def beside(self, length: int, device: torch.device) -> Rope:
         return rotary(length, self.config.width // self.config.heads, device)

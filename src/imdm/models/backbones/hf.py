@@ -165,9 +165,9 @@ class HF(Backbone):
         """Uses the model's own key-value cache. Layers are not compiled here: each has its own part of the cache, and
         would be compiled for itself."""
         self._compile_layers(wanted=False)
-        given = self._in_cache(x, past) if past is not None and past.is_compileable else {}
-        found = self.lm.base_model(inputs_embeds=x, past_key_values=past, use_cache=True, **given)
-        return found.last_hidden_state, found.past_key_values
+        cache_inputs = self._in_cache(x, past) if past is not None and past.is_compileable else {}
+        output = self.lm.base_model(inputs_embeds=x, past_key_values=past, use_cache=True, **cache_inputs)
+        return output.last_hidden_state, output.past_key_values
 
     def fixed_cache(self, length: int) -> Any:
         """Only where every layer attends to all positions before."""
@@ -201,13 +201,13 @@ class HF(Backbone):
             given["position_ids"] = places + first_position(self.lm)
         if request.kinds is not None and "token_type_ids" in takes:
             given["token_type_ids"] = request.kinds
-        found = lm.base_model(**given, output_hidden_states=request.states, output_attentions=request.attentions)
-        hidden = found.last_hidden_state
+        output = lm.base_model(**given, output_hidden_states=request.states, output_attentions=request.attentions)
+        hidden = output.last_hidden_state
         if self.shift:
             before = torch.cat((hidden[:, :1], hidden[:, :-1]), 1)
             seen = None if request.seen is None else nn.functional.pad(request.seen[:, :-1], (1, 0), value=True)
             hidden = before if seen is None else torch.where(seen[..., None], before, hidden)  # absent at first
-        return BackboneOutputs(hidden, found.hidden_states, found.attentions)
+        return BackboneOutputs(hidden, output.hidden_states, output.attentions)
 
     def _showing(self) -> PreTrainedModel:
         """The same weights with eager attention, which returns its weights; fused attention cannot. A second model, so
@@ -275,7 +275,7 @@ class HF(Backbone):
         self.training = True
         self.open_attention(0.0, as_key(0))
         try:
-            found, moved = (self._hidden(inputs_embeds=y)[:, :-1] for y in (x, other))
+            hidden, moved = (self._hidden(inputs_embeds=y)[:, :-1] for y in (x, other))
         except Exception as error:  # models may raise anything when given a mask
             raise UserError(
                 f"training.opening: {self.lm.config.model_type!r} models cannot open gradually "
@@ -285,7 +285,7 @@ class HF(Backbone):
             self.opening = None
             self.lm.train(training)
             self.training = training
-        if not torch.allclose(found, moved, rtol=1e-4, atol=1e-5):
+        if not torch.allclose(hidden, moved, rtol=1e-4, atol=1e-5):
             raise UserError(f"training.opening: {self.lm.config.model_type!r} models ignore its mask; leave it out")
 
     def matrices(self) -> dict[Tensor, int]:
@@ -338,15 +338,17 @@ class HF(Backbone):
         x = self.embedding(ids)
         changed = [torch.cat((x[:, :-1], last), 1) for last in (1 - x[:, -1:], x[:, :1])]
         try:
-            wanted, found, *moved = (
+            from_ids, from_embeddings, *moved = (
                 self._hidden(input_ids=ids),
                 *(self._hidden(inputs_embeds=y) for y in (x, *changed)),
             )
         except Exception as error:  # models may raise anything here
             raise UserError(f"{kind!r} models cannot be run from embeddings in one pass: {reason_of(error)}") from None
-        if not torch.allclose(found, wanted, rtol=1e-4, atol=1e-5):
+        if not torch.allclose(from_embeddings, from_ids, rtol=1e-4, atol=1e-5):
             raise UserError(f"{kind!r} models read token ids beside the embeddings; noisy masks need embeddings alone")
-        before, there = ([(other - found)[:, part].norm() for other in moved] for part in (slice(-1), slice(-1, None)))
+        before, there = (
+            [(other - from_embeddings)[:, part].norm() for other in moved] for part in (slice(-1), slice(-1, None))
+        )
         if not self.config.causal and not any(before) and ids.shape[1] > 1:
             raise UserError(f"{kind!r} models cannot be made bidirectional; a denoiser attends to all positions")
         if self.config.causal:
@@ -355,7 +357,7 @@ class HF(Backbone):
                     f"this {kind!r} model attends to later positions, which an autoregressive one must not; leave out "
                     "causal"
                 )
-            self._check_onward(x, found)
+            self._check_onward(x, from_embeddings)
 
     def _check_onward(self, x: Tensor, wanted: Tensor) -> None:
         """Refuse a causal model that does not continue from its cache."""
